@@ -1,0 +1,72 @@
+"""What a transport can do and what it costs, as a frozen value.
+
+A transport states its capabilities in its spec; an engine or connector states what it requires;
+:meth:`Capabilities.missing` says, in words, what stands between the two. The conformance kit tests
+what is claimed.
+"""
+
+from __future__ import annotations
+
+import attrs
+
+
+@attrs.frozen(kw_only=True)
+class Cost:
+    """What moving bytes costs, claimed by the transport, compared by ``transport = "auto"``.
+
+    Claims are for the transport's usual case on common hardware; only their order matters.
+    """
+
+    latency_us: float = attrs.field(validator=attrs.validators.gt(0))
+    """Microseconds until a small message has arrived."""
+    gb_per_s: float = attrs.field(validator=attrs.validators.gt(0))
+    """Throughput of large tensors, 10^9 bytes per second."""
+
+    def seconds(self, nbytes: int) -> float:
+        """The time one message of ``nbytes`` takes by this claim."""
+        return self.latency_us * 1e-6 + nbytes / (self.gb_per_s * 1e9)
+
+
+@attrs.frozen(kw_only=True)
+class Capabilities:
+    """What a transport can do. Every field has the meaning its conformance test gives it."""
+
+    devices: frozenset[str] = attrs.field(default=frozenset({"cpu"}), converter=frozenset)
+    """Device types (``"cpu"``, ``"cuda"``) whose tensors it sends from and receives into."""
+    cross_host: bool = False
+    """The two ends may be on different hosts. Otherwise their probes must name the same domain."""
+    authenticated: bool = True
+    """Its data plane only ever talks to a peer that has proved itself."""
+    receive_into: bool = True
+    """``recv_tensor(out=…)`` fills the caller's memory without an intermediate tensor."""
+    full_duplex: bool = True
+    """Both ends may send at once."""
+    max_dims: int | None = None
+    """The most dimensions a tensor may have; ``None`` is no limit of its own."""
+    cost: Cost = attrs.field(factory=lambda: Cost(latency_us=1000.0, gb_per_s=0.1))
+
+    def missing(self, required: Requirements) -> tuple[str, ...]:
+        """Why this transport does not serve ``required``: one sentence each, empty if it does."""
+        reasons = []
+        if required.device not in self.devices:
+            able = ", ".join(sorted(self.devices))
+            reasons.append(f"moves {able} tensors, and {required.device} ones are needed")
+        if required.cross_host and not self.cross_host:
+            reasons.append("works on one host only, and the peer is on another")
+        if required.authenticated and not self.authenticated:
+            reasons.append(
+                "its data plane is not authenticated, and the address is reachable from other hosts"
+                " (set allow_unauthenticated_data_plane to permit it)"
+            )
+        return tuple(reasons)
+
+
+@attrs.frozen(kw_only=True)
+class Requirements:
+    """What one pair of ends needs of a transport."""
+
+    device: str = "cpu"
+    """Type of the device the tensors are on, without an index."""
+    cross_host: bool = False
+    authenticated: bool = False
+    """The data plane must authenticate, because strangers could reach it."""

@@ -1,0 +1,140 @@
+"""The scheduler side of a connector: it decides what moves."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, ClassVar
+
+from kvplug.config import Config
+from kvplug.connector.values import (
+    BlockIds,
+    CacheEvent,
+    Plain,
+    Request,
+    RequestEnd,
+    SchedulerOutput,
+    WorkerOutput,
+)
+from kvplug.metrics.sinks import Sink
+from kvplug.metrics.stats import TransferStats
+
+
+class SchedulerConnector(abc.ABC):
+    """Decides which tokens' KV comes from outside and which goes there. It touches no tensor.
+
+    Law. Only tokens whose KV really can be loaded are promised. Wrong KV is never used: what fails to
+    load is reported by the worker side in the same step, and the engine recomputes it or fails the
+    request. Blocks lent to a transfer are not reused before ``get_finished`` names the request.
+
+    Callers. The engine's scheduler, from one thread, in this order: once at start
+    ``set_xfer_handshake_metadata`` and ``get_finished_count``; for a request ``on_new_request``, then
+    ``get_num_new_matched_tokens`` (any number of times), ``update_state_after_alloc`` (once; again
+    when an asynchronous load has ended); once a step ``build_connector_meta``, and after the step
+    ``update_connector_output`` and ``take_events``; at the end of a request ``request_finished`` or
+    ``request_finished_all_groups``, once; at the end ``shutdown``.
+
+    Not promised. That what matched is still there when the worker side comes to load it: then it is a
+    load error.
+    """
+
+    supports_hma: ClassVar[bool] = False
+    """It implements :meth:`request_finished_all_groups` for several KV cache groups (hybrid memory)."""
+
+    @classmethod
+    def get_required_kvcache_layout(cls, config: Config, options: Any) -> str | None:
+        """The axis string this connector insists on under this config; ``None`` where any will do.
+
+        Asked before anything is built. A connector composed of others asks them.
+        """
+        return None
+
+    @classmethod
+    def build_stats(cls, snapshot: Mapping[str, Any] | None = None) -> TransferStats:
+        """A stats object from plain data, for engines that carry stats between processes."""
+        return TransferStats.from_snapshot(snapshot) if snapshot else TransferStats()
+
+    @classmethod
+    def build_prom_metrics(
+        cls, label_names: Sequence[str], label_values: Mapping[int, Sequence[str]], registry: Any = None
+    ) -> Mapping[int, Sink]:
+        """Prometheus metrics of this connector: one sink for each engine (by index), with its labels.
+
+        The default exports every figure of TransferStats. ``registry`` is a
+        ``prometheus_client.CollectorRegistry``; ``None`` is the global one.
+        """
+        from kvplug.metrics.prometheus import prometheus_sinks
+
+        return prometheus_sinks(label_names, label_values, registry)
+
+    def set_xfer_handshake_metadata(self, metadata: Mapping[int, Plain]) -> None:
+        """What each worker's ``get_handshake_metadata`` returned, by rank. May be empty."""
+        return None
+
+    def get_finished_count(self) -> int | None:
+        """How many workers must name a request before it counts as finished; ``None``: all of them."""
+        return None
+
+    def on_new_request(self, request: Request) -> None:
+        """A request has come in. Nothing is decided yet."""
+        return None
+
+    @abc.abstractmethod
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """How many tokens beyond ``num_computed_tokens`` can be loaded now, and whether in the background.
+
+        Returns ``(n, is_async)``. ``None`` for ``n`` means "not yet, ask again"; ``is_async`` is never
+        true with 0. Counts only the longest prefix that can really be had. No side effects; may be
+        asked often.
+        """
+
+    @abc.abstractmethod
+    def update_state_after_alloc(
+        self, request: Request, block_ids: BlockIds, num_external_tokens: int
+    ) -> None:
+        """Blocks are allocated; ``num_external_tokens`` of them will be loaded (0: none will)."""
+
+    @abc.abstractmethod
+    def build_connector_meta(self, output: SchedulerOutput) -> Plain:
+        """What the worker sides must do in this step. Resets the step's state; leaves ``output`` alone."""
+
+    def update_connector_output(self, output: WorkerOutput) -> None:
+        """What the worker sides reported after the step."""
+        return None
+
+    @abc.abstractmethod
+    def request_finished(
+        self, request: Request, block_ids: BlockIds, end: RequestEnd
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """The request has ended. Called once.
+
+        Returns ``(keeps_blocks, kv_transfer_params)``. With ``keeps_blocks`` the engine frees the
+        blocks only when ``get_finished`` has named the request as sent.
+        """
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: BlockIds, end: RequestEnd
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """The same for models with several KV cache groups (hybrid memory).
+
+        Called instead of :meth:`request_finished` when the connector's spec has ``supports_hma``.
+        """
+        return self.request_finished(request, block_ids, end)
+
+    def take_events(self) -> Iterable[CacheEvent]:
+        """Events since the last call."""
+        return ()
+
+    def reset_cache(self) -> bool:
+        """Forget what is cached outside. Returns whether there was anything to forget and it is gone."""
+        return False
+
+    def get_stats(self) -> Mapping[str, Any] | None:
+        """Snapshot of this side's TransferStats since the last call; ``None`` when there is nothing."""
+        return None
+
+    @abc.abstractmethod
+    def shutdown(self) -> None:
+        """End everything. Idempotent, bounded in time. An engine that is killed never calls it."""

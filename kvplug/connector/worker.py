@@ -1,0 +1,133 @@
+"""The worker side of a connector: it moves KV."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from kvplug.connector.values import (
+    AttentionMetadata,
+    CacheEvent,
+    CopyBlocks,
+    ForwardContext,
+    Plain,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kvplug.layout import KVLayout
+
+
+class WorkerConnector(abc.ABC):
+    """Moves KV between this worker's paged cache and elsewhere.
+
+    Law. As for the scheduler side. A block whose load failed, for whatever reason, is named by
+    ``get_block_ids_with_load_errors`` no later than in the step in which its request is reported.
+
+    Callers. The engine's worker, from the thread that runs the model. At start exactly one of
+    ``register_kv_caches`` and ``register_cross_layers_kv_cache`` (the latter where the spec says
+    ``prefers_cross_layer_blocks``), ``set_host_xfer_buffer_ops`` where the engine has host buffers,
+    ``get_handshake_metadata``. Each step: ``handle_preemptions`` when there are any;
+    ``bind_connector_metadata``; ``start_load_kv``; inside each attention layer
+    ``wait_for_layer_load`` and ``save_kv_layer``; ``wait_for_save``; ``get_finished``;
+    ``get_block_ids_with_load_errors``; ``get_stats``; ``take_events``; ``build_worker_metadata``;
+    ``clear_connector_metadata``. At the end ``shutdown``.
+
+    None of these raises because a transfer failed: that is a load error or a counted save failure.
+    """
+
+    prefer_cross_layer_blocks: ClassVar[bool] = False
+    """The engine should call ``register_cross_layers_kv_cache`` where it can, and nothing else."""
+
+    def __init__(self) -> None:
+        self._metadata: Plain = None
+
+    # -- at start ------------------------------------------------------------------------------
+
+    @abc.abstractmethod
+    def register_kv_caches(self, kv_caches: Mapping[str, Tensor]) -> None:
+        """The paged cache: layer name to tensor, laid out as the cache config's groups say.
+
+        Raises:
+            LayoutError, ConfigError: the tensors are not what the cache config promised.
+        """
+
+    def register_cross_layers_kv_cache(self, kv_cache: Tensor, layout: KVLayout) -> None:
+        """The paged cache as one tensor with a layer axis (``L`` in ``layout``)."""
+        raise NotImplementedError(f"{type(self).__name__} does not take cross-layer blocks")
+
+    def set_host_xfer_buffer_ops(self, copy_blocks: CopyBlocks) -> None:
+        """How to copy blocks between the device cache and the engine's host buffers."""
+        return None
+
+    def get_handshake_metadata(self) -> Plain:
+        """What the scheduler sides of this and other engines must know to reach this worker."""
+        return None
+
+    # -- each step -----------------------------------------------------------------------------
+
+    def handle_preemptions(self, request_ids: frozenset[str]) -> None:
+        """These requests' blocks are about to be overwritten: stop reading and writing them, now."""
+        return None
+
+    def bind_connector_metadata(self, metadata: Plain) -> None:
+        """What ``build_connector_meta`` of the scheduler side returned for this step."""
+        self._metadata = metadata
+
+    def clear_connector_metadata(self) -> None:
+        """The step is over."""
+        self._metadata = None
+
+    def has_connector_metadata(self) -> bool:
+        """Whether a step's metadata is bound; the hooks in attention layers do nothing otherwise."""
+        return self._metadata is not None
+
+    @abc.abstractmethod
+    def start_load_kv(self, context: ForwardContext) -> None:
+        """Begin this step's loads. Does not wait for them."""
+
+    @abc.abstractmethod
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Return when this layer's KV is in the cache, or its load has failed and been noted."""
+
+    @abc.abstractmethod
+    def save_kv_layer(self, layer_name: str, kv_layer: Tensor, attention: AttentionMetadata) -> None:
+        """This layer's KV of the step's tokens is in the cache. Begin to save what must be saved."""
+
+    @abc.abstractmethod
+    def wait_for_save(self) -> None:
+        """Return when the step's blocks may be overwritten."""
+
+    @abc.abstractmethod
+    def get_finished(self, finished_request_ids: frozenset[str]) -> tuple[frozenset[str], frozenset[str]]:
+        """Requests whose asynchronous (sending, receiving) ended since the last call.
+
+        Only requests that were kept by ``request_finished``, or loaded asynchronously, are named; each once.
+        """
+
+    @abc.abstractmethod
+    def get_block_ids_with_load_errors(self) -> frozenset[int]:
+        """Blocks whose load failed since the last call."""
+
+    def get_stats(self) -> Mapping[str, Any] | None:
+        """Snapshot of TransferStats since the last call; ``None`` when there is nothing."""
+        return None
+
+    def take_events(self) -> Iterable[CacheEvent]:
+        """Cache events that only the worker sees."""
+        return ()
+
+    def build_worker_metadata(self) -> Plain:
+        """What the scheduler side must know after this step; ``None`` for nothing."""
+        return None
+
+    @staticmethod
+    def aggregate_worker_metadata(parts: Sequence[Plain]) -> tuple[Plain, ...]:
+        """How the workers' metadata are put together. The default keeps every part that says something."""
+        return tuple(part for part in parts if part is not None)
+
+    @abc.abstractmethod
+    def shutdown(self) -> None:
+        """End everything. Idempotent, bounded in time. An engine that is killed never calls it."""

@@ -1,0 +1,124 @@
+"""What a plugin's factory is handed: everything from outside that it may use.
+
+Nothing below the composition root (:mod:`kvplug.build`) looks anything up by itself; a plugin gets its
+options, its identity, its sinks and its door to other processes here.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+
+from kvplug.config import Config
+from kvplug.connector.values import KVCacheConfig, ModelInfo, Parallelism, Side
+from kvplug.deadline import DEFAULT_TIMEOUT, Timeout
+from kvplug.handshake.agreement import Agreement
+from kvplug.lookup import LookupEndpoint
+from kvplug.metrics.stats import TransferStats
+from kvplug.pipe import Pipe
+from kvplug.trust.channel import Channel
+from kvplug.trust.credentials import Credentials
+
+
+@attrs.frozen(kw_only=True)
+class PipeContext:
+    """For the factory of a pipe transport, which returns a ``PipeEndpoint``."""
+
+    options: Any
+    """An instance of the spec's options class, or ``None``."""
+    credentials: Credentials
+    host: str = "127.0.0.1"
+    """The interface it may listen on. Loopback means that no other host will connect."""
+    device: str = "cpu"
+    timeout_s: float = 30.0
+    heartbeat_timeout_s: float = 10.0
+
+
+@attrs.frozen(kw_only=True)
+class LookupContext:
+    """For the factory of a lookup buffer, which returns a ``LookupEndpoint``."""
+
+    options: Any
+    buffer_size: int
+    """Bytes of tensors it may hold."""
+    device: str = "cpu"
+    timeout_s: float = 30.0
+
+
+class PeerLink(abc.ABC):
+    """An authenticated, agreed connection to one other process."""
+
+    agreement: Agreement
+    """What the two ends agreed on, and who the other is."""
+    channel: Channel
+    """Small plain values both ways; for the connector's own use."""
+
+    @abc.abstractmethod
+    def open_pipe(self, label: str, *, device: str = "cpu", timeout: Timeout = DEFAULT_TIMEOUT) -> Pipe:
+        """One pipe over the transport that was agreed on for tensors on ``device``.
+
+        Both ends call it, in the same order, with the same label; the contact crosses the channel.
+        """
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Close the channel; pipes live on."""
+
+
+class PeerListener(abc.ABC):
+    """Waits for other processes on the control address."""
+
+    contact: str
+
+    @abc.abstractmethod
+    def accept(self, timeout: Timeout = DEFAULT_TIMEOUT) -> PeerLink:
+        """The next peer that proved itself and with which an agreement was reached.
+
+        A peer that is refused is told why and counted, and the wait goes on.
+
+        Raises:
+            TimeoutError, ClosedError.
+        """
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Idempotent."""
+
+
+class Peers(abc.ABC):
+    """A connector's door to other processes."""
+
+    @abc.abstractmethod
+    def listen(self) -> PeerListener:
+        """On the config's host and port (+ port offset + rank), or as the embedding program says."""
+
+    @abc.abstractmethod
+    def connect(self, rank: int, purpose: str, timeout: Timeout = DEFAULT_TIMEOUT) -> PeerLink:
+        """To the peer engine's worker ``rank``; tries again until it listens or the deadline passes.
+
+        ``purpose`` is a word both connectors understand; the acceptor finds it in the agreement.
+
+        Raises:
+            TimeoutError: nobody came up there, and where "there" is.
+            HandshakeError, AuthenticationError: at once.
+        """
+
+
+@attrs.frozen(kw_only=True)
+class ConnectorContext:
+    """For the two factories of a connector."""
+
+    config: Config
+    options: Any
+    side: Side
+    model: ModelInfo
+    cache: KVCacheConfig
+    parallelism: Parallelism
+    peers: Peers
+    stats: TransferStats
+    """Where this connector counts. One object for each side; sinks read it."""
+    lookup_buffer: Callable[[], LookupEndpoint]
+    """Builds the lookup buffer that the config names."""

@@ -1,0 +1,59 @@
+"""Deadlines: one absolute time, made once from a ``timeout`` and passed down.
+
+Every blocking call of kvplug takes ``timeout``: seconds, ``None`` for ever, or nothing, which means
+the finite default of the thing called (the config's ``timeout_s``).
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+import time
+from typing import Final
+
+import attrs
+
+
+class Default(enum.Enum):
+    """The type of :data:`DEFAULT_TIMEOUT`, so that ``None`` can go on meaning "for ever"."""
+
+    TIMEOUT = "the endpoint's default"
+
+    def __repr__(self) -> str:
+        return "DEFAULT_TIMEOUT"
+
+
+DEFAULT_TIMEOUT: Final = Default.TIMEOUT
+"""What a ``timeout`` argument is when the caller says nothing."""
+
+Timeout = float | None | Default
+"""Seconds, ``None`` (for ever), or :data:`DEFAULT_TIMEOUT`."""
+
+
+@attrs.frozen
+class Deadline:
+    """A moment of the monotonic clock, or never (``math.inf``)."""
+
+    at: float
+
+    @classmethod
+    def after(cls, timeout: Timeout, default: float | None = None) -> Deadline:
+        """The moment ``timeout`` seconds from now; ``default`` stands in for DEFAULT_TIMEOUT.
+
+        Raises:
+            ValueError: the timeout is negative or not a number.
+        """
+        seconds = default if timeout is DEFAULT_TIMEOUT else timeout
+        if seconds is None:
+            return cls(math.inf)
+        if not seconds >= 0:
+            raise ValueError(f"timeout must be 0 or more seconds, or None for ever; got {seconds!r}")
+        return cls(time.monotonic() + seconds)
+
+    @property
+    def expired(self) -> bool:
+        return time.monotonic() >= self.at
+
+    def remaining(self) -> float | None:
+        """Seconds left (0.0 once passed); ``None`` when it never comes. Fits ``wait(timeout=…)``."""
+        return None if self.at == math.inf else max(0.0, self.at - time.monotonic())

@@ -1,0 +1,127 @@
+"""Every error kvplug raises. Imports nothing.
+
+An error that also *is* a builtin one inherits it, so that ``except TimeoutError`` or
+``except ConnectionError`` written by somebody who has never heard of kvplug does the right thing.
+"""
+
+from __future__ import annotations
+
+import builtins
+
+
+class KvplugError(Exception):
+    """Base of every error raised by kvplug and by well-behaved plugins."""
+
+
+# -- what an operator wrote --------------------------------------------------------------------
+
+
+class ConfigError(KvplugError, ValueError):
+    """A configuration is wrong. ``faults`` holds every fault found, one sentence each."""
+
+    def __init__(self, *faults: str, source: str = "") -> None:
+        self.faults: tuple[str, ...] = faults
+        self.source = source
+        where = f" in {source}" if source else ""
+        if len(faults) == 1:
+            text = f"bad configuration{where}: {faults[0]}"
+        else:
+            lines = "".join(f"\n  - {fault}" for fault in faults)
+            text = f"bad configuration{where}, {len(faults)} faults:{lines}"
+        super().__init__(text)
+
+
+class InsecureAddressError(ConfigError, PermissionError):
+    """An address other hosts can reach was asked for without a secret."""
+
+
+# -- plugins -----------------------------------------------------------------------------------
+
+
+class PluginError(KvplugError):
+    """Something is wrong with a plugin, or with the name of one."""
+
+
+class PluginLoadError(PluginError, ImportError):
+    """A plugin was found and could not be loaded. The message says which, why, and what to do."""
+
+
+class UnknownConnectorError(PluginError, LookupError):
+    """No loaded plugin offers a connector of that name."""
+
+
+class UnknownTransportError(PluginError, LookupError):
+    """No loaded plugin offers a transport (pipe, queue, lookup buffer, communicator) of that name."""
+
+
+class AmbiguousNameError(PluginError, LookupError):
+    """Two distributions offer one name of one kind; say ``distribution:name``."""
+
+
+# -- endpoints at work -------------------------------------------------------------------------
+
+
+class ClosedError(KvplugError, ValueError):
+    """The endpoint was closed or aborted here, or belongs to the parent of this forked process."""
+
+
+class PeerGoneError(KvplugError, ConnectionError):
+    """The process at the other end died, closed, or is fenced after a silence."""
+
+
+class TimeoutError(KvplugError, builtins.TimeoutError):
+    """A deadline passed. The message names what was waited for, and whom."""
+
+
+class BusyError(KvplugError, RuntimeError):
+    """Two threads used the same direction of one endpoint at once."""
+
+
+class TensorMismatchError(KvplugError, ValueError):
+    """The message waiting does not fit the memory offered for it. The message stays."""
+
+
+class UnsupportedError(KvplugError, TypeError):
+    """A value, dtype or device that this thing does not carry. The message names what it does."""
+
+
+class CapacityError(KvplugError, ValueError):
+    """Something is larger than the budget it would have to fit into; waiting cannot help."""
+
+
+class AddressInUseError(KvplugError, OSError):
+    """Somebody already listens there."""
+
+
+class EntryGoneError(KvplugError, LookupError):
+    """The lookup entry was there when it was promised and is not now."""
+
+
+class TransportError(KvplugError, OSError):
+    """A transport failed in a way that has no better name; the cause is chained."""
+
+
+# -- agreement and trust -----------------------------------------------------------------------
+
+
+class WireError(KvplugError, ValueError):
+    """Bytes that are not what the wire format allows."""
+
+
+class AuthenticationError(KvplugError, PermissionError):
+    """The peer did not prove who it is (wrong secret, wrong user, wrong token)."""
+
+
+class HandshakeError(KvplugError):
+    """The two ends cannot work together. ``reasons`` holds every one, with both values."""
+
+    def __init__(self, *reasons: str, peer: str = "") -> None:
+        self.reasons: tuple[str, ...] = reasons
+        self.peer = peer
+        with_whom = f" with {peer}" if peer else ""
+        lines = "".join(f"\n  - {reason}" for reason in reasons)
+        super().__init__(f"handshake{with_whom} refused:{lines}")
+
+
+class IntegrityError(KvplugError):
+    """Received memory does not hash to what its sender stated."""

@@ -1,0 +1,150 @@
+"""What a plugin offers, as strings: nothing heavy is imported until a name is chosen.
+
+A plugin's entry-point module builds these; ``factory``, ``options`` and ``probe`` are
+``"package.module:Name"`` strings that are resolved only when used (:meth:`load_factory` is the only
+importer of transport code). ``options`` and ``probe`` must name light modules, since ``kvplug list``
+imports them.
+"""
+
+from __future__ import annotations
+
+import enum
+import importlib
+import re
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+
+from kvplug.capabilities import Capabilities
+from kvplug.errors import PluginError, PluginLoadError
+
+_NAME = re.compile(r"[a-z][a-z0-9-]{0,39}")
+_TARGET = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+
+
+class Kind(enum.StrEnum):
+    """The kinds of things that are selected by name."""
+
+    CONNECTOR = "connector"
+    PIPE = "pipe"
+    QUEUE = "queue"
+    LOOKUP_BUFFER = "lookup_buffer"
+    COMMUNICATOR = "communicator"
+
+
+def _check_name(_: Any, __: Any, name: str) -> None:
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise PluginError(
+            f"{name!r} cannot be a name: use up to 40 lower-case letters, digits and hyphens,"
+            " a letter first"
+        )
+    if name in ("auto", "none"):
+        raise PluginError(f"the name {name!r} has a meaning in configs and cannot be offered")
+
+
+def _check_target(_: Any, attribute: Any, target: str | None) -> None:
+    if target is not None and not (isinstance(target, str) and _TARGET.fullmatch(target)):
+        raise PluginError(f"{attribute.name} must be a string 'package.module:Name', got {target!r}")
+
+
+def load_target(target: str) -> Any:
+    """What ``"package.module:Name"`` names.
+
+    Raises:
+        PluginLoadError: the module does not import or has no such name; the cause is chained.
+    """
+    module_name, _, attribute = target.partition(":")
+    try:
+        return getattr(importlib.import_module(module_name), attribute)
+    except (Exception, SystemExit) as e:
+        raise PluginLoadError(f"cannot load {target}: {type(e).__name__}: {e}") from e
+
+
+@attrs.frozen(kw_only=True)
+class Probe:
+    """What a transport's probe found out about this host. Cheap, without heavy imports."""
+
+    viable: bool = True
+    reason: str = ""
+    """Why it cannot work here; empty when it can."""
+    domain: str = ""
+    """Opaque. Two ends of a transport that is not ``cross_host`` must show equal domains (say, boot
+    id and namespaces)."""
+
+
+@attrs.frozen(kw_only=True)
+class _Spec:
+    name: str = attrs.field(validator=_check_name)
+    factory: str = attrs.field(validator=_check_target)
+    options: str | None = attrs.field(default=None, validator=_check_target)
+    summary: str = ""
+    """One line for ``kvplug list``."""
+
+    def load_factory(self) -> Callable[..., Any]:
+        """The factory itself: imports the plugin's code."""
+        found = load_target(self.factory)
+        if not callable(found):
+            raise PluginLoadError(f"{self.factory} of {self.name!r} is not callable")
+        return found  # type: ignore[no-any-return]
+
+    def load_options(self) -> type | None:
+        """The attrs class of this thing's options, or ``None`` when it has none."""
+        if self.options is None:
+            return None
+        found = load_target(self.options)
+        if not (isinstance(found, type) and attrs.has(found)):
+            raise PluginLoadError(f"{self.options} of {self.name!r} is not an attrs class")
+        return found
+
+
+@attrs.frozen(kw_only=True)
+class TransportSpec(_Spec):
+    """One transport: a pipe, message queue, lookup buffer or device communicator.
+
+    ``factory`` is called with one argument, the kind's context (see ``kvplug.context``).
+    """
+
+    kind: Kind = attrs.field(converter=Kind)
+    capabilities: Capabilities = attrs.field(factory=Capabilities)
+    probe: str | None = attrs.field(default=None, validator=_check_target)
+    """A function without arguments that returns a :class:`Probe`."""
+    protocol: int = 1
+    """Version of what the transport itself puts on the wire; both ends must have the same."""
+
+    def __attrs_post_init__(self) -> None:
+        if self.kind is Kind.CONNECTOR:
+            raise PluginError("a connector is offered by a ConnectorSpec, not a TransportSpec")
+
+    def run_probe(self) -> Probe:
+        """The probe's answer; one that fails is an answer too: not viable, and why."""
+        if self.probe is None:
+            return Probe()
+        try:
+            found = load_target(self.probe)()
+        except (Exception, SystemExit) as e:
+            return Probe(viable=False, reason=f"its probe failed: {type(e).__name__}: {e}")
+        if not isinstance(found, Probe):
+            return Probe(viable=False, reason=f"its probe returned {found!r}, not a Probe")
+        return found
+
+
+@attrs.frozen(kw_only=True)
+class ConnectorSpec(_Spec):
+    """One connector: a factory for each of its two sides.
+
+    ``factory`` makes the scheduler side, ``worker_factory`` the worker side; both are called with one
+    argument, a ``kvplug.context.ConnectorContext``.
+    """
+
+    worker_factory: str = attrs.field(validator=_check_target)
+
+    @property
+    def kind(self) -> Kind:
+        return Kind.CONNECTOR
+
+    def load_worker_factory(self) -> Callable[..., Any]:
+        found = load_target(self.worker_factory)
+        if not callable(found):
+            raise PluginLoadError(f"{self.worker_factory} of {self.name!r} is not callable")
+        return found  # type: ignore[no-any-return]
