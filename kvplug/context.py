@@ -13,11 +13,12 @@ from typing import Any
 import attrs
 
 from kvplug.config import Config
-from kvplug.connector.values import KVCacheConfig, ModelInfo, Parallelism, Side
+from kvplug.connector.values import KVCacheConfig, Parallelism, Side
 from kvplug.deadline import DEFAULT_TIMEOUT, Timeout
 from kvplug.handshake.agreement import Agreement
 from kvplug.lookup import LookupEndpoint
 from kvplug.metrics.stats import TransferStats
+from kvplug.model import ModelInfo
 from kvplug.pipe import Pipe
 from kvplug.trust.channel import Channel
 from kvplug.trust.credentials import Credentials
