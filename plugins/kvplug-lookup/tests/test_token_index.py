@@ -1,0 +1,293 @@
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from kvplug_lookup.index import TokenIndex, token_array
+
+from kvplug.errors import UnsupportedError
+
+M61 = 2**61 - 1  # Python's hash of an int is taken modulo this prime
+
+
+def held(*prompts, extra=b""):
+    index = TokenIndex()
+    for entry_id, prompt in enumerate(prompts):
+        index.insert(entry_id, prompt, extra)
+    return index
+
+
+def test_an_entry_shorter_longer_or_equal_to_the_query_is_found():
+    index = held([1, 2, 3, 4])
+    for query in ([1, 2], [1, 2, 3, 4], [1, 2, 3, 4, 5, 6]):
+        assert index.oldest_match(query) == 0
+    assert index.longest_prefix([1, 2]) == 2
+    assert index.longest_prefix([1, 2, 3, 4, 5]) == 4
+
+
+def test_a_prefix_counts_whatever_follows_it_but_is_no_match_to_take():
+    index = held([1, 2, 3, 4])
+    assert index.longest_prefix([1, 2, 9, 9]) == 2
+    assert index.longest_match([1, 2, 9, 9]) == (0, 2)
+    assert index.oldest_match([1, 2, 9, 9]) is None
+
+
+def test_the_oldest_of_several_matches_wins_above_and_below_the_query():
+    index = held([1, 2, 3, 4, 5], [1, 2], [1, 2, 3], [1, 2, 3, 4])
+    assert index.oldest_match([1, 2, 3]) == 0
+    index.remove(0)
+    assert index.oldest_match([1, 2, 3]) == 1
+    index.remove(1)
+    assert index.oldest_match([1, 2, 3]) == 2
+    assert index.oldest_match([1, 2, 3, 4]) == 2
+
+
+def test_neighbouring_large_ids_are_different_tokens():
+    index = held([7, 120001, 8])
+    assert index.oldest_match([7, 120002, 8]) is None
+    assert index.longest_prefix([7, 120002, 8]) == 1
+    assert index.longest_prefix([120002]) == 0
+
+
+@pytest.mark.parametrize(("one", "other"), [(5, 5 + M61), (-1, -2), (0, M61), (3, 3 + 2 * M61)])
+@pytest.mark.parametrize("where", [0, 1, 2])
+def test_ids_with_equal_hashes_are_different_tokens(one, other, where):
+    assert hash(one) == hash(other)
+    ours, theirs = [9, 9, 9], [9, 9, 9]
+    ours[where], theirs[where] = one, other
+    index = held(ours)
+    assert index.oldest_match(theirs) is None
+    assert index.longest_prefix(theirs) == where
+    index.insert(1, theirs)
+    assert index.oldest_match(ours) == 0
+    assert index.oldest_match(theirs) == 1
+    index.remove(0)
+    assert index.oldest_match(ours) is None
+    assert index.oldest_match(theirs) == 1
+
+
+def test_equal_tokens_under_another_extra_are_another_key():
+    index = held([1, 2, 3], extra=b"lora-a")
+    assert index.longest_prefix([1, 2, 3]) == 0
+    assert index.longest_prefix([1, 2, 3], b"lora-b") == 0
+    assert index.oldest_match([1, 2, 3], b"lora-a") == 0
+    assert index.oldest(b"lora-a") == 0
+    assert index.oldest() is None
+
+
+def test_an_empty_query_matches_nothing_and_an_empty_entry_is_refused():
+    index = held([1])
+    assert index.longest_prefix([]) == 0
+    assert index.oldest_match([]) is None
+    assert index.longest_match([], min_tokens=0) is None
+    with pytest.raises(ValueError, match="without tokens"):
+        index.insert(5, [])
+    with pytest.raises(ValueError, match="already"):
+        index.insert(0, [2])
+
+
+def test_a_suspended_entry_still_counts_but_cannot_be_taken():
+    index = held([1, 2, 3], [1, 2, 3, 4])
+    index.suspend(0)
+    assert index.oldest_match([1, 2, 3]) == 1
+    index.suspend(1)
+    assert index.oldest_match([1, 2, 3]) is None
+    assert index.oldest() is None
+    assert index.longest_match([1, 2, 3]) in [(0, 3), (1, 3)]
+    index.resume(0)
+    index.resume(0)
+    assert index.oldest_match([1, 2, 3]) == 0
+    index.remove(1)
+    index.resume(1)
+    assert list(index) == [0]
+
+
+@pytest.mark.parametrize(
+    "tokens", [[1.0, 2.0], [True, False], ["a"], [2**63], [2**70], np.array([1.5]), [2**63, -1], [None]]
+)
+def test_what_is_not_a_64_bit_integer_is_no_token(tokens):
+    with pytest.raises(UnsupportedError):
+        token_array(tokens)
+
+
+def test_ragged_and_nested_tokens_are_refused():
+    with pytest.raises(ValueError, match="one dimension"):
+        token_array([[1, 2], [3, 4]])
+    with pytest.raises(UnsupportedError):
+        token_array([[1], [2, 3]])
+
+
+def test_tokens_may_be_any_integer_sequence_or_array():
+    for tokens in ([1, 2], (1, 2), range(1, 3), np.array([1, 2], np.uint8), np.array([1, 0, 2])[::2]):
+        assert token_array(tokens).tolist() == [1, 2]
+    assert token_array([]).size == 0
+    assert token_array(np.array([2**63 - 1], np.uint64)).tolist() == [2**63 - 1]
+
+
+def test_the_index_is_importable_without_torch():
+    code = "import sys, kvplug_lookup.index; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+def test_nothing_is_left_of_removed_entries():
+    index = TokenIndex()
+    rng = random.Random(1)
+    for entry_id in range(500):
+        index.insert(entry_id, [rng.randrange(3) for _ in range(rng.randrange(1, 12))], bytes([entry_id % 2]))
+    for entry_id in rng.sample(range(500), 500):
+        assert index.remove(entry_id)
+        assert not index.remove(entry_id)
+    assert len(index) == 0
+    assert not index._roots
+
+
+def test_a_heap_does_not_grow_with_what_has_come_and_gone():
+    index = held([1])
+    for entry_id in range(1, 5000):
+        index.insert(entry_id, [entry_id % 4 + 1, entry_id])
+        if entry_id > 4:
+            index.remove(entry_id - 4)
+    root = index._roots[b""]
+    assert len(root.ages) < 40
+
+
+def test_a_long_chain_of_prefixes_needs_no_recursion():
+    index = TokenIndex()
+    prompt = list(range(3000))
+    for length in range(3000, 0, -1):
+        index.insert(3000 - length, prompt[:length])
+    assert index.longest_prefix(prompt) == 3000
+    assert index.oldest_match(prompt[:1]) == 0
+    for length in range(1, 3001):
+        index.remove(3000 - length)
+    assert len(index) == 0
+
+
+def test_finding_does_not_slow_down_with_the_number_of_entries():
+    rng = np.random.default_rng(3)
+    system = rng.integers(0, 50_000, 300)
+    times = {}
+    for count in (100, 5000):
+        index, prompts = TokenIndex(), []
+        for entry_id in range(count):
+            prompt = np.concatenate((system, rng.integers(0, 50_000, 100)))
+            index.insert(entry_id, prompt)
+            prompts.append(prompt)
+        rounds = []
+        for _ in range(5):
+            began = time.perf_counter()
+            for at in range(0, count, count // 100):
+                assert index.longest_prefix(prompts[at]) == 400
+            rounds.append(time.perf_counter() - began)
+        times[count] = min(rounds)
+    # The real bound is measured by benchmarks/lookup.py; a linear scan would be 50x here.
+    assert times[5000] < 8 * times[100]
+
+
+class Model:
+    """The law, as a list that is searched from end to end."""
+
+    def __init__(self):
+        self.entries = {}
+        self.suspended = set()
+
+    @staticmethod
+    def common(a, b):
+        n = 0
+        while n < min(len(a), len(b)) and a[n] == b[n]:
+            n += 1
+        return n
+
+    def of(self, extra):
+        return {i: key for i, (key, e) in self.entries.items() if e == extra}
+
+    def longest_prefix(self, query, extra):
+        return max((self.common(key, query) for key in self.of(extra).values()), default=0)
+
+    def oldest_match(self, query, extra):
+        found = [
+            i
+            for i, key in self.of(extra).items()
+            if i not in self.suspended and query and self.common(key, query) == min(len(key), len(query))
+        ]
+        return min(found, default=None)
+
+
+TOKENS = st.lists(st.sampled_from([1, 2, 1 + M61, -1, -2]), min_size=1, max_size=7).map(tuple)
+EXTRA = st.sampled_from([b"", b"x"])
+
+
+class IndexAgainstList(RuleBasedStateMachine):
+    def __init__(self):
+        super().__init__()
+        self.index, self.model, self.next_id, self.gone = TokenIndex(), Model(), 0, []
+
+    @rule(tokens=TOKENS, extra=EXTRA)
+    def insert(self, tokens, extra):
+        self.index.insert(self.next_id, tokens, extra)
+        self.model.entries[self.next_id] = (tokens, extra)
+        self.next_id += 1
+
+    @precondition(lambda self: self.model.entries)
+    @rule(data=st.data())
+    def remove(self, data):
+        entry_id = data.draw(st.sampled_from(sorted(self.model.entries)))
+        assert self.index.remove(entry_id)
+        self.gone.append((entry_id, self.model.entries.pop(entry_id)))
+        self.model.suspended.discard(entry_id)
+
+    @precondition(lambda self: self.gone)
+    @rule(data=st.data())
+    def put_back(self, data):
+        entry_id, (tokens, extra) = self.gone.pop(data.draw(st.integers(0, len(self.gone) - 1)))
+        self.index.insert(entry_id, tokens, extra)
+        self.model.entries[entry_id] = (tokens, extra)
+
+    @precondition(lambda self: self.model.entries)
+    @rule(data=st.data())
+    def suspend(self, data):
+        entry_id = data.draw(st.sampled_from(sorted(self.model.entries)))
+        self.index.suspend(entry_id)
+        self.model.suspended.add(entry_id)
+
+    @precondition(lambda self: self.model.suspended)
+    @rule(data=st.data())
+    def resume(self, data):
+        entry_id = data.draw(st.sampled_from(sorted(self.model.suspended)))
+        self.index.resume(entry_id)
+        self.model.suspended.discard(entry_id)
+
+    @rule(query=TOKENS, extra=EXTRA)
+    def ask(self, query, extra):
+        longest = self.model.longest_prefix(query, extra)
+        assert self.index.longest_prefix(query, extra) == longest
+        assert self.index.oldest_match(query, extra) == self.model.oldest_match(query, extra)
+        found = self.index.longest_match(query, extra)
+        if not longest:
+            assert found is None
+            return
+        sharing = {i for i, key in self.model.of(extra).items() if self.model.common(key, query) == longest}
+        free = sharing - self.model.suspended
+        assert found is not None and found[1] == longest
+        assert found[0] == min(free) if free else found[0] in sharing
+        assert self.index.longest_match(query, extra, longest + 1) is None
+
+    @rule(extra=EXTRA)
+    def ask_for_any(self, extra):
+        free = self.model.of(extra).keys() - self.model.suspended
+        assert self.index.oldest(extra) == min(free, default=None)
+
+    @invariant()
+    def as_many_as_the_model(self):
+        assert set(self.index) == self.model.entries.keys()
+
+
+TestIndexAgainstList = IndexAgainstList.TestCase
+TestIndexAgainstList.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
