@@ -1,0 +1,160 @@
+"""Which process this is, and which one the peer says it is: exact enough to watch it die."""
+
+from __future__ import annotations
+
+import functools
+import os
+import socket
+import sys
+
+import attrs
+import msgspec
+
+from kvplug.errors import PeerGoneError, WireError
+
+IDENTITY_SIZE = 512
+"""Bytes of an identity on the wire: fixed, so that nobody can ask for more memory than that."""
+_MAX_TEXT = 96
+
+
+def _short(text: str) -> str:
+    return text.encode("utf-8", "replace")[:_MAX_TEXT].decode("utf-8", "ignore")
+
+
+@attrs.frozen(kw_only=True)
+class PeerIdentity:
+    """A process, told apart from every other process there is or was on its host.
+
+    It is what the peer *says*. It only ever comes from a peer that has proved itself, and a peer that
+    lies about it can merely spoil the detection of its own death.
+    """
+
+    boot_id: str = attrs.field(default="", converter=_short)
+    """Of the running kernel; equal means the same host. Empty where the platform has none."""
+    pid_ns: str = attrs.field(default="", converter=_short)
+    """Pid namespace: pids mean something only to processes that share it."""
+    net_ns: str = attrs.field(default="", converter=_short)
+    """Network namespace: abstract sockets and loopback reach only processes that share it."""
+    pid: int
+    start_time: int = 0
+    """Clock ticks from boot to the start of the process; tells a reused pid from the old one. 0: unknown."""
+    host: str = attrs.field(default="", converter=_short)
+    """Host name, for messages."""
+    label: str = attrs.field(default="", converter=_short)
+    """What the process calls itself ("prefill rank 0"), for messages."""
+
+    def __str__(self) -> str:
+        name = f"{self.label}, " if self.label else ""
+        host = f" on {self.host}" if self.host and not self.same_host else ""
+        return f"{name}pid {self.pid}{host}"
+
+    @property
+    def same_host(self) -> bool:
+        """Whether that process runs (or ran) on this host, under this boot of the kernel."""
+        return bool(self.boot_id) and self.boot_id == _boot_id()
+
+    @property
+    def visible(self) -> bool:
+        """Whether ``pid`` means that process here too: same host, same pid namespace."""
+        return self.same_host and bool(self.pid_ns) and self.pid_ns == _namespace("pid")
+
+    def open_pidfd(self) -> int | None:
+        """A descriptor that becomes readable when that process ends; the caller closes it.
+
+        ``None`` where its death cannot be seen that way: another host or pid namespace, an old kernel,
+        a sandbox that forbids it. The start time is read *after* the descriptor is opened: if it is the
+        right one then, the descriptor is of the right process, whatever happens to the pid later.
+
+        Raises:
+            PeerGoneError: that process has ended already.
+        """
+        if not self.visible or not self.start_time or not hasattr(os, "pidfd_open"):
+            return None
+        try:
+            pidfd = os.pidfd_open(self.pid)
+        except ProcessLookupError as e:
+            raise PeerGoneError(f"{self} has ended") from e
+        except OSError:
+            return None
+        try:
+            start_time = _start_time(self.pid)
+        except (FileNotFoundError, ProcessLookupError) as e:
+            os.close(pidfd)
+            if os.path.isdir("/proc/self"):
+                raise PeerGoneError(f"{self} has ended") from e
+            return None
+        except OSError:
+            os.close(pidfd)
+            return None
+        if start_time != self.start_time:
+            os.close(pidfd)
+            raise PeerGoneError(f"{self} has ended; its pid belongs to another process now")
+        return pidfd
+
+
+def this_process(label: str = "") -> PeerIdentity:
+    """The calling process. ``label`` is what messages at the other end call it."""
+    pid = os.getpid()
+    try:
+        start_time = _start_time(pid)
+    except OSError:
+        start_time = 0
+    return PeerIdentity(
+        boot_id=_boot_id(),
+        pid_ns=_namespace("pid"),
+        net_ns=_namespace("net"),
+        pid=pid,
+        start_time=start_time,
+        host=socket.gethostname(),
+        label=label,
+    )
+
+
+def encode_identity(identity: PeerIdentity) -> bytes:
+    """Exactly ``IDENTITY_SIZE`` bytes."""
+    packed = msgspec.msgpack.encode(identity)
+    return (len(packed).to_bytes(2, "little") + packed).ljust(IDENTITY_SIZE, b"\0")
+
+
+def decode_identity(message: bytes) -> PeerIdentity:
+    """The inverse of :func:`encode_identity`.
+
+    Raises:
+        WireError: it is anything else.
+    """
+    size = int.from_bytes(message[:2], "little")
+    if len(message) != IDENTITY_SIZE or not 0 < size <= IDENTITY_SIZE - 2:
+        raise WireError("an identity of the wrong size")
+    try:
+        identity = msgspec.msgpack.decode(message[2 : 2 + size], type=PeerIdentity)
+    except (msgspec.MsgspecError, ValueError, TypeError, RecursionError) as e:
+        raise WireError(f"an identity that cannot be read: {e}") from e
+    if not 0 < identity.pid < 2**31 or identity.start_time < 0:
+        raise WireError(f"an identity with pid {identity.pid}, start time {identity.start_time}")
+    return identity
+
+
+@functools.cache
+def _boot_id() -> str:
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as f:
+            return f.read().strip()
+    except OSError:
+        return ""
+
+
+def _namespace(kind: str) -> str:
+    # Not cached: a process may move to another network namespace.
+    try:
+        return os.readlink(f"/proc/self/ns/{kind}")
+    except OSError:
+        return ""
+
+
+def _start_time(pid: int) -> int:
+    if not sys.platform.startswith("linux"):
+        return 0
+    with open(f"/proc/{pid}/stat", "rb") as f:
+        line = f.read()
+    # The second field is the command in parentheses and may itself hold spaces and parentheses.
+    return int(line.rpartition(b")")[2].split()[19])
