@@ -66,7 +66,7 @@ class PeerLink(abc.ABC):
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Close the channel; pipes live on."""
+        """Close the channel; pipes live on. Idempotent."""
 
 
 class PeerListener(abc.ABC):
@@ -94,7 +94,7 @@ class Peers(abc.ABC):
 
     @abc.abstractmethod
     def listen(self) -> PeerListener:
-        """On the config's host and port (+ port offset + rank), or as the embedding program says."""
+        """On the config's host and port (+ port offset + worker rank), or as the embedding program says."""
 
     @abc.abstractmethod
     def connect(self, rank: int, purpose: str, timeout: Timeout = DEFAULT_TIMEOUT) -> PeerLink:
@@ -121,5 +121,12 @@ class ConnectorContext:
     peers: Peers
     stats: TransferStats
     """Where this connector counts. One object for each side; sinks read it."""
+    checksums: tuple[str, ...] = ()
+    """Hashes this side computes and verifies with, preferred ones first; empty when integrity is off."""
     lookup_buffer: Callable[[], LookupEndpoint]
     """Builds the lookup buffer that the config names."""
+    close: Callable[[], None]
+    """Ends what was built for this connector from outside it (listeners, links, reporters).
+
+    A connector calls it last in ``shutdown``. Idempotent.
+    """

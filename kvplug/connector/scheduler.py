@@ -16,6 +16,7 @@ from kvplug.connector.values import (
     SchedulerOutput,
     WorkerOutput,
 )
+from kvplug.deadline import DEFAULT_TIMEOUT, Timeout
 from kvplug.metrics.sinks import Sink
 from kvplug.metrics.stats import TransferStats
 
@@ -71,6 +72,17 @@ class SchedulerConnector(abc.ABC):
         """What each worker's ``get_handshake_metadata`` returned, by rank. May be empty."""
         return None
 
+    def wait_until_ready(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
+        """Return once every peer that the config names is connected and agreed with.
+
+        An engine that would rather be refused at start than recompute later calls it; none has to.
+
+        Raises:
+            TimeoutError: a peer did not come; the message says who and where.
+            HandshakeError, AuthenticationError: the two ends cannot work together, and why.
+        """
+        return None
+
     def get_finished_count(self) -> int | None:
         """How many workers must name a request before it counts as finished; ``None``: all of them."""
         return None
@@ -111,7 +123,7 @@ class SchedulerConnector(abc.ABC):
         """The request has ended. Called once.
 
         Returns ``(keeps_blocks, kv_transfer_params)``. With ``keeps_blocks`` the engine frees the
-        blocks only when ``get_finished`` has named the request as sent.
+        blocks only when ``get_finished`` has named the request as sent or received.
         """
 
     def request_finished_all_groups(

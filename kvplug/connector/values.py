@@ -58,6 +58,10 @@ class KVCacheConfig:
 class Parallelism:
     """Where this worker stands among those that share a model."""
 
+    worker_rank: int = 0
+    """Of this worker in its engine; its control address is the config's port plus this."""
+    num_workers: int = 1
+    """Of the engine: each loads from the peer engine's worker of the same rank."""
     tensor_rank: int = 0
     tensor_size: int = 1
     first_layer: int = 0

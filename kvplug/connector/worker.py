@@ -14,6 +14,9 @@ from kvplug.connector.values import (
     Plain,
 )
 
+from kvplug.deadline import DEFAULT_TIMEOUT, Timeout
+from kvplug.errors import UnsupportedError
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -55,8 +58,14 @@ class WorkerConnector(abc.ABC):
         """
 
     def register_cross_layers_kv_cache(self, kv_cache: Tensor, layout: KVLayout) -> None:
-        """The paged cache as one tensor with a layer axis (``L`` in ``layout``)."""
-        raise NotImplementedError(f"{type(self).__name__} does not take cross-layer blocks")
+        """The paged cache as one tensor with a layer axis (``L`` in ``layout``).
+
+        Raises:
+            UnsupportedError: this connector takes one tensor for each layer only.
+        """
+        raise UnsupportedError(
+            f"{type(self).__name__} does not take cross-layer blocks; call register_kv_caches"
+        )
 
     def set_host_xfer_buffer_ops(self, copy_blocks: CopyBlocks) -> None:
         """How to copy blocks between the device cache and the engine's host buffers."""
@@ -64,6 +73,14 @@ class WorkerConnector(abc.ABC):
 
     def get_handshake_metadata(self) -> Plain:
         """What the scheduler sides of this and other engines must know to reach this worker."""
+        return None
+
+    def wait_until_ready(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
+        """Return once every peer that the config names is connected and agreed with.
+
+        Raises:
+            TimeoutError, HandshakeError, AuthenticationError: as at the scheduler side.
+        """
         return None
 
     # -- each step -----------------------------------------------------------------------------

@@ -1,0 +1,262 @@
+"""Config + Registry -> one side of a connector."""
+
+from __future__ import annotations
+
+import functools
+import uuid
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import attrs
+
+import kvplug
+from kvplug.build.peers import ControlPeers, Wiring
+from kvplug.checksum import available
+from kvplug.config import Config, Role, check_options
+from kvplug.connector.scheduler import SchedulerConnector
+from kvplug.connector.values import KVCacheConfig, Parallelism, Side
+from kvplug.connector.worker import WorkerConnector
+from kvplug.context import ConnectorContext, LookupContext, PipeContext
+from kvplug.errors import ConfigError, PluginError
+from kvplug.handshake.hello import Hello
+from kvplug.lookup import LookupEndpoint
+from kvplug.metrics.sinks import Reporter, Sink
+from kvplug.metrics.stats import TransferStats
+from kvplug.model import ModelInfo
+from kvplug.pipe import Pipe, PipeEndpoint
+from kvplug.registry import Registry
+from kvplug.select import Offer
+from kvplug.spec import Kind, TransportSpec
+from kvplug.trust.credentials import Credentials, Secret
+from kvplug.trust.identity import this_process
+
+EPOCH = uuid.uuid4().hex
+"""Of this process: changes at restart, so that a stale reference can be told from a live one."""
+
+
+class Parts:
+    """The named parts of one config, looked up in one registry. Everything here is by name."""
+
+    def __init__(self, config: Config, registry: Registry) -> None:
+        self.config = config
+        self.registry = registry
+
+    @functools.cached_property
+    def offers(self) -> tuple[Offer, ...]:
+        """What this host can offer a peer: every pipe transport, probed once."""
+        return tuple(
+            Offer(
+                name=spec.name,
+                protocol=spec.protocol,
+                capabilities=spec.capabilities,
+                probe=spec.run_probe(),
+            )
+            for spec in self.registry.transports(Kind.PIPE)
+        )
+
+    def options_of(self, spec: Any) -> Any:
+        """An instance of the spec's options class, filled from the config.
+
+        Raises:
+            ConfigError: with every fault of these options.
+        """
+        given = self.config.options.get(spec.name, {})
+        cls = spec.load_options()
+        if cls is None:
+            if given:
+                raise ConfigError(f"options.{spec.name}: {spec.name!r} takes no options")
+            return None
+        return check_options(cls, given, where=f"options.{spec.name}")
+
+    def pipe_spec(self, name: str) -> TransportSpec:
+        return self.registry.get(Kind.PIPE, name)
+
+    def pipe_options(self, name: str) -> Any:
+        return self.options_of(self.pipe_spec(name))
+
+    def pipe_endpoint(self, name: str, context: PipeContext) -> PipeEndpoint:
+        return self.pipe_spec(name).load_factory()(context)
+
+    def lookup_endpoint(self) -> LookupEndpoint:
+        config = self.config
+        if config.lookup_buffer == "auto":
+            specs = self.registry.transports(Kind.LOOKUP_BUFFER)
+            if not specs:
+                raise PluginError("no lookup buffer is installed; kvplug-lookup brings one")
+            spec = min(specs, key=lambda spec: (spec.capabilities.cost.latency_us, spec.name))
+        else:
+            spec = self.registry.get(Kind.LOOKUP_BUFFER, config.lookup_buffer)
+        context = LookupContext(
+            options=self.options_of(spec),
+            buffer_size=config.buffer_size,
+            device=config.device,
+            timeout_s=config.timeout_s,
+        )
+        return spec.load_factory()(context)
+
+    def check(self) -> None:
+        """Resolve every name in the config and check every plugin's options.
+
+        Raises:
+            ConfigError: with the faults of all of them.
+            UnknownTransportError, AmbiguousNameError: a name that is not there, with those that are.
+        """
+        specs: list[Any] = [self.registry.get(Kind.CONNECTOR, self.config.connector)]
+        for kind, name in (
+            (Kind.PIPE, self.config.transport),
+            (Kind.LOOKUP_BUFFER, self.config.lookup_buffer),
+        ):
+            specs += self.registry.transports(kind) if name == "auto" else [self.registry.get(kind, name)]
+        faults: list[str] = []
+        for spec in specs:
+            try:
+                self.options_of(spec)
+            except ConfigError as e:
+                faults += e.faults
+        if faults:
+            raise ConfigError(*faults, source=self.config.source)
+
+
+def credentials_of(config: Config) -> Credentials:
+    """The secret from the environment or the config's file, and what may be done without one."""
+    return Credentials(secret=Secret.load(config.secret_file))
+
+
+def checksums_of(config: Config) -> tuple[str, ...]:
+    """Hashes this end offers, preferred ones first; empty when integrity is off.
+
+    An end that saves offers the one hash that it puts into its entries; one that only loads offers all
+    that it can verify.
+    """
+    if config.integrity == "off":
+        return ()
+    if config.integrity != "auto":
+        return (config.integrity,)
+    return available() if config.role is Role.CONSUMER else available()[:1]
+
+
+def hello_of(
+    parts: Parts,
+    model: ModelInfo,
+    cache: KVCacheConfig,
+    parallelism: Parallelism,
+    purpose: str,
+) -> Hello:
+    """What this end states about itself."""
+    config = parts.config
+    layout = cache.groups[0].layout
+    assert config.role is not None
+    return Hello(
+        role=config.role,
+        engine_id=config.engine_id,
+        epoch=EPOCH,
+        rank=parallelism.worker_rank,
+        world_size=parallelism.num_workers,
+        purpose=purpose,
+        model=model,
+        layers=(parallelism.first_layer, parallelism.end_layer or model.num_layers),
+        tensor_parallel_size=parallelism.tensor_size,
+        layout=layout.axes,
+        block_size=layout.block_size,
+        checksums=checksums_of(config),
+        integrity=config.integrity,
+        transports=parts.offers,
+        requested_transport=config.transport,
+        device=config.device.partition(":")[0],
+        identity=this_process(),
+        versions={"kvplug": kvplug.__version__},
+    )
+
+
+def build_connector(
+    config: Config,
+    side: Side | str,
+    *,
+    model: ModelInfo,
+    cache: KVCacheConfig,
+    parallelism: Parallelism | None = None,
+    registry: Registry | None = None,
+    sinks: Iterable[Sink] = (),
+    wrap_pipe: Callable[[Pipe], Pipe] | None = None,
+    listen: str | None = None,
+    connect: str | Mapping[int, str] | None = None,
+) -> SchedulerConnector | WorkerConnector:
+    """One side of the connector that the config names.
+
+    Args:
+        side: ``"scheduler"`` or ``"worker"``.
+        model, cache, parallelism: what the engine knows; both ends' are compared in the handshake.
+        registry: where names are looked up; ``None`` discovers what is installed.
+        sinks: get a snapshot of this side's stats every ten seconds and at the end.
+        wrap_pipe: put around every pipe beneath the metrics (fault injection).
+        listen: address to listen on instead of the config's host and port.
+        connect: contact of the peer engine's worker (of each, by rank) instead of the config's.
+
+    Raises:
+        ConfigError: the role is missing, options are wrong; every fault at once.
+        UnknownConnectorError, UnknownTransportError, AmbiguousNameError: a name that is not there.
+        PluginLoadError: the plugin's code does not import.
+        InsecureAddressError, AddressInUseError: it cannot listen there.
+    """
+    side = Side(side)
+    config.require_role()
+    registry = Registry.from_env() if registry is None else registry
+    parts = Parts(config, registry)
+    parts.check()
+    spec = registry.get(Kind.CONNECTOR, config.connector)
+    parallelism = parallelism or Parallelism()
+    stats = TransferStats()
+    wiring = Wiring(
+        config=config,
+        credentials=credentials_of(config),
+        hello=functools.partial(hello_of, parts, model, cache, parallelism),
+        endpoint=parts.pipe_endpoint,
+        pipe_options=parts.pipe_options,
+        stats=stats,
+        wrap_pipe=wrap_pipe,
+    )
+    peers = ControlPeers(wiring, rank=parallelism.worker_rank, listen=listen, connect=connect)
+    labels = {"connector": spec.name, "side": side.value, "role": str(config.role)}
+    reporter = Reporter(stats, tuple(sinks), labels)
+
+    def close() -> None:
+        peers.close()
+        reporter.close()
+
+    context = ConnectorContext(
+        config=config,
+        options=parts.options_of(spec),
+        side=side,
+        model=model,
+        cache=cache,
+        parallelism=parallelism,
+        peers=peers,
+        stats=stats,
+        checksums=checksums_of(config),
+        lookup_buffer=parts.lookup_endpoint,
+        close=close,
+    )
+    factory = spec.load_factory() if side is Side.SCHEDULER else spec.load_worker_factory()
+    try:
+        built = factory(context)
+    except BaseException:
+        close()
+        raise
+    wanted = SchedulerConnector if side is Side.SCHEDULER else WorkerConnector
+    if not isinstance(built, wanted):
+        close()
+        raise PluginError(f"connector {spec.name!r} made {built!r}, which is no {wanted.__name__}")
+    return built
+
+
+def required_layout(config: Config, registry: Registry | None = None) -> str | None:
+    """The axis string the configured connector insists on; ``None`` where any will do.
+
+    Asks the scheduler side's class, without building anything.
+    """
+    registry = Registry.from_env() if registry is None else registry
+    parts = Parts(config, registry)
+    spec = registry.get(Kind.CONNECTOR, config.connector)
+    factory = spec.load_factory()
+    ask = getattr(factory, "get_required_kvcache_layout", None)
+    return ask(config, parts.options_of(spec)) if ask is not None else None

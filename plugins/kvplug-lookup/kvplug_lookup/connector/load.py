@@ -1,0 +1,213 @@
+"""Fetching one prompt's KV from a lookup buffer and scattering it, layer by layer."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from kvplug import (
+    AuthenticationError,
+    ClosedError,
+    Deadline,
+    EntryGoneError,
+    EntryHeader,
+    HandshakeError,
+    IntegrityError,
+    KVLayout,
+    KvplugError,
+    LookupBuffer,
+    PeerGoneError,
+    TimeoutError,
+    TransferStats,
+    WireError,
+    scatter,
+)
+from kvplug_lookup.connector.plan import LoadPlan
+from kvplug_lookup.connector.save import hash_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_log = logging.getLogger(__name__)
+
+
+class Load:
+    """One load under way: an ``EntrySink`` that verifies and scatters each layer as it arrives.
+
+    Once it has failed, for whatever reason, it never touches a block again: the check and the scatter
+    happen under one lock, so that blocks may be recomputed, or reused, as soon as the failure is known.
+    """
+
+    def __init__(
+        self,
+        plan: LoadPlan,
+        layout: KVLayout,
+        caches: tuple[Tensor, ...],
+        *,
+        checksum: Callable[[], str | None],
+    ) -> None:
+        self.plan = plan
+        self._layout = layout
+        self._caches = caches
+        self._checksum = checksum
+        self._lock = threading.Condition()
+        self._num_layers_done = 0
+        self._error: BaseException | None = None
+        self._hashes: list[bytes] | None = None
+        self._hash_name = ""
+        self.nbytes = 0
+
+    # -- the sink ------------------------------------------------------------------------------
+
+    def begin(self, header: EntryHeader) -> None:
+        if header.num_layers != len(self._caches):
+            raise IntegrityError(
+                f"entry {header.entry_id} has {header.num_layers} layers, and this cache {len(self._caches)}"
+            )
+        wanted = self._checksum()
+        self._hash_name = header.metadata.get("checksum", "")
+        self._hashes = None
+        if wanted is not None:
+            if self._hash_name != wanted:
+                raise IntegrityError(
+                    f"entry {header.entry_id} carries no {wanted} hashes, which both ends agreed on"
+                )
+            self._hashes = header.metadata["layers"]
+
+    def layer(self, index: int, key: Tensor | None, value: Tensor | None) -> None:
+        if key is None:
+            raise IntegrityError(f"layer {index} of the entry has no keys")
+        plan = self.plan
+        if self._hashes is not None and hash_of(self._hash_name, key, value) != self._hashes[index]:
+            raise IntegrityError(
+                f"layer {index} of the KV of request {plan.request_id} does not hash to what its"
+                f" producer stated ({self._hash_name}): it is not used"
+            )
+        key = key[plan.start : plan.end]
+        value = None if value is None else value[plan.start : plan.end]
+        with self._lock:
+            if self._error is not None:
+                raise self._error
+            scatter(self._caches[index], self._layout, plan.block_ids, plan.start, key, value)
+            self.nbytes += key.nbytes + (0 if value is None else value.nbytes)
+            self._num_layers_done = index + 1
+            self._lock.notify_all()
+
+    # -- the waiters ---------------------------------------------------------------------------
+
+    def wait_for_layer(self, index: int, deadline: Deadline) -> None:
+        """Return when the layer is in the cache or the load has failed; at the deadline it has failed."""
+        with self._lock:
+            while self._num_layers_done <= index and self._error is None:
+                if not self._lock.wait(deadline.remaining()) and deadline.expired:
+                    self._fail(
+                        TimeoutError(f"layer {index} of request {self.plan.request_id} did not come in time")
+                    )
+
+    def fail(self, error: BaseException) -> None:
+        with self._lock:
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        if self._error is None and not self._is_done():
+            self._error = error
+            self._lock.notify_all()
+
+    def _is_done(self) -> bool:
+        return self._num_layers_done == len(self._caches)
+
+    @property
+    def error(self) -> BaseException | None:
+        with self._lock:
+            return self._error
+
+    @property
+    def has_ended(self) -> bool:
+        with self._lock:
+            return self._error is not None or self._is_done()
+
+    @property
+    def failed_block_ids(self) -> frozenset[int]:
+        """Every block it was to write: none of them is known to be whole in all layers."""
+        block_size = self._layout.block_size
+        first = self.plan.start // block_size
+        return frozenset(self.plan.block_ids[first:])
+
+
+class Loader:
+    """Runs loads one after the other in its own thread, each over the buffer that serves it then."""
+
+    def __init__(
+        self,
+        buffer: Callable[[Deadline], LookupBuffer],
+        lost: Callable[[], None],
+        *,
+        timeout_s: float,
+        stats: TransferStats,
+    ) -> None:
+        self._buffer = buffer
+        self._lost = lost
+        self._timeout_s = timeout_s
+        self._stats = stats
+        self._queue: queue.SimpleQueue[Load | None] = queue.SimpleQueue()
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="kvplug-lookup-load", daemon=True)
+        self._thread.start()
+
+    def submit(self, load: Load) -> None:
+        self._queue.put(load)
+
+    def close(self) -> None:
+        self._closed = True
+        self._queue.put(None)
+        self._thread.join(timeout=5)
+
+    def _run(self) -> None:
+        while (load := self._queue.get()) is not None:
+            if self._closed:
+                load.fail(ClosedError("the connector was shut down"))
+            elif load.error is None:
+                self._run_one(load)
+
+    def _run_one(self, load: Load) -> None:
+        plan, started = load.plan, time.perf_counter()
+        deadline = Deadline.after(self._timeout_s)
+        try:
+            self._buffer(deadline).select(
+                plan.token_ids,
+                extra=plan.extra,
+                min_tokens=plan.end,
+                sink=load,
+                timeout=deadline.remaining(),
+            )
+        except Exception as e:
+            load.fail(e)
+            if isinstance(e, PeerGoneError | ClosedError | WireError):
+                self._lost()
+            error = load.error or e
+            self._stats.fail("load", reason_of(error))
+            _log.warning("%d tokens of request %s could not be loaded: %s", plan.end - plan.start,
+                         plan.request_id, error)
+        else:
+            if load.error is None:
+                self._stats.record("load", load.nbytes, time.perf_counter() - started)
+
+
+_REASONS: tuple[tuple[type[BaseException], str], ...] = (
+    (IntegrityError, "corrupt"),
+    (EntryGoneError, "gone"),
+    (TimeoutError, "timeout"),
+    (PeerGoneError, "peer_gone"),
+    (HandshakeError, "refused"),
+    (AuthenticationError, "refused"),
+    (KvplugError, "transport"),
+)
+
+
+def reason_of(error: BaseException) -> str:
+    """The counted reason of a failed load."""
+    return next((reason for kind, reason in _REASONS if isinstance(error, kind)), "other")

@@ -1,0 +1,187 @@
+"""The scheduler side's copy of one store's index, kept up to date by the store's own events.
+
+So a question about a prompt is answered locally, in microseconds. What keeps the answer honest:
+
+- *not yet*: while a snapshot is incomplete, and after a gap in the sequence, the answer is ``None``;
+- *the fence*: a new request sends a ping down the event channel. The store answers it in line with the
+  events, after whatever was being stored when the ping came. Until the pong is back (or a short
+  timeout has passed) the answer for that request is ``None``; so what was stored before the request
+  came in is always seen;
+- *unreachable*: while the store cannot be reached nothing can be loaded from it, and the answer is 0.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+
+from kvplug import (
+    ClosedError,
+    Deadline,
+    Follower,
+    HandshakeError,
+    KvplugError,
+    PeerLink,
+    Stored,
+    TimeoutError,
+    event_from_plain,
+)
+from kvplug_lookup.index import TokenIndex
+
+_log = logging.getLogger(__name__)
+
+_CONNECT_SLICE_S = 1.0
+_RETRY_S = 1.0
+
+
+@attrs.frozen
+class Fence:
+    """One request's ping: passed when the store has answered it, or when it has waited long enough."""
+
+    number: int
+    expires: Deadline
+
+
+class Replica:
+    """Follows one store from a thread of its own; answers from any thread."""
+
+    def __init__(
+        self, connect: Callable[[float], PeerLink], *, rank: int, fence_timeout_s: float
+    ) -> None:
+        self._connect = connect
+        self._rank = rank
+        self._fence_timeout_s = fence_timeout_s
+        self._lock = threading.Condition()
+        self._index = TokenIndex()
+        self._link: PeerLink | None = None
+        self._is_current = False
+        self._pinged = self._ponged = 0
+        self._refusal: KvplugError | None = None
+        self._closed = threading.Event()
+        self._thread = threading.Thread(
+            target=self._run, name=f"kvplug-lookup-replica-{rank}", daemon=True
+        )
+        self._thread.start()
+
+    # -- asked by the scheduler ----------------------------------------------------------------
+
+    def fence(self) -> Fence:
+        """Ask the store to say when everything it has by now is known here."""
+        with self._lock:
+            self._pinged += 1
+            number, link = self._pinged, self._link
+        if link is not None:
+            self._ping(link, number)
+        return Fence(number, Deadline.after(self._fence_timeout_s))
+
+    def has_passed(self, fence: Fence) -> bool:
+        with self._lock:
+            return self._ponged >= fence.number or fence.expires.expired
+
+    def match(self, token_ids: tuple[int, ...], extra: bytes) -> int | None:
+        """Length of the longest prefix the store holds; ``None`` while the copy is behind."""
+        with self._lock:
+            if self._link is None:
+                return 0
+            if not self._is_current:
+                return None
+            return self._index.match(token_ids, extra)
+
+    @property
+    def link(self) -> PeerLink | None:
+        """The event channel's link, while there is one."""
+        return self._link
+
+    def wait_until_ready(self, deadline: Deadline) -> None:
+        with self._lock:
+            while not self._is_current:
+                if self._refusal is not None:
+                    raise self._refusal
+                if self._closed.is_set():
+                    raise ClosedError("this connector was shut down")
+                if not self._lock.wait(deadline.remaining()) and deadline.expired:
+                    raise TimeoutError(f"the peer engine's worker {self._rank} did not come in time")
+
+    def close(self) -> None:
+        self._closed.set()
+        with self._lock:
+            link = self._link
+            self._lock.notify_all()
+        if link is not None:
+            link.close()
+        self._thread.join(timeout=_CONNECT_SLICE_S + 2)
+
+    # -- the thread ----------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        said = ""
+        while not self._closed.is_set():
+            try:
+                link = self._connect(_CONNECT_SLICE_S)
+            except TimeoutError:
+                continue
+            except ClosedError:
+                return
+            except KvplugError as e:
+                if str(e) != said:
+                    said = str(e)
+                    _log.warning("no index of the peer engine's worker %d: %s", self._rank, e)
+                with self._lock:
+                    if isinstance(e, HandshakeError | PermissionError):
+                        self._refusal = e
+                    self._lock.notify_all()
+                self._closed.wait(_RETRY_S)
+                continue
+            try:
+                self._follow(link)
+            except KvplugError as e:
+                if not self._closed.is_set():
+                    _log.warning("the index of the peer engine's worker %d is lost: %s", self._rank, e)
+            finally:
+                self._lose(link)
+
+    def _follow(self, link: PeerLink) -> None:
+        follower = Follower()
+        with self._lock:
+            self._index = TokenIndex()
+            self._link, self._refusal = link, None
+            number = self._pinged
+        if self._closed.is_set():
+            return
+        self._ping(link, number)
+        while not self._closed.is_set():
+            message: Any = link.channel.recv(timeout=None)
+            with self._lock:
+                if "pong" in message:
+                    self._ponged = max(self._ponged, message["pong"])
+                elif "caught_up" in message:
+                    self._is_current = True
+                else:
+                    event = event_from_plain(message["event"])
+                    if not follower.accept(event):
+                        _log.warning("events of worker %d have a gap: starting over", self._rank)
+                        return
+                    if isinstance(event, Stored):
+                        self._index.insert(event.entry_id, event.token_ids, event.extra)
+                    else:
+                        self._index.remove(event.entry_id)
+                self._lock.notify_all()
+
+    def _ping(self, link: PeerLink, number: int) -> None:
+        try:
+            link.channel.send({"ping": number}, timeout=self._fence_timeout_s)
+        except KvplugError as e:
+            _log.debug("the fence %d could not be sent: %s", number, e)
+
+    def _lose(self, link: PeerLink) -> None:
+        link.close()
+        with self._lock:
+            self._link = None
+            self._is_current = False
+            self._lock.notify_all()
+        self._closed.wait(0.05)

@@ -1,0 +1,202 @@
+"""Gathering a prompt's KV step by step, hashing it, storing it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import torch
+
+from kvplug import CapacityError, ClosedError, KvplugError, KVLayout, LookupStore, TimeoutError, TransferStats
+from kvplug import digest, gather
+from kvplug.wire import memory_of
+from kvplug_lookup.connector.plan import SavePlan
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_log = logging.getLogger(__name__)
+
+
+@attrs.define(eq=False)
+class _Gathered:
+    """One prompt's KV on its way into the store."""
+
+    token_ids: tuple[int, ...]
+    extra: bytes
+    key: Tensor
+    """[num_layers, num_tokens, num_kv_heads, head_size]"""
+    value: Tensor | None
+    nbytes: int
+    started: float
+
+
+class Saver:
+    """Gathers on the model's thread, layer by layer; hashes and stores on one of its own.
+
+    A save that does not succeed costs nothing but a later recomputation: it is counted, with its
+    reason, and never raised.
+    """
+
+    def __init__(
+        self,
+        store: LookupStore,
+        layout: KVLayout,
+        num_layers: int,
+        *,
+        checksum: str | None,
+        timeout_s: float,
+        max_pending: int,
+        stats: TransferStats,
+    ) -> None:
+        self._store = store
+        self._layout = layout
+        self._num_layers = num_layers
+        self._checksum = checksum
+        self._timeout_s = timeout_s
+        self._max_pending = max_pending
+        self._stats = stats
+        self._gathering: dict[str, _Gathered] = {}
+        self._lock = threading.Condition()
+        self._pending: deque[_Gathered] = deque()
+        self._num_taken = self._num_stored = 0
+        self._closed = False
+        self._thread = threading.Thread(target=self._store_all, name="kvplug-lookup-save", daemon=True)
+        self._thread.start()
+
+    # -- on the model's thread -----------------------------------------------------------------
+
+    def begin(self, plans: tuple[SavePlan, ...], dtype: torch.dtype, device: torch.device) -> None:
+        """A step begins: make room for prompts whose first tokens it computes."""
+        for plan in plans:
+            if plan.start == 0:
+                self._gathering.pop(plan.request_id, None)
+                if self._store.match(plan.token_ids, extra=plan.extra) >= len(plan.token_ids):
+                    continue  # held already
+                self._gathering[plan.request_id] = self._room_for(plan, dtype, device)
+
+    def _room_for(self, plan: SavePlan, dtype: torch.dtype, device: torch.device) -> _Gathered:
+        layout = self._layout
+        shape = (self._num_layers, len(plan.token_ids), layout.num_kv_heads, layout.head_size)
+        key = torch.empty(shape, dtype=dtype, device=device)
+        value = torch.empty(shape, dtype=dtype, device=device) if layout.has_values else None
+        nbytes = key.nbytes + (value.nbytes if value is not None else 0)
+        return _Gathered(plan.token_ids, plan.extra, key, value, nbytes, time.perf_counter())
+
+    def gather_layer(self, plans: tuple[SavePlan, ...], index: int, cache: Tensor) -> None:
+        """Copy this step's tokens of one layer out of the paged cache."""
+        for plan in plans:
+            gathered = self._gathering.get(plan.request_id)
+            if gathered is None:
+                continue
+            value = gathered.value
+            gather(
+                cache,
+                self._layout,
+                plan.block_ids,
+                plan.start,
+                plan.end,
+                out_key=gathered.key[index, plan.start : plan.end],
+                out_value=None if value is None else value[index, plan.start : plan.end],
+            )
+
+    def end(self, plans: tuple[SavePlan, ...]) -> None:
+        """The step is over: prompts that are complete go into the store."""
+        for plan in plans:
+            if not plan.is_last or (gathered := self._gathering.pop(plan.request_id, None)) is None:
+                continue
+            with self._lock:
+                if len(self._pending) >= self._max_pending:
+                    _log.warning("a prompt of %d tokens is not stored: %d are waiting already",
+                                 len(gathered.token_ids), len(self._pending))
+                    self._stats.fail("save", "no_room")
+                    continue
+                self._pending.append(gathered)
+                self._num_taken += 1
+                self._lock.notify_all()
+
+    def forget(self, request_id: str) -> None:
+        """It ended, was preempted, or its KV is not to be trusted."""
+        self._gathering.pop(request_id, None)
+
+    # -- from other threads --------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Return when everything handed over by now is stored or given up."""
+        with self._lock:
+            goal = self._num_taken
+            self._lock.wait_for(lambda: self._closed or self._num_stored >= goal)
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            self._pending.clear()
+            self._lock.notify_all()
+        self._thread.join(timeout=self._timeout_s + 1)
+
+    # -- the thread ----------------------------------------------------------------------------
+
+    def _store_all(self) -> None:
+        while True:
+            with self._lock:
+                self._lock.wait_for(lambda: self._closed or self._pending)
+                if self._closed:
+                    return
+                gathered = self._pending.popleft()
+            try:
+                self._store_one(gathered)
+            except ClosedError:
+                return
+            except TimeoutError as e:
+                self._give_up(e, "no_room")
+            except CapacityError as e:
+                self._give_up(e, "too_large")
+            except Exception as e:
+                self._give_up(e, "other")
+            finally:
+                with self._lock:
+                    self._num_stored += 1
+                    self._lock.notify_all()
+
+    def _store_one(self, gathered: _Gathered) -> None:
+        metadata: dict[str, Any] = {}
+        if self._checksum is not None:
+            metadata = {
+                "checksum": self._checksum,
+                "layers": [
+                    hash_of(self._checksum, gathered.key[index], _layer(gathered.value, index))
+                    for index in range(self._num_layers)
+                ],
+            }
+        self._store.insert(
+            gathered.token_ids,
+            None,
+            gathered.key,
+            gathered.value,
+            None,
+            extra=gathered.extra,
+            metadata=metadata,
+            timeout=self._timeout_s,
+        )
+        self._stats.record("save", gathered.nbytes, time.perf_counter() - gathered.started)
+
+    def _give_up(self, error: Exception, reason: str) -> None:
+        _log.warning("a prompt is not stored: %s", error)
+        self._stats.fail("save", reason)
+
+
+def _layer(tensor: Tensor | None, index: int) -> Tensor | None:
+    return None if tensor is None else tensor[index]
+
+
+def hash_of(name: str, key: Tensor, value: Tensor | None) -> bytes:
+    """The hash of one layer of an entry: its keys' bytes, then its values'."""
+    parts = [memory_of(key.cpu())]
+    if value is not None:
+        parts.append(memory_of(value.cpu()))
+    return digest(name, *parts)

@@ -1,0 +1,215 @@
+"""The scheduler side of the connector "lookup"."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+
+from kvplug import (
+    DEFAULT_TIMEOUT,
+    BlockIds,
+    ConfigError,
+    ConnectorContext,
+    Deadline,
+    PeerLink,
+    Plain,
+    Request,
+    RequestEnd,
+    Role,
+    SchedulerConnector,
+    SchedulerOutput,
+    Timeout,
+    WorkerOutput,
+)
+from kvplug_lookup.connector.plan import LoadPlan, SavePlan, StepPlan
+from kvplug_lookup.connector.replica import Fence, Replica
+
+
+@attrs.define
+class _Tracked:
+    """What is remembered of a request between its first call and its last."""
+
+    request: Request
+    fences: list[Fence] = attrs.field(factory=list)
+    num_computed_at_match: int = 0
+    num_saved: int = 0
+    has_failed: bool = False
+    """A load failed: it is computed from now on, without another try."""
+    is_loading: bool = False
+    """A background load is writing into its blocks."""
+
+
+class LookupScheduler(SchedulerConnector):
+    """Promises what the peer's store holds, plans loads and saves. Touches no tensor, waits for nobody.
+
+    As consumer it keeps a :class:`Replica` of each of the peer engine's stores (of its own workers', in
+    the role "both") and promises what all of them hold. As producer it plans, step by step, what the
+    workers gather.
+    """
+
+    def __init__(self, context: ConnectorContext) -> None:
+        if len(context.cache.groups) != 1:
+            raise ConfigError(
+                f"connector 'lookup' serves models with one KV cache group, and this one has"
+                f" {len(context.cache.groups)}"
+            )
+        self._context = context
+        self._block_size = context.cache.groups[0].block_size
+        role = context.config.role
+        self._saves = role in (Role.PRODUCER, Role.BOTH)
+        self._loads = role in (Role.CONSUMER, Role.BOTH)
+        self._tracked: dict[str, _Tracked] = {}
+        self._planned_loads: list[LoadPlan] = []
+        self._forget: list[str] = []
+        self._replicas: tuple[Replica, ...] = ()
+        if self._loads:
+            self._replicas = tuple(
+                Replica(
+                    self._connector_to(rank),
+                    rank=rank,
+                    fence_timeout_s=context.options.fence_timeout_s,
+                )
+                for rank in range(context.parallelism.num_workers)
+            )
+
+    def _connector_to(self, rank: int) -> Any:
+        def connect(timeout: float) -> PeerLink:
+            return self._context.peers.connect(rank, "events", timeout=timeout)
+
+        return connect
+
+    @property
+    def links(self) -> tuple[PeerLink, ...]:
+        """Of the replicas that are connected: what was agreed on, and with whom."""
+        return tuple(replica.link for replica in self._replicas if replica.link is not None)
+
+    # -- at start and at the end ---------------------------------------------------------------
+
+    def wait_until_ready(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
+        deadline = Deadline.after(timeout, self._context.config.connect_timeout_s)
+        for replica in self._replicas:
+            replica.wait_until_ready(deadline)
+
+    def shutdown(self) -> None:
+        for replica in self._replicas:
+            replica.close()
+        self._context.close()
+
+    def get_stats(self) -> Mapping[str, Any] | None:
+        return self._context.stats.take()
+
+    # -- of one request ------------------------------------------------------------------------
+
+    def on_new_request(self, request: Request) -> None:
+        self._track(request)
+
+    def _track(self, request: Request) -> _Tracked:
+        tracked = self._tracked.get(request.request_id)
+        if tracked is None:
+            tracked = _Tracked(request, fences=[replica.fence() for replica in self._replicas])
+            self._tracked[request.request_id] = tracked
+        tracked.request = request
+        return tracked
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        tracked = self._track(request)
+        if not self._loads or tracked.has_failed:
+            return 0, False
+        usable = (len(request.token_ids) - 1) // self._block_size * self._block_size
+        if usable <= num_computed_tokens:
+            return 0, False
+        held = usable
+        for replica, fence in zip(self._replicas, tracked.fences, strict=True):
+            if not replica.has_passed(fence):
+                return None, False
+            found = replica.match(request.token_ids[:usable], request.extra)
+            if found is None:
+                return None, False
+            held = min(held, found)
+        new = held // self._block_size * self._block_size - num_computed_tokens
+        if new <= 0:
+            return 0, False
+        tracked.num_computed_at_match = num_computed_tokens
+        return new, self._context.options.async_load
+
+    def update_state_after_alloc(
+        self, request: Request, block_ids: BlockIds, num_external_tokens: int
+    ) -> None:
+        tracked = self._track(request)
+        if num_external_tokens == 0:
+            return
+        start = tracked.num_computed_at_match
+        end = start + num_external_tokens
+        in_background = self._context.options.async_load
+        tracked.is_loading = in_background
+        self._planned_loads.append(
+            LoadPlan(
+                request_id=request.request_id,
+                token_ids=request.token_ids[:end],
+                extra=request.extra,
+                block_ids=tuple(block_ids[0][: -(-end // self._block_size)]),
+                start=start,
+                in_background=in_background,
+            )
+        )
+
+    def request_finished(
+        self, request: Request, block_ids: BlockIds, end: RequestEnd
+    ) -> tuple[bool, dict[str, Any] | None]:
+        tracked = self._tracked.pop(request.request_id, None)
+        self._forget.append(request.request_id)
+        self._planned_loads = [load for load in self._planned_loads if load.request_id != request.request_id]
+        return tracked is not None and tracked.is_loading, None
+
+    # -- of one step ---------------------------------------------------------------------------
+
+    def build_connector_meta(self, output: SchedulerOutput) -> Plain:
+        forget = list(self._forget)
+        for request_id in output.preempted_request_ids:
+            if request_id in self._tracked:
+                self._tracked[request_id].num_saved = 0
+                forget.append(request_id)
+        plan = StepPlan(
+            loads=tuple(self._planned_loads),
+            saves=tuple(self._plan_saves(output)) if self._saves else (),
+            forget=tuple(forget),
+        )
+        self._planned_loads, self._forget = [], []
+        return plan.to_plain()
+
+    def _plan_saves(self, output: SchedulerOutput) -> Any:
+        for scheduled in output.scheduled:
+            tracked = self._tracked.get(scheduled.request_id)
+            if tracked is None:
+                continue
+            request, start = tracked.request, tracked.num_saved
+            end = min(
+                scheduled.num_computed_tokens + scheduled.num_scheduled_tokens, request.num_prompt_tokens
+            )
+            if end <= start:
+                continue
+            tracked.num_saved = end
+            yield SavePlan(
+                request_id=request.request_id,
+                token_ids=request.token_ids[: request.num_prompt_tokens] if start == 0 else (),
+                extra=request.extra,
+                block_ids=tuple(scheduled.block_ids[0][: -(-end // self._block_size)]),
+                start=start,
+                end=end,
+                is_last=end == request.num_prompt_tokens,
+            )
+
+    def update_connector_output(self, output: WorkerOutput) -> None:
+        for request_id in output.finished_recving:
+            if request_id in self._tracked:
+                self._tracked[request_id].is_loading = False
+        for part in output.worker_metadata:
+            assert isinstance(part, Mapping)
+            for request_id in part["failed_loads"]:
+                if request_id in self._tracked:
+                    self._tracked[request_id].has_failed = True
+                    self._tracked[request_id].num_saved = 0

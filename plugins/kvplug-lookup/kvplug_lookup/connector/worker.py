@@ -1,0 +1,232 @@
+"""The worker side of the connector "lookup"."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from kvplug import (
+    DEFAULT_TIMEOUT,
+    AttentionMetadata,
+    ConnectorContext,
+    Deadline,
+    ForwardContext,
+    KVLayout,
+    LookupBuffer,
+    LookupStore,
+    PeerLink,
+    Plain,
+    Role,
+    Timeout,
+    WorkerConnector,
+    ClosedError,
+)
+from kvplug_lookup.connector.load import Load, Loader
+from kvplug_lookup.connector.plan import StepPlan
+from kvplug_lookup.connector.save import Saver
+from kvplug_lookup.connector.serve import Service
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class LookupWorker(WorkerConnector):
+    """Saves prompts into a store in this process, or loads them from the peer engine's.
+
+    As producer it holds the store and listens; as consumer it dials the worker of its own rank in the
+    peer engine, when first needed and again after a loss; in the role "both" it does the former and
+    loads from its own store.
+    """
+
+    def __init__(self, context: ConnectorContext) -> None:
+        super().__init__()
+        self._context = context
+        config, options = context.config, context.options
+        self._layer_names = context.cache.groups[0].layer_names
+        self._index_of = {name: index for index, name in enumerate(self._layer_names)}
+        self._layout: KVLayout = context.cache.groups[0].layout
+        self._caches: tuple[Tensor, ...] = ()
+        self._plan = StepPlan()
+        self._loads: dict[str, Load] = {}
+        """Of this step, and in the background."""
+        self._failed_blocks: set[int] = set()
+        self._failed_requests: set[str] = set()
+        self._deadline = Deadline.after(None)
+
+        self._endpoint = context.lookup_buffer()
+        self._store: LookupStore | None = None
+        self._saver: Saver | None = None
+        self._service: Service | None = None
+        self.contact = ""
+        """Where consumers find this worker; empty for a consumer. May carry a token: do not log it."""
+        self._reach_lock = threading.Lock()
+        self._reach: LookupBuffer | None = None
+        self.link: PeerLink | None = None
+        """What was agreed on with the producer, once connected."""
+        self._loader: Loader | None = None
+        if config.role in (Role.PRODUCER, Role.BOTH):
+            listener = context.peers.listen()
+            self.contact = listener.contact
+            self._store = self._endpoint.hold()
+            self._saver = Saver(
+                self._store,
+                self._layout,
+                len(self._layer_names),
+                checksum=context.checksums[0] if context.checksums else None,
+                timeout_s=options.save_timeout_s,
+                max_pending=options.max_pending_saves,
+                stats=context.stats,
+            )
+            self._service = Service(
+                listener, self._store, device=config.device, settle=self._saver.settle
+            )
+        if config.role in (Role.CONSUMER, Role.BOTH):
+            self._loader = Loader(
+                self._buffer, self._lose_reach, timeout_s=config.timeout_s, stats=context.stats
+            )
+
+    # -- at start and at the end ---------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: Mapping[str, Tensor]) -> None:
+        for name in self._layer_names:
+            self._layout.check(kv_caches[name])
+        self._caches = tuple(kv_caches[name] for name in self._layer_names)
+
+    def wait_until_ready(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
+        if self._loader is not None:
+            self._buffer(Deadline.after(timeout, self._context.config.connect_timeout_s))
+
+    def shutdown(self) -> None:
+        if self._loader is not None:
+            for load in self._loads.values():
+                load.fail(ClosedError("the connector was shut down"))
+        with self._reach_lock:
+            reach, self._reach = self._reach, None
+        if reach is not None:
+            reach.close(timeout=1.0)
+        if self._loader is not None:
+            self._loader.close()
+        if self._service is not None:
+            self._service.close()
+        if self._saver is not None:
+            self._saver.close()
+        if self._store is not None:
+            self._store.close(timeout=1.0)
+        if self.link is not None:
+            self.link.close()
+        self._context.close()
+
+    def _buffer(self, deadline: Deadline) -> LookupBuffer:
+        """The buffer that loads come from: our own store, or one end of a pair of pipes to the peer's."""
+        if self._store is not None:
+            return self._store
+        with self._reach_lock:
+            if self._reach is None:
+                self._reach = self._connect(deadline)
+            return self._reach
+
+    def _connect(self, deadline: Deadline) -> LookupBuffer:
+        rank = self._context.parallelism.worker_rank
+        link = self._context.peers.connect(rank, "entries", timeout=deadline.remaining())
+        try:
+            signal = link.open_pipe("signal", timeout=deadline.remaining())
+            data = link.open_pipe("data", device=self._context.config.device, timeout=deadline.remaining())
+        finally:
+            link.close()
+        self.link = link
+        return self._endpoint.reach(signal, data)
+
+    def _lose_reach(self) -> None:
+        """The peer is gone, or the pipes cannot be trusted any more: dial again at the next load."""
+        with self._reach_lock:
+            reach, self._reach = self._reach, None
+        if reach is not None:
+            reach.abort()
+
+    def _checksum(self) -> str | None:
+        """The hash that was agreed on with whoever loads come from."""
+        if self._store is not None:
+            return self._context.checksums[0] if self._context.checksums else None
+        return self.link.agreement.checksum if self.link is not None else None
+
+    # -- each step -----------------------------------------------------------------------------
+
+    def handle_preemptions(self, request_ids: frozenset[str]) -> None:
+        for request_id in request_ids:
+            self._forget(request_id)
+
+    def _forget(self, request_id: str) -> None:
+        if self._saver is not None:
+            self._saver.forget(request_id)
+        if request_id in self._loads:
+            self._loads[request_id].fail(ClosedError(f"request {request_id} ended or was preempted"))
+
+    def bind_connector_metadata(self, metadata: Plain) -> None:
+        super().bind_connector_metadata(metadata)
+        assert isinstance(metadata, Mapping)
+        self._plan = StepPlan.from_plain(metadata)
+        for request_id in self._plan.forget:
+            self._forget(request_id)
+
+    def clear_connector_metadata(self) -> None:
+        super().clear_connector_metadata()
+        self._plan = StepPlan()
+
+    def start_load_kv(self, context: ForwardContext) -> None:
+        self._deadline = Deadline.after(self._context.config.timeout_s)
+        if self._saver is not None and self._caches:
+            cache = self._caches[0]
+            self._saver.begin(self._plan.saves, cache.dtype, cache.device)
+        for plan in self._plan.loads:
+            load = Load(plan, self._layout, self._caches, checksum=self._checksum)
+            self._loads[plan.request_id] = load
+            assert self._loader is not None
+            self._loader.submit(load)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        for load in self._loads_in_step():
+            load.wait_for_layer(self._index_of[layer_name], self._deadline)
+
+    def _loads_in_step(self) -> list[Load]:
+        return [load for load in self._loads.values() if not load.plan.in_background]
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Tensor, attention: AttentionMetadata) -> None:
+        if self._saver is not None:
+            self._saver.gather_layer(self._plan.saves, self._index_of[layer_name], kv_layer)
+
+    def wait_for_save(self) -> None:
+        for load in self._loads_in_step():
+            load.wait_for_layer(len(self._layer_names) - 1, self._deadline)
+            self._end(load)
+        if self._saver is not None:
+            self._saver.end(self._plan.saves)
+
+    def _end(self, load: Load) -> None:
+        """A load has ended; if it failed, nothing of what it touched is used or saved."""
+        request_id = load.plan.request_id
+        del self._loads[request_id]
+        if load.error is not None:
+            self._failed_blocks |= load.failed_block_ids
+            self._failed_requests.add(request_id)
+            if self._saver is not None:
+                self._saver.forget(request_id)
+
+    def get_finished(self, finished_request_ids: frozenset[str]) -> tuple[frozenset[str], frozenset[str]]:
+        received = [load for load in self._loads.values() if load.plan.in_background and load.has_ended]
+        for load in received:
+            self._end(load)
+        return frozenset(), frozenset(load.plan.request_id for load in received)
+
+    def get_block_ids_with_load_errors(self) -> frozenset[int]:
+        failed, self._failed_blocks = frozenset(self._failed_blocks), set()
+        return failed
+
+    def build_worker_metadata(self) -> Plain:
+        if not self._failed_requests:
+            return None
+        failed, self._failed_requests = sorted(self._failed_requests), set()
+        return {"failed_loads": failed}
+
+    def get_stats(self) -> Mapping[str, Any] | None:
+        return self._context.stats.take()

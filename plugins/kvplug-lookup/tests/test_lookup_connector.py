@@ -1,0 +1,315 @@
+"""The connector "lookup": two engine doubles with real control channels and real pipes between them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from engine_double import MODEL, EngineDouble, request_of
+
+from kvplug import Config, ConfigError, HandshakeError, RequestEnd, TimeoutError
+from kvplug.testing import CorruptingPipe
+
+pytestmark = pytest.mark.timeout(60)
+
+BASE: dict[str, Any] = {"connector": "lookup", "connect_timeout_s": 20, "timeout_s": 10}
+
+
+def config(role: str, **more: Any) -> Config:
+    return Config.from_dict({**BASE, "role": role, **more})
+
+
+@contextlib.contextmanager
+def pair(
+    *, producer: dict[str, Any] | None = None, consumer: dict[str, Any] | None = None, **build: Any
+) -> Iterator[tuple[EngineDouble, EngineDouble]]:
+    """A producer and a consumer that know each other. ``producer``/``consumer``: config and engine."""
+    ours, theirs = dict(producer or {}), dict(consumer or {})
+    with EngineDouble(
+        config("producer", **ours.pop("config", {})), listen="unix:", seed=1, **build, **ours
+    ) as prefill, EngineDouble(
+        config("consumer", **theirs.pop("config", {})), connect=prefill.worker.contact, seed=2, **build, **theirs
+    ) as decode:
+        yield prefill, decode
+
+
+def tokens(count: int, first: int = 0) -> range:
+    return range(first, first + count)
+
+
+@pytest.mark.parametrize("axes_there", ["KBTHD", "KBHTD", "BHTKD"])
+@pytest.mark.parametrize("axes_here", ["KBTHD", "KBHTD"])
+@pytest.mark.parametrize(("size_here", "size_there"), [(16, 16), (16, 32), (32, 16)])
+def test_a_prompt_prefilled_here_is_loaded_there_in_its_own_layout(
+    axes_here: str, axes_there: str, size_here: int, size_there: int
+) -> None:
+    with pair(
+        producer={"axes": axes_here, "block_size": size_here},
+        consumer={"axes": axes_there, "block_size": size_there},
+    ) as (prefill, decode):
+        prompt = request_of("a", tokens(100))
+        prefill.prefill(prompt)
+        blocks, loaded, report = decode.load(prompt)
+        assert loaded == 99 // size_there * size_there
+        assert report.invalid_block_ids == frozenset()
+        assert decode.is_right(prompt.token_ids, blocks, 100)
+
+
+def test_chunked_prefill_saves_one_whole_entry() -> None:
+    with pair() as (prefill, decode):
+        prompt = request_of("a", tokens(150))
+        prefill.prefill(prompt, chunk=37)
+        blocks, loaded, _ = decode.load(prompt)
+        assert loaded == 144
+        assert decode.is_right(prompt.token_ids, blocks, 150)
+
+
+@pytest.mark.parametrize(
+    ("stored", "asked", "expected"),
+    [
+        (tokens(64), tokens(100), 64),  # shorter than the query
+        (tokens(100), tokens(64), 48),  # longer; the last token is always computed
+        (tokens(64), tokens(64), 48),  # equal
+        (tokens(70), tokens(100), 64),  # not aligned to blocks
+        (tokens(15), tokens(100), 0),  # under a block
+        (tokens(100), tokens(15), 0),
+        ([*tokens(40), 7, 7, 7], [*tokens(40), 8, 8, 8], 32),  # parting in the third block
+        ([1, 2, 120001] * 20, [1, 2, 120002] * 20, 0),  # ids that a tolerance would confuse
+    ],
+)
+def test_what_is_promised_is_the_longest_common_prefix_in_whole_blocks(
+    stored: Any, asked: Any, expected: int
+) -> None:
+    with pair() as (prefill, decode):
+        prefill.prefill(request_of("stored", stored))
+        asking = request_of("asked", asked)
+        blocks, loaded, report = decode.load(asking)
+        assert loaded == expected
+        assert not report.invalid_block_ids
+        assert decode.is_right(asking.token_ids, blocks, len(asking.token_ids))
+
+
+def test_the_same_tokens_with_another_extra_are_another_prompt() -> None:
+    with pair() as (prefill, decode):
+        prefill.prefill(request_of("a", tokens(64), extra=b"adapter-1"))
+        assert decode.matched(request_of("b", tokens(64), extra=b"adapter-2")) == (0, False)
+        assert decode.matched(request_of("c", tokens(64))) == (0, False)
+        assert decode.matched(request_of("d", tokens(64), extra=b"adapter-1"))[0] == 48
+
+
+def test_many_requests_in_one_step_each_get_their_own() -> None:
+    with pair() as (prefill, decode):
+        prompts = [request_of(f"r{n}", tokens(40, first=1000 * n)) for n in range(5)]
+        for prompt in prompts:
+            prefill.prefill(prompt)
+        scheduled = []
+        for prompt in prompts:
+            found, _ = decode.matched(prompt)
+            assert found == 32
+            blocks = decode.allocate(40)
+            decode.scheduler.update_state_after_alloc(prompt, (blocks,), found)
+            scheduled.append((prompt, blocks, found, 40 - found))
+        report = decode.step(scheduled)
+        assert not report.invalid_block_ids
+        for prompt, blocks, *_ in scheduled:
+            assert decode.is_right(prompt.token_ids, blocks, 40)
+
+
+def test_an_entry_can_be_loaded_more_than_once() -> None:
+    with pair() as (prefill, decode):
+        prefill.prefill(request_of("a", tokens(64)))
+        for name in ("b", "c"):
+            prompt = request_of(name, tokens(64))
+            blocks, loaded, _ = decode.load(prompt)
+            assert loaded == 48 and decode.is_right(prompt.token_ids, blocks, 64)
+
+
+def test_a_background_load_is_named_once_when_it_is_there() -> None:
+    options = {"options": {"lookup": {"async_load": True}}}
+    with pair(consumer={"config": options}) as (prefill, decode):
+        prompt = request_of("a", tokens(100))
+        prefill.prefill(prompt)
+        found, is_async = decode.matched(prompt)
+        assert (found, is_async) == (96, True)
+        blocks = decode.allocate(100)
+        decode.scheduler.update_state_after_alloc(prompt, (blocks,), found)
+        named = decode.step([]).finished_recving
+        while not named:
+            named = decode.step([]).finished_recving
+        assert named == {"a"}
+        assert not decode.step([]).finished_recving
+        assert decode.is_right(prompt.token_ids, blocks, 96)
+
+
+def test_blocks_of_an_aborted_background_load_are_kept_until_it_is_named() -> None:
+    options = {"options": {"lookup": {"async_load": True}}}
+    with pair(consumer={"config": options}) as (prefill, decode):
+        prompt = request_of("a", tokens(100))
+        prefill.prefill(prompt)
+        found, _ = decode.matched(prompt)
+        blocks = decode.allocate(100)
+        decode.scheduler.update_state_after_alloc(prompt, (blocks,), found)
+        decode.scheduler.build_connector_meta  # noqa: B018 - the step that starts it comes next
+        first = decode.step([])
+        if not first.finished_recving:
+            keeps, _ = decode.scheduler.request_finished(prompt, (blocks,), RequestEnd.ABORTED)
+            assert keeps
+            named = frozenset()
+            while not named:
+                named = decode.step([]).finished_recving
+            assert named == {"a"}
+
+
+def test_corrupted_kv_is_refused_and_its_blocks_are_named_in_the_step() -> None:
+    with pair(wrap_pipe=lambda pipe: CorruptingPipe(pipe, seed=1, min_bytes=1024)) as (prefill, decode):
+        prompt = request_of("a", tokens(100))
+        prefill.prefill(prompt)
+        blocks, loaded, report = decode.load(prompt)
+        assert loaded == 96
+        assert report.invalid_block_ids == frozenset(blocks[:6])
+        assert decode.worker.get_stats()["failures"] == {"load": {"corrupt": 1}}
+        # the engine computes them again, and is not told a second time that they could be loaded
+        assert decode.matched(prompt) == (0, False)
+
+
+def test_without_integrity_corrupted_kv_arrives_and_is_wrong() -> None:
+    off = {"config": {"integrity": "off"}}
+    with pair(
+        producer=off, consumer=off, wrap_pipe=lambda pipe: CorruptingPipe(pipe, seed=1, min_bytes=1024)
+    ) as (prefill, decode):
+        prompt = request_of("a", tokens(100))
+        prefill.prefill(prompt)
+        blocks, loaded, report = decode.load(prompt)
+        assert loaded == 96 and not report.invalid_block_ids
+        assert not decode.is_right(prompt.token_ids, blocks, 96)
+
+
+def test_an_entry_that_went_between_promise_and_load_is_a_load_error() -> None:
+    kv_of_100_tokens = 2 * 3 * 100 * 2 * 8 * 4
+    with pair(producer={"config": {"buffer_size": int(1.2 * kv_of_100_tokens)}}) as (prefill, decode):
+        prompt = request_of("a", tokens(100))
+        prefill.prefill(prompt)
+        found, _ = decode.matched(prompt)
+        assert found == 96
+        prefill.prefill(request_of("b", tokens(100, first=5000)))  # there is room for one only
+        decode.matched(request_of("b", tokens(100, first=5000)))  # and this end has heard of it
+        blocks = decode.allocate(100)
+        decode.scheduler.update_state_after_alloc(prompt, (blocks,), found)
+        report = decode.step([(prompt, blocks, found, 4)])
+        assert report.invalid_block_ids == frozenset(blocks[:6])
+        assert decode.worker.get_stats()["failures"] == {"load": {"gone": 1}}
+
+
+def test_a_producer_that_died_between_promise_and_load_is_a_load_error() -> None:
+    with pair() as (prefill, decode):
+        decode.worker.wait_until_ready(10)
+        prompt = request_of("a", tokens(100))
+        prefill.prefill(prompt)
+        found, _ = decode.matched(prompt)
+        blocks = decode.allocate(100)
+        decode.scheduler.update_state_after_alloc(prompt, (blocks,), found)
+        prefill.scheduler.shutdown()
+        prefill.worker.shutdown()
+        report = decode.step([(prompt, blocks, found, 4)])
+        assert report.invalid_block_ids == frozenset(blocks[:6])
+        assert decode.matched(request_of("b", tokens(100))) == (0, False)
+
+
+def test_without_a_producer_nothing_is_promised_and_waiting_says_who_is_missing() -> None:
+    fast = {"options": {"lookup": {"fence_timeout_s": 0.2}}}
+    with EngineDouble(config("consumer", **fast), connect="unix:@kvplug-test-nobody-is-here") as decode:
+        assert decode.matched(request_of("a", tokens(100))) == (0, False)
+        with pytest.raises(TimeoutError, match="nobody-is-here"):
+            decode.worker.wait_until_ready(0.5)
+        with pytest.raises(TimeoutError, match="worker 0"):
+            decode.scheduler.wait_until_ready(0.5)
+
+
+def test_a_consumer_that_comes_late_learns_what_was_stored_before() -> None:
+    with EngineDouble(config("producer"), listen="unix:") as prefill:
+        for n in range(3):
+            prefill.prefill(request_of(f"p{n}", tokens(40, first=1000 * n)))
+        with EngineDouble(config("consumer"), connect=prefill.worker.contact) as decode:
+            for n in range(3):
+                assert decode.matched(request_of(f"d{n}", tokens(40, first=1000 * n))) == (32, False)
+
+
+def test_in_the_role_both_an_engine_loads_what_it_saved_itself() -> None:
+    with EngineDouble(config("both", host="unix:@kvplug-test-both")) as engine:
+        prompt = request_of("a", tokens(100))
+        engine.prefill(prompt)
+        again = request_of("b", tokens(100))
+        blocks, loaded, report = engine.load(again)
+        assert loaded == 96 and not report.invalid_block_ids
+        assert engine.is_right(again.token_ids, blocks, 100)
+
+
+def test_a_preempted_prompt_starts_over_and_is_stored_right() -> None:
+    with pair() as (prefill, decode):
+        prompt = request_of("a", tokens(64))
+        blocks = prefill.allocate(64)
+        prefill.scheduler.on_new_request(prompt)
+        prefill.scheduler.update_state_after_alloc(prompt, (blocks,), 0)
+        prefill.step([(prompt, blocks, 0, 30)])
+        prefill.step([], preempted=frozenset({"a"}))
+        others = prefill.allocate(64)
+        prefill.step([(prompt, others, 0, 64)])
+        there, loaded, _ = decode.load(prompt)
+        assert loaded == 48 and decode.is_right(prompt.token_ids, there, 64)
+
+
+def test_a_different_model_is_refused_with_every_difference() -> None:
+    other = attrs.evolve(MODEL, num_layers=4, dtype="bfloat16", rope="base=1e6")
+    with EngineDouble(config("producer"), listen="unix:") as prefill, EngineDouble(
+        config("consumer"), connect=prefill.worker.contact, model=other
+    ) as decode:
+        for side in (decode.worker, decode.scheduler):
+            with pytest.raises(HandshakeError) as refused:
+                side.wait_until_ready(10)
+            text = str(refused.value)
+            for word in ("layers", "dtype", "rope", "float32", "bfloat16"):
+                assert word in text
+        assert decode.matched(request_of("a", tokens(100))) == (0, False)
+
+
+def test_two_producers_are_refused() -> None:
+    with EngineDouble(config("producer"), listen="unix:") as prefill:
+        peers = EngineDouble(config("consumer"), connect=prefill.worker.contact)
+        with peers:
+            peers.worker.wait_until_ready(10)
+
+
+def test_a_role_must_be_given() -> None:
+    with pytest.raises(ConfigError, match="role"):
+        EngineDouble(Config.from_dict(BASE))
+
+
+def test_stats_add_up() -> None:
+    with pair() as (prefill, decode):
+        prompt = request_of("a", tokens(100))
+        prefill.prefill(prompt)
+        decode.load(prompt)
+        saved, loaded = prefill.worker.get_stats(), decode.worker.get_stats()
+        assert saved is not None and loaded is not None
+        assert saved["ops"]["save"]["count"] == 1
+        assert saved["ops"]["save"]["bytes"] == 2 * 3 * 100 * 2 * 8 * 4
+        assert loaded["ops"]["load"]["count"] == 1
+        assert loaded["ops"]["load"]["bytes"] == 2 * 3 * 96 * 2 * 8 * 4
+        assert decode.worker.get_stats() is None
+
+
+def test_shutdown_in_the_middle_of_everything_ends_in_time() -> None:
+    with pair() as (prefill, decode):
+        prompt = request_of("a", tokens(100))
+        prefill.prefill(prompt)
+        found, _ = decode.matched(prompt)
+        blocks = decode.allocate(100)
+        decode.scheduler.update_state_after_alloc(prompt, (blocks,), found)
+        decode.worker.shutdown()
+        decode.worker.shutdown()
+        decode.scheduler.shutdown()
+    assert torch.isfinite(next(iter(decode.kv_caches.values()))).all()
