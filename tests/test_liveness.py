@@ -1,0 +1,329 @@
+"""The watcher, with real processes that are killed and stopped by pid."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from kvplug.errors import ClosedError, PeerGoneError
+from kvplug.liveness import Heartbeat, watch
+from kvplug.trust.identity import PeerIdentity, decode_identity, encode_identity, this_process
+
+pytestmark = pytest.mark.timeout(60)
+needs_pidfd = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="no pidfd on this platform")
+
+
+def eventually(condition: Callable[[], bool], within_s: float = 5.0) -> bool:
+    until = time.monotonic() + within_s
+    while not condition():
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.005)
+    return True
+
+
+def watcher_threads() -> list[str]:
+    return [t.name for t in threading.enumerate() if t.name == "kvplug liveness"]
+
+
+def open_fds() -> set[str]:
+    return set(os.listdir("/proc/self/fd"))
+
+
+class Gone:
+    """Remembers what the watcher said."""
+
+    def __init__(self) -> None:
+        self.reasons: list[str] = []
+        self.event = threading.Event()
+
+    def __call__(self, reason: str) -> None:
+        self.reasons.append(reason)
+        self.event.set()
+
+
+@pytest.fixture
+def sleeper() -> Iterator[subprocess.Popen[bytes]]:
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    yield process
+    process.kill()
+    process.wait(10)
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
+    ours, theirs = socket.socketpair()
+    yield ours, theirs
+    ours.close()
+    theirs.close()
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left_behind() -> Iterator[None]:
+    before = len(open_fds())
+    yield
+    assert eventually(lambda: not watcher_threads())
+    assert eventually(lambda: len(open_fds()) <= before + 2), "descriptors were left open"
+
+
+@needs_pidfd
+def test_a_killed_process_is_noticed_at_once_even_before_it_is_reaped(
+    sleeper: subprocess.Popen[bytes],
+) -> None:
+    gone = Gone()
+    pidfd = os.pidfd_open(sleeper.pid)
+    w = watch(pidfd=pidfd, on_gone=gone)
+    os.close(pidfd)
+    os.kill(sleeper.pid, signal.SIGKILL)
+    assert gone.event.wait(5)
+    assert gone.reasons == ["its process ended"] and w.reason == "its process ended"
+    w.close()
+    assert gone.reasons == ["its process ended"]
+
+
+@needs_pidfd
+def test_a_stopped_process_is_alive(sleeper: subprocess.Popen[bytes]) -> None:
+    gone = Gone()
+    pidfd = os.pidfd_open(sleeper.pid)
+    w = watch(pidfd=pidfd, on_gone=gone)
+    os.close(pidfd)
+    os.kill(sleeper.pid, signal.SIGSTOP)
+    assert not gone.event.wait(0.5)
+    os.kill(sleeper.pid, signal.SIGKILL)
+    assert gone.event.wait(5)
+    w.close()
+
+
+@needs_pidfd
+def test_a_process_that_ended_before_the_watch_is_reported_too() -> None:
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    pidfd = os.pidfd_open(process.pid)
+    process.wait(10)
+    gone = Gone()
+    watch(pidfd=pidfd, on_gone=gone)
+    os.close(pidfd)
+    assert gone.event.wait(5)
+
+
+def test_a_hung_up_socket_is_noticed_and_what_had_arrived_can_still_be_read(
+    pair: tuple[socket.socket, socket.socket],
+) -> None:
+    ours, theirs = pair
+    gone = Gone()
+    watch(sock=ours, on_gone=gone)
+    theirs.sendall(b"last words")
+    assert not gone.event.wait(0.1), "data is not death"
+    theirs.close()
+    assert gone.event.wait(5)
+    assert gone.reasons == ["it closed the connection"]
+    assert ours.recv(100) == b"last words"
+
+
+def test_silence_beyond_the_timeout_is_death(pair: tuple[socket.socket, socket.socket]) -> None:
+    gone = Gone()
+    began = time.monotonic()
+    watch(heartbeat=Heartbeat(pair[0], interval_s=0.05, timeout_s=0.4), on_gone=gone)
+    assert gone.event.wait(5)
+    assert 0.35 < time.monotonic() - began < 2
+    assert gone.reasons[0].startswith("silent for 0.")
+
+
+def test_two_ends_that_beat_keep_each_other_alive(pair: tuple[socket.socket, socket.socket]) -> None:
+    gone = Gone()
+    watches = [watch(heartbeat=Heartbeat(s, interval_s=0.05, timeout_s=0.3), on_gone=gone) for s in pair]
+    assert not gone.event.wait(1.0)
+    for w in watches:
+        w.close()
+
+
+def test_a_heartbeat_whose_other_end_closes_does_not_wait_for_the_silence(
+    pair: tuple[socket.socket, socket.socket],
+) -> None:
+    gone = Gone()
+    watch(heartbeat=Heartbeat(pair[0], interval_s=1, timeout_s=30), on_gone=gone)
+    pair[1].close()
+    assert gone.event.wait(5)
+    assert gone.reasons == ["it closed the connection"]
+
+
+def test_our_own_stop_is_not_taken_for_the_peers_silence(tmp_path: object) -> None:
+    """A process that was stopped for longer than the timeout finds the beats waiting for it."""
+    program = """
+import os, signal, socket, sys, time
+from kvplug.liveness import Heartbeat, watch
+peer, ours = socket.socket(fileno=int(sys.argv[1])), None
+said = []
+watch(heartbeat=Heartbeat(peer, interval_s=0.05, timeout_s=0.6), on_gone=said.append)
+print("ready", flush=True)
+sys.stdin.readline()
+print(said, flush=True)
+"""
+    ours, theirs = socket.socketpair()
+    child = subprocess.Popen(
+        [sys.executable, "-c", program, str(theirs.fileno())],
+        pass_fds=[theirs.fileno()],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    theirs.close()
+    w = watch(heartbeat=Heartbeat(ours, interval_s=0.05, timeout_s=30), on_gone=lambda reason: None)
+    try:
+        assert child.stdout and child.stdin
+        assert child.stdout.readline() == "ready\n"
+        os.kill(child.pid, signal.SIGSTOP)
+        time.sleep(1.2)
+        os.kill(child.pid, signal.SIGCONT)
+        time.sleep(0.3)
+        child.stdin.write("\n")
+        child.stdin.flush()
+        assert child.stdout.readline() == "[]\n"
+    finally:
+        child.kill()
+        child.communicate()
+        w.close()
+        ours.close()
+
+
+def test_a_closed_watch_never_calls_back(pair: tuple[socket.socket, socket.socket]) -> None:
+    gone = Gone()
+    w = watch(sock=pair[0], on_gone=gone)
+    w.close()
+    w.close()
+    pair[1].close()
+    assert not gone.event.wait(0.2)
+    assert w.reason is None
+
+
+def test_a_callback_may_watch_and_close_and_may_fail(
+    pair: tuple[socket.socket, socket.socket], caplog: pytest.LogCaptureFixture
+) -> None:
+    second = Gone()
+    a, b = socket.socketpair()
+
+    def first(reason: str) -> None:
+        watch(sock=a, on_gone=second)
+        b.close()
+        raise RuntimeError("a callback that fails")
+
+    watch(sock=pair[0], on_gone=first)
+    pair[1].close()
+    assert second.event.wait(5)
+    a.close()
+    assert "a callback of the liveness watcher failed" in caplog.text
+
+
+def test_one_thread_serves_many_watches_and_ends_with_the_last() -> None:
+    pairs = [socket.socketpair() for _ in range(50)]
+    gone = Gone()
+    watches = [watch(sock=a, on_gone=gone) for a, _ in pairs]
+    assert len(watcher_threads()) == 1
+    for _, b in pairs[:25]:
+        b.close()
+    assert eventually(lambda: len(gone.reasons) == 25)
+    for w in watches:
+        w.close()
+    assert eventually(lambda: not watcher_threads())
+    for pair in pairs:
+        for s in pair:
+            s.close()
+
+
+def test_a_socket_closed_under_its_watch_does_not_hurt_who_gets_its_number() -> None:
+    gone = Gone()
+    a, b = socket.socketpair()
+    number = a.fileno()
+    stale = watch(sock=a, on_gone=gone)
+    a.close()
+    c, d = socket.socketpair()
+    assert c.fileno() == number
+    fresh = watch(sock=c, on_gone=gone)
+    stale.close()
+    d.close()
+    assert gone.event.wait(5)
+    assert fresh.reason and stale.reason is None
+    b.close()
+    c.close()
+
+
+def test_a_socket_is_watched_once_at_a_time(pair: tuple[socket.socket, socket.socket]) -> None:
+    w = watch(sock=pair[0], on_gone=Gone())
+    with pytest.raises(ValueError, match="watched already"):
+        watch(sock=pair[0], on_gone=Gone())
+    w.close()
+
+
+def test_bad_arguments_are_refused(pair: tuple[socket.socket, socket.socket]) -> None:
+    with pytest.raises(ValueError, match="nothing to watch"):
+        watch(on_gone=Gone())
+    with pytest.raises(ValueError, match="more than 0"):
+        Heartbeat(pair[0], interval_s=0)
+    with pytest.raises(ValueError, match="longer than its interval"):
+        Heartbeat(pair[0], interval_s=5, timeout_s=5)
+    pair[0].close()
+    with pytest.raises(ClosedError):
+        watch(sock=pair[0], on_gone=Gone())
+
+
+def test_a_forked_child_starts_its_own_watcher_and_leaves_the_parents_alone(
+    pair: tuple[socket.socket, socket.socket],
+) -> None:
+    parents = Gone()
+    w = watch(sock=pair[0], on_gone=parents)
+    pid = os.fork()
+    if pid == 0:  # no assertion may escape from the child
+        status = 1
+        try:
+            w.close()
+            a, b = socket.socketpair()
+            childs = Gone()
+            watch(sock=a, on_gone=childs)
+            b.close()
+            status = 0 if childs.event.wait(5) and not parents.reasons else 2
+        finally:
+            os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert not parents.event.is_set()
+    pair[1].close()
+    assert parents.event.wait(5), "the parent's epoll set was changed by the child"
+
+
+@needs_pidfd
+def test_an_identity_opens_the_right_process_and_no_other(sleeper: subprocess.Popen[bytes]) -> None:
+    with open(f"/proc/{sleeper.pid}/stat", encoding="ascii") as f:
+        start_time = int(f.read().rpartition(")")[2].split()[19])
+    here = this_process()
+    fields = {"boot_id": here.boot_id, "pid_ns": here.pid_ns, "pid": sleeper.pid}
+    pidfd = PeerIdentity(start_time=start_time, **fields).open_pidfd()
+    assert pidfd is not None
+    os.close(pidfd)
+    with pytest.raises(PeerGoneError, match="belongs to another process"):
+        PeerIdentity(start_time=start_time - 1, **fields).open_pidfd()
+    sleeper.kill()
+    sleeper.wait(10)
+    with pytest.raises(PeerGoneError, match="has ended"):
+        PeerIdentity(start_time=start_time, **fields).open_pidfd()
+
+
+def test_a_process_of_another_host_or_namespace_has_no_pidfd() -> None:
+    here = this_process()
+    for elsewhere in (
+        PeerIdentity(boot_id="other", pid_ns=here.pid_ns, pid=here.pid, start_time=here.start_time),
+        PeerIdentity(boot_id=here.boot_id, pid_ns="pid:[1]", pid=here.pid, start_time=here.start_time),
+        PeerIdentity(boot_id="", pid_ns="", pid=here.pid, start_time=here.start_time),
+    ):
+        assert elsewhere.open_pidfd() is None
+
+
+def test_an_identity_crosses_the_wire_and_long_names_are_cut() -> None:
+    here = this_process("é" * 500)
+    assert decode_identity(encode_identity(here)) == here
+    assert len(here.label.encode()) <= 96
