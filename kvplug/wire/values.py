@@ -1,0 +1,446 @@
+"""Plain values as msgpack, with their exact types, within bounds, and nothing else.
+
+Carried: None, bool, int (-2**63 to 2**64 - 1), float, str, bytes, list, tuple, set, frozenset, dict,
+torch.dtype, CPU tensors and numpy arrays; subclasses of these are not, since they would come out as
+something else. What msgpack has no type for is tagged by an extension (the table is in
+``docs/reference/wire.md``): a tuple is an array whose first element is the mark "tuple", which no value
+can be.
+
+Decoding goes over the bytes once without building anything (:func:`_scan`), because a msgpack decoder
+believes a length before it has seen the elements; only what passes is handed to msgspec.
+"""
+
+from __future__ import annotations
+
+import enum
+import struct
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Final, NoReturn
+
+import attrs
+import msgspec
+
+from kvplug.errors import CapacityError, UnsupportedError, WireError
+from kvplug.wire import tensors
+
+if TYPE_CHECKING:
+    from numpy import ndarray
+
+Buffer = bytes | bytearray | memoryview
+
+
+@attrs.frozen(kw_only=True)
+class Limits:
+    """How much one message may make its receiver hold. The sender checks them too."""
+
+    max_bytes: int = 16 << 20
+    """Of the encoded message."""
+    max_depth: int = 32
+    """Containers within containers."""
+    max_items: int = 1 << 20
+    """Elements of all containers together; a pair of a dict counts as two."""
+
+    def memory_bound(self, nbytes: int) -> int:
+        """What decoding a message of ``nbytes`` may allocate at most, in bytes.
+
+        A copy of the message, the leaves' own bytes, and :data:`ITEM_COST` for each element, of which
+        there are no more than bytes.
+        """
+        nbytes = min(nbytes, self.max_bytes)
+        return FIXED_COST + 6 * nbytes + ITEM_COST * min(nbytes, self.max_items)
+
+
+ITEM_COST: Final = 192
+"""Bytes of Python objects that one element can become: a dict of one pair takes 240 and is two elements, an
+empty set takes 310 while its mark is resolved and is two elements, an empty dict takes 72 and is one."""
+FIXED_COST: Final = 1 << 16
+"""Bytes for whatever does not grow with the message: exceptions, the decoder's own state."""
+
+DEFAULT_LIMITS: Final = Limits()
+
+
+class _Mark(enum.IntEnum):
+    """First element of an array that is not a list. Extension types without payload."""
+
+    TUPLE = 1
+    SET = 2
+    FROZENSET = 3
+    DICT = 4
+    """Key, value, key, value, … of a dict with keys other than None, bool, int, float, str, bytes."""
+
+
+class _Leaf(enum.IntEnum):
+    """Extension types with a payload."""
+
+    DTYPE = 16
+    """One byte, the code of a torch dtype."""
+    TENSOR = 17
+    """A tensor's meta and bytes."""
+    ARRAY = 18
+    """The same of a numpy array."""
+
+
+_MIN_INT, _MAX_INT = -(1 << 63), (1 << 64) - 1
+_MARKS = {int(mark): mark for mark in _Mark}
+_LEAVES = frozenset(int(leaf) for leaf in _Leaf)
+_MARK_EXT = {mark: msgspec.msgpack.Ext(int(mark), b"") for mark in _Mark}
+_ENDS_BEFORE_MARK = 3
+"""Bytes of a mark: ext8, length 0, code."""
+
+CARRIED: Final = (
+    "None, bool, int of 64 bits, float, str, bytes, list, tuple, set, frozenset, dict, torch.dtype,"
+    " CPU tensor, numpy array"
+)
+
+# -- encoding --------------------------------------------------------------------------------------
+
+_encode = msgspec.msgpack.Encoder().encode
+
+
+def encode(value: object, *, limits: Limits = DEFAULT_LIMITS) -> bytes:
+    """The bytes of ``value``.
+
+    Raises:
+        UnsupportedError: something in it is not carried; the message names the path, the type and what is.
+        CapacityError: it is deeper, has more elements or more bytes than ``limits`` allow, so that the
+            peer would refuse it.
+    """
+    count = [limits.max_items]
+    try:
+        lowered = _lower(value, limits.max_depth, count)
+        data = _encode(lowered)
+    except (UnsupportedError, UnicodeEncodeError) as e:
+        _explain(value, limits.max_depth, e)
+    if len(data) > limits.max_bytes:
+        raise CapacityError(f"the value takes {len(data)} bytes, and at most {limits.max_bytes} are sent")
+    return data
+
+
+def _lower(value: Any, depth: int, count: list[int]) -> Any:
+    """What msgspec writes for ``value``: only types of its own, and marks."""
+    kind = type(value)
+    if kind is str or kind is bytes or kind is float or kind is bool or value is None:
+        return value
+    if kind is int:
+        if not _MIN_INT <= value <= _MAX_INT:
+            raise UnsupportedError(f"an integer of {value.bit_length()} bits does not fit into 64")
+        return value
+    if kind is list or kind is tuple or kind is set or kind is frozenset or kind is dict:
+        if depth == 0:
+            raise CapacityError("the value is nested too deeply to be sent (or contains itself)")
+        native = kind is list or (kind is dict and all(type(key) in _NATIVE_KEYS for key in value))
+        count[0] -= len(value) * (2 if kind is dict else 1) + (not native)  # a mark is an element too
+        if count[0] < 0:
+            raise CapacityError("the value has too many elements to be sent")
+        depth -= 1
+        if kind is dict:
+            if native:
+                return {_lower(k, depth, count): _lower(v, depth, count) for k, v in value.items()}
+            pairs = [_MARK_EXT[_Mark.DICT]]
+            for k, v in value.items():
+                pairs.append(_lower(k, depth, count))
+                pairs.append(_lower(v, depth, count))
+            return pairs
+        kinds = set(map(type, value))
+        if kinds <= _AS_THEY_ARE or (kinds == {int} and _MIN_INT <= min(value) and max(value) <= _MAX_INT):
+            lowered = list(value)
+        else:
+            lowered = [_lower(item, depth, count) for item in value]
+        if kind is not list:
+            lowered.insert(0, _MARK_EXT[_CONTAINER_MARKS[kind]])
+        return lowered
+    return _lower_foreign(value)
+
+
+_AS_THEY_ARE = frozenset({type(None), bool, float, str, bytes})
+_NATIVE_KEYS = frozenset({type(None), bool, int, float, str, bytes})
+_CONTAINER_MARKS: dict[type, _Mark] = {tuple: _Mark.TUPLE, set: _Mark.SET, frozenset: _Mark.FROZENSET}
+
+
+def _lower_foreign(value: Any) -> msgspec.msgpack.Ext:
+    torch = sys.modules.get("torch")
+    # An import under way in another thread shows a module without its names; then nothing is a tensor yet.
+    if torch is not None and hasattr(torch, "Tensor") and hasattr(torch, "dtype"):
+        if isinstance(value, torch.dtype):
+            name = tensors.dtype_name(value)
+            if name in tensors.DTYPES:
+                return msgspec.msgpack.Ext(int(_Leaf.DTYPE), bytes([tensors.DTYPES[name][0]]))
+            raise UnsupportedError(f"the dtype {value} is not carried")
+        if type(value) is torch.Tensor:
+            meta = tensors.encode_meta(tensors.meta_of(value))
+            return msgspec.msgpack.Ext(int(_Leaf.TENSOR), b"".join((meta, tensors.memory_of(value))))
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and hasattr(numpy, "ndarray") and type(value) is numpy.ndarray:
+        return msgspec.msgpack.Ext(int(_Leaf.ARRAY), _array_bytes(value))
+    kind = type(value)
+    where = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
+    raise UnsupportedError(f"a {where}{kind.__qualname__} is not carried")
+
+
+_ARRAY_DTYPES = frozenset(
+    {"bool", "uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64"}
+    | {"float16", "float32", "float64", "complex64", "complex128"}
+)
+"""numpy's names that are also torch's."""
+
+
+def _array_bytes(array: ndarray[Any, Any]) -> bytes:
+    if array.dtype.name not in _ARRAY_DTYPES or not array.dtype.isnative:
+        raise UnsupportedError(
+            f"a numpy array of dtype {array.dtype} is not carried; these are, in the machine's byte order: "
+            + ", ".join(sorted(_ARRAY_DTYPES))
+        )
+    meta = tensors.TensorMeta(array.dtype.name, array.shape)
+    return tensors.encode_meta(meta) + array.tobytes()
+
+
+def _explain(value: object, depth: int, error: Exception) -> NoReturn:
+    """Raise ``error`` again with the path to the value that caused it. Slow, and only ever run once."""
+    for path, item in _walk(value, "value", depth):
+        kind = type(item)
+        if kind in _CONTAINER_MARKS or kind is list or kind is dict:
+            continue
+        try:
+            _encode(_lower(item, 0, [0]))
+        except UnsupportedError as e:
+            raise UnsupportedError(f"{path}: {e}; carried are: {CARRIED}") from e
+        except UnicodeEncodeError as e:
+            raise UnsupportedError(f"{path}: a str with a lone surrogate has no UTF-8: {e}") from e
+    raise UnsupportedError(f"value: {error}") from error  # changed by another thread meanwhile
+
+
+def _walk(value: Any, path: str, depth: int) -> Iterator[tuple[str, Any]]:
+    yield path, value
+    if depth < 0:
+        return
+    kind = type(value)
+    if kind is dict:
+        for k, v in value.items():
+            yield from _walk(k, f"{path}, key {_short(k)}", depth - 1)
+            yield from _walk(v, f"{path}[{_short(k)}]", depth - 1)
+    elif kind is list or kind is tuple:
+        for i, item in enumerate(value):
+            yield from _walk(item, f"{path}[{i}]", depth - 1)
+    elif kind is set or kind is frozenset:
+        for item in value:
+            yield from _walk(item, f"{path}, member {_short(item)}", depth - 1)
+
+
+def _short(key: object) -> str:
+    text = ascii(key) if type(key) in _NATIVE_KEYS else f"of type {type(key).__qualname__}"
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+# -- decoding --------------------------------------------------------------------------------------
+
+
+def decode(buf: Buffer, *, limits: Limits = DEFAULT_LIMITS) -> Any:
+    """The value that ``buf`` is the encoding of. A key that comes twice in a dict counts once, the last.
+
+    Raises:
+        WireError: the bytes are not such an encoding, go beyond ``limits``, or hold a tensor, dtype or
+            array while torch or numpy is not installed. Nothing else is raised, whatever the bytes, and no
+            more memory is taken than ``limits.memory_bound(len(buf))`` (besides importing torch).
+    """
+    nbytes = buf.nbytes if isinstance(buf, memoryview) else len(buf)
+    if nbytes > limits.max_bytes:
+        raise WireError(f"a value of {nbytes} bytes; at most {limits.max_bytes} are accepted")
+    data = bytes(buf)  # a private copy: shared memory could change between the check and the use
+    try:
+        marked = _scan(data, limits)
+        value = _decode(data)
+        return _resolve(value) if marked else value
+    except (msgspec.MsgspecError, UnicodeError, RecursionError, OverflowError) as e:
+        raise WireError(f"not the bytes of a value: {e}") from e
+
+
+def _fixed_sizes() -> bytes:
+    """For each first byte the size of an element whose size it fixes, 0 for the others."""
+    sizes = bytearray(256)
+    sizes[0x00:0x80] = b"\x01" * 128  # positive fixint
+    sizes[0xE0:0x100] = b"\x01" * 32  # negative fixint
+    sizes[0xA0:0xC0] = bytes(range(1, 33))  # fixstr
+    for first, size in {
+        0xC0: 1, 0xC2: 1, 0xC3: 1,  # nil, false, true
+        0xCA: 5, 0xCB: 9,  # float32, float64
+        0xCC: 2, 0xCD: 3, 0xCE: 5, 0xCF: 9, 0xD0: 2, 0xD1: 3, 0xD2: 5, 0xD3: 9,  # uint, int
+    }.items():  # fmt: skip
+        sizes[first] = size
+    return bytes(sizes)
+
+
+_FIXED = _fixed_sizes()
+_U8, _U16, _U32 = struct.Struct(">B"), struct.Struct(">H"), struct.Struct(">I")
+_TEXT_LENGTH = {0xC4: _U8, 0xC5: _U16, 0xC6: _U32, 0xD9: _U8, 0xDA: _U16, 0xDB: _U32}
+_ARRAY_LENGTH = {0xDC: _U16, 0xDD: _U32}
+_MAP_LENGTH = {0xDE: _U16, 0xDF: _U32}
+_EXT_LENGTH = {0xC7: _U8, 0xC8: _U16, 0xC9: _U32}
+_FIXEXT = {0xD4: 1, 0xD5: 2, 0xD6: 4, 0xD7: 8, 0xD8: 16}
+
+
+def _scan(data: bytes, limits: Limits) -> bool:
+    """Check the structure of one msgpack value without building it; whether there are marks in it.
+
+    After it msgspec meets no length that the bytes do not keep, no extension that is not ours, no
+    container as the key of a map, and no nesting beyond the limit.
+    """
+    end = len(data)
+    pos = 0
+    left = 1  # elements still to come in the container at hand
+    in_map = False
+    outer: list[tuple[int, bool]] = []  # the containers around it
+    items = limits.max_items
+    marked = False
+    try:
+        while True:
+            while left:
+                first = data[pos]
+                size = _FIXED[first]
+                if size:
+                    pos += size
+                    left -= 1
+                    continue
+                left -= 1
+                if first in _TEXT_LENGTH:
+                    length = _TEXT_LENGTH[first]
+                    pos += 1 + length.size + length.unpack_from(data, pos + 1)[0]
+                    continue
+                if in_map and left % 2:
+                    raise WireError(f"a container or extension is a map's key, at byte {pos}")
+                is_map = False
+                if 0x90 <= first < 0xA0:
+                    count = first & 0x0F
+                    pos += 1
+                elif 0x80 <= first < 0x90:
+                    count, is_map = 2 * (first & 0x0F), True
+                    pos += 1
+                elif first in _ARRAY_LENGTH:
+                    length = _ARRAY_LENGTH[first]
+                    count = length.unpack_from(data, pos + 1)[0]
+                    pos += 1 + length.size
+                elif first in _MAP_LENGTH:
+                    length = _MAP_LENGTH[first]
+                    count, is_map = 2 * length.unpack_from(data, pos + 1)[0], True
+                    pos += 1 + length.size
+                else:
+                    pos = _scan_leaf(data, pos, end)
+                    continue
+                if count > end - pos:
+                    raise WireError(f"a container claims {count} elements, and {end - pos} bytes are left")
+                items -= count
+                if items < 0:
+                    raise WireError(f"more than {limits.max_items} elements")
+                if len(outer) >= limits.max_depth:
+                    raise WireError(f"nested more than {limits.max_depth} deep")
+                outer.append((left, in_map))
+                left, in_map = count, is_map
+                if count and not is_map and data.startswith(b"\xc7\x00", pos):
+                    code = data[pos + 2]
+                    if code not in _MARKS:
+                        raise WireError(f"unknown extension {code} without payload, at byte {pos}")
+                    if code == _Mark.DICT and count % 2 == 0:
+                        raise WireError(f"a dict with a key and no value, at byte {pos}")
+                    marked = True
+                    pos += _ENDS_BEFORE_MARK
+                    left -= 1
+            if not outer:
+                break
+            left, in_map = outer.pop()
+    except (IndexError, struct.error) as e:
+        raise WireError(f"a value is cut short after {end} bytes") from e
+    if pos != end:
+        what = f"is cut short after {end} bytes" if pos > end else f"is followed by {end - pos} bytes"
+        raise WireError(f"a value {what}")
+    return marked
+
+
+def _scan_leaf(data: bytes, pos: int, end: int) -> int:
+    """Where the extension at ``pos`` ends, if it is one with a payload we know."""
+    first = data[pos]
+    if first in _FIXEXT:
+        size, at = _FIXEXT[first], pos + 1
+    elif first in _EXT_LENGTH:
+        length = _EXT_LENGTH[first]
+        size, at = length.unpack_from(data, pos + 1)[0], pos + 1 + length.size
+    else:
+        raise WireError(f"byte {first:#04x} starts no value, at byte {pos}")
+    code = data[at]
+    if code not in _LEAVES or size == 0:
+        raise WireError(f"extension {code} is not accepted here, at byte {pos}")
+    if size > end - at - 1:
+        raise WireError(f"an extension claims {size} bytes, and {end - at - 1} are left")
+    if code == _Leaf.DTYPE and size != 1:
+        raise WireError(f"a dtype is one byte, not {size}")
+    return int(at + 1 + size)
+
+
+def _extension(code: int, payload: memoryview) -> Any:
+    """What an extension that passed :func:`_scan` stands for; called by msgspec."""
+    if not payload.nbytes:
+        return _MARKS[code]
+    try:
+        if code == _Leaf.DTYPE:
+            return tensors.dtype_of(tensors.name_of_code(payload[0]))
+        meta, flat = tensors.split_meta(payload)
+        if meta.nbytes != flat.nbytes:
+            raise WireError(
+                f"a {meta.dtype} tensor of shape {meta.shape} has {meta.nbytes} bytes, not {flat.nbytes}"
+            )
+        if code == _Leaf.ARRAY:
+            return _array(meta, flat)
+        tensor = tensors.empty_like_meta(meta)
+        tensors.copy_into(tensor, flat)
+        return tensor
+    except (UnsupportedError, RuntimeError) as e:
+        raise WireError(f"a tensor or dtype cannot be made here: {e}") from e
+
+
+def _array(meta: tensors.TensorMeta, flat: memoryview) -> ndarray[Any, Any]:
+    if meta.dtype not in _ARRAY_DTYPES:
+        raise WireError(f"numpy has no dtype {meta.dtype}")
+    try:
+        import numpy
+    except ImportError as e:
+        raise WireError(f"a numpy array came, and numpy is not installed here: {e}") from e
+    try:
+        array: ndarray[Any, Any] = numpy.frombuffer(flat, dtype=meta.dtype).reshape(meta.shape).copy()
+    except ValueError as e:
+        raise WireError(f"numpy refuses an array of shape {meta.shape}: {e}") from e
+    return array
+
+
+_decode = msgspec.msgpack.Decoder(ext_hook=_extension).decode
+
+
+def _resolve(value: Any) -> Any:
+    """``value`` with its marked arrays turned into what they are; lists and dicts are changed in place."""
+    kind = type(value)
+    if kind is dict:
+        for key, item in value.items():
+            if type(item) in _BUILT:
+                value[key] = _resolve(item)
+        return value
+    if kind is not list:
+        return value
+    for i, item in enumerate(value):
+        if type(item) in _BUILT:
+            value[i] = _resolve(item)
+    if not value or type(value[0]) is not _Mark:
+        return value
+    mark = value[0]
+    del value[0]
+    if mark is _Mark.TUPLE:
+        return tuple(value)
+    try:
+        if mark is _Mark.DICT:
+            return dict(zip(value[::2], value[1::2], strict=True))
+        members = set(value) if mark is _Mark.SET else frozenset(value)
+    except (TypeError, ValueError, RuntimeError) as e:
+        raise WireError(f"what cannot be a key came as the key of a dict or the member of a set: {e}") from e
+    if len(members) != len(value):
+        raise WireError("a set has a member twice")
+    return members
+
+
+_BUILT = frozenset({list, dict})
