@@ -89,12 +89,20 @@ class CapacityError(KvplugError, ValueError):
     """Something is larger than the budget it would have to fit into; waiting cannot help."""
 
 
+class LayoutError(KvplugError, ValueError):
+    """A tensor, or a range of blocks, is not what the KV cache's layout says. Nothing was copied."""
+
+
 class AddressInUseError(KvplugError, OSError):
     """Somebody already listens there."""
 
 
 class EntryGoneError(KvplugError, LookupError):
     """The lookup entry was there when it was promised and is not now."""
+
+
+class LentError(KvplugError, RuntimeError):
+    """The entry is lent to somebody in a way that excludes what was asked for."""
 
 
 class TransportError(KvplugError, OSError):
