@@ -1,0 +1,62 @@
+"""Closing descriptors only when no thread is inside a system call on them.
+
+A descriptor closed under a blocked call may be given to another file, and the call goes on with that
+one. So ending a pipe shuts its sockets down, which wakes everybody, and the last one out closes them.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+
+class Descriptors:
+    """Counts who is inside."""
+
+    def __init__(self, close: Callable[[], None]) -> None:
+        self._close = close
+        self._lock = threading.Lock()
+        self._inside = 0
+        self._over = False
+        self._closed = False
+
+    @property
+    def retired(self) -> bool:
+        return self._over
+
+    def enter(self) -> bool:
+        """Whether the descriptors may be used; if so, ``leave`` afterwards."""
+        with self._lock:
+            if self._over:
+                return False
+            self._inside += 1
+            return True
+
+    def leave(self) -> None:
+        with self._lock:
+            self._inside -= 1
+        self._maybe_close()
+
+    def retire(self) -> None:
+        """Nobody enters any more; close them when the last one has left."""
+        with self._lock:
+            self._over = True
+        self._maybe_close()
+
+    @contextmanager
+    def use(self) -> Iterator[bool]:
+        """``enter`` and ``leave``; says whether it may."""
+        entered = self.enter()
+        try:
+            yield entered
+        finally:
+            if entered:
+                self.leave()
+
+    def _maybe_close(self) -> None:
+        with self._lock:
+            if not self._over or self._inside or self._closed:
+                return
+            self._closed = True
+        self._close()

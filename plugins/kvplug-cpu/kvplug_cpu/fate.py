@@ -1,0 +1,74 @@
+"""Whether a pipe still lives, and if not, what its calls raise."""
+
+from __future__ import annotations
+
+import threading
+
+from kvplug.errors import ClosedError, KvplugError, PeerGoneError, TransportError
+
+
+class Fate:
+    """How a pipe ended. The first reason is kept; closing it here goes before everything else.
+
+    Reading takes no lock, so that it is safe in a forked child.
+    """
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._lock = threading.Lock()
+        self._error: type[KvplugError] = KvplugError
+        self._reason = ""
+        self._closed = ""
+
+    @property
+    def closed(self) -> bool:
+        return bool(self._closed)
+
+    @property
+    def sealed(self) -> bool:
+        """Whether it ended, in whatever way."""
+        return bool(self._closed or self._reason)
+
+    @property
+    def peer_lost(self) -> bool:
+        return self._error is PeerGoneError
+
+    @property
+    def broken(self) -> bool:
+        """Whether the stream lost its place: not even what has arrived can be received."""
+        return self._error is TransportError
+
+    def close(self, reason: str) -> bool:
+        """It was closed here; False if it already was."""
+        with self._lock:
+            if self._closed:
+                return False
+            self._closed = reason
+            return True
+
+    def lose_peer(self, reason: str) -> bool:
+        """The peer is gone; False if it had ended before."""
+        return self._end(PeerGoneError, reason)
+
+    def break_down(self, reason: str) -> bool:
+        """The stream cannot be trusted any more."""
+        return self._end(TransportError, reason)
+
+    def inherit(self) -> None:
+        """This is a forked child: the pipe is its parent's. Takes no lock."""
+        self._closed = self._closed or "belongs to the process that this one was forked from"
+
+    def error(self) -> KvplugError:
+        """A fresh exception that says how it ended."""
+        if self._closed:
+            return ClosedError(f"{self._what} {self._closed}")
+        if self._reason:
+            return self._error(f"{self._what}: {self._reason}")
+        return PeerGoneError(f"{self._what}: the connection ended")
+
+    def _end(self, error: type[KvplugError], reason: str) -> bool:
+        with self._lock:
+            if self._reason:
+                return False
+            self._error, self._reason = error, reason
+            return True

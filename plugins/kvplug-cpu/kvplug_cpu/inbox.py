@@ -1,0 +1,271 @@
+"""The receiving half of a pipe: headers through a small stage, tensors straight into their memory.
+
+Nothing is read ahead of a ``recv_tensor`` but what fits the stage, so a receiver that stops bounds what
+its sender can get rid of. A message that is interrupted by a deadline keeps its place.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import TYPE_CHECKING
+
+from kvplug.deadline import Deadline
+from kvplug.errors import KvplugError, TensorMismatchError, TimeoutError, WireError
+from kvplug.wire.frames import HEADER_SIZE, FrameKind, decode_header
+from kvplug.wire.tensors import (
+    META_PREFIX_SIZE,
+    TensorMeta,
+    copy_into,
+    decode_meta,
+    memory_of,
+    memory_of_writable,
+    meta_size,
+)
+from kvplug_cpu.fate import Fate
+from kvplug_cpu.lane import Lane
+from kvplug_cpu.memory import check_fits, fresh, is_dense
+from kvplug_cpu.message import MAX_LENGTH, SPLIT, parts
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_STAGE_BYTES = 32 * 1024
+
+
+class _Stage:
+    """Bytes of lane 0 that were read before anybody knew where they belong."""
+
+    def __init__(self, lane: Lane) -> None:
+        self._lane = lane
+        self._memory = memoryview(bytearray(_STAGE_BYTES))
+        self._begin = self._end = 0
+
+    def has(self, count: int, deadline: Deadline) -> bool:
+        """Wait until ``count`` unread bytes are here; False at the deadline or the end of the stream."""
+        while self._end - self._begin < count:
+            if self._begin:
+                rest = bytes(self._memory[self._begin : self._end])
+                self._memory[: len(rest)] = rest
+                self._begin, self._end = 0, len(rest)
+            n = self._lane.receive_now(self._memory[self._end :])
+            self._end += n
+            if not n and (self._lane.ended or not self._lane.wait_readable(deadline)):
+                return False
+        return True
+
+    def peek(self, start: int, stop: int) -> bytes:
+        return bytes(self._memory[self._begin + start : self._begin + stop])
+
+    def drop(self, count: int) -> None:
+        self._begin += count
+
+    def move_into(self, view: memoryview) -> int:
+        """As much of ``view`` as is here already."""
+        n = min(len(view), self._end - self._begin)
+        view[:n] = self._memory[self._begin : self._begin + n]
+        self._begin += n
+        return n
+
+
+class _Incoming:
+    """A message whose announcement has been read: what it is, and how much of it has arrived."""
+
+    def __init__(self, meta: TensorMeta | None, bounds: list[tuple[int, int]]) -> None:
+        self.meta = meta
+        self.bounds = bounds
+        self.got = [0] * len(bounds)
+        self.own: Tensor | None = None
+        """Our own memory, where a part of it waits for the next call."""
+
+    @property
+    def complete(self) -> bool:
+        return all(got == b - a for got, (a, b) in zip(self.got, self.bounds, strict=True))
+
+    def keep(self, memory: memoryview) -> None:
+        """Take what has arrived out of the caller's memory, which is the caller's again now."""
+        if self.meta is not None and any(self.got):
+            self.own = fresh(self.meta)
+            mine = memory_of_writable(self.own)
+            for got, (start, _) in zip(self.got, self.bounds, strict=True):
+                mine[start : start + got] = memory[start : start + got]
+
+
+class _SideReader:
+    """Reads one lane's share while the caller's thread reads lane 0. Its thread starts when needed."""
+
+    def __init__(self, lane: Lane, index: int, enter: Callable[[], bool], leave: Callable[[], None]) -> None:
+        self.lane = lane
+        self._index = index
+        self._enter, self._leave = enter, leave
+        self._jobs: SimpleQueue[tuple[memoryview, Deadline] | None] = SimpleQueue()
+        self._results: SimpleQueue[int] = SimpleQueue()
+        self.thread: threading.Thread | None = None
+
+    def start(self, view: memoryview, deadline: Deadline) -> None:
+        if self.thread is None:
+            if not self._enter():
+                self._results.put(0)
+                return
+            self.thread = threading.Thread(
+                target=self._read, name=f"kvplug-cpu-receive-{self._index}", daemon=True
+            )
+            self.thread.start()
+        self._jobs.put((view, deadline))
+
+    def result(self) -> int:
+        return self._results.get()
+
+    def stop(self) -> None:
+        self._jobs.put(None)
+
+    def _read(self) -> None:
+        try:
+            while (job := self._jobs.get()) is not None:
+                self._results.put(self.lane.receive(*job))
+                del job
+        finally:
+            self._leave()
+
+
+class Inbox:
+    """``lost(reason)``: the peer is gone. ``break_down(reason)``: the stream has lost its place. Both
+    wake every thread that reads. ``enter`` and ``leave`` as in the outbox.
+    """
+
+    def __init__(
+        self,
+        lanes: list[Lane],
+        *,
+        peer: str,
+        fate: Fate,
+        lost: Callable[[str], None],
+        break_down: Callable[[str], None],
+        enter: Callable[[], bool],
+        leave: Callable[[], None],
+    ) -> None:
+        self._peer = peer
+        self._fate = fate
+        self._lost = lost
+        self._break_down = break_down
+        self._lane = lanes[0]
+        self._lanes = len(lanes)
+        self._stage = _Stage(lanes[0])
+        self._side = [_SideReader(lane, k, enter, leave) for k, lane in enumerate(lanes[1:], 1)]
+        self._incoming: _Incoming | None = None
+
+    def receive(self, out: Tensor | None, deadline: Deadline) -> Tensor | None:
+        """Only one thread at a time. Raises as ``Pipe.recv_tensor``."""
+        incoming = self._incoming
+        if incoming is None:
+            incoming = self._incoming = self._announced(deadline)
+        meta = incoming.meta
+        if meta is None:
+            if out is not None:
+                raise TensorMismatchError("the next message is None, and out= was given; it stays")
+            self._incoming = None
+            return None
+        if out is not None:
+            check_fits(out, meta)
+        direct = incoming.own is None and out is not None and is_dense(out)
+        if direct:
+            tensor = out
+        elif incoming.own is not None:
+            tensor = incoming.own
+        else:
+            tensor = fresh(meta)
+        assert tensor is not None
+        memory = memory_of_writable(tensor)
+        try:
+            self._fill(incoming, memory, deadline)
+        except BaseException:
+            # Ctrl-C between the kernel's answer and our noting it: the stream's position is lost.
+            self._break_down("interrupted in the middle of a message")
+            for reader in self._side:
+                reader.stop()
+            raise
+        if not incoming.complete:
+            if self._lane.ended or any(reader.lane.ended for reader in self._side):
+                raise self._end_of_stream()
+            if self._fate.sealed:
+                raise self._fate.error()
+            if direct:
+                incoming.keep(memory)
+            elif any(incoming.got):
+                incoming.own = tensor
+            raise TimeoutError(
+                f"{sum(incoming.got)} of {meta.nbytes} bytes of a tensor have arrived from {self._peer};"
+                " the next call goes on with it"
+            )
+        self._incoming = None
+        if out is None or direct:
+            return tensor
+        copy_into(out, memory_of(tensor))
+        return out
+
+    def stop(self) -> None:
+        """End the side readers' threads, after their lanes were stopped."""
+        for reader in self._side:
+            reader.stop()
+
+    def join(self) -> None:
+        for reader in self._side:
+            if reader.thread is not None and reader.thread is not threading.current_thread():
+                reader.thread.join(1.0)
+
+    def _announced(self, deadline: Deadline) -> _Incoming:
+        try:
+            return self._read_announcement(deadline)
+        except WireError as e:
+            self._break_down(f"what arrives is not a message: {e}")
+            raise
+
+    def _read_announcement(self, deadline: Deadline) -> _Incoming:
+        self._need(HEADER_SIZE, deadline)
+        header = decode_header(self._stage.peek(0, HEADER_SIZE), max_length=MAX_LENGTH)
+        if header.kind == FrameKind.NONE:
+            self._stage.drop(HEADER_SIZE)
+            return _Incoming(None, [])
+        if header.kind == FrameKind.GOODBYE:
+            self._lost("the peer closed it")
+            raise self._fate.error()
+        if header.kind != FrameKind.TENSOR:
+            raise WireError(f"a frame of kind {header.kind!r} in a pipe")
+        self._need(HEADER_SIZE + META_PREFIX_SIZE, deadline)
+        start = HEADER_SIZE
+        stop = start + meta_size(self._stage.peek(start, start + META_PREFIX_SIZE))
+        self._need(stop, deadline)
+        meta = decode_meta(self._stage.peek(start, stop))
+        if header.length != stop - start + meta.nbytes:
+            raise WireError(f"a tensor of {meta.nbytes} bytes in a frame of {header.length}")
+        self._stage.drop(stop)
+        return _Incoming(meta, parts(meta.nbytes, self._lanes) if header.flags & SPLIT else [(0, meta.nbytes)])
+
+    def _need(self, count: int, deadline: Deadline) -> None:
+        if self._stage.has(count, deadline):
+            return
+        if self._lane.ended:
+            raise self._end_of_stream()
+        raise TimeoutError(f"no message has arrived from {self._peer}; it is alive as far as can be seen")
+
+    def _fill(self, incoming: _Incoming, memory: memoryview, deadline: Deadline) -> None:
+        started = []
+        for k, reader in enumerate(self._side[: len(incoming.bounds) - 1], 1):
+            start, stop = incoming.bounds[k]
+            if start + incoming.got[k] < stop:
+                reader.start(memory[start + incoming.got[k] : stop], deadline)
+                started.append((k, reader))
+        start, stop = incoming.bounds[0]
+        incoming.got[0] += self._stage.move_into(memory[start + incoming.got[0] : stop])
+        if start + incoming.got[0] < stop:
+            incoming.got[0] += self._lane.receive(memory[start + incoming.got[0] : stop], deadline)
+            if self._lane.ended:
+                self._end_of_stream()
+        for k, reader in started:
+            incoming.got[k] += reader.result()
+
+    def _end_of_stream(self) -> KvplugError:
+        """The lanes are over: whoever else waits on them is woken, and this is to be raised."""
+        self._lost("the connection ended")
+        return self._fate.error()

@@ -1,0 +1,70 @@
+"""Memory that messages are received into."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import mmap
+import sys
+from collections.abc import Callable
+
+import torch
+
+from kvplug.errors import CapacityError, TensorMismatchError, UnsupportedError
+from kvplug.wire.tensors import TensorMeta, empty_like_meta, meta_of
+
+_HUGE_PAGE = 2 * 1024 * 1024
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether its bytes lie in memory as they come off the wire."""
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+def check_fits(out: torch.Tensor, meta: TensorMeta) -> None:
+    """Raises TensorMismatchError (the message stays), or UnsupportedError for memory not on the CPU."""
+    if out.device.type != "cpu":
+        raise UnsupportedError(f"the pipe 'cpu' receives into CPU tensors, and out= is on {out.device}")
+    offered = meta_of(out)
+    if offered != meta:
+        raise TensorMismatchError(
+            f"the next message is {meta.dtype} of shape {list(meta.shape)}, and out= is {offered.dtype} of"
+            f" shape {list(offered.shape)}; it stays"
+        )
+
+
+def fresh(meta: TensorMeta) -> torch.Tensor:
+    """A new tensor; a large one asks for huge pages, since touching new 4 KiB pages costs more than a copy.
+
+    Raises:
+        CapacityError: there is not that much memory.
+    """
+    try:
+        tensor = empty_like_meta(meta)
+    except (RuntimeError, MemoryError) as e:
+        raise CapacityError(f"no memory for a tensor of {meta.nbytes} bytes; the message stays") from e
+    if meta.nbytes >= 2 * _HUGE_PAGE:
+        _advise_huge_pages(tensor.data_ptr(), meta.nbytes)
+    return tensor
+
+
+def _advise_huge_pages(address: int, nbytes: int) -> None:
+    advise = _madvise()
+    if advise is not None:
+        start = -(-address // _HUGE_PAGE) * _HUGE_PAGE
+        stop = (address + nbytes) // _HUGE_PAGE * _HUGE_PAGE
+        if stop > start:
+            advise(start, stop - start, mmap.MADV_HUGEPAGE)  # a hint: refusal does not matter
+
+
+@functools.cache
+def _madvise() -> Callable[[int, int, int], int] | None:
+    if not sys.platform.startswith("linux") or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return None
+    try:
+        function = ctypes.CDLL(None).madvise
+    except (OSError, AttributeError):
+        return None
+    function.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    function.restype = ctypes.c_int
+    return function  # type: ignore[no-any-return]

@@ -1,0 +1,60 @@
+"""What a pipe puts on its lanes.
+
+    lane 0:  header (16 bytes) | meta | tensor bytes, or the first part of them
+    lane k:                             the k-th part of a split tensor
+
+The header's length counts everything after it, on all lanes. A tensor is split over all lanes when the
+header's flag says so; both ends compute the parts from its size and the number of lanes. ``None`` has
+neither meta nor bytes. GOODBYE is the last thing on lane 0 of a pipe that was closed politely.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import attrs
+
+from kvplug.wire.frames import FrameKind, encode_header
+from kvplug.wire.tensors import encode_meta, memory_of, meta_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+SPLIT = 1
+"""Flag: the tensor's bytes are spread over all lanes."""
+MAX_LENGTH = 2**56
+"""A bound on what a header may claim; memory is only taken when somebody calls ``recv_tensor``."""
+GOODBYE = encode_header(FrameKind.GOODBYE, 0)
+_NONE = encode_header(FrameKind.NONE, 0)
+_NOTHING = memoryview(b"")
+_PAGE = 4096
+
+
+@attrs.frozen
+class Content:
+    """A message ready to be sent: the bytes that announce it, and the tensor's memory (kept alive)."""
+
+    prefix: bytes
+    memory: memoryview
+    split: bool = False
+
+    @classmethod
+    def of(cls, tensor: Tensor | None, split_bytes: int) -> Content:
+        """From any CPU tensor; a non-contiguous one is copied. Split from ``split_bytes`` up.
+
+        Raises:
+            UnsupportedError: a device, layout or dtype that is not carried.
+        """
+        if tensor is None:
+            return cls(_NONE, _NOTHING)
+        memory = memory_of(tensor)
+        meta = encode_meta(meta_of(tensor))
+        split = memory.nbytes >= split_bytes
+        header = encode_header(FrameKind.TENSOR, len(meta) + memory.nbytes, SPLIT if split else 0)
+        return cls(header + meta, memory, split)
+
+
+def parts(nbytes: int, lanes: int) -> list[tuple[int, int]]:
+    """(start, stop) of each lane's part of a split tensor: whole pages, as even as they come."""
+    share = -(-nbytes // (lanes * _PAGE)) * _PAGE
+    return [(min(k * share, nbytes), min((k + 1) * share, nbytes)) for k in range(lanes)]

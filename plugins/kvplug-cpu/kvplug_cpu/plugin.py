@@ -1,0 +1,30 @@
+"""Entry point: what this distribution offers, as strings."""
+
+from __future__ import annotations
+
+from kvplug import Capabilities, Cost, Kind, TransportSpec, hookimpl
+
+KVPLUG_API = (1, 0)
+
+
+@hookimpl
+def kvplug_transports() -> list[TransportSpec]:
+    return [
+        TransportSpec(
+            kind=Kind.PIPE,
+            name="cpu",
+            factory="kvplug_cpu.endpoint:CpuEndpoint",
+            options="kvplug_cpu.options:CpuOptions",
+            probe="kvplug_cpu.probe:describe",
+            summary="CPU tensors over abstract Unix sockets on one host, and over TCP",
+            capabilities=Capabilities(
+                devices={"cpu"},
+                cross_host=True,
+                authenticated=True,
+                receive_into=True,
+                full_duplex=True,
+                max_dims=64,
+                cost=Cost(latency_us=50.0, gb_per_s=6.0),
+            ),
+        )
+    ]

@@ -1,0 +1,11 @@
+"""Whether the pipe "cpu" can work here. Light: imported by ``kvplug list``."""
+
+from __future__ import annotations
+
+from kvplug.spec import Probe
+from kvplug_cpu.contact import domain
+
+
+def describe() -> Probe:
+    """It works wherever there are sockets; ends of equal domains can use abstract Unix sockets."""
+    return Probe(domain=domain())
