@@ -218,7 +218,7 @@ def test_a_callback_may_watch_and_close_and_may_fail(
     pair[1].close()
     assert second.event.wait(5)
     a.close()
-    assert "a callback of the liveness watcher failed" in caplog.text
+    assert eventually(lambda: "a callback of the liveness watcher failed" in caplog.text)
 
 
 def test_one_thread_serves_many_watches_and_ends_with_the_last() -> None:
@@ -273,6 +273,7 @@ def test_bad_arguments_are_refused(pair: tuple[socket.socket, socket.socket]) ->
         watch(sock=pair[0], on_gone=Gone())
 
 
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
 def test_a_forked_child_starts_its_own_watcher_and_leaves_the_parents_alone(
     pair: tuple[socket.socket, socket.socket],
 ) -> None:

@@ -102,7 +102,7 @@ def parse_contact(text: str) -> Contact:
     Raises:
         WireError: it is neither. The text is not repeated, since it may hold a token.
     """
-    if not isinstance(text, str) or len(text) > _MAX_CONTACT:
+    if len(text) > _MAX_CONTACT:
         raise WireError(f"not a contact: expected a string of at most {_MAX_CONTACT} characters")
     rest, _, query = text.removeprefix("tcp://").partition("?")
     token = ""
@@ -155,7 +155,6 @@ def resolve(address: TcpAddress) -> tuple[Resolved, ...]:
     resolved = dict.fromkeys(
         Resolved(int(family), sockaddr)  # type: ignore[arg-type]
         for family, _, _, _, sockaddr in found
-        if family in (socket.AF_INET, socket.AF_INET6)
     )
     return tuple(sorted(resolved, key=lambda r: r.family != socket.AF_INET))
 

@@ -74,30 +74,27 @@ class Refusal(enum.IntEnum):
         return self.name.lower().replace("_", " ")
 
 
-_ADVICE = {
+_GIVE_BOTH = "give both ends the same (KVPLUG_SECRET or secret_file)"
+
+_ADVICE = {  # for the one who dials; "it" is the listener
     Refusal.GARBAGE: "it could not read our first message",
-    Refusal.VERSION: f"it speaks another version of the challenge (ours is {VERSION}); install the same kvplug",
+    Refusal.VERSION: "it speaks another version of the challenge; install the same kvplug on both ends",
     Refusal.PURPOSE: "it serves another purpose than {purpose!r}; check that the port is the right one",
-    Refusal.SECRET_NEEDED: "it has a secret and this end has none; give both ends the same (KVPLUG_SECRET or"
-    " secret_file)",
-    Refusal.NO_SECRET_HERE: "this end has a secret and the listener has none; give both ends the same"
-    " (KVPLUG_SECRET or secret_file), or neither",
-    Refusal.MODE: "it does not accept this way of proving (it wants its whole contact, with the token, or a secret)",
+    Refusal.SECRET_NEEDED: f"it has a secret and this end has none; {_GIVE_BOTH}",
+    Refusal.NO_SECRET_HERE: f"this end has a secret and the listener has none; {_GIVE_BOTH}, or neither",
+    Refusal.MODE: "it does not accept this way of proving; use its whole contact (with the token)",
     Refusal.WRONG_SECRET: "the secrets differ; check KVPLUG_SECRET or secret_file on both ends",
-    Refusal.WRONG_TOKEN: "the token is not the listener's; the contact may be of an earlier run: get a new one",
-    Refusal.OTHER_USER: "it belongs to another user of this host; run both ends as one user, or give both a secret",
-    Refusal.UNKNOWN_USER: "the kernel does not say which user this end is; use the listener's whole contact (with"
-    " its token) or give both ends a secret",
+    Refusal.WRONG_TOKEN: "the token is not its own; the contact may be of an earlier run: get a new one",
+    Refusal.OTHER_USER: "it belongs to another user of this host; run both ends as one user or with a secret",
+    Refusal.UNKNOWN_USER: "the kernel does not tell it which user this end is; use its whole contact (with"
+    " the token) or give both ends a secret",
     Refusal.CROWDED: "it has as many connections as it takes, and does not accept them fast enough",
 }
 
-
-_SEEN_HERE = {
+_SEEN_HERE = {  # for the listener; "it" is whoever dialled
     Refusal.GARBAGE: "it does not speak the challenge: no kvplug, or another one",
-    Refusal.SECRET_NEEDED: "it has no secret, and this end has one; give both ends the same (KVPLUG_SECRET or"
-    " secret_file)",
-    Refusal.NO_SECRET_HERE: "it has a secret, and this end has none; give both ends the same (KVPLUG_SECRET or"
-    " secret_file), or neither",
+    Refusal.SECRET_NEEDED: f"it has no secret, and this end has one; {_GIVE_BOTH}",
+    Refusal.NO_SECRET_HERE: f"it has a secret, and this end has none; {_GIVE_BOTH}, or neither",
     Refusal.MODE: "it asked for a way of proving that is not enough here",
     Refusal.WRONG_SECRET: "its secret is another one; check KVPLUG_SECRET or secret_file on both ends",
     Refusal.WRONG_TOKEN: "its token is not ours: it may have the contact of an earlier run",
@@ -107,7 +104,7 @@ _SEEN_HERE = {
 }
 
 
-class Refused(AuthenticationError):
+class RefusedError(AuthenticationError):
     """A listener turned a client away; ``reply`` is what to tell it."""
 
     def __init__(self, refusal: Refusal, text: str = "") -> None:
@@ -144,7 +141,7 @@ class ServerChallenge:
     """One unproven connection, seen by the listener.
 
     ``keys`` are the modes this listener accepts. ``attest`` is asked in mode SAME_USER: it returns
-    normally if the kernel says that the peer is the same user, and raises :class:`Refused` if not.
+    normally if the kernel says that the peer is the same user, and raises :class:`RefusedError` if not.
     """
 
     def __init__(
@@ -167,7 +164,7 @@ class ServerChallenge:
         """Take one message of exactly ``need`` bytes, return what to send back.
 
         Raises:
-            Refused: the peer is turned away.
+            RefusedError: the peer is turned away.
         """
         if self.mode is None:
             return self._opening(message)
@@ -176,22 +173,24 @@ class ServerChallenge:
         try:
             self.peer = decode_identity(message)
         except WireError as e:
-            raise Refused(Refusal.GARBAGE, str(e)) from e
+            raise RefusedError(Refusal.GARBAGE, str(e)) from e
         self.need = 0
         return b""
 
     def _opening(self, message: bytes) -> bytes:
         magic, version, number, _, purpose, self._client_nonce = _OPENING.unpack(message)
         if magic != _MAGIC:
-            raise Refused(Refusal.GARBAGE)
+            raise RefusedError(Refusal.GARBAGE)
         if version != VERSION:
-            raise Refused(Refusal.VERSION, f"it speaks version {version} of the challenge, ours is {VERSION}")
+            raise RefusedError(
+                Refusal.VERSION, f"it speaks version {version} of the challenge, ours is {VERSION}"
+            )
         if number not in self._keys:
             if Mode.SECRET in self._keys:
-                raise Refused(Refusal.SECRET_NEEDED)
-            raise Refused(Refusal.NO_SECRET_HERE if number == Mode.SECRET else Refusal.MODE)
+                raise RefusedError(Refusal.SECRET_NEEDED)
+            raise RefusedError(Refusal.NO_SECRET_HERE if number == Mode.SECRET else Refusal.MODE)
         if not hmac.compare_digest(purpose, _digest(self._purpose)):
-            raise Refused(Refusal.PURPOSE, f"it came for something else than {self._purpose!r}")
+            raise RefusedError(Refusal.PURPOSE, f"it came for something else than {self._purpose!r}")
         mode = Mode(number)
         if mode is Mode.SAME_USER:
             self._attest()
@@ -204,7 +203,7 @@ class ServerChallenge:
         key = self._keys[self.mode]
         nonces = self._client_nonce, self._nonce
         if not hmac.compare_digest(message, prove(key, "client", self.mode, self._purpose, *nonces)):
-            raise Refused(Refusal.WRONG_TOKEN if self.mode is Mode.TOKEN else Refusal.WRONG_SECRET)
+            raise RefusedError(Refusal.WRONG_TOKEN if self.mode is Mode.TOKEN else Refusal.WRONG_SECRET)
         self._proved = True
         self.need = IDENTITY_SIZE
         ours = prove(key, "server", self.mode, self._purpose, *nonces)

@@ -15,7 +15,7 @@ from kvplug.trust.addresses import Address, Resolved, TcpAddress, UnixAddress, i
 
 logger = logging.getLogger(__name__)
 
-SECRET_VARIABLE = "KVPLUG_SECRET"
+SECRET_VARIABLE = "KVPLUG_SECRET"  # noqa: S105  (the name of a variable, not a secret)
 MIN_SECRET_BYTES = 16
 _MAX_SECRET_BYTES = 4096
 _HOW = "make one with: python -c 'import secrets; print(secrets.token_hex(32))'"

@@ -11,6 +11,7 @@ import collections
 import contextlib
 import errno
 import functools
+import ipaddress
 import logging
 import secrets
 import selectors
@@ -42,7 +43,7 @@ from kvplug.trust.addresses import (
     parse_address,
     resolve,
 )
-from kvplug.trust.challenge import Mode, Refusal, Refused, ServerChallenge
+from kvplug.trust.challenge import Mode, Refusal, RefusedError, ServerChallenge
 from kvplug.trust.connection import Connection, dial, dial_until, tune
 from kvplug.trust.credentials import Credentials
 from kvplug.trust.identity import encode_identity, this_process
@@ -97,7 +98,7 @@ class Listener:
         self._changed = threading.Condition()
         self._closed = False
         self._refusals: collections.Counter[str] = collections.Counter()
-        self._last_refusal: Refused | None = None
+        self._last_refusal: RefusedError | None = None
         self._paused_until = 0.0
         self._wake_in, self._wake_out = socket.socketpair()
         self._selector = selectors.DefaultSelector()
@@ -137,7 +138,7 @@ class Listener:
         if isinstance(address, UnixAddress) and not HAS_ABSTRACT_SOCKETS:
             if address.name:
                 raise ConfigError(
-                    f"{address} cannot be used: this platform has no abstract Unix sockets; use 127.0.0.1:port"
+                    f"{address} cannot be used: there are no abstract Unix sockets here; use 127.0.0.1:port"
                 )
             address = TcpAddress("127.0.0.1", 0)
         if isinstance(address, UnixAddress):
@@ -277,7 +278,7 @@ class Listener:
                 self._selector.unregister(self._sock)
                 self._paused_until = time.monotonic() + _PAUSE_S
                 if self._strangers:
-                    self._refuse(next(iter(self._strangers)), Refused(Refusal.CROWDED))
+                    self._refuse(next(iter(self._strangers)), RefusedError(Refusal.CROWDED))
                 return
             logger.warning("accept failed at %s: %s", self._contact, e)
             return
@@ -295,11 +296,11 @@ class Listener:
         if Mode.SECRET not in self._keys and sock.family == getattr(socket, "AF_UNIX", None):
             try:
                 attest()  # another user does not even get a place
-            except Refused as refused:
+            except RefusedError as refused:
                 self._refuse(stranger, refused)
                 return
         while len(self._strangers) >= self._max_unproven:
-            self._refuse(next(iter(self._strangers)), Refused(Refusal.CROWDED))
+            self._refuse(next(iter(self._strangers)), RefusedError(Refusal.CROWDED))
         self._strangers[stranger] = None
         self._selector.register(sock, selectors.EVENT_READ, stranger)
 
@@ -308,7 +309,7 @@ class Listener:
         try:
             data = stranger.sock.recv(challenge.need - len(stranger.received))
             if not data:
-                raise Refused(Refusal.LEFT)
+                raise RefusedError(Refusal.LEFT)
             stranger.received += data
             if len(stranger.received) < challenge.need:
                 return
@@ -316,14 +317,14 @@ class Listener:
             stranger.received.clear()
             # A few hundred bytes into an empty buffer: who makes that block is not waited for.
             if reply and stranger.sock.send(reply) != len(reply):
-                raise Refused(Refusal.LEFT)
-        except Refused as refused:
+                raise RefusedError(Refusal.LEFT)
+        except RefusedError as refused:
             self._refuse(stranger, refused)
             return
         except BlockingIOError:
             return
         except OSError:
-            self._refuse(stranger, Refused(Refusal.LEFT))
+            self._refuse(stranger, RefusedError(Refusal.LEFT))
             return
         if challenge.peer is not None:
             self._proved(stranger)
@@ -332,7 +333,7 @@ class Listener:
         peer, mode = stranger.challenge.peer, stranger.challenge.mode
         assert peer is not None and mode is not None
         if len(self._proven) >= _MAX_WAITING:
-            self._refuse(stranger, Refused(Refusal.CROWDED))
+            self._refuse(stranger, RefusedError(Refusal.CROWDED))
             return
         self._strangers.pop(stranger, None)
         self._selector.unregister(stranger.sock)
@@ -341,7 +342,7 @@ class Listener:
             self._proven.append(Connection(stranger.sock, peer, self._purpose, mode, str(self._contact)))
             self._changed.notify()
 
-    def _refuse(self, stranger: _Stranger, refused: Refused) -> None:
+    def _refuse(self, stranger: _Stranger, refused: RefusedError) -> None:
         reason = refused.refusal.reason
         self._refusals[reason] += 1
         self._last_refusal = refused
@@ -362,7 +363,7 @@ class Listener:
             oldest = next(iter(self._strangers))
             if oldest.deadline > now:
                 break
-            self._refuse(oldest, Refused(Refusal.SILENT))
+            self._refuse(oldest, RefusedError(Refusal.SILENT))
         if self._paused_until and self._paused_until <= now:
             self._paused_until = 0.0
             self._selector.register(self._sock, selectors.EVENT_READ)
@@ -388,11 +389,11 @@ def _attest_dialler(sock: socket.socket) -> None:
     try:
         uid = unix_peer_uid(sock) if unix else tcp_peer_uid(sock)
     except OSError as e:
-        raise Refused(Refusal.LEFT) from e
+        raise RefusedError(Refusal.LEFT) from e
     if uid is None:
-        raise Refused(Refusal.UNKNOWN_USER, "the kernel does not say which user it belongs to")
+        raise RefusedError(Refusal.UNKNOWN_USER, "the kernel does not say which user it belongs to")
     if not same_user(uid):
-        raise Refused(Refusal.OTHER_USER, f"it belongs to another user of this host (uid {uid})")
+        raise RefusedError(Refusal.OTHER_USER, f"it belongs to another user of this host (uid {uid})")
 
 
 def _bind_unix(address: UnixAddress) -> tuple[socket.socket, Contact]:
@@ -415,7 +416,7 @@ def _bind_tcp(address: TcpAddress, end: Resolved, *, with_token: bool) -> tuple[
         sock.close()
         raise _cannot_bind(address, e) from e
     host, port = sock.getsockname()[:2]
-    if host in ("0.0.0.0", "::"):
+    if ipaddress.ip_address(host.partition("%")[0]).is_unspecified:
         host = _own_address(end.family)
     token = secrets.token_urlsafe(24) if with_token else ""
     return sock, Contact(TcpAddress(host, port), token)
