@@ -1,0 +1,160 @@
+"""The paged cache inside a Hugging Face model.
+
+transformers asks two things of whoever wants to keep the KV cache itself: a ``Cache`` whose ``update`` is
+called in each attention layer with the new keys and values, and an attention function, found by name
+through ``AttentionInterface``. Both are here, and both work on one :class:`Pass`: the forward pass under
+way, with the tokens of all its requests packed behind one another in a batch of one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.cache_utils import Cache
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from kvplug import AttentionMetadata, UnsupportedError, WorkerConnector
+from kvplug_transformers.engine.pages import Pages
+
+PAGED = "kvplug-paged"
+"""The name under which the attention function is known to transformers."""
+
+
+@attrs.define(eq=False)
+class Pass:
+    """One forward pass: which token goes where, and how far the layers have come."""
+
+    pages: Pages
+    metadata: AttentionMetadata
+    slots: Tensor
+    """int64 [num_tokens]: ``metadata.slot_mapping`` on the model's device."""
+    block_tables: list[Tensor]
+    masks: list[Tensor | None]
+    """For each request: which of its tokens each new token may see. ``None`` where causality or a single
+    new token says it already."""
+    layer: int = -1
+    num_attended: int = 0
+
+    @classmethod
+    def over(cls, pages: Pages, metadata: AttentionMetadata) -> Pass:
+        device = pages.tensor.device
+        return cls(
+            pages=pages,
+            metadata=metadata,
+            slots=torch.tensor(metadata.slot_mapping, dtype=torch.int64, device=device),
+            block_tables=[
+                torch.tensor(table, dtype=torch.int64, device=device) for table in metadata.block_tables
+            ],
+            masks=[
+                _causal_mask(new, total, device)
+                for new, total in zip(metadata.query_lens, metadata.seq_lens, strict=True)
+            ],
+        )
+
+    def attend(self, module: torch.nn.Module, query: Tensor, **kwargs: Any) -> Tensor:
+        """Attention of the packed queries, request by request, each over its own pages.
+
+        ``query``: [1, num_heads, num_tokens, head_size]; returns [1, num_tokens, num_heads, head_size].
+        """
+        outputs = []
+        start = 0
+        for new, total, table, mask in zip(
+            self.metadata.query_lens, self.metadata.seq_lens, self.block_tables, self.masks, strict=True
+        ):
+            key, value = self.pages.read(self.layer, table, total)
+            output, _ = sdpa_attention_forward(
+                module, query[:, :, start : start + new], key[None], value[None], mask, **kwargs
+            )
+            outputs.append(output)
+            start += new
+        self.num_attended += 1
+        return torch.cat(outputs, dim=1)
+
+
+def _causal_mask(new: int, total: int, device: torch.device) -> Tensor | None:
+    """The last ``new`` of ``total`` tokens, each seeing all before it and itself: bool [1, 1, new, total]."""
+    if new == 1 or new == total:
+        return None
+    return torch.ones((new, total), dtype=torch.bool, device=device).tril(total - new)[None, None]
+
+
+class PagedCache(Cache):
+    """Writes each layer's new keys and values into the pages, and lets the connector in before and after."""
+
+    def __init__(self, under_way: Pass, connector: WorkerConnector | None) -> None:
+        super().__init__(layers=[])
+        self._pass = under_way
+        self._connector = connector
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Called by the attention layer; shapes [1, num_kv_heads, num_tokens, head_size]."""
+        under_way, connector = self._pass, self._connector
+        name = under_way.pages.layer_names[layer_idx]
+        active = connector is not None and connector.has_connector_metadata()
+        if active:
+            # First, since a load may bring the very slots that are written below.
+            connector.wait_for_layer_load(name)  # type: ignore[union-attr]  # [connector]
+        under_way.pages.write(
+            layer_idx, under_way.slots, key_states[0].transpose(0, 1), value_states[0].transpose(0, 1)
+        )
+        if active:
+            connector.save_kv_layer(  # type: ignore[union-attr]  # [connector]
+                name, under_way.pages.tensor[layer_idx], under_way.metadata
+            )
+        under_way.layer = layer_idx
+        return key_states, value_states
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Of no use with several requests packed together: positions are handed to the model."""
+        return 0
+
+
+_UNDER_WAY: ContextVar[Pass] = ContextVar("kvplug_pass_under_way")
+
+
+def paged_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """What transformers calls in each layer. The keys are in the pages by now: see :meth:`PagedCache.update`."""
+    kwargs.pop("is_causal", None)
+    return _UNDER_WAY.get().attend(module, query, **kwargs), None
+
+
+AttentionInterface.register(PAGED, paged_attention)
+
+
+@contextmanager
+def under_way(model: PreTrainedModel, this: Pass) -> Iterator[None]:
+    """Let ``model`` attend through the pages of ``this`` pass; afterwards it is as it was.
+
+    Raises:
+        UnsupportedError: some layer did not attend through them, so that what came out is wrong.
+    """
+    before = model.config._attn_implementation
+    model.set_attn_implementation(PAGED)
+    token = _UNDER_WAY.set(this)
+    try:
+        yield
+    finally:
+        _UNDER_WAY.reset(token)
+        model.set_attn_implementation(before)
+    layers = len(this.pages.layer_names)
+    if this.num_attended != layers:
+        raise UnsupportedError(
+            f"{type(model).__name__}: {this.num_attended} of {layers} layers attended through the paged"
+            " cache; its attention does not go through transformers' AttentionInterface"
+        )

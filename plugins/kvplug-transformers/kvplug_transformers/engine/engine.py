@@ -1,0 +1,136 @@
+"""One loop around the two sides."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence as ManyOf
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from kvplug import CacheEvent, SchedulerConnector, TimeoutError, WorkerConnector
+from kvplug_transformers.engine.options import EngineOptions, cache_config
+from kvplug_transformers.engine.scheduler import Scheduler
+from kvplug_transformers.engine.sequence import Sequence, Token
+from kvplug_transformers.engine.worker import Worker
+from kvplug_transformers.model.facts import ModelFacts, describe
+
+_PAUSE_S = 0.001
+"""Between steps that had nothing to compute, while a load is under way elsewhere."""
+
+
+class Engine:
+    """A scheduler side and a worker side in one process, driven by one thread.
+
+    Both connector sides or neither are given; build them with ``facts.info`` as the model and
+    ``cache_config(facts, options)`` as the cache. Decoding is greedy.
+
+    Example::
+
+        engine = Engine(model)
+        sequence = engine.add(prompt_token_ids, max_new_tokens=32)
+        for token in engine.run():
+            print(token.token_id)
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        options: EngineOptions | None = None,
+        *,
+        facts: ModelFacts | None = None,
+        scheduler_connector: SchedulerConnector | None = None,
+        worker_connector: WorkerConnector | None = None,
+    ) -> None:
+        """Allocates the pages and introduces the two sides of the connector to each other.
+
+        Raises:
+            UnsupportedError: the model's cache is not keys and values per layer; says what it is.
+            ValueError: one side of a connector was given without the other.
+        """
+        if (scheduler_connector is None) != (worker_connector is None):
+            raise ValueError("give both sides of a connector, or neither")
+        self.options = options or EngineOptions()
+        self.facts = facts or describe(model)
+        self.scheduler = Scheduler(self.options, scheduler_connector)
+        self.worker = Worker(model, cache_config(self.facts, self.options), worker_connector)
+        self._connectors = (scheduler_connector, worker_connector)
+        self._ids = itertools.count()
+        if scheduler_connector is not None and worker_connector is not None:
+            metadata = worker_connector.get_handshake_metadata()
+            scheduler_connector.set_xfer_handshake_metadata({} if metadata is None else {0: metadata})
+            scheduler_connector.get_finished_count()  # one worker: whatever it says, that one is all
+
+    def add(
+        self,
+        prompt: ManyOf[int],
+        *,
+        max_new_tokens: int,
+        stop_token_ids: Iterable[int] = (),
+        request_id: str | None = None,
+        extra: bytes = b"",
+        params: Mapping[str, Any] | None = None,
+    ) -> Sequence:
+        """Put a request in line; its record, which the engine goes on filling, is returned.
+
+        Raises:
+            ValueError: the prompt is empty, or longer than the model's context or the whole cache.
+        """
+        if not prompt or max_new_tokens < 1:
+            raise ValueError("a request needs at least one prompt token and one new token")
+        if len(prompt) + max_new_tokens > self.facts.context:
+            raise ValueError(
+                f"a prompt of {len(prompt)} tokens and {max_new_tokens} new ones do not fit the model's"
+                f" context of {self.facts.context}"
+            )
+        sequence = Sequence(
+            request_id=request_id or f"request-{next(self._ids)}",
+            prompt=tuple(prompt),
+            max_new_tokens=max_new_tokens,
+            stop_token_ids=frozenset(stop_token_ids),
+            extra=extra,
+            params=params or {},
+        )
+        self.scheduler.add(sequence)
+        return sequence
+
+    def abort(self, request_id: str) -> Token | None:
+        """End a request now; ``None`` when it is over already."""
+        return self.scheduler.abort(request_id)
+
+    def step(self) -> list[Token]:
+        """Plan, compute, book. At most one token for each request."""
+        step = self.scheduler.schedule()
+        sampled, output = self.worker.execute(step)
+        tokens = self.scheduler.update(step, sampled, output)
+        if not tokens and not step.output.scheduled:
+            time.sleep(_PAUSE_S)
+        return tokens
+
+    def run(self) -> Iterator[Token]:
+        """Step until no request is left; tokens as they come."""
+        while self.scheduler.has_requests:
+            yield from self.step()
+
+    def settle(self, timeout: float | None = None) -> None:
+        """Step until the connector has heard of every end and has given back every block.
+
+        Raises:
+            TimeoutError: it still holds blocks.
+        """
+        end = None if timeout is None else time.monotonic() + timeout
+        while self.scheduler.has_errands:
+            self.step()
+            if end is not None and time.monotonic() > end and self.scheduler.has_errands:
+                raise TimeoutError(f"the connector still holds blocks after {timeout} s")
+
+    def take_events(self) -> list[CacheEvent]:
+        """Cache events of both sides since the last call."""
+        return [*self.worker.take_events(), *self.scheduler.take_events()]
+
+    def shutdown(self) -> None:
+        """End the connector's two sides. Idempotent as they are."""
+        for side in self._connectors:
+            if side is not None:
+                side.shutdown()

@@ -1,0 +1,42 @@
+"""What can be set about the engine."""
+
+from __future__ import annotations
+
+import attrs
+
+from kvplug import CacheGroup, KVCacheConfig, KVLayout
+from kvplug_transformers.model.facts import ModelFacts
+
+LAYOUTS = ("KBTHD", "KBHTD")
+"""Of one layer's pages: heads inside tokens, or tokens inside heads."""
+
+POLICIES = ("recompute", "fail")
+
+
+@attrs.frozen(kw_only=True)
+class EngineOptions:
+    """How large the cache is, how it lies in memory, and how much one step does."""
+
+    block_size: int = attrs.field(default=16, validator=attrs.validators.ge(1))
+    """Tokens in a block."""
+    num_blocks: int = attrs.field(default=256, validator=attrs.validators.ge(1))
+    layout: str = attrs.field(default="KBTHD", validator=attrs.validators.in_(LAYOUTS))
+    max_tokens_per_step: int = attrs.field(default=512, validator=attrs.validators.ge(1))
+    """Longer prompts are computed in chunks of this size."""
+    max_requests: int = attrs.field(default=8, validator=attrs.validators.ge(1))
+    """That have blocks at the same time; the others wait in line."""
+    load_failure_policy: str = attrs.field(default="recompute", validator=attrs.validators.in_(POLICIES))
+    """What becomes of a request whose KV could not be loaded."""
+
+
+def cache_config(facts: ModelFacts, options: EngineOptions) -> KVCacheConfig:
+    """The paged cache that an engine with these options keeps: what ``build_connector`` must be told."""
+    sizes = {
+        "K": 2,
+        "B": options.num_blocks,
+        "T": options.block_size,
+        "H": facts.info.num_kv_heads,
+        "D": facts.info.head_size,
+    }
+    group = CacheGroup(layer_names=facts.layer_names, layout=KVLayout(options.layout, sizes))
+    return KVCacheConfig(groups=(group,), num_blocks=options.num_blocks)

@@ -1,0 +1,336 @@
+"""Decides what each step computes; the side of the engine that talks to a SchedulerConnector."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+
+import attrs
+
+from kvplug import (
+    CacheEvent,
+    Plain,
+    RequestEnd,
+    ScheduledRequest,
+    SchedulerConnector,
+    SchedulerOutput,
+    WorkerOutput,
+)
+from kvplug_transformers.engine.blocks import BlockPool, blocks_for
+from kvplug_transformers.engine.options import EngineOptions
+from kvplug_transformers.engine.sequence import Sequence, Status, Token
+
+_log = logging.getLogger(__name__)
+
+_ENDS = {"stop": RequestEnd.FINISHED, "length": RequestEnd.FINISHED, "abort": RequestEnd.ABORTED}
+
+
+@attrs.frozen(kw_only=True)
+class Step:
+    """One step's work, as the worker side gets it."""
+
+    output: SchedulerOutput
+    """The plan as connectors see it."""
+    token_ids: tuple[tuple[int, ...], ...]
+    """What to compute for each scheduled request."""
+    samples: tuple[bool, ...]
+    """Whether its last token is reached, so that the next one can be chosen."""
+    metadata: Plain
+    """From ``build_connector_meta``, for ``bind_connector_metadata``."""
+
+
+def first_bad_token(block_ids: list[int], invalid: frozenset[int], block_size: int) -> int | None:
+    """The first token that lies in an invalid block; ``None`` when all blocks are good."""
+    for index, block_id in enumerate(block_ids):
+        if block_id in invalid:
+            return index * block_size
+    return None
+
+
+class Scheduler:
+    """Queues, blocks and the order of things. It touches no tensor.
+
+    Oldest first. Running requests come before waiting ones; a prompt longer than what is left of the
+    step's budget is computed in chunks. When blocks run out the youngest running request is preempted:
+    it loses its blocks and starts over later. The calls to the connector are those of
+    ``SchedulerConnector``'s docstring, in that order; each is made in one place, marked ``[connector]``.
+    """
+
+    def __init__(self, options: EngineOptions, connector: SchedulerConnector | None = None) -> None:
+        self._options = options
+        self._connector = connector
+        self._pool = BlockPool(options.num_blocks)
+        self._sequences: dict[str, Sequence] = {}
+        self._waiting: deque[Sequence] = deque()
+        self._running: list[Sequence] = []
+        self._loading: dict[str, Sequence] = {}
+        self._held: dict[str, list[int]] = {}
+        self._ended_since_last_step: set[str] = set()
+        self._preempted_in_this_step: set[str] = set()
+        self._num_steps = 0
+
+    # -- requests come and go --------------------------------------------------------------------
+
+    @property
+    def has_requests(self) -> bool:
+        """Some request has not ended."""
+        return bool(self._waiting or self._running or self._loading)
+
+    @property
+    def has_errands(self) -> bool:
+        """Nothing to compute, but the connector has still to hear of an end, or holds blocks."""
+        return self._connector is not None and bool(self._ended_since_last_step or self._held)
+
+    @property
+    def num_free_blocks(self) -> int:
+        return self._pool.num_free
+
+    def add(self, sequence: Sequence) -> None:
+        """Put a request in line.
+
+        Raises:
+            ValueError: it could never be served, or its id is taken.
+        """
+        size = self._options.block_size
+        needed = blocks_for(len(sequence.prompt) + sequence.max_new_tokens - 1, size)
+        if needed > self._options.num_blocks:
+            raise ValueError(
+                f"request {sequence.request_id!r} can grow to {needed} blocks of {size} tokens, and the"
+                f" whole cache has {self._options.num_blocks}"
+            )
+        if sequence.request_id in self._sequences or sequence.request_id in self._held:
+            raise ValueError(f"there is a request {sequence.request_id!r} already")
+        self._sequences[sequence.request_id] = sequence
+        self._waiting.append(sequence)
+        if self._connector is not None:
+            self._connector.on_new_request(sequence.as_request())  # [connector]
+
+    def abort(self, request_id: str) -> Token | None:
+        """End a request now; ``None`` when there is no such request (any more)."""
+        sequence = self._sequences.get(request_id)
+        return None if sequence is None else self._finish(sequence, "abort", "aborted")
+
+    def _finish(self, sequence: Sequence, reason: str, error: str = "", token: int | None = None) -> Token:
+        was_loading = sequence.status is Status.LOADING
+        if sequence.status is Status.RUNNING:
+            self._running.remove(sequence)
+        elif sequence.status is Status.WAITING:
+            self._waiting.remove(sequence)
+        else:
+            del self._loading[sequence.request_id]
+        sequence.status = Status.FINISHED
+        sequence.finish_reason, sequence.error = reason, error
+        del self._sequences[sequence.request_id]
+        keeps, params = False, None
+        if self._connector is not None:
+            ended = (
+                self._connector.request_finished_all_groups
+                if self._connector.supports_hma
+                else self._connector.request_finished
+            )
+            end = _ENDS.get(reason, RequestEnd.FAILED)
+            keeps, params = ended(sequence.as_request(), sequence.as_block_ids(), end)  # [connector]
+            self._ended_since_last_step.add(sequence.request_id)
+        # A load that is still writing into the blocks keeps them, whatever the connector answered.
+        if keeps or was_loading:
+            self._held[sequence.request_id] = sequence.block_ids
+        else:
+            self._pool.free(sequence.block_ids)
+        sequence.block_ids = []
+        return Token(
+            request_id=sequence.request_id, token_id=token, finish_reason=reason, error=error, params=params
+        )
+
+    # -- one step: plan ----------------------------------------------------------------------------
+
+    def schedule(self) -> Step:
+        """Choose what the next step computes. May be nothing; then the step only serves the connector."""
+        self._num_steps += 1
+        self._preempted_in_this_step = set()
+        planned: list[tuple[Sequence, int]] = []
+        budget = self._options.max_tokens_per_step
+        for sequence in list(self._running):
+            count = min(sequence.num_tokens - sequence.num_computed_tokens, budget)
+            if sequence.status is Status.RUNNING and count > 0 and self._grow(sequence, count):
+                planned.append((sequence, count))
+                budget -= count
+        if not self._preempted_in_this_step:
+            planned += self._admit(budget)
+
+        output = SchedulerOutput(
+            step=self._num_steps,
+            scheduled=tuple(
+                ScheduledRequest(
+                    request_id=sequence.request_id,
+                    block_ids=sequence.as_block_ids(),
+                    num_computed_tokens=sequence.num_computed_tokens,
+                    num_scheduled_tokens=count,
+                )
+                for sequence, count in planned
+            ),
+            preempted_request_ids=frozenset(self._preempted_in_this_step),
+            finished_request_ids=frozenset(self._ended_since_last_step),
+        )
+        self._ended_since_last_step = set()
+        metadata = None
+        if self._connector is not None:
+            metadata = self._connector.build_connector_meta(output)  # [connector]
+        starts = [(sequence, sequence.num_computed_tokens, count) for sequence, count in planned]
+        return Step(
+            output=output,
+            token_ids=tuple(
+                tuple(sequence.tokens(start, start + count)) for sequence, start, count in starts
+            ),
+            samples=tuple(start + count == sequence.num_tokens for sequence, start, count in starts),
+            metadata=metadata,
+        )
+
+    def _grow(self, sequence: Sequence, count: int) -> bool:
+        """Find blocks for ``count`` more tokens, at the cost of younger requests. False: it lost its own."""
+        end = sequence.num_computed_tokens + count
+        while (blocks := self._blocks_up_to(sequence, end)) is None:
+            youngest = self._running[-1]
+            self._preempt(youngest)
+            if youngest is sequence:
+                return False
+        sequence.block_ids += blocks
+        return True
+
+    def _blocks_up_to(self, sequence: Sequence, num_tokens: int) -> list[int] | None:
+        missing = blocks_for(num_tokens, self._options.block_size) - len(sequence.block_ids)
+        return self._pool.allocate(max(missing, 0))
+
+    def _preempt(self, sequence: Sequence) -> None:
+        _log.debug("request %s is preempted: no free blocks", sequence.request_id)
+        self._running.remove(sequence)
+        self._pool.free(sequence.block_ids)
+        sequence.block_ids = []
+        sequence.start_over()
+        sequence.num_preemptions += 1
+        sequence.status = Status.WAITING
+        self._waiting.appendleft(sequence)
+        self._preempted_in_this_step.add(sequence.request_id)
+
+    def _admit(self, budget: int) -> list[tuple[Sequence, int]]:
+        """Let waiting requests in, as far as the step's budget and the free blocks go."""
+        planned = []
+        passed_over = []
+        while self._waiting and budget > 0:
+            if len(self._running) + len(self._loading) >= self._options.max_requests:
+                break
+            sequence = self._waiting[0]
+            external, in_background = self._ask_for_match(sequence)
+            if external is None:  # "not yet": keep the place in line, and let others by meanwhile
+                passed_over.append(self._waiting.popleft())
+                continue
+            loaded_up_to = sequence.num_computed_tokens + external
+            # The last token is computed here in any case: its logits choose the next one.
+            start = min(loaded_up_to, sequence.num_tokens - 1)
+            count = 0 if in_background else min(sequence.num_tokens - start, budget)
+            blocks = self._blocks_up_to(sequence, max(loaded_up_to, start + count))
+            if blocks is None:
+                break
+            self._waiting.popleft()
+            sequence.block_ids += blocks
+            sequence.external_end = loaded_up_to if external else 0
+            if self._connector is not None:
+                self._connector.update_state_after_alloc(  # [connector]
+                    sequence.as_request(), sequence.as_block_ids(), external
+                )
+            if in_background:
+                sequence.status = Status.LOADING
+                self._loading[sequence.request_id] = sequence
+            else:
+                sequence.status = Status.RUNNING
+                sequence.num_computed_tokens = start
+                self._running.append(sequence)
+                planned.append((sequence, count))
+                budget -= count
+        self._waiting.extendleft(reversed(passed_over))
+        return planned
+
+    def _ask_for_match(self, sequence: Sequence) -> tuple[int | None, bool]:
+        """How much of this request the connector can bring. Not asked again once a load has ended."""
+        if self._connector is None or not sequence.may_load or sequence.num_computed_tokens > 0:
+            return 0, False
+        return self._connector.get_num_new_matched_tokens(sequence.as_request(), 0)  # [connector]
+
+    # -- one step: results -------------------------------------------------------------------------
+
+    def update(self, step: Step, sampled: dict[str, int], output: WorkerOutput) -> list[Token]:
+        """Book what the step did: tokens, loads that ended or failed, blocks that came back."""
+        if self._connector is not None:
+            self._connector.update_connector_output(output)  # [connector]
+        tokens = []
+        for scheduled in step.output.scheduled:
+            sequence = self._sequences.get(scheduled.request_id)
+            if sequence is None or sequence.status is not Status.RUNNING:
+                continue  # aborted while the step ran
+            token = self._book(sequence, scheduled.num_scheduled_tokens, sampled, output)
+            if token is not None:
+                tokens.append(token)
+        for sequence in self._loading.values():
+            bad = first_bad_token(sequence.block_ids, output.invalid_block_ids, self._options.block_size)
+            if bad is not None:
+                known = sequence.valid_up_to
+                sequence.valid_up_to = bad if known is None else min(bad, known)
+        for request_id in output.finished_recving:
+            loading = self._loading.get(request_id)
+            if loading is not None and (token := self._end_load(loading)) is not None:
+                tokens.append(token)
+        for request_id in output.finished_sending | output.finished_recving:
+            self._pool.free(self._held.pop(request_id, ()))
+        return tokens
+
+    def _book(
+        self, sequence: Sequence, count: int, sampled: dict[str, int], output: WorkerOutput
+    ) -> Token | None:
+        end = sequence.num_computed_tokens + count
+        bad = first_bad_token(sequence.block_ids, output.invalid_block_ids, self._options.block_size)
+        if bad is not None and bad < end:
+            # What this step computed has looked at the bad blocks: it goes as well, its token included.
+            return self._load_failed(sequence, bad)
+        if sequence.external_end:
+            sequence.num_loaded_tokens, sequence.external_end = sequence.external_end, 0
+        sequence.num_computed_tokens = end
+        token_id = sampled.get(sequence.request_id)
+        if token_id is None:
+            return None
+        reason = sequence.append(token_id)
+        if reason is not None:
+            return self._finish(sequence, reason, token=token_id)
+        return Token(request_id=sequence.request_id, token_id=token_id)
+
+    def _end_load(self, sequence: Sequence) -> Token | None:
+        """An asynchronous load has ended: back in line, in front, with what arrived."""
+        end = sequence.external_end
+        if sequence.valid_up_to is not None and sequence.valid_up_to < end:
+            token = self._load_failed(sequence, sequence.valid_up_to)
+            if token is not None:
+                return token
+        else:
+            sequence.num_loaded_tokens = end
+            sequence.num_computed_tokens = min(end, sequence.num_tokens - 1)
+            sequence.external_end = 0
+        del self._loading[sequence.request_id]
+        sequence.status = Status.WAITING
+        self._waiting.appendleft(sequence)
+        return None
+
+    def _load_failed(self, sequence: Sequence, bad: int) -> Token | None:
+        """By policy: keep what is before the first bad token and compute the rest, or give up."""
+        end = max(sequence.external_end, bad)
+        sequence.num_failed_loads += 1
+        sequence.error = f"the KV of tokens {bad} to {end} could not be loaded"
+        _log.warning("request %s: %s", sequence.request_id, sequence.error)
+        if self._options.load_failure_policy == "fail":
+            return self._finish(sequence, "error", f"{sequence.error}, and the policy is to fail")
+        sequence.num_loaded_tokens = sequence.num_computed_tokens = bad
+        sequence.external_end, sequence.valid_up_to = 0, None
+        sequence.may_load = False
+        sequence.generation += 1
+        return None
+
+    def take_events(self) -> list[CacheEvent]:
+        """Cache events of the scheduler side since the last call."""
+        return [] if self._connector is None else list(self._connector.take_events())  # [connector]

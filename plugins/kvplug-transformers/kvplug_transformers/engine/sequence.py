@@ -1,0 +1,111 @@
+"""One request in the engine: its tokens, its blocks, and where it stands."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+
+from kvplug import BlockIds, Request
+
+
+class Status(enum.StrEnum):
+    """Where a request stands."""
+
+    WAITING = "waiting"
+    """In line: new, preempted, or back from an asynchronous load."""
+    LOADING = "loading"
+    """Its blocks are lent to an asynchronous load until ``get_finished`` names it."""
+    RUNNING = "running"
+    """Has blocks; each step may compute some of its tokens."""
+    FINISHED = "finished"
+
+
+@attrs.frozen(kw_only=True)
+class Token:
+    """What a step produced for one request."""
+
+    request_id: str
+    token_id: int | None
+    """``None`` when the request ended without a token: an error."""
+    finish_reason: str | None = None
+    """``"stop"`` (an end token), ``"length"``, ``"error"``, ``"abort"``; ``None`` while it goes on."""
+    error: str = ""
+    params: Mapping[str, Any] | None = None
+    """With the last token: ``kv_transfer_params`` from the connector."""
+
+
+@attrs.define(kw_only=True, eq=False)
+class Sequence:
+    """The engine's own, mutable record of a request; connectors see :meth:`as_request`."""
+
+    request_id: str
+    prompt: tuple[int, ...]
+    max_new_tokens: int
+    stop_token_ids: frozenset[int] = frozenset()
+    extra: bytes = b""
+    params: Mapping[str, Any] = attrs.field(factory=dict)
+
+    output: list[int] = attrs.field(factory=list)
+    status: Status = Status.WAITING
+    block_ids: list[int] = attrs.field(factory=list)
+    num_computed_tokens: int = 0
+    """Tokens whose KV is in the blocks, loaded ones included."""
+    num_loaded_tokens: int = 0
+    """How many of them came from outside, and arrived."""
+    external_end: int = 0
+    """How far (a count from the first token) the load under way will reach; 0 when there is none."""
+    valid_up_to: int | None = None
+    """A block of the load under way failed: tokens before this one are good."""
+    may_load: bool = True
+    """Ask the connector before computing. False once a load of this request has failed."""
+    generation: int = 0
+    num_preemptions: int = 0
+    num_failed_loads: int = 0
+    finish_reason: str | None = None
+    error: str = ""
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and output."""
+        return len(self.prompt) + len(self.output)
+
+    def tokens(self, start: int, end: int) -> list[int]:
+        """Token ids of positions ``start`` to ``end``."""
+        split = len(self.prompt)
+        return [
+            *self.prompt[min(start, split) : min(end, split)],
+            *self.output[max(start - split, 0) : max(end - split, 0)],
+        ]
+
+    def as_request(self) -> Request:
+        """What a connector sees."""
+        return Request(
+            request_id=self.request_id,
+            token_ids=(*self.prompt, *self.output),
+            num_prompt_tokens=len(self.prompt),
+            extra=self.extra,
+            generation=self.generation,
+            params=self.params,
+        )
+
+    def as_block_ids(self) -> BlockIds:
+        """One KV cache group, so one tuple."""
+        return (tuple(self.block_ids),)
+
+    def start_over(self) -> None:
+        """Everything computed is lost: the blocks are gone, or hold nothing that can be trusted."""
+        self.num_computed_tokens = 0
+        self.num_loaded_tokens = 0
+        self.external_end = 0
+        self.valid_up_to = None
+        self.generation += 1
+
+    def append(self, token_id: int) -> str | None:
+        """Add a generated token; the finish reason if it is the last one."""
+        self.output.append(token_id)
+        if token_id in self.stop_token_ids:
+            return "stop"
+        return "length" if len(self.output) >= self.max_new_tokens else None

@@ -1,0 +1,117 @@
+"""Computes what the scheduler planned; the side of the engine that talks to a WorkerConnector."""
+
+from __future__ import annotations
+
+import inspect
+
+import torch
+from transformers import PreTrainedModel
+
+from kvplug import AttentionMetadata, CacheEvent, ForwardContext, KVCacheConfig, WorkerConnector, WorkerOutput
+from kvplug_transformers.engine.attention import PagedCache, Pass, under_way
+from kvplug_transformers.engine.pages import Pages
+from kvplug_transformers.engine.scheduler import Step
+
+
+class Worker:
+    """One model, its pages, and one forward pass a step, with every request's tokens packed into it.
+
+    The calls to the connector are those of ``WorkerConnector``'s docstring, in that order; the two that
+    belong inside the attention layers are in ``PagedCache.update``.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, cache: KVCacheConfig, connector: WorkerConnector | None = None
+    ) -> None:
+        self._model = model.eval()
+        self._connector = connector
+        self._takes_positions_to_keep = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self._events: list[CacheEvent] = []
+        parameter = next(model.parameters())
+        self.pages = Pages(cache, parameter.dtype, parameter.device)
+        if connector is None:
+            return
+        if connector.prefer_cross_layer_blocks:  # [connector] exactly one of the two
+            connector.register_cross_layers_kv_cache(self.pages.tensor, self.pages.cross_layer_layout)
+        else:
+            connector.register_kv_caches(self.pages.by_layer)
+
+    def execute(self, step: Step) -> tuple[dict[str, int], WorkerOutput]:
+        """Run one step: the tokens chosen, by request, and what the connector reports."""
+        metadata = self._attention_metadata(step)
+        connector = self._connector
+        if connector is None:
+            return self._forward(step, metadata), WorkerOutput()
+        if step.output.preempted_request_ids:
+            connector.handle_preemptions(step.output.preempted_request_ids)
+        connector.bind_connector_metadata(step.metadata)
+        try:
+            connector.start_load_kv(ForwardContext(step=step.output.step, attention=(metadata,)))
+            sampled = self._forward(step, metadata)
+            connector.wait_for_save()
+            sent, received = connector.get_finished(step.output.finished_request_ids)
+            invalid = connector.get_block_ids_with_load_errors()
+            stats = connector.get_stats()
+            self._events += connector.take_events()
+            said = connector.aggregate_worker_metadata([connector.build_worker_metadata()])
+        finally:
+            connector.clear_connector_metadata()
+        return sampled, WorkerOutput(
+            finished_sending=sent,
+            finished_recving=received,
+            invalid_block_ids=invalid,
+            worker_metadata=said,
+            stats=stats,
+        )
+
+    def take_events(self) -> list[CacheEvent]:
+        """Cache events of the worker side since the last call."""
+        events, self._events = self._events, []
+        return events
+
+    def _attention_metadata(self, step: Step) -> AttentionMetadata:
+        scheduled = step.output.scheduled
+        size = self.pages.block_size
+        return AttentionMetadata(
+            request_ids=tuple(one.request_id for one in scheduled),
+            query_lens=tuple(one.num_scheduled_tokens for one in scheduled),
+            seq_lens=tuple(one.num_computed_tokens + one.num_scheduled_tokens for one in scheduled),
+            block_tables=tuple(one.block_ids[0] for one in scheduled),
+            slot_mapping=tuple(
+                one.block_ids[0][position // size] * size + position % size
+                for one in scheduled
+                for position in range(
+                    one.num_computed_tokens, one.num_computed_tokens + one.num_scheduled_tokens
+                )
+            ),
+        )
+
+    @torch.inference_mode()
+    def _forward(self, step: Step, metadata: AttentionMetadata) -> dict[str, int]:
+        """One pass over all scheduled tokens. Greedy: the most likely token of each finished prefix."""
+        if not step.output.scheduled:
+            return {}
+        device = self.pages.tensor.device
+        ids = [token for tokens in step.token_ids for token in tokens]
+        positions = [
+            position
+            for one in step.output.scheduled
+            for position in range(one.num_computed_tokens, one.num_computed_tokens + one.num_scheduled_tokens)
+        ]
+        last, end = {}, -1
+        for one, samples in zip(step.output.scheduled, step.samples, strict=True):
+            end += one.num_scheduled_tokens
+            if samples:
+                last[one.request_id] = end
+        keep = torch.tensor(list(last.values()), dtype=torch.int64, device=device)
+        this = Pass.over(self.pages, metadata)
+        with under_way(self._model, this):
+            logits = self._model(
+                input_ids=torch.tensor([ids], device=device),
+                position_ids=torch.tensor([positions], device=device),
+                past_key_values=PagedCache(this, self._connector),
+                use_cache=True,
+                **({"logits_to_keep": keep} if self._takes_positions_to_keep else {}),
+            ).logits[0]
+        chosen = (logits if self._takes_positions_to_keep else logits[keep]).argmax(-1).tolist()
+        return dict(zip(last, chosen, strict=True))

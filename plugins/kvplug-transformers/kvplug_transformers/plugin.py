@@ -1,0 +1,19 @@
+"""The entry point of kvplug-transformers: imports nothing heavy."""
+
+from __future__ import annotations
+
+from kvplug import CommandSpec, hookimpl
+
+KVPLUG_API = (1, 0)
+
+
+@hookimpl
+def kvplug_commands() -> list[CommandSpec]:
+    """The command that shows the socket at work with a real model."""
+    return [
+        CommandSpec(
+            name="demo",
+            target="kvplug_transformers.demo.command:demo",
+            summary="Prefill in one process, decode in another: a real model's KV cache crosses between them",
+        )
+    ]
