@@ -1,0 +1,67 @@
+"""Integrity: a fast hash of what was gathered, checked in the memory that received it.
+
+It finds corruption (a flipped bit, a truncated or misplaced part), by a chance of 1 in 2**64 that it
+does not. It is no proof of who sent the bytes: whoever can change them can hash them as well. Proof is
+the handshake's business.
+
+The digest of several buffers is that of their bytes one after the other: where one ends and the next
+begins is not hashed, so shapes must be agreed on otherwise. xxhash lets go of the interpreter's lock
+for large buffers, so hashing in one thread does not stop the others.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Final
+
+from kvplug.errors import IntegrityError, UnsupportedError
+
+Buffer = bytes | bytearray | memoryview
+
+NAMES: Final = ("xxh3_64", "xxh3_128")
+"""Every name there is, in the order of preference. ``xxh3_64``: 8 bytes, big-endian, seed 0."""
+
+
+def available() -> tuple[str, ...]:
+    """The names this process can compute, preferred ones first; empty where xxhash is not installed."""
+    return NAMES if importlib.util.find_spec("xxhash") is not None else ()
+
+
+def digest(name: str, *buffers: Buffer) -> bytes:
+    """The hash of the buffers' bytes, one after the other.
+
+    Args:
+        buffers: C-contiguous, of any format; nothing is copied.
+
+    Raises:
+        UnsupportedError: no such name, or xxhash is not installed.
+        BufferError: a buffer is not contiguous.
+    """
+    if name not in NAMES:
+        raise UnsupportedError(f"no checksum is called {name!r}; there are {', '.join(NAMES)}")
+    try:
+        import xxhash
+    except ImportError as e:
+        raise UnsupportedError(f"checksum {name!r} needs the package xxhash: {e}") from e
+    state = xxhash.xxh3_64() if name == "xxh3_64" else xxhash.xxh3_128()
+    for buffer in buffers:
+        state.update(buffer)
+    return state.digest()
+
+
+def verify(name: str, expected: bytes, *buffers: Buffer, what: str) -> None:
+    """Return if the buffers hash to ``expected``.
+
+    Args:
+        what: what it is that was received, for the message: "layer 3 of entry 17".
+
+    Raises:
+        IntegrityError: they do not; names ``what`` and both digests.
+        UnsupportedError: as for :func:`digest`.
+    """
+    found = digest(name, *buffers)
+    if found != expected:
+        raise IntegrityError(
+            f"{what} was corrupted on its way: its {name} is {found.hex()}, and its sender stated"
+            f" {expected.hex() or 'nothing'}"
+        )
