@@ -1,0 +1,354 @@
+"""What a store says about its entries, and how a copy of its index knows that it is complete.
+
+A store numbers its events: 1, 2, 3, … A follower applies them in that order. Where one is missing, or
+the store has restarted (its *epoch* changed), the follower is not *ready*: whoever asks the copy gets
+"not yet" instead of an answer that may be wrong.
+
+A new follower begins with a :class:`Snapshot`: its header says up to which number it reaches and how
+many :class:`Stored` events make it up; they follow with their old numbers, ascending, with holes where
+entries have gone; then come the live events. One that was cut off tells its position, and gets what it
+missed (:meth:`EventLog.since`): the very events while the log still has them, else a snapshot.
+
+Pure: no thread, no lock, no I/O.
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+import sys
+import uuid
+from array import array
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import attrs
+
+from kvplug.errors import WireError
+
+_EMPTY: Mapping[str, Any] = {}
+
+
+class RemovalReason(enum.StrEnum):
+    """Why an entry is not to be had any more."""
+
+    TAKEN = "taken"
+    """Somebody has taken it out (and if that fails, it is stored again, under a new number)."""
+    EVICTED = "evicted"
+    """It made room for another."""
+    EXPIRED = "expired"
+    """It was held as long as it may be."""
+    CLEARED = "cleared"
+    """The store was emptied."""
+    OTHER = "other"
+    """A reason this version does not know."""
+
+
+@attrs.frozen(kw_only=True)
+class Stored:
+    """An entry can be had from now on."""
+
+    epoch: str
+    """Of the store; changes when it restarts."""
+    seq: int
+    entry_id: int
+    extra: bytes = b""
+    packed_tokens: bytes = attrs.field(repr=lambda packed: f"<{len(packed) // 8} tokens>")
+    """The token ids that count (those under the roi): int64, little-endian."""
+    metadata: Mapping[str, Any] = _EMPTY
+    """Plain values."""
+
+    @property
+    def token_ids(self) -> Sequence[int]:
+        """The token ids, without a copy where the machine is little-endian."""
+        return unpack_tokens(self.packed_tokens)
+
+
+@attrs.frozen(kw_only=True)
+class Removed:
+    """An entry cannot be had any more."""
+
+    epoch: str
+    seq: int
+    entry_id: int
+    reason: RemovalReason = attrs.field(converter=RemovalReason)
+
+
+@attrs.frozen(kw_only=True)
+class Snapshot:
+    """Forget everything: the next ``count`` events are all entries that are held as of ``seq``."""
+
+    epoch: str
+    seq: int
+    count: int
+
+
+StoreEvent = Snapshot | Stored | Removed
+
+
+# -- token ids as bytes ------------------------------------------------------------------------
+
+
+def pack_tokens(token_ids: Iterable[int]) -> bytes:
+    """Token ids as int64, little-endian.
+
+    An int64 buffer (an array, a numpy array, a memoryview) is taken over as a whole.
+
+    Raises:
+        TypeError: not integers, or bytes.
+        OverflowError: more than 64 bits.
+    """
+    try:
+        view = memoryview(token_ids)  # type: ignore[arg-type]
+    except TypeError:
+        packed = array("q", token_ids)
+    else:
+        if view.format in ("c", "b", "B"):
+            raise TypeError("token ids are integers of 64 bits, and bytes were given")
+        whole = view.format in ("q", "l") and view.itemsize == 8
+        packed = array("q", view.tobytes() if whole else view.tolist())
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return packed.tobytes()
+
+
+def unpack_tokens(packed: bytes) -> Sequence[int]:
+    """The inverse of :func:`pack_tokens`: a read-only sequence of ints (a memoryview where possible).
+
+    Raises:
+        WireError: not a whole number of ids.
+    """
+    if len(packed) % 8:
+        raise WireError(f"token ids take 8 bytes each, and {len(packed)} is no multiple of that")
+    if sys.byteorder == "little":
+        return memoryview(packed).cast("q")
+    swapped = array("q", packed)
+    swapped.byteswap()
+    return tuple(swapped)
+
+
+# -- the store's side --------------------------------------------------------------------------
+
+
+class EventLog:
+    """Numbers a store's events, and knows what a follower needs in order to be complete.
+
+    The store calls it under its own lock, and hands every event to its followers in the same order.
+
+    Args:
+        epoch: of this store's life; a new random one by default.
+        history: how many events are kept for followers that come back.
+    """
+
+    def __init__(self, epoch: str | None = None, *, history: int = 1024) -> None:
+        self.epoch = uuid.uuid4().hex if epoch is None else epoch
+        self._seq = 0
+        self._held: dict[int, Stored] = {}  # ascending seq, since a dict keeps the order of insertion
+        self._recent: deque[Stored | Removed] = deque(maxlen=history)
+
+    @property
+    def position(self) -> tuple[str, int]:
+        """(epoch, number of the latest event); the number is 0 before the first."""
+        return self.epoch, self._seq
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def stored(
+        self,
+        entry_id: int,
+        token_ids: Iterable[int],
+        *,
+        extra: bytes = b"",
+        metadata: Mapping[str, Any] = _EMPTY,
+    ) -> Stored:
+        """The event of an entry that can be had from now on.
+
+        Raises:
+            ValueError: it could be had before.
+        """
+        if entry_id in self._held:
+            raise ValueError(f"entry {entry_id} is held already")
+        event = Stored(
+            epoch=self.epoch,
+            seq=self._seq + 1,
+            entry_id=entry_id,
+            extra=extra,
+            packed_tokens=pack_tokens(token_ids),
+            metadata=metadata,
+        )
+        self._seq += 1
+        self._held[entry_id] = event
+        self._recent.append(event)
+        return event
+
+    def removed(self, entry_id: int, reason: RemovalReason | str) -> Removed:
+        """The event of an entry that cannot be had any more.
+
+        Raises:
+            KeyError: it could not be had before.
+        """
+        event = Removed(
+            epoch=self.epoch, seq=self._seq + 1, entry_id=entry_id, reason=RemovalReason(reason)
+        )
+        del self._held[entry_id]
+        self._seq += 1
+        self._recent.append(event)
+        return event
+
+    def snapshot(self) -> list[StoreEvent]:
+        """What a new follower gets first: the header, then every entry that is held."""
+        header = Snapshot(epoch=self.epoch, seq=self._seq, count=len(self._held))
+        return [header, *self._held.values()]
+
+    def since(self, position: tuple[str, int] | None) -> list[StoreEvent]:
+        """What a follower at ``position`` has missed: those very events, or a snapshot if some are gone."""
+        if position is None or position[0] != self.epoch or position[1] > self._seq:
+            return self.snapshot()
+        missed = self._seq - position[1]
+        if missed > len(self._recent):
+            return self.snapshot()
+        return list(itertools.islice(self._recent, len(self._recent) - missed, None))
+
+
+# -- the follower's side -----------------------------------------------------------------------
+
+
+class Follower:
+    """Says of each event whether it is the next one, and of the whole whether nothing is missing.
+
+    ::
+
+        if follower.accept(event):
+            match event:                        # apply it to the copy
+                case Snapshot(): clear()
+                case Stored(): insert(event.entry_id, event.token_ids, event.extra)
+                case Removed(): remove(event.entry_id)
+        else:
+            ask_for(log.since(follower.position))
+
+        answer = copy.match(…) if follower.ready else None    # None: not yet
+    """
+
+    def __init__(self) -> None:
+        self._epoch: str | None = None
+        self._seq = 0
+        self._target = 0
+        """The highest number known to exist: ready only once everything up to it was applied."""
+        self._snapshot_seq = 0
+        self._left = 0
+        """Stored events the snapshot still owes."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether the copy is what the store was at the latest event heard of."""
+        return self._epoch is not None and not self._left and self._seq >= self._target
+
+    @property
+    def position(self) -> tuple[str, int] | None:
+        """Up to where the copy is complete, to go on from there; ``None``: only a snapshot will do."""
+        return None if self._epoch is None or self._left else (self._epoch, self._seq)
+
+    def accept(self, event: StoreEvent) -> bool:
+        """Whether ``event`` is the next one, to be applied now.
+
+        False: it is not; something before it is missing, or the store has restarted, and the follower
+        is not ready until the missing events, or a snapshot, have been accepted. An event that was
+        accepted before is not the next one either, and changes nothing.
+        """
+        if isinstance(event, Snapshot):
+            # a snapshot older than an event that was heard of does not make that event unheard
+            self._target = max(self._target, event.seq) if event.epoch == self._epoch else event.seq
+            self._epoch, self._left, self._snapshot_seq = event.epoch, event.count, event.seq
+            self._seq = 0 if event.count else event.seq
+            return True
+        if self._epoch is None:
+            return False
+        if event.epoch != self._epoch:
+            self._lose()
+            return False
+        if self._left:
+            return self._accept_of_snapshot(event)
+        if event.seq == self._seq + 1:
+            self._seq = event.seq
+            self._target = max(self._target, event.seq)
+            return True
+        self._target = max(self._target, event.seq)
+        return False
+
+    def _accept_of_snapshot(self, event: Stored | Removed) -> bool:
+        if not isinstance(event, Stored) or not self._seq < event.seq <= self._snapshot_seq:
+            self._lose()
+            return False
+        self._left -= 1
+        self._seq = event.seq if self._left else self._snapshot_seq
+        return True
+
+    def _lose(self) -> None:
+        self._epoch = None
+
+
+# -- plain form --------------------------------------------------------------------------------
+
+
+def event_to_plain(event: StoreEvent) -> dict[str, Any]:
+    """For a channel: a dict with ``event`` one of "snapshot", "stored", "removed"."""
+    common = {"epoch": event.epoch, "seq": event.seq}
+    match event:
+        case Snapshot():
+            return {"event": "snapshot", **common, "count": event.count}
+        case Stored():
+            return {
+                "event": "stored",
+                **common,
+                "entry_id": event.entry_id,
+                "extra": event.extra,
+                "tokens": event.packed_tokens,
+                "metadata": dict(event.metadata),
+            }
+        case Removed():
+            return {"event": "removed", **common, "entry_id": event.entry_id, "reason": str(event.reason)}
+
+
+def event_from_plain(plain: Any) -> StoreEvent:
+    """The event that :func:`event_to_plain` described. Keys of a newer version are passed over.
+
+    Raises:
+        WireError: it is none.
+    """
+    kind = _field(plain, "event", str)
+    epoch, seq = _field(plain, "epoch", str), _count(plain, "seq")
+    if kind == "snapshot":
+        return Snapshot(epoch=epoch, seq=seq, count=_count(plain, "count"))
+    entry_id = _count(plain, "entry_id")
+    if kind == "stored":
+        packed = _field(plain, "tokens", bytes)
+        unpack_tokens(packed)
+        return Stored(
+            epoch=epoch,
+            seq=seq,
+            entry_id=entry_id,
+            extra=_field(plain, "extra", bytes),
+            packed_tokens=packed,
+            metadata=_field(plain, "metadata", dict),
+        )
+    if kind == "removed":
+        reason = _field(plain, "reason", str)
+        known = reason if reason in frozenset(RemovalReason) else RemovalReason.OTHER
+        return Removed(epoch=epoch, seq=seq, entry_id=entry_id, reason=known)
+    raise WireError(f"no store event is called {kind!r:.40}")
+
+
+def _field(plain: Any, name: str, kind: type) -> Any:
+    found = plain.get(name) if isinstance(plain, Mapping) else None
+    if type(found) is not kind:
+        raise WireError(f"no store event: {name!r} is {type(found).__name__}, not {kind.__name__}")
+    return found
+
+
+def _count(plain: Any, name: str) -> int:
+    found: int = _field(plain, name, int)
+    if found < 0:
+        raise WireError(f"no store event: {name!r} is negative")
+    return found
