@@ -50,8 +50,8 @@ class Contact:
         Raises:
             TransportError: it only listens where this process cannot come.
         """
-        here = self.domain == domain() != "-"
-        found = [c for c in self.contacts if here or not c.startswith("unix:")]
+        here = self.domain != "-" and self.domain == domain()
+        found = [c for c in self.contacts if not c.startswith("unix:") or here]
         if not found:
             raise TransportError(
                 "the peer listens on an abstract Unix socket of another host or network namespace; set its"

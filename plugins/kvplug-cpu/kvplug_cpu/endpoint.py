@@ -38,8 +38,10 @@ class CpuEndpoint(PipeEndpoint):
     def listen(self) -> PipeListener:
         listeners: list[Listener] = []
         try:
-            for address in self._addresses():
-                listeners.append(Listener.open(address, self._context.credentials, joining.PURPOSE))
+            listeners.extend(
+                Listener.open(address, self._context.credentials, joining.PURPOSE)
+                for address in self._addresses()
+            )
             return CpuListener(listeners, lanes=self._options.connections, tuning=self._tuning)
         except BaseException:
             for listener in listeners:

@@ -240,7 +240,8 @@ class Inbox:
         if header.length != stop - start + meta.nbytes:
             raise WireError(f"a tensor of {meta.nbytes} bytes in a frame of {header.length}")
         self._stage.drop(stop)
-        return _Incoming(meta, parts(meta.nbytes, self._lanes) if header.flags & SPLIT else [(0, meta.nbytes)])
+        bounds = parts(meta.nbytes, self._lanes) if header.flags & SPLIT else [(0, meta.nbytes)]
+        return _Incoming(meta, bounds)
 
     def _need(self, count: int, deadline: Deadline) -> None:
         if self._stage.has(count, deadline):

@@ -11,7 +11,7 @@ import attrs
 
 from kvplug.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
 from kvplug.fork import close_after_fork
-from kvplug.liveness import Heartbeat, Watch, watch
+from kvplug.liveness import Heartbeat, watch
 from kvplug.pipe import Pipe, Transfer, Turn
 from kvplug.trust.listener import Connection
 from kvplug_cpu.descriptors import Descriptors

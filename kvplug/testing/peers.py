@@ -1,0 +1,424 @@
+"""Real child processes for tests: run a function there, talk to it, kill it, see what is left.
+
+The function is one of the test's own file (or of any module) and takes the :class:`Parent` first::
+
+    def echo(parent, times):
+        for _ in range(times):
+            parent.send(parent.recv())
+        return "done"
+
+    def test_a_child_answers():
+        with peers.start(echo, 1) as child:
+            child.send({"a": 1})
+            assert child.recv() == {"a": 1}
+            assert child.result() == "done"
+
+Values cross in kvplug's wire format: plain values only, nothing is pickled. Nothing waits for ever:
+whoever waits too long raises with the stacks of *both* processes, and a child whose time is up dumps its
+stacks and exits. A child also exits when its parent is gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import inspect
+import os
+import queue
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import attrs
+
+from kvplug.errors import KvplugError, PeerGoneError, TimeoutError
+from kvplug.wire.values import Limits, decode, encode
+
+DEFAULT_TIMEOUT_S = 30.0
+_LIMITS = Limits()
+_SIZE = struct.Struct("<Q")
+_DUMP = signal.SIGUSR1
+_EXIT_ORPHANED = 86
+
+
+class ChildError(KvplugError):
+    """The function in the child raised; the message holds its traceback. ``kind`` is the error's class."""
+
+    def __init__(self, kind: str, text: str) -> None:
+        self.kind = kind
+        super().__init__(f"{kind} in the child:\n{text}")
+
+
+def start(
+    target: Callable[..., Any] | str,
+    *args: Any,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+    env: Mapping[str, str] | None = None,
+    python: str = sys.executable,
+    flags: Sequence[str] = (),
+) -> Peer:
+    """Run ``target(parent, *args)`` in a new process.
+
+    ``target`` is a function at the top level of a file, ``"package.module:function"`` or
+    ``"/path/to/file.py:function"``. ``timeout_s`` is the child's whole life: then it dumps its stacks and
+    exits. ``env`` is added to this process's. ``flags`` go to the interpreter.
+    """
+    if not isinstance(target, str):
+        source = inspect.getsourcefile(target)
+        if source is None or "." in target.__qualname__:
+            raise ValueError(f"{target!r} cannot run in a child: it must be a function of a file's top level")
+        target = f"{os.path.abspath(source)}:{target.__qualname__}"
+    return Peer(target, args, timeout_s, {**os.environ, **(env or {})}, [python, *flags])
+
+
+class Peer:
+    """A child process. Leaving the ``with`` block kills it if it still runs."""
+
+    def __init__(
+        self, target: str, args: Sequence[Any], timeout_s: float, env: Mapping[str, str], command: list[str]
+    ) -> None:
+        self._target = target
+        ours, theirs = socket.socketpair()
+        self._wire = _Wire(ours)
+        self._results: dict[str, Any] = {}
+        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the peer
+        boot = "from kvplug.testing.peers import _main; _main()"
+        with theirs:
+            self._process = subprocess.Popen(
+                [*command, "-c", boot, str(theirs.fileno()), str(timeout_s)],
+                stdin=subprocess.DEVNULL,
+                stderr=self._stderr,
+                pass_fds=[theirs.fileno()],
+                env=dict(env),
+            )
+        self._wire.send((target, list(args)))
+
+    def __repr__(self) -> str:
+        code = self._process.poll()
+        return f"<Peer {self._target} pid {self.pid}, {'running' if code is None else f'exit code {code}'}>"
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def exit_code(self) -> int | None:
+        """Negative: the signal it died of. ``None``: it runs."""
+        return self._process.poll()
+
+    @property
+    def stderr(self) -> str:
+        """What it has written there so far."""
+        end = self._stderr.seek(0, os.SEEK_END)
+        return os.pread(self._stderr.fileno(), end, 0).decode("utf-8", "replace")
+
+    def send(self, value: Any) -> None:
+        """Give it a value, which its ``parent.recv()`` returns."""
+        try:
+            self._wire.send(("value", value))
+        except OSError as e:
+            raise PeerGoneError(f"{self!r} is gone; it wrote:\n{self.stderr}") from e
+
+    def recv(self, timeout: float | None = DEFAULT_TIMEOUT_S) -> Any:
+        """The next value that it gave to ``parent.send``.
+
+        Raises:
+            TimeoutError: none came; the message holds both processes' stacks.
+            ChildError: its function raised.
+            PeerGoneError: it ended without a word.
+        """
+        return self._next("value", timeout)
+
+    def result(self, timeout: float | None = DEFAULT_TIMEOUT_S) -> Any:
+        """What its function returned. Raises like :meth:`recv`."""
+        value = self._next("result", timeout)
+        self._process.wait(timeout)
+        return value
+
+    def kill(self) -> None:
+        """SIGKILL, and wait until it is gone."""
+        self._process.kill()
+        self.wait()
+
+    def stop(self) -> None:
+        """SIGSTOP, and wait until it has stopped."""
+        self._process.send_signal(signal.SIGSTOP)
+        limit = time.monotonic() + DEFAULT_TIMEOUT_S
+        while _state_of(self.pid) not in "Tt":
+            if time.monotonic() > limit:
+                raise TimeoutError(f"{self!r} does not stop")
+            time.sleep(0.001)
+
+    def cont(self) -> None:
+        """SIGCONT."""
+        self._process.send_signal(signal.SIGCONT)
+
+    def wait(self, timeout: float | None = DEFAULT_TIMEOUT_S) -> int:
+        """Wait for its end; returns the exit code."""
+        try:
+            return self._process.wait(timeout)
+        except subprocess.TimeoutExpired as e:
+            raise TimeoutError(f"{self!r} has not ended\n{self.both_stacks()}") from e
+
+    def both_stacks(self) -> str:
+        """The stacks of all threads of both processes, for a report."""
+        return f"-- this process --\n{stacks()}\n-- {self!r} --\n{self.stacks()}"
+
+    def stacks(self) -> str:
+        """The stacks of its threads, and whatever else it wrote to stderr."""
+        if self.exit_code is None:
+            before = len(self.stderr)
+            self._process.send_signal(_DUMP)
+            limit = time.monotonic() + 2.0
+            while len(self.stderr) == before and time.monotonic() < limit and self.exit_code is None:
+                time.sleep(0.01)
+            time.sleep(0.02)
+        return self.stderr
+
+    def close(self) -> None:
+        """Kill it if it still runs, reap it, and give back what belongs to it. Idempotent."""
+        if self._process.poll() is None:
+            self._process.kill()
+        self._process.wait()
+        self._wire.close()
+        self._stderr.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _next(self, wanted: str, timeout: float | None) -> Any:
+        if wanted in self._results:
+            return self._results.pop(wanted)
+        try:
+            kind, value = self._wire.recv(timeout)
+        except EOFError as e:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(2.0)
+            raise PeerGoneError(f"{self!r} ended without a word; it wrote:\n{self.stderr}") from e
+        except TimeoutError as e:
+            raise TimeoutError(f"no {wanted} from {self!r} in {timeout} s\n{self.both_stacks()}") from e
+        if kind == "error":
+            raise ChildError(*value)
+        if kind != wanted:
+            self._results[kind] = value
+            raise AssertionError(f"{self!r} gave a {kind} ({value!r}) where a {wanted} was expected")
+        return value
+
+
+class Parent:
+    """The child's door to the process that started it."""
+
+    def __init__(self, wire: _Wire) -> None:
+        self._wire = wire
+        self._values: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    def send(self, value: Any) -> None:
+        self._wire.send(("value", value))
+
+    def recv(self, timeout: float | None = DEFAULT_TIMEOUT_S) -> Any:
+        """The next value the parent sent. Raises TimeoutError."""
+        try:
+            return self._values.get(timeout=timeout)
+        except queue.Empty as e:
+            raise TimeoutError(f"no value from the parent in {timeout} s") from e
+
+    def _listen(self) -> None:
+        """A thread of the child: also notices that the parent is gone."""
+        try:
+            while True:
+                self._values.put(self._wire.recv(None)[1])
+        except (EOFError, OSError):
+            os._exit(_EXIT_ORPHANED)
+
+
+class _Wire:
+    """Length and value, both ways, over a socket pair."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._lock = threading.Lock()
+        self._unread = bytearray()
+
+    def send(self, value: Any) -> None:
+        data = encode(value, limits=_LIMITS)
+        with self._lock:
+            self._sock.sendall(_SIZE.pack(len(data)) + data)
+
+    def recv(self, timeout: float | None) -> Any:
+        limit = None if timeout is None else time.monotonic() + timeout
+        (size,) = _SIZE.unpack(self._read(_SIZE.size, limit, keep=True))
+        message = self._read(_SIZE.size + size, limit, keep=False)
+        return decode(message[_SIZE.size :], limits=_LIMITS)
+
+    def close(self) -> None:
+        self._sock.close()
+
+    def _read(self, size: int, limit: float | None, *, keep: bool) -> bytes:
+        while len(self._unread) < size:
+            self._sock.settimeout(None if limit is None else max(0.001, limit - time.monotonic()))
+            try:
+                chunk = self._sock.recv(1 << 16)
+            except OSError as e:
+                if isinstance(e, ConnectionError):
+                    raise EOFError from e
+                raise TimeoutError("nothing came in time") from e
+            if not chunk:
+                raise EOFError
+            self._unread += chunk
+        data = bytes(self._unread[:size])
+        if not keep:
+            del self._unread[:size]
+        return data
+
+
+def _main() -> None:
+    """The child: argv holds the descriptor of its end, and how long it may live."""
+    import importlib.util
+    import traceback
+
+    faulthandler.enable()
+    faulthandler.register(_DUMP, all_threads=True)
+    fd, timeout_s = int(sys.argv[1]), float(sys.argv[2])
+    faulthandler.dump_traceback_later(timeout_s, exit=True)
+    wire = _Wire(socket.socket(fileno=fd))
+    where, args = wire.recv(timeout_s)
+    parent = Parent(wire)
+    threading.Thread(target=parent._listen, name="kvplug.testing parent", daemon=True).start()
+    try:
+        path, _, name = where.rpartition(":")
+        if path.endswith(".py"):
+            spec = importlib.util.spec_from_file_location("kvplug_testing_target", path)
+            assert spec is not None
+            assert spec.loader is not None
+            module = importlib.util.module_from_spec(spec)
+            sys.modules[spec.name] = module
+            spec.loader.exec_module(module)
+        else:
+            module = importlib.import_module(path)
+        answer = ("result", getattr(module, name)(parent, *args))
+    except BaseException as e:
+        answer = ("error", [type(e).__name__, traceback.format_exc()])
+    faulthandler.cancel_dump_traceback_later()
+    wire.send(answer)
+
+
+def stacks() -> str:
+    """The stacks of all threads of this process."""
+    with tempfile.TemporaryFile() as f:
+        faulthandler.dump_traceback(f, all_threads=True)
+        f.seek(0)
+        return f.read().decode("utf-8", "replace")
+
+
+# -- what is left behind -----------------------------------------------------------------------
+
+
+@attrs.frozen
+class Belongings:
+    """What a process holds: descriptors, threads, children, abstract sockets, shared-memory names."""
+
+    descriptors: frozenset[str]
+    """``"7 -> socket:[123]"``"""
+    threads: frozenset[str]
+    """``"kernel id name"``"""
+    children: frozenset[int]
+    abstract_sockets: frozenset[str]
+    """Names of those the process holds itself."""
+    shared_memory: frozenset[str]
+    """Names in /dev/shm that begin with "kvplug", whoever made them."""
+
+    @classmethod
+    def of(cls, pid: int | None = None) -> Belongings:
+        """Of a process of this user; by default of this one. Linux only; empty elsewhere."""
+        pid = os.getpid() if pid is None else pid
+        descriptors = _descriptors(pid)
+        return cls(
+            descriptors,
+            frozenset(f"{task} {_comm(pid, task)}" for task in _listdir(f"/proc/{pid}/task")),
+            frozenset(children(pid)),
+            frozenset(abstract_sockets(pid)),
+            frozenset(name for name in _listdir("/dev/shm") if name.startswith("kvplug")),  # noqa: S108
+        )
+
+    def beyond(self, before: Belongings) -> str:
+        """What is here and was not there, in words; empty if nothing is."""
+        words = []
+        for field in attrs.fields(Belongings):
+            extra = getattr(self, field.name) - getattr(before, field.name)
+            if extra:
+                words.append(f"{field.name.replace('_', ' ')}: {', '.join(map(str, sorted(extra)))}")
+        return "; ".join(words)
+
+
+@contextlib.contextmanager
+def nothing_left(settle_s: float = 5.0) -> Iterator[None]:
+    """The block must leave this process with no more than it had; what is ending gets ``settle_s``."""
+    before = Belongings.of()
+    yield
+    limit = time.monotonic() + settle_s
+    while left := Belongings.of().beyond(before):
+        if time.monotonic() > limit:
+            raise AssertionError(f"left behind: {left}\n{stacks()}")
+        time.sleep(0.01)
+
+
+def children(pid: int) -> list[int]:
+    """Pids of the direct children of a process, zombies too."""
+    found: list[int] = []
+    for task in _listdir(f"/proc/{pid}/task"):
+        with contextlib.suppress(OSError):
+            found += map(int, Path(f"/proc/{pid}/task/{task}/children").read_text().split())
+    return found
+
+
+def abstract_sockets(pid: int) -> set[str]:
+    """Names of the abstract Unix sockets that a process listens on or is connected through."""
+    names = {}
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/net/unix").read_text(errors="replace").splitlines()[1:]:
+            fields = line.split(maxsplit=7)
+            if len(fields) == 8 and fields[7].startswith("@"):
+                names[f"socket:[{fields[6]}]"] = fields[7]
+    held = {entry.partition(" -> ")[2] for entry in _descriptors(pid)}
+    return {name for inode, name in names.items() if inode in held}
+
+
+def _descriptors(pid: int) -> frozenset[str]:
+    found = set()
+    for fd in _listdir(f"/proc/{pid}/fd"):
+        with contextlib.suppress(OSError):
+            target = os.readlink(f"/proc/{pid}/fd/{fd}")
+            if not target.endswith("/fd"):  # the descriptor this very listing uses
+                found.add(f"{fd} -> {target}")
+    return frozenset(found)
+
+
+def _comm(pid: int, task: str) -> str:
+    try:
+        return Path(f"/proc/{pid}/task/{task}/comm").read_text().strip()
+    except OSError:
+        return ""
+
+
+def _state_of(pid: int) -> str:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    return "X"
+
+
+def _listdir(path: str) -> list[str]:
+    try:
+        return os.listdir(path)
+    except OSError:
+        return []
