@@ -46,11 +46,15 @@ class PluginLoadError(PluginError, ImportError):
     """A plugin was found and could not be loaded. The message says which, why, and what to do."""
 
 
-class UnknownConnectorError(PluginError, LookupError):
+class UnknownNameError(PluginError, LookupError):
+    """No loaded plugin offers a thing of that kind under that name."""
+
+
+class UnknownConnectorError(UnknownNameError):
     """No loaded plugin offers a connector of that name."""
 
 
-class UnknownTransportError(PluginError, LookupError):
+class UnknownTransportError(UnknownNameError):
     """No loaded plugin offers a transport (pipe, queue, lookup buffer, communicator) of that name."""
 
 

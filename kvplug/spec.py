@@ -12,7 +12,7 @@ import enum
 import importlib
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import attrs
 
@@ -31,6 +31,12 @@ class Kind(enum.StrEnum):
     QUEUE = "queue"
     LOOKUP_BUFFER = "lookup_buffer"
     COMMUNICATOR = "communicator"
+    SINK = "sink"
+    COMMAND = "command"
+
+
+TRANSPORTS: Final = (Kind.PIPE, Kind.QUEUE, Kind.LOOKUP_BUFFER, Kind.COMMUNICATOR)
+"""The kinds of transport."""
 
 
 def _check_name(_: Any, __: Any, name: str) -> None:
@@ -113,8 +119,10 @@ class TransportSpec(_Spec):
     """Version of what the transport itself puts on the wire; both ends must have the same."""
 
     def __attrs_post_init__(self) -> None:
-        if self.kind is Kind.CONNECTOR:
-            raise PluginError("a connector is offered by a ConnectorSpec, not a TransportSpec")
+        if self.kind not in TRANSPORTS:
+            raise PluginError(
+                f"a {self.kind} is offered by a {self.kind.capitalize()}Spec, not a TransportSpec"
+            )
 
     def run_probe(self) -> Probe:
         """The probe's answer; one that fails is an answer too: not viable, and why."""
@@ -148,3 +156,39 @@ class ConnectorSpec(_Spec):
         if not callable(found):
             raise PluginLoadError(f"{self.worker_factory} of {self.name!r} is not callable")
         return found  # type: ignore[no-any-return]
+
+
+@attrs.frozen(kw_only=True)
+class SinkSpec(_Spec):
+    """One place for metrics to go.
+
+    ``factory`` is called with one argument, an instance of the options class (``None`` without one), and
+    returns a ``Sink``.
+    """
+
+    @property
+    def kind(self) -> Kind:
+        return Kind.SINK
+
+
+@attrs.frozen(kw_only=True)
+class CommandSpec:
+    """One command of the program ``kvplug``."""
+
+    name: str = attrs.field(validator=_check_name)
+    target: str = attrs.field(validator=_check_target)
+    """A click command, ``"package.module:name"``. Imported when the command is used, not for help."""
+    summary: str = ""
+    """One line for ``kvplug --help``."""
+
+    @property
+    def kind(self) -> Kind:
+        return Kind.COMMAND
+
+    def load(self) -> Any:
+        """The click command itself: imports the plugin's code."""
+        return load_target(self.target)
+
+
+Spec = TransportSpec | ConnectorSpec | SinkSpec | CommandSpec
+"""Anything a plugin can offer."""

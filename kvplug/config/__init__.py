@@ -1,0 +1,22 @@
+"""Configuration: a :class:`Config` from every source, and the options classes of plugins."""
+
+from kvplug.config.config import KEYS, Config, Draft, Role, describe_config
+from kvplug.config.layers import RESERVED
+from kvplug.config.options import OptionRow, check_options, describe_options, format_value, option
+from kvplug.config.units import parse_bytes, parse_seconds
+
+__all__ = [
+    "KEYS",
+    "RESERVED",
+    "Config",
+    "Draft",
+    "OptionRow",
+    "Role",
+    "check_options",
+    "describe_config",
+    "describe_options",
+    "format_value",
+    "option",
+    "parse_bytes",
+    "parse_seconds",
+]

@@ -1,0 +1,445 @@
+"""The configuration of one process: what an operator chose, checked, and where each value came from."""
+
+from __future__ import annotations
+
+import enum
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal
+
+import attrs
+
+from kvplug.config import layers
+from kvplug.config.faults import bad_value, did_you_mean, unknown_key
+from kvplug.config.options import OptionRow, convert_values, describe_options, option, option_fields
+from kvplug.errors import ConfigError
+
+DEFAULT_PORT = 29555
+LAST_PORT = 65535
+
+_NAME = re.compile(r"(?:[A-Za-z0-9][\w.-]*:)?[a-z][a-z0-9-]{0,39}")
+_DEVICE = re.compile(r"[a-z]+(?::[0-9]{1,4})?")
+_HOST = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,252})|[0-9A-Fa-f:.]{2,45}(?:%\w+)?")
+_UNIX = re.compile(r"unix:@[A-Za-z0-9][A-Za-z0-9._/-]{0,89}")
+_HASH = re.compile(r"[a-z][a-z0-9_]{0,31}")
+
+
+class Role(enum.StrEnum):
+    """What this process does with KV. vLLM's ``kv_producer`` and so on are understood."""
+
+    PRODUCER = "producer"
+    CONSUMER = "consumer"
+    BOTH = "both"
+
+    @property
+    def produces(self) -> bool:
+        return self is not Role.CONSUMER
+
+    @property
+    def consumes(self) -> bool:
+        return self is not Role.PRODUCER
+
+    @classmethod
+    def _missing_(cls, value: object) -> Role | None:
+        if isinstance(value, str) and value.startswith("kv_"):
+            return {str(role): role for role in cls}.get(value.removeprefix("kv_"))
+        return None
+
+
+def _role(value: Any) -> Role | None:
+    try:
+        return None if value is None else Role(value)
+    except ValueError:
+        hint = did_you_mean(value, [str(role) for role in Role]) if isinstance(value, str) else ""
+        raise ConfigError(bad_value("role", value, f"one of {', '.join(Role)}") + hint) from None
+
+
+def _matches(pattern: re.Pattern[str], allowed: str) -> Any:
+    def check(_: Any, __: Any, value: Any) -> None:
+        if not isinstance(value, str) or not pattern.fullmatch(value):
+            raise ValueError(f"allowed is {allowed}")
+
+    return check
+
+
+_A_NAME = 'a name as `kvplug list` shows it, or "distribution:name"'
+_name = _matches(_NAME, _A_NAME)
+
+
+def _chosen(_: Any, __: Any, value: Any) -> None:
+    if value == "auto":
+        raise ValueError(f"allowed is {_A_NAME}; a connector is not chosen automatically")
+    _name(None, None, value)
+
+
+def _host(_: Any, __: Any, value: Any) -> None:
+    if not isinstance(value, str):
+        raise ValueError("allowed is text")
+    if value.startswith("unix:"):
+        if not _UNIX.fullmatch(value):
+            raise ValueError("an abstract Unix socket is written unix:@name (letters, digits and . _ - /)")
+    elif "://" in value or re.fullmatch(r"[^:]+:[0-9]+|\[.*\].*", value):
+        raise ValueError("allowed is a host alone, without scheme, brackets or port; the port is set by port")
+    elif not _HOST.fullmatch(value):
+        raise ValueError("allowed is a host name, an IP address, or unix:@name")
+
+
+def _count(what: str) -> Any:
+    def check(_: Any, __: Any, value: Any) -> None:
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise ValueError(f"allowed is {what}")
+
+    return check
+
+
+def _options(value: Any) -> Mapping[str, Mapping[str, Any]]:
+    return {str(name): dict(table) for name, table in value.items()}
+
+
+@attrs.frozen(kw_only=True)
+class Config:
+    """What an operator chose. Made by ``from_dict``, ``from_toml``, ``from_json``, ``from_env`` or ``load``.
+
+    Precedence, highest first: command line, environment, file, default. Only form is checked here; that
+    a name exists, and a plugin's options, are checked where the plugins are known.
+    """
+
+    connector: str = option("lookup", help="What decides which KV moves, and when.", validator=_chosen)
+    transport: str = option(
+        "auto", help='The pipe that tensors cross; "auto" takes the fastest both ends have.', validator=_name
+    )
+    queue: str = option("auto", help="The message queue.", validator=_name)
+    lookup_buffer: str = option("auto", help="Where KV entries are kept and found.", validator=_name)
+    communicator: str = option("auto", help="The device communicator.", validator=_name)
+    role: Role | None = attrs.field(
+        default=None,
+        converter=_role,
+        metadata={"kvplug.help": "Whether this process produces KV, consumes it, or both. Must be set."},
+    )
+    rank: int = option(
+        0, help="Which of the world this process is.", at_least=0, validator=_count("a whole number")
+    )
+    world_size: int = option(
+        1, help="How many ranks there are.", at_least=1, validator=_count("a whole number")
+    )
+    host: str = option(
+        "127.0.0.1",
+        help="Where to listen, or whom to dial: a host, or unix:@name for an abstract Unix socket."
+        " Other than loopback only with a secret.",
+        validator=_host,
+    )
+    port: int = option(
+        DEFAULT_PORT,
+        help="Rank r listens at port + port_offset + r.",
+        at_least=1,
+        at_most=LAST_PORT,
+        validator=_count("a port number"),
+    )
+    port_offset: int = option(
+        0,
+        help="Added to the port, so that several deployments on one host differ in one number.",
+        at_least=0,
+        at_most=LAST_PORT,
+        validator=_count("a whole number"),
+    )
+    store_timeout_s: float = option(
+        300.0, help="How long ranks wait for each other in a group.", unit="seconds", above=0
+    )
+    timeout_s: float = option(
+        30.0, help="How long a call waits that was given no timeout.", unit="seconds", above=0
+    )
+    connect_timeout_s: float = option(
+        60.0, help="How long the peer may take to come up.", unit="seconds", above=0
+    )
+    heartbeat_timeout_s: float = option(
+        attrs.Factory(lambda self: min(10.0, self.timeout_s), takes_self=True),
+        help="Silence on a connection to another host that counts as its death. 10 s unless timeout_s is"
+        " less.",
+        unit="seconds",
+        above=0,
+    )
+    device: str = option(
+        "cpu",
+        help="Where the KV that moves lies: cpu, cuda, cuda:1.",
+        validator=_matches(_DEVICE, 'a device such as "cpu", "cuda" or "cuda:1"'),
+    )
+    buffer_size: int = option(
+        2**30,
+        help="How much KV a lookup buffer may hold.",
+        unit="bytes",
+        at_least=1,
+        validator=_count("a size"),
+    )
+    engine_id: str = option(
+        attrs.Factory(lambda: os.urandom(16).hex()),
+        help="Names this engine to its peers; must differ from theirs. A random one unless given.",
+        validator=_matches(
+            re.compile(r"[\x21-\x7e]{1,200}"), "up to 200 printable characters without white space"
+        ),
+    )
+    failure_policy: Literal["fail", "recompute"] = option(
+        "recompute",
+        help="What happens to a request whose KV failed to load.",
+        validator=attrs.validators.in_(("fail", "recompute")),
+    )
+    integrity: str = option(
+        "auto",
+        help='Hash that guards KV on its way: "auto" agrees on a fast one, "off" sends none, or a hash\'s'
+        " name.",
+        validator=_matches(_HASH, '"auto", "off" or the name of a hash'),
+    )
+    secret_file: str | None = option(
+        None, help="File with the secret both ends share; goes before KVPLUG_SECRET."
+    )
+    allow_unauthenticated_data_plane: bool = option(
+        False,
+        help="Permit transports that cannot authenticate their peers (NCCL, gloo) beyond this host.",
+    )
+    options: Mapping[str, Mapping[str, Any]] = attrs.field(
+        factory=dict,
+        converter=_options,
+        metadata={"kvplug.help": "One table of options for each name: [options.cpu]."},
+    )
+    sources: Mapping[str, str] = attrs.field(factory=dict, repr=False, eq=False)
+    """Where each value that is not a default came from. Not a key."""
+    source: str = attrs.field(default="", repr=False, eq=False)
+    """What was read, for messages. Not a key."""
+
+    def __attrs_post_init__(self) -> None:
+        faults = _cross_faults({key: getattr(self, key) for key in KEYS})
+        if faults:
+            raise ConfigError(*faults, source=self.source)
+
+    # -- made from what an operator wrote -------------------------------------------------------
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any], source: str = "") -> Config:
+        """From kvplug's keys, or those of vLLM's ``--kv-transfer-config``.
+
+        Raises:
+            ConfigError: every fault of form at once. So do the other makers.
+        """
+        return Draft.of([layers.from_mapping(data, source)]).config()
+
+    @classmethod
+    def from_toml(cls, document: str | os.PathLike[str]) -> Config:
+        """From a path, or from the document itself (text with a ``=`` in it).
+
+        A path with a ``=`` in it is handed over as a ``pathlib.Path``.
+        """
+        if isinstance(document, str) and ("=" in document or "\n" in document):
+            return Draft.of([layers.from_toml_text(document, "")]).config()
+        text = layers.read_text(document)
+        return Draft.of([layers.from_toml_text(text, os.fspath(document))]).config()
+
+    @classmethod
+    def from_json(cls, document: str | os.PathLike[str]) -> Config:
+        """From a path, or from the document itself (text that starts with ``{``)."""
+        if isinstance(document, str) and document.lstrip()[:1] in ("{", "["):
+            return Draft.of([layers.from_json_text(document, "")]).config()
+        text = layers.read_text(document)
+        return Draft.of([layers.from_json_text(text, os.fspath(document))]).config()
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str] | None = None) -> Config:
+        """From the variables ``KVPLUG_<KEY>`` and ``KVPLUG_OPTIONS__<NAME>__<OPTION>`` alone."""
+        return Draft.of([layers.from_environment(_environment(environ), KEYS)]).config()
+
+    @classmethod
+    def load(
+        cls,
+        path: str | os.PathLike[str] | None = None,
+        *,
+        overrides: Mapping[str, Any] | Sequence[str] = (),
+        environ: Mapping[str, str] | None = None,
+    ) -> Config:
+        """From all sources: ``overrides`` before the environment before the file before defaults.
+
+        Args:
+            path: a ``.toml`` or ``.json`` file; ``None`` takes the one ``KVPLUG_CONFIG`` names, if any.
+            overrides: a dict, or texts ``"key=value"`` (``"options.cpu.lanes=2"``).
+        """
+        return Draft.load(path, overrides=overrides, environ=environ).config()
+
+    # -- questions ------------------------------------------------------------------------------
+
+    def require_role(self) -> Role:
+        """The role.
+
+        Raises:
+            ConfigError: none is set, and how to set one.
+        """
+        if self.role is None:
+            raise ConfigError(
+                f"role: nothing was given; allowed is one of {', '.join(Role)}"
+                " (in the file, by KVPLUG_ROLE, or kv_role in vLLM's)",
+                source=self.source,
+            )
+        return self.role
+
+    def control_address(self, rank: int | None = None) -> str:
+        """Where worker ``rank`` (this one, if not said) listens: ``host:port`` or ``unix:@name-number``."""
+        number = self.port_offset + (self.rank if rank is None else rank)
+        if self.host.startswith("unix:"):
+            return f"{self.host}-{number}"
+        port = self.port + number
+        if port > LAST_PORT:
+            raise ConfigError(f"rank {rank} would listen at port {port}; the last one is {LAST_PORT}")
+        return f"[{self.host}]:{port}" if ":" in self.host else f"{self.host}:{port}"
+
+    def source_of(self, key: str) -> str:
+        """Where the value of ``key`` (also ``options.cpu.lanes``) came from; ``"default"`` if nowhere."""
+        return self.sources.get(key, "generated" if key == "engine_id" else "default")
+
+
+KEYS: tuple[str, ...] = tuple(
+    key for key in option_fields(Config) if key not in ("sources", "source", "options")
+)
+"""Every key of a configuration, but ``options``."""
+
+
+def describe_config() -> tuple[OptionRow, ...]:
+    """Every key, for documents and the command line."""
+    return tuple(row for row in describe_options(Config) if row.name in KEYS)
+
+
+def _environment(environ: Mapping[str, str] | None) -> Mapping[str, str]:
+    return os.environ if environ is None else environ
+
+
+def _cross_faults(values: Mapping[str, Any]) -> list[str]:
+    """Faults between keys. Keys that are missing in ``values`` had faults of their own."""
+    faults = []
+    rank, world, port = values.get("rank"), values.get("world_size"), values.get("port")
+    offset, host = values.get("port_offset"), values.get("host", "")
+    if rank is not None and world is not None and rank >= world:
+        faults.append(f"rank: {rank} was given; allowed is 0 to {world - 1}, below world_size ({world})")
+    if port is not None and offset is not None and world is not None and not host.startswith("unix:"):
+        last = port + offset + world - 1
+        if last > LAST_PORT:
+            faults.append(
+                f"port: {port} was given; with port_offset {offset} and world_size {world} the last rank"
+                f" would listen at {last}, and the last port is {LAST_PORT}"
+            )
+    heartbeat, timeout = values.get("heartbeat_timeout_s"), values.get("timeout_s")
+    if heartbeat is not None and timeout is not None and heartbeat > timeout:
+        faults.append(
+            f"heartbeat_timeout_s: {heartbeat:g} was given; allowed is at most timeout_s ({timeout:g}), or"
+            " calls would give up before the death of a peer is noticed"
+        )
+    return faults
+
+
+@attrs.frozen(kw_only=True)
+class Draft:
+    """A configuration that may have faults: what is right in it, and what is wrong."""
+
+    values: Mapping[str, Any]
+    options: Mapping[str, Mapping[str, Any]]
+    sources: Mapping[str, str]
+    source: str
+    faults: tuple[str, ...]
+
+    @classmethod
+    def load(
+        cls,
+        path: str | os.PathLike[str] | None = None,
+        *,
+        overrides: Mapping[str, Any] | Sequence[str] = (),
+        environ: Mapping[str, str] | None = None,
+    ) -> Draft:
+        """As :meth:`Config.load`. Raises only when the file cannot be read as what it is."""
+        environment = _environment(environ)
+        path = path if path is not None else environment.get("KVPLUG_CONFIG") or None
+        stack = [layers.from_file(path)] if path is not None else []
+        stack.append(layers.from_environment(environment, KEYS))
+        if overrides:
+            stack.append(layers.from_overrides(overrides))
+        return cls.of(stack)
+
+    @classmethod
+    def of(cls, stack: Iterable[layers.Layer]) -> Draft:
+        """Later layers lie on top of earlier ones, key by key."""
+        given: dict[str, layers.Given] = {}
+        faults: list[str] = []
+        names = []
+        for layer in stack:
+            names.append(layer.source)
+            given.update(layer.values)
+            faults += layer.faults
+        flat: dict[str, Any] = {}
+        options: dict[str, dict[str, Any]] = {}
+        for key, each in given.items():
+            if key.startswith("options."):
+                fault = _put_option(options, key, each.value)
+            elif key in KEYS:
+                flat[key] = each.value
+                fault = None
+            else:
+                fault = layers.secret_fault(key) or unknown_key(key, (*KEYS, "options"))
+            if fault is not None:
+                faults.append(_at(fault, each))
+        values, wrong = _converted(flat, given)
+        faults += wrong
+        complete = {
+            key: values[key] if key in values else _default_of(key, values)
+            for key in KEYS
+            if key in values or key not in flat
+        }
+        faults += _cross_faults(complete)
+        return cls(
+            values=values,
+            options=options,
+            sources={key: each.source for key, each in given.items()},
+            source=", ".join(name for name in names if name and name != "environment"),
+            faults=tuple(faults),
+        )
+
+    def config(self) -> Config:
+        """Raises ConfigError with every fault, if there are any."""
+        if self.faults:
+            raise ConfigError(*self.faults, source=self.source)
+        return Config(**self.values, options=self.options, sources=self.sources, source=self.source)
+
+
+def _converted(
+    flat: Mapping[str, Any], given: Mapping[str, layers.Given]
+) -> tuple[dict[str, Any], list[str]]:
+    """Key by key, so that each fault can say where its value was given."""
+    values: dict[str, Any] = {}
+    faults: list[str] = []
+    for key, raw in flat.items():
+        if key == "role":
+            try:
+                values[key] = _role(raw)
+            except ConfigError as e:
+                faults += (_at(fault, given[key]) for fault in e.faults)
+            continue
+        converted, wrong = convert_values(Config, {key: raw})
+        values |= converted
+        faults += (_at(fault, given[key]) for fault in wrong)
+    return values, faults
+
+
+def _at(fault: str, given: layers.Given) -> str:
+    """Name the variable, or the key of vLLM's, that the value came by."""
+    return f"{fault} [{given.spelled}]" if given.spelled else fault
+
+
+def _default_of(key: str, values: Mapping[str, Any]) -> Any:
+    if key == "heartbeat_timeout_s":
+        return None  # follows timeout_s
+    default = option_fields(Config)[key].default
+    return "" if isinstance(default, attrs.Factory) else default  # type: ignore[arg-type]
+
+
+def _put_option(options: dict[str, dict[str, Any]], key: str, value: Any) -> str | None:
+    _, _, rest = key.partition(".")
+    name, _, setting = rest.rpartition(".")
+    if not name or not setting:
+        return f"{key}: an option's key is options.<name>.<option>"
+    if ":" in name or not _NAME.fullmatch(name):
+        return f"options.{name}: not a name as `kvplug list` shows it"
+    options.setdefault(name, {})[setting] = value
+    return None

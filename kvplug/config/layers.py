@@ -1,0 +1,251 @@
+"""Where configuration comes from: each source becomes a :class:`Layer` of plain values, faults included.
+
+Nothing is checked here beyond the form of the source itself; the keys and values are judged together,
+once all layers lie on top of each other.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
+
+import attrs
+
+from kvplug.config.faults import did_you_mean, shown
+from kvplug.errors import ConfigError
+
+PREFIX: Final = "KVPLUG_"
+
+RESERVED: Final[Mapping[str, str]] = {
+    "KVPLUG_SECRET": "the secret both ends share; at least 16 bytes",
+    "KVPLUG_STRICT_PLUGINS": "1: a plugin that does not load is an error instead of a line in `kvplug list`",
+    "KVPLUG_DISABLE_PLUGINS": "names of plugins, with commas between them, that are not even imported",
+    "KVPLUG_LOG": "level of the command line's log: debug, info, warning or error",
+    "KVPLUG_DEBUG": "1: the command line shows the traceback of an error",
+    "KVPLUG_CONFIG": "file that Config.load and the command line read when none is named",
+    "KVPLUG_NCCL_LIBRARY": "path of the NCCL library, for plugins that load it",
+    "KVPLUG_CACHE": "folder for what is made once and kept, such as converted models",
+}
+"""Variables that are not configuration keys, and what each is for."""
+
+_KUBERNETES = re.compile(r"KVPLUG_(SERVICE_(HOST|PORT)\w*|PORT_\d+_(TCP|UDP|SCTP)\w*)")
+_SECRET_WORDS = ("secret", "password", "token")
+
+VLLM_KEYS: Final[Mapping[str, str]] = {
+    "kv_connector": "connector",
+    "kv_role": "role",
+    "kv_rank": "rank",
+    "kv_parallel_size": "world_size",
+    "kv_ip": "host",
+    "kv_port": "port",
+    "kv_buffer_device": "device",
+    "kv_buffer_size": "buffer_size",
+    "kv_load_failure_policy": "failure_policy",
+    "engine_id": "engine_id",
+}
+"""Keys of vLLM's ``--kv-transfer-config``, and ours."""
+
+VLLM_EXTRA: Final = "kv_connector_extra_config"
+VLLM_IGNORED: Final = ("kv_connector_module_path", "enable_permute_local_kv")
+"""What only vLLM itself needs: where its connector class is, and a conversion that kvplug does by itself."""
+
+_OUR_NAME = re.compile(r"[a-z][a-z0-9-]*")
+
+
+@attrs.frozen
+class Given:
+    """One value, and where it was given."""
+
+    value: Any
+    source: str
+    spelled: str = ""
+    """How the source spells the key, where that differs; goes into faults."""
+
+
+@attrs.frozen(kw_only=True)
+class Layer:
+    """What one source says. Options are flat, with keys ``options.<name>.<option>``."""
+
+    source: str
+    values: Mapping[str, Given]
+    faults: tuple[str, ...] = ()
+
+
+# -- dicts and files -----------------------------------------------------------------------------
+
+
+def from_mapping(data: Any, source: str) -> Layer:
+    """From a dict as TOML or JSON give it: kvplug's keys, or those of vLLM's ``--kv-transfer-config``."""
+    if not isinstance(data, Mapping):
+        return Layer(
+            source=source, values={}, faults=(f"a table of keys and values is needed, got {shown(data)}",)
+        )
+    if any(isinstance(key, str) and key.startswith("kv_") for key in data):
+        return _from_vllm(data, source)
+    values, faults = _flattened(data, source)
+    return Layer(source=source, values=values, faults=tuple(faults))
+
+
+def _flattened(data: Mapping[Any, Any], source: str) -> tuple[dict[str, Given], list[str]]:
+    values: dict[str, Given] = {}
+    faults: list[str] = []
+    for key, value in data.items():
+        if key != "options":
+            values[str(key)] = Given(value, source)
+        elif not isinstance(value, Mapping):
+            faults.append(f"options: {shown(value)} was given; allowed is one table for each name")
+        else:
+            for name, table in value.items():
+                if not isinstance(table, Mapping):
+                    faults.append(f"options.{name}: {shown(table)} was given; allowed is a table")
+                    continue
+                for option, setting in table.items():
+                    values[f"options.{name}.{option}"] = Given(setting, source)
+    return values, faults
+
+
+def _from_vllm(data: Mapping[Any, Any], source: str) -> Layer:
+    known = (*VLLM_KEYS, VLLM_EXTRA, *VLLM_IGNORED)
+    extra = data.get(VLLM_EXTRA)
+    faults: list[str] = []
+    values: dict[str, Given] = {}
+    for key, value in data.items():
+        if key in VLLM_KEYS:
+            if value is not None:  # vLLM writes None for what was not given
+                values[VLLM_KEYS[key]] = Given(value, f"{source}: {key}" if source else key, spelled=key)
+        elif key not in known:
+            hint = did_you_mean(str(key), known) or f"; kvplug's own keys go into {VLLM_EXTRA}"
+            faults.append(f"{key}: not a key of vLLM's kv-transfer-config{hint}")
+    if extra is not None and not isinstance(extra, Mapping):
+        faults.append(f"{VLLM_EXTRA}: {shown(extra)} was given; allowed is a table of kvplug's keys")
+        extra = None
+    inner, more = _flattened(extra or {}, f"{source}: {VLLM_EXTRA}" if source else VLLM_EXTRA)
+    faults += more
+    theirs = values.get("connector")
+    if theirs is not None and isinstance(theirs.value, str) and not _OUR_NAME.fullmatch(theirs.value):
+        del values["connector"]  # a class of vLLM's; ours is named in the extra config, or the default
+        if "connector" not in inner and theirs.value != "KvplugConnector":
+            faults.append(
+                f"kv_connector: {shown(theirs.value)} was given; allowed is a connector of kvplug, or"
+                f" KvplugConnector with the connector's name in {VLLM_EXTRA}"
+            )
+    return Layer(source=source, values={**values, **inner}, faults=tuple(faults))
+
+
+def from_toml_text(text: str, source: str) -> Layer:
+    """Raises ConfigError where it is not TOML."""
+    import tomllib
+
+    try:
+        data = tomllib.loads(text)
+    except (tomllib.TOMLDecodeError, RecursionError) as e:
+        raise ConfigError(f"not TOML: {e}", source=source) from e
+    return from_mapping(data, source)
+
+
+def from_json_text(text: str, source: str) -> Layer:
+    """Raises ConfigError where it is not JSON, or says a key twice."""
+    import json
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for key, value in pairs:
+            if key in found:
+                raise ValueError(f"the key {key!r} is there twice")
+            found[key] = value
+        return found
+
+    try:
+        data = json.loads(text, object_pairs_hook=once)
+    except (ValueError, RecursionError) as e:
+        raise ConfigError(f"not JSON: {e}", source=source) from e
+    return from_mapping(data, source)
+
+
+def from_file(path: str | os.PathLike[str]) -> Layer:
+    """By its ending: ``.toml`` or ``.json``.
+
+    Raises:
+        ConfigError: it cannot be read, or is not what its ending says.
+    """
+    name = os.fspath(path)
+    ending = os.path.splitext(name)[1].lower()
+    if ending not in (".toml", ".json"):
+        raise ConfigError(f"the file's name must end in .toml or .json, not {ending!r}", source=name)
+    return (from_toml_text if ending == ".toml" else from_json_text)(read_text(name), name)
+
+
+def read_text(path: str | os.PathLike[str]) -> str:
+    """Raises ConfigError where the file cannot be read."""
+    try:
+        with open(path, encoding="utf-8-sig") as f:
+            return f.read()
+    except (OSError, UnicodeDecodeError, ValueError) as e:
+        reason = e.strerror if isinstance(e, OSError) and e.strerror else e
+        raise ConfigError(f"cannot be read: {reason}", source=os.fspath(path)) from e
+
+
+# -- environment and command line ----------------------------------------------------------------
+
+
+def from_environment(environ: Mapping[str, str], known: Iterable[str]) -> Layer:
+    """``KVPLUG_<KEY>`` and ``KVPLUG_OPTIONS__<NAME>__<OPTION>``; a hyphen in a name is an underscore here.
+
+    A value that is empty counts as not given. Values of unknown variables are not repeated in faults.
+    """
+    keys = {PREFIX + key.upper(): key for key in known}
+    values: dict[str, Given] = {}
+    faults: list[str] = []
+    services: list[str] = []
+    for name in sorted(environ):
+        if not name.startswith(PREFIX) or name in RESERVED or name.startswith("KVPLUG_LOG_"):
+            continue
+        text = environ[name]
+        if _KUBERNETES.fullmatch(name) or (name == "KVPLUG_PORT" and text.startswith(("tcp://", "udp://"))):
+            services.append(name)
+        elif name in keys:
+            if text.strip():
+                values[keys[name]] = Given(text, name, spelled=name)
+        elif name.startswith("KVPLUG_OPTIONS__"):
+            parts = name.lower().split("__")
+            if len(parts) == 3 and all(parts):
+                values[f"options.{parts[1].replace('_', '-')}.{parts[2]}"] = Given(text, name, spelled=name)
+            else:
+                faults.append(f"{name}: an option's variable is KVPLUG_OPTIONS__<NAME>__<OPTION>")
+        else:
+            faults.append(f"{name}: not a variable of kvplug{did_you_mean(name, (*keys, *RESERVED))}")
+    if services:
+        faults.append(
+            f"{', '.join(services)}: Kubernetes sets these for a service named kvplug; rename the service, or"
+            " set enableServiceLinks: false in the pod"
+        )
+    return Layer(source="environment", values=values, faults=tuple(faults))
+
+
+def from_overrides(overrides: Mapping[str, Any] | Iterable[str], source: str = "command line") -> Layer:
+    """From ``{"port": 5000}`` or ``["port=5000", "options.cpu.max_in_flight_bytes=64 MiB"]``."""
+    if isinstance(overrides, Mapping):
+        return from_mapping(overrides, source)
+    values: dict[str, Given] = {}
+    faults: list[str] = []
+    for each in overrides:
+        key, equals, text = each.partition("=")
+        key = key.strip()
+        if not equals or not key:
+            faults.append(f"{shown(each)} was given; allowed is key=value")
+        else:
+            values[key] = Given(text, source, spelled=source)
+    return Layer(source=source, values=values, faults=tuple(faults))
+
+
+def secret_fault(key: str) -> str | None:
+    """What to say of a key that looks like a secret; the value is never repeated."""
+    last = key.rpartition(".")[2].lower()
+    if "." not in key and any(word in last for word in _SECRET_WORDS):
+        return (
+            f"{key}: a secret is never written into a configuration; put it into the variable KVPLUG_SECRET,"
+            " or into a file that secret_file names"
+        )
+    return None

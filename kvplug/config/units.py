@@ -1,0 +1,79 @@
+"""Quantities as people write them: ``"64 MiB"``, ``"500 ms"``."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Final
+
+_QUANTITY = re.compile(r"\s*([0-9][0-9_]{0,30}(?:\.[0-9]{0,30})?(?:[eE][+-]?[0-9]{1,2})?)\s*([A-Za-z]*)\s*")
+
+BYTES: Final = {
+    "": 1,
+    "B": 1,
+    "kB": 10**3,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KiB": 2**10,
+    "MiB": 2**20,
+    "GiB": 2**30,
+    "TiB": 2**40,
+}
+SECONDS: Final = {"": 1.0, "us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
+
+
+def _split(text: str) -> tuple[str, str]:
+    found = _QUANTITY.fullmatch(text)
+    if found is None:
+        raise ValueError(f"{text!r} is not a number with a unit")
+    return found[1].replace("_", ""), found[2]
+
+
+def parse_bytes(text: str) -> int:
+    """``"1 GiB"``, ``"64MB"``, ``"4096"`` as bytes; a fraction of a byte is cut off.
+
+    ``"64M"`` is refused: it means 64,000,000 to some and 67,108,864 to others.
+
+    Raises:
+        ValueError: it is not a size, and what would be.
+    """
+    number, unit = _split(text)
+    factor = BYTES.get(unit)
+    if factor is None:
+        if unit.upper() in ("K", "M", "G", "T"):
+            hint = f"say {unit.upper()}B (powers of 1000) or {unit.upper()}iB (powers of 1024)"
+        else:
+            hint = "units are " + ", ".join(unit for unit in BYTES if unit)
+        raise ValueError(f"{unit!r} is not a unit of size; {hint}")
+    if number.isdigit():
+        return int(number) * factor
+    from decimal import Decimal
+
+    return int(Decimal(number) * factor)
+
+
+def parse_seconds(text: str) -> float:
+    """``"30 s"``, ``"500 ms"``, ``"5 min"``, ``"1.5"`` as seconds.
+
+    Raises:
+        ValueError: it is not a duration.
+    """
+    number, unit = _split(text)
+    if unit not in SECONDS:
+        units = ", ".join(unit for unit in SECONDS if unit)
+        raise ValueError(f"{unit!r} is not a unit of time; units are {units}")
+    return float(number) * SECONDS[unit]
+
+
+def format_bytes(nbytes: int) -> str:
+    """The shortest exact way to write a size that :func:`parse_bytes` reads back."""
+    for unit in ("TiB", "GiB", "MiB", "KiB"):
+        if nbytes and nbytes % BYTES[unit] == 0:
+            return f"{nbytes // BYTES[unit]} {unit}"
+    return f"{nbytes} B"
+
+
+def format_seconds(seconds: float) -> str:
+    return f"{seconds:g} s" if math.isfinite(seconds) else str(seconds)
