@@ -138,7 +138,7 @@ class TokenIndex:
             bisect.insort(node.free, entry_id)
             _settle(node)
 
-    def longest_prefix(self, tokens: Any, extra: bytes = b"") -> int:
+    def match(self, tokens: Any, extra: bytes = b"") -> int:
         """How many leading tokens of the query some entry has too, whatever follows them in either."""
         root = self._roots.get(extra)
         if root is None:
@@ -221,7 +221,9 @@ class _Node:
 
     __slots__ = ("ages", "children", "extra", "free", "label", "oldest", "parent", "suspended")
 
-    def __init__(self, label: TokenArray | None = None, parent: _Node | None = None, extra: bytes = b"") -> None:
+    def __init__(
+        self, label: TokenArray | None = None, parent: _Node | None = None, extra: bytes = b""
+    ) -> None:
         self.label: TokenArray = np.empty(0, np.int64) if label is None else label
         self.parent = parent
         self.extra = extra

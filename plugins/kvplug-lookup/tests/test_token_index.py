@@ -10,9 +10,9 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from kvplug_lookup.index import TokenIndex, token_array
 
 from kvplug.errors import UnsupportedError
+from kvplug_lookup.index import TokenIndex, token_array
 
 M61 = 2**61 - 1  # Python's hash of an int is taken modulo this prime
 
@@ -28,13 +28,13 @@ def test_an_entry_shorter_longer_or_equal_to_the_query_is_found():
     index = held([1, 2, 3, 4])
     for query in ([1, 2], [1, 2, 3, 4], [1, 2, 3, 4, 5, 6]):
         assert index.oldest_match(query) == 0
-    assert index.longest_prefix([1, 2]) == 2
-    assert index.longest_prefix([1, 2, 3, 4, 5]) == 4
+    assert index.match([1, 2]) == 2
+    assert index.match([1, 2, 3, 4, 5]) == 4
 
 
 def test_a_prefix_counts_whatever_follows_it_but_is_no_match_to_take():
     index = held([1, 2, 3, 4])
-    assert index.longest_prefix([1, 2, 9, 9]) == 2
+    assert index.match([1, 2, 9, 9]) == 2
     assert index.longest_match([1, 2, 9, 9]) == (0, 2)
     assert index.oldest_match([1, 2, 9, 9]) is None
 
@@ -52,8 +52,8 @@ def test_the_oldest_of_several_matches_wins_above_and_below_the_query():
 def test_neighbouring_large_ids_are_different_tokens():
     index = held([7, 120001, 8])
     assert index.oldest_match([7, 120002, 8]) is None
-    assert index.longest_prefix([7, 120002, 8]) == 1
-    assert index.longest_prefix([120002]) == 0
+    assert index.match([7, 120002, 8]) == 1
+    assert index.match([120002]) == 0
 
 
 @pytest.mark.parametrize(("one", "other"), [(5, 5 + M61), (-1, -2), (0, M61), (3, 3 + 2 * M61)])
@@ -64,7 +64,7 @@ def test_ids_with_equal_hashes_are_different_tokens(one, other, where):
     ours[where], theirs[where] = one, other
     index = held(ours)
     assert index.oldest_match(theirs) is None
-    assert index.longest_prefix(theirs) == where
+    assert index.match(theirs) == where
     index.insert(1, theirs)
     assert index.oldest_match(ours) == 0
     assert index.oldest_match(theirs) == 1
@@ -75,8 +75,8 @@ def test_ids_with_equal_hashes_are_different_tokens(one, other, where):
 
 def test_equal_tokens_under_another_extra_are_another_key():
     index = held([1, 2, 3], extra=b"lora-a")
-    assert index.longest_prefix([1, 2, 3]) == 0
-    assert index.longest_prefix([1, 2, 3], b"lora-b") == 0
+    assert index.match([1, 2, 3]) == 0
+    assert index.match([1, 2, 3], b"lora-b") == 0
     assert index.oldest_match([1, 2, 3], b"lora-a") == 0
     assert index.oldest(b"lora-a") == 0
     assert index.oldest() is None
@@ -84,7 +84,7 @@ def test_equal_tokens_under_another_extra_are_another_key():
 
 def test_an_empty_query_matches_nothing_and_an_empty_entry_is_refused():
     index = held([1])
-    assert index.longest_prefix([]) == 0
+    assert index.match([]) == 0
     assert index.oldest_match([]) is None
     assert index.longest_match([], min_tokens=0) is None
     with pytest.raises(ValueError, match="without tokens"):
@@ -163,7 +163,7 @@ def test_a_long_chain_of_prefixes_needs_no_recursion():
     prompt = list(range(3000))
     for length in range(3000, 0, -1):
         index.insert(3000 - length, prompt[:length])
-    assert index.longest_prefix(prompt) == 3000
+    assert index.match(prompt) == 3000
     assert index.oldest_match(prompt[:1]) == 0
     for length in range(1, 3001):
         index.remove(3000 - length)
@@ -184,7 +184,7 @@ def test_finding_does_not_slow_down_with_the_number_of_entries():
         for _ in range(5):
             began = time.perf_counter()
             for at in range(0, count, count // 100):
-                assert index.longest_prefix(prompts[at]) == 400
+                assert index.match(prompts[at]) == 400
             rounds.append(time.perf_counter() - began)
         times[count] = min(rounds)
     # The real bound is measured by benchmarks/lookup.py; a linear scan would be 50x here.
@@ -208,7 +208,7 @@ class Model:
     def of(self, extra):
         return {i: key for i, (key, e) in self.entries.items() if e == extra}
 
-    def longest_prefix(self, query, extra):
+    def match(self, query, extra):
         return max((self.common(key, query) for key in self.of(extra).values()), default=0)
 
     def oldest_match(self, query, extra):
@@ -266,8 +266,8 @@ class IndexAgainstList(RuleBasedStateMachine):
 
     @rule(query=TOKENS, extra=EXTRA)
     def ask(self, query, extra):
-        longest = self.model.longest_prefix(query, extra)
-        assert self.index.longest_prefix(query, extra) == longest
+        longest = self.model.match(query, extra)
+        assert self.index.match(query, extra) == longest
         assert self.index.oldest_match(query, extra) == self.model.oldest_match(query, extra)
         found = self.index.longest_match(query, extra)
         if not longest:

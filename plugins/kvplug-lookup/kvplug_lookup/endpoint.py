@@ -1,0 +1,33 @@
+"""What the lookup buffer "simple" is made by."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvplug import LookupEndpoint
+from kvplug_lookup.options import SimpleOptions
+from kvplug_lookup.reach import ReachingEnd
+from kvplug_lookup.store import SimpleStore
+
+if TYPE_CHECKING:
+    from kvplug import LookupContext, Pipe
+
+
+class SimpleEndpoint(LookupEndpoint):
+    """Makes either end from what the config says."""
+
+    def __init__(self, context: LookupContext) -> None:
+        self._context = context
+        self._options: SimpleOptions = context.options or SimpleOptions()
+
+    def hold(self) -> SimpleStore:
+        return SimpleStore(
+            buffer_size=self._context.buffer_size,
+            evict=self._options.evict,
+            ttl_s=self._options.ttl_s,
+            device=self._context.device,
+            timeout_s=self._context.timeout_s,
+        )
+
+    def reach(self, signal: Pipe, data: Pipe) -> ReachingEnd:
+        return ReachingEnd(signal, data, device=self._context.device, timeout_s=self._context.timeout_s)

@@ -1,0 +1,237 @@
+"""What the two ends say to each other on the signal pipe, and the order of tensors on the data pipe.
+
+Each message is one uint8 tensor: the wire encoding of ``[name, field, field, ...]``. The reaching end
+numbers its calls; every answer names the call it belongs to, so that calls overtake each other.
+
+    match   Match ─► Matched
+    take    Take ─► Coming, tensors on the data pipe ─► Done ─► Granted
+    read    Read ─► Coming, tensors on the data pipe ─► Done
+
+``Cancel`` ends a call from the reaching end at any time; ``Failed`` from the other. Tensors that were
+announced by ``Coming`` arrive all, or are cut short by ``None``, which no entry contains. ``End`` is
+the end signal of either role.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import attrs
+import numpy as np
+import torch
+from attrs.validators import and_, deep_iterable, ge, instance_of, optional
+from torch import Tensor
+
+from kvplug import EntryHeader, KvplugError, WireError
+from kvplug.wire import decode, encode, memory_of
+from kvplug_lookup.index import TokenArray
+
+_number = and_(instance_of(int), ge(0))
+_seconds = optional(and_(instance_of((int, float)), ge(0)))
+_key = optional(instance_of(bytes))
+
+
+@attrs.frozen
+class Match:
+    call: int = attrs.field(validator=_number)
+    key: bytes = attrs.field(validator=instance_of(bytes))
+    """Tokens under the roi, int64, little-endian."""
+    extra: bytes = attrs.field(validator=instance_of(bytes))
+
+
+@attrs.frozen
+class Take:
+    call: int = attrs.field(validator=_number)
+    key: bytes | None = attrs.field(validator=_key)
+    extra: bytes = attrs.field(validator=instance_of(bytes))
+    timeout: float | None = attrs.field(validator=_seconds)
+    """Seconds from now on, after which the caller is no longer there."""
+
+
+@attrs.frozen
+class Read:
+    call: int = attrs.field(validator=_number)
+    key: bytes = attrs.field(validator=instance_of(bytes))
+    extra: bytes = attrs.field(validator=instance_of(bytes))
+    min_tokens: int = attrs.field(validator=_number)
+    timeout: float | None = attrs.field(validator=_seconds)
+
+
+@attrs.frozen
+class Done:
+    """The caller has it all."""
+
+    call: int = attrs.field(validator=_number)
+
+
+@attrs.frozen
+class Cancel:
+    call: int = attrs.field(validator=_number)
+
+
+@attrs.frozen
+class Matched:
+    call: int = attrs.field(validator=_number)
+    num_tokens: int = attrs.field(validator=_number)
+
+
+@attrs.frozen
+class Granted:
+    """Whether the taken entry is the caller's. If not, it took too long and the entry is back."""
+
+    call: int = attrs.field(validator=_number)
+    is_yours: bool = attrs.field(validator=instance_of(bool))
+
+
+@attrs.frozen
+class Failed:
+    call: int = attrs.field(validator=_number)
+    error: str = attrs.field(validator=instance_of(str))
+    """Name of its class."""
+    text: str = attrs.field(validator=instance_of(str))
+
+
+@attrs.frozen
+class PartMeta:
+    """Dtype and shape of key, value or hidden."""
+
+    dtype: str = attrs.field(validator=instance_of(str))
+    shape: tuple[int, ...] = attrs.field(
+        converter=tuple, validator=deep_iterable(_number, instance_of(tuple))
+    )
+
+    @classmethod
+    def of(cls, part: Tensor | None) -> PartMeta | None:
+        return None if part is None else cls(str(part.dtype).removeprefix("torch."), tuple(part.shape))
+
+    def empty(self, device: str | torch.device) -> Tensor:
+        """Memory for it.
+
+        Raises:
+            WireError: this torch has no such dtype.
+        """
+        return torch.empty(self.shape, dtype=self.torch_dtype, device=device)
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        dtype = getattr(torch, self.dtype, None)
+        if not isinstance(dtype, torch.dtype):
+            raise WireError(f"an entry of dtype {self.dtype!r} came, which torch {torch.__version__} lacks")
+        return dtype
+
+
+def _part(plain: Any) -> PartMeta | None:
+    return plain if plain is None or isinstance(plain, PartMeta) else PartMeta(*plain)
+
+
+@attrs.frozen
+class Coming:
+    """An entry's tensors follow on the data pipe, those of calls answered before it first."""
+
+    call: int = attrs.field(validator=_number)
+    entry_id: int = attrs.field(validator=_number)
+    tokens: bytes = attrs.field(validator=instance_of(bytes))
+    roi: bytes = attrs.field(validator=instance_of(bytes))
+    metadata: dict[str, Any] = attrs.field(validator=instance_of(dict))
+    key: PartMeta | None = attrs.field(converter=_part)
+    value: PartMeta | None = attrs.field(converter=_part)
+    hidden: PartMeta | None = attrs.field(converter=_part)
+
+    def __attrs_post_init__(self) -> None:
+        if len(self.tokens) != 8 * len(self.roi):
+            raise WireError("an entry came whose tokens and roi differ in length")
+        layered = [part.shape[:2] for part in (self.key, self.value) if part is not None]
+        if any(len(shape) != 2 or shape != layered[0] for shape in layered):
+            raise WireError("an entry came whose key and value differ in layers or tokens")
+
+    @property
+    def num_layers(self) -> int:
+        part = self.key or self.value
+        return 0 if part is None else part.shape[0]
+
+    @property
+    def num_tensors(self) -> int:
+        """How many follow on the data pipe."""
+        per_layer = (self.key is not None) + (self.value is not None)
+        return per_layer * self.num_layers + (self.hidden is not None)
+
+    def header(self) -> EntryHeader:
+        return EntryHeader(
+            entry_id=self.entry_id,
+            tokens=torch.from_numpy(key_from_bytes(self.tokens)),
+            roi=torch.from_numpy(np.frombuffer(self.roi, np.bool_).copy()),
+            num_layers=self.num_layers,
+            metadata=self.metadata,
+        )
+
+
+@attrs.frozen
+class End:
+    """Nothing more comes from the end that says so."""
+
+
+Message = Match | Take | Read | Done | Cancel | Matched | Granted | Failed | Coming | End
+
+_BY_NAME: dict[str, type[Any]] = {
+    kind.__name__: kind for kind in (Match, Take, Read, Done, Cancel, Matched, Granted, Failed, Coming, End)
+}
+
+
+def pack(message: Message) -> Tensor:
+    """The tensor that carries it.
+
+    Raises:
+        UnsupportedError, CapacityError: it cannot be encoded (an entry's metadata, or too large).
+    """
+    fields = [getattr(message, field.name) for field in attrs.fields(type(message))]
+    plain = [[f.dtype, list(f.shape)] if isinstance(f, PartMeta) else f for f in fields]
+    return torch.frombuffer(bytearray(encode([type(message).__name__, *plain])), dtype=torch.uint8)
+
+
+def unpack(tensor: Tensor | None) -> Message:
+    """What the tensor carries.
+
+    Raises:
+        WireError: it is no message of these.
+    """
+    if tensor is None or tensor.dtype is not torch.uint8 or tensor.dim() != 1:
+        raise WireError("a message on the signal pipe must be a row of bytes")
+    plain = decode(memory_of(tensor))
+    try:
+        name, *fields = plain
+        return _BY_NAME[name](*fields)  # type: ignore[no-any-return]
+    except KvplugError:
+        raise
+    except (TypeError, ValueError, KeyError) as e:
+        raise WireError(f"an unknown or malformed message on the signal pipe: {type(e).__name__}: {e}") from e
+
+
+def key_to_bytes(key: TokenArray) -> bytes:
+    return key.astype("<i8", copy=False).tobytes()
+
+
+def key_from_bytes(data: bytes) -> TokenArray:
+    """Of its own, writable memory.
+
+    Raises:
+        WireError: not a whole number of ids.
+    """
+    if len(data) % 8:
+        raise WireError(f"{len(data)} bytes are no 64-bit token ids")
+    return np.frombuffer(data, "<i8").astype(np.int64)
+
+
+def layers_of(key: Tensor | None, value: Tensor | None) -> Iterator[tuple[Tensor | None, Tensor | None]]:
+    """Key and value layer by layer."""
+    part = key if key is not None else value
+    for layer in range(0 if part is None else part.shape[0]):
+        yield None if key is None else key[layer], None if value is None else value[layer]
+
+
+def stream_of(key: Tensor | None, value: Tensor | None, hidden: Tensor | None) -> Iterator[Tensor]:
+    """The tensors of an entry in the order of the data pipe."""
+    for layer in layers_of(key, value):
+        yield from (part for part in layer if part is not None)
+    if hidden is not None:
+        yield hidden

@@ -1,0 +1,97 @@
+"""The five parts of an entry: checked, measured, copied."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvplug import UnsupportedError
+from kvplug_lookup.index import TokenArray, token_array
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def owned_tokens(tokens: Any) -> Tensor:
+    """Token ids as an int64 CPU tensor of its own memory, shape [num_tokens].
+
+    Raises:
+        UnsupportedError: they are not integers.
+        ValueError: they have not one dimension.
+    """
+    return torch.from_numpy(token_array(tokens).copy())
+
+
+def mask_array(roi: Any, num_tokens: int) -> np.ndarray[Any, np.dtype[np.bool_]] | None:
+    """A region of interest as a bool array; ``None`` (every token) stays ``None``.
+
+    Raises:
+        UnsupportedError: it is not made of booleans.
+        ValueError: it is not as long as the tokens.
+    """
+    if roi is None:
+        return None
+    mask = roi.detach().cpu().numpy() if isinstance(roi, Tensor) else np.asarray(roi)
+    if mask.size and mask.dtype != np.bool_:
+        raise UnsupportedError(f"a roi is made of booleans, not {mask.dtype}")
+    if mask.shape != (num_tokens,):
+        raise ValueError(f"a roi of shape {mask.shape} does not fit {num_tokens} tokens")
+    return mask.astype(np.bool_, copy=False)
+
+
+def key_under(tokens: Any, roi: Any) -> TokenArray:
+    """The tokens by which an entry or a query is known: those under the roi. May share memory."""
+    found = token_array(tokens)
+    mask = mask_array(roi, found.size)
+    return found if mask is None else found[mask]
+
+
+def count_layers(num_tokens: int, key: Tensor | None, value: Tensor | None, hidden: Tensor | None) -> int:
+    """The number of layers of key and value; 0 where there is neither.
+
+    Raises:
+        UnsupportedError: a part is not a tensor.
+        ValueError: the shapes do not belong together.
+    """
+    num_layers: int | None = None
+    for name, part in (("key", key), ("value", value), ("hidden", hidden)):
+        if part is None:
+            continue
+        if not isinstance(part, Tensor):
+            raise UnsupportedError(f"{name} must be a tensor or None, not {type(part).__name__}")
+        if name == "hidden":
+            continue
+        if part.dim() < 2 or part.shape[1] != num_tokens:
+            raise ValueError(
+                f"{name} must have the shape [num_layers, {num_tokens} tokens, ...], got {list(part.shape)}"
+            )
+        if num_layers is not None and part.shape[0] != num_layers:
+            raise ValueError(f"key has {num_layers} layers and value {part.shape[0]}")
+        num_layers = int(part.shape[0])
+    return num_layers or 0
+
+
+def nbytes_of(*parts: Tensor | None) -> int:
+    """Bytes of their elements, whatever memory they are views of."""
+    return sum(part.numel() * part.element_size() for part in parts if part is not None)
+
+
+def copy_of(part: Tensor | None, device: str | torch.device) -> Tensor | None:
+    """A contiguous copy on ``device``, bit by bit."""
+    if part is None:
+        return None
+    source = part.detach().resolve_conj().resolve_neg()
+    copy = torch.empty(source.shape, dtype=source.dtype, device=device)
+    bits = _BITS.get(source.element_size())
+    if bits is None:
+        copy.copy_(source)
+    else:  # as integers, since some dtypes have no kernels to copy them
+        copy.view(bits).copy_(source.view(bits))
+    return copy
+
+
+def describe_query(key: TokenArray | None) -> str:
+    """For messages: no token ids, which are somebody's prompt."""
+    return "a query for any entry" if key is None else f"a query of {key.size} tokens"

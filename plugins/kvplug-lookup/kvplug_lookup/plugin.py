@@ -1,0 +1,20 @@
+"""Entry point: what this distribution offers."""
+
+from __future__ import annotations
+
+from kvplug import Kind, TransportSpec, hookimpl
+
+KVPLUG_API = (1, 0)
+
+
+@hookimpl
+def kvplug_transports() -> list[TransportSpec]:
+    return [
+        TransportSpec(
+            kind=Kind.LOOKUP_BUFFER,
+            name="simple",
+            factory="kvplug_lookup.endpoint:SimpleEndpoint",
+            options="kvplug_lookup.options:SimpleOptions",
+            summary="KV entries in this process's memory, found by exact token prefixes",
+        )
+    ]

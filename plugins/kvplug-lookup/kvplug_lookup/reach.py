@@ -1,0 +1,456 @@
+"""The end that reaches a store over a signal pipe and a data pipe.
+
+One thread listens to the signal pipe and hands each answer to the call it belongs to. The entry's
+tensors are received by the calling thread itself, so a sink runs there and its error is the caller's.
+
+Entries come on the data pipe in the order in which they were announced. A call that gives up in the
+middle (timeout, a sink that raised) says ``Cancel``, so that the entry is back at once, and leaves the
+rest of its tensors to a thread that receives and drops them up to the last one or the ``None`` that
+cuts them short; only then is it the next entry's turn. So nothing that was given up can be taken for
+the next entry.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+from collections import deque
+from typing import Any, NoReturn
+
+import attrs
+import torch
+from torch import Tensor
+
+from kvplug import (
+    DEFAULT_TIMEOUT,
+    CapacityError,
+    ClosedError,
+    Deadline,
+    Entry,
+    EntryGoneError,
+    EntrySink,
+    KvplugError,
+    LookupBuffer,
+    PeerGoneError,
+    Pipe,
+    TensorMismatchError,
+    TimeoutError,
+    TransportError,
+    UnsupportedError,
+    WireError,
+    close_after_fork,
+)
+from kvplug.deadline import Timeout
+from kvplug_lookup.messages import (
+    Cancel,
+    Coming,
+    Done,
+    End,
+    Failed,
+    Granted,
+    Match,
+    Matched,
+    Message,
+    PartMeta,
+    Read,
+    Take,
+    key_to_bytes,
+    pack,
+    unpack,
+)
+from kvplug_lookup.parts import describe_query, key_under
+
+_log = logging.getLogger(__name__)
+
+_CANCEL_TIMEOUT_S = 1.0
+"""A ``Cancel`` is a few bytes: a signal pipe that has no room for it for so long is given up."""
+
+_ERRORS: dict[str, type[KvplugError]] = {
+    error.__name__: error
+    for error in (EntryGoneError, TimeoutError, UnsupportedError, CapacityError, WireError)
+} | {"ClosedError": PeerGoneError}
+"""What a ``Failed`` may raise here."""
+
+
+@attrs.define(eq=False)
+class _Delivery:
+    """An announced entry whose tensors are on the data pipe."""
+
+    coming: Coming
+    num_left: int
+    half: Tensor | None = None
+    """The memory into which a tensor was being received when the time was over."""
+
+
+@attrs.define(eq=False)
+class _Call:
+    number: int
+    woken: threading.Condition
+    answers: deque[Message] = attrs.field(factory=deque)
+    delivery: _Delivery | None = None
+
+
+class ReachingEnd(LookupBuffer):
+    """Any method may be called from any thread; calls overtake each other, entries come one by one.
+
+    ``insert`` is not for this end: entries are stored where they are computed.
+    """
+
+    def __init__(self, signal: Pipe, data: Pipe, *, device: str = "cpu", timeout_s: float = 30.0) -> None:
+        self._signal = signal
+        self._data = data
+        self._device = torch.device(device)
+        self._timeout_s = timeout_s
+        self._lock = threading.Lock()
+        self._turn = threading.Condition(self._lock)
+        self._speaking = threading.Lock()
+        self._numbers = itertools.count(1)
+        self._calls: dict[int, _Call] = {}
+        self._deliveries: deque[_Delivery] = deque()
+        """In the order of the data pipe; the first one's tensors come next."""
+        self._scratch: dict[str, Tensor] = {}
+        """Receive memory for one layer of key and value, used again and again by whose turn it is."""
+        self._ended: KvplugError | None = None
+        """What every call raises from now on."""
+        self._closed = False
+        close_after_fork(self)
+        self._router = threading.Thread(target=self._route, name="kvplug-lookup-reach", daemon=True)
+        self._router.start()
+
+    # -- the buffer ----------------------------------------------------------------------------
+
+    def insert(self, *args: Any, **kwargs: Any) -> int:
+        self._check()
+        raise UnsupportedError(
+            "an entry is inserted at the end that holds the store, where it is computed; this is an end that"
+            " reaches it"
+        )
+
+    def match(self, input_tokens: Any, roi: Any = None, *, extra: bytes = b"") -> int:
+        deadline = Deadline.after(self._timeout_s)
+        key = key_to_bytes(key_under(input_tokens, roi))
+        call = self._open()
+        try:
+            self._say(Match(call.number, key, bytes(extra)), deadline)
+            answer = self._answer(call, deadline, "a match")
+            if not isinstance(answer, Matched):
+                self._break(f"a {type(answer).__name__} came where a match was asked for")
+            return answer.num_tokens
+        finally:
+            self._leave(call)
+
+    def drop_select(
+        self,
+        input_tokens: Any,
+        roi: Any = None,
+        *,
+        extra: bytes = b"",
+        timeout: Timeout = DEFAULT_TIMEOUT,
+    ) -> Entry:
+        deadline = Deadline.after(timeout, self._timeout_s)
+        key = None if input_tokens is None else key_under(input_tokens, roi)
+        call, ended = self._open(), False
+        try:
+            query = None if key is None else key_to_bytes(key)
+            self._say(Take(call.number, query, bytes(extra), deadline.remaining()), deadline)
+            entry = self._fetch(call, None, deadline, describe_query(key))
+            self._say(Done(call.number), deadline)
+            granted = self._answer(call, deadline, "the last word on an entry")
+            ended = True
+            if not isinstance(granted, Granted):
+                self._break(f"a {type(granted).__name__} came where the last word on an entry should")
+            if not granted.is_yours:
+                raise TimeoutError("the entry did not arrive in the time asked for; it is back in the store")
+            return entry
+        finally:
+            self._leave(call, cancel=not ended)
+
+    def select(
+        self,
+        input_tokens: Any,
+        roi: Any = None,
+        *,
+        extra: bytes = b"",
+        min_tokens: int = 1,
+        sink: EntrySink | None = None,
+        timeout: Timeout = DEFAULT_TIMEOUT,
+    ) -> Entry:
+        deadline = Deadline.after(timeout, self._timeout_s)
+        key = key_under(input_tokens, roi)
+        call, ended = self._open(), False
+        try:
+            query = key_to_bytes(key)
+            self._say(
+                Read(call.number, query, bytes(extra), max(1, min_tokens), deadline.remaining()), deadline
+            )
+            entry = self._fetch(call, sink, deadline, describe_query(key))
+            self._say(Done(call.number), deadline)
+            ended = True
+            return entry
+        finally:
+            self._leave(call, cancel=not ended)
+
+    def close(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
+        deadline = Deadline.after(timeout, self._timeout_s)
+        if not self._end(ClosedError("this end of the lookup buffer is closed"), closed=True):
+            return
+        try:
+            self._send(End(), deadline)
+        except KvplugError as e:
+            _log.debug("the store at %s was not told of the end: %s", self._signal.peer, e)
+        self._signal.close(deadline.remaining())
+        self._data.close(deadline.remaining())
+        if threading.current_thread() is not self._router:
+            self._router.join(deadline.remaining())
+
+    def abort(self) -> None:
+        self._end(ClosedError("this end of the lookup buffer was aborted"), closed=True)
+        self._signal.abort()
+        self._data.abort()
+
+    # -- calls ---------------------------------------------------------------------------------
+
+    def _open(self) -> _Call:
+        with self._lock:
+            self._check()
+            call = _Call(next(self._numbers), threading.Condition(self._lock))
+            self._calls[call.number] = call
+            return call
+
+    def _leave(self, call: _Call, *, cancel: bool = False) -> None:
+        """The caller goes. What of its entry has not come yet is drained by another thread."""
+        with self._lock:
+            del self._calls[call.number]
+            delivery, ended = call.delivery, self._ended
+        if ended is not None:
+            return
+        if delivery is not None and (delivery.num_left or self._deliveries[0] is not delivery):
+            self._drain_later(delivery)
+        elif delivery is not None:
+            self._end_turn(delivery)
+        if cancel:
+            try:
+                self._send(Cancel(call.number), Deadline.after(_CANCEL_TIMEOUT_S))
+            except KvplugError as e:
+                self._lose(e)
+
+    def _say(self, message: Message, deadline: Deadline) -> None:
+        try:
+            self._send(message, deadline)
+        except (ClosedError, PeerGoneError, TransportError) as e:
+            self._lose(e)
+            self._check()
+
+    def _send(self, message: Message, deadline: Deadline) -> None:
+        tensor = pack(message)
+        with self._speaking:
+            self._signal.send_tensor(tensor, timeout=deadline.remaining())
+
+    def _answer(self, call: _Call, deadline: Deadline, what: str) -> Message:
+        """The next answer to a call.
+
+        Raises:
+            TimeoutError: none came.
+            KvplugError: the store says that the call failed, or this end has ended.
+        """
+        with self._lock:
+            while not call.answers:
+                self._check()
+                if deadline.expired:
+                    raise TimeoutError(f"{what}: no answer from the store at {self._signal.peer} in time")
+                call.woken.wait(deadline.remaining())
+            answer = call.answers.popleft()
+        if isinstance(answer, Failed):
+            raise _ERRORS.get(answer.error, TransportError)(f"{what}: {answer.text}")
+        return answer
+
+    # -- entries -------------------------------------------------------------------------------
+
+    def _fetch(self, call: _Call, sink: EntrySink | None, deadline: Deadline, what: str) -> Entry:
+        """Receive the entry that answers a call, when it is its turn."""
+        coming = self._answer(call, deadline, what)
+        delivery = call.delivery
+        if not isinstance(coming, Coming) or delivery is None:
+            self._break(f"a {type(coming).__name__} came where an entry was asked for")
+        with self._lock:
+            while self._deliveries[0] is not delivery:
+                self._check()
+                if deadline.expired:
+                    raise TimeoutError("entries that were asked for before this one are still coming")
+                self._turn.wait(deadline.remaining())
+        try:
+            return self._receive(delivery, sink, deadline)
+        except _CutShortError:
+            self._answer(call, deadline, what)  # says why
+            self._break("an entry was cut short without a reason")
+
+    def _receive(self, delivery: _Delivery, sink: EntrySink | None, deadline: Deadline) -> Entry:
+        coming = delivery.coming
+        header = coming.header()
+        whole_key = whole_value = None
+        if sink is not None:
+            sink.begin(header)
+        else:
+            whole_key = None if coming.key is None else coming.key.empty(self._device)
+            whole_value = None if coming.value is None else coming.value.empty(self._device)
+        for layer in range(coming.num_layers):
+            parts: list[Tensor | None] = []
+            for name, meta, whole in (("key", coming.key, whole_key), ("value", coming.value, whole_value)):
+                if meta is None:
+                    parts.append(None)
+                    continue
+                memory = self._layer_memory(name, meta) if whole is None else whole[layer]
+                parts.append(self._next_tensor(delivery, memory, deadline))
+            if sink is not None:
+                sink.layer(layer, *parts)
+        hidden = None
+        if coming.hidden is not None:
+            hidden = self._next_tensor(delivery, coming.hidden.empty(self._device), deadline)
+        return Entry(
+            header=header,
+            tokens=header.tokens,
+            roi=header.roi,
+            key=whole_key,
+            value=whole_value,
+            hidden=hidden,
+        )
+
+    def _layer_memory(self, name: str, meta: PartMeta) -> Tensor:
+        """Memory for one layer, as it was used for the layer before."""
+        dtype, shape = meta.torch_dtype, meta.shape[1:]
+        memory = self._scratch.get(name)
+        if memory is None or memory.dtype is not dtype or memory.shape != shape:
+            memory = self._scratch[name] = torch.empty(shape, dtype=dtype, device=self._device)
+        return memory
+
+    def _next_tensor(self, delivery: _Delivery, out: Tensor, deadline: Deadline) -> Tensor:
+        if deadline.expired:
+            coming = delivery.coming
+            raise TimeoutError(
+                f"entry {coming.entry_id}: {delivery.num_left} of {coming.num_tensors} tensors did not come in time"
+            )
+        delivery.half = out
+        try:
+            received = self._data.recv_tensor(out, timeout=deadline.remaining())
+        except TensorMismatchError:
+            received = self._data.recv_tensor(timeout=deadline.remaining())
+            if received is not None:
+                self._break(f"a tensor of another shape or dtype than announced came: {received.shape}")
+        except TimeoutError:
+            raise
+        except KvplugError as e:
+            self._lose(e)
+            self._check()
+        delivery.half = None
+        if received is None:
+            delivery.num_left = 0
+            raise _CutShortError
+        delivery.num_left -= 1
+        return received
+
+    def _drain_later(self, delivery: _Delivery) -> None:
+        name = f"kvplug-lookup-drain-{delivery.coming.call}"
+        threading.Thread(target=self._drain, args=(delivery,), name=name, daemon=True).start()
+
+    def _drain(self, delivery: _Delivery) -> None:
+        """Receive and drop what an abandoned entry's sender has sent, in its turn."""
+        with self._lock:
+            while self._ended is None and self._deliveries[0] is not delivery:
+                self._turn.wait()
+            if self._ended is not None:
+                return
+        try:
+            while delivery.num_left:
+                out, delivery.half = delivery.half, None
+                try:
+                    received = self._data.recv_tensor(out, timeout=None)
+                except TensorMismatchError:
+                    received = self._data.recv_tensor(timeout=None)
+                delivery.num_left = 0 if received is None else delivery.num_left - 1
+        except KvplugError as e:
+            self._lose(e)
+        else:
+            self._end_turn(delivery)
+
+    def _end_turn(self, delivery: _Delivery) -> None:
+        with self._lock:
+            if self._deliveries and self._deliveries[0] is delivery:
+                self._deliveries.popleft()
+                self._turn.notify_all()
+
+    # -- the thread that listens ---------------------------------------------------------------
+
+    def _route(self) -> None:
+        try:
+            while True:
+                message = unpack(self._signal.recv_tensor(timeout=None))
+                if isinstance(message, End):
+                    self._lose(PeerGoneError(f"the lookup store at {self._signal.peer} has closed"))
+                    return
+                self._take_answer(message)
+        except KvplugError as e:
+            self._lose(e)
+        except Exception as e:
+            _log.exception("answers of the lookup store at %s stop", self._signal.peer)
+            self._lose(TransportError(f"a lookup buffer's thread failed: {type(e).__name__}: {e}"))
+
+    def _take_answer(self, message: Message) -> None:
+        if not isinstance(message, Matched | Granted | Failed | Coming):
+            raise WireError(f"{type(message).__name__} is not for an end that reaches a store")
+        forsaken = None
+        with self._lock:
+            call = self._calls.get(message.call)
+            if isinstance(message, Coming):
+                delivery = _Delivery(message, message.num_tensors)
+                self._deliveries.append(delivery)
+                if call is None:
+                    forsaken = delivery
+                else:
+                    call.delivery = delivery
+            if call is not None:
+                call.answers.append(message)
+                call.woken.notify()
+        if forsaken is not None:
+            self._drain_later(forsaken)
+
+    # -- ending --------------------------------------------------------------------------------
+
+    def _check(self) -> None:
+        if self._ended is not None:
+            raise self._ended
+
+    def _break(self, why: str) -> NoReturn:
+        """The other end does not keep to what was agreed."""
+        error = WireError(f"{why} (from the lookup store at {self._signal.peer})")
+        self._lose(error)
+        raise error
+
+    def _lose(self, error: KvplugError) -> None:
+        """The store cannot be reached any more."""
+        if self._end(error):
+            self._signal.abort()
+            self._data.abort()
+
+    def _end(self, error: KvplugError, *, closed: bool = False) -> bool:
+        """Every call raises ``error`` from now on; whether this is the first end."""
+        with self._lock:
+            first = not self._closed if closed else self._ended is None
+            if closed:
+                self._closed = True
+            if self._ended is None or (closed and first):
+                self._ended = error
+            self._scratch.clear()
+            for call in self._calls.values():
+                call.woken.notify_all()
+            self._turn.notify_all()
+            return first
+
+    def _after_fork_in_child(self) -> None:
+        self._lock = threading.Lock()
+        self._closed = True
+        self._ended = ClosedError("this end of the lookup buffer belongs to the parent of this process")
+
+
+class _CutShortError(Exception):
+    """The store stopped sending an entry."""

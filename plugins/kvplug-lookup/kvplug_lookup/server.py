@@ -1,0 +1,283 @@
+"""Serves one reaching end over its two pipes.
+
+Two threads. One reads the requests from the signal pipe and never waits for anything else, so a
+``match`` or a ``Cancel`` is answered while an entry is on its way. The other sends entries, one after
+the other, and is the only one that a slow consumer holds up.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+import queue
+import threading
+from collections.abc import Callable
+
+import attrs
+
+from kvplug import (
+    ClosedError,
+    Deadline,
+    KvplugError,
+    Pipe,
+    TimeoutError,
+    Transfer,
+    UnsupportedError,
+    WireError,
+)
+from kvplug_lookup.lending import Lending, Waiter
+from kvplug_lookup.messages import (
+    Cancel,
+    Coming,
+    Done,
+    End,
+    Failed,
+    Granted,
+    Match,
+    Matched,
+    Message,
+    PartMeta,
+    Read,
+    Take,
+    key_from_bytes,
+    key_to_bytes,
+    pack,
+    stream_of,
+    unpack,
+)
+from kvplug_lookup.shelf import Held, Loan
+
+_log = logging.getLogger(__name__)
+
+_GRACE_S = 2.0
+"""How much longer than its caller a loan lives: the caller's clock started a little earlier."""
+
+_numbers = itertools.count(1)
+
+
+@attrs.define(eq=False)
+class _Call:
+    """A request that has not ended."""
+
+    number: int
+    expires: Deadline
+    waiter: Waiter | None = None
+    loan: Loan | None = None
+    cancelled: bool = False
+
+
+class Session:
+    """One reaching end, as long as it is served."""
+
+    def __init__(
+        self, lending: Lending, signal: Pipe, data: Pipe, *, on_end: Callable[[Session], None]
+    ) -> None:
+        self._lending = lending
+        self._signal = signal
+        self._data = data
+        self._on_end = on_end
+        self._number = next(_numbers)
+        self.holder = f"{self._number}: {signal.peer}"
+        """Who holds its loans."""
+        self._speaking = threading.Lock()
+        self._calls: dict[int, _Call] = {}  # touched by the requests thread only
+        self._outbox: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
+        self._threads = [
+            threading.Thread(target=run, name=f"kvplug-lookup-{what}-{self._number}", daemon=True)
+            for run, what in ((self._take_requests, "requests"), (self._deliver, "deliver"))
+        ]
+
+    def start(self) -> None:
+        for thread in self._threads:
+            thread.start()
+
+    def close(self, deadline: Deadline) -> None:
+        """Say that it is the end, and close the pipes."""
+        try:
+            self._say(End(), deadline)
+        except KvplugError as e:
+            _log.debug("%s was not told that the store closes: %s", self.holder, e)
+        self._signal.close(deadline.remaining())
+        self._data.close(deadline.remaining())
+
+    def abort(self) -> None:
+        """At once; the threads end by themselves."""
+        self._signal.abort()
+        self._data.abort()
+
+    def join(self, deadline: Deadline) -> bool:
+        """Whether both threads have ended by then."""
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(deadline.remaining())
+        return not any(thread.is_alive() for thread in self._threads)
+
+    # -- the thread that takes requests --------------------------------------------------------
+
+    def _take_requests(self) -> None:
+        try:
+            while True:
+                next_end = min((call.expires.at for call in self._calls.values()), default=math.inf)
+                try:
+                    message = unpack(self._signal.recv_tensor(timeout=Deadline(next_end).remaining()))
+                except TimeoutError:
+                    message = None
+                for call in [call for call in self._calls.values() if call.expires.expired]:
+                    _log.warning("%s did not end call %d in time", self.holder, call.number)
+                    self._cancel(call)
+                if isinstance(message, End):
+                    break
+                if message is not None:
+                    self._serve(message)
+        except WireError as e:
+            _log.warning("%s is served no more: %s", self.holder, e)
+        except KvplugError as e:
+            _log.debug("%s is gone: %s", self.holder, e)
+        except Exception:
+            _log.exception("%s is served no more", self.holder)
+        finally:
+            self.abort()
+            for call in list(self._calls.values()):
+                self._cancel(call)
+            self._outbox.put(None)
+            self._on_end(self)
+
+    def _serve(self, message: Message) -> None:
+        match message:
+            case Match(number, key, extra):
+                try:
+                    num_tokens = self._lending.match(key_from_bytes(key), extra)
+                except ClosedError as e:
+                    self._fail(number, e)
+                else:
+                    self._say(Matched(number, num_tokens))
+            case Take(number, key_or_any, extra, timeout):
+                call = self._begin(number, timeout)
+                call.waiter = Waiter(
+                    key=None if key_or_any is None else key_from_bytes(key_or_any),
+                    extra=extra,
+                    holder=self.holder,
+                    wake=lambda waiter: self._outbox.put(call),
+                )
+                try:
+                    self._lending.want(call.waiter)
+                except ClosedError as e:
+                    self._fail(number, e)
+            case Read(number, key, extra, min_tokens, timeout):
+                call = self._begin(number, timeout)
+                try:
+                    call.loan = self._lending.borrow(key_from_bytes(key), extra, min_tokens, self.holder)
+                except ClosedError as e:
+                    self._fail(number, e)
+                else:
+                    self._outbox.put(call)
+            case Done(number):
+                self._end(number)
+            case Cancel(number):
+                if number in self._calls:
+                    self._cancel(self._calls[number])
+            case _:
+                raise WireError(f"{type(message).__name__} is not for a store")
+
+    def _begin(self, number: int, timeout: float | None) -> _Call:
+        if number in self._calls:
+            raise WireError(f"call {number} is under way already")
+        deadline = Deadline.after(None if timeout is None else timeout + _GRACE_S)
+        call = self._calls[number] = _Call(number, deadline)
+        return call
+
+    def _end(self, number: int) -> None:
+        """The caller has it all."""
+        call = self._calls.pop(number, None)
+        loan = call and (call.loan or (call.waiter and call.waiter.loan))
+        if call is None or loan is None:
+            self._say(Granted(number, False))
+            return
+        ended = self._lending.end(loan, taken=loan.is_exclusive)
+        if loan.is_exclusive:
+            self._say(Granted(number, ended))
+
+    def _cancel(self, call: _Call) -> None:
+        self._calls.pop(call.number, None)
+        call.cancelled = True
+        loan = call.loan or (call.waiter and self._lending.withdraw(call.waiter))
+        if loan is not None:
+            self._lending.end(loan)
+
+    # -- the thread that sends entries ---------------------------------------------------------
+
+    def _deliver(self) -> None:
+        try:
+            while (call := self._outbox.get()) is not None:
+                loan = call.loan or (call.waiter and call.waiter.loan)
+                if loan is not None:
+                    self._send(call, loan)
+                elif call.waiter is not None and call.waiter.error is not None:
+                    self._fail(call.number, call.waiter.error)
+                elif not call.cancelled:
+                    self._say(Failed(call.number, "EntryGoneError", "nothing held shares enough tokens"))
+        except KvplugError as e:
+            _log.debug("entries for %s stop: %s", self.holder, e)
+        except Exception:
+            _log.exception("entries for %s stop", self.holder)
+        finally:
+            self.abort()  # the other thread ends too, and takes the loans back
+
+    def _send(self, call: _Call, loan: Loan) -> None:
+        if not self._lending.begin_use(loan):
+            return  # cancelled by now
+        held = loan.held
+        try:
+            try:
+                coming = pack(_announce(call.number, held))
+            except KvplugError as e:
+                self._lending.end(loan)
+                self._fail(call.number, e)
+                return
+            with self._speaking:
+                self._signal.send_tensor(coming, timeout=None)
+            for part in stream_of(held.key, held.value, held.hidden):
+                if call.cancelled:
+                    self._data.send_tensor(None, timeout=None)
+                    return
+                try:
+                    transfer = self._data.send_tensor(part, timeout=None)
+                except UnsupportedError as e:
+                    self._lending.end(loan)
+                    self._data.send_tensor(None, timeout=None)
+                    self._fail(call.number, e)
+                    return
+                self._lending.use(held)
+                transfer.add_done_callback(lambda ended: self._sent(held, ended))
+        finally:
+            self._lending.disuse(held)
+
+    def _sent(self, held: Held, transfer: Transfer) -> None:
+        self._lending.disuse(held)
+        if transfer.error() is not None:
+            self.abort()
+
+    # -- both ----------------------------------------------------------------------------------
+
+    def _fail(self, number: int, error: KvplugError) -> None:
+        self._say(Failed(number, type(error).__name__, str(error)))
+
+    def _say(self, message: Message, deadline: Deadline | None = None) -> None:
+        tensor = pack(message)
+        with self._speaking:
+            self._signal.send_tensor(tensor, timeout=None if deadline is None else deadline.remaining())
+
+
+def _announce(number: int, held: Held) -> Coming:
+    header = held.header
+    return Coming(
+        number,
+        held.entry_id,
+        key_to_bytes(header.tokens.numpy()),
+        header.roi.numpy().tobytes(),
+        header.metadata,
+        PartMeta.of(held.key),
+        PartMeta.of(held.value),
+        PartMeta.of(held.hidden),
+    )
