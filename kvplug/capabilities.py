@@ -7,6 +7,8 @@ what is claimed.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import attrs
 
 
@@ -27,11 +29,15 @@ class Cost:
         return self.latency_us * 1e-6 + nbytes / (self.gb_per_s * 1e9)
 
 
+def _names(names: Iterable[str]) -> frozenset[str]:
+    return frozenset(names)
+
+
 @attrs.frozen(kw_only=True)
 class Capabilities:
     """What a transport can do. Every field has the meaning its conformance test gives it."""
 
-    devices: frozenset[str] = attrs.field(default=frozenset({"cpu"}), converter=frozenset)
+    devices: frozenset[str] = attrs.field(default=frozenset({"cpu"}), converter=_names)
     """Device types (``"cpu"``, ``"cuda"``) whose tensors it sends from and receives into."""
     cross_host: bool = False
     """The two ends may be on different hosts. Otherwise their probes must name the same domain."""

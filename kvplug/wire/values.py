@@ -143,7 +143,7 @@ def _lower(value: Any, depth: int, count: list[int]) -> Any:
                 pairs.append(_lower(v, depth, count))
             return pairs
         kinds = set(map(type, value))
-        if kinds <= _AS_THEY_ARE or (kinds == {int} and _MIN_INT <= min(value) and max(value) <= _MAX_INT):
+        if kinds <= _AS_THEY_ARE or (kinds == {int} and min(value) >= _MIN_INT and max(value) <= _MAX_INT):
             lowered = list(value)
         else:
             lowered = [_lower(item, depth, count) for item in value]
