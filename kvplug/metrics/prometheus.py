@@ -1,0 +1,119 @@
+"""Figures for Prometheus. Needs ``prometheus_client`` (``pip install kvplug[prometheus]``).
+
+Every series is a plain counter, the duration buckets too: a counter can be raised by what a snapshot
+says, and works in prometheus_client's multi-process mode as well as without; its ``Histogram`` takes one
+observation at a time and its custom collectors are not seen in that mode. ``histogram_quantile`` wants
+nothing but the label ``le``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import attrs
+
+from kvplug.errors import ConfigError
+from kvplug.metrics.sinks import Sink
+from kvplug.metrics.stats import BOUNDS_S, Snapshot
+
+COUNTERS: Final[Mapping[str, tuple[tuple[str, ...], str]]] = {
+    "kvplug_transfers_total": (("op",), "Operations that succeeded."),
+    "kvplug_transfer_bytes_total": (("op",), "Bytes of tensors that operations moved."),
+    "kvplug_transfer_tokens_total": (("op",), "Tokens that operations were about."),
+    "kvplug_transfer_seconds_total": (("op",), "Seconds that operations took, summed."),
+    "kvplug_transfer_duration_bucket_total": (
+        ("op", "le"),
+        "Operations that took at most le seconds (cumulative, as in a histogram).",
+    ),
+    "kvplug_transfer_failures_total": (("op", "reason"), "Operations that failed, by reason."),
+}
+"""Name to (labels of ours, help). An engine's labels come before ours."""
+
+_LE: Final = (*(f"{bound:g}" for bound in BOUNDS_S), "+Inf")
+_OURS: Final = frozenset(itertools.chain.from_iterable(labels for labels, _ in COUNTERS.values()))
+
+
+@attrs.frozen
+class _Registered:
+    label_names: tuple[str, ...]
+    counters: Mapping[str, Any]
+
+
+_registered: weakref.WeakKeyDictionary[Any, _Registered] = weakref.WeakKeyDictionary()
+_registering = threading.Lock()
+
+
+class PrometheusSink(Sink):
+    """Raises the counters of one engine. The labels handed to ``emit`` are not used: an engine's are set."""
+
+    def __init__(self, counters: Mapping[str, Any], label_values: Sequence[str]) -> None:
+        self._counters = counters
+        self._values = tuple(label_values)
+
+    def emit(self, snapshot: Snapshot, labels: Mapping[str, str]) -> None:
+        for op, figures in snapshot["ops"].items():
+            self._raise("kvplug_transfers_total", figures["count"], op)
+            self._raise("kvplug_transfer_bytes_total", figures["bytes"], op)
+            self._raise("kvplug_transfer_tokens_total", figures["tokens"], op)
+            self._raise("kvplug_transfer_seconds_total", figures["seconds"], op)
+            for le, count in zip(_LE, itertools.accumulate(figures["buckets"]), strict=True):
+                self._raise("kvplug_transfer_duration_bucket_total", count, op, le)
+        for op, reasons in snapshot["failures"].items():
+            for reason, count in reasons.items():
+                self._raise("kvplug_transfer_failures_total", count, op, reason)
+
+    def _raise(self, name: str, amount: float, *ours: str) -> None:
+        self._counters[name].labels(*self._values, *ours).inc(amount)
+
+
+def prometheus_sinks(
+    label_names: Sequence[str], label_values: Mapping[int, Sequence[str]], registry: Any = None
+) -> dict[int, PrometheusSink]:
+    """One sink for each engine, by its index.
+
+    Args:
+        label_names: the engine's own labels; ours (``op``, ``le``, ``reason``) come after them.
+        label_values: engine index to a value for each of them.
+        registry: a ``prometheus_client.CollectorRegistry``; ``None`` is the global one. Asked again for
+            the same registry, the same counters are raised.
+
+    Raises:
+        ConfigError: a label is one of ours, an engine's values do not fit, or the registry has our
+            counters with other labels; every fault.
+        ImportError: there is no prometheus_client.
+    """
+    try:
+        import prometheus_client
+    except ImportError as e:
+        raise ImportError(
+            "metrics for Prometheus need prometheus_client: pip install kvplug[prometheus]"
+        ) from e
+    names = tuple(label_names)
+    faults = [f"the label {name!r} is one of kvplug's own" for name in names if name in _OURS]
+    faults += [
+        f"engine {index} has {len(values)} label values for the {len(names)} labels {', '.join(names)}"
+        for index, values in label_values.items()
+        if len(values) != len(names)
+    ]
+    if faults:
+        raise ConfigError(*faults, source="Prometheus labels")
+    registry = prometheus_client.REGISTRY if registry is None else registry
+    with _registering:
+        known = _registered.get(registry)
+        if known is None:
+            counters = {
+                name: prometheus_client.Counter(name, text, (*names, *ours), registry=registry)
+                for name, (ours, text) in COUNTERS.items()
+            }
+            known = _registered[registry] = _Registered(names, counters)
+    if known.label_names != names:
+        raise ConfigError(
+            f"this registry has kvplug's counters with the labels {', '.join(known.label_names) or 'none'},"
+            f" and {', '.join(names) or 'none'} were asked for",
+            source="Prometheus labels",
+        )
+    return {index: PrometheusSink(known.counters, values) for index, values in label_values.items()}

@@ -1,0 +1,103 @@
+"""The closed sets of what is counted and why it failed: so the number of series is bounded."""
+
+from __future__ import annotations
+
+import builtins
+import enum
+
+from kvplug.errors import (
+    AuthenticationError,
+    BusyError,
+    CapacityError,
+    ClosedError,
+    ConfigError,
+    EntryGoneError,
+    HandshakeError,
+    IntegrityError,
+    LayoutError,
+    LentError,
+    PeerGoneError,
+    TensorMismatchError,
+    UnsupportedError,
+    WireError,
+)
+
+
+class Op(enum.StrEnum):
+    """What is counted. ``docs/reference/metrics.md`` says from when to when each is timed."""
+
+    SEND = "send"
+    """One message through a pipe, from ``send_tensor`` to the end of its transfer."""
+    RECV = "recv"
+    """One message out of a pipe, in ``recv_tensor``: the wait for the peer included."""
+    SAVE = "save"
+    """One request's KV, from the first block gathered until it is stored or sent."""
+    LOAD = "load"
+    """One request's KV, from asking for it until it is in the cache."""
+    MATCH = "match"
+    """One question how many tokens are held elsewhere; ``tokens`` is the answer."""
+    HANDSHAKE = "handshake"
+    """One agreement with a peer, from the proven connection on."""
+    OTHER = "other"
+    """Whatever a newer plugin counts that this core does not know."""
+
+
+class Reason(enum.StrEnum):
+    """Why something failed."""
+
+    EXPIRED = "expired"
+    """A lease or a ticket was over its time."""
+    REFUSED = "refused"
+    """One end did not want it: not proven, not agreed on, not a tensor that it takes."""
+    CORRUPT = "corrupt"
+    """What arrived is not what was sent: a hash differs, or bytes are no message."""
+    TRANSPORT = "transport"
+    """The transport failed in a way that has no better name."""
+    TIMEOUT = "timeout"
+    """It was not done by its deadline."""
+    PEER_GONE = "peer_gone"
+    """The other process died, closed, or was fenced after a silence."""
+    NO_ROOM = "no_room"
+    """There was no room for it in time."""
+    GONE = "gone"
+    """The entry was there when it was promised, and was not when it was fetched."""
+    TOO_LARGE = "too_large"
+    """It is larger than the whole budget it would have to fit into."""
+    CLOSED = "closed"
+    """This end was closed or aborted while it was under way."""
+    OTHER = "other"
+    """None of these."""
+
+
+_BY_ERROR: tuple[tuple[type[BaseException] | tuple[type[BaseException], ...], Reason], ...] = (
+    ((IntegrityError, WireError), Reason.CORRUPT),
+    (EntryGoneError, Reason.GONE),
+    (CapacityError, Reason.TOO_LARGE),
+    (ClosedError, Reason.CLOSED),
+    (PeerGoneError, Reason.PEER_GONE),
+    (builtins.TimeoutError, Reason.TIMEOUT),
+    (
+        (
+            HandshakeError,
+            AuthenticationError,
+            ConfigError,
+            UnsupportedError,
+            TensorMismatchError,
+            LayoutError,
+            LentError,
+            BusyError,
+        ),
+        Reason.REFUSED,
+    ),
+    (ConnectionError, Reason.PEER_GONE),
+    (OSError, Reason.TRANSPORT),  # TransportError too
+)
+
+
+def reason_of(error: BaseException) -> Reason:
+    """The reason under which a failure with this error is counted.
+
+    ``expired`` and ``no_room`` have no error of their own: who knows says so. ``no_room`` is a timeout
+    of ``insert``, say.
+    """
+    return next((reason for kind, reason in _BY_ERROR if isinstance(error, kind)), Reason.OTHER)

@@ -1,0 +1,84 @@
+"""The one instrumented place: a pipe around a pipe."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from kvplug.deadline import DEFAULT_TIMEOUT, Timeout
+from kvplug.errors import BusyError, ClosedError, TensorMismatchError, TimeoutError
+from kvplug.metrics.reasons import reason_of
+from kvplug.metrics.stats import TransferStats
+from kvplug.pipe import Pipe, Transfer
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class RecordedPipe(Pipe):
+    """Counts what passes through another pipe, and is otherwise that pipe.
+
+    A send is timed from the call to the end of its transfer, a receive for as long as the call takes,
+    so with the wait for the peer. Each failed transfer is counted once, with its reason. A receive
+    that times out, meets a closed pipe, does not fit or comes at the same time as another is no
+    failed transfer: the message stays, and whoever waited for it knows what that means.
+    """
+
+    def __init__(self, pipe: Pipe, stats: TransferStats) -> None:
+        self.pipe = pipe
+        """The pipe inside."""
+        self._stats = stats
+
+    def __repr__(self) -> str:
+        return f"<recorded {self.pipe!r}>"
+
+    @property
+    def closed(self) -> bool:
+        return self.pipe.closed
+
+    @property
+    def peer(self) -> str:
+        return self.pipe.peer
+
+    def send_tensor(self, tensor: Tensor | None, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Transfer:
+        started = time.perf_counter()
+        try:
+            transfer = self.pipe.send_tensor(tensor, timeout=timeout)
+        except Exception as e:
+            self._stats.fail("send", reason_of(e))
+            raise
+        nbytes = _nbytes(tensor)
+
+        def count(ended: Transfer) -> None:
+            error = ended.error()
+            if error is None:
+                self._stats.record("send", nbytes, time.perf_counter() - started)
+            else:
+                self._stats.fail("send", reason_of(error))
+
+        transfer.add_done_callback(count)
+        return transfer
+
+    def recv_tensor(
+        self, out: Tensor | None = None, *, timeout: Timeout = DEFAULT_TIMEOUT
+    ) -> Tensor | None:
+        started = time.perf_counter()
+        try:
+            tensor = self.pipe.recv_tensor(out, timeout=timeout)
+        except (TimeoutError, ClosedError, TensorMismatchError, BusyError):
+            raise
+        except Exception as e:
+            self._stats.fail("recv", reason_of(e))
+            raise
+        self._stats.record("recv", _nbytes(tensor), time.perf_counter() - started)
+        return tensor
+
+    def close(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
+        self.pipe.close(timeout)
+
+    def abort(self) -> None:
+        self.pipe.abort()
+
+
+def _nbytes(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else int(tensor.nbytes)

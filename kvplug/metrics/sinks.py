@@ -1,0 +1,118 @@
+"""Where figures go: a sink gets what is new since it was last called, now and then, never per transfer."""
+
+from __future__ import annotations
+
+import abc
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+
+from kvplug.metrics.stats import Snapshot, StatsReader, TransferStats
+
+_log = logging.getLogger(__name__)
+
+
+class Sink(abc.ABC):
+    """Shows, stores or sends figures.
+
+    Called from one thread at a time, outside every lock of kvplug. What it raises is logged once and
+    otherwise passed over: figures are never a reason for a transfer to fail.
+    """
+
+    @abc.abstractmethod
+    def emit(self, snapshot: Snapshot, labels: Mapping[str, str]) -> None:
+        """``snapshot``: what was counted since the last call (see :mod:`kvplug.metrics.stats`), never empty.
+
+        ``labels``: whose figures they are, such as ``{"connector": "lookup", "side": "worker"}``.
+        """
+
+
+class LogSink(Sink):
+    """One line for each operation that was counted."""
+
+    def __init__(self, logger: logging.Logger | None = None, level: int = logging.INFO) -> None:
+        self._logger = logger or _log
+        self._level = level
+
+    def emit(self, snapshot: Snapshot, labels: Mapping[str, str]) -> None:
+        who = " ".join(f"{name}={value}" for name, value in labels.items())
+        ops, failures = snapshot["ops"], snapshot["failures"]
+        for op in (*ops, *(op for op in failures if op not in ops)):
+            figures = ops.get(op, {"count": 0, "bytes": 0, "tokens": 0, "seconds": 0.0})
+            failed = ", ".join(f"{reason} {count}" for reason, count in failures.get(op, {}).items())
+            self._logger.log(
+                self._level,
+                "%s %s: %d done, %.1f MB, %d tokens, %.4f s; failed: %s",
+                who,
+                op,
+                figures["count"],
+                figures["bytes"] / 1e6,
+                figures["tokens"],
+                figures["seconds"],
+                failed or "none",
+            )
+
+
+class HookSink(Sink):
+    """Calls a function with what every sink gets."""
+
+    def __init__(self, hook: Callable[[Snapshot, Mapping[str, str]], object]) -> None:
+        self._hook = hook
+
+    def emit(self, snapshot: Snapshot, labels: Mapping[str, str]) -> None:
+        self._hook(snapshot, labels)
+
+
+class Reporter:
+    """Hands what is new to every sink each ``interval_s`` seconds, and once more at the end.
+
+    Its thread exists only while there are sinks and it is open; without sinks it costs nothing.
+    """
+
+    def __init__(
+        self,
+        stats: TransferStats,
+        sinks: Sequence[Sink],
+        labels: Mapping[str, str] | None = None,
+        *,
+        interval_s: float = 10.0,
+    ) -> None:
+        self._sinks = tuple(sinks)
+        self._labels = dict(labels or {})
+        self._interval_s = interval_s
+        self._reader = StatsReader(stats)
+        self._broken: set[int] = set()
+        self._emitting = threading.Lock()
+        self._closed = threading.Event()
+        self._thread: threading.Thread | None = None
+        if self._sinks:
+            self._thread = threading.Thread(target=self._run, name="kvplug-metrics", daemon=True)
+            self._thread.start()
+
+    def emit(self) -> None:
+        """Hand over what is new, now."""
+        with self._emitting:
+            snapshot = self._reader.take() if self._sinks else None
+            if snapshot is None:
+                return
+            for sink in self._sinks:
+                try:
+                    sink.emit(snapshot, self._labels)
+                    self._broken.discard(id(sink))
+                except Exception:
+                    if id(sink) not in self._broken:
+                        _log.warning("metrics sink %r fails; this is said once", sink, exc_info=True)
+                    self._broken.add(id(sink))
+
+    def close(self) -> None:
+        """Emit the last figures and end the thread. Idempotent."""
+        if self._closed.is_set():
+            return
+        self._closed.set()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(timeout=self._interval_s)
+        self.emit()
+
+    def _run(self) -> None:
+        while not self._closed.wait(self._interval_s):
+            self.emit()

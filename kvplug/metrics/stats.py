@@ -1,0 +1,224 @@
+"""The counters. Recording costs less than a microsecond; nothing is computed until somebody looks.
+
+A *snapshot* is plain, so that any engine can carry it between processes in any way::
+
+    {"ops": {"send": {"count": 3, "bytes": 4096, "tokens": 0, "seconds": 0.02, "buckets": [0, …]}},
+     "failures": {"load": {"timeout": 1}}}
+
+``buckets[i]`` counts what took no longer than ``BOUNDS_S[i]`` (and longer than the bound before); the
+last one, what took longer than every bound. Only what was counted is in a snapshot.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from bisect import bisect_left
+from collections.abc import Mapping
+from typing import Any, Final
+
+import attrs
+
+from kvplug.metrics.reasons import Op, Reason
+
+_log = logging.getLogger(__name__)
+
+Snapshot = Mapping[str, Any]
+
+BOUNDS_S: Final = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
+"""Upper bounds of the duration buckets, in seconds: two to a decade, from 10 µs (a match) to 30 s."""
+
+_OPS: Final = frozenset(Op)
+_REASONS: Final = frozenset(Reason)
+
+
+@attrs.define(eq=False)
+class _Figures:
+    count: int = 0
+    nbytes: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    buckets: list[int] = attrs.field(factory=lambda: [0] * (len(BOUNDS_S) + 1))
+
+    def add(self, other: _Figures, sign: int = 1) -> None:
+        self.count += sign * other.count
+        self.nbytes += sign * other.nbytes
+        self.tokens += sign * other.tokens
+        self.seconds += sign * other.seconds
+        for index, count in enumerate(other.buckets):
+            self.buckets[index] += sign * count
+
+    def to_plain(self) -> dict[str, Any]:
+        return {
+            "count": self.count,
+            "bytes": self.nbytes,
+            "tokens": self.tokens,
+            "seconds": self.seconds,
+            "buckets": list(self.buckets),
+        }
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> _Figures:
+        found = cls(plain["count"], plain["bytes"], plain["tokens"], plain["seconds"], list(plain["buckets"]))
+        if len(found.buckets) != len(BOUNDS_S) + 1:
+            raise ValueError(f"{len(found.buckets)} duration buckets, this version has {len(BOUNDS_S) + 1}")
+        counts = (found.count, found.nbytes, found.tokens, *found.buckets)
+        if not all(map(_is_count, counts)) or not found.seconds >= 0:
+            raise ValueError("a figure is negative or no number")
+        return found
+
+
+class TransferStats:
+    """Counts, bytes, tokens and durations by operation, failures by operation and reason.
+
+    Thread-safe: any thread records, any thread looks. Figures only grow, until :meth:`reset`.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._ops: dict[str, _Figures] = {}
+        self._failures: dict[tuple[str, str], int] = {}
+        self._resets = 0
+        self._reader = StatsReader(self)
+
+    # -- counting ------------------------------------------------------------------------------
+
+    def record(self, op: str, nbytes: int = 0, seconds: float = 0.0, *, tokens: int = 0) -> None:
+        """One more ``op`` (see :class:`~kvplug.metrics.reasons.Op`) has succeeded.
+
+        What this core does not know is counted as "other": a plugin never adds a series.
+        """
+        with self._lock:
+            figures = self._ops.get(op) or self._new(op)
+            figures.count += 1
+            figures.nbytes += nbytes
+            figures.tokens += tokens
+            figures.seconds += seconds
+            figures.buckets[bisect_left(BOUNDS_S, seconds)] += 1
+
+    def fail(self, op: str, reason: str) -> None:
+        """One more ``op`` has failed, for a reason of :class:`~kvplug.metrics.reasons.Reason`."""
+        key = (_known_op(op), _known_reason(reason))
+        with self._lock:
+            self._failures[key] = self._failures.get(key, 0) + 1
+
+    def _new(self, op: str) -> _Figures:
+        return self._ops.setdefault(_known_op(op), _Figures())
+
+    def merge(self, other: TransferStats | Snapshot) -> None:
+        """Add everything another one counted.
+
+        Raises:
+            ValueError: it is no snapshot.
+        """
+        snapshot = other.snapshot() if isinstance(other, TransferStats) else other
+        ops, failures = _parse(snapshot)
+        with self._lock:
+            for op, figures in ops.items():
+                self._ops.setdefault(op, _Figures()).add(figures)
+            for key, count in failures.items():
+                self._failures[key] = self._failures.get(key, 0) + count
+
+    def reset(self) -> None:
+        """Forget everything."""
+        with self._lock:
+            self._ops, self._failures = {}, {}
+            self._resets += 1
+
+    # -- looking -------------------------------------------------------------------------------
+
+    def snapshot(self) -> dict[str, Any]:
+        """Everything so far, as plain values that nobody else holds."""
+        return self._snapshot()[0]
+
+    def take(self) -> dict[str, Any] | None:
+        """What is new since the last ``take``; ``None`` if nothing is. Leaves the figures as they are.
+
+        For one caller. Everybody else who wants what is new has a :class:`StatsReader`.
+        """
+        return self._reader.take()
+
+    @classmethod
+    def from_snapshot(cls, snapshot: Snapshot) -> TransferStats:
+        """The stats a snapshot was taken of.
+
+        Raises:
+            ValueError: it is no snapshot.
+        """
+        made = cls()
+        made.merge(snapshot)
+        return made
+
+    def _snapshot(self) -> tuple[dict[str, Any], int]:
+        with self._lock:
+            failures: dict[str, dict[str, int]] = {}
+            for (op, reason), count in self._failures.items():
+                failures.setdefault(op, {})[reason] = count
+            # str(): plain text, not the enum's members
+            ops = {str(op): figures.to_plain() for op, figures in self._ops.items()}
+            return {"ops": ops, "failures": failures}, self._resets
+
+
+class StatsReader:
+    """One reader's place in the figures: each :meth:`take` gives what is new. One thread at a time."""
+
+    def __init__(self, stats: TransferStats) -> None:
+        self._stats = stats
+        self._before: Snapshot | None = None
+        self._resets = 0
+
+    def take(self) -> dict[str, Any] | None:
+        """What was counted since the last call, as a snapshot; ``None`` if nothing was."""
+        now, resets = self._stats._snapshot()
+        before, self._before = self._before if resets == self._resets else None, now
+        self._resets = resets
+        return _difference(now, before)
+
+
+def _difference(now: Snapshot, before: Snapshot | None) -> dict[str, Any] | None:
+    ops, failures = _parse(now)
+    if before is not None:
+        old_ops, old_failures = _parse(before)
+        for op, figures in old_ops.items():
+            ops[op].add(figures, -1)
+        for key, count in old_failures.items():
+            failures[key] -= count
+    fresh = TransferStats()
+    fresh._ops = {op: figures for op, figures in ops.items() if figures.count}
+    fresh._failures = {key: count for key, count in failures.items() if count}
+    return fresh.snapshot() if fresh._ops or fresh._failures else None
+
+
+def _parse(snapshot: Snapshot) -> tuple[dict[str, _Figures], dict[tuple[str, str], int]]:
+    ops: dict[str, _Figures] = {}
+    failures: dict[tuple[str, str], int] = {}
+    try:
+        for op, plain in snapshot["ops"].items():
+            ops.setdefault(_known_op(op), _Figures()).add(_Figures.from_plain(plain))
+        for op, reasons in snapshot["failures"].items():
+            for reason, count in reasons.items():
+                if not _is_count(count):
+                    raise ValueError(f"a count is {count!r}")
+                key = (_known_op(op), _known_reason(reason))
+                failures[key] = failures.get(key, 0) + count
+    except (KeyError, TypeError, AttributeError, ValueError) as e:
+        raise ValueError(f"no snapshot of transfer stats: {type(e).__name__}: {e}") from e
+    return ops, failures
+
+
+def _is_count(given: object) -> bool:
+    return isinstance(given, int) and given >= 0
+
+
+def _known_op(op: str) -> str:
+    if op in _OPS:
+        return str(op)
+    _log.debug("operation %r is not known here and is counted as 'other'", op)
+    return "other"
+
+
+def _known_reason(reason: str) -> str:
+    if reason in _REASONS:
+        return str(reason)
+    _log.debug("reason %r is not known here and is counted as 'other'", reason)
+    return "other"
