@@ -1,0 +1,1 @@
+"""Ranks that found each other without a global process group."""
