@@ -321,10 +321,10 @@ class Scheduler:
         """By policy: keep what is before the first bad token and compute the rest, or give up."""
         end = max(sequence.external_end, bad)
         sequence.num_failed_loads += 1
-        sequence.error = f"the KV of tokens {bad} to {end} could not be loaded"
-        _log.warning("request %s: %s", sequence.request_id, sequence.error)
+        sequence.load_error = f"the KV of tokens {bad} to {end} could not be loaded"
+        _log.warning("request %s: %s", sequence.request_id, sequence.load_error)
         if self._options.load_failure_policy == "fail":
-            return self._finish(sequence, "error", f"{sequence.error}, and the policy is to fail")
+            return self._finish(sequence, "error", f"{sequence.load_error}, and the policy is to fail")
         sequence.num_loaded_tokens = sequence.num_computed_tokens = bad
         sequence.external_end, sequence.valid_up_to = 0, None
         sequence.may_load = False

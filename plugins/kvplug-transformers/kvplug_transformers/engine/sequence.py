@@ -64,6 +64,8 @@ class Sequence:
     generation: int = 0
     num_preemptions: int = 0
     num_failed_loads: int = 0
+    load_error: str = ""
+    """What the last failed load failed to bring; stays when the rest was recomputed."""
     finish_reason: str | None = None
     error: str = ""
 

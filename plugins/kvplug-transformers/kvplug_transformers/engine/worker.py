@@ -86,7 +86,9 @@ class Worker:
             ),
         )
 
-    @torch.inference_mode()
+    # Not inference_mode: tensors that a connector makes inside save_kv_layer would be marked for good, and
+    # its other threads could not write to them.
+    @torch.no_grad()
     def _forward(self, step: Step, metadata: AttentionMetadata) -> dict[str, int]:
         """One pass over all scheduled tokens. Greedy: the most likely token of each finished prefix."""
         if not step.output.scheduled:

@@ -87,7 +87,7 @@ def _refuse(model: PreTrainedModel, config: Any) -> None:
         raise refuse("its attention cannot be replaced through transformers' AttentionInterface")
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def _probe(model: PreTrainedModel) -> torch.Tensor:
     """Keys of the first layer after two tokens, [1, num_kv_heads, 2, head_size]: the model itself says
     what its configuration only hints at."""
