@@ -189,9 +189,7 @@ class EventLog:
         Raises:
             KeyError: it could not be had before.
         """
-        event = Removed(
-            epoch=self.epoch, seq=self._seq + 1, entry_id=entry_id, reason=RemovalReason(reason)
-        )
+        event = Removed(epoch=self.epoch, seq=self._seq + 1, entry_id=entry_id, reason=RemovalReason(reason))
         del self._held[entry_id]
         self._seq += 1
         self._recent.append(event)

@@ -67,9 +67,7 @@ class Leases:
             return True
         return not exclusive and not any(self._leases[lease_id].exclusive for lease_id in held)
 
-    def take(
-        self, entry_id: int, holder: str, *, exclusive: bool, duration_s: float | None = None
-    ) -> Lease:
+    def take(self, entry_id: int, holder: str, *, exclusive: bool, duration_s: float | None = None) -> Lease:
         """A lease on the entry, from now on. One holder may have several, also on one entry.
 
         Args:

@@ -18,7 +18,7 @@ import attrs
 
 from kvplug.errors import ConfigError
 from kvplug.metrics.sinks import Sink
-from kvplug.metrics.stats import BOUNDS_S, Snapshot
+from kvplug.metrics.stats import BOUNDS_S, StatsSnapshot
 
 COUNTERS: Final[Mapping[str, tuple[tuple[str, ...], str]]] = {
     "kvplug_transfers_total": (("op",), "Operations that succeeded."),
@@ -54,7 +54,7 @@ class PrometheusSink(Sink):
         self._counters = counters
         self._values = tuple(label_values)
 
-    def emit(self, snapshot: Snapshot, labels: Mapping[str, str]) -> None:
+    def emit(self, snapshot: StatsSnapshot, labels: Mapping[str, str]) -> None:
         for op, figures in snapshot["ops"].items():
             self._raise("kvplug_transfers_total", figures["count"], op)
             self._raise("kvplug_transfer_bytes_total", figures["bytes"], op)

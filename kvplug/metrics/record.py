@@ -59,9 +59,7 @@ class RecordedPipe(Pipe):
         transfer.add_done_callback(count)
         return transfer
 
-    def recv_tensor(
-        self, out: Tensor | None = None, *, timeout: Timeout = DEFAULT_TIMEOUT
-    ) -> Tensor | None:
+    def recv_tensor(self, out: Tensor | None = None, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Tensor | None:
         started = time.perf_counter()
         try:
             tensor = self.pipe.recv_tensor(out, timeout=timeout)

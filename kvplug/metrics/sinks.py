@@ -7,7 +7,7 @@ import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 
-from kvplug.metrics.stats import Snapshot, StatsReader, TransferStats
+from kvplug.metrics.stats import StatsSnapshot, StatsReader, TransferStats
 
 _log = logging.getLogger(__name__)
 
@@ -20,7 +20,7 @@ class Sink(abc.ABC):
     """
 
     @abc.abstractmethod
-    def emit(self, snapshot: Snapshot, labels: Mapping[str, str]) -> None:
+    def emit(self, snapshot: StatsSnapshot, labels: Mapping[str, str]) -> None:
         """``snapshot``: what was counted since the last call (see :mod:`kvplug.metrics.stats`), never empty.
 
         ``labels``: whose figures they are, such as ``{"connector": "lookup", "side": "worker"}``.
@@ -34,7 +34,7 @@ class LogSink(Sink):
         self._logger = logger or _log
         self._level = level
 
-    def emit(self, snapshot: Snapshot, labels: Mapping[str, str]) -> None:
+    def emit(self, snapshot: StatsSnapshot, labels: Mapping[str, str]) -> None:
         who = " ".join(f"{name}={value}" for name, value in labels.items())
         ops, failures = snapshot["ops"], snapshot["failures"]
         for op in (*ops, *(op for op in failures if op not in ops)):
@@ -56,10 +56,10 @@ class LogSink(Sink):
 class HookSink(Sink):
     """Calls a function with what every sink gets."""
 
-    def __init__(self, hook: Callable[[Snapshot, Mapping[str, str]], object]) -> None:
+    def __init__(self, hook: Callable[[StatsSnapshot, Mapping[str, str]], object]) -> None:
         self._hook = hook
 
-    def emit(self, snapshot: Snapshot, labels: Mapping[str, str]) -> None:
+    def emit(self, snapshot: StatsSnapshot, labels: Mapping[str, str]) -> None:
         self._hook(snapshot, labels)
 
 

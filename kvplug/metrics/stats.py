@@ -23,7 +23,7 @@ from kvplug.metrics.reasons import Op, Reason
 
 _log = logging.getLogger(__name__)
 
-Snapshot = Mapping[str, Any]
+StatsSnapshot = Mapping[str, Any]
 
 BOUNDS_S: Final = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 """Upper bounds of the duration buckets, in seconds: two to a decade, from 10 µs (a match) to 30 s."""
@@ -105,7 +105,7 @@ class TransferStats:
     def _new(self, op: str) -> _Figures:
         return self._ops.setdefault(_known_op(op), _Figures())
 
-    def merge(self, other: TransferStats | Snapshot) -> None:
+    def merge(self, other: TransferStats | StatsSnapshot) -> None:
         """Add everything another one counted.
 
         Raises:
@@ -139,7 +139,7 @@ class TransferStats:
         return self._reader.take()
 
     @classmethod
-    def from_snapshot(cls, snapshot: Snapshot) -> TransferStats:
+    def from_snapshot(cls, snapshot: StatsSnapshot) -> TransferStats:
         """The stats a snapshot was taken of.
 
         Raises:
@@ -164,7 +164,7 @@ class StatsReader:
 
     def __init__(self, stats: TransferStats) -> None:
         self._stats = stats
-        self._before: Snapshot | None = None
+        self._before: StatsSnapshot | None = None
         self._resets = 0
 
     def take(self) -> dict[str, Any] | None:
@@ -175,7 +175,7 @@ class StatsReader:
         return _difference(now, before)
 
 
-def _difference(now: Snapshot, before: Snapshot | None) -> dict[str, Any] | None:
+def _difference(now: StatsSnapshot, before: StatsSnapshot | None) -> dict[str, Any] | None:
     ops, failures = _parse(now)
     if before is not None:
         old_ops, old_failures = _parse(before)
@@ -189,7 +189,7 @@ def _difference(now: Snapshot, before: Snapshot | None) -> dict[str, Any] | None
     return fresh.snapshot() if fresh._ops or fresh._failures else None
 
 
-def _parse(snapshot: Snapshot) -> tuple[dict[str, _Figures], dict[tuple[str, str], int]]:
+def _parse(snapshot: StatsSnapshot) -> tuple[dict[str, _Figures], dict[tuple[str, str], int]]:
     ops: dict[str, _Figures] = {}
     failures: dict[tuple[str, str], int] = {}
     try:
