@@ -1,8 +1,9 @@
 """Configuration: a :class:`Config` from every source, and the options classes of plugins."""
 
 from kvplug.config.config import KEYS, Config, Draft, Role, describe_config
+from kvplug.config.convert import format_value
 from kvplug.config.layers import RESERVED
-from kvplug.config.options import OptionRow, check_options, describe_options, format_value, option
+from kvplug.config.options import OptionRow, check_options, describe_options, option
 from kvplug.config.units import parse_bytes, parse_seconds
 
 __all__ = [

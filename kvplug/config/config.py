@@ -12,17 +12,22 @@ import attrs
 
 from kvplug.config import layers
 from kvplug.config.faults import bad_value, did_you_mean, unknown_key
+from kvplug.config.forms import (
+    DEVICE,
+    HASH,
+    LAST_PORT,
+    NAME,
+    chosen,
+    count,
+    cross_faults,
+    host_form,
+    matches,
+    name_form,
+)
 from kvplug.config.options import OptionRow, convert_values, describe_options, option, option_fields
 from kvplug.errors import ConfigError
 
 DEFAULT_PORT = 29555
-LAST_PORT = 65535
-
-_NAME = re.compile(r"(?:[A-Za-z0-9][\w.-]*:)?[a-z][a-z0-9-]{0,39}")
-_DEVICE = re.compile(r"[a-z]+(?::[0-9]{1,4})?")
-_HOST = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,252})|[0-9A-Fa-f:.]{2,45}(?:%\w+)?")
-_UNIX = re.compile(r"unix:@[A-Za-z0-9][A-Za-z0-9._/-]{0,89}")
-_HASH = re.compile(r"[a-z][a-z0-9_]{0,31}")
 
 
 class Role(enum.StrEnum):
@@ -55,44 +60,6 @@ def _role(value: Any) -> Role | None:
         raise ConfigError(bad_value("role", value, f"one of {', '.join(Role)}") + hint) from None
 
 
-def _matches(pattern: re.Pattern[str], allowed: str) -> Any:
-    def check(_: Any, __: Any, value: Any) -> None:
-        if not isinstance(value, str) or not pattern.fullmatch(value):
-            raise ValueError(f"allowed is {allowed}")
-
-    return check
-
-
-_A_NAME = 'a name as `kvplug list` shows it, or "distribution:name"'
-_name = _matches(_NAME, _A_NAME)
-
-
-def _chosen(_: Any, __: Any, value: Any) -> None:
-    if value == "auto":
-        raise ValueError(f"allowed is {_A_NAME}; a connector is not chosen automatically")
-    _name(None, None, value)
-
-
-def _host(_: Any, __: Any, value: Any) -> None:
-    if not isinstance(value, str):
-        raise ValueError("allowed is text")
-    if value.startswith("unix:"):
-        if not _UNIX.fullmatch(value):
-            raise ValueError("an abstract Unix socket is written unix:@name (letters, digits and . _ - /)")
-    elif "://" in value or re.fullmatch(r"[^:]+:[0-9]+|\[.*\].*", value):
-        raise ValueError("allowed is a host alone, without scheme, brackets or port; the port is set by port")
-    elif not _HOST.fullmatch(value):
-        raise ValueError("allowed is a host name, an IP address, or unix:@name")
-
-
-def _count(what: str) -> Any:
-    def check(_: Any, __: Any, value: Any) -> None:
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise ValueError(f"allowed is {what}")
-
-    return check
-
-
 def _options(value: Any) -> Mapping[str, Mapping[str, Any]]:
     return {str(name): dict(table) for name, table in value.items()}
 
@@ -105,43 +72,45 @@ class Config:
     a name exists, and a plugin's options, are checked where the plugins are known.
     """
 
-    connector: str = option("lookup", help="What decides which KV moves, and when.", validator=_chosen)
+    connector: str = option("lookup", help="What decides which KV moves, and when.", validator=chosen)
     transport: str = option(
-        "auto", help='The pipe that tensors cross; "auto" takes the fastest both ends have.', validator=_name
+        "auto",
+        help='The pipe that tensors cross; "auto": the fastest both ends have.',
+        validator=name_form,
     )
-    queue: str = option("auto", help="The message queue.", validator=_name)
-    lookup_buffer: str = option("auto", help="Where KV entries are kept and found.", validator=_name)
-    communicator: str = option("auto", help="The device communicator.", validator=_name)
+    queue: str = option("auto", help="The message queue.", validator=name_form)
+    lookup_buffer: str = option("auto", help="Where KV entries are kept and found.", validator=name_form)
+    communicator: str = option("auto", help="The device communicator.", validator=name_form)
     role: Role | None = attrs.field(
         default=None,
         converter=_role,
         metadata={"kvplug.help": "Whether this process produces KV, consumes it, or both. Must be set."},
     )
     rank: int = option(
-        0, help="Which of the world this process is.", at_least=0, validator=_count("a whole number")
+        0, help="Which of the world this process is.", at_least=0, validator=count("a whole number")
     )
     world_size: int = option(
-        1, help="How many ranks there are.", at_least=1, validator=_count("a whole number")
+        1, help="How many ranks there are.", at_least=1, validator=count("a whole number")
     )
     host: str = option(
         "127.0.0.1",
         help="Where to listen, or whom to dial: a host, or unix:@name for an abstract Unix socket."
         " Other than loopback only with a secret.",
-        validator=_host,
+        validator=host_form,
     )
     port: int = option(
         DEFAULT_PORT,
         help="Rank r listens at port + port_offset + r.",
         at_least=1,
         at_most=LAST_PORT,
-        validator=_count("a port number"),
+        validator=count("a port number"),
     )
     port_offset: int = option(
         0,
         help="Added to the port, so that several deployments on one host differ in one number.",
         at_least=0,
         at_most=LAST_PORT,
-        validator=_count("a whole number"),
+        validator=count("a whole number"),
     )
     store_timeout_s: float = option(
         300.0, help="How long ranks wait for each other in a group.", unit="seconds", above=0
@@ -162,19 +131,19 @@ class Config:
     device: str = option(
         "cpu",
         help="Where the KV that moves lies: cpu, cuda, cuda:1.",
-        validator=_matches(_DEVICE, 'a device such as "cpu", "cuda" or "cuda:1"'),
+        validator=matches(DEVICE, 'a device such as "cpu", "cuda" or "cuda:1"'),
     )
     buffer_size: int = option(
         2**30,
         help="How much KV a lookup buffer may hold.",
         unit="bytes",
         at_least=1,
-        validator=_count("a size"),
+        validator=count("a size"),
     )
     engine_id: str = option(
         attrs.Factory(lambda: os.urandom(16).hex()),
         help="Names this engine to its peers; must differ from theirs. A random one unless given.",
-        validator=_matches(
+        validator=matches(
             re.compile(r"[\x21-\x7e]{1,200}"), "up to 200 printable characters without white space"
         ),
     )
@@ -187,7 +156,7 @@ class Config:
         "auto",
         help='Hash that guards KV on its way: "auto" agrees on a fast one, "off" sends none, or a hash\'s'
         " name.",
-        validator=_matches(_HASH, '"auto", "off" or the name of a hash'),
+        validator=matches(HASH, '"auto", "off" or the name of a hash'),
     )
     secret_file: str | None = option(
         None, help="File with the secret both ends share; goes before KVPLUG_SECRET."
@@ -207,7 +176,7 @@ class Config:
     """What was read, for messages. Not a key."""
 
     def __attrs_post_init__(self) -> None:
-        faults = _cross_faults({key: getattr(self, key) for key in KEYS})
+        faults = cross_faults({key: getattr(self, key) for key in KEYS})
         if faults:
             raise ConfigError(*faults, source=self.source)
 
@@ -308,29 +277,6 @@ def _environment(environ: Mapping[str, str] | None) -> Mapping[str, str]:
     return os.environ if environ is None else environ
 
 
-def _cross_faults(values: Mapping[str, Any]) -> list[str]:
-    """Faults between keys. Keys that are missing in ``values`` had faults of their own."""
-    faults = []
-    rank, world, port = values.get("rank"), values.get("world_size"), values.get("port")
-    offset, host = values.get("port_offset"), values.get("host", "")
-    if rank is not None and world is not None and rank >= world:
-        faults.append(f"rank: {rank} was given; allowed is 0 to {world - 1}, below world_size ({world})")
-    if port is not None and offset is not None and world is not None and not host.startswith("unix:"):
-        last = port + offset + world - 1
-        if last > LAST_PORT:
-            faults.append(
-                f"port: {port} was given; with port_offset {offset} and world_size {world} the last rank"
-                f" would listen at {last}, and the last port is {LAST_PORT}"
-            )
-    heartbeat, timeout = values.get("heartbeat_timeout_s"), values.get("timeout_s")
-    if heartbeat is not None and timeout is not None and heartbeat > timeout:
-        faults.append(
-            f"heartbeat_timeout_s: {heartbeat:g} was given; allowed is at most timeout_s ({timeout:g}), or"
-            " calls would give up before the death of a peer is noticed"
-        )
-    return faults
-
-
 @attrs.frozen(kw_only=True)
 class Draft:
     """A configuration that may have faults: what is right in it, and what is wrong."""
@@ -387,7 +333,7 @@ class Draft:
             for key in KEYS
             if key in values or key not in flat
         }
-        faults += _cross_faults(complete)
+        faults += cross_faults(complete)
         return cls(
             values=values,
             options=options,
@@ -439,7 +385,7 @@ def _put_option(options: dict[str, dict[str, Any]], key: str, value: Any) -> str
     name, _, setting = rest.rpartition(".")
     if not name or not setting:
         return f"{key}: an option's key is options.<name>.<option>"
-    if ":" in name or not _NAME.fullmatch(name):
+    if ":" in name or not NAME.fullmatch(name):
         return f"options.{name}: not a name as `kvplug list` shows it"
     options.setdefault(name, {})[setting] = value
     return None

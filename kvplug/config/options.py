@@ -6,17 +6,14 @@
 
 from __future__ import annotations
 
-import enum
-import math
-import types
 import typing
 from collections.abc import Callable, Mapping
-from typing import Any, Final, Literal, TypeVar, Union
+from typing import Any, Final, TypeVar
 
 import attrs
 
-from kvplug.config.faults import bad_value, listed, nearest, shown, unknown_key
-from kvplug.config.units import format_bytes, format_seconds, parse_bytes, parse_seconds
+from kvplug.config.convert import UnfitError, convert, describe_type, format_number, format_value
+from kvplug.config.faults import bad_value, shown, unknown_key
 from kvplug.errors import ConfigError, PluginError
 
 T = TypeVar("T")
@@ -24,9 +21,6 @@ T = TypeVar("T")
 HELP: Final = "kvplug.help"
 UNIT: Final = "kvplug.unit"
 _BOUNDS: Final = "kvplug.bounds"
-
-_TRUE = ("true", "yes", "on", "1")
-_FALSE = ("false", "no", "off", "0")
 
 
 @attrs.frozen
@@ -39,7 +33,9 @@ class _Bounds:
 
     def text(self, unit: str) -> str:
         limits = (("at least", self.at_least), ("more than", self.above), ("at most", self.at_most))
-        return " and ".join(f"{word} {_number(limit, unit)}" for word, limit in limits if limit is not None)
+        return " and ".join(
+            f"{word} {format_number(limit, unit)}" for word, limit in limits if limit is not None
+        )
 
     def holds(self, value: Any) -> bool:
         return (
@@ -149,8 +145,8 @@ def convert_values(cls: type, values: Mapping[str, Any], where: str = "") -> tup
             converted[name] = given  # the class converts by itself, and says what is wrong
             continue
         try:
-            value = _convert(given, hints[field.name], unit)
-        except _UnfitError as e:
+            value = convert(given, hints[field.name], unit)
+        except UnfitError as e:
             allowed = e.allowed + (f", {bounds.text(unit)}" if bounds != _Bounds() and not e.reason else "")
             faults.append(bad_value(key, given, allowed) + (f" ({e.reason})" if e.reason else ""))
             continue
@@ -187,29 +183,6 @@ def option_fields(cls: type) -> dict[str, attrs.Attribute[Any]]:
     return {field.alias or field.name: field for field in attrs.fields(cls) if field.init}
 
 
-def format_value(value: Any, unit: str = "") -> str:
-    """A value as an operator would write it."""
-    if value is None:
-        return "none"
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, enum.Enum):
-        return str(value.value)
-    if isinstance(value, (int, float)):
-        return _number(value, unit)
-    if isinstance(value, (tuple, list, frozenset, set)):
-        return ", ".join(format_value(each) for each in value) or "nothing"
-    return str(value) if value != "" else '""'
-
-
-def _number(value: Any, unit: str) -> str:
-    if unit == "bytes" and isinstance(value, int):
-        return format_bytes(value)
-    if unit == "seconds":
-        return format_seconds(value)
-    return f"{value:g}" if isinstance(value, float) else str(value)
-
-
 def _default(field: attrs.Attribute[Any], unit: str) -> str:
     default: Any = field.default
     if default is attrs.NOTHING:
@@ -244,143 +217,3 @@ def _hints(cls: type) -> dict[str, Any]:
         return typing.get_type_hints(cls)
     except NameError as e:
         raise PluginError(f"the types of {cls.__module__}.{cls.__qualname__} cannot be resolved: {e}") from e
-
-
-# -- one value -----------------------------------------------------------------------------------
-
-
-class _UnfitError(Exception):
-    """A value is not of a type. ``allowed`` says what is, ``reason`` more than that where there is more."""
-
-    def __init__(self, allowed: str, reason: str = "") -> None:
-        super().__init__(allowed)
-        self.allowed = allowed
-        self.reason = reason
-
-
-def describe_type(hint: Any) -> str:
-    """A type, for people who do not write Python."""
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (Union, types.UnionType):
-        words = [describe_type(each) for each in arguments if each is not type(None)]
-        return listed(words) + (" (or none)" if type(None) in arguments else "")
-    if origin is Literal:
-        return f"one of {listed([format_value(each) for each in arguments])}"
-    if isinstance(hint, type) and issubclass(hint, enum.Enum):
-        return f"one of {listed([str(each.value) for each in hint])}"
-    if origin in (tuple, list, frozenset):
-        return f"list of {describe_type(arguments[0])}"
-    if origin is dict or (isinstance(origin, type) and issubclass(origin, Mapping)):
-        return "table"
-    plain = {bool: "true or false", int: "whole number", float: "number", str: "text"}
-    return plain.get(hint, getattr(hint, "__name__", str(hint)))
-
-
-def _convert(given: Any, hint: Any, unit: str) -> Any:
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (Union, types.UnionType):
-        return _convert_union(given, hint, arguments, unit)
-    if origin is Literal:
-        return _convert_choice(given, {format_value(each): each for each in arguments}, hint)
-    if isinstance(hint, type) and issubclass(hint, enum.Enum):
-        return (
-            given
-            if isinstance(given, hint)
-            else _convert_choice(given, {str(m.value): m for m in hint}, hint)
-        )
-    if origin in (tuple, list, frozenset):
-        return _convert_sequence(given, hint, origin, arguments, unit)
-    if hint is bool:
-        return _convert_bool(given)
-    if hint is int:
-        return _convert_int(given, unit)
-    if hint is float:
-        return _convert_float(given, unit)
-    if hint is str:
-        if not isinstance(given, str):
-            raise _UnfitError("text")
-        return given
-    if origin is dict or (isinstance(origin, type) and issubclass(origin, Mapping)):
-        if not isinstance(given, Mapping):
-            raise _UnfitError("a table of names and values")
-        return given
-    return given
-
-
-def _convert_union(given: Any, hint: Any, arguments: tuple[Any, ...], unit: str) -> Any:
-    if type(None) in arguments:
-        if given is None or (isinstance(given, str) and given.strip().lower() == "none"):
-            return None
-        arguments = tuple(each for each in arguments if each is not type(None))
-    refusals = []
-    for each in arguments:
-        try:
-            return _convert(given, each, unit)
-        except _UnfitError as e:
-            refusals.append(e)
-    only = refusals[0].reason if len(refusals) == 1 else ""
-    raise _UnfitError(describe_type(hint), only)
-
-
-def _convert_choice(given: Any, choices: Mapping[str, Any], hint: Any) -> Any:
-    text = format_value(given)
-    if text in choices:
-        return choices[text]
-    near = nearest(text, choices) if isinstance(given, str) else None
-    raise _UnfitError(describe_type(hint), f"did you mean {near!r}?" if near else "")
-
-
-def _convert_sequence(given: Any, hint: Any, origin: Any, arguments: tuple[Any, ...], unit: str) -> Any:
-    if isinstance(given, str):
-        given = [part.strip() for part in given.split(",") if part.strip()]
-    if not isinstance(given, (list, tuple, set, frozenset)):
-        raise _UnfitError(describe_type(hint))
-    try:
-        return origin(_convert(each, arguments[0], unit) for each in given)
-    except _UnfitError as e:
-        raise _UnfitError(describe_type(hint), e.reason) from e
-
-
-def _convert_bool(given: Any) -> bool:
-    if isinstance(given, bool):
-        return given
-    if isinstance(given, str) and given.strip().lower() in _TRUE:
-        return True
-    if isinstance(given, str) and given.strip().lower() in _FALSE:
-        return False
-    raise _UnfitError("true or false")
-
-
-def _convert_int(given: Any, unit: str) -> int:
-    allowed = 'a size such as "64 MiB" or a whole number of bytes' if unit == "bytes" else "a whole number"
-    if isinstance(given, bool):
-        raise _UnfitError(allowed)
-    if isinstance(given, int):
-        return given
-    if isinstance(given, float) and given.is_integer():
-        return int(given)
-    if isinstance(given, str):
-        try:
-            return parse_bytes(given) if unit == "bytes" else int(given)
-        except ValueError as e:
-            raise _UnfitError(allowed, str(e) if unit == "bytes" else "") from e
-    raise _UnfitError(allowed)
-
-
-def _convert_float(given: Any, unit: str) -> float:
-    allowed = 'seconds, or a duration such as "500 ms"' if unit == "seconds" else "a number"
-    if isinstance(given, bool):
-        raise _UnfitError(allowed)
-    if isinstance(given, str):
-        try:
-            given = parse_seconds(given) if unit == "seconds" else float(given)
-        except ValueError as e:
-            raise _UnfitError(allowed, str(e) if unit == "seconds" else "") from e
-    if isinstance(given, (int, float)):
-        try:
-            value = float(given)
-        except OverflowError as e:
-            raise _UnfitError(allowed) from e
-        if math.isfinite(value):
-            return value
-    raise _UnfitError(allowed)

@@ -1,0 +1,76 @@
+"""What form each value of a configuration must have, and what must hold between them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, Final
+
+LAST_PORT: Final = 65535
+
+NAME = re.compile(r"(?:[A-Za-z0-9][\w.-]*:)?[a-z][a-z0-9-]{0,39}")
+DEVICE = re.compile(r"[a-z]+(?::[0-9]{1,4})?")
+_HOST = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,252})|[0-9A-Fa-f:.]{2,45}(?:%\w+)?")
+_UNIX = re.compile(r"unix:@[A-Za-z0-9][A-Za-z0-9._/-]{0,89}")
+HASH = re.compile(r"[a-z][a-z0-9_]{0,31}")
+
+
+def matches(pattern: re.Pattern[str], allowed: str) -> Any:
+    def check(_: Any, __: Any, value: Any) -> None:
+        if not isinstance(value, str) or not pattern.fullmatch(value):
+            raise ValueError(f"allowed is {allowed}")
+
+    return check
+
+
+A_NAME = 'a name as `kvplug list` shows it, or "distribution:name"'
+name_form = matches(NAME, A_NAME)
+
+
+def chosen(_: Any, __: Any, value: Any) -> None:
+    if value == "auto":
+        raise ValueError(f"allowed is {A_NAME}; a connector is not chosen automatically")
+    name_form(None, None, value)
+
+
+def host_form(_: Any, __: Any, value: Any) -> None:
+    if not isinstance(value, str):
+        raise ValueError("allowed is text")
+    if value.startswith("unix:"):
+        if not _UNIX.fullmatch(value):
+            raise ValueError("an abstract Unix socket is written unix:@name (letters, digits and . _ - /)")
+    elif "://" in value or re.fullmatch(r"[^:]+:[0-9]+|\[.*\].*", value):
+        raise ValueError("allowed is a host alone, without scheme, brackets or port; the port is set by port")
+    elif not _HOST.fullmatch(value):
+        raise ValueError("allowed is a host name, an IP address, or unix:@name")
+
+
+def count(what: str) -> Any:
+    def check(_: Any, __: Any, value: Any) -> None:
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise ValueError(f"allowed is {what}")
+
+    return check
+
+
+def cross_faults(values: Mapping[str, Any]) -> list[str]:
+    """Faults between keys. Keys that are missing in ``values`` had faults of their own."""
+    faults = []
+    rank, world, port = values.get("rank"), values.get("world_size"), values.get("port")
+    offset, host = values.get("port_offset"), values.get("host", "")
+    if rank is not None and world is not None and rank >= world:
+        faults.append(f"rank: {rank} was given; allowed is 0 to {world - 1}, below world_size ({world})")
+    if port is not None and offset is not None and world is not None and not host.startswith("unix:"):
+        last = port + offset + world - 1
+        if last > LAST_PORT:
+            faults.append(
+                f"port: {port} was given; with port_offset {offset} and world_size {world} the last rank"
+                f" would listen at {last}, and the last port is {LAST_PORT}"
+            )
+    heartbeat, timeout = values.get("heartbeat_timeout_s"), values.get("timeout_s")
+    if heartbeat is not None and timeout is not None and heartbeat > timeout:
+        faults.append(
+            f"heartbeat_timeout_s: {heartbeat:g} was given; allowed is at most timeout_s ({timeout:g}), or"
+            " calls would give up before the death of a peer is noticed"
+        )
+    return faults
