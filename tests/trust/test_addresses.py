@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, strategies as st
+
+from kvplug.errors import ConfigError, KvplugError, PeerGoneError, WireError
+from kvplug.trust.addresses import (
+    Contact,
+    TcpAddress,
+    UnixAddress,
+    generated_name,
+    is_loopback,
+    parse_address,
+    parse_contact,
+    resolve,
+)
+
+TOKEN = "A" * 32
+
+
+@pytest.mark.parametrize(
+    ("text", "address"),
+    [
+        ("127.0.0.1:29555", TcpAddress("127.0.0.1", 29555)),
+        ("node-3.cluster:0", TcpAddress("node-3.cluster", 0)),
+        ("[::1]:80", TcpAddress("::1", 80)),
+        ("[fe80::1%eth0]:80", TcpAddress("fe80::1%eth0", 80)),
+        ("unix:@kvplug-a", UnixAddress("kvplug-a")),
+        ("unix:kvplug-a", UnixAddress("kvplug-a")),
+        ("unix:", UnixAddress("")),
+    ],
+)
+def test_an_address_is_read_and_written(text: str, address: TcpAddress | UnixAddress) -> None:
+    assert parse_address(text) == address
+    assert parse_address(str(address)) == address
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "host", ":80", "host:", "host:x", "host:65536", "host:-1", "::1:80", "a b:80", "host:80:90",
+     "unix:@-x", "unix:@a\0b", "unix:@" + "a" * 101, "host:\u0661"],
+)  # fmt: skip
+def test_what_is_no_address_is_refused_with_an_example(text: str) -> None:
+    with pytest.raises(ConfigError, match="not an address"):
+        parse_address(text)
+
+
+@given(st.text(max_size=60))
+def test_any_text_is_an_address_or_a_config_error(text: str) -> None:
+    try:
+        address = parse_address(text)
+    except ConfigError:
+        return
+    assert parse_address(str(address)) == address
+
+
+@given(st.text(max_size=60).map(lambda t: "tcp://127.0.0.1:1?token=" + t) | st.text(max_size=600))
+def test_any_text_is_a_contact_or_a_wire_error(text: str) -> None:
+    try:
+        contact = parse_contact(text)
+    except WireError:
+        return
+    assert parse_contact(contact.reveal()) == contact
+
+
+def test_a_contact_hides_its_token_unless_it_is_asked_to_reveal_it() -> None:
+    contact = Contact(TcpAddress("127.0.0.1", 80), TOKEN)
+    assert parse_contact(contact.reveal()) == contact
+    for shown in (str(contact), repr(contact), f"{contact}", f"{contact!r}"):
+        assert TOKEN not in shown
+
+
+@pytest.mark.parametrize(
+    "text",
+    [f"127.0.0.1:80?token={TOKEN}&x=1", "127.0.0.1:80?token=short", f"unix:@a?token={TOKEN}", "127.0.0.1:0",
+     "unix:", f"nonsense?token={TOKEN}"],
+)  # fmt: skip
+def test_a_bad_contact_is_refused_without_showing_a_token(text: str) -> None:
+    with pytest.raises(WireError) as caught:
+        parse_contact(text)
+    assert TOKEN not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("host", "expected"),
+    [
+        ("127.0.0.1", True), ("127.8.9.1", True), ("::1", True), ("::ffff:127.0.0.1", True),
+        ("localhost", True), ("0.0.0.0", False), ("::", False), ("10.0.0.1", False),
+        ("::ffff:10.0.0.1", False), ("no-such-host.invalid", False), ("0", False),
+    ],
+)  # fmt: skip
+def test_loopback_is_what_only_this_host_can_reach(host: str, expected: bool) -> None:
+    assert is_loopback(host) is expected
+
+
+def test_an_unknown_host_is_a_peer_that_is_not_there() -> None:
+    with pytest.raises(PeerGoneError, match="not known"):
+        resolve(TcpAddress("no-such-host.invalid", 1))
+    with pytest.raises(KvplugError):
+        resolve(TcpAddress("a" * 300 + ".invalid", 1))
+
+
+def test_generated_names_are_valid_and_differ() -> None:
+    names = {generated_name() for _ in range(20)}
+    assert len(names) == 20
+    for name in names:
+        assert parse_address(f"unix:@{name}") == UnixAddress(name)

@@ -1,0 +1,212 @@
+"""The challenge as pure messages: what an attacker who holds the wire can and cannot make of them."""
+
+from __future__ import annotations
+
+import hashlib
+
+import pytest
+from hypothesis import given, strategies as st
+
+from kvplug.errors import AuthenticationError
+from kvplug.trust.challenge import (
+    OPENING_SIZE,
+    PROOF_SIZE,
+    REPLY_SIZE,
+    ClientChallenge,
+    Mode,
+    Refusal,
+    RefusedError,
+    ServerChallenge,
+    prove,
+)
+from kvplug.trust.identity import IDENTITY_SIZE, encode_identity, this_process
+
+KEY, OTHER_KEY = b"k" * 32, b"o" * 32
+IDENTITY = encode_identity(this_process("test"))
+
+
+def nothing() -> None:
+    pass
+
+
+def server(purpose: str = "group", mode: Mode = Mode.SECRET, key: bytes = KEY) -> ServerChallenge:
+    return ServerChallenge(purpose, {mode: key}, IDENTITY, nothing)
+
+
+def client(purpose: str = "group", mode: Mode = Mode.SECRET, key: bytes = KEY) -> ClientChallenge:
+    return ClientChallenge(purpose, mode, key, IDENTITY, nothing, "unix:@x")
+
+
+def talk(c: ClientChallenge, s: ServerChallenge) -> None:
+    answer = s.feed(c.opening())
+    verdict = s.feed(c.feed(answer))
+    assert c.feed(verdict[:REPLY_SIZE]) == b""
+    assert s.feed(c.feed(verdict[REPLY_SIZE:])) == b""
+
+
+@pytest.mark.parametrize("mode", list(Mode))
+def test_two_ends_that_know_the_same_key_prove_it_to_each_other(mode: Mode) -> None:
+    c, s = client(mode=mode), server(mode=mode)
+    talk(c, s)
+    assert c.peer == s.peer == this_process("test")
+    assert s.mode is mode
+    assert c.need == s.need == 0
+
+
+def test_every_message_has_a_fixed_size() -> None:
+    c, s = client(), server()
+    assert len(c.opening()) == s.need == OPENING_SIZE
+    answer = s.feed(c.opening())
+    assert len(answer) == c.need == REPLY_SIZE
+    proof = c.feed(answer)
+    assert len(proof) == s.need == PROOF_SIZE
+    verdict = s.feed(proof)
+    assert len(verdict) == REPLY_SIZE + IDENTITY_SIZE
+    assert s.need == IDENTITY_SIZE
+
+
+def test_a_wrong_secret_is_refused_and_both_ends_are_told_what_to_check() -> None:
+    c, s = client(key=OTHER_KEY), server()
+    proof = c.feed(s.feed(c.opening()))
+    with pytest.raises(RefusedError, match="KVPLUG_SECRET or secret_file") as refused:
+        s.feed(proof)
+    assert refused.value.refusal is Refusal.WRONG_SECRET
+    with pytest.raises(AuthenticationError, match="KVPLUG_SECRET or secret_file"):
+        c.feed(refused.value.reply)
+
+
+def test_a_listener_that_accepts_anybody_without_knowing_the_key_is_found_out() -> None:
+    c, rogue = client(), server(key=OTHER_KEY)
+    answer = rogue.feed(c.opening())
+    c.feed(answer)
+    made_up = answer[:8] + b"\x01" * 32
+    with pytest.raises(AuthenticationError, match="did not prove itself"):
+        c.feed(made_up)
+
+
+def test_a_proof_that_was_overheard_is_worth_nothing_a_second_time() -> None:
+    c, s = client(), server()
+    opening = c.opening()
+    proof = c.feed(s.feed(opening))
+    s.feed(proof)
+    again = server()
+    again.feed(opening)
+    with pytest.raises(RefusedError):
+        again.feed(proof)
+
+
+def test_a_listeners_answers_that_were_overheard_do_not_convince_another_client() -> None:
+    c, s = client(), server()
+    answer = s.feed(c.opening())
+    verdict = s.feed(c.feed(answer))
+    victim = client()
+    victim.feed(answer)
+    with pytest.raises(AuthenticationError, match="did not prove itself"):
+        victim.feed(verdict[:REPLY_SIZE])
+
+
+def test_a_proof_reflected_to_the_one_who_made_it_is_refused() -> None:
+    """The attacker knows no key. It dials a listener and listens for a client of the same deployment, and
+    hands each one's messages back to itself."""
+    c = client()
+    # The client's own nonce comes back to it as the listener's, and its own proof as the listener's proof.
+    opening = c.opening()
+    nonce = opening[-32:]
+    proof = c.feed(opening[:5] + b"\0\0\0" + nonce)
+    with pytest.raises(AuthenticationError, match="did not prove itself"):
+        c.feed(opening[:5] + b"\0\0\0" + proof)
+
+
+def test_no_proof_of_one_role_mode_purpose_or_nonce_serves_as_another() -> None:
+    a, b = b"a" * 32, b"b" * 32
+    proofs = [
+        prove(key, role, mode, purpose, *nonces)
+        for key in (KEY, OTHER_KEY)
+        for role in ("client", "server")
+        for mode in Mode
+        for purpose in ("group", "control", "")
+        for nonces in ((a, b), (b, a), (a, a))
+    ]
+    assert len(set(proofs)) == len(proofs)
+
+
+def test_a_client_for_another_purpose_is_refused_before_it_proves_anything() -> None:
+    c, s = client(purpose="control"), server()
+    with pytest.raises(RefusedError) as refused:
+        s.feed(c.opening())
+    assert refused.value.refusal is Refusal.PURPOSE
+    with pytest.raises(AuthenticationError, match="another purpose than 'control'"):
+        c.feed(refused.value.reply)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "refusal"),
+    [
+        (Mode.SECRET, Mode.SAME_USER, Refusal.SECRET_NEEDED),
+        (Mode.SECRET, Mode.TOKEN, Refusal.SECRET_NEEDED),
+        (Mode.SAME_USER, Mode.SECRET, Refusal.NO_SECRET_HERE),
+        (Mode.SAME_USER, Mode.TOKEN, Refusal.MODE),
+    ],
+)
+def test_a_weaker_or_other_mode_than_the_listeners_is_refused(
+    ours: Mode, theirs: Mode, refusal: Refusal
+) -> None:
+    c, s = client(mode=theirs), server(mode=ours)
+    with pytest.raises(RefusedError) as refused:
+        s.feed(c.opening())
+    assert refused.value.refusal is refusal
+    with pytest.raises(AuthenticationError):
+        c.feed(refused.value.reply)
+
+
+def test_the_kernels_word_is_asked_in_the_same_user_mode_and_only_there() -> None:
+    def other_user() -> None:
+        raise RefusedError(Refusal.OTHER_USER)
+
+    s = ServerChallenge("group", {Mode.SAME_USER: b"", Mode.TOKEN: KEY}, IDENTITY, other_user)
+    with pytest.raises(RefusedError):
+        s.feed(client(mode=Mode.SAME_USER, key=b"").opening())
+    s = ServerChallenge("group", {Mode.SAME_USER: b"", Mode.TOKEN: KEY}, IDENTITY, other_user)
+    talk(client(mode=Mode.TOKEN), s)
+
+
+def test_another_version_is_named() -> None:
+    s = server()
+    opening = bytearray(client().opening())
+    opening[4] = 9
+    with pytest.raises(RefusedError, match="version 9") as refused:
+        s.feed(bytes(opening))
+    assert refused.value.refusal is Refusal.VERSION
+    with pytest.raises(AuthenticationError, match="install the same kvplug"):
+        client().feed(refused.value.reply)
+
+
+@given(st.binary(min_size=OPENING_SIZE, max_size=OPENING_SIZE))
+def test_garbage_is_refused_by_the_listener(message: bytes) -> None:
+    with pytest.raises(RefusedError):
+        server().feed(message)
+
+
+@given(st.binary(min_size=REPLY_SIZE, max_size=REPLY_SIZE))
+def test_garbage_is_refused_by_the_client(message: bytes) -> None:
+    with pytest.raises(AuthenticationError, match="not a kvplug listener"):
+        client().feed(message)
+
+
+@given(st.binary(min_size=IDENTITY_SIZE, max_size=IDENTITY_SIZE))
+def test_an_identity_of_garbage_is_refused_even_after_the_proof(message: bytes) -> None:
+    c, s = client(), server()
+    s.feed(c.feed(s.feed(c.opening())))
+    with pytest.raises(RefusedError):
+        s.feed(message)
+
+
+def test_the_key_is_in_no_message_and_no_repr() -> None:
+    c, s = client(), server()
+    messages = [c.opening(), s.feed(c.opening())]
+    messages.append(c.feed(messages[-1]))
+    messages.append(s.feed(messages[-1]))
+    for message in messages:
+        assert KEY not in message
+        assert hashlib.sha256(KEY).digest() not in message
+    assert "kkkk" not in repr(c) + repr(s)
