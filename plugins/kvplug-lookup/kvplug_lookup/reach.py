@@ -66,6 +66,9 @@ _log = logging.getLogger(__name__)
 _CANCEL_TIMEOUT_S = 1.0
 """A ``Cancel`` is a few bytes: a signal pipe that has no room for it for so long is given up."""
 
+_SETTLE_S = 1.0
+"""How far ``drop_select`` may pass its timeout once the whole entry has arrived."""
+
 _ERRORS: dict[str, type[KvplugError]] = {
     error.__name__: error
     for error in (EntryGoneError, TimeoutError, UnsupportedError, CapacityError, WireError)
@@ -155,8 +158,11 @@ class ReachingEnd(LookupBuffer):
             query = None if key is None else key_to_bytes(key)
             self._say(Take(call.number, query, bytes(extra), deadline.remaining()), deadline)
             entry = self._fetch(call, None, deadline, describe_query(key))
-            self._say(Done(call.number), deadline)
-            granted = self._answer(call, deadline, "the last word on an entry")
+            # All of it is here, and only the store can say that nobody else gets it. To leave now would
+            # lose the entry for everybody, so the answer, which waits for nothing, may still come.
+            last = Deadline(max(deadline.at, Deadline.after(_SETTLE_S).at))
+            self._say(Done(call.number), last)
+            granted = self._answer(call, last, "the last word on an entry")
             ended = True
             if not isinstance(granted, Granted):
                 self._break(f"a {type(granted).__name__} came where the last word on an entry should")
@@ -328,7 +334,8 @@ class ReachingEnd(LookupBuffer):
         if deadline.expired:
             coming = delivery.coming
             raise TimeoutError(
-                f"entry {coming.entry_id}: {delivery.num_left} of {coming.num_tensors} tensors did not come in time"
+                f"entry {coming.entry_id}: {delivery.num_left} of {coming.num_tensors} tensors"
+                " did not come in time"
             )
         delivery.half = out
         try:
