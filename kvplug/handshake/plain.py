@@ -33,7 +33,8 @@ class Reader:
         if type(plain) is dict:
             self._plain = plain
         else:
-            self._fault(where or "hello", plain, "a mapping")
+            self._fault(where.rstrip(".") or "hello", plain, "a mapping")
+        self._absent = type(plain) is not dict
 
     def _fault(self, field: str, found: object, wanted: str) -> None:
         self.faults.append(f"{field}: the peer sent {_short(found)}, and it must be {wanted}")
@@ -44,6 +45,8 @@ class Reader:
 
     def _take(self, key: str, kind: type, fits: Callable[[Any], bool], wanted: str, default: T) -> T:
         field = f"{self._where}{key}"
+        if self._absent:
+            return default  # one fault is enough
         if key not in self._plain:
             self.faults.append(f"{field}: the peer did not send it, and it must be {wanted}")
             return default

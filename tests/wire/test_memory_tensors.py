@@ -1,0 +1,140 @@
+"""The bytes of tensors without a copy."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from kvplug.errors import UnsupportedError  # noqa: E402 - after the skip
+from kvplug.wire.tensors import (  # noqa: E402
+    DTYPES,
+    TensorMeta,
+    copy_into,
+    empty_like_meta,
+    memory_of,
+    memory_of_writable,
+    meta_of,
+)
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:ComplexHalf support"),
+    pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor"),
+]
+
+
+def random_tensor(name: str, *shape: int) -> Any:
+    meta = TensorMeta(name, shape)
+    return torch.randint(0, 256, (meta.nbytes,), dtype=torch.uint8).view(getattr(torch, name)).view(shape)
+
+
+def address(view: memoryview) -> int:
+    return torch.frombuffer(view, dtype=torch.uint8).data_ptr()
+
+
+@pytest.mark.parametrize("name", DTYPES)
+@pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (5,), (2, 3, 4)], ids=str)
+@pytest.mark.filterwarnings("ignore:The given buffer is not writable")
+def test_contiguous_memory_is_seen_in_place_and_filled_in_place(name: str, shape: tuple[int, ...]) -> None:
+    tensor = random_tensor(name, *shape)
+    view = memory_of(tensor)
+    meta = meta_of(tensor)
+    assert meta == TensorMeta(name, shape) and meta.nbytes == view.nbytes == len(view)
+    assert view.readonly and view.format == "B" and view.ndim == 1
+    if meta.nbytes:
+        assert address(view) == tensor.data_ptr()
+    other = empty_like_meta(meta)
+    assert other.dtype == tensor.dtype and other.shape == tensor.shape
+    memory_of_writable(other)[:] = view
+    assert bytes(memory_of(other)) == bytes(view)
+
+
+@pytest.mark.parametrize("name", DTYPES)
+def test_a_non_contiguous_source_is_read_and_a_target_filled_in_row_major_order(
+    name: str,
+) -> None:
+    tensor = random_tensor(name, 4, 6).t()
+    assert not tensor.is_contiguous()
+    size = DTYPES[name][1]
+    raw = bytes(memory_of(tensor.t()))
+    expected = b"".join(raw[(6 * j + i) * size :][:size] for i in range(6) for j in range(4))
+    assert bytes(memory_of(tensor)) == expected
+    target = random_tensor(name, 4, 6).t()
+    copy_into(target, memory_of(tensor))
+    assert bytes(memory_of(target.t())) == raw
+    with pytest.raises(UnsupportedError, match="contiguous"):
+        memory_of_writable(tensor)
+
+
+def test_a_gap_between_rows_is_left_alone() -> None:
+    whole = torch.zeros(4, 6, dtype=torch.bfloat16)
+    copy_into(whole[:, 1:3], bytes([1]) * 16)
+    assert whole[:, 0].eq(0).all() and whole[:, 3:].eq(0).all() and whole[:, 1:3].ne(0).all()
+
+
+def test_views_that_torch_computes_lazily_are_resolved() -> None:
+    z = torch.randn(5, dtype=torch.complex64)
+    assert bytes(memory_of(z.conj())) == bytes(memory_of(z.conj().resolve_conj()))
+    imaginary = z.conj().imag
+    assert imaginary.is_neg()
+    assert bytes(memory_of(imaginary)) == bytes(memory_of((-z.imag).contiguous()))
+    target = torch.zeros(5, dtype=torch.complex64).conj()
+    copy_into(target, memory_of(z))
+    assert torch.equal(target, z)
+    with pytest.raises(UnsupportedError):
+        memory_of_writable(target)
+
+
+def test_the_view_keeps_the_memory_alive_and_lets_it_go() -> None:
+    tensor = torch.full((1000,), 7, dtype=torch.uint8)
+    gone = weakref.ref(tensor)
+    view = memory_of(tensor)
+    del tensor
+    gc.collect()
+    assert gone() is not None and view[999] == 7
+    del view
+    gc.collect()
+    assert gone() is None
+
+
+def test_a_tensor_that_requires_grad_is_read_and_filled() -> None:
+    tensor = torch.nn.Parameter(torch.zeros(2, 3))
+    memory_of_writable(tensor)[:] = memory_of(torch.ones(2, 3))
+    assert tensor.eq(1).all()
+    copy_into(tensor.t(), memory_of(torch.full((3, 2), 2.0)))
+    assert tensor.eq(2).all()
+
+
+def test_another_number_of_bytes_is_refused() -> None:
+    with pytest.raises(ValueError, match="7 bytes do not fill"):
+        copy_into(torch.zeros(2), bytes(7))
+
+
+@pytest.mark.parametrize(
+    ("make", "named"),
+    [
+        (lambda: torch.quantize_per_tensor(torch.ones(2), 1.0, 0, torch.qint8), "qint8"),
+        (lambda: torch.ones(2).to_sparse(), "dense"),
+        (lambda: torch.ones(2, device="meta"), "on meta"),
+        (lambda: [1.0], "list"),
+    ],
+)
+def test_what_has_no_plain_memory_here_is_refused(make: Any, named: str) -> None:
+    for look in (memory_of, memory_of_writable):
+        with pytest.raises(UnsupportedError, match=named):
+            look(make())
+
+
+def test_a_tensor_of_65_dimensions_has_no_meta() -> None:
+    with pytest.raises(UnsupportedError, match="65 dimensions"):
+        meta_of(torch.zeros((1,) * 65))
+
+
+def test_a_dtype_that_this_torch_lacks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch, "float8_e8m0fnu")
+    with pytest.raises(UnsupportedError, match="has no dtype 'float8_e8m0fnu'"):
+        empty_like_meta(TensorMeta("float8_e8m0fnu", (1,)))

@@ -1,0 +1,91 @@
+"""What a tensor's bytes mean, without torch."""
+
+from __future__ import annotations
+
+import math
+import struct
+
+import pytest
+from hypothesis import given, strategies as st
+
+from kvplug.errors import UnsupportedError, WireError
+from kvplug.wire.tensors import (
+    DTYPES,
+    MAX_DIMS,
+    META_PREFIX_SIZE,
+    TensorMeta,
+    decode_meta,
+    encode_meta,
+    meta_size,
+    split_meta,
+)
+
+METAS = st.builds(
+    TensorMeta,
+    st.sampled_from(sorted(DTYPES)),
+    st.lists(st.integers(0, 3), max_size=30).map(tuple)
+    | st.lists(st.integers(0, 2**19), max_size=3).map(tuple),
+)
+
+
+@given(METAS)
+def test_a_meta_comes_back_as_it_was(meta: TensorMeta) -> None:
+    data = encode_meta(meta)
+    assert decode_meta(data) == meta
+    assert meta_size(data[:META_PREFIX_SIZE]) == len(data) == 2 + 8 * len(meta.shape)
+    assert meta.nbytes == math.prod(meta.shape) * meta.itemsize
+
+
+@given(METAS, st.binary(max_size=20))
+def test_what_follows_a_meta_is_left_whole(meta: TensorMeta, rest: bytes) -> None:
+    found, left = split_meta(encode_meta(meta) + rest)
+    assert found == meta and bytes(left) == rest
+
+
+@given(st.binary(max_size=600))
+def test_other_bytes_are_a_meta_or_a_wire_error(data: bytes) -> None:
+    try:
+        meta = decode_meta(data)
+    except WireError:
+        return
+    assert encode_meta(meta) == data
+
+
+def test_the_codes_are_the_documented_ones_and_unique() -> None:
+    assert DTYPES["bfloat16"] == (11, 2) and DTYPES["float8_e4m3fn"] == (17, 1)
+    assert len({code for code, _ in DTYPES.values()}) == len(DTYPES)
+    assert encode_meta(TensorMeta("float32", (2, 3))) == b"\x0c\x02" + struct.pack("<QQ", 2, 3)
+
+
+@pytest.mark.parametrize("shape", [(2**62,), (2**40, 2**40), (0, 2**40, 2**40), (2**63,), (2**64 - 1, 0)])
+def test_a_size_beyond_63_bits_is_refused_at_both_ends(shape: tuple[int, ...]) -> None:
+    with pytest.raises(UnsupportedError, match="bytes"):
+        TensorMeta("float32", shape)
+    with pytest.raises(WireError, match="out of bounds"):
+        decode_meta(struct.pack(f"<BB{len(shape)}Q", 12, len(shape), *shape))
+
+
+@pytest.mark.parametrize(
+    ("data", "named"),
+    [
+        (b"", "cut short"),
+        (b"\x0c", "cut short"),
+        (b"\x0c\x01" + bytes(7), "cut short"),
+        (b"\x0c\x00x", "1 bytes follow"),
+        (b"\x00\x00", "unknown dtype code 0"),
+        (b"\x0c\x41", "65 dimensions"),
+    ],
+)
+def test_a_refusal_says_what_is_wrong(data: bytes, named: str) -> None:
+    with pytest.raises(WireError, match=named):
+        decode_meta(data)
+
+
+def test_what_is_not_carried_is_refused_by_name() -> None:
+    with pytest.raises(UnsupportedError, match=r"qint8.*bfloat16"):
+        TensorMeta("qint8", ())
+    with pytest.raises(UnsupportedError, match="65 dimensions"):
+        TensorMeta("int8", (1,) * (MAX_DIMS + 1))
+    with pytest.raises(UnsupportedError, match="0 or more"):
+        TensorMeta("int8", (-1,))
+    assert TensorMeta("int8", (1,) * MAX_DIMS).nbytes == 1

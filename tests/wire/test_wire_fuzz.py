@@ -1,0 +1,189 @@
+"""Mutated frames through the decoder: nothing but WireError, no memory beyond the bound."""
+
+from __future__ import annotations
+
+import gc
+import random
+import struct
+import tracemalloc
+
+import pytest
+
+from kvplug.errors import WireError
+from kvplug.wire.frames import HEADER_SIZE, FrameKind, decode_header, encode_header
+from kvplug.wire.tensors import TensorMeta, decode_meta, encode_meta
+from kvplug.wire.values import Limits, decode, encode
+
+LIMITS = Limits(max_bytes=64 << 10, max_depth=16, max_items=4096)
+
+
+def ext(code: int, payload: bytes) -> bytes:
+    return struct.pack(">BIB", 0xC9, len(payload), code) + payload
+
+
+def tensor(dtype: str, *shape: int) -> bytes:
+    meta = TensorMeta(dtype, shape)
+    return encode_meta(meta) + bytes(i % 251 for i in range(meta.nbytes))
+
+
+def frame(kind: FrameKind, payload: bytes) -> bytes:
+    return encode_header(kind, len(payload)) + payload
+
+
+CORPUS = [
+    frame(
+        FrameKind.VALUE, encode({"kind": "stored", "seq": 7, "tokens": b"\x01" * 64, "parts": (1, [2, 3])})
+    ),
+    frame(
+        FrameKind.VALUE, encode([None, True, -1, 2**63, 1.5, "é", b"x", (), {}, set(), frozenset({1, (2,)})])
+    ),
+    frame(FrameKind.VALUE, encode({(1, 2): {3, 4}, None: [{"a": {"b": [[[(1,)]]]}}], 1.5: {b"k": "v" * 40}})),
+    frame(FrameKind.VALUE, encode([list(range(200)), tuple("abcdefghij"), {i: str(i) for i in range(30)}])),
+    frame(FrameKind.VALUE, encode(b"y" * 700)),
+    frame(
+        FrameKind.VALUE,
+        b"\x93" + ext(16, b"\x0b") + ext(17, tensor("bfloat16", 2, 3)) + ext(18, tensor("int64", 4)),
+    ),
+    frame(FrameKind.VALUE, ext(17, tensor("float8_e5m2", 2, 1, 5))),
+    frame(FrameKind.VALUE, ext(18, tensor("float32", 0, 3))),
+    frame(FrameKind.TENSOR, encode_meta(TensorMeta("bfloat16", (30, 16, 3, 64)))),
+    frame(FrameKind.TENSOR, encode_meta(TensorMeta("int64", ()))),
+    frame(FrameKind.NONE, b""),
+]
+"""Valid frames. Tensors are written by hand, so that this needs no torch."""
+
+TELLING = bytes(
+    [0x80, 0x81, 0x90, 0x91, 0xC1, 0xC4, 0xC6, 0xC7, 0xC9, 0xD4, 0xD8, 0xDB, 0xDD, 0xDE, 0xDF, 0xFF, 0]
+)
+"""Bytes that begin or lengthen something."""
+
+
+def mutated(rng: random.Random) -> bytes:
+    data = bytearray(rng.choice(CORPUS))
+    # The header is hit now and then; mostly it is kept, so that the payload gets its share.
+    start = 0 if rng.random() < 0.15 else HEADER_SIZE
+    for _ in range(rng.choice((1, 1, 2, 3, 8))):
+        at = rng.randrange(start, len(data) + 1) if len(data) > start else start
+        match rng.randrange(8):
+            case 0:
+                data[at : at + 1] = bytes([rng.randrange(256)])
+            case 1:
+                if at < len(data):
+                    data[at] ^= 1 << rng.randrange(8)
+            case 2:
+                del data[at:]
+            case 3:
+                data[at : at + 1] = bytes([rng.choice(TELLING)])
+            case 4:
+                data[at:at] = rng.randbytes(rng.randrange(1, 9))
+            case 5:
+                data[at : at + 5] = bytes([rng.choice(TELLING)]) + rng.choice(
+                    (b"\xff" * 4, b"\x7f\xff\xff\xff")
+                )
+            case 6:
+                other = rng.choice(CORPUS)
+                data[at:] = other[rng.randrange(len(other)) :]
+            case 7:
+                data[at:at] = data[start : start + rng.randrange(1, 40)] * rng.randrange(1, 20)
+    return bytes(data)
+
+
+def read(data: bytes) -> None:
+    """What a receiver does with a frame."""
+    header = decode_header(data, max_length=LIMITS.max_bytes)
+    payload = memoryview(data)[HEADER_SIZE:]
+    if header.kind is FrameKind.TENSOR:
+        decode_meta(payload)
+    else:
+        decode(payload, limits=LIMITS)
+
+
+def storm(count: int, seed: int) -> int:
+    """Read ``count`` mutated frames; how many were frames still."""
+    rng = random.Random(seed)
+    for data in CORPUS:  # imports of torch and numpy, where they are, come before memory is counted
+        try:
+            read(data)
+        except WireError:
+            pass
+    fine = 0
+    gc.collect()
+    tracemalloc.start()
+    try:
+        for i in range(count):
+            data = mutated(rng)
+            tracemalloc.reset_peak()
+            before = tracemalloc.get_traced_memory()[0]
+            try:
+                read(data)
+                fine += 1
+            except WireError:
+                pass
+            except BaseException as e:
+                e.add_note(f"frame {i} of seed {seed}: {data.hex()}")
+                raise
+            peak = tracemalloc.get_traced_memory()[1] - before
+            assert peak <= LIMITS.memory_bound(len(data)), (
+                f"frame {i} of seed {seed}, {peak} bytes: {data.hex()}"
+            )
+    finally:
+        tracemalloc.stop()
+    return fine
+
+
+@pytest.mark.filterwarnings("ignore")  # torch warns of complex32, and numpy of nothing we could use
+def test_ten_thousand_mutated_frames_raise_nothing_but_wire_error_and_stay_within_the_bound() -> None:
+    fine = storm(10_000, seed=1)
+    assert 0 < fine < 9_000  # neither all refused at the door, nor hardly mutated
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.filterwarnings("ignore")
+def test_a_million_mutated_frames_raise_nothing_but_wire_error_and_stay_within_the_bound() -> None:
+    assert storm(1_000_000, seed=2) > 0
+
+
+MARK = b"\xc7\x00"
+DENSE = {
+    "nothing but nil": (b"\xdc\x0f\xff", b"\xc0"),
+    "empty lists": (b"\xdc\x0f\xff", b"\x90"),
+    "empty dicts": (b"\xdc\x0f\xff", b"\x80"),
+    "empty tuples": (b"\xdc\x07\xff", b"\x91" + MARK + b"\x01"),
+    "empty sets": (b"\xdc\x07\xff", b"\x91" + MARK + b"\x02"),
+    "empty frozensets": (b"\xdc\x07\xff", b"\x91" + MARK + b"\x03"),
+    "empty tagged dicts": (b"\xdc\x07\xff", b"\x91" + MARK + b"\x04"),
+    "dicts of one": (b"\xdc\x05\x55", b"\x81\xc0\xc0"),
+    "sets of one": (b"\xdc\x05\x55", b"\x92" + MARK + b"\x02\xc0"),
+    "tagged dicts of one": (b"\xdc\x03\xff", b"\x93" + MARK + b"\x04\xc0\xc0"),
+    "small integers": (b"\xdc\x0f\xff", b"\xe0"),
+    "two-byte texts": (b"\xdc\x0f\xff", b"\xa2\xc3\xa9"),
+    "dicts within dicts": (b"\xdc\x00\x80", b"\x81\xc0" * 14 + b"\x80"),
+}
+
+
+@pytest.mark.parametrize(("head", "element"), DENSE.values(), ids=DENSE)
+def test_the_most_that_a_message_can_become_is_within_the_bound(head: bytes, element: bytes) -> None:
+    count = int.from_bytes(head[1:], "big")
+    data = head + element * count
+    gc.collect()
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        value = decode(data, limits=LIMITS)
+        peak = tracemalloc.get_traced_memory()[1] - before
+    finally:
+        tracemalloc.stop()
+    assert len(value) == count
+    assert peak <= LIMITS.memory_bound(len(data))
+
+
+def test_text_that_grows_when_decoded_is_within_the_bound() -> None:
+    text = encode("a" * 50_000 + "\U0001f600")  # one wide character makes all of them wide
+    tracemalloc.start()
+    try:
+        decode(text, limits=LIMITS)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak <= LIMITS.memory_bound(len(text))
