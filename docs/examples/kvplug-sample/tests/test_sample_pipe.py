@@ -13,6 +13,7 @@ from kvplug_sample.light import SampleOptions, describe
 from kvplug_sample.pipe import SampleEndpoint
 
 import kvplug
+import kvplug.wire.frames
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.bool]
 
