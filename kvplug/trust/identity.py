@@ -137,7 +137,7 @@ def decode_identity(message: bytes) -> PeerIdentity:
 @functools.cache
 def _boot_id() -> str:
     try:
-        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as f:
+        with open("/proc/sys/kernel/random/boot_id", encoding="utf-8") as f:
             return f.read().strip()
     except OSError:
         return ""

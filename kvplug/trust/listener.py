@@ -234,7 +234,10 @@ class Listener:
             while not self._closed:
                 for key, _ in self._selector.select(self._pause()):
                     if key.fileobj is self._sock:
-                        self._let_in()
+                        try:
+                            self._let_in()
+                        except Exception:  # out of memory, say: the listener outlives it
+                            logger.exception("taking in a connection at %s failed", self._contact)
                     elif key.data is not None and key.data in self._strangers:
                         self._hear(key.data)
                 self._drop_overdue()
@@ -324,6 +327,10 @@ class Listener:
         except BlockingIOError:
             return
         except OSError:
+            self._refuse(stranger, RefusedError(Refusal.LEFT))
+            return
+        except Exception:
+            logger.exception("a challenge at %s failed: a fault of kvplug", self._contact)
             self._refuse(stranger, RefusedError(Refusal.LEFT))
             return
         if challenge.peer is not None:

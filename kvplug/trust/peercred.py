@@ -56,10 +56,10 @@ def same_user(uid: int) -> bool:
     if uid != os.geteuid():
         return False
     try:
-        with open("/proc/sys/kernel/overflowuid", encoding="ascii") as f:
+        with open("/proc/sys/kernel/overflowuid", encoding="utf-8") as f:
             if int(f.read()) != uid:
                 return True
-        with open("/proc/self/uid_map", encoding="ascii") as f:
+        with open("/proc/self/uid_map", encoding="utf-8") as f:
             return f.read().split() == ["0", "0", str(2**32 - 1)]
     except OSError:
         return True
@@ -98,7 +98,7 @@ class _Row:
 def _rows() -> Iterator[_Row]:
     for table in ("tcp", "tcp6"):
         try:
-            with open(f"/proc/self/net/{table}", encoding="ascii") as f:
+            with open(f"/proc/self/net/{table}", encoding="utf-8") as f:
                 next(f, None)
                 for line in f:
                     fields = line.split()

@@ -1,0 +1,576 @@
+"""Listeners and diallers over real sockets, with strangers at the door."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+
+import pytest
+
+from kvplug.deadline import Deadline
+from kvplug.errors import (
+    AddressInUseError,
+    AuthenticationError,
+    ClosedError,
+    ConfigError,
+    InsecureAddressError,
+    PeerGoneError,
+    TimeoutError,
+    WireError,
+)
+from kvplug.trust.addresses import parse_contact
+from kvplug.trust.challenge import Mode
+from kvplug.trust.credentials import Credentials, Secret
+from kvplug.trust.listener import Connection, Listener, dial, dial_until
+
+pytestmark = pytest.mark.timeout(60)
+
+OPEN = Credentials()
+SECRET = Credentials(Secret("the secret of these tests"))
+OTHER = Credentials(Secret("another secret altogether"))
+ADDRESSES = ["unix:", "127.0.0.1:0", "[::1]:0", "localhost:0"]
+needs_linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux only")
+
+
+def eventually(condition: Callable[[], bool], within_s: float = 5.0) -> bool:
+    until = time.monotonic() + within_s
+    while not condition():
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.005)
+    return True
+
+
+def open_fds() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left_behind() -> Iterator[None]:
+    gc.collect()
+    fds, threads = open_fds(), threading.active_count()
+    yield
+    gc.collect()
+    assert eventually(lambda: threading.active_count() <= threads), threading.enumerate()
+    assert eventually(lambda: open_fds() <= fds), "descriptors were left open"
+
+
+def stranger(listener: Listener) -> socket.socket:
+    """A raw connection that knows nothing."""
+    address = parse_contact(listener.contact).address
+    if listener.address.startswith("unix:"):
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        sock.connect("\0" + listener.address.removeprefix("unix:@"))
+        return sock
+    host, port = listener.address.rsplit(":", 1)
+    assert str(address) == listener.address
+    return socket.create_connection((host.strip("[]"), int(port)))
+
+
+def meet(listener: Listener, credentials: Credentials = OPEN, contact: str = "") -> Connection:
+    """Dial, and check that both ends hold the same connection."""
+    ours = dial(contact or listener.contact, credentials, "test", 5)
+    theirs = listener.accept(5)
+    ours.sock.sendall(b"ping")
+    assert theirs.sock.recv(10) == b"ping"
+    theirs.close()
+    return ours
+
+
+@pytest.mark.parametrize("credentials", [OPEN, SECRET], ids=["open", "secret"])
+@pytest.mark.parametrize("address", ADDRESSES)
+def test_two_ends_meet_and_know_each_other(address: str, credentials: Credentials) -> None:
+    with (
+        Listener.open(address, credentials, "test", label="server") as listener,
+        dial(listener.contact, credentials, "test", 5, label="client") as ours,
+        listener.accept(5) as theirs,
+    ):
+        assert ours.peer.pid == theirs.peer.pid == os.getpid()
+        assert (ours.peer.label, theirs.peer.label) == ("server", "client")
+        assert ours.mode is theirs.mode
+        assert ours.sock.gettimeout() is None and theirs.sock.gettimeout() is None
+        assert "server" in ours.describe and listener.address in ours.describe
+    assert listener.refusals == {}
+
+
+@needs_linux
+@pytest.mark.parametrize("address", ["127.0.0.1:0", "[::1]:0"])
+def test_a_dialler_who_knows_only_host_and_port_is_vouched_for_by_the_kernel(address: str) -> None:
+    with Listener.open(address, OPEN, "test") as listener:
+        ours = meet(listener, contact=listener.address)
+        assert ours.mode is Mode.SAME_USER
+        ours.close()
+
+
+def test_several_connections_live_side_by_side() -> None:
+    with Listener.open("unix:", OPEN, "test") as listener, ExitStack() as stack:
+        pairs = []
+        for _ in range(20):
+            ours = stack.enter_context(dial(listener.contact, OPEN, "test", 5))
+            pairs.append((ours, stack.enter_context(listener.accept(5))))
+        for i, (ours, theirs) in enumerate(pairs):
+            ours.sock.sendall(bytes([i]))
+            assert theirs.sock.recv(10) == bytes([i])
+
+
+# -- refusals --------------------------------------------------------------------------------------
+
+
+def test_a_wrong_secret_is_an_authentication_error_at_both_ends() -> None:
+    with Listener.open("127.0.0.1:0", SECRET, "test") as listener:
+        with pytest.raises(AuthenticationError, match="KVPLUG_SECRET or secret_file"):
+            dial(listener.contact, OTHER, "test", 5)
+        assert eventually(lambda: listener.refusals == {"wrong secret": 1})
+        with pytest.raises(TimeoutError, match="wrong secret: 1") as caught:
+            listener.accept(0.05)
+        assert isinstance(caught.value.__cause__, AuthenticationError)
+        assert "KVPLUG_SECRET" in str(caught.value.__cause__)
+
+
+@pytest.mark.parametrize("address", ["unix:", "127.0.0.1:0"])
+def test_a_secret_on_one_end_only_is_refused_with_the_reason(address: str) -> None:
+    with (
+        Listener.open(address, SECRET, "test") as listener,
+        pytest.raises(AuthenticationError, match="it has a secret and this end has none"),
+    ):
+        dial(listener.address, OPEN, "test", 5)
+    with (
+        Listener.open(address, OPEN, "test") as listener,
+        pytest.raises(AuthenticationError, match="this end has a secret and the listener has none"),
+    ):
+        dial(listener.contact, SECRET, "test", 5)
+
+
+def test_a_wrong_token_is_refused() -> None:
+    with Listener.open("127.0.0.1:0", OPEN, "test") as listener:
+        with pytest.raises(AuthenticationError, match="earlier run"):
+            dial(f"tcp://{listener.address}?token={'x' * 32}", OPEN, "test", 5)
+        assert eventually(lambda: listener.refusals == {"wrong token": 1})
+
+
+def test_another_purpose_is_refused() -> None:
+    with (
+        Listener.open("unix:", OPEN, "test") as listener,
+        pytest.raises(AuthenticationError, match="another purpose than 'else'"),
+    ):
+        dial(listener.contact, OPEN, "else", 5)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "[::]", "192.0.2.1", "[2001:db8::1]", "198.51.100.7"])
+def test_without_a_secret_nothing_is_bound_or_dialled_that_others_can_reach(
+    host: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_socket(*args: object, **kwargs: object) -> None:
+        raise AssertionError("a socket was made")
+
+    monkeypatch.setattr(socket, "socket", no_socket)
+    with pytest.raises(InsecureAddressError, match="no secret"):
+        Listener.open(f"{host}:29555", OPEN, "test")
+    with pytest.raises(InsecureAddressError, match="no secret"):
+        dial(f"{host}:29555", OPEN, "test", 1)
+
+
+def test_with_a_secret_every_interface_may_be_listened_on_and_the_contact_can_be_dialled() -> None:
+    with Listener.open("0.0.0.0:0", SECRET, "test") as listener:
+        assert not listener.contact.startswith("tcp://0.0.0.0")
+        port = listener.address.rsplit(":", 1)[1]
+        meet(listener, SECRET, f"127.0.0.1:{port}").close()
+
+
+# -- addresses -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("address", ["unix:", "127.0.0.1:0"])
+def test_an_address_in_use_is_named_and_so_is_who_uses_it(address: str) -> None:
+    with Listener.open(address, OPEN, "test") as listener:
+        with pytest.raises(AddressInUseError) as caught:
+            Listener.open(listener.address, OPEN, "test")
+        assert listener.address in str(caught.value)
+        if os.path.exists("/proc/self/fd"):
+            assert f"pid {os.getpid()}" in str(caught.value)
+
+
+def test_a_port_can_be_listened_on_again_at_once() -> None:
+    with Listener.open("127.0.0.1:0", OPEN, "test") as listener:
+        address = listener.address
+        meet(listener).close()
+    with Listener.open(address, OPEN, "test") as listener:
+        meet(listener).close()
+
+
+def test_an_address_this_host_does_not_have_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no such address"):
+        Listener.open("192.0.2.77:0", SECRET, "test")
+    with pytest.raises(ConfigError, match="not known"):
+        Listener.open("no-such-host.invalid:0", SECRET, "test")
+
+
+@pytest.mark.parametrize("address", ["unix:", "127.0.0.1:0"])
+def test_where_nobody_listens_there_is_nobody_and_it_is_said_at_once(address: str) -> None:
+    with Listener.open(address, OPEN, "test") as listener:
+        contact = listener.contact
+    began = time.monotonic()
+    with pytest.raises(PeerGoneError, match="nobody listens at"):
+        dial(contact, OPEN, "test", 30)
+    assert time.monotonic() - began < 1
+
+
+def test_a_contact_of_nobody_is_refused() -> None:
+    for contact in ("unix:", "127.0.0.1:0", "nonsense", "/a/path"):
+        with pytest.raises(WireError, match="not a contact"):
+            dial(contact, OPEN, "test", 1)
+
+
+def test_a_socket_that_connected_to_itself_is_nobody() -> None:
+    """Dialling a port of the ephemeral range again and again ends up being connected to oneself."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    real = socket.socket.connect
+
+    def from_the_same_port(self: socket.socket, address: object) -> None:
+        self.bind(("127.0.0.1", port))
+        real(self, address)  # type: ignore[arg-type]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(socket.socket, "connect", from_the_same_port)
+        with pytest.raises(PeerGoneError, match="nobody listens"):
+            dial(f"127.0.0.1:{port}", OPEN, "test", 5)
+
+
+def test_dial_until_waits_for_a_late_listener() -> None:
+    with Listener.open("unix:", OPEN, "test") as listener:
+        address = listener.address
+    got: list[Connection] = []
+    thread = threading.Thread(
+        target=lambda: got.append(dial_until(address, OPEN, "test", Deadline.after(20)))
+    )
+    thread.start()
+    time.sleep(0.3)
+    with Listener.open(address, OPEN, "test") as listener:
+        listener.accept(10).close()
+        thread.join(10)
+    got[0].close()
+
+
+def test_dial_until_gives_up_with_the_address_and_the_time() -> None:
+    with pytest.raises(TimeoutError, match=r"unix:@kvplug-nobody in 0\.[23]"):
+        dial_until("unix:@kvplug-nobody", OPEN, "test", Deadline.after(0.3))
+
+
+def test_dial_until_does_not_retry_what_cannot_get_better() -> None:
+    began = time.monotonic()
+    with Listener.open("unix:", SECRET, "test") as listener, pytest.raises(AuthenticationError):
+        dial_until(listener.contact, OTHER, "test", Deadline.after(20))
+    assert time.monotonic() - began < 5
+
+
+# -- strangers -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("address", ["unix:", "127.0.0.1:0"])
+@pytest.mark.parametrize("credentials", [OPEN, SECRET], ids=["open", "secret"])
+def test_silent_and_garbage_strangers_delay_nobody(address: str, credentials: Credentials) -> None:
+    with Listener.open(address, credentials, "test") as listener, ExitStack() as stack:
+        for _ in range(40):
+            stack.enter_context(stranger(listener))
+        for data in (b"\0", b"GET / HTTP/1.1\r\n\r\n" * 8, os.urandom(100_000), b"KVPT" + bytes(68)):
+            with stranger(listener) as s:
+                try:
+                    s.sendall(data)
+                except (BrokenPipeError, ConnectionResetError):
+                    pass
+        began = time.monotonic()
+        meet(listener, credentials).close()
+        assert time.monotonic() - began < 1
+        assert listener.refusals["garbage"] >= 1
+
+
+def test_more_strangers_than_there_are_places_push_each_other_out_not_us() -> None:
+    with Listener.open("unix:", OPEN, "test", max_unproven=8) as listener, ExitStack() as stack:
+        socks = [stack.enter_context(stranger(listener)) for _ in range(50)]
+        meet(listener).close()
+        assert eventually(lambda: listener.refusals.get("crowded", 0) >= 42)
+        socks[0].settimeout(5)
+        assert len(socks[0].recv(100)) == 40, "who is pushed out is told"
+        assert socks[0].recv(100) == b""
+
+
+def test_a_stranger_that_dribbles_is_dropped_at_its_deadline() -> None:
+    with Listener.open("unix:", OPEN, "test", proof_timeout_s=0.4) as listener:
+        with stranger(listener) as slow:
+            began = time.monotonic()
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                for _ in range(70):
+                    slow.send(b"K")
+                    time.sleep(0.02)
+            assert 0.3 < time.monotonic() - began < 1.2
+        assert listener.refusals == {"silent": 1}
+        meet(listener).close()
+
+
+def test_a_slow_but_honest_peer_gets_in_byte_by_byte() -> None:
+    with Listener.open("unix:", OPEN, "test") as listener:
+        real = socket.socket.sendall
+
+        def dribble(self: socket.socket, data: bytes) -> None:
+            for i in range(len(data)):
+                real(self, data[i : i + 1])
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(socket.socket, "sendall", dribble)
+            ours = dial(listener.contact, OPEN, "test", 5)
+        listener.accept(5).close()
+        ours.close()
+
+
+def test_a_dial_to_something_else_does_not_hang() -> None:
+    for answer, error in (
+        (b"", PeerGoneError),
+        (b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n", AuthenticationError),
+    ):
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = server.getsockname()[1]
+
+            def serve(server: socket.socket = server, answer: bytes = answer) -> None:
+                sock, _ = server.accept()
+                with sock:
+                    sock.recv(100)
+                    sock.sendall(answer)
+
+            thread = threading.Thread(target=serve)
+            thread.start()
+            with pytest.raises(error):
+                dial(f"tcp://127.0.0.1:{port}?token={'t' * 20}", OPEN, "test", 5)
+            thread.join(5)
+    with (
+        socket.create_server(("127.0.0.1", 0)) as silent,
+        pytest.raises(TimeoutError, match="did not answer in time"),
+    ):
+        dial(f"tcp://127.0.0.1:{silent.getsockname()[1]}?token={'t' * 20}", OPEN, "test", 0.2)
+
+
+def test_what_follows_the_proof_at_once_is_left_for_the_owner() -> None:
+    with Listener.open("unix:", OPEN, "test") as listener, dial(listener.contact, OPEN, "test", 5) as ours:
+        ours.sock.sendall(b"x" * 1000)
+        with listener.accept(5) as theirs:
+            assert theirs.sock.recv(2000) == b"x" * 1000
+
+
+# -- life ------------------------------------------------------------------------------------------
+
+
+def test_closing_wakes_who_waits_in_accept() -> None:
+    listener = Listener.open("unix:", OPEN, "test")
+    errors: list[Exception] = []
+
+    def wait() -> None:
+        try:
+            listener.accept(None)
+        except ClosedError as e:
+            errors.append(e)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    time.sleep(0.1)
+    listener.close()
+    thread.join(5)
+    assert errors
+    listener.close()
+    with pytest.raises(ClosedError):
+        listener.accept(0)
+    assert "closed" in repr(listener)
+
+
+def test_accept_gives_up_in_time() -> None:
+    with (
+        Listener.open("unix:", OPEN, "test") as listener,
+        pytest.raises(TimeoutError, match="nobody came to unix:@"),
+    ):
+        listener.accept(0.05)
+
+
+def test_connections_nobody_accepted_are_closed_with_the_listener() -> None:
+    listener = Listener.open("unix:", OPEN, "test")
+    with dial(listener.contact, OPEN, "test", 5) as ours:
+        listener.close()
+        assert ours.sock.recv(1) == b""
+
+
+def test_neither_token_nor_secret_is_logged_or_shown(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.DEBUG):
+        with Listener.open("127.0.0.1:0", OPEN, "test") as listener:
+            token = listener.contact.partition("token=")[2]
+            assert len(token) >= 32
+            ours = meet(listener)
+            shown = [repr(listener), repr(ours), str(ours), ours.describe, listener.address]
+            ours.close()
+            with stranger(listener) as s:
+                s.sendall(b"x" * 100)
+            with pytest.raises(AuthenticationError) as refused:
+                dial(listener.contact, OPEN, "else", 5)
+            shown.append(str(refused.value))
+        with pytest.raises(PeerGoneError) as gone:
+            dial(listener.contact, OPEN, "test", 5)
+        shown.append(str(gone.value))
+    assert token not in caplog.text + "".join(shown)
+    assert token not in "".join(t.name for t in threading.enumerate())
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
+def test_a_forked_child_holds_no_listener_open() -> None:
+    listener = Listener.open("unix:", OPEN, "test")
+    read_end, write_end = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            os.close(write_end)
+            try:
+                listener.accept(1)
+            except ClosedError:
+                status = 0
+            os.read(read_end, 1)  # stay until the parent has closed its own
+        finally:
+            os._exit(status)
+    os.close(read_end)
+    try:
+        meet(listener).close()  # the parent's goes on
+        listener.close()
+        with pytest.raises(PeerGoneError, match="nobody listens"):
+            dial(listener.contact, OPEN, "test", 5)
+    finally:
+        os.close(write_end)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def test_descriptors_are_not_inherited_by_programs_that_are_started() -> None:
+    with Listener.open("unix:", OPEN, "test") as listener, dial(listener.contact, OPEN, "test", 5):
+        theirs = listener.accept(5)
+        out = subprocess.run(
+            [sys.executable, "-c", "import os; print(len(os.listdir('/proc/self/fd')))"],
+            close_fds=False,
+            capture_output=True,
+            check=True,
+        )
+        plain = subprocess.run(
+            [sys.executable, "-c", "import os; print(len(os.listdir('/proc/self/fd')))"],
+            capture_output=True,
+            check=True,
+        )
+        theirs.close()
+    assert int(out.stdout) - int(plain.stdout) <= 2  # the test runner's own
+
+
+# -- another user of this host ---------------------------------------------------------------------
+
+NOBODY = 65534
+AS_NOBODY = """
+import encodings.idna, encodings.ascii, encodings.latin_1, os, socket, sys
+socket.getaddrinfo('127.0.0.1', 1); ''.encode('idna')
+os.setgid(65534); os.setuid(65534)
+from kvplug.errors import KvplugError
+from kvplug.trust.credentials import Credentials
+from kvplug.trust.listener import Listener, dial
+def attempt(contact):
+    try:
+        dial(contact, Credentials(), "test", 5)
+        print("in", flush=True)
+    except KvplugError as e:
+        print(type(e).__name__, e, flush=True)
+"""
+needs_root = pytest.mark.skipif(
+    not hasattr(os, "geteuid") or os.geteuid() != 0, reason="becoming another user takes root"
+)
+
+
+def as_nobody(program: str, *argv: str) -> subprocess.Popen[str]:
+    # Everything is imported before it becomes somebody else, who may not be able to read our files.
+    path = ";".join(f"sys.path.append({p!r})" for p in sys.path if p)
+    preload = "import sys;" + path + ";import kvplug.trust.listener, kvplug.trust.credentials\n"
+    return subprocess.Popen(
+        [sys.executable, "-c", preload + AS_NOBODY + program, *argv],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+@needs_root
+@needs_linux
+@pytest.mark.parametrize("address", ["unix:", "127.0.0.1:0", "[::1]:0"])
+def test_another_user_of_this_host_is_a_stranger(address: str) -> None:
+    with Listener.open(address, OPEN, "test") as listener:
+        child = as_nobody("attempt(sys.argv[1])", listener.address)
+        said = child.communicate(timeout=30)[0]
+        assert said.startswith("AuthenticationError")
+        assert "another user" in said
+        with pytest.raises(TimeoutError):
+            listener.accept(0.05)
+
+
+@needs_root
+@needs_linux
+@pytest.mark.parametrize("address", ["unix:", "127.0.0.1:0", "[::1]:0"])
+def test_another_user_who_lies_in_the_opening_is_still_a_stranger(address: str) -> None:
+    """A client that skips its own check of the listener, and talks the protocol well."""
+    program = """
+import kvplug.trust.connection as connection
+connection._attest_listener = lambda sock, target: None
+attempt(sys.argv[1])
+"""
+    with Listener.open(address, OPEN, "test") as listener:
+        said = as_nobody(program, listener.address).communicate(timeout=30)[0]
+        assert said.startswith("AuthenticationError") and "another user" in said
+        assert eventually(lambda: listener.refusals == {"other user": 1})
+
+
+@needs_root
+@needs_linux
+@pytest.mark.parametrize("address", ["unix:@kvplug-squatted", "127.0.0.1:0"])
+def test_a_listener_of_another_user_is_not_talked_to(address: str) -> None:
+    """Abstract names and ports are first come, first served: somebody else may sit there."""
+    program = """
+listener = Listener.open(sys.argv[1], Credentials(), "test")
+print(listener.address, flush=True)
+sys.stdin.read()
+print(listener.refusals)
+"""
+    child = as_nobody(program, address)
+    assert child.stdout is not None
+    where = child.stdout.readline().strip()
+    with pytest.raises(AuthenticationError, match="another user"):
+        dial(where, OPEN, "test", 5)
+    said = child.communicate(timeout=30)[0]
+    assert "no secret" not in said
+
+
+@needs_root
+@needs_linux
+def test_a_socket_its_owner_has_closed_vouches_for_nobody() -> None:
+    """The kernel shows orphaned sockets as root's: a stranger must not become root by hanging up."""
+    program = """
+import socket
+from kvplug.trust.challenge import ClientChallenge, Mode
+host, port = sys.argv[1].rsplit(":", 1)
+for _ in range(50):
+    s = socket.create_connection((host, int(port)))
+    s.sendall(ClientChallenge("test", Mode.SAME_USER, b"", b"", lambda: None, "").opening())
+    s.close()
+print("done")
+"""
+    with Listener.open("127.0.0.1:0", OPEN, "test") as listener:
+        assert "done" in as_nobody(program, listener.address).communicate(timeout=30)[0]
+        assert eventually(lambda: sum(listener.refusals.values()) == 50)
+        assert set(listener.refusals) <= {"other user", "unknown user", "left"}
+        with pytest.raises(TimeoutError):
+            listener.accept(0)
