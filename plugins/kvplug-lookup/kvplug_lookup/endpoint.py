@@ -20,10 +20,13 @@ class SimpleEndpoint(LookupEndpoint):
         self._context = context
         self._options: SimpleOptions = context.options or SimpleOptions()
 
-    def hold(self) -> SimpleStore:
+    def hold(self, *, as_cache: bool = False) -> SimpleStore:
+        evict = self._options.evict
+        if evict == "auto":
+            evict = "oldest" if as_cache else "never"
         return SimpleStore(
             buffer_size=self._context.buffer_size,
-            evict=self._options.evict,
+            evict=evict,
             ttl_s=self._options.ttl_s,
             device=self._context.device,
             timeout_s=self._context.timeout_s,

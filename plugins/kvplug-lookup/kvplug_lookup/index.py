@@ -20,14 +20,14 @@ import bisect
 import heapq
 import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 
-from kvplug.errors import UnsupportedError
+from kvplug import UnsupportedError
 
-TokenArray = npt.NDArray[np.int64]
+TokenArray: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
+"""Token ids, one-dimensional."""
 
 _NOBODY = sys.maxsize
 """Older than nobody: the ``oldest`` of a node below which no entry is free."""
@@ -58,7 +58,8 @@ def token_array(tokens: Any) -> TokenArray:
         return np.empty(0, np.int64)
     if found.dtype.kind not in "iu" or (found.dtype == np.uint64 and found.max(initial=0) > 2**63 - 1):
         raise UnsupportedError(f"token ids must be integers of 64 bits, got {found.dtype}")
-    return np.ascontiguousarray(found, dtype=np.int64)
+    ids: TokenArray = np.ascontiguousarray(found, dtype=np.int64)
+    return ids
 
 
 class TokenIndex:

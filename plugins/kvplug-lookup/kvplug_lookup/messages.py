@@ -219,7 +219,8 @@ def key_from_bytes(data: bytes) -> TokenArray:
     """
     if len(data) % 8:
         raise WireError(f"{len(data)} bytes are no 64-bit token ids")
-    return np.frombuffer(data, "<i8").astype(np.int64)
+    key: TokenArray = np.frombuffer(data, "<i8").astype(np.int64)
+    return key
 
 
 def layers_of(key: Tensor | None, value: Tensor | None) -> Iterator[tuple[Tensor | None, Tensor | None]]:

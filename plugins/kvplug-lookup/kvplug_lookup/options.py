@@ -14,10 +14,10 @@ class SimpleOptions:
     """What the lookup buffer "simple" does when an entry comes and there is no room for it."""
 
     evict: str = option(
-        default="never",
+        default="auto",
         help='"never": the insert waits until entries were taken; "oldest": the oldest entries that'
-        " nobody is reading go.",
-        validator=attrs.validators.in_(("never", "oldest")),
+        ' nobody is reading go; "auto": the latter under a connector, which keeps a cache, else the former.',
+        validator=attrs.validators.in_(("auto", "never", "oldest")),
     )
     ttl_s: float | None = option(
         default=None,

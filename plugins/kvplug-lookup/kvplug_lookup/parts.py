@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -10,6 +10,8 @@ from torch import Tensor
 
 from kvplug import UnsupportedError
 from kvplug_lookup.index import TokenArray, token_array
+
+Mask: TypeAlias = np.ndarray[Any, np.dtype[np.bool_]]
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -24,7 +26,7 @@ def owned_tokens(tokens: Any) -> Tensor:
     return torch.from_numpy(token_array(tokens).copy())
 
 
-def mask_array(roi: Any, num_tokens: int) -> np.ndarray[Any, np.dtype[np.bool_]] | None:
+def mask_array(roi: Any, num_tokens: int) -> Mask | None:
     """A region of interest as a bool array; ``None`` (every token) stays ``None``.
 
     Raises:
@@ -38,7 +40,8 @@ def mask_array(roi: Any, num_tokens: int) -> np.ndarray[Any, np.dtype[np.bool_]]
         raise UnsupportedError(f"a roi is made of booleans, not {mask.dtype}")
     if mask.shape != (num_tokens,):
         raise ValueError(f"a roi of shape {mask.shape} does not fit {num_tokens} tokens")
-    return mask.astype(np.bool_, copy=False)
+    as_bools: Mask = mask.astype(np.bool_, copy=False)
+    return as_bools
 
 
 def key_under(tokens: Any, roi: Any) -> TokenArray:

@@ -35,13 +35,13 @@ from kvplug import (
     PeerGoneError,
     Pipe,
     TensorMismatchError,
+    Timeout,
     TimeoutError,
     TransportError,
     UnsupportedError,
     WireError,
     close_after_fork,
 )
-from kvplug.deadline import Timeout
 from kvplug_lookup.messages import (
     Cancel,
     Coming,

@@ -63,8 +63,13 @@ class _Call:
     number: int
     expires: Deadline
     waiter: Waiter | None = None
-    loan: Loan | None = None
+    borrowed: Loan | None = None
     cancelled: bool = False
+
+    @property
+    def loan(self) -> Loan | None:
+        """What was lent for it, if anything was yet."""
+        return self.waiter.loan if self.waiter is not None else self.borrowed
 
 
 class Session:
@@ -167,7 +172,7 @@ class Session:
             case Read(number, key, extra, min_tokens, timeout):
                 call = self._begin(number, timeout)
                 try:
-                    call.loan = self._lending.borrow(key_from_bytes(key), extra, min_tokens, self.holder)
+                    call.borrowed = self._lending.borrow(key_from_bytes(key), extra, min_tokens, self.holder)
                 except ClosedError as e:
                     self._fail(number, e)
                 else:
@@ -190,8 +195,8 @@ class Session:
     def _end(self, number: int) -> None:
         """The caller has it all."""
         call = self._calls.pop(number, None)
-        loan = call and (call.loan or (call.waiter and call.waiter.loan))
-        if call is None or loan is None:
+        loan = None if call is None else call.loan
+        if loan is None:
             self._say(Granted(number, False))
             return
         ended = self._lending.end(loan, taken=loan.is_exclusive)
@@ -201,7 +206,7 @@ class Session:
     def _cancel(self, call: _Call) -> None:
         self._calls.pop(call.number, None)
         call.cancelled = True
-        loan = call.loan or (call.waiter and self._lending.withdraw(call.waiter))
+        loan = call.borrowed if call.waiter is None else self._lending.withdraw(call.waiter)
         if loan is not None:
             self._lending.end(loan)
 
@@ -210,7 +215,7 @@ class Session:
     def _deliver(self) -> None:
         try:
             while (call := self._outbox.get()) is not None:
-                loan = call.loan or (call.waiter and call.waiter.loan)
+                loan = call.loan
                 if loan is not None:
                     self._send(call, loan)
                 elif call.waiter is not None and call.waiter.error is not None:

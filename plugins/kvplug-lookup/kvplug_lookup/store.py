@@ -23,10 +23,10 @@ from kvplug import (
     LookupStore,
     Pipe,
     StoreEvent,
+    Timeout,
     TimeoutError,
     close_after_fork,
 )
-from kvplug.deadline import Timeout
 from kvplug.wire import decode, encode
 from kvplug_lookup.lending import Lending, Waiter
 from kvplug_lookup.messages import layers_of

@@ -5,8 +5,7 @@ import time
 from collections import deque
 
 import pytest
-
-torch = pytest.importorskip("torch")
+import torch
 
 from kvplug import (
     DEFAULT_TIMEOUT,

@@ -3,8 +3,7 @@ from __future__ import annotations
 import threading
 
 import pytest
-
-torch = pytest.importorskip("torch")
+import torch
 
 from kvplug import (
     CapacityError,

@@ -4,8 +4,7 @@ import os
 import threading
 
 import pytest
-
-torch = pytest.importorskip("torch")
+import torch
 
 from kvplug import (
     CapacityError,

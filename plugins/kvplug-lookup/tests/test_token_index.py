@@ -7,11 +7,10 @@ import time
 
 import numpy as np
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
+from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvplug.errors import UnsupportedError
+from kvplug import UnsupportedError
 from kvplug_lookup.index import TokenIndex, token_array
 
 M61 = 2**61 - 1  # Python's hash of an int is taken modulo this prime
