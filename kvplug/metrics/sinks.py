@@ -7,7 +7,7 @@ import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 
-from kvplug.metrics.stats import StatsSnapshot, StatsReader, TransferStats
+from kvplug.metrics.stats import StatsReader, StatsSnapshot, TransferStats
 
 _log = logging.getLogger(__name__)
 

@@ -1,0 +1,268 @@
+"""Layouts and the arithmetic of blocks: without torch."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given, strategies as st
+
+from kvplug.errors import KvplugError, LayoutError
+from kvplug.layout import KVLayout, blocks_of, dimensions, slots, spans
+
+SIZES = {"L": 2, "K": 2, "B": 5, "T": 4, "H": 3, "D": 6}
+
+
+def layout_of(axes: str) -> KVLayout:
+    return KVLayout(axes, {letter: SIZES[letter] for letter in axes})
+
+
+class FakeTensor:
+    """As much of a tensor as ``check`` looks at."""
+
+    def __init__(self, shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
+        self.shape = shape
+        self._strides = strides
+
+    def stride(self) -> tuple[int, ...]:
+        return self._strides
+
+
+def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    strides = [1]
+    for size in reversed(shape[1:]):
+        strides.append(strides[-1] * size)
+    return tuple(reversed(strides))
+
+
+# -- axis strings ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("axes", "expected"),
+    [
+        ("KBTHD", ("K", "B", "T", "H", "D")),
+        ("BHTKD", ("B", "H", "T", "KD")),
+        ("BTHKD", ("B", "T", "H", "KD")),
+        ("BKDTH", ("B", "KD", "T", "H")),
+        ("BTD", ("B", "T", "D")),
+        ("BHTDK", ("B", "H", "T", "D", "K")),
+    ],
+)
+def test_keys_and_values_are_packed_where_k_stands_directly_before_d(
+    axes: str, expected: tuple[str, ...]
+) -> None:
+    assert dimensions(axes) == expected
+
+
+@pytest.mark.parametrize(
+    ("axes", "shape"),
+    [
+        ("KBTHD", (2, 5, 4, 3, 6)),
+        ("KBHTD", (2, 5, 3, 4, 6)),
+        ("BHTKD", (5, 3, 4, 12)),
+        ("LBKTHD", (2, 5, 2, 4, 3, 6)),
+        ("BTD", (5, 4, 6)),
+        ("LBTD", (2, 5, 4, 6)),
+    ],
+)
+def test_a_layout_knows_the_shape_of_its_tensor(axes: str, shape: tuple[int, ...]) -> None:
+    assert layout_of(axes).shape == shape
+
+
+def test_a_layout_of_keys_and_values_answers_for_its_sizes() -> None:
+    layout = KVLayout("LBHTKD", {"L": 30, "T": 16, "H": 3, "D": 64})
+    assert (layout.block_size, layout.num_kv_heads, layout.head_size, layout.num_layers) == (16, 3, 64, 30)
+    assert (layout.num_blocks, layout.has_values, layout.is_packed) == (None, True, True)
+
+
+def test_latent_attention_has_one_head_and_no_values() -> None:
+    layout = KVLayout("BTD", {"T": 64, "D": 576})
+    assert (layout.num_kv_heads, layout.has_values, layout.is_packed) == (1, False, False)
+    assert layout.num_layers is None
+
+
+def test_layouts_are_equal_and_hash_alike_whatever_the_order_of_their_sizes() -> None:
+    one = KVLayout("KBTHD", {"T": 16, "H": 3, "D": 64})
+    other = KVLayout("KBTHD", {"D": 64, "K": 2, "H": 3, "T": 16})
+    assert one == other and hash(one) == hash(other)
+    assert one != KVLayout("KBHTD", one.sizes)
+
+
+def test_a_layout_without_the_number_of_blocks_has_no_shape() -> None:
+    with pytest.raises(LayoutError, match="number of blocks"):
+        _ = KVLayout("BTD", {"T": 64, "D": 576}).shape
+
+
+@pytest.mark.parametrize(
+    ("axes", "sizes", "said"),
+    [
+        ("", {}, "no axis string"),
+        ("KBTHX", {}, "'X'"),
+        ("KBTHDD", {}, "comes twice"),
+        ("kbthd", {}, "no axis string"),
+        ("KBHD", {"H": 1, "D": 1}, "lacks T"),
+        ("KBTD", {"T": 1, "D": 1}, "only one of them"),
+        ("BTHD", {"T": 1, "H": 1, "D": 1}, "only one of them"),
+        ("KBTHD", {"T": 1, "D": 1}, "needs the sizes of H"),
+        ("LBTD", {"T": 1, "D": 1}, "needs the sizes of L"),
+        ("BTD", {"T": 1, "D": 1, "H": 1}, "'H', which is no axis"),
+        ("KBTHD", {"T": 1, "H": 1, "D": 1, "BT": 3}, "'BT', which is no axis"),
+        ("KBTHD", {"T": 1, "H": 1, "D": 1, "K": 3}, "its size is 2, not 3"),
+        ("BTD", {"T": 0, "D": 1}, "positive integer, got 0"),
+        ("BTD", {"T": -1, "D": 1}, "positive integer, got -1"),
+        ("BTD", {"T": True, "D": 1}, "positive integer, got True"),
+        ("BTD", {"T": 1.5, "D": 1}, "positive integer, got 1.5"),
+        ("BTD", {"T": "16", "D": 1}, "positive integer, got '16'"),
+    ],
+)
+def test_what_is_no_layout_is_refused_with_the_reason(axes: str, sizes: dict[str, int], said: str) -> None:
+    with pytest.raises(LayoutError, match=said):
+        KVLayout(axes, sizes)
+
+
+def test_a_layout_error_is_a_value_error() -> None:
+    assert issubclass(LayoutError, ValueError) and issubclass(LayoutError, KvplugError)
+
+
+# -- plain form --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("axes", ["KBTHD", "BHTKD", "LKBTHD", "BTD"])
+def test_a_layout_survives_its_plain_form(axes: str) -> None:
+    assert KVLayout.from_plain(layout_of(axes).to_plain()) == layout_of(axes)
+
+
+def test_keys_of_a_newer_version_in_a_plain_layout_are_passed_over() -> None:
+    plain = {**layout_of("KBTHD").to_plain(), "swizzle": "xor"}
+    assert KVLayout.from_plain(plain) == layout_of("KBTHD")
+
+
+@pytest.mark.parametrize(
+    "plain",
+    [None, 7, "KBTHD", [], {}, {"axes": 3}, {"axes": "BTD"}, {"axes": "BTD", "sizes": [1]},
+     {"axes": "BTD", "sizes": {1: 2}}, {"axes": "BTD", "sizes": {"T": 1, "D": None}}],
+)  # fmt: skip
+def test_what_is_no_plain_layout_is_refused(plain: object) -> None:
+    with pytest.raises(LayoutError):
+        KVLayout.from_plain(plain)
+
+
+# -- checking a tensor -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("axes", ["KBTHD", "KBHTD", "BHTKD", "LBKTHD", "BTD"])
+def test_a_contiguous_tensor_of_the_layouts_shape_passes(axes: str) -> None:
+    layout = layout_of(axes)
+    layout.check(FakeTensor(layout.shape, contiguous(layout.shape)))  # type: ignore[arg-type]
+
+
+def test_a_view_with_gaps_between_blocks_passes() -> None:
+    layout = layout_of("BTHKD")
+    strides = contiguous(layout.shape)
+    layout.check(FakeTensor(layout.shape, (strides[0] * 7, *strides[1:])))  # type: ignore[arg-type]
+
+
+def test_the_number_of_blocks_may_be_left_open() -> None:
+    layout = KVLayout("BTD", {"T": 4, "D": 6})
+    for num_blocks in (1, 9):
+        shape = (num_blocks, 4, 6)
+        layout.check(FakeTensor(shape, contiguous(shape)))  # type: ignore[arg-type]
+
+
+def test_a_wrong_size_is_refused_by_the_name_of_its_axis() -> None:
+    layout = layout_of("KBTHD")
+    with pytest.raises(LayoutError, match=r"axis H: .* expects 3, got 4"):
+        layout.check(FakeTensor((2, 5, 4, 4, 6), contiguous((2, 5, 4, 4, 6))))  # type: ignore[arg-type]
+
+
+def test_a_packed_dimension_of_one_head_size_is_refused() -> None:
+    with pytest.raises(LayoutError, match=r"axis KD: .* expects 12, got 6"):
+        layout_of("BHTKD").check(FakeTensor((5, 3, 4, 6), contiguous((5, 3, 4, 6))))  # type: ignore[arg-type]
+
+
+def test_a_wrong_number_of_dimensions_is_refused() -> None:
+    shape = (5, 3, 4, 2, 6)
+    with pytest.raises(LayoutError, match=r"expects 4 dimensions \(B, H, T, KD\), got 5"):
+        layout_of("BHTKD").check(FakeTensor(shape, contiguous(shape)))  # type: ignore[arg-type]
+
+
+def test_strides_in_another_order_are_refused_although_the_shape_fits() -> None:
+    sizes = {"B": 5, "T": 4, "H": 4, "D": 6}  # as many heads as tokens: the shape cannot tell
+    strides = contiguous((2, 5, 4, 4, 6))
+    permuted = (strides[0], strides[1], strides[3], strides[2], strides[4])
+    with pytest.raises(LayoutError, match=r"axis T: .*memory order KBHTD"):
+        KVLayout("KBTHD", sizes).check(FakeTensor((2, 5, 4, 4, 6), permuted))  # type: ignore[arg-type]
+    KVLayout("KBTHD", sizes).check(FakeTensor((2, 5, 4, 4, 6), strides))  # type: ignore[arg-type]
+
+
+def test_an_expanded_tensor_is_refused() -> None:
+    with pytest.raises(LayoutError, match=r"axis B: its 5 elements share memory"):
+        layout_of("BTD").check(FakeTensor((5, 4, 6), (0, 6, 1)))  # type: ignore[arg-type]
+
+
+def test_blocks_that_overlap_are_refused() -> None:
+    with pytest.raises(LayoutError, match=r"axis B: .* stride of more than 23 elements, got 12"):
+        layout_of("BTD").check(FakeTensor((5, 4, 6), (12, 6, 1)))  # type: ignore[arg-type]
+
+
+# -- blocks and slots --------------------------------------------------------------------------
+
+
+def test_slots_are_block_times_size_plus_offset() -> None:
+    assert slots([7, 2, 5], 4, 0, 9) == [28, 29, 30, 31, 8, 9, 10, 11, 20]
+    assert slots([7, 2, 5], 4, 3, 6) == [31, 8, 9]
+    assert slots([7, 2, 5], 4, 5, 5) == []
+
+
+def test_spans_cut_a_range_at_the_blocks() -> None:
+    assert list(spans([7, 2, 5], 4, 3, 9)) == [(7, 3, 1), (2, 0, 4), (5, 0, 1)]
+    assert list(spans([7, 2, 5], 4, 5, 7)) == [(2, 1, 2)]
+
+
+def test_the_blocks_of_a_range_are_those_it_touches() -> None:
+    assert blocks_of([7, 2, 5], 4, 0, 12) == (7, 2, 5)
+    assert blocks_of([7, 2, 5], 4, 3, 5) == (7, 2)
+    assert blocks_of([7, 2, 5], 4, 4, 8) == (2,)
+    assert blocks_of([7, 2, 5], 4, 4, 4) == ()
+
+
+@given(
+    table=st.lists(st.integers(0, 1000), unique=True, max_size=20),
+    block_size=st.sampled_from([1, 2, 3, 16, 32]),
+    data=st.data(),
+)
+def test_spans_slots_and_blocks_agree_with_token_by_token_arithmetic(
+    table: list[int], block_size: int, data: st.DataObject
+) -> None:
+    start = data.draw(st.integers(0, len(table) * block_size))
+    end = data.draw(st.integers(start, len(table) * block_size))
+    expected = [table[token // block_size] * block_size + token % block_size for token in range(start, end)]
+    assert slots(table, block_size, start, end) == expected
+    pieces = list(spans(table, block_size, start, end))
+    assert list(itertools.chain.from_iterable(
+        range(block * block_size + offset, block * block_size + offset + count)
+        for block, offset, count in pieces
+    )) == expected  # fmt: skip
+    assert all(0 < count <= block_size - offset for _, offset, count in pieces)
+    assert blocks_of(table, block_size, start, end) == tuple(block for block, _, _ in pieces)
+
+
+@pytest.mark.parametrize(("start", "end"), [(0, 13), (-1, 3), (5, 4), (12, 14)])
+def test_a_range_that_the_blocks_do_not_hold_is_refused(start: int, end: int) -> None:
+    for refused in (slots, blocks_of, lambda *given: list(spans(*given))):
+        with pytest.raises(LayoutError):
+            refused([7, 2, 5], 4, start, end)
+
+
+def test_a_block_of_no_tokens_is_refused() -> None:
+    with pytest.raises(LayoutError, match="one token or more"):
+        slots([1], 0, 0, 0)
+
+
+def test_layouts_are_imported_without_torch() -> None:
+    code = "import sys; import kvplug.layout; print('torch' in sys.modules)"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert found.stdout.strip() == "False", found.stderr

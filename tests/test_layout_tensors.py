@@ -1,0 +1,392 @@
+"""Copies out of and into paged caches, against a reference that moves one element at a time."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+from hypothesis import given, settings, strategies as st
+
+torch = pytest.importorskip("torch")
+
+from kvplug.errors import LayoutError  # noqa: E402  (torch decides first whether there is anything to test)
+from kvplug.layout import KVLayout, dimensions, gather, permute, scatter, views  # noqa: E402
+
+SIZES = {"L": 2, "K": 2, "B": 6, "T": 3, "H": 2, "D": 4}
+
+KEYS_AND_VALUES = ["".join(order) for order in itertools.permutations("KBTHD")]
+CROSS_LAYER = ["".join(order) for order in itertools.permutations("LKBTHD")]
+LATENT = ["".join(order) for order in itertools.permutations("BTD")]
+LATENT_CROSS_LAYER = ["".join(order) for order in itertools.permutations("LBTD")]
+ALL = KEYS_AND_VALUES + CROSS_LAYER + LATENT + LATENT_CROSS_LAYER
+
+
+def layout_of(axes: str, **sizes: int) -> KVLayout:
+    return KVLayout(axes, {letter: {**SIZES, **sizes}[letter] for letter in axes})
+
+
+def counted(layout: KVLayout, dtype: Any = None) -> Any:
+    """A cache in which every element is different."""
+    count = 1
+    for size in layout.shape:
+        count *= size
+    return torch.arange(count, dtype=dtype or torch.int32).reshape(layout.shape)
+
+
+def where(layout: KVLayout, **at: int) -> tuple[int, ...]:
+    """The index of one element, said by axis letters. The slow reference: nothing is permuted."""
+    return tuple(
+        at["K"] * layout.head_size + at["D"] if name == "KD" else at[name] for name in dimensions(layout.axes)
+    )
+
+
+def reference(
+    cache: Any, layout: KVLayout, block_ids: list[int], start: int, end: int, layer: int | None, k: int
+) -> list[list[list[int]]]:
+    """Keys (k = 0) or values (1) of the tokens as nested lists, element by element."""
+    elements = cache.tolist()
+
+    def element(**at: int) -> int:
+        found = elements
+        for step in where(layout, **at):
+            found = found[step]
+        return found
+
+    return [
+        [
+            [
+                element(
+                    L=layer or 0,
+                    K=k,
+                    B=block_ids[token // layout.block_size],
+                    T=token % layout.block_size,
+                    H=head,
+                    D=d,
+                )
+                for d in range(layout.head_size)
+            ]
+            for head in range(layout.num_kv_heads)
+        ]
+        for token in range(start, end)
+    ]
+
+
+RANGES = [(0, 12), (0, 5), (2, 10), (4, 5), (3, 9), (1, 12), (5, 5)]
+TABLE = [4, 0, 5, 2]
+
+
+@pytest.mark.parametrize("axes", ALL)
+def test_gather_agrees_with_the_reference_in_every_axis_order(axes: str) -> None:
+    layout = layout_of(axes)
+    cache = counted(layout)
+    layer = 1 if "L" in axes else None
+    for start, end in RANGES[:4] if "L" in axes else RANGES:
+        key, value = gather(cache, layout, TABLE, start, end, layer=layer)
+        assert key.tolist() == reference(cache, layout, TABLE, start, end, layer, 0)
+        if layout.has_values:
+            assert value is not None
+            assert value.tolist() == reference(cache, layout, TABLE, start, end, layer, 1)
+        else:
+            assert value is None and key.shape[1] == 1
+
+
+@pytest.mark.parametrize("axes", ALL)
+def test_scatter_agrees_with_the_reference_in_every_axis_order_and_touches_nothing_else(axes: str) -> None:
+    layout = layout_of(axes)
+    layer = 1 if "L" in axes else None
+    for start, end in RANGES[:4] if "L" in axes else RANGES:
+        cache = counted(layout)
+        shape = (end - start, layout.num_kv_heads, layout.head_size)
+        key = -1 - torch.arange(shape[0] * shape[1] * shape[2], dtype=cache.dtype).reshape(shape)
+        value = key - 10_000 if layout.has_values else None
+        expected = cache.clone()
+        for number, token in enumerate(range(start, end)):
+            for head, d in itertools.product(range(shape[1]), range(shape[2])):
+                for k, tokens in enumerate((key, value) if value is not None else (key,)):
+                    at = where(layout, L=layer or 0, K=k, B=TABLE[token // 3], T=token % 3, H=head, D=d)
+                    expected[at] = tokens[number, head, d]
+        scatter(cache, layout, TABLE, start, key, value, layer=layer)
+        assert torch.equal(cache, expected)
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_what_is_scattered_is_gathered_again_from_any_layout(data: st.DataObject) -> None:
+    axes = data.draw(st.sampled_from(ALL))
+    sizes = {letter: data.draw(st.integers(1, 5), label=letter) for letter in "LTHD"}
+    num_blocks = data.draw(st.integers(1, 9))
+    layout = layout_of(axes, B=num_blocks, **sizes)
+    table = data.draw(st.permutations(range(num_blocks)))[: data.draw(st.integers(0, num_blocks))]
+    start = data.draw(st.integers(0, len(table) * sizes["T"]))
+    end = data.draw(st.integers(start, len(table) * sizes["T"]))
+    layer = data.draw(st.integers(0, sizes["L"] - 1)) if "L" in axes else None
+    shape = (end - start, layout.num_kv_heads, layout.head_size)
+    key = torch.randn(shape)
+    value = torch.randn(shape) if layout.has_values else None
+    cache = torch.zeros(layout.shape)
+    scatter(cache, layout, table, start, key, value, layer=layer)
+    got_key, got_value = gather(cache, layout, table, start, end, layer=layer)
+    assert torch.equal(got_key, key)
+    assert (got_value is None) == (value is None)
+    if value is not None:
+        assert torch.equal(got_value, value)
+
+
+@pytest.mark.parametrize("size_here", [16, 32])
+@pytest.mark.parametrize("size_there", [16, 32])
+@pytest.mark.parametrize("axes_here", ["KBTHD", "KBHTD", "BHTKD"])
+@pytest.mark.parametrize("axes_there", ["KBTHD", "KBHTD", "BHTKD"])
+@pytest.mark.parametrize(("start", "end"), [(0, 96), (0, 75), (17, 80), (40, 41)])
+def test_kv_is_the_same_after_a_change_of_block_size_and_layout(
+    size_here: int, size_there: int, axes_here: str, axes_there: str, start: int, end: int
+) -> None:
+    here = layout_of(axes_here, T=size_here, B=8, H=3, D=8)
+    there = layout_of(axes_there, T=size_there, B=8, H=3, D=8)
+    source, target = torch.randn(here.shape), torch.zeros(there.shape)
+    table_here, table_there = [5, 1, 7, 0, 3, 6], [2, 4, 0, 6, 1, 7]
+    key, value = gather(source, here, table_here, start, end)
+    scatter(target, there, table_there, start, key, value)
+    got_key, got_value = gather(target, there, table_there, start, end)
+    assert torch.equal(got_key, key) and torch.equal(got_value, value)
+    assert torch.count_nonzero(target) == torch.count_nonzero(key) + torch.count_nonzero(value)
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    ["float32", "float16", "bfloat16", "float64", "float8_e4m3fn", "float8_e5m2", "int8", "uint8", "uint16",
+     "bool", "complex64", "complex128"],
+)  # fmt: skip
+@pytest.mark.parametrize("axes", ["KBTHD", "KBHTD", "BHTKD"])
+def test_the_bits_of_every_dtype_pass_unchanged(dtype: str, axes: str) -> None:
+    layout = layout_of(axes)
+    kind = getattr(torch, dtype)
+    size = torch.empty(0, dtype=kind).element_size()
+    num_bytes = torch.empty(layout.shape).numel() * size
+    high = 2 if dtype == "bool" else 256
+    source = torch.randint(0, high, (num_bytes,), dtype=torch.uint8).view(kind).reshape(layout.shape)
+    target = torch.zeros(num_bytes, dtype=torch.uint8).view(kind).reshape(layout.shape)
+    scatter(target, layout, TABLE, 1, *gather(source, layout, TABLE, 1, 11))
+    for mine, theirs in zip(
+        gather(source, layout, TABLE, 1, 11), gather(target, layout, TABLE, 1, 11), strict=True
+    ):
+        assert mine is not None and theirs is not None and mine.dtype == kind
+        assert torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8))
+
+
+# -- views of larger tensors -------------------------------------------------------------------
+
+
+def test_one_layer_of_a_cross_layer_cache_is_a_cache_of_its_own() -> None:
+    whole = layout_of("BLKTHD")
+    one = layout_of("BKTHD")
+    cache = counted(whole)
+    for layer in (0, 1):
+        view = cache[:, layer]
+        one.check(view)
+        assert not view.is_contiguous()
+        expected = gather(cache, whole, TABLE, 1, 8, layer=layer)
+        got = gather(view, one, TABLE, 1, 8)
+        assert all(torch.equal(mine, theirs) for mine, theirs in zip(got, expected, strict=True))
+        scatter(view, one, TABLE, 1, expected[0] * 0 - 1, expected[1] * 0 - 2)
+    assert (cache == -1).sum() == (cache == -2).sum() == 2 * 7 * 2 * 4
+
+
+def test_a_cache_in_the_middle_of_a_larger_tensor_stays_within_itself() -> None:
+    layout = layout_of("KBTHD")
+    outer = torch.zeros(2, 10, 3, 2, 9)
+    cache = outer[:, 2:8, :, :, 3:7]
+    layout.check(cache)
+    ones = torch.ones(18, 2, 4)
+    scatter(cache, layout, [0, 1, 2, 3, 4, 5], 0, ones, ones)
+    assert cache.sum() == outer.sum() == 2 * 18 * 2 * 4
+
+
+def test_views_share_the_caches_memory() -> None:
+    layout = layout_of("BHTKD")
+    cache = torch.zeros(layout.shape)
+    key, value = views(cache, layout)
+    assert value is not None and key.shape == value.shape == (6, 3, 2, 4)
+    key[5, 2, 1, 3], value[5, 2, 1, 0] = 1, 2
+    assert (cache[5, 1, 2, 3], cache[5, 1, 2, 4]) == (1, 2)
+
+
+def test_gather_fills_the_memory_it_is_given_and_nothing_else() -> None:
+    layout = layout_of("KBHTD")
+    cache = torch.randn(layout.shape)
+    expected_key, expected_value = gather(cache, layout, TABLE, 2, 9)
+    room = torch.zeros(2, 9, 2, 6)
+    key, value = gather(
+        cache, layout, TABLE, 2, 9, out_key=room[0, 1:8, :, 1:5], out_value=room[1, 1:8, :, 1:5]
+    )
+    assert torch.equal(room[0, 1:8, :, 1:5], expected_key) and key.data_ptr() == room[0, 1, 0, 1:].data_ptr()
+    assert torch.equal(room[1, 1:8, :, 1:5], expected_value) and value is not None
+    assert torch.count_nonzero(room) == torch.count_nonzero(expected_key) + torch.count_nonzero(
+        expected_value
+    )
+
+
+def test_scatter_takes_tokens_that_are_not_contiguous() -> None:
+    layout = layout_of("BTHKD")
+    tokens = torch.randn(2, 4, 12)  # heads, elements, tokens
+    key, value = tokens.permute(2, 0, 1), tokens.permute(2, 0, 1) + 1
+    cache = torch.zeros(layout.shape)
+    scatter(cache, layout, TABLE, 0, key, value)
+    got_key, got_value = gather(cache, layout, TABLE, 0, 12)
+    assert torch.equal(got_key, key) and torch.equal(got_value, value)
+
+
+# -- refusals ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("table", "start", "end", "said"),
+    [
+        ([0, 6], 0, 6, "block 6 is out of range"),
+        ([0, -1], 0, 6, "block -1 is out of range"),
+        ([3, 1, 3], 0, 9, "block 3 comes twice"),
+        ([0, 1], 0, 7, "do not fit 2 blocks of 3"),
+        ([0, 1], -1, 2, "no range"),
+        ([0, 1], 3, 2, "no range"),
+        ([0.5, 1], 0, 6, "integers"),
+        ([2**63, 1], 0, 6, "integers of 64 bits"),
+    ],
+)
+@pytest.mark.parametrize("axes", ["KBTHD", "BHTKD"])
+def test_blocks_that_cannot_be_meant_are_refused_and_nothing_is_copied(
+    axes: str, table: list[int], start: int, end: int, said: str
+) -> None:
+    layout = layout_of(axes)
+    cache = torch.zeros(layout.shape)
+    key, value = torch.ones(12, 2, 4), torch.ones(12, 2, 4)
+    with pytest.raises(LayoutError, match=said):
+        gather(cache, layout, table, start, end)
+    if end >= start:
+        with pytest.raises(LayoutError, match=said):
+            scatter(cache, layout, table, start, key[: end - start], value[: end - start])
+    assert not cache.any()
+
+
+def test_blocks_outside_the_range_of_tokens_are_not_looked_at() -> None:
+    layout = layout_of("KBTHD")
+    cache = torch.randn(layout.shape)
+    key, _ = gather(cache, layout, [99, 2, 99], 3, 6)
+    assert torch.equal(key, cache[0, 2])
+
+
+@pytest.mark.parametrize(
+    ("given_", "said"),
+    [
+        ({"out_key": torch.zeros(4, 2, 4)}, r"out_key: expected the shape \[5, 2, 4\], got \[4, 2, 4\]"),
+        ({"out_value": torch.zeros(5, 2, 4, dtype=torch.float64)}, "out_value: expected torch.float32"),
+        ({"out_key": torch.zeros(5, 2, 4, device="meta")}, "on meta"),
+    ],
+)
+def test_memory_that_does_not_fit_is_refused(given_: dict[str, Any], said: str) -> None:
+    layout = layout_of("KBTHD")
+    with pytest.raises(LayoutError, match=said):
+        gather(torch.zeros(layout.shape), layout, TABLE, 0, 5, **given_)
+
+
+def test_keys_and_values_come_together_or_not_at_all() -> None:
+    both, latent = layout_of("KBTHD"), layout_of("BTD")
+    key = torch.zeros(3, 2, 4)
+    with pytest.raises(LayoutError, match="none were given"):
+        scatter(torch.zeros(both.shape), both, TABLE, 0, key)
+    with pytest.raises(LayoutError, match="no values; some were given"):
+        scatter(torch.zeros(latent.shape), latent, TABLE, 0, key[:, :1], key[:, :1])
+    with pytest.raises(LayoutError, match="has no values"):
+        gather(torch.zeros(latent.shape), latent, TABLE, 0, 3, out_value=key)
+    with pytest.raises(LayoutError, match="value: expected the shape"):
+        scatter(torch.zeros(both.shape), both, TABLE, 0, key, key[:2])
+
+
+@pytest.mark.parametrize(
+    ("axes", "layer", "said"),
+    [
+        ("LKBTHD", None, "say which one"),
+        ("LKBTHD", 2, "none is 2"),
+        ("LKBTHD", -1, "none is -1"),
+        ("KBTHD", 0, "has none"),
+    ],
+)
+def test_a_layer_is_named_exactly_where_there_is_an_axis_for_it(
+    axes: str, layer: int | None, said: str
+) -> None:
+    layout = layout_of(axes)
+    with pytest.raises(LayoutError, match=f"axis L: .*{said}"):
+        gather(torch.zeros(layout.shape), layout, TABLE, 0, 3, layer=layer)
+
+
+def test_a_cache_of_another_shape_is_refused_by_every_copy() -> None:
+    layout = layout_of("KBTHD")
+    with pytest.raises(LayoutError, match="axis T"):
+        gather(torch.zeros(layout_of("KBTHD", T=4).shape), layout, TABLE, 0, 3)
+    with pytest.raises(LayoutError, match="expects 5 dimensions"):
+        gather(torch.zeros(3), layout, TABLE, 0, 3)
+
+
+def test_tokens_of_no_dimension_are_refused() -> None:
+    layout = layout_of("KBTHD")
+    with pytest.raises(LayoutError, match="key: expected the shape"):
+        scatter(torch.zeros(layout.shape), layout, TABLE, 0, torch.tensor(1.0), torch.tensor(1.0))
+
+
+# -- checking real tensors ---------------------------------------------------------------------
+
+
+def test_the_memory_order_is_checked_by_the_strides_of_a_real_tensor() -> None:
+    nhd = torch.zeros(2, 6, 4, 4, 8)
+    sizes = {"T": 4, "H": 4, "D": 8}
+    KVLayout("KBTHD", sizes).check(nhd)
+    with pytest.raises(LayoutError, match="memory order KBHTD"):
+        KVLayout("KBTHD", sizes).check(nhd.transpose(2, 3))
+    with pytest.raises(LayoutError, match="share memory"):
+        KVLayout("KBTHD", sizes).check(torch.zeros(1, 1, 4, 4, 8).expand(2, 6, 4, 4, 8))
+
+
+# -- permute -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("to_axes", KEYS_AND_VALUES)
+@pytest.mark.parametrize("from_axes", ["KBTHD", "BHTKD", "DHTBK", "BKDTH"])
+def test_permute_takes_every_order_to_every_order(from_axes: str, to_axes: str) -> None:
+    here, there = layout_of(from_axes), layout_of(to_axes)
+    cache = counted(here)
+    moved = permute(cache, from_axes, to_axes)
+    assert tuple(moved.shape) == there.shape
+    for mine, theirs in zip(
+        gather(cache, here, TABLE, 0, 12), gather(moved.contiguous(), there, TABLE, 0, 12), strict=True
+    ):
+        assert torch.equal(mine, theirs)
+    assert torch.equal(permute(moved, to_axes, from_axes), cache)
+
+
+def test_permute_is_a_view_unless_keys_and_values_have_to_be_packed() -> None:
+    separate, packed = torch.zeros(2, 6, 3, 2, 4), torch.zeros(6, 2, 3, 8)
+    assert permute(separate, "KBTHD", "KBHTD").data_ptr() == separate.data_ptr()
+    assert permute(packed, "BHTKD", "KBTHD").data_ptr() == packed.data_ptr()
+    assert permute(packed, "BHTKD", "BTHKD").data_ptr() == packed.data_ptr()
+    assert permute(packed, "BHTKD", "BHTKD") is packed
+    assert permute(separate, "KBTHD", "BTHKD").data_ptr() != separate.data_ptr()
+
+
+def test_permute_orders_tensors_without_blocks_too() -> None:
+    tokens = torch.randn(7, 3, 8)
+    assert torch.equal(permute(tokens, "THD", "HTD"), tokens.transpose(0, 1))
+
+
+@pytest.mark.parametrize(
+    ("shape", "from_axes", "to_axes", "said"),
+    [
+        ((2, 3), "TD", "TH", "not made of the same axes"),
+        ((2, 3, 4), "TD", "DT", "2 dimensions, and the tensor has 3"),
+        ((2, 3), "TKD", "KTD", "even size, got 3"),
+        ((2, 3), "TX", "XT", "no axis string"),
+    ],
+)
+def test_what_cannot_be_permuted_is_refused(
+    shape: tuple[int, ...], from_axes: str, to_axes: str, said: str
+) -> None:
+    with pytest.raises(LayoutError, match=said):
+        permute(torch.zeros(shape), from_axes, to_axes)
