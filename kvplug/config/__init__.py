@@ -3,12 +3,13 @@
 from kvplug.config.config import KEYS, Config, Draft, Role, describe_config
 from kvplug.config.convert import format_value
 from kvplug.config.layers import RESERVED
-from kvplug.config.options import OptionRow, check_options, describe_options, option
+from kvplug.config.options import UNIT, OptionRow, check_options, describe_options, option, option_fields
 from kvplug.config.units import parse_bytes, parse_seconds
 
 __all__ = [
     "KEYS",
     "RESERVED",
+    "UNIT",
     "Config",
     "Draft",
     "OptionRow",
@@ -18,6 +19,7 @@ __all__ = [
     "describe_options",
     "format_value",
     "option",
+    "option_fields",
     "parse_bytes",
     "parse_seconds",
 ]

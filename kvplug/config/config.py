@@ -338,7 +338,7 @@ class Draft:
             values=values,
             options=options,
             sources={key: each.source for key, each in given.items()},
-            source=", ".join(name for name in names if name and name != "environment"),
+            source=", ".join(name for name in names if name not in ("", "environment", "command line")),
             faults=tuple(faults),
         )
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from kvplug import checksum
 from kvplug.config import check_options
-from kvplug.config.faults import did_you_mean
+from kvplug.config.faults import did_you_mean, listed, shown
 from kvplug.errors import ConfigError, PluginError
 from kvplug.registry.registry import Registry
 from kvplug.spec import CommandSpec, Kind
@@ -26,7 +27,7 @@ def name_faults(
 ) -> tuple[str, ...]:
     """What is wrong with the names in a config, and with every table of options in it.
 
-    ``names`` holds the keys of :data:`CHOSEN`, as far as their form is right.
+    ``names`` holds the keys of :data:`CHOSEN`, and ``integrity``, as far as their form is right.
     """
     faults: list[str] = []
     for key, kind in CHOSEN.items():
@@ -37,6 +38,12 @@ def name_faults(
             registry.get(kind, name)
         except PluginError as e:
             faults.append(f"{key}: {e}")
+    integrity = names.get("integrity", "auto")
+    if integrity not in ("auto", "off", *checksum.NAMES):
+        allowed = f"allowed is {listed(['auto', 'off', *checksum.NAMES])}"
+        faults.append(
+            f"integrity: {shown(integrity)} was given; {allowed}{did_you_mean(integrity, checksum.NAMES)}"
+        )
     for name, given in options.items():
         faults += option_faults(registry, name, given)
     return tuple(faults)

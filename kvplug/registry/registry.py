@@ -123,6 +123,14 @@ class Registry:
         every = sorted(self._owned.items(), key=lambda item: item[0])
         return tuple(owners[0][1] for (of, _), owners in every if of is kind and len(owners) == 1)
 
+    def failures(self) -> tuple[str, ...]:
+        """One line for each plugin that is broken or blocked: what an unknown name may be missing for."""
+        return tuple(
+            f"{plugin.status}: {plugin.name} ({plugin}): {plugin.reason}"
+            for plugin in self._plugins
+            if plugin.status is not PluginStatus.OK
+        )
+
     def transports(self, kind: Kind) -> tuple[TransportSpec, ...]:
         """:meth:`specs` of a kind of transport."""
         return tuple(spec for spec in self.specs(kind) if isinstance(spec, TransportSpec))
@@ -243,12 +251,7 @@ class Registry:
         known = sorted({bare for (of, bare) in self._owned if of is kind})
         lines = [f"no {word} named {name!r}{did_you_mean(name.rpartition(':')[2], known)}"]
         lines.append(f"known: {', '.join(known)}" if known else f"no plugin that is loaded offers a {word}")
-        lines += (
-            f"{plugin.status}: {plugin.name} ({plugin}): {plugin.reason}"
-            for plugin in self._plugins
-            if plugin.status is not PluginStatus.OK
-        )
-        text = "\n  ".join(lines)
+        text = "\n  ".join([*lines, *self.failures()])
         if kind is Kind.CONNECTOR:
             return UnknownConnectorError(text)
         return UnknownTransportError(text) if kind in TRANSPORTS else UnknownNameError(text)

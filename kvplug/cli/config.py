@@ -1,0 +1,139 @@
+"""``kvplug config``: the effective configuration with its sources, and every fault of a file."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import attrs
+import click
+
+from kvplug.cli.table import show_table
+from kvplug.config import KEYS, UNIT, Config, Draft, check_options, format_value, option_fields
+from kvplug.errors import ConfigError, InsecureAddressError, PluginError
+from kvplug.registry import CHOSEN, Registry, name_faults
+from kvplug.spec import CommandSpec, Spec
+
+
+@click.group()
+def config() -> None:
+    """Show the effective configuration, or check one."""
+
+
+@attrs.frozen
+class Setting:
+    """One value, and where it came from."""
+
+    key: str
+    value: Any
+    unit: str
+    source: str
+
+
+@config.command()
+@click.option(
+    "--config", "path", metavar="FILE", help="A .toml or .json file; else the one KVPLUG_CONFIG names."
+)
+@click.option("--json", "as_json", is_flag=True, help="For programs.")
+@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+def show(path: str | None, as_json: bool, overrides: tuple[str, ...]) -> None:
+    """Print every value of the configuration in force here, and where each came from.
+
+    Precedence, highest first: KEY=VALUE, environment, file, default.
+    """
+    effective = Config.load(path, overrides=overrides)
+    settings = list(_settings(effective, Registry.from_env()))
+    if as_json:
+        plain = {each.key: {"value": each.value, "source": each.source} for each in settings}
+        click.echo(json.dumps(plain, indent=2, default=str))
+        return
+    rows = [(each.key, format_value(each.value, each.unit), each.source) for each in settings]
+    show_table(("KEY", "VALUE", "SOURCE"), rows)
+
+
+@config.command()
+@click.argument("path", metavar="FILE")
+def check(path: str) -> None:
+    """Tell every fault of a configuration file, names and plugins' options included.
+
+    The environment is not looked at. Exit code 1: there are faults; 2: it cannot be read as what it is.
+    """
+    try:
+        draft = Draft.load(path, environ={})
+    except ConfigError as e:
+        click.echo(f"kvplug: {e}", err=True)
+        sys.exit(2)
+    faults = [*draft.faults, *name_faults(Registry.from_env(), draft.values, draft.options)]
+    notes = []
+    if draft.values.get("role") is None and not any(fault.startswith("role:") for fault in draft.faults):
+        notes.append("role is not set here; KVPLUG_ROLE must set it (producer, consumer or both)")
+    try:
+        _check_secret(draft)
+    except InsecureAddressError as e:
+        notes += e.faults
+    except ConfigError as e:
+        faults += e.faults
+    if faults:
+        click.echo(f"kvplug: {ConfigError(*faults, source=path)}", err=True)
+    else:
+        click.echo(f"{path}: no faults")
+    for note in notes:
+        click.echo(f"note: {note}", err=True)
+    if faults:
+        sys.exit(1)
+
+
+def _check_secret(draft: Draft) -> None:
+    from kvplug.trust.credentials import Credentials
+
+    host = draft.values.get("host", "127.0.0.1")
+    Credentials.for_host(host, secret_file=draft.values.get("secret_file"), environ=os.environ)
+
+
+def _settings(effective: Config, registry: Registry) -> Iterator[Setting]:
+    fields = option_fields(Config)
+    for key in KEYS:
+        unit = fields[key].metadata.get(UNIT, "")
+        yield Setting(key, getattr(effective, key), unit, effective.source_of(key))
+    shown: set[str] = set()
+    for spec in _chosen(effective, registry):
+        for setting in _options(effective, spec):
+            shown.add(setting.key)
+            yield setting
+    for name, table in effective.options.items():
+        for option, value in table.items():
+            key = f"options.{name}.{option}"
+            if key not in shown:
+                yield Setting(key, value, "", effective.source_of(key))
+
+
+def _chosen(effective: Config, registry: Registry) -> Iterator[Spec]:
+    """What the config names; what it leaves to "auto" is not known before the handshake."""
+    for key, kind in CHOSEN.items():
+        name = getattr(effective, key)
+        if name == "auto":
+            continue
+        try:
+            yield registry.get(kind, name)
+        except PluginError as e:
+            click.echo(f"note: {key}: {e}", err=True)
+
+
+def _options(effective: Config, spec: Spec) -> Iterator[Setting]:
+    """The options of one chosen thing, defaults included; as given where they have faults."""
+    given = effective.options.get(spec.name, {})
+    try:
+        cls = None if isinstance(spec, CommandSpec) else spec.load_options()
+        filled = None if cls is None else check_options(cls, given, where=f"options.{spec.name}")
+    except (ConfigError, PluginError) as e:
+        click.echo(f"note: {e}", err=True)
+        return
+    if cls is None:
+        return
+    for name, field in option_fields(cls).items():
+        key = f"options.{spec.name}.{name}"
+        unit = field.metadata.get(UNIT, "")
+        yield Setting(key, getattr(filled, field.name), unit, effective.source_of(key))

@@ -1,0 +1,172 @@
+"""``kvplug list``: plugins, what they offer, and whether it can work on this host."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import attrs
+import click
+
+from kvplug.capabilities import Capabilities
+from kvplug.cli.table import show_table
+from kvplug.config import OptionRow, describe_options
+from kvplug.config.faults import did_you_mean
+from kvplug.errors import AmbiguousNameError, UnknownNameError
+from kvplug.registry import PluginInfo, PluginStatus, Registry
+from kvplug.registry.discovery import normalised
+from kvplug.spec import CommandSpec, Spec, TransportSpec
+
+
+@attrs.frozen(kw_only=True)
+class Line:
+    """One thing that is offered; or a plugin that offers nothing, because it is broken or blocked."""
+
+    name: str
+    kind: str
+    """A kind, or ``"plugin"``."""
+    plugin: str
+    distribution: str
+    version: str
+    status: str
+    """ok, unavailable (not on this host), ambiguous (two offer it), broken or blocked (of plugins)."""
+    reason: str = ""
+    capabilities: Capabilities | None = None
+    summary: str = ""
+
+
+@click.command("list")
+@click.option(
+    "--options", "options_of", metavar="NAME", help="What can be set for NAME: type, unit, default."
+)
+@click.option("--json", "as_json", is_flag=True, help="For programs.")
+def list_plugins(options_of: str | None, as_json: bool) -> None:
+    """Show every plugin found, what it offers, and whether that can work on this host.
+
+    Transports are asked by their probes; torch is not imported.
+    """
+    registry = Registry.from_env()
+    if options_of is not None:
+        _show_options(registry, options_of, as_json)
+        return
+    lines = lines_of(registry)
+    if as_json:
+        click.echo(json.dumps([_plain(line) for line in lines], indent=2))
+    elif not lines:
+        click.echo("No plugins are installed. pip install kvplug-cpu kvplug-lookup brings the first ones.")
+    else:
+        columns = ("NAME", "KIND", "FROM", "VERSION", "STATUS", "CAPABILITIES", "")
+        show_table(columns, [_cells(line) for line in lines])
+
+
+def lines_of(registry: Registry) -> list[Line]:
+    """Everything offered, probed; then the plugins that are broken or blocked."""
+    offered = [_offer(registry, plugin, spec) for plugin, spec in registry]
+    failed = [
+        Line(
+            name=plugin.name,
+            kind="plugin",
+            plugin=plugin.name,
+            distribution=plugin.distribution,
+            version=plugin.version,
+            status=plugin.status.value,
+            reason=plugin.reason,
+        )
+        for plugin in registry.plugins
+        if plugin.status is not PluginStatus.OK
+    ]
+    return sorted(offered, key=lambda line: (line.kind, line.name, line.distribution)) + failed
+
+
+def _offer(registry: Registry, plugin: PluginInfo, spec: Spec) -> Line:
+    status, reason = "ok", ""
+    transport = spec if isinstance(spec, TransportSpec) else None
+    try:
+        registry.get(spec.kind, spec.name)
+    except AmbiguousNameError as e:
+        status, reason = "ambiguous", str(e)
+    else:
+        probe = transport.run_probe() if transport is not None else None
+        if probe is not None and not probe.viable:
+            status, reason = "unavailable", probe.reason or "its probe gives no reason"
+    return Line(
+        name=spec.name,
+        kind=spec.kind.value,
+        plugin=plugin.name,
+        distribution=plugin.distribution,
+        version=plugin.version,
+        status=status,
+        reason=reason,
+        capabilities=transport.capabilities if transport is not None else None,
+        summary=spec.summary,
+    )
+
+
+def _plain(line: Line) -> dict[str, Any]:
+    plain = attrs.asdict(line)
+    if line.capabilities is not None:
+        plain["capabilities"]["devices"] = sorted(line.capabilities.devices)
+    return plain
+
+
+def _cells(line: Line) -> tuple[str, ...]:
+    able = _in_words(line.capabilities) if line.capabilities is not None else ""
+    kind = line.kind.replace("_", " ")
+    return (line.name, kind, line.distribution, line.version, line.status, able, line.reason or line.summary)
+
+
+def _in_words(able: Capabilities) -> str:
+    words = ["+".join(sorted(able.devices)), "any host" if able.cross_host else "one host"]
+    if not able.authenticated:
+        words.append("not authenticated")
+    words.append(f"{able.cost.gb_per_s:g} GB/s")
+    words.append(f"{able.cost.latency_us:g} us")
+    return ", ".join(words)
+
+
+# -- options ---------------------------------------------------------------------------------------
+
+
+def _show_options(registry: Registry, name: str, as_json: bool) -> None:
+    found = _called(registry, name)
+    described = [(plugin, spec, _rows(spec)) for plugin, spec in found]
+    if as_json:
+        every = [
+            {"name": spec.name, "kind": spec.kind.value, "distribution": plugin.distribution}
+            | {"options": [attrs.asdict(row) for row in rows]}
+            for plugin, spec, rows in described
+        ]
+        click.echo(json.dumps(every, indent=2))
+        return
+    for i, (plugin, spec, rows) in enumerate(described):
+        if i:
+            click.echo()
+        title = f"{spec.kind.replace('_', ' ')} {spec.name} ({plugin}), [options.{spec.name}]"
+        if rows:
+            cells = [(row.name, row.type, row.unit, row.default, row.help) for row in rows]
+            show_table(("OPTION", "TYPE", "UNIT", "DEFAULT", ""), cells, title)
+        else:
+            click.echo(f"{title}: takes no options")
+
+
+def _called(registry: Registry, name: str) -> Sequence[tuple[PluginInfo, Spec]]:
+    """Everything of that name (or ``distribution:name``) that could have options."""
+    distribution, _, bare = name.rpartition(":")
+    every = [(plugin, spec) for plugin, spec in registry if not isinstance(spec, CommandSpec)]
+    found = [
+        (plugin, spec)
+        for plugin, spec in every
+        if spec.name == bare and normalised(distribution) in ("", normalised(plugin.distribution))
+    ]
+    if not found:
+        hint = did_you_mean(bare, {spec.name for _, spec in every})
+        raise UnknownNameError(
+            "\n  ".join([f"nothing named {name!r} is installed{hint}", *registry.failures()])
+        )
+    return found
+
+
+def _rows(spec: Spec) -> Sequence[OptionRow]:
+    cls = None if isinstance(spec, CommandSpec) else spec.load_options()
+    return () if cls is None else describe_options(cls)

@@ -1,0 +1,133 @@
+"""Entry point of the program ``kvplug``. Imports no more than a command needs."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import click
+
+import kvplug
+from kvplug.config.faults import did_you_mean
+from kvplug.errors import KvplugError
+from kvplug.spec import CommandSpec, Kind
+
+if TYPE_CHECKING:
+    from kvplug.registry import Registry
+
+OWN = {
+    "config": CommandSpec(
+        name="config",
+        target="kvplug.cli.config:config",
+        summary="Show the effective configuration, or check one.",
+    ),
+    "list": CommandSpec(
+        name="list",
+        target="kvplug.cli.list:list_plugins",
+        summary="Plugins, what they offer, and what works here.",
+    ),
+}
+"""The commands of the core. No plugin can take their names."""
+
+_REGISTRY = "kvplug.registry"
+_TRUE = ("1", "true", "yes", "on")
+_LEVELS = ("debug", "info", "warning", "error")
+
+
+class Program(click.Group):
+    """Commands known by name and summary; a command's code is imported when it is used."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted(self._specs(ctx))
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        spec = OWN.get(cmd_name) or self._specs(ctx).get(cmd_name)
+        if spec is None:
+            return None
+        command = spec.load()
+        if not isinstance(command, click.Command):
+            raise click.ClickException(f"{spec.target} is not a click command")
+        return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """As click does it, but of an unknown command everything is told that is known."""
+        name = args[0] if args else ""
+        if name and not name.startswith("-") and name not in OWN and name not in (specs := self._specs(ctx)):
+            registry = _registry(ctx)
+            if registry.owners(Kind.COMMAND, name):
+                registry.get(Kind.COMMAND, name)  # raises: two plugins bring it
+            hint = did_you_mean(name, specs)
+            text = "\n  ".join([f"no command named {name!r}{hint}", f"known: {', '.join(sorted(specs))}"])
+            raise click.UsageError("\n  ".join([text, *registry.failures()]), ctx)
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, spec.summary) for name, spec in sorted(self._specs(ctx).items())])
+
+    @staticmethod
+    def _specs(ctx: click.Context) -> dict[str, CommandSpec]:
+        brought = {spec.name: spec for spec in _registry(ctx).specs(Kind.COMMAND)}
+        return {name: spec for name, spec in brought.items() if isinstance(spec, CommandSpec)} | OWN
+
+
+def _registry(ctx: click.Context) -> Registry:
+    """What is installed, looked up once."""
+    found: Registry | None = ctx.meta.get(_REGISTRY)
+    if found is None:
+        from kvplug.registry import Registry
+
+        found = ctx.meta[_REGISTRY] = Registry.from_env()
+    return found
+
+
+def _version(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
+    if wanted:
+        from kvplug.hookspecs import PLUGIN_API
+
+        python = ".".join(str(part) for part in sys.version_info[:3])
+        click.echo(
+            f"kvplug {kvplug.__version__}, plugin API {PLUGIN_API[0]}.{PLUGIN_API[1]}, Python {python}"
+        )
+        ctx.exit()
+
+
+@click.command(cls=Program, context_settings={"help_option_names": ["-h", "--help"]})
+@click.option(
+    "--version",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_version,
+    help="Show versions and exit.",
+)
+def program() -> None:
+    """Move KV caches between LLM engines: connectors and transports, chosen by name."""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the program and exit: 0 done, 1 failed (one message says why), 2 called wrongly."""
+    try:
+        _start_log(os.environ.get("KVPLUG_LOG", "").strip().lower())
+        program.main(args=None if arguments is None else list(arguments), prog_name="kvplug")
+    except KvplugError as e:
+        if os.environ.get("KVPLUG_DEBUG", "").strip().lower() in _TRUE:
+            raise
+        print(f"kvplug: {e}", file=sys.stderr)
+        sys.exit(1)
+
+
+def _start_log(level: str) -> None:
+    if not level:
+        return
+    if level not in _LEVELS:
+        from kvplug.errors import ConfigError
+
+        raise ConfigError(f"KVPLUG_LOG: {level!r} was given; allowed is one of {', '.join(_LEVELS)}")
+    import logging
+
+    logging.basicConfig(level=level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
