@@ -1,0 +1,109 @@
+"""The shape of the tree: rooms are nouns of a size that can be read."""
+
+from __future__ import annotations
+
+import ast
+import io
+import os
+import tokenize
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import kvplug
+
+ROOT = Path(__file__).parents[2]
+MAX_LINES = 400  # of code (blank lines, comments and docstrings are free); think of splitting from 300 on
+NOT_NOUNS = {"util", "utils", "common", "helper", "helpers", "misc"}
+PLUGINS = sorted(path.parent for path in ROOT.glob("plugins/*/pyproject.toml"))
+PACKAGES = [ROOT / "kvplug", *(plugin / plugin.name.replace("-", "_") for plugin in PLUGINS)]
+MODULES = sorted(path for package in PACKAGES for path in package.rglob("*.py"))
+
+
+def name(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def project(folder: Path) -> dict:
+    return tomllib.loads((folder / "pyproject.toml").read_text())["project"]
+
+
+def lines_of_code(source: str) -> int:
+    """Lines that hold something else than white space, a comment or a docstring."""
+    nothing = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
+    lines = {
+        line
+        for token in tokenize.generate_tokens(io.StringIO(source).readline)
+        if token.type not in nothing and token.string
+        for line in range(token.start[0], token.end[0] + 1)
+    }
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            lines -= {*range(node.lineno, (node.end_lineno or node.lineno) + 1)}
+    return len(lines)
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name)
+def test_a_module_is_short_enough_to_be_read(path: Path) -> None:
+    if path == ROOT / "kvplug" / "__init__.py":
+        pytest.skip("the front door is a list of names")
+    lines = lines_of_code(path.read_text())
+    assert lines <= MAX_LINES, f"{name(path)} has {lines} lines of code: split it by noun"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name)
+def test_a_room_is_called_by_what_it_is_about(path: Path) -> None:
+    assert not NOT_NOUNS & {*path.relative_to(ROOT).with_suffix("").parts}
+
+
+@pytest.mark.skipif("KVPLUG_TEST_INSTALLED" not in os.environ, reason="the wheel is tested under tox only")
+def test_what_is_tested_is_the_wheel_not_the_tree() -> None:
+    assert "site-packages" in Path(kvplug.__file__).parts
+
+
+def test_there_are_plugins() -> None:
+    assert {plugin.name for plugin in PLUGINS} >= {"kvplug-cpu", "kvplug-lookup", "kvplug-transformers"}
+
+
+@pytest.mark.parametrize("plugin", PLUGINS, ids=name)
+def test_a_plugin_has_an_empty_init_a_typed_marker_and_one_entry_point(plugin: Path) -> None:
+    short = plugin.name.removeprefix("kvplug-").replace("-", "_")
+    package = plugin / f"kvplug_{short}"
+    assert (package / "__init__.py").read_text().strip() == ""
+    assert (package / "py.typed").exists()
+    assert project(plugin)["entry-points"] == {
+        "kvplug": {plugin.name.removeprefix("kvplug-"): f"kvplug_{short}.plugin"}
+    }
+
+
+@pytest.mark.parametrize("plugin", [ROOT, *PLUGINS], ids=lambda path: path.name)
+def test_all_packages_have_one_version(plugin: Path) -> None:
+    assert project(plugin)["version"] == kvplug.__version__
+
+
+def test_the_lowest_constraints_are_the_floors_of_the_metadata() -> None:
+    metadata = project(ROOT)
+    wanted = [*metadata["dependencies"], *metadata["optional-dependencies"]["prometheus"]]
+    wanted += metadata["optional-dependencies"]["testing"]
+    floors = {name.lower(): version for name, _, version in (line.partition(">=") for line in wanted)}
+    lines = (ROOT / "constraints-lowest.txt").read_text().splitlines()
+    pinned = {
+        name.lower(): version
+        for name, _, version in (line.partition("==") for line in lines if line and line[0] != "#")
+    }
+
+    def padded(versions: dict[str, str]) -> dict[str, tuple[int, ...]]:
+        return {
+            key: tuple([*(int(part) for part in version.split(".")), 0, 0][:3])
+            for key, version in versions.items()
+        }
+
+    assert padded(pinned) == padded(floors)
+
+
+def test_only_the_constraints_name_a_version_of_torch() -> None:
+    manifests = [*ROOT.glob("plugins/*/pyproject.toml"), *ROOT.glob("docs/examples/*/pyproject.toml")]
+    manifests += [ROOT / "pyproject.toml", ROOT / "tox.ini"]
+    assert not [path for path in manifests if "torch==" in path.read_text()]
+    assert "\ntorch==" in (ROOT / "constraints.txt").read_text()
