@@ -1,0 +1,93 @@
+"""Hashes of what was moved."""
+
+from __future__ import annotations
+
+import struct
+import subprocess
+import sys
+from array import array
+
+import pytest
+from hypothesis import given, strategies as st
+
+from kvplug.checksum import NAMES, available, digest, verify
+from kvplug.errors import IntegrityError, KvplugError, UnsupportedError
+
+
+def test_the_preferred_hash_is_the_64_bit_one() -> None:
+    assert available() == NAMES == ("xxh3_64", "xxh3_128")
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "expected"),
+    [
+        # from the specification's reference implementation (xxhsum -H3, -H2)
+        ("xxh3_64", b"", "2d06800538d394c2"),
+        ("xxh3_64", b"abc", "78af5f94892f3950"),
+        ("xxh3_128", b"", "99aa06d3014798d86001c324468d497f"),
+        ("xxh3_128", b"abc", "06b05ab6733a618578af5f94892f3950"),
+    ],
+)
+def test_digests_are_those_of_the_reference_implementation(name: str, data: bytes, expected: str) -> None:
+    assert digest(name, data).hex() == expected
+
+
+@given(parts=st.lists(st.binary(max_size=300), max_size=6), name=st.sampled_from(NAMES))
+def test_several_buffers_hash_to_what_their_bytes_hash_to_in_one(parts: list[bytes], name: str) -> None:
+    assert digest(name, *parts) == digest(name, b"".join(parts))
+
+
+def test_buffers_of_every_kind_are_hashed_without_a_copy() -> None:
+    numbers = array("q", [1, 2, 3])
+    raw = struct.pack("=3q", 1, 2, 3)
+    assert digest("xxh3_64", memoryview(numbers)) == digest("xxh3_64", raw)
+    assert digest("xxh3_64", bytearray(raw)) == digest("xxh3_64", raw)
+    assert digest("xxh3_64", memoryview(raw).cast("B", (3, 8))) == digest("xxh3_64", raw)
+
+
+def test_a_buffer_with_gaps_is_refused() -> None:
+    with pytest.raises((BufferError, ValueError)):
+        digest("xxh3_64", memoryview(bytes(10))[::2])
+
+
+@given(data=st.binary(min_size=1, max_size=2000), at=st.data(), name=st.sampled_from(NAMES))
+def test_one_flipped_bit_is_found(data: bytes, at: st.DataObject, name: str) -> None:
+    bit = at.draw(st.integers(0, 8 * len(data) - 1))
+    flipped = bytearray(data)
+    flipped[bit // 8] ^= 1 << bit % 8
+    verify(name, digest(name, data), data, what="the entry")
+    with pytest.raises(IntegrityError, match="the entry was corrupted"):
+        verify(name, digest(name, data), flipped, what="the entry")
+
+
+def test_what_was_corrupted_is_named_with_both_digests() -> None:
+    with pytest.raises(IntegrityError) as caught:
+        verify("xxh3_64", b"\x01" * 8, b"abc", what="layer 3 of entry 17")
+    for said in ("layer 3 of entry 17", "xxh3_64", "78af5f94892f3950", "01" * 8):
+        assert said in str(caught.value)
+
+
+@pytest.mark.parametrize("expected", [b"", b"\x78"])
+def test_a_digest_that_is_missing_or_short_never_passes(expected: bytes) -> None:
+    with pytest.raises(IntegrityError):
+        verify("xxh3_64", expected, b"abc", what="it")
+
+
+@pytest.mark.parametrize("name", ["md5", "", "XXH3_64", "crc32"])
+def test_an_unknown_name_is_refused_with_those_that_are_known(name: str) -> None:
+    with pytest.raises(UnsupportedError, match="xxh3_64, xxh3_128") as caught:
+        digest(name, b"")
+    assert isinstance(caught.value, KvplugError)
+
+
+def test_without_xxhash_nothing_is_available_and_a_digest_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "xxhash", None)
+    assert available() == ()
+    with pytest.raises(UnsupportedError, match="package xxhash"):
+        digest("xxh3_64", b"")
+
+
+def test_xxhash_is_imported_only_to_hash() -> None:
+    code = "import sys, kvplug.checksum as c; c.available(); print('xxhash' in sys.modules)"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert found.stdout.strip() == "False", found.stderr

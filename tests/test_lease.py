@@ -1,0 +1,227 @@
+"""The rules of lending, against a model that keeps a plain list."""
+
+from __future__ import annotations
+
+import math
+
+import attrs
+import pytest
+from hypothesis import settings, strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from kvplug.errors import LentError
+from kvplug.lease import Lease, Leases
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_many_may_read_an_entry_at_once() -> None:
+    leases = Leases()
+    for holder in ("a", "b", "a"):
+        leases.take(1, holder, exclusive=False)
+    assert leases.holders(1) == ("a", "b") and len(leases) == 3
+
+
+def test_an_entry_that_is_being_read_cannot_be_taken() -> None:
+    leases = Leases()
+    reading = leases.take(1, "a", exclusive=False)
+    assert not leases.may_take(1, exclusive=True)
+    with pytest.raises(LentError, match="entry 1 cannot be taken: a has it"):
+        leases.take(1, "b", exclusive=True)
+    leases.release(reading)
+    assert leases.take(1, "b", exclusive=True).exclusive
+
+
+@pytest.mark.parametrize("exclusive", [True, False])
+def test_an_entry_that_is_being_taken_goes_to_nobody_else(exclusive: bool) -> None:
+    leases = Leases()
+    leases.take(1, "worker 3", exclusive=True)
+    with pytest.raises(LentError, match="worker 3 has it"):
+        leases.take(1, "b", exclusive=exclusive)
+    assert leases.holders(1) == ("worker 3",)
+
+
+def test_leases_on_other_entries_are_no_hindrance() -> None:
+    leases = Leases()
+    leases.take(1, "a", exclusive=True)
+    leases.take(2, "a", exclusive=True)
+    assert leases.is_lent(1) and leases.is_lent(2) and not leases.is_lent(3)
+
+
+def test_a_lease_is_released_once() -> None:
+    leases = Leases()
+    lease = leases.take(1, "a", exclusive=True)
+    assert lease in leases
+    assert leases.release(lease) and not leases.release(lease)
+    assert lease not in leases and not leases.is_lent(1)
+
+
+def test_a_lease_of_somebody_elses_book_is_not_ours() -> None:
+    mine, theirs = Leases(), Leases()
+    lease = mine.take(1, "a", exclusive=False)
+    theirs.take(7, "b", exclusive=False)  # has the same number
+    assert lease not in theirs and not theirs.release(lease)
+
+
+def test_everything_a_dead_holder_had_is_revoked_and_nothing_else() -> None:
+    leases = Leases()
+    first = leases.take(1, "dead", exclusive=True)
+    leases.take(2, "alive", exclusive=False)
+    second = leases.take(2, "dead", exclusive=False)
+    assert leases.revoke("dead") == (first, second)
+    assert leases.revoke("dead") == () and leases.revoke("stranger") == ()
+    assert not leases.is_lent(1) and leases.holders(2) == ("alive",)
+    assert not leases.release(first)
+
+
+def test_time_alone_ends_nothing() -> None:
+    clock = Clock()
+    leases = Leases(clock)
+    lease = leases.take(1, "a", exclusive=True, duration_s=5)
+    clock.now += 60
+    assert leases.is_lent(1) and not leases.may_take(1, exclusive=False)
+    assert leases.expire() == (lease,)
+    assert not leases.is_lent(1) and leases.expire() == ()
+
+
+def test_a_release_that_comes_after_the_expiry_says_that_it_is_late() -> None:
+    clock = Clock()
+    leases = Leases(clock)
+    lease = leases.take(1, "a", exclusive=True, duration_s=5)
+    clock.now += 5
+    leases.expire()
+    again = leases.take(1, "b", exclusive=True)
+    assert not leases.release(lease)
+    assert leases.holders(1) == ("b",) and again in leases
+
+
+def test_the_longest_overdue_expires_first_and_the_rest_stay() -> None:
+    clock = Clock()
+    leases = Leases(clock)
+    late = leases.take(1, "a", exclusive=False, duration_s=9)
+    early = leases.take(1, "b", exclusive=False, duration_s=3)
+    stays = leases.take(1, "c", exclusive=False, duration_s=30)
+    leases.take(1, "d", exclusive=False)
+    assert leases.next_expiry() == 103.0
+    clock.now += 10
+    assert leases.expire() == (early, late)
+    assert leases.next_expiry() == stays.expires_at == 130.0
+    leases.release(stays)
+    assert leases.next_expiry() is None and leases.holders(1) == ("d",)
+
+
+@pytest.mark.parametrize("duration_s", [0, -1, math.nan])
+def test_a_duration_that_is_none_is_refused(duration_s: float) -> None:
+    with pytest.raises(ValueError, match="more than 0 seconds"):
+        Leases().take(1, "a", exclusive=False, duration_s=duration_s)
+
+
+def test_a_long_life_of_short_leases_leaves_nothing_behind() -> None:
+    leases = Leases(Clock())
+    stays = leases.take(0, "x", exclusive=False, duration_s=9)
+    for number in range(1, 1000):
+        leases.release(leases.take(number, f"holder {number}", exclusive=True, duration_s=10))
+    assert len(leases._due) < 50 and not leases._by_holder.keys() - {"x"}
+    assert leases._by_entry.keys() == {0} and leases.next_expiry() == stays.expires_at
+
+
+@attrs.define
+class Known:
+    lease: Lease
+    ends: float
+
+
+class Lending(RuleBasedStateMachine):
+    """Random calls; the model is a list of leases in force."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.clock = Clock()
+        self.leases = Leases(self.clock)
+        self.known: list[Known] = []
+        self.over: list[Lease] = []
+        self.given: set[int] = set()
+
+    entries = st.integers(0, 2)
+    holders = st.sampled_from(["a", "b", "c"])
+
+    def of(self, entry_id: int) -> list[Known]:
+        return [known for known in self.known if known.lease.entry_id == entry_id]
+
+    @rule(
+        entry_id=entries,
+        holder=holders,
+        exclusive=st.booleans(),
+        duration_s=st.none() | st.integers(1, 20).map(float),
+    )
+    def take(self, entry_id: int, holder: str, exclusive: bool, duration_s: float | None) -> None:
+        in_force = self.of(entry_id)
+        may = not in_force or (not exclusive and not any(known.lease.exclusive for known in in_force))
+        assert self.leases.may_take(entry_id, exclusive=exclusive) == may
+        if not may:
+            with pytest.raises(LentError):
+                self.leases.take(entry_id, holder, exclusive=exclusive, duration_s=duration_s)
+            return
+        lease = self.leases.take(entry_id, holder, exclusive=exclusive, duration_s=duration_s)
+        assert lease.lease_id not in self.given
+        self.given.add(lease.lease_id)
+        self.known.append(Known(lease, math.inf if duration_s is None else self.clock.now + duration_s))
+
+    @precondition(lambda self: self.known)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        known = data.draw(st.sampled_from(self.known))
+        assert self.leases.release(known.lease)
+        self.end(known)
+
+    @precondition(lambda self: self.over)
+    @rule(data=st.data())
+    def release_late(self, data: st.DataObject) -> None:
+        assert not self.leases.release(data.draw(st.sampled_from(self.over)))
+
+    @rule(holder=holders)
+    def revoke(self, holder: str) -> None:
+        theirs = [known for known in self.known if known.lease.holder == holder]
+        assert self.leases.revoke(holder) == tuple(known.lease for known in theirs)
+        for known in theirs:
+            self.end(known)
+
+    @rule(seconds=st.integers(0, 10))
+    def pass_time(self, seconds: int) -> None:
+        self.clock.now += seconds
+
+    @rule()
+    def expire(self) -> None:
+        overdue = sorted(
+            (known for known in self.known if known.ends <= self.clock.now),
+            key=lambda known: (known.ends, known.lease.lease_id),
+        )
+        assert self.leases.expire() == tuple(known.lease for known in overdue)
+        for known in overdue:
+            self.end(known)
+
+    def end(self, known: Known) -> None:
+        self.known.remove(known)
+        self.over.append(known.lease)
+
+    @invariant()
+    def the_book_is_the_models(self) -> None:
+        assert len(self.leases) == len(self.known)
+        for entry_id in range(3):
+            in_force = self.of(entry_id)
+            assert self.leases.is_lent(entry_id) == bool(in_force)
+            assert set(self.leases.holders(entry_id)) == {known.lease.holder for known in in_force}
+            exclusive = [known for known in in_force if known.lease.exclusive]
+            assert not exclusive or len(in_force) == 1
+        ends = min((known.ends for known in self.known), default=math.inf)
+        assert self.leases.next_expiry() == (None if ends == math.inf else ends)
+
+
+TestLending = Lending.TestCase
+TestLending.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
