@@ -140,6 +140,7 @@ _HOMES = {
     "kvplug.handshake.hello": ("Hello",),
     "kvplug.group.group": ("StatelessGroup",),
     "kvplug.group.pipes": ("connect_ranks",),
+    "kvplug.metrics.reasons": ("reason_of",),
     "kvplug.metrics.stats": ("TransferStats",),
     "kvplug.metrics.sinks": (
         "HookSink",
@@ -368,6 +369,9 @@ if TYPE_CHECKING:
     )
     from kvplug.metrics.prometheus import (
         prometheus_sinks as prometheus_sinks,
+    )
+    from kvplug.metrics.reasons import (
+        reason_of as reason_of,
     )
     from kvplug.metrics.sinks import (
         HookSink as HookSink,

@@ -191,8 +191,12 @@ class LookupEndpoint(abc.ABC):
     """What a lookup buffer's factory returns."""
 
     @abc.abstractmethod
-    def hold(self) -> LookupStore:
-        """A new, empty store in this process."""
+    def hold(self, *, as_cache: bool = False) -> LookupStore:
+        """A new, empty store in this process.
+
+        ``as_cache``: where the operator's options leave it open, an insert into a full store drops the
+        oldest entries that nobody is reading, instead of waiting until some were taken.
+        """
 
     @abc.abstractmethod
     def reach(self, signal: Pipe, data: Pipe) -> LookupBuffer:

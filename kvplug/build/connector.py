@@ -7,8 +7,6 @@ import uuid
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-import attrs
-
 import kvplug
 from kvplug.build.peers import ControlPeers, Wiring
 from kvplug.checksum import available
@@ -27,7 +25,8 @@ from kvplug.pipe import Pipe, PipeEndpoint
 from kvplug.registry import Registry
 from kvplug.select import Offer
 from kvplug.spec import Kind, TransportSpec
-from kvplug.trust.credentials import Credentials, Secret
+from kvplug.trust.addresses import is_loopback
+from kvplug.trust.credentials import Credentials
 from kvplug.trust.identity import this_process
 
 EPOCH = uuid.uuid4().hex
@@ -75,7 +74,10 @@ class Parts:
         return self.options_of(self.pipe_spec(name))
 
     def pipe_endpoint(self, name: str, context: PipeContext) -> PipeEndpoint:
-        return self.pipe_spec(name).load_factory()(context)
+        endpoint = self.pipe_spec(name).load_factory()(context)
+        if not isinstance(endpoint, PipeEndpoint):
+            raise PluginError(f"transport {name!r} made {endpoint!r}, which is no PipeEndpoint")
+        return endpoint
 
     def lookup_endpoint(self) -> LookupEndpoint:
         config = self.config
@@ -92,7 +94,10 @@ class Parts:
             device=config.device,
             timeout_s=config.timeout_s,
         )
-        return spec.load_factory()(context)
+        endpoint = spec.load_factory()(context)
+        if not isinstance(endpoint, LookupEndpoint):
+            raise PluginError(f"lookup buffer {spec.name!r} made {endpoint!r}, which is no LookupEndpoint")
+        return endpoint
 
     def check(self) -> None:
         """Resolve every name in the config and check every plugin's options.
@@ -118,8 +123,12 @@ class Parts:
 
 
 def credentials_of(config: Config) -> Credentials:
-    """The secret from the environment or the config's file, and what may be done without one."""
-    return Credentials(secret=Secret.load(config.secret_file))
+    """The secret from the config's file or the environment.
+
+    Raises:
+        InsecureAddressError: other hosts can reach the config's host, and there is none.
+    """
+    return Credentials.for_host(config.host, secret_file=config.secret_file)
 
 
 def checksums_of(config: Config) -> tuple[str, ...]:
@@ -140,22 +149,28 @@ def hello_of(
     model: ModelInfo,
     cache: KVCacheConfig,
     parallelism: Parallelism,
+    side: Side,
     purpose: str,
 ) -> Hello:
-    """What this end states about itself."""
+    """What this end states about itself. A scheduler side is of no one shard, and moves no KV."""
     config = parts.config
     layout = cache.groups[0].layout
-    assert config.role is not None
+    is_worker = side is Side.WORKER
+    stage = (parallelism.first_layer, parallelism.end_layer or model.num_layers)
+    exposed = not config.host.startswith("unix:") and not is_loopback(config.host)
     return Hello(
-        role=config.role,
+        purpose=purpose,
+        moves_kv=is_worker,
+        role=str(config.require_role()),
         engine_id=config.engine_id,
         epoch=EPOCH,
         rank=parallelism.worker_rank,
         world_size=parallelism.num_workers,
-        purpose=purpose,
         model=model,
-        layers=(parallelism.first_layer, parallelism.end_layer or model.num_layers),
+        layers=stage if is_worker else None,
         tensor_parallel_size=parallelism.tensor_size,
+        tensor_parallel_rank=parallelism.tensor_rank if is_worker else None,
+        require_authenticated=exposed and not config.allow_unauthenticated_data_plane,
         layout=layout.axes,
         block_size=layout.block_size,
         checksums=checksums_of(config),
@@ -170,7 +185,7 @@ def hello_of(
 
 def build_connector(
     config: Config,
-    side: Side | str,
+    side: str,
     *,
     model: ModelInfo,
     cache: KVCacheConfig,
@@ -198,7 +213,7 @@ def build_connector(
         PluginLoadError: the plugin's code does not import.
         InsecureAddressError, AddressInUseError: it cannot listen there.
     """
-    side = Side(side)
+    which = Side(side)
     config.require_role()
     registry = Registry.from_env() if registry is None else registry
     parts = Parts(config, registry)
@@ -209,14 +224,14 @@ def build_connector(
     wiring = Wiring(
         config=config,
         credentials=credentials_of(config),
-        hello=functools.partial(hello_of, parts, model, cache, parallelism),
+        hello=functools.partial(hello_of, parts, model, cache, parallelism, which),
         endpoint=parts.pipe_endpoint,
         pipe_options=parts.pipe_options,
         stats=stats,
         wrap_pipe=wrap_pipe,
     )
     peers = ControlPeers(wiring, rank=parallelism.worker_rank, listen=listen, connect=connect)
-    labels = {"connector": spec.name, "side": side.value, "role": str(config.role)}
+    labels = {"connector": spec.name, "side": which.value, "role": str(config.role)}
     reporter = Reporter(stats, tuple(sinks), labels)
 
     def close() -> None:
@@ -226,7 +241,7 @@ def build_connector(
     context = ConnectorContext(
         config=config,
         options=parts.options_of(spec),
-        side=side,
+        side=which,
         model=model,
         cache=cache,
         parallelism=parallelism,
@@ -236,13 +251,13 @@ def build_connector(
         lookup_buffer=parts.lookup_endpoint,
         close=close,
     )
-    factory = spec.load_factory() if side is Side.SCHEDULER else spec.load_worker_factory()
+    factory = spec.load_factory() if which is Side.SCHEDULER else spec.load_worker_factory()
     try:
         built = factory(context)
     except BaseException:
         close()
         raise
-    wanted = SchedulerConnector if side is Side.SCHEDULER else WorkerConnector
+    wanted = SchedulerConnector if which is Side.SCHEDULER else WorkerConnector
     if not isinstance(built, wanted):
         close()
         raise PluginError(f"connector {spec.name!r} made {built!r}, which is no {wanted.__name__}")

@@ -24,6 +24,7 @@ from kvplug.handshake.hello import Hello
 from kvplug.metrics.record import RecordedPipe
 from kvplug.metrics.stats import TransferStats
 from kvplug.pipe import Pipe, PipeEndpoint
+from kvplug.select import Selection
 from kvplug.trust.channel import Channel
 from kvplug.trust.credentials import Credentials
 from kvplug.trust.listener import Listener, dial_until
@@ -82,13 +83,17 @@ class Link(PeerLink):
 
     def open_pipe(self, label: str, *, device: str = "cpu", timeout: Timeout = DEFAULT_TIMEOUT) -> Pipe:
         deadline = Deadline.after(timeout, self._wiring.config.timeout_s)
-        kind_of_device = device.partition(":")[0]
-        selection = self.agreement.transports[kind_of_device]
+        selection = self._selection_for(device.partition(":")[0])
         if self._accepted:
             pipe = self._serve(label, selection.chosen, device, deadline)
         else:
             pipe = self._join(label, selection.chosen, device, deadline)
         return self._wiring.wrapped(pipe)
+
+    def _selection_for(self, device_type: str) -> Selection:
+        """KV on different kinds of device at the two ends crosses through CPU memory."""
+        agreed = self.agreement.transports
+        return agreed[device_type] if device_type in agreed else agreed["cpu"]
 
     def _serve(self, label: str, transport: str, device: str, deadline: Deadline) -> Pipe:
         try:
@@ -107,7 +112,9 @@ class Link(PeerLink):
         if not isinstance(offer, dict) or offer.get("pipe") != label:
             raise WireError(f"{self.channel.peer} was to open the pipe {label!r} and sent something else")
         if "contact" not in offer:
-            raise HandshakeError(f"it cannot listen on {transport!r}: {offer.get('error')}", peer=str(self.channel.peer))
+            raise HandshakeError(
+                f"it cannot listen on {transport!r}: {offer.get('error')}", peer=str(self.channel.peer)
+            )
         endpoint = self._wiring.pipe_endpoint(transport, device)
         return endpoint.connect(str(offer["contact"]), timeout=deadline.remaining())
 

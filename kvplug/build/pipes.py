@@ -5,10 +5,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 
+import attrs
+
 from kvplug.build.connector import Parts, credentials_of, hello_of
 from kvplug.build.peers import ControlPeers, LinkListener, Wiring
 from kvplug.config import Config, Role
-from kvplug.connector.values import CacheGroup, KVCacheConfig, Parallelism
+from kvplug.connector.values import CacheGroup, KVCacheConfig, Parallelism, Side
 from kvplug.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
 from kvplug.layout import KVLayout
 from kvplug.metrics.stats import TransferStats
@@ -20,19 +22,16 @@ _LABEL = "pipe"
 _NO_MODEL = ModelInfo(name="none", attention="none", num_layers=0, num_kv_heads=0, head_size=0, dtype="none")
 
 
-def _wiring(
-    config: Config, registry: Registry | None, wrap_pipe: Callable[[Pipe], Pipe] | None
-) -> Wiring:
+def _wiring(config: Config, registry: Registry | None, wrap_pipe: Callable[[Pipe], Pipe] | None) -> Wiring:
     registry = Registry.from_env() if registry is None else registry
-    if config.role is None:
-        config = config.evolve(role=Role.BOTH)
+    config = attrs.evolve(config, role=Role.BOTH)
     parts = Parts(config, registry)
     layout = KVLayout("BTD", {"B": 1, "T": 1, "D": 1})
     cache = KVCacheConfig(groups=(CacheGroup(layer_names=(), layout=layout),), num_blocks=1)
     return Wiring(
         config=config,
         credentials=credentials_of(config),
-        hello=functools.partial(hello_of, parts, _NO_MODEL, cache, Parallelism()),
+        hello=functools.partial(hello_of, parts, _NO_MODEL, cache, Parallelism(), Side.WORKER),
         endpoint=parts.pipe_endpoint,
         pipe_options=parts.pipe_options,
         stats=TransferStats(),

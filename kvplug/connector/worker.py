@@ -13,7 +13,6 @@ from kvplug.connector.values import (
     ForwardContext,
     Plain,
 )
-
 from kvplug.deadline import DEFAULT_TIMEOUT, Timeout
 from kvplug.errors import UnsupportedError
 

@@ -4,3 +4,38 @@ Three modules: :mod:`~kvplug.wire.frames` (the 16-byte header before every messa
 :mod:`~kvplug.wire.values` (a closed list of plain values), :mod:`~kvplug.wire.tensors` (what a tensor's
 bytes mean, and those bytes without a copy). The formats are written down in ``docs/reference/wire.md``.
 """
+
+from kvplug.wire.frames import HEADER_SIZE, FrameKind, Header, decode_header, encode_header
+from kvplug.wire.tensors import (
+    TensorMeta,
+    copy_into,
+    decode_meta,
+    empty_like_meta,
+    encode_meta,
+    memory_of,
+    memory_of_writable,
+    meta_of,
+    split_meta,
+)
+from kvplug.wire.values import DEFAULT_LIMITS, Limits, decode, encode
+
+__all__ = [
+    "DEFAULT_LIMITS",
+    "HEADER_SIZE",
+    "FrameKind",
+    "Header",
+    "Limits",
+    "TensorMeta",
+    "copy_into",
+    "decode",
+    "decode_header",
+    "decode_meta",
+    "empty_like_meta",
+    "encode",
+    "encode_header",
+    "encode_meta",
+    "memory_of",
+    "memory_of_writable",
+    "meta_of",
+    "split_meta",
+]

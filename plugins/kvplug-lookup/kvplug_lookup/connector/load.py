@@ -10,20 +10,17 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from kvplug import (
-    AuthenticationError,
     ClosedError,
     Deadline,
-    EntryGoneError,
     EntryHeader,
-    HandshakeError,
     IntegrityError,
     KVLayout,
-    KvplugError,
     LookupBuffer,
     PeerGoneError,
     TimeoutError,
     TransferStats,
     WireError,
+    reason_of,
     scatter,
 )
 from kvplug_lookup.connector.plan import LoadPlan
@@ -49,8 +46,11 @@ class Load:
         caches: tuple[Tensor, ...],
         *,
         checksum: Callable[[], str | None],
+        stats: TransferStats,
     ) -> None:
         self.plan = plan
+        self._stats = stats
+        self._started = time.perf_counter()
         self._layout = layout
         self._caches = caches
         self._checksum = checksum
@@ -59,7 +59,7 @@ class Load:
         self._error: BaseException | None = None
         self._hashes: list[bytes] | None = None
         self._hash_name = ""
-        self.nbytes = 0
+        self._nbytes = 0
 
     # -- the sink ------------------------------------------------------------------------------
 
@@ -93,8 +93,11 @@ class Load:
             if self._error is not None:
                 raise self._error
             scatter(self._caches[index], self._layout, plan.block_ids, plan.start, key, value)
-            self.nbytes += key.nbytes + (0 if value is None else value.nbytes)
+            self._nbytes += key.nbytes + (0 if value is None else value.nbytes)
             self._num_layers_done = index + 1
+            if self._is_done():
+                seconds = time.perf_counter() - self._started
+                self._stats.record("load", self._nbytes, seconds, tokens=plan.end - plan.start)
             self._lock.notify_all()
 
     # -- the waiters ---------------------------------------------------------------------------
@@ -115,6 +118,7 @@ class Load:
     def _fail(self, error: BaseException) -> None:
         if self._error is None and not self._is_done():
             self._error = error
+            self._stats.fail("load", reason_of(error))
             self._lock.notify_all()
 
     def _is_done(self) -> bool:
@@ -147,12 +151,10 @@ class Loader:
         lost: Callable[[], None],
         *,
         timeout_s: float,
-        stats: TransferStats,
     ) -> None:
         self._buffer = buffer
         self._lost = lost
         self._timeout_s = timeout_s
-        self._stats = stats
         self._queue: queue.SimpleQueue[Load | None] = queue.SimpleQueue()
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="kvplug-lookup-load", daemon=True)
@@ -174,7 +176,7 @@ class Loader:
                 self._run_one(load)
 
     def _run_one(self, load: Load) -> None:
-        plan, started = load.plan, time.perf_counter()
+        plan = load.plan
         deadline = Deadline.after(self._timeout_s)
         try:
             self._buffer(deadline).select(
@@ -188,26 +190,10 @@ class Loader:
             load.fail(e)
             if isinstance(e, PeerGoneError | ClosedError | WireError):
                 self._lost()
-            error = load.error or e
-            self._stats.fail("load", reason_of(error))
-            _log.warning("%d tokens of request %s could not be loaded: %s", plan.end - plan.start,
-                         plan.request_id, error)
-        else:
-            if load.error is None:
-                self._stats.record("load", load.nbytes, time.perf_counter() - started)
-
-
-_REASONS: tuple[tuple[type[BaseException], str], ...] = (
-    (IntegrityError, "corrupt"),
-    (EntryGoneError, "gone"),
-    (TimeoutError, "timeout"),
-    (PeerGoneError, "peer_gone"),
-    (HandshakeError, "refused"),
-    (AuthenticationError, "refused"),
-    (KvplugError, "transport"),
-)
-
-
-def reason_of(error: BaseException) -> str:
-    """The counted reason of a failed load."""
-    return next((reason for kind, reason in _REASONS if isinstance(error, kind)), "other")
+            if load.error is not None:
+                _log.warning(
+                    "%d tokens of request %s could not be loaded: %s",
+                    plan.end - plan.start,
+                    plan.request_id,
+                    load.error,
+                )

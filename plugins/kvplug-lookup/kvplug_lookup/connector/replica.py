@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -27,6 +26,8 @@ from kvplug import (
     HandshakeError,
     KvplugError,
     PeerLink,
+    Removed,
+    Snapshot,
     Stored,
     TimeoutError,
     event_from_plain,
@@ -50,9 +51,7 @@ class Fence:
 class Replica:
     """Follows one store from a thread of its own; answers from any thread."""
 
-    def __init__(
-        self, connect: Callable[[float], PeerLink], *, rank: int, fence_timeout_s: float
-    ) -> None:
+    def __init__(self, connect: Callable[[float], PeerLink], *, rank: int, fence_timeout_s: float) -> None:
         self._connect = connect
         self._rank = rank
         self._fence_timeout_s = fence_timeout_s
@@ -63,9 +62,7 @@ class Replica:
         self._pinged = self._ponged = 0
         self._refusal: KvplugError | None = None
         self._closed = threading.Event()
-        self._thread = threading.Thread(
-            target=self._run, name=f"kvplug-lookup-replica-{rank}", daemon=True
-        )
+        self._thread = threading.Thread(target=self._run, name=f"kvplug-lookup-replica-{rank}", daemon=True)
         self._thread.start()
 
     # -- asked by the scheduler ----------------------------------------------------------------
@@ -148,7 +145,6 @@ class Replica:
     def _follow(self, link: PeerLink) -> None:
         follower = Follower()
         with self._lock:
-            self._index = TokenIndex()
             self._link, self._refusal = link, None
             number = self._pinged
         if self._closed.is_set():
@@ -159,17 +155,19 @@ class Replica:
             with self._lock:
                 if "pong" in message:
                     self._ponged = max(self._ponged, message["pong"])
-                elif "caught_up" in message:
-                    self._is_current = True
                 else:
-                    event = event_from_plain(message["event"])
+                    event = event_from_plain(message)
                     if not follower.accept(event):
                         _log.warning("events of worker %d have a gap: starting over", self._rank)
                         return
-                    if isinstance(event, Stored):
-                        self._index.insert(event.entry_id, event.token_ids, event.extra)
-                    else:
-                        self._index.remove(event.entry_id)
+                    match event:
+                        case Snapshot():
+                            self._index = TokenIndex()
+                        case Stored():
+                            self._index.insert(event.entry_id, event.token_ids, event.extra)
+                        case Removed():
+                            self._index.remove(event.entry_id)
+                    self._is_current = follower.ready
                 self._lock.notify_all()
 
     def _ping(self, link: PeerLink, number: int) -> None:

@@ -6,14 +6,21 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import attrs
 import torch
 
-from kvplug import CapacityError, ClosedError, KvplugError, KVLayout, LookupStore, TimeoutError, TransferStats
-from kvplug import digest, gather
+from kvplug import (
+    CapacityError,
+    ClosedError,
+    KVLayout,
+    LookupStore,
+    TimeoutError,
+    TransferStats,
+    digest,
+    gather,
+)
 from kvplug.wire import memory_of
 from kvplug_lookup.connector.plan import SavePlan
 
@@ -112,8 +119,11 @@ class Saver:
                 continue
             with self._lock:
                 if len(self._pending) >= self._max_pending:
-                    _log.warning("a prompt of %d tokens is not stored: %d are waiting already",
-                                 len(gathered.token_ids), len(self._pending))
+                    _log.warning(
+                        "a prompt of %d tokens is not stored: %d are waiting already",
+                        len(gathered.token_ids),
+                        len(self._pending),
+                    )
                     self._stats.fail("save", "no_room")
                     continue
                 self._pending.append(gathered)

@@ -34,7 +34,6 @@ class _Publisher:
         self._ended = threading.Event()
         self._sender = threading.Thread(target=self._send_all, name="kvplug-lookup-events", daemon=True)
         self._unsubscribe = store.subscribe(self._put_event)
-        self._put({"caught_up": True})
         self._sender.start()
 
     def run(self) -> None:
@@ -59,7 +58,7 @@ class _Publisher:
         self._link.close()
 
     def _put_event(self, event: StoreEvent) -> None:
-        self._put({"event": event_to_plain(event)})
+        self._put(event_to_plain(event))
 
     def _put(self, message: dict[str, object]) -> None:
         try:
@@ -115,9 +114,7 @@ class Service:
                 return
             except TimeoutError:
                 continue
-            threading.Thread(
-                target=self._serve, args=(link,), name="kvplug-lookup-peer", daemon=True
-            ).start()
+            threading.Thread(target=self._serve, args=(link,), name="kvplug-lookup-peer", daemon=True).start()
 
     def _serve(self, link: PeerLink) -> None:
         purpose = link.agreement.remote.purpose

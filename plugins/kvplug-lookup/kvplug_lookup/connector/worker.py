@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from kvplug import (
     DEFAULT_TIMEOUT,
     AttentionMetadata,
+    ClosedError,
     ConnectorContext,
     Deadline,
     ForwardContext,
@@ -20,7 +21,6 @@ from kvplug import (
     Role,
     Timeout,
     WorkerConnector,
-    ClosedError,
 )
 from kvplug_lookup.connector.load import Load, Loader
 from kvplug_lookup.connector.plan import StepPlan
@@ -68,7 +68,7 @@ class LookupWorker(WorkerConnector):
         if config.role in (Role.PRODUCER, Role.BOTH):
             listener = context.peers.listen()
             self.contact = listener.contact
-            self._store = self._endpoint.hold()
+            self._store = self._endpoint.hold(as_cache=True)
             self._saver = Saver(
                 self._store,
                 self._layout,
@@ -78,13 +78,9 @@ class LookupWorker(WorkerConnector):
                 max_pending=options.max_pending_saves,
                 stats=context.stats,
             )
-            self._service = Service(
-                listener, self._store, device=config.device, settle=self._saver.settle
-            )
+            self._service = Service(listener, self._store, device=config.device, settle=self._saver.settle)
         if config.role in (Role.CONSUMER, Role.BOTH):
-            self._loader = Loader(
-                self._buffer, self._lose_reach, timeout_s=config.timeout_s, stats=context.stats
-            )
+            self._loader = Loader(self._buffer, self._lose_reach, timeout_s=config.timeout_s)
 
     # -- at start and at the end ---------------------------------------------------------------
 
@@ -179,7 +175,7 @@ class LookupWorker(WorkerConnector):
             cache = self._caches[0]
             self._saver.begin(self._plan.saves, cache.dtype, cache.device)
         for plan in self._plan.loads:
-            load = Load(plan, self._layout, self._caches, checksum=self._checksum)
+            load = Load(plan, self._layout, self._caches, checksum=self._checksum, stats=self._context.stats)
             self._loads[plan.request_id] = load
             assert self._loader is not None
             self._loader.submit(load)

@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from kvplug import (
+from kvplug.build import build_connector
+from kvplug.config import Config
+from kvplug.connector.values import (
     AttentionMetadata,
     CacheGroup,
-    Config,
     ForwardContext,
     KVCacheConfig,
-    KVLayout,
-    ModelInfo,
     Parallelism,
     Request,
     RequestEnd,
     ScheduledRequest,
     SchedulerOutput,
     WorkerOutput,
-    build_connector,
 )
+from kvplug.layout import KVLayout
+from kvplug.model import ModelInfo
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 NUM_LAYERS, NUM_HEADS, HEAD_SIZE = 3, 2, 8
 MODEL = ModelInfo(
@@ -36,8 +38,8 @@ def layout_of(axes: str, block_size: int, num_blocks: int) -> KVLayout:
 class EngineDouble:
     """Both sides of one engine's connector around a paged cache of random numbers.
 
-    ``kv_of`` says what the KV of a token "is": a pure function of (token, position, layer), so that what
-    is loaded can be checked against what should have been computed.
+    :func:`kv_of` says what the KV of a token "is": a pure function of (token, position, layer), so that
+    what is loaded can be checked against what should have been computed.
     """
 
     def __init__(
@@ -57,9 +59,11 @@ class EngineDouble:
         cache = KVCacheConfig(
             groups=(CacheGroup(layer_names=self.layer_names, layout=self.layout),), num_blocks=num_blocks
         )
-        torch.manual_seed(seed)
-        self.kv_caches = {name: torch.randn(self.layout.shape) for name in self.layer_names}
-        arguments = dict(model=model, cache=cache, parallelism=Parallelism(), **build)
+        import torch
+
+        random = torch.Generator().manual_seed(seed)
+        self.kv_caches = {name: torch.randn(self.layout.shape, generator=random) for name in self.layer_names}
+        arguments: dict[str, Any] = dict(model=model, cache=cache, parallelism=Parallelism(), **build)
         self.worker: Any = build_connector(config, "worker", **arguments)
         try:
             self.scheduler: Any = build_connector(config, "scheduler", **arguments)
@@ -68,7 +72,7 @@ class EngineDouble:
             raise
         self.worker.register_kv_caches(self.kv_caches)
         self.step_number = 0
-        self.free_blocks = list(torch.randperm(num_blocks).tolist())
+        self.free_blocks: list[int] = torch.randperm(num_blocks, generator=random).tolist()
 
     def __enter__(self) -> EngineDouble:
         return self
@@ -81,14 +85,16 @@ class EngineDouble:
 
     def slot(self, layer_name: str, block_ids: tuple[int, ...], position: int) -> tuple[Any, Any]:
         """Views of the key and the value of one token: [num_heads, head_size] each."""
-        cache = self.kv_caches[layer_name]
-        axes = self.layout.axes
-        index = {"B": block_ids[position // self.block_size], "T": position % self.block_size}
-        picked = []
-        for k in (0, 1):
-            at = tuple({**index, "K": k}.get(axis, slice(None)) for axis in axes)
-            picked.append(cache[at])
-        return picked[0], picked[1]
+        at = {"B": block_ids[position // self.block_size], "T": position % self.block_size}
+        axes = self.layout.axes.replace("KD", "D") if self.layout.is_packed else self.layout.axes
+
+        def pick(k: int) -> Any:
+            return self.kv_caches[layer_name][tuple({**at, "K": k}.get(axis, slice(None)) for axis in axes)]
+
+        if self.layout.is_packed:
+            both = pick(0)
+            return both[..., :HEAD_SIZE], both[..., HEAD_SIZE:]
+        return pick(0), pick(1)
 
     def compute(self, token_ids: tuple[int, ...], block_ids: tuple[int, ...], start: int, end: int) -> None:
         for layer, name in enumerate(self.layer_names):
@@ -98,6 +104,8 @@ class EngineDouble:
                 value.copy_(-kv_of(token_ids[position], position, layer))
 
     def is_right(self, token_ids: tuple[int, ...], block_ids: tuple[int, ...], end: int) -> bool:
+        import torch
+
         for layer, name in enumerate(self.layer_names):
             for position in range(end):
                 key, value = self.slot(name, block_ids, position)
@@ -198,14 +206,15 @@ class EngineDouble:
         return blocks, num_loaded, self.step([(request, blocks, num_loaded, rest)])
 
 
-def kv_of(token_id: int, position: int, layer: int) -> torch.Tensor:
+def kv_of(token_id: int, position: int, layer: int) -> Tensor:
     """What the KV of a token is: distinct for each (token, position, layer, head, element)."""
+    import torch
+
     base = torch.arange(NUM_HEADS * HEAD_SIZE, dtype=torch.float32).view(NUM_HEADS, HEAD_SIZE)
     return base + 100.0 * layer + 0.25 * position + 1000.0 * token_id
 
 
-def request_of(
-    request_id: str, token_ids: Any, *, extra: bytes = b""
-) -> Request:
+def request_of(request_id: str, token_ids: Iterable[int], *, extra: bytes = b"") -> Request:
+    """A request that is all prompt."""
     tokens = tuple(token_ids)
     return Request(request_id=request_id, token_ids=tokens, num_prompt_tokens=len(tokens), extra=extra)
