@@ -21,7 +21,7 @@ SAMPLE = ROOT / "docs/examples/kvplug-sample"
 
 
 def faults_of(project: Path, dist: Path) -> Iterator[str]:
-    metadata = tomllib.loads((project / "pyproject.toml").read_text())["project"]
+    metadata = tomllib.loads((project / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     module = metadata["name"].replace("-", "_")
     stem = f"{module}-{metadata['version']}"
     with zipfile.ZipFile(dist / f"{stem}-py3-none-any.whl") as wheel:

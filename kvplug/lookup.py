@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import attrs
 
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from kvplug.events import StoreEvent
     from kvplug.pipe import Pipe
 
-    Tokens = Sequence[int] | Tensor | Any
+    Tokens: TypeAlias = Sequence[int] | Tensor | Any
     """Token ids: a sequence of ints, a 1-d integer tensor or a 1-d integer numpy array."""
-    Roi = Sequence[bool] | Tensor | Any
+    Roi: TypeAlias = Sequence[bool] | Tensor | Any
     """A boolean mask of the same length as the tokens."""
 
 
