@@ -59,6 +59,7 @@ class Channel:
         self._users_lock = threading.Lock()
         self._sock.setblocking(False)
         self._dead = False
+        self._ended = False
         self._pidfd: int | None = None
         try:
             self._pidfd = connection.peer.open_pidfd()
@@ -103,7 +104,7 @@ class Channel:
             raise CapacityError(f"a value of {len(data)} bytes; a channel carries {MAX_FRAME_BYTES} at most")
         deadline = Deadline.after(timeout, self._timeout_s)
         with self._turn_to_send(deadline):
-            if self._is_dead():
+            if self._ended or self._is_dead():
                 raise self._gone(None)
             self._flush(deadline)
             frame = memoryview(encode_header(FrameKind.VALUE, len(data)) + data)
@@ -197,6 +198,8 @@ class Channel:
             except OSError as e:
                 raise self._gone(e) from e
             if not got:
+                # It may be seen before the pidfd, and TCP would still take what is sent after it.
+                self._ended = True
                 raise self._gone(None)
             self._filled += got
 
