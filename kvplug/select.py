@@ -118,8 +118,8 @@ def _consider(
     name: str, ours: Offer | None, theirs: Offer | None, required: Requirements, nbytes: int
 ) -> _Considered:
     if ours is None or theirs is None:
-        where = "at neither end" if ours is theirs else "not here" if ours is None else "not at the peer"
-        return _Considered(name, (f"installed {where}",))
+        where = "at either end" if ours is theirs else "here" if ours is None else "at the peer"
+        return _Considered(name, (f"not installed {where}",))
     obstacles = []
     for offer, where in ((ours, "here"), (theirs, "at the peer")):
         if not offer.probe.viable:
@@ -131,8 +131,8 @@ def _consider(
         )
     lacks_here = ours.capabilities.missing(required)
     lacks_there = theirs.capabilities.missing(required)
-    obstacles += [lack if lack in lacks_there else f"here it {lack}" for lack in lacks_here]
-    obstacles += [f"at the peer it {lack}" for lack in lacks_there if lack not in lacks_here]
+    obstacles += [lack if lack in lacks_there else f"{lack} (here)" for lack in lacks_here]
+    obstacles += [f"{lack} (at the peer)" for lack in lacks_there if lack not in lacks_here]
     anywhere = ours.capabilities.cross_host and theirs.capabilities.cross_host
     if not required.cross_host and not anywhere and ours.probe.domain != theirs.probe.domain:
         obstacles.append("the two ends are on one host and still cannot reach each other (other namespaces?)")

@@ -105,10 +105,6 @@ class Hello:
         """
         read = Reader(plain)
         major, minor = read.integers("wire", 2)
-        role = read.text("role")
-        if role not in ROLES:
-            read.faults.append(f"role: the peer sent {role[:40]!a}, and it must be one of {', '.join(ROLES)}")
-            role = BOTH
         layout = read.text("layout")
         if not set(layout) <= set("LKBTHD") or len(set(layout)) != len(layout):
             read.faults.append(
@@ -122,7 +118,7 @@ class Hello:
             wire=(major, minor),
             purpose=read.text("purpose"),
             moves_kv=read.boolean("moves_kv"),
-            role=role,
+            role=read.choice("role", ROLES, BOTH),
             model=_read_model(read.part("model")),
             layers=layers,
             tensor_parallel_size=read.integer("tensor_parallel_size", 1),

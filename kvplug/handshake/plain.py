@@ -17,6 +17,7 @@ MAX_TEXT = 1000
 """Characters of any text in a Hello."""
 MAX_LIST = 64
 """Elements of any list or mapping in a Hello."""
+_SAID_ALREADY = object()
 _MAX_INT = (1 << 63) - 1
 
 
@@ -29,12 +30,10 @@ class Reader:
     def __init__(self, plain: object, where: str = "", faults: list[str] | None = None) -> None:
         self.faults: list[str] = [] if faults is None else faults
         self._where = where
-        self._plain: dict[Any, Any] = {}
-        if type(plain) is dict:
-            self._plain = plain
-        else:
-            self._fault(where.rstrip(".") or "hello", plain, "a mapping")
         self._absent = type(plain) is not dict
+        self._plain: dict[Any, Any] = plain if isinstance(plain, dict) else {}
+        if self._absent and plain is not _SAID_ALREADY:
+            self._fault(where.rstrip(".") or "hello", plain, "a mapping")
 
     def _fault(self, field: str, found: object, wanted: str) -> None:
         self.faults.append(f"{field}: the peer sent {_short(found)}, and it must be {wanted}")
@@ -60,6 +59,9 @@ class Reader:
     def text(self, key: str) -> str:
         wanted = f"up to {MAX_TEXT} printable characters"
         return self._take(key, str, _is_short_text, wanted, "")
+
+    def choice(self, key: str, choices: tuple[str, ...], default: str) -> str:
+        return self._take(key, str, lambda v: v in choices, f"one of {', '.join(choices)}", default)
 
     def integer(self, key: str, low: int = 0, high: int = _MAX_INT) -> int:
         return self._take(key, int, lambda v: low <= v <= high, f"an integer from {low} to {high}", low)
@@ -107,7 +109,8 @@ class Reader:
 
     def part(self, key: str) -> Reader:
         """The mapping under ``key``."""
-        return Reader(self._plain.get(key), f"{self._where}{key}.", self.faults)
+        inner = _SAID_ALREADY if self._absent else self._plain.get(key)
+        return Reader(inner, f"{self._where}{key}.", self.faults)
 
     def check(self) -> None:
         """Raise for what was found wrong.

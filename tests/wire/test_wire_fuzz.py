@@ -138,10 +138,10 @@ def test_ten_thousand_mutated_frames_raise_nothing_but_wire_error_and_stay_withi
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("seed", range(10, 20))
 @pytest.mark.filterwarnings("ignore")
-def test_a_million_mutated_frames_raise_nothing_but_wire_error_and_stay_within_the_bound() -> None:
-    assert storm(1_000_000, seed=2) > 0
+def test_a_million_mutated_frames_raise_nothing_but_wire_error_and_stay_within_the_bound(seed: int) -> None:
+    assert storm(100_000, seed) > 0  # each of ten times
 
 
 MARK = b"\xc7\x00"

@@ -1,0 +1,378 @@
+"""From two Hellos to one agreement, or every reason why not."""
+
+from __future__ import annotations
+
+import copy
+import re
+from typing import Any
+
+import attrs
+import pytest
+from hypothesis import given, strategies as st
+
+from kvplug.capabilities import Capabilities, Cost
+from kvplug.errors import HandshakeError
+from kvplug.handshake.agreement import Agreement, agree
+from kvplug.handshake.hello import Hello
+from kvplug.model import ModelInfo
+from kvplug.select import Offer
+from kvplug.spec import Probe
+from kvplug.trust.identity import PeerIdentity
+
+MODEL = ModelInfo(name="m", num_layers=30, num_kv_heads=3, head_size=64, dtype="float32")
+NET = Offer(name="net", capabilities=Capabilities(cross_host=True, cost=Cost(latency_us=50, gb_per_s=2)))
+LOCAL = Offer(
+    name="local", capabilities=Capabilities(cost=Cost(latency_us=5, gb_per_s=8)), probe=Probe(domain="d")
+)
+GPU = Offer(
+    name="gpu",
+    capabilities=Capabilities(
+        devices={"cuda"}, cross_host=True, authenticated=False, cost=Cost(latency_us=9, gb_per_s=90)
+    ),
+)
+OURS = Hello(
+    role="producer",
+    model=MODEL,
+    layers=(0, 30),
+    layout="KBTHD",
+    block_size=16,
+    checksums=("xxh3_64", "xxh3_128"),
+    transports=(NET, LOCAL, GPU),
+    engine_id="prefill",
+    identity=PeerIdentity(boot_id="boot", pid=1, label="prefill"),
+)
+THEIRS = attrs.evolve(
+    OURS, role="consumer", engine_id="decode", identity=PeerIdentity(boot_id="boot", pid=2, label="decode")
+)
+
+
+def refused(ours: Hello, theirs: Hello) -> tuple[str, ...]:
+    with pytest.raises(HandshakeError) as refusal:
+        agree(ours, theirs)
+    return refusal.value.reasons
+
+
+def fields(reasons: tuple[str, ...]) -> list[str]:
+    return [reason.partition(":")[0] for reason in reasons]
+
+
+def mirrored(reason: str) -> str:
+    """What the other end says of the same thing."""
+    other = re.sub(r"\bours\b", "\0", reason)
+    other = re.sub(r"\btheirs\b", "ours", other).replace("\0", "theirs")
+    swapped = re.fullmatch(r"([\w. ]+): ours (.*), theirs (.*?); (.*)", other, re.DOTALL)
+    if swapped is None:
+        swapped = re.fullmatch(r"([\w. ]+): theirs (.*), ours (.*?); (.*)", other, re.DOTALL)
+        assert swapped is not None, reason
+    field, first, second, change = swapped.groups()
+    return f"{field}: ours {second}, theirs {first}; {change}"
+
+
+# -- properties ------------------------------------------------------------------------------------
+
+MODELS = st.builds(
+    ModelInfo,
+    name=st.sampled_from(["m", "other name"]),
+    attention=st.sampled_from(["mha", "mha", "mla"]),
+    num_layers=st.sampled_from([30, 30, 32]),
+    num_kv_heads=st.just(3),
+    head_size=st.just(64),
+    dtype=st.sampled_from(["float32", "float32", "bfloat16"]),
+    rope=st.sampled_from(["", "", "yarn"]),
+    window=st.sampled_from([None, None, 4096]),
+    weights=st.sampled_from(["", "w1", "w2"]),
+)
+HELLOS = st.builds(
+    Hello,
+    wire=st.sampled_from([(1, 0), (1, 0), (1, 3), (2, 0)]),
+    purpose=st.sampled_from(["", "", "entries", "events"]),
+    moves_kv=st.sampled_from([True, True, False]),
+    role=st.sampled_from(["producer", "consumer", "both"]),
+    model=st.just(MODEL) | MODELS,
+    layers=st.sampled_from([None, (0, 30), (0, 30), (0, 15)]),
+    tensor_parallel_size=st.sampled_from([1, 1, 1, 2]),
+    tensor_parallel_rank=st.sampled_from([None, 0, 0, 1]),
+    layout=st.sampled_from(["KBTHD", "KBHTD", "BHTKD", "BTD"]),
+    block_size=st.sampled_from([16, 32]),
+    integrity=st.sampled_from(["auto", "auto", "off", "xxh3_64", "xxh3_128"]),
+    checksums=st.sampled_from(
+        [(), ("xxh3_64",), ("xxh3_128",), ("xxh3_64", "xxh3_128"), ("xxh3_128", "xxh3_64")]
+    ),
+    requested_transport=st.sampled_from(["auto", "auto", "net", "local", "gpu", "rdma"]),
+    transports=st.lists(st.sampled_from([NET, LOCAL, GPU]), unique_by=lambda it: it.name).map(tuple),
+    device=st.sampled_from(["cpu", "cpu", "cuda", "cuda:1"]),
+    require_authenticated=st.booleans(),
+    identity=st.builds(PeerIdentity, boot_id=st.sampled_from(["boot", "boot", "other", ""]), pid=st.just(7)),
+)
+
+
+def outcome(ours: Hello, theirs: Hello) -> Any:
+    try:
+        found = agree(ours, theirs)
+    except HandshakeError as e:
+        return "refused", sorted(fields(e.reasons))
+    chosen = {device: it.chosen for device, it in found.transports.items()}
+    return found.purpose, found.wire_minor, found.checksum, found.cross_host, chosen, fields(found.converts)
+
+
+@given(HELLOS, HELLOS)
+def test_both_ends_agree_on_the_same_or_refuse_over_the_same_fields(a: Hello, b: Hello) -> None:
+    assert outcome(a, b) == outcome(b, a)
+
+
+@given(HELLOS, HELLOS)
+def test_it_is_pure(a: Hello, b: Hello) -> None:
+    before = copy.deepcopy((a, b))
+    assert outcome(a, b) == outcome(a, b)
+    assert (a, b) == before
+
+
+@given(HELLOS, HELLOS)
+def test_the_refusals_of_the_two_ends_mirror_each_other(a: Hello, b: Hello) -> None:
+    try:
+        agree(a, b)
+    except HandshakeError as e:
+        ours = e.reasons
+    else:
+        return
+    theirs = refused(b, a)
+    for mine, yours in zip(ours, theirs, strict=True):
+        if mine.startswith("transport") or "both sides are" in mine:
+            assert mine.partition(":")[0] == yours.partition(":")[0]
+        else:
+            assert mirrored(mine) == yours
+
+
+@given(HELLOS, HELLOS)
+def test_what_is_agreed_holds_for_both(a: Hello, b: Hello) -> None:
+    try:
+        found = agree(a, b)
+    except HandshakeError:
+        return
+    assert found.remote is b
+    assert a.wire[0] == b.wire[0] and a.model.dtype == b.model.dtype
+    if found.checksum is None:
+        assert {a.integrity, b.integrity} <= {"auto", "off"}
+    else:
+        assert found.checksum in a.checksums and found.checksum in b.checksums
+    if a.moves_kv and b.moves_kv:
+        assert {a.role, b.role} not in ({"producer"}, {"consumer"})
+        assert "cpu" in found.transports
+        if a.device.startswith("cuda") and b.device.startswith("cuda"):
+            assert "cuda" in found.transports
+    else:
+        assert not found.transports
+
+
+# -- each field ------------------------------------------------------------------------------------
+
+
+def test_two_that_fit_agree() -> None:
+    found = agree(OURS, THEIRS)
+    assert isinstance(found, Agreement)
+    assert found.remote is THEIRS
+    assert (found.wire_minor, found.checksum, found.cross_host, found.converts) == (0, "xxh3_64", False, ())
+    assert {device: it.chosen for device, it in found.transports.items()} == {"cpu": "local"}
+
+
+CHANGES: dict[str, tuple[dict[str, Any], str]] = {
+    "wire": ({"wire": (2, 0)}, "wire: ours 1.0, theirs 2.0; upgrade kvplug where it is older"),
+    "layers": ({"layers": (0, 15)}, "layers: ours (0, 30), theirs (0, 15); split the layers into the same"),
+    "tensor parallel size": (
+        {"tensor_parallel_size": 2},
+        "tensor_parallel_size: ours 1, theirs 2; split the heads over the same number of workers",
+    ),
+    "latent": (
+        {"layout": "BTD"},
+        "layout: ours 'KBTHD', theirs 'BTD'; one has keys and values and the other",
+    ),
+    "integrity": (
+        {"integrity": "crc", "checksums": ("crc",)},
+        "integrity: ours 'auto' (can use xxh3_64, xxh3_128), theirs 'crc' (can use crc); set integrity to",
+    ),
+    "attention": (
+        {"attention": "mla"},
+        "model.attention: ours 'mha', theirs 'mla'; start both ends with the same",
+    ),
+    "num_layers": (
+        {"num_layers": 32},
+        "model.num_layers: ours 30, theirs 32; start both ends with the same model",
+    ),
+    "num_kv_heads": ({"num_kv_heads": 8}, "model.num_kv_heads: ours 3, theirs 8; start both"),
+    "head_size": ({"head_size": 128}, "model.head_size: ours 64, theirs 128; start both"),
+    "dtype": ({"dtype": "bfloat16"}, "dtype: ours 'float32', theirs 'bfloat16'; set the KV cache's dtype"),
+    "rope": ({"rope": "yarn"}, "model.rope: ours none, theirs 'yarn'; give both ends"),
+    "window": ({"window": 4096}, "model.window: ours none, theirs 4096; give both ends"),
+    "quantisation": ({"quantisation": "fp8"}, "model.quantisation: ours none, theirs 'fp8'; quantise"),
+}
+
+
+def changed(hello: Hello, change: dict[str, Any]) -> Hello:
+    model = {key: value for key, value in change.items() if key in attrs.fields_dict(ModelInfo)}
+    rest = {key: value for key, value in change.items() if key not in model}
+    return attrs.evolve(hello, model=attrs.evolve(hello.model, **model), **rest)
+
+
+@pytest.mark.parametrize(("change", "reason"), CHANGES.values(), ids=CHANGES)
+def test_a_field_that_must_match_is_refused_with_both_values_and_what_to_change(
+    change: dict[str, Any], reason: str
+) -> None:
+    found = refused(OURS, changed(THEIRS, change))
+    assert len(found) == 1 and found[0].startswith(reason)
+    assert refused(changed(THEIRS, change), OURS) == (mirrored(found[0]),)
+
+
+def test_every_fact_of_the_model_is_compared_or_known_to_be_informative() -> None:
+    covered = {key for change, _ in CHANGES.values() for key in change} | {"name", "weights"}
+    assert {field.name for field in attrs.fields(ModelInfo)} <= covered
+
+
+def test_all_differing_fields_are_told_at_once() -> None:
+    everything = {key: value for change, _ in CHANGES.values() for key, value in change.items()}
+    theirs = attrs.evolve(changed(THEIRS, everything), role="producer", requested_transport="rdma")
+    found = set(fields(refused(OURS, theirs)))
+    assert found == {
+        *(reason.partition(":")[0] for _, reason in CHANGES.values()),
+        *("role", "transport", "transport net", "transport local", "transport gpu", "transport rdma"),
+    }
+
+
+@pytest.mark.parametrize("role", ["producer", "consumer"])
+def test_two_of_one_role_are_refused(role: str) -> None:
+    ours, theirs = attrs.evolve(OURS, role=role), attrs.evolve(THEIRS, role=role)
+    assert refused(ours, theirs)[0].startswith(f"role: both sides are {role}s; set the role of one to ")
+
+
+@pytest.mark.parametrize("role", ["producer", "consumer", "both"])
+def test_both_works_with_anything(role: str) -> None:
+    assert agree(attrs.evolve(OURS, role="both"), attrs.evolve(THEIRS, role=role))
+
+
+def test_where_no_kv_crosses_roles_and_transports_play_no_part_and_facts_do() -> None:
+    ours = attrs.evolve(OURS, moves_kv=False, transports=())
+    theirs = attrs.evolve(THEIRS, role="producer")
+    assert agree(ours, theirs).transports == {} == agree(theirs, ours).transports
+    assert fields(refused(ours, changed(theirs, {"num_layers": 32}))) == ["model.num_layers"]
+
+
+def test_a_shard_of_the_heads_meets_only_its_like_and_a_scheduler_meets_all() -> None:
+    ours = attrs.evolve(OURS, tensor_parallel_size=2, tensor_parallel_rank=0)
+    theirs = attrs.evolve(THEIRS, tensor_parallel_size=2, tensor_parallel_rank=1)
+    assert fields(refused(ours, theirs)) == ["tensor_parallel_rank"]
+    scheduler = attrs.evolve(theirs, tensor_parallel_rank=None, layers=None)
+    assert agree(ours, scheduler) and agree(scheduler, ours)
+
+
+def test_fingerprints_of_weights_are_compared_where_both_have_one() -> None:
+    ours = changed(OURS, {"weights": "w1"})
+    assert agree(ours, THEIRS) and agree(THEIRS, ours)
+    assert fields(refused(ours, changed(THEIRS, {"weights": "w2"}))) == ["model.weights"]
+
+
+def test_what_is_informative_may_differ() -> None:
+    theirs = changed(
+        attrs.evolve(THEIRS, rank=3, world_size=4, epoch="x", versions={"x": "9"}), {"name": "n"}
+    )
+    assert agree(OURS, theirs).remote.rank == 3
+
+
+def test_block_size_and_layout_may_differ_and_are_converted() -> None:
+    theirs = attrs.evolve(THEIRS, block_size=32, layout="KBHTD")
+    assert agree(OURS, theirs).converts == (
+        "block_size: ours 16, theirs 32",
+        "layout: ours KBTHD, theirs KBHTD",
+    )
+
+
+def test_the_lower_minor_version_is_spoken() -> None:
+    assert agree(OURS, attrs.evolve(THEIRS, wire=(1, 7))).wire_minor == 0
+
+
+def test_the_purpose_is_that_of_whoever_dialled() -> None:
+    dialled = attrs.evolve(OURS, purpose="entries")
+    assert agree(dialled, THEIRS).purpose == agree(THEIRS, dialled).purpose == "entries"
+    assert fields(refused(dialled, attrs.evolve(THEIRS, purpose="events"))) == ["purpose"]
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "expected"),
+    [
+        (("auto", "xxh3_64 xxh3_128"), ("auto", "xxh3_64 xxh3_128"), "xxh3_64"),
+        (("auto", "xxh3_64"), ("auto", "xxh3_128 xxh3_64"), "xxh3_64"),
+        (("auto", "xxh3_64"), ("auto", "xxh3_128"), None),
+        (("auto", "xxh3_64"), ("auto", ""), None),
+        (("off", ""), ("off", ""), None),
+        (("off", ""), ("auto", "xxh3_64"), None),
+        (("xxh3_128", "xxh3_128"), ("auto", "xxh3_64 xxh3_128"), "xxh3_128"),
+        (("xxh3_64", "xxh3_64"), ("off", ""), "refused"),
+        (("xxh3_64", "xxh3_64"), ("xxh3_128", "xxh3_128"), "refused"),
+        (("xxh3_64", "xxh3_64"), ("auto", ""), "refused"),
+    ],
+)
+def test_a_hash_is_used_if_both_have_one_and_a_named_one_is_insisted_on(
+    ours: tuple[str, str], theirs: tuple[str, str], expected: str | None
+) -> None:
+    def side(hello: Hello, integrity: tuple[str, str]) -> Hello:
+        return attrs.evolve(hello, integrity=integrity[0], checksums=tuple(integrity[1].split()))
+
+    a, b = side(OURS, ours), side(THEIRS, theirs)
+    if expected == "refused":
+        assert fields(refused(a, b)) == fields(refused(b, a)) == ["integrity"]
+    else:
+        assert agree(a, b).checksum == agree(b, a).checksum == expected
+
+
+# -- transports ------------------------------------------------------------------------------------
+
+
+def test_another_boot_of_a_kernel_is_another_host() -> None:
+    theirs = attrs.evolve(THEIRS, identity=PeerIdentity(boot_id="other", pid=2))
+    found = agree(OURS, theirs)
+    assert found.cross_host and found.transports["cpu"].chosen == "net"
+    unknown = attrs.evolve(THEIRS, identity=PeerIdentity(pid=2))
+    assert agree(OURS, unknown).cross_host
+    assert agree(unknown, attrs.evolve(unknown, role="producer")).cross_host
+
+
+def test_kv_on_a_device_has_a_transport_of_its_own_beside_that_of_the_signals() -> None:
+    ours, theirs = attrs.evolve(OURS, device="cuda:0"), attrs.evolve(THEIRS, device="cuda:1")
+    found = agree(ours, theirs).transports
+    assert {device: it.chosen for device, it in found.items()} == {"cuda": "gpu", "cpu": "local"}
+    named = agree(attrs.evolve(ours, requested_transport="gpu"), theirs).transports
+    assert {device: it.chosen for device, it in named.items()} == {"cuda": "gpu", "cpu": "local"}
+
+
+def test_kv_on_different_kinds_of_device_crosses_through_cpu_memory() -> None:
+    found = agree(attrs.evolve(OURS, device="cuda"), THEIRS)
+    assert {device: it.chosen for device, it in found.transports.items()} == {"cpu": "local"}
+    assert found.converts == ("device: ours cuda, theirs cpu",)
+
+
+def test_a_device_that_no_transport_serves_is_refused() -> None:
+    ours, theirs = (attrs.evolve(it, device="cuda", transports=(NET, LOCAL)) for it in (OURS, THEIRS))
+    reasons = refused(ours, theirs)
+    assert reasons[0].startswith("transport: none can move cuda tensors")
+    assert fields(reasons) == ["transport", "transport local", "transport net"]
+
+
+def test_an_unauthenticated_data_plane_is_refused_where_other_hosts_can_reach_either_end() -> None:
+    ours, theirs = attrs.evolve(OURS, device="cuda"), attrs.evolve(THEIRS, device="cuda")
+    exposed = attrs.evolve(theirs, require_authenticated=True)
+    for a, b in ((ours, exposed), (exposed, ours)):
+        assert "allow_unauthenticated_data_plane" in " ".join(refused(a, b))
+
+
+def test_a_name_in_either_config_is_honoured_and_two_names_conflict() -> None:
+    named = attrs.evolve(THEIRS, requested_transport="net")
+    assert agree(OURS, named).transports["cpu"].chosen == "net"
+    assert agree(named, OURS).transports["cpu"].chosen == "net"
+    other = attrs.evolve(OURS, requested_transport="local")
+    assert refused(other, named)[0].startswith("transport: ours 'local', theirs 'net'; name the same one")
+
+
+def test_a_strangers_cheaper_transport_is_chosen_by_auto() -> None:
+    stranger = Offer(name="warp", capabilities=Capabilities(cost=Cost(latency_us=1, gb_per_s=500)))
+    ours, theirs = (attrs.evolve(it, transports=(*it.transports, stranger)) for it in (OURS, THEIRS))
+    found = agree(ours, theirs).transports["cpu"]
+    assert found.chosen == "warp" and {it.name for it in found.candidates} == {"warp", "net", "local", "gpu"}
+    assert agree(ours, THEIRS).transports["cpu"].chosen == "local"

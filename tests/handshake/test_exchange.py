@@ -1,0 +1,185 @@
+"""Hello both ways and a word on what came of it, over a channel in memory."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+import pytest
+
+from kvplug.capabilities import Capabilities
+from kvplug.deadline import Deadline
+from kvplug.errors import HandshakeError, PeerGoneError, TimeoutError
+from kvplug.handshake.agreement import Agreement, agree
+from kvplug.handshake.exchange import exchange
+from kvplug.handshake.hello import Hello
+from kvplug.model import ModelInfo
+from kvplug.select import Offer
+from kvplug.trust.identity import PeerIdentity
+from kvplug.wire.values import decode, encode
+
+OURS = Hello(
+    role="producer",
+    model=ModelInfo(num_layers=30, num_kv_heads=3, head_size=64, dtype="float32"),
+    layout="KBTHD",
+    block_size=16,
+    checksums=("xxh3_64",),
+    transports=(Offer(name="net", capabilities=Capabilities(cross_host=True)),),
+    identity=PeerIdentity(boot_id="boot", pid=1),
+)
+THEIRS = attrs.evolve(OURS, role="consumer", block_size=32, identity=PeerIdentity(boot_id="boot", pid=2))
+
+
+class MemoryChannel:
+    """One end of two queues of encoded values."""
+
+    def __init__(self, peer: str, inbox: queue.Queue[bytes], outbox: queue.Queue[bytes]) -> None:
+        self.peer = peer
+        self._inbox, self._outbox = inbox, outbox
+
+    def send(self, value: Any, timeout: Any = None) -> None:
+        self._outbox.put(encode(value))
+
+    def recv(self, timeout: Any = None) -> Any:
+        try:
+            data = self._inbox.get(timeout=Deadline.after(timeout, 10).remaining())
+        except queue.Empty:
+            raise TimeoutError(f"{self.peer} sent nothing") from None
+        if not data:
+            raise PeerGoneError(f"{self.peer} is gone")
+        return decode(data)
+
+    def vanish(self) -> None:
+        self._outbox.put(b"")
+
+
+def channels() -> tuple[MemoryChannel, MemoryChannel]:
+    first: queue.Queue[bytes] = queue.Queue()
+    second: queue.Queue[bytes] = queue.Queue()
+    return MemoryChannel("them", first, second), MemoryChannel("us", second, first)
+
+
+def together(*calls: Callable[[], Agreement]) -> list[Agreement | BaseException]:
+    """Run both at once; what each returned or raised."""
+    results: list[Any] = [None] * len(calls)
+
+    def run(i: int) -> None:
+        try:
+            results[i] = calls[i]()
+        except BaseException as e:
+            results[i] = e
+
+    threads = [threading.Thread(target=run, args=(i,), daemon=True) for i in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+        assert not thread.is_alive()
+    return results
+
+
+def test_both_ends_get_the_agreement_that_the_pure_function_gives() -> None:
+    here, there = channels()
+    ours, theirs = together(
+        lambda: exchange(here, OURS, timeout=10), lambda: exchange(there, THEIRS, timeout=10)
+    )
+    assert ours == agree(OURS, THEIRS)
+    assert theirs == agree(THEIRS, OURS)
+
+
+def test_both_ends_raise_for_the_same_reasons() -> None:
+    here, there = channels()
+    wrong = attrs.evolve(THEIRS, role="producer", tensor_parallel_size=2)
+    ours, theirs = together(
+        lambda: exchange(here, OURS, timeout=10), lambda: exchange(there, wrong, timeout=10)
+    )
+    assert isinstance(ours, HandshakeError) and isinstance(theirs, HandshakeError)
+    assert [it.partition(":")[0] for it in ours.reasons] == ["role", "tensor_parallel_size"]
+    assert [it.partition(":")[0] for it in theirs.reasons] == ["role", "tensor_parallel_size"]
+    assert "them" in str(ours) and "us" in str(theirs)
+
+
+def scripted(*replies: Any) -> MemoryChannel:
+    """A channel whose other end has said all this already."""
+    here, there = channels()
+    for reply in replies:
+        there.send(reply)
+    return here
+
+
+def test_what_only_the_peer_refuses_is_raised_here_in_its_words() -> None:
+    channel = scripted({"hello": THEIRS.to_plain()}, {"refused": ["licence: expired", "odd\x1b[2Jtext", 7]})
+    with pytest.raises(HandshakeError) as refusal:
+        exchange(channel, OURS, timeout=5)
+    assert refusal.value.reasons == ("licence: expired", "odd\N{REPLACEMENT CHARACTER}[2Jtext")
+    assert "by the peer" in str(refusal.value)
+
+
+@pytest.mark.parametrize("verdict", [{"refused": []}, {"refused": 5}, {"refused": [None]}])
+def test_a_refusal_without_reasons_is_a_refusal(verdict: Any) -> None:
+    with pytest.raises(HandshakeError, match="gave no reason"):
+        exchange(scripted({"hello": THEIRS.to_plain()}, verdict), OURS, timeout=5)
+
+
+@pytest.mark.parametrize("verdict", [None, 5, {}, {"agreed": {}}, [1]])
+def test_another_result_from_the_same_facts_is_refused(verdict: Any) -> None:
+    with pytest.raises(HandshakeError, match="same version of kvplug"):
+        exchange(scripted({"hello": THEIRS.to_plain()}, verdict), OURS, timeout=5)
+
+
+@pytest.mark.parametrize(
+    ("first", "named"),
+    [
+        (None, "hello: the peer sent something else"),
+        ({"goodbye": 1}, "hello: the peer sent something else"),
+        ({"hello": 5}, "hello: the peer sent 5"),
+        ({"hello": {**THEIRS.to_plain(), "rank": "0"}}, "rank: the peer sent '0'"),
+        ({"hello": {**THEIRS.to_plain(), "padding": b"x" * (200 << 10)}}, "hello: theirs cannot be accepted"),
+        ({"hello": {"deep": [[[[[[[[[1]]]]]]]]]}}, "hello: theirs cannot be accepted"),
+    ],
+    ids=["nothing", "another word", "no mapping", "a field", "too large", "too deep"],
+)
+def test_a_malformed_hello_is_refused_by_field_and_the_peer_is_told(first: Any, named: str) -> None:
+    here, there = channels()
+    there.send(first)
+    there.vanish()
+    with pytest.raises(HandshakeError) as refusal:
+        exchange(here, OURS, timeout=5)
+    assert any(reason.startswith(named) for reason in refusal.value.reasons)
+    assert "hello" in there.recv()
+    told = there.recv()["refused"]
+    assert told == list(refusal.value.reasons)
+
+
+def test_a_peer_that_vanishes_after_our_refusal_does_not_hide_it() -> None:
+    here, there = channels()
+    there.send({"hello": attrs.evolve(THEIRS, role="producer").to_plain()})
+    there.vanish()
+    with pytest.raises(HandshakeError, match="both sides are producers"):
+        exchange(here, OURS, timeout=5)
+
+
+def test_a_peer_that_vanishes_or_says_nothing_is_what_the_channel_says() -> None:
+    here, there = channels()
+    there.vanish()
+    with pytest.raises(PeerGoneError):
+        exchange(here, OURS, timeout=5)
+    here, there = channels()
+    with pytest.raises(TimeoutError):
+        exchange(here, OURS, timeout=0.05)
+    here, there = channels()
+    there.send({"hello": THEIRS.to_plain()})
+    with pytest.raises(TimeoutError):
+        exchange(here, OURS, timeout=0.05)
+
+
+def test_a_hello_of_our_own_that_is_too_large_is_refused_before_it_is_sent() -> None:
+    here, there = channels()
+    huge = attrs.evolve(OURS, versions={str(i): "x" * 999 for i in range(200)})
+    with pytest.raises(HandshakeError, match="hello: ours cannot be sent"):
+        exchange(here, huge, timeout=5)
+    with pytest.raises(TimeoutError):
+        there.recv(timeout=0)

@@ -1,0 +1,171 @@
+"""A Hello as plain values, and what a peer may send instead."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+import pytest
+from hypothesis import given, strategies as st
+
+from kvplug.capabilities import Capabilities, Cost
+from kvplug.errors import HandshakeError
+from kvplug.handshake.hello import Hello
+from kvplug.handshake.plain import MAX_LIST, MAX_TEXT
+from kvplug.model import ModelInfo
+from kvplug.select import Offer
+from kvplug.spec import Probe
+from kvplug.trust.identity import PeerIdentity
+from kvplug.wire.values import decode, encode
+
+MODEL = ModelInfo(name="m", num_layers=30, num_kv_heads=3, head_size=64, dtype="float32", window=4096)
+FULL = Hello(
+    purpose="entries",
+    role="consumer",
+    model=MODEL,
+    layers=(0, 30),
+    tensor_parallel_size=2,
+    tensor_parallel_rank=1,
+    layout="KBTHD",
+    block_size=16,
+    integrity="auto",
+    checksums=("xxh3_64",),
+    requested_transport="net",
+    transports=(
+        Offer(
+            name="net",
+            protocol=3,
+            capabilities=Capabilities(
+                devices={"cpu", "cuda"},
+                cross_host=True,
+                authenticated=False,
+                receive_into=False,
+                full_duplex=False,
+                max_dims=8,
+                cost=Cost(latency_us=7, gb_per_s=2.5),
+            ),
+            probe=Probe(viable=False, reason="no such device", domain="boot/net"),
+        ),
+        Offer(name="other"),
+    ),
+    device="cuda",
+    require_authenticated=True,
+    engine_id="e1",
+    epoch="abc",
+    rank=1,
+    world_size=2,
+    identity=PeerIdentity(boot_id="b", pid_ns="p", net_ns="n", pid=7, start_time=9, host="h", label="l"),
+    versions={"kvplug": "0.1.0"},
+)
+BARE = Hello(role="both", model=MODEL, layout="BTD", block_size=1, identity=PeerIdentity(pid=1))
+
+
+@pytest.mark.parametrize("hello", [FULL, BARE], ids=["full", "bare"])
+def test_a_hello_crosses_the_wire_unchanged(hello: Hello) -> None:
+    assert Hello.from_plain(decode(encode(hello.to_plain()))) == hello
+
+
+def test_keys_of_a_newer_minor_version_are_passed_over() -> None:
+    plain = FULL.to_plain()
+    plain["colour"] = "blue"
+    plain["model"]["depth"] = [1]
+    plain["transports"][0]["weight"] = {"kg": 3}
+    assert Hello.from_plain(plain) == FULL
+
+
+def leaves(plain: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    items = plain.items() if isinstance(plain, dict) else enumerate(plain) if isinstance(plain, list) else ()
+    return [path, *(leaf for key, value in items for leaf in leaves(value, (*path, key)))]
+
+
+def planted(plain: Any, path: tuple[Any, ...], value: Any) -> Any:
+    if not path:
+        return value
+    copy = dict(plain) if isinstance(plain, dict) else list(plain)
+    copy[path[0]] = planted(copy[path[0]], path[1:], value)
+    return copy
+
+
+ODD = st.sampled_from(
+    [
+        *(None, True, -1, 0, 2**63, 2**64 - 1, 0.0, -1.0, float("nan"), float("inf"), 1e-320),
+        *("", "x" * 2000, "line\nbreak", b"", b"x", [], [None] * 3, ["x"] * 100, {}, {"x": 1}, (), set()),
+    ]
+)
+
+
+@given(st.sampled_from(leaves(FULL.to_plain())), ODD)
+def test_anything_in_any_place_is_a_hello_or_a_handshake_error_that_names_it(
+    path: tuple[Any, ...], value: Any
+) -> None:
+    try:
+        Hello.from_plain(planted(FULL.to_plain(), path, value))
+    except HandshakeError as e:
+        reasons = e.reasons
+    else:
+        return
+    where = str(path[0]) if path else "hello"
+    assert all(reason.startswith(where) for reason in reasons)
+
+
+@pytest.mark.parametrize(
+    "key", [key for key in FULL.to_plain() if key not in ("layers", "tensor_parallel_rank")]
+)
+def test_a_field_that_is_missing_is_named(key: str) -> None:
+    plain = FULL.to_plain()
+    del plain[key]
+    with pytest.raises(HandshakeError) as refusal:
+        Hello.from_plain(plain)
+    assert any(reason.startswith(key) for reason in refusal.value.reasons)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"role": "boss"}, "role: the peer sent 'boss', and it must be one of producer, consumer, both"),
+        ({"rank": -1}, "rank: the peer sent -1, and it must be an integer from 0 to"),
+        ({"rank": True}, "rank: the peer sent True"),
+        ({"wire": [1]}, "wire: the peer sent a list, and it must be a list of 2 integers"),
+        ({"engine_id": "x" * (MAX_TEXT + 1)}, "engine_id: the peer sent 'xxxx"),
+        (
+            {"engine_id": "a\x1b[31m"},
+            "engine_id: the peer sent 'a\\x1b[31m', and it must be up to 1000 printable",
+        ),
+        ({"checksums": ["a"] * (MAX_LIST + 1)}, "checksums: the peer sent a list"),
+        ({"transports": [{}] * (MAX_LIST + 1)}, "transports: the peer sent a list"),
+        ({"transports": [7]}, "transports[0]: the peer sent 7, and it must be a mapping"),
+        ({"transports": FULL.to_plain()["transports"] * 2}, "transports: the peer offers one name twice"),
+        ({"model": 5}, "model: the peer sent 5, and it must be a mapping"),
+        ({"layout": "KBTTD"}, "layout: the peer sent 'KBTTD', and it must be some of LKBTHD, once each"),
+        ({"versions": {"kvplug": 1}}, "versions: the peer sent a dict"),
+    ],
+    ids=lambda v: next(iter(v)) if isinstance(v, dict) else None,
+)
+def test_a_malformed_field_is_named_with_what_came_and_what_must(change: dict[str, Any], named: str) -> None:
+    with pytest.raises(HandshakeError) as refusal:
+        Hello.from_plain({**FULL.to_plain(), **change})
+    assert any(reason.startswith(named) for reason in refusal.value.reasons), refusal.value
+
+
+@pytest.mark.parametrize("plain", [None, 5, [], "hello", b"", (1, 2)])
+def test_what_is_no_mapping_is_one_fault(plain: object) -> None:
+    with pytest.raises(HandshakeError) as refusal:
+        Hello.from_plain(plain)
+    assert [reason.partition(":")[0] for reason in refusal.value.reasons] == ["hello"]
+
+
+def test_every_fault_is_told_at_once() -> None:
+    with pytest.raises(HandshakeError) as refusal:
+        Hello.from_plain({**FULL.to_plain(), "rank": "1", "block_size": 0, "device": None})
+    assert [reason.partition(":")[0] for reason in refusal.value.reasons] == ["block_size", "device", "rank"]
+
+
+def test_a_probes_reason_of_any_text_is_made_to_fit() -> None:
+    odd = attrs.evolve(BARE, transports=(Offer(name="x", probe=Probe(viable=False, reason="a\n\tb" * 999)),))
+    reason = Hello.from_plain(odd.to_plain()).transports[0].probe.reason
+    assert reason.startswith("a  ba  b") and len(reason) == MAX_TEXT
+
+
+def test_a_role_that_is_none_is_refused_where_it_is_written() -> None:
+    with pytest.raises(ValueError, match="boss"):
+        attrs.evolve(BARE, role="boss")

@@ -1,0 +1,211 @@
+"""Which transport joins two ends: pure, symmetric, and every candidate says why."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, strategies as st
+
+from kvplug.capabilities import Capabilities, Cost, Requirements
+from kvplug.errors import HandshakeError
+from kvplug.select import Candidate, Offer, Selection, select
+from kvplug.spec import Probe
+
+HERE = Requirements()
+APART = Requirements(cross_host=True)
+EXPOSED = Requirements(cross_host=True, authenticated=True)
+
+
+def offer(name: str, *, us: float = 10.0, gb: float = 1.0, protocol: int = 1, **more: Any) -> Offer:
+    probe = Probe(**{key: more.pop(key) for key in ("viable", "reason", "domain") if key in more})
+    capabilities = Capabilities(cost=Cost(latency_us=us, gb_per_s=gb), **more)
+    return Offer(name=name, protocol=protocol, capabilities=capabilities, probe=probe)
+
+
+NET = offer("net", us=50, gb=2, cross_host=True)
+LOCAL = offer("local", us=5, gb=8, domain="d1")
+
+COSTS = st.builds(
+    Cost, latency_us=st.sampled_from([1.0, 5.0, 50.0]), gb_per_s=st.sampled_from([0.5, 2.0, 8.0])
+)
+OFFERS = st.lists(
+    st.builds(
+        Offer,
+        name=st.sampled_from("abcd"),
+        protocol=st.sampled_from([1, 1, 1, 2]),
+        capabilities=st.builds(
+            Capabilities,
+            devices=st.sampled_from([{"cpu"}, {"cuda"}, {"cpu", "cuda"}]),
+            cross_host=st.booleans(),
+            authenticated=st.booleans(),
+            cost=COSTS,
+        ),
+        probe=st.builds(
+            Probe, viable=st.sampled_from([True, True, False]), domain=st.sampled_from(["", "d1", "d2"])
+        ),
+    ),
+    max_size=5,
+    unique_by=lambda it: it.name,
+)
+REQUIRED = st.builds(
+    Requirements,
+    device=st.sampled_from(["cpu", "cuda"]),
+    cross_host=st.booleans(),
+    authenticated=st.booleans(),
+)
+NAMES = st.sampled_from(["auto", "auto", "auto", "a", "b", "z"])
+
+
+def outcome(local: list[Offer], remote: list[Offer], required: Requirements, named: tuple[str, str]) -> Any:
+    """What both ends must see alike: the choice and the candidates, without the words."""
+    try:
+        found = select(local, remote, required, named)
+    except HandshakeError as e:
+        return "refused", sorted(reason.partition(":")[0] for reason in e.reasons)
+    return found.chosen, found.protocol, [(it.name, it.chosen) for it in found.candidates]
+
+
+@given(OFFERS, OFFERS, REQUIRED, NAMES, NAMES)
+def test_both_ends_come_to_the_same(
+    a: list[Offer], b: list[Offer], required: Requirements, x: str, y: str
+) -> None:
+    assert outcome(a, b, required, (x, y)) == outcome(b, a, required, (y, x))
+
+
+@given(OFFERS, OFFERS, REQUIRED, NAMES, NAMES, st.randoms())
+def test_the_order_of_offers_plays_no_part(
+    a: list[Offer], b: list[Offer], required: Requirements, x: str, y: str, rng: Any
+) -> None:
+    before = outcome(a, b, required, (x, y))
+    rng.shuffle(a)
+    rng.shuffle(b)
+    assert outcome(a, b, required, (x, y)) == before
+
+
+@given(OFFERS, OFFERS, REQUIRED, NAMES, NAMES)
+def test_what_is_chosen_can_be_used_at_both_ends_and_every_candidate_has_a_reason(
+    a: list[Offer], b: list[Offer], required: Requirements, x: str, y: str
+) -> None:
+    try:
+        found = select(a, b, required, (x, y))
+    except HandshakeError as e:
+        listed = {reason.split(":")[0] for reason in e.reasons[1:]}
+        assert listed == {f"transport {it.name}" for it in (*a, *b)} | {
+            f"transport {name}" for name in (x, y) if name != "auto"
+        }
+        return
+    ours, theirs = (next(it for it in side if it.name == found.chosen) for side in (a, b))
+    for it in (ours, theirs):
+        assert it.probe.viable and it.protocol == found.protocol
+        assert not it.capabilities.missing(required)
+    assert ours.probe.domain == theirs.probe.domain or (
+        ours.capabilities.cross_host and theirs.capabilities.cross_host
+    )
+    assert {x, y} <= {"auto", found.chosen}
+    assert {it.name for it in found.candidates} == {it.name for it in (*a, *b)}
+    assert [it.chosen for it in found.candidates] == [True] + [False] * (len(found.candidates) - 1)
+    assert all(it.reason for it in found.candidates)
+
+
+def test_auto_takes_the_cheapest_and_says_by_how_much() -> None:
+    found = select([NET, LOCAL], [LOCAL, NET], HERE)
+    assert found == Selection(
+        "local",
+        1,
+        (
+            Candidate("local", True, "the cheapest that can: 2.1 ms for 16 MiB, by its own claim"),
+            Candidate("net", False, "could be used, but claims 8.44 ms for 16 MiB"),
+        ),
+    )
+
+
+def test_a_strangers_transport_with_a_lower_cost_is_taken_without_a_change_here() -> None:
+    stranger = offer("warp", us=1, gb=100, domain="anything")
+    found = select([NET, LOCAL, stranger], [NET, LOCAL, stranger], HERE)
+    assert found.chosen == "warp"
+    assert select([NET, LOCAL, stranger], [NET, LOCAL], HERE).chosen == "local"
+
+
+def test_the_dearer_end_counts() -> None:
+    boastful = offer("boast", us=0.1, gb=1000, cross_host=True)
+    honest = offer("boast", us=500, gb=1, cross_host=True)
+    assert select([NET, boastful], [NET, honest], HERE).chosen == "net"
+    assert select([NET, boastful], [NET, boastful], HERE).chosen == "boast"
+
+
+def test_the_size_of_the_message_decides_between_latency_and_throughput() -> None:
+    quick, wide = offer("quick", us=1, gb=1), offer("wide", us=100, gb=10)
+    assert select([quick, wide], [quick, wide], HERE, nbytes=64).chosen == "quick"
+    assert select([quick, wide], [quick, wide], HERE, nbytes=64 << 20).chosen == "wide"
+
+
+def test_equal_costs_go_by_name() -> None:
+    twins = [offer("b"), offer("a")]
+    assert select(twins, twins, HERE).chosen == "a"
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "required", "reason"),
+    [
+        (LOCAL, None, HERE, "not installed at the peer"),
+        (None, LOCAL, HERE, "not installed here"),
+        (offer("local", viable=False, reason="no /dev/shm"), LOCAL, HERE, "cannot work here: no /dev/shm"),
+        (LOCAL, offer("local", viable=False, domain="d1"), HERE, "cannot work at the peer: its probe gives"),
+        (LOCAL, offer("local", protocol=2, domain="d1"), HERE, "protocol 1 here and 2 at the peer; install"),
+        (LOCAL, offer("local", domain="d2"), HERE, "cannot reach each other"),
+        (LOCAL, LOCAL, APART, "one host only, and the peer is on another"),
+        (
+            offer("net", cross_host=True, authenticated=False),
+            NET,
+            EXPOSED,
+            "its data plane is not authenticated",
+        ),
+        (offer("net", devices={"cuda"}), offer("net", devices={"cuda"}), HERE, "moves cuda tensors, and cpu"),
+    ],
+)
+def test_a_candidate_that_cannot_be_used_says_why(
+    ours: Offer | None, theirs: Offer | None, required: Requirements, reason: str
+) -> None:
+    spare = offer("spare", us=1e6, cross_host=True)
+    found = select([it for it in (ours, spare) if it], [it for it in (theirs, spare) if it], required)
+    assert found.chosen == "spare"
+    assert reason in found.candidates[1].reason
+
+
+@pytest.mark.parametrize("named", [("net", "auto"), ("auto", "net"), ("net", "net")])
+def test_a_name_at_either_end_binds_both(named: tuple[str, str]) -> None:
+    found = select([NET, LOCAL], [NET, LOCAL], HERE, named)
+    assert found.chosen == "net"
+    assert found.candidates[0].reason.startswith("named ")
+    assert found.candidates[1].reason == "could be used, but net is named"
+
+
+def test_two_different_names_are_a_conflict() -> None:
+    with pytest.raises(HandshakeError) as refusal:
+        select([NET, LOCAL], [NET, LOCAL], HERE, ("net", "local"))
+    assert refusal.value.reasons[0] == (
+        "transport: ours 'net', theirs 'local'; name the same one at both ends, "
+        "or leave one of them at 'auto'"
+    )
+    assert refusal.value.reasons[1:] == ("transport local: could be used", "transport net: could be used")
+
+
+def test_a_name_that_cannot_be_used_is_refused_with_every_candidate() -> None:
+    with pytest.raises(HandshakeError) as refusal:
+        select([NET, LOCAL], [NET], HERE, ("local", "auto"))
+    assert refusal.value.reasons == (
+        "transport: 'local' is named here and cannot be used; these could be: net, or 'auto' at both ends",
+        "transport local: not installed at the peer",
+        "transport net: could be used",
+    )
+
+
+def test_nothing_in_common_is_refused_with_every_candidate() -> None:
+    with pytest.raises(HandshakeError) as refusal:
+        select([LOCAL], [NET], Requirements(device="cuda"))
+    assert refusal.value.reasons == (
+        "transport: none can move cuda tensors between the two ends; install one that can at both ends",
+        "transport local: not installed at the peer",
+        "transport net: not installed here",
+    )
