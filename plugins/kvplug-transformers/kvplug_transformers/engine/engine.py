@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from kvplug import CacheEvent, SchedulerConnector, TimeoutError, WorkerConnector
+from kvplug import CacheEvent, SchedulerConnector, TimeoutError, TransferStats, WorkerConnector
 from kvplug_transformers.engine.options import EngineOptions, cache_config
 from kvplug_transformers.engine.scheduler import Scheduler
 from kvplug_transformers.engine.sequence import Sequence, Token
@@ -57,6 +57,8 @@ class Engine:
         self.worker = Worker(model, cache_config(self.facts, self.options), worker_connector)
         self._connectors = (scheduler_connector, worker_connector)
         self._ids = itertools.count()
+        self.stats = TransferStats()
+        """What both sides of the connector counted."""
         if scheduler_connector is not None and worker_connector is not None:
             metadata = worker_connector.get_handshake_metadata()
             scheduler_connector.set_xfer_handshake_metadata({} if metadata is None else {0: metadata})
@@ -104,6 +106,9 @@ class Engine:
         step = self.scheduler.schedule()
         sampled, output = self.worker.execute(step)
         tokens = self.scheduler.update(step, sampled, output)
+        for snapshot in (output.stats, self.scheduler.take_stats()):
+            if snapshot:
+                self.stats.merge(snapshot)
         if not tokens and not step.output.scheduled:
             time.sleep(_PAUSE_S)
         return tokens

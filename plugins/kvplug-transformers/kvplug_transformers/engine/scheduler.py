@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections import deque
+from collections.abc import Mapping
+from typing import Any
 
 import attrs
 
@@ -334,3 +336,7 @@ class Scheduler:
     def take_events(self) -> list[CacheEvent]:
         """Cache events of the scheduler side since the last call."""
         return [] if self._connector is None else list(self._connector.take_events())  # [connector]
+
+    def take_stats(self) -> Mapping[str, Any] | None:
+        """What the scheduler side counted since the last call."""
+        return None if self._connector is None else self._connector.get_stats()  # [connector]

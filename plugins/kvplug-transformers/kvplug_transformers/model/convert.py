@@ -1,9 +1,7 @@
-"""From a GGUF file to a folder that transformers loads in a moment. Run as a program: see :func:`main`."""
+"""From a GGUF file to a folder that transformers loads in a moment."""
 
 from __future__ import annotations
 
-import os
-import sys
 from pathlib import Path
 
 from kvplug_transformers.model.cache import folder_for, make_once
@@ -32,12 +30,3 @@ def converted(source: Path) -> Path:
     """The folder with the converted model, made now if need be (15 s for the demo's model)."""
     return make_once(folder_for(source), lambda target: convert(source, target))
 
-
-def main() -> None:
-    """``python -m kvplug_transformers.model.convert FILE``: convert it, print the folder."""
-    os.environ["HF_HUB_OFFLINE"] = "1"
-    print(converted(Path(sys.argv[1])))
-
-
-if __name__ == "__main__":
-    main()

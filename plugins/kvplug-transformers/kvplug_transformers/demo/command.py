@@ -1,0 +1,169 @@
+"""``kvplug demo`` and its two halves. Light: what is heavy lives in other processes."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import attrs
+import click
+
+from kvplug import KvplugError
+from kvplug_transformers.demo.orders import Orders, Report
+
+_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
+
+
+def _shared(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Options of the demo and of both its halves."""
+    for option in (
+        click.option("--device", default="cpu", show_default=True, help="Where the models compute."),
+        click.option(
+            "--policy",
+            type=click.Choice(["recompute", "fail"]),
+            help="What happens when KV fails to load. From the config unless given.",
+        ),
+        click.option("--integrity", metavar="auto|off|HASH", help="The hash that guards the KV on its way."),
+        click.option("--layout", type=click.Choice(["KBTHD", "KBHTD"]), help="How a block lies in memory."),
+        click.option("--block-size", type=click.IntRange(1, 1024), default=16, show_default=True, help="Tokens."),
+        click.option("--config", type=_FILE, help="A kvplug.toml or .json."),
+        click.option("--transport", metavar="NAME", help='"auto", or a pipe that `kvplug list` shows.'),
+        click.option("--connector", metavar="NAME", help="A connector that `kvplug list` shows."),
+        click.option(
+            "--model",
+            type=click.Path(exists=True, file_okay=False, path_type=Path),
+            help="A Hugging Face folder instead of the packaged SmolLM2-135M-Instruct.",
+        ),
+        click.option("--prompt-file", type=_FILE, help="Read the prompt from this file."),
+        click.option("--prompt", help="The prompt. Built in, about 1,000 tokens, unless given."),
+    ):
+        function = option(function)
+    return function
+
+
+def _generates(function: Callable[..., Any]) -> Callable[..., Any]:
+    for option in (
+        click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else."),
+        click.option("--max-new-tokens", type=click.IntRange(1), default=64, show_default=True),
+    ):
+        function = option(function)
+    return function
+
+
+_corrupts = click.option(
+    "--corrupt", is_flag=True, help="Flip bits on the way, to see what integrity checking does."
+)
+
+
+def _orders(
+    *,
+    prompt: str | None,
+    prompt_file: Path | None,
+    connector: str | None,
+    transport: str | None,
+    integrity: str | None,
+    policy: str | None,
+    device: str,
+    **rest: Any,
+) -> Orders:
+    from kvplug_transformers.demo.prompt import PROMPT
+
+    if prompt is not None and prompt_file is not None:
+        raise click.UsageError("give --prompt or --prompt-file, not both")
+    if prompt_file is not None:
+        try:
+            prompt = prompt_file.read_text(encoding="utf-8")
+        except UnicodeDecodeError as e:
+            raise click.UsageError(f"{prompt_file} is not UTF-8 text") from e
+    if prompt is not None and not prompt.strip():
+        raise click.UsageError("the prompt is empty")
+    given = {
+        "connector": connector,
+        "transport": transport,
+        "integrity": integrity,
+        "failure_policy": policy,
+        "device": device if device != "cpu" else None,
+    }
+    overrides = {key: value for key, value in given.items() if value is not None}
+    return Orders(prompt=PROMPT if prompt is None else prompt, overrides=overrides, device=device, **rest)
+
+
+def _conduct(work: Callable[[Any], Report | None], *, as_json: bool) -> None:
+    """Run one session, show its report, and end with the status the issue promises."""
+    from kvplug_transformers.demo.display import Display
+    from kvplug_transformers.demo.session import DemoError
+    from kvplug_transformers.model.bundled import ModelMissingError
+
+    # The shell's way to end us should end the workers as Ctrl-C does: at once, and waited for.
+    signal.signal(signal.SIGTERM, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    try:
+        with Display(quiet=as_json) as display:
+            report = work(display)
+    except (KvplugError, DemoError, ModelMissingError, OSError) as e:
+        raise click.ClickException(str(e)) from e
+    except KeyboardInterrupt:
+        click.echo("stopped", err=True)
+        raise SystemExit(130) from None
+    if report is None:
+        return
+    if as_json:
+        click.echo(json.dumps(attrs.asdict(report)))
+    else:
+        display.table(report)
+    if not report.ok:
+        raise SystemExit(1)
+
+
+@click.group(invoke_without_command=True)
+@_shared
+@_generates
+@_corrupts
+@click.pass_context
+def demo(context: click.Context, as_json: bool, **options: Any) -> None:
+    """A real model's KV cache moves between two processes.
+
+    A prefill worker computes a prompt; its KV cache crosses through the connector and transport named in
+    the config; a decode worker goes on from there without computing the prompt again. A third process,
+    which knows nothing of kvplug, generates from the same prompt: the tokens must be the same.
+
+    Exit status 0 only if they are and KV was really loaded.
+    """
+    if context.invoked_subcommand is not None:
+        return
+    from kvplug_transformers.demo.session import run
+
+    orders = _orders(**options)
+    _conduct(lambda display: run(orders, display), as_json=as_json)
+
+
+@demo.command()
+@_shared
+@_corrupts
+@click.option("--listen", metavar="ADDRESS", help="host:port or unix:@name. From the config unless given.")
+def prefill(listen: str | None, **options: Any) -> None:
+    """One of two terminals: compute the prompt and keep its KV until Ctrl-C.
+
+    Prints the command for the other terminal.
+    """
+    from kvplug_transformers.demo.session import run_prefill
+
+    orders = _orders(**options)
+    _conduct(lambda display: run_prefill(orders, display, listen), as_json=False)
+
+
+@demo.command()
+@_shared
+@_generates
+@click.option("--connect", metavar="CONTACT", help="What the other terminal printed. Else the config's address.")
+def decode(connect: str | None, as_json: bool, **options: Any) -> None:
+    """The other terminal: load the prompt's KV from the prefill worker, and decode.
+
+    Give it the same prompt.
+    """
+    from kvplug_transformers.demo.session import run_decode
+
+    orders = _orders(**options)
+    _conduct(lambda display: run_decode(orders, display, connect), as_json=as_json)

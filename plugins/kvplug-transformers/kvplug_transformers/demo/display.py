@@ -1,0 +1,146 @@
+"""What the person in front of the terminal sees: progress, the text as it comes, the table."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.progress import TaskID
+
+    from kvplug_transformers.demo.orders import Report
+
+_PHASES = {"progress": "prefill", "decode_progress": "prefill", "recompute_progress": "recompute"}
+
+
+class Display:
+    """Progress goes to stderr: bars on a terminal, else a line for each thing that is done.
+
+    The text goes to stdout as it comes. ``quiet`` leaves the text out: with ``--json``, stdout is one
+    object and nothing else.
+    """
+
+    def __init__(self, *, quiet: bool = False) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+        self._quiet = quiet
+        self._stderr = Console(stderr=True, highlight=False)
+        self._progress = Progress(
+            TextColumn("{task.fields[who]:>9}"),
+            TextColumn("{task.description:<10}"),
+            BarColumn(bar_width=30),
+            TextColumn("{task.fields[count]:>13}"),
+            TimeElapsedColumn(),
+            console=self._stderr,
+            transient=True,
+            disable=not self._stderr.is_terminal,
+        )
+        self._tasks: dict[tuple[str, str], TaskID] = {}
+        self._is_in_text = False
+
+    def __enter__(self) -> Display:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def hear(self, name: str, event: dict[str, Any]) -> None:
+        """An event of a worker: show what is worth showing."""
+        kind = event["event"]
+        if kind in _PHASES:
+            self._advance(name, _PHASES[kind], event["done"], event["total"])
+        elif kind == "loaded":
+            self._finish(name, "load model")
+            took = f" in {event['seconds']:.1f} s" if "seconds" in event else ""
+            self._line(f"{name}: model loaded{took}")
+        elif kind == "prefilled":
+            self._finish(name, "prefill")
+            self._line(f"{name}: prompt computed in {event['seconds']:.2f} s")
+        elif kind == "ready" and event["transport"]:
+            self._line(f"{name}: connected, transport {event['transport']}")
+        elif kind == "text" and not self._quiet:
+            self._text(event["text"])
+
+    def note(self, text: str) -> None:
+        """One sentence for the person."""
+        self._stderr.print(text, markup=False, soft_wrap=True)
+
+    def loading(self, *names: str) -> None:
+        """These workers are loading the model now."""
+        for name in names:
+            self._tasks[name, "load model"] = self._progress.add_task(
+                "load model", total=None, who=name, count=""
+            )
+
+    def serving(self, contact: str) -> None:
+        """How the other terminal gets here."""
+        print(f"kvplug demo decode --connect '{contact}'", flush=True)  # noqa: T201
+
+    def end_of_text(self) -> None:
+        """The last token is there."""
+        if self._is_in_text:
+            sys.stdout.write("\n")
+            sys.stdout.flush()
+            self._is_in_text = False
+
+    def _advance(self, name: str, what: str, done: int, total: int) -> None:
+        key = (name, what)
+        if key not in self._tasks:
+            self._tasks[key] = self._progress.add_task(what, total=total, who=name, count="")
+        self._progress.update(self._tasks[key], completed=done, count=f"{done}/{total}")
+        if not self._stderr.is_terminal and not self._is_in_text:
+            self._line(f"{name}: {what} {done}/{total} tokens")
+
+    def _finish(self, name: str, what: str) -> None:
+        task = self._tasks.pop((name, what), None)
+        if task is not None:
+            self._progress.remove_task(task)
+
+    def _line(self, text: str) -> None:
+        if not self._stderr.is_terminal:
+            self.note(text)
+
+    def _text(self, text: str) -> None:
+        if not self._is_in_text:
+            self._progress.stop()  # text and bars do not share a terminal
+            self._is_in_text = True
+        sys.stdout.write(text)
+        sys.stdout.flush()
+
+    def table(self, report: Report) -> None:
+        """The figures, at the end, on stdout."""
+        from rich.console import Console
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+        for name, value in rows(report):
+            table.add_row(name, Text(value))
+        console = Console(highlight=False)
+        console.print()
+        console.print(table)
+
+
+def rows(report: Report) -> list[tuple[str, str]]:
+    """The table's rows, as text."""
+
+    def seconds(value: float | None) -> str:
+        if value is None:
+            return "-"
+        return f"{value * 1000:.1f} ms" if value < 1 else f"{value:.2f} s"
+
+    speed = "" if report.gb_per_s is None else f", {report.gb_per_s:.2f} GB/s"
+    found = [
+        ("prompt tokens", f"{report.prompt_tokens:,}"),
+        ("tokens loaded", f"{report.tokens_loaded:,}"),
+        ("KV bytes", f"{report.kv_bytes:,}"),
+        ("transfer", seconds(report.transfer_s) + speed),
+        ("time to first token, with the transfer", seconds(report.ttft_s)),
+        ("time to first token, recomputed", f"{seconds(report.ttft_recompute_s)} (in the decode process)"),
+        ("connector, transport", f"{report.connector}, {report.transport or '-'}"),
+    ]
+    found += [("" if number else "why", reason) for number, reason in enumerate(report.reasons)]
+    same = "yes: those of model.generate in a third process" if report.identical else "NO"
+    return [*found, ("tokens identical", same)]

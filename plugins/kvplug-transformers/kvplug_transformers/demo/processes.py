@@ -1,0 +1,131 @@
+"""The parent's end of its workers: started, listened to, ended, and never left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+Event = tuple[str, dict[str, Any]]
+"""Who says it, and what."""
+
+WORKER = (sys.executable, "-m", "kvplug_transformers.demo.worker")
+REFERENCE = (sys.executable, "-P", str(Path(__file__).with_name("reference.py")))
+
+_QUIET = {
+    "HF_HUB_OFFLINE": "1",
+    "TQDM_DISABLE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "TRANSFORMERS_VERBOSITY": "error",
+}
+
+
+class Child:
+    """One worker process. Its events go into a queue that all workers share.
+
+    The last event of each is ``exit``. Start children from the main thread only: on Linux a child is
+    killed when the *thread* that started it ends.
+    """
+
+    def __init__(self, name: str, argv: Sequence[str], events: queue.SimpleQueue[Event]) -> None:
+        self.name = name
+        self._events = events
+        self._stderr: deque[str] = deque(maxlen=40)
+        self._process = subprocess.Popen(
+            argv,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            encoding="utf-8",
+            errors="replace",
+            env={**os.environ, **_QUIET},
+            start_new_session=True,  # Ctrl-C is the parent's to handle
+        )
+        assert self._process.stdin and self._process.stdout and self._process.stderr
+        self._stdin: IO[str] = self._process.stdin
+        self._threads = [
+            threading.Thread(target=target, args=(stream,), name=f"kvplug-demo-{name}", daemon=True)
+            for target, stream in ((self._hear, self._process.stdout), (self._keep, self._process.stderr))
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def last_words(self) -> str:
+        """The end of what it wrote to stderr."""
+        return "".join(self._stderr).strip()
+
+    def send(self, op: str, **arguments: Any) -> None:
+        """One command. To a dead worker it is lost: its ``exit`` event says so."""
+        try:
+            self._stdin.write(json.dumps({"op": op, **arguments}) + "\n")
+            self._stdin.flush()
+        except (BrokenPipeError, ValueError):
+            pass
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def _hear(self, stream: IO[str]) -> None:
+        for line in stream:
+            event = json.loads(line)
+            self._events.put((self.name, event))
+        stream.close()
+        code = self._process.wait()
+        self._threads[1].join()
+        self._events.put((self.name, {"event": "exit", "code": code}))
+
+    def _keep(self, stream: IO[str]) -> None:
+        for line in stream:
+            self._stderr.append(line)
+        stream.close()
+
+    def end(self, *, at_once: bool, patience_s: float = 10.0) -> None:
+        """See it gone: asked politely first, unless ``at_once``."""
+        if at_once:
+            self.kill()
+        else:
+            self.send("stop")
+        try:
+            self._process.wait(timeout=patience_s)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            self._process.wait()
+        try:
+            self._stdin.close()
+        except BrokenPipeError:
+            pass  # a command it never read
+        for thread in self._threads:
+            thread.join()
+
+
+def end_all(children: Iterable[Child], *, at_once: bool) -> None:
+    """All of them, side by side."""
+    children = list(children)
+    for child in children:
+        child.kill() if at_once else child.send("stop")
+    for child in children:
+        child.end(at_once=at_once)
+
+
+def how_it_ended(code: int) -> str:
+    """A return code in words."""
+    if code < 0:
+        try:
+            return f"was killed by {signal.Signals(-code).name}"
+        except ValueError:
+            return f"was killed by signal {-code}"
+    return f"ended with status {code}"

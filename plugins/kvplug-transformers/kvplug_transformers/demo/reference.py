@@ -1,0 +1,68 @@
+"""The third process: the model running alone, by transformers' own ``generate``.
+
+A program that is run by its path and imports nothing of kvplug, not even to share ten lines with the
+workers: what it says is evidence only as long as that is so, and it reports what it imported.
+"""
+
+import ctypes
+import json
+import os
+import queue
+import signal
+import sys
+import threading
+import time
+
+
+def main() -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG: gone when the parent is
+    events = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    commands: queue.SimpleQueue = queue.SimpleQueue()
+
+    def listen() -> None:
+        for line in sys.stdin:
+            commands.put(json.loads(line))
+        os._exit(1)
+
+    threading.Thread(target=listen, daemon=True).start()
+
+    def tell(**event: object) -> None:
+        events.write(json.dumps(event) + "\n")
+
+    start = commands.get()
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    import torch
+    from transformers import AutoModelForCausalLM, GenerationConfig
+
+    torch.set_num_threads(start["threads"])
+    model = AutoModelForCausalLM.from_pretrained(start["model"], dtype=torch.float32).eval()
+    tell(event="loaded")
+    while (command := commands.get())["op"] != "stop":
+        ids = torch.tensor([command["ids"]])
+        began = time.perf_counter()
+        output = model.generate(
+            ids,
+            # Said, since transformers would mask prompt tokens that happen to equal the pad token.
+            attention_mask=torch.ones_like(ids),
+            # A fresh one: greedy, without the penalties a model's own settings may bring.
+            generation_config=GenerationConfig(
+                do_sample=False,
+                max_new_tokens=command["max_new_tokens"],
+                eos_token_id=command["stop"] or None,
+                pad_token_id=0,
+            ),
+        )
+        tell(
+            event="generated",
+            ids=output[0, ids.shape[1] :].tolist(),
+            seconds=time.perf_counter() - began,
+            imported=sorted(name for name in sys.modules if name.split(".")[0].startswith("kvplug")),
+        )
+    events.close()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

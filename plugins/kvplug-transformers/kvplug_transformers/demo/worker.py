@@ -1,0 +1,255 @@
+"""The main program of the prefill worker and of the decode worker: ``python -m kvplug_transformers.demo.worker``.
+
+One process, one engine, one connector with its two sides. Which role it has it is told in the first
+command; the commands are the methods ``_do_<op>`` of :class:`Worker`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvplug import Config, KvplugError, Pipe, Registry, Request, RequestEnd, Side, build_connector, required_layout
+from kvplug_transformers.demo.ties import Parent
+
+if TYPE_CHECKING:
+    from kvplug_transformers.engine.engine import Engine
+    from kvplug_transformers.engine.sequence import Sequence, Token
+    from kvplug_transformers.model.facts import ModelFacts
+    from kvplug_transformers.model.load import LoadedModel
+
+WrapPipe = Callable[[Pipe], Pipe]
+
+_CHUNK = 256
+"""Tokens in one step of prefill: small enough that the progress bar moves."""
+_ASK_AGAIN_S = 0.2
+
+
+class Worker:
+    """Does as it is told, one command after another, and says what came of it."""
+
+    def __init__(self, parent: Parent, wrap_pipe: WrapPipe | None = None) -> None:
+        self._parent = parent
+        self._wrap_pipe = wrap_pipe
+        self._loaded: LoadedModel
+        self._facts: ModelFacts
+        self._orders: dict[str, Any]
+        self._config: Config
+        self._registry = Registry.from_env()
+        self._engine: Engine | None = None
+        self._connectors: dict[Side, Any] = {}
+
+    def run(self) -> int:
+        """Until the parent says stop, or something goes wrong. Returns the exit status."""
+        try:
+            for command in self._parent.commands():
+                getattr(self, f"_do_{command.pop('op')}")(**command)
+        except (KvplugError, ValueError, OSError) as e:
+            self._parent.tell("error", kind=type(e).__name__, text=str(e))
+            return 1
+        except Exception as e:
+            traceback.print_exc()
+            self._parent.tell("error", kind=type(e).__name__, text=f"{type(e).__name__}: {e}")
+            return 1
+        finally:
+            for connector in self._connectors.values():
+                connector.shutdown()
+        return 0
+
+    def _do_convert(self, source: str) -> None:
+        """Make the folder of the model that comes as a package."""
+        from kvplug_transformers.model.convert import converted
+
+        self._parent.tell("converted", folder=str(converted(Path(source))))
+
+    def _do_start(self, role: str, model: str, threads: int, orders: dict[str, Any]) -> None:
+        """Load the model."""
+        self._orders = orders
+        self._config = Config.load(orders["config"], overrides={**orders["overrides"], "role": role})
+        began = time.perf_counter()
+        import torch
+
+        from kvplug_transformers.model.facts import describe
+        from kvplug_transformers.model.load import load
+
+        torch.set_num_threads(threads)
+        self._loaded = load(Path(model))
+        self._loaded.model.to(orders["device"])
+        self._facts = describe(self._loaded.model)
+        self._parent.tell("loaded", seconds=time.perf_counter() - began, context=self._facts.context)
+
+    def _do_encode(self, prompt: str) -> None:
+        ids = self._loaded.encode(prompt)
+        self._parent.tell("tokens", ids=ids, stop=list(self._loaded.stop_token_ids))
+
+    def _do_open(
+        self, num_tokens: int, listen: str | None, connect: str | None, corrupt: bool
+    ) -> None:
+        """Build the engine, with room for one request of ``num_tokens``, and its connector."""
+        from kvplug_transformers.engine.engine import Engine
+        from kvplug_transformers.engine.options import cache_config
+
+        options = self._engine_options(num_tokens)
+        cache = cache_config(self._facts, options)
+        wrap_pipe = self._wrap_pipe
+        if corrupt:
+            from kvplug.testing.corrupt import CorruptingPipe
+
+            wrap_pipe = CorruptingPipe
+        for side in (Side.WORKER, Side.SCHEDULER):
+            self._connectors[side] = build_connector(
+                self._config,
+                side,
+                model=self._facts.info,
+                cache=cache,
+                registry=self._registry,
+                wrap_pipe=wrap_pipe,
+                listen=listen,
+                connect=connect,
+            )
+        self._engine = Engine(
+            self._loaded.model,
+            options,
+            facts=self._facts,
+            scheduler_connector=self._connectors[Side.SCHEDULER],
+            worker_connector=self._connectors[Side.WORKER],
+        )
+        self._parent.tell("opened", contact=getattr(self._connectors[Side.WORKER], "contact", ""))
+        for connector in self._connectors.values():
+            connector.wait_until_ready()
+        self._parent.tell("ready", **self._choice())
+
+    def _engine_options(self, num_tokens: int) -> Any:
+        from kvplug_transformers.engine.blocks import blocks_for
+        from kvplug_transformers.engine.options import EngineOptions
+
+        insisted = required_layout(self._config, self._registry)
+        return EngineOptions(
+            block_size=self._orders["block_size"],
+            num_blocks=blocks_for(num_tokens, self._orders["block_size"]),
+            layout=self._orders["layout"] or insisted or "KBTHD",
+            max_tokens_per_step=_CHUNK,
+            load_failure_policy=self._config.failure_policy,
+        )
+
+    def _choice(self) -> dict[str, Any]:
+        """Which transport was agreed on, and what was said of each candidate."""
+        link = getattr(self._connectors[Side.WORKER], "link", None)
+        if link is None:
+            return {"transport": "", "reasons": []}
+        agreement = link.agreement
+        selection = agreement.transports[self._config.device.partition(":")[0]]
+        reasons = [f"{candidate.name}: {candidate.reason}" for candidate in selection.candidates]
+        reasons.append(f"integrity: {agreement.checksum or 'off'}")
+        return {"transport": selection.chosen, "reasons": [*reasons, *agreement.converts]}
+
+    def _do_prefill(self, ids: list[int]) -> None:
+        """Compute the prompt and leave its KV with the connector."""
+        engine = self._opened()
+        began = time.perf_counter()
+        sequence = engine.add(ids, max_new_tokens=1)
+        for _ in self._steps(engine, sequence, "progress"):
+            self._parent.tell("first_token", seconds=time.perf_counter() - began)
+        engine.settle(timeout=self._config.timeout_s)
+        self._parent.tell("prefilled", seconds=time.perf_counter() - began)
+
+    def _do_decode(
+        self, ids: list[int], max_new_tokens: int, stop: list[int], patience_s: float
+    ) -> None:
+        """Load what can be loaded, compute the rest, and generate."""
+        engine = self._opened()
+        if patience_s:
+            self._wait_for_kv(ids, patience_s)
+        began = time.perf_counter()
+        sequence = engine.add(ids, max_new_tokens=max_new_tokens, stop_token_ids=stop)
+        first = None
+        shown = ""
+        for token in self._steps(engine, sequence, "decode_progress"):
+            if first is None and token.token_id is not None:
+                first = time.perf_counter() - began
+            text = self._loaded.decode(sequence.output)
+            if not text.endswith("\ufffd"):  # half a character: the next token completes it
+                self._parent.tell("text", text=text[len(shown) :])
+                shown = text
+        engine.settle(timeout=self._config.timeout_s)
+        info = self._facts.info
+        self._parent.tell(
+            "decoded",
+            ids=sequence.output,
+            text=self._loaded.decode(sequence.output),
+            ttft_s=first,
+            tokens_loaded=sequence.num_loaded_tokens,
+            kv_bytes_per_token=2 * info.num_layers * info.num_kv_heads * info.head_size * _size_of(info.dtype),
+            finish_reason=sequence.finish_reason,
+            error=sequence.error or sequence.load_error,
+            stats=engine.stats.snapshot(),
+        )
+
+    def _do_recompute(self, ids: list[int]) -> None:
+        """The first token once more, in an engine without a connector."""
+        from kvplug_transformers.engine.engine import Engine
+
+        engine = Engine(self._loaded.model, self._engine_options(len(ids) + 1), facts=self._facts)
+        began = time.perf_counter()
+        sequence = engine.add(ids, max_new_tokens=1)
+        for _ in self._steps(engine, sequence, "recompute_progress"):
+            self._parent.tell("recomputed", ttft_s=time.perf_counter() - began)
+
+    def _steps(self, engine: Engine, sequence: Sequence, event: str) -> Iterator[Token]:
+        """Step until the request has ended; its tokens, and while its prompt is computed, how far."""
+        done, total = 0, len(sequence.prompt)
+        while sequence.finish_reason is None:
+            yield from engine.step()
+            if not sequence.output and sequence.num_computed_tokens != done:
+                done = sequence.num_computed_tokens
+                self._parent.tell(event, done=done, total=total)
+
+    def _wait_for_kv(self, ids: list[int], patience_s: float) -> None:
+        """Until the peer has the KV of this prompt: it may still be computing it. Then go on without.
+
+        Asks the scheduler side as an engine would for a request that it has not admitted yet.
+        """
+        scheduler = self._connectors[Side.SCHEDULER]
+        end = time.monotonic() + patience_s
+        for number in range(1 << 30):
+            request = Request(
+                request_id=f"is-it-there-{number}", token_ids=tuple(ids), num_prompt_tokens=len(ids)
+            )
+            scheduler.on_new_request(request)
+            while (found := scheduler.get_num_new_matched_tokens(request, 0)[0]) is None:
+                if time.monotonic() > end:
+                    break
+                time.sleep(0.001)
+            scheduler.request_finished(request, ((),), RequestEnd.ABORTED)
+            if found or time.monotonic() > end:
+                return
+            time.sleep(_ASK_AGAIN_S)
+
+    def _opened(self) -> Engine:
+        assert self._engine is not None, "the parent opens before it runs"
+        return self._engine
+
+
+def _size_of(dtype: str) -> int:
+    import torch
+
+    size: int = getattr(torch, dtype).itemsize
+    return size
+
+
+def main(wrap_pipe: WrapPipe | None = None) -> None:
+    """``wrap_pipe`` is put around every pipe; tests break them with it."""
+    parent = Parent()
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    status = Worker(parent, wrap_pipe).run()
+    sys.stderr.flush()
+    os._exit(status)  # everything is shut down; the interpreter's own end would only take longer
+
+
+if __name__ == "__main__":
+    main()
