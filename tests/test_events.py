@@ -124,7 +124,7 @@ def test_a_follower_that_comes_back_gets_what_it_missed() -> None:
     assert log.since(log.position) == []
 
 
-@pytest.mark.parametrize("position", [None, ("another life", 1), ("one", 99), ("one", 0)])
+@pytest.mark.parametrize("position", [None, ("another life", 1), ("one", 99), ("one", 0), ("one", 1)])
 def test_a_follower_that_cannot_be_helped_otherwise_gets_a_snapshot(
     position: tuple[str, int] | None,
 ) -> None:

@@ -1,0 +1,145 @@
+"""Counters for Prometheus."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from kvplug.errors import ConfigError
+from kvplug.metrics.prometheus import COUNTERS, prometheus_sinks
+from kvplug.metrics.reasons import Op, Reason
+from kvplug.metrics.stats import BOUNDS_S, TransferStats
+
+prometheus_client = pytest.importorskip("prometheus_client")
+
+
+@pytest.fixture
+def registry() -> Any:
+    return prometheus_client.CollectorRegistry()
+
+
+def snapshot() -> dict[str, Any]:
+    stats = TransferStats()
+    stats.record("load", 1000, 0.5, tokens=16)
+    stats.record("load", 1000, 100.0, tokens=16)
+    stats.fail("load", "corrupt")
+    return stats.snapshot()
+
+
+def test_every_figure_is_exported_with_the_engines_labels(registry: Any) -> None:
+    sink = prometheus_sinks(["model", "engine"], {0: ["smol", "0"]}, registry)[0]
+    sink.emit(snapshot(), {"side": "worker"})
+    labels = {"model": "smol", "engine": "0", "op": "load"}
+    for name, expected in {
+        "kvplug_transfers_total": 2,
+        "kvplug_transfer_bytes_total": 2000,
+        "kvplug_transfer_tokens_total": 32,
+        "kvplug_transfer_seconds_total": 100.5,
+    }.items():
+        assert registry.get_sample_value(name, labels) == expected
+    failures = "kvplug_transfer_failures_total"
+    assert registry.get_sample_value(failures, {**labels, "reason": "corrupt"}) == 1
+
+
+def test_buckets_are_cumulative_and_end_with_everything(registry: Any) -> None:
+    prometheus_sinks([], {0: []}, registry)[0].emit(snapshot(), {})
+    name = "kvplug_transfer_duration_bucket_total"
+    for bound in BOUNDS_S:
+        found = registry.get_sample_value(name, {"op": "load", "le": f"{bound:g}"})
+        assert found == (1 if bound >= 0.5 else 0), bound
+    assert registry.get_sample_value(name, {"op": "load", "le": "+Inf"}) == 2
+
+
+def test_counters_add_up_over_emissions(registry: Any) -> None:
+    sink = prometheus_sinks([], {0: []}, registry)[0]
+    for _ in range(3):
+        sink.emit(snapshot(), {})
+    assert registry.get_sample_value("kvplug_transfers_total", {"op": "load"}) == 6
+
+
+def test_engines_are_told_apart(registry: Any) -> None:
+    sinks = prometheus_sinks(["engine"], {0: ["zero"], 1: ["one"]}, registry)
+    assert sinks.keys() == {0, 1}
+    sinks[1].emit(snapshot(), {})
+    assert registry.get_sample_value("kvplug_transfers_total", {"engine": "zero", "op": "load"}) is None
+    assert registry.get_sample_value("kvplug_transfers_total", {"engine": "one", "op": "load"}) == 2
+
+
+def test_asked_twice_the_same_counters_are_raised(registry: Any) -> None:
+    for _ in range(2):
+        prometheus_sinks(["engine"], {0: ["0"]}, registry)[0].emit(snapshot(), {})
+    assert registry.get_sample_value("kvplug_transfers_total", {"engine": "0", "op": "load"}) == 4
+
+
+def test_one_registry_has_one_set_of_labels(registry: Any) -> None:
+    prometheus_sinks(["engine"], {0: ["0"]}, registry)
+    with pytest.raises(ConfigError, match="labels engine, and model were asked for"):
+        prometheus_sinks(["model"], {0: ["0"]}, registry)
+
+
+def test_every_fault_of_the_labels_is_told_at_once(registry: Any) -> None:
+    with pytest.raises(ConfigError) as caught:
+        prometheus_sinks(["op", "le", "engine"], {0: ["a"], 1: ["a", "b", "c"]}, registry)
+    assert len(caught.value.faults) == 3
+
+
+def test_the_number_of_series_of_an_engine_is_bounded(registry: Any) -> None:
+    sink = prometheus_sinks([], {0: []}, registry)[0]
+    stats = TransferStats()
+    for number in range(500):
+        stats.record(f"op {number}")
+        stats.fail(f"op {number}", f"reason {number}")
+    for op in Op:
+        stats.record(op)
+        for reason in Reason:
+            stats.fail(op, reason)
+    sink.emit(stats.snapshot(), {})
+    found = {
+        (sample.name, *sample.labels.values())
+        for family in registry.collect()
+        for sample in family.samples
+        if not sample.name.endswith("_created")
+    }
+    assert len(found) == len(Op) * (4 + len(BOUNDS_S) + 1 + len(Reason))
+    assert {name for name, *_ in found} == set(COUNTERS)
+
+
+def test_without_prometheus_client_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    with pytest.raises(ImportError, match=r"pip install kvplug\[prometheus\]"):
+        prometheus_sinks([], {})
+
+
+def test_figures_reach_the_multi_process_mode_too(tmp_path: Any) -> None:
+    code = """
+import prometheus_client
+from prometheus_client.multiprocess import MultiProcessCollector
+from kvplug.metrics.prometheus import prometheus_sinks
+from kvplug.metrics.stats import TransferStats
+stats = TransferStats()
+stats.record("load", 10, 0.5)
+prometheus_sinks(["engine"], {0: ["0"]})[0].emit(stats.snapshot(), {})
+registry = prometheus_client.CollectorRegistry()
+MultiProcessCollector(registry)
+print(prometheus_client.generate_latest(registry).decode())
+"""
+    found = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={"PROMETHEUS_MULTIPROC_DIR": str(tmp_path), "PYTHONPATH": ":".join(sys.path)},
+    )
+    assert 'kvplug_transfer_duration_bucket_total{engine="0",le="0.3",op="load"} 0.0' in found.stdout, (
+        found.stderr
+    )
+    assert 'kvplug_transfer_duration_bucket_total{engine="0",le="1",op="load"} 1.0' in found.stdout
+
+
+def test_prometheus_client_is_imported_only_when_asked_for() -> None:
+    code = "import sys, kvplug.metrics.prometheus; print('prometheus_client' in sys.modules)"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert found.stdout.strip() == "False", found.stderr

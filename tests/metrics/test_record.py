@@ -1,0 +1,214 @@
+"""The pipe around a pipe. The pipe inside is a stand-in: what is tested is the counting."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from kvplug.deadline import DEFAULT_TIMEOUT, Timeout
+from kvplug.errors import (
+    BusyError,
+    ClosedError,
+    PeerGoneError,
+    TensorMismatchError,
+    TimeoutError,
+    TransportError,
+    WireError,
+)
+from kvplug.metrics.record import RecordedPipe
+from kvplug.metrics.stats import TransferStats
+from kvplug.pipe import Pipe, Transfer
+
+
+class Sized:
+    """As much of a tensor as is counted."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+
+
+class Inside(Pipe):
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        self.transfer = Transfer(0)
+        self.received: Any = None
+        self.error: Exception | None = None
+
+    @property
+    def closed(self) -> bool:
+        return ("close", 3.0) in self.calls or ("abort",) in self.calls
+
+    @property
+    def peer(self) -> str:
+        return "pid 7"
+
+    def send_tensor(self, tensor: Any, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Transfer:
+        self.calls.append(("send", tensor, timeout))
+        if self.error is not None:
+            raise self.error
+        return self.transfer
+
+    def recv_tensor(self, out: Any = None, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Any:
+        self.calls.append(("recv", out, timeout))
+        if self.error is not None:
+            raise self.error
+        return self.received
+
+    def close(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
+        self.calls.append(("close", timeout))
+
+    def abort(self) -> None:
+        self.calls.append(("abort",))
+
+
+@pytest.fixture
+def inside() -> Inside:
+    return Inside()
+
+
+@pytest.fixture
+def stats() -> TransferStats:
+    return TransferStats()
+
+
+@pytest.fixture
+def pipe(inside: Inside, stats: TransferStats) -> RecordedPipe:
+    return RecordedPipe(inside, stats)
+
+
+def test_everything_reaches_the_pipe_inside(pipe: RecordedPipe, inside: Inside) -> None:
+    tensor: Any = Sized(8)
+    assert pipe.send_tensor(tensor, timeout=2.0) is inside.transfer
+    inside.received = out = Sized(4)
+    assert pipe.recv_tensor(out, timeout=None) is out  # type: ignore[arg-type, comparison-overlap]
+    assert pipe.peer == "pid 7" and not pipe.closed and pipe.pipe is inside
+    pipe.close(3.0)
+    pipe.abort()
+    assert pipe.closed
+    assert inside.calls == [
+        ("send", tensor, 2.0), ("recv", out, None), ("close", 3.0), ("abort",)
+    ]  # fmt: skip
+
+
+def test_a_default_timeout_stays_the_default_of_the_pipe_inside(pipe: RecordedPipe, inside: Inside) -> None:
+    pipe.send_tensor(None)
+    pipe.recv_tensor()
+    pipe.close()
+    assert [call[-1] for call in inside.calls] == [DEFAULT_TIMEOUT] * 3
+
+
+def test_a_send_is_counted_when_its_transfer_ends_and_not_before(
+    pipe: RecordedPipe, inside: Inside, stats: TransferStats
+) -> None:
+    pipe.send_tensor(Sized(4096))  # type: ignore[arg-type]
+    assert stats.snapshot()["ops"] == {}
+    inside.transfer.finish()
+    found = stats.snapshot()["ops"]["send"]
+    assert (found["count"], found["bytes"]) == (1, 4096) and found["seconds"] > 0
+
+
+def test_a_transfer_that_has_already_ended_is_counted_at_once(
+    pipe: RecordedPipe, inside: Inside, stats: TransferStats
+) -> None:
+    inside.transfer.finish()
+    pipe.send_tensor(None)
+    found = stats.snapshot()["ops"]["send"]
+    assert (found["count"], found["bytes"]) == (1, 0)
+
+
+def test_a_transfer_that_fails_is_counted_once_with_its_reason(
+    pipe: RecordedPipe, inside: Inside, stats: TransferStats
+) -> None:
+    transfer = pipe.send_tensor(Sized(1))  # type: ignore[arg-type]
+    inside.transfer.fail(PeerGoneError("killed"))
+    with pytest.raises(PeerGoneError):
+        transfer.wait(0)
+    with pytest.raises(PeerGoneError):
+        transfer.wait(0)
+    assert stats.snapshot() == {"ops": {}, "failures": {"send": {"peer_gone": 1}}}
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (TimeoutError("full"), "timeout"),
+        (PeerGoneError("killed"), "peer_gone"),
+        (ClosedError("closed"), "closed"),
+        (TransportError("cable"), "transport"),
+        (RuntimeError("what"), "other"),
+    ],
+)
+def test_a_send_that_is_refused_is_counted_and_raised(
+    pipe: RecordedPipe, inside: Inside, stats: TransferStats, error: Exception, reason: str
+) -> None:
+    inside.error = error
+    with pytest.raises(type(error)):
+        pipe.send_tensor(None)
+    assert stats.snapshot()["failures"] == {"send": {reason: 1}}
+
+
+def test_a_receive_is_counted_with_the_bytes_that_came(
+    pipe: RecordedPipe, inside: Inside, stats: TransferStats
+) -> None:
+    inside.received = Sized(100)
+    pipe.recv_tensor()
+    inside.received = None
+    pipe.recv_tensor()
+    found = stats.snapshot()["ops"]["recv"]
+    assert (found["count"], found["bytes"]) == (2, 100)
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (PeerGoneError("killed"), "peer_gone"),
+        (WireError("garbage"), "corrupt"),
+        (OSError("cable"), "transport"),
+    ],
+)
+def test_a_receive_that_fails_is_counted_with_its_reason(
+    pipe: RecordedPipe, inside: Inside, stats: TransferStats, error: Exception, reason: str
+) -> None:
+    inside.error = error
+    with pytest.raises(type(error)):
+        pipe.recv_tensor()
+    assert stats.snapshot() == {"ops": {}, "failures": {"recv": {reason: 1}}}
+
+
+@pytest.mark.parametrize("error", [TimeoutError, ClosedError, TensorMismatchError, BusyError])
+def test_a_receive_that_loses_nothing_is_no_failed_transfer(
+    pipe: RecordedPipe, inside: Inside, stats: TransferStats, error: Callable[[str], Exception]
+) -> None:
+    inside.error = error("later")
+    with pytest.raises(type(inside.error)):
+        pipe.recv_tensor(timeout=0)
+    assert stats.snapshot() == {"ops": {}, "failures": {}}
+
+
+def test_transfers_that_end_in_other_threads_are_all_counted(
+    inside: Inside, pipe: RecordedPipe, stats: TransferStats
+) -> None:
+    transfers = []
+    for _ in range(50):
+        inside.transfer = Transfer(1)
+        transfers.append(pipe.send_tensor(Sized(1)))  # type: ignore[arg-type]
+    threads = [threading.Thread(target=transfer.finish) for transfer in transfers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert stats.snapshot()["ops"]["send"]["count"] == 50
+
+
+def test_leaving_the_with_block_closes_or_aborts_the_pipe_inside(
+    inside: Inside, stats: TransferStats
+) -> None:
+    with RecordedPipe(inside, stats):
+        pass
+    assert inside.calls == [("close", DEFAULT_TIMEOUT)]
+    with pytest.raises(KeyError), RecordedPipe(inside, stats):
+        raise KeyError
+    assert inside.calls[-1] == ("abort",)

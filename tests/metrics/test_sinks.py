@@ -1,0 +1,120 @@
+"""Where figures go, and what happens when they cannot."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from kvplug.metrics.sinks import HookSink, LogSink, Reporter, Sink
+from kvplug.metrics.stats import StatsSnapshot, TransferStats
+
+
+class Kept(Sink):
+    def __init__(self) -> None:
+        self.seen: list[tuple[StatsSnapshot, Mapping[str, str]]] = []
+        self.arrived = threading.Semaphore(0)
+
+    def emit(self, snapshot: StatsSnapshot, labels: Mapping[str, str]) -> None:
+        self.seen.append((snapshot, dict(labels)))
+        self.arrived.release()
+
+
+class Broken(Sink):
+    def emit(self, snapshot: StatsSnapshot, labels: Mapping[str, str]) -> None:
+        raise RuntimeError("the wall is down")
+
+
+def one_load(stats: TransferStats) -> None:
+    stats.record("load", 3_000_000, 0.5, tokens=16)
+    stats.fail("load", "timeout")
+
+
+def threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name == "kvplug-metrics"]
+
+
+def test_the_log_gets_a_line_for_each_operation(caplog: pytest.LogCaptureFixture) -> None:
+    stats = TransferStats()
+    one_load(stats)
+    stats.fail("save", "no_room")
+    with caplog.at_level(logging.INFO):
+        LogSink().emit(stats.snapshot(), {"connector": "lookup", "side": "worker"})
+    assert [record.getMessage() for record in caplog.records] == [
+        "connector=lookup side=worker load: 1 done, 3.0 MB, 16 tokens, 0.5000 s; failed: timeout 1",
+        "connector=lookup side=worker save: 0 done, 0.0 MB, 0 tokens, 0.0000 s; failed: no_room 1",
+    ]
+
+
+def test_the_log_sink_uses_the_logger_and_level_it_is_given(caplog: pytest.LogCaptureFixture) -> None:
+    stats = TransferStats()
+    one_load(stats)
+    with caplog.at_level(logging.DEBUG):
+        LogSink(logging.getLogger("mine"), logging.DEBUG).emit(stats.snapshot(), {})
+    assert [(record.name, record.levelno) for record in caplog.records] == [("mine", logging.DEBUG)]
+
+
+def test_a_hook_is_called_with_what_every_sink_gets() -> None:
+    seen: list[Any] = []
+    HookSink(lambda snapshot, labels: seen.append((snapshot, labels))).emit({"ops": {}}, {"a": "b"})
+    assert seen == [({"ops": {}}, {"a": "b"})]
+
+
+def test_a_reporter_hands_over_what_is_new_and_only_that() -> None:
+    stats, sink = TransferStats(), Kept()
+    reporter = Reporter(stats, [sink], {"side": "worker"}, interval_s=1000)
+    one_load(stats)
+    reporter.emit()
+    reporter.emit()
+    one_load(stats)
+    reporter.close()
+    assert len(sink.seen) == 2
+    for snapshot, labels in sink.seen:
+        assert snapshot["ops"]["load"]["count"] == 1 and labels == {"side": "worker"}
+
+
+@pytest.mark.timeout(30)
+def test_a_reporter_emits_by_itself_at_each_interval() -> None:
+    stats, sink = TransferStats(), Kept()
+    reporter = Reporter(stats, [sink], interval_s=0.01)
+    for _ in range(3):
+        one_load(stats)
+        assert sink.arrived.acquire(timeout=20)
+    reporter.close()
+
+
+def test_a_reporter_ends_its_thread_and_emits_the_rest_when_it_is_closed() -> None:
+    stats, sink = TransferStats(), Kept()
+    reporter = Reporter(stats, [sink], interval_s=1000)
+    assert len(threads()) == 1
+    one_load(stats)
+    reporter.close()
+    reporter.close()
+    assert threads() == [] and len(sink.seen) == 1
+
+
+def test_a_reporter_without_sinks_has_no_thread() -> None:
+    stats = TransferStats()
+    reporter = Reporter(stats, [])
+    assert threads() == []
+    one_load(stats)
+    reporter.emit()
+    reporter.close()
+
+
+def test_a_sink_that_fails_is_reported_once_and_does_not_stop_the_others(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    stats, sink = TransferStats(), Kept()
+    reporter = Reporter(stats, [Broken(), sink], interval_s=1000)
+    for _ in range(3):
+        one_load(stats)
+        reporter.emit()
+    reporter.close()
+    assert len(sink.seen) == 3
+    warnings = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert len(warnings) == 1 and "Broken" in warnings[0].getMessage()
+    assert "the wall is down" in str(warnings[0].exc_text or warnings[0].exc_info)

@@ -1,0 +1,253 @@
+"""Counting, merging, and each reader's own place in the figures."""
+
+from __future__ import annotations
+
+import builtins
+import json
+import threading
+from typing import Any
+
+import pytest
+from hypothesis import given, strategies as st
+
+from kvplug import errors
+from kvplug.metrics.reasons import Op, Reason, reason_of
+from kvplug.metrics.stats import BOUNDS_S, StatsReader, TransferStats
+
+FIGURES = {"count": 1, "bytes": 1, "tokens": 0, "seconds": 0.0, "buckets": [0] * (len(BOUNDS_S) + 1)}
+
+CALLS = st.lists(
+    st.tuples(
+        st.sampled_from([*Op]),
+        st.integers(0, 2**40),
+        st.integers(0, 400).map(lambda eighths: eighths / 8),  # binary fractions add up exactly
+        st.integers(0, 5000),
+    )
+    | st.tuples(st.sampled_from([*Op]), st.sampled_from([*Reason])),
+    max_size=20,
+)
+
+
+def counted(calls: list[Any], stats: TransferStats | None = None) -> TransferStats:
+    stats = stats or TransferStats()
+    for call in calls:
+        if len(call) == 2:
+            stats.fail(*call)
+        else:
+            op, nbytes, seconds, tokens = call
+            stats.record(op, nbytes, seconds, tokens=tokens)
+    return stats
+
+
+def test_a_new_one_has_counted_nothing() -> None:
+    stats = TransferStats()
+    assert stats.snapshot() == {"ops": {}, "failures": {}}
+    assert stats.take() is None
+
+
+def test_what_is_recorded_is_added_up_by_operation() -> None:
+    stats = TransferStats()
+    stats.record("load", 1000, 0.25, tokens=16)
+    stats.record("load", 500, 0.5, tokens=8)
+    stats.record("match")
+    found = stats.snapshot()["ops"]
+    assert found.keys() == {"load", "match"}
+    assert {name: found["load"][name] for name in ("count", "bytes", "tokens", "seconds")} == {
+        "count": 2, "bytes": 1500, "tokens": 24, "seconds": 0.75,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("bound", range(len(BOUNDS_S)))
+def test_a_duration_falls_into_the_bucket_of_the_first_bound_not_below_it(bound: int) -> None:
+    stats = TransferStats()
+    stats.record("send", 0, BOUNDS_S[bound])
+    stats.record("send", 0, BOUNDS_S[bound] * 1.0001)
+    buckets = stats.snapshot()["ops"]["send"]["buckets"]
+    assert buckets[bound] == 1 and buckets[bound + 1] == 1 and sum(buckets) == 2
+
+
+def test_the_bounds_rise() -> None:
+    assert list(BOUNDS_S) == sorted(set(BOUNDS_S))
+
+
+def test_failures_are_counted_by_operation_and_reason() -> None:
+    stats = TransferStats()
+    for reason in ("expired", "refused", "corrupt", "transport", "corrupt"):
+        stats.fail("load", reason)
+    stats.fail("save", "no_room")
+    assert stats.snapshot()["failures"] == {
+        "load": {"expired": 1, "refused": 1, "corrupt": 2, "transport": 1},
+        "save": {"no_room": 1},
+    }
+
+
+def test_names_that_are_not_known_never_make_a_new_series() -> None:
+    stats = TransferStats()
+    for number in range(100):
+        stats.record(f"op {number}", 1)
+        stats.fail("load", f"reason {number}")
+        stats.fail(f"op {number}", "timeout")
+    found = stats.snapshot()
+    assert found["ops"].keys() == {"other"} and found["ops"]["other"]["count"] == 100
+    assert found["failures"] == {"load": {"other": 100}, "other": {"timeout": 100}}
+
+
+def test_a_snapshot_is_plain_and_nobody_elses() -> None:
+    stats = counted([(Op.SEND, 1, 0.5, 2), (Op.SEND, Reason.TIMEOUT)])
+    found = stats.snapshot()
+    assert json.loads(json.dumps(found)) == found
+    for name in (*found["ops"], *found["failures"], *found["failures"]["send"]):
+        assert type(name) is str
+    found["ops"]["send"]["buckets"][0] = 99
+    found["failures"]["send"]["timeout"] = 99
+    assert stats.snapshot() != found
+
+
+@given(calls=CALLS)
+def test_stats_survive_a_snapshot(calls: list[Any]) -> None:
+    snapshot = counted(calls).snapshot()
+    assert TransferStats.from_snapshot(snapshot).snapshot() == snapshot
+
+
+@given(calls=CALLS, at=st.integers(0, 20), as_snapshot=st.booleans())
+def test_merged_stats_are_those_of_one_that_counted_everything(
+    calls: list[Any], at: int, as_snapshot: bool
+) -> None:
+    one, other = counted(calls[:at]), counted(calls[at:])
+    before = other.snapshot()
+    one.merge(other.snapshot() if as_snapshot else other)
+    assert one.snapshot() == counted(calls).snapshot()
+    assert other.snapshot() == before
+
+
+def test_stats_can_be_merged_with_themselves() -> None:
+    stats = counted([(Op.SEND, 8, 1.0, 0)])
+    stats.merge(stats)
+    assert stats.snapshot()["ops"]["send"]["bytes"] == 16
+
+
+@given(batches=st.lists(CALLS, max_size=5))
+def test_what_is_taken_piece_by_piece_adds_up_to_the_whole(batches: list[list[Any]]) -> None:
+    stats, sum_ = TransferStats(), TransferStats()
+    for batch in batches:
+        counted(batch, stats)
+        taken = stats.take()
+        assert (taken is None) == (not batch)
+        if taken is not None:
+            assert taken == counted(batch).snapshot()
+            sum_.merge(taken)
+    assert sum_.snapshot() == stats.snapshot()
+
+
+def test_readers_do_not_take_from_each_other() -> None:
+    stats = TransferStats()
+    early = StatsReader(stats)
+    stats.record("send", 1)
+    first = stats.take()
+    assert first is not None and first == early.take()
+    stats.record("send", 2)
+    late = StatsReader(stats)
+    for reader, nbytes in ((early, 2), (late, 3)):
+        taken = reader.take()
+        assert taken is not None and taken["ops"]["send"]["bytes"] == nbytes
+        assert reader.take() is None
+
+
+def test_after_a_reset_everything_is_new_to_every_reader() -> None:
+    stats = counted([(Op.SEND, 5, 0.0, 0)] * 3)
+    stats.take()
+    stats.reset()
+    assert stats.snapshot() == TransferStats().snapshot() and stats.take() is None
+    stats.record("send", 7)
+    taken = stats.take()
+    assert taken is not None and taken["ops"]["send"]["bytes"] == 7
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        None,
+        {},
+        {"ops": {}},
+        {"ops": [], "failures": {}},
+        {"ops": {"send": {}}, "failures": {}},
+        {"ops": {"send": None}, "failures": {}},
+        {"ops": {}, "failures": {"send": 3}},
+        {"ops": {}, "failures": {"send": {"timeout": -1}}},
+        {"ops": {}, "failures": {"send": {"timeout": "1"}}},
+        {"ops": {"send": {**FIGURES, "buckets": [1]}}, "failures": {}},
+        {"ops": {"send": {**FIGURES, "count": -1}}, "failures": {}},
+        {"ops": {"send": {**FIGURES, "bytes": "1"}}, "failures": {}},
+        {"ops": {"send": {**FIGURES, "seconds": float("nan")}}, "failures": {}},
+    ],
+)  # fmt: skip
+def test_what_is_no_snapshot_is_refused_and_changes_nothing(wrong: Any) -> None:
+    stats = counted([(Op.SEND, 5, 0.0, 0)])
+    before = stats.snapshot()
+    with pytest.raises(ValueError, match="no snapshot of transfer stats"):
+        stats.merge(wrong)
+    assert stats.snapshot() == before
+
+
+def test_nothing_is_lost_when_many_threads_count_and_one_looks() -> None:
+    stats, taken = TransferStats(), TransferStats()
+    done = threading.Event()
+
+    def look() -> None:
+        while True:
+            last = done.is_set()
+            found = stats.take()
+            if found is not None:
+                taken.merge(found)
+            if last:
+                return
+
+    def count() -> None:
+        for _ in range(5000):
+            stats.record("send", 3, 0.5, tokens=1)
+            stats.fail("recv", "timeout")
+
+    looker = threading.Thread(target=look)
+    counters = [threading.Thread(target=count) for _ in range(4)]
+    for thread in (looker, *counters):
+        thread.start()
+    for thread in counters:
+        thread.join(60)
+    done.set()
+    looker.join(60)
+    for found in (stats.snapshot(), taken.snapshot()):
+        assert found["ops"]["send"]["count"] == sum(found["ops"]["send"]["buckets"]) == 20_000
+        assert found["ops"]["send"]["bytes"] == 60_000
+        assert found["failures"] == {"recv": {"timeout": 20_000}}
+
+
+# -- reasons -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (errors.TimeoutError("x"), "timeout"),
+        (builtins.TimeoutError("x"), "timeout"),
+        (errors.PeerGoneError("x"), "peer_gone"),
+        (ConnectionResetError("x"), "peer_gone"),
+        (errors.IntegrityError("x"), "corrupt"),
+        (errors.WireError("x"), "corrupt"),
+        (errors.EntryGoneError("x"), "gone"),
+        (errors.CapacityError("x"), "too_large"),
+        (errors.TransportError("x"), "transport"),
+        (OSError("x"), "transport"),
+        (errors.HandshakeError("x"), "refused"),
+        (errors.AuthenticationError("x"), "refused"),
+        (errors.InsecureAddressError("x"), "refused"),
+        (errors.UnsupportedError("x"), "refused"),
+        (errors.LayoutError("x"), "refused"),
+        (errors.ClosedError("x"), "closed"),
+        (errors.KvplugError("x"), "other"),
+        (ValueError("x"), "other"),
+        (KeyboardInterrupt(), "other"),
+    ],
+    ids=lambda given: type(given).__name__ if isinstance(given, BaseException) else given,
+)
+def test_every_error_has_its_reason(error: BaseException, reason: str) -> None:
+    assert reason_of(error) == reason
