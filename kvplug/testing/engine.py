@@ -64,7 +64,8 @@ class EngineDouble:
         random = torch.Generator().manual_seed(seed)
         self.kv_caches = {name: torch.randn(self.layout.shape, generator=random) for name in self.layer_names}
         arguments: dict[str, Any] = dict(model=model, cache=cache, parallelism=Parallelism(), **build)
-        self.worker: Any = build_connector(config, "worker", **arguments)
+        self.worker: Any = None
+        self.worker = build_connector(config, "worker", **arguments)
         try:
             self.scheduler: Any = build_connector(config, "scheduler", **arguments)
         except BaseException:

@@ -178,7 +178,7 @@ def test_corrupted_kv_is_refused_and_its_blocks_are_named_in_the_step() -> None:
         blocks, loaded, report = decode.load(prompt)
         assert loaded == 96
         assert report.invalid_block_ids == frozenset(blocks[:6])
-        assert decode.worker.get_stats()["failures"] == {"load": {"corrupt": 1}}
+        assert decode.worker.get_stats()["failures"]["load"] == {"corrupt": 1}
         # the engine computes them again, and is not told a second time that they could be loaded
         assert decode.matched(prompt) == (0, False)
 
@@ -208,7 +208,7 @@ def test_an_entry_that_went_between_promise_and_load_is_a_load_error() -> None:
         decode.scheduler.update_state_after_alloc(prompt, (blocks,), found)
         report = decode.step([(prompt, blocks, found, 4)])
         assert report.invalid_block_ids == frozenset(blocks[:6])
-        assert decode.worker.get_stats()["failures"] == {"load": {"gone": 1}}
+        assert decode.worker.get_stats()["failures"]["load"] == {"gone": 1}
 
 
 def test_a_producer_that_died_between_promise_and_load_is_a_load_error() -> None:

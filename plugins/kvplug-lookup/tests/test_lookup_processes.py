@@ -1,0 +1,155 @@
+"""The connector "lookup" between real processes, one of which dies, stops or goes away in the middle."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from kvplug import Config, Pipe, RequestEnd
+from kvplug.testing import peers
+from kvplug.testing.corrupt import CorruptingPipe
+from kvplug.testing.engine import EngineDouble, request_of
+
+pytestmark = pytest.mark.timeout(90)
+
+TIMEOUT_S = 3.0
+BASE: dict[str, Any] = {"connector": "lookup", "timeout_s": TIMEOUT_S, "connect_timeout_s": 20}
+PROMPT = range(100)
+LARGE = 4096
+
+
+class SignalsItself(CorruptingPipe):
+    """Sends its own process a signal instead of the n-th large tensor, and changes nothing."""
+
+    def __init__(self, pipe: Pipe, number: int, which: int) -> None:
+        super().__init__(pipe, min_bytes=LARGE, which=lambda n: n == number)
+        self._signal = which
+
+    def _changed(self, tensor: Any) -> Any:
+        os.kill(os.getpid(), self._signal)
+        return tensor
+
+
+def prefill_worker(parent: Any, number: int, which: int) -> None:
+    """Stores the prompt, hands out the contact, serves until told to end."""
+    config = Config.from_dict({**BASE, "role": "producer"})
+    wrap = {"wrap_pipe": lambda pipe: SignalsItself(pipe, number, which)} if which else {}
+    with EngineDouble(config, listen="unix:", **wrap) as prefill:
+        prefill.prefill(request_of("stored", PROMPT))
+        parent.send(prefill.worker.contact)
+        parent.recv(timeout=60)
+
+
+def decode_worker(parent: Any, contact: str, number: int) -> None:
+    """Loads the prompt, and dies when the n-th layer has come; with -1 it lives."""
+    config = Config.from_dict({**BASE, "role": "consumer"})
+    with EngineDouble(config, connect=contact, seed=2) as decode:
+        if number >= 0:
+
+            def die(*_: Any) -> None:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+            import kvplug_lookup.connector.load as load
+
+            load.Load.layer = die  # type: ignore[method-assign]
+        prompt = request_of("a", PROMPT)
+        blocks, loaded, report = decode.load(prompt)
+        right = decode.is_right(prompt.token_ids, blocks, 100)
+        parent.send((loaded, len(report.invalid_block_ids), right))
+
+
+@contextlib.contextmanager
+def engine(contact: str) -> Iterator[EngineDouble]:
+    config = Config.from_dict({**BASE, "role": "consumer"})
+    with EngineDouble(config, connect=contact, seed=2) as decode:
+        yield decode
+
+
+def promise(decode: EngineDouble, name: str = "a") -> Any:
+    """A request for which a load was promised, its blocks, and how much."""
+    prompt = request_of(name, PROMPT)
+    found, _ = decode.matched(prompt)
+    assert found == 96
+    blocks = decode.allocate(100)
+    decode.scheduler.update_state_after_alloc(prompt, (blocks,), found)
+    return prompt, blocks, found, 4
+
+
+@pytest.mark.parametrize("number", range(6))
+def test_a_producer_killed_while_it_sends_is_a_load_error_at_once(number: int) -> None:
+    with peers.nothing_left(), peers.start(prefill_worker, number, int(signal.SIGKILL)) as child:
+        with engine(child.recv()) as decode:
+            scheduled = promise(decode)
+            begun = time.monotonic()
+            report = decode.step([scheduled])
+            assert report.invalid_block_ids == frozenset(scheduled[1][:6])
+            assert time.monotonic() - begun < TIMEOUT_S
+            assert decode.worker.get_stats()["failures"]["load"] == {"peer_gone": 1}
+            # the engine computes the prompt itself, and nothing more is promised
+            prompt, blocks, *_ = scheduled
+            decode.step([(prompt, blocks, 0, 100)])
+            assert decode.is_right(prompt.token_ids, blocks, 100)
+            assert decode.matched(request_of("b", PROMPT)) == (0, False)
+        child.wait()
+
+
+def test_a_producer_that_is_stopped_while_it_sends_is_a_load_error_at_the_deadline() -> None:
+    with peers.nothing_left(), peers.start(prefill_worker, 2, int(signal.SIGSTOP)) as child:
+        with engine(child.recv()) as decode:
+            scheduled = promise(decode)
+            begun = time.monotonic()
+            report = decode.step([scheduled])
+            assert report.invalid_block_ids == frozenset(scheduled[1][:6])
+            assert time.monotonic() - begun < 2 * TIMEOUT_S
+            assert decode.worker.get_stats()["failures"]["load"] == {"timeout": 1}
+            # what arrives late, once it goes on, touches no block any more
+            prompt, blocks, *_ = scheduled
+            decode.step([(prompt, blocks, 0, 100)])
+            child.cont()
+            time.sleep(0.5)
+            assert decode.is_right(prompt.token_ids, blocks, 100)
+        child.send("end")
+        child.wait()
+
+
+def test_a_consumer_killed_while_it_receives_leaves_the_entry_to_the_next() -> None:
+    with peers.nothing_left(), peers.start(prefill_worker, -1, 0) as prefill:
+        contact = prefill.recv()
+        with peers.start(decode_worker, contact, 0) as first:
+            first.wait()
+            assert first.exit_code == -signal.SIGKILL
+        with peers.start(decode_worker, contact, -1) as second:
+            assert second.recv() == (96, 0, True)
+            second.result()
+        prefill.send("end")
+        prefill.wait()
+
+
+def test_a_producer_that_comes_back_is_found_again() -> None:
+    address = f"unix:@kvplug-test-{os.getpid()}-comes-back"
+    base = {**BASE, "host": address}
+    consumer = Config.from_dict({**base, "role": "consumer"})
+    with peers.nothing_left():
+        with EngineDouble(Config.from_dict({**base, "role": "producer"})) as prefill:
+            prefill.prefill(request_of("stored", PROMPT))
+            decode = EngineDouble(consumer, seed=2)
+            assert decode.matched(request_of("a", PROMPT)) == (96, False)
+        with decode:
+            deadline = time.monotonic() + 20
+            while decode.matched(request_of(f"b{time.monotonic()}", PROMPT))[0] != 0:
+                assert time.monotonic() < deadline
+            with EngineDouble(Config.from_dict({**base, "role": "producer"})) as prefill:
+                prefill.prefill(request_of("stored", PROMPT))
+                while decode.matched(request_of(f"c{time.monotonic()}", PROMPT))[0] != 96:
+                    assert time.monotonic() < deadline
+                prompt = request_of("d", PROMPT)
+                blocks, loaded, report = decode.load(prompt)
+                assert loaded == 96 and not report.invalid_block_ids
+                assert decode.is_right(prompt.token_ids, blocks, 100)
+                decode.scheduler.request_finished(prompt, (blocks,), RequestEnd.FINISHED)
