@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Self
 
 from kvplug.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
-from kvplug.errors import ClosedError, ConfigError, WireError
+from kvplug.errors import CapacityError, ClosedError, ConfigError, WireError
 from kvplug.fork import close_after_fork
 from kvplug.group.client import PURPOSE, Access, RemoteStore
 from kvplug.group.server import LocalStore, StoreServer
@@ -213,10 +213,17 @@ class StatelessGroup:
     def _collect(self, kind: str, data: bytes, deadline: Deadline) -> list[bytes]:
         number = self._numbers.get((kind, 0), 0)
         name = f"{kind} {number}"
-        gathered: list[bytes] = self._ask("collect", name, data, deadline.remaining())
-        self._numbers[kind, 0] = number + 1
-        self._access.tell(("collected", name))
+        try:
+            gathered: list[bytes] = self._ask("collect", name, data, deadline.remaining())
+        except CapacityError:
+            self._collected(kind, number)  # the round was complete, only its result does not fit
+            raise
+        self._collected(kind, number)
         return gathered
+
+    def _collected(self, kind: str, number: int) -> None:
+        self._numbers[kind, 0] = number + 1
+        self._access.tell(("collected", f"{kind} {number}"))
 
     def _post(self, kind: str, other: int, receivers: list[int], value: object) -> None:
         slot = (f"{kind} to", other)
@@ -253,9 +260,10 @@ class StatelessGroup:
             )
 
     def close(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
-        """Leave the group. Idempotent. On rank 0, let the others fetch what is theirs first (5 s).
+        """Leave the group. Idempotent. On rank 0, let the others fetch what is theirs first (5 s at most).
 
-        Other ranks that wait for this one get ``PeerGoneError``; when rank 0 closes, all do.
+        Other ranks that wait for this one get ``PeerGoneError``; when rank 0 closes, so does every later call
+        of the others. Ranks that end together call ``barrier`` before.
         """
         if self._closed:
             return

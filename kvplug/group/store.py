@@ -129,7 +129,7 @@ class Store:
                 return self._delete(key)
             case ("add", str(key), int(amount)):
                 return self._add(key, amount)
-            case ("post", str(kind), int(number), list(receivers), bytes(data)):
+            case ("post", str(kind), int(number), [*receivers], bytes(data)) if _all_int(receivers):
                 return self._post(kind, rank, number, receivers, data)
             case ("take", str(kind), int(number), int(sender), wait):
                 return self._take(kind, sender, rank, number, _deadline(wait))
@@ -278,6 +278,10 @@ class Store:
     def after_fork_in_child(self) -> None:
         self._closed = True
         self._changed = threading.Condition()
+
+
+def _all_int(ranks: Iterable[object]) -> bool:
+    return all(type(rank) is int for rank in ranks)
 
 
 def _check_key(key: str) -> None:

@@ -1,0 +1,200 @@
+"""The root causes of the family's CVEs, shown to be absent from what exists here.
+
+=============== ============================================================ ==========================
+CVE             root cause                                                   where it would be here
+=============== ============================================================ ==========================
+2025-47277      the rendezvous store listens on every interface              group
+2025-47277      what arrives there is unpickled                              group, channel
+2025-29783      tensor bytes and metadata of the pipe are unpickled          wire, channel
+2025-32444      a hidden receive-object call unpickles; bound to everything  channel, listener
+2024-11041      ``pickle.loads`` of what came from a socket                  channel
+=============== ============================================================ ==========================
+
+Those of the message queue (2025-30165, 2025-30202) come with the message queue. The payloads are pickles
+that would create a file.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import socket
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+import kvplug
+from kvplug.errors import InsecureAddressError, PeerGoneError, WireError
+from kvplug.group.client import PURPOSE
+from kvplug.group.group import StatelessGroup
+from kvplug.trust.channel import Channel
+from kvplug.trust.credentials import Credentials, Secret
+from kvplug.trust.listener import Connection, Listener, dial
+from kvplug.wire import values
+from kvplug.wire.frames import FrameKind, encode_header
+
+pytestmark = pytest.mark.timeout(60)
+needs_proc = pytest.mark.skipif(not os.path.exists("/proc/self/net/tcp"), reason="no /proc/net")
+
+SECRET = Credentials(Secret("the secret of these tests"))
+
+
+def evil(path: Path) -> bytes:
+    """A protocol-0 pickle, written by hand: ``builtins.open(path, "w")``."""
+    return f"cbuiltins\nopen\n(V{path}\nVw\ntR.".encode()
+
+
+def listening_inodes() -> dict[str, str]:
+    """Inode of every listening TCP socket of this host -> its local address, as the kernel prints it."""
+    found = {}
+    for table in ("tcp", "tcp6"):
+        with open(f"/proc/self/net/{table}", encoding="utf-8") as f:
+            for fields in map(str.split, f.readlines()[1:]):
+                if fields[3] == "0A":
+                    found[fields[9]] = fields[1]
+    return found
+
+
+def ours() -> list[str]:
+    """Local addresses that this process listens on."""
+    table = listening_inodes()
+    mine = []
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            target = os.readlink(f"/proc/self/fd/{fd}")
+        except OSError:
+            continue
+        inode = target.removeprefix("socket:[").removesuffix("]")
+        if inode in table:
+            mine.append(table[inode])
+    return mine
+
+
+LOOPBACK = "0100007F" if sys.byteorder == "little" else "7F000001"
+
+
+@needs_proc
+def test_cve_2025_47277_the_store_listens_on_the_interface_it_was_given_and_on_no_other() -> None:
+    before = ours()
+    listener = StatelessGroup.listen("127.0.0.1:0")
+    with ThreadPoolExecutor(1) as pool:
+        zero = pool.submit(StatelessGroup.create, listener, rank=0, world_size=2, timeout=20)
+        one = StatelessGroup.create(listener.contact, rank=1, world_size=2, timeout=20)
+        group = zero.result()
+    one.set("k", 1)
+    assert group.get("k") == 1
+    opened = [address for address in ours() if address not in before]
+    port = int(listener.address.rsplit(":", 1)[1])
+    assert opened == [f"{LOOPBACK}:{port:04X}"]
+    one.close()
+    group.close()
+    assert ours() == before
+
+
+@needs_proc
+def test_cve_2025_47277_a_store_on_one_host_needs_no_port_at_all() -> None:
+    before = ours()
+    with StatelessGroup.listen("unix:"):
+        assert ours() == before
+
+
+@pytest.mark.parametrize("address", ["0.0.0.0:0", "[::]:0"])
+def test_cve_2025_29783_and_32444_nothing_binds_to_every_interface_unasked(address: str) -> None:
+    with pytest.raises(InsecureAddressError):
+        Listener.open(address, Credentials(), "pipe")
+    with pytest.raises(InsecureAddressError):
+        StatelessGroup.listen(address)
+
+
+def test_cve_2025_47277_pickles_at_the_door_are_refused_unread(tmp_path: Path) -> None:
+    marker = tmp_path / "executed"
+    with Listener.open("127.0.0.1:0", SECRET, PURPOSE) as listener:
+        host, port = listener.address.rsplit(":", 1)
+        with socket.create_connection((host, int(port))) as s:
+            s.sendall(evil(marker).ljust(200, b" "))
+            s.settimeout(5)
+            assert len(s.recv(1000)) <= 40
+        assert listener.refusals == {"garbage": 1}
+    assert not marker.exists()
+
+
+def test_cve_2024_11041_a_pickle_from_a_proven_peer_is_not_a_value(tmp_path: Path) -> None:
+    """Also whoever knows the secret gets nothing executed."""
+    marker = tmp_path / "executed"
+    payloads = [
+        evil(marker),
+        encode_header(FrameKind.VALUE, len(evil(marker))) + evil(marker),
+        encode_header(FrameKind.TENSOR, len(evil(marker))) + evil(marker),
+    ]
+    for payload in payloads:
+        with Listener.open("unix:", Credentials(), "test") as listener:
+            attacker = dial(listener.contact, Credentials(), "test", 5)
+            channel = Channel(listener.accept(5))
+        attacker.sock.sendall(payload)
+        with pytest.raises(WireError):
+            channel.recv(5)
+        channel.close()
+        attacker.close()
+    assert not marker.exists()
+
+
+def test_cve_2025_32444_a_pickle_inside_a_value_stays_the_bytes_it_is(tmp_path: Path) -> None:
+    marker = tmp_path / "executed"
+    listener = StatelessGroup.listen("unix:")
+    with ThreadPoolExecutor(1) as pool:
+        zero = pool.submit(StatelessGroup.create, listener, rank=0, world_size=2, timeout=20)
+        one = StatelessGroup.create(listener.contact, rank=1, world_size=2, timeout=20)
+        group = zero.result()
+    one.set("k", evil(marker))
+    assert group.get("k") == evil(marker)
+    raw: Connection = dial(listener.contact, Credentials(), PURPOSE, 5)
+    attacker = Channel(raw)
+    attacker.send(("ask", evil(marker)))
+    with pytest.raises(PeerGoneError):
+        attacker.recv(5)
+    # A member that writes what is no value under a key: its readers get an error, and nothing runs.
+    one._access.ask(("set", "raw", evil(marker)))
+    with pytest.raises(WireError):
+        group.get("raw")
+    attacker.close()
+    one.close()
+    group.close()
+    assert not marker.exists()
+
+
+def test_cve_2025_29783_the_decoder_executes_nothing(tmp_path: Path) -> None:
+    marker = tmp_path / "executed"
+    with pytest.raises(WireError):
+        values.decode(evil(marker))
+    assert values.decode(values.encode(evil(marker))) == evil(marker)
+    assert not marker.exists()
+
+
+def test_no_module_of_the_core_can_unpickle_or_evaluate() -> None:
+    root = Path(kvplug.__file__).parent
+    banned_modules = {
+        "pickle",
+        "_pickle",
+        "cPickle",
+        "marshal",
+        "shelve",
+        "dill",
+        "cloudpickle",
+        "multiprocessing",
+    }
+    banned_calls = {"eval", "exec", "compile", "__import__"}
+    found = []
+    for path in sorted(root.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names: list[str] = []
+            if isinstance(node, ast.Import):
+                names = [alias.name.split(".")[0] for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                names = [(node.module or "").split(".")[0]]
+            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+                if node.func.id in banned_calls:
+                    found.append(f"{path.relative_to(root)}:{node.lineno}: {node.func.id}()")
+            found += [f"{path.relative_to(root)}:{node.lineno}: {n}" for n in names if n in banned_modules]  # type: ignore[attr-defined]
+    assert not found
