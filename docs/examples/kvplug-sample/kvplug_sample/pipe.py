@@ -31,6 +31,7 @@ from kvplug import (
     Transfer,
     Turn,
     Watch,
+    WireError,
     close_after_fork,
     dial,
     watch,
@@ -81,8 +82,8 @@ class SamplePipe(Pipe):
         self._limit: int = context.options.max_in_flight_bytes
         self._timeout_s = context.timeout_s
         self._changed = threading.Condition()  # guards everything below but the half-received frame
-        self._queue: deque[tuple[Transfer, list[memoryview]]] = deque()  # first: being written
-        self._unsent = 0
+        self._queue: deque[tuple[Transfer, list[memoryview]]] = deque()  # not yet being written
+        self._unsent = 0  # bytes, of the one being written too
         self._closing = self._closed = False
         self._gone = ""  # why, once the peer is
         self._users = 0  # threads that may be inside a system call on the socket
@@ -113,12 +114,12 @@ class SamplePipe(Pipe):
         parts = _parts(tensor)  # refuses what is not carried before anything is queued
         transfer = Transfer(sum(map(len, parts)))
         deadline = Deadline.after(timeout, self._timeout_s)
-        self._check()
         with self._sending.taken(), self._changed:
-            while self._queue and self._unsent + transfer.nbytes > self._limit and not self._over:
+            while self._unsent and self._unsent + transfer.nbytes > self._limit and not self._over:
                 if not self._changed.wait(deadline.remaining()):
                     raise TimeoutError(f"{self.peer} did not take {self._unsent} bytes sent earlier in time")
-            self._check()
+            if self._over or self._closing:
+                raise self._error()
             self._unsent += transfer.nbytes
             self._queue.append((transfer, parts))
             self._changed.notify_all()
@@ -139,6 +140,8 @@ class SamplePipe(Pipe):
                     raise TensorMismatchError(f"the next message is {meta}, and out is {meta_of(out)}")
                 tensor = empty_like_meta(meta) if out is None else out
                 copy_into(tensor, flat)
+            elif header.kind is not FrameKind.NONE:
+                raise WireError(f"a pipe has no {header.kind.name} frames")
             elif out is not None:
                 raise TensorMismatchError("the next message is None, and out was given")
             self._header, self._frame, self._filled = None, bytearray(HEADER_SIZE), 0
@@ -149,14 +152,14 @@ class SamplePipe(Pipe):
         with self._changed:
             self._closing = True
             self._changed.notify_all()
-            self._changed.wait_for(lambda: not self._queue or self._over, deadline.remaining())
+            self._changed.wait_for(lambda: not self._unsent or self._over, deadline.remaining())
         self.abort()
         if self._writer is not None and self._writer.is_alive():
             self._writer.join()
 
     def abort(self) -> None:
         if not self._closed:
-            self._end(ClosedError("the pipe was closed before this was sent"), closed=True)
+            self._end(closed=True)
 
     # -- how it ends ---------------------------------------------------------------------------
 
@@ -164,19 +167,17 @@ class SamplePipe(Pipe):
     def _over(self) -> bool:
         return self._closed or bool(self._gone)
 
-    def _check(self, receiving: bool = False) -> None:
-        """What had wholly arrived before the peer died may still be received."""
+    def _error(self) -> KvplugError:
         if self._closed or self._closing:
-            raise ClosedError(f"the pipe to {self.peer} is closed")
-        if self._gone and not receiving:
-            raise PeerGoneError(f"{self.peer} is gone: {self._gone}")
+            return ClosedError(f"the pipe to {self.peer} is closed")
+        return PeerGoneError(f"{self.peer} is gone: {self._gone}")
 
     def _lose(self, reason: str) -> None:
         """The peer is gone. Called by whoever notices first: the watcher, the writer or a receiver."""
         if not self._over:
-            self._end(PeerGoneError(f"{self.peer} is gone: {reason}"), gone=reason)
+            self._end(gone=reason)
 
-    def _end(self, error: KvplugError, *, closed: bool = False, gone: str = "") -> None:
+    def _end(self, *, closed: bool = False, gone: str = "") -> None:
         with self._changed:
             self._closed, self._gone = self._closed or closed, self._gone or gone
             unsent, self._queue = self._queue, deque()
@@ -186,14 +187,17 @@ class SamplePipe(Pipe):
         if self._watch is not None:
             self._watch.close()
         for transfer, _ in unsent:
-            transfer.fail(error)
+            transfer.fail(self._error())
         self._release()
 
     @contextlib.contextmanager
     def _inside(self) -> Iterator[None]:
-        """Around system calls: a descriptor closed under them might be somebody else's by then."""
+        """Around receiving. What had wholly arrived before the peer died may still be received, and the
+        descriptor is not closed meanwhile: its number might be another file's by then.
+        """
         with self._changed:
-            self._check(receiving=True)
+            if self._closed or self._closing:
+                raise self._error()
             self._users += 1
         try:
             yield
@@ -221,24 +225,25 @@ class SamplePipe(Pipe):
     # -- bytes ---------------------------------------------------------------------------------
 
     def _write(self) -> None:
+        """The thread. It alone ends the transfer it works on: what the kernel took whole has succeeded."""
         try:
             while True:
                 with self._changed:
                     self._changed.wait_for(lambda: self._queue or self._closing or self._over)
                     if not self._queue:
                         return
-                    parts = self._queue[0][1]
-                self._put(parts)
+                    transfer, parts = self._queue.popleft()
+                try:
+                    self._put(parts)
+                except OSError as e:
+                    self._lose(e.strerror or str(e))
+                    transfer.fail(self._error())
+                    return
                 del parts  # or this thread would keep the last tensor alive
                 with self._changed:
-                    if self._over:
-                        return
-                    transfer, _ = self._queue.popleft()
                     self._unsent -= transfer.nbytes
                     self._changed.notify_all()
                 transfer.finish()
-        except OSError as e:
-            self._lose(e.strerror or str(e))
         finally:
             self._release(1)
 
@@ -263,7 +268,7 @@ class SamplePipe(Pipe):
                     n = 0
                 if n == 0:
                     self._lose("it closed the connection")
-                    self._check()
+                    raise self._error()
                 self._filled += n
             if self._header is not None:
                 return self._header

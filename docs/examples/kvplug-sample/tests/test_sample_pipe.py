@@ -9,11 +9,11 @@ import time
 
 import pytest
 import torch
-from kvplug_sample.light import SampleOptions, describe
-from kvplug_sample.pipe import SampleEndpoint
 
 import kvplug
 import kvplug.wire.frames
+from kvplug_sample.light import SampleOptions, describe
+from kvplug_sample.pipe import SampleEndpoint
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.bool]
 
@@ -102,7 +102,12 @@ def test_a_receive_that_times_out_in_the_middle_is_resumed(pair):
 
 def test_a_second_thread_in_one_direction_is_told(pair):
     _, two = pair
-    waiting = threading.Thread(target=lambda: pytest.raises(kvplug.ClosedError, two.recv_tensor))
+
+    def wait() -> None:
+        with pytest.raises(kvplug.ClosedError):
+            two.recv_tensor()
+
+    waiting = threading.Thread(target=wait)
     waiting.start()
     while not two._receiving._lock.locked():
         time.sleep(0.001)
