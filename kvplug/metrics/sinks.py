@@ -11,6 +11,9 @@ from kvplug.metrics.stats import StatsReader, StatsSnapshot, TransferStats
 
 _log = logging.getLogger(__name__)
 
+_CLOSE_S = 5.0
+"""How long a sink may keep the end of a connector waiting."""
+
 
 class Sink(abc.ABC):
     """Shows, stores or sends figures.
@@ -105,12 +108,15 @@ class Reporter:
                     self._broken.add(id(sink))
 
     def close(self) -> None:
-        """Emit the last figures and end the thread. Idempotent."""
+        """Emit the last figures and end the thread. Idempotent; waits at most five seconds for a sink."""
         if self._closed.is_set():
             return
         self._closed.set()
         if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(timeout=self._interval_s)
+            self._thread.join(timeout=_CLOSE_S)
+            if self._thread.is_alive():
+                _log.warning("a metrics sink of %s hangs; the last figures are not reported", self._labels)
+                return
         self.emit()
 
     def _run(self) -> None:

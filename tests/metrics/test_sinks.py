@@ -96,6 +96,26 @@ def test_a_reporter_ends_its_thread_and_emits_the_rest_when_it_is_closed() -> No
     assert threads() == [] and len(sink.seen) == 1
 
 
+@pytest.mark.timeout(30)
+def test_a_sink_that_hangs_does_not_hang_the_close(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("kvplug.metrics.sinks._CLOSE_S", 0.05)
+    entered, leave = threading.Event(), threading.Event()
+
+    def hang(*_: object) -> None:
+        entered.set()
+        leave.wait(20)
+
+    stats = TransferStats()
+    one_load(stats)
+    reporter = Reporter(stats, [HookSink(hang)], interval_s=0.01)
+    assert entered.wait(20)
+    reporter.close()
+    assert "hangs" in caplog.text
+    leave.set()
+
+
 def test_a_reporter_without_sinks_has_no_thread() -> None:
     stats = TransferStats()
     reporter = Reporter(stats, [])
