@@ -64,9 +64,7 @@ class CorruptingPipe(Pipe):
                 self.corrupted += 1
         return self._pipe.send_tensor(tensor, timeout=timeout)
 
-    def recv_tensor(
-        self, out: Tensor | None = None, *, timeout: Timeout = DEFAULT_TIMEOUT
-    ) -> Tensor | None:
+    def recv_tensor(self, out: Tensor | None = None, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Tensor | None:
         return self._pipe.recv_tensor(out, timeout=timeout)
 
     def close(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:

@@ -11,7 +11,7 @@ import os
 
 import attrs
 
-from kvplug.errors import TransportError, WireError
+from kvplug import TransportError, WireError
 
 _VERSION = "cpu1"
 _MAX_CONTACTS = 4
@@ -39,7 +39,7 @@ class Contact:
     @classmethod
     def parse(cls, text: str) -> Contact:
         """Raises WireError, which does not repeat the text."""
-        fields = text.split(" ") if isinstance(text, str) else []
+        fields = text.split(" ")
         if len(fields) < 3 or fields[0] != _VERSION or len(fields) > 2 + _MAX_CONTACTS or not all(fields):
             raise WireError("that is not a contact of the pipe 'cpu' (version 1); pass on what listen() gave")
         return cls(fields[1], tuple(fields[2:]))
@@ -50,8 +50,10 @@ class Contact:
         Raises:
             TransportError: it only listens where this process cannot come.
         """
-        here = self.domain != "-" and self.domain == domain()
-        found = [c for c in self.contacts if not c.startswith("unix:") or here]
+        here = domain()
+        if here != "-" and here == self.domain:
+            return list(self.contacts)
+        found = [c for c in self.contacts if not c.startswith("unix:")]
         if not found:
             raise TransportError(
                 "the peer listens on an abstract Unix socket of another host or network namespace; set its"

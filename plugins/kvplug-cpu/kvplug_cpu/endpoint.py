@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from kvplug.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
-from kvplug.errors import ConfigError, PeerGoneError, TimeoutError
-from kvplug.pipe import Pipe, PipeEndpoint, PipeListener
-from kvplug.trust.addresses import is_loopback
-from kvplug.trust.listener import Connection, Listener, dial
+from kvplug import (
+    DEFAULT_TIMEOUT,
+    ConfigError,
+    Connection,
+    Credentials,
+    Deadline,
+    InsecureAddressError,
+    Listener,
+    PeerGoneError,
+    Pipe,
+    PipeContext,
+    PipeEndpoint,
+    PipeListener,
+    Timeout,
+    TimeoutError,
+    dial,
+)
 from kvplug_cpu import joining
 from kvplug_cpu.contact import Contact
 from kvplug_cpu.listener import CpuListener
 from kvplug_cpu.options import CpuOptions
 from kvplug_cpu.pipe import Tuning
-
-if TYPE_CHECKING:
-    from kvplug.context import PipeContext
 
 
 class CpuEndpoint(PipeEndpoint):
@@ -78,5 +85,14 @@ class CpuEndpoint(PipeEndpoint):
             return ["unix:"]
         tcp = f"[{host}]:0" if ":" in host else f"{host}:0"
         if kind == "auto":
-            return ["unix:"] if is_loopback(host) else ["unix:", tcp]
+            return ["unix:", tcp] if _other_hosts_reach(tcp) else ["unix:"]
         return ["unix:"] if kind == "unix" else [tcp]
+
+
+def _other_hosts_reach(address: str) -> bool:
+    """The core decides that: it is what it wants a secret for."""
+    try:
+        Credentials().require_secret(address)
+    except InsecureAddressError:
+        return True
+    return False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from kvplug.errors import ClosedError, KvplugError, PeerGoneError, TransportError
+from kvplug import ClosedError, KvplugError, PeerGoneError, TransportError
 
 
 class Fate:

@@ -11,8 +11,7 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
-from kvplug.deadline import Deadline
-from kvplug.errors import KvplugError, TensorMismatchError, TimeoutError, WireError
+from kvplug import Deadline, KvplugError, TensorMismatchError, TimeoutError, WireError
 from kvplug.wire.frames import HEADER_SIZE, FrameKind, decode_header
 from kvplug.wire.tensors import (
     META_PREFIX_SIZE,

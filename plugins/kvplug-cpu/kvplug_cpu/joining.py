@@ -14,9 +14,7 @@ from collections.abc import Callable
 
 import attrs
 
-from kvplug.deadline import Deadline
-from kvplug.errors import PeerGoneError, TimeoutError, TransportError, WireError
-from kvplug.trust.listener import Connection
+from kvplug import Connection, Deadline, PeerGoneError, TimeoutError, TransportError, WireError
 from kvplug_cpu.pipe import CpuPipe, Tuning
 
 PURPOSE = "pipe-cpu"

@@ -11,11 +11,20 @@ from collections import deque
 
 import attrs
 
-from kvplug.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
-from kvplug.errors import ClosedError, KvplugError, PeerGoneError, TimeoutError
-from kvplug.fork import close_after_fork
-from kvplug.pipe import Pipe, PipeListener
-from kvplug.trust.listener import Connection, Listener
+from kvplug import (
+    DEFAULT_TIMEOUT,
+    ClosedError,
+    Connection,
+    Deadline,
+    KvplugError,
+    Listener,
+    PeerGoneError,
+    Pipe,
+    PipeListener,
+    Timeout,
+    TimeoutError,
+    close_after_fork,
+)
 from kvplug_cpu.contact import Contact, domain
 from kvplug_cpu.joining import CONTROL, Join, say_ready
 from kvplug_cpu.pipe import CpuPipe, Tuning

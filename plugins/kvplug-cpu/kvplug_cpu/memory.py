@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import torch
 
-from kvplug.errors import CapacityError, TensorMismatchError, UnsupportedError
+from kvplug import CapacityError, TensorMismatchError, UnsupportedError
 from kvplug.wire.tensors import TensorMeta, empty_like_meta, meta_of
 
 _HUGE_PAGE = 2 * 1024 * 1024

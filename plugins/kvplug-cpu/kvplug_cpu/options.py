@@ -6,7 +6,7 @@ from typing import Literal
 
 import attrs
 
-from kvplug.config.options import option
+from kvplug import option
 
 
 @attrs.frozen(kw_only=True)

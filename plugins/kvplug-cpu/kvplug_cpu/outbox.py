@@ -11,9 +11,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
-from kvplug.deadline import Deadline
-from kvplug.errors import TimeoutError
-from kvplug.pipe import Transfer
+from kvplug import Deadline, TimeoutError, Transfer
 from kvplug_cpu.fate import Fate
 from kvplug_cpu.lane import Lane
 from kvplug_cpu.message import Content, parts

@@ -9,11 +9,18 @@ from typing import TYPE_CHECKING
 
 import attrs
 
-from kvplug.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
-from kvplug.fork import close_after_fork
-from kvplug.liveness import Heartbeat, watch
-from kvplug.pipe import Pipe, Transfer, Turn
-from kvplug.trust.listener import Connection
+from kvplug import (
+    DEFAULT_TIMEOUT,
+    Connection,
+    Deadline,
+    Heartbeat,
+    Pipe,
+    Timeout,
+    Transfer,
+    Turn,
+    close_after_fork,
+    watch,
+)
 from kvplug_cpu.descriptors import Descriptors
 from kvplug_cpu.fate import Fate
 from kvplug_cpu.inbox import Inbox
@@ -118,9 +125,7 @@ class CpuPipe(Pipe):
             content = Content.of(tensor, self._split_bytes)
             return self._outbox.send(content, Deadline.after(timeout, self._timeout_s))
 
-    def recv_tensor(
-        self, out: Tensor | None = None, *, timeout: Timeout = DEFAULT_TIMEOUT
-    ) -> Tensor | None:
+    def recv_tensor(self, out: Tensor | None = None, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Tensor | None:
         # A peer that is gone may have left whole messages behind: only a pipe closed here is over.
         if self._fate.closed or self._fate.broken:
             raise self._fate.error()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvplug.spec import Probe
+from kvplug import Probe
 from kvplug_cpu.contact import domain
 
 

@@ -1,0 +1,205 @@
+"""Coming together: contacts, options, strangers, and peers that vanish half-way."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import subprocess
+import sys
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from kvplug import (
+    AuthenticationError,
+    ConfigError,
+    InsecureAddressError,
+    Kind,
+    PeerGoneError,
+    TimeoutError,
+    TransportError,
+    TransportSpec,
+    WireError,
+    dial,
+)
+from kvplug.testing import peers
+from kvplug_cpu.contact import Contact, domain
+from kvplug_cpu.joining import PURPOSE, Join
+
+
+def meets(end: Any, listener: Any) -> bool:
+    with end.connect(listener.contact, timeout=10) as one, listener.accept(10) as other:
+        one.send_tensor(torch.arange(3))
+        return bool(torch.equal(other.recv_tensor(), torch.arange(3)))
+
+
+def knock(contact: str) -> socket.socket:
+    """A stranger's connection to where a listener of this pipe listens."""
+    where = Contact.parse(contact).contacts[0]
+    if where.startswith("unix:@"):
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        sock.connect("\0" + where.removeprefix("unix:@"))
+        return sock
+    host, _, port = where.removeprefix("tcp://").partition("?")[0].rpartition(":")
+    return socket.create_connection((host, int(port)))
+
+
+def test_strangers_silent_or_talking_garbage_delay_nobody(endpoint: Any, socket_kind: str) -> None:
+    end = endpoint(socket_kind)
+    with peers.nothing_left(), end.listen() as listener:
+        strangers = [knock(listener.contact) for _ in range(30)]
+        for number, stranger in enumerate(strangers):
+            if number % 2:
+                stranger.sendall(secrets.token_bytes(10_000))
+        began = time.monotonic()
+        assert meets(end, listener)
+        assert time.monotonic() - began < 3
+        for stranger in strangers:
+            stranger.close()
+
+
+def test_a_proven_peer_that_says_nothing_or_garbage_delays_nobody(endpoint: Any, socket_kind: str) -> None:
+    end = endpoint(socket_kind)
+    with end.listen() as listener:
+        where = Contact.parse(listener.contact).contacts[0]
+        silent = [dial(where, end._context.credentials, PURPOSE, 5) for _ in range(5)]
+        loud = [dial(where, end._context.credentials, PURPOSE, 5) for _ in range(5)]
+        for connection in loud:
+            connection.sock.sendall(secrets.token_bytes(1000))
+        unknown = dial(where, end._context.credentials, PURPOSE, 5)
+        Join(index=1, lanes=2, sees_death=True, session=secrets.token_bytes(16)).send(unknown)
+        began = time.monotonic()
+        assert meets(end, listener)
+        assert time.monotonic() - began < 3
+        for connection in (*silent, *loud, unknown):
+            connection.close()
+
+
+def test_a_peer_that_vanishes_before_all_its_lanes_came_leaves_nothing(
+    endpoint: Any, socket_kind: str
+) -> None:
+    end = endpoint(socket_kind)
+    with peers.nothing_left(), end.listen() as listener:
+        where = Contact.parse(listener.contact).contacts[0]
+        control = dial(where, end._context.credentials, PURPOSE, 5)
+        Join(index=0, lanes=2, sees_death=True).send(control)
+        control.close()
+        assert meets(end, listener)
+
+
+def test_a_secret_is_required_off_loopback_and_must_be_the_same(endpoint: Any) -> None:
+    from kvplug import Credentials, Secret
+
+    open_end = endpoint("tcp", host="0.0.0.0")
+    with pytest.raises(InsecureAddressError):
+        open_end.listen()
+    end = endpoint("tcp")
+    object.__setattr__(end._context, "credentials", Credentials(Secret(b"x" * 32)))
+    with end.listen() as listener:
+        with pytest.raises(AuthenticationError):
+            endpoint("tcp").connect(listener.contact)
+        assert meets(end, listener)
+
+
+def test_off_loopback_a_peer_on_this_host_still_gets_the_fast_socket(endpoint: Any) -> None:
+    from kvplug import Credentials, Secret
+
+    end = endpoint("auto", host="0.0.0.0")
+    object.__setattr__(end._context, "credentials", Credentials(Secret(b"x" * 32)))
+    with end.listen() as listener:
+        contact = Contact.parse(listener.contact)
+        assert contact.contacts[0].startswith("unix:")
+        assert contact.contacts[1].startswith("tcp:")
+        with end.connect(listener.contact) as one, listener.accept(5):
+            assert not one._lanes[0].tcp
+        port = contact.contacts[1].rpartition(":")[2]
+        elsewhere = Contact("another-host/net", (contact.contacts[0], f"tcp://127.0.0.1:{port}"))
+        with end.connect(str(elsewhere)) as one, listener.accept(5):
+            assert one._lanes[0].tcp
+
+
+def test_a_socket_of_another_host_is_refused_with_advice(endpoint: Any) -> None:
+    with pytest.raises(TransportError, match="socket to 'tcp'"):
+        endpoint().connect(str(Contact("another-host/net", ("unix:@kvplug-x",))))
+
+
+def test_what_is_not_a_contact_is_refused_without_repeating_it(endpoint: Any) -> None:
+    for text in (
+        "",
+        "cpu1",
+        "cpu1 x",
+        "cpu2 x y",
+        "tcp://127.0.0.1:1?token=abcdef",
+        "cpu1  y",
+        "cpu1 a b c d e f",
+    ):
+        with pytest.raises(WireError) as caught:
+            endpoint().connect(text)
+        assert "abcdef" not in str(caught.value)
+
+
+def test_a_contact_of_nobody_is_gone(endpoint: Any) -> None:
+    for contact in ("unix:@kvplug-nobody-here", "tcp://127.0.0.1:1"):
+        with pytest.raises(PeerGoneError):
+            endpoint().connect(str(Contact(domain(), (contact,))), timeout=5)
+
+
+def test_a_listener_that_never_answers_is_given_up_at_the_deadline(endpoint: Any) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        contact = Contact(domain(), (f"tcp://127.0.0.1:{mute.getsockname()[1]}?token={'t' * 32}",))
+        began = time.monotonic()
+        with pytest.raises(TimeoutError):
+            endpoint().connect(str(contact), timeout=0.5)
+        assert time.monotonic() - began < 3
+
+
+def test_many_peers_may_connect_at_once(endpoint: Any, socket_kind: str) -> None:
+    end = endpoint(socket_kind)
+    with end.listen() as listener:
+        ones: list[Any] = []
+        threads = [
+            threading.Thread(target=lambda: ones.append(end.connect(listener.contact))) for _ in range(12)
+        ]
+        for thread in threads:
+            thread.start()
+        others = [listener.accept(10) for _ in threads]
+        for thread in threads:
+            thread.join()
+        for number, one in enumerate(ones):
+            one.send_tensor(torch.tensor(number))
+        assert sorted(other.recv_tensor().item() for other in others) == list(range(12))
+        for pipe in (*ones, *others):
+            pipe.abort()
+
+
+def test_a_device_that_is_not_the_cpu_is_refused(endpoint: Any) -> None:
+    import attrs
+
+    from kvplug_cpu.endpoint import CpuEndpoint
+
+    with pytest.raises(ConfigError, match="cuda"):
+        CpuEndpoint(attrs.evolve(endpoint()._context, device="cuda:0"))
+
+
+def test_the_plugin_offers_the_pipe_by_strings_alone() -> None:
+    from kvplug_cpu import plugin
+
+    (spec,) = plugin.kvplug_transports()
+    assert isinstance(spec, TransportSpec)
+    assert (spec.kind, spec.name) == (Kind.PIPE, "cpu")
+    assert spec.load_options() is not None
+    assert spec.run_probe().viable
+    assert spec.load_factory().__name__ == "CpuEndpoint"
+
+
+def test_describing_the_plugin_imports_nothing_heavy() -> None:
+    code = (
+        "import sys; from kvplug_cpu import plugin; (spec,) = plugin.kvplug_transports();"
+        "spec.run_probe(); spec.load_options();"
+        "print([n for n in ('torch', 'numpy', 'zmq', 'kvplug_cpu.endpoint') if n in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "[]", done.stderr
