@@ -110,6 +110,7 @@ class Lending:
             held = make(entry_id)
             self._shelf.add(held)
             self._offer(held)
+            self._room.notify_all()  # the new entry is one that may have to go for another
         return entry_id
 
     # -- finding -------------------------------------------------------------------------------

@@ -14,7 +14,9 @@ the end signal of either role.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import attrs
@@ -23,7 +25,7 @@ import torch
 from attrs.validators import and_, deep_iterable, ge, instance_of, optional
 from torch import Tensor
 
-from kvplug import EntryHeader, KvplugError, WireError
+from kvplug import Deadline, EntryHeader, KvplugError, TimeoutError, WireError
 from kvplug.wire import decode, encode, memory_of
 from kvplug_lookup.index import TokenArray
 
@@ -205,6 +207,22 @@ def unpack(tensor: Tensor | None) -> Message:
         raise
     except (TypeError, ValueError, KeyError) as e:
         raise WireError(f"an unknown or malformed message on the signal pipe: {type(e).__name__}: {e}") from e
+
+
+@contextmanager
+def deadline_lock(lock: threading.Lock, deadline: Deadline) -> Iterator[None]:
+    """Hold the lock that keeps the messages of several threads apart.
+
+    Raises:
+        TimeoutError: another thread's message did not get through in time.
+    """
+    remaining = deadline.remaining()
+    if not lock.acquire(timeout=-1 if remaining is None else min(remaining, threading.TIMEOUT_MAX)):
+        raise TimeoutError("the signal pipe has no room for another message")
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def key_to_bytes(key: TokenArray) -> bytes:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+from typing import Literal
 
 import attrs
 
@@ -13,18 +13,15 @@ from kvplug import option
 class SimpleOptions:
     """What the lookup buffer "simple" does when an entry comes and there is no room for it."""
 
-    evict: str = option(
+    evict: Literal["auto", "never", "oldest"] = option(
         default="auto",
-        help='"never": the insert waits until entries were taken; "oldest": the oldest entries that'
-        ' nobody is reading go; "auto": the latter under a connector, which keeps a cache, else the former.',
-        validator=attrs.validators.in_(("auto", "never", "oldest")),
+        help="never: the insert waits until entries were taken. oldest: the oldest entries that nobody is"
+        " reading go. auto: as whoever uses the buffer means it, as a hand-over (never) or a cache (oldest).",
     )
     ttl_s: float | None = option(
         default=None,
         unit="seconds",
-        help="Entries older than this go, oldest first, when room is needed, whatever `evict` says;"
-        " none stands for never.",
-        validator=attrs.validators.optional(
-            attrs.validators.and_(attrs.validators.ge(0), attrs.validators.lt(math.inf))
-        ),
+        at_least=0,
+        help="Entries older than this go, oldest first, when room is needed, whatever `evict` says. None:"
+        " they do not age.",
     )

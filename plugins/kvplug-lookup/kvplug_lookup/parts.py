@@ -51,6 +51,18 @@ def key_under(tokens: Any, roi: Any) -> TokenArray:
     return found if mask is None else found[mask]
 
 
+def extra_bytes(extra: Any) -> bytes:
+    """What besides the tokens is the key, as bytes.
+
+    Raises:
+        UnsupportedError: not bytes (an int would become so many zeros).
+    """
+    try:
+        return bytes(memoryview(extra))
+    except TypeError as e:
+        raise UnsupportedError(f"extra must be bytes, not {type(extra).__name__}") from e
+
+
 def count_layers(num_tokens: int, key: Tensor | None, value: Tensor | None, hidden: Tensor | None) -> int:
     """The number of layers of key and value; 0 where there is neither.
 

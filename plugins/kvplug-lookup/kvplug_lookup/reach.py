@@ -55,11 +55,12 @@ from kvplug_lookup.messages import (
     PartMeta,
     Read,
     Take,
+    deadline_lock,
     key_to_bytes,
     pack,
     unpack,
 )
-from kvplug_lookup.parts import describe_query, key_under
+from kvplug_lookup.parts import describe_query, extra_bytes, key_under
 
 _log = logging.getLogger(__name__)
 
@@ -135,7 +136,7 @@ class ReachingEnd(LookupBuffer):
         key = key_to_bytes(key_under(input_tokens, roi))
         call = self._open()
         try:
-            self._say(Match(call.number, key, bytes(extra)), deadline)
+            self._say(Match(call.number, key, extra_bytes(extra)), deadline)
             answer = self._answer(call, deadline, "a match")
             if not isinstance(answer, Matched):
                 self._break(f"a {type(answer).__name__} came where a match was asked for")
@@ -156,7 +157,7 @@ class ReachingEnd(LookupBuffer):
         call, ended = self._open(), False
         try:
             query = None if key is None else key_to_bytes(key)
-            self._say(Take(call.number, query, bytes(extra), deadline.remaining()), deadline)
+            self._say(Take(call.number, query, extra_bytes(extra), deadline.remaining()), deadline)
             entry = self._fetch(call, None, deadline, describe_query(key))
             # All of it is here, and only the store can say that nobody else gets it. To leave now would
             # lose the entry for everybody, so the answer, which waits for nothing, may still come.
@@ -188,7 +189,8 @@ class ReachingEnd(LookupBuffer):
         try:
             query = key_to_bytes(key)
             self._say(
-                Read(call.number, query, bytes(extra), max(1, min_tokens), deadline.remaining()), deadline
+                Read(call.number, query, extra_bytes(extra), max(1, min_tokens), deadline.remaining()),
+                deadline,
             )
             entry = self._fetch(call, sink, deadline, describe_query(key))
             self._say(Done(call.number), deadline)
@@ -250,7 +252,7 @@ class ReachingEnd(LookupBuffer):
 
     def _send(self, message: Message, deadline: Deadline) -> None:
         tensor = pack(message)
-        with self._speaking:
+        with deadline_lock(self._speaking, deadline):
             self._signal.send_tensor(tensor, timeout=deadline.remaining())
 
     def _answer(self, call: _Call, deadline: Deadline, what: str) -> Message:
@@ -425,7 +427,8 @@ class ReachingEnd(LookupBuffer):
 
     def _check(self) -> None:
         if self._ended is not None:
-            raise self._ended
+            # A new one for each caller: one that is raised again and again gathers all their stacks.
+            raise type(self._ended)(str(self._ended)) from self._ended
 
     def _break(self, why: str) -> NoReturn:
         """The other end does not keep to what was agreed."""

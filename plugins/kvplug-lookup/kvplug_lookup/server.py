@@ -19,6 +19,7 @@ import attrs
 from kvplug import (
     ClosedError,
     Deadline,
+    EntryGoneError,
     KvplugError,
     Pipe,
     TimeoutError,
@@ -40,6 +41,7 @@ from kvplug_lookup.messages import (
     PartMeta,
     Read,
     Take,
+    deadline_lock,
     key_from_bytes,
     key_to_bytes,
     pack,
@@ -175,6 +177,10 @@ class Session:
                     call.borrowed = self._lending.borrow(key_from_bytes(key), extra, min_tokens, self.holder)
                 except ClosedError as e:
                     self._fail(number, e)
+                    return
+                if call.borrowed is None:
+                    del self._calls[number]
+                    self._fail(number, EntryGoneError("nothing held shares enough tokens"))
                 else:
                     self._outbox.put(call)
             case Done(number):
@@ -220,8 +226,6 @@ class Session:
                     self._send(call, loan)
                 elif call.waiter is not None and call.waiter.error is not None:
                     self._fail(call.number, call.waiter.error)
-                elif not call.cancelled:
-                    self._say(Failed(call.number, "EntryGoneError", "nothing held shares enough tokens"))
         except KvplugError as e:
             _log.debug("entries for %s stop: %s", self.holder, e)
         except Exception:
@@ -270,8 +274,9 @@ class Session:
 
     def _say(self, message: Message, deadline: Deadline | None = None) -> None:
         tensor = pack(message)
-        with self._speaking:
-            self._signal.send_tensor(tensor, timeout=None if deadline is None else deadline.remaining())
+        deadline = deadline or Deadline.after(None)
+        with deadline_lock(self._speaking, deadline):
+            self._signal.send_tensor(tensor, timeout=deadline.remaining())
 
 
 def _announce(number: int, held: Held) -> Coming:

@@ -34,6 +34,7 @@ from kvplug_lookup.parts import (
     copy_of,
     count_layers,
     describe_query,
+    extra_bytes,
     key_under,
     mask_array,
     nbytes_of,
@@ -102,6 +103,7 @@ class SimpleStore(LookupStore):
         if not key_tokens.size:
             raise ValueError("no token of the entry is under its roi: it could never be found")
         num_layers = count_layers(tokens.numel(), key, value, hidden)
+        extra_as_bytes = extra_bytes(extra)
         # A copy, and a refusal here rather than at whoever asks for the entry.
         plain = decode(encode(dict(metadata or {})))
         nbytes = nbytes_of(tokens, kept_roi, key, value, hidden)
@@ -120,7 +122,7 @@ class SimpleStore(LookupStore):
                 )
                 return Held(
                     header=header,
-                    extra=bytes(extra),
+                    extra=extra_as_bytes,
                     key_tokens=key_tokens,
                     key=copies[0],
                     value=copies[1],
@@ -137,7 +139,7 @@ class SimpleStore(LookupStore):
     # -- finding -------------------------------------------------------------------------------
 
     def match(self, input_tokens: Any, roi: Any = None, *, extra: bytes = b"") -> int:
-        return self._lending.match(key_under(input_tokens, roi), bytes(extra))
+        return self._lending.match(key_under(input_tokens, roi), extra_bytes(extra))
 
     def drop_select(
         self,
@@ -150,7 +152,7 @@ class SimpleStore(LookupStore):
         deadline = Deadline.after(timeout, self._timeout_s)
         key = None if input_tokens is None else key_under(input_tokens, roi)
         came = threading.Event()
-        waiter = Waiter(key=key, extra=bytes(extra), holder=_here(), wake=lambda _: came.set())
+        waiter = Waiter(key=key, extra=extra_bytes(extra), holder=_here(), wake=lambda _: came.set())
         self._lending.want(waiter)
         try:
             came.wait(deadline.remaining())
@@ -178,7 +180,7 @@ class SimpleStore(LookupStore):
     ) -> Entry:
         deadline = Deadline.after(timeout, self._timeout_s)
         key = key_under(input_tokens, roi)
-        loan = self._lending.borrow(key, bytes(extra), min_tokens, _here())
+        loan = self._lending.borrow(key, extra_bytes(extra), min_tokens, _here())
         if loan is None:
             raise EntryGoneError(f"{describe_query(key)}: nothing held shares enough tokens")
         try:

@@ -503,3 +503,12 @@ def test_a_forked_child_finds_the_store_closed(joined, entry):
     assert os.waitpid(pid, 0)[1] == 0
     assert store.match([1]) == 1
     assert threading.active_count() >= 1
+
+
+@pytest.mark.parametrize("extra", ["text", 3, None])
+def test_an_extra_that_is_not_bytes_is_refused(joined, entry, extra):
+    store = joined.store()
+    for call in (lambda: store.insert(*entry([1]), extra=extra), lambda: store.match([1], extra=extra)):
+        with pytest.raises(UnsupportedError, match="extra must be bytes"):
+            call()
+    assert store.bytes_used == 0
