@@ -379,6 +379,9 @@ def _extension(code: int, payload: memoryview) -> Any:
     """What an extension that passed :func:`_scan` stands for; called by msgspec."""
     if not payload.nbytes:
         return _MARKS[code]
+    # msgspec 0.19 gives the view the shape of the whole message, so that slices of it reach past the end
+    # of memory (its issue 835); a cast makes the shape anew from the number of bytes, which is right.
+    payload = payload.cast("B")
     try:
         if code == _Leaf.DTYPE:
             return tensors.dtype_of(tensors.name_of_code(payload[0]))

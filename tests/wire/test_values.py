@@ -254,6 +254,13 @@ def test_a_tensor_whose_shape_and_bytes_disagree_is_refused_before_anything_is_m
         decode(bytes([0xC7, len(meta) + 4, 17]) + meta + bytes(4))
 
 
+def test_an_extension_is_never_read_past_its_end() -> None:
+    """msgspec 0.19 hands out a view whose slices go further than its bytes."""
+    inside = struct.pack("<BBQ", 12, 1, 2) + bytes(4)  # claims 8 bytes, and 4 are its own
+    with pytest.raises(WireError, match="not 4"):
+        decode(b"\x92" + bytes([0xC7, len(inside), 17]) + inside + b"\xc4\x04abcd")
+
+
 @given(st.binary(max_size=200))
 def test_random_bytes_are_a_value_or_a_wire_error(data: bytes) -> None:
     try:
