@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable, Mapping
 
 import attrs
@@ -21,6 +22,7 @@ from kvplug.errors import ClosedError, HandshakeError, KvplugError, TimeoutError
 from kvplug.handshake.agreement import Agreement
 from kvplug.handshake.exchange import exchange
 from kvplug.handshake.hello import Hello
+from kvplug.metrics.reasons import reason_of
 from kvplug.metrics.record import RecordedPipe
 from kvplug.metrics.stats import TransferStats
 from kvplug.pipe import Pipe, PipeEndpoint
@@ -62,6 +64,17 @@ class Wiring:
             heartbeat_timeout_s=self.config.heartbeat_timeout_s,
         )
         return self.endpoint(name, context)
+
+    def agree(self, channel: Channel, purpose: str, timeout: float | None) -> Agreement:
+        """Shake hands over the channel, and count it."""
+        begun = time.perf_counter()
+        try:
+            agreement = exchange(channel, self.hello(purpose), timeout=timeout)
+        except KvplugError as e:
+            self.stats.fail("handshake", reason_of(e))
+            raise
+        self.stats.record("handshake", seconds=time.perf_counter() - begun)
+        return agreement
 
     def wrapped(self, pipe: Pipe) -> Pipe:
         if self.wrap_pipe is not None:
@@ -187,11 +200,8 @@ class LinkListener(PeerListener):
 
     def _shake_hands(self, channel: Channel) -> None:
         try:
-            hello = self._wiring.hello("")
-            agreement = exchange(channel, hello, timeout=self._wiring.config.timeout_s)
+            agreement = self._wiring.agree(channel, "", self._wiring.config.timeout_s)
         except KvplugError as e:
-            reason = "refused" if isinstance(e, HandshakeError) else "transport"
-            self._wiring.stats.fail("handshake", reason)
             _log.warning("no agreement with %s: %s", channel.peer, e)
             channel.close()
         else:
@@ -246,7 +256,7 @@ class ControlPeers(Peers):
         connection = dial_until(self.address_of(rank), self._wiring.credentials, CONTROL, deadline)
         channel = Channel(connection)
         try:
-            agreement = exchange(channel, self._wiring.hello(purpose), timeout=deadline.remaining())
+            agreement = self._wiring.agree(channel, purpose, deadline.remaining())
         except BaseException:
             channel.close()
             raise
