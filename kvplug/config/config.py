@@ -60,6 +60,11 @@ def _role(value: Any) -> Role | None:
         raise ConfigError(bad_value("role", value, f"one of {', '.join(Role)}") + hint) from None
 
 
+def _heartbeat(config: Config) -> float:
+    timeout: Any = config.timeout_s  # not checked yet
+    return min(10.0, timeout) if isinstance(timeout, (int, float)) else 10.0
+
+
 def _options(value: Any) -> Mapping[str, Mapping[str, Any]]:
     return {str(name): dict(table) for name, table in value.items()}
 
@@ -122,7 +127,7 @@ class Config:
         60.0, help="How long the peer may take to come up.", unit="seconds", above=0
     )
     heartbeat_timeout_s: float = option(
-        attrs.Factory(lambda self: min(10.0, self.timeout_s), takes_self=True),
+        attrs.Factory(_heartbeat, takes_self=True),
         help="Silence on a connection to another host that counts as its death. 10 s unless timeout_s is"
         " less.",
         unit="seconds",

@@ -52,17 +52,26 @@ class _Checks:
     bounds: _Bounds
     validator: Callable[[Any, Any, Any], Any] | None
 
-    def __call__(self, instance: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
+    def refusals(
+        self, instance: Any, attribute: attrs.Attribute[Any], value: Any, given: Any
+    ) -> tuple[str, ...]:
+        """What is wrong with ``value``, in terms of what was given before it was converted."""
         key = attribute.alias or attribute.name
         try:
             if value is not None and not self.bounds.holds(value):
-                raise ConfigError(bad_value(key, value, self.bounds.text(attribute.metadata[UNIT])))
+                return (bad_value(key, given, self.bounds.text(attribute.metadata[UNIT])),)
             if self.validator is not None:
                 self.validator(instance, attribute, value)
-        except ConfigError:
-            raise
+        except ConfigError as e:
+            return e.faults
         except (ValueError, TypeError) as e:
-            raise ConfigError(f"{key}: {shown(value)} was given; {e.args[0] if e.args else e}") from e
+            return (f"{key}: {shown(given)} was given; {e.args[0] if e.args else e}",)
+        return ()
+
+    def __call__(self, instance: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
+        faults = self.refusals(instance, attribute, value, value)
+        if faults:
+            raise ConfigError(*faults)
 
 
 def option(
@@ -150,7 +159,7 @@ def convert_values(cls: type, values: Mapping[str, Any], where: str = "") -> tup
             allowed = e.allowed + (f", {bounds.text(unit)}" if bounds != _Bounds() and not e.reason else "")
             faults.append(bad_value(key, given, allowed) + (f" ({e.reason})" if e.reason else ""))
             continue
-        refusals = _refusals(field, value)
+        refusals = _refusals(field, value, given)
         faults += (f"{prefix}{refusal}" for refusal in refusals)
         if not refusals:
             converted[name] = value
@@ -193,23 +202,21 @@ def _default(field: attrs.Attribute[Any], unit: str) -> str:
     return format_value(default, unit)
 
 
-def _refusals(field: attrs.Attribute[Any], value: Any) -> tuple[str, ...]:
+def _refusals(field: attrs.Attribute[Any], value: Any, given: Any) -> tuple[str, ...]:
     """Why the class's own validator refuses the value.
 
     Asked without an instance, so that every fault can be told; a validator that needs one is left to
     the constructor.
     """
-    if field.validator is None:
+    checks = field.validator
+    if checks is None:
         return ()
+    if not isinstance(checks, _Checks):
+        checks = _Checks(_Bounds(), checks)
     try:
-        field.validator(None, field, value)
-    except ConfigError as e:
-        return e.faults
-    except (ValueError, TypeError) as e:
-        return (f"{field.alias or field.name}: {shown(value)} was given; {e.args[0] if e.args else e}",)
+        return checks.refusals(None, field, value, given)
     except AttributeError:
         return ()
-    return ()
 
 
 def _hints(cls: type) -> dict[str, Any]:

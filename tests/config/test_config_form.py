@@ -1,0 +1,260 @@
+"""A configuration's form: keys, types, bounds, and every fault at once."""
+
+from __future__ import annotations
+
+import contextlib
+
+import attrs
+import pytest
+from hypothesis import given, strategies as st
+
+from kvplug import Config, ConfigError, Role
+from kvplug.config import KEYS, describe_config
+
+
+def faults_of(data: object) -> tuple[str, ...]:
+    with pytest.raises(ConfigError) as caught:
+        Config.from_dict(data)  # type: ignore[arg-type]
+    return caught.value.faults
+
+
+def test_an_empty_configuration_is_all_defaults() -> None:
+    config = Config.from_dict({})
+    assert (config.connector, config.transport, config.lookup_buffer) == ("lookup", "auto", "auto")
+    assert (config.host, config.port, config.device) == ("127.0.0.1", 29555, "cpu")
+    assert (config.timeout_s, config.store_timeout_s, config.buffer_size) == (30.0, 300.0, 2**30)
+    assert config.role is None
+    assert config.sources == {}
+    assert config.source_of("port") == "default"
+
+
+def test_every_fault_is_told_at_once() -> None:
+    faults = faults_of(
+        {
+            "rol": "producer",
+            "role": "prodcer",
+            "rank": 3,
+            "port": 70000,
+            "buffer_size": "64M",
+            "timeout_s": -1,
+            "device": "CUDA 1",
+            "host": "10.0.0.1:5000",
+            "failure_policy": "recomput",
+            "options": {"cpu": 3},
+        }
+    )
+    assert len(faults) == 10
+    text = "\n".join(faults)
+    for part in (
+        "rol: not a known key; did you mean 'role'?",
+        "role: 'prodcer' was given; allowed is one of producer, consumer, both; did you mean 'producer'?",
+        "rank: 3 was given; allowed is 0 to 0, below world_size (1)",
+        "port: 70000 was given; allowed is at least 1 and at most 65535",
+        "buffer_size: '64M' was given",
+        "say MB (powers of 1000) or MiB (powers of 1024)",
+        "timeout_s: -1 was given; allowed is more than 0 s",
+        "device: 'CUDA 1' was given",
+        "host: '10.0.0.1:5000' was given; allowed is a host alone",
+        "failure_policy: 'recomput' was given; allowed is one of fail or recompute (did you mean 'rec",
+        "options.cpu: 3 was given; allowed is a table",
+    ):
+        assert part in text
+
+
+def test_a_fault_of_form_is_a_value_error() -> None:
+    with pytest.raises(ValueError, match="port"):
+        Config.from_dict({"port": "x"})
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_a_value_of_a_wrong_type_is_a_fault_of_its_key(key: str) -> None:
+    (fault,) = faults_of({key: {"a": "table"}})
+    assert fault.startswith(f"{key}: {{'a': 'table'}} was given; allowed is ")
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from(KEYS) | st.text(max_size=8), st.none() | st.text() | st.integers() | st.floats()
+    )
+)
+def test_whatever_is_given_the_answer_is_a_config_or_config_error(data: dict[str, object]) -> None:
+    with contextlib.suppress(ConfigError):
+        config = Config.from_dict(data)
+        assert attrs.evolve(config) == config
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [
+        ("1 GiB", 2**30),
+        ("64MiB", 64 * 2**20),
+        ("1.5 KiB", 1536),
+        ("2 kB", 2000),
+        ("4096", 4096),
+        ("1e9", 10**9),
+        ("1_000 B", 1000),
+        (4096, 4096),
+        (1e9, 10**9),
+    ],
+)
+def test_a_size_may_have_a_unit(text: object, nbytes: int) -> None:
+    assert Config.from_dict({"buffer_size": text}).buffer_size == nbytes
+
+
+@pytest.mark.parametrize(
+    "size", ["64M", "1 gib", "-1", "GiB", "1e100 TiB", "1..5 MB", "", True, 1.5, "nan", 0]
+)
+def test_what_is_no_size_is_refused(size: object) -> None:
+    (fault,) = faults_of({"buffer_size": size})
+    assert fault.startswith("buffer_size")
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("500 ms", 0.5), ("5 min", 300.0), ("2", 2.0), (7, 7.0), ("1 h", 3600)]
+)
+def test_a_duration_may_have_a_unit(text: object, seconds: float) -> None:
+    assert Config.from_dict({"store_timeout_s": text}).store_timeout_s == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize(
+    "seconds", [0, -1, float("inf"), float("nan"), "soon", "3 days", True, None, 10**400]
+)
+def test_what_is_no_duration_is_refused(seconds: object) -> None:
+    (fault,) = faults_of({"timeout_s": seconds})
+    assert fault.startswith("timeout_s")
+
+
+@pytest.mark.parametrize("role", ["producer", "kv_producer", Role.PRODUCER])
+def test_a_role_is_understood_as_vllm_spells_it_too(role: object) -> None:
+    assert Config.from_dict({"role": role}).role is Role.PRODUCER
+
+
+def test_roles_say_what_they_do() -> None:
+    assert [(role.produces, role.consumes) for role in Role] == [(True, False), (False, True), (True, True)]
+
+
+def test_a_missing_role_is_told_when_it_is_needed() -> None:
+    with pytest.raises(ConfigError, match=r"role: nothing was given.*KVPLUG_ROLE"):
+        Config().require_role()
+    assert Config(role=Role.BOTH).require_role() is Role.BOTH
+
+
+@pytest.mark.parametrize(
+    "host", ["127.0.0.1", "node-3.example.org", "::1", "fe80::1%eth0", "unix:@kvplug/a-1", "0.0.0.0"]
+)
+def test_hosts(host: str) -> None:
+    assert Config.from_dict({"host": host}).host == host
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        "",
+        "a b",
+        "tcp://127.0.0.1",
+        "127.0.0.1:80",
+        "[::1]",
+        "unix:/tmp/x",
+        "unix:@",
+        "unix:@" + "a" * 91,
+        "a\n",
+    ],
+)
+def test_what_is_no_host_is_refused(host: str) -> None:
+    (fault,) = faults_of({"host": host})
+    assert fault.startswith("host: ")
+
+
+@pytest.mark.parametrize(
+    ("host", "offset", "rank", "address"),
+    [
+        ("127.0.0.1", 0, 0, "127.0.0.1:29555"),
+        ("127.0.0.1", 100, 3, "127.0.0.1:29658"),
+        ("::1", 0, 1, "[::1]:29556"),
+        ("unix:@a", 0, 2, "unix:@a-2"),
+        ("unix:@a", 10, 2, "unix:@a-12"),
+    ],
+)
+def test_each_rank_has_its_own_address(host: str, offset: int, rank: int, address: str) -> None:
+    config = Config(host=host, port_offset=offset, world_size=4)
+    assert config.control_address(rank) == address
+
+
+def test_a_world_that_does_not_fit_into_the_ports_is_refused() -> None:
+    (fault,) = faults_of({"port": 65000, "port_offset": 530, "world_size": 10})
+    assert "the last rank would listen at 65539" in fault
+    assert Config(host="unix:@a", port=65000, port_offset=530, world_size=10)
+
+
+def test_a_rank_beyond_the_ports_has_no_address() -> None:
+    with pytest.raises(ConfigError, match="rank 9 would listen at port 65544"):
+        Config(port=65535).control_address(9)
+
+
+def test_a_heartbeat_that_outlasts_the_calls_is_refused_and_its_default_follows() -> None:
+    (fault,) = faults_of({"heartbeat_timeout_s": 20, "timeout_s": 5})
+    assert "at most timeout_s (5)" in fault
+    assert Config(timeout_s=5).heartbeat_timeout_s == 5
+    assert Config(timeout_s=60).heartbeat_timeout_s == 10
+
+
+def test_cross_checks_wait_until_their_keys_are_right() -> None:
+    assert len(faults_of({"world_size": 0, "rank": 3})) == 1
+
+
+@pytest.mark.parametrize("key", ["transport", "queue", "lookup_buffer", "communicator", "connector"])
+def test_names_may_carry_their_distribution(key: str) -> None:
+    assert getattr(Config.from_dict({key: "kvplug-cpu:cpu"}), key) == "kvplug-cpu:cpu"
+    (fault,) = faults_of({key: "Not A Name"})
+    assert "a name as `kvplug list` shows it" in fault
+
+
+def test_a_connector_is_not_chosen_automatically() -> None:
+    (fault,) = faults_of({"connector": "auto"})
+    assert "a connector is not chosen automatically" in fault
+
+
+@pytest.mark.parametrize("key", ["secret", "password", "auth_token", "kvplug_secret"])
+def test_a_secret_is_never_an_option_and_never_repeated(key: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Config.from_dict({key: "hunter2-hunter2"})
+    assert "KVPLUG_SECRET" in str(caught.value)
+    assert "hunter2" not in str(caught.value)
+
+
+def test_the_value_of_an_unknown_key_is_never_repeated() -> None:
+    with pytest.raises(ConfigError) as caught:
+        Config.from_dict({"sceret_": "hunter2", "options": {"cpu": {}}})
+    assert "hunter2" not in str(caught.value)
+
+
+def test_construction_by_hand_is_checked_too() -> None:
+    with pytest.raises(ConfigError, match="port: 0 was given"):
+        Config(port=0)
+    with pytest.raises(ConfigError, match="rank: 5 was given; allowed is 0 to 0"):
+        attrs.evolve(Config(), rank=5)
+    with pytest.raises(ConfigError, match="timeout_s"):
+        Config(timeout_s="5")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="did you mean 'producer'"):
+        Config(role="producr")  # type: ignore[arg-type]
+
+
+def test_engines_are_called_differently_unless_told() -> None:
+    one, other = Config(), Config()
+    assert one.engine_id != other.engine_id
+    assert len(one.engine_id) == 32
+    assert one.source_of("engine_id") == "generated"
+    assert Config.from_dict({"engine_id": "prefill-0"}).engine_id == "prefill-0"
+
+
+def test_every_key_has_a_help_text() -> None:
+    rows = describe_config()
+    assert tuple(row.name for row in rows) == KEYS
+    assert all(row.help and row.type and row.default for row in rows)
+
+
+def test_a_very_long_value_is_cut_in_the_fault() -> None:
+    (fault,) = faults_of({"port": "9" * 5000})
+    assert len(fault) < 300
+    (fault,) = faults_of({"port": 10**5000})
+    assert len(fault) < 300

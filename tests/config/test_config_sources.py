@@ -1,0 +1,294 @@
+"""Where configuration comes from: files, documents, the environment, the command line, vLLM's JSON."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, strategies as st
+
+from kvplug import Config, ConfigError, Role
+from kvplug.config import RESERVED
+
+TOML = """
+connector = "lookup"
+role = "producer"
+buffer_size = "2 GiB"
+
+[options.cpu]
+connections = 4
+"""
+
+
+def test_toml_from_text_and_from_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "kvplug.toml"
+    path.write_text(TOML)
+    for config in (
+        Config.from_toml(TOML),
+        Config.from_toml(path),
+        Config.from_toml(str(path)),
+        Config.load(path),
+    ):
+        assert config.role is Role.PRODUCER
+        assert config.buffer_size == 2 * 2**30
+        assert config.options == {"cpu": {"connections": 4}}
+    assert config.source_of("buffer_size") == str(path)
+    assert config.source_of("options.cpu.connections") == str(path)
+
+
+def test_json_from_text_and_from_a_file(tmp_path: Path) -> None:
+    text = json.dumps({"role": "consumer", "options": {"cpu": {"connections": 4}}})
+    path = tmp_path / "kvplug.json"
+    path.write_text(text)
+    for config in (
+        Config.from_json(text),
+        Config.from_json(path),
+        Config.from_json(str(path)),
+        Config.load(path),
+    ):
+        assert config.role is Role.CONSUMER
+        assert config.options == {"cpu": {"connections": 4}}
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("port = ", "not TOML"),
+        ("port = 1\nport = 2", "not TOML"),
+        ("a = " + "[" * 5000, "not TOML"),
+    ],
+)
+def test_what_is_not_toml_is_told(text: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        Config.from_toml(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("{", "not JSON"),
+        ("[]", "a table of keys and values is needed"),
+        ('{"rank": 0, "rank": 1}', "the key 'rank' is there twice"),
+        ('{"port": ' + "9" * 5000 + "}", "not JSON"),
+        ('{"timeout_s": NaN}', "timeout_s"),
+        ('{"a": ' * 100_000, "not JSON"),
+    ],
+)
+def test_what_is_not_json_is_told(text: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        Config.from_json(text)
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nowhere.toml: cannot be read: No such file"):
+        Config.load(tmp_path / "nowhere.toml")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        Config.from_toml(tmp_path)
+    with pytest.raises(ConfigError, match=r"must end in .toml or .json"):
+        Config.load(tmp_path / "kvplug.yaml")
+    (tmp_path / "latin.toml").write_bytes(b"connector = '\xff'")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        Config.load(tmp_path / "latin.toml")
+
+
+def test_a_fault_names_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "kvplug.toml"
+    path.write_text("port = 0")
+    with pytest.raises(ConfigError, match=f"in {path}: port"):
+        Config.load(path, environ={})
+
+
+# -- environment -----------------------------------------------------------------------------------
+
+
+def test_every_key_has_a_variable_and_so_has_every_option() -> None:
+    config = Config.from_env(
+        {
+            "KVPLUG_ROLE": "both",
+            "KVPLUG_PORT": "5000",
+            "KVPLUG_BUFFER_SIZE": "64 MiB",
+            "KVPLUG_ALLOW_UNAUTHENTICATED_DATA_PLANE": "yes",
+            "KVPLUG_OPTIONS__CUDA_IPC__MAX_IN_FLIGHT_BYTES": "1 MiB",
+            "KVPLUG_ENGINE_ID": "",
+            "PATH": "/bin",
+        }
+    )
+    assert (config.role, config.port, config.buffer_size) == (Role.BOTH, 5000, 64 * 2**20)
+    assert config.allow_unauthenticated_data_plane is True
+    assert config.options == {"cuda-ipc": {"max_in_flight_bytes": "1 MiB"}}
+    assert config.source_of("port") == "KVPLUG_PORT"
+    assert config.source_of("engine_id") == "generated"
+
+
+def test_an_unknown_variable_is_a_fault_with_a_suggestion_and_its_value_is_not_repeated() -> None:
+    with pytest.raises(ConfigError) as caught:
+        Config.from_env({"KVPLUG_SECERT": "hunter2", "KVPLUG_RNK": "hunter2", "KVPLUG_OPTIONS__A": "hunter2"})
+    text = str(caught.value)
+    assert "KVPLUG_SECERT: not a variable of kvplug; did you mean 'KVPLUG_SECRET'?" in text
+    assert "KVPLUG_RNK: not a variable of kvplug; did you mean 'KVPLUG_RANK'?" in text
+    assert "KVPLUG_OPTIONS__A: an option's variable is KVPLUG_OPTIONS__<NAME>__<OPTION>" in text
+    assert "hunter2" not in text
+
+
+def test_a_fault_names_the_variable() -> None:
+    with pytest.raises(ConfigError, match=r"rank: 'z' was given; .* \[KVPLUG_RANK\]"):
+        Config.from_env({"KVPLUG_RANK": "z"})
+
+
+@pytest.mark.parametrize("name", [*RESERVED, "KVPLUG_LOG_FORMAT"])
+def test_reserved_variables_are_not_options(name: str) -> None:
+    config = Config.from_env({name: "0123456789abcdef-secret"})
+    assert "secret" not in repr(config).replace("secret_file", "")
+    assert config.sources == {}
+    with pytest.raises(ConfigError):
+        Config.from_dict({name.removeprefix("KVPLUG_").lower(): "x"})
+
+
+def test_variables_that_kubernetes_makes_of_a_service_named_kvplug_are_explained() -> None:
+    environ = {
+        "KVPLUG_PORT": "tcp://10.0.0.1:80",
+        "KVPLUG_SERVICE_HOST": "10.0.0.1",
+        "KVPLUG_SERVICE_PORT": "80",
+        "KVPLUG_PORT_80_TCP_ADDR": "10.0.0.1",
+    }
+    with pytest.raises(ConfigError) as caught:
+        Config.from_env(environ)
+    (fault,) = caught.value.faults
+    assert all(name in fault for name in environ)
+    assert "enableServiceLinks" in fault
+
+
+# -- precedence ------------------------------------------------------------------------------------
+
+
+def test_the_command_line_goes_before_the_environment_before_the_file_before_defaults(tmp_path: Path) -> None:
+    path = tmp_path / "kvplug.toml"
+    path.write_text(
+        "port = 1001\nrank = 1\nworld_size = 8\ntimeout_s = 11\n[options.cpu]\na = 1\nb = 1\nc = 1"
+    )
+    config = Config.load(
+        path,
+        environ={"KVPLUG_PORT": "1002", "KVPLUG_RANK": "2", "KVPLUG_OPTIONS__CPU__B": "2"},
+        overrides=["port=1003", "options.cpu.c=3"],
+    )
+    assert (config.port, config.rank, config.timeout_s, config.connect_timeout_s) == (1003, 2, 11, 60)
+    assert config.options == {"cpu": {"a": 1, "b": "2", "c": "3"}}
+    sources = [config.source_of(key) for key in ("port", "rank", "timeout_s", "connect_timeout_s")]
+    assert sources == ["command line", "KVPLUG_RANK", str(path), "default"]
+    assert config.source_of("options.cpu.b") == "KVPLUG_OPTIONS__CPU__B"
+
+
+def test_a_fault_that_lies_beneath_a_right_value_is_no_fault() -> None:
+    assert Config.load(environ={"KVPLUG_PORT": "x"}, overrides={"port": 5000}).port == 5000
+
+
+def test_the_file_may_be_named_by_a_variable(tmp_path: Path) -> None:
+    path = tmp_path / "kvplug.toml"
+    path.write_text("rank = 1\nworld_size = 2")
+    assert Config.load(environ={"KVPLUG_CONFIG": str(path)}).rank == 1
+
+
+@pytest.mark.parametrize(
+    "override", ["port", "=3", "options.cpu=3", "options.=3", "options.A B.c=3", "no.such=1"]
+)
+def test_an_override_that_is_none_is_a_fault(override: str) -> None:
+    with pytest.raises(ConfigError):
+        Config.load(environ={}, overrides=[override])
+
+
+# -- vLLM ------------------------------------------------------------------------------------------
+
+VLLM: dict[str, Any] = {
+    "kv_connector": "KvplugConnector",
+    "kv_role": "kv_both",
+    "kv_rank": 1,
+    "kv_parallel_size": 2,
+    "kv_ip": "127.0.0.1",
+    "kv_port": 14579,
+    "kv_buffer_device": "cuda",
+    "kv_buffer_size": 1e9,
+    "engine_id": "abc",
+    "kv_load_failure_policy": "fail",
+    "kv_connector_module_path": "kvplug_vllm.connector",
+    "enable_permute_local_kv": False,
+    "kv_connector_extra_config": {
+        "connector": "p2p",
+        "transport": "cpu",
+        "timeout_s": "5 s",
+        "options": {"cpu": {"connections": 1}},
+    },
+}
+
+
+def test_vllms_json_is_accepted_as_it_is() -> None:
+    config = Config.from_json(json.dumps(VLLM))
+    assert (config.connector, config.transport, config.role) == ("p2p", "cpu", Role.BOTH)
+    assert (config.rank, config.world_size, config.host, config.port) == (1, 2, "127.0.0.1", 14579)
+    assert (config.device, config.buffer_size, config.engine_id) == ("cuda", 10**9, "abc")
+    assert (config.failure_policy, config.timeout_s) == ("fail", 5.0)
+    assert config.options == {"cpu": {"connections": 1}}
+    assert config.source_of("rank") == "kv_rank"
+    assert config.source_of("transport") == "kv_connector_extra_config"
+
+
+def test_what_vllm_leaves_out_is_written_as_null() -> None:
+    config = Config.from_dict({"kv_connector": None, "kv_role": None, "kv_rank": None, "engine_id": None})
+    assert (config.connector, config.role, config.rank) == ("lookup", None, 0)
+
+
+@pytest.mark.parametrize(
+    ("given", "extra", "connector"),
+    [
+        ("lookup", {}, "lookup"),
+        ("KvplugConnector", {}, "lookup"),
+        ("KvplugConnector", {"connector": "multi"}, "multi"),
+        ("MyOwnSubclassOfIt", {"connector": "multi"}, "multi"),
+    ],
+)
+def test_the_connector_is_kvplugs_name_not_vllms_class(
+    given: str, extra: dict[str, str], connector: str
+) -> None:
+    data = {"kv_connector": given, "kv_connector_extra_config": extra}
+    assert Config.from_dict(data).connector == connector
+
+
+def test_faults_in_vllms_json_are_told_in_its_own_words() -> None:
+    with pytest.raises(ConfigError) as caught:
+        Config.from_dict(
+            {
+                "kv_connector": "NixlConnector",
+                "kv_role": "kv_prodcer",
+                "kv_prt": 3,
+                "timeout_s": 3,
+                "kv_connector_extra_config": {"transprt": "cpu", "buffer_size": "much"},
+            }
+        )
+    text = str(caught.value)
+    for part in (
+        "kv_connector: 'NixlConnector' was given",
+        "role: 'kv_prodcer' was given; allowed is one of producer, consumer, both",
+        "[kv_role]",
+        "kv_prt: not a key of vLLM's kv-transfer-config; did you mean 'kv_port'?",
+        "timeout_s: not a key of vLLM's kv-transfer-config; kvplug's own keys go into",
+        "transprt: not a known key; did you mean 'transport'?",
+        "buffer_size: 'much' was given",
+    ):
+        assert part in text
+    with pytest.raises(ConfigError, match="kv_connector_extra_config: 3 was given"):
+        Config.from_dict({"kv_connector": "lookup", "kv_connector_extra_config": 3})
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(st.dictionaries(st.sampled_from([*VLLM, "x", "options"]), json_values))
+def test_whatever_vllm_hands_over_the_answer_is_a_config_or_config_error(data: dict[str, Any]) -> None:
+    with contextlib.suppress(ConfigError):
+        Config.from_dict(data)

@@ -1,0 +1,207 @@
+"""Options classes: filled from what an operator wrote, and described."""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import attrs
+import pytest
+from hypothesis import given, strategies as st
+
+from kvplug import ConfigError, OptionRow, PluginError, check_options, describe_options, option
+from kvplug.config import parse_bytes
+from kvplug.config.units import format_bytes
+
+
+class Colour(enum.Enum):
+    RED = "red"
+    BLUE = "blue"
+
+
+@attrs.frozen(kw_only=True)
+class Options:
+    """One of each sort."""
+
+    lanes: int = option(2, help="How many.", at_least=1, at_most=4)
+    limit: int = option(2**20, help="How much\n    at once.", unit="bytes", at_least=1)
+    wait: float = option(1.5, help="How long.", unit="seconds", above=0)
+    ratio: float = option(0.5, help="A share.")
+    fast: bool = option(False, help="Whether.")
+    colour: Colour = option(Colour.RED, help="Which.")  # noqa: RUF009 - attrs copies nothing of an enum
+    evict: Literal["never", "oldest"] = option("never", help="What goes.")
+    ttl_s: float | None = option(
+        None,
+        help="For how long.",
+        unit="seconds",
+        validator=attrs.validators.optional(attrs.validators.ge(0)),
+    )
+    hosts: tuple[str, ...] = option((), help="Whom.")
+    table: Mapping[str, int] = option(attrs.Factory(dict), help="More.")
+    number: int | str = option(1, help="Either.")
+
+
+def faults_of(values: Mapping[str, Any], cls: type = Options) -> tuple[str, ...]:
+    with pytest.raises(ConfigError) as caught:
+        check_options(cls, values, where="options.cpu")
+    return caught.value.faults
+
+
+def test_nothing_given_is_all_defaults() -> None:
+    assert check_options(Options, {}) == Options()
+
+
+def test_text_is_converted_as_the_types_say() -> None:
+    given = {
+        "lanes": "3",
+        "limit": "64 KiB",
+        "wait": "500 ms",
+        "ratio": "1e-3",
+        "fast": "yes",
+        "colour": "blue",
+        "evict": "oldest",
+        "ttl_s": "none",
+        "hosts": "a, b",
+        "number": "x",
+    }
+    assert check_options(Options, given) == Options(
+        lanes=3,
+        limit=65536,
+        wait=0.5,
+        ratio=0.001,
+        fast=True,
+        colour=Colour.BLUE,
+        evict="oldest",
+        ttl_s=None,
+        hosts=("a", "b"),
+        number="x",
+    )
+
+
+def test_values_of_the_right_type_pass_as_they_are() -> None:
+    given = {
+        "lanes": 1,
+        "wait": 2,
+        "fast": True,
+        "colour": Colour.BLUE,
+        "hosts": ["a"],
+        "table": {"a": 1},
+        "ttl_s": 5,
+    }
+    options = check_options(Options, given)
+    assert (options.lanes, options.wait, options.hosts, options.table) == (1, 2.0, ("a",), {"a": 1})
+    assert isinstance(options.wait, float)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "part"),
+    [
+        ("lanes", 9, "options.cpu.lanes: 9 was given; allowed is at least 1 and at most 4"),
+        ("lanes", "two", "allowed is a whole number, at least 1 and at most 4"),
+        ("lanes", True, "True was given"),
+        ("lanes", 1.5, "1.5 was given"),
+        ("limit", "64M", "say MB (powers of 1000) or MiB (powers of 1024)"),
+        ("wait", 0, "allowed is more than 0 s"),
+        ("wait", "1 week", "units are us, ms, s, min, h"),
+        ("ratio", "half", "allowed is a number"),
+        ("fast", "maybe", "allowed is true or false"),
+        ("fast", 1, "allowed is true or false"),
+        ("colour", "bleu", "allowed is one of red or blue (did you mean 'blue'?)"),
+        ("evict", "oldst", "allowed is one of never or oldest (did you mean 'oldest'?)"),
+        ("ttl_s", -1, "'ttl_s' must be >= 0"),
+        ("hosts", 7, "allowed is list of text"),
+        ("hosts", [7], "allowed is list of text"),
+        ("table", 7, "a table of names and values"),
+        ("number", 1.5, "allowed is whole number or text"),
+        ("lane", 1, "options.cpu.lane: not a known key; did you mean 'lanes'?"),
+        ("zzz", 1, "known are colour, evict"),
+    ],
+)
+def test_a_fault_names_key_value_and_what_is_allowed(key: str, value: object, part: str) -> None:
+    (fault,) = faults_of({key: value})
+    assert fault.startswith(f"options.cpu.{key}: ")
+    assert part in fault
+
+
+def test_all_faults_are_told_at_once() -> None:
+    assert len(faults_of({"lanes": 0, "wait": -1, "fast": "x", "nope": 1, "ttl_s": -5})) == 5
+
+
+def test_an_option_without_a_default_must_be_given() -> None:
+    @attrs.frozen(kw_only=True)
+    class Needy:
+        path: str = option(help="The folder.")
+
+    assert faults_of({}, Needy) == ("options.cpu.path: must be given; The folder.",)
+    assert check_options(Needy, {"path": "x"}).path == "x"
+    assert describe_options(Needy)[0].default == "required"
+
+
+def test_a_class_may_check_between_its_options() -> None:
+    @attrs.frozen(kw_only=True)
+    class Paired:
+        low: int = option(1, help="")
+        high: int = option(2, help="")
+
+        def __attrs_post_init__(self) -> None:
+            if self.low > self.high:
+                raise ValueError("low is above high")
+
+    assert faults_of({"low": 3}, Paired) == ("options.cpu: low is above high",)
+
+
+def test_plain_attrs_fields_are_options_too() -> None:
+    @attrs.frozen
+    class Plain:
+        _private: int = 3
+        converted: int = attrs.field(default=1, converter=int)
+        derived: int = attrs.field(default=0, init=False)
+
+        @converted.validator
+        def _check(self, _: Any, value: int) -> None:
+            if value > 9 + self._private:
+                raise ValueError("too much")
+
+    assert check_options(Plain, {"private": "4", "converted": "5"}) == Plain(4, 5)
+    assert faults_of({"converted": "99"}, Plain) == ("options.cpu: too much",)
+    assert "not a known key" in faults_of({"derived": 1}, Plain)[0]
+    assert [row.name for row in describe_options(Plain)] == ["private", "converted"]
+
+
+def test_types_that_cannot_be_resolved_are_the_plugins_fault() -> None:
+    lost = attrs.make_class("Lost", {"x": attrs.field(type="NoSuchType", default=1)})  # type: ignore[arg-type]
+    with pytest.raises(PluginError, match="cannot be resolved"):
+        check_options(lost, {"x": 1})
+
+
+def test_construction_by_hand_is_checked_too() -> None:
+    with pytest.raises(ConfigError, match="lanes: 9 was given; allowed is at least 1 and at most 4"):
+        Options(lanes=9)
+
+
+def test_options_are_described_for_people() -> None:
+    rows = {row.name: row for row in describe_options(Options)}
+    assert rows["limit"] == OptionRow(
+        name="limit",
+        type="whole number, at least 1 B",
+        unit="bytes",
+        default="1 MiB",
+        help="How much at once.",
+    )
+    assert rows["colour"].type == "one of red or blue"
+    assert rows["ttl_s"].type == "number (or none)"
+    assert rows["hosts"].default == "nothing"
+    assert rows["wait"].default == "1.5 s"
+
+
+@given(st.integers(0, 2**60))
+def test_a_size_survives_being_written_and_read(nbytes: int) -> None:
+    assert parse_bytes(format_bytes(nbytes)) == nbytes
+
+
+@given(st.text(max_size=30))
+def test_no_text_makes_the_reader_of_sizes_fail_otherwise(text: str) -> None:
+    with contextlib.suppress(ValueError):
+        assert parse_bytes(text) >= 0

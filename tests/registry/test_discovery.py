@@ -1,0 +1,226 @@
+"""Plugins are found, judged and loaded one by one: with real metadata on a real path, in real processes."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HEADER = """\
+from kvplug import CommandSpec, ConnectorSpec, TransportSpec, hookimpl
+KVPLUG_API = (1, 0)
+"""
+
+PIPE = """
+@hookimpl
+def kvplug_transports():
+    return [TransportSpec(kind="pipe", name="{name}", factory="nowhere.at_all:Endpoint")]
+"""
+
+
+def pipe(name: str) -> str:
+    return HEADER + PIPE.format(name=name)
+
+
+@pytest.fixture(autouse=True)
+def neighbour(site: Any) -> None:
+    """A plugin beside the one under test, which must work whatever the other does."""
+    site.add("neighbour", pipe("near"))
+
+
+def test_a_plugin_is_found_by_its_entry_point_and_described(site: Any) -> None:
+    site.add("good", pipe("smoke-signal"), version="3.2.1")
+    assert site.plugin("good") == {
+        "name": "good",
+        "distribution": "kvplug-good",
+        "version": "3.2.1",
+        "status": "ok",
+        "reason": "",
+        "api": [1, 0],
+        "offers": ["smoke-signal"],
+    }
+
+
+def test_nothing_heavy_is_imported_to_find_plugins(site: Any) -> None:
+    heavy = ("torch", "zmq", "numpy", "xxhash", "click", "rich")
+    loaded = site.ask("answer = sorted(sys.modules)")
+    assert not {*heavy} & {*loaded}
+
+
+BROKEN = {
+    "import": (HEADER + "import a_module_that_is_not_there", "ModuleNotFoundError"),
+    "syntax": ("def f(:", "SyntaxError"),
+    "null byte": ("\0", "cannot read"),
+    "exit on import": (HEADER + "raise SystemExit('configure me first')", "SystemExit: configure me first"),
+    "error on import": (HEADER + "1 / 0", "ZeroDivisionError"),
+    "error in hook": (
+        HEADER + "@hookimpl\ndef kvplug_transports():\n    raise RuntimeError('no luck')",
+        "RuntimeError: no luck",
+    ),
+    "exit in hook": (
+        HEADER + "@hookimpl\ndef kvplug_transports():\n    raise SystemExit(3)",
+        "SystemExit: 3",
+    ),
+    "not a list": (HEADER + "@hookimpl\ndef kvplug_transports():\n    return 7", "7, not a list"),
+    "not a spec": (HEADER + "@hookimpl\ndef kvplug_transports():\n    return ['cpu']", "not a TransportSpec"),
+    "bad name": (pipe("Not A Name"), "cannot be a name"),
+    "reserved name": (pipe("auto"), "has a meaning"),
+    "bad factory": (pipe("x").replace("nowhere.at_all:Endpoint", "nowhere"), "factory must be"),
+    "misspelt hook": (HEADER + "@hookimpl\ndef kvplug_transprots():\n    return []", "kvplug_transprots"),
+    "unmarked hook": (HEADER + "def kvplug_transports():\n    return []", "not marked with kvplug.hookimpl"),
+    "argument": (HEADER + "@hookimpl\ndef kvplug_transports(config):\n    return []", "config"),
+    "wrapper": (
+        HEADER + "@hookimpl(wrapper=True)\ndef kvplug_transports():\n    return (yield)",
+        "is a wrapper",
+    ),
+    "no hook": (HEADER, "implements no hook"),
+    "twice": (pipe("x").replace("]", ", *[TransportSpec(kind='pipe', name='x', factory='a:b')]]"), "twice"),
+    "no API": (pipe("x").replace("KVPLUG_API", "API"), "add KVPLUG_API = (1, 0)"),
+    "API not a literal": (pipe("x").replace("(1, 0)", "tuple([1, 0])"), "not a literal"),
+    "API not a pair": (pipe("x").replace("(1, 0)", "1"), "a pair of whole numbers is needed"),
+    "API of booleans": (pipe("x").replace("(1, 0)", "(True, False)"), "a pair of whole numbers is needed"),
+    "API in a branch": (pipe("x").replace("KVPLUG_API", "if True: KVPLUG_API"), "does not state"),
+    "next major": (pipe("x").replace("(1, 0)", "(2, 0)"), "upgrade kvplug"),
+    "last major": (pipe("x").replace("(1, 0)", "(0, 9)"), "upgrade the plugin"),
+    "next minor": (pipe("x").replace("(1, 0)", "(1, 99)"), "needs plugin API 1.99, and this kvplug has 1.0"),
+}
+
+
+@pytest.mark.parametrize(("source", "reason"), BROKEN.values(), ids=BROKEN)
+def test_a_broken_plugin_is_kept_with_its_reason_and_stops_no_other(
+    site: Any, source: str, reason: str
+) -> None:
+    site.add("bad", source)
+    found = site.plugin("bad")
+    assert found["status"] == "broken"
+    assert reason in found["reason"]
+    assert found["offers"] == []
+    assert "\n" not in found["reason"]
+    assert site.plugin("neighbour")["status"] == "ok"
+
+
+@pytest.mark.parametrize("case", ["no API", "API not a literal", "next major", "last major", "next minor"])
+def test_a_plugin_of_another_api_is_refused_without_importing_even_its_package(site: Any, case: str) -> None:
+    site.add("bad", BROKEN[case][0])
+    assert site.plugin("bad")["status"] == "broken"
+    assert site.marked() == {"kvplug_neighbour", "kvplug_neighbour.plugin"}
+
+
+@pytest.mark.parametrize(
+    ("entry_point", "reason"),
+    [
+        ("kvplug_bad.nothing", "there is no module kvplug_bad.nothing"),
+        ("not_here.plugin", "not_here is not a package that is installed"),
+        ("not_here", "there is no module not_here"),
+        ("kvplug_bad.plugin.deeper", "kvplug_bad.plugin is not a package"),
+        ("kvplug_bad.plugin:missing", "AttributeError"),
+    ],
+)
+def test_an_entry_point_that_leads_nowhere_is_broken(site: Any, entry_point: str, reason: str) -> None:
+    site.add("bad", pipe("x"), entry_point=entry_point)
+    assert reason in site.plugin("bad")["reason"]
+
+
+def test_an_entry_point_may_name_an_object_in_its_module(site: Any) -> None:
+    source = HEADER + "class Offers:\n    @hookimpl\n    def kvplug_transports(self):\n"
+    source += "        return [TransportSpec(kind='pipe', name='x', factory='a:b')]\noffers = Offers()\n"
+    site.add("object", source, entry_point="kvplug_object.plugin:offers")
+    assert site.plugin("object")["offers"] == ["x"]
+
+
+def test_a_plugin_may_be_a_single_module(site: Any) -> None:
+    (site.folder / "site" / "lonely.py").write_text(pipe("x"))
+    site.add_metadata("lonely", "1.0", "lonely = lonely")
+    assert site.plugin("lonely")["offers"] == ["x"]
+
+
+def test_a_plugin_without_source_cannot_show_its_api(site: Any) -> None:
+    package = site.add("bare", pipe("x"))
+    site.run("-m", "compileall", "-q", "-b", str(package))
+    (package / "plugin.py").unlink()
+    assert "no source" in site.plugin("bare")["reason"]
+
+
+def test_a_disabled_plugin_is_not_even_imported(site: Any) -> None:
+    site.add("good", pipe("x"))
+    found = site.plugin("good", KVPLUG_DISABLE_PLUGINS=" good , another")
+    assert (found["status"], found["reason"]) == ("blocked", "named in KVPLUG_DISABLE_PLUGINS")
+    assert site.marked() == {"kvplug_neighbour", "kvplug_neighbour.plugin"}
+
+
+def test_disabling_what_is_not_there_is_told(site: Any) -> None:
+    done = site.run("-c", "from kvplug import Registry; Registry.from_env()", KVPLUG_DISABLE_PLUGINS="ghost")
+    assert "'ghost', and no such plugin is installed" in done.stderr
+
+
+def test_strict_mode_raises_with_every_plugin_that_does_not_load(site: Any) -> None:
+    site.add("bad", BROKEN["import"][0])
+    site.add("worse", BROKEN["exit on import"][0])
+    done = site.run("-c", "from kvplug import Registry; Registry.from_env()", KVPLUG_STRICT_PLUGINS="1")
+    assert done.returncode == 1
+    last = done.stderr[done.stderr.rindex("PluginLoadError: ") :]
+    assert "bad (kvplug-bad 1.0): ModuleNotFoundError" in last
+    assert "worse (kvplug-worse 1.0): SystemExit: configure me first" in last
+
+
+def test_strict_mode_does_not_mind_a_disabled_plugin(site: Any) -> None:
+    site.add("bad", BROKEN["import"][0])
+    environment = {"KVPLUG_STRICT_PLUGINS": "1", "KVPLUG_DISABLE_PLUGINS": "bad"}
+    assert site.plugin("bad", **environment)["status"] == "blocked"
+
+
+def test_strict_mode_takes_yes_and_no_only(site: Any) -> None:
+    done = site.run("-c", "from kvplug import Registry; Registry.from_env()", KVPLUG_STRICT_PLUGINS="perhaps")
+    assert "ConfigError" in done.stderr
+    assert "allowed is 1 or 0" in done.stderr
+
+
+def test_a_distribution_found_twice_is_one_plugin_and_the_first_on_the_path_is_it(site: Any) -> None:
+    site.add("good", pipe("x"), version="2.0")
+    site.add("good", pipe("x"), version="1.0", where="older")
+    site.path.append(site.folder / "older")
+    assert site.plugin("good")["version"] == "2.0"
+
+
+def test_a_distribution_whose_name_is_spelt_in_two_ways_is_one(site: Any) -> None:
+    site.add("good", pipe("x"), distribution="kvplug-good")
+    site.add_metadata("kvplug.good", "1.0", "good = kvplug_good.plugin", where="older")
+    site.path.append(site.folder / "older")
+    assert site.plugin("good")["status"] == "ok"
+
+
+def test_a_line_that_is_there_twice_counts_once(site: Any) -> None:
+    site.add("good", pipe("x"))
+    site.add_metadata("kvplug-good", "1.0", *["good = kvplug_good.plugin"] * 2)
+    assert site.plugin("good")["offers"] == ["x"]
+
+
+def test_two_entry_points_for_one_module_are_not_both_loaded(site: Any) -> None:
+    site.add("good", pipe("x"))
+    site.add_metadata("kvplug-good", "1.0", "good = kvplug_good.plugin", "more = kvplug_good.plugin")
+    assert site.plugin("good")["status"] == "ok"
+    assert "already registered" in site.plugin("more")["reason"]
+
+
+def test_somebodys_broken_metadata_hides_nobodys_plugin(site: Any) -> None:
+    (site.add_metadata("damaged", "1.0") / "entry_points.txt").write_bytes(b"[kvplug]\n\xff\xfe = \xff")
+    site.add("good", pipe("x"))
+    assert site.plugin("good")["status"] == "ok"
+
+
+def test_a_plugin_in_a_zip_file_is_read_there(site: Any, tmp_path: Path) -> None:
+    import zipfile
+
+    site.add("zipped", pipe("x"), where="unpacked")
+    archive = tmp_path / "plugins.zip"
+    with zipfile.ZipFile(archive, "w") as bundle:
+        for path in sorted((tmp_path / "unpacked").rglob("*")):
+            bundle.write(path, path.relative_to(tmp_path / "unpacked"))
+    site.path.append(archive)
+    assert site.plugin("zipped")["offers"] == ["x"]
+
+
+def test_the_interpreter_under_test_sees_none_of_this(site: Any) -> None:
+    assert "kvplug_neighbour" not in sys.modules

@@ -1,0 +1,239 @@
+"""Names and what they stand for: plugin objects registered by hand, in this process."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import attrs
+import pytest
+
+from kvplug import (
+    AmbiguousNameError,
+    CommandSpec,
+    ConnectorSpec,
+    Kind,
+    PluginLoadError,
+    Registry,
+    SinkSpec,
+    TransportSpec,
+    UnknownConnectorError,
+    UnknownNameError,
+    UnknownTransportError,
+    hookimpl,
+)
+from kvplug.registry import PluginInfo, PluginStatus, name_faults
+
+
+def transport(name: str, kind: str = "pipe", **more: Any) -> TransportSpec:
+    return TransportSpec(kind=Kind(kind), name=name, factory="nowhere.at_all:Endpoint", **more)
+
+
+def offering(*specs: Any) -> object:
+    """A plugin object with the hooks for these specs."""
+
+    def of(cls: type) -> list[Any]:
+        return [spec for spec in specs if isinstance(spec, cls)]
+
+    class Plugin:
+        @hookimpl
+        def kvplug_transports(self) -> list[TransportSpec]:
+            return of(TransportSpec)
+
+        @hookimpl
+        def kvplug_connectors(self) -> list[ConnectorSpec]:
+            return of(ConnectorSpec)
+
+        @hookimpl
+        def kvplug_sinks(self) -> list[SinkSpec]:
+            return of(SinkSpec)
+
+        @hookimpl
+        def kvplug_commands(self) -> list[CommandSpec]:
+            return of(CommandSpec)
+
+    return Plugin()
+
+
+def filled(**plugins: list[Any]) -> Registry:
+    """A registry with one plugin for each keyword, each of its own distribution."""
+    registry = Registry()
+    for name, specs in plugins.items():
+        registry.register(offering(*specs), name=name, distribution=f"kvplug-{name}", version="1.0")
+    return registry
+
+
+def test_a_new_registry_is_empty() -> None:
+    registry = Registry()
+    assert registry.plugins == ()
+    assert registry.transports(Kind.PIPE) == ()
+    with pytest.raises(UnknownConnectorError, match="no plugin that is loaded offers a connector"):
+        registry.get(Kind.CONNECTOR, "lookup")
+
+
+def test_a_name_belongs_to_its_kind() -> None:
+    pipe, queue = transport("shm"), transport("shm", "queue")
+    registry = filled(shm=[pipe, queue])
+    assert registry.get(Kind.PIPE, "shm") == pipe
+    assert registry.get(Kind.QUEUE, "shm") == queue
+    with pytest.raises(UnknownTransportError):
+        registry.get(Kind.COMMUNICATOR, "shm")
+
+
+def test_every_kind_of_offer_is_collected() -> None:
+    connector = ConnectorSpec(name="c", factory="a:b", worker_factory="a:c")
+    sink = SinkSpec(name="s", factory="a:b")
+    command = CommandSpec(name="do", target="a:b")
+    registry = filled(all=[transport("t"), connector, sink, command])
+    assert registry.get(Kind.CONNECTOR, "c") == connector
+    assert registry.get(Kind.SINK, "s") == sink
+    assert registry.get(Kind.COMMAND, "do") == command
+    assert [spec.name for spec in registry.transports(Kind.PIPE)] == ["t"]
+    assert len(registry.plugins[0].specs) == 4
+
+
+def test_an_unknown_name_lists_the_known_ones_and_the_nearest() -> None:
+    registry = filled(one=[transport("cuda-ipc"), transport("cpu")])
+    with pytest.raises(UnknownTransportError) as caught:
+        registry.get(Kind.PIPE, "cuda_ipc")
+    assert str(caught.value) == (
+        "no transport named 'cuda_ipc'; did you mean 'cuda-ipc'?\n  known: cpu, cuda-ipc"
+    )
+    assert isinstance(caught.value, LookupError)
+
+
+def test_an_unknown_name_repeats_what_did_not_load() -> None:
+    registry = filled(one=[transport("cpu")])
+    registry._keep(
+        PluginInfo(
+            name="rdma",
+            distribution="kvplug-rdma",
+            version="0.3",
+            status=PluginStatus.BROKEN,
+            reason="ImportError: no libibverbs",
+        )
+    )
+    with pytest.raises(UnknownTransportError, match=r"broken: rdma \(kvplug-rdma 0.3\): ImportError"):
+        registry.get(Kind.PIPE, "rdma")
+
+
+@pytest.mark.parametrize(
+    ("kind", "error", "word"),
+    [
+        (Kind.CONNECTOR, UnknownConnectorError, "connector"),
+        (Kind.PIPE, UnknownTransportError, "transport"),
+        (Kind.QUEUE, UnknownTransportError, "message queue"),
+        (Kind.LOOKUP_BUFFER, UnknownTransportError, "lookup buffer"),
+        (Kind.COMMUNICATOR, UnknownTransportError, "communicator"),
+        (Kind.SINK, UnknownNameError, "sink"),
+        (Kind.COMMAND, UnknownNameError, "command"),
+    ],
+)
+def test_each_kind_is_called_as_operators_call_it(kind: Kind, error: type, word: str) -> None:
+    with pytest.raises(error, match=f"no {word} named 'x'"):
+        Registry().get(kind, "x")
+
+
+def test_a_second_owner_of_a_name_is_refused_whole() -> None:
+    registry = filled(a=[transport("cpu"), transport("own")], b=[transport("cpu")])
+    with pytest.raises(AmbiguousNameError) as caught:
+        registry.get(Kind.PIPE, "cpu")
+    text = str(caught.value)
+    assert "kvplug-a 1.0 (plugin a) and kvplug-b 1.0 (plugin b)" in text
+    assert "say kvplug-a:cpu or kvplug-b:cpu" in text
+    assert [spec.name for spec in registry.transports(Kind.PIPE)] == ["own"]
+
+
+def test_the_full_name_chooses_between_two_owners() -> None:
+    mine, yours = transport("cpu", summary="mine"), transport("cpu", summary="yours")
+    registry = filled(a=[mine], b=[yours])
+    assert registry.get(Kind.PIPE, "kvplug-a:cpu") == mine
+    assert registry.get(Kind.PIPE, "Kvplug_B:cpu") == yours
+    with pytest.raises(UnknownTransportError, match="no transport named 'kvplug-c:cpu'"):
+        registry.get(Kind.PIPE, "kvplug-c:cpu")
+
+
+def test_the_full_name_of_the_only_owner_is_its_name_too() -> None:
+    registry = filled(a=[transport("cpu")])
+    assert registry.get(Kind.PIPE, "kvplug-a:cpu") == registry.get(Kind.PIPE, "cpu")
+
+
+def test_two_owners_in_one_distribution_can_only_be_told_apart_by_disabling_one() -> None:
+    registry = Registry()
+    for name in ("a", "b"):
+        registry.register(offering(transport("cpu")), name=name, distribution="kvplug-both", version="1")
+    with pytest.raises(AmbiguousNameError, match="name a or b in KVPLUG_DISABLE_PLUGINS") as caught:
+        registry.get(Kind.PIPE, "kvplug-both:cpu")
+    assert "say " not in str(caught.value)
+
+
+def test_a_plugin_that_is_refused_leaves_nothing_behind() -> None:
+    registry = Registry()
+    bad = offering(transport("cpu"), transport("cpu"))
+    for _ in range(2):  # the second time pluggy must not say "already registered"
+        with pytest.raises(PluginLoadError, match="twice"):
+            registry.register(bad, name="bad")
+    assert registry.plugins == ()
+    assert registry.transports(Kind.PIPE) == ()
+
+
+def test_an_object_without_hooks_is_no_plugin() -> None:
+    with pytest.raises(PluginLoadError, match="implements no hook"):
+        Registry().register(SimpleNamespace(), name="nothing")
+
+
+def test_a_transport_spec_is_for_transports() -> None:
+    from kvplug import PluginError
+
+    with pytest.raises(PluginError, match="ConnectorSpec"):
+        transport("x", "connector")
+    with pytest.raises(PluginError, match="SinkSpec"):
+        transport("x", "sink")
+
+
+# -- faults of names and options, all at once ------------------------------------------------------
+
+
+@attrs.frozen(kw_only=True)
+class Choices:
+    """Options of the pipe in the tests below."""
+
+    lanes: int = 2
+
+
+@pytest.fixture
+def with_options(monkeypatch: pytest.MonkeyPatch) -> Registry:
+    import sys
+
+    monkeypatch.setitem(sys.modules, "light_choices", SimpleNamespace(Choices=Choices))  # type: ignore[arg-type]
+    return filled(
+        one=[transport("cpu", options="light_choices:Choices"), transport("plain")],
+        two=[ConnectorSpec(name="lookup", factory="a:b", worker_factory="a:c")],
+    )
+
+
+def test_names_and_options_without_faults_are_none(with_options: Registry) -> None:
+    names = {"connector": "lookup", "transport": "auto", "integrity": "xxh3_64"}
+    assert name_faults(with_options, names, {"cpu": {"lanes": "4"}}) == ()
+
+
+def test_every_fault_of_names_and_options_is_told_at_once(with_options: Registry) -> None:
+    names = {"connector": "lokup", "transport": "cup", "integrity": "xxh3"}
+    options = {"cpu": {"lane": 1, "lanes": "x"}, "plain": {"a": 1}, "cqu": {"a": 1}}
+    text = "\n".join(name_faults(with_options, names, options))
+    for part in (
+        "connector: no connector named 'lokup'; did you mean 'lookup'?",
+        "transport: no transport named 'cup'; did you mean 'cpu'?",
+        "integrity: 'xxh3' was given; allowed is auto, off, xxh3_64 or xxh3_128; did you mean 'xxh3_64'?",
+        "options.cpu.lane: not a known key; did you mean 'lanes'?",
+        "options.cpu.lanes: 'x' was given; allowed is a whole number",
+        "options.plain: the pipe 'plain' takes no options",
+        "options.cqu: nothing of that name is installed; did you mean 'cpu'?",
+    ):
+        assert part in text
+
+
+def test_options_that_cannot_be_loaded_are_a_fault() -> None:
+    registry = filled(one=[transport("cpu", options="nowhere.at_all:Choices")])
+    (fault,) = name_faults(registry, {}, {"cpu": {"a": 1}})
+    assert "cannot load nowhere.at_all:Choices" in fault
