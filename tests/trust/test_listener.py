@@ -6,11 +6,13 @@ import contextlib
 import gc
 import logging
 import os
+import random
 import socket
 import subprocess
 import sys
 import threading
 import time
+import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 
@@ -28,8 +30,9 @@ from kvplug.errors import (
     WireError,
 )
 from kvplug.trust.addresses import parse_contact
-from kvplug.trust.challenge import Mode
+from kvplug.trust.challenge import ClientChallenge, Mode
 from kvplug.trust.credentials import Credentials, Secret
+from kvplug.trust.identity import encode_identity, this_process
 from kvplug.trust.listener import Connection, Listener, dial, dial_until
 
 pytestmark = pytest.mark.timeout(60)
@@ -574,3 +577,127 @@ print("done")
         assert set(listener.refusals) <= {"other user", "unknown user", "left"}
         with pytest.raises(TimeoutError):
             listener.accept(0)
+
+
+def test_what_strangers_send_takes_no_more_memory_than_their_places(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with Listener.open("unix:", OPEN, "test") as listener, ExitStack() as stack:
+        tracemalloc.start()
+        try:
+            before = tracemalloc.get_traced_memory()[0]
+            for i in range(300):
+                s = stack.enter_context(stranger(listener))
+                s.setblocking(False)
+                with contextlib.suppress(OSError):
+                    s.send(b"KVPT\x01\x03\0\0" + os.urandom(500_000) if i % 2 else os.urandom(60))
+            meet(listener).close()
+            held = tracemalloc.get_traced_memory()[0] - before
+        finally:
+            tracemalloc.stop()
+        assert held < 1 << 20  # 300 socket objects of the test itself are in it
+        assert sum(listener.refusals.values()) >= 300 - 64
+
+
+def test_mutated_messages_never_hurt_the_listener() -> None:
+    """Every message of an honest client, with one byte changed, cut, or doubled."""
+    rng = random.Random(20261121)
+    with Listener.open("unix:", SECRET, "test") as listener:
+        for _ in range(150):
+            with stranger(listener) as s, contextlib.suppress(OSError, AuthenticationError):
+                s.settimeout(5)
+                identity = encode_identity(this_process())
+                client = ClientChallenge("test", Mode.SECRET, SECRET.secret.reveal(), identity, int, "x")  # type: ignore[union-attr, arg-type]
+                spoilt = rng.randrange(3)
+                message = client.opening()
+                for turn in range(3):
+                    if turn == spoilt:
+                        at = rng.randrange(len(message))
+                        message = rng.choice(
+                            (
+                                message[:at]
+                                + bytes([message[at] ^ (1 << rng.randrange(8))])
+                                + message[at + 1 :],
+                                message[:at],
+                                message + message,
+                            )
+                        )
+                        s.sendall(message)
+                        s.shutdown(socket.SHUT_WR)
+                    else:
+                        s.sendall(message)
+                    message = b""
+                    while turn < 2 and not message:
+                        answer = b""
+                        while len(answer) < client.need:
+                            chunk = s.recv(client.need - len(answer))
+                            if not chunk:
+                                raise OSError
+                            answer += chunk
+                        message = client.feed(answer)
+        while True:  # some mutations change nothing that is checked (a label), or come after the proof
+            try:
+                listener.accept(0.05).close()
+            except TimeoutError:
+                break
+        meet(listener, SECRET).close()
+
+
+def test_where_there_are_no_abstract_sockets_the_token_on_loopback_serves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvplug.trust.listener.HAS_ABSTRACT_SOCKETS", False)
+    monkeypatch.setattr("kvplug.trust.listener.HAS_PROC_NET", False)
+    with Listener.open("unix:", OPEN, "test") as listener:
+        assert listener.contact.startswith("tcp://127.0.0.1:") and "token=" in listener.contact
+        meet(listener).close()
+        with pytest.raises(AuthenticationError, match="use its whole contact"):
+            dial(listener.address, OPEN, "test", 5)
+    with pytest.raises(ConfigError, match="no abstract Unix sockets"):
+        Listener.open("unix:@named", OPEN, "test")
+    monkeypatch.setattr("kvplug.trust.connection.HAS_ABSTRACT_SOCKETS", False)
+    with pytest.raises(WireError, match="does not have"):
+        dial("unix:@named", OPEN, "test", 1)
+
+
+def test_a_kernel_that_does_not_tell_the_user_is_no_proof(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Listener.open("127.0.0.1:0", OPEN, "test") as listener:
+        monkeypatch.setattr("kvplug.trust.listener.tcp_peer_uid", lambda sock: None)
+        with pytest.raises(AuthenticationError, match="use its whole contact"):
+            dial(listener.address, OPEN, "test", 5)
+        assert eventually(lambda: listener.refusals == {"unknown user": 1})
+        monkeypatch.undo()
+        monkeypatch.setattr("kvplug.trust.connection.tcp_peer_uid", lambda sock: None)
+        with pytest.raises(AuthenticationError, match="does not say which user"):
+            dial(listener.address, OPEN, "test", 5)
+
+
+@needs_linux
+def test_a_listener_out_of_descriptors_comes_back_when_there_are_some() -> None:
+    program = """
+import os, resource, sys
+from kvplug.trust.credentials import Credentials
+from kvplug.trust.listener import Listener
+listener = Listener.open("unix:", Credentials(), "test")
+room = max(map(int, os.listdir("/proc/self/fd"))) + 4
+resource.setrlimit(resource.RLIMIT_NOFILE, (room, room))
+print(listener.address, flush=True)
+connection = listener.accept(30)
+print(connection.sock.recv(10), flush=True)
+"""
+    child = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    try:
+        assert child.stdout is not None
+        where = child.stdout.readline().strip()
+        with ExitStack() as stack:
+            for _ in range(30):
+                s = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+                s.connect("\0" + where.removeprefix("unix:@"))
+            time.sleep(0.5)
+        with dial_until(where, OPEN, "test", Deadline.after(20)) as ours:
+            ours.sock.sendall(b"ping")
+            assert child.stdout.readline().strip() == "b'ping'"
+        assert child.wait(10) == 0
+    finally:
+        child.kill()
+        child.communicate()
