@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -122,19 +123,27 @@ class LookupScheduler(SchedulerConnector):
         usable = (len(request.token_ids) - 1) // self._block_size * self._block_size
         if usable <= num_computed_tokens:
             return 0, False
-        held = usable
-        for replica, fence in zip(self._replicas, tracked.fences, strict=True):
-            if not replica.has_passed(fence):
-                return None, False
-            found = replica.match(request.token_ids[:usable], request.extra)
-            if found is None:
-                return None, False
-            held = min(held, found)
+        held = self._held(tracked, usable)
+        if held is None:
+            return None, False
         new = held // self._block_size * self._block_size - num_computed_tokens
         if new <= 0:
             return 0, False
         tracked.num_computed_at_match = num_computed_tokens
         return new, self._context.options.async_load
+
+    def _held(self, tracked: _Tracked, usable: int) -> int | None:
+        """Of the first ``usable`` tokens those that every store holds; ``None``: not known yet."""
+        begun = time.perf_counter()
+        token_ids, extra = tracked.request.token_ids[:usable], tracked.request.extra
+        held = usable
+        for replica, fence in zip(self._replicas, tracked.fences, strict=True):
+            found = replica.match(token_ids, extra) if replica.has_passed(fence) else None
+            if found is None:
+                return None
+            held = min(held, found)
+        self._context.stats.record("match", seconds=time.perf_counter() - begun, tokens=held)
+        return held
 
     def update_state_after_alloc(
         self, request: Request, block_ids: BlockIds, num_external_tokens: int
