@@ -6,7 +6,6 @@ from typing import Any
 
 import attrs
 import pytest
-from hypothesis import given, strategies as st
 
 from kvplug.capabilities import Capabilities, Cost
 from kvplug.errors import HandshakeError
@@ -86,26 +85,22 @@ def planted(plain: Any, path: tuple[Any, ...], value: Any) -> Any:
     return copy
 
 
-ODD = st.sampled_from(
-    [
-        *(None, True, -1, 0, 2**63, 2**64 - 1, 0.0, -1.0, float("nan"), float("inf"), 1e-320),
-        *("", "x" * 2000, "line\nbreak", b"", b"x", [], [None] * 3, ["x"] * 100, {}, {"x": 1}, (), set()),
-    ]
-)
+ODD = [
+    *(None, True, -1, 0, 2**63, 2**64 - 1, 0.0, -1.0, float("nan"), float("inf"), 1e-320),
+    *("", "x" * 2000, "line\nbreak", b"", b"x", [], [None] * 3, ["x"] * 100, {}, {"x": 1}, (), set()),
+]
 
 
-@given(st.sampled_from(leaves(FULL.to_plain())), ODD)
-def test_anything_in_any_place_is_a_hello_or_a_handshake_error_that_names_it(
-    path: tuple[Any, ...], value: Any
-) -> None:
-    try:
-        Hello.from_plain(planted(FULL.to_plain(), path, value))
-    except HandshakeError as e:
-        reasons = e.reasons
-    else:
-        return
-    where = str(path[0]) if path else "hello"
-    assert all(reason.startswith(where) for reason in reasons)
+@pytest.mark.parametrize("value", ODD, ids=lambda v: ascii(v)[:20])
+def test_anything_in_any_place_is_a_hello_or_a_handshake_error_that_names_it(value: Any) -> None:
+    for path in leaves(FULL.to_plain())[1:]:
+        try:
+            Hello.from_plain(planted(FULL.to_plain(), path, value))
+        except HandshakeError as e:
+            reasons = e.reasons
+        else:
+            continue
+        assert all(reason.startswith(path[0]) for reason in reasons), (path, reasons)
 
 
 @pytest.mark.parametrize(
