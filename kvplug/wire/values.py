@@ -192,7 +192,8 @@ def _array_bytes(array: ndarray[Any, Any]) -> bytes:
             + ", ".join(sorted(_ARRAY_DTYPES))
         )
     meta = tensors.TensorMeta(array.dtype.name, array.shape)
-    return tensors.encode_meta(meta) + array.tobytes()
+    raw: bytes = array.tobytes()
+    return tensors.encode_meta(meta) + raw
 
 
 def _explain(value: object, depth: int, error: Exception) -> NoReturn:

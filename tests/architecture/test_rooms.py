@@ -57,7 +57,7 @@ def test_a_room_is_called_by_what_it_is_about(path: Path) -> None:
     assert not NOT_NOUNS & {*path.relative_to(ROOT).with_suffix("").parts}
 
 
-@pytest.mark.skipif("KVPLUG_TEST_INSTALLED" not in os.environ, reason="the wheel is tested under tox only")
+@pytest.mark.skipif("TOX_ENV_NAME" not in os.environ, reason="the wheel is tested under tox only")
 def test_what_is_tested_is_the_wheel_not_the_tree() -> None:
     assert "site-packages" in Path(kvplug.__file__).parts
 
