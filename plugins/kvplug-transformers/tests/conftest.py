@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -333,7 +333,7 @@ def shelf() -> Shelf:
 
 
 @pytest.fixture
-def engine_on(shelf: Shelf) -> Iterator[Callable[..., Engine]]:
+def engine_on(shelf: Shelf) -> Callable[..., Engine]:
     """``engine_on(model, saves=…, in_background=…, **options)``: an engine whose connector is the shelf's."""
 
     def make(model: Any, *, saves: bool = False, in_background: bool = False, **options: Any) -> Engine:
@@ -347,4 +347,4 @@ def engine_on(shelf: Shelf) -> Iterator[Callable[..., Engine]]:
             worker_connector=ShelfWorker(shelf, cache),
         )
 
-    yield make
+    return make

@@ -208,9 +208,7 @@ def test_the_calls_come_in_the_documented_order(llama, random_prompt, engine_on,
     assert "handle_preemptions" in shelf.calls
 
 
-def test_an_asynchronous_load_tells_the_connector_twice_of_its_blocks(
-    llama, random_prompt, engine_on, shelf
-):
+def test_an_asynchronous_load_tells_the_connector_twice_of_its_blocks(llama, random_prompt, engine_on, shelf):
     prompt = random_prompt(50)
     prefill(engine_on, llama, prompt)
     shelf.calls.clear()

@@ -46,7 +46,8 @@ def mistral(**more):
 
 
 def latent():
-    heads = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+    names = ("q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
+    heads = dict.fromkeys(names, 8)
     return DeepseekV3ForCausalLM(
         DeepseekV3Config(**{**SMALL, "num_key_value_heads": 2}, **heads, first_k_dense_replace=2)
     )

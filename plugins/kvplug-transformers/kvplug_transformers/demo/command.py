@@ -28,7 +28,9 @@ def _shared(function: Callable[..., Any]) -> Callable[..., Any]:
         ),
         click.option("--integrity", metavar="auto|off|HASH", help="The hash that guards the KV on its way."),
         click.option("--layout", type=click.Choice(["KBTHD", "KBHTD"]), help="How a block lies in memory."),
-        click.option("--block-size", type=click.IntRange(1, 1024), default=16, show_default=True, help="Tokens."),
+        click.option(
+            "--block-size", type=click.IntRange(1, 1024), default=16, show_default=True, help="In tokens."
+        ),
         click.option("--config", type=_FILE, help="A kvplug.toml or .json."),
         click.option("--transport", metavar="NAME", help='"auto", or a pipe that `kvplug list` shows.'),
         click.option("--connector", metavar="NAME", help="A connector that `kvplug list` shows."),
@@ -97,8 +99,8 @@ def _conduct(work: Callable[[Any], Report | None], *, as_json: bool) -> None:
     from kvplug_transformers.demo.session import DemoError
     from kvplug_transformers.model.bundled import ModelMissingError
 
-    # The shell's way to end us should end the workers as Ctrl-C does: at once, and waited for.
-    signal.signal(signal.SIGTERM, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    # To be told to end is like Ctrl-C: the workers are ended at once, and waited for.
+    signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGINT))
     try:
         with Display(quiet=as_json) as display:
             report = work(display)
@@ -122,7 +124,7 @@ def _conduct(work: Callable[[Any], Report | None], *, as_json: bool) -> None:
 @_generates
 @_corrupts
 @click.pass_context
-def demo(context: click.Context, as_json: bool, **options: Any) -> None:
+def demo(context: click.Context, /, as_json: bool, **options: Any) -> None:
     """A real model's KV cache moves between two processes.
 
     A prefill worker computes a prompt; its KV cache crosses through the connector and transport named in
@@ -157,7 +159,9 @@ def prefill(listen: str | None, **options: Any) -> None:
 @demo.command()
 @_shared
 @_generates
-@click.option("--connect", metavar="CONTACT", help="What the other terminal printed. Else the config's address.")
+@click.option(
+    "--connect", metavar="CONTACT", help="What the other terminal printed. From the config unless given."
+)
 def decode(connect: str | None, as_json: bool, **options: Any) -> None:
     """The other terminal: load the prompt's KV from the prefill worker, and decode.
 

@@ -48,7 +48,7 @@ class Report:
     """From asking for the KV until all of it is in the decode worker's cache."""
     gb_per_s: float | None
     ttft_s: float | None
-    """From the request's arrival in the decode worker to its first token: match, load, the rest of the prompt."""
+    """From the request's arrival in the decode worker to its first token: match, load, compute the rest."""
     ttft_recompute_s: float | None
     """The same in the same process with no connector: the whole prompt computed."""
     identical: bool

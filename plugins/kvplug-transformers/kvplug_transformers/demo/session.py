@@ -63,11 +63,10 @@ class Session:
         Raises:
             WorkerLostError: one of these workers, or of ``while_alive``, ended first.
         """
-        needed = {name for name, _ in wanted} | set(while_alive)
         while not all(key in self._said for key in wanted):
-            for name in needed & self.lost.keys():
-                if name in while_alive or any((name, event) not in self._said for its, event in wanted if its == name):
-                    raise WorkerLostError(name, self.lost[name])
+            missing = {name for name, event in wanted if (name, event) not in self._said}
+            for name in self.lost.keys() & {*missing, *while_alive}:
+                raise WorkerLostError(name, self.lost[name])
             self._hear(*self._events.get())
         return [self._said.pop(key) for key in wanted]
 
@@ -130,17 +129,14 @@ def listen_address(config: Config) -> str | None:
     """Where the prefill worker listens when nobody cares: a name nobody else has. ``None``: as configured."""
     if any(config.source_of(key) != "default" for key in ("host", "port", "port_offset")):
         return None
-    if sys.platform == "linux":
-        return f"unix:@kvplug-demo-{os.getpid()}-{secrets.token_hex(4)}"
-    return "127.0.0.1:0"
+    abstract = f"unix:@kvplug-demo-{os.getpid()}-{secrets.token_hex(4)}"
+    return abstract if sys.platform == "linux" else "127.0.0.1:0"
 
 
 def start_worker(session: Session, name: str, folder: Path, orders: Orders) -> None:
     session.start(name)
     role = "producer" if name == PREFILL else "consumer"
-    session.tell(
-        name, "start", role=role, model=str(folder), threads=num_cpus(), orders=orders.to_plain()
-    )
+    session.tell(name, "start", role=role, model=str(folder), threads=num_cpus(), orders=orders.to_plain())
 
 
 def start_reference(session: Session, folder: Path) -> None:
@@ -170,9 +166,7 @@ def encode(session: Session, name: str, orders: Orders, context: int) -> tuple[l
     return ids, said["stop"]
 
 
-def run(
-    orders: Orders, display: Display, programs: Mapping[str, Sequence[str]] | None = None
-) -> Report:
+def run(orders: Orders, display: Display, programs: Mapping[str, Sequence[str]] | None = None) -> Report:
     """The whole demo: prefill, transfer, decode, and the two comparisons.
 
     Args:
@@ -207,7 +201,12 @@ def run(
         )
         (opened,) = session.wait_for((PREFILL, "opened"))
         session.tell(
-            DECODE, "open", num_tokens=num_tokens, listen=None, connect=opened["contact"] or None, corrupt=False
+            DECODE,
+            "open",
+            num_tokens=num_tokens,
+            listen=None,
+            connect=opened["contact"] or None,
+            corrupt=False,
         )
         (ready,) = session.wait_for((DECODE, "ready"), while_alive=[PREFILL])
         # Nobody measures while somebody else is still loading.

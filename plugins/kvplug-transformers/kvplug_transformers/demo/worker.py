@@ -1,4 +1,4 @@
-"""The main program of the prefill worker and of the decode worker: ``python -m kvplug_transformers.demo.worker``.
+"""The main program of the prefill and of the decode worker: ``python -m kvplug_transformers.demo.worker``.
 
 One process, one engine, one connector with its two sides. Which role it has it is told in the first
 command; the commands are the methods ``_do_<op>`` of :class:`Worker`.
@@ -14,7 +14,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvplug import Config, KvplugError, Pipe, Registry, Request, RequestEnd, Side, build_connector, required_layout
+from kvplug import (
+    Config,
+    KvplugError,
+    Pipe,
+    Registry,
+    Request,
+    RequestEnd,
+    Side,
+    build_connector,
+    required_layout,
+)
 from kvplug_transformers.demo.ties import Parent
 
 if TYPE_CHECKING:
@@ -87,9 +97,7 @@ class Worker:
         ids = self._loaded.encode(prompt)
         self._parent.tell("tokens", ids=ids, stop=list(self._loaded.stop_token_ids))
 
-    def _do_open(
-        self, num_tokens: int, listen: str | None, connect: str | None, corrupt: bool
-    ) -> None:
+    def _do_open(self, num_tokens: int, listen: str | None, connect: str | None, corrupt: bool) -> None:
         """Build the engine, with room for one request of ``num_tokens``, and its connector."""
         from kvplug_transformers.engine.engine import Engine
         from kvplug_transformers.engine.options import cache_config
@@ -158,9 +166,7 @@ class Worker:
         engine.settle(timeout=self._config.timeout_s)
         self._parent.tell("prefilled", seconds=time.perf_counter() - began)
 
-    def _do_decode(
-        self, ids: list[int], max_new_tokens: int, stop: list[int], patience_s: float
-    ) -> None:
+    def _do_decode(self, ids: list[int], max_new_tokens: int, stop: list[int], patience_s: float) -> None:
         """Load what can be loaded, compute the rest, and generate."""
         engine = self._opened()
         if patience_s:
@@ -178,13 +184,14 @@ class Worker:
                 shown = text
         engine.settle(timeout=self._config.timeout_s)
         info = self._facts.info
+        per_layer = 2 * info.num_kv_heads * info.head_size * _size_of(info.dtype)
         self._parent.tell(
             "decoded",
             ids=sequence.output,
             text=self._loaded.decode(sequence.output),
             ttft_s=first,
             tokens_loaded=sequence.num_loaded_tokens,
-            kv_bytes_per_token=2 * info.num_layers * info.num_kv_heads * info.head_size * _size_of(info.dtype),
+            kv_bytes_per_token=info.num_layers * per_layer,
             finish_reason=sequence.finish_reason,
             error=sequence.error or sequence.load_error,
             stats=engine.stats.snapshot(),

@@ -85,7 +85,7 @@ def _causal_mask(new: int, total: int, device: torch.device) -> Tensor | None:
     return torch.ones((new, total), dtype=torch.bool, device=device).tril(total - new)[None, None]
 
 
-class PagedCache(Cache):
+class PagedCache(Cache):  # type: ignore[misc]  # transformers is not typed
     """Writes each layer's new keys and values into the pages, and lets the connector in before and after."""
 
     def __init__(self, under_way: Pass, connector: WorkerConnector | None) -> None:
@@ -129,7 +129,7 @@ def paged_attention(
     attention_mask: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers calls in each layer. The keys are in the pages by now: see :meth:`PagedCache.update`."""
+    """What transformers calls in each layer. ``key`` and ``value`` are in the pages by now."""
     kwargs.pop("is_causal", None)
     return _UNDER_WAY.get().attend(module, query, **kwargs), None
 

@@ -16,9 +16,7 @@ class Pages:
     Reading and writing go through views with the axes in one order, whatever the layout.
     """
 
-    def __init__(
-        self, cache: KVCacheConfig, dtype: torch.dtype, device: torch.device | str = "cpu"
-    ) -> None:
+    def __init__(self, cache: KVCacheConfig, dtype: torch.dtype, device: torch.device | str = "cpu") -> None:
         group = cache.groups[0]
         self.layout = group.layout
         self.layer_names = group.layer_names
@@ -26,9 +24,7 @@ class Pages:
         self.block_size = sizes["T"]
         num_layers = len(self.layer_names)
         # Zeros and not garbage: unwritten slots are masked, but 0 times a NaN is a NaN.
-        self.tensor = torch.zeros(
-            (num_layers, *(sizes[axis] for axis in axes)), dtype=dtype, device=device
-        )
+        self.tensor = torch.zeros((num_layers, *(sizes[axis] for axis in axes)), dtype=dtype, device=device)
         ordered = self.tensor.permute([("L" + axes).index(axis) for axis in "LKBTHD"])
         self._keys = [ordered[layer, 0] for layer in range(num_layers)]
         self._values = [ordered[layer, 1] for layer in range(num_layers)]
@@ -50,7 +46,7 @@ class Pages:
         self._values[layer][block, offset] = value
 
     def read(self, layer: int, block_table: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
-        """The first ``num_tokens`` tokens of one request: two tensors [num_kv_heads, num_tokens, head_size]."""
+        """Keys and values of a request's first tokens, each [num_kv_heads, num_tokens, head_size]."""
         key = self._keys[layer][block_table].flatten(0, 1)[:num_tokens]
         value = self._values[layer][block_table].flatten(0, 1)[:num_tokens]
         return key.transpose(0, 1), value.transpose(0, 1)

