@@ -1,0 +1,172 @@
+"""``kvplug config show`` and ``kvplug config check``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+PLUGIN = """\
+from kvplug import ConnectorSpec, TransportSpec, hookimpl
+KVPLUG_API = (1, 0)
+
+@hookimpl
+def kvplug_transports():
+    return [TransportSpec(kind="pipe", name="carrier-pigeon", factory="kvplug_birds.heavy:Endpoint",
+                          options="kvplug_birds.light:Options")]
+
+@hookimpl
+def kvplug_connectors():
+    return [ConnectorSpec(name="letter", factory="kvplug_birds.heavy:S", worker_factory="a:b")]
+"""
+
+LIGHT = """
+import attrs
+from kvplug import option
+
+@attrs.frozen(kw_only=True)
+class Options:
+    birds: int = option(2, help="How many fly at once.", at_least=1)
+    rest_s: float = option(0.5, help="Between flights.", unit="seconds")
+"""
+
+GOOD = """
+connector = "letter"
+transport = "carrier-pigeon"
+role = "producer"
+[options.carrier-pigeon]
+birds = 3
+"""
+
+
+@pytest.fixture
+def birds(site: Any) -> Any:
+    site.add("birds", PLUGIN, files={"light.py": LIGHT})
+    return site
+
+
+def write(site: Any, text: str, name: str = "kvplug.toml") -> str:
+    path: Path = site.folder / name
+    path.write_text(text)
+    return str(path)
+
+
+def test_show_prints_every_value_with_its_source(birds: Any) -> None:
+    path = write(birds, GOOD)
+    done = birds.kvplug("config", "show", "--config", path, "port=5000", KVPLUG_TIMEOUT_S="5 s")
+    assert done.returncode == 0, done.stderr
+    rows = {line.split()[0]: " ".join(line.split()[1:]) for line in done.stdout.splitlines()}
+    assert rows["connector"] == f"letter {path}"
+    assert rows["port"] == "5000 command line"
+    assert rows["timeout_s"] == "5 s KVPLUG_TIMEOUT_S"
+    assert rows["heartbeat_timeout_s"] == "5 s default"
+    assert rows["buffer_size"] == "1 GiB default"
+    assert rows["options.carrier-pigeon.birds"] == f"3 {path}"
+    assert rows["options.carrier-pigeon.rest_s"] == "0.5 s default"
+
+
+def test_show_has_the_same_for_programs(birds: Any) -> None:
+    path = write(birds, GOOD)
+    found = json.loads(birds.kvplug("config", "show", "--json", KVPLUG_CONFIG=path).stdout)
+    assert found["role"] == {"value": "producer", "source": path}
+    assert found["options.carrier-pigeon.birds"] == {"value": 3, "source": path}
+    assert found["engine_id"]["source"] == "generated"
+
+
+def test_show_never_prints_a_secret(birds: Any) -> None:
+    path = write(birds, GOOD)
+    done = birds.kvplug("config", "show", "--config", path, KVPLUG_SECRET="hunter2-hunter2-hunter2")
+    assert "hunter2" not in done.stdout + done.stderr
+
+
+def test_show_tells_every_fault_of_form_and_shows_nothing(birds: Any) -> None:
+    done = birds.kvplug("config", "show", "pot=3", "rank=9")
+    assert done.returncode == 1
+    assert "pot: not a known key; did you mean 'port'? [command line]" in done.stderr
+    assert "rank: 9 was given" in done.stderr
+    assert done.stdout == ""
+
+
+def test_show_notes_names_that_are_not_there_and_options_with_faults(birds: Any) -> None:
+    done = birds.kvplug("config", "show", "transport=carrier-pigon", "options.x.y=3")
+    assert done.returncode == 0
+    assert "note: transport: no transport named 'carrier-pigon'" in done.stderr
+    assert "options.x.y" in done.stdout
+    done = birds.kvplug("config", "show", "transport=carrier-pigeon", "options.carrier-pigeon.birds=0")
+    assert "options.carrier-pigeon.birds: '0' was given; allowed is at least 1" in done.stderr
+
+
+def test_check_of_a_good_file_says_so(birds: Any) -> None:
+    path = write(birds, GOOD)
+    done = birds.kvplug("config", "check", path)
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"{path}: no faults\n", "")
+
+
+def test_check_tells_every_fault_at_once_names_and_options_too(birds: Any) -> None:
+    path = write(
+        birds,
+        """
+        connector = "leter"
+        transport = "carrier-pigon"
+        prt = 3
+        timeout_s = "soon"
+        integrity = "md5"
+        secret_file = "/nowhere/at/all"
+        [options.carrier-pigeon]
+        bird = 3
+        rest_s = "x"
+        [options.owl]
+        a = 1
+        """,
+    )
+    done = birds.kvplug("config", "check", path)
+    assert done.returncode == 1
+    assert f"bad configuration in {path}, 9 faults:" in done.stderr
+    for part in (
+        "connector: no connector named 'leter'; did you mean 'letter'?",
+        "transport: no transport named 'carrier-pigon'; did you mean 'carrier-pigeon'?",
+        "prt: not a known key; did you mean 'port'?",
+        "timeout_s: 'soon' was given",
+        "integrity: 'md5' was given; allowed is auto, off, xxh3_64 or xxh3_128",
+        "options.carrier-pigeon.bird: not a known key; did you mean 'birds'?",
+        "options.carrier-pigeon.rest_s: 'x' was given",
+        "options.owl: nothing of that name is installed",
+        "secret_file /nowhere/at/all: No such file",
+    ):
+        assert part in done.stderr
+
+
+def test_check_reads_vllms_json(birds: Any) -> None:
+    data = {
+        "kv_connector": "KvplugConnector",
+        "kv_role": "kv_producer",
+        "kv_connector_extra_config": {"connector": "letter"},
+    }
+    path = write(birds, json.dumps(data), "kv.json")
+    assert birds.kvplug("config", "check", path).returncode == 0
+
+
+def test_check_does_not_look_at_the_environment(birds: Any) -> None:
+    path = write(birds, GOOD)
+    assert birds.kvplug("config", "check", path, KVPLUG_PORT="x").returncode == 0
+
+
+def test_check_notes_what_must_come_from_elsewhere(birds: Any) -> None:
+    path = write(birds, 'connector = "letter"\nhost = "192.0.2.7"')
+    done = birds.kvplug("config", "check", path)
+    assert done.returncode == 0
+    assert "note: role is not set here" in done.stderr
+    assert "note: 192.0.2.7" in done.stderr
+    assert "KVPLUG_SECRET" in done.stderr
+    done = birds.kvplug("config", "check", path, KVPLUG_SECRET="0123456789abcdef")
+    assert "KVPLUG_SECRET" not in done.stderr
+
+
+@pytest.mark.parametrize(("name", "text"), [("a.toml", "port = "), ("a.json", "{"), ("a.yaml", "port: 1")])
+def test_check_of_what_cannot_be_read_exits_with_two(birds: Any, name: str, text: str) -> None:
+    done = birds.kvplug("config", "check", write(birds, text, name))
+    assert done.returncode == 2
+    assert done.stderr.startswith("kvplug: bad configuration in ")
+    assert birds.kvplug("config", "check", "/nowhere.toml").returncode == 2

@@ -1,0 +1,245 @@
+"""``kvplug list``: what is installed, what works here, what can be set."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import resource
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+HEADER = """\
+from kvplug import (
+    Capabilities, CommandSpec, ConnectorSpec, Cost, SinkSpec, TransportSpec, hookimpl
+)
+KVPLUG_API = (1, 0)
+"""
+
+FULL = (
+    HEADER
+    + """
+@hookimpl
+def kvplug_transports():
+    return [
+        TransportSpec(kind="pipe", name="carrier-pigeon", factory="kvplug_birds.heavy:Endpoint",
+                      options="kvplug_birds.light:Options", probe="kvplug_birds.light:describe",
+                      summary="Tensors by air", capabilities=Capabilities(
+                          devices={"cpu", "cuda"}, cross_host=True, authenticated=False,
+                          cost=Cost(latency_us=9e9, gb_per_s=0.5))),
+        TransportSpec(kind="queue", name="flock", factory="kvplug_birds.heavy:Queue",
+                      probe="kvplug_birds.light:no_luck"),
+        TransportSpec(kind="communicator", name="nest", factory="kvplug_birds.heavy:Comm",
+                      probe="kvplug_birds.light:crash"),
+    ]
+
+@hookimpl
+def kvplug_connectors():
+    return [ConnectorSpec(name="letter", factory="kvplug_birds.heavy:S", worker_factory="a:b")]
+
+@hookimpl
+def kvplug_sinks():
+    return [SinkSpec(name="paper", factory="kvplug_birds.heavy:Sink")]
+
+@hookimpl
+def kvplug_commands():
+    return [CommandSpec(name="coo", target="kvplug_birds.heavy:coo", summary="Make a sound")]
+"""
+)
+
+LIGHT = """
+import attrs
+from kvplug import Probe, option
+
+@attrs.frozen(kw_only=True)
+class Options:
+    birds: int = option(2, help="How many fly at once.", at_least=1)
+    message_bytes: int = option(2**20, help="What one carries.", unit="bytes")
+    rest_s: float = option(0.5, help="Between flights.", unit="seconds")
+
+def describe():
+    return Probe(domain="sky")
+
+def no_luck():
+    return Probe(viable=False, reason="it is night")
+
+def crash():
+    raise OSError("window closed")
+"""
+
+HEAVY = """
+import click
+open(__file__ + ".loaded", "w").close()
+
+@click.command()
+@click.option("--loud", is_flag=True)
+def coo(loud):
+    click.echo("COO" if loud else "coo")
+"""
+
+
+@pytest.fixture
+def birds(site: Any) -> Any:
+    site.package = site.add("birds", FULL, version="0.7", files={"light.py": LIGHT, "heavy.py": HEAVY})
+    return site
+
+
+def listed(site: Any, **environment: str) -> dict[str, dict[str, Any]]:
+    done = site.kvplug("list", "--json", **environment)
+    assert done.returncode == 0, done.stderr
+    return {each["name"]: each for each in json.loads(done.stdout)}
+
+
+def test_everything_offered_is_listed_for_programs(birds: Any) -> None:
+    found = listed(birds)
+    pigeon = found["carrier-pigeon"]
+    assert {key: pigeon[key] for key in ("name", "kind", "distribution", "version", "status", "reason")} == {
+        "name": "carrier-pigeon",
+        "kind": "pipe",
+        "distribution": "kvplug-birds",
+        "version": "0.7",
+        "status": "ok",
+        "reason": "",
+    }
+    assert pigeon["capabilities"]["devices"] == ["cpu", "cuda"]
+    assert pigeon["capabilities"]["cross_host"] is True
+    assert pigeon["capabilities"]["cost"] == {"latency_us": 9e9, "gb_per_s": 0.5}
+    assert [found[name]["kind"] for name in ("flock", "nest", "letter", "paper", "coo")] == [
+        "queue",
+        "communicator",
+        "connector",
+        "sink",
+        "command",
+    ]
+    assert found["letter"]["capabilities"] is None
+
+
+def test_what_cannot_work_on_this_host_says_why(birds: Any) -> None:
+    found = listed(birds)
+    assert (found["flock"]["status"], found["flock"]["reason"]) == ("unavailable", "it is night")
+    assert found["nest"]["status"] == "unavailable"
+    assert found["nest"]["reason"] == "its probe failed: OSError: window closed"
+
+
+def test_listing_imports_probes_but_no_transport_and_nothing_heavy(birds: Any) -> None:
+    for name in ("torch", "zmq", "numpy"):
+        (birds.folder / "site" / f"{name}.py").write_text("raise SystemExit('heavy')")
+    listed(birds)
+    assert not (birds.package / "heavy.py.loaded").exists()
+    assert birds.kvplug("--help").returncode == 0
+    assert not (birds.package / "heavy.py.loaded").exists()
+
+
+def test_broken_and_blocked_plugins_are_listed_with_their_reasons(birds: Any) -> None:
+    birds.add("bad", HEADER + "import a_module_that_is_not_there")
+    birds.add("off", HEADER)
+    found = listed(birds, KVPLUG_DISABLE_PLUGINS="off")
+    assert (found["bad"]["kind"], found["bad"]["status"]) == ("plugin", "broken")
+    assert "a_module_that_is_not_there" in found["bad"]["reason"]
+    assert (found["off"]["status"], found["off"]["capabilities"]) == ("blocked", None)
+    text = birds.kvplug("list", KVPLUG_DISABLE_PLUGINS="off").stdout
+    assert "a_module_that_is_not_there" in text
+    assert "named in KVPLUG_DISABLE_PLUGINS" in text
+
+
+def test_a_name_with_two_owners_is_listed_twice_as_ambiguous(birds: Any) -> None:
+    other = HEADER + (
+        "@hookimpl\ndef kvplug_transports():\n"
+        "    return [TransportSpec(kind='pipe', name='carrier-pigeon', factory='a:b')]"
+    )
+    birds.add("more", other)
+    done = birds.kvplug("list", "--json")
+    found = [each for each in json.loads(done.stdout) if each["name"] == "carrier-pigeon"]
+    assert [each["distribution"] for each in found] == ["kvplug-birds", "kvplug-more"]
+    assert {each["status"] for each in found} == {"ambiguous"}
+    assert "say kvplug-birds:carrier-pigeon or kvplug-more:carrier-pigeon" in found[0]["reason"]
+
+
+def test_the_table_is_plain_text_in_a_pipe(birds: Any) -> None:
+    lines = birds.kvplug("list").stdout.splitlines()
+    assert lines[0].split()[:5] == ["NAME", "KIND", "FROM", "VERSION", "STATUS"]
+    row = next(line for line in lines if line.startswith("carrier-pigeon"))
+    assert "cpu+cuda, any host, not authenticated, 0.5 GB/s" in row
+    assert row.endswith("Tensors by air")
+    assert "\x1b" not in "".join(lines)
+
+
+def test_the_table_is_drawn_on_a_terminal(birds: Any) -> None:
+    reader, writer = pty.openpty()
+    code = "from kvplug.cli.main import main; main(['list'])"
+    path = f"{birds.folder / 'site'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    child = subprocess.Popen(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": path.rstrip(os.pathsep), "COLUMNS": "200", "TERM": "xterm"},
+        stdout=writer,
+    )
+    os.close(writer)
+    seen = b""
+    while True:
+        try:
+            part = os.read(reader, 65536)
+        except OSError:
+            break
+        if not part:
+            break
+        seen += part
+    assert child.wait(30) == 0
+    os.close(reader)
+    assert b"carrier-pigeon" in seen
+    assert b"\x1b[" in seen
+
+
+def test_options_of_a_name_are_shown_with_types_units_and_defaults(birds: Any) -> None:
+    text = birds.kvplug("list", "--options", "carrier-pigeon").stdout
+    assert "pipe carrier-pigeon (kvplug-birds 0.7), [options.carrier-pigeon]" in text
+    rows = {line.split()[0]: line for line in text.splitlines()[2:]}
+    assert "whole number, at least 1" in rows["birds"]
+    assert "How many fly at once." in rows["birds"]
+    assert "bytes" in rows["message_bytes"]
+    assert "1 MiB" in rows["message_bytes"]
+    assert "0.5 s" in rows["rest_s"]
+
+
+def test_options_are_there_for_programs(birds: Any) -> None:
+    (found,) = json.loads(birds.kvplug("list", "--options", "kvplug-birds:carrier-pigeon", "--json").stdout)
+    assert found["kind"] == "pipe"
+    assert found["options"][0] == {
+        "name": "birds",
+        "type": "whole number, at least 1",
+        "unit": "",
+        "default": "2",
+        "help": "How many fly at once.",
+    }
+
+
+def test_what_takes_no_options_says_so(birds: Any) -> None:
+    assert "takes no options" in birds.kvplug("list", "--options", "flock").stdout
+
+
+def test_options_of_an_unknown_name_suggest_the_nearest_and_repeat_what_failed(birds: Any) -> None:
+    birds.add("bad", HEADER + "import a_module_that_is_not_there")
+    done = birds.kvplug("list", "--options", "carrier_pigon")
+    assert done.returncode == 1
+    assert "did you mean 'carrier-pigeon'?" in done.stderr
+    assert "broken: bad (kvplug-bad 1.0): ModuleNotFoundError" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_listing_costs_little_more_than_starting_python(birds: Any) -> None:
+    """The promise is 150 ms, seconds of the processor, so that a busy machine does not count."""
+    if "coverage" in sys.modules:
+        pytest.skip("coverage would be measured with it")
+
+    def seconds(*arguments: str) -> float:
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        assert birds.run(*arguments).returncode == 0
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+    seconds("-m", "kvplug.cli", "list")  # compiles what was not compiled yet
+    listing = min(seconds("-m", "kvplug.cli", "list") for _ in range(5))
+    nothing = min(seconds("-c", "pass") for _ in range(5))
+    assert listing - nothing < 0.15
