@@ -23,7 +23,7 @@ from kvplug.metrics.stats import TransferStats
 from kvplug.model import ModelInfo
 from kvplug.pipe import Pipe, PipeEndpoint
 from kvplug.registry import Registry
-from kvplug.select import Offer
+from kvplug.select import AUTO, Offer
 from kvplug.spec import Kind, TransportSpec
 from kvplug.trust.addresses import is_loopback
 from kvplug.trust.credentials import Credentials
@@ -41,6 +41,20 @@ class Parts:
         self.registry = registry
 
     @functools.cached_property
+    def pipes(self) -> dict[str, TransportSpec]:
+        """Every pipe transport by its bare name; where two own a name, the one the config singles out."""
+        specs = {spec.name: spec for spec in self.registry.transports(Kind.PIPE)}
+        if self.config.transport != AUTO:
+            named = self.registry.get(Kind.PIPE, self.config.transport)
+            specs[named.name] = named
+        return specs
+
+    @property
+    def requested_transport(self) -> str:
+        """The bare name of the transport the config asks for, or ``"auto"``."""
+        return self.config.transport.rpartition(":")[2]
+
+    @functools.cached_property
     def offers(self) -> tuple[Offer, ...]:
         """What this host can offer a peer: every pipe transport, probed once."""
         return tuple(
@@ -50,7 +64,7 @@ class Parts:
                 capabilities=spec.capabilities,
                 probe=spec.run_probe(),
             )
-            for spec in self.registry.transports(Kind.PIPE)
+            for spec in self.pipes.values()
         )
 
     def options_of(self, spec: Any) -> Any:
@@ -67,21 +81,18 @@ class Parts:
             return None
         return check_options(cls, given, where=f"options.{spec.name}")
 
-    def pipe_spec(self, name: str) -> TransportSpec:
-        return self.registry.get(Kind.PIPE, name)
-
     def pipe_options(self, name: str) -> Any:
-        return self.options_of(self.pipe_spec(name))
+        return self.options_of(self.pipes[name])
 
     def pipe_endpoint(self, name: str, context: PipeContext) -> PipeEndpoint:
-        endpoint = self.pipe_spec(name).load_factory()(context)
+        endpoint = self.pipes[name].load_factory()(context)
         if not isinstance(endpoint, PipeEndpoint):
             raise PluginError(f"transport {name!r} made {endpoint!r}, which is no PipeEndpoint")
         return endpoint
 
     def lookup_endpoint(self) -> LookupEndpoint:
         config = self.config
-        if config.lookup_buffer == "auto":
+        if config.lookup_buffer == AUTO:
             specs = self.registry.transports(Kind.LOOKUP_BUFFER)
             if not specs:
                 raise PluginError("no lookup buffer is installed; kvplug-lookup brings one")
@@ -111,7 +122,7 @@ class Parts:
             (Kind.PIPE, self.config.transport),
             (Kind.LOOKUP_BUFFER, self.config.lookup_buffer),
         ):
-            specs += self.registry.transports(kind) if name == "auto" else [self.registry.get(kind, name)]
+            specs += self.registry.transports(kind) if name == AUTO else [self.registry.get(kind, name)]
         faults: list[str] = []
         for spec in specs:
             try:
@@ -176,7 +187,7 @@ def hello_of(
         checksums=checksums_of(config),
         integrity=config.integrity,
         transports=parts.offers,
-        requested_transport=config.transport,
+        requested_transport=parts.requested_transport,
         device=config.device.partition(":")[0],
         identity=this_process(),
         versions={"kvplug": kvplug.__version__},

@@ -1,0 +1,342 @@
+"""Names become things: one process, a transport made of queues, real control channels."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from typing import Any
+
+import attrs
+import pytest
+
+from kvplug import (
+    DEFAULT_TIMEOUT,
+    AuthenticationError,
+    Capabilities,
+    ClosedError,
+    Config,
+    ConfigError,
+    ConnectorSpec,
+    Cost,
+    Deadline,
+    HandshakeError,
+    InsecureAddressError,
+    Kind,
+    KVCacheConfig,
+    KVLayout,
+    ModelInfo,
+    Pipe,
+    PipeEndpoint,
+    PipeListener,
+    PluginError,
+    Probe,
+    Registry,
+    Timeout,
+    TimeoutError,
+    Transfer,
+    TransportSpec,
+    UnknownConnectorError,
+    UnknownTransportError,
+    build_connector,
+    connect_pipe,
+    hookimpl,
+    listen_pipe,
+    option,
+    required_layout,
+)
+from kvplug.connector.values import CacheGroup
+
+pytestmark = pytest.mark.timeout(30)
+
+# -- a transport of queues, and plugins that offer it ------------------------------------------
+
+
+class QueuePipe(Pipe):
+    def __init__(self, inbox: Any, outbox: Any) -> None:
+        self._inbox, self._outbox, self._closed = inbox, outbox, False
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    @property
+    def peer(self) -> str:
+        return "the same process"
+
+    def send_tensor(self, tensor: Any, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Transfer:
+        self._outbox.put(tensor)
+        transfer = Transfer(0)
+        transfer.finish()
+        return transfer
+
+    def recv_tensor(self, out: Any = None, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Any:
+        return self._inbox.get(timeout=Deadline.after(timeout, 5).remaining())
+
+    def close(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
+        self._closed = True
+
+    def abort(self) -> None:
+        self._closed = True
+
+
+WAITING: dict[str, queue.Queue[QueuePipe]] = {}
+
+
+class QueueListener(PipeListener):
+    def __init__(self) -> None:
+        self._contact = f"queue-{len(WAITING)}"
+        WAITING[self._contact] = queue.Queue()
+
+    @property
+    def contact(self) -> str:
+        return self._contact
+
+    def accept(self, timeout: Timeout = DEFAULT_TIMEOUT) -> Pipe:
+        return WAITING[self._contact].get(timeout=Deadline.after(timeout, 5).remaining())
+
+    def close(self) -> None:
+        return None
+
+
+CONTEXTS: list[Any] = []
+
+
+class QueueEndpoint(PipeEndpoint):
+    def __init__(self, context: Any) -> None:
+        CONTEXTS.append(context)
+
+    def listen(self) -> PipeListener:
+        return QueueListener()
+
+    def connect(self, contact: str, timeout: Timeout = DEFAULT_TIMEOUT) -> Pipe:
+        there, back = queue.Queue(), queue.Queue()
+        WAITING[contact].put(QueuePipe(there, back))
+        return QueuePipe(back, there)
+
+
+@attrs.frozen(kw_only=True)
+class QueueOptions:
+    depth: int = option(default=4, help="How many.")
+    size_bytes: int = option(default=1024, unit="bytes", help="How large.")
+
+
+def not_viable() -> Probe:
+    return Probe(viable=False, reason="the moon is in the way")
+
+
+def wants_heads_first(config: Config, options: Any) -> str:
+    return "KBHTD"
+
+
+class NotAConnector:
+    def __init__(self, context: Any) -> None:
+        context.peers.listen()
+
+    get_required_kvcache_layout = staticmethod(wants_heads_first)
+
+
+HERE = __name__
+
+
+def transport(name: str = "queues", *, gb_per_s: float = 1.0, probe: str | None = None) -> TransportSpec:
+    return TransportSpec(
+        kind=Kind.PIPE,
+        name=name,
+        factory="test_build_parts:QueueEndpoint",
+        options="test_build_parts:QueueOptions",
+        probe=probe,
+        capabilities=Capabilities(cost=Cost(latency_us=1.0, gb_per_s=gb_per_s)),
+    )
+
+
+@pytest.fixture(autouse=True)
+def parts_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Specs hold strings; the strings lead here, under whatever name this file was imported."""
+    import sys
+
+    monkeypatch.setitem(sys.modules, "test_build_parts", sys.modules[HERE])
+    CONTEXTS.clear()
+    return
+
+
+def registry_of(*transports: TransportSpec, distribution: str = "", connectors: bool = False) -> Registry:
+    registry = Registry()
+    add(registry, "queues", *transports, distribution=distribution, connectors=connectors)
+    return registry
+
+
+def add(
+    registry: Registry,
+    plugin: str,
+    *transports: TransportSpec,
+    distribution: str = "",
+    connectors: bool = False,
+) -> None:
+    class Plugin:
+        @hookimpl
+        def kvplug_transports(self) -> list[TransportSpec]:
+            return list(transports)
+
+        @hookimpl
+        def kvplug_connectors(self) -> list[ConnectorSpec]:
+            spec = ConnectorSpec(
+                name="lookup",
+                factory="test_build_parts:NotAConnector",
+                worker_factory="test_build_parts:NotAConnector",
+            )
+            return [spec] if connectors else []
+
+    registry.register(Plugin(), name=plugin, distribution=distribution)
+
+
+def config(**more: Any) -> Config:
+    return Config.from_dict({"timeout_s": 5, "connect_timeout_s": 5, **more})
+
+
+CACHE = KVCacheConfig(
+    groups=(CacheGroup(layer_names=("0",), layout=KVLayout("KBTHD", {"B": 4, "T": 16, "H": 2, "D": 8})),),
+    num_blocks=4,
+)
+MODEL = ModelInfo(num_layers=1, num_kv_heads=2, head_size=8, dtype="float32")
+
+# -- pipes ---------------------------------------------------------------------------------------
+
+
+def joined(here: Registry, there: Registry, ours: Config, theirs: Config) -> tuple[Pipe, Pipe]:
+    """The two ends of one pipe, made by two configs."""
+    with listen_pipe(ours, "unix:", registry=here) as server:
+        accepted: list[Pipe] = []
+        thread = threading.Thread(target=lambda: accepted.append(server.accept(timeout=5)))
+        thread.start()
+        try:
+            pipe = connect_pipe(theirs, server.contact, registry=there)
+        finally:
+            thread.join()
+    return accepted[0], pipe
+
+
+def test_a_name_in_two_configs_becomes_a_pipe_between_them() -> None:
+    here, there = joined(
+        registry_of(transport()), registry_of(transport()), config(transport="queues"), config()
+    )
+    here.send_tensor(None).wait(1)
+    assert there.recv_tensor() is None
+
+
+def test_options_of_the_config_reach_the_transport_checked_and_converted() -> None:
+    options = {"queues": {"depth": 7, "size_bytes": "2 KiB"}}
+    registry = registry_of(transport())
+    joined(registry, registry, config(options=options), config())
+    given = [context.options for context in CONTEXTS]
+    assert QueueOptions(depth=7, size_bytes=2048) in given and QueueOptions() in given
+
+
+def test_of_two_transports_auto_takes_the_cheaper_one() -> None:
+    registry = registry_of(transport("queues"), transport("dear", gb_per_s=0.1))
+    with listen_pipe(config(), "unix:", registry=registry) as server:
+        threading.Thread(target=server.accept, daemon=True).start()
+        connect_pipe(config(), server.contact, registry=registry)
+    assert len(CONTEXTS) == 2
+
+
+def test_a_refusal_reaches_both_ends_with_every_reason_and_the_listener_goes_on() -> None:
+    blocked = registry_of(transport(probe="test_build_parts:not_viable"))
+    able = registry_of(transport())
+    with listen_pipe(config(), "unix:", registry=able) as server:
+        with pytest.raises(HandshakeError, match="the moon is in the way"):
+            connect_pipe(config(), server.contact, registry=blocked)
+        with pytest.raises(HandshakeError, match="none can move cpu tensors"):
+            connect_pipe(config(), server.contact, registry=Registry())
+        threading.Thread(target=server.accept, daemon=True).start()
+        connect_pipe(config(), server.contact, registry=able).close()
+
+
+def test_a_name_with_two_owners_works_once_the_config_says_whose() -> None:
+    registry = registry_of(transport(), distribution="kvplug-one")
+    add(registry, "others", transport(), distribution="kvplug-two")
+    here, there = joined(registry, registry_of(transport()), config(transport="kvplug-two:queues"), config())
+    here.send_tensor(None)
+    assert there.recv_tensor() is None
+
+
+def test_waiting_for_a_peer_ends_at_the_deadline_and_at_close() -> None:
+    server = listen_pipe(config(), "unix:", registry=registry_of(transport()))
+    with pytest.raises(TimeoutError, match="no peer"):
+        server.accept(timeout=0.1)
+    closer = threading.Timer(0.2, server.close)
+    closer.start()
+    with pytest.raises(ClosedError):
+        server.accept(timeout=5)
+    closer.join()
+    server.close()
+
+
+def test_nobody_there_is_named_with_the_address() -> None:
+    with pytest.raises(TimeoutError, match="nobody-at-all"):
+        connect_pipe(config(), "unix:@kvplug-nobody-at-all", registry=registry_of(transport()), timeout=0.2)
+
+
+def test_another_secret_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    registry = registry_of(transport())
+    monkeypatch.setenv("KVPLUG_SECRET", "one secret, long enough")
+    with listen_pipe(config(), "127.0.0.1:0", registry=registry) as server:
+        monkeypatch.setenv("KVPLUG_SECRET", "another secret, also long")
+        with pytest.raises(AuthenticationError, match="secret"):
+            connect_pipe(config(), server.contact, registry=registry)
+
+
+def test_an_address_other_hosts_reach_needs_a_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("KVPLUG_SECRET", raising=False)
+    with pytest.raises(InsecureAddressError, match="secret"):
+        listen_pipe(config(host="0.0.0.0"), registry=registry_of(transport()))
+
+
+# -- connectors ----------------------------------------------------------------------------------
+
+
+def built(registry: Registry, side: str = "worker", **more: Any) -> Any:
+    return build_connector(
+        config(**{"role": "producer", **more}),
+        side,
+        model=MODEL,
+        cache=CACHE,
+        registry=registry,
+        listen="unix:",
+    )
+
+
+def test_a_missing_role_is_a_fault_that_says_how_to_give_one() -> None:
+    with pytest.raises(ConfigError, match=r"role.*producer.*consumer.*both"):
+        built(registry_of(connectors=True), role=None)
+
+
+def test_an_unknown_connector_names_those_there_are() -> None:
+    with pytest.raises(UnknownConnectorError, match="no connector named 'lokup'; did you mean 'lookup'"):
+        built(registry_of(connectors=True), connector="lokup")
+
+
+def test_an_unknown_transport_names_those_there_are() -> None:
+    with pytest.raises(UnknownTransportError, match="queues"):
+        built(registry_of(transport(), connectors=True), transport="cpu")
+
+
+def test_faults_in_options_are_told_all_at_once() -> None:
+    options = {"queues": {"depht": 3, "size_bytes": "many"}, "lookup": {"anything": 1}}
+    with pytest.raises(ConfigError) as e:
+        built(registry_of(transport(), connectors=True), options=options)
+    assert len(e.value.faults) == 3
+    for word in ("depht", "size_bytes", "lookup"):
+        assert word in str(e.value)
+
+
+@pytest.mark.parametrize("side", ["scheduler", "worker"])
+def test_a_connector_of_the_wrong_class_is_refused_and_its_listener_closed(side: str) -> None:
+    before = threading.active_count()
+    with pytest.raises(PluginError, match=r"which is no (Scheduler|Worker)Connector"):
+        built(registry_of(transport(), connectors=True), side)
+    assert threading.active_count() <= before
+
+
+def test_the_layout_a_connector_insists_on_is_asked_without_building_it() -> None:
+    registry = registry_of(transport(), connectors=True)
+    assert required_layout(config(), registry) == "KBHTD"
