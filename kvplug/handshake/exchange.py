@@ -28,10 +28,11 @@ from kvplug.handshake.agreement import Agreement, agree
 from kvplug.handshake.hello import Hello
 from kvplug.handshake.plain import MAX_LIST, MAX_TEXT
 from kvplug.wire import values
+from kvplug.wire.scan import Limits
 
 MAX_HELLO_BYTES = 128 << 10
 """Of an encoded Hello. Some twenty transports of twenty fields each fit in a tenth of it."""
-_LIMITS = values.Limits(max_bytes=MAX_HELLO_BYTES, max_depth=8, max_items=8192)
+_LIMITS = Limits(max_bytes=MAX_HELLO_BYTES, max_depth=8, max_items=8192)
 _VERDICT_S = 5.0
 """How long an end that refuses waits to hear why the other does too."""
 

@@ -6,88 +6,30 @@ something else. What msgpack has no type for is tagged by an extension (the tabl
 ``docs/reference/wire.md``): a tuple is an array whose first element is the mark "tuple", which no value
 can be.
 
-Decoding goes over the bytes once without building anything (:func:`_scan`), because a msgpack decoder
-believes a length before it has seen the elements; only what passes is handed to msgspec.
+What comes in is looked over first (:mod:`kvplug.wire.scan`); only what passes is handed to msgspec.
 """
 
 from __future__ import annotations
 
-import enum
-import struct
 import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
-import attrs
 import msgspec
 
 from kvplug.errors import CapacityError, UnsupportedError, WireError
 from kvplug.wire import tensors
+from kvplug.wire.scan import DEFAULT_LIMITS, MARKS, Leaf, Limits, Mark, scan
 
 if TYPE_CHECKING:
     from numpy import ndarray
 
+__all__ = ["CARRIED", "DEFAULT_LIMITS", "Limits", "decode", "encode"]
+
 Buffer = bytes | bytearray | memoryview
 
-
-@attrs.frozen(kw_only=True)
-class Limits:
-    """How much one message may make its receiver hold. The sender checks them too."""
-
-    max_bytes: int = 16 << 20
-    """Of the encoded message."""
-    max_depth: int = 32
-    """Containers within containers."""
-    max_items: int = 1 << 20
-    """Elements of all containers together; a pair of a dict counts as two."""
-
-    def memory_bound(self, nbytes: int) -> int:
-        """What decoding a message of ``nbytes`` may allocate at most, in bytes.
-
-        A copy of the message, the leaves' own bytes, and :data:`ITEM_COST` for each element, of which
-        there are no more than bytes.
-        """
-        nbytes = min(nbytes, self.max_bytes)
-        return FIXED_COST + 6 * nbytes + ITEM_COST * min(nbytes, self.max_items)
-
-
-ITEM_COST: Final = 192
-"""Bytes of Python objects that one element can become: a dict of one pair takes 240 and is two elements, an
-empty set takes 310 while its mark is resolved and is two elements, an empty dict takes 72 and is one."""
-FIXED_COST: Final = 1 << 16
-"""Bytes for whatever does not grow with the message: exceptions, the decoder's own state."""
-
-DEFAULT_LIMITS: Final = Limits()
-
-
-class _Mark(enum.IntEnum):
-    """First element of an array that is not a list. Extension types without payload."""
-
-    TUPLE = 1
-    SET = 2
-    FROZENSET = 3
-    DICT = 4
-    """Key, value, key, value, … of a dict with keys other than None, bool, int, float, str, bytes."""
-
-
-class _Leaf(enum.IntEnum):
-    """Extension types with a payload."""
-
-    DTYPE = 16
-    """One byte, the code of a torch dtype."""
-    TENSOR = 17
-    """A tensor's meta and bytes."""
-    ARRAY = 18
-    """The same of a numpy array."""
-
-
 _MIN_INT, _MAX_INT = -(1 << 63), (1 << 64) - 1
-_MARKS = {int(mark): mark for mark in _Mark}
-_LEAVES = frozenset(int(leaf) for leaf in _Leaf)
-_MARK_EXT = {mark: msgspec.msgpack.Ext(int(mark), b"") for mark in _Mark}
-_ENDS_BEFORE_MARK = 3
-"""Bytes of a mark: ext8, length 0, code."""
-
+_MARK_EXT = {mark: msgspec.msgpack.Ext(int(mark), b"") for mark in Mark}
 CARRIED: Final = (
     "None, bool, int of 64 bits, float, str, bytes, list, tuple, set, frozenset, dict, torch.dtype,"
     " CPU tensor, numpy array"
@@ -137,7 +79,7 @@ def _lower(value: Any, depth: int, count: list[int]) -> Any:
         if kind is dict:
             if native:
                 return {_lower(k, depth, count): _lower(v, depth, count) for k, v in value.items()}
-            pairs = [_MARK_EXT[_Mark.DICT]]
+            pairs = [_MARK_EXT[Mark.DICT]]
             for k, v in value.items():
                 pairs.append(_lower(k, depth, count))
                 pairs.append(_lower(v, depth, count))
@@ -155,7 +97,7 @@ def _lower(value: Any, depth: int, count: list[int]) -> Any:
 
 _AS_THEY_ARE = frozenset({type(None), bool, float, str, bytes})
 _NATIVE_KEYS = frozenset({type(None), bool, int, float, str, bytes})
-_CONTAINER_MARKS: dict[type, _Mark] = {tuple: _Mark.TUPLE, set: _Mark.SET, frozenset: _Mark.FROZENSET}
+_CONTAINER_MARKS: dict[type, Mark] = {tuple: Mark.TUPLE, set: Mark.SET, frozenset: Mark.FROZENSET}
 
 
 def _lower_foreign(value: Any) -> msgspec.msgpack.Ext:
@@ -165,14 +107,14 @@ def _lower_foreign(value: Any) -> msgspec.msgpack.Ext:
         if isinstance(value, torch.dtype):
             name = tensors.dtype_name(value)
             if name in tensors.DTYPES:
-                return msgspec.msgpack.Ext(int(_Leaf.DTYPE), bytes([tensors.DTYPES[name][0]]))
+                return msgspec.msgpack.Ext(int(Leaf.DTYPE), bytes([tensors.DTYPES[name][0]]))
             raise UnsupportedError(f"the dtype {value} is not carried")
         if type(value) is torch.Tensor:
             meta = tensors.encode_meta(tensors.meta_of(value))
-            return msgspec.msgpack.Ext(int(_Leaf.TENSOR), b"".join((meta, tensors.memory_of(value))))
+            return msgspec.msgpack.Ext(int(Leaf.TENSOR), b"".join((meta, tensors.memory_of(value))))
     numpy = sys.modules.get("numpy")
     if numpy is not None and hasattr(numpy, "ndarray") and type(value) is numpy.ndarray:
-        return msgspec.msgpack.Ext(int(_Leaf.ARRAY), _array_bytes(value))
+        return msgspec.msgpack.Ext(int(Leaf.ARRAY), _array_bytes(value))
     kind = type(value)
     where = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
     raise UnsupportedError(f"a {where}{kind.__qualname__} is not carried")
@@ -249,149 +191,29 @@ def decode(buf: Buffer, *, limits: Limits = DEFAULT_LIMITS) -> Any:
         raise WireError(f"a value of {nbytes} bytes; at most {limits.max_bytes} are accepted")
     data = bytes(buf)  # a private copy: shared memory could change between the check and the use
     try:
-        marked = _scan(data, limits)
+        marked = scan(data, limits)
         value = _decode(data)
         return _resolve(value) if marked else value
     except (msgspec.MsgspecError, UnicodeError, RecursionError, OverflowError) as e:
         raise WireError(f"not the bytes of a value: {e}") from e
 
 
-def _fixed_sizes() -> bytes:
-    """For each first byte the size of an element whose size it fixes, 0 for the others."""
-    sizes = bytearray(256)
-    sizes[0x00:0x80] = b"\x01" * 128  # positive fixint
-    sizes[0xE0:0x100] = b"\x01" * 32  # negative fixint
-    sizes[0xA0:0xC0] = bytes(range(1, 33))  # fixstr
-    for first, size in {
-        0xC0: 1, 0xC2: 1, 0xC3: 1,  # nil, false, true
-        0xCA: 5, 0xCB: 9,  # float32, float64
-        0xCC: 2, 0xCD: 3, 0xCE: 5, 0xCF: 9, 0xD0: 2, 0xD1: 3, 0xD2: 5, 0xD3: 9,  # uint, int
-    }.items():  # fmt: skip
-        sizes[first] = size
-    return bytes(sizes)
-
-
-_FIXED = _fixed_sizes()
-_U8, _U16, _U32 = struct.Struct(">B"), struct.Struct(">H"), struct.Struct(">I")
-_TEXT_LENGTH = {0xC4: _U8, 0xC5: _U16, 0xC6: _U32, 0xD9: _U8, 0xDA: _U16, 0xDB: _U32}
-_ARRAY_LENGTH = {0xDC: _U16, 0xDD: _U32}
-_MAP_LENGTH = {0xDE: _U16, 0xDF: _U32}
-_EXT_LENGTH = {0xC7: _U8, 0xC8: _U16, 0xC9: _U32}
-_FIXEXT = {0xD4: 1, 0xD5: 2, 0xD6: 4, 0xD7: 8, 0xD8: 16}
-
-
-def _scan(data: bytes, limits: Limits) -> bool:
-    """Check the structure of one msgpack value without building it; whether there are marks in it.
-
-    After it msgspec meets no length that the bytes do not keep, no extension that is not ours, no
-    container as the key of a map, and no nesting beyond the limit.
-    """
-    end = len(data)
-    pos = 0
-    left = 1  # elements still to come in the container at hand
-    in_map = False
-    outer: list[tuple[int, bool]] = []  # the containers around it
-    items = limits.max_items
-    marked = False
-    try:
-        while True:
-            while left:
-                first = data[pos]
-                size = _FIXED[first]
-                if size:
-                    pos += size
-                    left -= 1
-                    continue
-                left -= 1
-                if first in _TEXT_LENGTH:
-                    length = _TEXT_LENGTH[first]
-                    pos += 1 + length.size + length.unpack_from(data, pos + 1)[0]
-                    continue
-                if in_map and left % 2:
-                    raise WireError(f"a container or extension is a map's key, at byte {pos}")
-                is_map = False
-                if 0x90 <= first < 0xA0:
-                    count = first & 0x0F
-                    pos += 1
-                elif 0x80 <= first < 0x90:
-                    count, is_map = 2 * (first & 0x0F), True
-                    pos += 1
-                elif first in _ARRAY_LENGTH:
-                    length = _ARRAY_LENGTH[first]
-                    count = length.unpack_from(data, pos + 1)[0]
-                    pos += 1 + length.size
-                elif first in _MAP_LENGTH:
-                    length = _MAP_LENGTH[first]
-                    count, is_map = 2 * length.unpack_from(data, pos + 1)[0], True
-                    pos += 1 + length.size
-                else:
-                    pos = _scan_leaf(data, pos, end)
-                    continue
-                if count > end - pos:
-                    raise WireError(f"a container claims {count} elements, and {end - pos} bytes are left")
-                items -= count
-                if items < 0:
-                    raise WireError(f"more than {limits.max_items} elements")
-                if len(outer) >= limits.max_depth:
-                    raise WireError(f"nested more than {limits.max_depth} deep")
-                outer.append((left, in_map))
-                left, in_map = count, is_map
-                if count and not is_map and data.startswith(b"\xc7\x00", pos):
-                    code = data[pos + 2]
-                    if code not in _MARKS:
-                        raise WireError(f"unknown extension {code} without payload, at byte {pos}")
-                    if code == _Mark.DICT and count % 2 == 0:
-                        raise WireError(f"a dict with a key and no value, at byte {pos}")
-                    marked = True
-                    pos += _ENDS_BEFORE_MARK
-                    left -= 1
-            if not outer:
-                break
-            left, in_map = outer.pop()
-    except (IndexError, struct.error) as e:
-        raise WireError(f"a value is cut short after {end} bytes") from e
-    if pos != end:
-        what = f"is cut short after {end} bytes" if pos > end else f"is followed by {end - pos} bytes"
-        raise WireError(f"a value {what}")
-    return marked
-
-
-def _scan_leaf(data: bytes, pos: int, end: int) -> int:
-    """Where the extension at ``pos`` ends, if it is one with a payload we know."""
-    first = data[pos]
-    if first in _FIXEXT:
-        size, at = _FIXEXT[first], pos + 1
-    elif first in _EXT_LENGTH:
-        length = _EXT_LENGTH[first]
-        size, at = length.unpack_from(data, pos + 1)[0], pos + 1 + length.size
-    else:
-        raise WireError(f"byte {first:#04x} starts no value, at byte {pos}")
-    code = data[at]
-    if code not in _LEAVES or size == 0:
-        raise WireError(f"extension {code} is not accepted here, at byte {pos}")
-    if size > end - at - 1:
-        raise WireError(f"an extension claims {size} bytes, and {end - at - 1} are left")
-    if code == _Leaf.DTYPE and size != 1:
-        raise WireError(f"a dtype is one byte, not {size}")
-    return int(at + 1 + size)
-
-
 def _extension(code: int, payload: memoryview) -> Any:
-    """What an extension that passed :func:`_scan` stands for; called by msgspec."""
+    """What an extension that passed :func:`scan` stands for; called by msgspec."""
     if not payload.nbytes:
-        return _MARKS[code]
+        return MARKS[code]
     # msgspec 0.19 gives the view the shape of the whole message, so that slices of it reach past the end
     # of memory (its issue 835); a cast makes the shape anew from the number of bytes, which is right.
     payload = payload.cast("B")
     try:
-        if code == _Leaf.DTYPE:
+        if code == Leaf.DTYPE:
             return tensors.dtype_of(tensors.name_of_code(payload[0]))
         meta, flat = tensors.split_meta(payload)
         if meta.nbytes != flat.nbytes:
             raise WireError(
                 f"a {meta.dtype} tensor of shape {meta.shape} has {meta.nbytes} bytes, not {flat.nbytes}"
             )
-        if code == _Leaf.ARRAY:
+        if code == Leaf.ARRAY:
             return _array(meta, flat)
         tensor = tensors.empty_like_meta(meta)
         tensors.copy_into(tensor, flat)
@@ -430,16 +252,16 @@ def _resolve(value: Any) -> Any:
     for i, item in enumerate(value):
         if type(item) in _BUILT:
             value[i] = _resolve(item)
-    if not value or type(value[0]) is not _Mark:
+    if not value or type(value[0]) is not Mark:
         return value
     mark = value[0]
     del value[0]
-    if mark is _Mark.TUPLE:
+    if mark is Mark.TUPLE:
         return tuple(value)
     try:
-        if mark is _Mark.DICT:
+        if mark is Mark.DICT:
             return dict(zip(value[::2], value[1::2], strict=True))
-        members = set(value) if mark is _Mark.SET else frozenset(value)
+        members = set(value) if mark is Mark.SET else frozenset(value)
     except (TypeError, ValueError, RuntimeError) as e:
         raise WireError(f"what cannot be a key came as the key of a dict or the member of a set: {e}") from e
     if len(members) != len(value):

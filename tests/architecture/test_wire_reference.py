@@ -11,7 +11,7 @@ from kvplug.handshake.exchange import MAX_HELLO_BYTES
 from kvplug.handshake.hello import Hello
 from kvplug.handshake.plain import MAX_LIST, MAX_TEXT
 from kvplug.model import ModelInfo
-from kvplug.wire import frames, values
+from kvplug.wire import frames, scan
 from kvplug.wire.tensors import DTYPES, MAX_DIMS
 
 REFERENCE = Path(__file__).parents[2] / "docs" / "reference"
@@ -40,12 +40,12 @@ def test_every_frame_kind_and_the_version_are_documented() -> None:
 
 
 def test_the_bounds_are_documented() -> None:
-    limits = values.DEFAULT_LIMITS
+    limits = scan.DEFAULT_LIMITS
     for shown in (
         f"| {limits.max_bytes >> 20} MiB |",
         f"| {limits.max_depth} |",
         f"| {limits.max_items:,} |",
-        f"{values.FIXED_COST >> 10} KiB + 6 bytes per byte of message + {values.ITEM_COST} bytes per element",
+        f"{scan.FIXED_COST >> 10} KiB + 6 bytes per byte of message + {scan.ITEM_COST} bytes per element",
         f"at most {MAX_DIMS})",
     ):
         assert shown in WIRE, shown

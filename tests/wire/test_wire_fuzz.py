@@ -11,8 +11,9 @@ import pytest
 
 from kvplug.errors import WireError
 from kvplug.wire.frames import HEADER_SIZE, FrameKind, decode_header, encode_header
+from kvplug.wire.scan import Limits
 from kvplug.wire.tensors import TensorMeta, decode_meta, encode_meta
-from kvplug.wire.values import Limits, decode, encode
+from kvplug.wire.values import decode, encode
 
 LIMITS = Limits(max_bytes=64 << 10, max_depth=16, max_items=4096)
 
