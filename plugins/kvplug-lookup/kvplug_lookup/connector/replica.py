@@ -61,6 +61,8 @@ class Replica:
         self._is_current = False
         self._pinged = self._ponged = 0
         self._refusal: KvplugError | None = None
+        self._has_tried = False
+        """It was connected once, or refused."""
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"kvplug-lookup-replica-{rank}", daemon=True)
         self._thread.start()
@@ -78,7 +80,10 @@ class Replica:
 
     def has_passed(self, fence: Fence) -> bool:
         with self._lock:
-            return self._ponged >= fence.number or fence.expires.expired
+            if self._ponged >= fence.number or fence.expires.expired:
+                return True
+            # A store that was there and is not, or refused us, is not waited for; one that comes up is.
+            return self._link is None and self._has_tried
 
     def match(self, token_ids: tuple[int, ...], extra: bytes) -> int | None:
         """Length of the longest prefix the store holds; ``None`` while the copy is behind."""
@@ -130,7 +135,7 @@ class Replica:
                     _log.warning("no index of the peer engine's worker %d: %s", self._rank, e)
                 with self._lock:
                     if isinstance(e, HandshakeError | PermissionError):
-                        self._refusal = e
+                        self._refusal, self._has_tried = e, True
                     self._lock.notify_all()
                 self._closed.wait(_RETRY_S)
                 continue
@@ -145,7 +150,7 @@ class Replica:
     def _follow(self, link: PeerLink) -> None:
         follower = Follower()
         with self._lock:
-            self._link, self._refusal = link, None
+            self._link, self._refusal, self._has_tried = link, None, True
             number = self._pinged
         if self._closed.is_set():
             return
