@@ -81,7 +81,7 @@ def promise(decode: EngineDouble, name: str = "a") -> Any:
     return prompt, blocks, found, 4
 
 
-@pytest.mark.parametrize("number", range(6))
+@pytest.mark.parametrize("number", [0, 3, 5])
 def test_a_producer_killed_while_it_sends_is_a_load_error_at_once(number: int) -> None:
     with peers.nothing_left(), peers.start(prefill_worker, number, int(signal.SIGKILL)) as child:
         with engine(child.recv()) as decode:
