@@ -30,6 +30,12 @@ RESERVED: Final[Mapping[str, str]] = {
 }
 """Variables that are not configuration keys, and what each is for."""
 
+RESERVED_PREFIXES: Final[Mapping[str, str]] = {
+    "KVPLUG_LOG_": "more about logging, for programs around kvplug",
+    "KVPLUG_TEST_": "for kvplug's own tests",
+}
+"""The same for whole families of variables."""
+
 _KUBERNETES = re.compile(r"KVPLUG_(SERVICE_(HOST|PORT)\w*|PORT_\d+_(TCP|UDP|SCTP)\w*)")
 _SECRET_WORDS = ("secret", "password", "token")
 
@@ -200,7 +206,7 @@ def from_environment(environ: Mapping[str, str], known: Iterable[str]) -> Layer:
     faults: list[str] = []
     services: list[str] = []
     for name in sorted(environ):
-        if not name.startswith(PREFIX) or name in RESERVED or name.startswith("KVPLUG_LOG_"):
+        if not name.startswith(PREFIX) or name in RESERVED or name.startswith(tuple(RESERVED_PREFIXES)):
             continue
         text = environ[name]
         if _KUBERNETES.fullmatch(name) or (name == "KVPLUG_PORT" and text.startswith(("tcp://", "udp://"))):

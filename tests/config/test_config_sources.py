@@ -138,7 +138,7 @@ def test_a_fault_names_the_variable() -> None:
         Config.from_env({"KVPLUG_RANK": "z"})
 
 
-@pytest.mark.parametrize("name", [*RESERVED, "KVPLUG_LOG_FORMAT"])
+@pytest.mark.parametrize("name", [*RESERVED, "KVPLUG_LOG_FORMAT", "KVPLUG_TEST_INSTALLED"])
 def test_reserved_variables_are_not_options(name: str) -> None:
     config = Config.from_env({name: "0123456789abcdef-secret"})
     assert "secret" not in repr(config).replace("secret_file", "")

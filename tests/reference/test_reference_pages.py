@@ -1,0 +1,142 @@
+"""The reference says what the code says: every key, variable, hook, spec, option of a command, and error.
+
+Tables are compared row by row. A row that is missing is shown as it must be written.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable
+from pathlib import Path
+
+import attrs
+import click
+import pytest
+
+import kvplug.errors
+from kvplug import CommandSpec, ConnectorSpec, KvplugError, SinkSpec, TransportSpec, hookspecs
+from kvplug.cli.main import OWN
+from kvplug.config import KEYS, RESERVED, RESERVED_PREFIXES, describe_config
+from kvplug.config.layers import VLLM_IGNORED, VLLM_KEYS
+from kvplug.hookspecs import OFFERED
+
+PAGES = Path(__file__).parents[2] / "docs" / "reference"
+
+
+def first_paragraph(thing: object) -> str:
+    return " ".join((inspect.getdoc(thing) or "").partition("\n\n")[0].split()).replace("``", "`")
+
+
+def key_rows() -> list[str]:
+    return [f"| `{row.name}` | {row.type} | `{row.default}` | {row.help} |" for row in describe_config()]
+
+
+def vllm_rows() -> list[str]:
+    return [f"| `{theirs}` | `{ours}` |" for theirs, ours in VLLM_KEYS.items()]
+
+
+def ignored_rows() -> list[str]:
+    return [", ".join(f"`{key}`" for key in VLLM_IGNORED)]
+
+
+def variable_rows() -> list[str]:
+    return [f"| `KVPLUG_{key.upper()}` | `{key}` |" for key in KEYS]
+
+
+def reserved_rows() -> list[str]:
+    return [f"| `{name}` | {meaning} |" for name, meaning in RESERVED.items()]
+
+
+def prefix_rows() -> list[str]:
+    return [f"| `{name}*` | {meaning} |" for name, meaning in RESERVED_PREFIXES.items()]
+
+
+def hook_rows() -> list[str]:
+    return [
+        f"| `{name}` | list of `{cls.__name__}` | {first_paragraph(getattr(hookspecs, name))} |"
+        for name, cls in OFFERED.items()
+    ]
+
+
+MEANINGS = {
+    "name": "what an operator writes in the config (a command: on the command line)",
+    "factory": "what makes it; see below",
+    "worker_factory": "what makes the worker side",
+    "options": "an attrs class; see [](#options)",
+    "summary": "one line for `kvplug list`",
+    "kind": "`pipe`, `queue`, `lookup_buffer` or `communicator`",
+    "capabilities": "a `Capabilities`: claims, which tests check and `auto` compares",
+    "probe": "a function; see [](#probe)",
+    "protocol": "version of what it puts on the wire itself; both ends must have the same",
+    "target": "a click command",
+}
+
+
+def spec_rows() -> list[str]:
+    return [
+        f"| `{cls.__name__}` | `{field.name}` | {MEANINGS[field.name]} |"
+        for cls in (TransportSpec, ConnectorSpec, SinkSpec, CommandSpec)
+        for field in attrs.fields(cls)
+    ]
+
+
+def flags_of(name: str, command: click.Command) -> Iterable[str]:
+    for parameter in command.params:
+        if isinstance(parameter, click.Option):
+            written = " ".join(
+                [*parameter.opts, "" if parameter.is_flag else parameter.metavar or ""]
+            ).strip()
+            yield f"| `{name}` | `{written}` | {parameter.help} |"
+    if isinstance(command, click.Group):
+        for inner in command.commands.values():
+            yield from flags_of(f"{name} {inner.name}", inner)
+
+
+def flag_rows() -> list[str]:
+    return [row for spec in OWN.values() for row in flags_of(f"kvplug {spec.name}", spec.load())]
+
+
+def error_rows() -> list[str]:
+    rows = []
+    for name, cls in vars(kvplug.errors).items():
+        if not (inspect.isclass(cls) and issubclass(cls, KvplugError)):
+            continue
+        builtin = [base for base in cls.__mro__ if base.__module__ == "builtins"]
+        also = [f"`{base.__name__}`" for base in builtin if base not in (Exception, BaseException, object)]
+        rows.append(f"| `{name}` | {', '.join(also)} | {first_paragraph(cls)} |".replace("|  |", "| |"))
+    return rows
+
+
+TABLES = {
+    "config.md": [key_rows, vllm_rows, ignored_rows],
+    "environment.md": [variable_rows, reserved_rows, prefix_rows],
+    "hooks.md": [hook_rows],
+    "plugin-api.md": [spec_rows],
+    "cli.md": [flag_rows],
+    "errors.md": [error_rows],
+}
+
+
+@pytest.mark.parametrize("page", TABLES)
+def test_a_page_of_the_reference_has_every_row(page: str) -> None:
+    text = (PAGES / page).read_text()
+    missing = [row for rows in TABLES[page] for row in rows() if row not in text]
+    assert not missing, f"docs/reference/{page} lacks:\n" + "\n".join(missing)
+
+
+@pytest.mark.parametrize("page", ["config.md", "environment.md", "errors.md", "hooks.md"])
+def test_a_page_of_the_reference_has_no_row_of_something_that_is_gone(page: str) -> None:
+    known = "\n".join(row for rows in TABLES[page] for row in rows())
+    table = [line for line in (PAGES / page).read_text().splitlines() if line.startswith("| `")]
+    gone = [line for line in table if line not in known and not by_hand(line)]
+    assert not gone, f"docs/reference/{page} has too much:\n" + "\n".join(gone)
+
+
+def by_hand(line: str) -> bool:
+    """Rows that no list in the code stands behind."""
+    return line.startswith(("| `options` |", "| `kv_connector_", "| `Config"))
+
+
+@pytest.mark.parametrize("command", sorted(OWN))
+def test_every_command_of_the_core_is_on_its_page(command: str) -> None:
+    assert f"`kvplug {command}" in (PAGES / "cli.md").read_text()
