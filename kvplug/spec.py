@@ -39,17 +39,16 @@ TRANSPORTS: Final = (Kind.PIPE, Kind.QUEUE, Kind.LOOKUP_BUFFER, Kind.COMMUNICATO
 """The kinds of transport."""
 
 
-def _check_name(_: Any, __: Any, name: str) -> None:
+def _check_name(_: Any, __: Any, name: Any) -> None:
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise PluginError(
-            f"{name!r} cannot be a name: use up to 40 lower-case letters, digits and hyphens,"
-            " a letter first"
+            f"{name!r} cannot be a name: use up to 40 lower-case letters, digits and hyphens, a letter first"
         )
     if name in ("auto", "none"):
         raise PluginError(f"the name {name!r} has a meaning in configs and cannot be offered")
 
 
-def _check_target(_: Any, attribute: Any, target: str | None) -> None:
+def _check_target(_: Any, attribute: Any, target: Any) -> None:
     if target is not None and not (isinstance(target, str) and _TARGET.fullmatch(target)):
         raise PluginError(f"{attribute.name} must be a string 'package.module:Name', got {target!r}")
 

@@ -167,6 +167,8 @@ class BlocksStored:
 
 @attrs.frozen(kw_only=True)
 class BlocksRemoved:
+    """The other event: these blocks are cached no more."""
+
     block_hashes: tuple[bytes, ...]
     medium: str = ""
 
