@@ -44,6 +44,11 @@ class Descriptors:
             self._over = True
         self._maybe_close()
 
+    def disown(self) -> None:
+        """In a forked child: close them now, whoever was inside in the parent. Takes no lock."""
+        self._over = self._closed = True
+        self._close()
+
     @contextmanager
     def use(self) -> Iterator[bool]:
         """``enter`` and ``leave``; says whether it may."""

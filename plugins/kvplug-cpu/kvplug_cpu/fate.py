@@ -40,6 +40,8 @@ class Fate:
 
     def close(self, reason: str) -> bool:
         """It was closed here; False if it already was."""
+        if self.closed:
+            return False  # without the lock: in a forked child nobody may ever give it back
         with self._lock:
             if self._closed:
                 return False

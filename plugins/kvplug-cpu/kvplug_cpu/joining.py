@@ -22,7 +22,8 @@ CONTROL = 0
 """The index of the control connection; lanes count from 1."""
 _READY = 255
 _MAGIC = b"KVJ1"
-_STRUCT = struct.Struct("<4sBBBx16s")
+_STRUCT = struct.Struct("<4sBBBxI16s")
+_BEATS_PER_TIMEOUT = 5
 _SEES_DEATH = 1
 
 
@@ -34,13 +35,17 @@ class Join:
     lanes: int
     sees_death: bool
     """The sender has a pidfd of the other end; answered: both have, so no heartbeats are needed."""
+    heartbeat_ms: int = 0
+    """Silence that the sender takes for death, where heartbeats are needed."""
     session: bytes = b"\0" * 16
 
     def send(self, connection: Connection) -> None:
         """Raises PeerGoneError. It fits into any socket's buffer, so that nobody waits."""
         flags = _SEES_DEATH if self.sees_death else 0
         try:
-            connection.sock.sendall(_STRUCT.pack(_MAGIC, self.index, self.lanes, flags, self.session))
+            connection.sock.sendall(
+                _STRUCT.pack(_MAGIC, self.index, self.lanes, flags, self.heartbeat_ms, self.session)
+            )
         except OSError as e:
             raise PeerGoneError(f"{connection.describe} hung up while a pipe was joined") from e
 
@@ -64,10 +69,25 @@ class Join:
             raise
         except OSError as e:
             raise PeerGoneError(f"{connection.describe} hung up while a pipe was joined") from e
-        magic, index, lanes, flags, session = _STRUCT.unpack(data)
+        magic, index, lanes, flags, heartbeat_ms, session = _STRUCT.unpack(data)
         if magic != _MAGIC:
             raise WireError(f"{connection.describe} does not join connections as this version does")
-        return cls(index=index, lanes=lanes, sees_death=bool(flags & _SEES_DEATH), session=session)
+        return cls(
+            index=index,
+            lanes=lanes,
+            sees_death=bool(flags & _SEES_DEATH),
+            heartbeat_ms=heartbeat_ms,
+            session=session,
+        )
+
+    def heartbeat_interval_s(self, tuning: Tuning) -> float | None:
+        """How often both ends beat, given what the other end said; ``None``: not at all.
+
+        The more impatient of the two decides, so that neither takes the other's pace for silence.
+        """
+        if self.sees_death:
+            return None
+        return max(0.001, min(self.heartbeat_ms / 1000, tuning.heartbeat_timeout_s) / _BEATS_PER_TIMEOUT)
 
 
 def connect(dial: Callable[[], Connection], lanes: int, tuning: Tuning, deadline: Deadline) -> CpuPipe:
@@ -82,7 +102,8 @@ def connect(dial: Callable[[], Connection], lanes: int, tuning: Tuning, deadline
         control = dial()
         opened.append(control)
         pidfd = control.peer.open_pidfd()
-        Join(index=CONTROL, lanes=lanes, sees_death=pidfd is not None).send(control)
+        patience_ms = milliseconds(tuning.heartbeat_timeout_s)
+        Join(index=CONTROL, lanes=lanes, sees_death=pidfd is not None, heartbeat_ms=patience_ms).send(control)
         answer = Join.receive(control, deadline)
         if not 1 <= answer.lanes <= lanes:
             raise WireError(f"{control.describe} wants {answer.lanes} lanes; {lanes} were offered")
@@ -93,13 +114,19 @@ def connect(dial: Callable[[], Connection], lanes: int, tuning: Tuning, deadline
         if Join.receive(control, deadline).index != _READY:
             raise TransportError(f"{control.describe} did not confirm the pipe")
         owned, pidfd = pidfd, None
-        return CpuPipe(control, opened[1:], tuning, pidfd=owned, heartbeats=not answer.sees_death)
+        interval_s = answer.heartbeat_interval_s(tuning)
+        return CpuPipe(control, opened[1:], tuning, pidfd=owned, heartbeat_interval_s=interval_s)
     except BaseException:
         if pidfd is not None:
             os.close(pidfd)
         for connection in opened:
             connection.close()
         raise
+
+
+def milliseconds(seconds: float) -> int:
+    """What fits the field."""
+    return max(1, min(int(seconds * 1000), 2**32 - 1))
 
 
 def say_ready(control: Connection, session: bytes) -> None:

@@ -20,6 +20,7 @@ from kvplug import Deadline
 _NOT_NOW = socket.MSG_DONTWAIT
 _NO_SIGNAL = getattr(socket, "MSG_NOSIGNAL", 0)
 _SIOCOUTQ = 0x5411
+_LONGEST_POLL_S = 1e6
 _FOREVER = struct.pack("@ll", 0, 0)
 _LOOPBACK_TCP_BUFFER_BYTES = 64 * 1024
 """On loopback a small buffer stays in the cache: 7.4 GB/s against 4.0 with the kernel's tuning."""
@@ -95,7 +96,7 @@ class Lane:
     def wait_readable(self, deadline: Deadline) -> bool:
         """Wait until ``receive_now`` would get something or notice the end; False at the deadline."""
         left = deadline.remaining()
-        return bool(self._readable.poll(None if left is None else left * 1000))
+        return bool(self._readable.poll(None if left is None else min(left, _LONGEST_POLL_S) * 1000))
 
     def undelivered(self) -> int:
         """Bytes that the peer's kernel has not confirmed; on Unix sockets it has them at once.

@@ -26,7 +26,7 @@ from kvplug import (
     close_after_fork,
 )
 from kvplug_cpu.contact import Contact, domain
-from kvplug_cpu.joining import CONTROL, Join, say_ready
+from kvplug_cpu.joining import CONTROL, Join, milliseconds, say_ready
 from kvplug_cpu.pipe import CpuPipe, Tuning
 
 logger = logging.getLogger(__name__)
@@ -155,7 +155,15 @@ class CpuListener(PipeListener):
             quiet = join.sees_death and pidfd is not None
             with self._changed:
                 self._sessions[session_id] = session
-            Join(index=CONTROL, lanes=count, sees_death=quiet, session=session_id).send(control)
+            patience_ms = milliseconds(self._tuning.heartbeat_timeout_s)
+            answer = Join(
+                index=CONTROL,
+                lanes=count,
+                sees_death=quiet,
+                heartbeat_ms=min(join.heartbeat_ms, patience_ms),
+                session=session_id,
+            )
+            answer.send(control)
             with self._changed:
                 while len(session.lanes) < count:
                     if self._closed:
@@ -168,7 +176,8 @@ class CpuListener(PipeListener):
             say_ready(control, session_id)
             owned, pidfd = pidfd, None
             lanes = [session.lanes[index] for index in range(1, count + 1)]
-            pipe = CpuPipe(control, lanes, self._tuning, pidfd=owned, heartbeats=not quiet)
+            interval_s = answer.heartbeat_interval_s(self._tuning)
+            pipe = CpuPipe(control, lanes, self._tuning, pidfd=owned, heartbeat_interval_s=interval_s)
         except BaseException:
             with self._changed:
                 self._sessions.pop(session_id, None)

@@ -64,9 +64,9 @@ class _Queue:
 
 
 class Outbox:
-    """``lost(reason)`` is called, without locks, when a lane turns out to be broken.
+    """``lost(reason)``: a lane takes nothing more. ``break_down(reason)``: the stream has lost its place.
 
-    ``enter`` and ``leave`` tell the pipe that a thread is using its descriptors.
+    Both are called without locks. ``enter`` and ``leave``: a thread is using the pipe's descriptors.
     """
 
     def __init__(
@@ -77,6 +77,7 @@ class Outbox:
         limit: int,
         fate: Fate,
         lost: Callable[[str], None],
+        break_down: Callable[[str], None],
         enter: Callable[[], bool],
         leave: Callable[[], None],
     ) -> None:
@@ -84,6 +85,7 @@ class Outbox:
         self._limit = limit
         self._fate = fate
         self._lost = lost
+        self._break_down = break_down
         self._enter, self._leave = enter, leave
         self._lock = threading.Lock()
         self._room = threading.Condition(self._lock)
@@ -113,7 +115,7 @@ class Outbox:
             self._broken(e)
         except BaseException:
             # Ctrl-C between the kernel's answer and our noting it: the stream's position is lost.
-            self._lost("interrupted while sending")
+            self._break_down("interrupted in the middle of a message")
             raise
         with self._lock:
             for queue, share in zip(self._queues, shares, strict=False):

@@ -59,11 +59,12 @@ class CpuPipe(Pipe):
         tuning: Tuning,
         *,
         pidfd: int | None,
-        heartbeats: bool,
+        heartbeat_interval_s: float | None,
     ) -> None:
         """Owns the connections and the peer's ``pidfd`` from here on.
 
-        ``heartbeats``: at least one of the two ends has no pidfd of the other, as both have found out.
+        ``heartbeat_interval_s``: at least one of the two ends has no pidfd of the other, as both have
+        found out, so both beat that often.
         """
         self._peer = control.describe
         self._timeout_s = tuning.timeout_s
@@ -79,6 +80,7 @@ class CpuPipe(Pipe):
             limit=tuning.max_in_flight_bytes,
             fate=self._fate,
             lost=self._sending_lost,
+            break_down=self._break_down,
             enter=self._descriptors.enter,
             leave=self._descriptors.leave,
         )
@@ -93,9 +95,10 @@ class CpuPipe(Pipe):
         )
         close_after_fork(self)
         beat = None
-        if heartbeats:
-            timeout_s = tuning.heartbeat_timeout_s
-            beat = Heartbeat(control.sock, interval_s=timeout_s / 5, timeout_s=timeout_s)
+        if heartbeat_interval_s is not None:
+            beat = Heartbeat(
+                control.sock, interval_s=heartbeat_interval_s, timeout_s=tuning.heartbeat_timeout_s
+            )
         try:
             self._watch = watch(
                 pidfd=pidfd, sock=None if beat else control.sock, heartbeat=beat, on_gone=self._peer_gone
@@ -183,7 +186,7 @@ class CpuPipe(Pipe):
 
     def _after_fork_in_child(self) -> None:
         self._fate.inherit()
-        self._close_sockets()
+        self._descriptors.disown()
 
     # -- bad news, from any thread -------------------------------------------------------------------
 
