@@ -135,6 +135,7 @@ def stop_in_the_middle(parent, contact, how):
 def take_all(parent, contact, pause_s):
     end, ids = reach(contact), []
     parent.send("ready")
+    parent.recv(None)
     try:
         while True:
             entry = end.drop_select(None, timeout=2)
@@ -235,6 +236,9 @@ def test_several_consumers_share_the_entries_among_them(serving):
             consumers.append(peers.start(take_all, serving.contact, pause))
             serving.attach()  # before the next one starts, so that the two pipes are of one consumer
             assert consumers[-1].recv() == "ready"
+        for consumer in consumers:
+            consumer.send("go")
+        wait_until(lambda: len(serving.store._lending._waiters) == 2)
         put = [insert(serving.store, seed, [*PROMPT[:-1], seed]) for seed in range(16)]
         got = [consumer.result() for consumer in consumers]
     finally:
