@@ -180,7 +180,7 @@ class LookupStore(LookupBuffer):
 
     @abc.abstractmethod
     def subscribe(self, listener: Callable[[StoreEvent], None]) -> Callable[[], None]:
-        """Call ``listener`` with everything held (as *stored* events), then with every change.
+        """Call ``listener`` with a snapshot (its header, then *stored* events), then with every change.
 
         In the order of the sequence numbers, without a gap; the listener must not block. Returns a
         function that ends the subscription.
