@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import signal
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -93,16 +95,27 @@ def _orders(
     return Orders(prompt=PROMPT if prompt is None else prompt, overrides=overrides, device=device, **rest)
 
 
+@contextmanager
+def _terminated_like_interrupted() -> Iterator[None]:
+    """SIGTERM does what Ctrl-C does: the workers are ended at once, and waited for."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def _conduct(work: Callable[[Any], Report | None], *, as_json: bool) -> None:
-    """Run one session, show its report, and end with the status the issue promises."""
+    """Run one session, show its report, and end with a status: 0 only if all is well, 130 if stopped."""
     from kvplug_transformers.demo.display import Display
     from kvplug_transformers.demo.session import DemoError
     from kvplug_transformers.model.bundled import ModelMissingError
 
-    # To be told to end is like Ctrl-C: the workers are ended at once, and waited for.
-    signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGINT))
     try:
-        with Display(quiet=as_json) as display:
+        with _terminated_like_interrupted(), Display(quiet=as_json) as display:
             report = work(display)
     except (KvplugError, DemoError, ModelMissingError, OSError) as e:
         raise click.ClickException(str(e)) from e

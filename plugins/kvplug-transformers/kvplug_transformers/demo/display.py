@@ -58,6 +58,8 @@ class Display:
         elif kind == "prefilled":
             self._finish(name, "prefill")
             self._line(f"{name}: prompt computed in {event['seconds']:.2f} s")
+        elif kind == "recomputed":
+            self._finish(name, "recompute")
         elif kind == "ready" and event["transport"]:
             self._line(f"{name}: connected, transport {event['transport']}")
         elif kind == "text" and not self._quiet:
@@ -70,28 +72,36 @@ class Display:
     def loading(self, *names: str) -> None:
         """These workers are loading the model now."""
         for name in names:
-            self._tasks[name, "load model"] = self._progress.add_task(
-                "load model", total=None, who=name, count=""
-            )
+            self._begin(name, "load model", None)
+
+    def generating(self, name: str) -> None:
+        """The model alone generates; it says nothing until it is done."""
+        self._begin(name, "generate", None)
 
     def serving(self, contact: str) -> None:
         """How the other terminal gets here."""
         print(f"kvplug demo decode --connect '{contact}'", flush=True)  # noqa: T201
 
     def end_of_text(self) -> None:
-        """The last token is there."""
+        """The last token is there; bars again, for what is only compared."""
+        for name, what in list(self._tasks):
+            self._finish(name, what)
         if self._is_in_text:
             sys.stdout.write("\n")
             sys.stdout.flush()
             self._is_in_text = False
+            self._progress.start()
 
     def _advance(self, name: str, what: str, done: int, total: int) -> None:
         key = (name, what)
         if key not in self._tasks:
-            self._tasks[key] = self._progress.add_task(what, total=total, who=name, count="")
+            self._begin(name, what, total)
         self._progress.update(self._tasks[key], completed=done, count=f"{done}/{total}")
         if not self._stderr.is_terminal and not self._is_in_text:
             self._line(f"{name}: {what} {done}/{total} tokens")
+
+    def _begin(self, name: str, what: str, total: int | None) -> None:
+        self._tasks[name, what] = self._progress.add_task(what, total=total, who=name, count="")
 
     def _finish(self, name: str, what: str) -> None:
         task = self._tasks.pop((name, what), None)

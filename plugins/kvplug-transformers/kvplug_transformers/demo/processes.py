@@ -84,8 +84,12 @@ class Child:
 
     def _hear(self, stream: IO[str]) -> None:
         for line in stream:
-            event = json.loads(line)
-            self._events.put((self.name, event))
+            try:
+                event = json.loads(line)
+            except ValueError:
+                self._stderr.append(line)  # some library's, before the worker took its stdout away
+            else:
+                self._events.put((self.name, event))
         stream.close()
         code = self._process.wait()
         self._threads[1].join()

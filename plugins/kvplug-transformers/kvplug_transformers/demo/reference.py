@@ -12,6 +12,7 @@ import signal
 import sys
 import threading
 import time
+from typing import Any
 
 
 def main() -> None:
@@ -19,7 +20,7 @@ def main() -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG: gone when the parent is
     events = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
-    commands: queue.SimpleQueue[dict] = queue.SimpleQueue()
+    commands: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
     def listen() -> None:
         for line in sys.stdin:

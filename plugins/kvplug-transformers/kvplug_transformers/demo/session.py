@@ -218,6 +218,7 @@ def run(orders: Orders, display: Display, programs: Mapping[str, Sequence[str]] 
             if config.failure_policy == "fail":
                 raise DemoError(f"{e}, and the policy is to fail") from e
             notes.append(f"{e}: what has not arrived is recomputed")
+            display.note(notes[-1])
         report = decode_and_compare(session, display, orders, ids, stop, notes=notes, ready=ready)
     return report
 
@@ -258,6 +259,7 @@ def decode_and_compare(
             display.note(notes[-1])
     session.tell(DECODE, "recompute", ids=ids)
     (recomputed,) = session.wait_for((DECODE, "recomputed"))
+    display.generating(ALONE)
     session.tell(ALONE, "generate", ids=ids, max_new_tokens=orders.max_new_tokens, stop=stop)
     (generated,) = session.wait_for((ALONE, "generated"))
     if generated["imported"]:
