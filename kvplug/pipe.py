@@ -7,9 +7,9 @@ A transport of kind "pipe" implements :class:`PipeEndpoint` (and the :class:`Pip
 from __future__ import annotations
 
 import abc
+import logging
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from kvplug.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
@@ -18,6 +18,8 @@ from kvplug.errors import BusyError, TimeoutError
 if TYPE_CHECKING:
     from torch import Tensor
 
+logger = logging.getLogger(__name__)
+
 
 class Transfer:
     """One ``send_tensor`` under way. It always ends, in success or in an error.
@@ -25,11 +27,16 @@ class Transfer:
     Thread-safe. The transport calls :meth:`finish` or :meth:`fail` exactly once; users wait.
     """
 
+    # Most transfers of small messages have ended before anybody asks, so the event that a waiter needs
+    # is made by the first waiter.
+    __slots__ = ("__weakref__", "_callbacks", "_done", "_error", "_event", "_lock", "nbytes")
+
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
-        self._ended = threading.Event()
+        self._done = False
         self._error: BaseException | None = None
         self._lock = threading.Lock()
+        self._event: threading.Event | None = None
         self._callbacks: list[Callable[[Transfer], None]] = []
 
     def __repr__(self) -> str:
@@ -38,7 +45,7 @@ class Transfer:
 
     def done(self) -> bool:
         """Whether it has ended. From then on the caller may overwrite the tensor it sent."""
-        return self._ended.is_set()
+        return self._done
 
     def error(self) -> BaseException | None:
         """What it failed with; ``None`` while under way and after success."""
@@ -51,7 +58,11 @@ class Transfer:
             TimeoutError: it is still under way.
             KvplugError: what it failed with.
         """
-        if not self._ended.wait(Deadline.after(timeout).remaining()):
+        deadline = Deadline.after(timeout)
+        with self._lock:
+            if not self._done and self._event is None:
+                self._event = threading.Event()
+        if not self._done and self._event is not None and not self._event.wait(deadline.remaining()):
             raise TimeoutError(f"a transfer of {self.nbytes} bytes is still under way after {timeout} s")
         if self._error is not None:
             raise self._error
@@ -59,7 +70,7 @@ class Transfer:
     def add_done_callback(self, callback: Callable[[Transfer], None]) -> None:
         """Call ``callback(self)`` once it has ended: at once if it has, else in the thread that ends it."""
         with self._lock:
-            if not self._ended.is_set():
+            if not self._done:
                 self._callbacks.append(callback)
                 return
         callback(self)
@@ -74,13 +85,18 @@ class Transfer:
 
     def _end(self, error: BaseException | None) -> None:
         with self._lock:
-            if self._ended.is_set():
+            if self._done:
                 return
             self._error = error
-            self._ended.set()
+            self._done = True
             callbacks, self._callbacks = self._callbacks, []
+            if self._event is not None:
+                self._event.set()
         for callback in callbacks:
-            callback(self)
+            try:
+                callback(self)
+            except Exception:  # it runs in a transport's thread, which others depend on
+                logger.exception("a callback of %r failed", self)
 
 
 class Turn:
@@ -90,14 +106,20 @@ class Turn:
         self._what = what
         self._lock = threading.Lock()
 
-    @contextmanager
-    def taken(self) -> Iterator[None]:
+    def taken(self) -> Turn:
+        """For a ``with`` statement around the whole call.
+
+        Raises:
+            BusyError: another thread is inside one.
+        """
+        return self
+
+    def __enter__(self) -> None:
         if not self._lock.acquire(blocking=False):
             raise BusyError(f"another thread is already {self._what}; one thread sends, one receives")
-        try:
-            yield
-        finally:
-            self._lock.release()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
 
 
 class Pipe(abc.ABC):
@@ -140,9 +162,7 @@ class Pipe(abc.ABC):
         """
 
     @abc.abstractmethod
-    def recv_tensor(
-        self, out: Tensor | None = None, *, timeout: Timeout = DEFAULT_TIMEOUT
-    ) -> Tensor | None:
+    def recv_tensor(self, out: Tensor | None = None, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Tensor | None:
         """The next message. With ``out`` it is received into that memory, and ``out`` is returned.
 
         ``out`` must have the message's shape and dtype and may be non-contiguous.

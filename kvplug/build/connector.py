@@ -22,7 +22,7 @@ from kvplug.metrics.sinks import Reporter, Sink
 from kvplug.metrics.stats import TransferStats
 from kvplug.model import ModelInfo
 from kvplug.pipe import Pipe, PipeEndpoint
-from kvplug.registry import Registry
+from kvplug.registry import CHOSEN, Registry, name_faults
 from kvplug.select import AUTO, Offer
 from kvplug.spec import Kind, TransportSpec
 from kvplug.trust.addresses import is_loopback
@@ -110,27 +110,34 @@ class Parts:
             raise PluginError(f"lookup buffer {spec.name!r} made {endpoint!r}, which is no LookupEndpoint")
         return endpoint
 
+    def sinks(self) -> tuple[Sink, ...]:
+        """What the config's ``sinks`` names, made."""
+        made = []
+        for name in self.config.sinks:
+            spec = self.registry.get(Kind.SINK, name)
+            sink = spec.load_factory()(self.options_of(spec))
+            if not isinstance(sink, Sink):
+                raise PluginError(f"sink {name!r} made {sink!r}, which is no Sink")
+            made.append(sink)
+        return tuple(made)
+
     def check(self) -> None:
-        """Resolve every name in the config and check every plugin's options.
+        """Resolve every name in the config and check every table of options.
 
         Raises:
-            ConfigError: with the faults of all of them.
-            UnknownTransportError, AmbiguousNameError: a name that is not there, with those that are.
+            UnknownConnectorError, UnknownTransportError, AmbiguousNameError: a name that is not there,
+                with those that are, where it is the only fault.
+            ConfigError: with every fault, otherwise.
         """
-        specs: list[Any] = [self.registry.get(Kind.CONNECTOR, self.config.connector)]
-        for kind, name in (
-            (Kind.PIPE, self.config.transport),
-            (Kind.LOOKUP_BUFFER, self.config.lookup_buffer),
-        ):
-            specs += self.registry.transports(kind) if name == AUTO else [self.registry.get(kind, name)]
-        faults: list[str] = []
-        for spec in specs:
-            try:
-                self.options_of(spec)
-            except ConfigError as e:
-                faults += e.faults
+        config = self.config
+        names = {key: getattr(config, key) for key in (*CHOSEN, "sinks", "integrity")}
+        faults = name_faults(self.registry, names, config.options)
+        if len(faults) == 1:
+            for key, kind in CHOSEN.items():
+                if names[key] != AUTO:
+                    self.registry.get(kind, names[key])
         if faults:
-            raise ConfigError(*faults, source=self.config.source)
+            raise ConfigError(*faults, source=config.source)
 
 
 def credentials_of(config: Config) -> Credentials:
@@ -213,7 +220,7 @@ def build_connector(
         side: ``"scheduler"`` or ``"worker"``.
         model, cache, parallelism: what the engine knows; both ends' are compared in the handshake.
         registry: where names are looked up; ``None`` discovers what is installed.
-        sinks: get a snapshot of this side's stats every ten seconds and at the end.
+        sinks: get this side's figures every ten seconds and at the end, besides those the config names.
         wrap_pipe: put around every pipe beneath the metrics (fault injection).
         listen: address to listen on instead of the config's host and port.
         connect: contact of the peer engine's worker (of each, by rank) instead of the config's.
@@ -243,7 +250,7 @@ def build_connector(
     )
     peers = ControlPeers(wiring, rank=parallelism.worker_rank, listen=listen, connect=connect)
     labels = {"connector": spec.name, "side": which.value, "role": str(config.role)}
-    reporter = Reporter(stats, tuple(sinks), labels)
+    reporter = Reporter(stats, (*parts.sinks(), *sinks), labels)
 
     def close() -> None:
         peers.close()

@@ -163,6 +163,9 @@ class Config:
         " name.",
         validator=matches(HASH, '"auto", "off" or the name of a hash'),
     )
+    sinks: tuple[str, ...] = option(
+        (), help="Where figures go every ten seconds: log, prometheus, or what a plugin brings."
+    )
     secret_file: str | None = option(
         None, help="File with the secret both ends share; goes before KVPLUG_SECRET."
     )

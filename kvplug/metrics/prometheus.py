@@ -8,6 +8,7 @@ nothing but the label ``le``.
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import threading
 import weakref
@@ -117,3 +118,27 @@ def prometheus_sinks(
             source="Prometheus labels",
         )
     return {index: PrometheusSink(known.counters, values) for index, values in label_values.items()}
+
+
+class ConfiguredPrometheusSink(Sink):
+    """What ``sinks = ["prometheus"]`` in a config stands for: the global registry, labelled as emitted.
+
+    Whoever shows that registry (an engine's own exporter, ``prometheus_client.start_http_server``) shows
+    these counters with it.
+
+    Raises:
+        ConfigError: prometheus_client is not installed.
+    """
+
+    def __init__(self, options: object) -> None:
+        if importlib.util.find_spec("prometheus_client") is None:
+            raise ConfigError(
+                "sinks: prometheus needs the package prometheus_client: pip install 'kvplug[prometheus]'"
+            )
+        self._sinks: dict[tuple[str, ...], Sink] = {}
+
+    def emit(self, snapshot: StatsSnapshot, labels: Mapping[str, str]) -> None:
+        values = tuple(labels.values())
+        if values not in self._sinks:
+            self._sinks[values] = prometheus_sinks(tuple(labels), {0: values})[0]
+        self._sinks[values].emit(snapshot, labels)

@@ -56,6 +56,11 @@ class LogSink(Sink):
             )
 
 
+def configured_log_sink(options: object) -> LogSink:
+    """What ``sinks = ["log"]`` in a config stands for."""
+    return LogSink()
+
+
 class HookSink(Sink):
     """Calls a function with what every sink gets."""
 

@@ -27,7 +27,7 @@ def name_faults(
 ) -> tuple[str, ...]:
     """What is wrong with the names in a config, and with every table of options in it.
 
-    ``names`` holds the keys of :data:`CHOSEN`, and ``integrity``, as far as their form is right.
+    ``names`` holds the keys of :data:`CHOSEN`, ``sinks`` and ``integrity``, as far as their form is right.
     """
     faults: list[str] = []
     for key, kind in CHOSEN.items():
@@ -38,6 +38,11 @@ def name_faults(
             registry.get(kind, name)
         except PluginError as e:
             faults.append(f"{key}: {e}")
+    for name in names.get("sinks", ()):
+        try:
+            registry.get(Kind.SINK, name)
+        except PluginError as e:
+            faults.append(f"sinks: {e}")
     integrity = names.get("integrity", "auto")
     if integrity not in ("auto", "off", *checksum.NAMES):
         allowed = f"allowed is {listed(['auto', 'off', *checksum.NAMES])}"

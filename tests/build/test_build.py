@@ -340,3 +340,17 @@ def test_a_connector_of_the_wrong_class_is_refused_and_its_listener_closed(side:
 def test_the_layout_a_connector_insists_on_is_asked_without_building_it() -> None:
     registry = registry_of(transport(), connectors=True)
     assert required_layout(config(), registry) == "KBHTD"
+
+
+def test_sinks_named_in_the_config_get_the_figures(caplog: pytest.LogCaptureFixture) -> None:
+    from kvplug import builtin
+    from kvplug.build.connector import Parts
+
+    registry = registry_of(transport(), connectors=True)
+    registry.register(builtin, name="core", distribution="kvplug")
+    (sink,) = Parts(config(sinks=["log"]), registry).sinks()
+    caplog.set_level("INFO")
+    sink.emit({"ops": {"load": {"count": 3, "bytes": 0, "tokens": 0, "seconds": 0.0}}, "failures": {}}, {})
+    assert "load: 3 done" in caplog.text
+    with pytest.raises(ConfigError, match="no sink named 'lgo'; did you mean 'log'"):
+        built(registry, sinks=["lgo"])

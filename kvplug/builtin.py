@@ -1,0 +1,24 @@
+"""What the core itself offers, through its own entry point: found, listed and disabled like any plugin."""
+
+from __future__ import annotations
+
+from kvplug.hookspecs import hookimpl
+from kvplug.spec import SinkSpec
+
+KVPLUG_API = (1, 0)
+
+
+@hookimpl
+def kvplug_sinks() -> list[SinkSpec]:
+    return [
+        SinkSpec(
+            name="log",
+            factory="kvplug.metrics.sinks:configured_log_sink",
+            summary="One line for each operation, to the logger kvplug.metrics.sinks at INFO",
+        ),
+        SinkSpec(
+            name="prometheus",
+            factory="kvplug.metrics.prometheus:ConfiguredPrometheusSink",
+            summary="Counters in prometheus_client's global registry, labelled connector, side and role",
+        ),
+    ]
