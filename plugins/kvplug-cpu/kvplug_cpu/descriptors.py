@@ -7,15 +7,15 @@ one. So ending a pipe shuts its sockets down, which wakes everybody, and the las
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 
 class Descriptors:
-    """Counts who is inside."""
+    """Counts who is inside. ``refusal`` makes the error for those who come too late."""
 
-    def __init__(self, close: Callable[[], None]) -> None:
+    def __init__(self, close: Callable[[], None], refusal: Callable[[], Exception]) -> None:
         self._close = close
+        self._refusal = refusal
         self._lock = threading.Lock()
         self._inside = 0
         self._over = False
@@ -36,7 +36,8 @@ class Descriptors:
     def leave(self) -> None:
         with self._lock:
             self._inside -= 1
-        self._maybe_close()
+        if self._over:
+            self._maybe_close()
 
     def retire(self) -> None:
         """Nobody enters any more; close them when the last one has left."""
@@ -49,15 +50,14 @@ class Descriptors:
         self._over = self._closed = True
         self._close()
 
-    @contextmanager
-    def use(self) -> Iterator[bool]:
-        """``enter`` and ``leave``; says whether it may."""
-        entered = self.enter()
-        try:
-            yield entered
-        finally:
-            if entered:
-                self.leave()
+    def __enter__(self) -> bool:
+        """``enter`` for a ``with`` statement, which it makes raise when they may not be used."""
+        if not self.enter():
+            raise self._refusal()
+        return True
+
+    def __exit__(self, *_: object) -> None:
+        self.leave()
 
     def _maybe_close(self) -> None:
         with self._lock:

@@ -12,20 +12,12 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
 from kvplug import Deadline, KvplugError, TensorMismatchError, TimeoutError, WireError
-from kvplug.wire.frames import HEADER_SIZE, FrameKind, decode_header
-from kvplug.wire.tensors import (
-    META_PREFIX_SIZE,
-    TensorMeta,
-    copy_into,
-    decode_meta,
-    memory_of,
-    memory_of_writable,
-    meta_size,
-)
+from kvplug.wire.frames import HEADER_SIZE
+from kvplug.wire.tensors import TensorMeta, copy_into, memory_of, memory_of_writable
 from kvplug_cpu.fate import Fate
 from kvplug_cpu.lane import Lane
 from kvplug_cpu.memory import check_fits, fresh, is_dense
-from kvplug_cpu.message import MAX_LENGTH, SPLIT, parts
+from kvplug_cpu.message import SHORTEST_TENSOR_PREFIX, parts, prefix_size, read_prefix
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -54,8 +46,9 @@ class _Stage:
                 return False
         return True
 
-    def peek(self, start: int, stop: int) -> bytes:
-        return bytes(self._memory[self._begin + start : self._begin + stop])
+    def peek(self, count: int) -> bytes:
+        """The next ``count`` bytes, or fewer if no more are here."""
+        return bytes(self._memory[self._begin : min(self._begin + count, self._end)])
 
     def drop(self, count: int) -> None:
         self._begin += count
@@ -214,33 +207,29 @@ class Inbox:
                 reader.thread.join(1.0)
 
     def _announced(self, deadline: Deadline) -> _Incoming:
+        stage = self._stage
+        size = HEADER_SIZE
         try:
-            return self._read_announcement(deadline)
+            while True:
+                self._need(size, deadline)
+                # Usually the whole prefix is here at once, so the second look is the last.
+                wanted = prefix_size(stage.peek(max(size, SHORTEST_TENSOR_PREFIX)))
+                if wanted <= size:
+                    break
+                size = wanted
+            announcement = read_prefix(stage.peek(size))
         except WireError as e:
             self._break_down(f"what arrives is not a message: {e}")
             raise
-
-    def _read_announcement(self, deadline: Deadline) -> _Incoming:
-        self._need(HEADER_SIZE, deadline)
-        header = decode_header(self._stage.peek(0, HEADER_SIZE), max_length=MAX_LENGTH)
-        if header.kind == FrameKind.NONE:
-            self._stage.drop(HEADER_SIZE)
-            return _Incoming(None, [])
-        if header.kind == FrameKind.GOODBYE:
+        if announcement.goodbye:
             self._lost("the peer closed it")
             raise self._fate.error()
-        if header.kind != FrameKind.TENSOR:
-            raise WireError(f"a frame of kind {header.kind!r} in a pipe")
-        self._need(HEADER_SIZE + META_PREFIX_SIZE, deadline)
-        start = HEADER_SIZE
-        stop = start + meta_size(self._stage.peek(start, start + META_PREFIX_SIZE))
-        self._need(stop, deadline)
-        meta = decode_meta(self._stage.peek(start, stop))
-        if header.length != stop - start + meta.nbytes:
-            raise WireError(f"a tensor of {meta.nbytes} bytes in a frame of {header.length}")
-        self._stage.drop(stop)
-        bounds = parts(meta.nbytes, self._lanes) if header.flags & SPLIT else [(0, meta.nbytes)]
-        return _Incoming(meta, bounds)
+        stage.drop(size)
+        meta = announcement.meta
+        if meta is None:
+            return _Incoming(None, [])
+        nbytes = meta.nbytes
+        return _Incoming(meta, parts(nbytes, self._lanes) if announcement.split else [(0, nbytes)])
 
     def _need(self, count: int, deadline: Deadline) -> None:
         if self._stage.has(count, deadline):

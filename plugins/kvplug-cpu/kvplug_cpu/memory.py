@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 
 from kvplug import CapacityError, TensorMismatchError, UnsupportedError
-from kvplug.wire.tensors import TensorMeta, empty_like_meta, meta_of
+from kvplug.wire.tensors import TensorMeta, dtype_of, empty_like_meta, meta_of
 
 _HUGE_PAGE = 2 * 1024 * 1024
 
@@ -23,10 +23,14 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 def check_fits(out: torch.Tensor, meta: TensorMeta) -> None:
     """Raises TensorMismatchError (the message stays), or UnsupportedError for memory not on the CPU."""
-    if out.device.type != "cpu":
-        raise UnsupportedError(f"the pipe 'cpu' receives into CPU tensors, and out= is on {out.device}")
-    offered = meta_of(out)
-    if offered != meta:
+    if not isinstance(out, torch.Tensor):
+        raise UnsupportedError(f"out= must be a tensor, not {type(out).__name__}")
+    if not out.is_cpu or out.layout is not torch.strided:
+        raise UnsupportedError(
+            f"the pipe 'cpu' receives into dense CPU tensors, not {out.device} {out.layout}"
+        )
+    if out.dtype is not _dtype(meta.dtype) or out.shape != meta.shape:
+        offered = meta_of(out)
         raise TensorMismatchError(
             f"the next message is {meta.dtype} of shape {list(meta.shape)}, and out= is {offered.dtype} of"
             f" shape {list(offered.shape)}; it stays"
@@ -46,6 +50,9 @@ def fresh(meta: TensorMeta) -> torch.Tensor:
     if meta.nbytes >= 2 * _HUGE_PAGE:
         _advise_huge_pages(tensor.data_ptr(), meta.nbytes)
     return tensor
+
+
+_dtype = functools.cache(dtype_of)
 
 
 def _advise_huge_pages(address: int, nbytes: int) -> None:

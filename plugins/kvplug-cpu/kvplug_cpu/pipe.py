@@ -71,7 +71,7 @@ class CpuPipe(Pipe):
         self._fate = Fate(f"the pipe to {self._peer}")
         self._control = control
         self._lanes = [Lane(c.sock, buffer_bytes=tuning.socket_buffer_bytes) for c in lanes]
-        self._descriptors = Descriptors(self._close_sockets)
+        self._descriptors = Descriptors(self._close_sockets, self._fate.error)
         self._split_bytes = tuning.split_bytes
         self._sending, self._receiving = Turn("sending"), Turn("receiving")
         self._outbox = Outbox(
@@ -122,9 +122,7 @@ class CpuPipe(Pipe):
     def send_tensor(self, tensor: Tensor | None, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Transfer:
         if self._fate.sealed:
             raise self._fate.error()
-        with self._sending.taken(), self._descriptors.use() as usable:
-            if not usable:
-                raise self._fate.error()
+        with self._sending.taken(), self._descriptors:
             content = Content.of(tensor, self._split_bytes)
             return self._outbox.send(content, Deadline.after(timeout, self._timeout_s))
 
@@ -132,9 +130,7 @@ class CpuPipe(Pipe):
         # A peer that is gone may have left whole messages behind: only a pipe closed here is over.
         if self._fate.closed or self._fate.broken:
             raise self._fate.error()
-        with self._receiving.taken(), self._descriptors.use() as usable:
-            if not usable:
-                raise self._fate.error()
+        with self._receiving.taken(), self._descriptors:
             return self._inbox.receive(out, Deadline.after(timeout, self._timeout_s))
 
     def close(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
@@ -156,19 +152,20 @@ class CpuPipe(Pipe):
 
     def _say_goodbye(self, deadline: Deadline) -> None:
         """After the last message. There is no event for delivery: ask, in steps of at most 10 ms."""
-        with self._descriptors.use() as usable:
-            if not usable:
-                return
-            try:
-                self._lanes[0].send_now([memoryview(GOODBYE)])
-            except OSError:
-                return  # the peer was faster
+        if not self._descriptors.enter():
+            return
+        try:
+            self._lanes[0].send_now([memoryview(GOODBYE)])
             pause = 0.0001
             while any(lane.undelivered() for lane in self._lanes):
                 if deadline.expired or self._descriptors.retired or self._fate.peer_lost:
                     return
                 time.sleep(pause)
                 pause = min(2 * pause, 0.01)
+        except OSError:
+            pass  # the peer was faster
+        finally:
+            self._descriptors.leave()
 
     def _end(self) -> None:
         """Wake everybody, and let go of everything. Blocks nowhere."""
@@ -207,8 +204,8 @@ class CpuPipe(Pipe):
         self._stop_lanes()
 
     def _stop_lanes(self) -> None:
-        with self._descriptors.use() as usable:
-            if usable:
-                for lane in self._lanes:
-                    lane.stop()
+        if self._descriptors.enter():
+            for lane in self._lanes:
+                lane.stop()
+            self._descriptors.leave()
         self._outbox.fail()
