@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import GenerationConfig, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import (
+    GenerationConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 from transformers.utils import logging
 
 from kvplug import (
@@ -81,6 +90,24 @@ def generate(model: Any, prompt: list[int], count: int, stop: int | None = None)
         ),
     )
     return output[0, len(prompt) :].tolist()
+
+
+@pytest.fixture(scope="session")
+def tiny(llama, tmp_path_factory) -> Callable[[str], Path]:
+    """``tiny(name)``: a folder with a model and a tokenizer of a hundred words. Other name, other weights."""
+
+    def make(name: str, **changes: int) -> Path:
+        folder = tmp_path_factory.mktemp(name)
+        config = type(llama.config)(**{**llama.config.to_dict(), **changes})
+        torch.manual_seed(sum(name.encode()))
+        LlamaForCausalLM(config).save_pretrained(folder)
+        words = {f"w{number}": number for number in range(100)} | {"?": 100}
+        tokenizer = Tokenizer(models.WordLevel(words, unk_token="?"))
+        tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+        PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="?").save_pretrained(folder)
+        return folder
+
+    return make
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -178,35 +178,14 @@ def test_ctrl_c_ends_everything_at_once():
 # -- with a tiny one -----------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="session")
-def tiny(llama, tmp_path_factory) -> Callable[[str], Path]:
-    """``tiny(name)``: a folder with a model and a tokenizer of a hundred words. Other name, other weights."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
-
-    def make(name: str, **changes: int) -> Path:
-        import torch
-
-        folder = tmp_path_factory.mktemp(name)
-        config = type(llama.config)(**{**llama.config.to_dict(), **changes})
-        torch.manual_seed(sum(name.encode()))
-        LlamaForCausalLM(config).save_pretrained(folder)
-        words = {f"w{number}": number for number in range(100)} | {"?": 100}
-        tokenizer = Tokenizer(models.WordLevel(words, unk_token="?"))
-        tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-        PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="?").save_pretrained(folder)
-        return folder
-
-    return make
+def words(count: int) -> str:
+    """A prompt of so many tokens for the tiny model."""
+    return " ".join(f"w{number * 7 % 100}" for number in range(count))
 
 
 @pytest.fixture(scope="session")
 def model(tiny) -> str:
     return str(tiny("one"))
-
-
-def words(count: int) -> str:
-    return " ".join(f"w{number * 7 % 100}" for number in range(count))
 
 
 def test_any_hugging_face_folder_will_do(model):

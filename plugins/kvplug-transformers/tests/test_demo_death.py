@@ -52,20 +52,17 @@ def words(count: int) -> str:
     return " ".join(f"w{number * 7 % 100}" for number in range(count))
 
 
+@pytest.fixture(scope="session")
+def folder(tiny):
+    return tiny("one")
+
+
 @pytest.fixture
-def orders(llama, tmp_path):
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    llama.save_pretrained(tmp_path)
-    tokenizer = Tokenizer(models.WordLevel({f"w{n}": n for n in range(100)} | {"?": 100}, unk_token="?"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="?").save_pretrained(tmp_path)
-
+def orders(folder):
     def make(policy: str) -> Orders:
         return Orders(
             prompt=words(70),
-            model=tmp_path,
+            model=folder,
             max_new_tokens=8,
             overrides={"failure_policy": policy, "timeout_s": 20},
         )
