@@ -155,6 +155,14 @@ class LookupBuffer(abc.ABC):
         Counts tokens under the roi. Does not wait for an entry; 0 where there is none.
         """
 
+    @property
+    @abc.abstractmethod
+    def is_lost(self) -> bool:
+        """Whether every call from now on raises: it was closed here, or its other end is gone.
+
+        Never waits. Whoever holds a lost reaching end closes it and makes another.
+        """
+
     @abc.abstractmethod
     def close(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
         """End politely: the end that reaches the store says so to it; the store lets transfers finish.

@@ -3,11 +3,8 @@
 One thread listens to the signal pipe and hands each answer to the call it belongs to. The entry's
 tensors are received by the calling thread itself, so a sink runs there and its error is the caller's.
 
-Entries come on the data pipe in the order in which they were announced. A call that gives up in the
-middle (timeout, a sink that raised) says ``Cancel``, so that the entry is back at once, and leaves the
-rest of its tensors to a thread that receives and drops them up to the last one or the ``None`` that
-cuts them short; only then is it the next entry's turn. So nothing that was given up can be taken for
-the next entry.
+A call that gives up in the middle (timeout, a sink that raised) says ``Cancel``, so that the entry is
+back at once, and leaves the rest of its tensors to :class:`~kvplug_lookup.delivery.Deliveries`.
 """
 
 from __future__ import annotations
@@ -20,7 +17,6 @@ from typing import Any, NoReturn
 
 import attrs
 import torch
-from torch import Tensor
 
 from kvplug import (
     DEFAULT_TIMEOUT,
@@ -34,7 +30,6 @@ from kvplug import (
     LookupBuffer,
     PeerGoneError,
     Pipe,
-    TensorMismatchError,
     Timeout,
     TimeoutError,
     TransportError,
@@ -42,6 +37,7 @@ from kvplug import (
     WireError,
     close_after_fork,
 )
+from kvplug_lookup.delivery import CutShortError, Deliveries, Delivery
 from kvplug_lookup.messages import (
     Cancel,
     Coming,
@@ -52,7 +48,6 @@ from kvplug_lookup.messages import (
     Match,
     Matched,
     Message,
-    PartMeta,
     Read,
     Take,
     deadline_lock,
@@ -78,21 +73,11 @@ _ERRORS: dict[str, type[KvplugError]] = {
 
 
 @attrs.define(eq=False)
-class _Delivery:
-    """An announced entry whose tensors are on the data pipe."""
-
-    coming: Coming
-    num_left: int
-    half: Tensor | None = None
-    """The memory into which a tensor was being received when the time was over."""
-
-
-@attrs.define(eq=False)
 class _Call:
     number: int
     woken: threading.Condition
     answers: deque[Message] = attrs.field(factory=deque)
-    delivery: _Delivery | None = None
+    delivery: Delivery | None = None
 
 
 class ReachingEnd(LookupBuffer):
@@ -104,23 +89,24 @@ class ReachingEnd(LookupBuffer):
     def __init__(self, signal: Pipe, data: Pipe, *, device: str = "cpu", timeout_s: float = 30.0) -> None:
         self._signal = signal
         self._data = data
-        self._device = torch.device(device)
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
-        self._turn = threading.Condition(self._lock)
         self._speaking = threading.Lock()
         self._numbers = itertools.count(1)
         self._calls: dict[int, _Call] = {}
-        self._deliveries: deque[_Delivery] = deque()
-        """In the order of the data pipe; the first one's tensors come next."""
-        self._scratch: dict[str, Tensor] = {}
-        """Receive memory for one layer of key and value, used again and again by whose turn it is."""
+        self._deliveries = Deliveries(
+            data, torch.device(device), lock=self._lock, check=self._check, lose=self._lose
+        )
         self._ended: KvplugError | None = None
         """What every call raises from now on."""
         self._closed = False
         close_after_fork(self)
         self._router = threading.Thread(target=self._route, name="kvplug-lookup-reach", daemon=True)
         self._router.start()
+
+    @property
+    def is_lost(self) -> bool:
+        return self._ended is not None
 
     # -- the buffer ----------------------------------------------------------------------------
 
@@ -233,10 +219,8 @@ class ReachingEnd(LookupBuffer):
             delivery, ended = call.delivery, self._ended
         if ended is not None:
             return
-        if delivery is not None and (delivery.num_left or self._deliveries[0] is not delivery):
-            self._drain_later(delivery)
-        elif delivery is not None:
-            self._end_turn(delivery)
+        if delivery is not None:
+            self._deliveries.leave(delivery)
         if cancel:
             try:
                 self._send(Cancel(call.number), Deadline.after(_CANCEL_TIMEOUT_S))
@@ -281,112 +265,11 @@ class ReachingEnd(LookupBuffer):
         delivery = call.delivery
         if not isinstance(coming, Coming) or delivery is None:
             self._break(f"a {type(coming).__name__} came where an entry was asked for")
-        with self._lock:
-            while self._deliveries[0] is not delivery:
-                self._check()
-                if deadline.expired:
-                    raise TimeoutError("entries that were asked for before this one are still coming")
-                self._turn.wait(deadline.remaining())
         try:
-            return self._receive(delivery, sink, deadline)
-        except _CutShortError:
+            return self._deliveries.receive(delivery, sink, deadline)
+        except CutShortError:
             self._answer(call, deadline, what)  # says why
             self._break("an entry was cut short without a reason")
-
-    def _receive(self, delivery: _Delivery, sink: EntrySink | None, deadline: Deadline) -> Entry:
-        coming = delivery.coming
-        header = coming.header()
-        whole_key = whole_value = None
-        if sink is not None:
-            sink.begin(header)
-        else:
-            whole_key = None if coming.key is None else coming.key.empty(self._device)
-            whole_value = None if coming.value is None else coming.value.empty(self._device)
-        for layer in range(coming.num_layers):
-            parts: list[Tensor | None] = []
-            for name, meta, whole in (("key", coming.key, whole_key), ("value", coming.value, whole_value)):
-                if meta is None:
-                    parts.append(None)
-                    continue
-                memory = self._layer_memory(name, meta) if whole is None else whole[layer]
-                parts.append(self._next_tensor(delivery, memory, deadline))
-            if sink is not None:
-                sink.layer(layer, *parts)
-        hidden = None
-        if coming.hidden is not None:
-            hidden = self._next_tensor(delivery, coming.hidden.empty(self._device), deadline)
-        return Entry(
-            header=header,
-            tokens=header.tokens,
-            roi=header.roi,
-            key=whole_key,
-            value=whole_value,
-            hidden=hidden,
-        )
-
-    def _layer_memory(self, name: str, meta: PartMeta) -> Tensor:
-        """Memory for one layer, as it was used for the layer before."""
-        dtype, shape = meta.torch_dtype, meta.shape[1:]
-        memory = self._scratch.get(name)
-        if memory is None or memory.dtype is not dtype or memory.shape != shape:
-            memory = self._scratch[name] = torch.empty(shape, dtype=dtype, device=self._device)
-        return memory
-
-    def _next_tensor(self, delivery: _Delivery, out: Tensor, deadline: Deadline) -> Tensor:
-        if deadline.expired:
-            coming = delivery.coming
-            raise TimeoutError(
-                f"entry {coming.entry_id}: {delivery.num_left} of {coming.num_tensors} tensors"
-                " did not come in time"
-            )
-        delivery.half = out
-        try:
-            received = self._data.recv_tensor(out, timeout=deadline.remaining())
-        except TensorMismatchError:
-            received = self._data.recv_tensor(timeout=deadline.remaining())
-            if received is not None:
-                self._break(f"a tensor of another shape or dtype than announced came: {received.shape}")
-        except TimeoutError:
-            raise
-        except KvplugError as e:
-            self._lose(e)
-            self._check()
-        delivery.half = None
-        if received is None:
-            delivery.num_left = 0
-            raise _CutShortError
-        delivery.num_left -= 1
-        return received
-
-    def _drain_later(self, delivery: _Delivery) -> None:
-        name = f"kvplug-lookup-drain-{delivery.coming.call}"
-        threading.Thread(target=self._drain, args=(delivery,), name=name, daemon=True).start()
-
-    def _drain(self, delivery: _Delivery) -> None:
-        """Receive and drop what an abandoned entry's sender has sent, in its turn."""
-        with self._lock:
-            while self._ended is None and self._deliveries[0] is not delivery:
-                self._turn.wait()
-            if self._ended is not None:
-                return
-        try:
-            while delivery.num_left:
-                out, delivery.half = delivery.half, None
-                try:
-                    received = self._data.recv_tensor(out, timeout=None)
-                except TensorMismatchError:
-                    received = self._data.recv_tensor(timeout=None)
-                delivery.num_left = 0 if received is None else delivery.num_left - 1
-        except KvplugError as e:
-            self._lose(e)
-        else:
-            self._end_turn(delivery)
-
-    def _end_turn(self, delivery: _Delivery) -> None:
-        with self._lock:
-            if self._deliveries and self._deliveries[0] is delivery:
-                self._deliveries.popleft()
-                self._turn.notify_all()
 
     # -- the thread that listens ---------------------------------------------------------------
 
@@ -411,8 +294,7 @@ class ReachingEnd(LookupBuffer):
         with self._lock:
             call = self._calls.get(message.call)
             if isinstance(message, Coming):
-                delivery = _Delivery(message, message.num_tensors)
-                self._deliveries.append(delivery)
+                delivery = self._deliveries.announce(message)
                 if call is None:
                     forsaken = delivery
                 else:
@@ -421,7 +303,7 @@ class ReachingEnd(LookupBuffer):
                 call.answers.append(message)
                 call.woken.notify()
         if forsaken is not None:
-            self._drain_later(forsaken)
+            self._deliveries.leave(forsaken)
 
     # -- ending --------------------------------------------------------------------------------
 
@@ -450,17 +332,12 @@ class ReachingEnd(LookupBuffer):
                 self._closed = True
             if self._ended is None or (closed and first):
                 self._ended = error
-            self._scratch.clear()
             for call in self._calls.values():
                 call.woken.notify_all()
-            self._turn.notify_all()
+            self._deliveries.end()
             return first
 
     def _after_fork_in_child(self) -> None:
         self._lock = threading.Lock()
         self._closed = True
         self._ended = ClosedError("this end of the lookup buffer belongs to the parent of this process")
-
-
-class _CutShortError(Exception):
-    """The store stopped sending an entry."""

@@ -77,6 +77,10 @@ class SimpleStore(LookupStore):
         return self._lending.num_entries
 
     @property
+    def is_lost(self) -> bool:
+        return self._lending.closed
+
+    @property
     def bytes_used(self) -> int:
         """Bytes of the budget that are taken: by entries, inserts under way, transfers of what is gone."""
         return self._lending.bytes_used
