@@ -89,6 +89,7 @@ class Peer:
         ours, theirs = socket.socketpair()
         self._wire = _Wire(ours)
         self._results: dict[str, Any] = {}
+        self._listens_to_signals = False
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the peer
         boot = "from kvplug.testing.peers import _main; _main()"
         with theirs:
@@ -174,7 +175,7 @@ class Peer:
 
     def stacks(self) -> str:
         """The stacks of its threads, and whatever else it wrote to stderr."""
-        if self.exit_code is None:
+        if self.exit_code is None and self._may_be_signalled():
             before = len(self.stderr)
             self._process.send_signal(_DUMP)
             limit = time.monotonic() + 2.0
@@ -200,8 +201,9 @@ class Peer:
     def _next(self, wanted: str, timeout: float | None) -> Any:
         if wanted in self._results:
             return self._results.pop(wanted)
+        limit = None if timeout is None else time.monotonic() + timeout
         try:
-            kind, value = self._wire.recv(timeout)
+            kind, value = self._receive(limit)
         except EOFError as e:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(2.0)
@@ -214,6 +216,22 @@ class Peer:
             self._results[kind] = value
             raise AssertionError(f"{self!r} gave a {kind} ({value!r}) where a {wanted} was expected")
         return value
+
+    def _receive(self, limit: float | None) -> tuple[str, Any]:
+        while True:
+            left = None if limit is None else max(0.0, limit - time.monotonic())
+            kind, value = self._wire.recv(left)
+            if kind != "ready":
+                return kind, value
+            self._listens_to_signals = True
+
+    def _may_be_signalled(self) -> bool:
+        """Before its handler is in place the signal that asks for stacks would kill it."""
+        if not self._listens_to_signals:
+            with contextlib.suppress(TimeoutError, EOFError):
+                kind, value = self._receive(time.monotonic())
+                self._results[kind] = value
+        return self._listens_to_signals
 
 
 class Parent:
@@ -292,6 +310,7 @@ def _main() -> None:
     fd, timeout_s = int(sys.argv[1]), float(sys.argv[2])
     faulthandler.dump_traceback_later(timeout_s, exit=True)
     wire = _Wire(socket.socket(fileno=fd))
+    wire.send(("ready", None))
     where, args = wire.recv(timeout_s)
     parent = Parent(wire)
     threading.Thread(target=parent._listen, name="kvplug.testing parent", daemon=True).start()

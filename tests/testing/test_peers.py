@@ -1,0 +1,151 @@
+"""Real children: they answer, fail, hang, die, and are missed when they leave something behind."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from kvplug import PeerGoneError, TimeoutError
+from kvplug.testing import peers
+
+
+def echo(parent: peers.Parent, times: int) -> str:
+    for _ in range(times):
+        parent.send(parent.recv())
+    return "done"
+
+
+def fail(parent: peers.Parent) -> None:
+    raise KeyError("the reason")
+
+
+def sleep_in_here(parent: peers.Parent) -> None:
+    parent.send("asleep")
+    time.sleep(60)
+
+
+def leave_at_once(parent: peers.Parent) -> None:
+    os._exit(7)
+
+
+def say_pid(parent: peers.Parent) -> None:
+    parent.send(os.getpid())
+    time.sleep(60)
+
+
+def test_a_child_gets_arguments_and_values_and_gives_some_back() -> None:
+    with peers.nothing_left(), peers.start(echo, 2) as child:
+        for value in ({"a": [1, 2.5, None]}, b"bytes"):
+            child.send(value)
+            assert child.recv() == value
+        assert child.result() == "done"
+        assert child.wait() == 0
+
+
+def test_a_function_may_be_named_by_its_module_or_its_file() -> None:
+    with (
+        peers.start("kvplug.testing.peers:stacks") as child,
+        pytest.raises(peers.ChildError, match="TypeError"),
+    ):
+        child.result()
+    with peers.start(f"{__file__}:echo", 0) as child:
+        assert child.result() == "done"
+
+
+def test_a_function_that_is_not_at_the_top_level_is_refused() -> None:
+    with pytest.raises(ValueError, match="top level"):
+        peers.start(lambda parent: None)
+
+
+def test_a_child_that_raises_shows_its_traceback_here() -> None:
+    with peers.start(fail) as child:
+        with pytest.raises(peers.ChildError, match="the reason") as caught:
+            child.result()
+        assert caught.value.kind == "KeyError"
+
+
+def test_a_wait_that_is_too_long_shows_the_stacks_of_both() -> None:
+    with peers.start(sleep_in_here) as child:
+        assert child.recv() == "asleep"
+        with pytest.raises(TimeoutError) as caught:
+            child.result(0.3)
+        assert "sleep_in_here" in str(caught.value)
+        assert "test_a_wait_that_is_too_long" in str(caught.value)
+
+
+def test_a_child_whose_time_is_up_dumps_its_stacks_and_exits() -> None:
+    with peers.start(sleep_in_here, timeout_s=1.0) as child:
+        child.recv()
+        with pytest.raises(PeerGoneError, match="sleep_in_here"):
+            child.result()
+
+
+def test_a_child_that_ends_without_a_word_is_gone() -> None:
+    with peers.start(leave_at_once) as child:
+        with pytest.raises(PeerGoneError):
+            child.recv()
+        assert child.wait() == 7
+
+
+def test_a_child_is_killed_stopped_and_continued_by_its_pid() -> None:
+    with peers.start(echo, 5) as child:
+        child.stop()
+        child.send("x")
+        with pytest.raises(TimeoutError):
+            child.recv(0.2)
+        child.cont()
+        assert child.recv() == "x"
+        child.kill()
+        assert child.exit_code == -9
+        with pytest.raises(PeerGoneError):
+            child.recv()
+
+
+def test_leaving_the_block_kills_the_child() -> None:
+    with peers.start(sleep_in_here) as child:
+        child.recv()
+    assert child.exit_code == -9
+
+
+def test_a_child_whose_parent_is_gone_exits() -> None:
+    code = (
+        "import os; from kvplug.testing import peers;"
+        f"child = peers.start({__file__ + ':say_pid'!r}); print(child.recv(), flush=True); os._exit(0)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    pid = int(done.stdout)
+    limit = time.monotonic() + 10
+    while os.path.exists(f"/proc/{pid}/stat"):
+        assert time.monotonic() < limit
+        time.sleep(0.01)
+
+
+def test_what_is_left_behind_is_named() -> None:
+    kept: list[socket.socket] = []
+    with pytest.raises(AssertionError, match=r"descriptors: .*socket"), peers.nothing_left(0.1):
+        kept.append(socket.socket())
+    kept.pop().close()
+    stop = threading.Event()
+    thread = threading.Thread(target=stop.wait)
+    with pytest.raises(AssertionError, match="threads"), peers.nothing_left(0.1):
+        thread.start()
+    stop.set()
+    thread.join()
+    with pytest.raises(AssertionError, match="children"), peers.nothing_left(0.1):
+        child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    child.communicate()
+
+
+def test_abstract_sockets_are_found_by_who_holds_them() -> None:
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.bind("\0kvplug-test-name")
+        assert "@kvplug-test-name" in peers.abstract_sockets(os.getpid())
+    assert "@kvplug-test-name" not in peers.abstract_sockets(os.getpid())
