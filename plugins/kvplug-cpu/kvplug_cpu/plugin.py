@@ -24,7 +24,7 @@ def kvplug_transports() -> list[TransportSpec]:
                 receive_into=True,
                 full_duplex=True,
                 max_dims=64,
-                cost=Cost(latency_us=50.0, gb_per_s=6.0),
+                cost=Cost(latency_us=40.0, gb_per_s=6.0),
             ),
         )
     ]
