@@ -66,7 +66,7 @@ class PeerLink(abc.ABC):
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Close the channel; pipes live on. Idempotent."""
+        """Close the channel; pipes live on. An ``open_pipe`` under way raises. Idempotent."""
 
 
 class PeerListener(abc.ABC):
@@ -97,14 +97,26 @@ class Peers(abc.ABC):
         """On the config's host and port (+ port offset + worker rank), or as the embedding program says."""
 
     @abc.abstractmethod
-    def connect(self, rank: int, purpose: str, timeout: Timeout = DEFAULT_TIMEOUT) -> PeerLink:
+    def connect(
+        self, rank: int, purpose: str, timeout: Timeout = DEFAULT_TIMEOUT, *, retry: bool = True
+    ) -> PeerLink:
         """To the peer engine's worker ``rank``; tries again until it listens or the deadline passes.
 
-        ``purpose`` is a word both connectors understand; the acceptor finds it in the agreement.
+        ``purpose`` is a word both connectors understand; the acceptor finds it in the agreement. Where
+        somebody must be there by now, ``retry=False`` does not wait for him to come up.
 
         Raises:
             TimeoutError: nobody came up there, and where "there" is.
+            PeerGoneError: nobody listens there, and ``retry`` is false.
             HandshakeError, AuthenticationError: at once.
+            ClosedError: ``close`` was called, perhaps during the wait.
+        """
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Close every listener and wake whoever waits in ``connect``. Idempotent.
+
+        The first thing a connector does in ``shutdown``. Links and pipes belong to whoever opened them.
         """
 
 

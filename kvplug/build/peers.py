@@ -18,18 +18,18 @@ import attrs
 from kvplug.config import Config
 from kvplug.context import PeerLink, PeerListener, Peers, PipeContext
 from kvplug.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
-from kvplug.errors import ClosedError, HandshakeError, KvplugError, TimeoutError, WireError
+from kvplug.errors import BusyError, ClosedError, HandshakeError, KvplugError, TimeoutError, WireError
 from kvplug.handshake.agreement import Agreement
 from kvplug.handshake.exchange import exchange
 from kvplug.handshake.hello import Hello
 from kvplug.metrics.reasons import reason_of
 from kvplug.metrics.record import RecordedPipe
 from kvplug.metrics.stats import TransferStats
-from kvplug.pipe import Pipe, PipeEndpoint
-from kvplug.select import Selection
+from kvplug.pipe import Pipe, PipeEndpoint, PipeListener
 from kvplug.trust.channel import Channel
+from kvplug.trust.connection import Connection
 from kvplug.trust.credentials import Credentials
-from kvplug.trust.listener import Listener, dial_until
+from kvplug.trust.listener import Listener, dial, dial_until
 
 _log = logging.getLogger(__name__)
 
@@ -37,6 +37,8 @@ CONTROL = "control"
 """The purpose bound into the proof of every control channel."""
 
 _MAX_PENDING_HANDSHAKES = 32
+_CLOSE_S = 2.0
+"""How long ``close`` waits for handshakes that it has just ended."""
 
 
 @attrs.frozen(kw_only=True)
@@ -90,23 +92,24 @@ class Link(PeerLink):
         self.agreement = agreement
         self._wiring = wiring
         self._accepted = accepted
+        self._lock = threading.Lock()
+        self._opening: PipeListener | None = None
+        self._closed = False
 
     def __repr__(self) -> str:
         return f"<Link with {self.channel.peer}>"
 
     def open_pipe(self, label: str, *, device: str = "cpu", timeout: Timeout = DEFAULT_TIMEOUT) -> Pipe:
         deadline = Deadline.after(timeout, self._wiring.config.timeout_s)
-        selection = self._selection_for(device.partition(":")[0])
-        if self._accepted:
-            pipe = self._serve(label, selection.chosen, device, deadline)
-        else:
-            pipe = self._join(label, selection.chosen, device, deadline)
-        return self._wiring.wrapped(pipe)
-
-    def _selection_for(self, device_type: str) -> Selection:
-        """KV on different kinds of device at the two ends crosses through CPU memory."""
+        # KV on different kinds of device at the two ends crosses through CPU memory.
         agreed = self.agreement.transports
-        return agreed[device_type] if device_type in agreed else agreed["cpu"]
+        device = device if device.partition(":")[0] in agreed else "cpu"
+        chosen = agreed[device.partition(":")[0]].chosen
+        if self._accepted:
+            pipe = self._serve(label, chosen, device, deadline)
+        else:
+            pipe = self._join(label, chosen, device, deadline)
+        return self._wiring.wrapped(pipe)
 
     def _serve(self, label: str, transport: str, device: str, deadline: Deadline) -> Pipe:
         try:
@@ -114,10 +117,15 @@ class Link(PeerLink):
         except KvplugError as e:
             self.channel.send({"pipe": label, "error": str(e)}, timeout=deadline.remaining())
             raise
+        with self._lock:
+            self._opening, closed = listener, self._closed
+        if closed:
+            listener.close()
         try:
             self.channel.send({"pipe": label, "contact": listener.contact}, timeout=deadline.remaining())
             return listener.accept(timeout=deadline.remaining())
         finally:
+            self._opening = None
             listener.close()
 
     def _join(self, label: str, transport: str, device: str, deadline: Deadline) -> Pipe:
@@ -132,7 +140,11 @@ class Link(PeerLink):
         return endpoint.connect(str(offer["contact"]), timeout=deadline.remaining())
 
     def close(self) -> None:
+        with self._lock:
+            self._closed, listener = True, self._opening
         self.channel.close()
+        if listener is not None:
+            listener.close()
 
 
 class LinkListener(PeerListener):
@@ -146,8 +158,10 @@ class LinkListener(PeerListener):
         self._wiring = wiring
         self._listener = listener
         self._ready: queue.SimpleQueue[Link | None] = queue.SimpleQueue()
-        self._slots = threading.BoundedSemaphore(_MAX_PENDING_HANDSHAKES)
         self._closed = threading.Event()
+        self._lock = threading.Lock()
+        self._shaking: dict[Channel, threading.Thread] = {}
+        """Handshakes under way."""
         self._thread = threading.Thread(target=self._accept_all, name="kvplug-accept", daemon=True)
         self._thread.start()
 
@@ -170,6 +184,13 @@ class LinkListener(PeerListener):
         self._ready.put(None)
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout=5)
+        with self._lock:
+            shaking = list(self._shaking.items())
+        for channel, _ in shaking:
+            channel.close()
+        deadline = Deadline.after(_CLOSE_S)
+        for _, thread in shaking:
+            thread.join(deadline.remaining())
         while True:  # links that nobody accepted
             try:
                 link = self._ready.get_nowait()
@@ -188,29 +209,57 @@ class LinkListener(PeerListener):
             except KvplugError as e:
                 _log.warning("accepting a control channel failed: %s", e)
                 continue
-            channel = Channel(connection)
-            if not self._slots.acquire(blocking=False):
-                _log.warning("too many handshakes under way: %s is turned away", channel.peer)
-                self._wiring.stats.fail("handshake", "refused")
-                channel.close()
-                continue
-            threading.Thread(
-                target=self._shake_hands, args=(channel,), name="kvplug-handshake", daemon=True
-            ).start()
+            try:
+                self._begin(connection)
+            except Exception as e:  # out of descriptors or threads, say: the listener outlives it
+                _log.warning("a control channel from %s is turned away: %s", connection.describe, e)
+                self._wiring.stats.fail("handshake", reason_of(e))
+                connection.close()
+
+    def _begin(self, connection: Connection) -> None:
+        """Shake hands in a thread of its own.
+
+        Raises:
+            BusyError: too many are at it.
+            OSError, RuntimeError: this process has too many descriptors or threads.
+        """
+        channel = Channel(connection)
+        thread = threading.Thread(
+            target=self._shake_hands, args=(channel,), name="kvplug-handshake", daemon=True
+        )
+        with self._lock:
+            refused = self._closed.is_set() or len(self._shaking) >= _MAX_PENDING_HANDSHAKES
+            if not refused:
+                self._shaking[channel] = thread
+        try:
+            if refused:
+                raise BusyError("too many handshakes are under way")
+            thread.start()
+        except BaseException:
+            with self._lock:
+                self._shaking.pop(channel, None)
+            channel.close()
+            raise
 
     def _shake_hands(self, channel: Channel) -> None:
+        link = None
         try:
             agreement = self._wiring.agree(channel, "", self._wiring.config.timeout_s)
-        except KvplugError as e:
-            _log.warning("no agreement with %s: %s", channel.peer, e)
-            channel.close()
-        else:
             link = Link(self._wiring, channel, agreement, accepted=True)
-            self._ready.put(link)
-            if self._closed.is_set():
-                link.close()
+        except KvplugError as e:
+            if not self._closed.is_set():
+                _log.warning("no agreement with %s: %s", channel.peer, e)
+        except Exception:
+            _log.exception("the handshake with %s failed: a fault of kvplug or a plugin", channel.peer)
         finally:
-            self._slots.release()
+            with self._lock:
+                self._shaking.pop(channel, None)
+            if link is None:
+                channel.close()
+            else:
+                self._ready.put(link)
+                if self._closed.is_set():
+                    link.close()
 
 
 class ControlPeers(Peers):
@@ -230,6 +279,7 @@ class ControlPeers(Peers):
         self._connect = {0: connect} if isinstance(connect, str) else connect
         self._lock = threading.Lock()
         self._listeners: list[LinkListener] = []
+        self._shaking: set[Channel] = set()
         self._closed = threading.Event()
 
     def listen(self) -> LinkListener:
@@ -238,6 +288,10 @@ class ControlPeers(Peers):
         listener = LinkListener(self._wiring, Listener.open(address, self._wiring.credentials, CONTROL))
         with self._lock:
             self._listeners.append(listener)
+            closed = self._closed.is_set()
+        if closed:
+            listener.close()
+            raise ClosedError("this connector was shut down")
         return listener
 
     def address_of(self, rank: int) -> str:
@@ -249,23 +303,38 @@ class ControlPeers(Peers):
             raise HandshakeError(f"no contact is known for rank {rank} of the peer engine, only for {known}")
         return self._connect[rank]
 
-    def connect(self, rank: int, purpose: str, timeout: Timeout = DEFAULT_TIMEOUT) -> Link:
+    def connect(
+        self, rank: int, purpose: str, timeout: Timeout = DEFAULT_TIMEOUT, *, retry: bool = True
+    ) -> Link:
         if self._closed.is_set():
             raise ClosedError("this connector was shut down")
         deadline = Deadline.after(timeout, self._wiring.config.connect_timeout_s)
-        connection = dial_until(self.address_of(rank), self._wiring.credentials, CONTROL, deadline)
+        address, credentials = self.address_of(rank), self._wiring.credentials
+        if retry:
+            connection = dial_until(address, credentials, CONTROL, deadline, stop=self._closed)
+        else:
+            connection = dial(address, credentials, CONTROL, deadline.remaining())
         channel = Channel(connection)
+        with self._lock:
+            self._shaking.add(channel)
         try:
+            if self._closed.is_set():
+                raise ClosedError("this connector was shut down")
             agreement = self._wiring.agree(channel, purpose, deadline.remaining())
         except BaseException:
             channel.close()
             raise
+        finally:
+            with self._lock:
+                self._shaking.discard(channel)
         return Link(self._wiring, channel, agreement, accepted=False)
 
     def close(self) -> None:
-        """Close every listener. Links and pipes belong to whoever opened them."""
         self._closed.set()
         with self._lock:
             listeners, self._listeners = self._listeners, []
+            shaking = list(self._shaking)
+        for channel in shaking:
+            channel.close()
         for listener in listeners:
             listener.close()

@@ -7,6 +7,7 @@ import contextlib
 import errno
 import functools
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from typing import Self
@@ -14,7 +15,7 @@ from typing import Self
 import attrs
 
 from kvplug.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
-from kvplug.errors import AuthenticationError, PeerGoneError, TimeoutError, WireError
+from kvplug.errors import AuthenticationError, ClosedError, PeerGoneError, TimeoutError, WireError
 from kvplug.trust.addresses import (
     HAS_ABSTRACT_SOCKETS,
     Contact,
@@ -115,16 +116,21 @@ def dial_until(
     deadline: Deadline,
     *,
     label: str = "",
+    stop: threading.Event | None = None,
 ) -> Connection:
     """:func:`dial`, again and again while nobody listens there, until ``deadline``.
 
     Raises:
         TimeoutError: nobody came up there in time; names the address and how long we tried.
+        ClosedError: ``stop`` was set; also in the pause between two tries.
         The rest as :func:`dial`, at once.
     """
     began = time.monotonic()
     pause = _RETRY_FIRST_S
+    stop = stop or threading.Event()
     while True:
+        if stop.is_set():
+            raise ClosedError(f"{parse_contact(contact)} is not waited for any more: this end was closed")
         remaining = deadline.remaining()
         try:
             return dial(
@@ -141,7 +147,7 @@ def dial_until(
                 raise TimeoutError(
                     f"nobody answered at {parse_contact(contact)} in {waited:.1f} s (last: {e})"
                 ) from e
-        time.sleep(pause)
+        stop.wait(pause)
         pause = min(pause * 2, _RETRY_MAX_S)
 
 

@@ -1,0 +1,156 @@
+"""Control channels that end early: at shutdown, or because somebody says nothing."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import attrs
+import pytest
+
+from kvplug import ClosedError, Config, Credentials, KvplugError, Listener, PeerGoneError, Registry, dial
+from kvplug.build.peers import CONTROL, ControlPeers, Wiring
+from kvplug.build.pipes import _wiring
+from kvplug.trust.channel import Channel
+
+pytestmark = pytest.mark.timeout(30)
+
+
+def wiring(**more: Any) -> Wiring:
+    return _wiring(Config.from_dict({"timeout_s": 20, "connect_timeout_s": 20, **more}), Registry(), None)
+
+
+@pytest.fixture(autouse=True)
+def no_threads_left() -> Iterator[None]:
+    before = set(threading.enumerate())
+    yield
+    until = time.monotonic() + 3
+    while left := [t.name for t in set(threading.enumerate()) - before if t.name.startswith("kvplug-")]:
+        assert time.monotonic() < until, f"threads left behind: {left}"
+        time.sleep(0.01)
+
+
+def ends_with(expected: type[BaseException], call: Any) -> threading.Thread:
+    """A thread in which the call is to raise that."""
+    outcome: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            call()
+        except BaseException as e:
+            outcome.append(e)
+
+    class Checked(threading.Thread):
+        def join(self, timeout: float | None = None) -> None:
+            super().join(timeout)
+            assert not self.is_alive() and isinstance(outcome[0], expected), outcome
+
+    thread = Checked(target=run, daemon=True)
+    thread.start()
+    time.sleep(0.2)
+    return thread
+
+
+def test_closing_ends_the_handshake_of_one_who_says_nothing() -> None:
+    peers = ControlPeers(wiring(), listen="unix:")
+    listener = peers.listen()
+    silent = Channel(dial(listener.contact, Credentials(), CONTROL))
+    time.sleep(0.2)
+    begun = time.monotonic()
+    peers.close()
+    assert time.monotonic() - begun < 1
+    assert not [t for t in threading.enumerate() if t.name == "kvplug-handshake"]
+    silent.close()
+
+
+def test_closing_wakes_who_dials_somebody_that_never_comes() -> None:
+    peers = ControlPeers(wiring(), connect="unix:@kvplug-test-links-nobody")
+    waiting = ends_with(ClosedError, lambda: peers.connect(0, "x"))
+    peers.close()
+    waiting.join(1)
+
+
+def test_closing_wakes_who_shakes_hands_with_somebody_silent() -> None:
+    with Listener.open("unix:", Credentials(), CONTROL) as listener:
+        peers = ControlPeers(wiring(), connect=listener.contact)
+        waiting = ends_with(ClosedError, lambda: peers.connect(0, "x"))
+        accepted = listener.accept(5)
+        peers.close()
+        waiting.join(1)
+        accepted.close()
+
+
+def test_closed_peers_neither_dial_nor_listen() -> None:
+    peers = ControlPeers(wiring(), listen="unix:", connect="unix:@kvplug-test-links-nobody")
+    peers.close()
+    with pytest.raises(ClosedError):
+        peers.connect(0, "x")
+    with pytest.raises(ClosedError):
+        peers.listen()
+
+
+def test_without_retry_nobody_there_is_told_at_once() -> None:
+    peers = ControlPeers(wiring(), connect="unix:@kvplug-test-links-nobody")
+    begun = time.monotonic()
+    with pytest.raises(PeerGoneError, match="nobody"):
+        peers.connect(0, "x", retry=False)
+    assert time.monotonic() - begun < 1
+
+
+def test_a_handshake_that_fails_in_an_unforeseen_way_hangs_up() -> None:
+    def broken(purpose: str) -> Any:
+        raise ValueError("a probe that is wrong")
+
+    peers = ControlPeers(attrs.evolve(wiring(), hello=broken), listen="unix:")
+    listener = peers.listen()
+    for _ in range(2):  # and the listener goes on
+        channel = Channel(dial(listener.contact, Credentials(), CONTROL))
+        with pytest.raises(KvplugError):
+            channel.recv(5)
+        channel.close()
+    peers.close()
+
+
+def test_closing_a_link_ends_the_opening_of_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    both = wiring()
+    opened = threading.Event()
+
+    class NobodyComes:
+        contact = "x"
+
+        def __init__(self) -> None:
+            self.closed = threading.Event()
+
+        def accept(self, timeout: Any = None) -> Any:
+            opened.set()
+            if not self.closed.wait(10):
+                raise AssertionError("nobody closed it")
+            raise ClosedError("closed")
+
+        def close(self) -> None:
+            self.closed.set()
+
+    endpoint = type("Endpoint", (), {"listen": lambda self: NobodyComes()})()
+    monkeypatch.setattr(Wiring, "pipe_endpoint", lambda *_: endpoint)
+    peers = ControlPeers(both, listen="unix:")
+    listener = peers.listen()
+    dialler = ControlPeers(both, connect=listener.contact)
+    theirs: list[Any] = []
+    thread = threading.Thread(target=lambda: theirs.append(listener.accept(5)), daemon=True)
+    thread.start()
+    monkeypatch.setattr("kvplug.handshake.agreement._transports", lambda *_: ({"cpu": Chosen()}, []))
+    ours = dialler.connect(0, "x", 5)
+    thread.join(5)
+    waiting = ends_with(ClosedError, lambda: theirs[0].open_pipe("p"))
+    assert opened.wait(2)
+    theirs[0].close()
+    waiting.join(1)
+    ours.close()
+    dialler.close()
+    peers.close()
+
+
+class Chosen:
+    chosen = "odd"
