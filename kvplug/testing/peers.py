@@ -68,8 +68,9 @@ def start(
     """Run ``target(parent, *args)`` in a new process.
 
     ``target`` is a function at the top level of a file, ``"package.module:function"`` or
-    ``"/path/to/file.py:function"``. ``timeout_s`` is the child's whole life: then it dumps its stacks and
-    exits. The file is imported there, so what it does at its top level happens again. ``env`` is added to this process's. ``flags`` go to the interpreter.
+    ``"/path/to/file.py:function"``. The file is imported there, so what it does at its top level happens
+    again. ``timeout_s`` is the child's whole life: then it dumps its stacks and exits. ``env`` is added to
+    this process's. ``flags`` go to the interpreter.
     """
     if not isinstance(target, str):
         source = inspect.getsourcefile(target)
