@@ -230,7 +230,9 @@ class ReachingEnd(LookupBuffer):
     def _say(self, message: Message, deadline: Deadline) -> None:
         try:
             self._send(message, deadline)
-        except (ClosedError, PeerGoneError, TransportError) as e:
+        except (TimeoutError, UnsupportedError, CapacityError):
+            raise  # nothing of it was sent
+        except KvplugError as e:
             self._lose(e)
             self._check()
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import attrs
@@ -25,6 +25,7 @@ from kvplug import (
     Follower,
     HandshakeError,
     KvplugError,
+    PeerGoneError,
     PeerLink,
     Removed,
     Snapshot,
@@ -36,8 +37,12 @@ from kvplug_lookup.index import TokenIndex
 
 _log = logging.getLogger(__name__)
 
-_CONNECT_SLICE_S = 1.0
+_CONNECT_S = 10.0
+"""For one try: a producer under load may take its time to shake hands."""
 _RETRY_S = 1.0
+_PING_S = 0.2
+"""A ping is a few bytes, and at most one is unanswered: there is room for it."""
+_JOIN_S = 3.0
 
 
 @attrs.frozen
@@ -60,6 +65,10 @@ class Replica:
         self._link: PeerLink | None = None
         self._is_current = False
         self._pinged = self._ponged = 0
+        """Numbers of the latest fence, and of the latest that was answered."""
+        self._asked = 0
+        """The ping that the store has not answered yet. It is asked for the next one only then, so that a
+        store that does not answer costs one message, however many requests come."""
         self._refusal: KvplugError | None = None
         self._has_tried = False
         """It was connected once, or refused."""
@@ -73,9 +82,8 @@ class Replica:
         """Ask the store to say when everything it has by now is known here."""
         with self._lock:
             self._pinged += 1
-            number, link = self._pinged, self._link
-        if link is not None:
-            self._ping(link, number)
+            number = self._pinged
+        self._ping()
         return Fence(number, Deadline.after(self._fence_timeout_s))
 
     def has_passed(self, fence: Fence) -> bool:
@@ -116,7 +124,7 @@ class Replica:
             self._lock.notify_all()
         if link is not None:
             link.close()
-        self._thread.join(timeout=_CONNECT_SLICE_S + 2)
+        self._thread.join(timeout=_JOIN_S)
 
     # -- the thread ----------------------------------------------------------------------------
 
@@ -124,7 +132,7 @@ class Replica:
         said = ""
         while not self._closed.is_set():
             try:
-                link = self._connect(_CONNECT_SLICE_S)
+                link = self._connect(_CONNECT_S)
             except TimeoutError:
                 continue
             except ClosedError:
@@ -141,50 +149,73 @@ class Replica:
                 continue
             try:
                 self._follow(link)
-            except KvplugError as e:
+            except (ClosedError, PeerGoneError) as e:
                 if not self._closed.is_set():
                     _log.warning("the index of the peer engine's worker %d is lost: %s", self._rank, e)
-            finally:
+                self._lose(link)
+            except Exception as e:
+                _log.warning(
+                    "the index of the peer engine's worker %d is lost: %s: %s",
+                    self._rank,
+                    type(e).__name__,
+                    e,
+                )
+                self._lose(link)
+                self._closed.wait(_RETRY_S)
+            else:
                 self._lose(link)
 
     def _follow(self, link: PeerLink) -> None:
         follower = Follower()
         with self._lock:
             self._link, self._refusal, self._has_tried = link, None, True
-            number = self._pinged
+            self._asked, self._ponged = 0, min(self._ponged, self._pinged - 1)
         if self._closed.is_set():
             return
-        self._ping(link, number)
+        self._ping()
         while not self._closed.is_set():
             message: Any = link.channel.recv(timeout=None)
+            if isinstance(message, Mapping) and "pong" in message:
+                with self._lock:
+                    self._ponged = max(self._ponged, int(message["pong"]))
+                    self._asked = 0
+                self._ping()
+                continue
+            event = event_from_plain(message)
             with self._lock:
-                if "pong" in message:
-                    self._ponged = max(self._ponged, message["pong"])
-                else:
-                    event = event_from_plain(message)
-                    if not follower.accept(event):
-                        _log.warning("events of worker %d have a gap: starting over", self._rank)
-                        return
-                    match event:
-                        case Snapshot():
-                            self._index = TokenIndex()
-                        case Stored():
-                            self._index.insert(event.entry_id, event.token_ids, event.extra)
-                        case Removed():
-                            self._index.remove(event.entry_id)
-                    self._is_current = follower.ready
+                if not follower.accept(event):
+                    _log.warning("events of worker %d have a gap: starting over", self._rank)
+                    return
+                match event:
+                    case Snapshot():
+                        self._index = TokenIndex()
+                    case Stored():
+                        self._index.insert(event.entry_id, event.token_ids, event.extra)
+                    case Removed():
+                        self._index.remove(event.entry_id)
+                self._is_current = follower.ready
                 self._lock.notify_all()
 
-    def _ping(self, link: PeerLink, number: int) -> None:
+    def _ping(self) -> None:
+        """Ask the store, unless it has still to answer or every fence has been answered."""
+        with self._lock:
+            link = self._link
+            if link is None or self._asked or self._pinged <= self._ponged:
+                return
+            number = self._asked = self._pinged
         try:
-            link.channel.send({"ping": number}, timeout=self._fence_timeout_s)
+            link.channel.send({"ping": number}, timeout=_PING_S)
         except KvplugError as e:
             _log.debug("the fence %d could not be sent: %s", number, e)
+            with self._lock:
+                if self._link is link:
+                    self._asked = 0
 
     def _lose(self, link: PeerLink) -> None:
         link.close()
         with self._lock:
             self._link = None
             self._is_current = False
+            self._asked = 0
             self._lock.notify_all()
         self._closed.wait(0.05)
