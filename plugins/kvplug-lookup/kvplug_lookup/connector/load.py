@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import queue
 import threading
 import time
@@ -16,15 +17,13 @@ from kvplug import (
     IntegrityError,
     KVLayout,
     LookupBuffer,
-    PeerGoneError,
     TimeoutError,
     TransferStats,
-    WireError,
     reason_of,
     scatter,
 )
 from kvplug_lookup.connector.plan import LoadPlan
-from kvplug_lookup.connector.save import hash_of
+from kvplug_lookup.connector.save import hash_of, wait_for_device
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -51,6 +50,7 @@ class Load:
         self.plan = plan
         self._stats = stats
         self._started = time.perf_counter()
+        self.submitted = time.monotonic()
         self._layout = layout
         self._caches = caches
         self._checksum = checksum
@@ -68,20 +68,40 @@ class Load:
             raise IntegrityError(
                 f"entry {header.entry_id} has {header.num_layers} layers, and this cache {len(self._caches)}"
             )
+        # Whatever the buffer found it by: a token's KV is used for that very token at that position only.
+        end = self.plan.end
+        if header.tokens[:end].tolist() != list(self.plan.token_ids) or not bool(header.roi[:end].all()):
+            raise IntegrityError(
+                f"entry {header.entry_id} is not the KV of the {end} tokens that were promised to request"
+                f" {self.plan.request_id}"
+            )
         wanted = self._checksum()
         self._hash_name = header.metadata.get("checksum", "")
         self._hashes = None
         if wanted is not None:
-            if self._hash_name != wanted:
+            hashes = header.metadata.get("layers")
+            if (
+                self._hash_name != wanted
+                or not isinstance(hashes, list)
+                or len(hashes) != header.num_layers
+                or not all(isinstance(each, bytes) for each in hashes)
+            ):
                 raise IntegrityError(
-                    f"entry {header.entry_id} carries no {wanted} hashes, which both ends agreed on"
+                    f"entry {header.entry_id} carries no {wanted} hashes of its layers, which both ends"
+                    " agreed on"
                 )
-            self._hashes = header.metadata["layers"]
+            self._hashes = hashes
 
     def layer(self, index: int, key: Tensor | None, value: Tensor | None) -> None:
         if key is None:
             raise IntegrityError(f"layer {index} of the entry has no keys")
         plan = self.plan
+        for part in (key, value):
+            if part is not None and part.shape[0] < plan.end:
+                raise IntegrityError(
+                    f"layer {index} of the entry has {part.shape[0]} tokens, and {plan.end} were promised to"
+                    f" request {plan.request_id}"
+                )
         if self._hashes is not None and hash_of(self._hash_name, key, value) != self._hashes[index]:
             raise IntegrityError(
                 f"layer {index} of the KV of request {plan.request_id} does not hash to what its"
@@ -93,6 +113,7 @@ class Load:
             if self._error is not None:
                 raise self._error
             scatter(self._caches[index], self._layout, plan.block_ids, plan.start, key, value)
+            wait_for_device(self._caches[index])
             self._nbytes += key.nbytes + (0 if value is None else value.nbytes)
             self._num_layers_done = index + 1
             if self._is_done():
@@ -143,24 +164,25 @@ class Load:
 
 
 class Loader:
-    """Runs loads one after the other in its own thread, each over the buffer that serves it then."""
+    """Runs loads one after the other in its own thread, each over the buffer that serves it then.
 
-    def __init__(
-        self,
-        buffer: Callable[[Deadline], LookupBuffer],
-        lost: Callable[[], None],
-        *,
-        timeout_s: float,
-    ) -> None:
+    A load's time begins when it is submitted, or when the one before it succeeded, if that is later: so a
+    long queue is worked off as long as something comes, and behind a store that does not answer all fail
+    at once instead of one timeout after the other.
+    """
+
+    def __init__(self, buffer: Callable[[Deadline], LookupBuffer], *, timeout_s: float) -> None:
         self._buffer = buffer
-        self._lost = lost
         self._timeout_s = timeout_s
+        self._last_success = -math.inf
         self._queue: queue.SimpleQueue[Load | None] = queue.SimpleQueue()
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="kvplug-lookup-load", daemon=True)
         self._thread.start()
 
     def submit(self, load: Load) -> None:
+        if self._closed:
+            load.fail(ClosedError("the connector was shut down"))
         self._queue.put(load)
 
     def close(self) -> None:
@@ -177,8 +199,10 @@ class Loader:
 
     def _run_one(self, load: Load) -> None:
         plan = load.plan
-        deadline = Deadline.after(self._timeout_s)
+        deadline = Deadline(max(load.submitted, self._last_success) + self._timeout_s)
         try:
+            if deadline.expired:
+                raise TimeoutError("the loads before it took all the time")
             self._buffer(deadline).select(
                 plan.token_ids,
                 extra=plan.extra,
@@ -186,14 +210,15 @@ class Loader:
                 sink=load,
                 timeout=deadline.remaining(),
             )
+            self._last_success = time.monotonic()
         except Exception as e:
             load.fail(e)
-            if isinstance(e, PeerGoneError | ClosedError | WireError):
-                self._lost()
-            if load.error is not None:
+            if not self._closed and load.error is not None:
                 _log.warning(
                     "%d tokens of request %s could not be loaded: %s",
                     plan.end - plan.start,
                     plan.request_id,
                     load.error,
                 )
+        else:
+            load.fail(IntegrityError("the entry ended before its last layer"))  # nothing where it is whole

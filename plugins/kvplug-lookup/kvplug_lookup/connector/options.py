@@ -21,10 +21,12 @@ class LookupConnectorOptions:
         unit="seconds",
         help="How long a saved prompt waits for room in the store before it is given up (and counted).",
     )
-    max_pending_saves: int = option(
-        default=8,
-        unit="prompts",
-        help="Prompts that may be gathered and not yet stored; one more is given up (and counted).",
+    max_unsaved: int | None = option(
+        default=None,
+        unit="bytes",
+        at_least=1,
+        help="KV that may be gathered and not yet stored; the prompt that would be more is given up (and"
+        " counted), unless it is the only one. None: as much as `buffer_size`.",
     )
     fence_timeout_s: float = option(
         default=2.0,

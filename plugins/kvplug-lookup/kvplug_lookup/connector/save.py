@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -46,6 +47,9 @@ class _Gathered:
 class Saver:
     """Gathers on the model's thread, layer by layer; hashes and stores on one of its own.
 
+    What was gathered and is not yet stored is bounded by ``max_bytes`` (one prompt passes alone), since
+    the store's own budget counts what it holds; ``None``: by ``store_bytes``.
+
     A save that does not succeed costs nothing but a later recomputation: it is counted, with its
     reason, and never raised.
     """
@@ -58,7 +62,8 @@ class Saver:
         *,
         checksum: str | None,
         timeout_s: float,
-        max_pending: int,
+        max_bytes: int | None,
+        store_bytes: int,
         stats: TransferStats,
     ) -> None:
         self._store = store
@@ -66,12 +71,14 @@ class Saver:
         self._num_layers = num_layers
         self._checksum = checksum
         self._timeout_s = timeout_s
-        self._max_pending = max_pending
+        self._store_bytes = store_bytes
+        self._max_bytes = store_bytes if max_bytes is None else max_bytes
         self._stats = stats
         self._gathering: dict[str, _Gathered] = {}
         self._lock = threading.Condition()
         self._pending: deque[_Gathered] = deque()
         self._num_taken = self._num_stored = 0
+        self._bytes = 0
         self._closed = False
         self._thread = threading.Thread(target=self._store_all, name="kvplug-lookup-save", daemon=True)
         self._thread.start()
@@ -82,18 +89,44 @@ class Saver:
         """A step begins: make room for prompts whose first tokens it computes."""
         for plan in plans:
             if plan.start == 0:
-                self._gathering.pop(plan.request_id, None)
+                self.forget(plan.request_id)
                 if self._store.match(plan.token_ids, extra=plan.extra) >= len(plan.token_ids):
                     continue  # held already
-                self._gathering[plan.request_id] = self._room_for(plan, dtype, device)
+                gathered = self._room_for(plan, dtype, device)
+                if gathered is not None:
+                    self._gathering[plan.request_id] = gathered
 
-    def _room_for(self, plan: SavePlan, dtype: torch.dtype, device: torch.device) -> _Gathered:
-        layout = self._layout
-        shape = (self._num_layers, len(plan.token_ids), layout.num_kv_heads, layout.head_size)
-        key = torch.empty(shape, dtype=dtype, device=device)
-        value = torch.empty(shape, dtype=dtype, device=device) if layout.has_values else None
-        nbytes = key.nbytes + (value.nbytes if value is not None else 0)
+    def _room_for(self, plan: SavePlan, dtype: torch.dtype, device: torch.device) -> _Gathered | None:
+        layout, num_tokens = self._layout, len(plan.token_ids)
+        shape = (self._num_layers, num_tokens, layout.num_kv_heads, layout.head_size)
+        nbytes = math.prod(shape) * dtype.itemsize * (2 if layout.has_values else 1)
+        if nbytes > self._store_bytes:
+            self._give_up(f"{num_tokens} tokens are {nbytes} bytes, more than the whole store", "too_large")
+            return None
+        with self._lock:
+            used = self._bytes
+            if used and used + nbytes > self._max_bytes:
+                self._give_up(f"{used} bytes are gathered and not yet stored (max_unsaved)", "no_room")
+                return None
+            self._bytes += nbytes
+        try:
+            key = torch.empty(shape, dtype=dtype, device=device)
+            value = torch.empty(shape, dtype=dtype, device=device) if layout.has_values else None
+        except (MemoryError, RuntimeError) as e:
+            self._return_bytes(nbytes)
+            self._give_up(e, "no_room")
+            return None
         return _Gathered(plan.token_ids, plan.extra, key, value, nbytes, time.perf_counter())
+
+    @property
+    def bytes_unsaved(self) -> int:
+        """Of prompts that are being gathered, or wait to be stored."""
+        with self._lock:
+            return self._bytes
+
+    def _return_bytes(self, nbytes: int) -> None:
+        with self._lock:
+            self._bytes -= nbytes
 
     def gather_layer(self, plans: tuple[SavePlan, ...], index: int, cache: Tensor) -> None:
         """Copy this step's tokens of one layer out of the paged cache."""
@@ -114,25 +147,21 @@ class Saver:
 
     def end(self, plans: tuple[SavePlan, ...]) -> None:
         """The step is over: prompts that are complete go into the store."""
-        for plan in plans:
-            if not plan.is_last or (gathered := self._gathering.pop(plan.request_id, None)) is None:
-                continue
-            with self._lock:
-                if len(self._pending) >= self._max_pending:
-                    _log.warning(
-                        "a prompt of %d tokens is not stored: %d are waiting already",
-                        len(gathered.token_ids),
-                        len(self._pending),
-                    )
-                    self._stats.fail("save", "no_room")
-                    continue
-                self._pending.append(gathered)
-                self._num_taken += 1
-                self._lock.notify_all()
+        complete = [self._gathering.pop(plan.request_id, None) for plan in plans if plan.is_last]
+        ready = [gathered for gathered in complete if gathered is not None]
+        if not ready:
+            return
+        wait_for_device(ready[0].key)
+        with self._lock:
+            self._pending += ready
+            self._num_taken += len(ready)
+            self._lock.notify_all()
 
     def forget(self, request_id: str) -> None:
         """It ended, was preempted, or its KV is not to be trusted."""
-        self._gathering.pop(request_id, None)
+        gathered = self._gathering.pop(request_id, None)
+        if gathered is not None:
+            self._return_bytes(gathered.nbytes)
 
     # -- from other threads --------------------------------------------------------------------
 
@@ -142,12 +171,15 @@ class Saver:
             goal = self._num_taken
             self._lock.wait_for(lambda: self._closed or self._num_stored >= goal)
 
-    def close(self) -> None:
+    def stop(self) -> None:
+        """Nothing more is stored; who waits for it is woken. The store must be closed before ``join``."""
         with self._lock:
             self._closed = True
             self._pending.clear()
             self._lock.notify_all()
-        self._thread.join(timeout=self._timeout_s + 1)
+
+    def join(self) -> None:
+        self._thread.join(timeout=5)
 
     # -- the thread ----------------------------------------------------------------------------
 
@@ -161,6 +193,7 @@ class Saver:
             try:
                 self._store_one(gathered)
             except ClosedError:
+                self.stop()
                 return
             except TimeoutError as e:
                 self._give_up(e, "no_room")
@@ -171,9 +204,12 @@ class Saver:
             finally:
                 with self._lock:
                     self._num_stored += 1
+                    self._bytes -= gathered.nbytes
                     self._lock.notify_all()
 
     def _store_one(self, gathered: _Gathered) -> None:
+        if self._store.match(gathered.token_ids, extra=gathered.extra) >= len(gathered.token_ids):
+            return  # the same prompt came twice at about the same time
         metadata: dict[str, Any] = {}
         if self._checksum is not None:
             metadata = {
@@ -195,13 +231,22 @@ class Saver:
         )
         self._stats.record("save", gathered.nbytes, time.perf_counter() - gathered.started)
 
-    def _give_up(self, error: Exception, reason: str) -> None:
+    def _give_up(self, error: Exception | str, reason: str) -> None:
         _log.warning("a prompt is not stored: %s", error)
         self._stats.fail("save", reason)
 
 
 def _layer(tensor: Tensor | None, index: int) -> Tensor | None:
     return None if tensor is None else tensor[index]
+
+
+def wait_for_device(tensor: Tensor) -> None:
+    """Return when what this thread has queued for the tensor's device is done.
+
+    A thread works on a stream of its own there: what another has only queued, it would not see.
+    """
+    if tensor.is_cuda:
+        torch.cuda.current_stream(tensor.device).synchronize()
 
 
 def hash_of(name: str, key: Tensor, value: Tensor | None) -> bytes:

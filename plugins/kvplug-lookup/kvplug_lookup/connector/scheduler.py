@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import attrs
@@ -94,6 +94,7 @@ class LookupScheduler(SchedulerConnector):
             replica.wait_until_ready(deadline)
 
     def shutdown(self) -> None:
+        self._context.peers.close()  # wakes those that are connecting
         for replica in self._replicas:
             replica.close()
         self._context.close()
@@ -171,13 +172,23 @@ class LookupScheduler(SchedulerConnector):
     ) -> tuple[bool, dict[str, Any] | None]:
         tracked = self._tracked.pop(request.request_id, None)
         self._forget.append(request.request_id)
-        self._planned_loads = [load for load in self._planned_loads if load.request_id != request.request_id]
-        return tracked is not None and tracked.is_loading, None
+        # A load that no step has started yet will never be named, so nothing may wait for that.
+        was_planned = self._drop_loads({request.request_id})
+        return tracked is not None and tracked.is_loading and not was_planned, None
+
+    def _drop_loads(self, request_ids: Collection[str]) -> bool:
+        """Loads that were planned for these and not yet told to the workers; whether there were any."""
+        before = len(self._planned_loads)
+        self._planned_loads = [load for load in self._planned_loads if load.request_id not in request_ids]
+        return len(self._planned_loads) != before
 
     # -- of one step ---------------------------------------------------------------------------
 
     def build_connector_meta(self, output: SchedulerOutput) -> Plain:
         forget = list(self._forget)
+        # One preempted after its blocks were allocated has lost them: nothing may be loaded into them.
+        scheduled = {one.request_id for one in output.scheduled}
+        self._drop_loads(output.preempted_request_ids - scheduled)
         for request_id in output.preempted_request_ids:
             if request_id in self._tracked:
                 self._tracked[request_id].num_saved = 0
@@ -195,7 +206,9 @@ class LookupScheduler(SchedulerConnector):
             tracked = self._tracked.get(scheduled.request_id)
             if tracked is None:
                 continue
-            request, start = tracked.request, tracked.num_saved
+            request = tracked.request
+            # An engine that went back computes again from there, and what was gathered beyond is void.
+            start = min(tracked.num_saved, scheduled.num_computed_tokens)
             end = min(
                 scheduled.num_computed_tokens + scheduled.num_scheduled_tokens, request.num_prompt_tokens
             )
@@ -221,4 +234,7 @@ class LookupScheduler(SchedulerConnector):
             for request_id in part["failed_loads"]:
                 if request_id in self._tracked:
                     self._tracked[request_id].has_failed = True
+                    self._tracked[request_id].num_saved = 0
+            for request_id in part["spoilt_saves"]:
+                if request_id in self._tracked:
                     self._tracked[request_id].num_saved = 0

@@ -14,17 +14,20 @@ from kvplug import (
     Deadline,
     ForwardContext,
     KVLayout,
+    LayoutError,
     LookupBuffer,
     LookupStore,
     PeerLink,
+    Pipe,
     Plain,
     Role,
     Timeout,
+    TimeoutError,
     WorkerConnector,
 )
 from kvplug_lookup.connector.load import Load, Loader
 from kvplug_lookup.connector.plan import StepPlan
-from kvplug_lookup.connector.save import Saver
+from kvplug_lookup.connector.save import Saver, wait_for_device
 from kvplug_lookup.connector.serve import Service
 
 if TYPE_CHECKING:
@@ -52,6 +55,7 @@ class LookupWorker(WorkerConnector):
         """Of this step, and in the background."""
         self._failed_blocks: set[int] = set()
         self._failed_requests: set[str] = set()
+        self._spoilt_saves: set[str] = set()
         self._deadline = Deadline.after(None)
 
         self._endpoint = context.lookup_buffer()
@@ -62,6 +66,9 @@ class LookupWorker(WorkerConnector):
         """Where consumers find this worker; empty for a consumer. May carry a token: do not log it."""
         self._reach_lock = threading.Lock()
         self._reach: LookupBuffer | None = None
+        self._dialling = threading.Lock()
+        """Held while somebody connects, which may take long; the other lock never is."""
+        self._closed = False
         self.link: PeerLink | None = None
         """What was agreed on with the producer, once connected."""
         self._loader: Loader | None = None
@@ -75,70 +82,117 @@ class LookupWorker(WorkerConnector):
                 len(self._layer_names),
                 checksum=context.checksums[0] if context.checksums else None,
                 timeout_s=options.save_timeout_s,
-                max_pending=options.max_pending_saves,
+                max_bytes=options.max_unsaved,
+                store_bytes=config.buffer_size,
                 stats=context.stats,
             )
             self._service = Service(listener, self._store, device=config.device, settle=self._saver.settle)
         if config.role in (Role.CONSUMER, Role.BOTH):
-            self._loader = Loader(self._buffer, self._lose_reach, timeout_s=config.timeout_s)
+            self._loader = Loader(self._buffer, timeout_s=config.timeout_s)
 
     # -- at start and at the end ---------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: Mapping[str, Tensor]) -> None:
+        missing = [name for name in self._layer_names if name not in kv_caches]
+        if missing:
+            raise LayoutError(
+                f"no cache was registered for {', '.join(missing)}, which the cache config names"
+            )
         for name in self._layer_names:
             self._layout.check(kv_caches[name])
         self._caches = tuple(kv_caches[name] for name in self._layer_names)
 
     def wait_until_ready(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
         if self._loader is not None:
-            self._buffer(Deadline.after(timeout, self._context.config.connect_timeout_s))
+            self._buffer(Deadline.after(timeout, self._context.config.connect_timeout_s), retry=True)
 
     def shutdown(self) -> None:
-        if self._loader is not None:
-            for load in self._loads.values():
-                load.fail(ClosedError("the connector was shut down"))
+        # First what wakes everybody who waits, then whoever may need a moment to end.
+        closing = ClosedError("the connector was shut down")
+        for load in list(self._loads.values()):
+            load.fail(closing)
         with self._reach_lock:
+            self._closed = True
             reach, self._reach = self._reach, None
+            link = self.link
+        self._context.peers.close()
+        if link is not None:
+            link.close()
         if reach is not None:
             reach.close(timeout=1.0)
-        if self._loader is not None:
-            self._loader.close()
         if self._service is not None:
             self._service.close()
         if self._saver is not None:
-            self._saver.close()
+            self._saver.stop()
         if self._store is not None:
             self._store.close(timeout=1.0)
-        if self.link is not None:
-            self.link.close()
+        if self._saver is not None:
+            self._saver.join()
+        if self._loader is not None:
+            self._loader.close()
         self._context.close()
 
-    def _buffer(self, deadline: Deadline) -> LookupBuffer:
-        """The buffer that loads come from: our own store, or one end of a pair of pipes to the peer's."""
+    def _buffer(self, deadline: Deadline, *, retry: bool = False) -> LookupBuffer:
+        """The buffer that loads come from: our own store, or one end of a pair of pipes to the peer's.
+
+        A new pair where the last one is lost, so that a producer that came back costs no failed load.
+        ``retry``: wait for a producer that is not up; one whose entries were promised must be.
+        """
         if self._store is not None:
             return self._store
-        with self._reach_lock:
-            if self._reach is None:
-                self._reach = self._connect(deadline)
-            return self._reach
-
-    def _connect(self, deadline: Deadline) -> LookupBuffer:
-        rank = self._context.parallelism.worker_rank
-        link = self._context.peers.connect(rank, "entries", timeout=deadline.remaining())
+        remaining = deadline.remaining()
+        if not self._dialling.acquire(
+            timeout=-1 if remaining is None else min(remaining, threading.TIMEOUT_MAX)
+        ):
+            raise TimeoutError("the peer engine's worker was still being connected to when the time was over")
         try:
-            signal = link.open_pipe("signal", timeout=deadline.remaining())
-            data = link.open_pipe("data", device=self._context.config.device, timeout=deadline.remaining())
+            with self._reach_lock:
+                self._check_open()
+                reach = self._reach
+            if reach is not None and not reach.is_lost:
+                return reach
+            if reach is not None:
+                self._lose(reach)
+            reach, link = self._connect(deadline, retry=retry)
+            with self._reach_lock:
+                closed = self._closed
+                if not closed:
+                    self._reach, self.link = reach, link
+            if closed:
+                reach.abort()
+                self._check_open()
+            return reach
+        finally:
+            self._dialling.release()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError("the connector was shut down")
+
+    def _connect(self, deadline: Deadline, *, retry: bool) -> tuple[LookupBuffer, PeerLink]:
+        rank, device = self._context.parallelism.worker_rank, self._context.config.device
+        peers, pipes = self._context.peers, list[Pipe]()
+        link = peers.connect(rank, "entries", timeout=deadline.remaining(), retry=retry)
+        try:
+            with self._reach_lock:
+                self.link = link  # so that a shutdown meanwhile can end the opening of the pipes
+                self._check_open()
+            pipes.append(link.open_pipe("signal", timeout=deadline.remaining()))
+            pipes.append(link.open_pipe("data", device=device, timeout=deadline.remaining()))
+            return self._endpoint.reach(*pipes), link
+        except BaseException:
+            for pipe in pipes:
+                pipe.abort()
+            raise
         finally:
             link.close()
-        self.link = link
-        return self._endpoint.reach(signal, data)
 
-    def _lose_reach(self) -> None:
+    def _lose(self, reach: LookupBuffer) -> None:
         """The peer is gone, or the pipes cannot be trusted any more: dial again at the next load."""
         with self._reach_lock:
-            reach, self._reach = self._reach, None
-        if reach is not None:
-            reach.abort()
+            if self._reach is reach:
+                self._reach = None
+        reach.abort()
 
     def _checksum(self) -> str | None:
         """The hash that was agreed on with whoever loads come from."""
@@ -174,6 +228,10 @@ class LookupWorker(WorkerConnector):
         if self._saver is not None and self._caches:
             cache = self._caches[0]
             self._saver.begin(self._plan.saves, cache.dtype, cache.device)
+        if self._plan.loads and not self._caches:
+            raise LayoutError("there is no cache to load into: register_kv_caches was not called")
+        if self._plan.loads:
+            wait_for_device(self._caches[0])  # whoever had these blocks before has read them
         for plan in self._plan.loads:
             load = Load(plan, self._layout, self._caches, checksum=self._checksum, stats=self._context.stats)
             self._loads[plan.request_id] = load
@@ -196,7 +254,18 @@ class LookupWorker(WorkerConnector):
             load.wait_for_layer(len(self._layer_names) - 1, self._deadline)
             self._end(load)
         if self._saver is not None:
+            self._spoil_saves()
             self._saver.end(self._plan.saves)
+
+    def _spoil_saves(self) -> None:
+        """Requests may share blocks: what was gathered from one that a failed load was to fill is wrong."""
+        if not self._failed_blocks:
+            return
+        for plan in self._plan.saves:
+            if not self._failed_blocks.isdisjoint(plan.block_ids):
+                assert self._saver is not None
+                self._saver.forget(plan.request_id)
+                self._spoilt_saves.add(plan.request_id)
 
     def _end(self, load: Load) -> None:
         """A load has ended; if it failed, nothing of what it touched is used or saved."""
@@ -219,10 +288,11 @@ class LookupWorker(WorkerConnector):
         return failed
 
     def build_worker_metadata(self) -> Plain:
-        if not self._failed_requests:
+        if not self._failed_requests and not self._spoilt_saves:
             return None
         failed, self._failed_requests = sorted(self._failed_requests), set()
-        return {"failed_loads": failed}
+        spoilt, self._spoilt_saves = sorted(self._spoilt_saves), set()
+        return {"failed_loads": failed, "spoilt_saves": spoilt}
 
     def get_stats(self) -> Mapping[str, Any] | None:
         return self._context.stats.take()
