@@ -121,8 +121,10 @@ class Parts:
             made.append(sink)
         return tuple(made)
 
-    def check(self) -> None:
-        """Resolve every name in the config and check every table of options.
+    def check(self, keys: Iterable[str] = (*CHOSEN, "sinks", "integrity")) -> None:
+        """Resolve the names in the config and check every table of options.
+
+        ``keys``: those that matter to what is built.
 
         Raises:
             UnknownConnectorError, UnknownTransportError, AmbiguousNameError: a name that is not there,
@@ -130,12 +132,12 @@ class Parts:
             ConfigError: with every fault, otherwise.
         """
         config = self.config
-        names = {key: getattr(config, key) for key in (*CHOSEN, "sinks", "integrity")}
+        names = {key: getattr(config, key) for key in keys}
         faults = name_faults(self.registry, names, config.options)
         if len(faults) == 1:
-            for key, kind in CHOSEN.items():
+            for key in names.keys() & CHOSEN.keys():
                 if names[key] != AUTO:
-                    self.registry.get(kind, names[key])
+                    self.registry.get(CHOSEN[key], names[key])
         if faults:
             raise ConfigError(*faults, source=config.source)
 

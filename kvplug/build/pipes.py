@@ -26,6 +26,7 @@ def _wiring(config: Config, registry: Registry | None, wrap_pipe: Callable[[Pipe
     registry = Registry.from_env() if registry is None else registry
     config = attrs.evolve(config, role=Role.BOTH)
     parts = Parts(config, registry)
+    parts.check(keys=("transport",))
     layout = KVLayout("BTD", {"B": 1, "T": 1, "D": 1})
     cache = KVCacheConfig(groups=(CacheGroup(layer_names=(), layout=layout),), num_blocks=1)
     return Wiring(
@@ -84,6 +85,7 @@ def listen_pipe(
 
     Raises:
         ConfigError, InsecureAddressError, AddressInUseError.
+        UnknownTransportError, AmbiguousNameError: the transport that the config names is not there.
     """
     wiring = _wiring(config, registry, wrap_pipe)
     return PipeServer(wiring, ControlPeers(wiring, listen=address))

@@ -259,6 +259,11 @@ def test_a_name_with_two_owners_works_once_the_config_says_whose() -> None:
     assert there.recv_tensor() is None
 
 
+def test_a_transport_that_is_not_there_is_named_before_anybody_is_dialled() -> None:
+    with pytest.raises(UnknownTransportError, match="known: queues"):
+        listen_pipe(config(transport="rdma"), "unix:", registry=registry_of(transport()))
+
+
 def test_waiting_for_a_peer_ends_at_the_deadline_and_at_close() -> None:
     server = listen_pipe(config(), "unix:", registry=registry_of(transport()))
     with pytest.raises(TimeoutError, match="no peer"):
