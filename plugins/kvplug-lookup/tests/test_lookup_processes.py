@@ -108,12 +108,18 @@ def test_a_producer_that_is_stopped_while_it_sends_is_a_load_error_at_the_deadli
             assert report.invalid_block_ids == frozenset(scheduled[1][:6])
             assert time.monotonic() - begun < 2 * TIMEOUT_S
             assert decode.worker.get_stats()["failures"]["load"] == {"timeout": 1}
+            # the next request does not pay for it again
+            assert decode.matched(request_of("next", PROMPT)) == (0, False)
             # what arrives late, once it goes on, touches no block any more
             prompt, blocks, *_ = scheduled
             decode.step([(prompt, blocks, 0, 100)])
             child.cont()
             time.sleep(0.5)
             assert decode.is_right(prompt.token_ids, blocks, 100)
+            # and it is good for loads again
+            again = promise(decode, "again")
+            assert not decode.step([again]).invalid_block_ids
+            assert decode.is_right(again[0].token_ids, again[1], 100)
         child.send("end")
         child.wait()
 

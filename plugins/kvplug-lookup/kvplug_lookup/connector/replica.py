@@ -7,7 +7,8 @@ So a question about a prompt is answered locally, in microseconds. What keeps th
   events, after whatever was being stored when the ping came. Until the pong is back (or a short
   timeout has passed) the answer for that request is ``None``; so what was stored before the request
   came in is always seen;
-- *unreachable*: while the store cannot be reached nothing can be loaded from it, and the answer is 0.
+- *unreachable*: while the store cannot be reached nothing can be loaded from it, and the answer is 0;
+  so it is after a load that timed out, until the store has answered a ping sent since.
 """
 
 from __future__ import annotations
@@ -69,7 +70,9 @@ class Replica:
         self._asked = 0
         """The ping that the store has not answered yet. It is asked for the next one only then, so that a
         store that does not answer costs one message, however many requests come."""
-        self._refusal: KvplugError | None = None
+        self._doubted = 0
+        """Nothing is promised until this ping is answered."""
+        self._refusal: Exception | None = None
         self._has_tried = False
         """It was connected once, or refused."""
         self._closed = threading.Event()
@@ -93,10 +96,21 @@ class Replica:
             # A store that was there and is not, or refused us, is not waited for; one that comes up is.
             return self._link is None and self._has_tried
 
+    def doubt(self) -> None:
+        """A load timed out: promise nothing until the store has answered again.
+
+        So a store that is stopped, which is no death, costs one timeout and not one for each request.
+        """
+        with self._lock:
+            if self._doubted <= self._ponged:
+                self._pinged += 1
+                self._doubted = self._pinged
+        self._ping()
+
     def match(self, token_ids: tuple[int, ...], extra: bytes) -> int | None:
         """Length of the longest prefix the store holds; ``None`` while the copy is behind."""
         with self._lock:
-            if self._link is None:
+            if self._link is None or self._doubted > self._ponged:
                 return 0
             if not self._is_current:
                 return None
@@ -137,7 +151,7 @@ class Replica:
                 continue
             except ClosedError:
                 return
-            except KvplugError as e:
+            except Exception as e:  # out of descriptors, say, as well as what connect raises
                 if str(e) != said:
                     said = str(e)
                     _log.warning("no index of the peer engine's worker %d: %s", self._rank, e)
@@ -169,7 +183,7 @@ class Replica:
         follower = Follower()
         with self._lock:
             self._link, self._refusal, self._has_tried = link, None, True
-            self._asked, self._ponged = 0, min(self._ponged, self._pinged - 1)
+            self._asked = 0
         if self._closed.is_set():
             return
         self._ping()

@@ -231,6 +231,9 @@ class LookupScheduler(SchedulerConnector):
                 self._tracked[request_id].is_loading = False
         for part in output.worker_metadata:
             assert isinstance(part, Mapping)
+            if part["timed_out"]:
+                for replica in self._replicas:
+                    replica.doubt()
             for request_id in part["failed_loads"]:
                 if request_id in self._tracked:
                     self._tracked[request_id].has_failed = True

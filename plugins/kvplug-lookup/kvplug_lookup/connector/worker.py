@@ -56,6 +56,7 @@ class LookupWorker(WorkerConnector):
         self._failed_blocks: set[int] = set()
         self._failed_requests: set[str] = set()
         self._spoilt_saves: set[str] = set()
+        self._timed_out = False
         self._deadline = Deadline.after(None)
 
         self._endpoint = context.lookup_buffer()
@@ -120,10 +121,10 @@ class LookupWorker(WorkerConnector):
             link.close()
         if reach is not None:
             reach.close(timeout=1.0)
-        if self._service is not None:
-            self._service.close()
         if self._saver is not None:
             self._saver.stop()
+        if self._service is not None:
+            self._service.close()
         if self._store is not None:
             self._store.close(timeout=1.0)
         if self._saver is not None:
@@ -274,6 +275,7 @@ class LookupWorker(WorkerConnector):
         if load.error is not None:
             self._failed_blocks |= load.failed_block_ids
             self._failed_requests.add(request_id)
+            self._timed_out |= isinstance(load.error, TimeoutError)
             if self._saver is not None:
                 self._saver.forget(request_id)
 
@@ -292,7 +294,8 @@ class LookupWorker(WorkerConnector):
             return None
         failed, self._failed_requests = sorted(self._failed_requests), set()
         spoilt, self._spoilt_saves = sorted(self._spoilt_saves), set()
-        return {"failed_loads": failed, "spoilt_saves": spoilt}
+        timed_out, self._timed_out = self._timed_out, False
+        return {"failed_loads": failed, "spoilt_saves": spoilt, "timed_out": timed_out}
 
     def get_stats(self) -> Mapping[str, Any] | None:
         return self._context.stats.take()
