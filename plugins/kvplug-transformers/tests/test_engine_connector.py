@@ -200,7 +200,6 @@ def test_the_calls_come_in_the_documented_order(llama, random_prompt, engine_on,
         engine.add(prompt, max_new_tokens=20)
     while engine.scheduler.has_requests or engine.scheduler.has_errands:
         engine.step()
-        engine.take_events()
     calls = " ".join(shelf.calls) + " "
     whole = rf"{START}(on_new_request ){{3}}({ADMIT}{STEP})+"
     assert re.fullmatch(whole, calls), calls

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence as ManyOf
 from typing import Any
 
@@ -18,6 +19,8 @@ from kvplug_transformers.model.facts import ModelFacts, describe
 
 _PAUSE_S = 0.001
 """Between steps that had nothing to compute, while a load is under way elsewhere."""
+_MOST_EVENTS = 10_000
+"""Kept for somebody who takes them; when nobody does, the oldest are dropped."""
 
 
 class Engine:
@@ -57,6 +60,7 @@ class Engine:
         self.worker = Worker(model, cache_config(self.facts, self.options), worker_connector)
         self._connectors = (scheduler_connector, worker_connector)
         self._ids = itertools.count()
+        self._events: deque[CacheEvent] = deque(maxlen=_MOST_EVENTS)
         self.stats = TransferStats()
         """What both sides of the connector counted."""
         if scheduler_connector is not None and worker_connector is not None:
@@ -106,6 +110,7 @@ class Engine:
         step = self.scheduler.schedule()
         sampled, output = self.worker.execute(step)
         tokens = self.scheduler.update(step, sampled, output)
+        self._events += [*self.worker.take_events(), *self.scheduler.take_events()]
         for snapshot in (output.stats, self.scheduler.take_stats()):
             if snapshot:
                 self.stats.merge(snapshot)
@@ -131,8 +136,10 @@ class Engine:
                 raise TimeoutError(f"the connector still holds blocks after {timeout} s")
 
     def take_events(self) -> list[CacheEvent]:
-        """Cache events of both sides since the last call."""
-        return [*self.worker.take_events(), *self.scheduler.take_events()]
+        """Cache events of both sides since the last call; the newest ones, should there be very many."""
+        events = list(self._events)
+        self._events.clear()
+        return events
 
     def shutdown(self) -> None:
         """End the connector's two sides. Idempotent as they are."""

@@ -7,11 +7,8 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
-import attrs
-
 from kvplug import (
     CacheEvent,
-    Plain,
     RequestEnd,
     ScheduledRequest,
     SchedulerConnector,
@@ -21,24 +18,11 @@ from kvplug import (
 from kvplug_transformers.engine.blocks import BlockPool, blocks_for
 from kvplug_transformers.engine.options import EngineOptions
 from kvplug_transformers.engine.sequence import Sequence, Status, Token
+from kvplug_transformers.engine.step import Step
 
 _log = logging.getLogger(__name__)
 
 _ENDS = {"stop": RequestEnd.FINISHED, "length": RequestEnd.FINISHED, "abort": RequestEnd.ABORTED}
-
-
-@attrs.frozen(kw_only=True)
-class Step:
-    """One step's work, as the worker side gets it."""
-
-    output: SchedulerOutput
-    """The plan as connectors see it."""
-    token_ids: tuple[tuple[int, ...], ...]
-    """What to compute for each scheduled request."""
-    samples: tuple[bool, ...]
-    """Whether its last token is reached, so that the next one can be chosen."""
-    metadata: Plain
-    """From ``build_connector_meta``, for ``bind_connector_metadata``."""
 
 
 def first_bad_token(block_ids: list[int], invalid: frozenset[int], block_size: int) -> int | None:
@@ -53,8 +37,9 @@ class Scheduler:
     """Queues, blocks and the order of things. It touches no tensor.
 
     Oldest first. Running requests come before waiting ones; a prompt longer than what is left of the
-    step's budget is computed in chunks. When blocks run out the youngest running request is preempted:
-    it loses its blocks and starts over later. The calls to the connector are those of
+    step's budget is computed in chunks. When blocks run out a request is preempted: it loses its blocks
+    and starts over later. Those whose load has ended and that wait for their turn come first, since a load
+    is all they lose; then the youngest that runs. The calls to the connector are those of
     ``SchedulerConnector``'s docstring, in that order; each is made in one place, marked ``[connector]``.
     """
 
@@ -191,9 +176,9 @@ class Scheduler:
         """Find blocks for ``count`` more tokens, at the cost of younger requests. False: it lost its own."""
         end = sequence.num_computed_tokens + count
         while (blocks := self._blocks_up_to(sequence, end)) is None:
-            youngest = self._running[-1]
-            self._preempt(youngest)
-            if youngest is sequence:
+            victim = self._last_in_line_with_blocks() or self._running[-1]
+            self._preempt(victim)
+            if victim is sequence:
                 return False
         sequence.block_ids += blocks
         return True
@@ -204,14 +189,19 @@ class Scheduler:
 
     def _preempt(self, sequence: Sequence) -> None:
         _log.debug("request %s is preempted: no free blocks", sequence.request_id)
-        self._running.remove(sequence)
         self._pool.free(sequence.block_ids)
         sequence.block_ids = []
         sequence.start_over()
         sequence.num_preemptions += 1
-        sequence.status = Status.WAITING
-        self._waiting.appendleft(sequence)
+        if sequence.status is Status.RUNNING:
+            self._running.remove(sequence)
+            sequence.status = Status.WAITING
+            self._waiting.appendleft(sequence)
         self._preempted_in_this_step.add(sequence.request_id)
+
+    def _last_in_line_with_blocks(self) -> Sequence | None:
+        """The last of those in line whose load has ended. Never one whose load is still writing."""
+        return next((sequence for sequence in reversed(self._waiting) if sequence.block_ids), None)
 
     def _admit(self, budget: int) -> list[tuple[Sequence, int]]:
         """Let waiting requests in, as far as the step's budget and the free blocks go."""
@@ -221,6 +211,10 @@ class Scheduler:
             if len(self._running) + len(self._loading) >= self._options.max_requests:
                 break
             sequence = self._waiting[0]
+            if sequence.request_id in self._ended_since_last_step:
+                # The worker side has still to hear that the one before it with this id is over.
+                passed_over.append(self._waiting.popleft())
+                continue
             external, in_background = self._ask_for_match(sequence)
             if external is None:  # "not yet": keep the place in line, and let others by meanwhile
                 passed_over.append(self._waiting.popleft())
@@ -231,6 +225,7 @@ class Scheduler:
             count = 0 if in_background else min(sequence.num_tokens - start, budget)
             blocks = self._blocks_up_to(sequence, max(loaded_up_to, start + count))
             if blocks is None:
+                self._break_deadlock(sequence)
                 break
             self._waiting.popleft()
             sequence.block_ids += blocks
@@ -250,6 +245,14 @@ class Scheduler:
                 budget -= count
         self._waiting.extendleft(reversed(passed_over))
         return planned
+
+    def _break_deadlock(self, first: Sequence) -> None:
+        """Requests that have loaded and wait for one more block each would wait for each other for ever."""
+        if self._running or self._loading:
+            return  # their blocks come back
+        victim = self._last_in_line_with_blocks()
+        if victim is not None and victim is not first:
+            self._preempt(victim)
 
     def _ask_for_match(self, sequence: Sequence) -> tuple[int | None, bool]:
         """How much of this request the connector can bring. Not asked again once a load has ended."""
@@ -276,12 +279,13 @@ class Scheduler:
             if bad is not None:
                 known = sequence.valid_up_to
                 sequence.valid_up_to = bad if known is None else min(bad, known)
+        # Blocks held until now first: whose end is only booked below may hold some from now on.
+        for request_id in output.finished_sending | output.finished_recving:
+            self._pool.free(self._held.pop(request_id, ()))
         for request_id in output.finished_recving:
             loading = self._loading.get(request_id)
             if loading is not None and (token := self._end_load(loading)) is not None:
                 tokens.append(token)
-        for request_id in output.finished_sending | output.finished_recving:
-            self._pool.free(self._held.pop(request_id, ()))
         return tokens
 
     def _book(
@@ -306,17 +310,14 @@ class Scheduler:
     def _end_load(self, sequence: Sequence) -> Token | None:
         """An asynchronous load has ended: back in line, in front, with what arrived."""
         end = sequence.external_end
-        if sequence.valid_up_to is not None and sequence.valid_up_to < end:
-            token = self._load_failed(sequence, sequence.valid_up_to)
-            if token is not None:
-                return token
-        else:
-            sequence.num_loaded_tokens = end
-            sequence.num_computed_tokens = min(end, sequence.num_tokens - 1)
-            sequence.external_end = 0
         del self._loading[sequence.request_id]
         sequence.status = Status.WAITING
         self._waiting.appendleft(sequence)
+        if sequence.valid_up_to is not None and sequence.valid_up_to < end:
+            return self._load_failed(sequence, sequence.valid_up_to)
+        sequence.num_loaded_tokens = end
+        sequence.num_computed_tokens = min(end, sequence.num_tokens - 1)
+        sequence.external_end = 0
         return None
 
     def _load_failed(self, sequence: Sequence, bad: int) -> Token | None:

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from kvplug import AttentionMetadata, CacheEvent, ForwardContext, KVCacheConfig, WorkerConnector, WorkerOutput
 from kvplug_transformers.engine.attention import PagedCache, Pass, under_way
 from kvplug_transformers.engine.pages import Pages
-from kvplug_transformers.engine.scheduler import Step
+from kvplug_transformers.engine.step import Step
 
 
 class Worker:

@@ -1,0 +1,21 @@
+"""What passes from the scheduler to the worker: one step's work."""
+
+from __future__ import annotations
+
+import attrs
+
+from kvplug import Plain, SchedulerOutput
+
+
+@attrs.frozen(kw_only=True)
+class Step:
+    """One step's work, as the worker side gets it."""
+
+    output: SchedulerOutput
+    """The plan as connectors see it."""
+    token_ids: tuple[tuple[int, ...], ...]
+    """What to compute for each scheduled request."""
+    samples: tuple[bool, ...]
+    """Whether its last token is reached, so that the next one can be chosen."""
+    metadata: Plain
+    """From ``build_connector_meta``, for ``bind_connector_metadata``."""
