@@ -16,6 +16,7 @@ from kvplug import (
     ClosedError,
     Config,
     EntryHeader,
+    EventLog,
     IntegrityError,
     KVLayout,
     LayoutError,
@@ -379,6 +380,41 @@ def test_a_store_that_does_not_answer_is_asked_by_one_ping_at_a_time(eventually:
         eventually(lambda: replica.has_passed(fences[-1]))
         assert len(channel.sent) == 2
     finally:
+        replica.close()
+
+
+def test_after_a_gap_the_answer_is_not_yet_until_a_snapshot_has_come(eventually: Any) -> None:
+    links: list[FakeLink] = []
+    may_connect = threading.Event()
+    may_connect.set()
+
+    def connect(timeout: float) -> FakeLink:
+        may_connect.wait(20)
+        links.append(FakeLink())
+        return links[-1]
+
+    log = EventLog()
+    replica = Replica(connect, rank=0, fence_timeout_s=0.5)  # type: ignore[arg-type]
+    try:
+        eventually(lambda: len(links) == 1)
+        assert replica.match((1, 2, 3), b"") is None  # the snapshot has not come
+        for event in log.snapshot():
+            links[0].channel.answer(event_to_plain(event))
+        eventually(lambda: replica.match((1, 2, 3), b"") == 0)
+        may_connect.clear()
+        log.stored(1, [1, 2])  # lost on the way
+        links[0].channel.answer(event_to_plain(log.stored(2, [1, 2, 3])))
+        eventually(lambda: replica.match((1, 2, 3), b"") is None)
+        time.sleep(0.1)
+        assert replica.match((1, 2, 3), b"") is None
+        may_connect.set()
+        eventually(lambda: len(links) == 2)
+        assert replica.match((1, 2, 3), b"") is None
+        for event in log.snapshot():
+            links[1].channel.answer(event_to_plain(event))
+        eventually(lambda: replica.match((1, 2, 3), b"") == 3)
+    finally:
+        may_connect.set()
         replica.close()
 
 

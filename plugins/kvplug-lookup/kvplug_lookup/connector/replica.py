@@ -65,6 +65,8 @@ class Replica:
         self._index = TokenIndex()
         self._link: PeerLink | None = None
         self._is_current = False
+        self._has_gap = False
+        """Events are missing, and the store that has them is being asked for a snapshot."""
         self._pinged = self._ponged = 0
         """Numbers of the latest fence, and of the latest that was answered."""
         self._asked = 0
@@ -110,6 +112,8 @@ class Replica:
     def match(self, token_ids: tuple[int, ...], extra: bytes) -> int | None:
         """Length of the longest prefix the store holds; ``None`` while the copy is behind."""
         with self._lock:
+            if self._has_gap:
+                return None
             if self._link is None or self._doubted > self._ponged:
                 return 0
             if not self._is_current:
@@ -148,6 +152,8 @@ class Replica:
             try:
                 link = self._connect(_CONNECT_S)
             except TimeoutError:
+                with self._lock:
+                    self._has_gap = False  # whoever had the missing events is not there
                 continue
             except ClosedError:
                 return
@@ -156,6 +162,7 @@ class Replica:
                     said = str(e)
                     _log.warning("no index of the peer engine's worker %d: %s", self._rank, e)
                 with self._lock:
+                    self._has_gap = False
                     if isinstance(e, HandshakeError | PermissionError):
                         self._refusal, self._has_tried = e, True
                     self._lock.notify_all()
@@ -199,6 +206,7 @@ class Replica:
             with self._lock:
                 if not follower.accept(event):
                     _log.warning("events of worker %d have a gap: starting over", self._rank)
+                    self._has_gap = True
                     return
                 match event:
                     case Snapshot():
@@ -208,6 +216,7 @@ class Replica:
                     case Removed():
                         self._index.remove(event.entry_id)
                 self._is_current = follower.ready
+                self._has_gap = self._has_gap and not follower.ready
                 self._lock.notify_all()
 
     def _ping(self) -> None:
