@@ -83,6 +83,17 @@ class Transfer:
         """For transports: it failed, and why."""
         self._end(error)
 
+    def inherit(self, error: BaseException) -> None:
+        """For transports, in a forked child: it is the parent's, and here it has failed with ``error``.
+
+        Takes no lock made before the fork. The callbacks are the parent's too, and are not called here.
+        """
+        self._lock = threading.Lock()
+        self._callbacks = []
+        if not self._done:
+            self._error = error
+            self._done = True
+
     def _end(self, error: BaseException | None) -> None:
         with self._lock:
             if self._done:

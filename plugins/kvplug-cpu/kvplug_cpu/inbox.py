@@ -85,11 +85,25 @@ class _Incoming:
 
 
 class _SideReader:
-    """Reads one lane's share while the caller's thread reads lane 0. Its thread starts when needed."""
+    """Reads one lane's share while the caller's thread reads lane 0. Its thread starts when needed.
 
-    def __init__(self, lane: Lane, index: int, enter: Callable[[], bool], leave: Callable[[], None]) -> None:
+    Every ``start`` is followed by one ``result``, which comes also when the reader was stopped before.
+    """
+
+    def __init__(
+        self,
+        lane: Lane,
+        index: int,
+        *,
+        lost: Callable[[], object],
+        break_down: Callable[[str], None],
+        enter: Callable[[], bool],
+        leave: Callable[[], None],
+    ) -> None:
         self.lane = lane
         self._index = index
+        self._lost = lost
+        self._break_down = break_down
         self._enter, self._leave = enter, leave
         self._jobs: SimpleQueue[tuple[memoryview, Deadline] | None] = SimpleQueue()
         self._results: SimpleQueue[int] = SimpleQueue()
@@ -100,10 +114,15 @@ class _SideReader:
             if not self._enter():
                 self._results.put(0)
                 return
-            self.thread = threading.Thread(
+            thread = threading.Thread(
                 target=self._read, name=f"kvplug-cpu-receive-{self._index}", daemon=True
             )
-            self.thread.start()
+            try:
+                thread.start()
+            except BaseException:
+                self._leave()
+                raise
+            self.thread = thread
         self._jobs.put((view, deadline))
 
     def result(self) -> int:
@@ -115,9 +134,15 @@ class _SideReader:
     def _read(self) -> None:
         try:
             while (job := self._jobs.get()) is not None:
-                self._results.put(self.lane.receive(*job))
+                got = self.lane.receive(*job)
+                if self.lane.ended:
+                    self._lost()  # in the middle of a message: nobody needs to wait for the other lanes
+                self._results.put(got)
                 del job
+        except Exception as e:
+            self._break_down(f"reading a lane failed: {e!r}")
         finally:
+            self._results.put(0)  # for whoever asked too late
             self._leave()
 
 
@@ -144,7 +169,10 @@ class Inbox:
         self._lane = lanes[0]
         self._lanes = len(lanes)
         self._stage = _Stage(lanes[0])
-        self._side = [_SideReader(lane, k, enter, leave) for k, lane in enumerate(lanes[1:], 1)]
+        self._side = [
+            _SideReader(lane, k, lost=self._end_of_stream, break_down=break_down, enter=enter, leave=leave)
+            for k, lane in enumerate(lanes[1:], 1)
+        ]
         self._incoming: _Incoming | None = None
 
     def receive(self, out: Tensor | None, deadline: Deadline) -> Tensor | None:
@@ -180,21 +208,27 @@ class Inbox:
         if not incoming.complete:
             if self._lane.ended or any(reader.lane.ended for reader in self._side):
                 raise self._end_of_stream()
-            if self._fate.sealed:
+            if self._fate.closed or self._fate.broken:
                 raise self._fate.error()
+            # Before anything is raised: what has arrived is part of the message that the next call returns.
+            # Also when the peer takes nothing more: it may be closing, and still sending what it has.
             if direct:
-                incoming.keep(memory)
+                self._keep(incoming, memory)
             elif any(incoming.got):
                 incoming.own = tensor
             raise TimeoutError(
                 f"{sum(incoming.got)} of {meta.nbytes} bytes of a tensor have arrived from {self._peer};"
                 " the next call goes on with it"
             )
+        if out is not None and not direct:
+            incoming.own = tensor
+            try:
+                copy_into(out, memory_of(tensor))
+            except RuntimeError as e:
+                raise TensorMismatchError(f"out= cannot be written, and the message stays: {e}") from e
+            tensor = out
         self._incoming = None
-        if out is None or direct:
-            return tensor
-        copy_into(out, memory_of(tensor))
-        return out
+        return tensor
 
     def stop(self) -> None:
         """End the side readers' threads, after their lanes were stopped."""
@@ -205,6 +239,13 @@ class Inbox:
         for reader in self._side:
             if reader.thread is not None and reader.thread is not threading.current_thread():
                 reader.thread.join(1.0)
+
+    def _keep(self, incoming: _Incoming, memory: memoryview) -> None:
+        try:
+            incoming.keep(memory)
+        except BaseException:
+            self._break_down("there was no memory for the part of a message that had arrived")
+            raise
 
     def _announced(self, deadline: Deadline) -> _Incoming:
         stage = self._stage

@@ -33,6 +33,18 @@ class Lane:
         self._sock = sock
         sock.settimeout(None)
         self.tcp = sock.family in (socket.AF_INET, socket.AF_INET6)
+        try:
+            self._tune(buffer_bytes)
+        except OSError:
+            pass  # the peer is gone already, as the first use will say
+        self._readable = select.poll()
+        self._readable.register(sock, select.POLLIN)
+        self._receive_limited = False
+        self.ended = False
+        """The stream has been read to its end: nothing more will come."""
+
+    def _tune(self, buffer_bytes: int) -> None:
+        sock = self._sock
         if self.tcp:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             if not buffer_bytes and sock.getpeername()[0] in ("127.0.0.1", "::1"):
@@ -40,11 +52,6 @@ class Lane:
         if buffer_bytes:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, buffer_bytes)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer_bytes)
-        self._readable = select.poll()
-        self._readable.register(sock, select.POLLIN)
-        self._receive_limited = False
-        self.ended = False
-        """The stream has been read to its end: nothing more will come."""
 
     def send_now(self, views: Sequence[memoryview]) -> int:
         """Give the kernel what it takes without waiting; returns the bytes taken, maybe 0.
@@ -80,6 +87,10 @@ class Lane:
             if left == 0.0:
                 n = self.receive_now(view[got:])
             else:
+                # With a byte here already a signal ends the call; without, Python would begin it again,
+                # with its whole time limit.
+                if left is not None and not self.wait_readable(deadline):
+                    continue
                 self._limit_receive(left)
                 try:
                     n = self._sock.recv_into(view[got:], 0, socket.MSG_WAITALL)
@@ -114,6 +125,10 @@ class Lane:
     def stop_receiving(self) -> None:
         """Wake whoever is receiving; what the kernel already has can still be read."""
         self._shutdown(socket.SHUT_RD)
+
+    def stop_sending(self) -> None:
+        """Wake whoever is sending; the peer sees the end of the stream after what the kernel has."""
+        self._shutdown(socket.SHUT_WR)
 
     def stop(self) -> None:
         """Wake whoever is sending or receiving; what the kernel already has can still be read."""

@@ -107,6 +107,7 @@ class CpuListener(PipeListener):
     def _after_fork_in_child(self) -> None:
         # The core's listeners and the pipes close themselves.
         self._closed = True
+        self._changed = threading.Condition()  # somebody in the parent may have been inside
         for connection in list(self._joining):
             connection.close()
 
@@ -121,9 +122,15 @@ class CpuListener(PipeListener):
                     connection.close()
                     return
                 self._joining.add(connection)
-            threading.Thread(
+            thread = threading.Thread(
                 target=self._admit, args=(connection,), name="kvplug-cpu-join", daemon=True
-            ).start()
+            )
+            try:
+                thread.start()
+            except RuntimeError as e:  # no more threads just now; those who come later may be luckier
+                logger.warning("a connection from %s was dropped: %s", connection.describe, e)
+                self._forget(connection)
+                connection.close()
 
     def _admit(self, connection: Connection) -> None:
         deadline = Deadline.after(_JOIN_TIMEOUT_S)

@@ -117,16 +117,21 @@ class Outbox:
             # Ctrl-C between the kernel's answer and our noting it: the stream's position is lost.
             self._break_down("interrupted in the middle of a message")
             raise
-        with self._lock:
-            for queue, share in zip(self._queues, shares, strict=False):
-                if not share.nbytes:
-                    message.lanes_left -= 1
-                elif not self._ended:
-                    queue.shares.append(share)
-                    self._wake(queue)
-            done, ended = message.lanes_left == 0, self._ended
-            if done:
-                self._settle(message)
+        try:
+            with self._lock:
+                for queue, share in zip(self._queues, shares, strict=False):
+                    if not share.nbytes:
+                        message.lanes_left -= 1
+                    elif not self._ended:
+                        queue.shares.append(share)
+                        self._wake(queue)
+                done, ended = message.lanes_left == 0, self._ended
+                if done:
+                    self._settle(message)
+        except BaseException as e:
+            # No thread could be started, say. Part of the message may be gone, and the rest will not go.
+            self._break_down(f"the rest of a message could not be left to a writer: {e!r}")
+            raise
         if done:
             message.transfer.finish()
         elif ended:
@@ -158,6 +163,12 @@ class Outbox:
             message.transfer.fail(self._fate.error())
             message.content = None
 
+    def inherit(self) -> None:
+        """This is a forked child: its parent's transfers end here too. Takes no lock."""
+        for queue in self._queues:
+            for share in list(queue.shares):
+                share.message.transfer.inherit(self._fate.error())
+
     def join(self) -> None:
         """Wait for the writers to be gone, after ``fail`` and after the lanes were stopped."""
         for queue in self._queues:
@@ -183,10 +194,15 @@ class Outbox:
             if not self._enter():
                 return
             index = self._queues.index(queue)
-            queue.thread = threading.Thread(
+            thread = threading.Thread(
                 target=self._write, args=(queue,), name=f"kvplug-cpu-send-{index}", daemon=True
             )
-            queue.thread.start()
+            try:
+                thread.start()
+            except BaseException:
+                self._leave()
+                raise
+            queue.thread = thread
         else:
             queue.changed.notify()
 
@@ -195,8 +211,11 @@ class Outbox:
             while batch := self._next_batch(queue):
                 views = [view for share in batch for view in share.views]
                 self._sent(queue, batch, queue.lane.send(views))
+                del batch, views  # the memory that was sent is not held until there is more to send
         except OSError as e:
             self._broken(e)
+        except Exception as e:
+            self._break_down(f"writing to a lane failed: {e!r}")
         finally:
             self._leave()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import attrs
@@ -184,6 +185,7 @@ class CpuPipe(Pipe):
     def _after_fork_in_child(self) -> None:
         self._fate.inherit()
         self._descriptors.disown()
+        self._outbox.inherit()
 
     # -- bad news, from any thread -------------------------------------------------------------------
 
@@ -196,6 +198,8 @@ class CpuPipe(Pipe):
     def _sending_lost(self, reason: str) -> None:
         """A lane takes nothing more. What the peer sent before it went is not thrown away."""
         self._fate.lose_peer(reason)
+        # Not over the other lanes either: what fails now is the caller's to overwrite.
+        self._with_lanes(Lane.stop_sending)
         self._outbox.fail()
 
     def _break_down(self, reason: str) -> None:
@@ -204,8 +208,11 @@ class CpuPipe(Pipe):
         self._stop_lanes()
 
     def _stop_lanes(self) -> None:
+        self._with_lanes(Lane.stop)
+        self._outbox.fail()
+
+    def _with_lanes(self, call: Callable[[Lane], None]) -> None:
         if self._descriptors.enter():
             for lane in self._lanes:
-                lane.stop()
+                call(lane)
             self._descriptors.leave()
-        self._outbox.fail()

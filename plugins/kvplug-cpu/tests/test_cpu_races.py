@@ -1,0 +1,352 @@
+"""What happens when two things happen at once, or a step fails in the middle."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import socket
+import threading
+import time
+import weakref
+from typing import Any
+
+import pytest
+import torch
+
+from kvplug import ClosedError, KvplugError, PeerGoneError, TensorMismatchError, TimeoutError, TransportError
+from kvplug.testing import peers
+from kvplug_cpu.message import Content, parts
+
+MIB = 1024 * 1024
+
+
+def in_thread(call: Any) -> tuple[threading.Thread, list[Any]]:
+    ended: list[Any] = []
+
+    def run() -> None:
+        try:
+            ended.append(call())
+        except BaseException as e:
+            ended.append(e)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    return thread, ended
+
+
+def end_of(running: tuple[threading.Thread, list[Any]], within: float = 5.0) -> Any:
+    thread, ended = running
+    thread.join(within)
+    assert not thread.is_alive(), f"still blocked after {within} s:\n{peers.stacks()}"
+    return ended[0]
+
+
+def send_all(lane: Any, view: memoryview) -> None:
+    while view:
+        view = view[lane.send([view]) :]
+
+
+# -- a message that is interrupted keeps its place ------------------------------------------------
+
+
+@pytest.mark.parametrize("with_out", [False, True])
+def test_a_message_interrupted_while_the_peer_closes_goes_on_with_its_first_bytes(
+    near_pair: Any, with_out: bool
+) -> None:
+    one, other = near_pair(split_bytes=64 * MIB)
+    sent = torch.randint(1, 255, (MIB,), dtype=torch.uint8)
+    content = Content.of(sent, 64 * MIB)
+    assert one._lanes[0].send_now([memoryview(content.prefix), content.memory[:50_000]])
+    other._sending_lost("the peer takes nothing more")  # as when it closes, and still sends what it has
+    outs = [torch.zeros_like(sent) if with_out else None for _ in range(2)]
+    with pytest.raises(TimeoutError):
+        other.recv_tensor(outs[0], timeout=0.2)
+    sender = in_thread(lambda: send_all(one._lanes[0], content.memory[50_000:]))
+    assert torch.equal(other.recv_tensor(outs[1], timeout=5), sent)
+    end_of(sender)
+
+
+def test_no_memory_to_keep_a_part_in_breaks_the_pipe_and_says_so(
+    near_pair: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvplug import CapacityError
+    from kvplug_cpu import inbox
+
+    one, other = near_pair(split_bytes=64 * MIB)
+    content = Content.of(torch.ones(MIB, dtype=torch.uint8), 64 * MIB)
+    assert one._lanes[0].send_now([memoryview(content.prefix), content.memory[:50_000]])
+
+    def none_left(meta: Any) -> Any:
+        raise CapacityError("no memory")
+
+    monkeypatch.setattr(inbox, "fresh", none_left)
+    with pytest.raises(KvplugError):
+        other.recv_tensor(torch.zeros(MIB, dtype=torch.uint8), timeout=0.2)
+    monkeypatch.undo()
+    with pytest.raises(TransportError):
+        other.recv_tensor(timeout=0.2)
+
+
+def test_memory_that_cannot_be_written_is_refused_and_the_message_stays(near_pair: Any) -> None:
+    one, other = near_pair()
+    sent = torch.randn(4, 3)
+    one.send_tensor(sent)
+    one.send_tensor(None)
+    with pytest.raises(TensorMismatchError, match="stays"):
+        other.recv_tensor(torch.zeros(3).expand(4, 3), timeout=2)
+    assert torch.equal(other.recv_tensor(torch.zeros(3, 4).t(), timeout=2), sent)
+    assert other.recv_tensor(timeout=2) is None
+
+
+def test_signals_do_not_move_the_deadline_of_a_receive(near_pair: Any) -> None:
+    one, other = near_pair(split_bytes=64 * MIB)
+    content = Content.of(torch.ones(MIB, dtype=torch.uint8), 64 * MIB)
+    assert one._lanes[0].send_now([memoryview(content.prefix), content.memory[:50_000]])
+    old = signal.signal(signal.SIGALRM, lambda *_: None)
+    signal.setitimer(signal.ITIMER_REAL, 0.02, 0.02)
+    threading.Timer(4.0, one.abort).start()
+    try:
+        began = time.monotonic()
+        with pytest.raises(TimeoutError):
+            other.recv_tensor(timeout=0.5)
+        assert time.monotonic() - began < 2
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, old)
+
+
+# -- ending in the middle -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("end", ["close", "abort"])
+def test_ending_just_before_a_message_is_read_from_all_lanes_wakes_its_receiver(
+    near_pair: Any, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    from kvplug_cpu import inbox
+
+    one, other = near_pair(split_bytes=4096)
+    one.send_tensor(torch.ones(MIB))
+    assert other.recv_tensor().numel() == MIB  # so that the side reader has its thread
+    make = inbox.fresh
+
+    def slow(meta: Any) -> Any:
+        getattr(other, end)(*([0.1] if end == "close" else []))
+        for reader in other._inbox._side:
+            reader.thread.join(2)
+        return make(meta)
+
+    one.send_tensor(torch.ones(MIB))
+    time.sleep(0.1)
+    monkeypatch.setattr(inbox, "fresh", slow)
+    assert isinstance(end_of(in_thread(lambda: other.recv_tensor(timeout=2))), ClosedError)
+
+
+def test_a_lane_that_breaks_alone_ends_a_receive_at_once(near_pair: Any) -> None:
+    one, other = near_pair(split_bytes=4096)
+    content = Content.of(torch.ones(MIB, dtype=torch.uint8), 4096)
+    a, _ = parts(MIB, 2)[0]
+    assert one._lanes[0].send_now([memoryview(content.prefix), content.memory[a : a + 1000]])
+    receiving = in_thread(lambda: other.recv_tensor(timeout=10))
+    time.sleep(0.1)
+    one._lanes[1]._sock.shutdown(socket.SHUT_RDWR)
+    assert isinstance(end_of(receiving, 3), PeerGoneError)
+
+
+def test_what_has_failed_is_not_sent_any_further(near_pair: Any) -> None:
+    # Its memory is the caller's again: it would arrive whole, with what was written over it.
+    one, other = near_pair(split_bytes=30 * MIB)
+    source = torch.ones(20 * MIB, dtype=torch.uint8)
+    first = one.send_tensor(source)
+    time.sleep(0.1)
+    one._lanes[1]._sock.shutdown(socket.SHUT_RDWR)
+    one.send_tensor(torch.ones(40 * MIB, dtype=torch.uint8))
+    with pytest.raises(PeerGoneError):
+        first.wait(5)
+    source.fill_(2)
+    with pytest.raises(PeerGoneError):
+        other.recv_tensor(timeout=5)
+
+
+def test_a_message_that_was_sent_is_let_go(near_pair: Any) -> None:
+    one, other = near_pair(split_bytes=64 * MIB)
+    source = torch.ones(8 * MIB, dtype=torch.uint8)
+    gone = weakref.ref(source)
+    transfer = one.send_tensor(source)
+    del source
+    assert other.recv_tensor().numel() == 8 * MIB
+    transfer.wait(5)
+    limit = time.monotonic() + 3
+    while gone() is not None and time.monotonic() < limit:
+        gc.collect()
+        time.sleep(0.01)
+    assert gone() is None, "an idle pipe holds the last message's memory"
+
+
+# -- threads that cannot be started, or fail ------------------------------------------------------
+
+
+def no_threads(self: Any) -> None:
+    raise RuntimeError("can't start new thread")
+
+
+def test_a_send_that_gets_no_thread_ends_and_so_does_every_other(
+    near_pair: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, _ = near_pair()
+    with peers.nothing_left():
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", no_threads)
+            with pytest.raises((RuntimeError, TransportError)):
+                one.send_tensor(torch.ones(20 * MIB))
+        with pytest.raises(TransportError):
+            one.send_tensor(torch.ones(20 * MIB), timeout=2)
+    one.close(1)
+    assert one._control.sock.fileno() == -1
+
+
+def test_a_receive_that_gets_no_thread_breaks_the_pipe_and_it_can_be_closed(
+    near_pair: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = near_pair(split_bytes=4096)
+    one.send_tensor(torch.ones(10_000))
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", no_threads)
+        with pytest.raises((RuntimeError, TransportError)):
+            other.recv_tensor(timeout=2)
+    other.close(1)
+    assert other._control.sock.fileno() == -1
+
+
+def test_a_listener_that_got_no_thread_for_one_peer_takes_the_next(
+    endpoint: Any, socket_kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    end = endpoint(socket_kind)
+    start = threading.Thread.start
+    failed: list[str] = []
+
+    def once(self: threading.Thread) -> None:
+        if self.name == "kvplug-cpu-join" and not failed:
+            failed.append(self.name)
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    with end.listen() as listener:
+        monkeypatch.setattr(threading.Thread, "start", once)
+        with pytest.raises(PeerGoneError):
+            end.connect(listener.contact, timeout=3)
+        with end.connect(listener.contact, timeout=3), listener.accept(3):
+            pass
+        assert failed
+
+
+def test_a_writer_that_fails_ends_its_transfers(near_pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, _ = near_pair()
+
+    def fail(views: Any) -> int:
+        raise MemoryError
+
+    monkeypatch.setattr(one._lanes[0], "send", fail)
+    transfer = one.send_tensor(torch.ones(20 * MIB))
+    with pytest.raises(TransportError):
+        transfer.wait(3)
+
+
+def test_a_side_reader_that_fails_breaks_the_pipe(near_pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, other = near_pair(split_bytes=4096)
+
+    def fail(*_: Any) -> int:
+        raise MemoryError
+
+    monkeypatch.setattr(other._lanes[1], "receive", fail)
+    one.send_tensor(torch.ones(10_000))
+    for _ in range(2):
+        assert isinstance(end_of(in_thread(lambda: other.recv_tensor(timeout=1))), TransportError)
+
+
+def test_a_connection_that_is_reset_before_it_becomes_a_pipe_leaves_nothing(endpoint: Any) -> None:
+    from kvplug_cpu.pipe import CpuPipe
+
+    listener = socket.create_server(("127.0.0.1", 0))
+    dialled = socket.create_connection(listener.getsockname())
+    accepted, _ = listener.accept()
+    accepted.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+    accepted.close()  # with a reset
+    time.sleep(0.05)
+
+    class Proven:
+        describe = "a peer"
+        sock = dialled
+
+        def close(self) -> None:
+            dialled.close()
+
+    pidfd = os.pidfd_open(os.getpid())
+    proven: Any = Proven()
+    pipe = CpuPipe(proven, [proven], endpoint()._tuning, pidfd=pidfd, heartbeat_interval_s=None)
+    with pytest.raises(OSError, match="Bad file"):
+        os.fstat(pidfd)
+    with pytest.raises(PeerGoneError):
+        pipe.recv_tensor(timeout=2)
+    pipe.abort()
+    dialled.close()
+    listener.close()
+
+
+# -- forks ----------------------------------------------------------------------------------------
+
+
+def in_forked_child(call: Any, within: float = 5.0) -> str:
+    """What ``call`` returns or raises in a forked child."""
+    readable, writable = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            said = str(call())
+        except BaseException as e:
+            said = type(e).__name__
+        os.write(writable, said.encode())
+        os._exit(0)
+    os.close(writable)
+    limit = time.monotonic() + within
+    while os.waitpid(pid, os.WNOHANG)[0] == 0:
+        if time.monotonic() > limit:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            os.close(readable)
+            return "it hung"
+        time.sleep(0.01)
+    with os.fdopen(readable) as f:
+        return f.read()
+
+
+def test_a_transfer_under_way_ends_in_a_forked_child_too(near_pair: Any) -> None:
+    one, other = near_pair()
+    called: list[int] = []
+    transfer = one.send_tensor(torch.ones(20 * MIB, dtype=torch.uint8))
+    transfer.add_done_callback(lambda _: called.append(os.getpid()))
+    waiting = in_thread(lambda: transfer.wait(10))
+    assert not transfer.done()
+    assert in_forked_child(lambda: transfer.wait(3)) == "ClosedError"
+    assert in_forked_child(lambda: (transfer.done(), called)) == "(True, [])"
+    assert other.recv_tensor().numel() == 20 * MIB
+    assert end_of(waiting) is None
+    assert called == [os.getpid()]
+
+
+def test_a_listener_can_be_closed_in_a_forked_child_whoever_was_at_work_in_it(
+    endpoint: Any, socket_kind: str
+) -> None:
+    with endpoint(socket_kind).listen() as listener:
+        held, go = threading.Event(), threading.Event()
+
+        def hold() -> None:
+            with listener._changed:
+                held.set()
+                go.wait(10)
+
+        holding = in_thread(hold)
+        held.wait(5)
+        assert in_forked_child(lambda: listener.close(), 3) == "None"
+        go.set()
+        end_of(holding)
