@@ -239,11 +239,14 @@ class _Loop:
         pause: float | None = 0.0  # judge the first watch at once: it may have a heartbeat
         try:
             while True:
-                events = self.poll(pause)
+                self.poll(pause)
                 gone: list[tuple[Watch, str]] = []
                 with _lock:
                     if not self.watches:
                         return
+                    # Asked again, now that nobody comes or goes: a descriptor that was ready a moment ago
+                    # may have been closed since, and its number be somebody else's.
+                    events = self.poll(0.0)
                     now = time.monotonic()
                     again = float("inf")
                     for fd in events:
@@ -293,13 +296,14 @@ def _add(new: Watch) -> None:
         loop = started or _Loop()
         try:
             loop.add(new)
+            if started is None:
+                loop.thread.start()  # it waits for the lock
         except BaseException:
             if started is None:
                 loop.close()
             raise
         if started is None:
             _loop = loop
-            loop.thread.start()
         else:
             loop.wake()
 

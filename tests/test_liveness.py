@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from kvplug import liveness
 from kvplug.errors import ClosedError, PeerGoneError
 from kvplug.liveness import Heartbeat, watch
 from kvplug.trust.identity import PeerIdentity, decode_identity, encode_identity, this_process
@@ -252,6 +253,68 @@ def test_a_socket_closed_under_its_watch_does_not_hurt_who_gets_its_number() -> 
     assert fresh.reason and stale.reason is None
     b.close()
     c.close()
+
+
+def test_the_death_of_one_is_not_taken_for_that_of_whoever_got_its_number(
+    sleeper: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not hasattr(os, "pidfd_open"):
+        pytest.skip("no pidfd on this platform")
+    dies = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
+    assert dies.stdin is not None
+    gone, alive = Gone(), Gone()
+    dying, living = os.pidfd_open(dies.pid), os.pidfd_open(sleeper.pid)
+    old = watch(pidfd=dying, on_gone=gone)
+    loop = liveness._loop
+    assert loop is not None
+    new: list[liveness.Watch] = []
+    fillers: list[int] = []
+    poll = loop.poll
+
+    def slow(pause: float | None) -> list[int]:
+        events = poll(pause)
+        if old._pidfd in events and not new:  # other threads come in before the watcher can act on it
+            while (filler := os.dup(living)) < old._pidfd:
+                fillers.append(filler)  # so that its number is the next one
+            os.close(filler)
+            old.close()
+            new.append(watch(pidfd=living, on_gone=alive))
+        return events
+
+    keeps_the_loop = watch(pidfd=living, on_gone=Gone())
+    try:
+        monkeypatch.setattr(loop, "poll", slow)
+        keeps_the_loop.close()
+        keeps_the_loop = watch(pidfd=living, on_gone=Gone())  # it wakes the loop, which looks again
+        dies.stdin.close()
+        dies.wait(10)
+        assert eventually(lambda: bool(new))
+        assert new[0]._pidfd == old._pidfd, "the test is about a number that is used again"
+        assert not alive.event.wait(0.3)
+    finally:
+        for each in (old, keeps_the_loop, *new):
+            each.close()
+        for fd in (dying, living, *fillers):
+            os.close(fd)
+
+
+def test_a_watch_that_gets_no_thread_does_not_spoil_the_next(
+    pair: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_threads(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    before = open_fds()
+    gone = Gone()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", no_threads)
+        with pytest.raises(RuntimeError):
+            watch(sock=pair[0], on_gone=gone)
+    assert open_fds() == before
+    watching = watch(sock=pair[0], on_gone=gone)
+    pair[1].close()
+    assert gone.event.wait(2)
+    watching.close()
 
 
 def test_a_socket_is_watched_once_at_a_time(pair: tuple[socket.socket, socket.socket]) -> None:
