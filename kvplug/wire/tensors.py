@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import math
 import struct
+import sys
 from typing import TYPE_CHECKING, Any, Final
 
 import attrs
@@ -59,6 +60,10 @@ DTYPES: Final[dict[str, tuple[int, int]]] = {
     "bits4x2": (52, 1),
 }
 """torch's names. The quantised dtypes are missing on purpose: their bytes mean nothing without a scale."""
+
+# One type for every size: each array type of its own costs 3 KB, and only the garbage collector, which an
+# engine may have turned off, takes it back. Nothing is allocated, and nobody sees more than a slice.
+_Memory = ctypes.c_ubyte * (sys.maxsize // 2)
 
 _NAMES = {code: name for name, (code, _) in DTYPES.items()}
 _PREFIX = struct.Struct("<BB")
@@ -312,6 +317,6 @@ def _view(tensor: Tensor) -> memoryview:
     if nbytes == 0:
         return memoryview(bytearray())
     # By address, since torch offers no buffer protocol and numpy lacks half of the dtypes.
-    array = (ctypes.c_ubyte * nbytes).from_address(tensor.data_ptr())
-    array._owner = tensor  # the view keeps the array, the array the tensor
-    return memoryview(array).cast("B")
+    array = _Memory.from_address(tensor.data_ptr())
+    array._owner = tensor  # type: ignore[attr-defined]  # the view keeps the array, the array the tensor
+    return memoryview(array).cast("B")[:nbytes]

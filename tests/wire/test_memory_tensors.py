@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import tracemalloc
 import weakref
 from typing import Any
 
@@ -138,3 +139,18 @@ def test_a_dtype_that_this_torch_lacks_is_refused(monkeypatch: pytest.MonkeyPatc
     monkeypatch.delattr(torch, "float8_e8m0fnu")
     with pytest.raises(UnsupportedError, match="has no dtype 'float8_e8m0fnu'"):
         empty_like_meta(TensorMeta("float8_e8m0fnu", (1,)))
+
+
+def test_views_of_many_sizes_leave_nothing_behind_without_the_garbage_collector() -> None:
+    tensor = torch.zeros(5000, dtype=torch.uint8)
+    memory_of(tensor)
+    gc.collect()
+    gc.disable()
+    tracemalloc.start()
+    try:
+        for size in range(1, 5000):
+            assert memory_of(tensor[:size]).nbytes == size
+        assert tracemalloc.get_traced_memory()[0] < 100_000
+    finally:
+        tracemalloc.stop()
+        gc.enable()
