@@ -113,8 +113,9 @@ def parse_contact(text: str) -> Contact:
             raise WireError("not a contact: expected host:port, tcp://host:port?token=… or unix:@name")
     try:
         address = parse_address(rest)
-    except ConfigError as e:
-        raise WireError("not a contact: expected host:port, tcp://host:port?token=… or unix:@name") from e
+    except ConfigError:
+        # Without the cause, which repeats what it could not read.
+        raise WireError("not a contact: expected host:port, tcp://host:port?token=… or unix:@name") from None
     if address == UnixAddress("") or (isinstance(address, TcpAddress) and address.port == 0):
         raise WireError(f"{rest} is not a contact: it names nobody to connect to")
     return Contact(address, token)

@@ -31,7 +31,8 @@ class Secret:
     __slots__ = ("_value",)
 
     def __init__(self, value: bytes | str, source: str = "the secret") -> None:
-        raw = value.encode() if isinstance(value, str) else bytes(value)
+        # A variable may hold any bytes, which Python shows as lone surrogates.
+        raw = value.encode("utf-8", "surrogateescape") if isinstance(value, str) else bytes(value)
         if len(raw) < MIN_SECRET_BYTES:
             raise ConfigError(
                 f"{source} has {len(raw)} bytes and must have at least {MIN_SECRET_BYTES}; {_HOW}"

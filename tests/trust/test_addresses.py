@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import traceback
+
 import pytest
 from hypothesis import given, strategies as st
 
@@ -105,3 +107,11 @@ def test_generated_names_are_valid_and_differ() -> None:
     assert len(names) == 20
     for name in names:
         assert parse_address(f"unix:@{name}") == UnixAddress(name)
+
+
+@pytest.mark.parametrize("text", ["tcp://127.0.0.1:5&token=", "127.0.0.1:5/", "tcp://[::1]5#token="])
+def test_not_even_the_traceback_of_a_bad_contact_shows_its_token(text: str) -> None:
+    token = "verysecrettokenverysecrettoken"
+    with pytest.raises(WireError) as caught:
+        parse_contact(text + token)
+    assert token not in "".join(traceback.format_exception(caught.value))

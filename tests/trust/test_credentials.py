@@ -70,3 +70,9 @@ def test_an_address_others_can_reach_needs_a_secret(host: str) -> None:
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost", "unix:@kvplug-x"])
 def test_one_host_needs_none(host: str) -> None:
     Credentials.for_host(host, environ={})
+
+
+def test_a_variable_that_is_no_utf8_is_the_bytes_it_holds() -> None:
+    secret = Secret.from_env({"KVPLUG_SECRET": os.fsdecode(b"\xff" * 20)})
+    assert secret is not None
+    assert secret.reveal() == b"\xff" * 20
