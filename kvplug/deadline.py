@@ -26,6 +26,9 @@ class Default(enum.Enum):
 DEFAULT_TIMEOUT: Final = Default.TIMEOUT
 """What a ``timeout`` argument is when the caller says nothing."""
 
+_FOR_EVER_S = 1e9
+"""Some thirty years. Locks and sockets refuse to wait for ten times as long."""
+
 Timeout = float | None | Default
 """Seconds, ``None`` (for ever), or :data:`DEFAULT_TIMEOUT`."""
 
@@ -48,6 +51,8 @@ class Deadline:
             return cls(math.inf)
         if not seconds >= 0:
             raise ValueError(f"timeout must be 0 or more seconds, or None for ever; got {seconds!r}")
+        if seconds >= _FOR_EVER_S:
+            return cls(math.inf)
         return cls(time.monotonic() + seconds)
 
     @property
