@@ -157,7 +157,7 @@ class Pipe(abc.ABC):
     @property
     @abc.abstractmethod
     def peer(self) -> str:
-        """Who is at the other end, for messages: pid and host where known."""
+        """Who is at the other end, for messages; pid and host where known."""
 
     @abc.abstractmethod
     def send_tensor(self, tensor: Tensor | None, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Transfer:

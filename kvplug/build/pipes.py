@@ -48,7 +48,7 @@ class PipeServer:
         self._peers = peers
         self._listener: LinkListener = peers.listen()
         self.contact: str = self._listener.contact
-        """Hand it to :func:`connect_pipe` in the other process. May carry a token: do not log it."""
+        """Hand it to :func:`connect_pipe` in the other process. May carry a token; do not log it."""
 
     def accept(self, timeout: Timeout = DEFAULT_TIMEOUT) -> Pipe:
         """The pipe to the next program, over the transport both ends agreed on.
