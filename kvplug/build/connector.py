@@ -87,7 +87,7 @@ class Parts:
     def pipe_endpoint(self, name: str, context: PipeContext) -> PipeEndpoint:
         endpoint = self.pipes[name].load_factory()(context)
         if not isinstance(endpoint, PipeEndpoint):
-            raise PluginError(f"transport {name!r} made {endpoint!r}, which is no PipeEndpoint")
+            raise PluginError(f"transport {name!r} made {endpoint!r}, which is no PipeEndpoint; subclass it")
         return endpoint
 
     def lookup_endpoint(self) -> LookupEndpoint:

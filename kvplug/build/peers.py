@@ -167,10 +167,11 @@ class LinkListener(PeerListener):
 
     def accept(self, timeout: Timeout = DEFAULT_TIMEOUT) -> Link:
         deadline = Deadline.after(timeout, self._wiring.config.timeout_s)
+        seconds = deadline.remaining()  # as far as the message goes; without an end there is none
         try:
-            link = None if self._closed.is_set() else self._ready.get(timeout=deadline.remaining())
+            link = None if self._closed.is_set() else self._ready.get(timeout=seconds)
         except queue.Empty:
-            raise TimeoutError(f"no peer came to {self._listener!r} within {timeout} s") from None
+            raise TimeoutError(f"no peer came to {self._listener!r} within {seconds:.3g} s") from None
         if link is None:
             self._ready.put(None)  # whoever else waits
             raise ClosedError("this listener is closed")
