@@ -140,9 +140,10 @@ class CpuListener(PipeListener):
                 self._gather(connection, join, deadline)
             else:
                 self._hand_over(connection, join)
-        except (KvplugError, OSError) as e:
+        except Exception as e:
             # Nobody here waits for this pipe; the connecting end sees the hang-up and says so there.
-            logger.warning("a pipe from %s was not completed: %s", connection.describe, e)
+            foreign = not isinstance(e, KvplugError | OSError)  # out of threads, or a fault of ours
+            logger.warning("a pipe from %s was not completed: %s", connection.describe, e, exc_info=foreign)
             self._forget(connection)
             connection.close()
 

@@ -350,3 +350,27 @@ def test_a_listener_can_be_closed_in_a_forked_child_whoever_was_at_work_in_it(
         assert in_forked_child(lambda: listener.close(), 3) == "None"
         go.set()
         end_of(holding)
+
+
+def test_a_pipe_that_could_not_be_made_is_hung_up_on_and_forgotten(
+    endpoint: Any, socket_kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvplug_cpu import listener as listening
+
+    def fail(*_: Any, pidfd: int | None, **__: Any) -> Any:
+        if pidfd is not None:
+            os.close(pidfd)
+        raise RuntimeError("can't start new thread")
+
+    end = endpoint(socket_kind)
+    with peers.nothing_left(), end.listen() as listener:
+        monkeypatch.setattr(listening, "CpuPipe", fail)
+        with end.connect(listener.contact, timeout=3) as one, pytest.raises(PeerGoneError):
+            one.recv_tensor(timeout=3)
+        limit = time.monotonic() + 3
+        while listener._joining and time.monotonic() < limit:
+            time.sleep(0.01)
+        assert not listener._joining
+        monkeypatch.undo()
+        with end.connect(listener.contact, timeout=3), listener.accept(3):
+            pass
