@@ -246,6 +246,9 @@ class Listener:
         finally:
             with self._changed:
                 self._closed = True
+                with contextlib.suppress(OSError):
+                    # A child that was forked a moment ago may still hold it open: nobody is to get in there.
+                    self._sock.shutdown(socket.SHUT_RDWR)
                 self._close_descriptors()
                 self._changed.notify_all()
 

@@ -457,6 +457,18 @@ def test_a_forked_child_holds_no_listener_open() -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
+@pytest.mark.parametrize("address", ["unix:", "127.0.0.1:0"])
+def test_nobody_gets_into_a_closed_listener_that_another_process_still_holds_open(address: str) -> None:
+    listener = Listener.open(address, OPEN, "test")
+    copy = os.dup(listener._sock.fileno())  # as in a child that was forked and has not run yet
+    try:
+        listener.close()
+        with pytest.raises(PeerGoneError, match="nobody listens"):
+            dial(listener.contact, OPEN, "test", 5)
+    finally:
+        os.close(copy)
+
+
 def test_descriptors_are_not_inherited_by_programs_that_are_started() -> None:
     with Listener.open("unix:", OPEN, "test") as listener, dial(listener.contact, OPEN, "test", 5):
         theirs = listener.accept(5)
