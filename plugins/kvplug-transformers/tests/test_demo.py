@@ -224,6 +224,12 @@ def test_two_terminals_do_what_one_does(model):
         found = report(done)
         assert done.returncode == 0, done.stderr
         assert (found["tokens_loaded"], found["identical"]) == (64, True)
+        other = ("--model", model, "--prompt", words(60)[3:])
+        done = run("decode", *other, "--connect", contact, "--json", KVPLUG_CONNECT_TIMEOUT_S="2")
+        found = report(done)
+        assert (done.returncode, found["tokens_loaded"], found["identical"]) == (1, 0, True)
+        assert "no KV of this prompt" in done.stderr
+        assert any("no KV of this prompt" in reason for reason in found["reasons"])
         prefill.send_signal(signal.SIGINT)
         assert prefill.wait(timeout=10) == 130
 
@@ -259,6 +265,11 @@ def test_a_peer_that_never_comes_is_named_when_the_time_is_up(model):
         (["--model", os.path.dirname(__file__)], "has no config.json"),
         (["--integrity", "OFF!"], "integrity"),
         (["--max-new-tokens", "0"], "0 is not in the range"),
+        (["--patience", "0"], "0.0 is not in the range"),
+        (["--prompt", "\udcff"], "the prompt is not valid UTF-8"),
+        (["--prompt-file", "/dev/zero"], "too many for a prompt"),
+        (["--prompt-file", "/proc/self/mem"], "cannot be read"),
+        (["--prompt-file", sys.executable], "is not UTF-8 text"),
     ],
     ids=lambda value: None if isinstance(value, str) else value[0].strip("-"),
 )
@@ -268,6 +279,32 @@ def test_a_bad_option_is_refused_at_once(arguments, said):
     assert said in done.stderr
     assert "Traceback" not in done.stderr
     assert done.stdout == ""
+
+
+def test_a_device_that_is_not_there_is_named_and_modules_in_the_current_folder_are_not_imported(
+    model, tmp_path, monkeypatch
+):
+    (tmp_path / "torch.py").write_text("raise SystemExit('the wrong torch')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONSAFEPATH", "")
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "kvplug.cli", "demo", "--model", model, "--device", "foo"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 1
+    assert "device 'foo' cannot be used on this machine" in done.stderr
+
+
+def test_a_reader_of_stdout_that_goes_away_ends_the_demo_without_a_word(model):
+    with nothing_left(), started("--model", model, "--prompt", words(70)) as process:
+        process.stdout.close()
+        process.stdout = None
+        assert process.wait(timeout=60) == 1
+        said = process.stderr.read()
+    assert "Broken pipe" not in said
+    assert "Traceback" not in said
 
 
 def test_without_the_model_package_one_sentence_says_how_to_get_it(monkeypatch):

@@ -10,7 +10,8 @@ from kvplug.testing.peers import nothing_left
 from kvplug_transformers.demo.display import Display
 from kvplug_transformers.demo.orders import Orders
 from kvplug_transformers.demo.processes import REFERENCE
-from kvplug_transformers.demo.session import DECODE, PREFILL, DemoError, run
+from kvplug_transformers.demo.runs import run
+from kvplug_transformers.demo.session import DECODE, PREFILL, DemoError
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from kvplug_transformers.model import bundled
-from kvplug_transformers.model.cache import cache_folder, folder_for, is_complete, make_once
+from kvplug_transformers.model.cache import cache_folder, folder_for, is_complete, make_once, sweep
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -62,6 +62,19 @@ def test_a_maker_that_is_killed_leaves_nothing_that_looks_whole(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == [".model.lock", "log", "model"]
 
 
+def test_what_a_killed_maker_left_is_swept_away_but_not_from_under_one_at_work(tmp_path):
+    folder, log = tmp_path / "model", tmp_path / "log"
+    sweep(folder)  # nothing was ever begun
+    maker = start_maker(folder, log, 60)
+    wait_for(log)
+    sweep(folder)
+    assert len(list(tmp_path.glob(".model.tmp-*"))) == 1
+    maker.kill()
+    maker.wait(timeout=30)
+    sweep(folder)
+    assert list(tmp_path.glob(".model.tmp-*")) == []
+
+
 @pytest.mark.parametrize(
     "damage",
     [
@@ -103,7 +116,7 @@ def test_a_maker_that_fails_leaves_no_trace(tmp_path):
 
 def test_a_cache_that_cannot_be_written_names_the_variable(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(OSError, match="set KVPLUG_CACHE"):
+    with pytest.raises(OSError, match=r"^cannot keep a model in .*; set KVPLUG_CACHE"):
         make_once(tmp_path / "file" / "model", lambda target: None)
 
 

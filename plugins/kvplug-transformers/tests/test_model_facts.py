@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import json
+import os
 
 import pytest
 import torch
@@ -127,3 +129,24 @@ def test_a_folder_with_an_encoder_decoder_model_is_refused_by_name(tmp_path):
     T5Config().save_pretrained(tmp_path)
     with pytest.raises(UnsupportedError, match=r"encoder-decoder model \(t5\)"):
         load(tmp_path)
+
+
+def test_a_model_that_needs_code_of_its_own_is_refused_and_nobody_is_asked(llama, tmp_path, monkeypatch):
+    llama.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config |= {"model_type": "of-its-own", "auto_map": {"AutoConfig": "own.Config"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "own.py").write_text("raise SystemExit('it was run')")
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("somebody was asked"))
+    with pytest.raises(UnsupportedError, match="needs code of its own, which is never run"):
+        load(tmp_path)
+
+
+def test_weights_cut_short_are_refused_in_one_line_with_the_folder(llama, tmp_path):
+    llama.save_pretrained(tmp_path)
+    os.truncate(tmp_path / "model.safetensors", 5000)
+    with pytest.raises(
+        UnsupportedError, match=rf"the model in {tmp_path} \(llama\) cannot be loaded"
+    ) as caught:
+        load(tmp_path)
+    assert "\n" not in str(caught.value)

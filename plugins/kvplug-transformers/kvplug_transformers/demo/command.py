@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,13 +18,24 @@ import click
 from kvplug import KvplugError
 from kvplug_transformers.demo.orders import Orders, Report
 
+_LONGEST_PROMPT = 4 << 20
+"""In bytes; more than any model's context, and little enough to be read by mistake."""
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 
 
 def _shared(function: Callable[..., Any]) -> Callable[..., Any]:
     """Options of the demo and of both its halves."""
     for option in (
-        click.option("--device", default="cpu", show_default=True, help="Where the models compute."),
+        click.option(
+            "--patience",
+            "patience_s",
+            metavar="SECONDS",
+            type=click.FloatRange(1),
+            default=300,
+            show_default=True,
+            help="Give up on a process that reports nothing for so long (beyond the config's timeouts).",
+        ),
+        click.option("--device", help='Where the models compute. From the config, "cpu" by default.'),
         click.option(
             "--policy",
             type=click.Choice(["recompute", "fail"]),
@@ -70,7 +83,7 @@ def _orders(
     transport: str | None,
     integrity: str | None,
     policy: str | None,
-    device: str,
+    device: str | None,
     **rest: Any,
 ) -> Orders:
     from kvplug_transformers.demo.prompt import PROMPT
@@ -78,21 +91,34 @@ def _orders(
     if prompt is not None and prompt_file is not None:
         raise click.UsageError("give --prompt or --prompt-file, not both")
     if prompt_file is not None:
-        try:
-            prompt = prompt_file.read_text(encoding="utf-8")
-        except UnicodeDecodeError as e:
-            raise click.UsageError(f"{prompt_file} is not UTF-8 text") from e
+        prompt = _read(prompt_file)
     if prompt is not None and not prompt.strip():
         raise click.UsageError("the prompt is empty")
+    if prompt is not None and any("\ud800" <= character <= "\udfff" for character in prompt):
+        raise click.UsageError("the prompt is not valid UTF-8")
     given = {
         "connector": connector,
         "transport": transport,
         "integrity": integrity,
         "failure_policy": policy,
-        "device": device if device != "cpu" else None,
+        "device": device,
     }
     overrides = {key: value for key, value in given.items() if value is not None}
-    return Orders(prompt=PROMPT if prompt is None else prompt, overrides=overrides, device=device, **rest)
+    return Orders(prompt=PROMPT if prompt is None else prompt, overrides=overrides, **rest)
+
+
+def _read(file: Path) -> str:
+    try:
+        with file.open("rb") as stream:
+            data = stream.read(_LONGEST_PROMPT + 1)
+    except OSError as e:
+        raise click.UsageError(f"{file} cannot be read: {e.strerror or e}") from e
+    if len(data) > _LONGEST_PROMPT:
+        raise click.UsageError(f"{file} has more than {_LONGEST_PROMPT:,} bytes, too many for a prompt")
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as e:
+        raise click.UsageError(f"{file} is not UTF-8 text") from e
 
 
 @contextmanager
@@ -117,18 +143,21 @@ def _conduct(work: Callable[[Any], Report | None], *, as_json: bool) -> None:
     try:
         with _terminated_like_interrupted(), Display(quiet=as_json) as display:
             report = work(display)
+        if report is not None and as_json:
+            click.echo(json.dumps(attrs.asdict(report)))
+        elif report is not None:
+            display.table(report)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Whoever read stdout has gone away; let nothing more be written there, also not at the end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        raise SystemExit(1) from None
     except (KvplugError, DemoError, ModelMissingError, OSError) as e:
         raise click.ClickException(str(e)) from e
     except KeyboardInterrupt:
         click.echo("stopped", err=True)
         raise SystemExit(130) from None
-    if report is None:
-        return
-    if as_json:
-        click.echo(json.dumps(attrs.asdict(report)))
-    else:
-        display.table(report)
-    if not report.ok:
+    if report is not None and not report.ok:
         raise SystemExit(1)
 
 
@@ -148,7 +177,7 @@ def demo(context: click.Context, /, as_json: bool, **options: Any) -> None:
     """
     if context.invoked_subcommand is not None:
         return
-    from kvplug_transformers.demo.session import run
+    from kvplug_transformers.demo.runs import run
 
     orders = _orders(**options)
     _conduct(lambda display: run(orders, display), as_json=as_json)
@@ -163,7 +192,7 @@ def prefill(listen: str | None, **options: Any) -> None:
 
     Prints the command for the other terminal.
     """
-    from kvplug_transformers.demo.session import run_prefill
+    from kvplug_transformers.demo.runs import run_prefill
 
     orders = _orders(**options)
     _conduct(lambda display: run_prefill(orders, display, listen), as_json=False)
@@ -180,7 +209,7 @@ def decode(connect: str | None, as_json: bool, **options: Any) -> None:
 
     Give it the same prompt.
     """
-    from kvplug_transformers.demo.session import run_decode
+    from kvplug_transformers.demo.runs import run_decode
 
     orders = _orders(**options)
     _conduct(lambda display: run_decode(orders, display, connect), as_json=as_json)

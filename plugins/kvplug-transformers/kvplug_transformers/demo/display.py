@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,10 @@ class Display:
         from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
         self._quiet = quiet
+        for stream in (sys.stdout, sys.stderr):
+            # A character that the terminal's encoding does not have is no reason to end.
+            if isinstance(stream, io.TextIOWrapper):
+                stream.reconfigure(errors="replace")
         self._stderr = Console(stderr=True, highlight=False)
         self._progress = Progress(
             TextColumn("{task.fields[who]:>9}"),

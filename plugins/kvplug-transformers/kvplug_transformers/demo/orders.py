@@ -24,7 +24,8 @@ class Orders:
     layout: str | None = None
     """``None``: what the connector insists on, else ``KBTHD``."""
     corrupt: bool = False
-    device: str = "cpu"
+    patience_s: float = 300.0
+    """How long a process that is waited for may report nothing, beyond its own deadlines."""
 
     def to_plain(self) -> dict[str, Any]:
         return {
@@ -32,7 +33,6 @@ class Orders:
             "overrides": dict(self.overrides),
             "block_size": self.block_size,
             "layout": self.layout,
-            "device": self.device,
         }
 
 

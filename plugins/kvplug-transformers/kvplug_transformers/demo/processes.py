@@ -17,7 +17,8 @@ from typing import IO, Any
 Event = tuple[str, dict[str, Any]]
 """Who says it, and what."""
 
-WORKER = (sys.executable, "-m", "kvplug_transformers.demo.worker")
+WORKER = (sys.executable, "-P", "-m", "kvplug_transformers.demo.worker")
+# -P: modules that happen to lie in the current folder are not imported.
 REFERENCE = (sys.executable, "-P", str(Path(__file__).with_name("reference.py")))
 
 _ENVIRONMENT = {
@@ -54,10 +55,14 @@ class Child:
             start_new_session=True,  # Ctrl-C is the parent's to handle
         )
         assert self._process.stdin and self._process.stdout and self._process.stderr
-        self._stdin: IO[str] = self._process.stdin
+        self._commands: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._threads = [
             threading.Thread(target=target, args=(stream,), name=f"kvplug-demo-{name}", daemon=True)
-            for target, stream in ((self._hear, self._process.stdout), (self._keep, self._process.stderr))
+            for target, stream in (
+                (self._hear, self._process.stdout),
+                (self._keep, self._process.stderr),
+                (self._talk, self._process.stdin),
+            )
         ]
         for thread in self._threads:
             thread.start()
@@ -72,12 +77,17 @@ class Child:
         return "".join(self._stderr).strip()
 
     def send(self, op: str, **arguments: Any) -> None:
-        """One command. To a dead worker it is lost: its ``exit`` event says so."""
+        """One command, without waiting. To a dead worker it is lost: its ``exit`` event says so."""
+        self._commands.put(json.dumps({"op": op, **arguments}) + "\n")
+
+    @property
+    def is_stopped(self) -> bool:
+        """By a signal such as SIGSTOP. False where that cannot be seen."""
         try:
-            self._stdin.write(json.dumps({"op": op, **arguments}) + "\n")
-            self._stdin.flush()
-        except (BrokenPipeError, ValueError):
-            pass
+            stat = Path(f"/proc/{self.pid}/stat").read_text()
+        except OSError:
+            return False
+        return stat.rpartition(")")[2].split()[0] in "Tt"
 
     def kill(self) -> None:
         self._process.kill()
@@ -92,13 +102,26 @@ class Child:
                 self._events.put((self.name, event))
         stream.close()
         code = self._process.wait()
-        self._threads[1].join()
+        self._threads[1].join()  # its last words
         self._events.put((self.name, {"event": "exit", "code": code}))
 
     def _keep(self, stream: IO[str]) -> None:
         for line in stream:
             self._stderr.append(line)
         stream.close()
+
+    def _talk(self, stream: IO[str]) -> None:
+        """In a thread of its own: a worker that does not read would stop the writer for good."""
+        try:
+            while (line := self._commands.get()) is not None:
+                stream.write(line)
+                stream.flush()
+        except BrokenPipeError:
+            pass
+        try:
+            stream.close()
+        except BrokenPipeError:
+            pass  # a command it never read
 
     def end(self, *, at_once: bool, patience_s: float = 10.0) -> None:
         """See it gone: asked politely first, unless ``at_once``."""
@@ -111,10 +134,7 @@ class Child:
         except subprocess.TimeoutExpired:
             self.kill()
             self._process.wait()
-        try:
-            self._stdin.close()
-        except BrokenPipeError:
-            pass  # a command it never read
+        self._commands.put(None)
         for thread in self._threads:
             thread.join()
 

@@ -32,13 +32,24 @@ def main() -> None:
     def tell(**event: object) -> None:
         events.write(json.dumps(event) + "\n")
 
+    class Streamer:
+        """What ``generate`` calls with each token: a sign of life."""
+
+        def put(self, value: object) -> None:
+            tell(event="token")
+
+        def end(self) -> None:
+            pass
+
     start = commands.get()
     os.environ["HF_HUB_OFFLINE"] = "1"
     import torch
     from transformers import AutoModelForCausalLM, GenerationConfig
 
     torch.set_num_threads(start["threads"])
-    model = AutoModelForCausalLM.from_pretrained(start["model"], dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(
+        start["model"], dtype=torch.float32, trust_remote_code=False
+    ).eval()
     tell(event="loaded")
     while (command := commands.get())["op"] != "stop":
         ids = torch.tensor([command["ids"]])
@@ -54,6 +65,7 @@ def main() -> None:
                 eos_token_id=command["stop"] or None,
                 pad_token_id=0,
             ),
+            streamer=Streamer(),
         )
         tell(
             event="generated",

@@ -22,6 +22,7 @@ from kvplug import (
     Request,
     RequestEnd,
     Side,
+    UnsupportedError,
     build_connector,
     required_layout,
 )
@@ -88,8 +89,14 @@ class Worker:
         from kvplug_transformers.model.load import load
 
         torch.set_num_threads(threads)
+        device = self._config.device
+        try:
+            torch.empty(1, device=device)
+        except (RuntimeError, AssertionError) as e:
+            why = str(e).partition("\n")[0]
+            raise UnsupportedError(f"device {device!r} cannot be used on this machine: {why}") from e
         self._loaded = load(Path(model))
-        self._loaded.model.to(orders["device"])
+        self._loaded.model.to(device)
         self._facts = describe(self._loaded.model)
         self._parent.tell("loaded", seconds=time.perf_counter() - began, context=self._facts.context)
 
@@ -235,6 +242,7 @@ class Worker:
             scheduler.request_finished(request, ((),), RequestEnd.ABORTED)
             if found or time.monotonic() > end:
                 return
+            self._parent.tell("waiting")
             time.sleep(_ASK_AGAIN_S)
 
     def _opened(self) -> Engine:

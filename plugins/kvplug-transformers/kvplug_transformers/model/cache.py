@@ -68,15 +68,23 @@ def make_once(folder: Path, make: Callable[[Path], None]) -> Path:
                 _make(folder, make)
     except OSError as e:
         raise OSError(
-            e.errno, f"cannot keep a model in {folder}: {e.strerror or e}; set KVPLUG_CACHE to another folder"
+            f"cannot keep a model in {folder}: {e.strerror or e}; set KVPLUG_CACHE to another folder"
         ) from e
     return folder
 
 
+def sweep(folder: Path) -> None:
+    """Remove what makers of ``folder`` left behind that were killed, unless one is at work now."""
+    try:
+        with (folder.parent / f".{folder.name}.lock").open("r+") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _remove_leftovers(folder)
+    except OSError:
+        pass  # nothing was begun there, or somebody is at work
+
+
 def _make(folder: Path, make: Callable[[Path], None]) -> None:
-    # Leftovers of makers that were killed; nobody else is at work, for the lock is ours.
-    for leftover in folder.parent.glob(f".{folder.name}.tmp-*"):
-        shutil.rmtree(leftover, ignore_errors=True)
+    _remove_leftovers(folder)
     fresh = Path(tempfile.mkdtemp(prefix=f".{folder.name}.tmp-", dir=folder.parent))
     try:
         content = fresh / "new"
@@ -94,6 +102,12 @@ def _make(folder: Path, make: Callable[[Path], None]) -> None:
         content.rename(folder)
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
+
+
+def _remove_leftovers(folder: Path) -> None:
+    """Of makers that were killed. The caller holds the lock, so nobody is at work."""
+    for leftover in folder.parent.glob(f".{folder.name}.tmp-*"):
+        shutil.rmtree(leftover, ignore_errors=True)
 
 
 def _hash(path: Path) -> str:

@@ -10,6 +10,7 @@ from kvplug_transformers.model.cache import folder_for, make_once
 def convert(source: Path, target: Path) -> None:
     """Read ``source``, unpack its weights to float32, save model, tokenizer and chat template."""
     import torch
+    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
     # GGUF blocks kept as they are cannot be saved again; unpacked weights can.
@@ -22,7 +23,10 @@ def convert(source: Path, target: Path) -> None:
     model.hf_quantizer = None
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
-    model.save_pretrained(target)
+    try:
+        model.save_pretrained(target)
+    except SafetensorError as e:  # a full disk, for one
+        raise OSError(str(e)) from e
     AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name).save_pretrained(target)
 
 

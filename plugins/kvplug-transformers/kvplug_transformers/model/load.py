@@ -48,8 +48,11 @@ def load(folder: Path) -> LoadedModel:
     logging.disable_progress_bar()
     logging.set_verbosity_error()
     try:
-        config = AutoConfig.from_pretrained(folder)
-    except (OSError, ValueError, KeyError) as e:
+        # Said, since transformers would ask on stdin otherwise.
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
+        if "trust_remote_code" in str(e):
+            raise UnsupportedError(f"the model in {folder} needs code of its own, which is never run") from e
         raise UnsupportedError(f"{folder} holds no model that transformers knows: {_first_line(e)}") from e
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedError(
@@ -57,9 +60,11 @@ def load(folder: Path) -> LoadedModel:
             " values per layer; this engine takes causal language models"
         )
     try:
-        model = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=torch.float32)
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-    except (OSError, ValueError, KeyError, ImportError) as e:
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, config=config, dtype=torch.float32, trust_remote_code=False
+        )
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except Exception as e:  # whatever a broken file makes transformers or safetensors raise
         raise UnsupportedError(
             f"the model in {folder} ({config.model_type}) cannot be loaded: {_first_line(e)}"
         ) from e
@@ -69,4 +74,6 @@ def load(folder: Path) -> LoadedModel:
 
 
 def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    """The first sentence or so of a text that others wrote, on one line."""
+    lines = (str(error).strip() or type(error).__name__).splitlines()
+    return " ".join(" ".join(lines).split())[:300] if lines[0].rstrip().endswith(":") else lines[0]
