@@ -188,6 +188,7 @@ _HOMES = {
     "kvplug.build": (
         "PipeServer",
         "build_connector",
+        "check_config",
         "connect_pipe",
         "listen_pipe",
         "required_layout",
@@ -221,6 +222,7 @@ if TYPE_CHECKING:
     from kvplug.build import (
         PipeServer as PipeServer,
         build_connector as build_connector,
+        check_config as check_config,
         connect_pipe as connect_pipe,
         listen_pipe as listen_pipe,
         required_layout as required_layout,

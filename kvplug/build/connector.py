@@ -248,6 +248,7 @@ def build_connector(
         endpoint=parts.pipe_endpoint,
         pipe_options=parts.pipe_options,
         stats=stats,
+        missing=registry.failures(),
         wrap_pipe=wrap_pipe,
     )
     peers = ControlPeers(wiring, rank=parallelism.worker_rank, listen=listen, connect=connect)
@@ -282,6 +283,20 @@ def build_connector(
         close()
         raise PluginError(f"connector {spec.name!r} made {built!r}, which is no {wanted.__name__}")
     return built
+
+
+def check_config(config: Config, registry: Registry | None = None) -> None:
+    """Judge a config as far as one end alone can: names, options, the secret that its address needs.
+
+    For programs that would rather refuse at once than after minutes of loading a model.
+
+    Raises:
+        ConfigError, UnknownConnectorError, UnknownTransportError, AmbiguousNameError,
+        InsecureAddressError: as ``build_connector``.
+    """
+    config.require_role()
+    Parts(config, Registry.from_env() if registry is None else registry).check()
+    credentials_of(config)
 
 
 def required_layout(config: Config, registry: Registry | None = None) -> str | None:

@@ -53,6 +53,8 @@ class Wiring:
     """Loads the transport of that name: the only importer of its code."""
     pipe_options: Callable[[str], object]
     stats: TransferStats
+    missing: tuple[str, ...] = ()
+    """Plugins here that are broken or blocked, with the reason: what a transport may be missing for."""
     wrap_pipe: Callable[[Pipe], Pipe] | None = None
     """Put between the transport and the metrics: fault injection."""
 
@@ -74,6 +76,8 @@ class Wiring:
             agreement = exchange(channel, self.hello(purpose), timeout=timeout)
         except KvplugError as e:
             self.stats.fail("handshake", reason_of(e))
+            if isinstance(e, HandshakeError) and self.missing and _is_of_transports(e):
+                raise HandshakeError(*e.reasons, *self.missing, peer=e.peer) from e
             raise
         self.stats.record("handshake", seconds=time.perf_counter() - begun)
         return agreement
@@ -82,6 +86,10 @@ class Wiring:
         if self.wrap_pipe is not None:
             pipe = self.wrap_pipe(pipe)
         return RecordedPipe(pipe, self.stats)
+
+
+def _is_of_transports(refusal: HandshakeError) -> bool:
+    return any(reason.startswith("transport") for reason in refusal.reasons)
 
 
 class Link(PeerLink):

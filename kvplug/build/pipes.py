@@ -36,6 +36,7 @@ def _wiring(config: Config, registry: Registry | None, wrap_pipe: Callable[[Pipe
         endpoint=parts.pipe_endpoint,
         pipe_options=parts.pipe_options,
         stats=TransferStats(),
+        missing=registry.failures(),
         wrap_pipe=wrap_pipe,
     )
 

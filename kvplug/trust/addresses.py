@@ -23,6 +23,9 @@ HAS_ABSTRACT_SOCKETS = sys.platform.startswith("linux") and hasattr(socket, "AF_
 _UNIX_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,99}")
 _TOKEN = re.compile(r"[A-Za-z0-9_-]{16,128}")
 _MAX_CONTACT = 512
+_NOT_A_CONTACT = (
+    "not a contact: expected host:port, tcp://host:port?token=… or unix:@name, whole, as its listener gave it"
+)
 
 
 @attrs.frozen
@@ -110,12 +113,12 @@ def parse_contact(text: str) -> Contact:
         fields = urllib.parse.parse_qs(query, strict_parsing=False, max_num_fields=4)
         token = fields.get("token", [""])[0]
         if set(fields) != {"token"} or not _TOKEN.fullmatch(token) or rest.startswith("unix:"):
-            raise WireError("not a contact: expected host:port, tcp://host:port?token=… or unix:@name")
+            raise WireError(_NOT_A_CONTACT)
     try:
         address = parse_address(rest)
     except ConfigError:
         # Without the cause, which repeats what it could not read.
-        raise WireError("not a contact: expected host:port, tcp://host:port?token=… or unix:@name") from None
+        raise WireError(_NOT_A_CONTACT) from None
     if address == UnixAddress("") or (isinstance(address, TcpAddress) and address.port == 0):
         raise WireError(f"{rest} is not a contact: it names nobody to connect to")
     return Contact(address, token)

@@ -124,7 +124,8 @@ class Credentials:
         else:
             safe = bool(resolved) and all(r.loopback for r in resolved)
         if not safe:
+            where = address if address.port else address.host
             raise InsecureAddressError(
-                f"{address} can be reached from other hosts, and there is no secret: set {SECRET_VARIABLE}"
+                f"{where} can be reached from other hosts, and there is no secret: set {SECRET_VARIABLE}"
                 f" or secret_file on both sides ({_HOW}), or use 127.0.0.1 or unix:@name on one host"
             )

@@ -38,6 +38,7 @@ from kvplug import (
     UnknownConnectorError,
     UnknownTransportError,
     build_connector,
+    check_config,
     connect_pipe,
     hookimpl,
     listen_pipe,
@@ -249,6 +250,30 @@ def test_a_refusal_reaches_both_ends_with_every_reason_and_the_listener_goes_on(
             connect_pipe(config(), server.contact, registry=Registry())
         threading.Thread(target=server.accept, daemon=True).start()
         connect_pipe(config(), server.contact, registry=able).close()
+
+
+def test_a_refusal_over_transports_says_which_plugins_are_blocked_or_broken_here() -> None:
+    class Broken(Registry):
+        def failures(self) -> tuple[str, ...]:
+            return ("blocked: cpu (kvplug-cpu 1.0): named in KVPLUG_DISABLE_PLUGINS",)
+
+    with (
+        listen_pipe(config(), "unix:", registry=registry_of(transport())) as server,
+        pytest.raises(HandshakeError, match=r"none can move(.|\n)*blocked: cpu .*DISABLE"),
+    ):
+        connect_pipe(config(), server.contact, registry=Broken())
+
+
+def test_a_config_is_judged_without_building_anything(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("KVPLUG_SECRET", raising=False)
+    registry = registry_of(transport(), connectors=True)
+    check_config(config(role="producer"), registry)
+    with pytest.raises(ConfigError, match="role"):
+        check_config(config(), registry)
+    with pytest.raises(ConfigError, match="integrity"):
+        check_config(config(role="producer", integrity="md5"), registry)
+    with pytest.raises(InsecureAddressError, match=r"0\.0\.0\.0 can be reached"):
+        check_config(config(role="producer", host="0.0.0.0"), registry)
 
 
 def test_a_name_with_two_owners_works_once_the_config_says_whose() -> None:

@@ -1,4 +1,4 @@
-"""What comes before the first KV moves: names are checked, a model is found, workers load it."""
+"""What comes before the first KV moves: the config is checked, a model is found, workers load it."""
 
 from __future__ import annotations
 
@@ -7,22 +7,23 @@ import secrets
 import sys
 from pathlib import Path
 
-from kvplug import Config, Kind, Registry
+import attrs
+
+from kvplug import Config, Role, check_config
 from kvplug_transformers.demo.display import Display
 from kvplug_transformers.demo.orders import Orders
 from kvplug_transformers.demo.session import ALONE, CONVERT, PREFILL, DemoError, Session
 
 
-def check_names(config: Config) -> None:
-    """Refuse a name that no installed plugin offers, before any process is started.
+def check(config: Config) -> None:
+    """Refuse what cannot work, before any process is started and any model loaded.
 
     Raises:
         UnknownConnectorError, UnknownTransportError, AmbiguousNameError: with the names that are known.
+        ConfigError: every other fault of names and options.
+        InsecureAddressError: other hosts can reach the address, and there is no secret.
     """
-    registry = Registry.from_env()
-    registry.get(Kind.CONNECTOR, config.connector)
-    if config.transport != "auto":
-        registry.get(Kind.PIPE, config.transport)
+    check_config(attrs.evolve(config, role=Role.PRODUCER))  # each worker gets a role of its own
 
 
 def model_folder(orders: Orders, session: Session, display: Display) -> Path:

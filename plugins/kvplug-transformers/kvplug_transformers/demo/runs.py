@@ -9,7 +9,7 @@ from kvplug import Config
 from kvplug_transformers.demo.display import Display
 from kvplug_transformers.demo.orders import Orders, Report
 from kvplug_transformers.demo.preparation import (
-    check_names,
+    check,
     encode,
     listen_address,
     model_folder,
@@ -45,7 +45,7 @@ def run(orders: Orders, display: Display, programs: Mapping[str, Sequence[str]] 
         DemoError, KvplugError: it could not be done, and why.
     """
     config = Config.load(orders.config, overrides=orders.overrides)
-    check_names(config)
+    check(config)
     notes: list[str] = []
     with _session(config, orders, display, programs) as session:
         folder = model_folder(orders, session, display)
@@ -159,7 +159,7 @@ def run_prefill(
 ) -> None:
     """One of two terminals: prefill, say how to reach it, and keep the KV until Ctrl-C."""
     config = Config.load(orders.config, overrides=orders.overrides)
-    check_names(config)
+    check(config)
     with _session(config, orders, display, programs) as session:
         folder = model_folder(orders, session, display)
         start_worker(session, PREFILL, folder, orders)
@@ -188,7 +188,7 @@ def run_decode(
 ) -> Report:
     """The other terminal: load from the prefill worker at ``connect``, decode, compare."""
     config = Config.load(orders.config, overrides=orders.overrides)
-    check_names(config)
+    check(config)
     notes: list[str] = []
     with _session(config, orders, display, programs) as session:
         folder = model_folder(orders, session, display)
