@@ -133,7 +133,7 @@ def test_silence_beyond_the_timeout_is_death(pair: tuple[socket.socket, socket.s
     began = time.monotonic()
     watch(heartbeat=Heartbeat(pair[0], interval_s=0.05, timeout_s=0.4), on_gone=gone)
     assert gone.event.wait(5)
-    assert 0.35 < time.monotonic() - began < 2
+    assert 0.35 < time.monotonic() - began < 4
     assert gone.reasons[0].startswith("silent for 0.")
 
 

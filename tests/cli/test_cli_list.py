@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import pty
-import resource
 import subprocess
 import sys
 from typing import Any
@@ -226,20 +225,3 @@ def test_options_of_an_unknown_name_suggest_the_nearest_and_repeat_what_failed(b
     assert "did you mean 'carrier-pigeon'?" in done.stderr
     assert "broken: bad (kvplug-bad 1.0): ModuleNotFoundError" in done.stderr
     assert "Traceback" not in done.stderr
-
-
-def test_listing_costs_little_more_than_starting_python(birds: Any) -> None:
-    """The promise is 150 ms, seconds of the processor, so that a busy machine does not count."""
-    if "coverage" in sys.modules:
-        pytest.skip("coverage would be measured with it")
-
-    def seconds(*arguments: str) -> float:
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        assert birds.run(*arguments).returncode == 0
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-
-    seconds("-m", "kvplug.cli", "list")  # compiles what was not compiled yet
-    listing = min(seconds("-m", "kvplug.cli", "list") for _ in range(9))
-    nothing = min(seconds("-c", "pass") for _ in range(5))
-    assert listing - nothing < 0.15

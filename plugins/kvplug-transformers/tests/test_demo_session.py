@@ -79,7 +79,7 @@ def test_a_command_to_a_worker_that_does_not_read_stops_nobody(session):
     one = session(prefill=SILENT)
     began = time.monotonic()
     one.tell(PREFILL, "encode", prompt="x" * 1_000_000)
-    assert time.monotonic() - began < 1
+    assert time.monotonic() - began < 4
 
 
 def test_a_character_that_the_terminal_does_not_have_ends_nothing(monkeypatch):
