@@ -114,6 +114,9 @@ def test_a_sink_that_hangs_does_not_hang_the_close(
     reporter.close()
     assert "hangs" in caplog.text
     leave.set()
+    for thread in threading.enumerate():
+        if thread.name == "kvplug-metrics":
+            thread.join(20)  # it is no other test's affair
 
 
 def test_a_reporter_without_sinks_has_no_thread() -> None:
