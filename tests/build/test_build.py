@@ -361,10 +361,12 @@ def test_faults_in_options_are_told_all_at_once() -> None:
 
 @pytest.mark.parametrize("side", ["scheduler", "worker"])
 def test_a_connector_of_the_wrong_class_is_refused_and_its_listener_closed(side: str) -> None:
-    before = threading.active_count()
+    before = set(threading.enumerate())
     with pytest.raises(PluginError, match=r"which is no (Scheduler|Worker)Connector"):
         built(registry_of(transport(), connectors=True), side)
-    assert threading.active_count() <= before
+    for thread in set(threading.enumerate()) - before:
+        thread.join(5)
+        assert not thread.is_alive(), thread
 
 
 def test_the_layout_a_connector_insists_on_is_asked_without_building_it() -> None:
