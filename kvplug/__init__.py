@@ -53,7 +53,10 @@ _HOMES = {
         "describe_options",
         "option",
     ),
-    "kvplug.model": ("ModelInfo",),
+    "kvplug.model": (
+        "ModelInfo",
+        "positions_of",
+    ),
     "kvplug.layout": (
         "KVLayout",
         "blocks_of",
@@ -151,14 +154,12 @@ _HOMES = {
     "kvplug.connector.scheduler": ("SchedulerConnector",),
     "kvplug.connector.worker": ("WorkerConnector",),
     "kvplug.connector.values": (
-        "AttentionMetadata",
         "BlockIds",
         "BlocksRemoved",
         "BlocksStored",
         "CacheEvent",
         "CacheGroup",
         "CopyBlocks",
-        "ForwardContext",
         "KVCacheConfig",
         "Parallelism",
         "Plain",
@@ -248,14 +249,12 @@ if TYPE_CHECKING:
         SchedulerConnector as SchedulerConnector,
     )
     from kvplug.connector.values import (
-        AttentionMetadata as AttentionMetadata,
         BlockIds as BlockIds,
         BlocksRemoved as BlocksRemoved,
         BlocksStored as BlocksStored,
         CacheEvent as CacheEvent,
         CacheGroup as CacheGroup,
         CopyBlocks as CopyBlocks,
-        ForwardContext as ForwardContext,
         KVCacheConfig as KVCacheConfig,
         Parallelism as Parallelism,
         Plain as Plain,
@@ -385,6 +384,7 @@ if TYPE_CHECKING:
     )
     from kvplug.model import (
         ModelInfo as ModelInfo,
+        positions_of as positions_of,
     )
     from kvplug.pipe import (
         Pipe as Pipe,

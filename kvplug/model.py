@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
+import json
+from typing import Any, Final
+
 import attrs
+
+_POSITIONS: Final = (
+    "rope_parameters",
+    "rope_theta",
+    "rope_scaling",
+    "partial_rotary_factor",
+    "rotary_pct",
+)
+"""What transformers calls them, in its newer releases and its older ones."""
 
 
 @attrs.frozen(kw_only=True)
@@ -21,10 +33,25 @@ class ModelInfo:
     dtype: str
     """Of the KV cache: ``"float32"``, ``"bfloat16"``, …"""
     rope: str = ""
-    """Everything about positions that changes keys: kind, base, scaling. Compared as text."""
+    """Everything about positions that changes keys: kind, base, scaling. Compared as text; see
+    :func:`positions_of`."""
     window: int | None = None
     """Sliding window in tokens."""
     quantisation: str = ""
     """Of the KV cache, scales included: whatever must be equal."""
     weights: str = ""
     """Fingerprint of the weights where the engine has one; empty means unknown and is not compared."""
+
+
+def positions_of(config: Any) -> str:
+    """Everything about positions that changes keys, as one text: :attr:`ModelInfo.rope`.
+
+    Args:
+        config: a Hugging Face config of the language model, or whatever has its attributes: the inner one
+            (``get_text_config()``) of a model with several. Engines that ask here say the same of the
+            same model.
+    """
+    found = {name: value for name in _POSITIONS if (value := getattr(config, name, None)) is not None}
+    if not found:
+        return f"no rope ({config.model_type})"
+    return json.dumps(found, sort_keys=True, default=str)

@@ -299,14 +299,25 @@ def check_config(config: Config, registry: Registry | None = None) -> None:
     credentials_of(config)
 
 
+def connector_class(config: Config, registry: Registry | None = None) -> type[SchedulerConnector]:
+    """The class of the scheduler side, for what an engine asks before anything is built, or elsewhere.
+
+    Where the factory is a function, the base class answers.
+
+    Raises:
+        UnknownConnectorError, AmbiguousNameError, PluginLoadError: as ``build_connector``.
+    """
+    registry = Registry.from_env() if registry is None else registry
+    factory = registry.get(Kind.CONNECTOR, config.connector).load_factory()
+    is_class = isinstance(factory, type) and issubclass(factory, SchedulerConnector)
+    return factory if is_class else SchedulerConnector
+
+
 def required_layout(config: Config, registry: Registry | None = None) -> str | None:
     """The axis string the configured connector insists on; ``None`` where any will do.
 
     Asks the scheduler side's class, without building anything.
     """
     registry = Registry.from_env() if registry is None else registry
-    parts = Parts(config, registry)
-    spec = registry.get(Kind.CONNECTOR, config.connector)
-    factory = spec.load_factory()
-    ask = getattr(factory, "get_required_kvcache_layout", None)
-    return ask(config, parts.options_of(spec)) if ask is not None else None
+    options = Parts(config, registry).options_of(registry.get(Kind.CONNECTOR, config.connector))
+    return connector_class(config, registry).get_required_kvcache_layout(config, options)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from kvplug.config import Config
@@ -33,7 +33,15 @@ class SchedulerConnector(abc.ABC):
     ``get_num_new_matched_tokens`` (any number of times), ``update_state_after_alloc`` (once; again
     when an asynchronous load has ended); once a step ``build_connector_meta``, and after the step
     ``update_connector_output`` and ``take_events``; at the end of a request ``request_finished`` or
-    ``request_finished_all_groups``, once; at the end ``shutdown``.
+    ``request_finished_all_groups``, once; at the end ``shutdown``. Between steps, where no request is
+    left, ``has_pending_push_work``.
+
+    An engine may have several steps in flight: ``build_connector_meta`` of step n+1, and
+    ``request_finished`` of a request that step n computes, may then come before
+    ``update_connector_output`` of step n. So step n+1 may still build on a load that has failed in step
+    n; the engine throws away what it computed there, and the connector must not keep it either. Worker
+    sides run the steps, and ``update_connector_output`` hears of them, in the order in which they were
+    built.
 
     Not promised. That what matched is still there when the worker side comes to load it: then it is a
     load error.
@@ -41,6 +49,15 @@ class SchedulerConnector(abc.ABC):
 
     supports_hma: ClassVar[bool] = False
     """It implements :meth:`request_finished_all_groups` for several KV cache groups (hybrid memory)."""
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """KV that is handed off at the end of a request must arrive.
+
+        The engine then computes a request again that it preempted while its hand-off was still pending,
+        instead of letting it finish without its blocks. False: best effort, a lost save is a later miss.
+        """
+        return False
 
     @classmethod
     def get_required_kvcache_layout(cls, config: Config, options: Any) -> str | None:
@@ -57,16 +74,21 @@ class SchedulerConnector(abc.ABC):
 
     @classmethod
     def build_prom_metrics(
-        cls, label_names: Sequence[str], label_values: Mapping[int, Sequence[str]], registry: Any = None
+        cls,
+        label_names: Sequence[str],
+        label_values: Mapping[int, Sequence[str]],
+        registry: Any = None,
+        counter: Callable[..., Any] | None = None,
     ) -> Mapping[int, Sink]:
         """Prometheus metrics of this connector: one sink for each engine (by index), with its labels.
 
         The default exports every figure of TransferStats. ``registry`` is a
-        ``prometheus_client.CollectorRegistry``; ``None`` is the global one.
+        ``prometheus_client.CollectorRegistry``; ``None`` is the global one. ``counter`` is the engine's
+        own class of counters, where it wraps Prometheus; see :func:`kvplug.prometheus_sinks`.
         """
         from kvplug.metrics.prometheus import prometheus_sinks
 
-        return prometheus_sinks(label_names, label_values, registry)
+        return prometheus_sinks(label_names, label_values, registry, counter)
 
     def set_xfer_handshake_metadata(self, metadata: Mapping[int, Plain]) -> None:
         """What each worker's ``get_handshake_metadata`` returned, by rank. May be empty."""
@@ -123,7 +145,9 @@ class SchedulerConnector(abc.ABC):
         """The request has ended. Called once.
 
         Returns ``(keeps_blocks, kv_transfer_params)``. With ``keeps_blocks`` the engine frees the
-        blocks only when ``get_finished`` has named the request as sent or received.
+        blocks only when ``get_finished`` has named the request as sent or received. It names it once:
+        one that ended (aborted, say) while it was still loading in the background is named as received,
+        and not as sent as well.
         """
 
     def request_finished_all_groups(
@@ -134,6 +158,13 @@ class SchedulerConnector(abc.ABC):
         Called instead of :meth:`request_finished` when the connector's spec has ``supports_hma``.
         """
         return self.request_finished(request, block_ids, end)
+
+    def has_pending_push_work(self) -> bool:
+        """Something is under way that only further steps can report or drive, though no request is active.
+
+        The engine goes on stepping while it is true.
+        """
+        return False
 
     def take_events(self) -> Iterable[CacheEvent]:
         """Events since the last call."""

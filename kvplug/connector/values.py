@@ -99,8 +99,6 @@ class ScheduledRequest:
     """What one step does for one request."""
 
     request_id: str
-    block_ids: BlockIds
-    """All blocks of the request so far."""
     num_computed_tokens: int
     """Tokens whose KV is in the blocks before this step, loaded ones included."""
     num_scheduled_tokens: int
@@ -112,34 +110,16 @@ class SchedulerOutput:
     """One step's plan, as the engine's scheduler made it."""
 
     step: int
+    """Grows with each step."""
     scheduled: tuple[ScheduledRequest, ...]
+    block_ids: Callable[[str], BlockIds] = attrs.field(eq=False, repr=False)
+    """All blocks so far of a request that this step schedules, by its id; looked up on demand, and valid
+    during ``build_connector_meta`` only. Copying every table in every step would cost more than the step
+    saves."""
     preempted_request_ids: frozenset[str] = frozenset()
     """Their blocks may be overwritten in this very step."""
     finished_request_ids: frozenset[str] = frozenset()
     """Ended since the step before."""
-
-
-@attrs.frozen(kw_only=True, eq=False)
-class AttentionMetadata:
-    """What the engine knows in a forward pass about where tokens go. All tensors are int64 on the CPU."""
-
-    request_ids: tuple[str, ...]
-    query_lens: tuple[int, ...]
-    """Tokens of each request in this forward pass, in batch order."""
-    seq_lens: tuple[int, ...]
-    """Tokens of each request once this pass is done."""
-    block_tables: tuple[tuple[int, ...], ...]
-    """Block ids of each request in this layer's group."""
-    slot_mapping: tuple[int, ...]
-    """``block_id * block_size + offset`` for each token of the pass."""
-
-
-@attrs.frozen(kw_only=True, eq=False)
-class ForwardContext:
-    """What ``start_load_kv`` gets: the coming forward pass, one AttentionMetadata for each group."""
-
-    step: int
-    attention: tuple[AttentionMetadata, ...]
 
 
 @attrs.frozen(kw_only=True)

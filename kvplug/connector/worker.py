@@ -7,10 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvplug.connector.values import (
-    AttentionMetadata,
     CacheEvent,
     CopyBlocks,
-    ForwardContext,
     Plain,
 )
 from kvplug.deadline import DEFAULT_TIMEOUT, Timeout
@@ -32,10 +30,19 @@ class WorkerConnector(abc.ABC):
     ``register_kv_caches`` and ``register_cross_layers_kv_cache`` (the latter where the spec says
     ``prefers_cross_layer_blocks``), ``set_host_xfer_buffer_ops`` where the engine has host buffers,
     ``get_handshake_metadata``. Each step: ``handle_preemptions`` when there are any;
-    ``bind_connector_metadata``; ``start_load_kv``; inside each attention layer
-    ``wait_for_layer_load`` and ``save_kv_layer``; ``wait_for_save``; ``get_finished``;
+    ``bind_connector_metadata``; ``start_load_kv``; inside each attention layer that the cache config
+    names ``wait_for_layer_load`` and ``save_kv_layer``; ``wait_for_save``; ``get_finished``;
     ``get_block_ids_with_load_errors``; ``get_stats``; ``take_events``; ``build_worker_metadata``;
     ``clear_connector_metadata``. At the end ``shutdown``.
+
+    Two calls of a step may come later, each for itself. ``start_load_kv`` comes before the forward pass
+    only where a request of this step needs its loads; otherwise, all of them being in the background, it
+    may come after it, or in a step without one. So nothing but loads begins there; whatever else a step
+    needs begins in ``bind_connector_metadata``. ``wait_for_save`` and
+    ``clear_connector_metadata`` come last of all, after ``build_worker_metadata``, in an engine that
+    drafts (speculative decoding); so do its draft model's layers. So the loads that the step needs have
+    ended by whichever comes first of ``wait_for_save``, ``get_finished`` and
+    ``get_block_ids_with_load_errors``.
 
     None of these raises because a transfer failed: that is a load error or a counted save failure.
     """
@@ -101,15 +108,15 @@ class WorkerConnector(abc.ABC):
         return self._metadata is not None
 
     @abc.abstractmethod
-    def start_load_kv(self, context: ForwardContext) -> None:
-        """Begin this step's loads. Does not wait for them."""
+    def start_load_kv(self) -> None:
+        """Begin this step's loads, and nothing else. Does not wait for them."""
 
     @abc.abstractmethod
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Return when this layer's KV is in the cache, or its load has failed and been noted."""
 
     @abc.abstractmethod
-    def save_kv_layer(self, layer_name: str, kv_layer: Tensor, attention: AttentionMetadata) -> None:
+    def save_kv_layer(self, layer_name: str, kv_layer: Tensor) -> None:
         """This layer's KV of the step's tokens is in the cache. Begin to save what must be saved."""
 
     @abc.abstractmethod
@@ -120,7 +127,10 @@ class WorkerConnector(abc.ABC):
     def get_finished(self, finished_request_ids: frozenset[str]) -> tuple[frozenset[str], frozenset[str]]:
         """Requests whose asynchronous (sending, receiving) ended since the last call.
 
-        Only requests that were kept by ``request_finished``, or loaded asynchronously, are named; each once.
+        Only requests that were kept by ``request_finished``, or loaded asynchronously, are named; each
+        once. One that ended while its load was under way is named as received when the load has ended,
+        and that frees its blocks: it is not named as sent as well, even where ``request_finished`` kept
+        them.
         """
 
     @abc.abstractmethod

@@ -8,11 +8,12 @@ nothing but the label ``le``.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import itertools
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import attrs
@@ -72,7 +73,10 @@ class PrometheusSink(Sink):
 
 
 def prometheus_sinks(
-    label_names: Sequence[str], label_values: Mapping[int, Sequence[str]], registry: Any = None
+    label_names: Sequence[str],
+    label_values: Mapping[int, Sequence[str]],
+    registry: Any = None,
+    counter: Callable[..., Any] | None = None,
 ) -> dict[int, PrometheusSink]:
     """One sink for each engine, by its index.
 
@@ -81,18 +85,19 @@ def prometheus_sinks(
         label_values: engine index to a value for each of them.
         registry: a ``prometheus_client.CollectorRegistry``; ``None`` is the global one. Asked again for
             the same registry, the same counters are raised.
+        counter: the engine's own class of counters, of an engine that wraps Prometheus (under Ray, say);
+            called ``counter(name, documentation, labelnames)`` in place of ``prometheus_client.Counter``,
+            and where it keeps them is its own affair. Asked again for the same class, the same counters
+            are raised.
 
     Raises:
-        ConfigError: a label is one of ours, an engine's values do not fit, or the registry has our
-            counters with other labels; every fault.
-        ImportError: there is no prometheus_client.
+        ConfigError: a label is one of ours, an engine's values do not fit, or the registry (or
+            class) has our counters with other labels; every fault.
+        ImportError: there is no prometheus_client, and no ``counter`` was given.
+        ValueError: both a registry and a ``counter`` were given.
     """
-    try:
-        import prometheus_client
-    except ImportError as e:
-        raise ImportError(
-            "metrics for Prometheus need prometheus_client: pip install kvplug[prometheus]"
-        ) from e
+    if counter is not None and registry is not None:
+        raise ValueError("give a registry or a counter, not both: a counter knows its own registry")
     names = tuple(label_names)
     faults = [f"the label {name!r} is one of kvplug's own" for name in names if name in _OURS]
     faults += [
@@ -102,22 +107,32 @@ def prometheus_sinks(
     ]
     if faults:
         raise ConfigError(*faults, source="Prometheus labels")
-    registry = prometheus_client.REGISTRY if registry is None else registry
+    home, make = (counter, counter) if counter is not None else _in_registry(registry)
     with _registering:
-        known = _registered.get(registry)
+        known = _registered.get(home)
         if known is None:
-            counters = {
-                name: prometheus_client.Counter(name, text, (*names, *ours), registry=registry)
-                for name, (ours, text) in COUNTERS.items()
-            }
-            known = _registered[registry] = _Registered(names, counters)
+            counters = {name: make(name, text, (*names, *ours)) for name, (ours, text) in COUNTERS.items()}
+            known = _registered[home] = _Registered(names, counters)
     if known.label_names != names:
+        where = "this registry" if counter is None else "this class of counters"
         raise ConfigError(
-            f"this registry has kvplug's counters with the labels {', '.join(known.label_names) or 'none'},"
+            f"{where} has kvplug's counters with the labels {', '.join(known.label_names) or 'none'},"
             f" and {', '.join(names) or 'none'} were asked for",
             source="Prometheus labels",
         )
     return {index: PrometheusSink(known.counters, values) for index, values in label_values.items()}
+
+
+def _in_registry(registry: Any) -> tuple[Any, Callable[..., Any]]:
+    """The registry, or the global one, and what makes a counter in it."""
+    try:
+        import prometheus_client
+    except ImportError as e:
+        raise ImportError(
+            "metrics for Prometheus need prometheus_client: pip install kvplug[prometheus]"
+        ) from e
+    home = prometheus_client.REGISTRY if registry is None else registry
+    return home, functools.partial(prometheus_client.Counter, registry=home)
 
 
 class ConfiguredPrometheusSink(Sink):

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+import attrs
+
 from kvplug.build import build_connector
 from kvplug.config import Config
 from kvplug.connector.values import (
-    AttentionMetadata,
     CacheGroup,
-    ForwardContext,
     KVCacheConfig,
     Parallelism,
+    Plain,
     Request,
     RequestEnd,
     ScheduledRequest,
@@ -33,6 +34,30 @@ MODEL = ModelInfo(
 
 def layout_of(axes: str, block_size: int, num_blocks: int) -> KVLayout:
     return KVLayout(axes, {"K": 2, "B": num_blocks, "T": block_size, "H": NUM_HEADS, "D": HEAD_SIZE})
+
+
+Scheduled = tuple[Request, tuple[int, ...], int, int]
+"""A request in a step: itself, its blocks, the tokens computed before it and those that it computes."""
+
+
+@attrs.frozen(kw_only=True)
+class CallOrder:
+    """Where an engine makes those calls of a step that have no fixed place; see ``WorkerConnector``."""
+
+    loads_after_forward: bool = False
+    """``start_load_kv`` comes after the forward pass; for a step whose loads are all in the background."""
+    drafts: bool = False
+    """The last layer is a draft model's: it, ``wait_for_save`` and ``clear_connector_metadata`` come after
+    the step's reports."""
+
+
+@attrs.frozen(kw_only=True)
+class PlannedStep:
+    """What passes from the scheduler side to the worker side, connector and engine alike."""
+
+    scheduled: tuple[Scheduled, ...]
+    preempted: frozenset[str]
+    metadata: Plain
 
 
 class EngineDouble:
@@ -98,11 +123,16 @@ class EngineDouble:
         return pick(0), pick(1)
 
     def compute(self, token_ids: tuple[int, ...], block_ids: tuple[int, ...], start: int, end: int) -> None:
-        for layer, name in enumerate(self.layer_names):
-            for position in range(start, end):
-                key, value = self.slot(name, block_ids, position)
-                key.copy_(kv_of(token_ids[position], position, layer))
-                value.copy_(-kv_of(token_ids[position], position, layer))
+        for layer in range(NUM_LAYERS):
+            self._compute_layer(layer, token_ids, block_ids, start, end)
+
+    def _compute_layer(
+        self, layer: int, token_ids: tuple[int, ...], block_ids: tuple[int, ...], start: int, end: int
+    ) -> None:
+        for position in range(start, end):
+            key, value = self.slot(self.layer_names[layer], block_ids, position)
+            key.copy_(kv_of(token_ids[position], position, layer))
+            value.copy_(-kv_of(token_ids[position], position, layer))
 
     def is_right(self, token_ids: tuple[int, ...], block_ids: tuple[int, ...], end: int) -> bool:
         import torch
@@ -132,79 +162,101 @@ class EngineDouble:
 
     def step(
         self,
-        scheduled: list[tuple[Request, tuple[int, ...], int, int]],
+        scheduled: list[Scheduled],
         *,
         compute: bool = True,
         preempted: frozenset[str] = frozenset(),
+        order: CallOrder = CallOrder(),
     ) -> WorkerOutput:
         """One engine step over (request, block_ids, num_computed, num_scheduled)."""
+        report = self.execute(self.plan(scheduled, preempted=preempted), compute=compute, order=order)
+        self.scheduler.update_connector_output(report)
+        return report
+
+    def plan(self, scheduled: list[Scheduled], *, preempted: frozenset[str] = frozenset()) -> PlannedStep:
+        """The scheduler side's half of a step. Several may be planned before the first is executed."""
         self.step_number += 1
+        tables = {request.request_id: (blocks,) for request, blocks, *_ in scheduled}
         output = SchedulerOutput(
             step=self.step_number,
             scheduled=tuple(
                 ScheduledRequest(
-                    request_id=request.request_id,
-                    block_ids=(blocks,),
-                    num_computed_tokens=computed,
-                    num_scheduled_tokens=new,
+                    request_id=request.request_id, num_computed_tokens=computed, num_scheduled_tokens=new
                 )
-                for request, blocks, computed, new in scheduled
+                for request, _, computed, new in scheduled
             ),
+            block_ids=tables.__getitem__,
             preempted_request_ids=preempted,
         )
         metadata = self.scheduler.build_connector_meta(output)
-        if preempted:
-            self.worker.handle_preemptions(preempted)
-        self.worker.bind_connector_metadata(metadata)
-        attention = AttentionMetadata(
-            request_ids=tuple(request.request_id for request, *_ in scheduled),
-            query_lens=tuple(new for *_, new in scheduled),
-            seq_lens=tuple(computed + new for *_, computed, new in scheduled),
-            block_tables=tuple(blocks for _, blocks, *_ in scheduled),
-            slot_mapping=(),
-        )
-        self.worker.start_load_kv(ForwardContext(step=self.step_number, attention=(attention,)))
-        for name in self.layer_names:
-            self.worker.wait_for_layer_load(name)
-        if compute:
-            for request, blocks, computed, new in scheduled:
-                self.compute(request.token_ids, blocks, computed, computed + new)
-        for name in self.layer_names:
-            self.worker.save_kv_layer(name, self.kv_caches[name], attention)
-        self.worker.wait_for_save()
-        sending, receiving = self.worker.get_finished(frozenset())
+        tables.clear()  # who looks later finds nothing, as with an engine that has moved on
+        return PlannedStep(scheduled=tuple(scheduled), preempted=preempted, metadata=metadata)
+
+    def execute(
+        self, planned: PlannedStep, *, compute: bool = True, order: CallOrder = CallOrder()
+    ) -> WorkerOutput:
+        """The worker side's half: what it reports, for ``scheduler.update_connector_output``.
+
+        Without anything scheduled there is no forward pass, and no layer is visited.
+        """
+        worker = self.worker
+        if planned.preempted:
+            worker.handle_preemptions(planned.preempted)
+        worker.bind_connector_metadata(planned.metadata)
+        drafting = NUM_LAYERS - 1 if order.drafts else NUM_LAYERS
+        if not order.loads_after_forward:
+            worker.start_load_kv()
+        self._forward(planned, range(drafting), compute)
+        if order.loads_after_forward:
+            worker.start_load_kv()
+        if not order.drafts:
+            worker.wait_for_save()
+        sending, receiving = worker.get_finished(frozenset())
         report = WorkerOutput(
             finished_sending=sending,
             finished_recving=receiving,
-            invalid_block_ids=self.worker.get_block_ids_with_load_errors(),
-            worker_metadata=type(self.worker).aggregate_worker_metadata(
-                [self.worker.build_worker_metadata()]
-            ),
+            invalid_block_ids=worker.get_block_ids_with_load_errors(),
+            worker_metadata=type(worker).aggregate_worker_metadata([worker.build_worker_metadata()]),
         )
-        self.worker.clear_connector_metadata()
-        self.scheduler.update_connector_output(report)
+        if order.drafts:
+            self._forward(planned, range(drafting, NUM_LAYERS), compute)
+            worker.wait_for_save()
+        worker.clear_connector_metadata()
         return report
 
-    def prefill(self, request: Request, *, chunk: int | None = None) -> tuple[int, ...]:
+    def _forward(self, planned: PlannedStep, layers: range, compute: bool) -> None:
+        for layer in layers if planned.scheduled else ():
+            name = self.layer_names[layer]
+            self.worker.wait_for_layer_load(name)
+            if compute:
+                for request, blocks, computed, new in planned.scheduled:
+                    self._compute_layer(layer, request.token_ids, blocks, computed, computed + new)
+            self.worker.save_kv_layer(name, self.kv_caches[name])
+
+    def prefill(
+        self, request: Request, *, chunk: int | None = None, order: CallOrder = CallOrder()
+    ) -> tuple[int, ...]:
         """Compute a whole prompt, in chunks, and end the request. Returns its blocks."""
         total = len(request.token_ids)
         blocks = self.allocate(total)
         self.scheduler.on_new_request(request)
         self.scheduler.update_state_after_alloc(request, (blocks,), 0)
         for start in range(0, total, chunk or total):
-            self.step([(request, blocks, start, min(chunk or total, total - start))])
+            self.step([(request, blocks, start, min(chunk or total, total - start))], order=order)
         self.scheduler.request_finished(request, (blocks,), RequestEnd.FINISHED)
         return blocks
 
-    def load(self, request: Request) -> tuple[tuple[int, ...], int, WorkerOutput]:
+    def load(
+        self, request: Request, *, order: CallOrder = CallOrder()
+    ) -> tuple[tuple[int, ...], int, WorkerOutput]:
         """Match, allocate, and run the step that loads. Returns (blocks, tokens loaded, report)."""
         num_loaded, is_async = self.matched(request)
         blocks = self.allocate(len(request.token_ids))
         self.scheduler.update_state_after_alloc(request, (blocks,), num_loaded)
         if is_async:
-            return blocks, num_loaded, self.step([])
+            return blocks, num_loaded, self.step([], order=order)
         rest = len(request.token_ids) - num_loaded
-        return blocks, num_loaded, self.step([(request, blocks, num_loaded, rest)])
+        return blocks, num_loaded, self.step([(request, blocks, num_loaded, rest)], order=order)
 
 
 def kv_of(token_id: int, position: int, layer: int) -> Tensor:

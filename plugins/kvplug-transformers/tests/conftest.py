@@ -21,9 +21,7 @@ from transformers import (
 from transformers.utils import logging
 
 from kvplug import (
-    AttentionMetadata,
     BlockIds,
-    ForwardContext,
     KVCacheConfig,
     Plain,
     Request,
@@ -216,7 +214,7 @@ class ShelfScheduler(SchedulerConnector):
                         "id": one.request_id,
                         "extra": request.extra,
                         "tokens": request.token_ids[: request.num_prompt_tokens],
-                        "blocks": one.block_ids[0],
+                        "blocks": output.block_ids(one.request_id)[0],
                         "end": end,
                     }
                 )
@@ -252,7 +250,6 @@ class ShelfWorker(WorkerConnector):
         self.under_way: dict[str, list[Any]] = {}
         self.received: set[str] = set()
         self.invalid: set[int] = set()
-        self.contexts: list[ForwardContext] = []
         self.closed = 0
 
     def _note(self, call: str) -> None:
@@ -281,9 +278,8 @@ class ShelfWorker(WorkerConnector):
         self._note("clear_connector_metadata")
         super().clear_connector_metadata()
 
-    def start_load_kv(self, context: ForwardContext) -> None:
+    def start_load_kv(self) -> None:
         self._note("start_load_kv")
-        self.contexts.append(context)
         assert isinstance(self._metadata, dict)
         if self._metadata["in_background"]:
             for load in self._metadata["loads"]:
@@ -308,7 +304,7 @@ class ShelfWorker(WorkerConnector):
             for load in self._metadata["loads"]:
                 self._load(load, self.group.layer_names.index(layer_name))
 
-    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attention: AttentionMetadata) -> None:
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor) -> None:
         self._note("save_kv_layer")
         assert isinstance(self._metadata, dict)
         assert kv_layer.data_ptr() == self.caches[layer_name].data_ptr()

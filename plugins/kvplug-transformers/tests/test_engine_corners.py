@@ -161,7 +161,7 @@ def test_whatever_happens_no_block_has_two_masters_and_the_tokens_are_right(
         shelf.not_yet = int(chance.random() < 0.1)
         lent = {block for _, load in writing.values() for block in load["blocks"]}
         step = scheduler.schedule()
-        owned = [block for one in step.output.scheduled for block in one.block_ids[0]]
+        owned = [block for table in step.block_tables for block in table]
         assert len(set(owned)) == len(owned), f"step {number}: a block is in two requests"
         assert not lent.intersection(owned), f"step {number}: a block that a load writes into is used"
         assert not step.output.preempted_request_ids & writing.keys()

@@ -219,7 +219,7 @@ class LookupScheduler(SchedulerConnector):
                 request_id=request.request_id,
                 token_ids=request.token_ids[: request.num_prompt_tokens] if start == 0 else (),
                 extra=request.extra,
-                block_ids=tuple(scheduled.block_ids[0][: -(-end // self._block_size)]),
+                block_ids=tuple(output.block_ids(request.request_id)[0][: -(-end // self._block_size)]),
                 start=start,
                 end=end,
                 is_last=end == request.num_prompt_tokens,

@@ -8,11 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from kvplug import (
     DEFAULT_TIMEOUT,
-    AttentionMetadata,
     ClosedError,
     ConnectorContext,
     Deadline,
-    ForwardContext,
     KVLayout,
     LayoutError,
     LookupBuffer,
@@ -219,16 +217,16 @@ class LookupWorker(WorkerConnector):
         self._plan = StepPlan.from_plain(metadata)
         for request_id in self._plan.forget:
             self._forget(request_id)
+        if self._saver is not None and self._caches:
+            cache = self._caches[0]
+            self._saver.begin(self._plan.saves, cache.dtype, cache.device)
 
     def clear_connector_metadata(self) -> None:
         super().clear_connector_metadata()
         self._plan = StepPlan()
 
-    def start_load_kv(self, context: ForwardContext) -> None:
+    def start_load_kv(self) -> None:
         self._deadline = Deadline.after(self._context.config.timeout_s)
-        if self._saver is not None and self._caches:
-            cache = self._caches[0]
-            self._saver.begin(self._plan.saves, cache.dtype, cache.device)
         if self._plan.loads and not self._caches:
             raise LayoutError("there is no cache to load into: register_kv_caches was not called")
         if self._plan.loads:
@@ -246,17 +244,22 @@ class LookupWorker(WorkerConnector):
     def _loads_in_step(self) -> list[Load]:
         return [load for load in self._loads.values() if not load.plan.in_background]
 
-    def save_kv_layer(self, layer_name: str, kv_layer: Tensor, attention: AttentionMetadata) -> None:
+    def save_kv_layer(self, layer_name: str, kv_layer: Tensor) -> None:
         if self._saver is not None:
             self._saver.gather_layer(self._plan.saves, self._index_of[layer_name], kv_layer)
 
     def wait_for_save(self) -> None:
+        self._settle_loads()
+        if self._saver is not None:
+            self._saver.end(self._plan.saves)
+
+    def _settle_loads(self) -> None:
+        """The loads that the step needed have ended, whichever call the engine makes first after it."""
         for load in self._loads_in_step():
             load.wait_for_layer(len(self._layer_names) - 1, self._deadline)
             self._end(load)
         if self._saver is not None:
             self._spoil_saves()
-            self._saver.end(self._plan.saves)
 
     def _spoil_saves(self) -> None:
         """Requests may share blocks: what was gathered from one that a failed load was to fill is wrong."""
@@ -280,12 +283,14 @@ class LookupWorker(WorkerConnector):
                 self._saver.forget(request_id)
 
     def get_finished(self, finished_request_ids: frozenset[str]) -> tuple[frozenset[str], frozenset[str]]:
+        self._settle_loads()
         received = [load for load in self._loads.values() if load.plan.in_background and load.has_ended]
         for load in received:
             self._end(load)
         return frozenset(), frozenset(load.plan.request_id for load in received)
 
     def get_block_ids_with_load_errors(self) -> frozenset[int]:
+        self._settle_loads()
         failed, self._failed_blocks = frozenset(self._failed_blocks), set()
         return failed
 

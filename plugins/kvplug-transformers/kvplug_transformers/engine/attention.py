@@ -20,7 +20,8 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from kvplug import AttentionMetadata, UnsupportedError, WorkerConnector
+from kvplug import UnsupportedError, WorkerConnector
+from kvplug_transformers.engine.batch import Batch
 from kvplug_transformers.engine.pages import Pages
 
 PAGED = "kvplug-paged"
@@ -32,9 +33,9 @@ class Pass:
     """One forward pass: which token goes where, and how far the layers have come."""
 
     pages: Pages
-    metadata: AttentionMetadata
+    batch: Batch
     slots: Tensor
-    """int64 [num_tokens]: ``metadata.slot_mapping`` on the model's device."""
+    """int64 [num_tokens]: ``batch.slot_mapping`` on the model's device."""
     block_tables: list[Tensor]
     masks: list[Tensor | None]
     """For each request: which of its tokens each new token may see. ``None`` where causality or a single
@@ -43,18 +44,18 @@ class Pass:
     num_attended: int = 0
 
     @classmethod
-    def over(cls, pages: Pages, metadata: AttentionMetadata) -> Pass:
+    def over(cls, pages: Pages, batch: Batch) -> Pass:
         device = pages.tensor.device
         return cls(
             pages=pages,
-            metadata=metadata,
-            slots=torch.tensor(metadata.slot_mapping, dtype=torch.int64, device=device),
+            batch=batch,
+            slots=torch.tensor(batch.slot_mapping, dtype=torch.int64, device=device),
             block_tables=[
-                torch.tensor(table, dtype=torch.int64, device=device) for table in metadata.block_tables
+                torch.tensor(table, dtype=torch.int64, device=device) for table in batch.block_tables
             ],
             masks=[
                 _causal_mask(new, total, device)
-                for new, total in zip(metadata.query_lens, metadata.seq_lens, strict=True)
+                for new, total in zip(batch.query_lens, batch.seq_lens, strict=True)
             ],
         )
 
@@ -66,7 +67,7 @@ class Pass:
         outputs = []
         start = 0
         for new, total, table, mask in zip(
-            self.metadata.query_lens, self.metadata.seq_lens, self.block_tables, self.masks, strict=True
+            self.batch.query_lens, self.batch.seq_lens, self.block_tables, self.masks, strict=True
         ):
             key, value = self.pages.read(self.layer, table, total)
             output, _ = sdpa_attention_forward(
@@ -108,7 +109,7 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is not typed
         )
         if active:
             connector.save_kv_layer(  # type: ignore[union-attr]  # [connector]
-                name, under_way.pages.tensor[layer_idx], under_way.metadata
+                name, under_way.pages.tensor[layer_idx]
             )
         under_way.layer = layer_idx
         return key_states, value_states

@@ -124,16 +124,18 @@ class Engine:
             yield from self.step()
 
     def settle(self, timeout: float | None = None) -> None:
-        """Step until the connector has heard of every end and has given back every block.
+        """Step until the connector has heard of every end, has given back every block and wants no step.
 
         Raises:
-            TimeoutError: it still holds blocks.
+            TimeoutError: it still holds blocks, or has something under way.
         """
         end = None if timeout is None else time.monotonic() + timeout
         while self.scheduler.has_errands:
             self.step()
             if end is not None and time.monotonic() > end and self.scheduler.has_errands:
-                raise TimeoutError(f"the connector still holds blocks after {timeout} s")
+                raise TimeoutError(
+                    f"the connector still holds blocks, or wants more steps, after {timeout} s"
+                )
 
     def take_events(self) -> list[CacheEvent]:
         """Cache events of both sides since the last call; the newest ones, should there be very many."""

@@ -65,8 +65,12 @@ class Scheduler:
 
     @property
     def has_errands(self) -> bool:
-        """Nothing to compute, but the connector has still to hear of an end, or holds blocks."""
-        return self._connector is not None and bool(self._ended_since_last_step or self._held)
+        """Nothing to compute, but the connector has still to hear of an end, holds blocks, or says so."""
+        return self._connector is not None and bool(
+            self._ended_since_last_step
+            or self._held
+            or self._connector.has_pending_push_work()  # [connector]
+        )
 
     @property
     def num_free_blocks(self) -> int:
@@ -149,12 +153,12 @@ class Scheduler:
             scheduled=tuple(
                 ScheduledRequest(
                     request_id=sequence.request_id,
-                    block_ids=sequence.as_block_ids(),
                     num_computed_tokens=sequence.num_computed_tokens,
                     num_scheduled_tokens=count,
                 )
                 for sequence, count in planned
             ),
+            block_ids=lambda request_id: self._sequences[request_id].as_block_ids(),
             preempted_request_ids=frozenset(self._preempted_in_this_step),
             finished_request_ids=frozenset(self._ended_since_last_step),
         )
@@ -168,6 +172,7 @@ class Scheduler:
             token_ids=tuple(
                 tuple(sequence.tokens(start, start + count)) for sequence, start, count in starts
             ),
+            block_tables=tuple(tuple(sequence.block_ids) for sequence, *_ in starts),
             samples=tuple(start + count == sequence.num_tokens for sequence, start, count in starts),
             metadata=metadata,
         )

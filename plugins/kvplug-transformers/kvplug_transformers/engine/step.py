@@ -15,6 +15,8 @@ class Step:
     """The plan as connectors see it."""
     token_ids: tuple[tuple[int, ...], ...]
     """What to compute for each scheduled request."""
+    block_tables: tuple[tuple[int, ...], ...]
+    """The blocks of each, in token order."""
     samples: tuple[bool, ...]
     """Whether its last token is reached, so that the next one can be chosen."""
     metadata: Plain

@@ -7,8 +7,9 @@ import inspect
 import torch
 from transformers import PreTrainedModel
 
-from kvplug import AttentionMetadata, CacheEvent, ForwardContext, KVCacheConfig, WorkerConnector, WorkerOutput
+from kvplug import CacheEvent, KVCacheConfig, WorkerConnector, WorkerOutput
 from kvplug_transformers.engine.attention import PagedCache, Pass, under_way
+from kvplug_transformers.engine.batch import Batch
 from kvplug_transformers.engine.pages import Pages
 from kvplug_transformers.engine.step import Step
 
@@ -38,16 +39,15 @@ class Worker:
 
     def execute(self, step: Step) -> tuple[dict[str, int], WorkerOutput]:
         """Run one step: the tokens chosen, by request, and what the connector reports."""
-        metadata = self._attention_metadata(step)
         connector = self._connector
         if connector is None:
-            return self._forward(step, metadata), WorkerOutput()
+            return self._forward(step), WorkerOutput()
         if step.output.preempted_request_ids:
             connector.handle_preemptions(step.output.preempted_request_ids)
         connector.bind_connector_metadata(step.metadata)
         try:
-            connector.start_load_kv(ForwardContext(step=step.output.step, attention=(metadata,)))
-            sampled = self._forward(step, metadata)
+            connector.start_load_kv()
+            sampled = self._forward(step)
             connector.wait_for_save()
             sent, received = connector.get_finished(step.output.finished_request_ids)
             invalid = connector.get_block_ids_with_load_errors()
@@ -69,47 +69,26 @@ class Worker:
         events, self._events = self._events, []
         return events
 
-    def _attention_metadata(self, step: Step) -> AttentionMetadata:
-        scheduled = step.output.scheduled
-        size = self.pages.block_size
-        return AttentionMetadata(
-            request_ids=tuple(one.request_id for one in scheduled),
-            query_lens=tuple(one.num_scheduled_tokens for one in scheduled),
-            seq_lens=tuple(one.num_computed_tokens + one.num_scheduled_tokens for one in scheduled),
-            block_tables=tuple(one.block_ids[0] for one in scheduled),
-            slot_mapping=tuple(
-                one.block_ids[0][position // size] * size + position % size
-                for one in scheduled
-                for position in range(
-                    one.num_computed_tokens, one.num_computed_tokens + one.num_scheduled_tokens
-                )
-            ),
-        )
-
-    def _forward(self, step: Step, metadata: AttentionMetadata) -> dict[str, int]:
+    def _forward(self, step: Step) -> dict[str, int]:
         """One pass over all scheduled tokens. Greedy: the most likely token of each finished prefix."""
         if not step.output.scheduled:
             return {}
         device = self.pages.tensor.device
         ids = [token for tokens in step.token_ids for token in tokens]
-        positions = [
-            position
-            for one in step.output.scheduled
-            for position in range(one.num_computed_tokens, one.num_computed_tokens + one.num_scheduled_tokens)
-        ]
+        batch = Batch.of(step, self.pages.block_size)
         last, end = {}, -1
         for one, samples in zip(step.output.scheduled, step.samples, strict=True):
             end += one.num_scheduled_tokens
             if samples:
                 last[one.request_id] = end
         keep = torch.tensor(list(last.values()), dtype=torch.int64, device=device)
-        this = Pass.over(self.pages, metadata)
+        this = Pass.over(self.pages, batch)
         # Not inference_mode: tensors that a connector makes inside save_kv_layer would be marked for good,
         # and its other threads could not write to them.
         with torch.no_grad(), under_way(self._model, this):
             logits = self._model(
                 input_ids=torch.tensor([ids], device=device),
-                position_ids=torch.tensor([positions], device=device),
+                position_ids=torch.tensor([batch.positions], device=device),
                 past_key_values=PagedCache(this, self._connector),
                 use_cache=True,
                 **({"logits_to_keep": keep} if self._takes_positions_to_keep else {}),

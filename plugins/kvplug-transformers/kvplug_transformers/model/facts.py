@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from typing import Any
 
 import attrs
@@ -11,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
-from kvplug import ModelInfo, UnsupportedError
+from kvplug import ModelInfo, UnsupportedError, positions_of
 
 _NOT_KV = (
     # (in the class name of a cache layer, what it means), the first that fits is told
@@ -50,7 +49,7 @@ def describe(model: PreTrainedModel, name: str = "") -> ModelFacts:
         num_kv_heads=key.shape[1],
         head_size=key.shape[3],
         dtype=str(key.dtype).removeprefix("torch."),
-        rope=_positions(config),
+        rope=positions_of(config),
         window=None,
         weights=fingerprint(model),
     )
@@ -107,15 +106,6 @@ def _probe(model: PreTrainedModel) -> torch.Tensor:
         )
     key: torch.Tensor = layers[0].keys
     return key
-
-
-def _positions(config: Any) -> str:
-    """Everything about positions that changes keys, as one text: compared at both ends."""
-    wanted = ("rope_parameters", "rope_theta", "rope_scaling", "partial_rotary_factor", "rotary_pct")
-    found = {name: value for name in wanted if (value := getattr(config, name, None)) is not None}
-    if not found:
-        return f"no rope ({config.model_type})"
-    return json.dumps(found, sort_keys=True, default=str)
 
 
 def fingerprint(model: PreTrainedModel) -> str:
