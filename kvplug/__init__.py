@@ -191,6 +191,7 @@ _HOMES = {
         "build_connector",
         "check_config",
         "connect_pipe",
+        "connector_class",
         "listen_pipe",
         "required_layout",
     ),
@@ -225,6 +226,7 @@ if TYPE_CHECKING:
         build_connector as build_connector,
         check_config as check_config,
         connect_pipe as connect_pipe,
+        connector_class as connector_class,
         listen_pipe as listen_pipe,
         required_layout as required_layout,
     )

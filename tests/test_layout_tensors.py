@@ -390,3 +390,22 @@ def test_what_cannot_be_permuted_is_refused(
 ) -> None:
     with pytest.raises(LayoutError, match=said):
         permute(torch.zeros(shape), from_axes, to_axes)
+
+
+@pytest.mark.parametrize("axes", ["BHTKD", "KBTHD"])
+def test_blocks_in_a_kernels_own_order_are_moved_whole(axes: str) -> None:
+    sizes = {"B": 6, "T": 4, "H": 2, "D": 3}
+    layout = KVLayout(axes, sizes, block_format="a kernel")
+    source, target = torch.rand(layout.shape), torch.zeros(layout.shape)
+    key, value = gather(source, layout, (5, 0, 3), 4, 12)
+    scatter(target, layout, (2, 1, 4), 4, key, value)
+    at = axes.replace("KD", "D").index("B")
+    for ours, theirs in ((0, 1), (3, 4)):
+        assert torch.equal(source.select(at, ours), target.select(at, theirs))
+    for start, end in ((0, 3), (1, 4), (4, 9)):
+        with pytest.raises(LayoutError, match=f"tokens {start} to {end} are no whole blocks of 4"):
+            gather(source, layout, (5, 0, 3), start, end)
+    with pytest.raises(
+        LayoutError, match=r"tokens 4 to 7 are no whole blocks of 4, .* own order \(a kernel\)"
+    ):
+        scatter(target, layout, (2, 1, 4), 4, key[:3], None if value is None else value[:3])

@@ -3,7 +3,15 @@
 Config + Registry -> a connector side, or a pipe. Everything below is handed what it needs.
 """
 
-from kvplug.build.connector import build_connector, check_config, required_layout
+from kvplug.build.connector import build_connector, check_config, connector_class, required_layout
 from kvplug.build.pipes import PipeServer, connect_pipe, listen_pipe
 
-__all__ = ["PipeServer", "build_connector", "check_config", "connect_pipe", "listen_pipe", "required_layout"]
+__all__ = [
+    "PipeServer",
+    "build_connector",
+    "check_config",
+    "connect_pipe",
+    "connector_class",
+    "listen_pipe",
+    "required_layout",
+]

@@ -193,6 +193,7 @@ def hello_of(
         require_authenticated=exposed and not config.allow_unauthenticated_data_plane,
         layout=layout.axes,
         block_size=layout.block_size,
+        block_format=layout.block_format if is_worker else "",
         checksums=checksums_of(config),
         integrity=config.integrity,
         transports=parts.offers,

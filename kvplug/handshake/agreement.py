@@ -9,7 +9,7 @@ sort            fields
 must match      wire major; role (complementary); the model's facts; dtype; layers; tensor-parallel size
                 and rank; whether the layout has keys and values or one latent
 negotiated      wire minor (the lower); checksum; transport; block size and layout (may differ, and are
-                then converted)
+                then converted; where a kernel orders blocks in its own way, all three must be equal)
 informative     model name, engine, epoch, rank, identity, versions
 ==============  =======================================================================================
 """
@@ -75,6 +75,7 @@ def agree(local: Hello, remote: Hello) -> Agreement:
         *_model(local.model, remote.model),
         *_shards(local, remote),
         *_layout_kind(local, remote),
+        *_block_format(local, remote),
     ]
     checksum, refused = _checksum(local, remote)
     reasons += refused
@@ -156,6 +157,20 @@ def _layout_kind(local: Hello, remote: Hello) -> list[str]:
         return []
     change = "one has keys and values and the other one latent per token, which nothing converts"
     return [_differs("layout", local.layout, remote.layout, change)]
+
+
+def _block_format(local: Hello, remote: Hello) -> list[str]:
+    """Blocks whose inside only a kernel understands: from one cache into another of the very same kind."""
+    if not (local.moves_kv and remote.moves_kv) or not (local.block_format or remote.block_format):
+        return []
+    changes = {
+        "block_format": "blocks are in an attention kernel's own order, which nothing converts: use the same"
+        " engine, version, attention backend and kind of processor at both ends",
+        "block_size": "blocks in a kernel's own order are moved whole: set the same block size at both ends",
+        "layout": "blocks in a kernel's own order are not rearranged: set the same layout at both ends",
+    }
+    pairs = ((field, getattr(local, field), getattr(remote, field)) for field in changes)
+    return [_differs(field, ours, theirs, changes[field]) for field, ours, theirs in pairs if ours != theirs]
 
 
 def _converts(local: Hello, remote: Hello) -> tuple[str, ...]:

@@ -44,6 +44,8 @@ class Hello:
     """Axis string of one layer's cache."""
     block_size: int
     """Tokens in a block."""
+    block_format: str = ""
+    """Name of the kernel's own order inside a block; empty where the layout says all."""
     integrity: str = AUTO
     """``"auto"``, ``"off"``, or the name of the one hash this side insists on."""
     checksums: tuple[str, ...] = ()
@@ -82,6 +84,7 @@ class Hello:
             "tensor_parallel_rank": self.tensor_parallel_rank,
             "layout": self.layout,
             "block_size": self.block_size,
+            "block_format": self.block_format,
             "integrity": self.integrity,
             "checksums": list(self.checksums),
             "requested_transport": self.requested_transport,
@@ -125,6 +128,7 @@ class Hello:
             tensor_parallel_rank=read.optional_integer("tensor_parallel_rank"),
             layout=layout,
             block_size=read.integer("block_size", 1),
+            block_format=read.text("block_format"),
             integrity=read.text("integrity"),
             checksums=read.texts("checksums"),
             requested_transport=read.text("requested_transport"),

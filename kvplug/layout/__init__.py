@@ -20,6 +20,10 @@ dimensions, [blocks, heads, tokens, 2 * head_size]. Anywhere else K is a dimensi
 A layout is taken from what the engine says and from strides, never guessed from a shape: with 16
 heads and 16 tokens in a block, NHD and HND have the same one.
 
+**The inside of a block.** Some attention kernels keep keys in an order of their own, transposed or in tiles,
+under a shape that looks like any other. An engine that cannot vouch for the order inside its blocks names
+their ``block_format``: they are then moved whole, and only between caches of the same format.
+
 The arithmetic is free of torch; ``Tensor`` is ``torch.Tensor``, imported by whoever made the cache.
 """
 

@@ -51,6 +51,11 @@ class KVLayout:
 
     axes: str
     _sizes: tuple[tuple[str, int], ...] = attrs.field(converter=_ordered)
+    block_format: str = attrs.field(default="", kw_only=True)
+    """Name of an attention kernel's own order inside a block; the axes then give its size, not its order.
+
+    Such blocks are moved whole, into a cache of the same layout, format included. Empty: the axes say all.
+    """
 
     def __attrs_post_init__(self) -> None:
         dimensions(self.axes)
@@ -119,6 +124,11 @@ class KVLayout:
         return "KD" in self.axes
 
     @property
+    def granule(self) -> int:
+        """Tokens that can be moved alone: one, or a block where its inside is a kernel's own."""
+        return self.block_size if self.block_format else 1
+
+    @property
     def shape(self) -> tuple[int, ...]:
         """Of the tensor.
 
@@ -132,8 +142,8 @@ class KVLayout:
     # -- plain form ----------------------------------------------------------------------------
 
     def to_plain(self) -> dict[str, Any]:
-        """For a handshake: ``{"axes": "KBTHD", "sizes": {"K": 2, …}}``."""
-        return {"axes": self.axes, "sizes": self.sizes}
+        """Plain values: ``{"axes": "KBTHD", "sizes": {"K": 2, …}, "block_format": ""}``."""
+        return {"axes": self.axes, "sizes": self.sizes, "block_format": self.block_format}
 
     @classmethod
     def from_plain(cls, plain: Any) -> KVLayout:
@@ -147,9 +157,21 @@ class KVLayout:
         sizes = plain.get("sizes")
         if not isinstance(sizes, Mapping) or not all(isinstance(letter, str) for letter in sizes):
             raise LayoutError(f"layout {plain['axes']!r:.40} came without sizes")
-        return cls(plain["axes"], sizes)
+        return cls(plain["axes"], sizes, block_format=str(plain.get("block_format", "")))
 
     # -- checking ------------------------------------------------------------------------------
+
+    def check_range(self, start: int, end: int) -> None:
+        """Return if tokens ``start`` to ``end`` (exclusive) of a sequence can be moved without the others.
+
+        Raises:
+            LayoutError: they begin or end inside a block that only its kernel can read.
+        """
+        if start % self.granule or end % self.granule:
+            raise LayoutError(
+                f"tokens {start} to {end} are no whole blocks of {self.block_size}, and the inside of a block"
+                f" is in the kernel's own order ({self.block_format})"
+            )
 
     def check(self, tensor: Tensor) -> None:
         """Return if the tensor lies in memory as this layout says.

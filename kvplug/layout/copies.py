@@ -82,8 +82,10 @@ def gather(
 
     Raises:
         LayoutError: the cache is not of this layout; a block id is out of range or comes twice; there
-            are too few blocks; an ``out`` does not fit. Nothing was copied.
+            are too few blocks; an ``out`` does not fit; part of a block is asked for that can only be moved
+            whole (``block_format``). Nothing was copied.
     """
+    layout.check_range(start, end)
     key_view, value_view = views(cache, layout, layer=layer)
     index = _block_index(block_ids, layout.block_size, key_view.shape[0], start, end)
     if value_view is None and out_value is not None:
@@ -121,6 +123,7 @@ def scatter(
         given = "none were given" if value is None else "some were given"
         raise LayoutError(f"layout {layout.axes!r} has {'no ' if value_view is None else ''}values; {given}")
     num_tokens = key.shape[0] if key.dim() else 0
+    layout.check_range(start, start + num_tokens)
     index = _block_index(block_ids, layout.block_size, key_view.shape[0], start, start + num_tokens)
     _memory("key", key, key_view, num_tokens)
     if value is not None and value_view is not None:

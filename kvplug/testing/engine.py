@@ -32,8 +32,9 @@ MODEL = ModelInfo(
 )
 
 
-def layout_of(axes: str, block_size: int, num_blocks: int) -> KVLayout:
-    return KVLayout(axes, {"K": 2, "B": num_blocks, "T": block_size, "H": NUM_HEADS, "D": HEAD_SIZE})
+def layout_of(axes: str, block_size: int, num_blocks: int, block_format: str = "") -> KVLayout:
+    sizes = {"K": 2, "B": num_blocks, "T": block_size, "H": NUM_HEADS, "D": HEAD_SIZE}
+    return KVLayout(axes, sizes, block_format=block_format)
 
 
 Scheduled = tuple[Request, tuple[int, ...], int, int]
@@ -74,13 +75,17 @@ class EngineDouble:
         axes: str = "KBTHD",
         block_size: int = 16,
         num_blocks: int = 64,
+        block_format: str = "",
         model: ModelInfo = MODEL,
         seed: int = 0,
         **build: Any,
     ) -> None:
+        """``block_format``: its kernel keeps each head's block transposed (axes KBHTD only)."""
+        if block_format and axes != "KBHTD":
+            raise ValueError(f"the kernel with its own block format wants KBHTD, not {axes}")
         self.block_size = block_size
         self.layer_names = tuple(f"layers.{index}" for index in range(NUM_LAYERS))
-        self.layout = layout_of(axes, block_size, num_blocks)
+        self.layout = layout_of(axes, block_size, num_blocks, block_format)
         cache = KVCacheConfig(
             groups=(CacheGroup(layer_names=self.layer_names, layout=self.layout),), num_blocks=num_blocks
         )
@@ -112,6 +117,9 @@ class EngineDouble:
     def slot(self, layer_name: str, block_ids: tuple[int, ...], position: int) -> tuple[Any, Any]:
         """Views of the key and the value of one token: [num_heads, head_size] each."""
         at = {"B": block_ids[position // self.block_size], "T": position % self.block_size}
+        if self.layout.block_format:
+            block = self.kv_caches[layer_name][:, at["B"]].view(2, NUM_HEADS, HEAD_SIZE, self.block_size)
+            return block[0, :, :, at["T"]], block[1, :, :, at["T"]]
         axes = self.layout.axes.replace("KD", "D") if self.layout.is_packed else self.layout.axes
 
         def pick(k: int) -> Any:

@@ -31,6 +31,7 @@ from kvplug import (
     PluginError,
     Probe,
     Registry,
+    SchedulerConnector,
     Timeout,
     TimeoutError,
     Transfer,
@@ -40,6 +41,7 @@ from kvplug import (
     build_connector,
     check_config,
     connect_pipe,
+    connector_class,
     hookimpl,
     listen_pipe,
     option,
@@ -125,15 +127,15 @@ def not_viable() -> Probe:
     return Probe(viable=False, reason="the moon is in the way")
 
 
-def wants_heads_first(config: Config, options: Any) -> str:
-    return "KBHTD"
-
-
 class NotAConnector:
     def __init__(self, context: Any) -> None:
         context.peers.listen()
 
-    get_required_kvcache_layout = staticmethod(wants_heads_first)
+
+class HeadsFirst(SchedulerConnector):
+    @classmethod
+    def get_required_kvcache_layout(cls, config: Config, options: Any) -> str:
+        return "KBHTD"
 
 
 HERE = __name__
@@ -160,9 +162,14 @@ def parts_module(monkeypatch: pytest.MonkeyPatch) -> None:
     return
 
 
-def registry_of(*transports: TransportSpec, distribution: str = "", connectors: bool = False) -> Registry:
+def registry_of(
+    *transports: TransportSpec,
+    distribution: str = "",
+    connectors: bool = False,
+    factory: str = "NotAConnector",
+) -> Registry:
     registry = Registry()
-    add(registry, "queues", *transports, distribution=distribution, connectors=connectors)
+    add(registry, "queues", *transports, distribution=distribution, connectors=connectors, factory=factory)
     return registry
 
 
@@ -172,6 +179,7 @@ def add(
     *transports: TransportSpec,
     distribution: str = "",
     connectors: bool = False,
+    factory: str = "NotAConnector",
 ) -> None:
     class Plugin:
         @hookimpl
@@ -182,7 +190,7 @@ def add(
         def kvplug_connectors(self) -> list[ConnectorSpec]:
             spec = ConnectorSpec(
                 name="lookup",
-                factory="test_build_parts:NotAConnector",
+                factory=f"test_build_parts:{factory}",
                 worker_factory="test_build_parts:NotAConnector",
             )
             return [spec] if connectors else []
@@ -370,8 +378,12 @@ def test_a_connector_of_the_wrong_class_is_refused_and_its_listener_closed(side:
 
 
 def test_the_layout_a_connector_insists_on_is_asked_without_building_it() -> None:
-    registry = registry_of(transport(), connectors=True)
+    registry = registry_of(transport(), connectors=True, factory="HeadsFirst")
+    assert connector_class(config(), registry) is HeadsFirst
     assert required_layout(config(), registry) == "KBHTD"
+    function = registry_of(transport(), connectors=True, factory="not_viable")
+    assert connector_class(config(), function) is SchedulerConnector
+    assert required_layout(config(), function) is None
 
 
 def test_sinks_named_in_the_config_get_the_figures(caplog: pytest.LogCaptureFixture) -> None:

@@ -276,6 +276,22 @@ def test_what_is_informative_may_differ() -> None:
     assert agree(OURS, theirs).remote.rank == 3
 
 
+def test_blocks_in_a_kernels_own_order_go_only_where_all_is_equal() -> None:
+    packed = attrs.evolve(OURS, block_format="engine 1/kernel")
+    assert agree(packed, attrs.evolve(THEIRS, block_format="engine 1/kernel")).converts == ()
+    theirs = attrs.evolve(THEIRS, block_format="engine 2/kernel", block_size=32, layout="KBHTD")
+    for one, other in ((packed, theirs), (theirs, packed), (OURS, theirs)):
+        with pytest.raises(HandshakeError) as refusal:
+            agree(one, other)
+        assert [reason.partition(":")[0] for reason in refusal.value.reasons] == [
+            "block_format",
+            "block_size",
+            "layout",
+        ]
+    # A side that moves nothing does not know how its workers' kernels order their blocks.
+    agree(attrs.evolve(packed, moves_kv=False), attrs.evolve(theirs, moves_kv=False))
+
+
 def test_block_size_and_layout_may_differ_and_are_converted() -> None:
     theirs = attrs.evolve(THEIRS, block_size=32, layout="KBHTD")
     assert agree(OURS, theirs).converts == (

@@ -75,6 +75,26 @@ def test_chunked_prefill_saves_one_whole_entry() -> None:
         assert decode.is_right(prompt.token_ids, blocks, 150)
 
 
+def test_blocks_in_a_kernels_own_order_are_saved_and_loaded_whole() -> None:
+    kernel = {"axes": "KBHTD", "block_format": "transposed"}
+    with pair(producer=kernel, consumer=kernel) as (prefill, decode):
+        for name, count, chunk in (("a", 150, 37), ("b", 160, 16), ("c", 47, None), ("d", 15, None)):
+            prompt = request_of(name, tokens(count, 1000 * count))
+            prefill.prefill(prompt, chunk=chunk)
+            blocks, loaded, _ = decode.load(prompt)
+            assert loaded == (count - 1) // 16 * 16
+            assert decode.is_right(prompt.token_ids, blocks, count)
+
+
+def test_blocks_in_a_kernels_own_order_are_not_cut_for_a_peer() -> None:
+    ours = {"axes": "KBHTD", "block_format": "transposed"}
+    with (
+        pytest.raises(HandshakeError, match=r"block_size: ours 32, theirs 16; .* moved whole"),
+        pair(producer=ours, consumer={**ours, "block_size": 32}) as (_, decode),
+    ):
+        decode.worker.wait_until_ready(timeout=10)
+
+
 @pytest.mark.parametrize(
     ("stored", "asked", "expected"),
     [

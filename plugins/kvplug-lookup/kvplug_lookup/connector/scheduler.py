@@ -58,6 +58,7 @@ class LookupScheduler(SchedulerConnector):
             )
         self._context = context
         self._block_size = context.cache.groups[0].block_size
+        self._granule = context.cache.groups[0].layout.granule
         role = context.config.role
         self._saves = role in (Role.PRODUCER, Role.BOTH)
         self._loads = role in (Role.CONSUMER, Role.BOTH)
@@ -208,22 +209,25 @@ class LookupScheduler(SchedulerConnector):
                 continue
             request = tracked.request
             # An engine that went back computes again from there, and what was gathered beyond is void.
-            start = min(tracked.num_saved, scheduled.num_computed_tokens)
-            end = min(
-                scheduled.num_computed_tokens + scheduled.num_scheduled_tokens, request.num_prompt_tokens
-            )
+            start = self._whole(min(tracked.num_saved, scheduled.num_computed_tokens))
+            last = self._whole(request.num_prompt_tokens)
+            end = min(self._whole(scheduled.num_computed_tokens + scheduled.num_scheduled_tokens), last)
             if end <= start:
                 continue
             tracked.num_saved = end
             yield SavePlan(
                 request_id=request.request_id,
-                token_ids=request.token_ids[: request.num_prompt_tokens] if start == 0 else (),
+                token_ids=request.token_ids[:last] if start == 0 else (),
                 extra=request.extra,
                 block_ids=tuple(output.block_ids(request.request_id)[0][: -(-end // self._block_size)]),
                 start=start,
                 end=end,
-                is_last=end == request.num_prompt_tokens,
+                is_last=end == last,
             )
+
+    def _whole(self, num_tokens: int) -> int:
+        """So many of the leading tokens as can be moved without the rest of a block."""
+        return num_tokens // self._granule * self._granule
 
     def update_connector_output(self, output: WorkerOutput) -> None:
         for request_id in output.finished_recving:
