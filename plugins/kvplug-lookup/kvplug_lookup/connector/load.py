@@ -156,8 +156,8 @@ class Load:
             return self._error is not None or self._is_done()
 
     @property
-    def failed_block_ids(self) -> frozenset[int]:
-        """Every block it was to write: none of them is known to be whole in all layers."""
+    def block_ids(self) -> frozenset[int]:
+        """Every block it is to write. If it fails, none of them is known to be whole in all layers."""
         block_size = self._layout.block_size
         first = self.plan.start // block_size
         return frozenset(self.plan.block_ids[first:])

@@ -43,6 +43,11 @@ class SavePlan:
 class StepPlan:
     """Everything one step does."""
 
+    step: int = 0
+    """The engine's number of it."""
+    heard: int = 0
+    """The latest step that a worker side has reported something about and that the scheduler side had
+    heard of when it made this plan: with several steps in flight not always the step before."""
     loads: tuple[LoadPlan, ...] = ()
     saves: tuple[SavePlan, ...] = ()
     forget: tuple[str, ...] = ()
@@ -54,6 +59,8 @@ class StepPlan:
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> StepPlan:
         return cls(
+            step=plain["step"],
+            heard=plain["heard"],
             loads=tuple(LoadPlan(**{**load, **_tuples(load)}) for load in plain["loads"]),
             saves=tuple(SavePlan(**{**save, **_tuples(save)}) for save in plain["saves"]),
             forget=tuple(plain["forget"]),

@@ -157,11 +157,12 @@ class Saver:
             self._num_taken += len(ready)
             self._lock.notify_all()
 
-    def forget(self, request_id: str) -> None:
-        """It ended, was preempted, or its KV is not to be trusted."""
+    def forget(self, request_id: str) -> bool:
+        """It ended, was preempted, or its KV is not to be trusted. Returns whether it was being gathered."""
         gathered = self._gathering.pop(request_id, None)
         if gathered is not None:
             self._return_bytes(gathered.nbytes)
+        return gathered is not None
 
     # -- from other threads --------------------------------------------------------------------
 

@@ -65,6 +65,8 @@ class LookupScheduler(SchedulerConnector):
         self._tracked: dict[str, _Tracked] = {}
         self._planned_loads: list[LoadPlan] = []
         self._forget: list[str] = []
+        self._heard = 0
+        """The latest step that a worker has reported something about."""
         self._replicas: tuple[Replica, ...] = ()
         if self._loads:
             self._replicas = tuple(
@@ -195,6 +197,8 @@ class LookupScheduler(SchedulerConnector):
                 self._tracked[request_id].num_saved = 0
                 forget.append(request_id)
         plan = StepPlan(
+            step=output.step,
+            heard=self._heard,
             loads=tuple(self._planned_loads),
             saves=tuple(self._plan_saves(output)) if self._saves else (),
             forget=tuple(forget),
@@ -235,6 +239,7 @@ class LookupScheduler(SchedulerConnector):
                 self._tracked[request_id].is_loading = False
         for part in output.worker_metadata:
             assert isinstance(part, Mapping)
+            self._heard = max(self._heard, part["step"])
             if part["timed_out"]:
                 for replica in self._replicas:
                     replica.doubt()

@@ -51,6 +51,12 @@ class LookupWorker(WorkerConnector):
         self._plan = StepPlan()
         self._loads: dict[str, Load] = {}
         """Of this step, and in the background."""
+        self._step = 0
+        self._suspect: dict[int, int] = {}
+        """Blocks that nothing is saved from, each with the step in which its load failed: plans of later
+        steps may have been made before the scheduler side heard of that. With several workers, those of
+        any load that its step needs: it may have failed at another worker."""
+        self._doubts_loads = False
         self._failed_blocks: set[int] = set()
         self._failed_requests: set[str] = set()
         self._spoilt_saves: set[str] = set()
@@ -85,6 +91,7 @@ class LookupWorker(WorkerConnector):
                 store_bytes=config.buffer_size,
                 stats=context.stats,
             )
+            self._doubts_loads = context.parallelism.num_workers > 1
             self._service = Service(listener, self._store, device=config.device, settle=self._saver.settle)
         if config.role in (Role.CONSUMER, Role.BOTH):
             self._loader = Loader(self._buffer, timeout_s=config.timeout_s)
@@ -214,7 +221,9 @@ class LookupWorker(WorkerConnector):
     def bind_connector_metadata(self, metadata: Plain) -> None:
         super().bind_connector_metadata(metadata)
         assert isinstance(metadata, Mapping)
-        self._plan = StepPlan.from_plain(metadata)
+        self._plan = plan = StepPlan.from_plain(metadata)
+        self._step = plan.step
+        self._suspect = {block: step for block, step in self._suspect.items() if step > plan.heard}
         for request_id in self._plan.forget:
             self._forget(request_id)
         if self._saver is not None and self._caches:
@@ -234,6 +243,8 @@ class LookupWorker(WorkerConnector):
         for plan in self._plan.loads:
             load = Load(plan, self._layout, self._caches, checksum=self._checksum, stats=self._context.stats)
             self._loads[plan.request_id] = load
+            if self._doubts_loads and not plan.in_background:
+                self._suspect |= dict.fromkeys(load.block_ids, self._step)
             assert self._loader is not None
             self._loader.submit(load)
 
@@ -259,16 +270,16 @@ class LookupWorker(WorkerConnector):
             load.wait_for_layer(len(self._layer_names) - 1, self._deadline)
             self._end(load)
         if self._saver is not None:
-            self._spoil_saves()
+            self._spoil_saves(self._saver)
 
-    def _spoil_saves(self) -> None:
-        """Requests may share blocks: what was gathered from one that a failed load was to fill is wrong."""
-        if not self._failed_blocks:
-            return
-        for plan in self._plan.saves:
-            if not self._failed_blocks.isdisjoint(plan.block_ids):
-                assert self._saver is not None
-                self._saver.forget(plan.request_id)
+    def _spoil_saves(self, saver: Saver) -> None:
+        """Requests may share blocks: what was gathered from one that a failed load was to fill is wrong.
+
+        So is what was computed from it, here and, since they share the model, at every other worker. The
+        scheduler side plans these saves anew.
+        """
+        for plan in self._plan.saves if self._suspect else ():
+            if not self._suspect.keys().isdisjoint(plan.block_ids) and saver.forget(plan.request_id):
                 self._spoilt_saves.add(plan.request_id)
 
     def _end(self, load: Load) -> None:
@@ -276,7 +287,8 @@ class LookupWorker(WorkerConnector):
         request_id = load.plan.request_id
         del self._loads[request_id]
         if load.error is not None:
-            self._failed_blocks |= load.failed_block_ids
+            self._failed_blocks |= load.block_ids
+            self._suspect |= dict.fromkeys(load.block_ids, self._step)
             self._failed_requests.add(request_id)
             self._timed_out |= isinstance(load.error, TimeoutError)
             if self._saver is not None:
@@ -295,12 +307,17 @@ class LookupWorker(WorkerConnector):
         return failed
 
     def build_worker_metadata(self) -> Plain:
-        if not self._failed_requests and not self._spoilt_saves:
+        if not (self._failed_requests or self._spoilt_saves or self._step in self._suspect.values()):
             return None
         failed, self._failed_requests = sorted(self._failed_requests), set()
         spoilt, self._spoilt_saves = sorted(self._spoilt_saves), set()
         timed_out, self._timed_out = self._timed_out, False
-        return {"failed_loads": failed, "spoilt_saves": spoilt, "timed_out": timed_out}
+        return {
+            "step": self._step,
+            "failed_loads": failed,
+            "spoilt_saves": spoilt,
+            "timed_out": timed_out,
+        }
 
     def get_stats(self) -> Mapping[str, Any] | None:
         return self._context.stats.take()
