@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
 import pytest
 
+from kvplug.connector.scheduler import SchedulerConnector
 from kvplug.errors import ConfigError
 from kvplug.metrics.prometheus import COUNTERS, prometheus_sinks
 from kvplug.metrics.reasons import Op, Reason
@@ -78,6 +80,65 @@ def test_one_registry_has_one_set_of_labels(registry: Any) -> None:
     prometheus_sinks(["engine"], {0: ["0"]}, registry)
     with pytest.raises(ConfigError, match="labels engine, and model were asked for"):
         prometheus_sinks(["model"], {0: ["0"]}, registry)
+
+
+class Wrapped:
+    """A counter as an engine has it that wraps Prometheus, and keeps its counters somewhere of its own."""
+
+    made: ClassVar[list[Wrapped]]
+
+    def __init__(self, name: str, documentation: str, labelnames: Sequence[str]) -> None:
+        self.name, self.documentation, self.labelnames = name, documentation, tuple(labelnames)
+        self.raised: dict[tuple[str, ...], float] = {}
+        self.made.append(self)
+
+    def labels(self, *values: str) -> Any:
+        assert len(values) == len(self.labelnames)
+
+        class Labelled:
+            def inc(_, amount: float) -> None:  # noqa: N805 - self is the counter's
+                self.raised[values] = self.raised.get(values, 0) + amount
+
+        return Labelled()
+
+
+@pytest.fixture
+def wrapped() -> type[Wrapped]:
+    class Ours(Wrapped):
+        made: ClassVar[list[Wrapped]] = []
+
+    return Ours
+
+
+def test_an_engines_own_class_makes_the_counters_and_prometheus_client_is_not_needed(
+    wrapped: type[Wrapped], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    prometheus_sinks(["engine"], {0: ["0"]}, counter=wrapped)[0].emit(snapshot(), {})
+    assert {counter.name: counter.labelnames for counter in wrapped.made} == {
+        name: ("engine", *ours) for name, (ours, _) in COUNTERS.items()
+    }
+    (transfers,) = (counter for counter in wrapped.made if counter.name == "kvplug_transfers_total")
+    assert transfers.raised == {("0", "load"): 2}
+
+
+def test_the_same_class_asked_again_raises_the_same_counters(wrapped: type[Wrapped]) -> None:
+    for index in (0, 1):
+        prometheus_sinks(["engine"], {index: [str(index)]}, counter=wrapped)[index].emit(snapshot(), {})
+    assert len(wrapped.made) == len(COUNTERS)
+    assert wrapped.made[0].raised == {("0", "load"): 2, ("1", "load"): 2}
+    with pytest.raises(ConfigError, match="labels engine, and model were asked for"):
+        prometheus_sinks(["model"], {0: ["0"]}, counter=wrapped)
+
+
+def test_a_registry_and_a_counter_are_not_both_taken(registry: Any, wrapped: type[Wrapped]) -> None:
+    with pytest.raises(ValueError, match="not both"):
+        prometheus_sinks([], {0: []}, registry, wrapped)
+
+
+def test_a_connector_makes_its_metrics_of_the_engines_class(wrapped: type[Wrapped]) -> None:
+    SchedulerConnector.build_prom_metrics(["engine"], {3: ["three"]}, counter=wrapped)[3].emit(snapshot(), {})
+    assert wrapped.made[0].raised == {("three", "load"): 2}
 
 
 def test_every_fault_of_the_labels_is_told_at_once(registry: Any) -> None:
