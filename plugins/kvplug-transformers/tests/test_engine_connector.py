@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from kvplug import RequestEnd
+from kvplug import RequestEnd, TimeoutError
 from kvplug_transformers.engine.engine import Engine
 from kvplug_transformers.engine.options import cache_config
 
@@ -164,6 +164,45 @@ def test_a_request_aborted_while_it_loads_keeps_its_blocks_until_the_load_has_en
     assert engine.scheduler.has_errands
     engine.settle(timeout=5)
     assert engine.scheduler.num_free_blocks == engine.options.num_blocks
+
+
+def test_a_request_aborted_while_it_loads_is_named_once_and_that_frees_what_the_connector_kept(
+    llama, random_prompt, engine_on, shelf
+):
+    prompt = random_prompt(50)
+    prefill(engine_on, llama, prompt)
+    shelf.steps_to_load = 3
+    engine = engine_on(llama, in_background=True)
+    engine.scheduler._connector.request_finished = lambda *_: (True, None)
+    sequence = engine.add(prompt, max_new_tokens=4)
+    engine.step()
+    engine.abort(sequence.request_id)
+    engine.settle(timeout=5)
+    assert engine.scheduler.num_free_blocks == engine.options.num_blocks
+    assert not engine.scheduler.has_errands  # nobody waits for it to be named as sent as well
+
+
+def test_a_connector_with_work_under_way_gets_steps_until_it_has_none(llama, random_prompt, engine_on, shelf):
+    engine = engine_on(llama)
+    asked = []
+
+    def has_pending_push_work():
+        asked.append(shelf.calls.count("build_connector_meta"))
+        return len(asked) < 4
+
+    engine.scheduler._connector.has_pending_push_work = has_pending_push_work
+    engine.add(random_prompt(5), max_new_tokens=1)
+    list(engine.run())
+    assert asked == []  # while a request is left nobody has to ask
+    engine.settle(timeout=5)
+    assert asked == [2, 3, 4, 5]  # steps so far, the first two for the request and its end
+
+
+def test_a_connector_whose_work_never_ends_is_not_waited_for_for_ever(llama, random_prompt, engine_on):
+    engine = engine_on(llama)
+    engine.scheduler._connector.has_pending_push_work = lambda: True
+    with pytest.raises(TimeoutError, match="wants more steps"):
+        engine.settle(timeout=0.05)
 
 
 def test_preempted_requests_are_named_before_their_blocks_are_overwritten_and_load_again(
