@@ -224,7 +224,7 @@ class EngineDouble:
             finished_sending=sending,
             finished_recving=receiving,
             invalid_block_ids=worker.get_block_ids_with_load_errors(),
-            worker_metadata=type(worker).aggregate_worker_metadata([worker.build_worker_metadata()]),
+            worker_metadata=worker.aggregate_worker_metadata([worker.build_worker_metadata()]),
         )
         if order.drafts:
             self._forward(planned, range(drafting, NUM_LAYERS), compute)

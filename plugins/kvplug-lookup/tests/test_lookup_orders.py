@@ -111,6 +111,61 @@ def assert_loads(engine: EngineDouble, name: str, token_ids: tuple[int, ...]) ->
     assert engine.is_right(token_ids, blocks, whole)
 
 
+class Noting:
+    """Writes down the calls that an engine makes to one side of its connector."""
+
+    def __init__(self, side: Any, calls: list[str]) -> None:
+        self._side, self._calls = side, calls
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._side, name)
+
+        def noting(*args: Any) -> Any:
+            self._calls.append(name)
+            return found(*args)
+
+        return noting
+
+
+BEGINS = ["bind_connector_metadata"]
+LAYER = ["wait_for_layer_load", "save_kv_layer"]
+REPORTS = ["get_finished", "get_block_ids_with_load_errors", "build_worker_metadata"]
+REPORTS += ["aggregate_worker_metadata"]
+
+
+@pytest.mark.parametrize(
+    ("order", "expected"),
+    [
+        (USUAL, ["start_load_kv", *3 * LAYER, "wait_for_save", *REPORTS]),
+        (LATE, [*3 * LAYER, "start_load_kv", "wait_for_save", *REPORTS]),
+        (DRAFTING, ["start_load_kv", *2 * LAYER, *REPORTS, *LAYER, "wait_for_save"]),
+        (LATE_AND_DRAFTING, [*2 * LAYER, "start_load_kv", *REPORTS, *LAYER, "wait_for_save"]),
+    ],
+)
+def test_the_double_calls_in_the_order_it_is_told(order: CallOrder, expected: list[str]) -> None:
+    calls: list[str] = []
+    with EngineDouble(config("producer"), listen="unix:") as prefill:
+        worker = prefill.worker
+        prefill.worker = Noting(worker, calls)
+        prefill.prefill(request_of("a", range(20)), order=order)
+        prefill.step([], order=order)
+        prefill.worker = worker
+    layers = set(LAYER)
+    beside = [name for name in expected if name not in layers]
+    ends = ["clear_connector_metadata"]
+    assert calls == [*BEGINS, *expected, *ends, *BEGINS, *beside, *ends]
+
+
+def test_block_tables_are_valid_while_a_step_is_planned_and_no_longer() -> None:
+    outputs: list[Any] = []
+    with EngineDouble(config("producer"), listen="unix:") as prefill:
+        build = prefill.scheduler.build_connector_meta
+        prefill.scheduler.build_connector_meta = lambda output: (outputs.append(output), build(output))[1]
+        prefill.prefill(request_of("a", range(20)))
+        with pytest.raises(KeyError):
+            outputs[0].block_ids("a")
+
+
 # -- other orders --------------------------------------------------------------------------------
 
 
