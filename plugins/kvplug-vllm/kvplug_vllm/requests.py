@@ -1,0 +1,86 @@
+"""vLLM's request in kvplug's words."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import TYPE_CHECKING, Any
+
+from kvplug import Request, RequestEnd
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request as VllmRequest
+
+
+class Requests:
+    """Translates requests, each again only when it has grown or lost its blocks since the last time.
+
+    A waiting request is asked about in every step, and a prompt may have a hundred thousand tokens.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[str, Request] = {}
+
+    def __getitem__(self, request: VllmRequest) -> Request:
+        known = self._known.get(request.request_id)
+        if (
+            known is None
+            or len(known.token_ids) != request.num_tokens
+            or known.num_prompt_tokens != request.num_prompt_tokens
+            or known.generation != request.num_preemptions
+        ):
+            known = Request(
+                request_id=request.request_id,
+                token_ids=tuple(request.all_token_ids),
+                num_prompt_tokens=request.num_prompt_tokens,
+                extra=known.extra if known is not None else extra_of(request),
+                generation=request.num_preemptions,
+                params=request.kv_transfer_params or {},
+            )
+            self._known[request.request_id] = known
+        return known
+
+    def forget(self, request_id: str) -> None:
+        self._known.pop(request_id, None)
+
+
+def extra_of(request: VllmRequest) -> bytes:
+    """What besides its tokens decides a request's KV: what vLLM puts into its own block hashes.
+
+    The adapter's name, every media item with its place, the cache salt, embeddings instead of tokens.
+    Empty for a request that is tokens only.
+    """
+    found: dict[str, Any] = {}
+    if request.lora_request is not None:
+        found["lora"] = request.lora_request.lora_name
+    if request.mm_features:
+        found["media"] = [
+            (feature.identifier, feature.mm_position.offset, feature.mm_position.length)
+            for feature in request.mm_features
+        ]
+    if request.cache_salt:
+        found["salt"] = request.cache_salt
+    if request.prompt_embeds is not None:
+        found["embeds"] = _digest_of(request.prompt_embeds)
+        if request.prompt_is_token_ids is not None:
+            found["embeds at"] = [at for at, is_id in enumerate(request.prompt_is_token_ids) if not is_id]
+    return json.dumps(found, sort_keys=True).encode() if found else b""
+
+
+def _digest_of(tensor: Any) -> str:
+    import torch
+
+    data = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+    header = f"{tensor.dtype} {list(tensor.shape)}".encode()
+    return hashlib.blake2b(header + data.tobytes(), digest_size=16).hexdigest()
+
+
+def end_of(request: VllmRequest) -> RequestEnd:
+    """How a request ended."""
+    from vllm.v1.request import RequestStatus
+
+    if request.status == RequestStatus.FINISHED_ABORTED:
+        return RequestEnd.ABORTED
+    if request.status in (RequestStatus.FINISHED_ERROR, RequestStatus.FINISHED_IGNORED):
+        return RequestEnd.FAILED
+    return RequestEnd.FINISHED

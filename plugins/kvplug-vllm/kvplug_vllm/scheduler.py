@@ -1,0 +1,199 @@
+"""The scheduler side: what vLLM's scheduler says, said to a SchedulerConnector, and its answers back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from kvplug import (
+    BlockIds,
+    BlocksRemoved,
+    BlocksStored,
+    CacheEvent,
+    ScheduledRequest,
+    SchedulerConnector,
+    SchedulerOutput,
+    WorkerOutput,
+)
+from kvplug.wire import decode
+from kvplug_vllm.carried import (
+    KvplugHandshakeMetadata,
+    KvplugMetadata,
+    KvplugStats,
+    KvplugWorkerMetadata,
+)
+from kvplug_vllm.requests import Requests, end_of
+
+if TYPE_CHECKING:
+    from vllm.distributed.kv_events import KVCacheEvent
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput as VllmSchedulerOutput
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request as VllmRequest
+
+
+class SchedulerSide:
+    """One SchedulerConnector in vLLM's scheduler.
+
+    It also keeps book of whose blocks vLLM holds until they are named, and tells the workers: they pass
+    on no name that vLLM does not wait for, since that would end its engine.
+    """
+
+    def __init__(self, connector: SchedulerConnector, *, tensor_parallel_size: int) -> None:
+        self.connector = connector
+        self._tensor_parallel_size = tensor_parallel_size
+        self._requests = Requests()
+        self._step = 0
+        self._in_background: dict[str, bool] = {}
+        """Of requests that were answered and not yet allocated: whether the load would be."""
+        self._loading: set[str] = set()
+        self._newly_loading: set[str] = set()
+        self._newly_held: set[str] = set()
+        self._worker_events: list[CacheEvent] = []
+
+    # -- of one request ------------------------------------------------------------------------
+
+    def on_new_request(self, request: VllmRequest) -> None:
+        self.connector.on_new_request(self._requests[request])
+
+    def get_num_new_matched_tokens(
+        self, request: VllmRequest, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        found, in_background = self.connector.get_num_new_matched_tokens(
+            self._requests[request], num_computed_tokens
+        )
+        self._in_background[request.request_id] = in_background
+        return found, in_background
+
+    def update_state_after_alloc(
+        self, request: VllmRequest, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        if self._in_background.pop(request.request_id, False) and num_external_tokens:
+            self._loading.add(request.request_id)
+            self._newly_loading.add(request.request_id)
+        self.connector.update_state_after_alloc(
+            self._requests[request], _block_ids(blocks.get_block_ids()), num_external_tokens
+        )
+
+    def request_finished(
+        self, request: VllmRequest, block_ids: Iterable[Iterable[int]]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        ended = (
+            self.connector.request_finished_all_groups
+            if self.connector.supports_hma
+            else self.connector.request_finished
+        )
+        request_id = request.request_id
+        holds, params = ended(self._requests[request], _block_ids(block_ids), end_of(request))
+        if holds and request_id not in self._loading:  # one that still loads is named as received instead
+            self._newly_held.add(request_id)
+        self._requests.forget(request_id)
+        self._in_background.pop(request_id, None)
+        return holds, params
+
+    # -- of one step ---------------------------------------------------------------------------
+
+    def build_connector_meta(self, output: VllmSchedulerOutput) -> KvplugMetadata:
+        self._step += 1
+        preempted = frozenset(output.preempted_req_ids or ())
+        plan = self.connector.build_connector_meta(
+            SchedulerOutput(
+                step=self._step,
+                scheduled=tuple(_scheduled(output)),
+                block_ids=_block_ids_of(output),
+                preempted_request_ids=preempted,
+                finished_request_ids=frozenset(output.finished_req_ids),
+            )
+        )
+        metadata = KvplugMetadata(
+            plan=plan,
+            preempted=preempted,
+            held=frozenset(self._newly_held),
+            loading=frozenset(self._newly_loading),
+        )
+        self._newly_held.clear()
+        self._newly_loading.clear()
+        return metadata
+
+    def update_connector_output(self, output: KVConnectorOutput) -> None:
+        said, stats = output.kv_connector_worker_meta, output.kv_connector_stats
+        received = frozenset(output.finished_recving or ())
+        self._loading -= received
+        if isinstance(said, KvplugWorkerMetadata):
+            self._worker_events += dict.fromkeys(said.events)  # each worker may tell of the same
+        self.connector.update_connector_output(
+            WorkerOutput(
+                finished_sending=frozenset(output.finished_sending or ()),
+                finished_recving=received,
+                invalid_block_ids=frozenset(output.invalid_block_ids),
+                worker_metadata=said.parts if isinstance(said, KvplugWorkerMetadata) else (),
+                stats=stats.data if isinstance(stats, KvplugStats) and stats.data else None,
+            )
+        )
+
+    def take_events(self) -> Iterator[KVCacheEvent]:
+        events, self._worker_events = self._worker_events, []
+        for event in (*events, *self.connector.take_events()):
+            yield _event(event)
+
+    def get_stats(self) -> KvplugStats | None:
+        snapshot = self.connector.get_stats()
+        return KvplugStats(data=dict(snapshot)) if snapshot else None
+
+    # -- at start ------------------------------------------------------------------------------
+
+    def set_handshake_metadata(self, metadata: dict[tuple[int, int], Any]) -> None:
+        """By (pipeline rank, tensor rank). What is not ours, a sibling's in a MultiConnector, is left out."""
+        self.connector.set_xfer_handshake_metadata(
+            {
+                pipeline_rank * self._tensor_parallel_size + tensor_rank: decode(said.payload)
+                for (pipeline_rank, tensor_rank), said in metadata.items()
+                if isinstance(said, KvplugHandshakeMetadata)
+            }
+        )
+
+
+def _block_ids(groups: Iterable[Iterable[int]]) -> BlockIds:
+    return tuple(tuple(group) for group in groups)
+
+
+def _block_ids_of(output: VllmSchedulerOutput) -> Any:
+    state = output.kv_connector_block_state
+    assert state is not None, "vLLM offers its block tables to connectors while it builds their metadata"
+
+    def block_ids(request_id: str) -> BlockIds:
+        groups = state.get_block_ids(request_id)
+        if groups is None:
+            raise KeyError(f"request {request_id} is not scheduled in this step")
+        return _block_ids(groups)
+
+    return block_ids
+
+
+def _scheduled(output: VllmSchedulerOutput) -> Iterator[ScheduledRequest]:
+    new, cached = output.scheduled_new_reqs, output.scheduled_cached_reqs
+    computed = [(request.req_id, request.num_computed_tokens) for request in new]
+    computed += zip(cached.req_ids, cached.num_computed_tokens, strict=True)
+    for request_id, num_computed_tokens in computed:
+        yield ScheduledRequest(
+            request_id=request_id,
+            num_computed_tokens=num_computed_tokens,
+            num_scheduled_tokens=output.num_scheduled_tokens[request_id],
+        )
+
+
+def _event(event: CacheEvent) -> KVCacheEvent:
+    from vllm.distributed.kv_events import BlockRemoved, BlockStored
+
+    if isinstance(event, BlocksStored):
+        return BlockStored(
+            block_hashes=list(event.block_hashes),
+            parent_block_hash=None,
+            token_ids=list(event.token_ids),
+            block_size=event.block_size,
+            lora_id=None,
+            lora_name=None,
+            medium=event.medium or None,
+        )
+    assert isinstance(event, BlocksRemoved)
+    return BlockRemoved(block_hashes=list(event.block_hashes), medium=event.medium or None)

@@ -1,0 +1,152 @@
+"""The worker side: vLLM's tensors and calls, handed to a WorkerConnector."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kvplug import KVCacheConfig, KVLayout, LayoutError, WorkerConnector
+from kvplug.wire import encode
+from kvplug_vllm.carried import (
+    KvplugHandshakeMetadata,
+    KvplugMetadata,
+    KvplugStats,
+    KvplugWorkerMetadata,
+)
+from kvplug_vllm.facts import in_memory_order
+
+if TYPE_CHECKING:
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import CopyBlocksOp
+
+_log = logging.getLogger(__name__)
+
+
+class WorkerSide:
+    """One WorkerConnector in one of vLLM's workers.
+
+    vLLM runs its model, and with it all of these calls, in torch's inference mode. A tensor made there can
+    never be written to by a thread outside it, and connectors have threads: so every call steps out of the
+    mode first.
+    """
+
+    def __init__(self, connector: WorkerConnector, cache: KVCacheConfig) -> None:
+        self.connector = connector
+        self._layouts: dict[str, KVLayout] = {
+            name: group.layout for group in cache.groups for name in group.layer_names
+        }
+        self._caches: dict[str, torch.Tensor] = {}
+        self._held: set[str] = set()
+        self._loading: set[str] = set()
+
+    # -- at start ------------------------------------------------------------------------------
+
+    @torch.inference_mode(False)
+    def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+        missing = [name for name in self._layouts if name not in kv_caches]
+        if missing:
+            raise LayoutError(f"vLLM registered no cache for {', '.join(missing)}, which its config names")
+        self._caches = {
+            name: in_memory_order(_writable_anywhere(kv_caches[name]), layout)
+            for name, layout in self._layouts.items()
+        }
+        self.connector.register_kv_caches(self._caches)
+
+    def set_host_xfer_buffer_ops(self, copy: CopyBlocksOp) -> None:
+        def copy_blocks(
+            sources: Mapping[str, torch.Tensor],
+            destinations: Mapping[str, torch.Tensor],
+            source_block_ids: Any,
+            destination_block_ids: Any,
+        ) -> None:
+            from_host = all(tensor.device.type == "cpu" for tensor in sources.values())
+            copy(
+                dict(sources),
+                dict(destinations),
+                list(source_block_ids),
+                list(destination_block_ids),
+                "h2d" if from_host else "d2h",
+            )
+
+        self.connector.set_host_xfer_buffer_ops(copy_blocks)
+
+    def get_handshake_metadata(self) -> KvplugHandshakeMetadata | None:
+        said = self.connector.get_handshake_metadata()
+        return None if said is None else KvplugHandshakeMetadata(encode(said))
+
+    # -- each step -----------------------------------------------------------------------------
+
+    @torch.inference_mode(False)
+    def handle_preemptions(self, metadata: KvplugMetadata) -> None:
+        if metadata.preempted:
+            self.connector.handle_preemptions(metadata.preempted)
+
+    @torch.inference_mode(False)
+    def bind(self, metadata: KvplugMetadata) -> None:
+        self._held |= metadata.held
+        self._loading |= metadata.loading
+        self.connector.bind_connector_metadata(metadata.plan)
+
+    @torch.inference_mode(False)
+    def clear(self) -> None:
+        self.connector.clear_connector_metadata()
+
+    @torch.inference_mode(False)
+    def start_load_kv(self) -> None:
+        self.connector.start_load_kv()
+
+    @torch.inference_mode(False)
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        if layer_name in self._layouts:  # else a layer that uses another's cache
+            self.connector.wait_for_layer_load(layer_name)
+
+    @torch.inference_mode(False)
+    def save_kv_layer(self, layer_name: str) -> None:
+        if layer_name in self._caches:
+            self.connector.save_kv_layer(layer_name, self._caches[layer_name])
+
+    @torch.inference_mode(False)
+    def wait_for_save(self) -> None:
+        self.connector.wait_for_save()
+
+    @torch.inference_mode(False)
+    def get_finished(self, finished_request_ids: set[str]) -> tuple[set[str], set[str]]:
+        sent, received = self.connector.get_finished(frozenset(finished_request_ids))
+        return _expected(sent, self._held, "sent"), _expected(received, self._loading, "received")
+
+    @torch.inference_mode(False)
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return set(self.connector.get_block_ids_with_load_errors())
+
+    def get_stats(self) -> KvplugStats | None:
+        snapshot = self.connector.get_stats()
+        return KvplugStats(data=dict(snapshot)) if snapshot else None
+
+    def build_worker_metadata(self) -> KvplugWorkerMetadata | None:
+        said, events = self.connector.build_worker_metadata(), tuple(self.connector.take_events())
+        if said is None and not events:
+            return None
+        return KvplugWorkerMetadata(() if said is None else (said,), events)
+
+
+def _expected(named: frozenset[str], waited_for: set[str], how: str) -> set[str]:
+    """Those of the named that vLLM waits for, once each. Another would fail an assertion in its engine."""
+    stray = named - waited_for
+    if stray:
+        _log.error(
+            "the connector named %s as %s, which it did not keep, or has named before: not passed on",
+            ", ".join(sorted(stray)),
+            how,
+        )
+    waited_for -= named
+    return set(named - stray)
+
+
+def _writable_anywhere(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as a tensor that threads outside inference mode may write to."""
+    if not tensor.is_inference():
+        return tensor
+    alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return alias.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())

@@ -1,0 +1,91 @@
+"""Fixtures for kvplug inside vLLM. Without vLLM nothing here is collected: `tox run -e vllm` has it."""
+
+from __future__ import annotations
+
+import importlib.util
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+collect_ignore_glob = [] if importlib.util.find_spec("vllm") else ["test_*.py"]
+
+FOLDER = Path(__file__).parent
+LENGTHS = {100: 40, 300: 300, 700: 650, 1500: 200}
+"""Tokens in a prompt, and where in the text it begins."""
+
+
+def module_of(name: str) -> Any:
+    """A module beside this file; test files are not importable by name."""
+    spec = importlib.util.spec_from_file_location(f"kvplug_vllm_tests_{name}", FOLDER / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+engines = module_of("engines")
+
+
+@pytest.fixture(scope="session")
+def model() -> str:
+    """A folder with the demo's model, as vLLM loads it."""
+    from kvplug_transformers.model.bundled import find_gguf
+    from kvplug_transformers.model.convert import converted
+
+    return str(converted(find_gguf()))
+
+
+@pytest.fixture(scope="session")
+def prompts(model: str, pytestconfig: pytest.Config) -> dict[int, list[int]]:
+    """Length in tokens to a prompt of that length: real text, different from the first token on."""
+    from tokenizers import Tokenizer
+
+    text = (pytestconfig.rootpath / "LICENSE").read_text(encoding="utf-8")
+    tokens = Tokenizer.from_file(str(Path(model) / "tokenizer.json")).encode(" ".join(text.split())).ids
+    return {length: tokens[start : start + length] for length, start in LENGTHS.items()}
+
+
+@pytest.fixture(scope="session")
+def start(model: str) -> Callable[..., AbstractContextManager[Any]]:
+    """``start(transfer_config, **settings)``: an engine in a process of its own; see engines.py."""
+
+    def start_engine(transfer: dict[str, Any] | None = None, **more: Any) -> AbstractContextManager[Any]:
+        return engines.engine(model, transfer, **more)
+
+    return start_engine
+
+
+@pytest.fixture(scope="session")
+def alone(start: Any, prompts: dict[int, list[int]]) -> dict[int, tuple[int, ...]]:
+    """What one engine that knows nothing of kvplug says to each prompt."""
+    with start() as only:
+        return {length: only.one(prompt).tokens for length, prompt in prompts.items()}
+
+
+@pytest.fixture(scope="module")
+def exits() -> Iterator[ExitStack]:
+    """Closes what a module's fixtures opened, the last first."""
+    with ExitStack() as stack:
+        yield stack
+
+
+@pytest.fixture
+def port() -> int:
+    return free_port()
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+@pytest.fixture(scope="session")
+def config_for() -> Callable[..., dict[str, Any]]:
+    """``config_for(role, port, **extra)``: a kv-transfer-config for the connector "lookup"."""
+    return engines.transfer_config

@@ -1,0 +1,264 @@
+"""Real vLLM engines for the tests, each in a process of its own that answers orders.
+
+Everything of an engine is in that one process (no engine-core process, executor "uni"), so that killing
+it kills all of it. Where vLLM's own processes are the point, tests start its API server instead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import os
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import attrs
+
+from kvplug.testing import peers
+
+START_S = 240.0
+"""An engine starts in 20 s; on a machine that does three other things, in a minute or two."""
+
+QUIET = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_NO_USAGE_STATS": "1",  # it would report home
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+
+HOST = "127.0.0.1"
+
+
+@attrs.frozen
+class Answer:
+    """What an engine said to one prompt."""
+
+    tokens: tuple[int, ...]
+    num_cached: int
+    finish_reason: str
+    params: Mapping[str, Any] | None = None
+
+
+class Engine:
+    """The test's end of one engine process."""
+
+    def __init__(self, peer: peers.Peer) -> None:
+        self.peer = peer
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        max_tokens: int = 16,
+        timeout: float = 120.0,
+        **more: Any,
+    ) -> list[Answer]:
+        """Greedy. ``more`` goes to ``SamplingParams``, but for ``salt``, which goes to the prompts."""
+        order = {"prompts": [list(prompt) for prompt in prompts], "max_tokens": max_tokens, **more}
+        answers = self.ask("generate", timeout=timeout, **order)
+        return [Answer(tuple(tokens), *rest) for tokens, *rest in answers]
+
+    def one(self, prompt: Sequence[int], **more: Any) -> Answer:
+        return self.generate([prompt], **more)[0]
+
+    def metrics(self) -> dict[str, float]:
+        """Series of kvplug's in the engine's Prometheus registry: name and labels to value."""
+        return dict(self.ask("metrics"))
+
+    def state(self) -> dict[str, Any]:
+        """What the scheduler holds: requests, has_requests, used_blocks."""
+        return dict(self.ask("state"))
+
+    def ask(self, order: str, *, timeout: float = 60.0, **arguments: Any) -> Any:
+        self.peer.send({"order": order, **arguments})
+        return self.peer.recv(timeout=timeout)
+
+
+@contextlib.contextmanager
+def engine(
+    model: str,
+    transfer: Mapping[str, Any] | None = None,
+    *,
+    setup: str = "",
+    env: Mapping[str, str] | None = None,
+    life_s: float = 900.0,
+    **settings: Any,
+) -> Iterator[Engine]:
+    """A vLLM engine. ``transfer``: its kv-transfer-config. ``settings``: more arguments of ``LLM``.
+
+    ``setup``: ``"package.module:function"`` or ``"file.py:function"``, called in the process before the
+    engine is made, to put faults and recorders in place.
+    """
+    environment = {**QUIET, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", **(env or {})}
+    arguments = {"model": model, "transfer": None if transfer is None else dict(transfer), **settings}
+    with peers.start(_serve, arguments, setup, timeout_s=life_s, env=environment) as peer:
+        assert peer.recv(timeout=START_S) == "ready"
+        yield Engine(peer)
+        peer.send({"order": "stop"})
+        peer.result(timeout=60.0)
+
+
+def transfer_config(role: str, port: int, **extra: Any) -> dict[str, Any]:
+    """What ``--kv-transfer-config`` says: connector "lookup" on loopback."""
+    policy = {key: extra.pop(key) for key in ("kv_load_failure_policy", "engine_id") if key in extra}
+    return {
+        "kv_connector": "KvplugConnector",
+        "kv_role": role,
+        **policy,
+        "kv_connector_extra_config": {
+            "connector": "lookup",
+            "transport": "auto",
+            "host": HOST,
+            "port": port,
+            **extra,
+        },
+    }
+
+
+# -- in the engine's process ------------------------------------------------------------------------
+
+
+def _serve(parent: peers.Parent, settings: dict[str, Any], setup: str) -> None:
+    warnings.simplefilter("ignore")
+    if setup:
+        _call(setup)
+    from vllm import LLM
+    from vllm.config import KVTransferConfig
+
+    transfer = settings.pop("transfer")
+    usual = {
+        "enforce_eager": True,
+        "max_num_seqs": 4,
+        "max_model_len": 2048,
+        "dtype": "float32",
+        "disable_log_stats": False,
+        "distributed_executor_backend": "uni",
+    }
+    llm = LLM(
+        kv_transfer_config=None if transfer is None else KVTransferConfig(**transfer), **(usual | settings)
+    )
+    orders = _Orders(llm)
+    parent.send("ready")
+    while True:
+        order = parent.recv(timeout=None)
+        name = order.pop("order")
+        if name == "stop":
+            orders.stop()
+            return
+        parent.send(getattr(orders, name)(**order))
+
+
+def _call(where: str) -> None:
+    import importlib.util
+
+    path, _, name = where.rpartition(":")
+    spec = importlib.util.spec_from_file_location("engine_setup", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    getattr(module, name)()
+
+
+class _Orders:
+    def __init__(self, llm: Any) -> None:
+        self._llm = llm
+        self._number = 0
+
+    @property
+    def _core(self) -> Any:
+        return self._llm.llm_engine.engine_core.engine_core
+
+    def generate(
+        self, prompts: list[list[int]], max_tokens: int, salt: str | None = None, **more: Any
+    ) -> list[Any]:
+        from vllm import SamplingParams
+
+        sampling = SamplingParams(max_tokens=max_tokens, temperature=0, **more)
+        asked = [{"prompt_token_ids": prompt, **({"cache_salt": salt} if salt else {})} for prompt in prompts]
+        outputs = self._llm.generate(asked, sampling, use_tqdm=False)
+        return [
+            [
+                list(output.outputs[0].token_ids),
+                output.num_cached_tokens or 0,
+                output.outputs[0].finish_reason,
+                output.kv_transfer_params,
+            ]
+            for output in outputs
+        ]
+
+    def begin(self, prompt: list[int], max_tokens: int) -> str:
+        """Add a request; the engine is stepped by other orders."""
+        from vllm import SamplingParams
+
+        self._number += 1
+        request_id = f"begun-{self._number}"
+        self._llm.llm_engine.add_request(
+            request_id,
+            {"prompt_token_ids": prompt},
+            SamplingParams(max_tokens=max_tokens, temperature=0),
+        )
+        return request_id
+
+    def step(self, times: int = 1) -> list[Any]:
+        """Step the engine; returns (request id, finish reason) of what finished."""
+        finished = []
+        for _ in range(times):
+            outputs = self._llm.llm_engine.step()
+            finished += [
+                [output.request_id, output.outputs[0].finish_reason] for output in outputs if output.finished
+            ]
+        return finished
+
+    def abort(self, request_id: str) -> None:
+        self._llm.llm_engine.abort_request([request_id])
+
+    def state(self) -> dict[str, Any]:
+        """What the scheduler still holds."""
+        scheduler = self._core.scheduler
+        pool = scheduler.kv_cache_manager.block_pool
+        return {
+            "requests": sorted(scheduler.requests),
+            "has_requests": scheduler.has_requests(),
+            "used_blocks": pool.num_gpu_blocks - 1 - pool.get_num_free_blocks(),
+        }
+
+    def metrics(self) -> dict[str, float]:
+        """kvplug's series in this process's Prometheus registry."""
+        import prometheus_client
+
+        found: dict[str, float] = {}
+        for metric in prometheus_client.REGISTRY.collect():
+            for sample in metric.samples:
+                if sample.name.startswith("kvplug_") and sample.name.endswith("_total"):
+                    label = ",".join(f"{key}={value}" for key, value in sorted(sample.labels.items()))
+                    found[f"{sample.name}{{{label}}}"] = sample.value
+        return found
+
+    def call(self, where: str, **arguments: Any) -> Any:
+        """A function of the setup's file, with the engine."""
+        path, _, name = where.rpartition(":")
+        return getattr(_module(path), name)(self._llm, **arguments)
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def stop(self) -> None:
+        self._llm.llm_engine.engine_core.shutdown()
+        del self._llm
+        gc.collect()
+
+
+@functools.cache
+def _module(path: str) -> Any:
+    import importlib.util
+
+    spec = importlib.util.spec_from_file_location("engine_functions", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
