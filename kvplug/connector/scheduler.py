@@ -52,7 +52,7 @@ class SchedulerConnector(abc.ABC):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """KV that is handed off at the end of a request must arrive.
+        """KV that is handed off at the end of a request must arrive. The same for a connector's whole life.
 
         The engine then computes a request again that it preempted while its hand-off was still pending,
         instead of letting it finish without its blocks. False: best effort, a lost save is a later miss.

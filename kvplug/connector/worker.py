@@ -38,11 +38,10 @@ class WorkerConnector(abc.ABC):
     Two calls of a step may come later, each for itself. ``start_load_kv`` comes before the forward pass
     only where a request of this step needs its loads; otherwise, all of them being in the background, it
     may come after it, or in a step without one. So nothing but loads begins there; whatever else a step
-    needs begins in ``bind_connector_metadata``. ``wait_for_save`` and
-    ``clear_connector_metadata`` come last of all, after ``build_worker_metadata``, in an engine that
-    drafts (speculative decoding); so do its draft model's layers. So the loads that the step needs have
-    ended by whichever comes first of ``wait_for_save``, ``get_finished`` and
-    ``get_block_ids_with_load_errors``.
+    needs begins in ``bind_connector_metadata``. ``wait_for_save`` comes after ``build_worker_metadata`` in
+    an engine that drafts (speculative decoding), since its draft model's layers do. So the loads that the
+    step needs have ended by whichever comes first of ``wait_for_save``, ``get_finished`` and
+    ``get_block_ids_with_load_errors``. ``clear_connector_metadata`` is the last call in either case.
 
     None of these raises because a transfer failed: that is a load error or a counted save failure.
     """

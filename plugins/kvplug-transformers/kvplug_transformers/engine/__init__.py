@@ -1,6 +1,7 @@
 """A small paged engine: the reference for how an engine calls a connector.
 
 Read it in this order: ``blocks`` (the pages), ``sequence`` (one request's life), ``scheduler`` (decides, and
-talks to the scheduler side of the connector), ``pages`` and ``attention`` (the paged cache inside a
-Hugging Face model), ``worker`` (computes, and talks to the worker side), ``engine`` (one loop around both).
+talks to the scheduler side of the connector), ``batch`` (where each token goes), ``pages`` and ``attention``
+(the paged cache inside a Hugging Face model), ``worker`` (computes, and talks to the worker side), ``engine``
+(one loop around both).
 """
