@@ -45,7 +45,7 @@ class StepPlan:
 
     step: int = 0
     """The engine's number of it."""
-    heard: int = 0
+    heard: int = -1
     """The latest step that a worker side has reported something about and that the scheduler side had
     heard of when it made this plan: with several steps in flight not always the step before."""
     loads: tuple[LoadPlan, ...] = ()

@@ -65,8 +65,8 @@ class LookupScheduler(SchedulerConnector):
         self._tracked: dict[str, _Tracked] = {}
         self._planned_loads: list[LoadPlan] = []
         self._forget: list[str] = []
-        self._heard = 0
-        """The latest step that a worker has reported something about."""
+        self._heard = -1
+        """The latest step that a worker has reported something about; -1: none."""
         self._replicas: tuple[Replica, ...] = ()
         if self._loads:
             self._replicas = tuple(
