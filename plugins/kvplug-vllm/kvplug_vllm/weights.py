@@ -20,8 +20,9 @@ _FORMATS = frozenset({"auto", "hf", "safetensors", "instanttensor", "fastsafeten
 def fingerprint_of(vllm_config: VllmConfig) -> str:
     """Of the safetensors files that this engine loads; empty (not compared) for anything else.
 
-    A hash over name, dtype, shape and two rows of every tensor: whatever the files are called, however
-    many there are, different weights differ, and it costs milliseconds.
+    A hash over name, dtype, shape and two rows of every tensor (the whole of it where it is a vector):
+    whatever the files are called, however many there are, different weights differ, and it costs
+    milliseconds.
     """
     model, load = vllm_config.model_config, vllm_config.load_config
     if load.load_format not in _FORMATS:
@@ -57,8 +58,11 @@ def _hash_of(files: tuple[Path, ...]) -> str:
             for name in tensors.keys():  # noqa: SIM118 - no mapping
                 tensor = tensors.get_slice(name)
                 shape = tensor.get_shape()
-                middle = shape[0] // 2 if shape else 0
-                rows = [tensor[:1], tensor[middle : middle + 1]] if shape and 0 not in shape else []
+                if len(shape) < 2:  # norms, biases, scales: small
+                    rows = [tensors.get_tensor(name).view(-1)]
+                else:
+                    middle = shape[0] // 2
+                    rows = [tensor[:1], tensor[middle : middle + 1]]
                 data = b"".join(row.contiguous().view(torch.uint8).numpy().tobytes() for row in rows)
                 samples[name] = f"{name} {tensor.get_dtype()} {shape} ".encode() + data
     digest = hashlib.blake2b(digest_size=16)

@@ -1,0 +1,250 @@
+"""What vLLM's configuration says, in kvplug's words; and what is refused because it cannot be said."""
+
+from __future__ import annotations
+
+import warnings
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from kvplug import ConfigError, KVLayout, LayoutError, UnsupportedError
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from vllm.config import KVTransferConfig
+    from vllm.v1.kv_cache_interface import (
+        FullAttentionSpec,
+        KVCacheConfig,
+        KVCacheGroupSpec,
+        KVQuantMode,
+        MLAAttentionSpec,
+        SlidingWindowSpec,
+    )
+
+    from kvplug_vllm.facts import (
+        cache_of,
+        config_of,
+        in_memory_order,
+        model_of,
+        parallelism_of,
+        vllm_layout,
+    )
+
+FULL = FullAttentionSpec(block_size=32, num_kv_heads=3, head_size=64, dtype=torch.float32)
+LATENT = MLAAttentionSpec(block_size=64, num_kv_heads=1, head_size=576, dtype=torch.bfloat16)
+
+
+def cache_config(spec: Any = FULL, layout: str | None = "LBHNC", groups: int = 1) -> KVCacheConfig:
+    return KVCacheConfig(
+        num_blocks=7,
+        kv_cache_tensors=[],
+        kv_cache_groups=[
+            KVCacheGroupSpec([f"model.layers.{group}.attn", f"model.layers.{group}1.attn"], spec)
+            for group in range(groups)
+        ],
+        kv_cache_layout=layout,
+    )
+
+
+def vllm_config(**more: Any) -> Any:
+    """As much of a VllmConfig as is looked at."""
+    hf = SimpleNamespace(model_type="llama", rope_parameters={"rope_type": "default", "rope_theta": 1e5})
+    parallel = {
+        "rank": 0,
+        "world_size": 1,
+        "tensor_parallel_size": 1,
+        "data_parallel_index": 0,
+        "decode_context_parallel_size": 1,
+        "prefill_context_parallel_size": 1,
+    }
+    return SimpleNamespace(
+        kv_transfer_config=more.get("transfer"),
+        parallel_config=SimpleNamespace(**{**parallel, **more.get("parallel", {})}),
+        model_config=SimpleNamespace(
+            served_model_name="smol",
+            model="no/such-model",
+            model_weights="",
+            revision=None,
+            hf_text_config=hf,
+            get_total_num_hidden_layers=lambda: 30,
+            get_total_num_kv_heads=lambda: 6,
+            get_layers_start_end_indices=lambda parallel: (10, 20),
+        ),
+        load_config=SimpleNamespace(load_format="auto", download_dir=None),
+        cache_config=SimpleNamespace(cache_dtype="auto"),
+        compilation_config=SimpleNamespace(static_forward_context=more.get("layers", {})),
+    )
+
+
+def transfer(**more: Any) -> KVTransferConfig:
+    return KVTransferConfig(
+        kv_connector="KvplugConnector", kv_role="kv_producer", kv_connector_extra_config=more
+    )
+
+
+# -- the configuration ------------------------------------------------------------------------------
+
+
+def test_the_extra_config_is_kvplugs_own() -> None:
+    extra = {"connector": "lookup", "transport": "cpu", "host": "127.0.0.1", "port": 29555}
+    config = config_of(vllm_config(transfer=transfer(**extra, buffer_size="1 GiB")))
+    assert (config.connector, config.transport, config.role) == ("lookup", "cpu", "producer")
+    assert (config.host, config.port, config.buffer_size) == ("127.0.0.1", 29555, 1 << 30)
+    assert config.failure_policy == "fail", "vLLM's default, which vLLM applies"
+
+
+def test_every_fault_of_the_extra_config_is_told_at_once() -> None:
+    with pytest.raises(ConfigError) as e:
+        config_of(vllm_config(transfer=transfer(conector="lookup", port="many")))
+    assert len(e.value.faults) == 2
+    assert "conector" in str(e.value)
+    assert "did you mean 'connector'" in str(e.value)
+
+
+def test_each_data_parallel_rank_takes_ports_of_its_own() -> None:
+    parallel = {"data_parallel_index": 3, "world_size": 2}
+    config = config_of(vllm_config(transfer=transfer(port=5000), parallel=parallel))
+    assert (config.port, config.port_offset) == (5000, 6)
+
+
+# -- cache and layout ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("layout", "axes"),
+    [
+        ("LBHNC", "BHTKD"),
+        ("LBNHC", "BTHKD"),
+        ("LHBNC", "HBTKD"),
+        ("BLHNC", "BHTKD"),
+        ("BLNHC", "BTHKD"),
+        ("BHLNC", "BHTKD"),
+    ],
+)
+def test_the_layout_is_the_declared_one(layout: str, axes: str) -> None:
+    (group,) = cache_of(vllm_config(), cache_config(layout=layout)).groups
+    assert group.layout.axes == axes
+    assert group.layout.sizes == {"K": 2, "B": 7, "T": 32, "H": 3, "D": 64}
+    assert group.layer_names == ("model.layers.0.attn", "model.layers.01.attn")
+
+
+def test_latent_attention_has_one_vector_per_token() -> None:
+    (group,) = cache_of(vllm_config(), cache_config(LATENT)).groups
+    assert (group.layout.axes, group.layout.sizes) == ("BTD", {"B": 7, "T": 64, "D": 576})
+    model = model_of(vllm_config(), cache_config(LATENT))
+    assert (model.attention, model.num_kv_heads, model.head_size) == ("mla", 1, 576)
+
+
+def test_tensors_come_in_the_order_of_memory_and_their_strides_are_checked() -> None:
+    memory = torch.arange(7 * 32 * 3 * 128, dtype=torch.float32)
+    heads_inside = memory.view(7, 32, 3, 128).permute(0, 2, 1, 3)  # logical [B, H, N, C], LBNHC in memory
+    layout = cache_of(vllm_config(), cache_config(layout="LBNHC")).groups[0].layout
+    ours = in_memory_order(heads_inside, layout)
+    layout.check(ours)
+    assert ours.shape == (7, 32, 3, 128)
+    assert ours.data_ptr() == memory.data_ptr()
+    wrong = cache_of(vllm_config(), cache_config(layout="LBHNC")).groups[0].layout
+    with pytest.raises(LayoutError, match="memory order"):
+        wrong.check(in_memory_order(heads_inside, wrong))
+
+
+def test_blocks_that_a_kernel_cuts_are_refused_with_what_to_change() -> None:
+    layout = KVLayout("BHTKD", {"B": 7, "T": 32, "H": 3, "D": 64})
+    with pytest.raises(LayoutError, match=r"14 blocks where its scheduler counts 7: .* --block-size"):
+        in_memory_order(torch.zeros(14, 3, 16, 128), layout)
+
+
+def test_the_block_format_names_the_release_and_the_kernel() -> None:
+    class Backend:
+        @staticmethod
+        def get_name() -> str:
+            return "SOME_ATTN"
+
+    layer = SimpleNamespace(get_attn_backend=lambda: Backend)
+    config = vllm_config(layers={"model.layers.0.attn": layer})
+    (group,) = cache_of(config, cache_config()).groups
+    assert group.layout.block_format == "vllm 0.32 SOME_ATTN"
+    (group,) = cache_of(vllm_config(), cache_config()).groups
+    assert group.layout.block_format == "vllm 0.32", "the scheduler's process knows no kernel"
+
+
+def quantised() -> FullAttentionSpec:
+    return FullAttentionSpec(
+        block_size=32,
+        num_kv_heads=3,
+        head_size=64,
+        dtype=torch.uint8,
+        kv_quant_mode=KVQuantMode.FP8_PER_TENSOR,
+    )
+
+
+@pytest.mark.parametrize(
+    ("spec", "why"),
+    [
+        (
+            SlidingWindowSpec(
+                block_size=32, num_kv_heads=3, head_size=64, dtype=torch.float32, sliding_window=128
+            ),
+            "SlidingWindowSpec: kvplug moves the KV of full attention",
+        ),
+        (quantised(), r"quantised KV cache \(FP8_PER_TENSOR\)"),
+        (
+            FullAttentionSpec(
+                block_size=32, num_kv_heads=3, head_size=64, head_size_v=32, dtype=torch.float32
+            ),
+            "keys have 64 elements per head and values 32",
+        ),
+        (
+            FullAttentionSpec(
+                block_size=32, num_kv_heads=3, head_size=64, dtype=torch.float32, num_head_slots=4
+            ),
+            "no plain keys and values",
+        ),
+    ],
+    ids=["sliding window", "quantised", "unequal", "slots"],
+)
+def test_what_cannot_be_moved_is_refused_by_name(spec: Any, why: str) -> None:
+    with pytest.raises(UnsupportedError, match=why):
+        cache_of(vllm_config(), cache_config(spec))
+
+
+def test_a_cache_that_does_not_say_how_it_lies_is_refused() -> None:
+    with pytest.raises(ConfigError, match="kv_cache_layout is None"):
+        cache_of(vllm_config(), cache_config(layout=None))
+
+
+def test_several_groups_are_handed_on_for_the_connector_to_judge() -> None:
+    assert len(cache_of(vllm_config(), cache_config(groups=2)).groups) == 2
+
+
+def test_layouts_that_vllm_lacks_are_refused() -> None:
+    assert vllm_layout("BTHKD") == "LBNHC"
+    with pytest.raises(ConfigError, match="KBTHD"):
+        vllm_layout("KBTHD")
+
+
+# -- model and parallelism ----------------------------------------------------------------------------
+
+
+def test_the_model_is_described_by_what_decides_its_kv() -> None:
+    model = model_of(vllm_config(), cache_config())
+    assert (model.num_layers, model.num_kv_heads, model.head_size, model.dtype) == (30, 6, 64, "float32")
+    assert "rope_theta" in model.rope
+    assert model.window is None
+    assert model.weights == "", "of a model that is not here nothing is known"
+
+
+def test_where_a_worker_stands() -> None:
+    parallel = {"rank": 5, "world_size": 8, "tensor_parallel_size": 4}
+    found = parallelism_of(vllm_config(parallel=parallel))
+    assert (found.worker_rank, found.num_workers) == (5, 8)
+    assert (found.tensor_rank, found.tensor_size) == (1, 4)
+    assert (found.first_layer, found.end_layer) == (10, 20)
+
+
+@pytest.mark.parametrize("name", ["decode_context_parallel_size", "prefill_context_parallel_size"])
+def test_tokens_split_over_ranks_are_refused(name: str) -> None:
+    with pytest.raises(UnsupportedError, match=f"{name} is 2"):
+        parallelism_of(vllm_config(parallel={name: 2}))

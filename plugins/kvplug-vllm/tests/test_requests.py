@@ -1,0 +1,100 @@
+"""vLLM's request in kvplug's words: what its KV is of, and nothing that another's could be taken for."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from kvplug import RequestEnd
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from vllm import SamplingParams
+    from vllm.v1.request import Request, RequestStatus
+
+    from kvplug_vllm.requests import Requests, end_of, extra_of
+
+
+def request_of(**more: Any) -> Request:
+    given = {
+        "request_id": "r",
+        "prompt_token_ids": [5, 6, 7],
+        "sampling_params": SamplingParams(max_tokens=4),
+        "pooling_params": None,
+    }
+    return Request(**{**given, **more})
+
+
+def media(identifier: str, offset: int) -> Any:
+    return SimpleNamespace(
+        identifier=identifier, mm_position=SimpleNamespace(offset=offset, length=2, get_num_embeds=lambda: 2)
+    )
+
+
+def test_a_request_of_tokens_has_no_extra() -> None:
+    assert extra_of(request_of()) == b""
+
+
+def test_whatever_decides_the_kv_makes_another_extra() -> None:
+    embeds = torch.arange(12, dtype=torch.float32).view(3, 4)
+    different = [
+        request_of(),
+        request_of(cache_salt="a"),
+        request_of(cache_salt="b"),
+        request_of(lora_request=SimpleNamespace(lora_name="a")),
+        request_of(lora_request=SimpleNamespace(lora_name="b"), cache_salt="a"),
+        request_of(mm_features=[media("cat", 0)]),
+        request_of(mm_features=[media("dog", 0)]),
+        request_of(mm_features=[media("cat", 1)]),
+        request_of(mm_features=[media("cat", 0), media("dog", 1)]),
+        request_of(prompt_token_ids=None, prompt_embeds=embeds),
+        request_of(prompt_token_ids=None, prompt_embeds=embeds + 1),
+        request_of(prompt_embeds=embeds, prompt_is_token_ids=[True, False, False]),
+        request_of(prompt_embeds=embeds, prompt_is_token_ids=[False, False, True]),
+    ]
+    extras = [extra_of(request) for request in different]
+    for (one, ours), (other, theirs) in itertools.combinations(enumerate(extras), 2):
+        assert ours != theirs, (one, other)
+    assert extras == [extra_of(request) for request in different]
+
+
+def test_a_request_is_translated_anew_when_it_has_grown_or_lost_its_blocks() -> None:
+    requests, theirs = Requests(), request_of()
+    first = requests[theirs]
+    assert (first.token_ids, first.num_prompt_tokens, first.generation) == ((5, 6, 7), 3, 0)
+    assert requests[theirs] is first
+    theirs.append_output_token_ids(8)
+    grown = requests[theirs]
+    assert (grown.token_ids, grown.num_prompt_tokens) == ((5, 6, 7, 8), 3)
+    theirs.num_preemptions += 1
+    assert requests[theirs].generation == 1
+    requests.forget("r")
+    assert requests[theirs] is not grown
+
+
+def test_parameters_of_the_client_are_handed_on() -> None:
+    params = {"do_remote_prefill": True}
+    sampling = SamplingParams(max_tokens=4, extra_args={"kv_transfer_params": params})
+    assert Requests()[request_of(sampling_params=sampling)].params == params
+
+
+@pytest.mark.parametrize(
+    ("status", "end"),
+    [
+        (RequestStatus.FINISHED_STOPPED, RequestEnd.FINISHED),
+        (RequestStatus.FINISHED_LENGTH_CAPPED, RequestEnd.FINISHED),
+        (RequestStatus.FINISHED_REPETITION, RequestEnd.FINISHED),
+        (RequestStatus.FINISHED_ABORTED, RequestEnd.ABORTED),
+        (RequestStatus.FINISHED_IGNORED, RequestEnd.FAILED),
+        (RequestStatus.FINISHED_ERROR, RequestEnd.FAILED),
+    ],
+)
+def test_how_a_request_ended(status: Any, end: RequestEnd) -> None:
+    request = request_of()
+    request.status = status
+    assert end_of(request) is end
