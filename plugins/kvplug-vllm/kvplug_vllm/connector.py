@@ -15,9 +15,17 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
 )
 
-from kvplug import ConfigError, SchedulerConnector, WorkerConnector, build_connector, required_layout
+from kvplug import (
+    ConfigError,
+    Registry,
+    SchedulerConnector,
+    WorkerConnector,
+    build_connector,
+    required_layout,
+)
 from kvplug_vllm.carried import KvplugMetadata, KvplugStats, KvplugWorkerMetadata
 from kvplug_vllm.facts import cache_of, config_of, model_of, parallelism_of, vllm_layout
+from kvplug_vllm.logs import join_vllm
 from kvplug_vllm.metrics import KvplugPromMetrics
 from kvplug_vllm.scheduler import SchedulerSide
 from kvplug_vllm.worker import WorkerSide
@@ -57,6 +65,8 @@ class KvplugConnector(KVConnectorBase_V1):
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         if not vllm.__version__.startswith(f"{TESTED}."):
             _log.warning("kvplug-vllm is tested with vLLM %s; this is %s", TESTED, vllm.__version__)
+        registry = Registry.from_env()
+        join_vllm(registry)
         cache = cache_of(vllm_config, kv_cache_config)
         side: Literal["scheduler", "worker"] = "scheduler" if role is KVConnectorRole.SCHEDULER else "worker"
         built = build_connector(
@@ -65,6 +75,7 @@ class KvplugConnector(KVConnectorBase_V1):
             model=model_of(vllm_config, kv_cache_config),
             cache=cache,
             parallelism=parallelism_of(vllm_config),
+            registry=registry,
         )
         if isinstance(built, WorkerConnector):
             self._worker = WorkerSide(built, cache)

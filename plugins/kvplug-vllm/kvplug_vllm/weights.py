@@ -30,7 +30,9 @@ def fingerprint_of(vllm_config: VllmConfig) -> str:
     folder = _folder_of(model.model_weights or model.model, model.revision, load.download_dir)
     files = tuple(sorted(folder.glob("*.safetensors"))) if folder is not None else ()
     if not files:
-        _log.info("no safetensors files of %s are found: its weights are not compared with the peer's", model)
+        _log.info(
+            "no safetensors files of %s are found: its weights are not compared with the peer's", model.model
+        )
         return ""
     return _hash_of(files)
 

@@ -1,4 +1,7 @@
-"""The demo's model: a GGUF file that comes as a Python package. Found without importing that package."""
+"""The demo's model: a GGUF file that comes as a Python package. Found without importing that package.
+
+``python -m kvplug_transformers.model.bundled`` prints a folder with it that other engines load, too.
+"""
 
 from __future__ import annotations
 
@@ -30,3 +33,17 @@ def find_gguf() -> Path:
         for file in sorted(Path(folder).glob("*.gguf")):
             return file
     raise ModelMissingError(MISSING)
+
+
+def main() -> None:
+    """Convert the model if need be, and say where it is."""
+    from kvplug_transformers.model.convert import converted
+
+    try:
+        print(converted(find_gguf()))  # noqa: T201 - what it is for
+    except ModelMissingError as e:
+        raise SystemExit(str(e)) from e
+
+
+if __name__ == "__main__":
+    main()
