@@ -310,8 +310,9 @@ def connector_class(config: Config, registry: Registry | None = None) -> type[Sc
     """
     registry = Registry.from_env() if registry is None else registry
     factory = registry.get(Kind.CONNECTOR, config.connector).load_factory()
-    is_class = isinstance(factory, type) and issubclass(factory, SchedulerConnector)
-    return factory if is_class else SchedulerConnector
+    if isinstance(factory, type) and issubclass(factory, SchedulerConnector):
+        return factory
+    return SchedulerConnector
 
 
 def required_layout(config: Config, registry: Registry | None = None) -> str | None:
