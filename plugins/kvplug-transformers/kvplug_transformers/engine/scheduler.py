@@ -40,8 +40,9 @@ class Scheduler:
     step's budget is computed in chunks. When blocks run out a request is preempted: it loses its blocks
     and starts over later. Those whose load has ended and that wait for their turn come first, since a load
     is all they lose; then the youngest that runs. A preempted request never ends without being computed
-    again, so a connector's ``requires_kv_delivery`` is kept whatever it says. The calls to the connector are those of
-    ``SchedulerConnector``'s docstring, in that order; each is made in one place, marked ``[connector]``.
+    again, so a connector's ``requires_kv_delivery`` is kept whatever it says. The calls to the connector are
+    those of ``SchedulerConnector``'s docstring, in that order; each is made in one place, marked
+    ``[connector]``.
     """
 
     def __init__(self, options: EngineOptions, connector: SchedulerConnector | None = None) -> None:
