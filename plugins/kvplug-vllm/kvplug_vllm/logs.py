@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from kvplug import Registry
+from kvplug import CommandSpec, Registry
 
 _VLLM = "vllm"
 
@@ -16,7 +16,8 @@ def join_vllm(registry: Registry) -> None:
     somebody has set up is left alone; so are all where vLLM was told to leave logging alone.
     """
     theirs = logging.getLogger(_VLLM)
-    packages = {spec.factory.partition(".")[0] for _, spec in registry}
+    targets = (spec.target if isinstance(spec, CommandSpec) else spec.factory for _, spec in registry)
+    packages = (target.partition(":")[0].partition(".")[0] for target in targets)
     for name in sorted({"kvplug", "kvplug_vllm", *packages}):
         logger = logging.getLogger(name)
         if theirs.handlers and not logger.handlers and logger.level == logging.NOTSET:

@@ -8,16 +8,20 @@ from typing import Any
 
 import pytest
 
-from kvplug import Registry, SinkSpec, hookimpl
+from kvplug import CommandSpec, Registry, SinkSpec, hookimpl
 from kvplug_vllm.logs import join_vllm
 
-NAMES = ("vllm", "kvplug", "kvplug_vllm", "some_plugin")
+NAMES = ("vllm", "kvplug", "kvplug_vllm", "some_plugin", "some_module")
 
 
 class Plugin:
     @hookimpl
     def kvplug_sinks(self) -> list[SinkSpec]:
         return [SinkSpec(name="some", factory="some_plugin.sinks:Sink")]
+
+    @hookimpl
+    def kvplug_commands(self) -> list[CommandSpec]:
+        return [CommandSpec(name="some", target="some_module:command")]
 
 
 @pytest.fixture
@@ -53,10 +57,11 @@ def lines() -> Iterator[list[str]]:
 def test_the_core_and_every_plugin_log_where_vllm_does(registry: Registry, lines: Any) -> None:
     join_vllm(registry)
     join_vllm(registry)  # the second side of one process
-    for name in ("kvplug.build.peers", "kvplug_vllm.worker", "some_plugin.deep.down"):
+    names = ("kvplug.build.peers", "kvplug_vllm.worker", "some_plugin.deep.down", "some_module")
+    for name in names:
         logging.getLogger(name).info("hello")
         logging.getLogger(name).debug("too much")
-    assert lines == ["kvplug.build.peers: hello", "kvplug_vllm.worker: hello", "some_plugin.deep.down: hello"]
+    assert lines == [f"{name}: hello" for name in names]
 
 
 def test_a_logger_that_was_set_up_is_left_alone(registry: Registry, lines: Any) -> None:
