@@ -20,6 +20,8 @@ class KvplugMetadata(KVConnectorMetadata):
 
     plan: Plain
     """What ``build_connector_meta`` said."""
+    begun: frozenset[str] = frozenset()
+    """Requests that are scheduled for the first time."""
     preempted: frozenset[str] = frozenset()
     held: frozenset[str] = frozenset()
     """Requests whose blocks vLLM holds, from this step on, until they are named as sent."""

@@ -107,6 +107,7 @@ class SchedulerSide:
         )
         metadata = KvplugMetadata(
             plan=plan,
+            begun=frozenset(request.req_id for request in output.scheduled_new_reqs),
             preempted=preempted,
             held=frozenset(self._newly_held),
             loading=frozenset(self._newly_loading),

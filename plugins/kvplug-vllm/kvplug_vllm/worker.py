@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -38,8 +38,10 @@ class WorkerSide:
             name: group.layout for group in cache.groups for name in group.layer_names
         }
         self._caches: dict[str, torch.Tensor] = {}
-        self._held: set[str] = set()
-        self._loading: set[str] = set()
+        self._running: set[str] = set()
+        """Requests that vLLM has scheduled and that have not ended, as far as this worker was told."""
+        self._sends = _Awaited("sent")
+        self._receipts = _Awaited("received")
 
     # -- at start ------------------------------------------------------------------------------
 
@@ -85,8 +87,9 @@ class WorkerSide:
 
     @torch.inference_mode(False)
     def bind(self, metadata: KvplugMetadata) -> None:
-        self._held |= metadata.held
-        self._loading |= metadata.loading
+        self._running |= metadata.begun
+        self._sends.add(metadata.held)
+        self._receipts.add(metadata.loading)
         self.connector.bind_connector_metadata(metadata.plan)
 
     @torch.inference_mode(False)
@@ -113,8 +116,9 @@ class WorkerSide:
 
     @torch.inference_mode(False)
     def get_finished(self, finished_request_ids: set[str]) -> tuple[set[str], set[str]]:
+        self._running -= finished_request_ids
         sent, received = self.connector.get_finished(frozenset(finished_request_ids))
-        return _expected(sent, self._held, "sent"), _expected(received, self._loading, "received")
+        return self._sends.take(sent, early=self._running), self._receipts.take(received)
 
     @torch.inference_mode(False)
     def get_block_ids_with_load_errors(self) -> set[int]:
@@ -131,17 +135,35 @@ class WorkerSide:
         return KvplugWorkerMetadata(() if said is None else (said,), events)
 
 
-def _expected(named: frozenset[str], waited_for: set[str], how: str) -> set[str]:
-    """Those of the named that vLLM waits for, once each. Another would fail an assertion in its engine."""
-    stray = named - waited_for
-    if stray:
-        _log.error(
-            "the connector named %s as %s, which it did not keep, or has named before: not passed on",
-            ", ".join(sorted(stray)),
-            how,
-        )
-    waited_for -= named
-    return set(named - stray)
+class _Awaited:
+    """Requests that vLLM waits to hear of, once each. Another name would fail an assertion in its engine."""
+
+    def __init__(self, how: str) -> None:
+        self._how = how
+        self._awaited: set[str] = set()
+        self._early: set[str] = set()
+
+    def add(self, request_ids: frozenset[str]) -> None:
+        self._awaited |= request_ids
+
+    def take(self, named: frozenset[str], early: Set[str] = frozenset()) -> set[str]:
+        """Of those that were named, the ones to pass on.
+
+        ``early``: requests that vLLM may wait for some time later. Their names are kept until then: a peer
+        can have read all blocks of a request before this worker is told that it has ended.
+        """
+        self._early |= named & early
+        named = (named - early) | (self._early - early)
+        self._early -= named
+        stray = named - self._awaited
+        if stray:
+            _log.error(
+                "the connector named %s as %s, which it did not keep, or has named before: not passed on",
+                ", ".join(sorted(stray)),
+                self._how,
+            )
+        self._awaited -= named
+        return set(named - stray)
 
 
 def _writable_anywhere(tensor: torch.Tensor) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack
@@ -65,6 +66,26 @@ def alone(start: Any, prompts: dict[int, list[int]]) -> dict[int, tuple[int, ...
     """What one engine that knows nothing of kvplug says to each prompt."""
     with start() as only:
         return {length: only.one(prompt).tokens for length, prompt in prompts.items()}
+
+
+@pytest.fixture(scope="session")
+def multiprocess() -> dict[str, str]:
+    """Environment of an engine whose core has a process of its own."""
+    return dict(engines.MULTIPROCESS)
+
+
+@pytest.fixture(scope="session")
+def probe(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The module probe.py, installed as a distribution of its own where its ``PYTHONPATH`` is set."""
+    module = module_of("probe")
+    site = tmp_path_factory.mktemp("site")
+    module.PYTHONPATH = os.pathsep.join(filter(None, [str(site), os.environ.get("PYTHONPATH")]))
+    (site / "kvplug_probe.py").write_text((FOLDER / "probe.py").read_text(encoding="utf-8"), encoding="utf-8")
+    info = site / "kvplug_probe-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: kvplug-probe\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[kvplug]\nprobe = kvplug_probe\n")
+    return module
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,8 @@
 """Real vLLM engines for the tests, each in a process of its own that answers orders.
 
 Everything of an engine is in that one process (no engine-core process, executor "uni"), so that killing
-it kills all of it. Where vLLM's own processes are the point, tests start its API server instead.
+it kills all of it. Where vLLM's own processes are the point, tests say so (``MULTIPROCESS``), or start its
+API server instead. Either way the process leads a session, and nothing of that session outlives the test.
 """
 
 from __future__ import annotations
@@ -10,11 +11,13 @@ import contextlib
 import functools
 import gc
 import os
+import signal
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
+import psutil
 
 from kvplug.testing import peers
 
@@ -24,10 +27,14 @@ START_S = 240.0
 QUIET = {
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
     "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_LOGGING_STREAM": "ext://sys.stderr",  # which a peer keeps
     "VLLM_NO_USAGE_STATS": "1",  # it would report home
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
 }
+
+MULTIPROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+"""Environment of an engine whose core runs its own loop in its own process; orders that look inside fail."""
 
 HOST = "127.0.0.1"
 
@@ -72,6 +79,10 @@ class Engine:
         """What the scheduler holds: requests, has_requests, used_blocks."""
         return dict(self.ask("state"))
 
+    def utility(self, method: str, *arguments: Any, timeout: float = 60.0) -> Any:
+        """A method of the engine core in its own process; returns when that has answered."""
+        return self.ask("utility", timeout=timeout, method=method, arguments=list(arguments))
+
     def ask(self, order: str, *, timeout: float = 60.0, **arguments: Any) -> Any:
         self.peer.send({"order": order, **arguments})
         return self.peer.recv(timeout=timeout)
@@ -95,10 +106,32 @@ def engine(
     environment = {**QUIET, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", **(env or {})}
     arguments = {"model": model, "transfer": None if transfer is None else dict(transfer), **settings}
     with peers.start(_serve, arguments, setup, timeout_s=life_s, env=environment) as peer:
-        assert peer.recv(timeout=START_S) == "ready"
-        yield Engine(peer)
-        peer.send({"order": "stop"})
-        peer.result(timeout=60.0)
+        try:
+            assert peer.recv(timeout=START_S) == "ready"
+            yield Engine(peer)
+            peer.send({"order": "stop"})
+            peer.result(timeout=60.0)
+        finally:
+            kill_session(peer.pid)
+
+
+def kill_session(leader: int) -> list[int]:
+    """Kill what is left of the session that a process leads, or led; returns the pids."""
+    pids = session(leader)
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    return pids
+
+
+def session(leader: int) -> list[int]:
+    """Pids of the processes in a session, whoever their parents are by now; no zombies."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(OSError, psutil.Error):
+            if os.getsid(process.pid) == leader and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process.pid)
+    return found
 
 
 def transfer_config(role: str, port: int, **extra: Any) -> dict[str, Any]:
@@ -122,6 +155,7 @@ def transfer_config(role: str, port: int, **extra: Any) -> dict[str, Any]:
 
 
 def _serve(parent: peers.Parent, settings: dict[str, Any], setup: str) -> None:
+    os.setsid()
     warnings.simplefilter("ignore")
     if setup:
         _call(setup)
@@ -190,7 +224,7 @@ class _Orders:
             for output in outputs
         ]
 
-    def begin(self, prompt: list[int], max_tokens: int) -> str:
+    def begin(self, prompt: list[int], max_tokens: int, salt: str | None = None) -> str:
         """Add a request; the engine is stepped by other orders."""
         from vllm import SamplingParams
 
@@ -198,7 +232,7 @@ class _Orders:
         request_id = f"begun-{self._number}"
         self._llm.llm_engine.add_request(
             request_id,
-            {"prompt_token_ids": prompt},
+            {"prompt_token_ids": prompt, **({"cache_salt": salt} if salt else {})},
             SamplingParams(max_tokens=max_tokens, temperature=0),
         )
         return request_id
@@ -212,6 +246,14 @@ class _Orders:
                 [output.request_id, output.outputs[0].finish_reason] for output in outputs if output.finished
             ]
         return finished
+
+    def run(self) -> dict[str, list[int]]:
+        """Step the engine until no request runs or waits; returns what each of them was told."""
+        tokens: dict[str, list[int]] = {}
+        while self._llm.llm_engine.has_unfinished_requests():
+            for output in self._llm.llm_engine.step():
+                tokens[output.request_id] = list(output.outputs[0].token_ids)
+        return tokens
 
     def abort(self, request_id: str) -> None:
         self._llm.llm_engine.abort_request([request_id])
@@ -237,6 +279,9 @@ class _Orders:
                     label = ",".join(f"{key}={value}" for key, value in sorted(sample.labels.items()))
                     found[f"{sample.name}{{{label}}}"] = sample.value
         return found
+
+    def utility(self, method: str, arguments: list[Any]) -> Any:
+        return self._llm.llm_engine.engine_core.call_utility(method, *arguments)
 
     def call(self, where: str, **arguments: Any) -> Any:
         """A function of the setup's file, with the engine."""

@@ -1,0 +1,216 @@
+"""A connector that moves nothing and says what a test tells it to: installed as a stranger's plugin.
+
+Tests copy this file into a folder of its own with metadata, as the module ``kvplug_probe``, so that every
+process of an engine finds it by its entry point. Orders and facts are files in the folder that its options
+name: that works in whichever process of the engine a side of it lives.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import attrs
+
+from kvplug import (
+    BlockIds,
+    ConnectorContext,
+    ConnectorSpec,
+    Plain,
+    Request,
+    RequestEnd,
+    SchedulerConnector,
+    SchedulerOutput,
+    WorkerConnector,
+    WorkerOutput,
+    hookimpl,
+    option,
+)
+from kvplug.wire import decode, encode
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+KVPLUG_API = (1, 0)
+
+HANDSHAKE = {
+    "text": "Grüße, 世界",
+    "bytes": bytes(range(256)),
+    "numbers": [0, -1, 2**62, 0.5],
+    "nested": [[], [None, True, [b"\x00", {"deep": [1, {2: b"two"}]}]]],
+    3: "a key that is a number",
+}
+"""What each worker says at start, beside its rank."""
+
+
+@hookimpl
+def kvplug_connectors() -> list[ConnectorSpec]:
+    return [
+        ConnectorSpec(
+            name="probe",
+            factory="kvplug_probe:ProbeScheduler",
+            worker_factory="kvplug_probe:ProbeWorker",
+            options="kvplug_probe:ProbeOptions",
+            summary="Says what it is told to",
+        )
+    ]
+
+
+@attrs.frozen(kw_only=True)
+class ProbeOptions:
+    """Options of the connector "probe"."""
+
+    folder: str = option(help="Where orders lie and facts are put.")
+    handshake: bool = option(default=True, help="Whether the workers have something to say at start.")
+
+
+class Folder:
+    """Orders and facts: one plain value in each file, put there whole."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+
+    def put(self, name: str, value: Any = None) -> None:
+        part = self.path / f"{name}.{os.getpid()}.part"
+        part.write_bytes(encode(value))
+        part.rename(self.path / name)
+
+    def has(self, name: str) -> bool:
+        return (self.path / name).exists()
+
+    def read(self, name: str) -> Any:
+        return decode((self.path / name).read_bytes())
+
+    def take(self, name: str) -> Any:
+        """What lies there, which then lies there no more; ``None`` if nothing does."""
+        if not self.has(name):
+            return None
+        value = self.read(name)
+        self.remove(name)
+        return value
+
+    def remove(self, name: str) -> None:
+        (self.path / name).unlink()
+
+    @contextlib.contextmanager
+    def told(self, order: str) -> Iterator[None]:
+        """While the block runs, the order lies there."""
+        self.put(order)
+        try:
+            yield
+        finally:
+            self.remove(order)
+
+
+def config(folder: Folder, **options: Any) -> dict[str, Any]:
+    """A kv-transfer-config for the connector "probe"."""
+    return {
+        "kv_connector": "KvplugConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {
+            "connector": "probe",
+            "options": {"probe": {"folder": str(folder.path), **options}},
+        },
+    }
+
+
+class ProbeScheduler(SchedulerConnector):
+    """Offers tokens where it is told to, and keeps the blocks of every request while it is told to."""
+
+    def __init__(self, context: ConnectorContext) -> None:
+        self._folder = Folder(context.options.folder)
+        self._folder.put("scheduler pid", os.getpid())
+        self._loads: dict[str, tuple[int, ...]] = {}
+
+    def set_xfer_handshake_metadata(self, metadata: Mapping[int, Plain]) -> None:
+        self._folder.put("handshake", dict(metadata))
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        offered = self._folder.read("offer") if self._folder.has("offer") else 0
+        new = offered - num_computed_tokens
+        return (new, True) if new > 0 else (0, False)
+
+    def update_state_after_alloc(
+        self, request: Request, block_ids: BlockIds, num_external_tokens: int
+    ) -> None:
+        if num_external_tokens:
+            self._loads[request.request_id] = block_ids[0]
+            self._folder.remove("offer")  # to one request, once
+            self._folder.put("loading", request.request_id)
+
+    def build_connector_meta(self, output: SchedulerOutput) -> Plain:
+        self._folder.put("step", output.step)
+        loads, self._loads = self._loads, {}
+        return {"loads": loads}
+
+    def update_connector_output(self, output: WorkerOutput) -> None:
+        for request_id in sorted(output.finished_sending):
+            self._folder.put(f"sent {request_id}")
+
+    def request_finished(
+        self, request: Request, block_ids: BlockIds, end: RequestEnd
+    ) -> tuple[bool, dict[str, Any] | None]:
+        keeps = self._folder.has("keep")
+        self._folder.put("finished", [request.request_id, str(end), keeps])
+        return keeps, {"request": request.request_id}
+
+    def has_pending_push_work(self) -> bool:
+        return self._folder.has("pending")
+
+    def shutdown(self) -> None:
+        self._folder.put("scheduler shut down")
+
+
+class ProbeWorker(WorkerConnector):
+    """Names requests as it is told to. What it loads is rubbish, and so it says that the load has failed."""
+
+    def __init__(self, context: ConnectorContext) -> None:
+        super().__init__()
+        self._folder = Folder(context.options.folder)
+        self._rank = context.parallelism.worker_rank
+        self._says = context.options.handshake
+        self._loading: dict[str, list[int]] = {}
+        self._failed: frozenset[int] = frozenset()
+
+    def register_kv_caches(self, kv_caches: Mapping[str, Tensor]) -> None:
+        pass
+
+    def get_handshake_metadata(self) -> Plain:
+        return {**HANDSHAKE, "rank": self._rank, "pid": os.getpid()} if self._says else None
+
+    def bind_connector_metadata(self, metadata: Plain) -> None:
+        super().bind_connector_metadata(metadata)
+        assert isinstance(metadata, Mapping)
+        self._loading |= metadata["loads"]
+
+    def start_load_kv(self) -> None:
+        pass
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        pass
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Tensor) -> None:
+        pass
+
+    def wait_for_save(self) -> None:
+        pass
+
+    def get_finished(self, finished_request_ids: frozenset[str]) -> tuple[frozenset[str], frozenset[str]]:
+        sent = frozenset(self._folder.take(f"say sent {self._rank}") or ())
+        received = frozenset(self._folder.take(f"say received {self._rank}") or ())
+        for request_id in received & self._loading.keys():
+            self._failed |= frozenset(self._loading.pop(request_id))
+        return sent, received
+
+    def get_block_ids_with_load_errors(self) -> frozenset[int]:
+        failed, self._failed = self._failed, frozenset()
+        return failed
+
+    def shutdown(self) -> None:
+        self._folder.put(f"worker {self._rank} shut down")
