@@ -130,7 +130,7 @@ class WorkerOutput:
     finished_recving: frozenset[str] = frozenset()
     invalid_block_ids: frozenset[int] = frozenset()
     worker_metadata: tuple[Plain, ...] = ()
-    """One from each worker that had something to say."""
+    """One from each worker that had something to say, in no promised order."""
     stats: Mapping[str, Any] | None = None
     """A snapshot of TransferStats, merged over workers."""
 

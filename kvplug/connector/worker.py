@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvplug.connector.values import (
@@ -145,13 +145,11 @@ class WorkerConnector(abc.ABC):
         return ()
 
     def build_worker_metadata(self) -> Plain:
-        """What the scheduler side must know after this step; ``None`` for nothing."""
-        return None
+        """What the scheduler side must know after this step; ``None`` for nothing.
 
-    @staticmethod
-    def aggregate_worker_metadata(parts: Sequence[Plain]) -> tuple[Plain, ...]:
-        """How the workers' metadata are put together. The default keeps every part that says something."""
-        return tuple(part for part in parts if part is not None)
+        It gets what each worker said, as ``WorkerOutput.worker_metadata``, and puts it together itself.
+        """
+        return None
 
     @abc.abstractmethod
     def shutdown(self) -> None:

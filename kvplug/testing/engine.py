@@ -220,11 +220,13 @@ class EngineDouble:
         if not order.drafts:
             worker.wait_for_save()
         sending, receiving = worker.get_finished(frozenset())
+        invalid = worker.get_block_ids_with_load_errors()
+        said = worker.build_worker_metadata()
         report = WorkerOutput(
             finished_sending=sending,
             finished_recving=receiving,
-            invalid_block_ids=worker.get_block_ids_with_load_errors(),
-            worker_metadata=worker.aggregate_worker_metadata([worker.build_worker_metadata()]),
+            invalid_block_ids=invalid,
+            worker_metadata=() if said is None else (said,),
         )
         if order.drafts:
             self._forward(planned, range(drafting, NUM_LAYERS), compute)

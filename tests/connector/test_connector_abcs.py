@@ -82,7 +82,6 @@ def test_a_worker_side_that_says_nothing_has_nothing_to_report() -> None:
     assert (side.get_stats(), list(side.take_events()), side.build_worker_metadata()) == (None, [], None)
     side.clear_connector_metadata()
     assert not side.has_connector_metadata()
-    assert side.aggregate_worker_metadata([None, {"a": 1}, None, 0]) == ({"a": 1}, 0)
 
 
 def test_a_worker_side_that_takes_layers_only_says_so() -> None:

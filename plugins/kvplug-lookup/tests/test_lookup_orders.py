@@ -130,7 +130,6 @@ class Noting:
 BEGINS = ["bind_connector_metadata"]
 LAYER = ["wait_for_layer_load", "save_kv_layer"]
 REPORTS = ["get_finished", "get_block_ids_with_load_errors", "build_worker_metadata"]
-REPORTS += ["aggregate_worker_metadata"]
 
 
 @pytest.mark.parametrize(

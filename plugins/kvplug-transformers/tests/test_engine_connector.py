@@ -198,6 +198,16 @@ def test_a_connector_with_work_under_way_gets_steps_until_it_has_none(llama, ran
     assert asked == [2, 3, 4, 5]  # steps so far, the first two for the request and its end
 
 
+@pytest.mark.parametrize("said", [None, 0, {"a": (1, b"b")}])
+def test_what_the_worker_side_says_reaches_the_scheduler_side_as_it_is(llama, random_prompt, engine_on, said):
+    engine, heard = engine_on(llama), []
+    engine.worker._connector.build_worker_metadata = lambda: said
+    engine.scheduler._connector.update_connector_output = lambda output: heard.append(output.worker_metadata)
+    engine.add(random_prompt(20), max_new_tokens=1)
+    list(engine.run())
+    assert heard == [() if said is None else (said,)]
+
+
 def test_a_connector_whose_work_never_ends_is_not_waited_for_for_ever(llama, random_prompt, engine_on):
     engine = engine_on(llama)
     engine.scheduler._connector.has_pending_push_work = lambda: True

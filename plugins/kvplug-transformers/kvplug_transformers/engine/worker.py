@@ -53,14 +53,14 @@ class Worker:
             invalid = connector.get_block_ids_with_load_errors()
             stats = connector.get_stats()
             self._events += connector.take_events()
-            said = connector.aggregate_worker_metadata([connector.build_worker_metadata()])
+            said = connector.build_worker_metadata()
         finally:
             connector.clear_connector_metadata()
         return sampled, WorkerOutput(
             finished_sending=sent,
             finished_recving=received,
             invalid_block_ids=invalid,
-            worker_metadata=said,
+            worker_metadata=() if said is None else (said,),
             stats=stats,
         )
 
