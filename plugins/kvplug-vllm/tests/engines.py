@@ -93,19 +93,20 @@ def engine(
     model: str,
     transfer: Mapping[str, Any] | None = None,
     *,
-    setup: str = "",
+    setup: Sequence[str] = (),
     env: Mapping[str, str] | None = None,
     life_s: float = 900.0,
     **settings: Any,
 ) -> Iterator[Engine]:
     """A vLLM engine. ``transfer``: its kv-transfer-config. ``settings``: more arguments of ``LLM``.
 
-    ``setup``: ``"package.module:function"`` or ``"file.py:function"``, called in the process before the
-    engine is made, to put faults and recorders in place.
+    ``setup``: ``"file.py:function"``, one or several in a list, called in the process before the engine is
+    made, to put faults and recorders in place.
     """
     environment = {**QUIET, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", **(env or {})}
     arguments = {"model": model, "transfer": None if transfer is None else dict(transfer), **settings}
-    with peers.start(_serve, arguments, setup, timeout_s=life_s, env=environment) as peer:
+    setups = [setup] if isinstance(setup, str) else list(setup)
+    with peers.start(_serve, arguments, setups, timeout_s=life_s, env=environment) as peer:
         try:
             assert peer.recv(timeout=START_S) == "ready"
             yield Engine(peer)
@@ -135,8 +136,12 @@ def session(leader: int) -> list[int]:
 
 
 def transfer_config(role: str, port: int, **extra: Any) -> dict[str, Any]:
-    """What ``--kv-transfer-config`` says: connector "lookup" on loopback."""
+    """What ``--kv-transfer-config`` says: connector "lookup" on loopback.
+
+    It waits as long as it takes for what the peer has stored: on a busy machine nothing else may be lost.
+    """
     policy = {key: extra.pop(key) for key in ("kv_load_failure_policy", "engine_id") if key in extra}
+    lookup = {"fence_timeout_s": 60.0, **extra.pop("options", {}).get("lookup", {})}
     return {
         "kv_connector": "KvplugConnector",
         "kv_role": role,
@@ -146,6 +151,7 @@ def transfer_config(role: str, port: int, **extra: Any) -> dict[str, Any]:
             "transport": "auto",
             "host": HOST,
             "port": port,
+            "options": {"lookup": lookup},
             **extra,
         },
     }
@@ -154,11 +160,12 @@ def transfer_config(role: str, port: int, **extra: Any) -> dict[str, Any]:
 # -- in the engine's process ------------------------------------------------------------------------
 
 
-def _serve(parent: peers.Parent, settings: dict[str, Any], setup: str) -> None:
+def _serve(parent: peers.Parent, settings: dict[str, Any], setups: list[str]) -> None:
     os.setsid()
     warnings.simplefilter("ignore")
-    if setup:
-        _call(setup)
+    for setup in setups:
+        path, _, name = setup.rpartition(":")
+        getattr(_module(path), name)()
     from vllm import LLM
     from vllm.config import KVTransferConfig
 
@@ -183,18 +190,6 @@ def _serve(parent: peers.Parent, settings: dict[str, Any], setup: str) -> None:
             orders.stop()
             return
         parent.send(getattr(orders, name)(**order))
-
-
-def _call(where: str) -> None:
-    import importlib.util
-
-    path, _, name = where.rpartition(":")
-    spec = importlib.util.spec_from_file_location("engine_setup", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    getattr(module, name)()
 
 
 class _Orders:
@@ -284,7 +279,7 @@ class _Orders:
         return self._llm.llm_engine.engine_core.call_utility(method, *arguments)
 
     def call(self, where: str, **arguments: Any) -> Any:
-        """A function of the setup's file, with the engine."""
+        """A function of a file, with the engine; of the setup's file, as the setup left it."""
         path, _, name = where.rpartition(":")
         return getattr(_module(path), name)(self._llm, **arguments)
 

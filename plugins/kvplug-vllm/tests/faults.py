@@ -1,15 +1,68 @@
-"""What goes wrong in an engine under test: called in its process before vLLM is started."""
+"""What goes wrong in an engine under test: called in its process before vLLM starts, or switched later."""
 
 from __future__ import annotations
 
 import functools
+import threading
+from typing import Any
 
 import kvplug_vllm.connector
 from kvplug import build_connector
 from kvplug.testing.corrupt import CorruptingPipe
 
+HELD_S = 60.0
+"""What is held is let go then: no test ends hanging."""
+
 
 def corrupt_what_is_sent() -> None:
     """Bits of KV (not of the token ids beside it) flip after the sender has hashed it."""
-    wrap = functools.partial(CorruptingPipe, min_bytes=64 << 10)
+    _wrap_pipes(functools.partial(CorruptingPipe, min_bytes=64 << 10))
+
+
+def schedule_ahead() -> None:
+    """Let ``async_scheduling=True`` count: on a CPU vLLM takes it back ("not required"), though it works."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    update = CpuPlatform.check_and_update_config
+
+    def update_and_keep(vllm_config: Any) -> None:
+        wanted = vllm_config.scheduler_config.async_scheduling
+        update(vllm_config)
+        vllm_config.scheduler_config.async_scheduling = wanted
+
+    CpuPlatform.check_and_update_config = staticmethod(update_and_keep)
+
+
+# -- with switches ----------------------------------------------------------------------------------
+
+_flips = threading.Event()
+_flows = threading.Event()
+
+
+def switchable() -> None:
+    """Nothing goes wrong before :func:`switch` says so."""
+    _flows.set()
+    _wrap_pipes(_SwitchedPipe)
+
+
+def switch(llm: Any, *, corrupt: bool = False, hold: bool = False) -> None:
+    """From now on the KV that is sent is corrupted, or is not sent at all until this is switched off again.
+
+    Every other layer is corrupted, and the first arrives as it was.
+    """
+    (_flips.set if corrupt else _flips.clear)()
+    (_flows.clear if hold else _flows.set)()
+
+
+class _SwitchedPipe(CorruptingPipe):
+    def __init__(self, pipe: Any) -> None:
+        super().__init__(pipe, min_bytes=16 << 10, which=lambda number: _flips.is_set() and number % 4 == 3)
+
+    def send_tensor(self, tensor: Any, **timeout: Any) -> Any:
+        if tensor is not None and tensor.nbytes >= self._min_bytes:
+            _flows.wait(HELD_S)
+        return super().send_tensor(tensor, **timeout)
+
+
+def _wrap_pipes(wrap: Any) -> None:
     kvplug_vllm.connector.build_connector = functools.partial(build_connector, wrap_pipe=wrap)
