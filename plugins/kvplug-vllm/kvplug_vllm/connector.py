@@ -27,6 +27,7 @@ from kvplug_vllm.carried import KvplugMetadata, KvplugStats, KvplugWorkerMetadat
 from kvplug_vllm.facts import cache_of, config_of, model_of, parallelism_of, vllm_layout
 from kvplug_vllm.logs import join_vllm
 from kvplug_vllm.metrics import KvplugPromMetrics
+from kvplug_vllm.plugin import register
 from kvplug_vllm.scheduler import SchedulerSide
 from kvplug_vllm.worker import WorkerSide
 
@@ -221,3 +222,6 @@ def _ours(metadata: KVConnectorMetadata) -> KvplugMetadata:
             " different connectors"
         )
     return metadata
+
+
+register()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 NAME = "KvplugConnector"
 """Of the class, and what ``kv_connector`` says."""
 
@@ -11,12 +13,11 @@ MODULE = "kvplug_vllm.connector"
 def register() -> None:
     """Make ``"kv_connector": "KvplugConnector"`` work. May be called again.
 
-    Without it the class is found by ``kv_connector_module_path`` alone; but vLLM looks the class of a
-    child of its MultiConnector up by name, so a name that is not registered ends its engine.
+    The class is also found by ``kv_connector_module_path`` alone, where vLLM loads no plugins (see its
+    ``VLLM_PLUGINS``). But it looks the class of a child of its MultiConnector up by name, and a name that is
+    not registered ends its engine; so the class's own module calls this as well.
     """
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-    try:
-        KVConnectorFactory.get_connector_class_by_name(NAME)
-    except ValueError:
+    with contextlib.suppress(ValueError):  # the name is known
         KVConnectorFactory.register_connector(NAME, MODULE, NAME)

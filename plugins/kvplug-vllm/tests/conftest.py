@@ -96,14 +96,18 @@ def exits() -> Iterator[ExitStack]:
 
 
 @pytest.fixture
-def port() -> int:
+def port(free_port: Callable[[], int]) -> int:
     return free_port()
 
 
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
+@pytest.fixture(scope="session")
+def free_port() -> Callable[[], int]:
+    def find() -> int:
+        with socket.socket() as sock:
+            sock.bind(("127.0.0.1", 0))
+            return int(sock.getsockname()[1])
+
+    return find
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,48 @@
+"""What is seen, and done, in an engine's own process: called there before vLLM is started, or by order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvplug import SchedulerConnector
+from kvplug_vllm.plugin import register
+
+handshakes: list[dict[int, Any]] = []
+
+
+def note_handshake() -> None:
+    """From now on, what scheduler sides are told of their workers is kept."""
+    tell = SchedulerConnector.set_xfer_handshake_metadata
+
+    def note(self: SchedulerConnector, metadata: Any) -> None:
+        handshakes.append(dict(metadata))
+        tell(self, metadata)
+
+    SchedulerConnector.set_xfer_handshake_metadata = note  # type: ignore[method-assign]
+
+
+def noted_handshakes(llm: Any) -> list[dict[int, Any]]:
+    return handshakes
+
+
+def register_twice() -> None:
+    """vLLM, which does it once in each process, makes it three times."""
+    register()
+    register()
+
+
+def reset_prefix_cache(llm: Any) -> bool:
+    return bool(llm.reset_prefix_cache())
+
+
+def log_stats(llm: Any) -> None:
+    """What vLLM does every ten seconds."""
+    llm.llm_engine.do_log_stats()
+
+
+def reached(llm: Any) -> list[bool]:
+    """Of each child of a MultiConnector whose connector is "lookup": has its worker reached a store?"""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    children = get_kv_transfer_group().sub_connectors
+    return [child._worker.connector.link is not None for child in children]
