@@ -27,6 +27,8 @@ class KvplugMetadata(KVConnectorMetadata):
     """Requests whose blocks vLLM holds, from this step on, until they are named as sent."""
     loading: frozenset[str] = frozenset()
     """Requests that wait, from this step on, until they are named as received."""
+    settling: frozenset[str] = frozenset()
+    """Of these, the ones whose load ends in this very step: the connector does not know that they wait."""
 
 
 @dataclasses.dataclass

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from vllm.distributed.kv_events import KVCacheEvent
     from vllm.distributed.kv_transfer.kv_connector.v1.base import CopyBlocksOp
     from vllm.forward_context import ForwardContext
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
@@ -82,7 +82,9 @@ class KvplugConnector(KVConnectorBase_V1):
             self._worker = WorkerSide(built, cache)
         else:
             size = vllm_config.parallel_config.tensor_parallel_size
-            self._scheduler = SchedulerSide(built, tensor_parallel_size=size)
+            self._scheduler = SchedulerSide(
+                built, tensor_parallel_size=size, plans_ahead=vllm_config.max_concurrent_batches > 1
+            )
         self._connector: SchedulerConnector | WorkerConnector = built
 
     # -- before there is one -------------------------------------------------------------------
@@ -179,6 +181,10 @@ class KvplugConnector(KVConnectorBase_V1):
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
         self._scheduler.set_handshake_metadata(metadata)
+
+    def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
+        super().bind_kv_cache_manager(kv_cache_manager)
+        self._scheduler.bind_kv_cache_manager(kv_cache_manager)
 
     def get_finished_count(self) -> int | None:
         return self._scheduler.connector.get_finished_count()

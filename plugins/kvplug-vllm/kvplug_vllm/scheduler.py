@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
+import attrs
+
 from kvplug import (
     BlockIds,
     BlocksRemoved,
@@ -22,11 +24,12 @@ from kvplug_vllm.carried import (
     KvplugStats,
     KvplugWorkerMetadata,
 )
+from kvplug_vllm.loads import StepLoads
 from kvplug_vllm.requests import Requests, end_of
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_events import KVCacheEvent
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput as VllmSchedulerOutput
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request as VllmRequest
@@ -37,17 +40,31 @@ class SchedulerSide:
 
     It also keeps book of whose blocks vLLM holds until they are named, and tells the workers: they pass
     on no name that vLLM does not wait for, since that would end its engine.
+
+    And it sees to it that no KV is used whose load failed. Of a load that its step needs vLLM believes at
+    once that it has succeeded; until the step is reported, others wait for it (:class:`StepLoads`). With
+    ``plans_ahead`` (asynchronous scheduling, pipeline parallelism) the next step is planned before that, and
+    vLLM delivers what it computes. So there the request itself waits: vLLM is told that the load is in the
+    background, and the workers name the request as received in the very step that loads.
     """
 
-    def __init__(self, connector: SchedulerConnector, *, tensor_parallel_size: int) -> None:
+    def __init__(
+        self, connector: SchedulerConnector, *, tensor_parallel_size: int, plans_ahead: bool
+    ) -> None:
         self.connector = connector
         self._tensor_parallel_size = tensor_parallel_size
+        self._plans_ahead = plans_ahead
+        self._cache: KVCacheManager | None = None
         self._requests = Requests()
         self._step = 0
-        self._in_background: dict[str, bool] = {}
-        """Of requests that were answered and not yet allocated: whether the load would be."""
+        self._answers: dict[str, _Answer] = {}
+        """To requests that are not yet allocated."""
         self._loading: set[str] = set()
+        """Requests that vLLM waits for, until they are named as received."""
         self._newly_loading: set[str] = set()
+        self._newly_settling: set[str] = set()
+        """Of these, the ones whose load ends in its step."""
+        self._step_loads = StepLoads()
         self._newly_held: set[str] = set()
         self._worker_events: list[CacheEvent] = []
 
@@ -59,21 +76,27 @@ class SchedulerSide:
     def get_num_new_matched_tokens(
         self, request: VllmRequest, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        found, in_background = self.connector.get_num_new_matched_tokens(
-            self._requests[request], num_computed_tokens
-        )
-        self._in_background[request.request_id] = in_background
-        return found, in_background
+        asked = self._requests[request]
+        if self._step_loads.are_shared_by(asked, num_computed_tokens):
+            return None, False  # not yet: in the next step it is known whether they came
+        found, in_background = self.connector.get_num_new_matched_tokens(asked, num_computed_tokens)
+        self._answers[request.request_id] = _Answer(num_computed_tokens, in_background)
+        return found, in_background or (self._plans_ahead and bool(found))
 
     def update_state_after_alloc(
         self, request: VllmRequest, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
-        if self._in_background.pop(request.request_id, False) and num_external_tokens:
-            self._loading.add(request.request_id)
-            self._newly_loading.add(request.request_id)
-        self.connector.update_state_after_alloc(
-            self._requests[request], _block_ids(blocks.get_block_ids()), num_external_tokens
-        )
+        request_id, block_ids = request.request_id, _block_ids(blocks.get_block_ids())
+        answer = self._answers.pop(request_id, None)
+        if answer is not None and num_external_tokens:
+            if answer.in_background or self._plans_ahead:
+                self._loading.add(request_id)
+                self._newly_loading.add(request_id)
+                if not answer.in_background:
+                    self._newly_settling.add(request_id)
+            else:
+                self._step_loads.add(self._requests[request], answer.num_computed_tokens, *block_ids)
+        self.connector.update_state_after_alloc(self._requests[request], block_ids, num_external_tokens)
 
     def request_finished(
         self, request: VllmRequest, block_ids: Iterable[Iterable[int]]
@@ -88,7 +111,7 @@ class SchedulerSide:
         if holds and request_id not in self._loading:  # one that still loads is named as received instead
             self._newly_held.add(request_id)
         self._requests.forget(request_id)
-        self._in_background.pop(request_id, None)
+        self._answers.pop(request_id, None)
         return holds, params
 
     # -- of one step ---------------------------------------------------------------------------
@@ -111,15 +134,20 @@ class SchedulerSide:
             preempted=preempted,
             held=frozenset(self._newly_held),
             loading=frozenset(self._newly_loading),
+            settling=frozenset(self._newly_settling),
         )
         self._newly_held.clear()
         self._newly_loading.clear()
+        self._newly_settling.clear()
         return metadata
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
         said, stats = output.kv_connector_worker_meta, output.kv_connector_stats
         received = frozenset(output.finished_recving or ())
         self._loading -= received
+        wrong = self._step_loads.end(output.invalid_block_ids)
+        if wrong and self._cache is not None:
+            self._cache.evict_blocks(wrong)
         if isinstance(said, KvplugWorkerMetadata):
             self._worker_events += dict.fromkeys(said.events)  # each worker may tell of the same
         self.connector.update_connector_output(
@@ -143,6 +171,9 @@ class SchedulerSide:
 
     # -- at start ------------------------------------------------------------------------------
 
+    def bind_kv_cache_manager(self, cache: KVCacheManager) -> None:
+        self._cache = cache
+
     def set_handshake_metadata(self, metadata: dict[tuple[int, int], Any]) -> None:
         """By (pipeline rank, tensor rank). What is not ours, a sibling's in a MultiConnector, is left out."""
         self.connector.set_xfer_handshake_metadata(
@@ -152,6 +183,15 @@ class SchedulerSide:
                 if isinstance(said, KvplugHandshakeMetadata)
             }
         )
+
+
+@attrs.frozen
+class _Answer:
+    """What the connector said about a request's load."""
+
+    num_computed_tokens: int
+    """Where it would begin."""
+    in_background: bool
 
 
 def _block_ids(groups: Iterable[Iterable[int]]) -> BlockIds:

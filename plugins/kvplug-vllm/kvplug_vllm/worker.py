@@ -42,6 +42,8 @@ class WorkerSide:
         """Requests that vLLM has scheduled and that have not ended, as far as this worker was told."""
         self._sends = _Awaited("sent")
         self._receipts = _Awaited("received")
+        self._settling: frozenset[str] = frozenset()
+        """Requests to be named as received in this step."""
 
     # -- at start ------------------------------------------------------------------------------
 
@@ -90,7 +92,10 @@ class WorkerSide:
         self._running |= metadata.begun
         self._sends.add(metadata.held)
         self._receipts.add(metadata.loading)
+        self._settling = metadata.settling
         self.connector.bind_connector_metadata(metadata.plan)
+        if self._settling:  # now, since vLLM begins what it believes to be in the background after the step
+            self.connector.start_load_kv()
 
     @torch.inference_mode(False)
     def clear(self) -> None:
@@ -98,7 +103,8 @@ class WorkerSide:
 
     @torch.inference_mode(False)
     def start_load_kv(self) -> None:
-        self.connector.start_load_kv()
+        if not self._settling:
+            self.connector.start_load_kv()
 
     @torch.inference_mode(False)
     def wait_for_layer_load(self, layer_name: str) -> None:
@@ -118,6 +124,7 @@ class WorkerSide:
     def get_finished(self, finished_request_ids: set[str]) -> tuple[set[str], set[str]]:
         self._running -= finished_request_ids
         sent, received = self.connector.get_finished(frozenset(finished_request_ids))
+        received |= self._settling  # the connector has waited for what its step needs
         return self._sends.take(sent, early=self._running), self._receipts.take(received)
 
     @torch.inference_mode(False)

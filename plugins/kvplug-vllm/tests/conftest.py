@@ -92,6 +92,14 @@ def probe(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def exits() -> Iterator[ExitStack]:
     """Closes what a module's fixtures opened, the last first."""
     with ExitStack() as stack:
+@pytest.fixture(scope="session")
+def stepping(model: str) -> Any:
+    """The module stepping.py; its ``MODEL`` is the demo's."""
+    module = module_of("stepping")
+    module.MODEL = model
+    return module
+
+
         yield stack
 
 

@@ -1,0 +1,192 @@
+"""KV whose load failed is used by nobody: not by a step under way, and not by whoever has the prompt next."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+import pytest
+
+PROMPT = list(range(1, 101))
+RIGHT, WRONG = 7, 666
+"""Tokens. The latter are computed from KV that is not there."""
+
+
+@attrs.frozen
+class Made:
+    """What is stepped, and the connector in it."""
+
+    engine: Any
+    decides: Any
+    moves: Any
+
+
+@pytest.fixture
+def made(stepping: Any) -> Callable[..., Made]:
+    def make(policy: str = "recompute", **more: Any) -> Made:
+        decides, moves = stepping.Decides(), stepping.Moves()
+
+        def build(config: Any, side: str, **_: Any) -> Any:
+            return decides if side == "scheduler" else moves
+
+        transfer = {
+            "kv_connector": "KvplugConnector",
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": policy,
+            "kv_connector_extra_config": {"connector": "lookup"},
+        }
+        return Made(stepping.Stepping(stepping.MODEL, transfer, build, **more), decides, moves)
+
+    return make
+
+
+def fails(made: Made, request_id: str, prompt: list[int] = PROMPT) -> None:
+    """Begin a request whose first 96 tokens are promised, and do not come."""
+    made.decides.offers[request_id] = 96
+    made.moves.fails.add(request_id)
+    made.engine.add(request_id, prompt)
+
+
+@pytest.mark.parametrize("plans_ahead", [False, True], ids=["step by step", "ahead"])
+def test_a_failed_load_is_computed(plans_ahead: bool, made: Any) -> None:
+    it = made(plans_ahead=plans_ahead)
+    fails(it, "a")
+    told = [it.engine.step(token=WRONG)]  # which loads; nothing of it may be seen
+    told += [it.engine.step(token=RIGHT) for _ in range(3)]
+    assert [tokens for step in told for tokens in step.values()] == [[RIGHT]] * 3
+
+
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+def test_a_step_under_way_does_not_use_what_failed(policy: str, made: Any) -> None:
+    """vLLM plans the next step before it hears of the load, and delivers what that step computes."""
+    it = made(policy, plans_ahead=True)
+    fails(it, "a")
+    loading = it.engine.plan()
+    beside = it.engine.plan()
+    assert beside.num_scheduled_tokens == {}, "it waits for its load"
+    told = [it.engine.report(loading, it.engine.run(loading, WRONG))]
+    told += [it.engine.report(beside, it.engine.run(beside, WRONG))]
+    told += [it.engine.step(RIGHT)]
+    if policy == "fail":
+        assert told[0] == {"a": []}
+        assert it.engine.scheduler.requests == {}, "freed, once"
+        return
+    assert told == [{}, {}, {"a": [RIGHT]}]
+
+
+def test_who_has_the_same_prompt_does_not_share_a_load_that_may_fail(made: Any) -> None:
+    it = made(plans_ahead=True)
+    fails(it, "a")
+    loading = it.engine.plan()
+    it.engine.add("b", PROMPT)
+    beside = it.engine.plan()
+    assert it.engine.computed(beside) == {"b": 0}
+    it.engine.report(loading, it.engine.run(loading, WRONG))
+    assert it.engine.report(beside, it.engine.run(beside, RIGHT)) == {"b": [RIGHT]}
+
+
+def test_a_load_that_succeeds_is_used_in_the_step_after_it(made: Any) -> None:
+    it = made(plans_ahead=True)
+    it.decides.offers["a"] = 96
+    it.engine.add("a", PROMPT)
+    plan = it.engine.plan()
+    output = it.engine.run(plan)
+    assert it.moves.calls == ["bind", "start", "save"], "begun once"
+    it.engine.report(plan, output)
+    plan = it.engine.plan()
+    assert (it.engine.computed(plan), plan.num_scheduled_tokens) == ({"a": 96}, {"a": 4})
+    assert it.engine.report(plan, it.engine.run(plan, RIGHT)) == {"a": [RIGHT]}
+
+
+def test_step_by_step_a_load_is_part_of_its_step(made: Any) -> None:
+    it = made()
+    it.decides.offers["a"] = 96
+    it.engine.add("a", PROMPT)
+    assert it.engine.step(RIGHT) == {"a": [RIGHT]}
+    assert it.moves.calls == ["bind", "start", "layer", "layer", "save"]
+
+
+@pytest.mark.parametrize("plans_ahead", [False, True], ids=["step by step", "ahead"])
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+def test_what_an_aborted_request_left_is_not_cached(policy: str, plans_ahead: bool, made: Any) -> None:
+    it = made(policy, plans_ahead=plans_ahead)
+    fails(it, "a")
+    plan = it.engine.plan()
+    output = it.engine.run(plan, WRONG)
+    it.engine.abort("a")  # vLLM looks for aborts before it hears of the step
+    it.engine.report(plan, output)
+    assert it.engine.scheduler.requests == {}
+    it.engine.add("b", PROMPT)
+    assert it.engine.computed(it.engine.plan()) == {"b": 0}
+
+
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+def test_one_that_is_aborted_before_it_computes_what_failed_leaves_nothing(policy: str, made: Any) -> None:
+    it = made(policy)
+    fails(it, "a")
+    it.engine.step(WRONG)
+    it.engine.abort("a")
+    it.engine.add("b", PROMPT)
+    assert it.engine.computed(it.engine.plan()) == {"b": 0}
+
+
+def test_who_has_the_same_prompt_waits_until_the_load_is_known_to_have_failed(made: Any) -> None:
+    """vLLM would let one of them compute it for all, and that one may be aborted before."""
+    it = made()
+    fails(it, "a")
+    it.engine.add("b", PROMPT)
+    plan = it.engine.plan()
+    assert it.engine.computed(plan) == {"a": 96}
+    assert it.engine.report(plan, it.engine.run(plan, WRONG)) == {}
+    it.engine.abort("a")
+    plan = it.engine.plan()
+    assert it.engine.computed(plan) == {"b": 0}
+    assert it.engine.report(plan, it.engine.run(plan, RIGHT)) == {"b": [RIGHT]}
+
+
+def test_who_has_the_same_prompt_shares_a_load_that_succeeded(made: Any) -> None:
+    it = made()
+    it.decides.offers["a"] = 96
+    it.engine.add("a", PROMPT)
+    it.engine.add("b", PROMPT)
+    assert it.engine.step(RIGHT) == {"a": [RIGHT]}
+    plan = it.engine.plan()
+    assert it.engine.computed(plan) == {"b": 96}
+    assert it.engine.report(plan, it.engine.run(plan, RIGHT)) == {"a": [RIGHT], "b": [RIGHT]}
+
+
+def test_who_shares_only_what_was_cached_before_does_not_wait(made: Any) -> None:
+    it = made()
+    it.engine.add("first", PROMPT[:40], max_tokens=1)
+    it.engine.step()
+    fails(it, "a")
+    it.engine.add("b", [*PROMPT[:32], *range(2000, 2040)])
+    it.engine.add("c", list(range(3000, 3040)))
+    assert it.engine.computed(it.engine.plan()) == {"a": 96, "b": 32, "c": 0}
+
+
+def test_what_an_aborted_request_loaded_stays_cached(made: Any) -> None:
+    it = made()
+    it.decides.offers["a"] = 96
+    it.engine.add("a", PROMPT)
+    fails(it, "other", [token + 1000 for token in PROMPT])
+    plan = it.engine.plan()
+    output = it.engine.run(plan, RIGHT)
+    it.engine.abort("a")
+    it.engine.report(plan, output)
+    it.engine.add("b", PROMPT)
+    assert it.engine.computed(it.engine.plan()) == {"b": 96}
+
+
+def test_what_was_cached_before_a_load_failed_stays_cached(made: Any) -> None:
+    it = made()
+    it.engine.add("first", PROMPT[:40], max_tokens=1)
+    it.engine.step()
+    fails(it, "a")
+    plan = it.engine.plan()
+    output = it.engine.run(plan, WRONG)
+    it.engine.abort("a")
+    it.engine.report(plan, output)
+    it.engine.add("b", PROMPT)
+    assert it.engine.computed(it.engine.plan()) == {"b": 32}
