@@ -12,6 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 
 from kvplug import CacheEvent, Plain, TransferStats
+from kvplug_vllm.ledger import Waits
 
 
 @dataclasses.dataclass
@@ -23,12 +24,8 @@ class KvplugMetadata(KVConnectorMetadata):
     begun: frozenset[str] = frozenset()
     """Requests that are scheduled for the first time."""
     preempted: frozenset[str] = frozenset()
-    held: frozenset[str] = frozenset()
-    """Requests whose blocks vLLM holds, from this step on, until they are named as sent."""
-    loading: frozenset[str] = frozenset()
-    """Requests that wait, from this step on, until they are named as received."""
-    settling: frozenset[str] = frozenset()
-    """Of these, the ones whose load ends in this very step: the connector does not know that they wait."""
+    waits: Waits = dataclasses.field(default_factory=Waits)
+    """Whom vLLM waits for, from this step on."""
 
 
 @dataclasses.dataclass

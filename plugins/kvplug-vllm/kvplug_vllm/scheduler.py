@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,7 @@ from kvplug_vllm.carried import (
     KvplugStats,
     KvplugWorkerMetadata,
 )
+from kvplug_vllm.ledger import Ledger
 from kvplug_vllm.loads import StepLoads
 from kvplug_vllm.requests import Requests, end_of
 
@@ -34,12 +36,14 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request as VllmRequest
 
+_log = logging.getLogger(__name__)
+
 
 class SchedulerSide:
     """One SchedulerConnector in vLLM's scheduler.
 
-    It also keeps book of whose blocks vLLM holds until they are named, and tells the workers: they pass
-    on no name that vLLM does not wait for, since that would end its engine.
+    It also keeps book of whose blocks vLLM holds until they are named (:class:`Ledger`), and tells the
+    workers: they pass on no name that vLLM does not wait for, since that would end its engine.
 
     And it sees to it that no KV is used whose load failed. Of a load that its step needs vLLM believes at
     once that it has succeeded; until the step is reported, others wait for it (:class:`StepLoads`). With
@@ -59,13 +63,8 @@ class SchedulerSide:
         self._step = 0
         self._answers: dict[str, _Answer] = {}
         """To requests that are not yet allocated."""
-        self._loading: set[str] = set()
-        """Requests that vLLM waits for, until they are named as received."""
-        self._newly_loading: set[str] = set()
-        self._newly_settling: set[str] = set()
-        """Of these, the ones whose load ends in its step."""
+        self._ledger = Ledger()
         self._step_loads = StepLoads()
-        self._newly_held: set[str] = set()
         self._worker_events: list[CacheEvent] = []
 
     # -- of one request ------------------------------------------------------------------------
@@ -80,22 +79,33 @@ class SchedulerSide:
         if self._step_loads.are_shared_by(asked, num_computed_tokens):
             return None, False  # not yet: in the next step it is known whether they came
         found, in_background = self.connector.get_num_new_matched_tokens(asked, num_computed_tokens)
-        self._answers[request.request_id] = _Answer(num_computed_tokens, in_background)
-        return found, in_background or (self._plans_ahead and bool(found))
+        if found is None:
+            return None, False
+        left = request.num_tokens - num_computed_tokens
+        if not 0 <= found <= left:
+            _log.error(
+                "the connector would load %d tokens of %s, where %d are left: none are loaded",
+                found,
+                request.request_id,
+                left,
+            )
+            found = 0
+        # The last token vLLM computes again only after a load in the background.
+        settles = not in_background and (self._plans_ahead or found == left)
+        self._answers[request.request_id] = _Answer(num_computed_tokens, in_background, settles)
+        return found, bool(found) and (in_background or settles)
 
     def update_state_after_alloc(
         self, request: VllmRequest, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
         request_id, block_ids = request.request_id, _block_ids(blocks.get_block_ids())
         answer = self._answers.pop(request_id, None)
-        if answer is not None and num_external_tokens:
-            if answer.in_background or self._plans_ahead:
-                self._loading.add(request_id)
-                self._newly_loading.add(request_id)
-                if not answer.in_background:
-                    self._newly_settling.add(request_id)
-            else:
-                self._step_loads.add(self._requests[request], answer.num_computed_tokens, *block_ids)
+        if answer is None or not num_external_tokens:
+            self._ledger.allocate(request_id)
+        elif answer.in_background or answer.settles:
+            self._ledger.load(request_id, settles=answer.settles)
+        else:
+            self._step_loads.add(self._requests[request], answer.num_computed_tokens, *block_ids)
         self.connector.update_state_after_alloc(self._requests[request], block_ids, num_external_tokens)
 
     def request_finished(
@@ -107,12 +117,10 @@ class SchedulerSide:
             else self.connector.request_finished
         )
         request_id = request.request_id
-        holds, params = ended(self._requests[request], _block_ids(block_ids), end_of(request))
-        if holds and request_id not in self._loading:  # one that still loads is named as received instead
-            self._newly_held.add(request_id)
+        keeps, params = ended(self._requests[request], _block_ids(block_ids), end_of(request))
         self._requests.forget(request_id)
         self._answers.pop(request_id, None)
-        return holds, params
+        return self._ledger.end(request_id, keeps=keeps), params
 
     # -- of one step ---------------------------------------------------------------------------
 
@@ -128,23 +136,18 @@ class SchedulerSide:
                 finished_request_ids=frozenset(output.finished_req_ids),
             )
         )
-        metadata = KvplugMetadata(
+        return KvplugMetadata(
             plan=plan,
             begun=frozenset(request.req_id for request in output.scheduled_new_reqs),
             preempted=preempted,
-            held=frozenset(self._newly_held),
-            loading=frozenset(self._newly_loading),
-            settling=frozenset(self._newly_settling),
+            waits=self._ledger.begin_step(output.num_scheduled_tokens),
         )
-        self._newly_held.clear()
-        self._newly_loading.clear()
-        self._newly_settling.clear()
-        return metadata
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
         said, stats = output.kv_connector_worker_meta, output.kv_connector_stats
-        received = frozenset(output.finished_recving or ())
-        self._loading -= received
+        sent, received = self._ledger.settle(
+            output.finished_sending or set(), output.finished_recving or set()
+        )
         wrong = self._step_loads.end(output.invalid_block_ids)
         if wrong and self._cache is not None:
             self._cache.evict_blocks(wrong)
@@ -152,7 +155,7 @@ class SchedulerSide:
             self._worker_events += dict.fromkeys(said.events)  # each worker may tell of the same
         self.connector.update_connector_output(
             WorkerOutput(
-                finished_sending=frozenset(output.finished_sending or ()),
+                finished_sending=sent,
                 finished_recving=received,
                 invalid_block_ids=frozenset(output.invalid_block_ids),
                 worker_metadata=said.parts if isinstance(said, KvplugWorkerMetadata) else (),
@@ -192,6 +195,8 @@ class _Answer:
     num_computed_tokens: int
     """Where it would begin."""
     in_background: bool
+    settles: bool
+    """vLLM waits for it, and the connector has ended it when its step has."""
 
 
 def _block_ids(groups: Iterable[Iterable[int]]) -> BlockIds:

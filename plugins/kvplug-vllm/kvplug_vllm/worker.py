@@ -90,9 +90,9 @@ class WorkerSide:
     @torch.inference_mode(False)
     def bind(self, metadata: KvplugMetadata) -> None:
         self._running |= metadata.begun
-        self._sends.add(metadata.held)
-        self._receipts.add(metadata.loading)
-        self._settling = metadata.settling
+        self._sends.add(metadata.waits.held)
+        self._receipts.add(metadata.waits.loading)
+        self._settling = metadata.waits.settling
         self.connector.bind_connector_metadata(metadata.plan)
         if self._settling:  # now, since vLLM begins what it believes to be in the background after the step
             self.connector.start_load_kv()

@@ -93,11 +93,14 @@ def exits() -> Iterator[ExitStack]:
     """Closes what a module's fixtures opened, the last first."""
     with ExitStack() as stack:
 @pytest.fixture(scope="session")
-def stepping(model: str) -> Any:
-    """The module stepping.py; its ``MODEL`` is the demo's."""
-    module = module_of("stepping")
-    module.MODEL = model
-    return module
+def made(model: str) -> Callable[..., Any]:
+    """``made(policy, *ports, plans_ahead=False)``: vLLM's scheduler around connectors; see stepping.py."""
+    stepping = module_of("stepping")
+
+    def make(policy: str = "recompute", *ports: int, **more: Any) -> Any:
+        return stepping.Made(model, policy, ports, **more)
+
+    return make
 
 
         yield stack

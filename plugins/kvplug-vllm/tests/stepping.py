@@ -6,7 +6,7 @@ A test decides in which order steps are planned, run and reported, as vLLM does 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -156,6 +156,41 @@ class Moves(WorkerConnector):
         pass
 
 
+class Made:
+    """What is stepped, and the connectors in it: one, or children of a MultiConnector."""
+
+    def __init__(self, model: str, policy: str, ports: Sequence[int], **more: Any) -> None:
+        """``ports``: of the children, by which they are told apart."""
+        self._schedulers: dict[int, Decides] = {}
+        self._workers: dict[int, Moves] = {}
+        transfer = transfer_config()
+        if ports:
+            children = [transfer_config(port=port) for port in ports]
+            transfer |= {
+                "kv_connector": "MultiConnector",
+                "kv_connector_extra_config": {"connectors": children},
+            }
+        self.engine = Stepping(model, {**transfer, "kv_load_failure_policy": policy}, self._build, **more)
+
+    def _build(self, config: Any, side: str, **_: Any) -> Any:
+        if side == "scheduler":
+            return self._schedulers.setdefault(config.port, Decides())
+        return self._workers.setdefault(config.port, Moves())
+
+    @property
+    def decides(self) -> Decides:
+        (only,) = self._schedulers.values()
+        return only
+
+    @property
+    def moves(self) -> Moves:
+        (only,) = self._workers.values()
+        return only
+
+    def child(self, port: int) -> tuple[Decides, Moves]:
+        return self._schedulers[port], self._workers[port]
+
+
 class Stepping:
     """A scheduler and one worker without a model; each prompt's next token is the test's."""
 
@@ -262,6 +297,14 @@ class Stepping:
     def computed(self, plan: Any) -> dict[str, int]:
         """Tokens that the step does not compute, of the requests that are new in it."""
         return {new.req_id: new.num_computed_tokens for new in plan.scheduled_new_reqs}
+
+
+def transfer_config(**extra: Any) -> dict[str, Any]:
+    return {
+        "kv_connector": "KvplugConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"connector": "lookup", **extra},
+    }
 
 
 def vllm_config(

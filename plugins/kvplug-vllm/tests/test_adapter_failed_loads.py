@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-import attrs
 import pytest
 
 PROMPT = list(range(1, 101))
@@ -13,39 +11,11 @@ RIGHT, WRONG = 7, 666
 """Tokens. The latter are computed from KV that is not there."""
 
 
-@attrs.frozen
-class Made:
-    """What is stepped, and the connector in it."""
-
-    engine: Any
-    decides: Any
-    moves: Any
-
-
-@pytest.fixture
-def made(stepping: Any) -> Callable[..., Made]:
-    def make(policy: str = "recompute", **more: Any) -> Made:
-        decides, moves = stepping.Decides(), stepping.Moves()
-
-        def build(config: Any, side: str, **_: Any) -> Any:
-            return decides if side == "scheduler" else moves
-
-        transfer = {
-            "kv_connector": "KvplugConnector",
-            "kv_role": "kv_both",
-            "kv_load_failure_policy": policy,
-            "kv_connector_extra_config": {"connector": "lookup"},
-        }
-        return Made(stepping.Stepping(stepping.MODEL, transfer, build, **more), decides, moves)
-
-    return make
-
-
-def fails(made: Made, request_id: str, prompt: list[int] = PROMPT) -> None:
+def fails(it: Any, request_id: str, prompt: list[int] = PROMPT) -> None:
     """Begin a request whose first 96 tokens are promised, and do not come."""
-    made.decides.offers[request_id] = 96
-    made.moves.fails.add(request_id)
-    made.engine.add(request_id, prompt)
+    it.decides.offers[request_id] = 96
+    it.moves.fails.add(request_id)
+    it.engine.add(request_id, prompt)
 
 
 @pytest.mark.parametrize("plans_ahead", [False, True], ids=["step by step", "ahead"])

@@ -1,0 +1,78 @@
+"""What a connector answers, as vLLM can bear it: an answer of the wrong kind ends its engine."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+PROMPT = list(range(1, 97))
+"""Three whole blocks."""
+
+
+@pytest.fixture
+def errors(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    logger = logging.getLogger("kvplug_vllm")
+    handlers, logger.handlers = logger.handlers, [caplog.handler]
+    yield caplog
+    logger.handlers = handlers
+
+
+@pytest.mark.parametrize("in_background", [False, True], ids=["in its step", "in the background"])
+def test_a_whole_prompt_may_be_loaded(in_background: bool, made: Any) -> None:
+    """vLLM computes its last token again, since one must be computed to get another."""
+    it = made()
+    it.decides.offers["a"] = 96
+    it.decides.in_background = in_background
+    it.engine.add("a", PROMPT)
+    assert it.engine.step() == {}
+    plan = it.engine.plan()
+    assert it.engine.computed(plan) == {"a": 95}
+    assert it.engine.report(plan, it.engine.run(plan, 7)) == {"a": [7]}
+    received = [name for output in it.decides.heard for name in output.finished_recving]
+    assert received == (["a"] if in_background else []), "it hears of what it began in the background"
+
+
+def test_a_whole_prompt_that_does_not_come_is_computed(made: Any) -> None:
+    it = made()
+    it.decides.offers["a"] = 96
+    it.moves.fails.add("a")
+    it.engine.add("a", PROMPT)
+    assert it.engine.step() == {}
+    plan = it.engine.plan()
+    assert it.engine.computed(plan) == {"a": 0}
+    assert it.engine.report(plan, it.engine.run(plan, 7)) == {"a": [7]}
+
+
+@pytest.mark.parametrize("found", [97, 1000, -1])
+@pytest.mark.parametrize("in_background", [False, True])
+def test_more_than_is_left_is_not_loaded(
+    found: int, in_background: bool, made: Any, errors: pytest.LogCaptureFixture
+) -> None:
+    it = made()
+    it.decides.get_num_new_matched_tokens = lambda request, computed: (found, in_background)
+    it.engine.add("a", PROMPT)
+    assert it.engine.step(token=7) == {"a": [7]}
+    assert f"{found} tokens of a, where 96 are left" in errors.text
+
+
+def test_nothing_is_not_loaded_in_the_background(made: Any) -> None:
+    it = made()
+    it.decides.get_num_new_matched_tokens = lambda request, computed: (0, True)
+    it.engine.add("a", PROMPT)
+    assert it.engine.step(token=7) == {"a": [7]}
+
+
+def test_not_yet_is_asked_again(made: Any) -> None:
+    it = made()
+    it.decides.offers["a"] = 64
+    answers, decide = [(None, True), (None, False)], it.decides.get_num_new_matched_tokens
+
+    def decide_later(request: Any, computed: int) -> Any:
+        return answers.pop() if answers else decide(request, computed)
+
+    it.decides.get_num_new_matched_tokens = decide_later
+    it.engine.add("a", PROMPT)
+    assert [it.engine.step(7) for _ in range(3)] == [{}, {}, {"a": [7]}]
