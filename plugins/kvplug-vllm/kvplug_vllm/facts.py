@@ -24,7 +24,7 @@ from kvplug_vllm.weights import fingerprint_of
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from vllm.config import VllmConfig
+    from vllm.config import ModelConfig, VllmConfig
     from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig as VllmKVCacheConfig, KVCacheSpec
 
 _LETTERS = "LBHTD"
@@ -90,10 +90,26 @@ def model_of(vllm_config: VllmConfig, cache: VllmKVCacheConfig) -> ModelInfo:
         num_kv_heads=1 if _is_latent(spec) else model.get_total_num_kv_heads(),
         head_size=spec.head_size,
         dtype=str(spec.dtype).removeprefix("torch."),
-        rope=positions_of(model.hf_text_config),
+        rope=_positions_of(model),
         window=getattr(spec, "sliding_window", None),
         weights=fingerprint_of(vllm_config),
     )
+
+
+def _positions_of(model: ModelConfig) -> str:
+    """As of every engine; where vLLM chooses among factors when it starts, with its choice in front."""
+    from vllm.transformers_utils.config import iter_rope_parameters
+
+    config = model.hf_text_config
+    positions = positions_of(config)
+    for parameters in iter_rope_parameters(config):
+        if parameters.get("rope_type") == "longrope":
+            limit = parameters["original_max_position_embeddings"]
+            is_fitted = model.original_max_model_len == -1  # after it was built for all that the model can
+            is_long = is_fitted or model.max_model_len > limit
+            length = f"{'above' if is_long else 'up to'} {limit}"
+            return f"factors of --max-model-len {length}: {positions}"
+    return positions
 
 
 def cache_of(vllm_config: VllmConfig, cache: VllmKVCacheConfig) -> KVCacheConfig:
@@ -215,11 +231,25 @@ def _block_format(vllm_config: VllmConfig, layer_name: str, spec: AttentionSpec)
     backend = layer.get_attn_backend()
     name = backend.get_name()
     if name == "CPU_ATTN":
-        from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
-
-        cache_dtype = vllm_config.cache_config.cache_dtype
-        name += f" {_get_attn_isa(spec.dtype, spec.block_size, spec.head_size, cache_dtype)}"
+        name += f" {_cpu_isa(vllm_config, spec)}"
     return f"vllm {release} {name}"
+
+
+def _cpu_isa(vllm_config: VllmConfig, spec: AttentionSpec) -> str:
+    """What vLLM's kernels for CPUs will be told when they are set up; it decides how keys are tiled.
+
+    Raises:
+        UnsupportedError: this release chooses it in another way.
+    """
+    try:
+        from vllm.v1.attention.backends.cpu_attn import _get_attn_isa as isa_of
+    except ImportError as e:
+        raise UnsupportedError(
+            f"vLLM {vllm.__version__} does not say in which order its kernels for CPUs keep a block ({e});"
+            " install the release of vLLM that this release of kvplug-vllm names"
+        ) from e
+    dtype, cache_dtype = vllm_config.model_config.dtype, vllm_config.cache_config.cache_dtype
+    return str(isa_of(dtype, spec.block_size, spec.head_size, cache_dtype))
 
 
 def _layout_of(spec: AttentionSpec, order: str, num_blocks: int, block_format: str) -> KVLayout:

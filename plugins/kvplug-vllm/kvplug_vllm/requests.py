@@ -29,11 +29,15 @@ class Requests:
             or known.num_prompt_tokens != request.num_prompt_tokens
             or known.generation != request.num_preemptions
         ):
+            if known is not None and known.num_prompt_tokens == request.num_prompt_tokens:
+                extra = known.extra
+            else:  # also where a streaming session goes on, with more media perhaps
+                extra = extra_of(request)
             known = Request(
                 request_id=request.request_id,
                 token_ids=tuple(request.all_token_ids),
                 num_prompt_tokens=request.num_prompt_tokens,
-                extra=known.extra if known is not None else extra_of(request),
+                extra=extra,
                 generation=request.num_preemptions,
                 params=request.kv_transfer_params or {},
             )

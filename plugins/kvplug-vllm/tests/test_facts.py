@@ -59,19 +59,24 @@ def vllm_config(**more: Any) -> Any:
         "decode_context_parallel_size": 1,
         "prefill_context_parallel_size": 1,
     }
+    model = {
+        "served_model_name": "smol",
+        "model": "no/such-model",
+        "model_weights": "",
+        "revision": None,
+        "quantization": None,
+        "hf_text_config": hf,
+        "max_model_len": 2048,
+        "original_max_model_len": 2048,
+        "dtype": torch.float32,
+        "get_total_num_hidden_layers": lambda: 30,
+        "get_total_num_kv_heads": lambda: 6,
+        "get_layers_start_end_indices": lambda parallel: (10, 20),
+    }
     return SimpleNamespace(
         kv_transfer_config=more.get("transfer"),
         parallel_config=SimpleNamespace(**{**parallel, **more.get("parallel", {})}),
-        model_config=SimpleNamespace(
-            served_model_name="smol",
-            model="no/such-model",
-            model_weights="",
-            revision=None,
-            hf_text_config=hf,
-            get_total_num_hidden_layers=lambda: 30,
-            get_total_num_kv_heads=lambda: 6,
-            get_layers_start_end_indices=lambda parallel: (10, 20),
-        ),
+        model_config=SimpleNamespace(**{**model, **more.get("model", {})}),
         load_config=SimpleNamespace(load_format="auto", download_dir=None),
         cache_config=SimpleNamespace(cache_dtype="auto"),
         compilation_config=SimpleNamespace(static_forward_context=more.get("layers", {})),
@@ -170,6 +175,32 @@ def test_the_block_format_names_the_release_and_the_kernel() -> None:
     assert group.layout.block_format == "vllm 0.32", "the scheduler's process knows no kernel"
 
 
+class CPUBackend:
+    @staticmethod
+    def get_name() -> str:
+        return "CPU_ATTN"
+
+
+def cpu_config(dtype: torch.dtype) -> Any:
+    layer = SimpleNamespace(get_attn_backend=lambda: CPUBackend)
+    return vllm_config(layers={"model.layers.0.attn": layer}, model={"dtype": dtype})
+
+
+def test_on_cpus_the_block_format_names_the_instructions_that_the_kernel_uses() -> None:
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+    for dtype in (torch.float32, torch.bfloat16):
+        spec = FullAttentionSpec(block_size=32, num_kv_heads=3, head_size=64, dtype=torch.bfloat16)
+        (group,) = cache_of(cpu_config(dtype), cache_config(spec)).groups
+        assert group.layout.block_format == f"vllm 0.32 CPU_ATTN {_get_attn_isa(dtype, 32, 64, 'auto')}"
+
+
+def test_a_release_that_says_it_elsewhere_is_refused_with_what_to_do(monkeypatch: Any) -> None:
+    monkeypatch.delattr("vllm.v1.attention.backends.cpu_attn._get_attn_isa")
+    with pytest.raises(UnsupportedError, match=r"_get_attn_isa.*install the release of vLLM"):
+        cache_of(cpu_config(torch.float32), cache_config())
+
+
 def quantised() -> FullAttentionSpec:
     return FullAttentionSpec(
         block_size=32,
@@ -234,6 +265,44 @@ def test_the_model_is_described_by_what_decides_its_kv() -> None:
     assert "rope_theta" in model.rope
     assert model.window is None
     assert model.weights == "", "of a model that is not here nothing is known"
+
+
+def phi3(**more: Any) -> Any:
+    from transformers import Phi3Config
+    from vllm.transformers_utils.config import patch_rope_parameters
+
+    scaling = {"rope_type": "longrope", "short_factor": [1.0] * 32, "long_factor": [2.0] * 32}
+    config = Phi3Config(
+        hidden_size=256,
+        num_attention_heads=4,
+        max_position_embeddings=131072,
+        original_max_position_embeddings=4096,
+        rope_parameters={**scaling, "rope_theta": 1e4, "original_max_position_embeddings": 4096},
+    )
+    patch_rope_parameters(config)
+    return {"hf_text_config": config, **more}
+
+
+def test_factors_that_vllm_chooses_by_its_maximal_length_are_told_apart() -> None:
+    """A "longrope" of vLLM's turns keys by the long factors if any sequence could need them, else the short."""
+
+    def rope(max_model_len: int, given: int | None = None) -> str:
+        model = phi3(max_model_len=max_model_len, original_max_model_len=given or max_model_len)
+        return model_of(vllm_config(model=model), cache_config()).rope
+
+    assert rope(2048) == rope(4096)
+    assert rope(4097) == rope(131072)
+    assert rope(4096) != rope(4097)
+    assert rope(3000, given=-1) == rope(131072), "built for all of its length, and shortened to fit"
+    assert rope(4096)[:60] != rope(4097)[:60], "and a refusal shows it, though there are many factors"
+
+
+def test_the_maximal_length_makes_no_difference_to_other_models() -> None:
+    ropes = {
+        model_of(vllm_config(model={"max_model_len": length}), cache_config()).rope
+        for length in (64, 1 << 20)
+    }
+    assert len(ropes) == 1
 
 
 def test_where_a_worker_stands() -> None:

@@ -15,7 +15,9 @@ from kvplug import RequestEnd
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from vllm import SamplingParams
-    from vllm.v1.request import Request, RequestStatus
+    from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.request import Request, RequestStatus, StreamingUpdate
 
     from kvplug_vllm.requests import Requests, end_of, extra_of
 
@@ -75,6 +77,31 @@ def test_a_request_is_translated_anew_when_it_has_grown_or_lost_its_blocks() -> 
     assert requests[theirs].generation == 1
     requests.forget("r")
     assert requests[theirs] is not grown
+
+
+def test_a_session_has_the_media_of_every_turn() -> None:
+    """vLLM extends a streaming session's request in place: its prompt, and the pictures in it."""
+    sessions = [request_of(mm_features=[media("cat", 0)], resumable=True) for _ in range(2)]
+    requests = [Requests() for _ in sessions]
+    for session, known in zip(sessions, requests, strict=True):
+        first = known[session]
+        session.append_output_token_ids(8)
+        assert known[session].extra == first.extra
+    for session, name in zip(sessions, ("dog", "wolf"), strict=True):
+        update = StreamingUpdate(
+            mm_features=[MultiModalFeatureSpec(None, "image", name, PlaceholderRange(1, 2))],
+            prompt_token_ids=[9, 9, 9],
+            max_tokens=4,
+            arrival_time=0.0,
+            sampling_params=session.sampling_params,
+        )
+        session.num_computed_tokens = 3
+        scheduler = SimpleNamespace(hash_block_size=2, log_stats=False)
+        Scheduler._update_request_as_session(scheduler, session, update)
+    one, other = (known[session] for known, session in zip(requests, sessions, strict=True))
+    assert one.token_ids == other.token_ids == (5, 6, 7, 9, 9, 9)
+    assert one.extra != other.extra
+    assert one.extra == extra_of(sessions[0])
 
 
 def test_parameters_of_the_client_are_handed_on() -> None:
