@@ -4,37 +4,62 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import json
 import logging
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ModelConfig, VllmConfig
 
 _log = logging.getLogger(__name__)
 
-_FORMATS = frozenset({"auto", "hf", "safetensors", "instanttensor", "fastsafetensors"})
+_FORMATS = frozenset(
+    {"auto", "hf", "safetensors", "mistral", "instanttensor", "fastsafetensors", "runai_streamer"}
+)
 """Load formats that read safetensors files."""
+_OF_A_KIND = 256
+"""Of tensors whose names differ in numbers only, the values of so many are looked at; of all, the rest."""
+_ELEMENTS = 1 << 16
+"""Of a vector, the values of so many."""
 
 
 def fingerprint_of(vllm_config: VllmConfig) -> str:
     """Of the safetensors files that this engine loads; empty (not compared) for anything else.
 
-    A hash over name, dtype, shape and two rows of every tensor (the whole of it where it is a vector):
-    whatever the files are called, however many there are, different weights differ, and it costs
-    milliseconds.
+    A hash over name, dtype and shape of every tensor, and over two rows of it (of layers' experts, of some of
+    them): whatever the files are called, however many there are, different weights differ, and it costs
+    milliseconds; for hundreds of files with tens of thousands of experts, about a second. Weights that
+    are quantised while they are loaded are not those of the files, and say so.
     """
     model, load = vllm_config.model_config, vllm_config.load_config
     if load.load_format not in _FORMATS:
         return ""
     folder = _folder_of(model.model_weights or model.model, model.revision, load.download_dir)
-    files = tuple(sorted(folder.glob("*.safetensors"))) if folder is not None else ()
+    files = _files_of(folder, load.load_format) if folder is not None else ()
     if not files:
         _log.info(
             "no safetensors files of %s are found: its weights are not compared with the peer's", model.model
         )
         return ""
-    return _hash_of(files)
+    try:
+        return _hash_of(files) + _quantised(model)
+    except Exception as e:  # vLLM has read them: no reason to end its engine
+        _log.warning(
+            "the safetensors files of %s have no fingerprint, and are not compared with the peer's: %s",
+            model.model,
+            e,
+        )
+        return ""
+
+
+def _quantised(model: ModelConfig) -> str:
+    if model.quantization is None or model.model_arch_config.quantization_config is not None:
+        return ""
+    return f" quantised to {model.quantization}"
 
 
 def _folder_of(model: str, revision: str | None, cache: str | None) -> Path | None:
@@ -49,25 +74,74 @@ def _folder_of(model: str, revision: str | None, cache: str | None) -> Path | No
         return None
 
 
+def _files_of(folder: Path, load_format: str) -> tuple[Path, ...]:
+    """Those of the folder that vLLM reads: Mistral's own where there are any; none that the index lacks.
+
+    Beside a model's files there may be another copy of it, an adapter's, or what an older revision left.
+    """
+    found, index = (), "consolidated.safetensors.index.json"
+    if load_format in ("auto", "mistral"):
+        found = tuple(sorted(folder.glob("consolidated*.safetensors")))
+    if not found and load_format != "mistral":
+        found, index = tuple(sorted(folder.glob("*.safetensors"))), "model.safetensors.index.json"
+    try:
+        named = set(json.loads((folder / index).read_text(encoding="utf-8"))["weight_map"].values())
+    except (OSError, ValueError, LookupError, AttributeError):  # which a model in one file does without
+        return found
+    return tuple(file for file in found if file.name in named)
+
+
 @functools.cache
 def _hash_of(files: tuple[Path, ...]) -> str:
+    kinds = {name: (file, kind) for file in files for name, kind in _kinds(file)}
+    chosen: dict[Path, list[str]] = defaultdict(list)
+    for name in _chosen(kinds):
+        chosen[kinds[name][0]].append(name)
+    values = {name: value for file, names in chosen.items() for name, value in _values(file, names)}
+    digest = hashlib.blake2b(digest_size=16)
+    for name, (_, kind) in sorted(kinds.items()):
+        digest.update(f"{name} {kind} ".encode())
+        digest.update(values.get(name, b""))
+    return f"safetensors:{digest.hexdigest()}"
+
+
+def _chosen(names: Iterable[str]) -> Iterator[str]:
+    """All, but of many of one kind some, evenly spread."""
+    of_a_kind: dict[str, list[str]] = defaultdict(list)
+    for name in sorted(names):
+        of_a_kind[re.sub(r"\d+", "0", name)].append(name)
+    for alike in of_a_kind.values():
+        step = max(1, len(alike) / _OF_A_KIND)
+        yield from (alike[int(at * step)] for at in range(min(len(alike), _OF_A_KIND)))
+
+
+def _kinds(file: Path) -> Iterator[tuple[str, str]]:
+    """Name, dtype and shape of every tensor: from the file's header."""
+    with file.open("rb") as opened:
+        length = int.from_bytes(opened.read(8), "little")
+        header: Mapping[str, Any] = json.loads(opened.read(length))
+    for name, tensor in header.items():
+        if name != "__metadata__":
+            yield name, f"{tensor['dtype']} {tensor['shape']}"
+
+
+def _values(file: Path, names: Iterable[str]) -> Iterator[tuple[str, bytes]]:
+    """A hash of each of these tensors: of the row in its first corner, and of one in its middle."""
     import torch
     from safetensors import safe_open
 
-    samples = {}
-    for file in files:
-        with safe_open(file, framework="pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118 - no mapping
-                tensor = tensors.get_slice(name)
-                shape = tensor.get_shape()
-                if len(shape) < 2:  # norms, biases, scales: small
-                    rows = [tensors.get_tensor(name).view(-1)]
-                else:
-                    middle = shape[0] // 2
-                    rows = [tensor[:1], tensor[middle : middle + 1]]
-                data = b"".join(row.contiguous().view(torch.uint8).numpy().tobytes() for row in rows)
-                samples[name] = f"{name} {tensor.get_dtype()} {shape} ".encode() + data
-    digest = hashlib.blake2b(digest_size=16)
-    for name in sorted(samples):
-        digest.update(hashlib.blake2b(samples[name], digest_size=16).digest())
-    return f"safetensors:{digest.hexdigest()}"
+    with safe_open(file, framework="pt") as tensors:
+        for name in names:
+            tensor = tensors.get_slice(name)
+            shape = tensor.get_shape()
+            if 0 in shape:
+                continue
+            if not shape:
+                rows = [tensors.get_tensor(name)]
+            elif len(shape) == 1:
+                rows = [tensor[:_ELEMENTS]]
+            else:
+                middle = tuple(slice(size // 2, size // 2 + 1) for size in shape[:-1])
+                rows = [tensor[tuple(slice(1) for _ in shape[:-1])], tensor[middle]]
+            data = b"".join(row.reshape(-1).view(torch.uint8).numpy().tobytes() for row in rows)
+            yield name, hashlib.blake2b(data, digest_size=16).digest()

@@ -14,6 +14,7 @@ from kvplug import ConfigError, KVLayout, LayoutError, UnsupportedError
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from vllm.config import KVTransferConfig
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
     from vllm.v1.kv_cache_interface import (
         FullAttentionSpec,
         KVCacheConfig,
@@ -187,8 +188,6 @@ def cpu_config(dtype: torch.dtype) -> Any:
 
 
 def test_on_cpus_the_block_format_names_the_instructions_that_the_kernel_uses() -> None:
-    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
-
     for dtype in (torch.float32, torch.bfloat16):
         spec = FullAttentionSpec(block_size=32, num_kv_heads=3, head_size=64, dtype=torch.bfloat16)
         (group,) = cache_of(cpu_config(dtype), cache_config(spec)).groups
@@ -284,7 +283,7 @@ def phi3(**more: Any) -> Any:
 
 
 def test_factors_that_vllm_chooses_by_its_maximal_length_are_told_apart() -> None:
-    """A "longrope" of vLLM's turns keys by the long factors if any sequence could need them, else the short."""
+    """A "longrope" of vLLM's turns all keys by the long factors if any sequence could need them."""
 
     def rope(max_model_len: int, given: int | None = None) -> str:
         model = phi3(max_model_len=max_model_len, original_max_model_len=given or max_model_len)

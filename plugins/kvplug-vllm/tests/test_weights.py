@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import save_file
 
@@ -14,17 +16,20 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from kvplug_vllm.weights import fingerprint_of
 
-TENSORS = {
+TENSORS: dict[str, torch.Tensor] = {
     "a": torch.arange(24.0).view(6, 4),
     "b": torch.ones(3, dtype=torch.bfloat16),
     "c": torch.tensor(2.0),
 }
 
 
-def fingerprint(folder: Path, load_format: str = "auto") -> str:
+def fingerprint(folder: Path, load_format: str = "auto", **more: Any) -> str:
+    model = {"model": str(folder), "model_weights": "", "revision": None, "quantization": None}
+    arch = SimpleNamespace(quantization_config=more.pop("in_checkpoint", None))
+    load = SimpleNamespace(load_format=load_format, download_dir=more.pop("download_dir", None))
     config: Any = SimpleNamespace(
-        model_config=SimpleNamespace(model=str(folder), model_weights="", revision=None),
-        load_config=SimpleNamespace(load_format=load_format, download_dir=None),
+        model_config=SimpleNamespace(**model | more, model_arch_config=arch),
+        load_config=load,
     )
     return fingerprint_of(config)
 
@@ -63,3 +68,100 @@ def test_what_is_no_safetensors_is_not_known(tmp_path: Path) -> None:
     assert fingerprint(tmp_path / "nothing") == ""
     (tmp_path / "empty").mkdir()
     assert fingerprint(tmp_path / "empty") == ""
+
+
+def test_what_lies_beside_a_model_makes_no_difference(tmp_path: Path) -> None:
+    """An index says which files are the model's; those of an adapter, or of an older revision, are not."""
+    plain = saved(tmp_path / "plain", TENSORS)
+    beside = saved(tmp_path / "beside", TENSORS, {"old": torch.ones(2)})
+    save_file({"lora_A": torch.ones(2, 2)}, beside / "adapter_model.safetensors")
+    assert fingerprint(beside) != fingerprint(plain), "without an index, vLLM reads them all"
+    index = {"weight_map": {**dict.fromkeys(TENSORS, "model-0.safetensors"), "gone": "model-9.safetensors"}}
+    (beside / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+    assert fingerprint(beside) == fingerprint(plain)
+
+
+def test_of_two_copies_the_one_that_is_loaded_counts(tmp_path: Path) -> None:
+    """Mistral's models come twice, under two sets of names; vLLM prefers Mistral's own."""
+    theirs = {f"layers.{name}": tensor for name, tensor in TENSORS.items()}
+    both, only = saved(tmp_path / "both", TENSORS), saved(tmp_path / "only", theirs)
+    (only / "model-0.safetensors").rename(only / "consolidated.safetensors")
+    save_file(theirs, both / "consolidated.safetensors")
+    for load_format in ("auto", "mistral"):
+        assert fingerprint(both, load_format) == fingerprint(only, load_format) != ""
+    assert fingerprint(both, "hf") == fingerprint(both, "safetensors") != fingerprint(only)
+    assert fingerprint(saved(tmp_path / "none", TENSORS), "mistral") == ""
+
+
+def experts(change: int | None = None, by: float = 1.0) -> dict[str, torch.Tensor]:
+    made = {f"layers.{at % 4}.experts.{at // 4}.w": torch.full((4, 4), float(at)) for at in range(2000)}
+    names = list(made)
+    for name in names if change is None else [names[change]]:
+        made[name] = made[name] + by
+    return {**made, "embed": torch.ones(4, 4)}
+
+
+def test_of_very_many_of_one_kind_some_are_looked_at(tmp_path: Path) -> None:
+    plain = fingerprint(saved(tmp_path / "plain", experts(by=0)))
+    assert fingerprint(saved(tmp_path / "tuned", experts())) != plain
+    changes = {at: fingerprint(saved(tmp_path / f"{at}", experts(change=at))) for at in range(0, 2000, 100)}
+    assert 0 < sum(found != plain for found in changes.values()) < len(changes)
+    other = {**experts(by=0), "layers.3.experts.499.w": torch.full((4, 5), 1999.0)}
+    assert fingerprint(saved(tmp_path / "shape", other)) != plain, "the shape of each"
+
+
+def test_every_kind_of_tensor_has_a_value(tmp_path: Path) -> None:
+    odd = {
+        "none": torch.empty(0, 4),
+        "empty": torch.empty(3, 0),
+        "bools": torch.tensor([True, False]),
+        "eight": torch.ones(4, 4).to(torch.float8_e4m3fn),
+        "fused": torch.arange(60.0).view(5, 3, 4),
+        "long": torch.arange(200_000),
+    }
+    plain = fingerprint(saved(tmp_path / "plain", odd))
+    changes = {
+        "bools": torch.tensor([True, True]),
+        "eight": torch.zeros(4, 4).to(torch.float8_e4m3fn),
+        "fused": torch.arange(60.0).view(5, 3, 4) * 2,
+        "long": torch.arange(200_000) + 1,
+    }
+    found = {fingerprint(saved(tmp_path / name, {**odd, name: changes[name]})) for name in changes}
+    assert len(found | {plain}) == 1 + len(changes)
+
+
+def test_weights_that_are_quantised_when_loaded_are_others(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "whole", TENSORS)
+    plain, online = fingerprint(folder), fingerprint(folder, quantization="fp8")
+    assert len({plain, online, fingerprint(folder, quantization="int8")}) == 3
+    own = {"quant_method": "awq"}
+    for method in ("awq", "awq_marlin"):  # which one, the device decides
+        assert fingerprint(folder, quantization=method, in_checkpoint=own) == plain
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"\xff" * 100, b"\x02\0\0\0\0\0\0\0[]"], ids=["empty", "noise", "a list"]
+)
+def test_files_that_cannot_be_read_are_not_compared(content: bytes, tmp_path: Path) -> None:
+    folder = saved(tmp_path / "whole", TENSORS)
+    (folder / "model-1.safetensors").write_bytes(content)
+    assert fingerprint(folder) == ""
+
+
+def test_a_checkpoint_in_the_cache_of_the_hub_is_found(tmp_path: Path) -> None:
+    """As huggingface_hub lays it out: links into its blobs, and which revision "main" is."""
+    repo = tmp_path / "models--some--model"
+    blobs = saved_to(repo / "blobs")
+    snapshot = repo / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (snapshot / "model.safetensors").symlink_to(blobs / "model-0.safetensors")
+    (repo / "refs").mkdir()
+    (repo / "refs" / "main").write_text("abc", encoding="utf-8")
+    here = fingerprint(saved(tmp_path / "whole", TENSORS))
+    assert fingerprint(Path("some/model"), download_dir=str(tmp_path)) == here
+    assert fingerprint(Path("some/other"), download_dir=str(tmp_path)) == ""
+
+
+def saved_to(folder: Path) -> Path:
+    folder.parent.mkdir()
+    return saved(folder, TENSORS)
