@@ -107,6 +107,7 @@ class LookupBuffer(abc.ABC):
             UnsupportedError: this is a reaching end, and the implementation stores at the holding end only.
             TimeoutError: no room in time; nothing was stored.
             CapacityError: the entry is larger than the whole budget; at once.
+            EntryGoneError: the store was cleared meanwhile; nothing was stored.
             ValueError: shapes that do not belong together; no token under the roi.
         """
 
@@ -192,6 +193,19 @@ class LookupStore(LookupBuffer):
 
         In the order of the sequence numbers, without a gap; the listener must not block. Returns a
         function that ends the subscription.
+        """
+
+    @abc.abstractmethod
+    def clear(self) -> int:
+        """Forget every entry, and return how many that were. Never waits.
+
+        What was handed to ``insert`` before this call is not to be had after it: entries are announced as
+        removed (``RemovalReason.CLEARED``), and an insert that has not returned raises ``EntryGoneError``.
+        An entry that is lent goes as soon as it comes back: who reads it reads on, who is taking it gets
+        it, and where that fails it is not put up again. Whoever waits for an entry waits on.
+
+        Raises:
+            ClosedError: the store is closed.
         """
 
 

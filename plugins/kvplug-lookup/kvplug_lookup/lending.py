@@ -15,7 +15,16 @@ from contextlib import contextmanager
 
 import attrs
 
-from kvplug import ClosedError, Deadline, EventLog, KvplugError, RemovalReason, StoreEvent, TimeoutError
+from kvplug import (
+    ClosedError,
+    Deadline,
+    EntryGoneError,
+    EventLog,
+    KvplugError,
+    RemovalReason,
+    StoreEvent,
+    TimeoutError,
+)
 from kvplug_lookup.index import TokenArray
 from kvplug_lookup.shelf import Held, Loan, Shelf
 from kvplug_lookup.subscribers import Subscribers
@@ -55,6 +64,7 @@ class Lending:
         self._subscribers = Subscribers()
         self._closed = False
         self._next_id = 1
+        self._num_clears = 0
         self._shelf = Shelf(
             budget_bytes, evict=evict, ttl_s=ttl_s, stored=self._note_stored, removed=self._note_removed
         )
@@ -71,18 +81,24 @@ class Lending:
     def bytes_used(self) -> int:
         return self._shelf.bytes_used
 
+    @property
+    def num_clears(self) -> int:
+        """How often it was cleared: what an insert that began then has to say where it goes on."""
+        return self._num_clears
+
     # -- putting in ----------------------------------------------------------------------------
 
-    def reserve(self, nbytes: int, deadline: Deadline) -> None:
+    def reserve(self, nbytes: int, deadline: Deadline, num_clears: int) -> None:
         """Wait for room. What was reserved is used by :meth:`put` or given to :meth:`return_bytes`.
 
         Raises:
             TimeoutError: no room in time.
-            ClosedError: closed, perhaps during the wait.
+            ClosedError, EntryGoneError: closed or cleared, perhaps during the wait.
         """
         with self._changing():
             while True:
                 self._check_open()
+                self._check_not_cleared(num_clears)
                 now = time.monotonic()
                 if self._shelf.reserve(nbytes, now):
                     return
@@ -101,10 +117,15 @@ class Lending:
             self._shelf.return_bytes(nbytes)
             self._room.notify_all()
 
-    def put(self, make: Callable[[int], Held]) -> int:
-        """Put up the entry that ``make`` makes of its id; its bytes were reserved."""
+    def put(self, make: Callable[[int], Held], num_clears: int) -> int:
+        """Put up the entry that ``make`` makes of its id; its bytes were reserved.
+
+        Raises:
+            ClosedError, EntryGoneError: closed or cleared meanwhile.
+        """
         with self._changing():
             self._check_open()
+            self._check_not_cleared(num_clears)
             entry_id = self._next_id
             self._next_id += 1
             held = make(entry_id)
@@ -212,6 +233,14 @@ class Lending:
 
     # -- ending --------------------------------------------------------------------------------
 
+    def clear(self) -> int:
+        """Let go of all entries, and of those that are being put in; how many were held."""
+        with self._changing():
+            self._check_open()
+            self._num_clears += 1
+            self._room.notify_all()
+            return self._shelf.clear()
+
     def shut(self) -> None:
         """Nothing new from here on; who waits gets ``ClosedError``. Loans go on. Idempotent."""
         with self._lock:
@@ -227,15 +256,19 @@ class Lending:
         with self._lock:
             return self._idle.wait_for(lambda: not self._shelf.num_loans, deadline.remaining())
 
-    def clear(self) -> None:
-        """Let go of all entries, and of who listens."""
+    def let_go(self) -> None:
+        """It has ended: forget who listens, and all entries."""
         with self._lock:
-            self._shelf.clear()
             self._subscribers.clear()
+            self._shelf.clear()
 
     def _check_open(self) -> None:
         if self._closed:
             raise _closed()
+
+    def _check_not_cleared(self, num_clears: int) -> None:
+        if num_clears != self._num_clears:
+            raise EntryGoneError("the store was cleared while the entry was put in: it is not stored")
 
     @contextmanager
     def _changing(self) -> Iterator[None]:

@@ -5,6 +5,7 @@ An entry is, as far as others can see, in one of three states:
     free ──lend(shared)──► being read ──last reader ends──► free
     free ──lend(exclusive)──► handed over ──taken──► gone
                                           └─not taken──► free again, with its old id and age
+    any ──clear──► gone
 
 One that is handed over is in no index: to everybody else it is gone until it is back. Its bytes count
 against the budget from before it was copied in until it is gone *and* the last transfer that reads its
@@ -153,11 +154,17 @@ class Shelf:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def clear(self) -> None:
-        """Forget all entries; nothing is announced."""
-        self._index.clear()
-        for held in list(self._entries.values()):
+    def clear(self) -> int:
+        """Forget all entries, and return how many. Loans go on.
+
+        That an entry is handed over has been told before, and is not told again.
+        """
+        going = list(self._entries.values())
+        for held in going:
+            if self._index.remove(held.entry_id):
+                self._removed(held, RemovalReason.CLEARED)
             self._forget(held)
+        return len(going)
 
     # -- lending -------------------------------------------------------------------------------
 

@@ -99,6 +99,7 @@ class SimpleStore(LookupStore):
         metadata: dict[str, Any] | None = None,
         timeout: Timeout = DEFAULT_TIMEOUT,
     ) -> int:
+        num_clears = self._lending.num_clears
         deadline = Deadline.after(timeout, self._timeout_s)
         tokens = owned_tokens(input_tokens)
         mask = mask_array(roi, tokens.numel())
@@ -116,7 +117,7 @@ class SimpleStore(LookupStore):
                 f"an entry of {nbytes} bytes is larger than the whole buffer of {self._buffer_size} bytes"
                 " (buffer_size): it is not stored"
             )
-        self._lending.reserve(nbytes, deadline)
+        self._lending.reserve(nbytes, deadline, num_clears)
         try:
             copies = [copy_of(part, self._device) for part in (key, value, hidden)]
 
@@ -135,7 +136,7 @@ class SimpleStore(LookupStore):
                     born=time.monotonic(),
                 )
 
-            return self._lending.put(make)
+            return self._lending.put(make, num_clears)
         except BaseException:
             self._lending.return_bytes(nbytes)
             raise
@@ -223,6 +224,9 @@ class SimpleStore(LookupStore):
     def subscribe(self, listener: Callable[[StoreEvent], None]) -> Callable[[], None]:
         return self._lending.subscribe(listener)
 
+    def clear(self) -> int:
+        return self._lending.clear()
+
     def _forget(self, session: Session) -> None:
         with self._sessions_lock:
             self._sessions.discard(session)
@@ -235,14 +239,14 @@ class SimpleStore(LookupStore):
         self._lending.wait_until_idle(deadline)
         for session in sessions:
             session.close(deadline)
-        self._lending.clear()
+        self._lending.let_go()
         for session in sessions:
             session.join(deadline)
 
     def abort(self) -> None:
         for session in self._shut():
             session.abort()
-        self._lending.clear()
+        self._lending.let_go()
 
     def _shut(self) -> list[Session]:
         with self._sessions_lock:

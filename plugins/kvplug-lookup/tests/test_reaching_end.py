@@ -169,6 +169,67 @@ def test_an_entry_being_read_can_be_read_by_others_but_not_taken(joined, entry, 
     assert waiting.result().tokens.tolist() == [1, 2, 3]
 
 
+def test_a_cleared_store_holds_nothing_for_this_end_and_who_receives_receives_on(
+    joined, entry, started, eventually
+):
+    store = joined.store()
+    end, other = joined.reach(store, limit=1), joined.reach(store)
+    parts = entry([1, 2, 3], layers=4)
+    store.insert(*parts)
+    store.insert(*entry([5]))
+    sink = Sink(hold_at=1)
+    reading = started(end.select, [1, 2, 3], sink=sink)
+    assert sink.holding.wait(5)
+    assert store.clear() == 2
+    assert other.match([1, 2, 3]) == other.match([5]) == 0
+    with pytest.raises(EntryGoneError):
+        other.select([1, 2, 3])
+    with pytest.raises(TimeoutError):
+        other.drop_select(None, timeout=0.05)
+    sink.go_on.set()
+    reading.result()
+    assert all(torch.equal(key, parts[2][index]) for index, key, _ in sink.layers)
+    eventually(lambda: store.bytes_used == 0)
+    store.insert(*entry([1, 2]))
+    assert end.match([1, 2, 3]) == 2
+    assert end.drop_select([1], timeout=5).tokens.tolist() == [1, 2]
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["gets it", "fails"])
+def test_an_entry_that_is_being_taken_while_the_store_is_cleared_is_its_takers_or_nobodys(
+    joined, entry, started, eventually, fails
+):
+    store = joined.store()
+    end, removed = joined.reach(store, limit=1), []
+    parts = entry([1, 2, 3], layers=4)
+    store.insert(*parts)
+    receiving, cleared = threading.Event(), threading.Event()
+    recv = end.pipes[1].recv_tensor
+
+    def hold_then_recv(*args, **kwargs):
+        receiving.set()
+        assert cleared.wait(10)
+        if fails:
+            raise TimeoutError("nothing came")
+        return recv(*args, **kwargs)
+
+    end.pipes[1].recv_tensor = hold_then_recv
+    taking = started(end.drop_select, [1, 2, 3], timeout=10)
+    assert receiving.wait(5)
+    store.subscribe(removed.append)
+    assert store.clear() == 1
+    cleared.set()
+    if fails:
+        with pytest.raises(TimeoutError):
+            taking.result()
+        end.pipes[1].recv_tensor = recv
+    else:
+        assert torch.equal(taking.result().key, parts[2])
+    eventually(lambda: store.bytes_used == 0)
+    assert (len(store), store.match([1, 2, 3])) == (0, 0)
+    assert removed[1:] == []  # that it was being taken was told before, and it is not stored again
+
+
 # -- several at once ---------------------------------------------------------------------------
 
 

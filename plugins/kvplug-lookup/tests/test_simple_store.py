@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import contextlib
 import os
+import time
 
 import pytest
 import torch
@@ -10,12 +12,14 @@ from kvplug import (
     ClosedError,
     EntryGoneError,
     Follower,
+    RemovalReason,
     Removed,
     Snapshot,
     Stored,
     TimeoutError,
     UnsupportedError,
 )
+from kvplug_lookup import store as stores
 
 M61 = 2**61 - 1
 
@@ -456,6 +460,169 @@ def test_a_listener_that_raises_disturbs_nobody(joined, entry, caplog):
     assert "a listener of a lookup store failed" in caplog.text
 
 
+# -- clearing ----------------------------------------------------------------------------------
+
+
+def test_a_cleared_store_is_empty_and_has_said_so(joined, entry):
+    store = joined.store()
+    ids = [store.insert(*entry(tokens)) for tokens in ([1, 2], [1, 2, 3], [9])]
+    events, follower = [], Follower()
+    store.subscribe(events.append)
+    assert store.clear() == 3
+    assert (len(store), store.bytes_used, store.match([1, 2, 3])) == (0, 0, 0)
+    gone = [event for event in events if isinstance(event, Removed)]
+    assert [(event.entry_id, event.reason) for event in gone] == [(i, RemovalReason.CLEARED) for i in ids]
+    assert store.clear() == 0
+    store.insert(*entry([1, 2]))
+    assert all(follower.accept(event) for event in events) and follower.ready
+    assert isinstance(events[-1], Stored) and store.match([1, 2]) == 2
+    late = []
+    store.subscribe(late.append)
+    assert late[0].count == 1
+
+
+def test_who_reads_an_entry_reads_on_when_it_is_cleared_and_gives_its_room_back(joined, entry):
+    parts = entry([1, 2, 3], layers=3)
+    store = joined.store(bytes_of(parts))
+    store.insert(*parts)
+    removed, layers = [], []
+
+    class Sink:
+        def begin(self, header):
+            pass
+
+        def layer(self, index, key, value):
+            if index == 1:
+                assert store.clear() == 1
+                assert (len(store), store.match([1, 2, 3])) == (0, 0)
+                with pytest.raises(EntryGoneError):
+                    store.select([1, 2, 3])
+                assert store.bytes_used == bytes_of(parts)  # its memory is read
+                with pytest.raises(TimeoutError, match="0 entries"):
+                    store.insert(*entry([4]), timeout=0)
+            layers.append(key.clone())
+
+    store.subscribe(removed.append)
+    store.select([1, 2, 3], sink=Sink())
+    assert torch.equal(torch.stack(layers), parts[2])
+    assert [event.reason for event in removed if isinstance(event, Removed)] == [RemovalReason.CLEARED]
+    assert (len(store), store.bytes_used) == (0, 0)
+    store.insert(*parts, timeout=0)
+
+
+def test_inserts_that_wait_for_room_end_when_the_store_is_cleared(joined, entry, started, eventually):
+    parts = entry([1, 2, 3])
+    store = joined.store(bytes_of(parts))
+    store.insert(*parts)
+    waiting = [started(store.insert, *entry([n, 2, 3]), timeout=None) for n in (4, 5)]
+    eventually(lambda: len(store._lending._room._waiters) == 2)
+    store.clear()
+    for one in waiting:
+        with pytest.raises(EntryGoneError, match="cleared"):
+            one.result()
+    assert (len(store), store.bytes_used) == (0, 0)
+
+
+def test_an_insert_does_not_wait_for_the_room_of_a_cleared_entry_that_is_read_on(
+    joined, entry, started, eventually
+):
+    parts = entry([1, 2, 3], layers=2)
+    store = joined.store(bytes_of(parts))
+    store.insert(*parts)
+    ended = []
+
+    class Sink:
+        def begin(self, header):
+            waiting = started(store.insert, *entry([4, 5, 6], layers=2), timeout=None)
+            eventually(lambda: store._lending._room._waiters)
+            store.clear()
+            with pytest.raises(EntryGoneError, match="cleared"):
+                waiting.result()
+            ended.append(store.bytes_used)
+
+        def layer(self, index, key, value):
+            pass
+
+    store.select([1, 2, 3], sink=Sink())
+    assert ended == [bytes_of(parts)]
+
+
+def test_an_insert_that_copies_while_the_store_is_cleared_stores_nothing(joined, entry, monkeypatch):
+    store = joined.store()
+    events = []
+    store.subscribe(events.append)
+    copy_of = stores.copy_of
+
+    def clear_and_copy(*args):
+        store.clear()
+        return copy_of(*args)
+
+    monkeypatch.setattr(stores, "copy_of", clear_and_copy)
+    with pytest.raises(EntryGoneError, match="cleared"):
+        store.insert(*entry([1, 2]))
+    assert (len(store), store.bytes_used, store.match([1, 2])) == (0, 0, 0)
+    assert not [event for event in events if isinstance(event, Stored)]
+
+
+def test_who_waits_to_take_an_entry_gets_one_that_comes_after_the_store_was_cleared(joined, entry, started):
+    store = joined.store()
+    waiting = started(store.drop_select, [1, 2])
+    assert waiting.is_waiting()
+    store.insert(*entry([9]))
+    assert store.clear() == 1
+    assert waiting.is_waiting()
+    entry_id = store.insert(*entry([1, 2]))
+    assert waiting.result().header.entry_id == entry_id
+
+
+def test_inserts_readers_and_clears_at_once_leave_nothing_that_was_there_before(joined, entry, started):
+    store = joined.store(6 * bytes_of(entry([0, 0])))  # some have to wait
+    events, follower, held, cleared, read = [], Follower(), set(), [], []
+    store.subscribe(events.append)
+
+    class WhenPutIn:
+        """Metadata that is asked for inside the insert: how many clears had returned by then."""
+
+        def keys(self):
+            return ["cleared"]
+
+        def __getitem__(self, key):
+            return len(cleared)
+
+    def put(n):
+        for i in range(80):
+            with contextlib.suppress(EntryGoneError):
+                store.insert(*entry([n, i], layers=2), metadata=WhenPutIn(), timeout=20)
+
+    def take_a_look(n):
+        while not all(putter.outcome for putter in putters):
+            before = len(cleared)
+            with contextlib.suppress(EntryGoneError):
+                got = store.select([n])
+                read.append(got.header.entry_id)
+                assert got.header.metadata["cleared"] >= before - 1  # one may be about to return
+
+    def clear():
+        while not all(putter.outcome for putter in putters):
+            store.clear()
+            cleared.append(None)
+            time.sleep(0.001)
+
+    putters = [started(put, n) for n in range(3)]
+    for other in [started(take_a_look, n) for n in range(3)] + [started(clear), *putters]:
+        other.result(60)
+    assert read and cleared
+    store.clear()
+    assert (len(store), store.bytes_used) == (0, 0)
+    for event in events:
+        assert follower.accept(event)
+        if isinstance(event, Stored):
+            held.add(event.entry_id)
+        elif isinstance(event, Removed):
+            held.remove(event.entry_id)
+    assert not held and follower.ready
+
+
 # -- ending ------------------------------------------------------------------------------------
 
 
@@ -476,6 +643,7 @@ def test_whoever_waits_when_the_store_ends_gets_closed_error(joined, entry, star
         lambda: store.select([1]),
         lambda: store.drop_select(None),
         lambda: store.subscribe(print),
+        store.clear,
         lambda: joined.reach(store),
     )
     for call in calls:
