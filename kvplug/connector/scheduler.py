@@ -33,8 +33,8 @@ class SchedulerConnector(abc.ABC):
     ``get_num_new_matched_tokens`` (any number of times), ``update_state_after_alloc`` (once; again
     when an asynchronous load has ended); once a step ``build_connector_meta``, and after the step
     ``update_connector_output`` and ``take_events``; at the end of a request ``request_finished`` or
-    ``request_finished_all_groups``, once; at the end ``shutdown``. Between steps, where no request is
-    left, ``has_pending_push_work``.
+    ``request_finished_all_groups``, once; at the end ``shutdown``. Between steps ``has_pending_push_work``,
+    where no request is left, and ``reset_cache``.
 
     An engine may have several steps in flight: ``build_connector_meta`` of step n+1, and
     ``request_finished`` of a request that step n computes, may then come before
@@ -171,7 +171,14 @@ class SchedulerConnector(abc.ABC):
         return ()
 
     def reset_cache(self) -> bool:
-        """Forget what is cached outside. Returns whether there was anything to forget and it is gone."""
+        """Forget what is cached outside, so that nothing computed before this call is loaded by a request
+        that comes after it. Returns ``False`` where this side cannot make that so.
+
+        An engine calls it where KV is of no use any more, since the model's weights change, say, and forgets
+        what it caches itself: a connector cannot tell its older blocks from newer ones. Does not wait. Where
+        workers must be told, the next step tells them, and :meth:`has_pending_push_work` is true until then;
+        until that step has run, what other engines load from this one may be old.
+        """
         return False
 
     def get_stats(self) -> Mapping[str, Any] | None:

@@ -102,6 +102,8 @@ class EngineDouble:
             self.worker.shutdown()
             raise
         self.worker.register_kv_caches(self.kv_caches)
+        self.weights = 0.0
+        """What the KV depends on besides its tokens. Who changes it resets the scheduler side's cache."""
         self.step_number = 0
         self.free_blocks: list[int] = torch.randperm(num_blocks, generator=random).tolist()
 
@@ -139,8 +141,9 @@ class EngineDouble:
     ) -> None:
         for position in range(start, end):
             key, value = self.slot(self.layer_names[layer], block_ids, position)
-            key.copy_(kv_of(token_ids[position], position, layer))
-            value.copy_(-kv_of(token_ids[position], position, layer))
+            kv = (1 + self.weights) * kv_of(token_ids[position], position, layer)
+            key.copy_(kv)
+            value.copy_(-kv)
 
     def is_right(self, token_ids: tuple[int, ...], block_ids: tuple[int, ...], end: int) -> bool:
         import torch
@@ -148,7 +151,7 @@ class EngineDouble:
         for layer, name in enumerate(self.layer_names):
             for position in range(end):
                 key, value = self.slot(name, block_ids, position)
-                expected = kv_of(token_ids[position], position, layer)
+                expected = (1 + self.weights) * kv_of(token_ids[position], position, layer)
                 if not (torch.equal(key, expected) and torch.equal(value, -expected)):
                     return False
         return True

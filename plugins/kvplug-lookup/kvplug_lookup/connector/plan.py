@@ -52,6 +52,8 @@ class StepPlan:
     saves: tuple[SavePlan, ...] = ()
     forget: tuple[str, ...] = ()
     """Requests that ended or were preempted: stop whatever goes on for them."""
+    reset: bool = False
+    """Before anything else: forget all that was gathered or stored until now."""
 
     def to_plain(self) -> dict[str, Any]:
         return attrs.asdict(self)
@@ -64,6 +66,7 @@ class StepPlan:
             loads=tuple(LoadPlan(**{**load, **_tuples(load)}) for load in plain["loads"]),
             saves=tuple(SavePlan(**{**save, **_tuples(save)}) for save in plain["saves"]),
             forget=tuple(plain["forget"]),
+            reset=plain["reset"],
         )
 
 

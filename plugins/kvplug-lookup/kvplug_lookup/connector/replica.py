@@ -8,7 +8,8 @@ So a question about a prompt is answered locally, in microseconds. What keeps th
   timeout has passed) the answer for that request is ``None``; so what was stored before the request
   came in is always seen;
 - *unreachable*: while the store cannot be reached nothing can be loaded from it, and the answer is 0;
-  so it is after a load that timed out, until the store has answered a ping sent since.
+  so it is after a load that timed out, and after the store was cleared, until the store has answered a
+  ping sent since.
 """
 
 from __future__ import annotations
@@ -77,6 +78,7 @@ class Replica:
         self._refusal: Exception | None = None
         self._has_tried = False
         """It was connected once, or refused."""
+        self._was_connected = False
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"kvplug-lookup-replica-{rank}", daemon=True)
         self._thread.start()
@@ -109,6 +111,16 @@ class Replica:
                 self._doubted = self._pinged
         self._ping()
 
+    def drop(self) -> None:
+        """The store was cleared: promise nothing until it has answered a ping that is sent from now on.
+
+        Whether the events that say so have come or not; the answer comes after them.
+        """
+        with self._lock:
+            self._pinged += 1
+            self._doubted = self._pinged
+        self._ping()
+
     def match(self, token_ids: tuple[int, ...], extra: bytes) -> int | None:
         """Length of the longest prefix the store holds; ``None`` while the copy is behind."""
         with self._lock:
@@ -124,6 +136,11 @@ class Replica:
     def link(self) -> PeerLink | None:
         """The event channel's link, while there is one."""
         return self._link
+
+    @property
+    def was_connected(self) -> bool:
+        """Whether there is, or ever was, such a link."""
+        return self._was_connected
 
     def wait_until_ready(self, deadline: Deadline) -> None:
         with self._lock:
@@ -189,7 +206,7 @@ class Replica:
     def _follow(self, link: PeerLink) -> None:
         follower = Follower()
         with self._lock:
-            self._link, self._refusal, self._has_tried = link, None, True
+            self._link, self._refusal, self._has_tried, self._was_connected = link, None, True, True
             self._asked = 0
         if self._closed.is_set():
             return

@@ -15,6 +15,7 @@ import torch
 from kvplug import (
     CapacityError,
     ClosedError,
+    EntryGoneError,
     KVLayout,
     LookupStore,
     TimeoutError,
@@ -41,6 +42,8 @@ class _Gathered:
     """[num_layers, num_tokens, num_kv_heads, head_size]"""
     value: Tensor | None
     nbytes: int
+    num_resets: int
+    """Of the saver, when its first tokens were gathered."""
     started: float
 
 
@@ -78,6 +81,7 @@ class Saver:
         self._lock = threading.Condition()
         self._pending: deque[_Gathered] = deque()
         self._num_taken = self._num_stored = 0
+        self._num_resets = 0
         self._bytes = 0
         self._closed = False
         self._thread = threading.Thread(target=self._store_all, name="kvplug-lookup-save", daemon=True)
@@ -116,7 +120,9 @@ class Saver:
             self._return_bytes(nbytes)
             self._give_up(e, "no_room")
             return None
-        return _Gathered(plan.token_ids, plan.extra, key, value, nbytes, time.perf_counter())
+        return _Gathered(
+            plan.token_ids, plan.extra, key, value, nbytes, self._num_resets, time.perf_counter()
+        )
 
     @property
     def bytes_unsaved(self) -> int:
@@ -164,6 +170,18 @@ class Saver:
             self._return_bytes(gathered.nbytes)
         return gathered is not None
 
+    def reset(self) -> None:
+        """Nothing that was gathered by now is stored, nor will be. Does not wait for the one in hand."""
+        for request_id in list(self._gathering):
+            self.forget(request_id)
+        with self._lock:
+            self._num_resets += 1
+            self._bytes -= sum(gathered.nbytes for gathered in self._pending)
+            self._num_stored += len(self._pending)
+            self._pending.clear()
+            self._lock.notify_all()
+        self._store.clear()
+
     # -- from other threads --------------------------------------------------------------------
 
     def settle(self) -> None:
@@ -196,6 +214,8 @@ class Saver:
             except ClosedError:
                 self.stop()
                 return
+            except EntryGoneError:
+                _log.debug("a prompt is not stored: the store was cleared")
             except TimeoutError as e:
                 self._give_up(e, "no_room")
             except CapacityError as e:
@@ -220,6 +240,8 @@ class Saver:
                     for index in range(self._num_layers)
                 ],
             }
+        if gathered.num_resets != self._num_resets:
+            return
         self._store.insert(
             gathered.token_ids,
             None,
@@ -230,6 +252,9 @@ class Saver:
             metadata=metadata,
             timeout=self._timeout_s,
         )
+        if gathered.num_resets != self._num_resets:
+            self._store.clear()  # it came after the reset did; what this thread stores next is newer
+            return
         self._stats.record("save", gathered.nbytes, time.perf_counter() - gathered.started)
 
     def _give_up(self, error: Exception | str, reason: str) -> None:

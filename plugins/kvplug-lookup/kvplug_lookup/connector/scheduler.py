@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -27,6 +28,8 @@ from kvplug import (
 from kvplug_lookup.connector.plan import LoadPlan, SavePlan, StepPlan
 from kvplug_lookup.connector.replica import Fence, Replica
 
+_log = logging.getLogger(__name__)
+
 
 @attrs.define
 class _Tracked:
@@ -40,6 +43,8 @@ class _Tracked:
     """A load failed: it is computed from now on, without another try."""
     is_loading: bool = False
     """A background load is writing into its blocks."""
+    is_old: bool = False
+    """It may hold KV from before a reset: nothing of it is saved until its first token is computed again."""
 
 
 class LookupScheduler(SchedulerConnector):
@@ -67,6 +72,12 @@ class LookupScheduler(SchedulerConnector):
         self._forget: list[str] = []
         self._heard = -1
         """The latest step that a worker has reported something about; -1: none."""
+        self._must_reset = False
+        """The next plan tells the workers to forget everything."""
+        self._reset_step: int | None = None
+        """The step that told them so last, until all of them have reported it."""
+        self._num_reset = 0
+        """How many have."""
         self._replicas: tuple[Replica, ...] = ()
         if self._loads:
             self._replicas = tuple(
@@ -138,6 +149,8 @@ class LookupScheduler(SchedulerConnector):
 
     def _held(self, tracked: _Tracked, usable: int) -> int | None:
         """Of the first ``usable`` tokens those that every store holds; ``None``: not known yet."""
+        if self._must_reset or self._reset_step is not None:
+            return 0  # the stores may have entries that must not be loaded, and soon have none at all
         begun = time.perf_counter()
         token_ids, extra = tracked.request.token_ids[:usable], tracked.request.extra
         held = usable
@@ -185,6 +198,37 @@ class LookupScheduler(SchedulerConnector):
         self._planned_loads = [load for load in self._planned_loads if load.request_id not in request_ids]
         return len(self._planned_loads) != before
 
+    # -- of the whole --------------------------------------------------------------------------
+
+    def reset_cache(self) -> bool:
+        """In the next step the workers forget what they have gathered and stored.
+
+        Nothing that they hold is promised any more until they have said so. A consumer's entries are not its
+        own to forget: refused, unless there was no producer yet.
+        """
+        if not self._saves:
+            if not any(replica.was_connected for replica in self._replicas):
+                return True
+            _log.warning(
+                "the cache is not reset: what this engine loads is held by its producer; reset that engine"
+            )
+            return False
+        self._must_reset = True
+        for tracked in self._tracked.values():
+            tracked.is_old = True
+        return True
+
+    def has_pending_push_work(self) -> bool:
+        """The workers are told of a reset by a step, and an engine without requests makes none otherwise."""
+        return self._must_reset
+
+    def _note_reset(self) -> None:
+        self._num_reset += 1
+        if self._num_reset == self._context.parallelism.num_workers:
+            self._reset_step = None
+            for replica in self._replicas:
+                replica.drop()
+
     # -- of one step ---------------------------------------------------------------------------
 
     def build_connector_meta(self, output: SchedulerOutput) -> Plain:
@@ -202,8 +246,11 @@ class LookupScheduler(SchedulerConnector):
             loads=tuple(self._planned_loads),
             saves=tuple(self._plan_saves(output)) if self._saves else (),
             forget=tuple(forget),
+            reset=self._must_reset,
         )
         self._planned_loads, self._forget = [], []
+        if self._must_reset:
+            self._must_reset, self._reset_step, self._num_reset = False, output.step, 0
         return plan.to_plain()
 
     def _plan_saves(self, output: SchedulerOutput) -> Any:
@@ -211,6 +258,9 @@ class LookupScheduler(SchedulerConnector):
             tracked = self._tracked.get(scheduled.request_id)
             if tracked is None:
                 continue
+            if tracked.is_old and scheduled.num_computed_tokens:
+                continue
+            tracked.is_old = False
             request = tracked.request
             # An engine that went back computes again from there, and what was gathered beyond is void.
             start = self._whole(min(tracked.num_saved, scheduled.num_computed_tokens))
@@ -240,6 +290,8 @@ class LookupScheduler(SchedulerConnector):
         for part in output.worker_metadata:
             assert isinstance(part, Mapping)
             self._heard = max(self._heard, part["step"])
+            if part["reset"] and part["step"] == self._reset_step:
+                self._note_reset()
             if part["timed_out"]:
                 for replica in self._replicas:
                     replica.doubt()

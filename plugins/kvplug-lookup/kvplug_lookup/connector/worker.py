@@ -224,6 +224,8 @@ class LookupWorker(WorkerConnector):
         self._plan = plan = StepPlan.from_plain(metadata)
         self._step = plan.step
         self._suspect = {block: step for block, step in self._suspect.items() if step > plan.heard}
+        if plan.reset and self._saver is not None:
+            self._saver.reset()
         for request_id in self._plan.forget:
             self._forget(request_id)
         if self._saver is not None and self._caches:
@@ -307,7 +309,8 @@ class LookupWorker(WorkerConnector):
         return failed
 
     def build_worker_metadata(self) -> Plain:
-        if not (self._failed_requests or self._spoilt_saves or self._step in self._suspect.values()):
+        has_suspects = self._step in self._suspect.values()
+        if not (self._failed_requests or self._spoilt_saves or has_suspects or self._plan.reset):
             return None
         failed, self._failed_requests = sorted(self._failed_requests), set()
         spoilt, self._spoilt_saves = sorted(self._spoilt_saves), set()
@@ -317,6 +320,7 @@ class LookupWorker(WorkerConnector):
             "failed_loads": failed,
             "spoilt_saves": spoilt,
             "timed_out": timed_out,
+            "reset": self._plan.reset,
         }
 
     def get_stats(self) -> Mapping[str, Any] | None:
