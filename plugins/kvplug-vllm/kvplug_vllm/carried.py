@@ -42,9 +42,12 @@ class KvplugWorkerMetadata(KVConnectorWorkerMetadata):
 
 @dataclasses.dataclass
 class KvplugHandshakeMetadata(KVConnectorHandshakeMetadata):
-    """Each worker to the scheduler side, once. In kvplug's wire format."""
+    """Each worker to the scheduler side, once."""
 
     payload: bytes
+    """In kvplug's wire format."""
+    which: str
+    """The connector that says it, among the children of a MultiConnector."""
 
 
 @dataclasses.dataclass
@@ -55,7 +58,7 @@ class KvplugStats(KVConnectorStats):
         self.data = {}
 
     def is_empty(self) -> bool:
-        return not self.data
+        return not any(self.data.values())
 
     def aggregate(self, other: KVConnectorStats) -> KvplugStats:
         stats = TransferStats.from_snapshot(self.data) if self.data else TransferStats()

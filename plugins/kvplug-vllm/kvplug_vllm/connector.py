@@ -70,8 +70,10 @@ class KvplugConnector(KVConnectorBase_V1):
         join_vllm(registry)
         cache = cache_of(vllm_config, kv_cache_config)
         side: Literal["scheduler", "worker"] = "scheduler" if role is KVConnectorRole.SCHEDULER else "worker"
+        config = config_of(vllm_config)
+        which = f"{config.connector} at {config.host}, {config.port}"  # of several in a MultiConnector
         built = build_connector(
-            config_of(vllm_config),
+            config,
             side,
             model=model_of(vllm_config, kv_cache_config),
             cache=cache,
@@ -79,11 +81,13 @@ class KvplugConnector(KVConnectorBase_V1):
             registry=registry,
         )
         if isinstance(built, WorkerConnector):
-            self._worker = WorkerSide(built, cache)
+            self._worker = WorkerSide(built, cache, which=which)
         else:
-            size = vllm_config.parallel_config.tensor_parallel_size
             self._scheduler = SchedulerSide(
-                built, tensor_parallel_size=size, plans_ahead=vllm_config.max_concurrent_batches > 1
+                built,
+                which=which,
+                tensor_parallel_size=vllm_config.parallel_config.tensor_parallel_size,
+                plans_ahead=vllm_config.max_concurrent_batches > 1,
             )
         self._connector: SchedulerConnector | WorkerConnector = built
 

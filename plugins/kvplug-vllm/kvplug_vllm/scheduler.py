@@ -53,9 +53,10 @@ class SchedulerSide:
     """
 
     def __init__(
-        self, connector: SchedulerConnector, *, tensor_parallel_size: int, plans_ahead: bool
+        self, connector: SchedulerConnector, *, which: str, tensor_parallel_size: int, plans_ahead: bool
     ) -> None:
         self.connector = connector
+        self._which = which
         self._tensor_parallel_size = tensor_parallel_size
         self._plans_ahead = plans_ahead
         self._cache: KVCacheManager | None = None
@@ -178,14 +179,18 @@ class SchedulerSide:
         self._cache = cache
 
     def set_handshake_metadata(self, metadata: dict[tuple[int, int], Any]) -> None:
-        """By (pipeline rank, tensor rank). What is not ours, a sibling's in a MultiConnector, is left out."""
-        self.connector.set_xfer_handshake_metadata(
-            {
-                pipeline_rank * self._tensor_parallel_size + tensor_rank: decode(said.payload)
-                for (pipeline_rank, tensor_rank), said in metadata.items()
-                if isinstance(said, KvplugHandshakeMetadata)
-            }
-        )
+        """By (pipeline rank, tensor rank).
+
+        A MultiConnector hands the metadata of the first child that has any to all of its children.
+        """
+        ours = {
+            pipeline_rank * self._tensor_parallel_size + tensor_rank: decode(said.payload)
+            for (pipeline_rank, tensor_rank), said in metadata.items()
+            if isinstance(said, KvplugHandshakeMetadata) and said.which == self._which
+        }
+        if metadata and not ours:
+            _log.info("what a sibling's workers say at start is not for %s, whose are not heard", self._which)
+        self.connector.set_xfer_handshake_metadata(ours)
 
 
 @attrs.frozen

@@ -32,8 +32,9 @@ class WorkerSide:
     mode first.
     """
 
-    def __init__(self, connector: WorkerConnector, cache: KVCacheConfig) -> None:
+    def __init__(self, connector: WorkerConnector, cache: KVCacheConfig, *, which: str) -> None:
         self.connector = connector
+        self._which = which
         self._layouts: dict[str, KVLayout] = {
             name: group.layout for group in cache.groups for name in group.layer_names
         }
@@ -58,6 +59,7 @@ class WorkerSide:
         }
         self.connector.register_kv_caches(self._caches)
 
+    @torch.inference_mode(False)
     def set_host_xfer_buffer_ops(self, copy: CopyBlocksOp) -> None:
         def copy_blocks(
             sources: Mapping[str, torch.Tensor],
@@ -76,9 +78,10 @@ class WorkerSide:
 
         self.connector.set_host_xfer_buffer_ops(copy_blocks)
 
+    @torch.inference_mode(False)
     def get_handshake_metadata(self) -> KvplugHandshakeMetadata | None:
         said = self.connector.get_handshake_metadata()
-        return None if said is None else KvplugHandshakeMetadata(encode(said))
+        return None if said is None else KvplugHandshakeMetadata(encode(said), self._which)
 
     # -- each step -----------------------------------------------------------------------------
 
@@ -131,10 +134,12 @@ class WorkerSide:
     def get_block_ids_with_load_errors(self) -> set[int]:
         return set(self.connector.get_block_ids_with_load_errors())
 
+    @torch.inference_mode(False)
     def get_stats(self) -> KvplugStats | None:
         snapshot = self.connector.get_stats()
         return KvplugStats(data=dict(snapshot)) if snapshot else None
 
+    @torch.inference_mode(False)
     def build_worker_metadata(self) -> KvplugWorkerMetadata | None:
         said, events = self.connector.build_worker_metadata(), tuple(self.connector.take_events())
         if said is None and not events:

@@ -67,6 +67,17 @@ def test_a_request_that_waited_for_one_may_be_kept_by_another_when_it_has_run(it
     assert named(other.heard, "finished_sending") == ["a"]
 
 
+def test_each_hears_what_its_own_workers_say_at_start(it: Any) -> None:
+    """vLLM hands the metadata of the first child that has any to all of them."""
+    (one, one_moves), (other, other_moves) = it.child(ONE), it.child(OTHER)
+    other_moves.says = {"of": "the other"}
+    for says, heard in (None, [{}, {0: other_moves.says}]), ({"of": "one"}, [{0: {"of": "one"}}, {}]):
+        one_moves.says = says
+        metadata = {(0, 0): it.engine.worker.get_handshake_metadata()}
+        it.engine.scheduler.connector.set_xfer_handshake_metadata_pp_aware(metadata)
+        assert [one.metadata, other.metadata] == heard
+
+
 def test_the_first_that_offers_something_loads_it(it: Any) -> None:
     (one, _), (other, _) = it.child(ONE), it.child(OTHER)
     one.offers["a"] = other.offers["a"] = 64

@@ -1,0 +1,156 @@
+"""The worker side: what vLLM calls in inference mode reaches a connector outside it."""
+
+from __future__ import annotations
+
+import inspect
+import threading
+import warnings
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from kvplug import BlocksStored, CacheGroup, KVCacheConfig, KVLayout, LayoutError, WorkerConnector
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from kvplug_vllm.carried import KvplugMetadata, KvplugStats
+    from kvplug_vllm.ledger import Waits
+    from kvplug_vllm.worker import WorkerSide
+
+LAYOUT = KVLayout("BTHKD", {"B": 4, "T": 8, "H": 2, "D": 3})
+CACHE = KVCacheConfig(groups=(CacheGroup(layer_names=("one", "two"), layout=LAYOUT),), num_blocks=4)
+SNAPSHOT = {"ops": {}, "failures": {"load": {"timeout": 1}}}
+
+
+def caches(**more: Any) -> dict[str, torch.Tensor]:
+    """As vLLM registers them: of logical shape [B, H, N, C], in another order in memory."""
+    return {name: torch.zeros(4, 8, 2, 6, **more).permute(0, 2, 1, 3) for name in ("one", "two", "three")}
+
+
+class Noting(WorkerConnector):
+    """Notes every call, and in which mode it came."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.called: dict[str, bool] = {}
+        self.caches: dict[str, torch.Tensor] = {}
+
+    def take_events(self) -> Iterator[BlocksStored]:
+        self.called["take_events"] = torch.is_inference_mode_enabled()
+        yield BlocksStored(block_hashes=(b"h",), token_ids=(1,), block_size=1)
+
+
+def _noting(name: str, answer: Any) -> Any:
+    def call(self: Noting, *arguments: Any) -> Any:
+        self.called[name] = torch.is_inference_mode_enabled()
+        if name == "register_kv_caches":
+            self.caches = dict(arguments[0])
+        return answer
+
+    return call
+
+
+ANSWERS = {
+    "get_finished": (frozenset({"sent"}), frozenset({"received"})),
+    "get_block_ids_with_load_errors": frozenset({1}),
+    "get_stats": SNAPSHOT,
+    "get_handshake_metadata": {"port": 1},
+    "build_worker_metadata": {"step": 1},
+    "has_connector_metadata": True,
+}
+ASKED = [
+    name
+    for name, what in vars(WorkerConnector).items()
+    if inspect.isfunction(what) and not name.startswith("_") and name != "take_events"
+]
+for method in ASKED:
+    setattr(Noting, method, _noting(method, ANSWERS.get(method)))
+Noting.__abstractmethods__ = frozenset()  # type: ignore[attr-defined]
+
+
+@pytest.fixture
+def side() -> WorkerSide:
+    return WorkerSide(Noting(), CACHE, which="it")
+
+
+def test_every_call_comes_outside_inference_mode(side: WorkerSide) -> None:
+    """Whatever a connector makes there could otherwise never be written to by its threads."""
+    connector: Any = side.connector
+    waits = Waits(held=frozenset({"sent"}), loading=frozenset({"received"}))
+    metadata = KvplugMetadata(plan={}, preempted=frozenset({"a"}), waits=waits)
+    with torch.inference_mode():
+        side.register_kv_caches(caches())
+        side.set_host_xfer_buffer_ops(SimpleNamespace())
+        assert side.get_handshake_metadata().which == "it"
+        side.handle_preemptions(metadata)
+        side.bind(metadata)
+        side.start_load_kv()
+        side.wait_for_layer_load("one")
+        side.save_kv_layer("one")
+        side.wait_for_save()
+        assert side.get_finished({"b"}) == ({"sent"}, {"received"})
+        assert side.get_block_ids_with_load_errors() == {1}
+        assert side.get_stats() == KvplugStats(data=SNAPSHOT)
+        assert len(side.build_worker_metadata().events) == 1
+        side.clear()
+        assert torch.is_inference_mode_enabled(), "the engine's own mode is as it was"
+    not_vllms = {"has_connector_metadata", "register_cross_layers_kv_cache", "wait_until_ready", "shutdown"}
+    assert connector.called == dict.fromkeys({*ASKED, "take_events"} - not_vllms, False)
+
+
+def test_a_cache_that_was_made_in_inference_mode_can_be_written_by_threads(side: WorkerSide) -> None:
+    connector: Any = side.connector
+    with torch.inference_mode():
+        theirs = caches()
+        side.register_kv_caches(theirs)
+    written = []
+
+    def write() -> None:
+        connector.caches["two"][3, 7, 1] = torch.arange(6.0)
+        written.append(True)
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    thread.join(timeout=30)
+    assert written, "torch refused"
+    assert theirs["two"][3, 1, 7].tolist() == list(range(6)), "it is vLLM's own memory"
+    assert not theirs["one"].any()
+    LAYOUT.check(connector.caches["two"])
+
+
+def test_a_view_into_a_larger_tensor_stays_one(side: WorkerSide) -> None:
+    connector: Any = side.connector
+    with torch.inference_mode():
+        packed = torch.zeros(4, 2, 8, 2, 6)  # two layers in each block
+        theirs = {name: packed[:, at].permute(0, 2, 1, 3) for at, name in enumerate(("one", "two"))}
+        side.register_kv_caches(theirs)
+    connector.caches["two"].fill_(1)
+    assert (packed[:, 0].sum(), packed[:, 1].sum()) == (0, packed[:, 1].numel())
+
+
+def test_layers_that_use_anothers_cache_are_none_of_the_connectors(side: WorkerSide) -> None:
+    connector: Any = side.connector
+    side.register_kv_caches(caches())
+    assert connector.caches.keys() == {"one", "two"}
+    side.wait_for_layer_load("three")
+    side.save_kv_layer("three")
+    assert connector.called.keys() == {"register_kv_caches"}
+
+
+def test_a_layer_that_was_promised_and_has_no_cache_is_named(side: WorkerSide) -> None:
+    with pytest.raises(LayoutError, match="no cache for two"):
+        side.register_kv_caches({"one": caches()["one"]})
+
+
+def test_before_there_is_a_cache_nothing_is_saved(side: WorkerSide) -> None:
+    """vLLM runs its model once to see how much memory that takes."""
+    side.save_kv_layer("one")
+    assert side.connector.called == {}
+
+
+def test_without_preemptions_the_connector_is_not_troubled(side: WorkerSide) -> None:
+    side.handle_preemptions(KvplugMetadata(plan={}))
+    assert side.connector.called == {}
