@@ -32,6 +32,10 @@ def module_of(name: str) -> Any:
 engines = module_of("engines")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--record-order", action="store_true", help="record vLLM's order of calls anew")
+
+
 @pytest.fixture(scope="session")
 def model() -> str:
     """A folder with the demo's model, as vLLM loads it."""
@@ -52,11 +56,19 @@ def prompts(model: str, pytestconfig: pytest.Config) -> dict[int, list[int]]:
 
 
 @pytest.fixture(scope="session")
+def random_llama(model: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A folder with a small model whose heads divide by two; see models.py."""
+    folder = tmp_path_factory.mktemp("random-llama")
+    module_of("models").write_random_llama(folder, like=model)
+    return str(folder)
+
+
+@pytest.fixture(scope="session")
 def start(model: str) -> Callable[..., AbstractContextManager[Any]]:
     """``start(transfer_config, **settings)``: an engine in a process of its own; see engines.py."""
 
     def start_engine(transfer: dict[str, Any] | None = None, **more: Any) -> AbstractContextManager[Any]:
-        return engines.engine(model, transfer, **more)
+        return engines.engine(more.pop("model", model), transfer, **more)
 
     return start_engine
 
@@ -66,6 +78,12 @@ def alone(start: Any, prompts: dict[int, list[int]]) -> dict[int, tuple[int, ...
     """What one engine that knows nothing of kvplug says to each prompt."""
     with start() as only:
         return {length: only.one(prompt).tokens for length, prompt in prompts.items()}
+
+
+@pytest.fixture(scope="session")
+def servers() -> Any:
+    """The module servers.py."""
+    return module_of("servers")
 
 
 @pytest.fixture(scope="session")
@@ -88,10 +106,6 @@ def probe(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return module
 
 
-@pytest.fixture(scope="module")
-def exits() -> Iterator[ExitStack]:
-    """Closes what a module's fixtures opened, the last first."""
-    with ExitStack() as stack:
 @pytest.fixture(scope="session")
 def made(model: str) -> Callable[..., Any]:
     """``made(policy, *ports, plans_ahead=False)``: vLLM's scheduler around connectors; see stepping.py."""
@@ -103,6 +117,10 @@ def made(model: str) -> Callable[..., Any]:
     return make
 
 
+@pytest.fixture(scope="module")
+def exits() -> Iterator[ExitStack]:
+    """Closes what a module's fixtures opened, the last first."""
+    with ExitStack() as stack:
         yield stack
 
 
