@@ -160,8 +160,11 @@ def _layout_kind(local: Hello, remote: Hello) -> list[str]:
 
 
 def _block_format(local: Hello, remote: Hello) -> list[str]:
-    """Blocks whose inside only a kernel understands: from one cache into another of the very same kind."""
-    if not (local.moves_kv and remote.moves_kv) or not (local.block_format or remote.block_format):
+    """Blocks whose inside only a kernel understands: from one cache into another of the very same kind.
+
+    Which kernel, a side that moves no KV may not know; what a block is, it does.
+    """
+    if not (local.block_format or remote.block_format):
         return []
     changes = {
         "block_format": "blocks are in an attention kernel's own order, which nothing converts: use the same"
@@ -169,6 +172,8 @@ def _block_format(local: Hello, remote: Hello) -> list[str]:
         "block_size": "blocks in a kernel's own order are moved whole: set the same block size at both ends",
         "layout": "blocks in a kernel's own order are not rearranged: set the same layout at both ends",
     }
+    if not (local.moves_kv and remote.moves_kv):
+        del changes["block_format"]
     pairs = ((field, getattr(local, field), getattr(remote, field)) for field in changes)
     return [_differs(field, ours, theirs, changes[field]) for field, ours, theirs in pairs if ours != theirs]
 

@@ -288,8 +288,16 @@ def test_blocks_in_a_kernels_own_order_go_only_where_all_is_equal() -> None:
             "block_size",
             "layout",
         ]
-    # A side that moves nothing does not know how its workers' kernels order their blocks.
-    agree(attrs.evolve(packed, moves_kv=False), attrs.evolve(theirs, moves_kv=False))
+
+
+@pytest.mark.parametrize("says", ["", "engine 1"])
+def test_a_side_that_moves_nothing_need_not_know_the_kernel_but_counts_in_the_same_blocks(says: str) -> None:
+    scheduler = attrs.evolve(OURS, moves_kv=False, block_format=says)
+    worker = attrs.evolve(THEIRS, block_format="engine 1/kernel")
+    assert agree(scheduler, worker) and agree(worker, scheduler)
+    for change in ({"block_size": 32}, {"layout": "KBHTD"}, {"block_size": 32, "layout": "KBHTD"}):
+        other = attrs.evolve(worker, **change)
+        assert fields(refused(scheduler, other)) == fields(refused(other, scheduler)) == list(change)
 
 
 def test_block_size_and_layout_may_differ_and_are_converted() -> None:

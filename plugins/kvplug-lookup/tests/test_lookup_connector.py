@@ -88,11 +88,24 @@ def test_blocks_in_a_kernels_own_order_are_saved_and_loaded_whole() -> None:
 
 def test_blocks_in_a_kernels_own_order_are_not_cut_for_a_peer() -> None:
     ours = {"axes": "KBHTD", "block_format": "transposed"}
-    with (
-        pytest.raises(HandshakeError, match=r"block_size: ours 32, theirs 16; .* moved whole"),
-        pair(producer=ours, consumer={**ours, "block_size": 32}) as (_, decode),
-    ):
-        decode.worker.wait_until_ready(timeout=10)
+    with pair(producer=ours, consumer={**ours, "block_size": 32}) as (prefill, decode):
+        for side in (decode.worker, decode.scheduler):
+            with pytest.raises(HandshakeError, match=r"block_size: ours 32, theirs 16; .* moved whole"):
+                side.wait_until_ready(10)
+        prefill.prefill(request_of("stored", tokens(100)))
+        assert decode.matched(request_of("a", tokens(100))) == (0, False), "it computes every prompt itself"
+
+
+def test_what_begins_inside_a_block_that_cannot_be_cut_is_not_promised() -> None:
+    """An engine may have found a few tokens of a block in its own cache; the rest of it cannot be loaded."""
+    kernel = {"axes": "KBHTD", "block_format": "transposed"}
+    with pair(producer=kernel, consumer=kernel) as (prefill, decode):
+        prefill.prefill(request_of("stored", tokens(100)))
+        assert decode.matched(request_of("a", tokens(100)), num_computed=16) == (80, False)
+        assert decode.matched(request_of("b", tokens(100)), num_computed=17) == (0, False)
+    with pair() as (prefill, decode):
+        prefill.prefill(request_of("stored", tokens(100)))
+        assert decode.matched(request_of("a", tokens(100)), num_computed=17) == (79, False)
 
 
 @pytest.mark.parametrize(

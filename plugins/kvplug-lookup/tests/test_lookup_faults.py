@@ -312,6 +312,32 @@ def test_the_first_load_from_a_producer_that_came_back_succeeds() -> None:
             assert decode.is_right(tuple(tokens(100)), blocks, 100)
 
 
+def test_what_only_workers_know_to_differ_is_promised_once(caplog: pytest.LogCaptureFixture) -> None:
+    """A kernel's own order of blocks, say. Each request would fail, and by default be answered with an error."""
+    host = {"host": "unix:@kvplug-test-refused"}
+
+    def engine(role: str, block_format: str) -> EngineDouble:
+        return EngineDouble(config(role, **host), axes="KBHTD", block_format=block_format)
+
+    with engine("consumer", "one kernel's") as decode:
+        with engine("producer", "another one's") as prefill:
+            decode.scheduler.wait_until_ready(10)
+            prefill.prefill(request_of("stored", tokens(100)))
+            _, loaded, report = decode.load(request_of("a", tokens(100)))
+            assert (loaded, len(report.invalid_block_ids)) == (96, 6)
+            for name in "bcd":
+                assert decode.matched(request_of(name, tokens(100))) == (0, False)
+        assert caplog.text.count("nothing is loaded from the peer engine's worker 0 any more") == 1
+        with engine("producer", "one kernel's") as prefill:
+            prefill.prefill(request_of("stored", tokens(100)))
+            until = time.monotonic() + 20
+            while decode.matched(request_of(f"ask{time.monotonic()}", tokens(100)))[0] != 96:
+                assert time.monotonic() < until
+            blocks, _, report = decode.load(request_of("e", tokens(100)))
+            assert not report.invalid_block_ids
+            assert decode.is_right(tuple(tokens(100)), blocks, 100)
+
+
 def test_a_producer_that_died_before_the_first_load_delays_the_step_by_little() -> None:
     with pair() as (prefill, decode):
         prefill.prefill(request_of("stored", tokens(100)))

@@ -262,7 +262,7 @@ class FakeReplica:
 
 
 def test_nothing_is_promised_until_every_worker_has_said_that_it_forgot() -> None:
-    said = {"failed_loads": [], "spoilt_saves": [], "timed_out": False}
+    said = {"failed_loads": [], "spoilt_saves": [], "timed_out": False, "refused": False}
 
     def reset(step: int, *workers: bool) -> WorkerOutput:
         return WorkerOutput(worker_metadata=tuple({**said, "step": step, "reset": did} for did in workers))

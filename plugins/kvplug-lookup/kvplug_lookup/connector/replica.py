@@ -9,7 +9,9 @@ So a question about a prompt is answered locally, in microseconds. What keeps th
   came in is always seen;
 - *unreachable*: while the store cannot be reached nothing can be loaded from it, and the answer is 0;
   so it is after a load that timed out, and after the store was cleared, until the store has answered a
-  ping sent since.
+  ping sent since;
+- *refused*: workers know more than the scheduler sides, which kernel orders their blocks, say. Where two
+  of them can never agree, nothing can be loaded either, until the store is connected to anew.
 """
 
 from __future__ import annotations
@@ -75,6 +77,8 @@ class Replica:
         store that does not answer costs one message, however many requests come."""
         self._doubted = 0
         """Nothing is promised until this ping is answered."""
+        self._refused_link: PeerLink | None = None
+        """To a store whose worker and ours do not agree."""
         self._refusal: Exception | None = None
         self._has_tried = False
         """It was connected once, or refused."""
@@ -121,12 +125,23 @@ class Replica:
             self._doubted = self._pinged
         self._ping()
 
+    def refuse(self) -> None:
+        """Our worker and the store's cannot agree: promise nothing from this store."""
+        with self._lock:
+            if self._link is not None and self._refused_link is not self._link:
+                _log.error(
+                    "nothing is loaded from the peer engine's worker %d any more: our worker and it are not of"
+                    " one kind (its log has the reasons); change one of them and restart it",
+                    self._rank,
+                )
+            self._refused_link = self._link
+
     def match(self, token_ids: tuple[int, ...], extra: bytes) -> int | None:
         """Length of the longest prefix the store holds; ``None`` while the copy is behind."""
         with self._lock:
             if self._has_gap:
                 return None
-            if self._link is None or self._doubted > self._ponged:
+            if self._link is None or self._link is self._refused_link or self._doubted > self._ponged:
                 return 0
             if not self._is_current:
                 return None

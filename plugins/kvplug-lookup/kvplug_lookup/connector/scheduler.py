@@ -136,7 +136,7 @@ class LookupScheduler(SchedulerConnector):
         if not self._loads or tracked.has_failed:
             return 0, False
         usable = (len(request.token_ids) - 1) // self._block_size * self._block_size
-        if usable <= num_computed_tokens:
+        if usable <= num_computed_tokens or num_computed_tokens % self._granule:
             return 0, False
         held = self._held(tracked, usable)
         if held is None:
@@ -295,6 +295,9 @@ class LookupScheduler(SchedulerConnector):
             if part["timed_out"]:
                 for replica in self._replicas:
                     replica.doubt()
+            if part["refused"]:
+                for replica in self._replicas:
+                    replica.refuse()
             for request_id in part["failed_loads"]:
                 if request_id in self._tracked:
                     self._tracked[request_id].has_failed = True

@@ -11,6 +11,7 @@ from kvplug import (
     ClosedError,
     ConnectorContext,
     Deadline,
+    HandshakeError,
     KVLayout,
     LayoutError,
     LookupBuffer,
@@ -61,6 +62,8 @@ class LookupWorker(WorkerConnector):
         self._failed_requests: set[str] = set()
         self._spoilt_saves: set[str] = set()
         self._timed_out = False
+        self._is_refused = False
+        """This worker and the peer's can never agree, which the two engines' other sides do not know."""
         self._deadline = Deadline.after(None)
 
         self._endpoint = context.lookup_buffer()
@@ -178,7 +181,11 @@ class LookupWorker(WorkerConnector):
     def _connect(self, deadline: Deadline, *, retry: bool) -> tuple[LookupBuffer, PeerLink]:
         rank, device = self._context.parallelism.worker_rank, self._context.config.device
         peers, pipes = self._context.peers, list[Pipe]()
-        link = peers.connect(rank, "entries", timeout=deadline.remaining(), retry=retry)
+        try:
+            link = peers.connect(rank, "entries", timeout=deadline.remaining(), retry=retry)
+        except HandshakeError:
+            self._is_refused = True
+            raise
         try:
             with self._reach_lock:
                 self.link = link  # so that a shutdown meanwhile can end the opening of the pipes
@@ -315,11 +322,13 @@ class LookupWorker(WorkerConnector):
         failed, self._failed_requests = sorted(self._failed_requests), set()
         spoilt, self._spoilt_saves = sorted(self._spoilt_saves), set()
         timed_out, self._timed_out = self._timed_out, False
+        is_refused, self._is_refused = self._is_refused, False
         return {
             "step": self._step,
             "failed_loads": failed,
             "spoilt_saves": spoilt,
             "timed_out": timed_out,
+            "refused": is_refused,
             "reset": self._plan.reset,
         }
 
