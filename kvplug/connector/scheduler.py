@@ -43,6 +43,9 @@ class SchedulerConnector(abc.ABC):
     sides run the steps, and ``update_connector_output`` hears of them, in the order in which they were
     built.
 
+    An engine may let a request wait for any load, also for one that its step needs: that step does not
+    schedule the request, and when it is over ``update_state_after_alloc`` comes again, with 0 tokens.
+
     Not promised. That what matched is still there when the worker side comes to load it: then it is a
     load error.
     """
