@@ -31,6 +31,7 @@ QUIET = {
     "VLLM_NO_USAGE_STATS": "1",  # it would report home
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
+    "OMP_WAIT_POLICY": "PASSIVE",  # several engines share the cores: who waits must not spin
 }
 
 MULTIPROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
