@@ -24,7 +24,7 @@ from kvplug import (
     required_layout,
 )
 from kvplug_vllm.carried import KvplugMetadata, KvplugStats, KvplugWorkerMetadata
-from kvplug_vllm.facts import cache_of, config_of, model_of, parallelism_of, vllm_layout
+from kvplug_vllm.facts import cache_of, config_of, goes_back, model_of, parallelism_of, vllm_layout
 from kvplug_vllm.logs import join_vllm
 from kvplug_vllm.metrics import KvplugPromMetrics
 from kvplug_vllm.plugin import register
@@ -87,7 +87,7 @@ class KvplugConnector(KVConnectorBase_V1):
                 built,
                 which=which,
                 tensor_parallel_size=vllm_config.parallel_config.tensor_parallel_size,
-                plans_ahead=vllm_config.max_concurrent_batches > 1,
+                goes_back=goes_back(vllm_config),
             )
         self._connector: SchedulerConnector | WorkerConnector = built
 

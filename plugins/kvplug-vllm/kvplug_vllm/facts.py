@@ -75,6 +75,16 @@ def parallelism_of(vllm_config: VllmConfig) -> Parallelism:
     )
 
 
+def goes_back(vllm_config: VllmConfig) -> bool:
+    """Whether a request that runs can be made to compute tokens that vLLM took for computed.
+
+    Not where the next step is planned by then (asynchronous scheduling, pipeline parallelism). And not with
+    vLLM's second model runner, which tells its device how many tokens a request has computed when the
+    request comes, and from then on only counts up (0.32).
+    """
+    return vllm_config.max_concurrent_batches == 1 and not vllm_config.use_v2_model_runner
+
+
 def model_of(vllm_config: VllmConfig, cache: VllmKVCacheConfig) -> ModelInfo:
     """The model, as far as its KV is concerned.
 

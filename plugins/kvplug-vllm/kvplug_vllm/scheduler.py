@@ -46,19 +46,19 @@ class SchedulerSide:
     workers: they pass on no name that vLLM does not wait for, since that would end its engine.
 
     And it sees to it that no KV is used whose load failed. Of a load that its step needs vLLM believes at
-    once that it has succeeded; until the step is reported, others wait for it (:class:`StepLoads`). With
-    ``plans_ahead`` (asynchronous scheduling, pipeline parallelism) the next step is planned before that, and
-    vLLM delivers what it computes. So there the request itself waits: vLLM is told that the load is in the
-    background, and the workers name the request as received in the very step that loads.
+    once that it has succeeded; until the step is reported, others wait for it (:class:`StepLoads`). Unless
+    vLLM ``goes_back``, that is too late for the request itself: the next step is planned and delivered, or
+    computes what is missing from the wrong place. So there it waits as well: vLLM is told that the load is in
+    the background, and the workers name the request as received in the very step that loads.
     """
 
     def __init__(
-        self, connector: SchedulerConnector, *, which: str, tensor_parallel_size: int, plans_ahead: bool
+        self, connector: SchedulerConnector, *, which: str, tensor_parallel_size: int, goes_back: bool
     ) -> None:
         self.connector = connector
         self._which = which
         self._tensor_parallel_size = tensor_parallel_size
-        self._plans_ahead = plans_ahead
+        self._goes_back = goes_back
         self._cache: KVCacheManager | None = None
         self._requests = Requests()
         self._step = 0
@@ -92,7 +92,7 @@ class SchedulerSide:
             )
             found = 0
         # The last token vLLM computes again only after a load in the background.
-        settles = not in_background and (self._plans_ahead or found == left)
+        settles = not in_background and (not self._goes_back or found == left)
         self._answers[request.request_id] = _Answer(num_computed_tokens, in_background, settles)
         return found, bool(found) and (in_background or settles)
 

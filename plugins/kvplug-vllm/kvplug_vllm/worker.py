@@ -141,7 +141,7 @@ class WorkerSide:
 
     @torch.inference_mode(False)
     def build_worker_metadata(self) -> KvplugWorkerMetadata | None:
-        said, events = self.connector.build_worker_metadata(), tuple(self.connector.take_events())
+        events, said = tuple(self.connector.take_events()), self.connector.build_worker_metadata()
         if said is None and not events:
             return None
         return KvplugWorkerMetadata(() if said is None else (said,), events)

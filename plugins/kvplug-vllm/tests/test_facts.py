@@ -27,6 +27,7 @@ with warnings.catch_warnings():
     from kvplug_vllm.facts import (
         cache_of,
         config_of,
+        goes_back,
         in_memory_order,
         model_of,
         parallelism_of,
@@ -113,6 +114,16 @@ def test_each_data_parallel_rank_takes_ports_of_its_own() -> None:
     parallel = {"data_parallel_index": 3, "world_size": 2}
     config = config_of(vllm_config(transfer=transfer(port=5000), parallel=parallel))
     assert (config.port, config.port_offset) == (5000, 6)
+
+
+@pytest.mark.parametrize(
+    ("batches", "second_runner", "wanted"), [(1, False, True), (2, False, False), (1, True, False)]
+)
+def test_vllm_goes_back_only_step_by_step_and_with_its_first_runner(
+    batches: int, second_runner: bool, wanted: bool
+) -> None:
+    config = SimpleNamespace(max_concurrent_batches=batches, use_v2_model_runner=second_runner)
+    assert goes_back(config) is wanted  # type: ignore[arg-type]
 
 
 # -- cache and layout ---------------------------------------------------------------------------------
