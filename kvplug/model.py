@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+from collections.abc import Mapping
 from typing import Any, Final
 
 import attrs
@@ -15,6 +17,9 @@ _POSITIONS: Final = (
     "rotary_pct",
 )
 """What transformers calls them, in its newer releases and its older ones."""
+
+_LONG: Final = 8
+"""Elements of a list that is told whole: a handshake's texts are short."""
 
 
 @attrs.frozen(kw_only=True)
@@ -54,4 +59,14 @@ def positions_of(config: Any) -> str:
     found = {name: value for name in _POSITIONS if (value := getattr(config, name, None)) is not None}
     if not found:
         return f"no rope ({config.model_type})"
-    return json.dumps(found, sort_keys=True, default=str)
+    return json.dumps(_brief(found), sort_keys=True, default=str)
+
+
+def _brief(value: Any) -> Any:
+    """The same with a hash in place of a long list: some models have a factor for each pair of elements."""
+    if isinstance(value, Mapping):
+        return {name: _brief(each) for name, each in value.items()}
+    if not isinstance(value, list | tuple) or len(value) <= _LONG:
+        return value
+    text = json.dumps(value, sort_keys=True, default=str)
+    return f"{len(value)} values, blake2b {hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}"

@@ -177,6 +177,7 @@ def hello_of(
     layout = cache.groups[0].layout
     is_worker = side is Side.WORKER
     stage = (parallelism.first_layer, parallelism.end_layer or model.num_layers)
+    num_layers = sum(len(group.layer_names) for group in cache.groups)  # 0 for a pipe alone
     exposed = not config.host.startswith("unix:") and not is_loopback(config.host)
     return Hello(
         purpose=purpose,
@@ -188,6 +189,7 @@ def hello_of(
         world_size=parallelism.num_workers,
         model=model,
         layers=stage if is_worker else None,
+        cache_layers=num_layers if is_worker and num_layers else None,
         tensor_parallel_size=parallelism.tensor_size,
         tensor_parallel_rank=parallelism.tensor_rank if is_worker else None,
         require_authenticated=exposed and not config.allow_unauthenticated_data_plane,

@@ -6,8 +6,9 @@ same fields, and both choose the same transport, checksum and wire version.
 ==============  =======================================================================================
 sort            fields
 ==============  =======================================================================================
-must match      wire major; role (complementary); the model's facts; dtype; layers; tensor-parallel size
-                and rank; whether the layout has keys and values or one latent
+must match      wire major; role (complementary); the model's facts; dtype; layers, and how many are
+                cached; tensor-parallel size and rank; whether the layout has keys and values or one
+                latent
 negotiated      wire minor (the lower); checksum; transport; block size and layout (may differ, and are
                 then converted; where a kernel orders blocks in its own way, all three must be equal)
 informative     model name, engine, epoch, rank, identity, versions
@@ -141,6 +142,10 @@ def _shards(local: Hello, remote: Hello) -> list[str]:
     if None not in (local.layers, remote.layers) and local.layers != remote.layers:
         change = "split the layers into the same pipeline stages at both ends"
         reasons.append(_differs("layers", local.layers, remote.layers, change))
+    cached = local.cache_layers, remote.cache_layers
+    if not reasons and None not in cached and cached[0] != cached[1]:
+        change = "use the same draft model at both ends, or none: its layers are in the cache as well"
+        reasons.append(_differs("cache_layers", *cached, change))
     if local.tensor_parallel_size != remote.tensor_parallel_size:
         change = "split the heads over the same number of workers; no connector converts the split yet"
         sizes = local.tensor_parallel_size, remote.tensor_parallel_size

@@ -35,6 +35,8 @@ class Hello:
     model: ModelInfo
     layers: tuple[int, int] | None = None
     """First layer and one past the last of its pipeline stage; ``None`` where it is of no one stage."""
+    cache_layers: int | None = None
+    """Layers in this side's cache, a draft model's included; ``None`` where it holds none."""
     tensor_parallel_size: int = 1
     tensor_parallel_rank: int | None = None
     """Which shard of the heads this side holds; ``None`` where it is of no one shard (a scheduler's side)."""
@@ -80,6 +82,7 @@ class Hello:
             "role": self.role,
             "model": attrs.asdict(self.model),
             "layers": None if self.layers is None else list(self.layers),
+            "cache_layers": self.cache_layers,
             "tensor_parallel_size": self.tensor_parallel_size,
             "tensor_parallel_rank": self.tensor_parallel_rank,
             "layout": self.layout,
@@ -124,6 +127,7 @@ class Hello:
             role=read.choice("role", ROLES, BOTH),
             model=_read_model(read.part("model")),
             layers=layers,
+            cache_layers=read.optional_integer("cache_layers", 1),
             tensor_parallel_size=read.integer("tensor_parallel_size", 1),
             tensor_parallel_rank=read.optional_integer("tensor_parallel_rank"),
             layout=layout,

@@ -90,10 +90,12 @@ HELLOS = st.builds(
     role=st.sampled_from(["producer", "consumer", "both"]),
     model=st.just(MODEL) | MODELS,
     layers=st.sampled_from([None, (0, 30), (0, 30), (0, 15)]),
+    cache_layers=st.sampled_from([None, 30, 30, 31]),
     tensor_parallel_size=st.sampled_from([1, 1, 1, 2]),
     tensor_parallel_rank=st.sampled_from([None, 0, 0, 1]),
     layout=st.sampled_from(["KBTHD", "KBHTD", "BHTKD", "BTD"]),
     block_size=st.sampled_from([16, 32]),
+    block_format=st.sampled_from(["", "", "", "engine/kernel", "engine/other"]),
     integrity=st.sampled_from(["auto", "auto", "off", "xxh3_64", "xxh3_128"]),
     checksums=st.sampled_from(
         [(), ("xxh3_64",), ("xxh3_128",), ("xxh3_64", "xxh3_128"), ("xxh3_128", "xxh3_64")]
@@ -261,6 +263,17 @@ def test_a_shard_of_the_heads_meets_only_its_like_and_a_scheduler_meets_all() ->
     assert fields(refused(ours, theirs)) == ["tensor_parallel_rank"]
     scheduler = attrs.evolve(theirs, tensor_parallel_rank=None, layers=None)
     assert agree(ours, scheduler) and agree(scheduler, ours)
+
+
+def test_a_draft_models_layers_are_in_the_caches_of_both_or_of_neither() -> None:
+    ours, theirs = attrs.evolve(OURS, cache_layers=30), attrs.evolve(THEIRS, cache_layers=31)
+    assert fields(refused(ours, theirs)) == ["cache_layers"]
+    (reason,) = refused(ours, theirs)
+    assert "draft model" in reason
+    assert agree(ours, attrs.evolve(theirs, cache_layers=30))
+    assert agree(ours, attrs.evolve(theirs, cache_layers=None)), "a scheduler holds none"
+    other_stage = attrs.evolve(theirs, layers=(0, 15))
+    assert fields(refused(attrs.evolve(ours, layers=(0, 30)), other_stage)) == ["layers"]
 
 
 def test_fingerprints_of_weights_are_compared_where_both_have_one() -> None:

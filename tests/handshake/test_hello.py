@@ -23,6 +23,7 @@ FULL = Hello(
     role="consumer",
     model=MODEL,
     layers=(0, 30),
+    cache_layers=31,
     tensor_parallel_size=2,
     tensor_parallel_rank=1,
     layout="KBTHD",
@@ -104,7 +105,7 @@ def test_anything_in_any_place_is_a_hello_or_a_handshake_error_that_names_it(val
 
 
 @pytest.mark.parametrize(
-    "key", [key for key in FULL.to_plain() if key not in ("layers", "tensor_parallel_rank")]
+    "key", [key for key in FULL.to_plain() if key not in ("layers", "cache_layers", "tensor_parallel_rank")]
 )
 def test_a_field_that_is_missing_is_named(key: str) -> None:
     plain = FULL.to_plain()

@@ -313,7 +313,7 @@ def test_the_first_load_from_a_producer_that_came_back_succeeds() -> None:
 
 
 def test_what_only_workers_know_to_differ_is_promised_once(caplog: pytest.LogCaptureFixture) -> None:
-    """A kernel's own order of blocks, say. Each request would fail, and by default be answered with an error."""
+    """A kernel's own order of blocks, say. Otherwise each request would fail, one after the other."""
     host = {"host": "unix:@kvplug-test-refused"}
 
     def engine(role: str, block_format: str) -> EngineDouble:

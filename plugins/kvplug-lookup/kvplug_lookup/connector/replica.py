@@ -130,8 +130,8 @@ class Replica:
         with self._lock:
             if self._link is not None and self._refused_link is not self._link:
                 _log.error(
-                    "nothing is loaded from the peer engine's worker %d any more: our worker and it are not of"
-                    " one kind (its log has the reasons); change one of them and restart it",
+                    "nothing is loaded from the peer engine's worker %d any more: ours and it do not agree (its"
+                    " log has the reasons); change one of them and restart it",
                     self._rank,
                 )
             self._refused_link = self._link
