@@ -55,9 +55,15 @@ def parallelism_of(vllm_config: VllmConfig) -> Parallelism:
     """Where this process's worker stands in its engine; for the scheduler side, how many there are.
 
     Raises:
-        UnsupportedError: tokens of one request are split over ranks (context parallelism).
+        UnsupportedError: tokens of one request are split over ranks (context parallelism), or ranks
+            schedule by themselves.
     """
     parallel = vllm_config.parallel_config
+    if parallel.distributed_executor_backend == "external_launcher" and parallel.world_size > 1:
+        raise UnsupportedError(
+            "under an external launcher each rank schedules by itself and hears of its own loads only, so"
+            " that ranks would part; let vLLM start its workers (distributed_executor_backend 'mp' or 'ray')"
+        )
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name) > 1:
             raise UnsupportedError(

@@ -56,6 +56,7 @@ def vllm_config(**more: Any) -> Any:
     parallel = {
         "rank": 0,
         "world_size": 1,
+        "distributed_executor_backend": "mp",
         "tensor_parallel_size": 1,
         "data_parallel_index": 0,
         "decode_context_parallel_size": 1,
@@ -327,3 +328,10 @@ def test_where_a_worker_stands() -> None:
 def test_tokens_split_over_ranks_are_refused(name: str) -> None:
     with pytest.raises(UnsupportedError, match=f"{name} is 2"):
         parallelism_of(vllm_config(parallel={name: 2}))
+
+
+def test_ranks_that_schedule_by_themselves_are_refused() -> None:
+    launched = {"distributed_executor_backend": "external_launcher"}
+    assert parallelism_of(vllm_config(parallel=launched)).num_workers == 1
+    with pytest.raises(UnsupportedError, match="external launcher"):
+        parallelism_of(vllm_config(parallel={**launched, "world_size": 2}))

@@ -130,8 +130,8 @@ class Replica:
         with self._lock:
             if self._link is not None and self._refused_link is not self._link:
                 _log.error(
-                    "nothing is loaded from the peer engine's worker %d any more: ours and it do not agree (its"
-                    " log has the reasons); change one of them and restart it",
+                    "nothing is loaded from the peer engine's worker %d any more: ours does not agree with it"
+                    " (its log says why); change one of them and restart it",
                     self._rank,
                 )
             self._refused_link = self._link
