@@ -181,6 +181,9 @@ class KvplugConnector(KVConnectorBase_V1):
     def requires_kv_delivery(self) -> bool:
         return self._scheduler.connector.requires_kv_delivery
 
+    def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
+        self._scheduler.set_handshake_metadata({(0, rank): said for rank, said in metadata.items()})
+
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:

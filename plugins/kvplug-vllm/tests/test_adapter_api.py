@@ -1,0 +1,177 @@
+"""vLLM's connector API as its engine calls it: every method is known, and answers in vLLM's types."""
+
+from __future__ import annotations
+
+import warnings
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvplug import BlocksRemoved, BlocksStored
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from vllm.distributed.kv_events import BlockRemoved, BlockStored
+    from vllm.distributed.kv_transfer.kv_connector.v1 import supports_hma
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
+
+    from kvplug_vllm.carried import KvplugHandshakeMetadata
+    from kvplug_vllm.connector import KvplugConnector
+
+PROMPT = list(range(1, 101))
+
+OURS = """
+    bind_connector_metadata bind_kv_cache_manager build_connector_meta build_connector_worker_meta
+    build_kv_connector_stats build_prom_metrics clear_connector_metadata get_block_ids_with_load_errors
+    get_finished get_finished_count get_handshake_metadata get_kv_connector_stats get_num_new_matched_tokens
+    get_required_kvcache_layout handle_preemptions has_connector_metadata has_pending_push_work on_new_request
+    register_kv_caches request_finished requires_kv_delivery requires_piecewise_for_cudagraph reset_cache
+    save_kv_layer set_host_xfer_buffer_ops set_xfer_handshake_metadata set_xfer_handshake_metadata_pp_aware
+    shutdown start_load_kv take_events update_connector_output update_state_after_alloc wait_for_layer_load
+    wait_for_save
+"""
+THEIRS = """
+    bind_gpu_block_pool finish_forward get_external_cache_hit_sources get_kv_connector_kv_cache_events
+    get_loaded_kv_cache_group_ids get_mem_pool_context get_transfer_results has_pending_block_frees
+    register_finished_partial_tail reset_capture_state role supports_divergent_local_hybrid_hits
+"""
+"""Whose answers of vLLM's base class are right."""
+
+
+def test_every_method_of_the_api_was_looked_at() -> None:
+    """One that a release adds, or drops, asks for a decision."""
+    public = {name for name in vars(KVConnectorBase_V1) if not name.startswith("_")}
+    assert public == {*OURS.split(), *THEIRS.split()}
+    ours = {name for name in vars(KvplugConnector) if not name.startswith("_")}
+    assert ours == set(OURS.split())
+
+
+@pytest.fixture
+def it(made: Any) -> Any:
+    return made()
+
+
+def test_what_the_scheduler_asks_at_any_time(it: Any) -> None:
+    connector = it.engine.scheduler.connector
+    assert not supports_hma(connector), "vLLM then has one group of layers"
+    assert connector.supports_divergent_local_hybrid_hits is False
+    assert connector.requires_kv_delivery is False
+    assert connector.get_finished_count() is None
+    assert connector.has_pending_push_work() is False
+    assert connector.has_pending_block_frees() is False
+    assert connector.get_kv_connector_stats() is None
+    assert list(connector.take_events()) == []
+    assert connector.get_required_kvcache_layout(it.engine.config) is None
+    assert connector.requires_piecewise_for_cudagraph({}) is True
+    request = SimpleNamespace(request_id="a")
+    assert connector.get_loaded_kv_cache_group_ids(request) == (0,)
+    assert sum(connector.get_external_cache_hit_sources(request, 96).values()) == 96
+    assert connector.register_finished_partial_tail(request, ([],), []) is False
+
+
+def test_what_a_worker_answers_without_anything_to_do(it: Any) -> None:
+    worker = it.engine.worker
+    assert worker.has_connector_metadata() is False
+    assert worker.get_mem_pool_context() is None
+    assert worker.get_handshake_metadata() is None
+    worker.finish_forward()
+    worker.reset_capture_state()
+    results = worker.get_transfer_results(set())
+    assert (results.finished_sending, results.finished_recving, results.failed_recving) == (
+        set(),
+        set(),
+        set(),
+    )
+    assert worker.get_block_ids_with_load_errors() == set()
+    assert worker.get_kv_connector_stats() is None
+    assert worker.get_kv_connector_kv_cache_events() is None
+    assert worker.build_connector_worker_meta() is None
+
+
+def test_a_step_has_metadata_until_it_is_over(it: Any) -> None:
+    it.engine.add("a", PROMPT)
+    plan = it.engine.plan()
+    it.engine.worker.bind_connector_metadata(plan.kv_connector_metadata)
+    assert it.engine.worker.has_connector_metadata() is True
+    it.engine.worker.clear_connector_metadata()
+    assert it.engine.worker.has_connector_metadata() is False
+
+
+def test_what_the_workers_of_every_rank_said_arrives_by_rank(it: Any) -> None:
+    connector = it.engine.scheduler.connector
+    it.moves.says = {"port": 1}
+    said = it.engine.worker.get_handshake_metadata()
+    assert isinstance(said, KvplugHandshakeMetadata)
+    for metadata in ({0: said, 1: said}, {}):
+        connector.set_xfer_handshake_metadata(metadata)
+        assert it.decides.metadata == {rank: {"port": 1} for rank in metadata}
+    connector.set_xfer_handshake_metadata_pp_aware({(0, 0): said, (3, 0): said})
+    assert it.decides.metadata == {0: {"port": 1}, 3: {"port": 1}}
+    connector.set_xfer_handshake_metadata_pp_aware({(0, 0): SimpleNamespace()})
+    assert it.decides.metadata == {}, "a sibling's"
+
+
+def test_events_of_both_sides_are_vllms_once_each(it: Any) -> None:
+    stored = BlocksStored(block_hashes=(b"h",), token_ids=(1, 2), block_size=2, medium="there")
+    removed = BlocksRemoved(block_hashes=(b"h",))
+    it.moves.take_events = lambda: [stored, removed]
+    it.decides.take_events = lambda: [removed]
+    published: list[Any] = []
+    it.engine.scheduler.kv_event_publisher.publish = lambda batch: published.extend(batch.events)
+    it.engine.add("a", PROMPT, max_tokens=1)
+    it.engine.step()
+    first, second, third = published
+    assert isinstance(first, BlockStored) and isinstance(second, BlockRemoved)
+    assert (first.block_hashes, first.token_ids, first.block_size, first.medium) == (
+        [b"h"],
+        [1, 2],
+        2,
+        "there",
+    )
+    assert (second.block_hashes, second.medium) == ([b"h"], None)
+    assert third == second
+    it.moves.take_events = it.decides.take_events = list
+    it.engine.step()
+    assert len(published) == 3
+
+
+def test_figures_of_both_sides_are_put_together(it: Any) -> None:
+    one = {"ops": {}, "failures": {"load": {"timeout": 1}}}
+    it.moves.get_stats = it.decides.get_stats = lambda: one
+    it.engine.add("a", PROMPT)
+    plan = it.engine.plan()
+    output = it.engine.run(plan)
+    assert isinstance(output.kv_connector_output.kv_connector_stats, KVConnectorStats)
+    told = it.engine.scheduler.update_from_output(plan, output)
+    (stats,) = {id(each.scheduler_stats): each.scheduler_stats for each in told.values()}.values()
+    assert stats.kv_connector_stats["failures"] == {"load": {"timeout": 2}}
+    assert one["failures"] == {"load": {"timeout": 1}}
+
+
+def test_a_request_that_is_never_scheduled_is_forgotten(it: Any) -> None:
+    it.decides.get_num_new_matched_tokens = lambda request, computed: (None, False)
+    it.engine.add("a", PROMPT)
+    it.engine.step()
+    it.engine.abort("a")
+    assert it.decides.ended == {"a": "aborted"}
+    side = it.engine.scheduler.connector._scheduler
+    assert (side._requests._known, side._answers) == ({}, {})
+
+
+def test_a_name_that_comes_again_is_another_request(it: Any) -> None:
+    for first in (1, 5000):
+        prompt = [token + first for token in PROMPT]
+        asked: list[tuple[int, ...]] = []
+        it.decides.on_new_request = lambda request, asked=asked: asked.append(request.token_ids)
+        it.engine.add("a", prompt, max_tokens=1)
+        it.engine.step()
+        assert asked == [tuple(prompt)]
+        assert it.engine.scheduler.requests == {}
+
+
+def test_a_connector_may_be_shut_down_before_it_has_a_cache_and_twice(it: Any) -> None:
+    for side in (it.engine.scheduler.connector, it.engine.worker):
+        side.shutdown()
+        side.shutdown()
