@@ -108,7 +108,11 @@ class WorkerConnector(abc.ABC):
 
     @abc.abstractmethod
     def start_load_kv(self) -> None:
-        """Begin this step's loads, and nothing else. Does not wait for them."""
+        """Begin this step's loads, and nothing else.
+
+        Does not wait for them, nor for the device: a load writes into its blocks once all is done that the
+        caller has queued by now, and a forward pass may be among that.
+        """
 
     @abc.abstractmethod
     def wait_for_layer_load(self, layer_name: str) -> None:
@@ -120,7 +124,7 @@ class WorkerConnector(abc.ABC):
 
     @abc.abstractmethod
     def wait_for_save(self) -> None:
-        """Return when the step's blocks may be overwritten."""
+        """Return when the step's blocks may be overwritten, by the caller or by what it queues next."""
 
     @abc.abstractmethod
     def get_finished(self, finished_request_ids: frozenset[str]) -> tuple[frozenset[str], frozenset[str]]:

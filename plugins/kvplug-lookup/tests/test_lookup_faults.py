@@ -33,6 +33,7 @@ from kvplug import (
 )
 from kvplug.testing.engine import EngineDouble, request_of
 from kvplug_lookup.connector import serve
+from kvplug_lookup.connector.device import Mark
 from kvplug_lookup.connector.load import Load, Loader
 from kvplug_lookup.connector.plan import LoadPlan
 from kvplug_lookup.connector.replica import Replica
@@ -128,7 +129,12 @@ def load() -> Load:
         start=0,
         in_background=False,
     )
-    return Load(plan, layout, (torch.zeros(layout.shape),), checksum=lambda: None, stats=TransferStats())
+    return made(plan, layout, (torch.zeros(layout.shape),))
+
+
+def made(*arguments: Any, checksum: str | None = None) -> Load:
+    free = Mark(torch.zeros(1))
+    return Load(*arguments, free=free, checksum=lambda: checksum, stats=TransferStats())
 
 
 def header(token_ids: Any, roi: Any = None, **metadata: Any) -> EntryHeader:
@@ -165,9 +171,7 @@ def test_an_entry_whose_hashes_are_missing_or_no_hashes_is_refused() -> None:
         request_id="a", token_ids=tuple(tokens(16)), extra=b"", block_ids=(1,), start=0, in_background=False
     )
     for layers in (None, [], [1], "x"):
-        load = Load(
-            plan, layout, (torch.zeros(layout.shape),), checksum=lambda: "xxh3_64", stats=TransferStats()
-        )
+        load = made(plan, layout, (torch.zeros(layout.shape),), checksum="xxh3_64")
         with pytest.raises(IntegrityError, match="hash"):
             load.begin(header(tokens(16), checksum="xxh3_64", layers=layers))
 
@@ -582,10 +586,7 @@ class Stuck:
 
 
 def test_loads_that_wait_behind_one_another_for_a_stopped_store_end_in_time(load: Load) -> None:
-    loads = [
-        Load(load.plan, load._layout, load._caches, checksum=lambda: None, stats=TransferStats())
-        for _ in range(8)
-    ]
+    loads = [made(load.plan, load._layout, load._caches) for _ in range(8)]
     loader = Loader(lambda _: Stuck(), timeout_s=0.5)  # type: ignore[arg-type,return-value]
     try:
         begun = time.monotonic()

@@ -22,8 +22,9 @@ from kvplug import (
     reason_of,
     scatter,
 )
+from kvplug_lookup.connector.device import Mark, wait_for_device
 from kvplug_lookup.connector.plan import LoadPlan
-from kvplug_lookup.connector.save import hash_of, wait_for_device
+from kvplug_lookup.connector.save import hash_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,6 +37,9 @@ class Load:
 
     Once it has failed, for whatever reason, it never touches a block again: the check and the scatter
     happen under one lock, so that blocks may be recomputed, or reused, as soon as the failure is known.
+
+    Args:
+        free: behind what the engine has still queued for the blocks; nothing is written before.
     """
 
     def __init__(
@@ -44,10 +48,12 @@ class Load:
         layout: KVLayout,
         caches: tuple[Tensor, ...],
         *,
+        free: Mark,
         checksum: Callable[[], str | None],
         stats: TransferStats,
     ) -> None:
         self.plan = plan
+        self._free = free
         self._stats = stats
         self._started = time.perf_counter()
         self.submitted = time.monotonic()
@@ -109,6 +115,7 @@ class Load:
             )
         key = key[plan.start : plan.end]
         value = None if value is None else value[plan.start : plan.end]
+        self._free.wait()  # outside the lock: meanwhile it can be failed
         with self._lock:
             if self._error is not None:
                 raise self._error

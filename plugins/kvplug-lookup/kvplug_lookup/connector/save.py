@@ -24,6 +24,7 @@ from kvplug import (
     gather,
 )
 from kvplug.wire import memory_of
+from kvplug_lookup.connector.device import Mark, wait_for_device
 from kvplug_lookup.connector.plan import SavePlan
 
 if TYPE_CHECKING:
@@ -45,6 +46,8 @@ class _Gathered:
     num_resets: int
     """Of the saver, when its first tokens were gathered."""
     started: float
+    complete: Mark | None = None
+    """Behind the copies of its last tokens, once they are queued."""
 
 
 class Saver:
@@ -152,12 +155,18 @@ class Saver:
             )
 
     def end(self, plans: tuple[SavePlan, ...]) -> None:
-        """The step is over: prompts that are complete go into the store."""
+        """The step is over: prompts that are complete go into the store.
+
+        Their copies may only be queued yet. What this thread queues next comes after them, so that the blocks
+        may be overwritten; the saving thread, which would overtake them, waits.
+        """
         complete = [self._gathering.pop(plan.request_id, None) for plan in plans if plan.is_last]
         ready = [gathered for gathered in complete if gathered is not None]
         if not ready:
             return
-        wait_for_device(ready[0].key)
+        mark = Mark(ready[0].key)
+        for gathered in ready:
+            gathered.complete = mark
         with self._lock:
             self._pending += ready
             self._num_taken += len(ready)
@@ -231,6 +240,8 @@ class Saver:
     def _store_one(self, gathered: _Gathered) -> None:
         if self._store.match(gathered.token_ids, extra=gathered.extra) >= len(gathered.token_ids):
             return  # the same prompt came twice at about the same time
+        assert gathered.complete is not None
+        gathered.complete.wait()
         metadata: dict[str, Any] = {}
         if self._checksum is not None:
             metadata = {
@@ -252,6 +263,7 @@ class Saver:
             metadata=metadata,
             timeout=self._timeout_s,
         )
+        wait_for_device(gathered.key)  # the store has copied it; now its memory may be another's
         if gathered.num_resets != self._num_resets:
             self._store.clear()  # it came after the reset did; what this thread stores next is newer
             return
@@ -264,15 +276,6 @@ class Saver:
 
 def _layer(tensor: Tensor | None, index: int) -> Tensor | None:
     return None if tensor is None else tensor[index]
-
-
-def wait_for_device(tensor: Tensor) -> None:
-    """Return when what this thread has queued for the tensor's device is done.
-
-    A thread works on a stream of its own there: what another has only queued, it would not see.
-    """
-    if tensor.is_cuda:
-        torch.cuda.current_stream(tensor.device).synchronize()
 
 
 def hash_of(name: str, key: Tensor, value: Tensor | None) -> bytes:

@@ -24,9 +24,10 @@ from kvplug import (
     TimeoutError,
     WorkerConnector,
 )
+from kvplug_lookup.connector.device import Mark
 from kvplug_lookup.connector.load import Load, Loader
 from kvplug_lookup.connector.plan import StepPlan
-from kvplug_lookup.connector.save import Saver, wait_for_device
+from kvplug_lookup.connector.save import Saver
 from kvplug_lookup.connector.serve import Service
 
 if TYPE_CHECKING:
@@ -245,12 +246,21 @@ class LookupWorker(WorkerConnector):
 
     def start_load_kv(self) -> None:
         self._deadline = Deadline.after(self._context.config.timeout_s)
-        if self._plan.loads and not self._caches:
+        if not self._plan.loads:
+            return
+        if not self._caches:
             raise LayoutError("there is no cache to load into: register_kv_caches was not called")
-        if self._plan.loads:
-            wait_for_device(self._caches[0])  # whoever had these blocks before has read them
+        # Whoever had the blocks before may still use them, in a forward pass that is only queued.
+        free = Mark(self._caches[0])
         for plan in self._plan.loads:
-            load = Load(plan, self._layout, self._caches, checksum=self._checksum, stats=self._context.stats)
+            load = Load(
+                plan,
+                self._layout,
+                self._caches,
+                free=free,
+                checksum=self._checksum,
+                stats=self._context.stats,
+            )
             self._loads[plan.request_id] = load
             if self._doubts_loads and not plan.in_background:
                 self._suspect |= dict.fromkeys(load.block_ids, self._step)
