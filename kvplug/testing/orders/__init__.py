@@ -1,0 +1,188 @@
+"""In which order engines really call a connector: recorded from them, to be replayed against any connector.
+
+::
+
+    order = orders.load("vllm-0.32")
+    for call in order.runs["load in the background"].calls:
+        print(call.step, call.role, call.method, call.request, call.given, call.answer)
+
+A record is one JSON file beside this module, made by a test of the engine's adapter, which also fails when
+the engine calls otherwise. Methods are those of :class:`kvplug.SchedulerConnector` and
+:class:`kvplug.WorkerConnector`. Requests are called r0, r1, ... in the order in which they came; blocks are
+named by their request and their place in its table, layers by their place in the forward pass. What a call
+was given and what the connector answered is kept as far as a replay needs it:
+
+=================================  ===============================================  =========================
+method                             given                                            answer
+=================================  ===============================================  =========================
+on_new_request                     num_tokens
+get_num_new_matched_tokens         num_tokens, num_computed                         (tokens or None, is_async)
+update_state_after_alloc           num_tokens, num_external, num_blocks
+build_connector_meta               scheduled: ((request, computed, new), ...),
+                                   preempted, finished: (request, ...)
+update_connector_output            sending, receiving: (request, ...),
+                                   invalid: {request: (place, ...)}
+request_finished                   end, num_tokens, num_blocks                      keeps_blocks
+set_xfer_handshake_metadata        ranks: (rank, ...)
+get_finished_count                                                                  count or None
+register_kv_caches                 num_layers
+handle_preemptions                 preempted: (request, ...)
+wait_for_layer_load                layer
+save_kv_layer                      layer
+get_finished                       finished: (request, ...)                         (sending, receiving)
+get_block_ids_with_load_errors                                                      {request: (place, ...)}
+has_connector_metadata                                                              bool
+has_pending_push_work                                                               bool
+=================================  ===============================================  =========================
+
+All others are given nothing and answer nothing here: what passes between a connector's own two sides, stats
+and events are the connector's. Blocks that no request has any more are given under the name of the one that
+had them last.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from importlib import resources
+from types import MappingProxyType
+from typing import Any
+
+import attrs
+
+from kvplug.connector.values import Side
+
+FORMAT = 1
+"""Of the files. Another one is not read."""
+
+
+@attrs.frozen(kw_only=True)
+class Call:
+    """One call of one method."""
+
+    step: int
+    """How many steps the scheduler side had planned; 0 before the first. At the worker side: which of them
+    runs, with ``handle_preemptions`` in front of it."""
+    role: Side
+    method: str
+    request: str = ""
+    """Whom it is about, where it is about one."""
+    given: Mapping[str, Any] = MappingProxyType({})
+    answer: Any = None
+
+
+@attrs.frozen(kw_only=True)
+class Prompt:
+    """What a request asks about."""
+
+    num_tokens: int
+    """Of the prompt. No two prompts of a run have a token in common at the same place."""
+    num_stored: int = 0
+    """Leading tokens whose KV the peer engine holds, in whole blocks."""
+    spoilt: bool = False
+    """Loading it fails."""
+
+
+@attrs.frozen(kw_only=True)
+class Run:
+    """One engine's life, from its first call to its last, around a few requests."""
+
+    name: str
+    about: str
+    """What happens."""
+    role: str
+    """``producer``, ``consumer`` or ``both``."""
+    is_async: bool
+    """The connector loads in the background."""
+    block_size: int
+    num_layers: int
+    prompts: Mapping[str, Prompt]
+    """By request."""
+    calls: tuple[Call, ...]
+
+
+@attrs.frozen(kw_only=True)
+class Order:
+    """Everything that was recorded from one engine."""
+
+    name: str
+    engine: str
+    """With its version."""
+    runs: Mapping[str, Run]
+
+
+def names() -> tuple[str, ...]:
+    """What :func:`load` knows."""
+    files = (entry.name for entry in resources.files(__name__).iterdir())
+    return tuple(sorted(name.removesuffix(".json") for name in files if name.endswith(".json")))
+
+
+def load(name: str) -> Order:
+    """What was recorded from the engine of this name.
+
+    Raises:
+        LookupError: there is no such record; the message lists those that are.
+        ValueError: it is in another format than this release of kvplug reads.
+    """
+    if name not in names():
+        raise LookupError(f"no order of calls is called {name!r}; known are {', '.join(names())}")
+    return from_text(name, (resources.files(__name__) / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def from_text(name: str, text: str) -> Order:
+    """What a file of that name with this content says. Raises like :func:`load`."""
+    data = json.loads(text)
+    if data.get("format") != FORMAT:
+        raise ValueError(f"{name} is in format {data.get('format')!r}, and this kvplug reads {FORMAT}")
+    runs = (run_from_plain(run) for run in data["runs"])
+    return Order(name=name, engine=data["engine"], runs=MappingProxyType({run.name: run for run in runs}))
+
+
+def to_text(order: Order) -> str:
+    """The content of an order's file: one call in a line, so that a difference can be read."""
+    runs = ",\n".join(_run_to_text(run) for run in order.runs.values())
+    return f'{{"format": {FORMAT}, "engine": {json.dumps(order.engine)}, "runs": [\n{runs}\n]}}\n'
+
+
+def run_from_plain(data: Mapping[str, Any]) -> Run:
+    """A run as its file has it: an object with the fields of :class:`Run`, calls as lists of theirs."""
+    prompts = {name: Prompt(**prompt) for name, prompt in data["prompts"].items()}
+    fields = {**data, "prompts": MappingProxyType(prompts), "calls": tuple(map(_call, data["calls"]))}
+    return Run(**fields)
+
+
+def _call(row: Iterable[Any]) -> Call:
+    step, role, method, request, given, answer = row
+    return Call(
+        step=step,
+        role=Side(role),
+        method=method,
+        request=request,
+        given=_frozen(given),
+        answer=_frozen(answer),
+    )
+
+
+def _frozen(value: Any) -> Any:
+    if isinstance(value, list):
+        return tuple(map(_frozen, value))
+    if isinstance(value, dict):
+        return MappingProxyType({key: _frozen(each) for key, each in value.items()})
+    return value
+
+
+def _run_to_text(run: Run) -> str:
+    facts = attrs.asdict(run, recurse=False) | {
+        "prompts": {name: attrs.asdict(prompt) for name, prompt in run.prompts.items()}
+    }
+    del facts["calls"]
+    head = json.dumps(facts)[:-1]
+    rows = (
+        [call.step, call.role, call.method, call.request, _plain(call.given), _plain(call.answer)]
+        for call in run.calls
+    )
+    return head + ', "calls": [\n' + ",\n".join(json.dumps(row) for row in rows) + "\n]}"
+
+
+def _plain(value: Any) -> Any:
+    return {key: _plain(each) for key, each in value.items()} if isinstance(value, Mapping) else value

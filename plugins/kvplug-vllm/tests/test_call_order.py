@@ -1,0 +1,217 @@
+"""The order in which vLLM calls a connector is the recorded one, which the core ships and others replay.
+
+Where vLLM has changed it, record it again, read the difference, and see what it means for connectors:
+
+    tox run -e vllm -- plugins/kvplug-vllm/tests/test_call_order.py --record-order
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+import vllm
+
+from kvplug.testing import orders
+
+pytestmark = pytest.mark.timeout(900)
+
+NAME = "vllm-0.32"
+RECORDER = f"{Path(__file__).parent}/recorder.py"
+FAULTS = f"{Path(__file__).parent}/faults.py"
+BLOCK_SIZE, NUM_LAYERS = 32, 2
+SIZE = {
+    "block_size": BLOCK_SIZE,
+    "num_gpu_blocks_override": 12,  # one of them vLLM's own
+    "max_model_len": 320,
+    "max_num_batched_tokens": 144,
+    "hf_overrides": {"num_hidden_layers": NUM_LAYERS},
+    "load_format": "dummy",  # what the tokens are does not matter here
+}
+LENGTHS = {"two": 80, "half": 160, "five": 160, "five more": 160, "short": 40, "long": 170, "longer": 300}
+"""Tokens in a prompt. Of "half" only half is stored, and nothing of the last three."""
+STEPS_TO_LOAD = 2
+"""The recorder's pace."""
+FEW = {"max_tokens": 3, "ignore_eos": True}
+
+
+class Recording:
+    """One engine after the other, and what it was asked, written down."""
+
+    def __init__(self, start: Callable[..., Any], config_for: Callable[..., Any], port: int) -> None:
+        self._start = start
+        self._config_for = config_for
+        self._port = port
+        self.runs: dict[str, orders.Run] = {}
+
+    @contextmanager
+    def engine(
+        self, role: str, *, is_async: bool = False, policy: str = "recompute", setup: str = "", **more: Any
+    ) -> Iterator[Runs]:
+        config = self._config_for(
+            f"kv_{role}",
+            self._port,
+            kv_load_failure_policy=policy,
+            options={"lookup": {"async_load": is_async}},
+        )
+        setups = [*([setup] if setup else []), f"{RECORDER}:record"]
+        with self._start(config, setup=setups, **(SIZE | more)) as engine:
+            runs = Runs(engine, {"role": role, "is_async": is_async})
+            yield runs
+            at_end = engine.ask("call", where=f"{RECORDER}:end_engine")
+        for facts in runs.found:
+            last = facts["calls"][-1][0]
+            facts["calls"] += [[last, *rest] for _, *rest in at_end]
+            self.runs[facts["name"]] = orders.run_from_plain(facts)
+
+
+class Runs:
+    """What one engine was asked."""
+
+    def __init__(self, engine: Any, facts: dict[str, Any]) -> None:
+        self.engine = engine
+        self._facts = {**facts, "block_size": BLOCK_SIZE, "num_layers": NUM_LAYERS}
+        self.found: list[dict[str, Any]] = []
+
+    @contextmanager
+    def run(self, name: str, about: str, *prompts: orders.Prompt) -> Iterator[Any]:
+        named = {f"r{at}": attrs.asdict(prompt) for at, prompt in enumerate(prompts)}
+        self.engine.ask("step", times=2)  # what came before is over
+        self.engine.ask("call", where=f"{RECORDER}:begin")
+        yield self.engine
+        self.engine.ask("step")  # the worker side is told who has ended
+        calls = self.engine.ask("call", where=f"{RECORDER}:end")
+        self.found.append({"name": name, "about": about, **self._facts, "prompts": named, "calls": calls})
+
+
+@pytest.fixture(scope="module")
+def asked(prompts: Any) -> dict[str, list[int]]:
+    """Prompts that differ from the first token on."""
+    text, found, at = prompts[1500], {}, 0
+    for name, length in LENGTHS.items():
+        found[name] = text[at : at + length]
+        at += length
+    return found
+
+
+@pytest.fixture(scope="module")
+def recorded(start: Any, config_for: Any, free_port: Any, asked: Any) -> orders.Order:
+    recording = Recording(start, config_for, free_port())
+    with recording.engine("producer", setup=f"{FAULTS}:switchable", num_gpu_blocks_override=64) as prefill:
+        stored = [asked["two"], asked["half"][:96], asked["five"], asked["five more"]]
+        prefill.engine.generate(stored, max_tokens=1)
+        with prefill.run(
+            "save in chunks",
+            "Three prompts of an engine that prefills, one shorter than two blocks, in chunks that are no"
+            " whole blocks; it generates another token after each.",
+            *(orders.Prompt(num_tokens=LENGTHS[name]) for name in ("short", "long", "longer")),
+        ) as engine:
+            engine.generate([asked["short"], asked["long"], asked["longer"]], max_tokens=2, ignore_eos=True)
+        record_loads(recording, prefill.engine, asked)
+    first = "save in chunks"  # of the engine that ended last
+    runs = {name: recording.runs[name] for name in (first, *recording.runs)}
+    return orders.Order(name=NAME, engine=f"vllm {vllm.__version__}", runs=runs)
+
+
+def record_loads(recording: Recording, prefill: Any, asked: Any) -> None:
+    two = orders.Prompt(num_tokens=80, num_stored=64)
+    half = orders.Prompt(num_tokens=160, num_stored=96)
+    five = orders.Prompt(num_tokens=160, num_stored=160)
+    spoilt = attrs.evolve(five, spoilt=True)
+
+    def spoil(is_on: bool) -> None:
+        prefill.ask("call", where=f"{FAULTS}:switch", corrupt=is_on)
+
+    def record_failure(decode: Runs, name: str, about: str) -> None:
+        spoil(True)
+        with decode.run(name, about, spoilt) as engine:
+            engine.generate([asked["five"]], **FEW)
+        spoil(False)
+
+    with recording.engine("consumer", enable_prefix_caching=False) as decode:
+        with decode.run(
+            "load layer by layer",
+            "Two prompts, one of them stored in part, are loaded in front of their forward pass.",
+            two,
+            half,
+        ) as engine:
+            engine.generate([asked["two"], asked["half"]], **FEW)
+        record_failure(
+            decode, "failed load", "The load fails, its blocks are reported, and the prompt is computed."
+        )
+        with decode.run(
+            "preemption",
+            "There are blocks for one of two requests that grow: the other is preempted, and loads again into"
+            " other blocks when there are some.",
+            five,
+            five,
+        ) as engine:
+            engine.generate([asked["five"], asked["five more"]], **FEW)
+    with recording.engine("consumer", is_async=True, enable_prefix_caching=False) as decode:
+        with decode.run(
+            "load in the background",
+            "Two prompts, one of them stored in part, are loaded while the engine goes on stepping.",
+            two,
+            half,
+        ) as engine:
+            engine.generate([asked["two"], asked["half"]], **FEW)
+        record_failure(
+            decode,
+            "failed load in the background",
+            "The load fails, its blocks are reported as its request is, and the prompt is computed.",
+        )
+        with decode.run(
+            "abort while loading",
+            "A request is aborted while it loads in the background; its blocks are kept until it is named.",
+            five,
+        ) as engine:
+            request_id = engine.ask("begin", prompt=asked["five"], max_tokens=3)
+            engine.ask("step", times=2)
+            engine.ask("abort", request_id=request_id)
+            engine.ask("step", times=STEPS_TO_LOAD)
+        assert engine.state()["requests"] == []
+    with recording.engine(
+        "consumer",
+        policy="fail",
+        setup=f"{FAULTS}:schedule_ahead",
+        async_scheduling=True,
+        enable_prefix_caching=False,
+    ) as decode:
+        with decode.run(
+            "load with steps in flight",
+            "A step is planned before the one before it has been reported.",
+            two,
+            half,
+        ) as engine:
+            engine.generate([asked["two"], asked["half"]], **FEW)
+        record_failure(
+            decode,
+            "failed load with steps in flight",
+            "The load fails while the next step, which builds on it, is planned already; the request fails.",
+        )
+    drafting = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}
+    with recording.engine("consumer", speculative_config=drafting, enable_prefix_caching=False) as decode:
+        record_failure(
+            decode,
+            "failed load under drafting",
+            "An engine with speculative decoding ends a step after its reports. The load fails, and the"
+            " prompt is computed.",
+        )
+
+
+def test_the_recorded_order_is_that_of_vllm(
+    recorded: orders.Order, pytestconfig: pytest.Config, tmp_path: Path
+) -> None:
+    text = orders.to_text(recorded)
+    if pytestconfig.getoption("--record-order"):
+        (pytestconfig.rootpath / f"kvplug/testing/orders/{NAME}.json").write_text(text, encoding="utf-8")
+        return
+    shipped = orders.load(NAME)
+    assert list(recorded.runs) == list(shipped.runs)
+    for name, run in recorded.runs.items():
+        assert run.calls == shipped.runs[name].calls, f"vLLM calls in another order: {name}"
+        assert run == shipped.runs[name]
