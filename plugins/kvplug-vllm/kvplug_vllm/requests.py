@@ -7,6 +7,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from kvplug import Request, RequestEnd
+from kvplug_vllm.weights import fingerprint_of_adapter
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request as VllmRequest
@@ -51,12 +52,13 @@ class Requests:
 def extra_of(request: VllmRequest) -> bytes:
     """What besides its tokens decides a request's KV: what vLLM puts into its own block hashes.
 
-    The adapter's name, every media item with its place, the cache salt, embeddings instead of tokens.
-    Empty for a request that is tokens only.
+    The adapter, by its name and its weights; every media item with its place; the cache salt; embeddings
+    instead of tokens. Empty for a request that is tokens only.
     """
     found: dict[str, Any] = {}
     if request.lora_request is not None:
-        found["lora"] = request.lora_request.lora_name
+        adapter = request.lora_request
+        found["lora"] = (adapter.lora_name, fingerprint_of_adapter(adapter.lora_path))
     if request.mm_features:
         found["media"] = [
             (feature.identifier, feature.mm_position.offset, feature.mm_position.length)

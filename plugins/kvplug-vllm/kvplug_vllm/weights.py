@@ -1,4 +1,4 @@
-"""A fingerprint of a checkpoint, so that two engines do not mix the KV of two models of one shape."""
+"""Fingerprints of checkpoints, so that two engines do not mix the KV of two models of one shape."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def fingerprint_of(vllm_config: VllmConfig) -> str:
         )
         return ""
     try:
-        return _hash_of(files) + _quantised(model)
+        return _hash_of(files, _stamps(files)) + _quantised(model)
     except Exception as e:  # vLLM has read them: no reason to end its engine
         _log.warning(
             "the safetensors files of %s have no fingerprint, and are not compared with the peer's: %s",
@@ -54,6 +54,35 @@ def fingerprint_of(vllm_config: VllmConfig) -> str:
             e,
         )
         return ""
+
+
+def fingerprint_of_adapter(path: str) -> str:
+    """Of the LoRA adapter that is kept there; the path itself where its files cannot be looked into.
+
+    Cheap when it is asked for again: what the path leads to is looked up each time, and read once.
+    """
+    folder = _folder_of(str(Path(path).expanduser()), None, None)
+    if folder is None:
+        return path
+    file, config = folder / "adapter_model.safetensors", folder / "adapter_config.json"
+    try:
+        return f"{_hash_of((file,), _stamps((file,)))} {_scale_of(config, _stamps((config,)))}"
+    except Exception as e:
+        _log.debug("the adapter in %s has no fingerprint: %s", path, e)
+        return path
+
+
+@functools.lru_cache(maxsize=256)
+def _scale_of(config: Path, _: tuple[tuple[int, int], ...]) -> str:
+    """How much an adapter counts: beside its weights, where they are."""
+    found = json.loads(config.read_text(encoding="utf-8"))
+    return json.dumps([found.get(key) for key in ("r", "lora_alpha", "use_rslora")])
+
+
+def _stamps(files: Iterable[Path]) -> tuple[tuple[int, int], ...]:
+    """By which a file is known that was written anew."""
+    stats = (file.stat() for file in files)
+    return tuple((stat.st_mtime_ns, stat.st_size) for stat in stats)
 
 
 def _quantised(model: ModelConfig) -> str:
@@ -65,13 +94,19 @@ def _quantised(model: ModelConfig) -> str:
 def _folder_of(model: str, revision: str | None, cache: str | None) -> Path | None:
     if Path(model).is_dir():
         return Path(model)
-    from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(model, revision=revision, cache_dir=cache, local_files_only=True))
+        return _snapshot_of(model, revision, cache)
     except (HFValidationError, LocalEntryNotFoundError):
         return None
+
+
+@functools.cache  # of what is there; what is not may come
+def _snapshot_of(model: str, revision: str | None, cache: str | None) -> Path:
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(model, revision=revision, cache_dir=cache, local_files_only=True))
 
 
 def _files_of(folder: Path, load_format: str) -> tuple[Path, ...]:
@@ -91,8 +126,8 @@ def _files_of(folder: Path, load_format: str) -> tuple[Path, ...]:
     return tuple(file for file in found if file.name in named)
 
 
-@functools.cache
-def _hash_of(files: tuple[Path, ...]) -> str:
+@functools.lru_cache(maxsize=256)
+def _hash_of(files: tuple[Path, ...], _: tuple[tuple[int, int], ...]) -> str:
     kinds = {name: (file, kind) for file in files for name, kind in _kinds(file)}
     chosen: dict[Path, list[str]] = defaultdict(list)
     for name in _chosen(kinds):

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import itertools
+import json
+import os
+import time
 import warnings
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from kvplug import RequestEnd
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from vllm import SamplingParams
+    from vllm.lora.request import LoRARequest
     from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.request import Request, RequestStatus, StreamingUpdate
@@ -48,8 +54,8 @@ def test_whatever_decides_the_kv_makes_another_extra() -> None:
         request_of(),
         request_of(cache_salt="a"),
         request_of(cache_salt="b"),
-        request_of(lora_request=SimpleNamespace(lora_name="a")),
-        request_of(lora_request=SimpleNamespace(lora_name="b"), cache_salt="a"),
+        request_of(lora_request=LoRARequest("a", 1, "/no/such/place")),
+        request_of(lora_request=LoRARequest("b", 1, "/no/such/place"), cache_salt="a"),
         request_of(mm_features=[media("cat", 0)]),
         request_of(mm_features=[media("dog", 0)]),
         request_of(mm_features=[media("cat", 1)]),
@@ -77,6 +83,30 @@ def test_a_request_is_translated_anew_when_it_has_grown_or_lost_its_blocks() -> 
     assert requests[theirs].generation == 1
     requests.forget("r")
     assert requests[theirs] is not grown
+
+
+def adapter_in(folder: Path, weight: float = 1.0, alpha: int = 16) -> LoRARequest:
+    folder.mkdir(exist_ok=True)
+    save_file({"lora_A": torch.full((4, 4), weight)}, folder / "adapter_model.safetensors")
+    config = {"r": 4, "lora_alpha": alpha, "base_model_name_or_path": str(folder)}
+    (folder / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
+    return LoRARequest("mine", 1, str(folder))
+
+
+def test_an_adapter_is_known_by_its_weights_beside_its_name(tmp_path: Path) -> None:
+    """Two servers can have two adapters of one name, or one of them the last version of it."""
+    one, copy = adapter_in(tmp_path / "one"), adapter_in(tmp_path / "copy")
+    extra = extra_of(request_of(lora_request=one))
+    assert extra == extra_of(request_of(lora_request=copy)), "wherever it is kept"
+    others = [adapter_in(tmp_path / "other", weight=2.0), adapter_in(tmp_path / "scaled", alpha=32)]
+    (tmp_path / "other format").mkdir()
+    others.append(LoRARequest("mine", 1, str(tmp_path / "other format")))
+    extras = [extra_of(request_of(lora_request=other)) for other in others]
+    assert len({extra, *extras}) == 4
+    later = time.time_ns() + 10**9
+    adapter_in(tmp_path / "one", weight=3.0)
+    os.utime(tmp_path / "one" / "adapter_model.safetensors", ns=(later, later))
+    assert extra_of(request_of(lora_request=one)) != extra, "loaded again, in place"
 
 
 def test_a_session_has_the_media_of_every_turn() -> None:
