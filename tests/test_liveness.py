@@ -22,7 +22,7 @@ pytestmark = pytest.mark.timeout(60)
 needs_pidfd = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="no pidfd on this platform")
 
 
-def eventually(condition: Callable[[], bool], within_s: float = 5.0) -> bool:
+def eventually(condition: Callable[[], bool], within_s: float = 30.0) -> bool:
     until = time.monotonic() + within_s
     while not condition():
         if time.monotonic() > until:

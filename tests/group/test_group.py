@@ -42,7 +42,7 @@ pytestmark = pytest.mark.timeout(90)
 SECRET = Credentials(Secret("the secret of these tests"))
 
 
-def eventually(condition: Callable[[], bool], within_s: float = 5.0) -> bool:
+def eventually(condition: Callable[[], bool], within_s: float = 30.0) -> bool:
     until = time.monotonic() + within_s
     while not condition():
         if time.monotonic() > until:

@@ -38,7 +38,7 @@ pytestmark = pytest.mark.timeout(60)
 ELSEWHERE = PeerIdentity(pid=1, host="elsewhere", label="peer")
 
 
-def eventually(condition: Callable[[], bool], within_s: float = 5.0) -> bool:
+def eventually(condition: Callable[[], bool], within_s: float = 30.0) -> bool:
     until = time.monotonic() + within_s
     while not condition():
         if time.monotonic() > until:

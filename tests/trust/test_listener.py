@@ -44,7 +44,7 @@ ADDRESSES = ["unix:", "127.0.0.1:0", "[::1]:0", "localhost:0"]
 needs_linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux only")
 
 
-def eventually(condition: Callable[[], bool], within_s: float = 5.0) -> bool:
+def eventually(condition: Callable[[], bool], within_s: float = 30.0) -> bool:
     until = time.monotonic() + within_s
     while not condition():
         if time.monotonic() > until:
