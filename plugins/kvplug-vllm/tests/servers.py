@@ -28,6 +28,11 @@ QUIET = {
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
 }
+BOOT = """
+import ctypes, os, signal, sys
+ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: when whoever runs the tests is killed
+os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
+"""
 SETTINGS = {
     "enforce-eager": True,
     "dtype": "float32",
@@ -72,7 +77,7 @@ class Server:
         self._model = model
         self._deadline_s = deadline_s
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the server
-        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--host", HOST]
+        command = [sys.executable, "-c", BOOT, "-m", "vllm.entrypoints.openai.api_server", "--host", HOST]
         command += ["--port", str(port), "--model", model, "--kv-transfer-config", json.dumps(transfer)]
         for name, value in SETTINGS.items():
             command += [f"--{name}"] if value is True else [f"--{name}", str(value)]
