@@ -35,6 +35,20 @@ def reset_prefix_cache(llm: Any) -> bool:
     return bool(llm.reset_prefix_cache())
 
 
+def counter(llm: Any, name: str) -> float:
+    """One of vLLM's own, so far."""
+    return float(sum(metric.value for metric in llm.get_metrics() if metric.name == f"vllm:{name}"))
+
+
+def num_steps_in_flight(llm: Any) -> int:
+    """How many there may be."""
+    return int(llm.llm_engine.engine_core.engine_core.batch_queue_size)
+
+
+def shut_down(llm: Any) -> None:
+    llm.llm_engine.engine_core.shutdown()
+
+
 def log_stats(llm: Any) -> None:
     """What vLLM does every ten seconds."""
     llm.llm_engine.do_log_stats()

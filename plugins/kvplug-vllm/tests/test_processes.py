@@ -1,0 +1,149 @@
+"""Engines of several processes: each worker loads from the peer's worker of its rank, and nothing is left."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import attrs
+import psutil
+import pytest
+
+pytestmark = pytest.mark.timeout(900)
+
+INSIDE = f"{Path(__file__).parent}/inside.py"
+BLOCK_SIZE = 32
+KINDS: dict[str, dict[str, Any]] = {
+    "a core": {},
+    "a core and two workers": {"tensor_parallel_size": 2},
+    "a core and two stages": {"pipeline_parallel_size": 2},
+}
+BIND = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
+"""A core for each of two workers."""
+
+
+@attrs.frozen
+class Installed:
+    """A folder with the plugin of faulty_worker.py, and its switch."""
+
+    pythonpath: str
+    switch: Path
+
+
+@pytest.fixture(scope="session")
+def faulty_worker(tmp_path_factory: pytest.TempPathFactory) -> Installed:
+    site = tmp_path_factory.mktemp("faulty")
+    source = Path(__file__).with_name("faulty_worker.py").read_text(encoding="utf-8")
+    (site / "kvplug_faulty_worker.py").write_text(source, encoding="utf-8")
+    info = site / "kvplug_faulty_worker-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: kvplug-faulty-worker\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[vllm.general_plugins]\nfaulty = kvplug_faulty_worker:register\n")
+    path = os.pathsep.join(filter(None, [str(site), os.environ.get("PYTHONPATH")]))
+    return Installed(path, site / "corrupt")
+
+
+class Kind:
+    """Engines of one kind."""
+
+    def __init__(self, start: Any, model: str, env: dict[str, str], settings: dict[str, Any]) -> None:
+        self._start = start
+        self._given: dict[str, Any] = {"model": model, "env": env, "block_size": BLOCK_SIZE, **settings}
+        self.num_workers = settings.get("tensor_parallel_size", 1) * settings.get("pipeline_parallel_size", 1)
+        if self.num_workers > 1:
+            self._given |= {"distributed_executor_backend": "mp", "env": {**env, **BIND}}
+
+    def start(self, transfer: Any = None, **env: str) -> Any:
+        return self._start(transfer, **{**self._given, "env": {**self._given["env"], **env}})
+
+
+@pytest.fixture(scope="module", params=list(KINDS))
+def kind(request: Any, start: Any, random_llama: str, multiprocess: Any) -> Kind:
+    return Kind(start, random_llama, multiprocess, KINDS[request.param])
+
+
+@pytest.fixture(scope="module")
+def said(kind: Kind, prompts: Any) -> list[tuple[int, ...]]:
+    """What one engine of this kind alone says to each prompt."""
+    with kind.start() as alone:
+        return [answer.tokens for answer in alone.generate(list(prompts.values()))]
+
+
+@pytest.fixture(scope="module")
+def port(kind: Kind, free_port: Any) -> int:
+    """The first of as many as there are workers."""
+    return int(free_port())
+
+
+@pytest.fixture(scope="module")
+def prefill(kind: Kind, said: Any, config_for: Any, port: int, faulty_worker: Installed) -> Iterator[Any]:
+    with kind.start(config_for("kv_producer", port), PYTHONPATH=faulty_worker.pythonpath) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["layer by layer", "in the background"])
+def decode(request: Any, kind: Kind, prefill: Any, config_for: Any, port: int) -> Iterator[Any]:
+    options = {"lookup": {"async_load": request.param}}
+    config = config_for("kv_consumer", port, kv_load_failure_policy="recompute", options=options)
+    with kind.start(config) as engine:
+        yield engine
+
+
+def count(engine: Any, what: str, op: str) -> float:
+    """Of kvplug's counters, over all workers."""
+    series = {
+        name: value for name, value in engine.metrics().items() if name.startswith(f"kvplug_{what}_total{{")
+    }
+    return sum(value for name, value in series.items() if f"op={op}" in name)
+
+
+def test_tokens_are_those_of_an_engine_of_as_many_processes_alone(
+    kind: Kind, prefill: Any, decode: Any, prompts: Any, said: Any
+) -> None:
+    asked = list(prompts.values())
+    salt = str(decode.peer.pid)
+    assert [answer.tokens for answer in prefill.generate(asked, salt=salt)] == said
+    answers = decode.generate(asked, salt=salt)
+    assert [answer.tokens for answer in answers] == said
+    assert [answer.num_cached for answer in answers] == [(len(prompt) - 1) // 32 * 32 for prompt in asked]
+    assert count(decode, "transfers", "load") == len(asked) * kind.num_workers
+
+
+def test_each_worker_listens_on_a_port_of_its_own(kind: Kind, prefill: Any, port: int) -> None:
+    listening = {}
+    for process in psutil.Process(prefill.peer.pid).children(recursive=True):
+        for connection in process.net_connections("tcp"):
+            if connection.status == psutil.CONN_LISTEN:
+                listening[connection.laddr.port] = process.pid
+    ports = range(port, port + kind.num_workers)
+    assert len({listening[each] for each in ports}) == kind.num_workers
+
+
+def test_what_fails_to_load_at_one_worker_is_computed_by_all(
+    kind: Kind, prefill: Any, decode: Any, prompts: Any, said: Any, faulty_worker: Installed
+) -> None:
+    if kind.num_workers == 1:
+        pytest.skip("it has one worker")
+    asked = list(prompts.values())
+    salt = f"failed, {decode.peer.pid}"
+    prefill.generate(asked, max_tokens=1, salt=salt)
+    loads = count(decode, "transfers", "load")
+    faulty_worker.switch.touch()
+    answers = decode.generate(asked, salt=salt)
+    faulty_worker.switch.unlink()
+    assert [answer.tokens for answer in answers] == said
+    assert {answer.finish_reason for answer in answers} == {"length"}
+    assert count(decode, "transfer_failures", "load") == len(asked), "at the one"
+    assert count(decode, "transfers", "load") - loads == len(asked), "at the other"
+    assert [answer.tokens for answer in decode.generate(asked, salt=salt)] == said
+
+
+def test_nothing_outlives_an_engine_that_is_stopped(kind: Kind, config_for: Any, free_port: Any) -> None:
+    with kind.start(config_for("kv_both", free_port())) as engine:
+        running = psutil.Process(engine.peer.pid).children(recursive=True)
+        assert len(running) >= 1 + kind.num_workers
+        engine.ask("call", where=f"{INSIDE}:shut_down")
+        _, alive = psutil.wait_procs(running, timeout=60)
+        assert [process.cmdline() for process in alive] == []
