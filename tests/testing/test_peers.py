@@ -80,7 +80,7 @@ def test_a_wait_that_is_too_long_shows_the_stacks_of_both() -> None:
 
 
 def test_a_child_whose_time_is_up_dumps_its_stacks_and_exits() -> None:
-    with peers.start(sleep_in_here, timeout_s=1.0) as child:
+    with peers.start(sleep_in_here, timeout_s=5.0) as child:
         child.recv()
         with pytest.raises(PeerGoneError, match="sleep_in_here"):
             child.result()
