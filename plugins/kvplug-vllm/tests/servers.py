@@ -45,26 +45,19 @@ SETTINGS = {
 
 @attrs.frozen
 class Holdings:
-    """What the processes of a server hold that others could find after them."""
+    """The processes of a server, and what of kvplug's others could find after them."""
 
     processes: frozenset[psutil.Process]
     ports: frozenset[int]
-    """Of TCP, listened on."""
+    """Of TCP, listened on: vLLM's too, which are anybody's as soon as they are free."""
     names: frozenset[str]
     """Of abstract Unix sockets, and of files in /dev/shm."""
 
-    def __bool__(self) -> bool:
-        return bool(self.processes or self.ports or self.names)
-
-    def left(self) -> Holdings:
-        """What of it is there still, whoever holds it now."""
+    def left(self) -> list[Any]:
+        """Processes that run, and names that are there, still."""
         sockets = Path("/proc/net/unix").read_text(errors="replace")
-        listening = {each.laddr.port for each in psutil.net_connections("tcp") if _listens(each)}
-        return Holdings(
-            processes=frozenset(process for process in self.processes if _runs(process)),
-            ports=self.ports & listening,
-            names=frozenset(name for name in self.names if f" {name}\n" in sockets or Path(name).exists()),
-        )
+        names = [name for name in self.names if f" {name}\n" in sockets or Path(name).exists()]
+        return [*filter(_runs, self.processes), *names]
 
 
 class Server:
@@ -133,7 +126,7 @@ class Server:
         return Holdings(
             processes=frozenset(running),
             ports=frozenset(each.laddr.port for each in connections if _listens(each)),
-            names=frozenset().union(*names),
+            names=frozenset(name for each in names for name in each if "kvplug" in name),
         )
 
     def send_signal(self, number: signal.Signals) -> None:
@@ -141,15 +134,23 @@ class Server:
         self._process.send_signal(number)
 
     def reap(self) -> None:
-        """Kill what runs still; Python's resource tracker last, which removes what the others cannot."""
-        for grace_s in (10.0, 0.0):
+        """Kill what runs still; Python's resource tracker last, which removes what the others cannot.
+
+        And what it does not remove either: the memory through which vLLM's processes talk.
+        """
+        shared = frozenset[str]()
+        for grace_s in (60.0, 0.0):
             running = session(self.pid)
+            shared |= frozenset(path for process in running for path in _shared_memory(process))
             for process in running:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     if not grace_s or "resource_tracker" not in " ".join(process.cmdline()):
                         process.kill()
             self._process.poll()
             psutil.wait_procs(running, grace_s)
+        for path in shared:
+            if "kvplug" not in path:
+                Path(path).unlink(missing_ok=True)
 
     def close(self) -> None:
         """Nothing of it outlives this."""
@@ -218,5 +219,8 @@ def _listens(connection: Any) -> bool:
 
 
 def _shared_memory(process: psutil.Process) -> set[str]:
-    paths = {mapped.path for mapped in process.memory_maps()} | {each.path for each in process.open_files()}
-    return {path for path in paths if path.startswith("/dev/shm/")}
+    try:
+        found = [each.path for each in (*process.memory_maps(), *process.open_files())]
+    except psutil.NoSuchProcess:
+        found = []
+    return {path for path in found if path.startswith("/dev/shm/")}

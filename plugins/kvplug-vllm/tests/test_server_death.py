@@ -53,10 +53,10 @@ def pair(model: str, servers: Any, config_for: Any, free_port: Any) -> Iterator[
         yield Pair(start, meeting)
 
 
-def until(holds: Callable[[], Any], what: str) -> None:
+def until(holds: Callable[[], Any], what: str, instead: Callable[[], Any] = lambda: "") -> None:
     limit = time.monotonic() + WAIT_S
     while not holds():
-        assert time.monotonic() < limit, f"it did not come to this: {what}"
+        assert time.monotonic() < limit, f"it did not come to this: {what} {instead()}"
         time.sleep(0.1)
 
 
@@ -86,11 +86,11 @@ def dies(pair: Pair, role: str, how: signal.Signals, prompt: list[int], tokens: 
         if how is signal.SIGKILL:
             until(lambda: not server.runs, "it is killed")
         else:
-            until(lambda: len(held.left().processes) <= 2, "only the front end and its helper run")
+            until(lambda: len(held.left()) <= 2, "only the front end and its helper are left:", held.left)
     if how is signal.SIGKILL:
         server.reap()
     until(lambda: not server.runs, "it has ended")
-    until(lambda: not held.left(), "nothing is left")
+    until(lambda: not held.left(), "nothing is left:", held.left)
     pair.replace(role)
 
 
