@@ -139,7 +139,7 @@ def session(leader: int) -> list[int]:
 def transfer_config(role: str, port: int, **extra: Any) -> dict[str, Any]:
     """What ``--kv-transfer-config`` says: connector "lookup" on loopback.
 
-    It waits as long as it takes for what the peer has stored: on a busy machine nothing else may be lost.
+    It waits as long as it takes for what the peer has stored and sends: a busy machine may lose nothing.
     """
     policy = {key: extra.pop(key) for key in ("kv_load_failure_policy", "engine_id") if key in extra}
     lookup = {"fence_timeout_s": 60.0, **extra.pop("options", {}).get("lookup", {})}
@@ -152,6 +152,7 @@ def transfer_config(role: str, port: int, **extra: Any) -> dict[str, Any]:
             "transport": "auto",
             "host": HOST,
             "port": port,
+            "timeout_s": 300.0,
             "options": {"lookup": lookup},
             **extra,
         },

@@ -20,6 +20,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "a core and two workers": {"tensor_parallel_size": 2},
     "a core and two stages": {"pipeline_parallel_size": 2},
 }
+WAIT_S = 120.0
 BIND = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
 """A core for each of two workers."""
 
@@ -88,7 +89,12 @@ def decode(request: Any, kind: Kind, prefill: Any, config_for: Any, port: int) -
     options = {"lookup": {"async_load": request.param}}
     config = config_for("kv_consumer", port, kv_load_failure_policy="recompute", options=options)
     with kind.start(config) as engine:
+        running = psutil.Process(engine.peer.pid).children(recursive=True)
+        assert len(running) >= 1 + kind.num_workers
         yield engine
+        engine.ask("call", where=f"{INSIDE}:shut_down")
+        _, alive = psutil.wait_procs(running, timeout=WAIT_S)
+        assert [process.cmdline() for process in alive] == [], "it was stopped, and they go on"
 
 
 def count(engine: Any, what: str, op: str) -> float:
@@ -138,12 +144,3 @@ def test_what_fails_to_load_at_one_worker_is_computed_by_all(
     assert count(decode, "transfer_failures", "load") == len(asked), "at the one"
     assert count(decode, "transfers", "load") - loads == len(asked), "at the other"
     assert [answer.tokens for answer in decode.generate(asked, salt=salt)] == said
-
-
-def test_nothing_outlives_an_engine_that_is_stopped(kind: Kind, config_for: Any, free_port: Any) -> None:
-    with kind.start(config_for("kv_both", free_port())) as engine:
-        running = psutil.Process(engine.peer.pid).children(recursive=True)
-        assert len(running) >= 1 + kind.num_workers
-        engine.ask("call", where=f"{INSIDE}:shut_down")
-        _, alive = psutil.wait_procs(running, timeout=60)
-        assert [process.cmdline() for process in alive] == []
