@@ -2,10 +2,27 @@
 
 from __future__ import annotations
 
+from kvplug.capabilities import Capabilities, Cost
 from kvplug.hookspecs import hookimpl
-from kvplug.spec import SinkSpec
+from kvplug.spec import Kind, SinkSpec, TransportSpec
 
 KVPLUG_API = (1, 0)
+
+
+@hookimpl
+def kvplug_transports() -> list[TransportSpec]:
+    return [
+        TransportSpec(
+            kind=Kind.PIPE,
+            name="memory",
+            factory="kvplug.testing.memory.pipe:MemoryEndpoint",
+            options="kvplug.testing.memory.options:MemoryPipeOptions",
+            probe="kvplug.testing.memory.options:describe",
+            summary="For tests: both ends in one process, nothing but Python",
+            capabilities=Capabilities(cost=Cost(latency_us=10.0, gb_per_s=5.0)),
+            auto=False,
+        ),
+    ]
 
 
 @hookimpl

@@ -29,6 +29,8 @@ class Offer:
     capabilities: Capabilities = attrs.field(factory=Capabilities)
     probe: Probe = attrs.field(factory=Probe)
     """What it found out about this end's host."""
+    auto: bool = True
+    """Whether it is considered where nobody names it."""
 
 
 @attrs.frozen
@@ -88,7 +90,7 @@ def select(
     named = sorted({name for name in requested if name != AUTO})
     considered = [
         _consider(name, ours.get(name), theirs.get(name), required, nbytes)
-        for name in sorted({*ours, *theirs, *named})
+        for name in sorted({*named, *(offer.name for offer in (*local, *remote) if offer.auto)})
     ]
     viable = {it.name: it for it in considered if not it.obstacles}
     if len(named) > 1:

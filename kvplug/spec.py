@@ -116,6 +116,8 @@ class TransportSpec(_Spec):
     """A function without arguments that returns a :class:`Probe`."""
     protocol: int = 1
     """Version of what the transport itself puts on the wire; both ends must have the same."""
+    auto: bool = True
+    """Whether ``"auto"`` considers it. False for what is used only where a config names it."""
 
     def __attrs_post_init__(self) -> None:
         if self.kind not in TRANSPORTS:

@@ -63,6 +63,7 @@ class Parts:
                 protocol=spec.protocol,
                 capabilities=spec.capabilities,
                 probe=spec.run_probe(),
+                auto=spec.auto,
             )
             for spec in self.pipes.values()
         )
@@ -93,7 +94,7 @@ class Parts:
     def lookup_endpoint(self) -> LookupEndpoint:
         config = self.config
         if config.lookup_buffer == AUTO:
-            specs = self.registry.transports(Kind.LOOKUP_BUFFER)
+            specs = [spec for spec in self.registry.transports(Kind.LOOKUP_BUFFER) if spec.auto]
             if not specs:
                 raise PluginError("no lookup buffer is installed; kvplug-lookup brings one")
             spec = min(specs, key=lambda spec: (spec.capabilities.cost.latency_us, spec.name))

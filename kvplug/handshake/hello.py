@@ -201,6 +201,7 @@ def _offer_to_plain(offer: Offer) -> dict[str, Any]:
         "viable": offer.probe.viable,
         "reason": _one_line(offer.probe.reason),
         "domain": offer.probe.domain,
+        "auto": offer.auto,
     }
 
 
@@ -218,4 +219,5 @@ def _read_offer(read: Reader) -> Offer:
             cost=Cost(latency_us=read.positive("latency_us"), gb_per_s=read.positive("gb_per_s")),
         ),
         probe=Probe(viable=read.boolean("viable"), reason=read.text("reason"), domain=read.text("domain")),
+        auto=read.boolean("auto"),
     )

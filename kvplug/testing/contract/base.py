@@ -1,0 +1,269 @@
+"""What every suite of the kit is made of: laws on tests, the thing that is judged, deadlines, nothing left.
+
+A suite is an ordinary pytest class. Each of its tests names the law that it judges::
+
+    class TestEnds(Contract):
+        @law("ALL-1")
+        def test_closing_twice_is_closing_once(self, pair): ...
+
+The plugin in :mod:`kvplug.testing.pytest_plugin` reads those names: for levels, waivers, failures and the
+scorecard.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from types import MappingProxyType
+from typing import Any, ClassVar, TypeVar
+
+import pytest
+
+from kvplug.config import check_options
+from kvplug.registry import Registry
+from kvplug.spec import Kind
+from kvplug.testing import peers
+from kvplug.testing.laws import LAWS
+
+LEVELS = ("quick", "full", "soak")
+TIMEOUT_S = 60.0
+"""The life of one test, unless it says otherwise: then all stacks are dumped, and it has failed."""
+patience_s = 20.0
+"""How long what must come is waited for. Machines under test are busy; a law's own deadlines are not this.
+Who judges what is known to hang, as the tests of the kit itself do, sets it lower."""
+
+T = TypeVar("T", bound=Callable[..., Any])
+
+
+def law(
+    id_: str, *more: str, level: str = "quick", needs: str = "", timeout_s: float = TIMEOUT_S
+) -> Callable[[T], T]:
+    """Mark a test with the law that it judges.
+
+    Args:
+        id_, more: of :data:`kvplug.testing.laws.LAWS`; more than one where the test shows several at once.
+        level: the lowest level (:data:`LEVELS`) that runs it.
+        needs: what the subject must claim, or the test is skipped and says so: the name of a property of the
+            suite that returns ``""``, or in words why it is not there.
+        timeout_s: seconds that the test may take.
+    """
+    for each in (id_, *more):
+        if each not in LAWS:
+            raise ValueError(f"{each!r} is no law; these are: {', '.join(LAWS)}")
+    if level not in LEVELS:
+        raise ValueError(f"{level!r} is no level; these are: {', '.join(LEVELS)}")
+
+    def mark(test: T) -> T:
+        marked = pytest.mark.timeout(timeout_s)(test)
+        return pytest.mark.kvplug_law(id_, *more, level=level, needs=needs)(marked)  # type: ignore[no-any-return]
+
+    return mark
+
+
+class Contract:
+    """What the suites share. The class attributes say what is judged; an author's subclass sets them."""
+
+    kind: ClassVar[Kind]
+    """Of what the suite judges."""
+    transport: ClassVar[str] = ""
+    """Name of an installed transport of that kind. Empty where a factory method is overridden instead."""
+    options: ClassVar[Mapping[str, Any]] = MappingProxyType({})
+    """The transport's own options, as a config would give them."""
+    across_processes: ClassVar[bool] = True
+    """Whether its ends can be in two processes. If not, the tests that need it are skipped, and say so."""
+    forks: ClassVar[bool] = True
+    """Whether a process that has its library loaded may fork at all."""
+
+    _stack: ExitStack
+
+    @pytest.fixture(autouse=True)
+    def _judged(self, request: pytest.FixtureRequest) -> Iterator[None]:
+        """Around every test: what it needs is there, and afterwards nothing is left."""
+        marker = request.node.get_closest_marker("kvplug_law")
+        needs = marker.kwargs["needs"] if marker is not None else ""
+        if needs and (reason := getattr(self, needs)):
+            pytest.skip(reason)
+        self.warm_up()
+        with peers.nothing_left(), ExitStack() as self._stack:
+            yield
+
+    def warm_up(self) -> None:
+        """Before "nothing left" looks first: what a process makes once and keeps (the watcher's thread)."""
+
+    def later(self, end: Callable[[], Any]) -> None:
+        """Call ``end`` when the test is over; the last one given is called first."""
+        self._stack.callback(end)
+
+    def start(self, target: Callable[..., Any], *args: Any, **given: Any) -> peers.Peer:
+        """``target(parent, *args)`` in a real child process, which ends with the test."""
+        return self._stack.enter_context(peers.start(target, *args, **given))
+
+    # -- what is judged ------------------------------------------------------------------------
+
+    @property
+    def spec(self) -> Any:
+        """The spec of the transport that :attr:`transport` names; ``None`` without a name."""
+        return _registry().get(self.kind, self.transport) if self.transport else None
+
+    def made_options(self, **more: Any) -> Any:
+        """An instance of the options class: :attr:`options`, and ``more`` over them."""
+        cls = None if self.spec is None else self.spec.load_options()
+        given = {**self.options, **more}
+        if cls is None:
+            if given:
+                raise ValueError(f"{self.transport!r} takes no options, and these were given: {given}")
+            return None
+        return check_options(cls, given, where=f"options.{self.transport}")
+
+    def recipe(self) -> dict[str, Any]:
+        """How another process makes this very suite again; plain values. See :func:`judged_by`."""
+        cls = type(self)
+        source = (
+            getattr(cls, "made_from", None) or f"{os.path.abspath(inspect.getfile(cls))}:{cls.__qualname__}"
+        )
+        return {"source": source, "transport": self.transport, "options": dict(self.options)}
+
+    # -- what tests need -----------------------------------------------------------------------
+
+    @property
+    def other_processes(self) -> str:
+        """For ``needs``."""
+        return (
+            ""
+            if self.across_processes
+            else f"the ends of {self.called} are in one process (across_processes)"
+        )
+
+    @property
+    def forked_processes(self) -> str:
+        """For ``needs``."""
+        if not hasattr(os, "fork"):
+            return "this system has no fork"
+        return "" if self.forks else f"a process with {self.called} must not fork (forks)"
+
+    @property
+    def called(self) -> str:
+        """What is judged, for messages."""
+        return self.transport or type(self).__name__
+
+
+def judged_by(recipe: Mapping[str, Any]) -> Any:
+    """The suite that :meth:`Contract.recipe` describes, made in another process."""
+    path, _, name = recipe["source"].rpartition(":")
+    if path.endswith(".py"):
+        module = _module_at(path)
+    else:
+        module = importlib.import_module(path)
+    cls: Any = module
+    for part in name.split("."):
+        cls = getattr(cls, part)
+    return type(name, (cls,), {"transport": recipe["transport"], "options": recipe["options"]})()
+
+
+def _module_at(path: str) -> Any:
+    """The module of a test file, under the name it has if it lies in an importable package."""
+    for module in list(sys.modules.values()):
+        if getattr(module, "__file__", None) == path:
+            return module
+    key = f"kvplug_judged_{abs(hash(path)):x}"
+    spec = importlib.util.spec_from_file_location(key, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[key] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+_loaded: list[Registry] = []
+
+
+def _registry() -> Registry:
+    if not _loaded:
+        _loaded.append(Registry.from_env())
+    return _loaded[0]
+
+
+# -- calls that could block --------------------------------------------------------------------
+
+
+class Call:
+    """A call in a thread of its own, which can be watched: is it blocked, how did it end, and when?
+
+    The thread is a daemon, so that a call that never returns ends its test and not the whole run.
+    """
+
+    def __init__(self, call: Callable[[], Any]) -> None:
+        self.value: Any = None
+        self.error: BaseException | None = None
+        self.took_s = 0.0
+        """Seconds from its start to its end."""
+        self._began = time.monotonic()
+        self._thread = threading.Thread(
+            target=self._run, args=(call,), name="kvplug.testing call", daemon=True
+        )
+        self._thread.start()
+
+    def _run(self, call: Callable[[], Any]) -> None:
+        try:
+            self.value = call()
+        except BaseException as e:
+            self.error = e
+        self.took_s = time.monotonic() - self._began
+
+    @property
+    def ended(self) -> bool:
+        return not self._thread.is_alive()
+
+    def end(self, within: float | None = None) -> Call:
+        """Wait for its end. Fails the test, with all stacks, if it does not come (:data:`patience_s`)."""
+        within = patience_s if within is None else within
+        self._thread.join(within)
+        if self._thread.is_alive():
+            raise AssertionError(f"a call is still blocked after {within} s\n{peers.stacks()}")
+        return self
+
+    def result(self, within: float | None = None) -> Any:
+        """What it returned; raises what it raised."""
+        self.end(within)
+        if self.error is not None:
+            raise self.error
+        return self.value
+
+    def raised(self, kind: type[BaseException], within: float | None = None) -> BaseException:
+        """What it raised, which must be a ``kind``."""
+        self.end(within)
+        if self.error is None:
+            raise AssertionError(f"{kind.__name__} was expected, and the call returned {self.value!r}")
+        if not isinstance(self.error, kind):
+            raise AssertionError(f"{kind.__name__} was expected, not {self.error!r}") from self.error
+        return self.error
+
+    def is_blocked(self, for_s: float = 0.2) -> bool:
+        """Whether it has not ended ``for_s`` seconds from now."""
+        self._thread.join(for_s)
+        return self._thread.is_alive()
+
+
+def raises(kind: type[BaseException], call: Callable[[], Any], within: float | None = None) -> BaseException:
+    """What ``call`` raised, which must be a ``kind`` and must come in time."""
+    return Call(call).raised(kind, within)
+
+
+def until(condition: Callable[[], Any], within: float | None = None, what: str = "") -> None:
+    """Wait until ``condition()`` is true."""
+    within = patience_s if within is None else within
+    limit = time.monotonic() + within
+    while not condition():
+        if time.monotonic() > limit:
+            raise AssertionError(
+                f"{what or 'what was waited for'} did not come in {within} s\n{peers.stacks()}"
+            )
+        time.sleep(0.002)

@@ -1,0 +1,72 @@
+"""What arrives (law PIPE-1): every dtype, every shape, any strides, ``None``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvplug.testing.contract import base
+from kvplug.testing.contract.base import law
+from kvplug.testing.contract.pipe.suite import PipeSuite
+from kvplug.wire.tensors import DTYPES, TensorMeta, copy_into, empty_like_meta, memory_of, meta_of
+
+SHAPES = [(), (0,), (3, 0, 2), (1,), (7,), (3, 5), (2, 3, 4)]
+
+
+def tensor_of(dtype: str, shape: tuple[int, ...], seed: int = 1) -> Any:
+    """Of random bits, so that every pattern of a dtype comes: NaNs with a payload, subnormals, ...
+
+    ``bool`` holds 0 and 1 only: other bits are no booleans.
+    """
+    import torch
+
+    meta = TensorMeta(dtype=dtype, shape=shape)
+    bits = torch.randint(
+        0, 256, (meta.nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed)
+    )
+    if dtype == "bool":
+        bits %= 2
+    tensor = empty_like_meta(meta)
+    copy_into(tensor, memory_of(bits))
+    return tensor
+
+
+def difference(sent: Any, received: Any) -> str:
+    """What is not as it was, in words; empty if all is."""
+    if sent is None or received is None:
+        return "" if sent is received else f"{_said(sent)} was sent, and {_said(received)} received"
+    if meta_of(sent) != meta_of(received):
+        return f"{meta_of(sent)} was sent, and {meta_of(received)} received"
+    ours, theirs = bytes(memory_of(sent)), bytes(memory_of(received))
+    if ours == theirs:
+        return ""
+    at = next(index for index, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b)
+    changed = f"{theirs[at]:#04x} for {ours[at]:#04x}"
+    return f"{meta_of(sent)} arrived with another byte {at} of {len(ours)}: {changed}"
+
+
+def _said(message: Any) -> str:
+    return "None" if message is None else str(meta_of(message))
+
+
+def dtypes() -> list[str]:
+    """Those of the wire format that the torch installed here has."""
+    import torch
+
+    return [name for name in DTYPES if isinstance(getattr(torch, name, None), torch.dtype)]
+
+
+class Tensors(PipeSuite):
+    """One message at a time."""
+
+    @law("PIPE-1")
+    @pytest.mark.parametrize("dtype", list(DTYPES))
+    def test_a_tensor_of_each_dtype_arrives_with_its_bits(self, dtype: str) -> None:
+        if dtype not in dtypes():
+            pytest.skip(f"torch has no {dtype} here")
+        one, other = self.pair()
+        for shape in SHAPES:
+            sent = tensor_of(dtype, shape)
+            one.send_tensor(sent).wait(base.patience_s)
+            assert not difference(sent, other.recv_tensor())

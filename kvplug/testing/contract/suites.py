@@ -1,0 +1,92 @@
+"""The suites by kind, and classes made for what the command line names."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterable
+from importlib import metadata
+
+from kvplug.errors import UnknownTransportError
+from kvplug.registry import Registry
+from kvplug.spec import TRANSPORTS, Kind
+from kvplug.testing.contract.base import Contract
+
+_SUITES = {
+    Kind.PIPE: "kvplug.testing.contract.pipe:PipeContract",
+    Kind.QUEUE: "kvplug.testing.contract.queue:MessageQueueContract",
+    Kind.LOOKUP_BUFFER: "kvplug.testing.contract.lookup:LookupBufferContract",
+    Kind.COMMUNICATOR: "kvplug.testing.contract.communicator:DeviceCommunicatorContract",
+    Kind.CONNECTOR: "kvplug.testing.contract.connector:ConnectorContract",
+}
+
+chosen: list[type[Contract]] = []
+"""What the command line names, for the module ``judged``, which pytest collects."""
+
+
+def suite_of(kind: Kind) -> type[Contract]:
+    """The suite of a kind."""
+    module, _, name = _SUITES[kind].partition(":")
+    return getattr(importlib.import_module(module), name)  # type: ignore[no-any-return]
+
+
+def every() -> tuple[type[Contract], ...]:
+    return tuple(suite_of(kind) for kind in _SUITES)
+
+
+def subject(suite: type[Contract]) -> str:
+    """What a suite judges: ``"pipe cpu"``; a class that makes its own gives its name."""
+    name = suite.transport or suite.__name__
+    return f"{suite.kind.replace('_', ' ')} {name}"
+
+
+def installed(transports: Iterable[str], connectors: Iterable[str]) -> list[type[Contract]]:
+    """A suite for each name, as an author would have written it.
+
+    Raises:
+        UnknownTransportError, UnknownConnectorError, AmbiguousNameError: nothing, or more than one thing, has
+            the name.
+    """
+    registry = Registry.from_env()
+    made = [_made(kind, name) for each in transports for kind, name in _kinds(registry, each)]
+    for name in connectors:
+        registry.get(Kind.CONNECTOR, name)
+        made.append(_made(Kind.CONNECTOR, name))
+    return made
+
+
+def _kinds(registry: Registry, given: str) -> list[tuple[Kind, str]]:
+    """The kinds that have a transport of this name. ``KIND:NAME`` asks for one of them."""
+    word, _, name = given.partition(":")
+    if name and word in {kind.value for kind in TRANSPORTS}:
+        registry.get(Kind(word), name)
+        return [(Kind(word), name)]
+    kinds = [kind for kind in TRANSPORTS if registry.owners(kind, given)]
+    if not kinds:
+        try:
+            registry.get(Kind.PIPE, given)
+        except UnknownTransportError as e:
+            others = {spec.name for kind in TRANSPORTS for spec in registry.transports(kind)}
+            raise UnknownTransportError(f"{e}; of any kind there are: {', '.join(sorted(others))}") from e
+    for kind in kinds:
+        registry.get(kind, given)
+    return [(kind, given) for kind in kinds]
+
+
+def _made(kind: Kind, name: str) -> type[Contract]:
+    suite = suite_of(kind)
+    called = (
+        "Test" + "".join(part.capitalize() for part in name.replace(":", "-").split("-")) + suite.__name__
+    )
+    return type(called, (suite,), {"transport": name, "made_from": _SUITES[kind]})
+
+
+def versions() -> dict[str, str]:
+    """Of what took part in a run."""
+    found = {"python": sys.version.split()[0]}
+    for name in ("kvplug", "torch"):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found

@@ -1,0 +1,205 @@
+"""What the pytest plugin does once there is something to judge: choose, waive, quote, keep the score."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Generator, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvplug.errors import ConfigError, KvplugError
+from kvplug.testing.contract import suites
+from kvplug.testing.contract.base import LEVELS
+from kvplug.testing.laws import LAWS
+from kvplug.testing.scorecard import Outcome, Result, Scorecard, result_from_plain
+from kvplug.testing.waivers import Waivers, waivers_for
+
+_NAME = "kvplug_judge"
+_PROPERTY = "kvplug"
+_WAIVED = "waived: "
+_JUDGED = Path(__file__).with_name("contract") / "judged.py"
+
+
+def judge_of(config: pytest.Config) -> Judge:
+    """The judge of this run, made when there is first something for it to do."""
+    found = config.pluginmanager.get_plugin(_NAME)
+    if found is None:
+        found = Judge(config)
+        config.pluginmanager.register(found, _NAME)
+    return found
+
+
+class Judge:
+    """A pytest plugin of its own."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+        self._level: str = config.option.kvplug_level
+        self._results: list[Result] = []
+        self._reports = [Path(name) for name in config.option.kvplug_report]
+        wrong = [str(path) for path in self._reports if path.suffix not in (".json", ".md")]
+        if wrong:
+            raise pytest.UsageError(f"--kvplug-report {wrong[0]}: the name of a report ends in .json or .md")
+
+    def choose(self, transports: Iterable[str], connectors: Iterable[str]) -> None:
+        """Judge what is named, beside the test files that the command line names.
+
+        Raises:
+            pytest.UsageError: nothing of such a name is installed.
+        """
+        try:
+            chosen = suites.installed(transports, connectors)
+        except KvplugError as e:
+            raise pytest.UsageError(str(e)) from e
+        if chosen:
+            suites.chosen[:] = chosen
+            by_hand = self._config.args_source is pytest.Config.ArgsSource.ARGS
+            self._config.args = [*(self._config.args if by_hand else ()), str(_JUDGED)]
+
+    # -- before ----------------------------------------------------------------------------------
+
+    def select(self, items: list[pytest.Item]) -> None:
+        """Leave out what is above the level; mark what is waived."""
+        known: dict[Path, Waivers] = {}
+        collected: set[type] = set()
+        kept, left_out = [], []
+        for item in items:
+            marker = item.get_closest_marker("kvplug_law")
+            if marker is None:
+                kept.append(item)
+                continue
+            if LEVELS.index(marker.kwargs["level"]) > LEVELS.index(self._level):
+                left_out.append(item)
+                continue
+            kept.append(item)
+            collected.add(item.cls)  # type: ignore[attr-defined]
+            reason = self._waivers(item, known).reason(item.cls.__name__, item.originalname)  # type: ignore[attr-defined]
+            if reason:
+                item.add_marker(pytest.mark.xfail(reason=f"{_WAIVED}{reason}", strict=True))
+        for waivers in known.values():
+            if waivers.reasons:
+                _check_names(waivers, collected)
+        if left_out:
+            self._config.hook.pytest_deselected(items=left_out)
+            items[:] = kept
+
+    def _waivers(self, item: pytest.Item, known: dict[Path, Waivers]) -> Waivers:
+        folder = item.config.invocation_params.dir if item.path == _JUDGED else item.path.parent
+        if folder not in known:
+            try:
+                known[folder] = waivers_for(folder)
+            except ConfigError as e:
+                raise pytest.UsageError(str(e)) from e
+        return known[folder]
+
+    # -- during ----------------------------------------------------------------------------------
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(
+        self, item: pytest.Item, call: pytest.CallInfo[None]
+    ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        report = yield
+        marker = item.get_closest_marker("kvplug_law")
+        if marker is None:
+            return report
+        suite = item.cls  # type: ignore[attr-defined]
+        if report.failed:
+            _quote(report, marker.args)
+        result = _result(report, suites.subject(suite), suite.__name__, item.name, marker.args)
+        if result is not None:
+            report.user_properties.append((_PROPERTY, result))
+        return report
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        told: list[tuple[str, Any]] = report.user_properties
+        self._results += [result_from_plain(plain) for name, plain in told if name == _PROPERTY]
+        report.user_properties = [each for each in report.user_properties if each[0] != _PROPERTY]
+
+    # -- after -----------------------------------------------------------------------------------
+
+    @property
+    def scorecard(self) -> Scorecard:
+        """What has been judged so far. A test that failed twice (itself, and in what it left) counts once."""
+        final: dict[tuple[str, str, str], Result] = {}
+        for result in self._results:
+            key = (result.subject, result.suite, result.test)
+            if key not in final or result.outcome is Outcome.FAILED:
+                final[key] = result
+        return Scorecard(level=self._level, results=tuple(final.values()), versions=suites.versions())
+
+    def pytest_sessionfinish(self) -> None:
+        for path in self._reports:
+            self.scorecard.write(path)
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        card = self.scorecard
+        if card.results:
+            terminalreporter.section("kvplug conformance")
+            card.print(terminalreporter._tw._file)
+        for path in self._reports:
+            terminalreporter.write_line(f"scorecard written to {path}")
+
+
+def _check_names(waivers: Waivers, collected: set[type]) -> None:
+    """A waiver of a test that does not exist waives nothing, and its author should know."""
+    known = {name for suite in (*collected, *suites.every()) for name in dir(suite)}
+    unknown = [name for name in waivers.reasons if name.rpartition("::")[2] not in known]
+    if unknown:
+        raise pytest.UsageError(
+            f"{waivers.path}: tool.kvplug.waivers names no test of the kit: {', '.join(unknown)}"
+        )
+
+
+def _result(
+    report: pytest.TestReport, subject: str, suite: str, test: str, laws: tuple[str, ...]
+) -> dict[str, Any] | None:
+    """The plain values of a :class:`Result`; ``None`` where this phase of the test decides nothing."""
+    waived = getattr(report, "wasxfail", "")
+    if report.skipped and waived.startswith(_WAIVED):
+        outcome, reason = Outcome.WAIVED, waived.removeprefix(_WAIVED)
+    elif report.skipped:
+        outcome, reason = Outcome.SKIPPED, _skip_reason(report)
+    elif report.failed:
+        outcome, reason = Outcome.FAILED, _observed(report)
+    elif report.when == "call":
+        outcome, reason = Outcome.PASSED, ""
+    else:
+        return None
+    return {
+        "subject": subject,
+        "suite": suite,
+        "test": test,
+        "laws": laws,
+        "outcome": outcome.value,
+        "reason": reason,
+        "seconds": round(report.duration, 3),
+    }
+
+
+def _skip_reason(report: pytest.TestReport) -> str:
+    longrepr = report.longrepr
+    text = longrepr[2] if isinstance(longrepr, tuple) else str(longrepr)
+    return text.removeprefix("Skipped: ")
+
+
+def _observed(report: pytest.TestReport) -> str:
+    """The first line of what went wrong."""
+    crash = getattr(report.longrepr, "reprcrash", None)
+    text = crash.message if crash is not None else str(report.longrepr)
+    return next((line for line in text.splitlines() if line.strip()), "")
+
+
+def _quote(report: pytest.TestReport, laws: tuple[str, ...]) -> None:
+    """Put the law before what was observed, and where it is written after it."""
+    said = " and ".join(str(LAWS[id_]) for id_ in laws)
+    crash = getattr(report.longrepr, "reprcrash", None)
+    if crash is not None:
+        crash.message = f"law {said}: {crash.message}"
+    elif isinstance(report.longrepr, str):  # a waived test that passed
+        passed = re.match(r"\[XPASS\(strict\)\] waived: (.*)", report.longrepr, re.DOTALL)
+        if passed:
+            report.longrepr = f"law {said}: it is kept, so the waiver ({passed[1]}) must go"
+    pages = "\n".join(f"{id_}: {LAWS[id_].page}" for id_ in laws)
+    report.sections.append(("kvplug: the law", pages))

@@ -1,0 +1,30 @@
+"""Options and probe of the transports "memory". No torch here."""
+
+from __future__ import annotations
+
+import os
+import uuid
+
+import attrs
+
+from kvplug.config import option
+from kvplug.spec import Probe
+
+_THIS_PROCESS = uuid.uuid4().hex
+
+
+@attrs.frozen(kw_only=True)
+class MemoryPipeOptions:
+    """Options of the pipe "memory"."""
+
+    max_in_flight_bytes: int = option(
+        default=64 * 1024 * 1024,
+        unit="bytes",
+        at_least=1,
+        help="Bytes that wait to be received before send_tensor blocks. One larger message passes alone.",
+    )
+
+
+def describe() -> Probe:
+    """It reaches what is in this process, and a forked child is another one."""
+    return Probe(domain=f"{_THIS_PROCESS} {os.getpid()}")

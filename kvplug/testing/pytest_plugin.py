@@ -1,0 +1,62 @@
+"""The pytest plugin of the conformance kit: options, levels, waivers, and failures that name the law.
+
+Installed with kvplug, so pytest loads it everywhere. It imports nothing but this file until an option is used or
+a suite is collected; then :mod:`kvplug.testing.judging` takes over.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import pytest
+
+_LEVELS = ("quick", "full", "soak")
+_MARKER = "kvplug_law(id, ..., level, needs): a test of kvplug's conformance kit, and the laws that it judges"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("kvplug", "kvplug's conformance kit")
+    group.addoption(
+        "--kvplug-transport",
+        metavar="NAME",
+        action="append",
+        default=[],
+        help="judge the installed transport NAME (or KIND:NAME), without any test file",
+    )
+    group.addoption(
+        "--kvplug-connector",
+        metavar="NAME",
+        action="append",
+        default=[],
+        help="judge the installed connector NAME, without any test file",
+    )
+    group.addoption(
+        "--kvplug-level",
+        choices=_LEVELS,
+        default="quick",
+        help="quick: under two minutes a transport (the default); full: minutes; soak: gigabytes, an hour",
+    )
+    group.addoption(
+        "--kvplug-report",
+        metavar="FILE",
+        action="append",
+        default=[],
+        help="write the scorecard to FILE, which ends in .json or .md",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", _MARKER)
+    option = config.option
+    if option.kvplug_transport or option.kvplug_connector or option.kvplug_report:
+        from kvplug.testing import judging
+
+        judging.judge_of(config).choose(option.kvplug_transport, option.kvplug_connector)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if any(item.get_closest_marker("kvplug_law") for item in items):
+        from kvplug.testing import judging
+
+        judging.judge_of(config).select(items)
