@@ -201,5 +201,5 @@ def _quote(report: pytest.TestReport, laws: tuple[str, ...]) -> None:
         passed = re.match(r"\[XPASS\(strict\)\] waived: (.*)", report.longrepr, re.DOTALL)
         if passed:
             report.longrepr = f"law {said}: it is kept, so the waiver ({passed[1]}) must go"
-    pages = "\n".join(f"{id_}: {LAWS[id_].page}" for id_ in laws)
-    report.sections.append(("kvplug: the law", pages))
+    pages = "\n".join(f"law {LAWS[id_]}: see {LAWS[id_].page}" for id_ in laws)
+    report.sections.append(("kvplug conformance", pages))
