@@ -1,7 +1,7 @@
 """Engines of several processes: each worker loads from the peer's worker of its rank, and nothing is left.
 
-Not with pipeline parallelism: vLLM 0.32's CPU build fails its own assertion in the second stage's first step, with
-no connector configured either (``sync_and_gather_intermediate_tensors``: intermediate_tensors is None).
+Not with pipeline parallelism: vLLM 0.32's CPU build fails its own assertion in the second stage's first step,
+with no connector configured either (``sync_and_gather_intermediate_tensors``: intermediate_tensors is None).
 """
 
 from __future__ import annotations
