@@ -12,6 +12,7 @@ _HOMES = {
         "AmbiguousNameError",
         "AuthenticationError",
         "BusyError",
+        "CancelledError",
         "CapacityError",
         "ClosedError",
         "ConfigError",
@@ -77,6 +78,13 @@ _HOMES = {
         "PipeListener",
         "Transfer",
         "Turn",
+    ),
+    "kvplug.queue": (
+        "MessageQueue",
+        "QueueEndpoint",
+        "QueueHandle",
+        "Reader",
+        "Wait",
     ),
     "kvplug.lookup": (
         "Entry",
@@ -177,6 +185,7 @@ _HOMES = {
         "PeerListener",
         "Peers",
         "PipeContext",
+        "QueueContext",
     ),
     "kvplug.hookspecs": (
         "PLUGIN_API",
@@ -277,6 +286,7 @@ if TYPE_CHECKING:
         PeerListener as PeerListener,
         Peers as Peers,
         PipeContext as PipeContext,
+        QueueContext as QueueContext,
     )
     from kvplug.deadline import (
         DEFAULT_TIMEOUT as DEFAULT_TIMEOUT,
@@ -288,6 +298,7 @@ if TYPE_CHECKING:
         AmbiguousNameError as AmbiguousNameError,
         AuthenticationError as AuthenticationError,
         BusyError as BusyError,
+        CancelledError as CancelledError,
         CapacityError as CapacityError,
         ClosedError as ClosedError,
         ConfigError as ConfigError,
@@ -394,6 +405,13 @@ if TYPE_CHECKING:
         PipeListener as PipeListener,
         Transfer as Transfer,
         Turn as Turn,
+    )
+    from kvplug.queue import (
+        MessageQueue as MessageQueue,
+        QueueEndpoint as QueueEndpoint,
+        QueueHandle as QueueHandle,
+        Reader as Reader,
+        Wait as Wait,
     )
     from kvplug.registry import (
         PluginInfo as PluginInfo,

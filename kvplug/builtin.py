@@ -22,6 +22,15 @@ def kvplug_transports() -> list[TransportSpec]:
             capabilities=Capabilities(cost=Cost(latency_us=10.0, gb_per_s=5.0)),
             auto=False,
         ),
+        TransportSpec(
+            kind=Kind.QUEUE,
+            name="memory",
+            factory="kvplug.testing.memory.queue:MemoryQueueEndpoint",
+            probe="kvplug.testing.memory.options:describe",
+            summary="For tests: writer and readers in one process, nothing but Python",
+            capabilities=Capabilities(cost=Cost(latency_us=10.0, gb_per_s=5.0)),
+            auto=False,
+        ),
     ]
 
 

@@ -7,7 +7,7 @@ options, its identity, its sinks and its door to other processes here.
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import attrs
@@ -20,6 +20,7 @@ from kvplug.lookup import LookupEndpoint
 from kvplug.metrics.stats import TransferStats
 from kvplug.model import ModelInfo
 from kvplug.pipe import Pipe
+from kvplug.queue import MAX_CHUNK_BYTES, MAX_CHUNKS, WARNING_INTERVAL_S
 from kvplug.trust.channel import Channel
 from kvplug.trust.credentials import Credentials
 
@@ -47,6 +48,33 @@ class LookupContext:
     """Bytes of tensors it may hold."""
     device: str = "cpu"
     timeout_s: float = 30.0
+
+
+def _ranks(value: Iterable[int] | None) -> tuple[int, ...] | None:
+    return None if value is None else tuple(value)
+
+
+@attrs.frozen(kw_only=True)
+class QueueContext:
+    """For the factory of a message queue, which returns a ``QueueEndpoint``."""
+
+    options: Any
+    """An instance of the spec's options class, or ``None``."""
+    credentials: Credentials
+    host: str = "127.0.0.1"
+    """The interface it may listen on, for readers that memory does not reach."""
+    n_reader: int = attrs.field(default=1, validator=attrs.validators.ge(0))
+    """How many readers a queue has where its maker does not name them."""
+    local_reader_ranks: tuple[int, ...] | None = attrs.field(default=None, converter=_ranks)
+    """Readers that are to be reached through memory; ``None``: all that can be."""
+    max_chunk_bytes: int = attrs.field(default=MAX_CHUNK_BYTES, validator=attrs.validators.ge(1))
+    """Size of one place for a message. Larger ones pass too, and cost more."""
+    max_chunks: int = attrs.field(default=MAX_CHUNKS, validator=attrs.validators.ge(1))
+    """How many messages may lie unread by the slowest reader."""
+    timeout_s: float = 30.0
+    warning_interval_s: float = attrs.field(default=WARNING_INTERVAL_S, validator=attrs.validators.gt(0))
+    """A call that waits for so long says whom it waits for, again and again."""
+    heartbeat_timeout_s: float = 10.0
 
 
 class PeerLink(abc.ABC):

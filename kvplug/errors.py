@@ -77,12 +77,16 @@ class TimeoutError(KvplugError, builtins.TimeoutError):
     """A deadline passed. The message names what was waited for, and whom."""
 
 
+class CancelledError(KvplugError, RuntimeError):
+    """The caller's own ``cancel`` event was set while it waited. Nothing was taken."""
+
+
 class BusyError(KvplugError, RuntimeError):
     """Two threads used the same direction of one endpoint at once."""
 
 
 class TensorMismatchError(KvplugError, ValueError):
-    """The message waiting does not fit the memory offered for it. The message stays."""
+    """Tensors that must fit together do not, or a message does not fit the memory offered: then it stays."""
 
 
 class UnsupportedError(KvplugError, TypeError):
