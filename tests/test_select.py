@@ -17,10 +17,12 @@ APART = Requirements(cross_host=True)
 EXPOSED = Requirements(cross_host=True, authenticated=True)
 
 
-def offer(name: str, *, us: float = 10.0, gb: float = 1.0, protocol: int = 1, **more: Any) -> Offer:
+def offer(
+    name: str, *, us: float = 10.0, gb: float = 1.0, protocol: int = 1, auto: bool = True, **more: Any
+) -> Offer:
     probe = Probe(**{key: more.pop(key) for key in ("viable", "reason", "domain") if key in more})
     capabilities = Capabilities(cost=Cost(latency_us=us, gb_per_s=gb), **more)
-    return Offer(name=name, protocol=protocol, capabilities=capabilities, probe=probe)
+    return Offer(name=name, protocol=protocol, capabilities=capabilities, probe=probe, auto=auto)
 
 
 NET = offer("net", us=50, gb=2, cross_host=True)
@@ -209,3 +211,19 @@ def test_nothing_in_common_is_refused_with_every_candidate() -> None:
         "transport local: not installed at the peer",
         "transport net: not installed here",
     )
+
+
+def test_what_is_only_for_those_who_name_it_is_no_candidate_of_auto() -> None:
+    fake = offer("fake", us=0.001, gb=1000, auto=False)
+    found = select([NET, fake], [NET, fake], HERE)
+    assert found.chosen == "net"
+    assert [each.name for each in found.candidates] == ["net"]
+    with pytest.raises(HandshakeError) as refused:
+        select([fake], [fake], HERE)
+    assert "fake" not in str(refused.value)
+
+
+@pytest.mark.parametrize("requested", [("fake", "auto"), ("auto", "fake"), ("fake", "fake")])
+def test_who_names_it_gets_it(requested: tuple[str, str]) -> None:
+    fake = offer("fake", auto=False)
+    assert select([NET, fake], [NET, fake], HERE, requested).chosen == "fake"

@@ -68,6 +68,7 @@ MEANINGS = {
     "capabilities": "a `Capabilities`: claims, which tests check and `auto` compares",
     "probe": "a function; see [](#probe)",
     "protocol": "version of what it puts on the wire itself; both ends must have the same",
+    "auto": "whether `auto` considers it; false for what is used only where a config names it",
     "target": "a click command",
 }
 
