@@ -31,6 +31,15 @@ def kvplug_transports() -> list[TransportSpec]:
             capabilities=Capabilities(cost=Cost(latency_us=10.0, gb_per_s=5.0)),
             auto=False,
         ),
+        TransportSpec(
+            kind=Kind.LOOKUP_BUFFER,
+            name="memory",
+            factory="kvplug.testing.memory.lookup:MemoryLookupEndpoint",
+            summary="For tests: entries in this process, reached over any pipes, nothing but Python",
+            # It moves nothing itself: it has the reach of the pipes it is given.
+            capabilities=Capabilities(cross_host=True, cost=Cost(latency_us=100.0, gb_per_s=2.0)),
+            auto=False,
+        ),
     ]
 
 
