@@ -35,7 +35,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import IO, Any, Protocol, Self
 
 import attrs
 
@@ -64,43 +64,59 @@ def start(
     env: Mapping[str, str] | None = None,
     python: str = sys.executable,
     flags: Sequence[str] = (),
+    pass_fds: Sequence[int] = (),
 ) -> Peer:
     """Run ``target(parent, *args)`` in a new process.
 
     ``target`` is a function at the top level of a file, ``"package.module:function"`` or
     ``"/path/to/file.py:function"``. The file is imported there, so what it does at its top level happens
     again. ``timeout_s`` is the child's whole life: then it dumps its stacks and exits. ``env`` is added to
-    this process's. ``flags`` go to the interpreter.
+    this process's. ``flags`` go to the interpreter. ``pass_fds`` are descriptors that it inherits under their
+    numbers.
     """
     if not isinstance(target, str):
         source = inspect.getsourcefile(target)
         if source is None or "." in target.__qualname__:
             raise ValueError(f"{target!r} cannot run in a child: it must be a function of a file's top level")
         target = f"{os.path.abspath(source)}:{target.__qualname__}"
-    return Peer(target, args, timeout_s, {**os.environ, **(env or {})}, [python, *flags])
+    ours, theirs = socket.socketpair()
+    stderr = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the peer
+    boot = "from kvplug.testing.peers import _main; _main()"
+    with theirs:
+        process = subprocess.Popen(
+            [python, *flags, "-c", boot, str(theirs.fileno()), str(timeout_s)],
+            stdin=subprocess.DEVNULL,
+            stderr=stderr,
+            pass_fds=[theirs.fileno(), *pass_fds],
+            env={**os.environ, **(env or {})},
+        )
+    return Peer(target, args, process, ours, stderr)
+
+
+class Process(Protocol):
+    """What a :class:`Peer` asks of its process: a part of ``subprocess.Popen``."""
+
+    @property
+    def pid(self) -> int: ...
+    def poll(self) -> int | None: ...
+    def wait(self, timeout: float | None = None) -> int: ...
+    def kill(self) -> None: ...
+    def send_signal(self, sig: int) -> None: ...
 
 
 class Peer:
     """A child process. Leaving the ``with`` block kills it if it still runs."""
 
     def __init__(
-        self, target: str, args: Sequence[Any], timeout_s: float, env: Mapping[str, str], command: list[str]
+        self, target: str, args: Sequence[Any], process: Process, wire: socket.socket, stderr: IO[bytes]
     ) -> None:
+        """For whoever has started the process: :func:`start`, or a fork server."""
         self._target = target
-        ours, theirs = socket.socketpair()
-        self._wire = _Wire(ours)
+        self._process = process
+        self._wire = _Wire(wire)
         self._results: dict[str, Any] = {}
         self._listens_to_signals = False
-        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the peer
-        boot = "from kvplug.testing.peers import _main; _main()"
-        with theirs:
-            self._process = subprocess.Popen(
-                [*command, "-c", boot, str(theirs.fileno()), str(timeout_s)],
-                stdin=subprocess.DEVNULL,
-                stderr=self._stderr,
-                pass_fds=[theirs.fileno()],
-                env=dict(env),
-            )
+        self._stderr = stderr
         self._wire.send((target, list(args)))
 
     def __repr__(self) -> str:
@@ -252,6 +268,10 @@ class Parent:
         except queue.Empty as e:
             raise TimeoutError(f"no value from the parent in {timeout} s") from e
 
+    def disown(self) -> None:
+        """In a forked child of the child: that process has its own door, or none."""
+        self._wire.close()
+
     def _listen(self) -> None:
         """A thread of the child: also notices that the parent is gone."""
         try:
@@ -303,12 +323,16 @@ class _Wire:
 
 def _main() -> None:
     """The child: argv holds the descriptor of its end, and how long it may live."""
+    _live(int(sys.argv[1]), float(sys.argv[2]))
+
+
+def _live(fd: int, timeout_s: float) -> None:
+    """A child's whole life."""
     import importlib.util
     import traceback
 
     faulthandler.enable()
     faulthandler.register(_DUMP, all_threads=True)
-    fd, timeout_s = int(sys.argv[1]), float(sys.argv[2])
     faulthandler.dump_traceback_later(timeout_s, exit=True)
     wire = _Wire(socket.socket(fileno=fd))
     wire.send(("ready", None))

@@ -30,6 +30,7 @@ from kvplug.config import check_options
 from kvplug.registry import Registry
 from kvplug.spec import Kind
 from kvplug.testing import peers
+from kvplug.testing.forkserver import ForkServer
 from kvplug.testing.laws import LAWS
 
 LEVELS = ("quick", "full", "soak")
@@ -51,7 +52,8 @@ def law(
         id_, more: of :data:`kvplug.testing.laws.LAWS`; more than one where the test shows several at once.
         level: the lowest level (:data:`LEVELS`) that runs it.
         needs: what the subject must claim, or the test is skipped and says so: the name of a property of the
-            suite that returns ``""``, or in words why it is not there.
+            suite that returns ``""``, or in words why it is not there. One that ends in ``_processes`` has
+            :meth:`Contract.start_forked` made ready.
         timeout_s: seconds that the test may take.
     """
     for each in (id_, *more):
@@ -82,6 +84,12 @@ class Contract:
     """Whether a process that has its library loaded may fork at all."""
 
     _stack: ExitStack
+    _server: ClassVar[ForkServer | None] = None
+
+    @classmethod
+    def subject(cls) -> str:
+        """What is judged, for the scorecard: ``"pipe cpu"``; a class that makes its own gives its name."""
+        return f"{cls.kind.replace('_', ' ')} {cls.transport or cls.__name__}"
 
     @pytest.fixture(autouse=True)
     def _judged(self, request: pytest.FixtureRequest) -> Iterator[None]:
@@ -90,12 +98,33 @@ class Contract:
         needs = marker.kwargs["needs"] if marker is not None else ""
         if needs and (reason := getattr(self, needs)):
             pytest.skip(reason)
+        if needs.endswith("_processes"):
+            self._have_a_server(request.node)
         self.warm_up()
         with peers.nothing_left(), ExitStack() as self._stack:
             yield
 
+    def _have_a_server(self, node: pytest.Item) -> None:
+        """For a test that starts processes, before "nothing left" looks first. It ends with the class."""
+        cls = type(self)
+        if cls._server is not None or self.other_and_forked_processes or not ForkServer.works():
+            return
+        server = ForkServer(f"{__name__}:_prepare", self.recipe())
+
+        def end() -> None:
+            cls._server = None
+            server.close()
+
+        cls._server = server
+        (node.getparent(pytest.Class) or node).addfinalizer(end)
+
     def warm_up(self) -> None:
         """Before "nothing left" looks first: what a process makes once and keeps (the watcher's thread)."""
+
+    def import_all(self) -> None:
+        """Import what an end in another process needs, and make nothing of it."""
+        if self.spec is not None:
+            self.spec.load_factory()
 
     def later(self, end: Callable[[], Any]) -> None:
         """Call ``end`` when the test is over; the last one given is called first."""
@@ -104,6 +133,16 @@ class Contract:
     def start(self, target: Callable[..., Any], *args: Any, **given: Any) -> peers.Peer:
         """``target(parent, *args)`` in a real child process, which ends with the test."""
         return self._stack.enter_context(peers.start(target, *args, **given))
+
+    def start_forked(self, target: str, *args: Any, **given: Any) -> peers.Peer:
+        """The same in milliseconds: a fork of a process that has imported all that the suite needs, and no
+        more. Where there can be none it is a fresh process too. ``target`` is ``"module:function"``.
+
+        For tests whose ``needs`` ends in ``_processes``.
+        """
+        if self._server is None:
+            return self._stack.enter_context(peers.start(target, *args, **given))
+        return self._stack.enter_context(self._server.start(target, *args, **given))
 
     # -- what is judged ------------------------------------------------------------------------
 
@@ -149,6 +188,11 @@ class Contract:
         return "" if self.forks else f"a process with {self.called} must not fork (forks)"
 
     @property
+    def other_and_forked_processes(self) -> str:
+        """For ``needs``."""
+        return self.other_processes or self.forked_processes
+
+    @property
     def called(self) -> str:
         """What is judged, for messages."""
         return self.transport or type(self).__name__
@@ -165,6 +209,11 @@ def judged_by(recipe: Mapping[str, Any]) -> Any:
     for part in name.split("."):
         cls = getattr(cls, part)
     return type(name, (cls,), {"transport": recipe["transport"], "options": recipe["options"]})()
+
+
+def _prepare(recipe: Mapping[str, Any]) -> None:
+    """In a fork server: import what its children will need, and make nothing."""
+    judged_by(recipe).import_all()
 
 
 def _module_at(path: str) -> Any:

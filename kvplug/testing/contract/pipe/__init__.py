@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from kvplug.testing.contract.pipe.deaths import Deaths
 from kvplug.testing.contract.pipe.tensors import Tensors
 
 
-class PipeContract(Tensors):
+class PipeContract(Tensors, Deaths):
     """Judges a transport of kind "pipe" by the laws ALL, END and PIPE.
 
     A test file for an installed transport is this::

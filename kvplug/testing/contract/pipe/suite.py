@@ -9,7 +9,7 @@ import pytest
 
 from kvplug.context import PipeContext
 from kvplug.errors import TimeoutError
-from kvplug.pipe import Pipe, PipeEndpoint, Transfer
+from kvplug.pipe import Pipe, PipeEndpoint, PipeListener, Transfer
 from kvplug.spec import Kind
 from kvplug.testing import peers
 from kvplug.testing.contract import base
@@ -19,6 +19,9 @@ from kvplug.trust.credentials import Credentials
 MIB = 1 << 20
 LIMIT = 2 * MIB
 """``max_in_flight_bytes`` of pairs whose room is judged."""
+
+MOST_ACCEPTED = 256 * MIB
+"""A pipe that takes so much, and nobody has received anything, has no bound."""
 
 Ends = tuple[Pipe, Pipe]
 
@@ -41,9 +44,12 @@ class PipeSuite(Contract):
 
     # -- ends in this process ------------------------------------------------------------------
 
-    def context(self, **options: Any) -> PipeContext:
+    def context(self, heartbeat_timeout_s: float = 10.0, **options: Any) -> PipeContext:
         return PipeContext(
-            options=self.made_options(**options), credentials=Credentials(), timeout_s=self.timeout_s
+            options=self.made_options(**options),
+            credentials=Credentials(),
+            timeout_s=self.timeout_s,
+            heartbeat_timeout_s=heartbeat_timeout_s,
         )
 
     def endpoint(self, **options: Any) -> PipeEndpoint:
@@ -51,16 +57,23 @@ class PipeSuite(Contract):
 
     def pair(self, **options: Any) -> Ends:
         """Two connected pipes of this process, aborted when the test is over."""
-        end = self.endpoint(**options)
+        return self.pair_of(self.endpoint(**options))
+
+    def pair_of(self, end: PipeEndpoint) -> Ends:
+        """The same over an endpoint that is there."""
         listener = end.listen()
-        connecting = Call(lambda: end.connect(listener.contact))
         try:
-            accepted = listener.accept(timeout=base.patience_s)
-            self.later(accepted.abort)
-            connected = connecting.result()
-            self.later(connected.abort)
+            return self.join(end, listener)
         finally:
             listener.close()
+
+    def join(self, end: PipeEndpoint, listener: PipeListener) -> Ends:
+        """The same over a listener that is there, at which nobody else is connecting."""
+        connecting = Call(lambda: end.connect(listener.contact))
+        accepted = Call(lambda: listener.accept(timeout=base.patience_s)).result(base.patience_s + 1)
+        self.later(accepted.abort)
+        connected = connecting.result()
+        self.later(connected.abort)
         return connected, accepted
 
     def limited_pair(self, limit: int = LIMIT) -> Ends:
@@ -83,19 +96,55 @@ class PipeSuite(Contract):
     # -- ends in other processes ---------------------------------------------------------------
 
     def far(self, what: Callable[..., Any], *args: Any, **options: Any) -> tuple[Pipe, peers.Peer]:
-        """A pipe whose other end is in a child process, which runs ``what(parent, pipe, *args)``.
+        """A pipe whose other end is in another process, which runs ``what(parent, pipe, *args)``.
 
-        ``what`` is a function of a file's top level. ``options`` are the transport's, at both ends.
+        ``what`` is a function of an importable module's top level (:mod:`kvplug.testing.contract.pipe.far`).
+        ``options`` are the transport's, at both ends; ``heartbeat_timeout_s`` is the context's.
         """
+        return self._far(self.start_forked, what, args, options)
+
+    def far_spawned(self, what: Callable[..., Any], *args: Any, **options: Any) -> tuple[Pipe, peers.Peer]:
+        """The same with a fresh interpreter: seconds, where the other takes milliseconds."""
+        return self._far(self.start, what, args, options)
+
+    def far_listener(self, what: Callable[..., Any], *args: Any, **options: Any) -> tuple[str, peers.Peer]:
+        """The contact of a listener in another process, which runs ``what(parent, listener, *args)``."""
+        child = self.start_forked(f"{__name__}:far_listens", self.recipe(), options, _name(what), list(args))
+        return child.recv(), child
+
+    def connecting(self, contact: str, what: Callable[..., Any], *args: Any, **options: Any) -> peers.Peer:
+        """Another process, which connects to ``contact`` and runs ``what(parent, pipe, *args)``."""
+        return self.start_forked(
+            f"{__name__}:far_end", self.recipe(), options, contact, _name(what), list(args)
+        )
+
+    def accept(self, listener: PipeListener) -> Pipe:
+        """The next pipe, which must come in time; aborted when the test is over."""
+        within = base.patience_s
+        pipe: Pipe = Call(lambda: listener.accept(timeout=within)).result(within + 1)
+        self.later(pipe.abort)
+        return pipe
+
+    def _far(
+        self, start: Callable[..., peers.Peer], what: Callable[..., Any], args: Any, options: dict[str, Any]
+    ) -> tuple[Pipe, peers.Peer]:
         listener = self.endpoint(**options).listen()
         try:
-            where = f"{what.__module__}:{what.__qualname__}"
-            child = self.start(_far_end, self.recipe(), options, listener.contact, where, list(args))
+            child = start(
+                f"{__name__}:far_end", self.recipe(), options, listener.contact, _name(what), list(args)
+            )
             pipe = listener.accept(timeout=base.patience_s)
         finally:
             listener.close()
         self.later(pipe.abort)
         return pipe, child
+
+    def import_all(self) -> None:
+        import torch  # noqa: F401
+
+        import kvplug.testing.contract.pipe.far  # noqa: F401
+
+        super().import_all()
 
     def warm_up(self) -> None:
         """torch's own threads are made by its first large operation, and stay."""
@@ -104,33 +153,66 @@ class PipeSuite(Contract):
         torch.ones(1 << 20).add_(1)
 
 
-def _far_end(
-    parent: peers.Parent,
-    recipe: dict[str, Any],
-    options: dict[str, Any],
-    contact: str,
-    where: str,
-    args: list[Any],
+def far_end(
+    parent: peers.Parent, recipe: dict[str, Any], options: dict[str, Any], contact: str, what: str, args: Any
 ) -> Any:
-    """In the child: connect, run the function, and end politely."""
+    """In another process: connect, run the function, and end politely."""
+    with judged_by(recipe).endpoint(**options).connect(contact) as pipe:
+        return _named(what)(parent, pipe, *args)
+
+
+def far_listens(
+    parent: peers.Parent, recipe: dict[str, Any], options: dict[str, Any], what: str, args: Any
+) -> Any:
+    """In another process: listen, say where, and run the function."""
+    listener = judged_by(recipe).endpoint(**options).listen()
+    try:
+        parent.send(listener.contact)
+        return _named(what)(parent, listener, *args)
+    finally:
+        listener.close()
+
+
+def _name(what: Callable[..., Any]) -> str:
+    return f"{what.__module__}:{what.__qualname__}"
+
+
+def _named(name: str) -> Callable[..., Any]:
     import importlib
 
-    module, _, name = where.rpartition(":")
-    what = getattr(importlib.import_module(module), name)
-    with judged_by(recipe).endpoint(**options).connect(contact) as pipe:
-        return what(parent, pipe, *args)
+    module, _, function = name.rpartition(":")
+    return getattr(importlib.import_module(module), function)  # type: ignore[no-any-return]
+
+
+def received(pipe: Pipe, out: Any = None) -> Any:
+    """The next message of a pipe, which must come in time."""
+    within = base.patience_s
+    return Call(lambda: pipe.recv_tensor(out, timeout=within)).result(within + 1)
+
+
+def sent(pipe: Pipe, message: Any) -> Transfer:
+    """The transfer of a message that must be accepted in time."""
+    within = base.patience_s
+    return Call(lambda: pipe.send_tensor(message, timeout=within)).result(within + 1)  # type: ignore[no-any-return]
 
 
 def fill(pipe: Pipe, nbytes: int = MIB // 4, timeout: float = 0.2) -> list[Transfer]:
-    """Clog a pipe: send until there is no room. Returns the transfers of what was accepted."""
+    """Clog a pipe: send until there is no room. Returns the transfers of what was accepted.
+
+    Every byte of message n is ``n % 251``.
+    """
     import torch
 
     transfers: list[Transfer] = []
-    while True:
-        message = torch.full((nbytes,), len(transfers) % 251, dtype=torch.uint8)
-        try:
-            transfers.append(pipe.send_tensor(message, timeout=timeout))
-        except TimeoutError:
-            return transfers
-        if sum(transfer.nbytes for transfer in transfers) > 1 << 30:
-            pytest.fail("a gigabyte was taken, and nobody has received anything: the pipe has no bound")
+
+    def clog() -> None:
+        while sum(transfer.nbytes for transfer in transfers) < MOST_ACCEPTED:
+            message = torch.full((nbytes,), len(transfers) % 251, dtype=torch.uint8)
+            try:
+                transfers.append(pipe.send_tensor(message, timeout=timeout))
+            except TimeoutError:
+                return
+        pytest.fail(f"{MOST_ACCEPTED} bytes were taken, and nobody has received anything: there is no bound")
+
+    Call(clog).result(base.patience_s + 10)
+    return transfers
