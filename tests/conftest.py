@@ -33,6 +33,7 @@ class Site:
         entry_point: str = "",
         where: str = "site",
         files: dict[str, str] | None = None,
+        readme: str = "",
     ) -> Path:
         """Install a package whose entry point ``name`` is ``<module>.plugin``.
 
@@ -48,14 +49,19 @@ class Site:
         (package / "plugin.py").write_text(mark + source)
         for file, content in (files or {}).items():
             (package / file).write_text(textwrap.dedent(content))
-        self.add_metadata(distribution, version, f"{name} = {entry_point or f'{module}.plugin'}", where=where)
+        line = f"{name} = {entry_point or f'{module}.plugin'}"
+        self.add_metadata(distribution, version, line, where=where, readme=readme)
         return package
 
-    def add_metadata(self, distribution: str, version: str, *entry_points: str, where: str = "site") -> Path:
-        """A dist-info folder with these entry points, and nothing else."""
+    def add_metadata(
+        self, distribution: str, version: str, *entry_points: str, where: str = "site", readme: str = ""
+    ) -> Path:
+        """A dist-info folder with these entry points and this readme, and nothing else."""
         info = self.folder / where / f"{distribution.replace('-', '_')}-{version}.dist-info"
         info.mkdir(parents=True, exist_ok=True)
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {version}\n")
+        (info / "METADATA").write_text(
+            f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {version}\n\n{readme}"
+        )
         (info / "entry_points.txt").write_text("[kvplug]\n" + "".join(f"{each}\n" for each in entry_points))
         return info
 

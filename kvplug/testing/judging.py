@@ -107,7 +107,7 @@ class Judge:
         suite = item.cls  # type: ignore[attr-defined]
         if report.failed:
             _quote(report, marker.args)
-        result = _result(report, suites.subject(suite), suite.__name__, item.name, marker.args)
+        result = _result(report, suite.subject(), suite.__name__, item.name, marker.args)
         if result is not None:
             report.user_properties.append((_PROPERTY, result))
         return report

@@ -99,6 +99,11 @@ def test_there_are_at_least_thirty() -> None:
     assert sum(len(mutants(path)) for path in FILES) >= 30
 
 
-@pytest.mark.parametrize("id_", LAWS)
+def is_of_plugins(id_: str) -> bool:
+    """A plugin is an installed package and no class: the faulty ones are in test_check_plugin.py."""
+    return id_.startswith("PLUGIN-")
+
+
+@pytest.mark.parametrize("id_", [id_ for id_ in LAWS if not is_of_plugins(id_)])
 def test_a_law_has_a_mutant(id_: str) -> None:
     assert id_ in {law for path in FILES for cls in mutants(path).values() for law in cls.breaks}

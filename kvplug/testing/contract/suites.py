@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 import sys
 from collections.abc import Iterable
 from importlib import metadata
@@ -11,6 +12,7 @@ from kvplug.errors import UnknownTransportError
 from kvplug.registry import Registry
 from kvplug.spec import TRANSPORTS, Kind
 from kvplug.testing.contract.base import Contract
+from kvplug.testing.contract.plugin import PluginContract
 
 _SUITES = {
     Kind.PIPE: "kvplug.testing.contract.pipe:PipeContract",
@@ -31,28 +33,26 @@ def suite_of(kind: Kind) -> type[Contract]:
 
 
 def every() -> tuple[type[Contract], ...]:
-    return tuple(suite_of(kind) for kind in _SUITES)
-
-
-def subject(suite: type[Contract]) -> str:
-    """What a suite judges: ``"pipe cpu"``; a class that makes its own gives its name."""
-    name = suite.transport or suite.__name__
-    return f"{suite.kind.replace('_', ' ')} {name}"
+    return (*(suite_of(kind) for kind in _SUITES), PluginContract)
 
 
 def installed(transports: Iterable[str], connectors: Iterable[str]) -> list[type[Contract]]:
-    """A suite for each name, as an author would have written it.
+    """A suite for each name, as an author would have written it, and one for each plugin that offers them.
 
     Raises:
         UnknownTransportError, UnknownConnectorError, AmbiguousNameError: nothing, or more than one thing, has
             the name.
     """
     registry = Registry.from_env()
-    made = [_made(kind, name) for each in transports for kind, name in _kinds(registry, each)]
+    named = [(kind, name) for each in transports for kind, name in _kinds(registry, each)]
     for name in connectors:
         registry.get(Kind.CONNECTOR, name)
-        made.append(_made(Kind.CONNECTOR, name))
-    return made
+        named.append((Kind.CONNECTOR, name))
+    plugins = [plugin.name for kind, name in named for plugin in registry.owners(kind, name)]
+    return [
+        *(_made(kind, name) for kind, name in named),
+        *(_made_of_plugin(name) for name in dict.fromkeys(plugins)),
+    ]
 
 
 def _kinds(registry: Registry, given: str) -> list[tuple[Kind, str]]:
@@ -75,10 +75,17 @@ def _kinds(registry: Registry, given: str) -> list[tuple[Kind, str]]:
 
 def _made(kind: Kind, name: str) -> type[Contract]:
     suite = suite_of(kind)
-    called = (
-        "Test" + "".join(part.capitalize() for part in name.replace(":", "-").split("-")) + suite.__name__
-    )
-    return type(called, (suite,), {"transport": name, "made_from": _SUITES[kind]})
+    return type(_called(name, suite), (suite,), {"transport": name, "made_from": _SUITES[kind]})
+
+
+def _made_of_plugin(name: str) -> type[Contract]:
+    return type(_called(name, PluginContract), (PluginContract,), {"plugin": name})
+
+
+def _called(name: str, suite: type[Contract]) -> str:
+    """A name that pytest collects."""
+    words = re.split(r"[^A-Za-z0-9]+", name)
+    return "Test" + "".join(word.capitalize() for word in words) + suite.__name__
 
 
 def versions() -> dict[str, str]:
