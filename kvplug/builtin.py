@@ -23,6 +23,15 @@ def kvplug_transports() -> list[TransportSpec]:
             auto=False,
         ),
         TransportSpec(
+            kind=Kind.PIPE,
+            name="faulty",
+            factory="kvplug.testing.faults.transport:faulty",
+            options="kvplug.testing.faults.options:FaultyOptions",
+            summary="Another pipe, to which happens what a plan of faults says",
+            auto=False,
+            wraps=True,
+        ),
+        TransportSpec(
             kind=Kind.QUEUE,
             name="memory",
             factory="kvplug.testing.memory.queue:MemoryQueueEndpoint",

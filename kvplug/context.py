@@ -19,7 +19,7 @@ from kvplug.handshake.agreement import Agreement
 from kvplug.lookup import LookupEndpoint
 from kvplug.metrics.stats import TransferStats
 from kvplug.model import ModelInfo
-from kvplug.pipe import Pipe
+from kvplug.pipe import Pipe, PipeEndpoint
 from kvplug.queue import MAX_CHUNK_BYTES, MAX_CHUNKS, WARNING_INTERVAL_S
 from kvplug.trust.channel import Channel
 from kvplug.trust.credentials import Credentials
@@ -37,6 +37,9 @@ class PipeContext:
     device: str = "cpu"
     timeout_s: float = 30.0
     heartbeat_timeout_s: float = 10.0
+    beneath: Callable[[], PipeEndpoint] | None = None
+    """For a transport that works over another one (``TransportSpec.wraps``): makes that one's endpoint, with
+    its own options and the rest of this context. ``None`` for all others."""
 
 
 @attrs.frozen(kw_only=True)

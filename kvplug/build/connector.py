@@ -7,6 +7,8 @@ import uuid
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import attrs
+
 import kvplug
 from kvplug.build.peers import ControlPeers, Wiring
 from kvplug.checksum import available
@@ -42,17 +44,31 @@ class Parts:
 
     @functools.cached_property
     def pipes(self) -> dict[str, TransportSpec]:
-        """Every pipe transport by its bare name; where two own a name, the one the config singles out."""
-        specs = {spec.name: spec for spec in self.registry.transports(Kind.PIPE)}
-        if self.config.transport != AUTO:
-            named = self.registry.get(Kind.PIPE, self.config.transport)
+        """Every pipe transport that moves bytes by its bare name; where two own a name, the one the config
+        singles out."""
+        specs = {spec.name: spec for spec in self.registry.transports(Kind.PIPE) if not spec.wraps}
+        if self._named != AUTO:
+            named = self.registry.get(Kind.PIPE, self._named)
             specs[named.name] = named
         return specs
+
+    @functools.cached_property
+    def _around(self) -> tuple[TransportSpec, Any] | None:
+        """The transport that the config names, with its options, where it is one around another."""
+        if self.config.transport == AUTO:
+            return None
+        spec = self.registry.get(Kind.PIPE, self.config.transport)
+        return (spec, self.options_of(spec)) if spec.wraps else None
+
+    @property
+    def _named(self) -> str:
+        """What the config says of the transport that moves the bytes."""
+        return self.config.transport if self._around is None else str(getattr(self._around[1], "over", AUTO))
 
     @property
     def requested_transport(self) -> str:
         """The bare name of the transport the config asks for, or ``"auto"``."""
-        return self.config.transport.rpartition(":")[2]
+        return self._named.rpartition(":")[2]
 
     @functools.cached_property
     def offers(self) -> tuple[Offer, ...]:
@@ -86,10 +102,12 @@ class Parts:
         return self.options_of(self.pipes[name])
 
     def pipe_endpoint(self, name: str, context: PipeContext) -> PipeEndpoint:
-        endpoint = self.pipes[name].load_factory()(context)
-        if not isinstance(endpoint, PipeEndpoint):
-            raise PluginError(f"transport {name!r} made {endpoint!r}, which is no PipeEndpoint; subclass it")
-        return endpoint
+        """The endpoint of the transport that was agreed on, inside of the one that the config puts around."""
+        if self._around is None:
+            return _made(self.pipes[name], context)
+        around, options = self._around
+        beneath = functools.partial(_made, self.pipes[name], context)
+        return _made(around, attrs.evolve(context, options=options, beneath=beneath))
 
     def lookup_endpoint(self) -> LookupEndpoint:
         config = self.config
@@ -141,6 +159,13 @@ class Parts:
                     self.registry.get(CHOSEN[key], names[key])
         if faults:
             raise ConfigError(*faults, source=config.source)
+
+
+def _made(spec: TransportSpec, context: PipeContext) -> PipeEndpoint:
+    endpoint = spec.load_factory()(context)
+    if not isinstance(endpoint, PipeEndpoint):
+        raise PluginError(f"transport {spec.name!r} made {endpoint!r}, which is no PipeEndpoint; subclass it")
+    return endpoint
 
 
 def credentials_of(config: Config) -> Credentials:

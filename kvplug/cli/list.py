@@ -98,7 +98,7 @@ def _offer(registry: Registry, plugin: PluginInfo, spec: Spec) -> Line:
         version=plugin.version,
         status=status,
         reason=reason,
-        capabilities=transport.capabilities if transport is not None else None,
+        capabilities=transport.capabilities if transport is not None and not transport.wraps else None,
         summary=spec.summary,
     )
 

@@ -140,18 +140,17 @@ def _from_vllm(data: Mapping[Any, Any], source: str) -> Layer:
     return Layer(source=source, values={**values, **inner}, faults=tuple(faults))
 
 
-def from_toml_text(text: str, source: str) -> Layer:
+def toml_table(text: str, source: str) -> dict[str, Any]:
     """Raises ConfigError where it is not TOML."""
     import tomllib
 
     try:
-        data = tomllib.loads(text)
+        return tomllib.loads(text)
     except (tomllib.TOMLDecodeError, RecursionError) as e:
         raise ConfigError(f"not TOML: {e}", source=source) from e
-    return from_mapping(data, source)
 
 
-def from_json_text(text: str, source: str) -> Layer:
+def json_value(text: str, source: str) -> Any:
     """Raises ConfigError where it is not JSON, or says a key twice."""
     import json
 
@@ -164,14 +163,13 @@ def from_json_text(text: str, source: str) -> Layer:
         return found
 
     try:
-        data = json.loads(text, object_pairs_hook=once)
+        return json.loads(text, object_pairs_hook=once)
     except (ValueError, RecursionError) as e:
         raise ConfigError(f"not JSON: {e}", source=source) from e
-    return from_mapping(data, source)
 
 
-def from_file(path: str | os.PathLike[str]) -> Layer:
-    """By its ending: ``.toml`` or ``.json``.
+def file_value(path: str | os.PathLike[str]) -> Any:
+    """What a file holds, by its ending: ``.toml`` or ``.json``.
 
     Raises:
         ConfigError: it cannot be read, or is not what its ending says.
@@ -180,7 +178,22 @@ def from_file(path: str | os.PathLike[str]) -> Layer:
     ending = os.path.splitext(name)[1].lower()
     if ending not in (".toml", ".json"):
         raise ConfigError(f"the file's name must end in .toml or .json, not {ending!r}", source=name)
-    return (from_toml_text if ending == ".toml" else from_json_text)(read_text(name), name)
+    return (toml_table if ending == ".toml" else json_value)(read_text(name), name)
+
+
+def from_toml_text(text: str, source: str) -> Layer:
+    """Raises ConfigError where it is not TOML."""
+    return from_mapping(toml_table(text, source), source)
+
+
+def from_json_text(text: str, source: str) -> Layer:
+    """Raises ConfigError where it is not JSON, or says a key twice."""
+    return from_mapping(json_value(text, source), source)
+
+
+def from_file(path: str | os.PathLike[str]) -> Layer:
+    """Raises ConfigError as :func:`file_value`."""
+    return from_mapping(file_value(path), os.fspath(path))
 
 
 def read_text(path: str | os.PathLike[str]) -> str:

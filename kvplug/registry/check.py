@@ -10,7 +10,7 @@ from kvplug.config import check_options
 from kvplug.config.faults import did_you_mean, listed, shown
 from kvplug.errors import ConfigError, PluginError
 from kvplug.registry.registry import Registry
-from kvplug.spec import CommandSpec, Kind
+from kvplug.spec import CommandSpec, ConnectorSpec, Kind, SinkSpec, TransportSpec
 
 CHOSEN: Mapping[str, Kind] = {
     "connector": Kind.CONNECTOR,
@@ -35,9 +35,15 @@ def name_faults(
         if name is None or name == "auto":
             continue
         try:
-            registry.get(kind, name)
+            spec = registry.get(kind, name)
         except PluginError as e:
             faults.append(f"{key}: {e}")
+            continue
+        given = options.get(spec.name, {})
+        if not given and not isinstance(spec, CommandSpec):
+            faults += _spec_faults(spec, given)  # something may have to be given
+        if isinstance(spec, TransportSpec) and spec.wraps:
+            faults += _over_faults(registry, spec, given)
     for name in names.get("sinks", ()):
         try:
             registry.get(Kind.SINK, name)
@@ -60,16 +66,32 @@ def option_faults(registry: Registry, name: str, given: Mapping[str, Any]) -> li
     if not specs:
         known = {spec.name for _, spec in registry if not isinstance(spec, CommandSpec)}
         return [f"options.{name}: nothing of that name is installed{did_you_mean(name, known)}"]
-    faults: list[str] = []
-    for spec in specs:
-        try:
-            cls = spec.load_options()
-            if cls is not None:
-                check_options(cls, given, where=f"options.{name}")
-            elif given:
-                faults.append(f"options.{name}: the {spec.kind} {name!r} takes no options")
-        except ConfigError as e:
-            faults += e.faults
-        except PluginError as e:
-            faults.append(f"options.{name}: {e}")
-    return faults
+    return [fault for spec in specs for fault in _spec_faults(spec, given)]
+
+
+def _spec_faults(spec: TransportSpec | ConnectorSpec | SinkSpec, given: Mapping[str, Any]) -> tuple[str, ...]:
+    try:
+        cls = spec.load_options()
+        if cls is not None:
+            check_options(cls, given, where=f"options.{spec.name}")
+        elif given:
+            return (f"options.{spec.name}: the {spec.kind} {spec.name!r} takes no options",)
+    except ConfigError as e:
+        return e.faults
+    except PluginError as e:
+        return (f"options.{spec.name}: {e}",)
+    return ()
+
+
+def _over_faults(registry: Registry, spec: TransportSpec, given: Mapping[str, Any]) -> tuple[str, ...]:
+    """What is wrong with the name of the transport beneath."""
+    key, name = f"options.{spec.name}.over", given.get("over", "auto")
+    if name == "auto" or not isinstance(name, str):
+        return ()
+    try:
+        beneath = registry.get(spec.kind, name)
+    except PluginError as e:
+        return (f"{key}: {e}",)
+    if isinstance(beneath, TransportSpec) and beneath.wraps:
+        return (f"{key}: {name!r} works over another transport itself; name that one",)
+    return ()

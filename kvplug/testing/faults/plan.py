@@ -1,0 +1,168 @@
+"""Plans of faults: a seed and rules, as frozen values, and how they are read from what an operator wrote."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final, Literal
+
+import attrs
+
+from kvplug.config import layers, option, option_fields
+from kvplug.config.faults import bad_value, unknown_key
+from kvplug.config.options import convert_values
+from kvplug.errors import ConfigError
+
+BEFORE: Final = ("stop", "raise", "disconnect", "kill")
+"""What happens to a call before it touches the pipe beneath."""
+CONTENT: Final = ("delay", "slow", "drop", "duplicate", "swap", "flip")
+"""What happens to a message: to one that is received, once it is there."""
+PARAMETERS: Final[Mapping[str, tuple[str, bool]]] = {
+    "seconds": ("delay, stop", True),
+    "bytes_per_s": ("slow", True),
+    "bits": ("flip", False),
+    "error": ("raise", True),
+    "signal": ("kill", False),
+}
+"""What goes with which action, and whether that one must have it; ``stop`` may do without ``seconds``."""
+
+
+@attrs.frozen(kw_only=True)
+class Rule:
+    """What goes wrong, and with which messages of each pipe and direction.
+
+    Messages are counted from 1, in each pipe and direction for itself, and only those of at least
+    ``min_bytes``. A rule that says nothing about which hits them all; one that says several things hits those
+    of which all are true.
+    """
+
+    do: Literal[
+        "delay", "stop", "slow", "drop", "duplicate", "swap", "flip", "raise", "disconnect", "kill"
+    ] = option(help="What happens to a message that is hit.")
+    direction: Literal["send", "recv"] = option(
+        "send", help="Whether messages are counted that this end sends, or that it receives."
+    )
+    message: int | None = option(None, help="The number of the one message that is hit.", at_least=1)
+    every: int | None = option(
+        None, help="Every n-th message is hit: 3 hits the third, the sixth and so on.", at_least=1
+    )
+    after: int | None = option(
+        None,
+        help="Messages are hit that begin when at least this much has passed in their direction.",
+        unit="bytes",
+        at_least=0,
+    )
+    probability: float = option(
+        1.0, help="How many of them are hit; which ones the seed says.", above=0, at_most=1
+    )
+    times: int | None = option(None, help="The most hits in one pipe.", at_least=1)
+    min_bytes: int = option(
+        0,
+        help="Smaller messages are neither counted nor hit: signals pass, and KV does not.",
+        unit="bytes",
+        at_least=0,
+    )
+    pipe: int | None = option(
+        None, help="Only the pipe of this number; they are counted from 1 as they are made.", at_least=1
+    )
+    seconds: float | None = option(
+        None,
+        help="For how long delay and stop hold it up; stop without it does for good.",
+        unit="seconds",
+        above=0,
+    )
+    bytes_per_s: int | None = option(
+        None, help="What slow lets through in a second.", unit="bytes", at_least=1
+    )
+    bits: int | None = option(None, help="How many bits flip turns over; 1 unless given.", at_least=1)
+    error: (
+        Literal["PeerGoneError", "TimeoutError", "TransportError", "WireError", "UnsupportedError"] | None
+    ) = option(None, help="What raise raises, once for each message that is hit.")
+    signal: Literal["SIGKILL", "SIGSTOP"] | None = option(
+        None, help="What kill sends to this very process; SIGKILL unless given."
+    )
+
+    def __attrs_post_init__(self) -> None:
+        faults = rule_faults({name: getattr(self, name) for name in option_fields(Rule)})
+        if faults:
+            raise ConfigError(*faults)
+
+
+def _tuple(rules: Iterable[Rule]) -> tuple[Rule, ...]:
+    return tuple(rules)
+
+
+@attrs.frozen(kw_only=True)
+class Plan:
+    """Rules, and the seed that decides what they leave to chance. Without rules nothing happens."""
+
+    seed: int = 0
+    rules: tuple[Rule, ...] = attrs.field(default=(), converter=_tuple)
+
+
+def rule_faults(values: Mapping[str, Any]) -> list[str]:
+    """What is wrong between the fields of one rule, each of which is right by itself."""
+    faults = []
+    do = values.get("do")
+    for name, (actions, needed) in PARAMETERS.items():
+        belongs = do in actions.split(", ")
+        if belongs and needed and do != "stop" and values.get(name) is None:
+            faults.append(f"{name}: must be given with {do}")
+        if do is not None and not belongs and values.get(name) is not None:
+            faults.append(f"{name}: has no meaning with {do}, only with {actions.replace(', ', ' or ')}")
+    if values.get("message") is not None and values.get("every") is not None:
+        faults.append("every: message is given too; say one of them")
+    if values.get("direction") == "recv" and values.get("min_bytes") and do in BEFORE:
+        faults.append(
+            f"min_bytes: {do} comes before a message is received, when nobody knows its size;"
+            " leave it out, or say direction send at the other end"
+        )
+    return faults
+
+
+def read_plan(given: str | os.PathLike[str] | Mapping[str, Any]) -> Plan:
+    """The plan in a table, in TOML text (with a ``=`` in it), or in a file ``.toml`` or ``.json``.
+
+    A path is as seen from the process's working directory.
+
+    Raises:
+        ConfigError: every fault at once. Rules are counted from 1 in them.
+    """
+    if isinstance(given, Mapping):
+        return _plan(given)
+    path = os.fspath(given)
+    if isinstance(given, str) and ("=" in given or "\n" in given):
+        return _plan(layers.toml_table(given, "plan"))
+    return _plan(layers.file_value(path), path)
+
+
+def _plan(table: Any, source: str = "") -> Plan:
+    if not isinstance(table, Mapping):
+        raise ConfigError(bad_value("plan", table, "a table with seed and rules"), source=source)
+    faults = [unknown_key(str(key), ("seed", "rules")) for key in table if key not in ("seed", "rules")]
+    seed = table.get("seed", 0)
+    if not isinstance(seed, int) or isinstance(seed, bool):
+        faults.append(bad_value("seed", seed, "a whole number"))
+    given = table.get("rules", ())
+    if not isinstance(given, Sequence) or isinstance(given, str):
+        faults.append(bad_value("rules", given, "a list of tables, [[rules]] in TOML"))
+        given = ()
+    rules = []
+    for number, each in enumerate(given, start=1):
+        rule, wrong = _rule(each)
+        faults += (f"rule {number}: {fault}" for fault in wrong)
+        rules.append(rule)
+    if faults:
+        raise ConfigError(*faults, source=source)
+    return Plan(seed=seed, rules=[rule for rule in rules if rule is not None])
+
+
+def _rule(given: Any) -> tuple[Rule | None, list[str]]:
+    if not isinstance(given, Mapping):
+        return None, [bad_value("a rule", given, "a table with do, and what goes with it")]
+    values, faults = convert_values(Rule, given)
+    if "do" not in given:
+        faults.insert(0, f"do: must be given; {option_fields(Rule)['do'].metadata['kvplug.help']}")
+    wrong = {fault.partition(":")[0] for fault in faults}
+    faults += (fault for fault in rule_faults(values) if fault.partition(":")[0] not in wrong)
+    return (None, faults) if faults else (Rule(**values), [])
