@@ -23,6 +23,11 @@ class MemoryPipeOptions:
         at_least=1,
         help="Bytes that wait to be received before send_tensor blocks. One larger message passes alone.",
     )
+    eager: bool = option(
+        default=True,
+        help="Copy a tensor when it is sent. Otherwise when it is received, and its transfer is under way"
+        " until then.",
+    )
 
 
 def describe() -> Probe:

@@ -1,4 +1,9 @@
-"""The pipe "memory": two inboxes in one process. Sending copies the tensor into the other end's inbox."""
+"""The pipe "memory": two inboxes in one process. Sending puts a message into the other end's inbox.
+
+With the option ``eager``, the default, a tensor is copied when it is sent, and its transfer is done at once.
+Without it the copy is made when the message is received, and the transfer is under way until then, as it is
+where a device reads the sender's memory: code that overwrites too early is found by that.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +13,14 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
+import attrs
+
 from kvplug.context import PipeContext
 from kvplug.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
 from kvplug.errors import ClosedError, PeerGoneError, TensorMismatchError, TimeoutError, WireError
 from kvplug.fork import close_after_fork
 from kvplug.pipe import Pipe, PipeEndpoint, PipeListener, Transfer, Turn
-from kvplug.wire.tensors import copy_into, empty_like_meta, memory_of, meta_of
+from kvplug.wire.tensors import TensorMeta, copy_into, empty_like_meta, memory_of, meta_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -99,18 +106,61 @@ class MemoryListener(PipeListener):
         self._closed = True
 
 
+@attrs.frozen(eq=False)
+class Message:
+    """What lies in an inbox."""
+
+    meta: TensorMeta | None
+    """``None`` is a message too."""
+    memory: memoryview
+    """Its bytes: a copy, or the sender's own, which this keeps alive."""
+    transfer: Transfer
+
+    @classmethod
+    def of(cls, tensor: Tensor | None, *, eager: bool) -> Message:
+        """Refuses what is not carried."""
+        if tensor is None:
+            meta, memory = None, memoryview(b"")
+        else:
+            meta, memory = meta_of(tensor), memory_of(tensor)
+        transfer = Transfer(memory.nbytes)
+        if eager:
+            memory = memoryview(bytes(memory))
+            transfer.finish()  # the caller may overwrite the tensor
+        return cls(meta, memory, transfer)
+
+    @property
+    def cost(self) -> int:
+        """What it counts for, in bytes."""
+        return max(_EMPTY_NBYTES, self.memory.nbytes)
+
+    def put(self, out: Tensor | None) -> Tensor | None:
+        """Its tensor: ``out``, filled, or a new one."""
+        if self.meta is None:
+            if out is not None:
+                raise TensorMismatchError("the next message is None, and out was given")
+            return None
+        if out is None:
+            out = empty_like_meta(self.meta)
+        elif meta_of(out) != self.meta:
+            raise TensorMismatchError(f"the next message is {self.meta}, and out is {meta_of(out)}")
+        copy_into(out, self.memory)
+        return out
+
+
 class MemoryPipe(Pipe):
     """One end: an inbox, which the other end fills up to its own limit."""
 
     def __init__(self, context: PipeContext) -> None:
         self._limit: int = context.options.max_in_flight_bytes
+        self._eager: bool = context.options.eager
         self._timeout_s = context.timeout_s
-        self._changed = (
-            threading.Condition()
-        )  # guards the inbox and how it ended; never held together with the peer's
-        self._inbox: deque[Tensor | None] = deque()
+        # Guards the inbox and how it ended; never held together with the peer's.
+        self._changed = threading.Condition()
+        self._inbox: deque[Message] = deque()
         self._held = 0  # bytes in the inbox
-        self._closed = False
+        self._closed = False  # here: calls are refused
+        self._ended = False  # and the other end has been told
         self._peer_ended = False
         self._sending, self._receiving = Turn("sending"), Turn("receiving")
         self._other: MemoryPipe
@@ -130,19 +180,16 @@ class MemoryPipe(Pipe):
 
     def send_tensor(self, tensor: Tensor | None, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Transfer:
         deadline = Deadline.after(timeout, self._timeout_s)
-        message = _copy(tensor)
-        transfer = Transfer(_nbytes(message))
         with self._sending.taken():
             self._check_open()
+            message = Message.of(tensor, eager=self._eager)
             self._other.deliver(message, self._limit, deadline, sender=self)
-        transfer.finish()  # the content has been copied: the caller may overwrite the tensor
-        return transfer
+        return message.transfer
 
-    def deliver(self, message: Tensor | None, limit: int, deadline: Deadline, sender: MemoryPipe) -> None:
+    def deliver(self, message: Message, limit: int, deadline: Deadline, sender: MemoryPipe) -> None:
         """For the other end: put a message into this end's inbox, as soon as there is room."""
-        nbytes = max(_EMPTY_NBYTES, _nbytes(message))
         with self._changed:
-            while self._inbox and self._held + nbytes > limit and not (self._closed or sender.closed):
+            while self._inbox and self._held + message.cost > limit and not (self._closed or sender.closed):
                 if not self._changed.wait(deadline.remaining()):
                     raise TimeoutError(
                         f"{self._held} bytes sent earlier were not received in time, and"
@@ -152,73 +199,72 @@ class MemoryPipe(Pipe):
             if self._closed:
                 raise PeerGoneError(f"{sender.peer} is gone")
             self._inbox.append(message)
-            self._held += nbytes
+            self._held += message.cost
             self._changed.notify_all()
 
     def recv_tensor(self, out: Tensor | None = None, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Tensor | None:
         deadline = Deadline.after(timeout, self._timeout_s)
-        with self._receiving.taken(), self._changed:
-            ended = lambda: self._inbox or self._closed or self._peer_ended  # noqa: E731
-            arrived = self._changed.wait_for(ended, deadline.remaining())
-            self._check_open()
-            if not arrived:
-                raise TimeoutError(f"nothing came from {self.peer} in time")
-            if not self._inbox:
-                raise PeerGoneError(f"{self.peer} is gone")
-            message = self._inbox[0]
-            received = message if out is None else _fill(out, message)
-            self._inbox.popleft()
-            self._held -= max(_EMPTY_NBYTES, _nbytes(message))
-            self._changed.notify_all()
-            return received
+        with self._receiving.taken():
+            with self._changed:
+                ended = lambda: self._inbox or self._closed or self._peer_ended  # noqa: E731
+                arrived = self._changed.wait_for(ended, deadline.remaining())
+                self._check_open()
+                if not arrived:
+                    raise TimeoutError(f"nothing came from {self.peer} in time")
+                if not self._inbox:
+                    raise PeerGoneError(f"{self.peer} is gone")
+                message = self._inbox[0]
+                received = message.put(out)
+                self._inbox.popleft()
+                self._held -= message.cost
+                self._changed.notify_all()
+            message.transfer.finish()  # without the lock: it calls what the sender's caller asked for
+        return received
 
     def close(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
-        Deadline.after(timeout)
-        self.abort()  # what was sent lies in the other end's inbox already
+        deadline = Deadline.after(timeout, self._timeout_s)
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._other.drain(deadline)
+        self.abort()
+
+    def drain(self, deadline: Deadline) -> None:
+        """For the other end: wait until every transfer of what lies here is done."""
+        with self._changed:
+            self._changed.notify_all()  # a sender that waits for room will find none
+            over = lambda: self._ended or self._peer_ended or all(m.transfer.done() for m in self._inbox)  # noqa: E731
+            self._changed.wait_for(over, deadline.remaining())
 
     def abort(self) -> None:
         with self._changed:
-            if self._closed:
+            if self._ended:
                 return
-            self._closed = True
-            self._inbox.clear()
+            self._closed = self._ended = True
+            unread, self._inbox = self._inbox, deque()
             self._changed.notify_all()
+        for message in unread:
+            message.transfer.fail(PeerGoneError(f"{self.peer} is gone"))
         self._other.lose_peer()
 
     def lose_peer(self) -> None:
-        """For the other end: it has ended. What it sent before can still be received."""
+        """For the other end: it has ended. What it had sent by then can still be received."""
         with self._changed:
             self._peer_ended = True
+            unsent = [message for message in self._inbox if not message.transfer.done()]
+            self._inbox = deque(message for message in self._inbox if message.transfer.done())
             self._changed.notify_all()
+        for message in unsent:
+            message.transfer.fail(ClosedError(f"the pipe to {self.peer} is closed"))
 
     def _check_open(self) -> None:
         if self._closed:
             raise ClosedError(f"the pipe to {self.peer} is closed")
 
     def _after_fork_in_child(self) -> None:
-        self._changed = threading.Condition()
+        self._changed = threading.Condition()  # the old one may be held by a thread that is not here
         self._sending, self._receiving = Turn("sending"), Turn("receiving")
-        self._closed = True
+        self._closed = self._ended = True
+        for message in self._inbox:
+            message.transfer.inherit(ClosedError("it belongs to the process that this one was forked from"))
         self._inbox.clear()
-
-
-def _copy(tensor: Tensor | None) -> Tensor | None:
-    """Of the same shape, dtype and bits, and contiguous. Refuses what is not carried."""
-    if tensor is None:
-        return None
-    copy = empty_like_meta(meta_of(tensor))
-    copy_into(copy, memory_of(tensor))
-    return copy
-
-
-def _nbytes(message: Tensor | None) -> int:
-    return 0 if message is None else meta_of(message).nbytes
-
-
-def _fill(out: Tensor, message: Tensor | None) -> Tensor:
-    if message is None:
-        raise TensorMismatchError("the next message is None, and out was given")
-    if meta_of(out) != meta_of(message):
-        raise TensorMismatchError(f"the next message is {meta_of(message)}, and out is {meta_of(out)}")
-    copy_into(out, memory_of(message))
-    return out
