@@ -30,7 +30,7 @@ def faults_of(project: Path, dist: Path) -> Iterator[str]:
     for name in names:
         if name.partition("/")[0] not in (module, f"{stem}.dist-info"):
             yield f"{stem}: the wheel holds {name}"
-        if "__pycache__" in name or "/tests/" in name:
+        if "__pycache__" in name or ("/tests/" in name and "/templates/" not in name):
             yield f"{stem}: the wheel holds {name}"
     in_tree = {
         str(path.relative_to(project))

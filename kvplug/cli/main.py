@@ -28,6 +28,11 @@ OWN = {
         target="kvplug.cli.list:list_plugins",
         summary="Plugins, what they offer, and what works here.",
     ),
+    "new": CommandSpec(
+        name="new",
+        target="kvplug.cli.new:new",
+        summary="Generate the package of a plugin.",
+    ),
 }
 """The commands of the core. No plugin can take their names."""
 

@@ -1,0 +1,126 @@
+"""``kvplug new``: what it refuses, what it writes, and what it says without copier."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvplug.cli.new import KINDS, TEMPLATES
+from kvplug.hookspecs import PLUGIN_API
+
+SAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "kvplug-sample"
+
+
+@pytest.fixture
+def copier() -> None:
+    pytest.importorskip("copier", reason='kvplug new needs copier (pip install "kvplug[scaffold]")')
+
+
+def new(site: Any, *arguments: str) -> Any:
+    return site.kvplug("new", *arguments)
+
+
+@pytest.mark.parametrize("name", ["Blue", "1a", "a_b", "", "a" * 41, "../a", "a.b"])
+def test_what_is_no_name_is_refused_and_the_rule_is_told(site: Any, name: str) -> None:
+    done = new(site, "transport", name)
+    assert done.returncode == 2
+    assert "use up to 40 lower-case letters, digits and hyphens, a letter first" in done.stderr
+
+
+@pytest.mark.parametrize("name", ["a-", "a--b"])
+def test_what_is_no_name_of_a_distribution_is_refused(site: Any, name: str) -> None:
+    done = new(site, "transport", name)
+    assert done.returncode == 2
+    assert "a hyphen stands between letters or digits" in done.stderr
+
+
+def test_a_name_that_configs_give_a_meaning_is_refused(site: Any) -> None:
+    assert "'auto' has a meaning" in new(site, "transport", "auto").stderr
+
+
+def test_a_kind_without_a_template_is_refused_and_those_with_one_are_told(site: Any) -> None:
+    done = new(site, "transport", "blue", "--kind", "queue")
+    assert done.returncode == 2
+    assert "no template of a transport of kind 'queue'; there is: pipe" in done.stderr
+
+
+def test_help_says_which_kinds_there_are(site: Any) -> None:
+    said = " ".join(new(site, "transport", "--help").stdout.split())
+    assert "so far only a pipe can be generated" in said
+    assert [kind.value for kind in KINDS] == ["pipe"]
+
+
+def test_without_copier_it_says_what_to_install(site: Any) -> None:
+    (site.folder / "site").mkdir()
+    (site.folder / "site" / "copier.py").write_text("raise ImportError('no')")
+    done = new(site, "transport", "blue")
+    assert done.returncode == 1
+    assert 'kvplug new needs copier: pip install "kvplug[scaffold]"' in done.stderr
+    assert not (site.folder / "kvplug-blue").exists()
+
+
+def test_a_name_that_is_taken_is_refused(site: Any) -> None:
+    done = new(site, "transport", "memory")
+    assert done.returncode == 1
+    assert "the pipe 'memory' is offered by kvplug " in done.stderr
+    assert not (site.folder / "kvplug-memory").exists()
+
+
+def test_a_folder_that_holds_something_is_left_alone(site: Any) -> None:
+    mine = site.folder / "kvplug-blue" / "mine.txt"
+    mine.parent.mkdir()
+    mine.write_text("mine")
+    done = new(site, "transport", "blue")
+    assert done.returncode == 1
+    assert "kvplug-blue exists; --folder names another one, --force writes over it" in done.stderr
+    assert [path.name for path in mine.parent.iterdir()] == ["mine.txt"]
+
+
+@pytest.mark.usefixtures("copier")
+def test_force_writes_over_what_it_would_have_written_and_nothing_else(site: Any) -> None:
+    folder = site.folder / "kvplug-blue"
+    folder.mkdir()
+    (folder / "mine.txt").write_text("mine")
+    (folder / "README.md").write_text("old")
+    assert new(site, "transport", "blue", "--force").returncode == 0
+    assert (folder / "mine.txt").read_text() == "mine"
+    assert "# kvplug-blue" in (folder / "README.md").read_text()
+
+
+@pytest.mark.usefixtures("copier")
+def test_it_writes_a_package_and_says_what_to_do_with_it(site: Any) -> None:
+    done = new(site, "transport", "blue-whale", "--folder", "sea/whale")
+    assert done.returncode == 0, done.stderr
+    assert "cd sea/whale" in done.stdout
+    folder = site.folder / "sea" / "whale"
+    written = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+    assert written == {
+        *(".gitignore", "README.md", "pyproject.toml", "tox.ini", "tests/test_blue_whale.py"),
+        *(f"kvplug_blue_whale/{name}" for name in ("__init__.py", "light.py", "pipe.py", "plugin.py")),
+        "kvplug_blue_whale/py.typed",
+    }
+    found = tomllib.loads((folder / "pyproject.toml").read_text())
+    assert found["project"]["name"] == "kvplug-blue-whale"
+    assert found["project"]["entry-points"]["kvplug"] == {"blue-whale": "kvplug_blue_whale.plugin"}
+    assert found["tool"]["kvplug"]["waivers"] == {}
+    assert f"KVPLUG_API = {PLUGIN_API}" in (folder / "kvplug_blue_whale" / "plugin.py").read_text()
+    assert not [path for path in folder.rglob("*") if path.is_file() and "{{" in path.read_text()]
+
+
+@pytest.mark.usefixtures("copier")
+@pytest.mark.parametrize("module", ["pipe.py", "light.py"])
+def test_the_pipe_that_is_generated_is_the_sample_of_the_docs(site: Any, module: str) -> None:
+    assert new(site, "transport", "sample", "--force").returncode == 0
+    generated = site.folder / "kvplug-sample" / "kvplug_sample" / module
+    assert generated.read_text() == (SAMPLE / "kvplug_sample" / module).read_text(), (
+        "run .ci/pipe_template.py"
+    )
+
+
+def test_every_file_of_a_template_is_filled_in() -> None:
+    files = [path for path in TEMPLATES.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+    assert files
+    assert not [path for path in files if path.suffix != ".jinja"]
