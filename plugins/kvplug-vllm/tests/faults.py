@@ -8,7 +8,7 @@ from typing import Any
 
 import kvplug_vllm.connector
 from kvplug import build_connector
-from kvplug.testing.corrupt import CorruptingPipe
+from kvplug.testing.faults import FaultyPipe, Plan, Rule
 
 HELD_S = 60.0
 """What is held is let go then: no test ends hanging."""
@@ -16,7 +16,12 @@ HELD_S = 60.0
 
 def corrupt_what_is_sent() -> None:
     """Bits of KV (not of the token ids beside it) flip after the sender has hashed it."""
-    _wrap_pipes(functools.partial(CorruptingPipe, min_bytes=64 << 10))
+    _wrap_pipes(functools.partial(FaultyPipe, plan=flips(min_bytes=64 << 10)))
+
+
+def flips(**which: Any) -> Plan:
+    """In each tensor that is hit so many bits that the tokens are others."""
+    return Plan(rules=[Rule(do="flip", bits=4096, **which)])
 
 
 def schedule_ahead() -> None:
@@ -35,6 +40,7 @@ def schedule_ahead() -> None:
 
 # -- with switches ----------------------------------------------------------------------------------
 
+_SIGNAL_BYTES = 16 << 10
 _flips = threading.Event()
 _flows = threading.Event()
 
@@ -54,12 +60,12 @@ def switch(llm: Any, *, corrupt: bool = False, hold: bool = False) -> None:
     (_flows.clear if hold else _flows.set)()
 
 
-class _SwitchedPipe(CorruptingPipe):
+class _SwitchedPipe(FaultyPipe):
     def __init__(self, pipe: Any) -> None:
-        super().__init__(pipe, min_bytes=16 << 10, which=lambda number: _flips.is_set() and number % 4 == 3)
+        super().__init__(pipe, flips(min_bytes=_SIGNAL_BYTES, every=4), when=_flips.is_set)
 
     def send_tensor(self, tensor: Any, **timeout: Any) -> Any:
-        if tensor is not None and tensor.nbytes >= self._min_bytes:
+        if tensor is not None and tensor.nbytes >= _SIGNAL_BYTES:
             _flows.wait(HELD_S)
         return super().send_tensor(tensor, **timeout)
 

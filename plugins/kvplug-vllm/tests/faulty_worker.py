@@ -10,7 +10,7 @@ from typing import Any
 
 import kvplug_vllm.connector
 from kvplug import Parallelism, build_connector
-from kvplug.testing.corrupt import CorruptingPipe
+from kvplug.testing.faults import FaultyPipe, Plan, Rule
 
 SWITCH = Path(__file__).with_name("corrupt")
 """While this is there, what the worker sends is not what it has hashed."""
@@ -27,6 +27,7 @@ def _build(config: Any, side: str, *, parallelism: Parallelism, **more: Any) -> 
     return build_connector(config, side, parallelism=parallelism, wrap_pipe=_Pipe if faulty else None, **more)
 
 
-class _Pipe(CorruptingPipe):
+class _Pipe(FaultyPipe):
     def __init__(self, pipe: Any) -> None:
-        super().__init__(pipe, min_bytes=16 << 10, which=lambda number: SWITCH.exists())
+        flips = Rule(do="flip", bits=4096, min_bytes=16 << 10)
+        super().__init__(pipe, Plan(rules=[flips]), when=SWITCH.exists)

@@ -6,6 +6,7 @@ command; the commands are the methods ``_do_<op>`` of :class:`Worker`.
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import time
@@ -39,6 +40,10 @@ WrapPipe = Callable[[Pipe], Pipe]
 _CHUNK = 256
 """Tokens in one step of prefill: small enough that the progress bar moves."""
 _ASK_AGAIN_S = 0.2
+_FLIPPED_BITS = 1024
+"""In each tensor of KV: enough that without integrity the text is another one."""
+_SIGNAL_BYTES = 10 << 10
+"""What is smaller is no KV, and crosses as it is: the token ids of a thousand tokens, for one."""
 
 
 class Worker:
@@ -113,9 +118,10 @@ class Worker:
         cache = cache_config(self._facts, options)
         wrap_pipe = self._wrap_pipe
         if corrupt:
-            from kvplug.testing.corrupt import CorruptingPipe
+            from kvplug.testing.faults import FaultyPipe, Plan, Rule
 
-            wrap_pipe = CorruptingPipe
+            flips = Rule(do="flip", bits=_FLIPPED_BITS, min_bytes=_SIGNAL_BYTES)
+            wrap_pipe = functools.partial(FaultyPipe, plan=Plan(rules=[flips]))
         for side in (Side.WORKER, Side.SCHEDULER):
             self._connectors[side] = build_connector(
                 self._config,
