@@ -8,7 +8,8 @@ import pytest
 
 from kvplug.testing.contract import base
 
-_caught: set[Any] = set()
+_caught: set[tuple[Any, str]] = set()
+"""A mutant, and a law by whose tests it was caught."""
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -18,17 +19,23 @@ def _impatient() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    kept = [item for item in items if _breaks(item) & {*item.get_closest_marker("kvplug_law").args}]
-    kept.sort(key=lambda item: item.cls.__name__)  # stable: the order of a mutant's tests stays
+    kept = [item for item in items if _broken(item)]
+    kept.sort(key=lambda item: (item.cls.__name__, _level(item)))  # stable: else their order stays
     items[:] = kept
 
 
-def _breaks(item: Any) -> set[str]:
-    return {*item.cls.breaks}
+def _broken(item: Any) -> set[tuple[Any, str]]:
+    """The laws that the mutant breaks and this test judges."""
+    return {(item.cls, id_) for id_ in {*item.cls.breaks} & {*item.get_closest_marker("kvplug_law").args}}
+
+
+def _level(item: Any) -> int:
+    """What is quick comes first: the other levels are left to those that it does not catch."""
+    return base.LEVELS.index(item.get_closest_marker("kvplug_law").kwargs["level"])
 
 
 def pytest_runtest_setup(item: Any) -> None:
-    if item.cls in _caught:
+    if _broken(item) <= _caught:
         pytest.skip("caught already")
 
 
@@ -36,5 +43,5 @@ def pytest_runtest_setup(item: Any) -> None:
 def pytest_runtest_makereport(item: Any, call: Any) -> Any:
     report = yield
     if report.failed:
-        _caught.add(item.cls)
+        _caught.update(_broken(item))
     return report

@@ -1,0 +1,21 @@
+"""The suite of message queues, over the queue "memory" and over one between processes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from kvplug.testing import MessageQueueContract
+from kvplug.testing.contract.base import _module_at
+
+subject = _module_at(str(Path(__file__).parent / "subjects" / "socket_queue.py"))
+
+
+class TestMemoryQueue(MessageQueueContract):
+    transport = "memory"
+    across_processes = False
+
+
+class TestSocketQueue(MessageQueueContract):
+    def make_endpoint(self, context: Any) -> Any:
+        return subject.SocketQueueEndpoint(context)
