@@ -7,6 +7,7 @@ with no connector configured either (``sync_and_gather_intermediate_tensors``: i
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -96,8 +97,18 @@ def decode(request: Any, kind: Kind, prefill: Any, config_for: Any, port: int) -
         assert len(running) >= 1 + kind.num_workers
         yield engine
         engine.ask("call", where=f"{INSIDE}:shut_down")
-        _, alive = psutil.wait_procs(running, timeout=WAIT_S)
-        assert [process.cmdline() for process in alive] == [], "it was stopped, and they go on"
+        limit = time.monotonic() + WAIT_S
+        while alive := [process for process in running if is_alive(process)]:
+            assert time.monotonic() < limit, f"it was stopped, and they go on: {alive}"
+            time.sleep(0.1)
+
+
+def is_alive(process: psutil.Process) -> bool:
+    """One that nobody has waited for yet has ended as well."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def count(engine: Any, what: str, op: str) -> float:

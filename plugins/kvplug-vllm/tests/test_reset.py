@@ -107,12 +107,19 @@ def test_an_engine_whose_weights_change_loads_nothing_that_the_old_ones_computed
     assert (answer.num_cached > 0, answer.tokens) == (True, new)
 
 
+def begun(engine: Any, prompt: Any) -> str:
+    """A request whose first chunk has been computed. Before that the connector may have said "not yet"."""
+    request_id = str(engine.ask("begin", prompt=prompt, max_tokens=16))
+    while not engine.state()["used_blocks"]:
+        engine.ask("step")
+    return request_id
+
+
 def test_a_prompt_that_starts_over_with_new_weights_is_stored_as_they_compute_it(
     engine: Any, prompts: Any
 ) -> None:
     prompt = prompts[1500]
-    request_id = engine.ask("begin", prompt=prompt, max_tokens=16)
-    engine.ask("step")
+    request_id = begun(engine, prompt)
     ask(engine, "change_weights")
     assert ask(engine, "reset", reset_running_requests=True, reset_connector=True) is True
     tokens = tuple(engine.ask("run")[request_id])
@@ -125,8 +132,7 @@ def test_a_prompt_that_starts_over_with_new_weights_is_stored_as_they_compute_it
 
 def test_a_prompt_that_goes_on_with_new_weights_is_not_stored(engine: Any, prompts: Any) -> None:
     prompt = prompts[300]
-    request_id = engine.ask("begin", prompt=prompt, max_tokens=16)
-    engine.ask("step")
+    request_id = begun(engine, prompt)
     ask(engine, "change_weights")
     assert ask(engine, "reset", reset_connector=True) is False, "vLLM's own blocks are in use"
     assert request_id in engine.ask("run")
