@@ -1,0 +1,30 @@
+"""The suite of lookup buffers: :class:`LookupBufferContract`."""
+
+from __future__ import annotations
+
+from kvplug.testing.contract.lookup.clearing import Clearing, Events
+from kvplug.testing.contract.lookup.contents import Contents
+from kvplug.testing.contract.lookup.cost import Cost
+from kvplug.testing.contract.lookup.ending import Ending
+from kvplug.testing.contract.lookup.keys import Keys
+from kvplug.testing.contract.lookup.matching import Matching
+from kvplug.testing.contract.lookup.processes import Processes
+from kvplug.testing.contract.lookup.reading import Reading
+from kvplug.testing.contract.lookup.room import Room
+from kvplug.testing.contract.lookup.taking import Taking
+
+
+class LookupBufferContract(
+    Keys, Contents, Matching, Reading, Taking, Room, Clearing, Events, Cost, Ending, Processes
+):
+    """Judges a transport of kind "lookup buffer" by the laws ALL and LOOKUP.
+
+    A test file for an installed transport is this::
+
+        from kvplug.testing import LookupBufferContract
+
+        class TestMine(LookupBufferContract):
+            transport = "mine"
+
+    What it may set or override is in :class:`~kvplug.testing.contract.lookup.suite.LookupSuite`.
+    """

@@ -1,0 +1,178 @@
+"""Entries whose every part tells which entry it is of, and what is wrong with one that came out."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import attrs
+
+from kvplug.lookup import Entry, EntryHeader
+from kvplug.wire.tensors import TensorMeta, copy_into, empty_like_meta, memory_of, meta_of
+
+KIB = 1 << 10
+SIZED = 32 * KIB
+"""Bytes of a :func:`sized` entry, but for its keys, values, tokens, roi and what a buffer keeps of it."""
+_OVERHEAD = 3 * KIB
+
+_tags = itertools.count(1)
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Put:
+    """What is put in, and must come out as it is."""
+
+    tokens: Sequence[int]
+    roi: Sequence[bool] | None = None
+    key: Any = None
+    value: Any = None
+    hidden: Any = None
+    extra: bytes = b""
+    metadata: dict[str, Any] = attrs.field(factory=dict)
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """The tokens under the roi."""
+        mask = [True] * len(self.tokens) if self.roi is None else self.roi
+        return tuple(token for token, counted in zip(self.tokens, mask, strict=True) if counted)
+
+
+def entry(
+    tokens: Sequence[int],
+    *,
+    roi: Sequence[bool] | None = None,
+    extra: bytes = b"",
+    layers: int = 2,
+    dtype: str = "float32",
+    hidden: int = 6,
+    without: Sequence[str] = (),
+) -> Put:
+    """One of its own: no two have a tensor in common.
+
+    Args:
+        hidden: elements of the hidden states.
+        without: names of parts that are ``None``.
+    """
+    tag = next(_tags)
+    shape = (layers, len(tokens), 2, 4)
+    parts = {"key": shape, "value": shape, "hidden": (hidden,)}
+    made = {
+        name: None if name in without else random_tensor(dtype, of, seed=3 * tag + number)
+        for number, (name, of) in enumerate(parts.items())
+    }
+    return Put(tokens=list(tokens), roi=roi, extra=extra, metadata={"tag": tag, "of": [b"it", None]}, **made)
+
+
+def sized(tokens: Sequence[int], **given: Any) -> Put:
+    """An entry of about :data:`SIZED` bytes, for budgets (:func:`room_for`). At most 8 tokens."""
+    return entry(tokens, hidden=SIZED // 4, **given)
+
+
+def room_for(count: int) -> int:
+    """A budget for ``count`` sized entries and not one more. At most 8."""
+    return count * (SIZED + _OVERHEAD)
+
+
+def random_tensor(dtype: str, shape: tuple[int, ...], seed: int) -> Any:
+    """Of random bits; ``bool`` holds 0 and 1 only."""
+    import torch
+
+    meta = TensorMeta(dtype=dtype, shape=shape)  # type: ignore[arg-type]  # a converter's type
+    generator = torch.Generator().manual_seed(seed)
+    bits = torch.randint(
+        0, 2 if dtype == "bool" else 256, (meta.nbytes,), dtype=torch.uint8, generator=generator
+    )
+    tensor = empty_like_meta(meta)
+    copy_into(tensor, memory_of(bits))
+    return tensor
+
+
+def unlike(put: Put, got: Entry, *, without: Sequence[str] = ()) -> str:
+    """What of an entry that came out is not as it was put in, in words; empty if all is.
+
+    Args:
+        without: names of parts that went elsewhere (to a sink), and must be ``None``.
+    """
+    header = got.header
+    mask = [True] * len(put.tokens) if put.roi is None else list(put.roi)
+    layered = put.key if put.key is not None else put.value
+    wrong = [
+        _said(name, wanted, is_)
+        for name, wanted, is_ in (
+            ("tokens", list(put.tokens), got.tokens.tolist()),
+            ("the header's tokens", list(put.tokens), header.tokens.tolist()),
+            ("roi", mask, got.roi.tolist()),
+            ("the header's roi", mask, header.roi.tolist()),
+            ("dtypes of tokens and roi", "torch.int64 torch.bool", f"{got.tokens.dtype} {got.roi.dtype}"),
+            ("metadata", put.metadata, header.metadata),
+            ("num_layers", 0 if layered is None else layered.shape[0], header.num_layers),
+        )
+    ]
+    for name in ("key", "value", "hidden"):
+        wanted = None if name in without else getattr(put, name)
+        wrong.append(difference(name, wanted, getattr(got, name)))
+    return "; ".join(word for word in wrong if word)
+
+
+def difference(name: str, put: Any, got: Any) -> str:
+    """What is not as it was of one tensor, in words; empty if all is."""
+    if put is None or got is None:
+        return "" if put is got else f"{name} is {_brief(got)} and was {_brief(put)}"
+    if meta_of(put) != meta_of(got):
+        return f"{name} is {meta_of(got)} and was {meta_of(put)}"
+    return (
+        "" if bytes(memory_of(put)) == bytes(memory_of(got)) else f"{name} has not the bits that were put in"
+    )
+
+
+def _brief(part: Any) -> str:
+    return "None" if part is None else str(meta_of(part))
+
+
+def _said(name: str, put: Any, got: Any) -> str:
+    return "" if put == got else f"{name} is {got!r} and was {put!r}"
+
+
+class Sink:
+    """Keeps a copy of each layer. May be told to wait, or to raise, at ``"begin"`` or at a layer."""
+
+    def __init__(self, wait_at: Any = None, raise_at: Any = None) -> None:
+        self.headers: list[EntryHeader] = []
+        self.layers: list[tuple[int, Any, Any]] = []
+        self.waits, self.go_on = threading.Event(), threading.Event()
+        self._wait_at, self._raise_at = wait_at, raise_at
+
+    def begin(self, header: EntryHeader) -> None:
+        self.headers.append(header)
+        self._at("begin")
+
+    def layer(self, index: int, key: Any, value: Any) -> None:
+        self._at(index)
+        copies = [None if part is None else part.clone() for part in (key, value)]
+        self.layers.append((index, copies[0], copies[1]))
+
+    def _at(self, place: Any) -> None:
+        if place == self._wait_at:
+            self.waits.set()
+            self.go_on.wait(60)
+        if place == self._raise_at:
+            raise SinkError(f"the sink does not want it ({place})")
+
+    def unlike(self, put: Put) -> str:
+        """What of the layers is not as it was put in, in words."""
+        count = 0 if put.key is None else put.key.shape[0]
+        if [index for index, *_ in self.layers] != list(range(count)):
+            return f"the layers {[index for index, *_ in self.layers]} came, of {count}"
+        wrong = []
+        for index, key, value in self.layers:
+            wrong.append(difference(f"key of layer {index}", put.key[index], key))
+            wrong.append(
+                difference(f"value of layer {index}", None if put.value is None else put.value[index], value)
+            )
+        return "; ".join(word for word in wrong if word)
+
+
+class SinkError(Exception):
+    """What a sink of a test raises."""

@@ -1,0 +1,70 @@
+"""A data pipe that can be held up in the middle of an entry, at the end that receives."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+from kvplug.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
+from kvplug.errors import TimeoutError
+from kvplug.pipe import Pipe, Transfer
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Gate(Pipe):
+    """The pipe, but for what is held up. A receive that runs out of time loses nothing."""
+
+    def __init__(self, pipe: Pipe) -> None:
+        self.pipe = pipe
+        self._changed = threading.Condition()
+        self._left: int | None = None
+        self._holds = threading.Event()
+
+    def shut(self, after: int) -> None:
+        """Let ``after`` more messages through, and hold up the next one."""
+        with self._changed:
+            self._left = after
+            self._holds.clear()
+
+    def open(self) -> None:
+        with self._changed:
+            self._left = None
+            self._changed.notify_all()
+
+    def holds(self, within: float) -> bool:
+        """Wait until somebody is held up; whether that came in time."""
+        return self._holds.wait(within)
+
+    def recv_tensor(self, out: Tensor | None = None, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Tensor | None:
+        deadline = Deadline.after(timeout, 60.0)
+        with self._changed:
+            while self._left == 0:
+                self._holds.set()
+                if not self._changed.wait(deadline.remaining()):
+                    raise TimeoutError("nothing came in time")
+        received = self.pipe.recv_tensor(out, timeout=deadline.remaining())
+        with self._changed:
+            if self._left:
+                self._left -= 1
+        return received
+
+    def send_tensor(self, tensor: Tensor | None, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Transfer:
+        return self.pipe.send_tensor(tensor, timeout=timeout)
+
+    @property
+    def closed(self) -> bool:
+        return self.pipe.closed
+
+    @property
+    def peer(self) -> str:
+        return self.pipe.peer
+
+    def close(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
+        self.open()
+        self.pipe.close(timeout)
+
+    def abort(self) -> None:
+        self.pipe.abort()
+        self.open()
