@@ -6,6 +6,7 @@ Tables are compared row by row. A row that is missing is shown as it must be wri
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -16,11 +17,15 @@ import pytest
 import kvplug.errors
 from kvplug import CommandSpec, ConnectorSpec, KvplugError, SinkSpec, TransportSpec, hookspecs
 from kvplug.cli.main import OWN
-from kvplug.config import KEYS, RESERVED, RESERVED_PREFIXES, describe_config
+from kvplug.config import KEYS, RESERVED, RESERVED_PREFIXES, describe_config, describe_options
 from kvplug.config.layers import VLLM_IGNORED, VLLM_KEYS
 from kvplug.hookspecs import OFFERED
+from kvplug.testing.faults import Rule
+from kvplug.testing.faults.options import FaultyOptions
+from kvplug.testing.faults.plan import BEFORE, CONTENT
 
-PAGES = Path(__file__).parents[2] / "docs" / "reference"
+ROOT = Path(__file__).parents[2]
+PAGES = ROOT / "docs" / "reference"
 
 
 def first_paragraph(thing: object) -> str:
@@ -109,7 +114,20 @@ def error_rows() -> list[str]:
     return rows
 
 
+def faulty_rows() -> list[str]:
+    return [
+        f"| `{row.name}` | {row.type} | `{row.default}` | {row.help} |"
+        for cls in (FaultyOptions, Rule)
+        for row in describe_options(cls)
+    ]
+
+
+def action_rows() -> list[str]:
+    return [f"| `{do}` | " for do in (*CONTENT, *BEFORE)]
+
+
 TABLES = {
+    "faults.md": [faulty_rows, action_rows],
     "config.md": [key_rows, vllm_rows, ignored_rows],
     "environment.md": [variable_rows, reserved_rows, prefix_rows],
     "hooks.md": [hook_rows],
@@ -142,3 +160,28 @@ def by_hand(line: str) -> bool:
 @pytest.mark.parametrize("command", sorted(OWN))
 def test_every_command_of_the_core_is_on_its_page(command: str) -> None:
     assert f"`kvplug {command}" in (PAGES / "cli.md").read_text()
+
+
+def test_the_plugin_api_has_a_row_and_every_hook_and_spec_has_a_version() -> None:
+    text = (PAGES / "plugin-api.md").read_text()
+    table = text[text.index("| version |") :].partition("\n\n")[0]
+    versions = [row.split("|")[1].strip() for row in table.splitlines()[2:]]
+    assert versions[-1] == ".".join(map(str, hookspecs.PLUGIN_API))
+    assert versions == sorted(versions, key=lambda version: [int(part) for part in version.split(".")])
+    names = {*OFFERED, *(cls.__name__ for cls in OFFERED.values())}
+    assert not [name for name in names if f"`{name}`" not in table]
+
+
+SOURCES = [
+    path
+    for folder in ("kvplug", *(f"plugins/{path.name}" for path in (ROOT / "plugins").glob("kvplug-*")))
+    for path in sorted((ROOT / folder).rglob("*.py"))
+    if "tests" not in path.relative_to(ROOT).parts
+]
+
+
+def test_every_variable_that_the_code_names_is_known_as_one() -> None:
+    """Those that are known are in the tables above; any other of this form is refused as a typo."""
+    named = {name for path in SOURCES for name in re.findall(r"[\"'](KVPLUG_[A-Z0-9_]+)", path.read_text())}
+    known = {*RESERVED, *(f"KVPLUG_{key.upper()}" for key in KEYS), "KVPLUG_API", "KVPLUG_OPTIONS__"}
+    assert not {name for name in named - known if not name.startswith(tuple(RESERVED_PREFIXES))}

@@ -1,0 +1,133 @@
+"""A plugin from the days of plugin API 1.0, as it was installed then, works in today's kvplug."""
+
+from __future__ import annotations
+
+import ast
+import json
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+KEPT = Path(__file__).with_name("kept")
+WHEEL = KEPT / "kvplug_kept-1.0.0-py3-none-any.whl"
+
+
+@pytest.fixture
+def kept(site: Any) -> Any:
+    """A place where it is installed, as pip unpacks such a wheel."""
+    with zipfile.ZipFile(WHEEL) as wheel:
+        wheel.extractall(site.folder / "site")
+    return site
+
+
+def test_the_wheel_holds_the_source_beside_it() -> None:
+    with zipfile.ZipFile(WHEEL) as wheel:
+        packed = {name: wheel.read(name) for name in wheel.namelist() if name.startswith("kvplug_kept/")}
+    source = KEPT / "kvplug-kept"
+    assert packed == {
+        str(path.relative_to(source)): path.read_bytes() for path in (source / "kvplug_kept").glob("*.py")
+    }
+
+
+def test_it_is_for_the_first_api_and_uses_every_hook_of_it() -> None:
+    module = ast.parse((KEPT / "kvplug-kept" / "kvplug_kept" / "plugin.py").read_text())
+    hooks = {node.name for node in module.body if isinstance(node, ast.FunctionDef)}
+    assert hooks == {"kvplug_transports", "kvplug_connectors", "kvplug_sinks", "kvplug_commands"}
+
+
+def test_it_loads(kept: Any) -> None:
+    assert kept.plugin("kept") == {
+        "name": "kept",
+        "distribution": "kvplug-kept",
+        "version": "1.0.0",
+        "status": "ok",
+        "reason": "",
+        "api": [1, 0],
+        "offers": ["kept", "kept-connector", "kept-sink", "kept-pipe"],
+    }
+
+
+def test_it_is_listed(kept: Any) -> None:
+    lines = json.loads(kept.kvplug("list", "--json").stdout)
+    mine = {line["name"]: (line["kind"], line["status"]) for line in lines if line["plugin"] == "kept"}
+    assert mine == {
+        "kept": ("command", "ok"),
+        "kept-connector": ("connector", "ok"),
+        "kept-pipe": ("pipe", "ok"),
+        "kept-sink": ("sink", "ok"),
+    }
+
+
+def test_its_options_are_shown_and_read(kept: Any) -> None:
+    shown = kept.kvplug("list", "--options", "kept-pipe").stdout
+    assert "greeting" in shown
+    assert "1 MiB" in shown
+    given = '{"greeting": "loud", "chunk_bytes": "64 KiB", "poll_s": "20 ms"}'
+    answer = kept.ask(
+        f"""
+        cls = registry.get(Kind.PIPE, "kept-pipe").load_options()
+        made = check_options(cls, {given})
+        try:
+            check_options(cls, {{"greeting": "shy", "chunks": 3}})
+        except ConfigError as e:
+            faults = e.faults
+        answer = [made.greeting, made.chunk_bytes, made.poll_s, len(faults)]
+        """
+    )
+    assert answer == ["loud", 64 * 1024, 0.02, 2]
+
+
+def test_its_command_runs(kept: Any) -> None:
+    assert kept.kvplug("kept", "--times", "2").stdout == "the first plugin API the first plugin API\n"
+
+
+def test_its_connector_is_called_and_its_sink_hears_of_it(kept: Any) -> None:
+    answer = kept.ask(
+        """
+        from kvplug import *
+        config = Config.from_dict({
+            "connector": "kept-connector", "role": "producer", "sinks": ["kept-sink"],
+            "options": {"kept-sink": {"path": "lines"}, "kept-connector": {"folder": "nowhere"}},
+        })
+        layout = KVLayout("KBTHD", {"T": 4, "H": 2, "D": 8})
+        cache = KVCacheConfig(groups=(CacheGroup(layer_names=("a", "b"), layout=layout),), num_blocks=8)
+        model = ModelInfo(num_layers=2, num_kv_heads=2, head_size=8, dtype="float32")
+        side = build_connector(config, "scheduler", model=model, cache=cache)
+        request = Request(request_id="r", token_ids=(1, 2, 3, 4, 5), num_prompt_tokens=5)
+        side.on_new_request(request)
+        matched = side.get_num_new_matched_tokens(request, 0)
+        side.update_state_after_alloc(request, ((0, 1),), 0)
+        step = SchedulerOutput(
+            step=1,
+            scheduled=(ScheduledRequest(request_id="r", num_computed_tokens=0, num_scheduled_tokens=5),),
+            block_ids=lambda request_id: ((0, 1),),
+        )
+        meta = side.build_connector_meta(step)
+        side.update_connector_output(WorkerOutput())
+        ended = side.request_finished(request, ((0, 1),), RequestEnd.FINISHED)
+        side.context.stats.record("load", 100, 0.1)
+        side.shutdown()
+        with open("lines") as file:
+            answer = [matched, meta, ended, side.calls, side.context.options.folder, file.read()]
+        """
+    )
+    assert answer == [
+        [0, False],
+        {"step": 1, "requests": [["r", 0, 5]]},
+        [False, None],
+        [
+            ["match", "r", 5],
+            ["alloc", "r", [[0, 1]], 0],
+            ["output", []],
+            ["finished", "r", "finished"],
+        ],
+        "nowhere",
+        "kept-connector {'load': 1}\n",
+    ]
+
+
+def test_it_keeps_the_laws_of_plugins(kept: Any) -> None:
+    done = kept.run("-c", "from kvplug.testing import check_plugin; print(check_plugin('kept'))")
+    assert done.returncode == 0, done.stderr
