@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from types import MappingProxyType
 from typing import Any, ClassVar, TypeVar
 
@@ -84,7 +84,6 @@ class Contract:
     """Whether a process that has its library loaded may fork at all."""
 
     _stack: ExitStack
-    _server: ClassVar[ForkServer | None] = None
 
     @classmethod
     def subject(cls) -> str:
@@ -105,18 +104,17 @@ class Contract:
             yield
 
     def _have_a_server(self, node: pytest.Item) -> None:
-        """For a test that starts processes, before "nothing left" looks first. It ends with the class."""
-        cls = type(self)
-        if cls._server is not None or self.other_and_forked_processes or not ForkServer.works():
+        """For a test that starts processes, before "nothing left" looks first. It ends with the test file."""
+        key = self._server_key
+        if key in _servers or self.other_and_forked_processes or not ForkServer.works():
             return
-        server = ForkServer(f"{__name__}:_prepare", self.recipe())
+        _servers[key] = ForkServer(f"{__name__}:_prepare", self.recipe())
+        (node.getparent(pytest.Module) or node).addfinalizer(lambda: _servers.pop(key).close())
 
-        def end() -> None:
-            cls._server = None
-            server.close()
-
-        cls._server = server
-        (node.getparent(pytest.Class) or node).addfinalizer(end)
+    @property
+    def _server_key(self) -> tuple[str, str]:
+        """One server does for all classes of a file that judge the same: it only imports."""
+        return self.recipe()["source"].rpartition(":")[0], self.transport
 
     def warm_up(self) -> None:
         """Before "nothing left" looks first: what a process makes once and keeps (the watcher's thread)."""
@@ -130,6 +128,16 @@ class Contract:
         """Call ``end`` when the test is over; the last one given is called first."""
         self._stack.callback(end)
 
+    @contextmanager
+    def scope(self) -> Iterator[None]:
+        """What is started and put off until later in the block ends with the block."""
+        outer = self._stack
+        try:
+            with ExitStack() as self._stack:
+                yield
+        finally:
+            self._stack = outer
+
     def start(self, target: Callable[..., Any], *args: Any, **given: Any) -> peers.Peer:
         """``target(parent, *args)`` in a real child process, which ends with the test."""
         return self._stack.enter_context(peers.start(target, *args, **given))
@@ -140,9 +148,9 @@ class Contract:
 
         For tests whose ``needs`` ends in ``_processes``.
         """
-        if self._server is None:
-            return self._stack.enter_context(peers.start(target, *args, **given))
-        return self._stack.enter_context(self._server.start(target, *args, **given))
+        server = _servers.get(self._server_key)
+        start = peers.start if server is None else server.start
+        return self._stack.enter_context(start(target, *args, **given))
 
     # -- what is judged ------------------------------------------------------------------------
 
@@ -231,6 +239,7 @@ def _module_at(path: str) -> Any:
     return module
 
 
+_servers: dict[tuple[str, str], ForkServer] = {}
 _loaded: list[Registry] = []
 
 

@@ -69,8 +69,11 @@ class SampleListener(PipeListener):
         return self._listener.contact
 
     def accept(self, timeout: Timeout = DEFAULT_TIMEOUT) -> Pipe:
-        seconds = Deadline.after(timeout, self._context.timeout_s).remaining()
-        return SamplePipe(self._listener.accept(seconds), self._context)
+        deadline = Deadline.after(timeout, self._context.timeout_s)
+        while True:
+            connection = self._listener.accept(deadline.remaining())
+            with contextlib.suppress(PeerGoneError):  # it died while it waited: that is nobody else's trouble
+                return SamplePipe(connection, self._context)
 
     def close(self) -> None:
         self._listener.close()
@@ -83,6 +86,7 @@ class SamplePipe(Pipe):
         self._timeout_s = context.timeout_s
         self._changed = threading.Condition()  # guards everything below but the half-received frame
         self._queue: deque[tuple[Transfer, list[memoryview]]] = deque()  # not yet being written
+        self._writing: Transfer | None = None
         self._unsent = 0  # bytes, of the one being written too
         self._closing = self._closed = False
         self._gone = ""  # why, once the peer is
@@ -219,7 +223,12 @@ class SamplePipe(Pipe):
 
     def _after_fork_in_child(self) -> None:
         self._closed = True
-        self._changed = threading.Condition()  # the old one may be held by a thread that is not here
+        # What threads that are not here may hold is made anew, and what they work on ends.
+        self._changed = threading.Condition()
+        self._sending, self._receiving = Turn("sending"), Turn("receiving")
+        for transfer in (self._writing, *(transfer for transfer, _ in self._queue)):
+            if transfer is not None:
+                transfer.inherit(self._error())
         self._close_descriptors()
 
     # -- bytes ---------------------------------------------------------------------------------
@@ -232,7 +241,9 @@ class SamplePipe(Pipe):
                     self._changed.wait_for(lambda: self._queue or self._closing or self._over)
                     if not self._queue:
                         return
-                    transfer, parts = self._queue.popleft()
+                    transfer, parts = self._queue[0]
+                    self._writing = transfer  # before it leaves the queue: a fork may come in between
+                    self._queue.popleft()
                 try:
                     self._put(parts)
                 except OSError as e:
@@ -244,6 +255,7 @@ class SamplePipe(Pipe):
                     self._unsent -= transfer.nbytes
                     self._changed.notify_all()
                 transfer.finish()
+                self._writing = None
         finally:
             self._release(1)
 

@@ -32,7 +32,7 @@ def content(number: int, nbytes: int) -> Any:
     start = number * 4099 % _BLOCK
     if nbytes <= _BLOCK:
         return _noise()[start : start + nbytes].clone()
-    return _noise().repeat(nbytes // _BLOCK)[start : start + nbytes]
+    return _noise().repeat(nbytes // _BLOCK + 1)[start : start + nbytes]
 
 
 def unlike(message: Any, number: int, nbytes: int) -> str:
@@ -79,6 +79,21 @@ def leave_a_child(parent: Parent, pipe: Pipe) -> None:
     parent.recv(None)
 
 
+def fork_and_echo(parent: Parent, pipe: Pipe) -> None:
+    """Leave a forked child that does nothing, say its pid, and send back what comes."""
+    import time
+    import warnings
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of Python 3.12, about threads
+        pid = os.fork()
+    if pid == 0:
+        time.sleep(120)
+        os._exit(0)
+    parent.send(pid)
+    echo(parent, pipe)
+
+
 def echo(parent: Parent, pipe: Pipe) -> int:
     """Send back what comes, until the other end has gone; returns how many that were."""
     count = 0
@@ -89,6 +104,15 @@ def echo(parent: Parent, pipe: Pipe) -> int:
             return count
         pipe.send_tensor(message)
         count += 1
+
+
+def echo_and_look(parent: Parent, pipe: Pipe) -> None:
+    """At a word, send back the next message, or say what this process holds."""
+    while True:
+        if parent.recv(None) == "echo":
+            pipe.send_tensor(pipe.recv_tensor(timeout=None)).wait()
+        else:
+            parent.send(Footprint.taken().plain())
 
 
 def send(parent: Parent, pipe: Pipe, sizes: list[int]) -> None:

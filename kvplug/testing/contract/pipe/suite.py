@@ -23,6 +23,9 @@ LIMIT = 2 * MIB
 MOST_ACCEPTED = 256 * MIB
 """A pipe that takes so much, and nobody has received anything, has no bound."""
 
+CHILD_S = 900.0
+"""The life of another process: longer than any test, which has a limit of its own."""
+
 Ends = tuple[Pipe, Pipe]
 
 
@@ -69,7 +72,7 @@ class PipeSuite(Contract):
 
     def join(self, end: PipeEndpoint, listener: PipeListener) -> Ends:
         """The same over a listener that is there, at which nobody else is connecting."""
-        connecting = Call(lambda: end.connect(listener.contact))
+        connecting = Call(lambda: end.connect(listener.contact, timeout=base.patience_s))
         accepted = Call(lambda: listener.accept(timeout=base.patience_s)).result(base.patience_s + 1)
         self.later(accepted.abort)
         connected = connecting.result()
@@ -109,13 +112,15 @@ class PipeSuite(Contract):
 
     def far_listener(self, what: Callable[..., Any], *args: Any, **options: Any) -> tuple[str, peers.Peer]:
         """The contact of a listener in another process, which runs ``what(parent, listener, *args)``."""
-        child = self.start_forked(f"{__name__}:far_listens", self.recipe(), options, _name(what), list(args))
+        child = self.start_forked(
+            f"{__name__}:far_listens", self.recipe(), options, _name(what), list(args), timeout_s=CHILD_S
+        )
         return child.recv(), child
 
     def connecting(self, contact: str, what: Callable[..., Any], *args: Any, **options: Any) -> peers.Peer:
         """Another process, which connects to ``contact`` and runs ``what(parent, pipe, *args)``."""
         return self.start_forked(
-            f"{__name__}:far_end", self.recipe(), options, contact, _name(what), list(args)
+            f"{__name__}:far_end", self.recipe(), options, contact, _name(what), list(args), timeout_s=CHILD_S
         )
 
     def accept(self, listener: PipeListener) -> Pipe:
@@ -131,7 +136,13 @@ class PipeSuite(Contract):
         listener = self.endpoint(**options).listen()
         try:
             child = start(
-                f"{__name__}:far_end", self.recipe(), options, listener.contact, _name(what), list(args)
+                f"{__name__}:far_end",
+                self.recipe(),
+                options,
+                listener.contact,
+                _name(what),
+                list(args),
+                timeout_s=CHILD_S,
             )
             pipe = listener.accept(timeout=base.patience_s)
         finally:
