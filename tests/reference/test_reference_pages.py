@@ -21,7 +21,6 @@ from kvplug.config import KEYS, RESERVED, RESERVED_PREFIXES, describe_config, de
 from kvplug.config.layers import VLLM_IGNORED, VLLM_KEYS
 from kvplug.hookspecs import OFFERED
 from kvplug.testing.faults import Rule
-from kvplug.testing.faults.options import FaultyOptions
 from kvplug.testing.faults.plan import BEFORE, CONTENT
 
 ROOT = Path(__file__).parents[2]
@@ -114,12 +113,8 @@ def error_rows() -> list[str]:
     return rows
 
 
-def faulty_rows() -> list[str]:
-    return [
-        f"| `{row.name}` | {row.type} | `{row.default}` | {row.help} |"
-        for cls in (FaultyOptions, Rule)
-        for row in describe_options(cls)
-    ]
+def rule_rows() -> list[str]:
+    return [f"| `{row.name}` | {row.type} | `{row.default}` | {row.help} |" for row in describe_options(Rule)]
 
 
 def action_rows() -> list[str]:
@@ -127,7 +122,7 @@ def action_rows() -> list[str]:
 
 
 TABLES = {
-    "faults.md": [faulty_rows, action_rows],
+    "faults.md": [rule_rows, action_rows],
     "config.md": [key_rows, vllm_rows, ignored_rows],
     "environment.md": [variable_rows, reserved_rows, prefix_rows],
     "hooks.md": [hook_rows],

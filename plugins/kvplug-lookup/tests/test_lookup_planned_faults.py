@@ -121,8 +121,7 @@ def test_a_message_that_never_comes_is_a_load_error_at_the_deadline() -> None:
         prefill.prefill(request_of("stored", PROMPT))
         begun = time.monotonic()
         loaded, failed, _, reasons = loads(prefill, decode)
-        assert (loaded, failed) == (96, 6)
-        assert set(reasons) <= {"timeout", "peer_gone"} and sum(reasons.values()) == 1
+        assert (loaded, failed, reasons) == (96, 6, {"timeout": 1})
         assert time.monotonic() - begun < 3 * TIMEOUT_S
 
 
@@ -138,12 +137,11 @@ def test_a_slow_peer_only_takes_its_time() -> None:
 
 
 @pytest.mark.parametrize("do", ["drop", "duplicate", "swap"])
-def test_whatever_becomes_of_a_layer_nothing_wrong_is_used(do: str) -> None:
+def test_a_layer_that_is_lost_or_in_anothers_place_is_found_out(do: str) -> None:
     with pair(config("producer", {"do": do, "message": 3, **KV}), config("consumer")) as (prefill, decode):
         prefill.prefill(request_of("stored", PROMPT))
-        loaded, failed, right, _ = loads(prefill, decode)
-        assert loaded == 96
-        assert failed == 6 or right
+        loaded, failed, _, reasons = loads(prefill, decode)
+        assert (loaded, failed, reasons) == (96, 6, {"corrupt": 1})
 
 
 def test_ends_with_different_transports_beneath_refuse_each_other_by_name() -> None:
