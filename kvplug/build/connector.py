@@ -24,7 +24,7 @@ from kvplug.metrics.sinks import Reporter, Sink
 from kvplug.metrics.stats import TransferStats
 from kvplug.model import ModelInfo
 from kvplug.pipe import Pipe, PipeEndpoint
-from kvplug.registry import CHOSEN, Registry, name_faults
+from kvplug.registry import CHOSEN, Registry, name_faults, own_part
 from kvplug.select import AUTO, Offer
 from kvplug.spec import Kind, TransportSpec
 from kvplug.trust.addresses import is_loopback
@@ -90,7 +90,7 @@ class Parts:
         Raises:
             ConfigError: with every fault of these options.
         """
-        given = self.config.options.get(spec.name, {})
+        given = own_part(self.registry, spec, self.config.options.get(spec.name, {}))
         cls = spec.load_options()
         if cls is None:
             if given:

@@ -14,7 +14,7 @@ import click
 from kvplug.cli.table import show_table
 from kvplug.config import KEYS, UNIT, Config, Draft, check_options, format_value, option_fields
 from kvplug.errors import ConfigError, InsecureAddressError, PluginError
-from kvplug.registry import CHOSEN, Registry, name_faults
+from kvplug.registry import CHOSEN, Registry, name_faults, own_part
 from kvplug.spec import CommandSpec, Spec
 
 
@@ -100,7 +100,7 @@ def _settings(effective: Config, registry: Registry) -> Iterator[Setting]:
         yield Setting(key, getattr(effective, key), unit, effective.source_of(key))
     shown: set[str] = set()
     for spec in _chosen(effective, registry):
-        for setting in _options(effective, spec):
+        for setting in _options(effective, registry, spec):
             shown.add(setting.key)
             yield setting
     for name, table in effective.options.items():
@@ -122,9 +122,9 @@ def _chosen(effective: Config, registry: Registry) -> Iterator[Spec]:
             click.echo(f"note: {key}: {e}", err=True)
 
 
-def _options(effective: Config, spec: Spec) -> Iterator[Setting]:
+def _options(effective: Config, registry: Registry, spec: Spec) -> Iterator[Setting]:
     """The options of one chosen thing, defaults included; as given where they have faults."""
-    given = effective.options.get(spec.name, {})
+    given = own_part(registry, spec, effective.options.get(spec.name, {}))
     try:
         cls = None if isinstance(spec, CommandSpec) else spec.load_options()
         filled = None if cls is None else check_options(cls, given, where=f"options.{spec.name}")

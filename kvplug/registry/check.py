@@ -8,6 +8,7 @@ from typing import Any
 from kvplug import checksum
 from kvplug.config import check_options
 from kvplug.config.faults import did_you_mean, listed, shown
+from kvplug.config.options import option_fields
 from kvplug.errors import ConfigError, PluginError
 from kvplug.registry.registry import Registry
 from kvplug.spec import CommandSpec, ConnectorSpec, Kind, SinkSpec, TransportSpec
@@ -66,7 +67,30 @@ def option_faults(registry: Registry, name: str, given: Mapping[str, Any]) -> li
     if not specs:
         known = {spec.name for _, spec in registry if not isinstance(spec, CommandSpec)}
         return [f"options.{name}: nothing of that name is installed{did_you_mean(name, known)}"]
-    return [fault for spec in specs for fault in _spec_faults(spec, given)]
+    return [fault for spec in specs for fault in _spec_faults(spec, own_part(registry, spec, given))]
+
+
+def own_part(registry: Registry, spec: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+    """What of ``[options.<name>]`` is for ``spec``: without keys that only others of that name know.
+
+    A pipe and a connector may be called the same; each has its own options, in one table.
+    """
+    others = [
+        other
+        for _, other in registry
+        if other.name == spec.name and other != spec and not isinstance(other, CommandSpec)
+    ]
+    ours = _keys(spec) if others else set()
+    theirs = {key for other in others for key in _keys(other)} - ours
+    return {key: value for key, value in given.items() if key not in theirs}
+
+
+def _keys(spec: TransportSpec | ConnectorSpec | SinkSpec) -> set[str]:
+    try:
+        cls = spec.load_options()
+    except PluginError:
+        return set()  # a fault of its own, which is told there
+    return set() if cls is None else set(option_fields(cls))
 
 
 def _spec_faults(spec: TransportSpec | ConnectorSpec | SinkSpec, given: Mapping[str, Any]) -> tuple[str, ...]:

@@ -22,7 +22,7 @@ from kvplug import (
     UnknownTransportError,
     hookimpl,
 )
-from kvplug.registry import PluginInfo, PluginStatus, name_faults
+from kvplug.registry import PluginInfo, PluginStatus, name_faults, own_part
 
 
 def transport(name: str, kind: str = "pipe", **more: Any) -> TransportSpec:
@@ -201,11 +201,18 @@ class Choices:
     lanes: int = 2
 
 
+@attrs.frozen(kw_only=True)
+class Other:
+    """Options of something else of that name."""
+
+    depth: int = 2
+
+
 @pytest.fixture
 def with_options(monkeypatch: pytest.MonkeyPatch) -> Registry:
     import sys
 
-    monkeypatch.setitem(sys.modules, "light_choices", SimpleNamespace(Choices=Choices))  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "light_choices", SimpleNamespace(Choices=Choices, Other=Other))  # type: ignore[arg-type]
     return filled(
         one=[transport("cpu", options="light_choices:Choices"), transport("plain")],
         two=[ConnectorSpec(name="lookup", factory="a:b", worker_factory="a:c")],
@@ -231,6 +238,17 @@ def test_every_fault_of_names_and_options_is_told_at_once(with_options: Registry
         "options.cqu: nothing of that name is installed; did you mean 'cpu'?",
     ):
         assert part in text
+
+
+def test_things_of_one_name_each_take_their_own_from_its_table(with_options: Registry) -> None:
+    connector = ConnectorSpec(name="cpu", factory="a:b", worker_factory="a:c")
+    with_options.register(
+        offering(connector, transport("cpu", "queue", options="light_choices:Other")), name="x"
+    )
+    assert name_faults(with_options, {}, {"cpu": {"lanes": 4, "depth": 1}}) == ()
+    faults = name_faults(with_options, {}, {"cpu": {"lanes": 4, "dept": 1}})
+    assert len(faults) == 3 and all("dept" in fault or "takes no options" in fault for fault in faults)
+    assert own_part(with_options, connector, {"lanes": 4, "odd": 1}) == {"odd": 1}
 
 
 def test_options_that_cannot_be_loaded_are_a_fault() -> None:
