@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvplug.capabilities import Capabilities, Cost
 from kvplug.hookspecs import hookimpl
-from kvplug.spec import Kind, SinkSpec, TransportSpec
+from kvplug.spec import ConnectorSpec, Kind, SinkSpec, TransportSpec
 
 KVPLUG_API = (1, 0)
 
@@ -48,6 +48,19 @@ def kvplug_transports() -> list[TransportSpec]:
             # It moves nothing itself: it has the reach of the pipes it is given.
             capabilities=Capabilities(cross_host=True, cost=Cost(latency_us=100.0, gb_per_s=2.0)),
             auto=False,
+        ),
+    ]
+
+
+@hookimpl
+def kvplug_connectors() -> list[ConnectorSpec]:
+    return [
+        ConnectorSpec(
+            name="memory",
+            factory="kvplug.testing.memory.connector:MemoryScheduler",
+            worker_factory="kvplug.testing.memory.connector:MemoryWorker",
+            options="kvplug.testing.memory.options:MemoryConnectorOptions",
+            summary="For tests: engines of one process load what others of it have computed",
         ),
     ]
 

@@ -30,6 +30,22 @@ class MemoryPipeOptions:
     )
 
 
+@attrs.frozen(kw_only=True)
+class MemoryConnectorOptions:
+    """Options of the connector "memory"."""
+
+    async_load: bool = option(
+        default=False,
+        help="Load in the background: a later step does it, and other requests go on meanwhile.",
+    )
+    lease_s: float = option(
+        default=60.0,
+        unit="seconds",
+        above=0,
+        help="How long what a finished request refers to is lent: it is not evicted, and its ticket is good.",
+    )
+
+
 def describe() -> Probe:
     """It reaches what is in this process, and a forked child is another one."""
     return Probe(domain=f"{_THIS_PROCESS} {os.getpid()}")

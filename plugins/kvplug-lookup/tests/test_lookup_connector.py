@@ -211,7 +211,7 @@ def test_corrupted_kv_is_refused_and_its_blocks_are_named_in_the_step() -> None:
         blocks, loaded, report = decode.load(prompt)
         assert loaded == 96
         assert report.invalid_block_ids == frozenset(blocks[:6])
-        assert decode.worker.get_stats()["failures"]["load"] == {"corrupt": 1}
+        assert decode.figures()["failures"]["load"] == {"corrupt": 1}
         # the engine computes them again, and is not told a second time that they could be loaded
         assert decode.matched(prompt) == (0, False)
 
@@ -241,7 +241,7 @@ def test_an_entry_that_went_between_promise_and_load_is_a_load_error() -> None:
         decode.scheduler.update_state_after_alloc(prompt, (blocks,), found)
         report = decode.step([(prompt, blocks, found, 4)])
         assert report.invalid_block_ids == frozenset(blocks[:6])
-        assert decode.worker.get_stats()["failures"]["load"] == {"gone": 1}
+        assert decode.figures()["failures"]["load"] == {"gone": 1}
 
 
 def test_a_producer_that_died_between_promise_and_load_is_a_load_error() -> None:
@@ -327,13 +327,13 @@ def test_stats_add_up() -> None:
         prompt = request_of("a", tokens(100))
         prefill.prefill(prompt)
         decode.load(prompt)
-        saved, loaded = prefill.worker.get_stats(), decode.worker.get_stats()
+        saved, loaded = prefill.figures(), decode.figures()
         assert saved is not None and loaded is not None
         assert saved["ops"]["save"]["count"] == 1
         assert saved["ops"]["save"]["bytes"] == 2 * 3 * 100 * 2 * 8 * 4
         assert loaded["ops"]["load"]["count"] == 1
         assert loaded["ops"]["load"]["bytes"] == 2 * 3 * 96 * 2 * 8 * 4
-        assert decode.worker.get_stats() is None
+        assert decode.figures() is None
 
 
 def test_shutdown_in_the_middle_of_everything_ends_in_time() -> None:

@@ -638,7 +638,7 @@ def test_what_is_gathered_and_not_yet_stored_is_bounded_in_bytes() -> None:
             prefill.scheduler.on_new_request(prompt)
             prefill.scheduler.update_state_after_alloc(prompt, (table,), 0)
         prefill.step([(prompt, table, 0, 50) for prompt, table in zip(requests, blocks, strict=True)])
-        assert prefill.worker.get_stats()["failures"]["save"] == {"no_room": 2}
+        assert prefill.figures()["failures"]["save"] == {"no_room": 2}
         prefill.step([(prompt, table, 50, 50) for prompt, table in zip(requests, blocks, strict=True)])
         prefill.worker._saver.settle()
         assert len(prefill.worker._store) == 3
@@ -650,7 +650,7 @@ def test_a_prompt_larger_than_the_store_is_not_even_gathered() -> None:
     with EngineDouble(config("producer", **small), listen="unix:") as prefill:
         prefill.prefill(request_of("a", tokens(100)), chunk=50)
         assert prefill.worker._saver.bytes_unsaved == 0
-        assert prefill.worker.get_stats()["failures"]["save"] == {"too_large": 1}
+        assert prefill.figures()["failures"]["save"] == {"too_large": 1}
 
 
 # -- the end -------------------------------------------------------------------------------------

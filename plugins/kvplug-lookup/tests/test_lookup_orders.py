@@ -129,7 +129,13 @@ class Noting:
 
 BEGINS = ["bind_connector_metadata"]
 LAYER = ["wait_for_layer_load", "save_kv_layer"]
-REPORTS = ["get_finished", "get_block_ids_with_load_errors", "build_worker_metadata"]
+REPORTS = [
+    "get_finished",
+    "get_block_ids_with_load_errors",
+    "get_stats",
+    "take_events",
+    "build_worker_metadata",
+]
 
 
 @pytest.mark.parametrize(

@@ -90,7 +90,7 @@ def test_a_producer_killed_while_it_sends_is_a_load_error_at_once(number: int) -
             report = decode.step([scheduled])
             assert report.invalid_block_ids == frozenset(scheduled[1][:6])
             assert time.monotonic() - begun < TIMEOUT_S
-            assert decode.worker.get_stats()["failures"]["load"] == {"peer_gone": 1}
+            assert decode.figures()["failures"]["load"] == {"peer_gone": 1}
             # the engine computes the prompt itself, and nothing more is promised
             prompt, blocks, *_ = scheduled
             decode.step([(prompt, blocks, 0, 100)])
@@ -107,7 +107,7 @@ def test_a_producer_that_is_stopped_while_it_sends_is_a_load_error_at_the_deadli
             report = decode.step([scheduled])
             assert report.invalid_block_ids == frozenset(scheduled[1][:6])
             assert time.monotonic() - begun < 2 * TIMEOUT_S
-            assert decode.worker.get_stats()["failures"]["load"] == {"timeout": 1}
+            assert decode.figures()["failures"]["load"] == {"timeout": 1}
             # the next request does not pay for it again
             assert decode.matched(request_of("next", PROMPT)) == (0, False)
             # what arrives late, once it goes on, touches no block any more

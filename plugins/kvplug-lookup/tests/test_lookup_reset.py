@@ -73,7 +73,7 @@ def num_stored(engine: EngineDouble) -> int:
 
 def saves(engine: EngineDouble) -> tuple[int, dict[str, int]]:
     """How many prompts were stored since the last call, and how many were not, by reason."""
-    stats = engine.worker.get_stats() or {"ops": {}, "failures": {}}
+    stats = engine.figures() or {"ops": {}, "failures": {}}
     return stats["ops"].get("save", {"count": 0})["count"], stats["failures"].get("save", {})
 
 

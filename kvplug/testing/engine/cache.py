@@ -1,0 +1,179 @@
+"""The paged KV cache of :class:`EngineDouble`, in which right and wrong can be told apart.
+
+What the KV of a token "is" depends on (token, position, layer, weights) alone, see :func:`kv_of`. What is
+computed upon wrong KV is wrong, as with a model. How the cache lies in memory is worked out here a second
+time, apart from :mod:`kvplug.layout`, so that neither can vouch for the other. Looking is done with numpy:
+torch would start threads for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import attrs
+
+from kvplug.layout import KVLayout
+from kvplug.model import ModelInfo
+
+if TYPE_CHECKING:
+    import numpy
+    from torch import Tensor
+
+    Array = numpy.ndarray[Any, Any]
+
+NUM_LAYERS, NUM_HEADS, HEAD_SIZE = 3, 2, 8
+MODEL = ModelInfo(
+    name="double", num_layers=NUM_LAYERS, num_kv_heads=NUM_HEADS, head_size=HEAD_SIZE, dtype="float32"
+)
+
+AXES = ("KBTHD", "KBHTD", "BKTHD", "BTKHD", "KTBHD", "BHTKD", "BTHKD", "BTD")
+"""Some of the orders that engines use; the last is latent attention."""
+
+FREED = -7777.0
+"""What the double puts into blocks that nobody has."""
+
+
+def layout_of(axes: str, block_size: int, num_blocks: int, block_format: str = "") -> KVLayout:
+    sizes = {"B": num_blocks, "T": block_size, "D": HEAD_SIZE}
+    if "H" in axes:
+        sizes |= {"K": 2, "H": NUM_HEADS}
+    return KVLayout(axes, sizes, block_format=block_format)
+
+
+def model_of(axes: str, num_layers: int = NUM_LAYERS) -> ModelInfo:
+    """The model whose cache has these axes."""
+    if "H" in axes:
+        return attrs.evolve(MODEL, num_layers=num_layers)
+    return attrs.evolve(MODEL, num_layers=num_layers, attention="mla", num_kv_heads=1)
+
+
+def kv_of(token_ids: Sequence[int], start: int, layer: int, num_heads: int = NUM_HEADS) -> Array:
+    """The keys of tokens at positions from ``start`` on: [tokens, heads, head size]. Values are ``-key``.
+
+    Whole numbers below 2**24, which float32 holds exactly: other tokens, positions, layers, heads and
+    elements have others.
+    """
+    import numpy as np
+
+    tokens = np.array(token_ids, dtype=np.int64)
+    base = tokens * 1_000_003 + np.arange(start, start + len(tokens)) * 7_919 + layer * 271
+    element = np.arange(num_heads * HEAD_SIZE).reshape(num_heads, HEAD_SIZE)
+    found: Array = ((base[:, None, None] + 17 * element) % 16_777_213 + 1).astype(np.float32)
+    return found
+
+
+class PagedCache:
+    """The tensors of every layer, and what must be in them."""
+
+    def __init__(
+        self,
+        *,
+        axes: str = "KBTHD",
+        block_size: int = 16,
+        num_blocks: int = 64,
+        block_format: str = "",
+        num_layers: int = NUM_LAYERS,
+        seed: int = 0,
+    ) -> None:
+        """``block_format``: its kernel keeps each head's block transposed (axes KBHTD only)."""
+        if block_format and axes != "KBHTD":
+            raise ValueError(f"the kernel with its own block format wants KBHTD, not {axes}")
+        import torch
+
+        self.block_size = block_size
+        self.num_blocks = num_blocks
+        self.layout = layout_of(axes, block_size, num_blocks, block_format)
+        self.num_heads = self.layout.num_kv_heads
+        self.layer_names = tuple(f"layers.{index}" for index in range(num_layers))
+        self.random = torch.Generator().manual_seed(seed)
+        self.tensors = {
+            name: torch.randn(self.layout.shape, generator=self.random) for name in self.layer_names
+        }
+        self.weights = 0.0
+        """What the KV depends on besides its tokens."""
+
+    def by_token(self, layer: int) -> Array:
+        """A view of one layer: [blocks, tokens in a block, 2 (1 for latent attention), heads, head size]."""
+        tensor = self.tensors[self.layer_names[layer]]
+        axes = self.layout.axes
+        if self.layout.block_format:
+            heads = tensor.view(2, self.num_blocks, NUM_HEADS, HEAD_SIZE, self.block_size)
+            return _array(heads.permute(1, 4, 0, 2, 3))
+        if self.layout.is_packed:
+            tensor = tensor.unflatten(axes.index("KD"), (2, HEAD_SIZE))
+        if "H" not in axes:
+            return _array(tensor.permute([axes.index(letter) for letter in "BTD"])[:, :, None, None, :])
+        return _array(tensor.permute([axes.index(letter) for letter in "BTKHD"]))
+
+    def _expected(self, token_ids: Sequence[int], start: int, end: int, layer: int) -> Array:
+        import numpy as np
+
+        key = kv_of(token_ids[start:end], start, layer, self.num_heads)
+        if self.weights:
+            key *= np.float32(1 + self.weights)
+        return np.stack((key, -key), axis=1) if self.layout.has_values else key[:, None]
+
+    def _at(self, block_ids: Sequence[int], start: int, end: int) -> tuple[Array, Array]:
+        """Of each token its block, and its place in it."""
+        import numpy as np
+
+        positions = np.arange(start, end)
+        return np.array(block_ids)[positions // self.block_size], positions % self.block_size
+
+    def compute(
+        self, layer: int, token_ids: Sequence[int], block_ids: Sequence[int], start: int, end: int
+    ) -> None:
+        """Put one layer's KV of these tokens into their blocks; wrong KV if what is before them is wrong."""
+        if start < end:
+            kv = self._expected(token_ids, start, end, layer)
+            spoilt = 0.0 if self._is_right_in(layer, token_ids, block_ids, 0, start) else 0.5
+            self.by_token(layer)[self._at(block_ids, start, end)] = kv + spoilt
+
+    def _is_right_in(
+        self, layer: int, token_ids: Sequence[int], block_ids: Sequence[int], start: int, end: int
+    ) -> bool:
+        if start >= end:
+            return True
+        found = self.by_token(layer)[self._at(block_ids, start, end)]
+        return bool((found == self._expected(token_ids, start, end, layer)).all())
+
+    def is_right(
+        self, token_ids: Sequence[int], block_ids: Sequence[int], end: int, *, start: int = 0
+    ) -> bool:
+        """Whether every layer has the KV of tokens ``start`` to ``end`` in these blocks."""
+        layers = range(len(self.layer_names))
+        return all(self._is_right_in(layer, token_ids, block_ids, start, end) for layer in layers)
+
+    def wrong_blocks(
+        self, token_ids: Sequence[int], block_ids: Sequence[int], start: int, end: int
+    ) -> frozenset[int]:
+        """Those of the blocks that do not have the KV of those of the tokens that lie in them."""
+        if self.is_right(token_ids, block_ids, end, start=start):
+            return frozenset()
+        wrong = set()
+        for index in range(start // self.block_size, -(-end // self.block_size)):
+            first, last = max(start, index * self.block_size), min(end, (index + 1) * self.block_size)
+            if not self.is_right(token_ids, block_ids, last, start=first):
+                wrong.add(block_ids[index])
+        return frozenset(wrong)
+
+    def free(self, block_ids: Iterable[int]) -> None:
+        """Fill blocks that nobody has any more with :data:`FREED`."""
+        blocks = list(block_ids)
+        for layer in range(len(self.layer_names) if blocks else 0):
+            self.by_token(layer)[blocks] = FREED
+
+    def written(self, block_ids: Iterable[int]) -> frozenset[int]:
+        """Those of the freed blocks that somebody has written into since."""
+        blocks = list(block_ids)
+        touched: set[int] = set()
+        for layer in range(len(self.layer_names) if blocks else 0):
+            as_freed = (self.by_token(layer)[blocks] == FREED).all(axis=(1, 2, 3, 4)).tolist()
+            touched |= {block for block, same in zip(blocks, as_freed, strict=True) if not same}
+        return frozenset(touched)
+
+
+def _array(tensor: Tensor) -> Array:
+    array: Array = tensor.numpy()
+    return array

@@ -1,0 +1,40 @@
+"""What passes between a connector's two sides, through bytes: in an engine they are two processes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from kvplug.wire.scan import Limits
+from kvplug.wire.values import decode, encode
+
+_LIMITS = Limits(max_bytes=64 << 20, max_items=1 << 24)
+
+
+def crossed(value: Any, what: str) -> Any:
+    """The value as the other side gets it.
+
+    Raises:
+        AssertionError: it is not made of :data:`kvplug.connector.values.Plain` alone; says where not.
+    """
+    _check(value, what)
+    return decode(encode(value, limits=_LIMITS), limits=_LIMITS)
+
+
+def _check(value: Any, where: str) -> None:
+    kind = type(value)
+    if kind in (list, tuple):
+        for index, each in enumerate(value):
+            if type(each) is not int:
+                _check(each, f"{where}[{index}]")
+    elif kind is dict or isinstance(value, Mapping):
+        if kind is not dict:
+            raise AssertionError(f"{where} is a {kind.__name__}, and plain dicts cross between the sides")
+        for key, each in value.items():
+            _check(key, f"a key of {where}")
+            _check(each, f"{where}[{key!r}]")
+    elif value is not None and kind not in (bool, int, float, str, bytes):
+        raise AssertionError(
+            f"{where} is a {kind.__module__}.{kind.__qualname__}: nothing but None, bool, int, float, str,"
+            " bytes and lists, tuples and dicts of them crosses between the two sides of a connector"
+        )

@@ -1,0 +1,81 @@
+"""References to what the connector "memory" has lent, as they travel through a client's request.
+
+A reference says whose entry it is (engine, its epoch, where it is found), which (lease, request, generation,
+tokens) and until when. The ticket is an HMAC over all of that. The key never leaves this process, and neither
+do the entries: a connector between processes derives its key from the secret that both ends share.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import time
+from typing import Any, Final
+
+import attrs
+
+from kvplug.metrics.reasons import Reason
+from kvplug.wire.values import encode
+
+_KEY: Final = os.urandom(32)
+
+
+class StaleError(Exception):
+    """The reference is good for nothing; ``reason`` is what that is counted as."""
+
+    def __init__(self, reason: Reason, text: str) -> None:
+        super().__init__(text)
+        self.reason = reason
+
+
+def _is(kind: type) -> Any:
+    def check(_: Any, attribute: Any, value: Any) -> None:
+        if type(value) is not kind or (type(value) is int and not 0 <= value < 1 << 63):
+            raise StaleError(Reason.REFUSED, f"{attribute.name} is {value!r:.60}")
+
+    return attrs.field(validator=check)
+
+
+@attrs.frozen(kw_only=True)
+class Reference:
+    """What a ticket is for."""
+
+    engine_id: str = _is(str)
+    epoch: str = _is(str)
+    """Of the engine's start."""
+    contact: str = _is(str)
+    request_id: str = _is(str)
+    generation: int = _is(int)
+    lease: int = _is(int)
+    num_tokens: int = _is(int)
+    expires_at_ms: int = _is(int)
+    """Milliseconds since 1970, UTC."""
+
+    def to_params(self) -> dict[str, Any]:
+        """As JSON carries it, with its ticket."""
+        return {**attrs.asdict(self), "ticket": self._ticket()}
+
+    def _ticket(self) -> str:
+        return hmac.new(_KEY, encode(attrs.astuple(self)), hashlib.sha256).hexdigest()
+
+    @classmethod
+    def from_params(cls, given: Any) -> Reference:
+        """The reference, if its ticket is one of ours and its time is not over.
+
+        Raises:
+            StaleError: it is not.
+        """
+        names = {*attrs.fields_dict(cls), "ticket"}
+        if not isinstance(given, dict) or set(given) != names or type(given["ticket"]) is not str:
+            raise StaleError(Reason.REFUSED, "that is no reference")
+        found = cls(**{name: given[name] for name in names - {"ticket"}})
+        try:
+            is_ours = hmac.compare_digest(found._ticket().encode(), given["ticket"].encode())
+        except UnicodeEncodeError:
+            is_ours = False
+        if not is_ours:
+            raise StaleError(Reason.REFUSED, "its ticket was not made here, or for another reference")
+        if found.expires_at_ms <= time.time() * 1000:
+            raise StaleError(Reason.EXPIRED, "its time is over")
+        return found
