@@ -108,7 +108,7 @@ class SamplePipe(Pipe):
 
     @property
     def closed(self) -> bool:
-        return self._closed
+        return self._closed or self._closing
 
     @property
     def peer(self) -> str:
@@ -158,8 +158,9 @@ class SamplePipe(Pipe):
             self._changed.notify_all()
             self._changed.wait_for(lambda: not self._unsent or self._over, deadline.remaining())
         self.abort()
-        if self._writer is not None and self._writer.is_alive():
-            self._writer.join()
+        writer = self._writer
+        if writer is not None and writer is not threading.current_thread():  # a callback may close as well
+            writer.join()
 
     def abort(self) -> None:
         if not self._closed:

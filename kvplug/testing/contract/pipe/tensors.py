@@ -1,64 +1,83 @@
-"""What arrives (law PIPE-1): every dtype, every shape, any strides, ``None``."""
+"""What arrives (law PIPE-1): every dtype, every shape, any strides, any size, ``None``."""
 
 from __future__ import annotations
 
-from typing import Any
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
 
 import pytest
 
+from kvplug.errors import UnsupportedError
 from kvplug.testing.contract import base
-from kvplug.testing.contract.base import law
-from kvplug.testing.contract.pipe.suite import PipeSuite
-from kvplug.wire.tensors import DTYPES, TensorMeta, copy_into, empty_like_meta, memory_of, meta_of
+from kvplug.testing.contract.base import Call, law, raises
+from kvplug.testing.contract.pipe.content import difference, dtypes, tensor_of
+from kvplug.testing.contract.pipe.suite import MIB, PipeSuite, received, sent
+from kvplug.wire.tensors import DTYPES, MAX_DIMS
 
-SHAPES = [(), (0,), (3, 0, 2), (1,), (7,), (3, 5), (2, 3, 4)]
+SHAPES: Final = [(), (0,), (3, 0, 2), (1,), (7,), (3, 5), (2, 3, 4)]
+SIZES: Final = [1, 15, 4095, 4096, 4097, 65_535, 65_536, 65_537, MIB - 1, MIB, MIB + 1, 3 * MIB + 5]
+"""Bytes, around the sizes that buffers and pages have."""
+SPARSE_BYTES: Final = (4 << 30) + 12_345
 
 
-def tensor_of(dtype: str, shape: tuple[int, ...], seed: int = 1) -> Any:
-    """Of random bits, so that every pattern of a dtype comes: NaNs with a payload, subnormals, ...
-
-    ``bool`` holds 0 and 1 only: other bits are no booleans.
-    """
+def _strided() -> dict[str, Callable[[], Any]]:
+    """Tensors whose elements do not lie one after the other, or not as they read."""
     import torch
 
-    meta = TensorMeta(dtype=dtype, shape=shape)
-    bits = torch.randint(
-        0, 256, (meta.nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed)
-    )
-    if dtype == "bool":
-        bits %= 2
-    tensor = empty_like_meta(meta)
-    copy_into(tensor, memory_of(bits))
-    return tensor
+    def matrix() -> Any:
+        return tensor_of("float32", (40, 30))
+
+    def numbers() -> Any:
+        return torch.view_as_complex(torch.randn(4, 9, 2))
+
+    return {
+        "transposed": lambda: matrix().t(),
+        "strided": lambda: matrix()[::2, 1::3],
+        "sliced at an offset": lambda: matrix()[3:7],
+        "a column": lambda: matrix()[:, 4],
+        "expanded": lambda: matrix()[0].expand(50, 30),
+        "expanded from one element": lambda: matrix()[5, 5].expand(6, 4, 2),
+        "permuted": lambda: tensor_of("bfloat16", (2, 3, 4, 5)).permute(3, 1, 0, 2),
+        "with channels last": lambda: tensor_of("float16", (2, 3, 4, 5)).to(
+            memory_format=torch.channels_last
+        ),
+        "conjugated": lambda: numbers().conj(),
+        "conjugated and transposed": lambda: numbers().conj().t(),
+        "negated": lambda: numbers().conj().imag,
+        "the imaginary part": lambda: numbers().imag,
+        "of float8, transposed": lambda: tensor_of("float8_e4m3fn", (6, 7)).t(),
+        "a parameter": lambda: torch.nn.Parameter(matrix()),
+    }
 
 
-def difference(sent: Any, received: Any) -> str:
-    """What is not as it was, in words; empty if all is."""
-    if sent is None or received is None:
-        return "" if sent is received else f"{_said(sent)} was sent, and {_said(received)} received"
-    if meta_of(sent) != meta_of(received):
-        return f"{meta_of(sent)} was sent, and {meta_of(received)} received"
-    ours, theirs = bytes(memory_of(sent)), bytes(memory_of(received))
-    if ours == theirs:
-        return ""
-    at = next(index for index, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b)
-    changed = f"{theirs[at]:#04x} for {ours[at]:#04x}"
-    return f"{meta_of(sent)} arrived with another byte {at} of {len(ours)}: {changed}"
-
-
-def _said(message: Any) -> str:
-    return "None" if message is None else str(meta_of(message))
-
-
-def dtypes() -> list[str]:
-    """Those of the wire format that the torch installed here has."""
-    import torch
-
-    return [name for name in DTYPES if isinstance(getattr(torch, name, None), torch.dtype)]
+STRIDED: Final = (
+    "transposed",
+    "strided",
+    "sliced at an offset",
+    "a column",
+    "expanded",
+    "expanded from one element",
+    "permuted",
+    "with channels last",
+    "conjugated",
+    "conjugated and transposed",
+    "negated",
+    "the imaginary part",
+    "of float8, transposed",
+    "a parameter",
+)
 
 
 class Tensors(PipeSuite):
     """One message at a time."""
+
+    @property
+    def max_dims(self) -> int:
+        """What the transport claims, or what the wire format carries."""
+        claimed = None if self.spec is None else self.spec.capabilities.max_dims
+        return MAX_DIMS if claimed is None else min(MAX_DIMS, claimed)
 
     @law("PIPE-1")
     @pytest.mark.parametrize("dtype", list(DTYPES))
@@ -67,6 +86,137 @@ class Tensors(PipeSuite):
             pytest.skip(f"torch has no {dtype} here")
         one, other = self.pair()
         for shape in SHAPES:
-            sent = tensor_of(dtype, shape)
-            one.send_tensor(sent).wait(base.patience_s)
-            assert not difference(sent, other.recv_tensor())
+            message = tensor_of(dtype, shape)
+            transfer = sent(one, message)
+            assert not difference(message, received(other))
+            transfer.wait(base.patience_s)
+
+    @law("PIPE-1")
+    @pytest.mark.parametrize("kind", STRIDED)
+    def test_a_tensor_arrives_as_it_reads_however_it_lies_in_memory(self, kind: str) -> None:
+        one, other = self.pair()
+        message = _strided()[kind]()
+        transfer = sent(one, message)
+        assert not difference(message.detach(), received(other))
+        transfer.wait(base.patience_s)
+
+    @law("PIPE-1")
+    def test_none_is_a_message_among_others(self) -> None:
+        one, other = self.pair()
+        messages = [None, tensor_of("int32", (3,)), None, None, tensor_of("int32", (0,)), None]
+        for message in messages:
+            sent(one, message)
+        for message in messages:
+            assert not difference(message, received(other))
+
+    @law("PIPE-1")
+    def test_messages_of_any_size_arrive_whole_both_ways(self) -> None:
+        pair = self.pair()
+        for sender, receiver in (pair, pair[::-1]):
+            for size in SIZES:
+                message = tensor_of("uint8", (size,), seed=size)
+                sending = Call(lambda sender=sender, message=message: sender.send_tensor(message))  # type: ignore[misc]
+                assert not difference(message, received(receiver))
+                sending.result().wait(base.patience_s)
+
+    @law("PIPE-1")
+    def test_a_message_larger_than_any_internal_buffer_arrives_whole(self) -> None:
+        one, other = self.pair()
+        message = tensor_of("uint8", (32 * MIB + 3,))
+        sending = Call(lambda: one.send_tensor(message))
+        assert not difference(message, received(other))
+        sending.result().wait(base.patience_s)
+
+    @law("PIPE-1")
+    def test_what_was_received_stays_as_it_is_when_more_arrives(self) -> None:
+        one, other = self.pair()
+        messages = [tensor_of("int64", (100,), seed=number) for number in range(8)]
+        kept = []
+        for message in messages:
+            sent(one, message)
+            kept.append(received(other))
+        for number, (message, got) in enumerate(zip(messages, kept, strict=True)):
+            changed = difference(message, got)
+            assert not changed, f"message {number}, looked at after 8 were received: {changed}"
+        kept[0].zero_()
+        assert not difference(messages[1], kept[1]), "two received tensors share memory"
+        assert not difference(tensor_of("int64", (100,), seed=0), messages[0]), "it is the sender's memory"
+
+    @law("PIPE-1")
+    def test_tensors_of_as_many_dimensions_as_are_claimed_arrive(self) -> None:
+        one, other = self.pair()
+        for ndim in sorted({4, 5, 8, 9, 16, self.max_dims}):
+            if ndim <= self.max_dims:
+                message = tensor_of("int16", (*[1] * (ndim - 2), 3, 2))
+                sent(one, message)
+                assert not difference(message, received(other))
+
+    @law("PIPE-1", "PIPE-2")
+    def test_a_tensor_of_too_many_dimensions_is_refused_and_nothing_is_queued(self) -> None:
+        import torch
+
+        self._is_refused(torch.zeros([1] * (self.max_dims + 1)))
+
+    @law("PIPE-1", "PIPE-2")
+    @pytest.mark.parametrize("kind", ["sparse", "on no device", "quantized", "nested", "no tensor"])
+    @pytest.mark.filterwarnings("ignore")  # torch deprecates some of them
+    def test_what_is_not_carried_is_refused_and_nothing_is_queued(self, kind: str) -> None:
+        import torch
+
+        make: dict[str, Callable[[], Any]] = {
+            "sparse": lambda: torch.eye(3).to_sparse(),
+            "on no device": lambda: torch.empty(3, device="meta"),
+            "quantized": lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.quint8),
+            "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+            "no tensor": lambda: b"bytes",
+        }
+        self._is_refused(make[kind]())
+
+    def _is_refused(self, tensor: Any) -> None:
+        one, other = self.pair()
+        before, after = tensor_of("int32", (2,)), tensor_of("int32", (3,))
+        sent(one, before)
+        raises(UnsupportedError, lambda: one.send_tensor(tensor, timeout=base.patience_s))
+        sent(one, after)
+        for message in (before, after):
+            changed = difference(message, received(other))
+            assert not changed, f"a refused tensor left something in the stream: {changed}"
+
+    @law("PIPE-1", level="soak", timeout_s=900.0)
+    def test_more_than_four_gibibytes_arrive_from_one_mapped_file_in_another(self, tmp_path: Path) -> None:
+        import torch
+
+        _skip_without_room(tmp_path)
+        one, other = self.pair()
+        source, target = (
+            torch.from_file(str(tmp_path / name), shared=True, size=SPARSE_BYTES, dtype=torch.uint8)
+            for name in ("source", "target")
+        )
+        marks = [0, 1, 2**31 - 1, 2**31, 2**32 - 1, 2**32, SPARSE_BYTES - 1]  # where counters overflow
+        for value, at in enumerate(marks, 1):
+            source[at] = value
+        sending = Call(lambda: one.send_tensor(source))
+        assert Call(lambda: other.recv_tensor(target, timeout=800)).result(810) is target
+        sending.result(60).wait(60)
+        for start in range(0, SPARSE_BYTES, 64 * MIB):
+            part = slice(start, start + 64 * MIB)
+            assert torch.equal(source[part], target[part]), f"other bytes in the 64 MiB from {start} on"
+        assert [int(target[at]) for at in marks] == [*range(1, len(marks) + 1)]
+
+
+def _skip_without_room(folder: Path) -> None:
+    """The target's pages are written; a transport without ``receive_into`` holds the message besides."""
+    free = shutil.disk_usage(folder).free
+    if free < 2 * SPARSE_BYTES:
+        pytest.skip(f"{folder} has {free >> 20} MiB left, and {2 * SPARSE_BYTES >> 20} are needed")
+    available = _available_memory()
+    if available < 3 * SPARSE_BYTES:
+        pytest.skip(f"{available >> 20} MiB of memory are available; {3 * SPARSE_BYTES >> 20} may be needed")
+
+
+def _available_memory() -> int:
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable")), 0)
