@@ -20,6 +20,7 @@ from kvplug import (  # noqa: E402 - after the skip
     PeerGoneError,
     PipeContext,
     PipeEndpoint,
+    PipeListener,
     Registry,
     TensorMismatchError,
     TimeoutError,
@@ -36,9 +37,22 @@ MIB = 1 << 20
 PATIENCE_S = 20.0
 
 
-class TestTransparent(PipeContract):
-    """Without rules a faulty pipe is the pipe beneath."""
+NEVER = Plan(rules=[Rule(do="drop", direction=way, message=1 << 40) for way in ("send", "recv")])
+"""A rule does nothing to messages that it does not hit, and yet each one is looked at."""
 
+
+class TestTransparent(PipeContract):
+    """It is the pipe beneath: at one end without rules, at the other with rules that hit nothing."""
+
+    transport = "memory"
+    across_processes = False
+
+    def make_endpoint(self, context: PipeContext) -> PipeEndpoint:
+        return Different(super().make_endpoint(context))
+
+
+@pytest.mark.slow
+class TestWithoutRules(PipeContract):
     transport = "memory"
     across_processes = False
 
@@ -46,15 +60,24 @@ class TestTransparent(PipeContract):
         return FaultyEndpoint(super().make_endpoint(context), Plan())
 
 
-class TestTransparentWithRulesThatHitNothing(PipeContract):
-    """Nor does a rule do anything to messages that it does not hit."""
-
+@pytest.mark.slow
+class TestWithRulesThatHitNothing(PipeContract):
     transport = "memory"
     across_processes = False
 
     def make_endpoint(self, context: PipeContext) -> PipeEndpoint:
-        never = [Rule(do="drop", direction=way, message=1 << 40) for way in ("send", "recv")]
-        return FaultyEndpoint(super().make_endpoint(context), Plan(rules=never))
+        return FaultyEndpoint(super().make_endpoint(context), NEVER)
+
+
+class Different(FaultyEndpoint):
+    """Who connects has no rules, who accepts has some."""
+
+    def __init__(self, beneath: PipeEndpoint) -> None:
+        super().__init__(beneath, Plan())
+        self._accepting = FaultyEndpoint(beneath, NEVER)
+
+    def listen(self) -> PipeListener:
+        return self._accepting.listen()
 
 
 # -- what rules do ---------------------------------------------------------------------------------

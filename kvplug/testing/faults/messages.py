@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 
 
 def nbytes_of(message: Tensor | None) -> int:
-    return 0 if message is None else message.numel() * message.element_size()
+    """Raises UnsupportedError where it is nothing that any pipe carries."""
+    return 0 if message is None else meta_of(message).nbytes
 
 
 def copied(message: Tensor | None) -> Tensor | None:

@@ -29,6 +29,17 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 
+class _Limit:
+    """The deadline of one call. Where the caller says nothing, the pipe beneath goes by its own default."""
+
+    def __init__(self, timeout: Timeout, timeout_s: float) -> None:
+        self.deadline = Deadline.after(timeout, timeout_s)
+        self._timeout = timeout
+
+    def left(self) -> Timeout:
+        return self._timeout if self._timeout is DEFAULT_TIMEOUT else self.deadline.remaining()
+
+
 class _Direction:
     """How far one direction has come, and what has happened already to the message that is next."""
 
@@ -115,26 +126,26 @@ class FaultyPipe(Pipe):
                 with self._beneath():
                     self._last = self.pipe.send_tensor(tensor, timeout=timeout)
                 return self._last
-            deadline = Deadline.after(timeout, self._timeout_s)
-            self._pay(deadline)
-            transfer = self._send(tensor, deadline)
+            limit = _Limit(timeout, self._timeout_s)
+            self._pay(limit)
+            transfer = self._send(tensor, limit)
             with contextlib.suppress(TimeoutError):  # the next call pays then
-                self._pay(deadline)
+                self._pay(limit)
             return transfer
 
-    def _send(self, tensor: Tensor | None, deadline: Deadline) -> Transfer:
+    def _send(self, tensor: Tensor | None, limit: _Limit) -> Transfer:
         nbytes = nbytes_of(tensor)
         hits = self._now(self._sending, nbytes)
         for hit in hits:
             if hit.rule.do in BEFORE:
-                self._before(self._sending, hit, deadline)
+                self._before(self._sending, hit, limit.deadline)
             elif held_s := _held_s(hit, nbytes):
-                self._wait(self._until(self._sending, hit, held_s), deadline, hit)
+                self._wait(self._until(self._sending, hit, held_s), limit.deadline, hit)
         copies = _copies(tensor, hits)
         transfer = Transfer(nbytes)
         if copies and not (_swaps(hits) and not self._sending.late):
             with self._beneath():
-                transfer = self.pipe.send_tensor(copies.pop(0), timeout=deadline.remaining())
+                transfer = self.pipe.send_tensor(copies.pop(0), timeout=limit.left())
             self._last = transfer
             self._owed += [*copies, *self._sending.pass_late()]
         else:
@@ -145,11 +156,11 @@ class FaultyPipe(Pipe):
         self._note(hits, nbytes)
         return transfer
 
-    def _pay(self, deadline: Deadline) -> None:
+    def _pay(self, limit: _Limit) -> None:
         """Send what is owed. Raises TimeoutError where there is no room in time."""
         while self._owed:
             with self._beneath():
-                self._last = self.pipe.send_tensor(self._owed[0], timeout=deadline.remaining())
+                self._last = self.pipe.send_tensor(self._owed[0], timeout=limit.left())
             self._owed.popleft()
 
     # -- receiving -----------------------------------------------------------------------------
@@ -160,18 +171,16 @@ class FaultyPipe(Pipe):
             if not self._receiving.course:
                 with self._beneath():
                     return self.pipe.recv_tensor(out, timeout=timeout)
-            deadline = Deadline.after(timeout, self._timeout_s)
+            limit = _Limit(timeout, self._timeout_s)
             while not self._inbox:
                 possible = self._now(self._receiving, None)
                 for hit in possible:
                     if hit.rule.do in BEFORE:
-                        self._before(self._receiving, hit, deadline)
+                        self._before(self._receiving, hit, limit.deadline)
                 straight = all(hit.rule.do in BEFORE for hit in possible)
                 try:
                     with self._beneath():
-                        message = self.pipe.recv_tensor(
-                            out if straight else None, timeout=deadline.remaining()
-                        )
+                        message = self.pipe.recv_tensor(out if straight else None, timeout=limit.left())
                 except PeerGoneError:
                     if not self._receiving.late:
                         raise
@@ -184,7 +193,7 @@ class FaultyPipe(Pipe):
                     self._put(self._receiving.pass_late())
                     return message
                 self._take(message, hits)
-            return self._hand_over(out, deadline)
+            return self._hand_over(out, limit.deadline)
 
     def _take(self, message: Tensor | None, hits: list[Hit]) -> None:
         """What happens to a message that is here: into the inbox with it, as often as it should come."""
