@@ -86,6 +86,7 @@ _HOMES = {
         "Reader",
         "Wait",
     ),
+    "kvplug.communicator": ("DeviceCommunicator",),
     "kvplug.lookup": (
         "Entry",
         "EntryHeader",
@@ -179,6 +180,7 @@ _HOMES = {
         "WorkerOutput",
     ),
     "kvplug.context": (
+        "CommunicatorContext",
         "ConnectorContext",
         "LookupContext",
         "PeerLink",
@@ -197,7 +199,9 @@ _HOMES = {
     ),
     "kvplug.build": (
         "PipeServer",
+        "build_communicator",
         "build_connector",
+        "build_queue",
         "check_config",
         "connect_pipe",
         "connector_class",
@@ -232,7 +236,9 @@ TYPE_CHECKING = False  # as type checkers know it, without importing typing
 if TYPE_CHECKING:
     from kvplug.build import (
         PipeServer as PipeServer,
+        build_communicator as build_communicator,
         build_connector as build_connector,
+        build_queue as build_queue,
         check_config as check_config,
         connect_pipe as connect_pipe,
         connector_class as connector_class,
@@ -247,6 +253,9 @@ if TYPE_CHECKING:
     from kvplug.checksum import (
         digest as digest,
         verify as verify,
+    )
+    from kvplug.communicator import (
+        DeviceCommunicator as DeviceCommunicator,
     )
     from kvplug.config import (
         Config as Config,
@@ -280,6 +289,7 @@ if TYPE_CHECKING:
         WorkerConnector as WorkerConnector,
     )
     from kvplug.context import (
+        CommunicatorContext as CommunicatorContext,
         ConnectorContext as ConnectorContext,
         LookupContext as LookupContext,
         PeerLink as PeerLink,

@@ -41,6 +41,15 @@ def kvplug_transports() -> list[TransportSpec]:
             auto=False,
         ),
         TransportSpec(
+            kind=Kind.COMMUNICATOR,
+            name="memory",
+            factory="kvplug.testing.memory.communicator:MemoryCommunicator",
+            probe="kvplug.testing.memory.options:describe",
+            summary="For tests: the ranks are threads of one process, nothing but Python",
+            capabilities=Capabilities(cost=Cost(latency_us=100.0, gb_per_s=2.0)),
+            auto=False,
+        ),
+        TransportSpec(
             kind=Kind.LOOKUP_BUFFER,
             name="memory",
             factory="kvplug.testing.memory.lookup:MemoryLookupEndpoint",

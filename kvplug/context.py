@@ -15,6 +15,7 @@ import attrs
 from kvplug.config import Config
 from kvplug.connector.values import KVCacheConfig, Parallelism, Side
 from kvplug.deadline import DEFAULT_TIMEOUT, Timeout
+from kvplug.group.group import StatelessGroup
 from kvplug.handshake.agreement import Agreement
 from kvplug.lookup import LookupEndpoint
 from kvplug.metrics.stats import TransferStats
@@ -78,6 +79,34 @@ class QueueContext:
     warning_interval_s: float = attrs.field(default=WARNING_INTERVAL_S, validator=attrs.validators.gt(0))
     """A call that waits for so long says whom it waits for, again and again."""
     heartbeat_timeout_s: float = 10.0
+
+
+@attrs.frozen(kw_only=True)
+class CommunicatorContext:
+    """For the factory of a device communicator, which returns a ``DeviceCommunicator``."""
+
+    options: Any
+    """An instance of the spec's options class, or ``None``."""
+    credentials: Credentials
+    host: str = "127.0.0.1"
+    """The interface its data plane may use."""
+    group: StatelessGroup
+    """The ranks that take part, and how they talk before a transport does. It stays its maker's."""
+    device_group: Any = None
+    """A group of the device's own library, where the engine has one already."""
+    device: str = "cpu"
+    """Of this rank's tensors."""
+    unique_name: str = ""
+    """Tells the engine's groups apart. With "ep" as a word in it, it serves expert parallelism."""
+    ranks: tuple[int, ...] | None = attrs.field(default=None, converter=_ranks)
+    """The members' ranks among all of the engine's, in the order of the group; ``None``: the group is all."""
+    global_world_size: int | None = None
+    """How many ranks the engine has; ``None``: as many as ``ranks`` need."""
+    data_parallel_size: int = attrs.field(default=1, validator=attrs.validators.ge(1))
+    all2all_backend: str = ""
+    """How experts' tokens are to be exchanged, in the transport's own words."""
+    timeout_s: float = 30.0
+    """How long a collective waits for the other ranks where its caller says nothing."""
 
 
 class PeerLink(abc.ABC):

@@ -1,14 +1,19 @@
 """The composition root: the only place where names become things.
 
-Config + Registry -> a connector side, or a pipe. Everything below is handed what it needs.
+Config + Registry -> a connector side, a pipe, a message queue or a device communicator. Everything below is
+handed what it needs.
 """
 
+from kvplug.build.communicators import build_communicator
 from kvplug.build.connector import build_connector, check_config, connector_class, required_layout
 from kvplug.build.pipes import PipeServer, connect_pipe, listen_pipe
+from kvplug.build.queues import build_queue
 
 __all__ = [
     "PipeServer",
+    "build_communicator",
     "build_connector",
+    "build_queue",
     "check_config",
     "connect_pipe",
     "connector_class",

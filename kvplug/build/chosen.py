@@ -1,0 +1,36 @@
+"""The one transport of a kind that a config names; where it says "auto", the one with the least latency."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from kvplug.build.connector import Parts
+from kvplug.capabilities import Requirements
+from kvplug.errors import PluginError
+from kvplug.select import AUTO
+from kvplug.spec import Kind, TransportSpec
+
+
+def chosen(
+    parts: Parts, kind: Literal[Kind.QUEUE, Kind.COMMUNICATOR], name: str, required: Requirements
+) -> TransportSpec:
+    """Which transport is meant.
+
+    Raises:
+        UnknownTransportError, AmbiguousNameError: the name is not there, or there twice.
+        PluginError: the named one does not serve, or none does; with every reason.
+    """
+    registry = parts.registry
+    specs = [registry.get(kind, name)] if name != AUTO else [s for s in registry.transports(kind) if s.auto]
+    reasons = {spec.name: _against(spec, required) for spec in specs}
+    able = [spec for spec in specs if not reasons[spec.name]]
+    if able:
+        return min(able, key=lambda spec: (spec.capabilities.cost.latency_us, spec.name))
+    what = {Kind.QUEUE: "message queue", Kind.COMMUNICATOR: "device communicator"}[kind]
+    lines = [f"{spec}: {'; '.join(why)}" for spec, why in reasons.items()] or ["none is installed"]
+    raise PluginError("\n  - ".join([f"no {what} can be had:", *lines, *registry.failures()]))
+
+
+def _against(spec: TransportSpec, required: Requirements) -> tuple[str, ...]:
+    probe = spec.run_probe()
+    return (*(() if probe.viable else (probe.reason,)), *spec.capabilities.missing(required))

@@ -1,0 +1,72 @@
+"""Config + Registry -> a device communicator."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from kvplug.build.chosen import chosen
+from kvplug.build.connector import Parts, credentials_of
+from kvplug.capabilities import Requirements
+from kvplug.communicator import DeviceCommunicator
+from kvplug.config import Config
+from kvplug.context import CommunicatorContext
+from kvplug.errors import PluginError
+from kvplug.group.group import StatelessGroup
+from kvplug.registry import Registry
+from kvplug.spec import Kind
+from kvplug.trust.addresses import is_loopback
+
+
+def build_communicator(
+    config: Config,
+    group: StatelessGroup,
+    *,
+    device: str | None = None,
+    device_group: Any = None,
+    unique_name: str = "",
+    ranks: Iterable[int] | None = None,
+    global_world_size: int | None = None,
+    data_parallel_size: int = 1,
+    all2all_backend: str = "",
+    registry: Registry | None = None,
+) -> DeviceCommunicator:
+    """This rank's end of the device communicator that the config's ``communicator`` names.
+
+    All ranks of the group call it. ``device`` is the config's where nothing is said; the other arguments are
+    those of :class:`~kvplug.context.CommunicatorContext`.
+
+    Raises:
+        ConfigError: the options are wrong; every fault at once.
+        UnknownTransportError, AmbiguousNameError: the name is not there, or there twice.
+        PluginError: the named one cannot work here, or none is installed for "auto".
+        InsecureAddressError: other hosts can reach the config's host, and there is no secret.
+        TimeoutError, PeerGoneError: a rank did not come, or is gone; names it.
+    """
+    device = config.device if device is None else device
+    parts = Parts(config, Registry.from_env() if registry is None else registry)
+    parts.check(keys=("communicator",))
+    exposed = not config.host.startswith("unix:") and not is_loopback(config.host)
+    required = Requirements(
+        device=device.partition(":")[0],
+        authenticated=exposed and not config.allow_unauthenticated_data_plane,
+    )
+    spec = chosen(parts, Kind.COMMUNICATOR, config.communicator, required)
+    context = CommunicatorContext(
+        options=parts.options_of(spec),
+        credentials=credentials_of(config),
+        host=config.host,
+        group=group,
+        device_group=device_group,
+        device=device,
+        unique_name=unique_name,
+        ranks=ranks,
+        global_world_size=global_world_size,
+        data_parallel_size=data_parallel_size,
+        all2all_backend=all2all_backend,
+        timeout_s=config.timeout_s,
+    )
+    made = spec.load_factory()(context)
+    if not isinstance(made, DeviceCommunicator):
+        raise PluginError(f"communicator {spec.name!r} made {made!r}, which is no DeviceCommunicator")
+    return made

@@ -1,0 +1,56 @@
+"""Config + Registry -> a message queue's endpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from kvplug.build.chosen import chosen
+from kvplug.build.connector import Parts, credentials_of
+from kvplug.capabilities import Requirements
+from kvplug.config import Config
+from kvplug.context import QueueContext
+from kvplug.errors import PluginError
+from kvplug.queue import MAX_CHUNK_BYTES, MAX_CHUNKS, WARNING_INTERVAL_S, QueueEndpoint
+from kvplug.registry import Registry
+from kvplug.spec import Kind
+
+
+def build_queue(
+    config: Config,
+    *,
+    n_reader: int = 1,
+    local_reader_ranks: Iterable[int] | None = None,
+    max_chunk_bytes: int = MAX_CHUNK_BYTES,
+    max_chunks: int = MAX_CHUNKS,
+    warning_interval_s: float = WARNING_INTERVAL_S,
+    registry: Registry | None = None,
+) -> QueueEndpoint:
+    """What makes the ends of message queues: of the one that the config's ``queue`` names.
+
+    The arguments are those of :class:`~kvplug.context.QueueContext`.
+
+    Raises:
+        ConfigError: the options are wrong; every fault at once.
+        UnknownTransportError, AmbiguousNameError: the name is not there, or there twice.
+        PluginError: the named one cannot work here, or none is installed for "auto".
+        InsecureAddressError: other hosts can reach the config's host, and there is no secret.
+    """
+    parts = Parts(config, Registry.from_env() if registry is None else registry)
+    parts.check(keys=("queue",))
+    spec = chosen(parts, Kind.QUEUE, config.queue, Requirements())
+    context = QueueContext(
+        options=parts.options_of(spec),
+        credentials=credentials_of(config),
+        host=config.host,
+        n_reader=n_reader,
+        local_reader_ranks=local_reader_ranks,
+        max_chunk_bytes=max_chunk_bytes,
+        max_chunks=max_chunks,
+        timeout_s=config.timeout_s,
+        warning_interval_s=warning_interval_s,
+        heartbeat_timeout_s=config.heartbeat_timeout_s,
+    )
+    endpoint = spec.load_factory()(context)
+    if not isinstance(endpoint, QueueEndpoint):
+        raise PluginError(f"queue {spec.name!r} made {endpoint!r}, which is no QueueEndpoint; subclass it")
+    return endpoint

@@ -1,0 +1,122 @@
+"""What a rank is about to do, in plain values: checked, described and compared, all of it pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from kvplug.errors import TensorMismatchError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def dtype_name(dtype: Any) -> str:
+    """``torch.bfloat16`` and ``"bfloat16"`` are ``"bfloat16"``."""
+    return str(dtype).rpartition(".")[2]
+
+
+def describe(
+    tensor: Tensor,
+    *,
+    rank: int,
+    world_size: int,
+    dim: int | None = None,
+    sizes: Sequence[int] | None = None,
+    root: int | None = None,
+    vary: bool = False,
+) -> dict[str, Any]:
+    """What must be the same at every rank.
+
+    ``vary``: the length along ``dim`` may differ by rank, as ``sizes`` say.
+
+    Raises:
+        TensorMismatchError: ``dim`` is not there, or ``sizes`` do not fit the tensor or the group.
+    """
+    shape: list[Any] = list(tensor.shape)
+    said: dict[str, Any] = {"dtype": dtype_name(tensor.dtype), "shape": shape}
+    if dim is not None:
+        if not -len(shape) <= dim < len(shape):
+            raise TensorMismatchError(f"dimension {dim} of a tensor of shape {shape} is not there")
+        said["dim"] = dim % len(shape)
+    if sizes is not None and dim is not None:
+        said["sizes"] = list(sizes)
+        if len(sizes) != world_size or any(type(size) is not int or size < 0 for size in sizes):
+            raise TensorMismatchError(
+                f"sizes {list(sizes)} were given, and {world_size} numbers, one for each rank, are wanted"
+            )
+        if vary and shape[dim] != sizes[rank]:
+            raise TensorMismatchError(
+                f"dimension {dim} has {shape[dim]} elements at rank {rank}, and sizes {list(sizes)} say"
+                f" {sizes[rank]}"
+            )
+        if vary:
+            shape[dim] = "as sizes say"
+    if root is not None:
+        said["root"] = root
+    return said
+
+
+def check_divisible(length: int, dim: int, world_size: int) -> None:
+    """Raises TensorMismatchError."""
+    if length % world_size:
+        raise TensorMismatchError(
+            f"dimension {dim} has {length} elements, and {world_size} ranks cannot have equal parts of them"
+        )
+
+
+def check_sum(length: int, dim: int, sizes: Sequence[int]) -> None:
+    """Raises TensorMismatchError."""
+    if sum(sizes) != length:
+        raise TensorMismatchError(
+            f"sizes {list(sizes)} add up to {sum(sizes)}, and dimension {dim} has {length} elements"
+        )
+
+
+def check_same(name: str, calls: Sequence[Mapping[str, Any]], ranks: Sequence[int] | None = None) -> None:
+    """Pure.
+
+    Raises:
+        TensorMismatchError: the ranks are not about to do the same.
+    """
+    if all(call == calls[0] for call in calls) and "refused" not in calls[0]:
+        return
+    numbered = list(zip(ranks or range(len(calls)), calls, strict=True))
+    lines = "".join(f"\n  rank {rank}: {_in_words(call)}" for rank, call in numbered)
+    raise TensorMismatchError(
+        f"{name}: every rank must be about to do the same, and nothing was done:{lines}"
+    )
+
+
+def _in_words(call: Mapping[str, Any]) -> str:
+    if "refused" in call:
+        return f"{call['call']}, refused there: {call['refused']}"
+    rest = ", ".join(f"{key} {value}" for key, value in call.items() if key != "call")
+    return f"{call['call']} with {rest}"
+
+
+def plain(tensor: Tensor) -> Tensor:
+    """Contiguous, without autograd or lazy flags: the tensor's own memory where it is so already."""
+    return tensor.detach().resolve_conj().resolve_neg().contiguous()
+
+
+def write_back(tensor: Tensor, work: Tensor) -> None:
+    """What was done to ``plain(tensor)``, if that was a copy."""
+    if work.data_ptr() != tensor.data_ptr():
+        tensor.detach().copy_(work)
+
+
+def empty(like: Tensor, shape: Sequence[int]) -> Tensor:
+    """Of its dtype and device."""
+    return like.new_empty(tuple(shape))
+
+
+def joined(parts: Sequence[Tensor], dim: int) -> Tensor:
+    """Concatenated. As integers of the same size, since not every dtype can be."""
+    import torch
+
+    by_size = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    bits = by_size.get(parts[0].element_size())
+    if bits is None:
+        return torch.cat(list(parts), dim)
+    return torch.cat([part.view(bits) for part in parts], dim).view(parts[0].dtype)
