@@ -478,3 +478,13 @@ def test_no_error_of_a_plan_is_a_stranger() -> None:
     for name in ("PeerGoneError", "TimeoutError", "TransportError", "WireError", "UnsupportedError"):
         assert name in names
         assert isinstance(getattr(errors, name)("why"), KvplugError)
+
+
+def test_more_bits_than_there_are_turn_all_of_them_over() -> None:
+    from random import Random
+
+    from kvplug.testing.faults.messages import flipped
+
+    assert flipped(tensor(0, 3), 1000, Random(1)).tolist() == [255] * 3
+    assert flipped(torch.empty(0), 1, Random(1)).numel() == 0
+    assert flipped(torch.zeros((), dtype=torch.bfloat16), 2, Random(1)).shape == ()

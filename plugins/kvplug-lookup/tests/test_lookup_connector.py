@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from kvplug import Config, ConfigError, HandshakeError, RequestEnd, TimeoutError
-from kvplug.testing.corrupt import CorruptingPipe
 from kvplug.testing.engine import MODEL, EngineDouble, request_of
+from kvplug.testing.faults import FaultyPipe, Plan, Rule
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -42,6 +42,11 @@ def pair(
         ) as decode,
     ):
         yield prefill, decode
+
+
+def flipping(pipe: Any) -> FaultyPipe:
+    """Bits of each layer flip after it was hashed."""
+    return FaultyPipe(pipe, Plan(seed=1, rules=[Rule(do="flip", bits=100, min_bytes=4096)]))
 
 
 def tokens(count: int, first: int = 0) -> range:
@@ -205,7 +210,7 @@ def test_blocks_of_an_aborted_background_load_are_kept_until_it_is_named() -> No
 
 
 def test_corrupted_kv_is_refused_and_its_blocks_are_named_in_the_step() -> None:
-    with pair(wrap_pipe=lambda pipe: CorruptingPipe(pipe, seed=1, min_bytes=4096)) as (prefill, decode):
+    with pair(wrap_pipe=flipping) as (prefill, decode):
         prompt = request_of("a", tokens(100))
         prefill.prefill(prompt)
         blocks, loaded, report = decode.load(prompt)
@@ -218,9 +223,7 @@ def test_corrupted_kv_is_refused_and_its_blocks_are_named_in_the_step() -> None:
 
 def test_without_integrity_corrupted_kv_arrives_and_is_wrong() -> None:
     off = {"config": {"integrity": "off"}}
-    with pair(
-        producer=off, consumer=off, wrap_pipe=lambda pipe: CorruptingPipe(pipe, seed=1, min_bytes=4096)
-    ) as (prefill, decode):
+    with pair(producer=off, consumer=off, wrap_pipe=flipping) as (prefill, decode):
         prompt = request_of("a", tokens(100))
         prefill.prefill(prompt)
         blocks, loaded, report = decode.load(prompt)

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from kvplug import Config, Pipe, RequestEnd
+from kvplug import Config, RequestEnd
 from kvplug.testing import peers
-from kvplug.testing.corrupt import CorruptingPipe
 from kvplug.testing.engine import EngineDouble, request_of
+from kvplug.testing.faults import FaultyPipe, Plan, Rule
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -24,23 +24,11 @@ PROMPT = range(100)
 LARGE = 4096
 
 
-class SignalsItself(CorruptingPipe):
-    """Sends its own process a signal instead of the n-th large tensor, and changes nothing."""
-
-    def __init__(self, pipe: Pipe, number: int, which: int) -> None:
-        super().__init__(pipe, min_bytes=LARGE, which=lambda n: n == number)
-        self._signal = which
-
-    def _changed(self, tensor: Any) -> Any:
-        os.kill(os.getpid(), self._signal)
-        return tensor
-
-
-def prefill_worker(parent: Any, number: int, which: int) -> None:
+def prefill_worker(parent: Any, rules: list[dict[str, Any]]) -> None:
     """Stores the prompt, hands out the contact, serves until told to end."""
     config = Config.from_dict({**BASE, "role": "producer"})
-    wrap = {"wrap_pipe": lambda pipe: SignalsItself(pipe, number, which)} if which else {}
-    with EngineDouble(config, listen="unix:", **wrap) as prefill:
+    plan = Plan(rules=[Rule(**rule) for rule in rules])
+    with EngineDouble(config, listen="unix:", wrap_pipe=lambda pipe: FaultyPipe(pipe, plan)) as prefill:
         prefill.prefill(request_of("stored", PROMPT))
         parent.send(prefill.worker.contact)
         parent.recv(timeout=60)
@@ -81,9 +69,14 @@ def promise(decode: EngineDouble, name: str = "a") -> Any:
     return prompt, blocks, found, 4
 
 
-@pytest.mark.parametrize("number", [0, 3, 5])
+def before_layer(number: int, signal: str) -> list[dict[str, Any]]:
+    """A rule: what sends the n-th large tensor is sent this signal before it does."""
+    return [{"do": "kill", "signal": signal, "message": number, "min_bytes": LARGE}]
+
+
+@pytest.mark.parametrize("number", [1, 4, 6])
 def test_a_producer_killed_while_it_sends_is_a_load_error_at_once(number: int) -> None:
-    with peers.nothing_left(), peers.start(prefill_worker, number, int(signal.SIGKILL)) as child:
+    with peers.nothing_left(), peers.start(prefill_worker, before_layer(number, "SIGKILL")) as child:
         with engine(child.recv()) as decode:
             scheduled = promise(decode)
             begun = time.monotonic()
@@ -100,7 +93,7 @@ def test_a_producer_killed_while_it_sends_is_a_load_error_at_once(number: int) -
 
 
 def test_a_producer_that_is_stopped_while_it_sends_is_a_load_error_at_the_deadline() -> None:
-    with peers.nothing_left(), peers.start(prefill_worker, 2, int(signal.SIGSTOP)) as child:
+    with peers.nothing_left(), peers.start(prefill_worker, before_layer(3, "SIGSTOP")) as child:
         with engine(child.recv()) as decode:
             scheduled = promise(decode)
             begun = time.monotonic()
@@ -125,7 +118,7 @@ def test_a_producer_that_is_stopped_while_it_sends_is_a_load_error_at_the_deadli
 
 
 def test_a_consumer_killed_while_it_receives_leaves_the_entry_to_the_next() -> None:
-    with peers.nothing_left(), peers.start(prefill_worker, -1, 0) as prefill:
+    with peers.nothing_left(), peers.start(prefill_worker, []) as prefill:
         contact = prefill.recv()
         with peers.start(decode_worker, contact, 0) as first:
             first.wait()
