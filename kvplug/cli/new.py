@@ -57,6 +57,16 @@ def transport(name: str, folder: str | None, force: bool, kind: str) -> None:
     _generate(Package.called(name, Kind(kind)), folder, force)
 
 
+@new.command()
+@_common
+def connector(name: str, folder: str | None, force: bool) -> None:
+    """Generate kvplug-NAME, which offers a connector: a small one that works and keeps every law.
+
+    NAME is what a config will say: up to 40 lower-case letters, digits and hyphens, a letter first.
+    """
+    _generate(Package.called(name, Kind.CONNECTOR), folder, force)
+
+
 @attrs.frozen
 class Package:
     """The names of what is generated."""

@@ -111,6 +111,19 @@ def test_it_writes_a_package_and_says_what_to_do_with_it(site: Any) -> None:
 
 
 @pytest.mark.usefixtures("copier")
+def test_a_connector_has_its_two_sides_and_no_transport(site: Any) -> None:
+    done = new(site, "connector", "shelf")
+    assert done.returncode == 0, done.stderr
+    assert "Make scheduler.py and worker.py in kvplug_shelf yours" in done.stdout
+    folder = site.folder / "kvplug-shelf" / "kvplug_shelf"
+    assert {path.name for path in folder.iterdir()} == {
+        *("__init__.py", "folder.py", "options.py", "plugin.py", "py.typed", "scheduler.py", "worker.py")
+    }
+    every = [path.read_text() for path in (site.folder / "kvplug-shelf").rglob("*") if path.is_file()]
+    assert not [text for text in every if "{{" in text]
+
+
+@pytest.mark.usefixtures("copier")
 @pytest.mark.parametrize("module", ["pipe.py", "light.py"])
 def test_the_pipe_that_is_generated_is_the_sample_of_the_docs(site: Any, module: str) -> None:
     assert new(site, "transport", "sample", "--force").returncode == 0
