@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import time
 import weakref
 from collections import deque
@@ -338,7 +337,6 @@ class TestLetsGoOfTheSource(Late):
 
         def recv_tensor(self, *args: Any, **given: Any) -> Any:
             message = super().recv_tensor(*args, **given)
-            gc.collect()
             source = getattr(self._other, "_source", None)
             if message is not None and source is not None and source() is None:
                 message.zero_()
@@ -718,6 +716,8 @@ class TestCallsBackTwice(Mutant):
 
 class Fragile(Transfer):
     """A callback that raises stops those after it."""
+
+    __slots__ = ()
 
     def _end(self, error: Any) -> None:
         if not self._done:

@@ -13,7 +13,7 @@ from kvplug.testing.contract.base import Call, law, raises
 from kvplug.testing.contract.pipe.content import difference, tensor_of
 from kvplug.testing.contract.pipe.suite import LIMIT, MIB, PipeSuite, fill, received, sent
 
-_MOST_EMPTY = 1_000_000
+_MOST_EMPTY = 100_000
 """Messages without content that fit into 64 KiB by nobody's count."""
 
 

@@ -20,7 +20,7 @@ MIB = 1 << 20
 LIMIT = 2 * MIB
 """``max_in_flight_bytes`` of pairs whose room is judged."""
 
-MOST_ACCEPTED = 256 * MIB
+MOST_ACCEPTED = 128 * MIB
 """A pipe that takes so much, and nobody has received anything, has no bound."""
 
 CHILD_S = 900.0
@@ -217,7 +217,7 @@ def fill(pipe: Pipe, nbytes: int = MIB // 4, timeout: float = 0.2) -> list[Trans
     transfers: list[Transfer] = []
 
     def clog() -> None:
-        while sum(transfer.nbytes for transfer in transfers) < MOST_ACCEPTED:
+        while len(transfers) * nbytes < MOST_ACCEPTED:
             message = torch.full((nbytes,), len(transfers) % 251, dtype=torch.uint8)
             try:
                 transfers.append(pipe.send_tensor(message, timeout=timeout))
