@@ -281,11 +281,10 @@ class MessageQueue(abc.ABC):
         """A chunk of ``nbytes`` (all of ``max_chunk_bytes`` where nothing is said) to be written in place.
 
         It is sent when the block ends. If the block raises, nothing is sent and the chunk is free again.
-        The view is not valid after it.
+        The view is not valid after it. Whatever :meth:`enqueue` raises comes from here as well.
 
         Raises:
             CapacityError: ``nbytes`` do not fit a chunk.
-            Everything that :meth:`enqueue` raises.
         """
 
     @abc.abstractmethod
@@ -297,9 +296,10 @@ class MessageQueue(abc.ABC):
     ) -> AbstractContextManager[memoryview]:
         """The next chunk, read-only and in place. It has been read when the block ends, by an exception too.
 
+        Whatever else :meth:`dequeue` raises comes from here as well.
+
         Raises:
             UnsupportedError: the next message is a value, which stays; or this is the writer's end.
-            Everything else that :meth:`dequeue` raises.
         """
 
     def broadcast_object(self, value: object = None, timeout: Timeout = DEFAULT_TIMEOUT) -> Any:
