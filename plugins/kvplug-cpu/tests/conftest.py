@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvplug import Credentials, PipeContext
 from kvplug.testing import peers
+from kvplug.testing.forkserver import ForkServer
 from kvplug_cpu.endpoint import CpuEndpoint
 from kvplug_cpu.options import CpuOptions
 from kvplug_cpu.pipe import CpuPipe
@@ -29,11 +31,11 @@ def make_endpoint(
     )
 
 
-def peer_end(parent: peers.Parent, folder: str, what: str, *args: Any) -> Any:
+def peer_end(parent: peers.Parent, what: str, *args: Any) -> Any:
     """Run in a child: connect to the contact that is the first value, then run ``what`` of far_ends.py."""
     import runpy
 
-    far_ends = runpy.run_path(f"{folder}/far_ends.py")
+    far_ends = runpy.run_path(str(Path(__file__).with_name("far_ends.py")))
     contact, socket, options = parent.recv()
     heartbeat = options.pop("heartbeat_timeout_s", 10.0)
     with make_endpoint(socket, heartbeat_timeout_s=heartbeat, **options).connect(contact) as pipe:
@@ -68,13 +70,21 @@ def near_pair(socket_kind: str) -> Iterator[Callable[..., tuple[CpuPipe, CpuPipe
         yield make
 
 
+@pytest.fixture(scope="session")
+def fork_server() -> Iterator[ForkServer]:
+    """What the other processes are forked from: milliseconds, where a fresh one takes seconds."""
+    server = ForkServer("importlib:import_module", "torch")
+    yield server
+    server.close()
+
+
 @pytest.fixture
-def far_pair(socket_kind: str, request: pytest.FixtureRequest) -> Iterator[Callable[..., Any]]:
+def far_pair(socket_kind: str, fork_server: ForkServer) -> Iterator[Callable[..., Any]]:
     """Makes a pipe whose other end is in a child that runs a function of far_ends.py: (pipe, child)."""
     with ExitStack() as stack:
 
         def make(what: str, *args: Any, **options: Any) -> tuple[CpuPipe, peers.Peer]:
-            child = stack.enter_context(peers.start(peer_end, str(request.path.parent), what, *args))
+            child = stack.enter_context(fork_server.start(f"{__file__}:peer_end", what, *args))
             heartbeat = options.pop("heartbeat_timeout_s", 10.0)
             listener = make_endpoint(socket_kind, heartbeat_timeout_s=heartbeat, **options).listen()
             stack.callback(listener.close)

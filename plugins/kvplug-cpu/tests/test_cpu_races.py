@@ -142,6 +142,20 @@ def test_ending_just_before_a_message_is_read_from_all_lanes_wakes_its_receiver(
     assert isinstance(end_of(in_thread(lambda: other.recv_tensor(timeout=2))), ClosedError)
 
 
+@pytest.mark.parametrize("end", ["close", "abort"])
+def test_ending_in_the_middle_of_a_message_wakes_its_receiver(near_pair: Any, end: str) -> None:
+    one, other = near_pair()
+    content = Content.of(torch.zeros(4 * MIB, dtype=torch.uint8), MIB)
+    one._lanes[0].send_now([memoryview(content.prefix), content.memory[:1000]])
+    receiving = in_thread(lambda: other.recv_tensor(timeout=10))
+    time.sleep(0.05)
+    getattr(other, end)()
+    assert isinstance(end_of(receiving), ClosedError)
+    with pytest.raises(PeerGoneError):
+        for _ in range(1000):
+            one.send_tensor(torch.zeros(MIB), timeout=2)
+
+
 def test_a_lane_that_breaks_alone_ends_a_receive_at_once(near_pair: Any) -> None:
     one, other = near_pair(split_bytes=4096)
     content = Content.of(torch.ones(MIB, dtype=torch.uint8), 4096)

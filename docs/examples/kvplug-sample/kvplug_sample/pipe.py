@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 PURPOSE = "kvplug-sample pipe"  # both ends prove that they mean this; another protocol's listener refuses
+NAME = "sample"  # contacts begin with it, so that another transport's is known for one
 MAX_LENGTH = 2**40  # what a frame may claim; its sender has proved itself before we read a byte of it
 
 
@@ -57,7 +58,10 @@ class SampleEndpoint(PipeEndpoint):
 
     def connect(self, contact: str, timeout: Timeout = DEFAULT_TIMEOUT) -> Pipe:
         seconds = Deadline.after(timeout, self._context.timeout_s).remaining()
-        return SamplePipe(dial(contact, self._context.credentials, PURPOSE, seconds), self._context)
+        name, _, address = contact.partition(":")
+        if name != NAME:
+            raise WireError(f"this is no contact of the pipe {NAME!r}: pass on what listen() gave")
+        return SamplePipe(dial(address, self._context.credentials, PURPOSE, seconds), self._context)
 
 
 class SampleListener(PipeListener):
@@ -66,7 +70,7 @@ class SampleListener(PipeListener):
 
     @property
     def contact(self) -> str:
-        return self._listener.contact
+        return f"{NAME}:{self._listener.contact}"
 
     def accept(self, timeout: Timeout = DEFAULT_TIMEOUT) -> Pipe:
         deadline = Deadline.after(timeout, self._context.timeout_s)

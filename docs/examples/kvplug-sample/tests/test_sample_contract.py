@@ -1,0 +1,9 @@
+"""The pipe "sample" is judged by kvplug's conformance kit."""
+
+from __future__ import annotations
+
+from kvplug.testing import PipeContract
+
+
+class TestSamplePipe(PipeContract):
+    transport = "sample"

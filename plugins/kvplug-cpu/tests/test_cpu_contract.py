@@ -1,0 +1,26 @@
+"""The pipe "cpu" is judged by the conformance kit, over each kind of socket."""
+
+from __future__ import annotations
+
+import socket
+from typing import Any, ClassVar
+
+from kvplug.testing import PipeContract
+from kvplug_cpu.contact import Contact, domain
+
+
+class TestCpuPipe(PipeContract):
+    transport = "cpu"
+    options: ClassVar[dict[str, Any]] = {"socket": "unix"}
+
+    def silent_contact(self) -> str:
+        listening = socket.socket(socket.AF_UNIX)
+        self.later(listening.close)
+        listening.bind("")  # the kernel chooses an abstract name
+        listening.listen()
+        return str(Contact(domain(), (f"unix:@{listening.getsockname()[1:].decode()}",)))
+
+
+class TestCpuPipeOverTcp(PipeContract):
+    transport = "cpu"
+    options: ClassVar[dict[str, Any]] = {"socket": "tcp"}
