@@ -38,7 +38,7 @@ def generate(what: str, folder: Path) -> Path:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("what", ["transport"])
+@pytest.mark.parametrize("what", ["transport", "connector"])
 def test_what_is_generated_passes_its_own_tests(what: str, tmp_path: Path) -> None:
     package = generate(what, tmp_path)
     site, report = tmp_path / "site", tmp_path / "card.json"
@@ -66,7 +66,7 @@ def test_what_is_generated_passes_its_own_tests(what: str, tmp_path: Path) -> No
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("what", ["transport"])
+@pytest.mark.parametrize("what", ["transport", "connector"])
 def test_what_is_generated_passes_its_own_tox(what: str, tmp_path: Path) -> None:
     """With the wheel of this tree; everything else comes from where pip is told to look."""
     pytest.importorskip("tox", reason="tox is not installed in this environment")
@@ -77,7 +77,7 @@ def test_what_is_generated_passes_its_own_tox(what: str, tmp_path: Path) -> None
         *(sys.executable, "-m", "tox", "run", "-e", python),
         cwd=generate(what, tmp_path),
         timeout=1700,
-        PIP_FIND_LINKS=str(wheels),
+        PIP_FIND_LINKS=f"{wheels} {os.environ.get('PIP_FIND_LINKS', '')}".strip(),
         PIP_CONSTRAINT=str(ROOT / "constraints.txt"),
     )
     assert "congratulations" in said
