@@ -119,7 +119,10 @@ class _Replay:
         self._planned[call.step] = planned
 
     def _scheduler_update_connector_output(self, call: Call) -> None:
-        report = self._reports.pop(min(self._reports))
+        *before, report = (self._reports[step] for step in sorted(self._reports))
+        self._reports.clear()
+        for each in before:
+            self._hear(each)
         waited = set(call.given["receiving"]) - report.finished_recving
         unnamed = {name for name in waited if name in self.ledger.loads}
         # An engine that let a request wait for a load that is not in the background names it by itself.
@@ -154,16 +157,11 @@ class _Replay:
         self.double.worker.bind_connector_metadata(self._planned[call.step].metadata)
 
     def _catch_up(self, call: Call) -> None:
-        """What the engine was told nothing new by, it did not hand on; here each report is."""
-        for step in sorted(self._reports):
-            if not any(
-                each.method == "update_connector_output" and each.step >= step for each in self._rest(call)
-            ):
-                self._hear(self._reports.pop(step))
-
-    def _rest(self, call: Call) -> tuple[Call, ...]:
+        """Reports that said nothing were not handed on when this was recorded; here each of them is."""
         at = next(index for index, each in enumerate(self.run.calls) if each is call)
-        return self.run.calls[at:]
+        if not any(each.method == "update_connector_output" for each in self.run.calls[at:]):
+            for step in sorted(self._reports):
+                self._hear(self._reports.pop(step))
 
     def _worker_wait_for_layer_load(self, call: Call) -> None:
         self.double.worker.wait_for_layer_load(self.double.layer_names[call.given["layer"]])

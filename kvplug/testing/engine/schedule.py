@@ -139,6 +139,10 @@ class Schedule:
             self._freed[block] = 0
         self._to_preempt: list[_Running] = []
 
+    def add_free(self, block: int) -> None:
+        """The engine has one more block: whoever had it is done."""
+        self._freed[block] = self.double.step_number
+
     def submit(self, *arrivals: Arrival) -> None:
         """Requests that come, in this order, whenever chance lets them in."""
         self.coming += (_Running(arrival) for arrival in arrivals)

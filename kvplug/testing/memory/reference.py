@@ -15,6 +15,7 @@ from typing import Any, Final
 
 import attrs
 
+from kvplug.errors import UnsupportedError
 from kvplug.metrics.reasons import Reason
 from kvplug.wire.values import encode
 
@@ -72,7 +73,7 @@ class Reference:
         found = cls(**{name: given[name] for name in names - {"ticket"}})
         try:
             is_ours = hmac.compare_digest(found._ticket().encode(), given["ticket"].encode())
-        except UnicodeEncodeError:
+        except (UnicodeEncodeError, UnsupportedError):  # half a character is in it, which no text has
             is_ours = False
         if not is_ours:
             raise StaleError(Reason.REFUSED, "its ticket was not made here, or for another reference")

@@ -15,6 +15,7 @@ from kvplug import (
     ConfigError,
     ConnectorContext,
     Deadline,
+    KvplugError,
     PeerLink,
     Plain,
     Request,
@@ -38,6 +39,8 @@ class _Tracked:
     request: Request
     fences: list[Fence] = attrs.field(factory=list)
     num_computed_at_match: int = 0
+    num_promised: int = 0
+    """When it was last asked about, and its blocks were not allocated yet."""
     num_saved: int = 0
     has_failed: bool = False
     """A load failed: it is computed from now on, without another try."""
@@ -133,6 +136,7 @@ class LookupScheduler(SchedulerConnector):
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         tracked = self._track(request)
+        tracked.num_promised = 0
         if not self._loads or tracked.has_failed:
             return 0, False
         usable = (len(request.token_ids) - 1) // self._block_size * self._block_size
@@ -144,7 +148,7 @@ class LookupScheduler(SchedulerConnector):
         new = held // self._block_size * self._block_size - num_computed_tokens
         if new <= 0:
             return 0, False
-        tracked.num_computed_at_match = num_computed_tokens
+        tracked.num_computed_at_match, tracked.num_promised = num_computed_tokens, new
         return new, self._context.options.async_load
 
     def _held(self, tracked: _Tracked, usable: int) -> int | None:
@@ -166,8 +170,14 @@ class LookupScheduler(SchedulerConnector):
         self, request: Request, block_ids: BlockIds, num_external_tokens: int
     ) -> None:
         tracked = self._track(request)
+        promised, tracked.num_promised = tracked.num_promised, 0
         if num_external_tokens == 0:
             return
+        if num_external_tokens > promised:
+            raise KvplugError(
+                f"update_state_after_alloc was called for {num_external_tokens} external tokens of request"
+                f" {request.request_id}, and get_num_new_matched_tokens had last promised {promised}"
+            )
         start = tracked.num_computed_at_match
         end = start + num_external_tokens
         in_background = self._context.options.async_load

@@ -1,0 +1,26 @@
+"""The suite of connectors: :class:`ConnectorContract`."""
+
+from __future__ import annotations
+
+from kvplug.testing.contract.connector.ends import Ends
+from kvplug.testing.contract.connector.failures import Failures
+from kvplug.testing.contract.connector.figures import Figures
+from kvplug.testing.contract.connector.lending import Lending
+from kvplug.testing.contract.connector.order import Order
+from kvplug.testing.contract.connector.promises import Promises
+from kvplug.testing.contract.connector.references import References
+from kvplug.testing.contract.connector.schedules import Schedules
+
+
+class ConnectorContract(Promises, Failures, Lending, Schedules, Figures, Order, References, Ends):
+    """Judges a connector by the laws CONN, REF, and those for everything with an end.
+
+    A test file for an installed connector is this::
+
+        from kvplug.testing import ConnectorContract
+
+        class TestMine(ConnectorContract):
+            connector = "mine"
+
+    What it may set or override is in :class:`~kvplug.testing.contract.connector.suite.ConnectorSuite`.
+    """

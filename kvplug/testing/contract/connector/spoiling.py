@@ -1,0 +1,67 @@
+"""Pipes whose tensors do not arrive, or arrive as others, while a switch says so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from kvplug.deadline import DEFAULT_TIMEOUT, Timeout
+from kvplug.errors import TransportError
+from kvplug.pipe import Pipe, Transfer
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_SIGNAL_BYTES = 2048
+"""What is smaller is talk between the two ends, and is left alone when bits are flipped."""
+
+
+class Switch:
+    """What happens to what is received."""
+
+    def __init__(self) -> None:
+        self.how = ""
+        """``"fail"``, ``"corrupt"``, or nothing."""
+        self.num_pipes = 0
+        self.before_receiving: Callable[[int], object] = lambda number: None
+        """Called with the number of the tensor, from 0; talk between the ends is not counted."""
+        self.num_received = 0
+
+
+class SpoiledPipe(Pipe):
+    """Another pipe, as the switch wants it."""
+
+    def __init__(self, pipe: Pipe, switch: Switch) -> None:
+        self._pipe, self._switch = pipe, switch
+        switch.num_pipes += 1
+
+    @property
+    def closed(self) -> bool:
+        return self._pipe.closed
+
+    @property
+    def peer(self) -> str:
+        return self._pipe.peer
+
+    def send_tensor(self, tensor: Tensor | None, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Transfer:
+        return self._pipe.send_tensor(tensor, timeout=timeout)
+
+    def recv_tensor(self, out: Tensor | None = None, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Tensor | None:
+        found = self._pipe.recv_tensor(out, timeout=timeout)
+        is_large = found is not None and found.numel() * found.element_size() >= _SIGNAL_BYTES
+        if is_large:
+            self._switch.before_receiving(self._switch.num_received)
+            self._switch.num_received += 1
+        if self._switch.how == "fail" and is_large:
+            raise TransportError("the test's pipe is broken")
+        if self._switch.how == "corrupt" and found is not None and is_large:
+            import torch
+
+            found.view(-1).view(torch.uint8)[found.numel() // 2] ^= 1
+        return found
+
+    def close(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
+        self._pipe.close(timeout)
+
+    def abort(self) -> None:
+        self._pipe.abort()
