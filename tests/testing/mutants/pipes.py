@@ -397,6 +397,20 @@ class TestFillsACopyOfOut(Mutant):
             return super().recv_tensor(None if out is None else out.contiguous(), **given)
 
 
+class TestReceivesBesideOut(Mutant):
+    """``receive_into`` is claimed, and every message is received into another tensor first."""
+
+    breaks = ("PIPE-5",)
+
+    class pipe(MemoryPipe):  # noqa: N801
+        def recv_tensor(self, out: Any = None, **given: Any) -> Any:
+            if out is None or not out.is_contiguous():
+                return super().recv_tensor(out, **given)
+            beside = memory.empty_like_meta(memory.meta_of(out))
+            memory.copy_into(out, memory.memory_of(super().recv_tensor(beside, **given)))
+            return out
+
+
 class TestTakesNoneForOut(Mutant):
     """``None`` is received although ``out`` was given."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import attrs
 import pytest
 
 from kvplug.errors import AuthenticationError, PeerGoneError, TimeoutError, TransportError, WireError
@@ -12,6 +13,7 @@ from kvplug.testing.contract import base
 from kvplug.testing.contract.base import Call, law, raises
 from kvplug.testing.contract.pipe.content import difference, tensor_of
 from kvplug.testing.contract.pipe.suite import MIB, PipeSuite, received, sent
+from kvplug.trust.credentials import Credentials, Secret
 
 _LONGEST_CONTACT = 2000
 """Characters: it fits into a line of a log, an environment variable, a field of a store."""
@@ -94,6 +96,31 @@ class Endpoints(PipeSuite):
             allowed = isinstance(call.error, (*_REFUSALS, TimeoutError))
             assert allowed, f"a damaged contact is refused with {call.error!r}"
         connecting = Call(lambda: end.connect(contact))
+        accepted = self._accepted(listener)
+        _greet(self._kept(connecting), accepted)
+
+    @property
+    def proof(self) -> str:
+        """For ``needs``."""
+        if not self.across_processes:
+            return self.other_processes
+        claimed = self.spec is not None and self.spec.capabilities.authenticated
+        return "" if claimed else f"{self.called} does not claim authenticated"
+
+    @law("END-1", needs="proof")
+    def test_who_cannot_prove_itself_is_refused_and_the_next_is_not(self) -> None:
+        credentials = [Credentials(Secret(letter * 32)) for letter in "ab"]
+        ours, theirs, nobody = (
+            self.make_endpoint(attrs.evolve(self.context(), credentials=each))
+            for each in (*credentials, Credentials())
+        )
+        listener = self.listen(ours)
+        for end in (theirs, nobody):
+            raises(
+                AuthenticationError,
+                lambda end=end: end.connect(listener.contact, timeout=base.patience_s),  # type: ignore[misc]
+            )
+        connecting = Call(lambda: ours.connect(listener.contact))
         accepted = self._accepted(listener)
         _greet(self._kept(connecting), accepted)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from pathlib import Path
+from typing import Any, Final
 
 import pytest
 
@@ -13,7 +14,8 @@ from kvplug.testing.contract.pipe.content import difference, dtypes, tensor_of
 from kvplug.testing.contract.pipe.suite import MIB, PipeSuite, received, sent
 from kvplug.wire.tensors import DTYPES, memory_of
 
-_MISFITS = {
+_PEAK: Final = Path("/proc/self/clear_refs")
+_MISFITS: Final = {
     # message, out: (dtype, shape)
     "another shape": (("float32", (6, 4)), ("float32", (4, 6))),
     "another number of elements": (("float32", (6, 4)), ("float32", (6, 5))),
@@ -93,6 +95,28 @@ class Into(PipeSuite):
             assert not difference(message, out)
             sending.result().wait(base.patience_s)
 
+    @property
+    def received_in_place(self) -> str:
+        """For ``needs``."""
+        if self.spec is None or not self.spec.capabilities.receive_into:
+            return f"{self.called} does not claim receive_into"
+        return "" if _PEAK.exists() else "this system does not tell how much memory was used at most"
+
+    @law("PIPE-5", needs="received_in_place")
+    def test_a_large_message_is_received_into_out_without_another_tensor(self) -> None:
+        import torch
+
+        one, other = self.pair()
+        message, out = torch.ones(64 * MIB, dtype=torch.uint8), torch.zeros(64 * MIB, dtype=torch.uint8)
+        transfer = sent(one, message)
+        _PEAK.write_text("5")  # forget the peak so far
+        before = _kilobytes("VmRSS")
+        received(other, out)
+        more = (_kilobytes("VmHWM") - before) << 10
+        assert bool((out == 1).all())
+        transfer.wait(base.patience_s)
+        assert more < message.nbytes // 2, f"{more >> 20} MiB more were used for a message of 64 MiB"
+
     @law("PIPE-5")
     @pytest.mark.parametrize("kind", list(_MISFITS))
     def test_a_message_that_does_not_fit_out_is_refused_and_stays(self, kind: str) -> None:
@@ -145,6 +169,12 @@ class Into(PipeSuite):
             error = _refusal(other, out)
             assert isinstance(error, TensorMismatchError | UnsupportedError), f"{error!r} for {out.layout}"
         assert not difference(message, received(other))
+
+
+def _kilobytes(name: str) -> int:
+    """Of this process's memory, from /proc."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
 
 
 def _refusal(pipe: Any, out: Any) -> BaseException | None:
