@@ -80,6 +80,8 @@ class Contract:
     """The transport's own options, as a config would give them."""
     across_processes: ClassVar[bool] = True
     """Whether its ends can be in two processes. If not, the tests that need it are skipped, and say so."""
+    ends_are_processes: ClassVar[bool] = False
+    """Whether a suite that can do either puts every end into a process of its own."""
     forks: ClassVar[bool] = True
     """Whether a process that has its library loaded may fork at all."""
 
@@ -97,7 +99,7 @@ class Contract:
         needs = marker.kwargs["needs"] if marker is not None else ""
         if needs and (reason := getattr(self, needs)):
             pytest.skip(reason)
-        if needs.endswith("_processes"):
+        if needs.endswith("_processes") or self.ends_are_processes:
             self._have_a_server(request.node)
         self.warm_up()
         with peers.nothing_left(), ExitStack() as self._stack:
@@ -146,7 +148,7 @@ class Contract:
         """The same in milliseconds: a fork of a process that has imported all that the suite needs, and no
         more. Where there can be none it is a fresh process too. ``target`` is ``"module:function"``.
 
-        For tests whose ``needs`` ends in ``_processes``.
+        For tests whose ``needs`` ends in ``_processes``, or all where :attr:`ends_are_processes`.
         """
         server = _servers.get(self._server_key)
         start = peers.start if server is None else server.start

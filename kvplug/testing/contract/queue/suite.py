@@ -92,14 +92,18 @@ class QueueSuite(Contract):
         """
         handle = writer.export_handle().as_plain()
         where = f"{what.__module__}:{what.__qualname__}"
-        return self.start(_far_reader, self.recipe(), context, handle, rank, where, list(args))
+        return self.start_forked(
+            f"{__name__}:_far_reader", self.recipe(), context, handle, rank, where, list(args)
+        )
 
     def far_writer(
         self, n_reader: int, what: Callable[..., Any], *args: Any, **context: Any
     ) -> tuple[QueueHandle, peers.Peer]:
         """A child process that has the writer's end and runs ``what(parent, queue, *args)``; its handle."""
         where = f"{what.__module__}:{what.__qualname__}"
-        child = self.start(_far_writer, self.recipe(), {"n_reader": n_reader, **context}, where, list(args))
+        child = self.start_forked(
+            f"{__name__}:_far_writer", self.recipe(), {"n_reader": n_reader, **context}, where, list(args)
+        )
         return QueueHandle.from_plain(child.recv()), child
 
 
