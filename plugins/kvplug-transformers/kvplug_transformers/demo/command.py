@@ -64,7 +64,13 @@ def _shared(function: Callable[..., Any]) -> Callable[..., Any]:
 def _generates(function: Callable[..., Any]) -> Callable[..., Any]:
     for option in (
         click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else."),
-        click.option("--max-new-tokens", type=click.IntRange(1), default=64, show_default=True),
+        click.option(
+            "--max-new-tokens",
+            type=click.IntRange(1),
+            default=64,
+            show_default=True,
+            help="Tokens to decode after the prompt.",
+        ),
     ):
         function = option(function)
     return function
