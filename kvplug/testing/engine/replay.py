@@ -9,7 +9,8 @@ from typing import Any
 import attrs
 
 from kvplug.connector.values import Request, RequestEnd, Side, WorkerOutput
-from kvplug.testing.engine.double import PATIENCE_S, EngineDouble, PlannedStep, Scheduled
+from kvplug.testing.engine import double as doubles
+from kvplug.testing.engine.double import EngineDouble, PlannedStep, Scheduled
 from kvplug.testing.engine.ledger import Ledger, Load
 from kvplug.testing.orders import Call, Run
 
@@ -191,7 +192,7 @@ class _Replay:
 
     def _step_until(self, condition: Callable[[], bool]) -> None:
         """Steps without requests, which an engine may always make: this connector takes longer."""
-        limit = time.monotonic() + PATIENCE_S
+        limit = time.monotonic() + doubles.PATIENCE_S
         while not condition():
             assert time.monotonic() < limit, f"no step has named {sorted(self.ledger.loads)}"
             planned = self.double.plan([])

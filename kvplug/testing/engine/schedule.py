@@ -12,7 +12,8 @@ from typing import Any
 import attrs
 
 from kvplug.connector.values import Request, RequestEnd, WorkerOutput
-from kvplug.testing.engine.double import PATIENCE_S, CallOrder, EngineDouble, PlannedStep, Scheduled
+from kvplug.testing.engine import double as doubles
+from kvplug.testing.engine.double import CallOrder, EngineDouble, PlannedStep, Scheduled
 from kvplug.testing.engine.ledger import Ledger, Load
 
 
@@ -169,12 +170,12 @@ class Schedule:
 
     def run_with(self, *others: Schedule) -> None:
         """The same, taking turns with other engines' schedules at random."""
-        limit = time.monotonic() + PATIENCE_S
+        limit = time.monotonic() + doubles.PATIENCE_S
         every = (self, *others)
         while busy := [each for each in every if each.has_work]:
             self.chance.choice(busy).move()
             if time.monotonic() > limit:
-                raise AssertionError(f"no end after {PATIENCE_S} s: {'; '.join(map(str, busy))}")
+                raise AssertionError(f"no end after {doubles.PATIENCE_S} s: {'; '.join(map(str, busy))}")
 
     def __str__(self) -> str:
         states = ", ".join(f"{each.name} {each.state.value}" for each in (*self.coming, *self.active))
