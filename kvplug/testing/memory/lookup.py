@@ -360,9 +360,12 @@ class MemoryStore(LookupStore):
     def attach(self, signal: Pipe, data: Pipe) -> None:
         with self._changed:
             self._check_open()
-            session = Session(self, signal, data)
+            session = self._session(signal, data)
             self._sessions.append(session)
         session.start()
+
+    def _session(self, signal: Pipe, data: Pipe) -> Session:
+        return Session(self, signal, data)
 
     def forget(self, session: Session) -> None:
         """For a session that has ended."""

@@ -14,8 +14,9 @@ from kvplug.testing.contract.lookup.room import Room
 from kvplug.testing.contract.lookup.taking import Taking
 
 
+# pytest collects the last base first.
 class LookupBufferContract(
-    Keys, Contents, Matching, Reading, Taking, Room, Clearing, Events, Cost, Ending, Processes
+    Processes, Ending, Cost, Events, Clearing, Room, Taking, Reading, Matching, Contents, Keys
 ):
     """Judges a transport of kind "lookup buffer" by the laws ALL and LOOKUP.
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hypothesis import HealthCheck, settings, strategies as st
+from hypothesis import HealthCheck, Phase, settings, strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
     invariant,
@@ -133,8 +133,12 @@ class Machine(RuleBasedStateMachine):  # type: ignore[misc, unused-ignore]
         self.store.abort()
 
 
-def run(make: Any, examples: int, steps: int) -> None:
-    """Hold what ``make()`` gives, a store and one of its ends, against the model."""
+def run(make: Any, examples: int, steps: int, shrink: bool) -> None:
+    """Hold what ``make()`` gives, a store and one of its ends, against the model.
+
+    Args:
+        shrink: make calls that fail fewer. Where failing means waiting in vain, that can take minutes.
+    """
     machine = type("LookupMachine", (Machine,), {"make": staticmethod(make)})
     run_state_machine_as_test(
         machine,
@@ -142,6 +146,7 @@ def run(make: Any, examples: int, steps: int) -> None:
             max_examples=examples,
             stateful_step_count=steps,
             deadline=None,
+            phases=[Phase.explicit, Phase.generate, *([Phase.shrink] if shrink else [])],
             database=None,
             print_blob=False,
             suppress_health_check=list(HealthCheck),

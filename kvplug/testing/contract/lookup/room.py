@@ -141,7 +141,7 @@ class Room(LookupSuite):
     def test_one_who_takes_its_time_holds_up_neither_inserts_nor_others(self) -> None:
         store = self.hold()
         (slow, gate), quick = self.reach_gated(store), self.reach(store)
-        put = entry([1, 2, 3], layers=8, hidden=40_000)
+        put = entry([1, 2, 3], layers=8, hidden=30_000)  # more than the data pipe holds
         inserted(store, put)
         within = base.patience_s
         receiving = self.hold_up(gate, lambda: slow.select([1, 2, 3], timeout=within))
