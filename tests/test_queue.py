@@ -1,0 +1,204 @@
+"""What the queue's ABC brings along for transports: handles, readers in words, waits; and the queue "memory"
+where there is no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from kvplug import (
+    CancelledError,
+    ConfigError,
+    Credentials,
+    Deadline,
+    MessageQueue,
+    PeerGoneError,
+    QueueContext,
+    QueueHandle,
+    Reader,
+    StatelessGroup,
+    TransportError,
+    Wait,
+    WireError,
+)
+from kvplug.testing.memory.queue import MemoryQueueEndpoint, _rings
+from kvplug.wire import decode, encode
+
+pytestmark = pytest.mark.timeout(30)
+
+HANDLE = QueueHandle(
+    transport="shm",
+    reader_ranks=(1, 3),
+    local_reader_ranks=[3],
+    data={"name": "x", "contact": "secret-token"},
+)
+
+
+def endpoint(**context: Any) -> MemoryQueueEndpoint:
+    return MemoryQueueEndpoint(
+        QueueContext(options=None, credentials=Credentials(), **{"timeout_s": 5.0, **context})
+    )
+
+
+# -- handles ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("carry", [lambda x: decode(encode(x)), lambda x: json.loads(json.dumps(x))])
+def test_a_handle_goes_through_whatever_carries_plain_values(carry: Any) -> None:
+    assert QueueHandle.from_plain(carry(HANDLE.as_plain())) == HANDLE
+
+
+@pytest.mark.parametrize(
+    "plain",
+    [
+        None,
+        {},
+        {**HANDLE.as_plain(), "transport": 1},
+        {**HANDLE.as_plain(), "reader_ranks": ["1"]},
+        {**HANDLE.as_plain(), "reader_ranks": [True]},
+        {**HANDLE.as_plain(), "local_reader_ranks": 3},
+        {**HANDLE.as_plain(), "data": []},
+    ],
+)
+def test_what_is_no_handle_is_refused(plain: Any) -> None:
+    with pytest.raises(WireError, match="no handle"):
+        QueueHandle.from_plain(plain)
+
+
+def test_a_handle_keeps_its_data_out_of_logs_and_cannot_be_changed() -> None:
+    assert "secret-token" not in repr(HANDLE)
+    assert "1, 3" in repr(HANDLE)
+    with pytest.raises(TypeError):
+        HANDLE.data["name"] = "y"  # type: ignore[index]
+
+
+def test_a_handle_knows_whose_it_is() -> None:
+    HANDLE.check("shm", 3)
+    with pytest.raises(WireError, match="'shm' was given to the queue 'zmq'"):
+        HANDLE.check("zmq", 3)
+    with pytest.raises(ConfigError, match="rank 2 is no reader of this queue; its readers are 1, 3"):
+        HANDLE.check("shm", 2)
+
+
+@pytest.mark.parametrize(
+    ("reader", "words"),
+    [
+        (Reader(rank=2, process="pid 7", lag=3), "reader rank 2 (pid 7), 3 messages behind"),
+        (Reader(rank=2, process="pid 7", lag=1), "reader rank 2 (pid 7), 1 message behind"),
+        (Reader(rank=2, process="pid 7", lag=1, gone="has left"), "reader rank 2 (pid 7; has left)"),
+    ],
+)
+def test_a_reader_in_words(reader: Reader, words: str) -> None:
+    assert str(reader) == words
+
+
+# -- waits -----------------------------------------------------------------------------------------
+
+
+def test_a_wait_sleeps_until_what_comes_first() -> None:
+    def pause(deadline: float | None, interval_s: float, **given: Any) -> float | None:
+        return Wait("room", lambda: "rank 1", Deadline.after(deadline), interval_s, **given).pause()
+
+    assert pause(None, 60.0, indefinite=True) is None
+    assert 50 < (pause(None, 60.0) or 0) <= 60
+    assert 2 < (pause(3.0, 60.0) or 0) <= 3
+    assert 0 < (pause(3.0, 60.0, cancel=threading.Event()) or 0) < 0.1
+
+
+def test_a_wait_that_is_over_names_what_and_whom() -> None:
+    wait = Wait("room", lambda: "reader rank 1", Deadline.after(0))
+    with pytest.raises(TimeoutError, match="for room: reader rank 1; nothing has changed"):
+        wait.pause()
+
+
+def test_a_wait_that_was_cancelled_says_so_first() -> None:
+    cancel = threading.Event()
+    cancel.set()
+    with pytest.raises(CancelledError) as caught:
+        Wait("room", str, Deadline.after(0), cancel=cancel).pause()
+    assert isinstance(caught.value, RuntimeError)
+
+
+def test_a_long_wait_warns_at_each_interval_once(caplog: pytest.LogCaptureFixture) -> None:
+    wait = Wait("room", lambda: "reader rank 1", Deadline.after(None), 0.001)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            threading.Event().wait(0.02)
+            assert 0 <= (wait.pause() or 0) <= 0.001
+    assert len(caplog.records) == 3
+    assert "still waiting for room" in caplog.text and "reader rank 1" in caplog.text
+
+
+# -- without torch ---------------------------------------------------------------------------------
+
+
+def test_values_go_from_one_writer_to_all_readers() -> None:
+    end = endpoint(n_reader=2)
+    with end.create() as writer:
+        readers = [end.create_from_handle(writer.export_handle(), rank) for rank in range(2)]
+        writer.enqueue({"a": (1, 2)})
+        with writer.acquire_write(3) as view:
+            view[:] = b"abc"
+        for reader in readers:
+            assert reader.dequeue() == {"a": (1, 2)}
+            with reader.acquire_read() as chunk:
+                assert bytes(chunk) == b"abc"
+            reader.close()
+        with pytest.raises(PeerGoneError, match="no reader is left"):
+            writer.enqueue(1)
+    assert not _rings
+
+
+def test_the_context_says_who_is_near() -> None:
+    with endpoint(n_reader=3, local_reader_ranks=[0, 2]).create() as writer:
+        handle = writer.export_handle()
+    assert (handle.reader_ranks, handle.local_reader_ranks) == ((0, 1, 2), (0, 2))
+
+
+@pytest.mark.parametrize("ranks", [[0, 0], [-1], ["0"], [True]])
+def test_ranks_that_are_none_are_refused(ranks: Sequence[Any]) -> None:
+    with pytest.raises(ConfigError, match="reader ranks are whole numbers, each once"):
+        endpoint().create(ranks)
+
+
+class Deaf(MemoryQueueEndpoint):
+    """Its writer cannot be made."""
+
+    def create(self, reader_ranks: Sequence[int] | None = None) -> Any:
+        raise TransportError("no memory for a ring")
+
+
+@pytest.mark.parametrize("kind", [MemoryQueueEndpoint, Deaf])
+def test_a_group_makes_a_queue_at_all_ranks_or_at_none(kind: type[MemoryQueueEndpoint]) -> None:
+    listener = StatelessGroup.listen("unix:")
+    made: dict[int, MessageQueue | Exception] = {}
+
+    def rank(number: int) -> None:
+        address = listener.contact if number else listener
+        with StatelessGroup.create(address, rank=number, world_size=3, timeout=20) as group:
+            end = kind(QueueContext(options=None, credentials=Credentials(), timeout_s=20))
+            try:
+                made[number] = end.create_from_process_group(group, writer_rank=2)
+            except Exception as e:
+                made[number] = e
+            group.barrier()
+
+    threads = [threading.Thread(target=rank, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if kind is Deaf:
+        assert all("no memory for a ring" in str(made[number]) for number in range(3))
+        assert all(isinstance(made[number], TransportError) for number in range(3))
+        return
+    queues: Any = made
+    assert [queues[number].rank for number in range(3)] == [0, 1, None]
+    for queue in queues.values():
+        queue.close()
