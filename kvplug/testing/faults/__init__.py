@@ -1,13 +1,26 @@
 """Faults as plans: what goes wrong with which message, decided by a seed, over any pipe.
 
 :class:`FaultyPipe` goes around one pipe, :class:`FaultyEndpoint` around all pipes of a transport;
-``transport = "faulty"`` in a config does so for an operator. A lookup buffer and a connector reach each other
-over pipes, so that their faults are those of the pipes.
+``transport = "faulty"`` in a config does so for an operator. :class:`FaultyQueue` and
+:class:`FaultyQueueEndpoint` are the same for message queues, in Python only. A lookup buffer and a
+connector reach each other over pipes, so that their faults are those of the pipes.
 """
 
 from kvplug.testing.faults.course import Course, Hit, schedule
 from kvplug.testing.faults.pipe import FaultyPipe
 from kvplug.testing.faults.plan import Plan, Rule, read_plan
+from kvplug.testing.faults.queue import FaultyQueue, FaultyQueueEndpoint
 from kvplug.testing.faults.transport import FaultyEndpoint
 
-__all__ = ["Course", "FaultyEndpoint", "FaultyPipe", "Hit", "Plan", "Rule", "read_plan", "schedule"]
+__all__ = [
+    "Course",
+    "FaultyEndpoint",
+    "FaultyPipe",
+    "FaultyQueue",
+    "FaultyQueueEndpoint",
+    "Hit",
+    "Plan",
+    "Rule",
+    "read_plan",
+    "schedule",
+]

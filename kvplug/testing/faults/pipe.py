@@ -134,14 +134,14 @@ class FaultyPipe(Pipe):
             return transfer
 
     def _send(self, tensor: Tensor | None, limit: _Limit) -> Transfer:
-        nbytes = nbytes_of(tensor)
+        nbytes = self._nbytes_of(tensor)
         hits = self._now(self._sending, nbytes)
         for hit in hits:
             if hit.rule.do in BEFORE:
                 self._before(self._sending, hit, limit.deadline)
             elif held_s := _held_s(hit, nbytes):
                 self._wait(self._until(self._sending, hit, held_s), limit.deadline, hit)
-        copies = _copies(tensor, hits)
+        copies = self._copies(tensor, hits)
         transfer = Transfer(nbytes)
         if copies and not (_swaps(hits) and not self._sending.late):
             with self._beneath():
@@ -150,7 +150,7 @@ class FaultyPipe(Pipe):
             self._owed += [*copies, *self._sending.pass_late()]
         else:
             # The pipe keeps no more than a copy of it: the caller may overwrite the tensor.
-            self._sending.late += [copied(tensor) if each is tensor else each for each in copies]
+            self._sending.late += [self._copied(tensor) if each is tensor else each for each in copies]
             transfer.finish()
         self._sending.advance(nbytes)
         self._note(hits, nbytes)
@@ -186,9 +186,9 @@ class FaultyPipe(Pipe):
                         raise
                     self._put(self._receiving.pass_late())  # the message to swap it with never came
                     break
-                hits = [hit for hit in possible if nbytes_of(message) >= hit.rule.min_bytes]
-                self._receiving.advance(nbytes_of(message))
-                self._note(hits, nbytes_of(message))
+                hits = [hit for hit in possible if self._nbytes_of(message) >= hit.rule.min_bytes]
+                self._receiving.advance(self._nbytes_of(message))
+                self._note(hits, self._nbytes_of(message))
                 if straight:
                     self._put(self._receiving.pass_late())
                     return message
@@ -197,11 +197,11 @@ class FaultyPipe(Pipe):
 
     def _take(self, message: Tensor | None, hits: list[Hit]) -> None:
         """What happens to a message that is here: into the inbox with it, as often as it should come."""
-        copies = _copies(message, hits)
+        copies = self._copies(message, hits)
         if _swaps(hits) and not self._receiving.late:
             self._receiving.late = copies
             return
-        held_s = sum(_held_s(hit, nbytes_of(message)) for hit in hits if hit.rule.do not in BEFORE)
+        held_s = sum(_held_s(hit, self._nbytes_of(message)) for hit in hits if hit.rule.do not in BEFORE)
         self._put([*copies, *self._receiving.pass_late()], time.monotonic() + held_s)
 
     def _put(self, messages: list[Tensor | None], ready_at: float = 0.0) -> None:
@@ -283,6 +283,27 @@ class FaultyPipe(Pipe):
             self._check()
             raise
 
+    # -- what messages are ---------------------------------------------------------------------
+
+    def _nbytes_of(self, message: Tensor | None) -> int:
+        return nbytes_of(message)
+
+    def _copied(self, message: Tensor | None) -> Tensor | None:
+        return copied(message)
+
+    def _flipped(self, message: Tensor | None, hit: Hit) -> Tensor | None:
+        return None if message is None else flipped(message, hit.rule.bits or 1, hit.random())
+
+    def _copies(self, message: Tensor | None, hits: list[Hit]) -> list[Tensor | None]:
+        """What becomes of a message: nothing, itself or another, and how often."""
+        actions = [hit.rule.do for hit in hits]
+        if "drop" in actions:
+            return []
+        for hit in hits:
+            if hit.rule.do == "flip":
+                message = self._flipped(message, hit)
+        return [message, *(self._copied(message) for _ in range(actions.count("duplicate")))]
+
     # -- ends ----------------------------------------------------------------------------------
 
     def close(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
@@ -316,14 +337,3 @@ def _held_s(hit: Hit, nbytes: int) -> float:
 
 def _swaps(hits: list[Hit]) -> bool:
     return any(hit.rule.do == "swap" for hit in hits)
-
-
-def _copies(message: Tensor | None, hits: list[Hit]) -> list[Tensor | None]:
-    """What becomes of a message: nothing, itself or another, and how often."""
-    actions = [hit.rule.do for hit in hits]
-    if "drop" in actions:
-        return []
-    for hit in hits:
-        if hit.rule.do == "flip" and message is not None:
-            message = flipped(message, hit.rule.bits or 1, hit.random())
-    return [message, *(copied(message) for _ in range(actions.count("duplicate")))]

@@ -1,0 +1,165 @@
+"""A message queue's end around any other, to whose values happens what a plan says."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Final
+
+from kvplug.deadline import DEFAULT_TIMEOUT, Timeout
+from kvplug.pipe import Pipe, Transfer
+from kvplug.queue import MessageQueue, QueueEndpoint, QueueHandle, Reader
+from kvplug.testing.faults.course import Hit
+from kvplug.testing.faults.messages import copied, flipped, nbytes_of
+from kvplug.testing.faults.pipe import FaultyPipe
+from kvplug.testing.faults.plan import Plan
+from kvplug.wire.values import Limits, decode, encode
+
+_LIMITS: Final = Limits(max_bytes=1 << 40)
+"""The queue beneath has its own."""
+
+
+class FaultyQueueEndpoint(QueueEndpoint):
+    """Any queue's endpoint, and the ends that it makes with faults. The handle is that of the one beneath."""
+
+    def __init__(self, beneath: QueueEndpoint, plan: Plan) -> None:
+        super().__init__(beneath.context)
+        self._beneath = beneath
+        self._plan = plan
+
+    def create(self, reader_ranks: Sequence[int] | None = None) -> FaultyQueue:
+        return FaultyQueue(self._beneath.create(reader_ranks), self._plan, timeout_s=self.context.timeout_s)
+
+    def create_from_handle(
+        self, handle: QueueHandle, rank: int, timeout: Timeout = DEFAULT_TIMEOUT
+    ) -> FaultyQueue:
+        end = self._beneath.create_from_handle(handle, rank, timeout)
+        return FaultyQueue(end, self._plan, timeout_s=self.context.timeout_s)
+
+
+class FaultyQueue(MessageQueue):
+    """One end of another queue, with faults: rules of direction "send" at a writer, "recv" at a reader.
+
+    They are for values. Chunks that are written and read in place are not counted, and pass. ``flip`` is for
+    tensors; other values pass as they are. A call that a rule holds up does not look at ``cancel``.
+    """
+
+    def __init__(self, queue: MessageQueue, plan: Plan, *, timeout_s: float = 30.0) -> None:
+        """``timeout_s``: how long a rule of ``plan`` may hold up a call that says nothing."""
+        self.queue = queue
+        """The end beneath."""
+        self._values = _Values(queue)
+        self._pipe = _FaultyValues(self._values, plan, timeout_s=timeout_s)
+        self.hits = self._pipe.hits
+        """How often each action has happened."""
+
+    @property
+    def rank(self) -> int | None:
+        return self.queue.rank
+
+    @property
+    def closed(self) -> bool:
+        return self._pipe.closed
+
+    @property
+    def readers(self) -> tuple[Reader, ...]:
+        return self.queue.readers
+
+    def export_handle(self) -> QueueHandle:
+        return self.queue.export_handle()
+
+    def wait_until_ready(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
+        self.queue.wait_until_ready(timeout)
+
+    def enqueue(self, value: Any, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
+        self._check_writer()
+        self._pipe.send_tensor(value, timeout=timeout)
+
+    def dequeue(
+        self,
+        timeout: Timeout = DEFAULT_TIMEOUT,
+        cancel: threading.Event | None = None,
+        indefinite: bool = False,
+    ) -> Any:
+        self._check_reader()
+        self._values.given.cancel, self._values.given.indefinite = cancel, indefinite
+        if indefinite and timeout is DEFAULT_TIMEOUT:
+            timeout = None
+        return self._pipe.recv_tensor(timeout=timeout)
+
+    def acquire_write(
+        self, nbytes: int | None = None, timeout: Timeout = DEFAULT_TIMEOUT
+    ) -> AbstractContextManager[memoryview]:
+        return self.queue.acquire_write(nbytes, timeout)
+
+    def acquire_read(
+        self,
+        timeout: Timeout = DEFAULT_TIMEOUT,
+        cancel: threading.Event | None = None,
+        indefinite: bool = False,
+    ) -> AbstractContextManager[memoryview]:
+        return self.queue.acquire_read(timeout, cancel, indefinite)
+
+    def close(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
+        self._pipe.close(timeout)
+
+    def abort(self) -> None:
+        self._pipe.abort()
+
+
+class _Values(Pipe):
+    """An end of a queue as a pipe of values, for :class:`FaultyPipe`, which does not look into messages."""
+
+    def __init__(self, queue: MessageQueue) -> None:
+        self._queue = queue
+        self.given = threading.local()
+        """What else this thread's ``dequeue`` was given."""
+
+    @property
+    def closed(self) -> bool:
+        return self._queue.closed
+
+    @property
+    def peer(self) -> str:
+        return "the readers of a queue" if self._queue.is_writer else "the writer of a queue"
+
+    def send_tensor(self, tensor: Any, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Transfer:
+        self._queue.enqueue(tensor, timeout)
+        transfer = Transfer(0)
+        transfer.finish()
+        return transfer
+
+    def recv_tensor(self, out: Any = None, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Any:
+        return self._queue.dequeue(timeout, self.given.cancel, self.given.indefinite)
+
+    def close(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
+        self._queue.close(timeout)
+
+    def abort(self) -> None:
+        self._queue.abort()
+
+
+class _FaultyValues(FaultyPipe):
+    """What messages are where they are values."""
+
+    def _nbytes_of(self, message: Any) -> int:
+        return nbytes_of(message) if _is_tensor(message) else len(encode(message, limits=_LIMITS))
+
+    def _copied(self, message: Any) -> Any:
+        return (
+            copied(message)
+            if _is_tensor(message)
+            else decode(encode(message, limits=_LIMITS), limits=_LIMITS)
+        )
+
+    def _flipped(self, message: Any, hit: Hit) -> Any:
+        if _is_tensor(message):
+            return flipped(message, hit.rule.bits or 1, hit.random())
+        return message
+
+
+def _is_tensor(value: Any) -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.Tensor)
