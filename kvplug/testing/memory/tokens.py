@@ -15,6 +15,9 @@ from kvplug.errors import UnsupportedError
 Key = tuple[int, ...]
 """The token ids that count, those under the roi."""
 
+_BOOLS = ("bool", "bool_")
+"""What Python's and numpy's are called; numpy's by its version."""
+
 
 def token_ids(tokens: Any) -> Key:
     """A sequence of ints, a 1-d integer tensor or a 1-d integer array, as Python's own ints.
@@ -42,9 +45,10 @@ def roi_mask(roi: Any, num_tokens: int) -> tuple[bool, ...]:
     """
     if roi is None:
         return (True,) * num_tokens
-    mask = tuple(bool(each) if type(each).__name__ == "bool_" else each for each in _plain(roi, "a roi"))
-    if not all(isinstance(each, bool) for each in mask):
+    plain = _plain(roi, "a roi")
+    if not all(type(each).__name__ in _BOOLS for each in plain):
         raise UnsupportedError("a roi is made of booleans")
+    mask = tuple(map(bool, plain))
     if len(mask) != num_tokens:
         raise ValueError(f"a roi of {len(mask)} does not fit {num_tokens} tokens")
     return mask

@@ -8,9 +8,8 @@ from typing import Any
 
 import attrs
 import pytest
-import torch
 
-from kvplug import Config, ConfigError, HandshakeError, RequestEnd, TimeoutError
+from kvplug import Config, ConfigError, HandshakeError, TimeoutError
 from kvplug.testing.engine import MODEL, EngineDouble, request_of
 from kvplug.testing.faults import FaultyPipe, Plan, Rule
 
@@ -71,15 +70,6 @@ def test_a_prompt_prefilled_here_is_loaded_there_in_its_own_layout(
         assert decode.is_right(prompt.token_ids, blocks, 100)
 
 
-def test_chunked_prefill_saves_one_whole_entry() -> None:
-    with pair() as (prefill, decode):
-        prompt = request_of("a", tokens(150))
-        prefill.prefill(prompt, chunk=37)
-        blocks, loaded, _ = decode.load(prompt)
-        assert loaded == 144
-        assert decode.is_right(prompt.token_ids, blocks, 150)
-
-
 def test_blocks_in_a_kernels_own_order_are_saved_and_loaded_whole() -> None:
     kernel = {"axes": "KBHTD", "block_format": "transposed"}
     with pair(producer=kernel, consumer=kernel) as (prefill, decode):
@@ -138,14 +128,6 @@ def test_what_is_promised_is_the_longest_common_prefix_in_whole_blocks(
         assert decode.is_right(asking.token_ids, blocks, len(asking.token_ids))
 
 
-def test_the_same_tokens_with_another_extra_are_another_prompt() -> None:
-    with pair() as (prefill, decode):
-        prefill.prefill(request_of("a", tokens(64), extra=b"adapter-1"))
-        assert decode.matched(request_of("b", tokens(64), extra=b"adapter-2")) == (0, False)
-        assert decode.matched(request_of("c", tokens(64))) == (0, False)
-        assert decode.matched(request_of("d", tokens(64), extra=b"adapter-1"))[0] == 48
-
-
 def test_many_requests_in_one_step_each_get_their_own() -> None:
     with pair() as (prefill, decode):
         prompts = [request_of(f"r{n}", tokens(40, first=1000 * n)) for n in range(5)]
@@ -171,42 +153,6 @@ def test_an_entry_can_be_loaded_more_than_once() -> None:
             prompt = request_of(name, tokens(64))
             blocks, loaded, _ = decode.load(prompt)
             assert loaded == 48 and decode.is_right(prompt.token_ids, blocks, 64)
-
-
-def test_a_background_load_is_named_once_when_it_is_there() -> None:
-    options = {"options": {"lookup": {"async_load": True}}}
-    with pair(consumer={"config": options}) as (prefill, decode):
-        prompt = request_of("a", tokens(100))
-        prefill.prefill(prompt)
-        found, is_async = decode.matched(prompt)
-        assert (found, is_async) == (96, True)
-        blocks = decode.allocate(100)
-        decode.scheduler.update_state_after_alloc(prompt, (blocks,), found)
-        named = decode.step([]).finished_recving
-        while not named:
-            named = decode.step([]).finished_recving
-        assert named == {"a"}
-        assert not decode.step([]).finished_recving
-        assert decode.is_right(prompt.token_ids, blocks, 96)
-
-
-def test_blocks_of_an_aborted_background_load_are_kept_until_it_is_named() -> None:
-    options = {"options": {"lookup": {"async_load": True}}}
-    with pair(consumer={"config": options}) as (prefill, decode):
-        prompt = request_of("a", tokens(100))
-        prefill.prefill(prompt)
-        found, _ = decode.matched(prompt)
-        blocks = decode.allocate(100)
-        decode.scheduler.update_state_after_alloc(prompt, (blocks,), found)
-        decode.scheduler.build_connector_meta  # noqa: B018 - the step that starts it comes next
-        first = decode.step([])
-        if not first.finished_recving:
-            keeps, _ = decode.scheduler.request_finished(prompt, (blocks,), RequestEnd.ABORTED)
-            assert keeps
-            named = frozenset()
-            while not named:
-                named = decode.step([]).finished_recving
-            assert named == {"a"}
 
 
 def test_corrupted_kv_is_refused_and_its_blocks_are_named_in_the_step() -> None:
@@ -247,21 +193,6 @@ def test_an_entry_that_went_between_promise_and_load_is_a_load_error() -> None:
         assert decode.figures()["failures"]["load"] == {"gone": 1}
 
 
-def test_a_producer_that_died_between_promise_and_load_is_a_load_error() -> None:
-    with pair() as (prefill, decode):
-        decode.worker.wait_until_ready(10)
-        prompt = request_of("a", tokens(100))
-        prefill.prefill(prompt)
-        found, _ = decode.matched(prompt)
-        blocks = decode.allocate(100)
-        decode.scheduler.update_state_after_alloc(prompt, (blocks,), found)
-        prefill.scheduler.shutdown()
-        prefill.worker.shutdown()
-        report = decode.step([(prompt, blocks, found, 4)])
-        assert report.invalid_block_ids == frozenset(blocks[:6])
-        assert decode.matched(request_of("b", tokens(100))) == (0, False)
-
-
 def test_without_a_producer_nothing_is_promised_and_waiting_says_who_is_missing() -> None:
     fast = {"options": {"lookup": {"fence_timeout_s": 0.2}}}
     with EngineDouble(config("consumer", **fast), connect="unix:@kvplug-test-nobody-is-here") as decode:
@@ -279,30 +210,6 @@ def test_a_consumer_that_comes_late_learns_what_was_stored_before() -> None:
         with EngineDouble(config("consumer"), connect=prefill.worker.contact) as decode:
             for n in range(3):
                 assert decode.matched(request_of(f"d{n}", tokens(40, first=1000 * n))) == (32, False)
-
-
-def test_in_the_role_both_an_engine_loads_what_it_saved_itself() -> None:
-    with EngineDouble(config("both", host="unix:@kvplug-test-both")) as engine:
-        prompt = request_of("a", tokens(100))
-        engine.prefill(prompt)
-        again = request_of("b", tokens(100))
-        blocks, loaded, report = engine.load(again)
-        assert loaded == 96 and not report.invalid_block_ids
-        assert engine.is_right(again.token_ids, blocks, 100)
-
-
-def test_a_preempted_prompt_starts_over_and_is_stored_right() -> None:
-    with pair() as (prefill, decode):
-        prompt = request_of("a", tokens(64))
-        blocks = prefill.allocate(64)
-        prefill.scheduler.on_new_request(prompt)
-        prefill.scheduler.update_state_after_alloc(prompt, (blocks,), 0)
-        prefill.step([(prompt, blocks, 0, 30)])
-        prefill.step([], preempted=frozenset({"a"}))
-        others = prefill.allocate(64)
-        prefill.step([(prompt, others, 0, 64)])
-        there, loaded, _ = decode.load(prompt)
-        assert loaded == 48 and decode.is_right(prompt.token_ids, there, 64)
 
 
 def test_a_different_model_is_refused_with_every_difference() -> None:
@@ -337,16 +244,3 @@ def test_stats_add_up() -> None:
         assert loaded["ops"]["load"]["count"] == 1
         assert loaded["ops"]["load"]["bytes"] == 2 * 3 * 96 * 2 * 8 * 4
         assert decode.figures() is None
-
-
-def test_shutdown_in_the_middle_of_everything_ends_in_time() -> None:
-    with pair() as (prefill, decode):
-        prompt = request_of("a", tokens(100))
-        prefill.prefill(prompt)
-        found, _ = decode.matched(prompt)
-        blocks = decode.allocate(100)
-        decode.scheduler.update_state_after_alloc(prompt, (blocks,), found)
-        decode.worker.shutdown()
-        decode.worker.shutdown()
-        decode.scheduler.shutdown()
-    assert torch.isfinite(next(iter(decode.kv_caches.values()))).all()

@@ -230,22 +230,6 @@ def test_an_id_that_is_used_again_at_once_is_a_new_request() -> None:
         assert decode.is_right(second[0].token_ids, second[1], 100)
 
 
-def test_asking_changes_nothing() -> None:
-    with pair() as (prefill, decode):
-        prefill.prefill(request_of("stored", tokens(100)))
-        prompt = request_of("a", tokens(100))
-        assert decode.matched(prompt) == (96, False)
-        for num_computed in (64, 96, 99, 0, 48):
-            decode.matched(prompt, num_computed)
-        blocks = decode.allocate(100)
-        assert decode.matched(prompt, 16) == (80, False)
-        decode.compute(prompt.token_ids, blocks, 0, 16)
-        decode.scheduler.update_state_after_alloc(prompt, (blocks,), 80)
-        report = decode.step([(prompt, blocks, 96, 4)])
-        assert not report.invalid_block_ids
-        assert decode.is_right(prompt.token_ids, blocks, 100)
-
-
 # -- peers that go, fail and come back -----------------------------------------------------------
 
 

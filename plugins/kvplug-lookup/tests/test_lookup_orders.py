@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
-import random
-from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
-import attrs
 import pytest
 import torch
 
@@ -20,8 +16,6 @@ from kvplug import (
     KVCacheConfig,
     Parallelism,
     Request,
-    RequestEnd,
-    WorkerOutput,
     build_connector,
 )
 from kvplug.testing.engine import (
@@ -29,7 +23,6 @@ from kvplug.testing.engine import (
     NUM_LAYERS,
     CallOrder,
     EngineDouble,
-    PlannedStep,
     layout_of,
     request_of,
 )
@@ -42,16 +35,9 @@ BASE: dict[str, Any] = {"connector": "lookup", "connect_timeout_s": 20, "timeout
 ASYNC = {"options": {"lookup": {"async_load": True}}}
 BLOCK = 16
 
-USUAL, DRAFTING = CallOrder(), CallOrder(drafts=True)
-LATE = CallOrder(loads_after_forward=True)
-LATE_AND_DRAFTING = CallOrder(loads_after_forward=True, drafts=True)
-any_order = pytest.mark.parametrize(
-    "order",
-    [USUAL, LATE, DRAFTING, LATE_AND_DRAFTING],
-    ids=["usual", "loads-late", "drafting", "loads-late-and-drafting"],
+needing_loads = pytest.mark.parametrize(
+    "order", [CallOrder(), CallOrder(drafts=True)], ids=["usual", "drafting"]
 )
-"""For steps that need no load of their own."""
-needing_loads = pytest.mark.parametrize("order", [USUAL, DRAFTING], ids=["usual", "drafting"])
 
 
 def config(role: str, **more: Any) -> Config:
@@ -111,108 +97,7 @@ def assert_loads(engine: EngineDouble, name: str, token_ids: tuple[int, ...]) ->
     assert engine.is_right(token_ids, blocks, whole)
 
 
-class Noting:
-    """Writes down the calls that an engine makes to one side of its connector."""
-
-    def __init__(self, side: Any, calls: list[str]) -> None:
-        self._side, self._calls = side, calls
-
-    def __getattr__(self, name: str) -> Any:
-        found = getattr(self._side, name)
-
-        def noting(*args: Any) -> Any:
-            self._calls.append(name)
-            return found(*args)
-
-        return noting
-
-
-BEGINS = ["bind_connector_metadata"]
-LAYER = ["wait_for_layer_load", "save_kv_layer"]
-REPORTS = [
-    "get_finished",
-    "get_block_ids_with_load_errors",
-    "get_stats",
-    "take_events",
-    "build_worker_metadata",
-]
-
-
-@pytest.mark.parametrize(
-    ("order", "expected"),
-    [
-        (USUAL, ["start_load_kv", *3 * LAYER, "wait_for_save", *REPORTS]),
-        (LATE, [*3 * LAYER, "start_load_kv", "wait_for_save", *REPORTS]),
-        (DRAFTING, ["start_load_kv", *2 * LAYER, *REPORTS, *LAYER, "wait_for_save"]),
-        (LATE_AND_DRAFTING, [*2 * LAYER, "start_load_kv", *REPORTS, *LAYER, "wait_for_save"]),
-    ],
-)
-def test_the_double_calls_in_the_order_it_is_told(order: CallOrder, expected: list[str]) -> None:
-    calls: list[str] = []
-    with EngineDouble(config("producer"), listen="unix:") as prefill:
-        worker = prefill.worker
-        prefill.worker = Noting(worker, calls)
-        prefill.prefill(request_of("a", range(20)), order=order)
-        prefill.step([], order=order)
-        prefill.worker = worker
-    layers = set(LAYER)
-    beside = [name for name in expected if name not in layers]
-    ends = ["clear_connector_metadata"]
-    assert calls == [*BEGINS, *expected, *ends, *BEGINS, *beside, *ends]
-
-
-def test_block_tables_are_valid_while_a_step_is_planned_and_no_longer() -> None:
-    outputs: list[Any] = []
-    with EngineDouble(config("producer"), listen="unix:") as prefill:
-        build = prefill.scheduler.build_connector_meta
-        prefill.scheduler.build_connector_meta = lambda output: (outputs.append(output), build(output))[1]
-        prefill.prefill(request_of("a", range(20)))
-        with pytest.raises(KeyError):
-            outputs[0].block_ids("a")
-
-
 # -- other orders --------------------------------------------------------------------------------
-
-
-@any_order
-@pytest.mark.parametrize("chunk", [None, 37])
-def test_a_prompt_is_saved_whole_in_whatever_order_its_engine_calls(
-    order: CallOrder, chunk: int | None
-) -> None:
-    with pair() as (prefill, decode):
-        prompt = request_of("a", range(100))
-        prefill.prefill(prompt, chunk=chunk, order=order)
-        blocks, loaded, report = decode.load(prompt)
-        assert (loaded, report.invalid_block_ids) == (96, frozenset())
-        assert decode.is_right(prompt.token_ids, blocks, 100)
-
-
-@any_order
-def test_a_background_load_arrives_in_whatever_order_its_engine_calls(order: CallOrder) -> None:
-    with pair(**ASYNC) as (prefill, decode):
-        prompt = request_of("a", range(100))
-        prefill.prefill(prompt)
-        blocks = admit(decode, prompt, 96)
-        other = request_of("other", range(5000, 5040))
-        theirs = decode.allocate(40)
-        decode.scheduler.on_new_request(other)
-        named: list[str] = []
-        while not named:  # beside a request that computes, so that there is a forward pass
-            named += decode.step([(other, theirs, 0, 40)], order=order).finished_recving
-        for _ in range(3):
-            named += decode.step([], order=order).finished_recving
-        assert named == ["a"]
-        assert decode.is_right(prompt.token_ids, blocks, 96)
-
-
-@needing_loads
-def test_a_load_that_its_step_needs_is_there_in_either_order(order: CallOrder) -> None:
-    with pair() as (prefill, decode):
-        prompt = request_of("a", range(100))
-        prefill.prefill(prompt)
-        blocks, loaded, report = decode.load(prompt, order=order)
-        assert (loaded, report.invalid_block_ids) == (96, frozenset())
-        assert decode.is_right(prompt.token_ids, blocks, 100)
 
 
 @needing_loads
@@ -232,48 +117,6 @@ def test_a_load_that_fails_is_in_its_steps_report_and_nothing_of_it_is_saved_in_
         assert len(engine.worker._store) == 1
         engine.step([(prompt, blocks, 0, 150)], order=order)
         assert_loads(engine, "again", prompt.token_ids)
-
-
-@pytest.mark.parametrize("first", ["wait_for_save", "get_finished", "get_block_ids_with_load_errors"])
-def test_whichever_call_comes_first_after_the_forward_pass_waits_for_the_steps_loads(
-    first: str, failing: Any
-) -> None:
-    with pair() as (prefill, decode):
-        prompt = request_of("a", range(100))
-        prefill.prefill(prompt)
-        blocks = admit(decode, prompt, 96)
-        failing.now = True
-        planned = decode.plan([(prompt, blocks, 96, 4)])
-        worker = decode.worker
-        worker.bind_connector_metadata(planned.metadata)
-        worker.start_load_kv()
-        found = getattr(worker, first)(*[frozenset()] if first == "get_finished" else [])
-        assert not worker._loads
-        if first == "get_block_ids_with_load_errors":
-            assert found == frozenset(blocks[:6])
-        else:
-            assert worker.get_block_ids_with_load_errors() == frozenset(blocks[:6])
-        assert worker.build_worker_metadata()["failed_loads"] == ["a"]
-
-
-@any_order
-def test_a_request_that_is_aborted_while_it_loads_is_named_once_and_as_received(
-    order: CallOrder, failing: Any
-) -> None:
-    with pair(**ASYNC) as (prefill, decode):
-        prompt = request_of("a", range(100))
-        prefill.prefill(prompt)
-        blocks = admit(decode, prompt, 96)
-        reports = [decode.execute(decode.plan([]), order=order)]
-        # The engine has not told what the worker side reported: to the scheduler side it is loading.
-        keeps, _ = decode.scheduler.request_finished(prompt, (blocks,), RequestEnd.ABORTED)
-        assert keeps
-        decode.scheduler.update_connector_output(reports[0])
-        while not any(report.finished_recving for report in reports):
-            reports.append(decode.step([], order=order))
-        reports += [decode.step([], order=order) for _ in range(3)]
-        assert [name for report in reports for name in report.finished_recving] == ["a"]
-        assert not any(report.finished_sending for report in reports)
 
 
 # -- several steps in flight ---------------------------------------------------------------------
@@ -326,127 +169,6 @@ def test_a_prompt_computed_again_while_older_reports_are_on_their_way_is_stored_
         for planned in (third, fourth):
             engine.scheduler.update_connector_output(engine.execute(planned))
         assert_loads(engine, "b", prompt.token_ids)
-
-
-def test_a_request_that_ends_before_its_load_is_reported_gives_its_blocks_back_once() -> None:
-    with pair(**ASYNC) as (prefill, decode):
-        prompt = request_of("a", range(100))
-        prefill.prefill(prompt)
-        blocks = admit(decode, prompt, 96)
-        reports = [decode.execute(decode.plan([]))]
-        while not reports[-1].finished_recving:
-            reports.append(decode.execute(decode.plan([])))
-        keeps, _ = decode.scheduler.request_finished(prompt, (blocks,), RequestEnd.ABORTED)
-        assert keeps  # the report that frees them is under way
-        for report in reports:
-            decode.scheduler.update_connector_output(report)
-        assert not any(decode.step([]).finished_recving for _ in range(3))
-
-
-@attrs.define(eq=False)
-class Running:
-    """A request of :class:`Engine`."""
-
-    request: Request
-    blocks: tuple[int, ...]
-    num_computed: int
-    """As far as steps were planned."""
-
-
-class Engine:
-    """Plans ahead, shares prefixes and goes back after failed loads."""
-
-    def __init__(self, double: EngineDouble, chance: random.Random) -> None:
-        self.double, self.chance = double, chance
-        self.running: list[Running] = []
-        self.planned: deque[PlannedStep] = deque()
-        self.reports: deque[WorkerOutput] = deque()
-
-    @property
-    def has_work(self) -> bool:
-        return bool(self.planned or self.reports) or any(
-            each.num_computed < len(each.request.token_ids) for each in self.running
-        )
-
-    def admit(self, token_ids: tuple[int, ...]) -> None:
-        """A prompt comes in. It may share what others have computed; the store is asked for the rest."""
-        request = request_of(f"r{len(self.running)}", token_ids)
-        shared: tuple[int, ...] = ()
-        for other in self.running if self.chance.random() < 0.5 else ():
-            pairs = zip(token_ids[:-1], other.request.token_ids, strict=False)
-            same = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
-            shared = max(shared, other.blocks[: min(same, other.num_computed) // BLOCK], key=len)
-        start = len(shared) * BLOCK
-        found, _ = self.double.matched(request, start)
-        blocks = (*shared, *self.double.allocate(len(token_ids) - start))
-        self.double.scheduler.update_state_after_alloc(request, (blocks,), found)
-        self.running.append(Running(request, blocks, start + found))
-
-    def plan(self) -> None:
-        scheduled = []
-        for each in self.running:
-            rest = len(each.request.token_ids) - each.num_computed
-            new = min(self.chance.choice([16, 40, 200]), rest)
-            if new > 0:
-                scheduled.append((each.request, each.blocks, each.num_computed, new))
-                each.num_computed += new
-        self.planned.append(self.double.plan(scheduled))
-
-    def execute(self, order: CallOrder) -> None:
-        self.reports.append(self.double.execute(self.planned.popleft(), order=order))
-
-    def hear(self) -> None:
-        report = self.reports.popleft()
-        self.double.scheduler.update_connector_output(report)
-        for each in self.running:
-            for index, block in enumerate(each.blocks):
-                if block in report.invalid_block_ids:
-                    each.num_computed = min(each.num_computed, index * BLOCK)
-
-
-@pytest.mark.parametrize("seed", range(16))
-def test_whatever_fails_and_however_many_steps_are_in_flight_what_is_promised_is_right(
-    seed: int, failing: Any
-) -> None:
-    chance = random.Random(seed)
-    order, depth = chance.choice([USUAL, DRAFTING]), chance.choice([1, 3, 4])
-    with EngineDouble(config("both", host=f"unix:@kvplug-test-random-{seed}"), num_blocks=512) as double:
-        engine = Engine(double, chance)
-        prompts = []
-        for number in range(10):
-            first, common, own = chance.choice([0, 1000]), chance.choice([48, 96]), chance.randrange(1, 40)
-            prompts.append(
-                (*range(first, first + common), *range(9000 + 100 * number, 9000 + 100 * number + own))
-            )
-        for first in (0, 1000):
-            double.prefill(request_of(f"stored-{first}", range(first, first + 96)))
-        waiting = deque(prompts)
-        num_failed = 0
-        engine.admit(waiting.popleft())
-        while waiting:
-            if chance.random() < 0.5:
-                engine.admit(waiting.popleft())
-            if len(engine.planned) + len(engine.reports) < depth:
-                engine.plan()
-            if engine.planned and chance.random() < 0.5:
-                failing.now = not num_failed or chance.random() < 0.5
-                engine.execute(order)
-            if engine.reports and chance.random() < 0.3:
-                num_failed += bool(engine.reports[0].invalid_block_ids)
-                engine.hear()
-        failing.now = False
-        while engine.has_work:
-            engine.plan()
-            while engine.planned:
-                engine.execute(order)
-            while engine.reports:
-                num_failed += bool(engine.reports[0].invalid_block_ids)
-                engine.hear()
-        assert num_failed
-        for each in engine.running:
-            assert double.is_right(each.request.token_ids, each.blocks, len(each.request.token_ids))
-        for number, token_ids in enumerate(prompts):
-            assert_loads(double, f"again-{number}", token_ids)
 
 
 # -- several workers -----------------------------------------------------------------------------

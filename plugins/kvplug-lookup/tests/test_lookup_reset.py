@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
-import random
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -24,7 +22,7 @@ from kvplug import (
     event_to_plain,
     pack_tokens,
 )
-from kvplug.testing.engine import EngineDouble, PlannedStep, request_of
+from kvplug.testing.engine import EngineDouble, request_of
 from kvplug_lookup.connector.load import Load
 from kvplug_lookup.connector.replica import Replica
 
@@ -417,129 +415,3 @@ def test_a_consumer_cannot_forget_for_its_producer_and_says_so(caplog: pytest.Lo
 def test_a_consumer_without_a_producer_has_nothing_to_forget() -> None:
     with EngineDouble(config("consumer"), connect="unix:@kvplug-test-reset-nobody") as decode:
         assert decode.scheduler.reset_cache() is True
-
-
-# -- whatever comes when -------------------------------------------------------------------------
-
-
-@attrs.define(eq=False)
-class Running:
-    """A request of :class:`Engine`."""
-
-    request: Request
-    blocks: tuple[int, ...]
-    num_computed: int
-    """As far as steps were planned."""
-    is_mixed: bool = False
-    """It went on when the weights changed: what it computes is right for neither."""
-
-
-class Engine:
-    """Plans ahead, shares prefixes, and changes its weights now and then."""
-
-    def __init__(self, double: EngineDouble, chance: random.Random) -> None:
-        self.double, self.chance = double, chance
-        self.running: list[Running] = []
-        self.planned: deque[tuple[PlannedStep, float]] = deque()
-        """Steps, each with the weights that it computes with."""
-        self.reports: deque[WorkerOutput] = deque()
-
-    @property
-    def has_work(self) -> bool:
-        return bool(self.planned or self.reports) or any(
-            each.num_computed < len(each.request.token_ids) for each in self.running
-        )
-
-    def admit(self, token_ids: tuple[int, ...]) -> None:
-        """A prompt comes in. It may share what others have computed; the store is asked for the rest."""
-        request = request_of(f"r{len(self.running)}", token_ids)
-        shared: tuple[int, ...] = ()
-        for other in self.running if self.chance.random() < 0.5 else ():
-            if not other.is_mixed:
-                pairs = zip(token_ids[:-1], other.request.token_ids, strict=False)
-                same = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
-                shared = max(shared, other.blocks[: min(same, other.num_computed) // BLOCK], key=len)
-        start = len(shared) * BLOCK
-        found, _ = self.double.matched(request, start)
-        blocks = (*shared, *self.double.allocate(len(token_ids) - start))
-        self.double.scheduler.update_state_after_alloc(request, (blocks,), found)
-        self.running.append(Running(request, blocks, start + found))
-
-    def change_weights(self) -> None:
-        """Between two steps. What runs starts over, in blocks of its own, or goes on with what it has."""
-        assert self.double.scheduler.reset_cache() is True
-        self.double.weights += 1
-        for each in self.running:
-            if self.chance.random() < 0.5:
-                each.num_computed = 0
-                each.blocks = self.double.allocate(len(each.request.token_ids))
-                each.is_mixed = False
-            else:
-                each.is_mixed = True
-
-    def plan(self) -> None:
-        scheduled = []
-        for each in self.running:
-            rest = len(each.request.token_ids) - each.num_computed
-            new = min(self.chance.choice([16, 40, 200]), rest)
-            if new > 0:
-                scheduled.append((each.request, each.blocks, each.num_computed, new))
-                each.num_computed += new
-        self.planned.append((self.double.plan(scheduled), self.double.weights))
-
-    def execute(self) -> None:
-        planned, weights = self.planned.popleft()
-        now, self.double.weights = self.double.weights, weights
-        self.reports.append(self.double.execute(planned))
-        self.double.weights = now
-
-    def hear(self) -> None:
-        report = self.reports.popleft()
-        self.double.scheduler.update_connector_output(report)
-        for each in self.running:
-            for index, block in enumerate(each.blocks):
-                if block in report.invalid_block_ids:
-                    each.num_computed = min(each.num_computed, index * BLOCK)
-
-
-@pytest.mark.parametrize("seed", range(16))
-def test_whenever_it_is_reset_nothing_is_promised_that_was_computed_with_other_weights(seed: int) -> None:
-    chance = random.Random(seed)
-    depth, num_loaded = chance.choice([1, 3, 4]), 0
-    with both(f"random-{seed}") as double:
-        engine = Engine(double, chance)
-        prompts = deque(
-            (
-                *range(first := chance.choice([0, 1000]), first + chance.choice([48, 96])),
-                *range(9000 + 100 * number, 9000 + 100 * number + chance.randrange(1, 40)),
-            )
-            for number in range(12)
-        )
-        resets_left = 3
-        while prompts or resets_left:
-            if prompts and chance.random() < 0.4:
-                engine.admit(prompts.popleft())
-            if resets_left and chance.random() < 0.1:
-                engine.change_weights()
-                resets_left -= 1
-            if len(engine.planned) + len(engine.reports) < depth:
-                engine.plan()
-            if engine.planned and chance.random() < 0.5:
-                engine.execute()
-            if engine.reports and chance.random() < 0.4:
-                engine.hear()
-        engine.admit((*range(96), 8000))  # one that nothing old was computed for
-        while engine.has_work:
-            engine.plan()
-            while engine.planned:
-                engine.execute()
-            while engine.reports:
-                engine.hear()
-        for number, each in enumerate(engine.running):
-            token_ids = each.request.token_ids
-            assert each.is_mixed or double.is_right(token_ids, each.blocks, len(token_ids))
-            blocks, loaded, report = double.load(request_of(f"again-{number}", token_ids))
-            assert not report.invalid_block_ids
-            assert double.is_right(token_ids, blocks, len(token_ids))
-            num_loaded += loaded
-        assert num_loaded

@@ -11,9 +11,7 @@ import torch
 from kvplug import (
     Credentials,
     Kind,
-    KvplugError,
     LookupContext,
-    PeerGoneError,
     PipeContext,
     Registry,
     TimeoutError,
@@ -96,27 +94,8 @@ def wait_until(condition, timeout=5):
 # -- what runs in the child --------------------------------------------------------------------
 
 
-class Reporting:
-    """A sink that says where it is, and at one layer waits to be killed."""
-
-    def __init__(self, parent, stop_at):
-        self.parent, self.stop_at = parent, stop_at
-
-    def begin(self, header):
-        pass
-
-    def layer(self, index, key, value):
-        if index == self.stop_at:
-            self.parent.send(index)
-            self.parent.recv(None)
-
-
-def stop_in_the_middle(parent, contact, how):
+def stop_in_the_middle(parent, contact, timeout):
     end = reach(contact)
-    if how == "read":
-        end.select(PROMPT, sink=Reporting(parent, 3), timeout=None)
-        end.close()
-        return "done"
     received = [0]
     inner = end._data.recv_tensor
 
@@ -128,57 +107,16 @@ def stop_in_the_middle(parent, contact, how):
         return inner(out, timeout=timeout)
 
     end._data.recv_tensor = recv_tensor
-    end.drop_select(PROMPT, timeout=float(how.removeprefix("take ")))
+    end.drop_select(PROMPT, timeout=timeout)
     return "done"
-
-
-def take_all(parent, contact, pause_s):
-    end, ids = reach(contact), []
-    parent.send("ready")
-    parent.recv(None)
-    try:
-        while True:
-            entry = end.drop_select(None, timeout=2)
-            seed = entry.header.tokens[-1].item()
-            assert torch.equal(torch.stack((entry.key, entry.value)), kv(seed))
-            assert torch.equal(entry.hidden, entry.key[0, -1])
-            ids.append(entry.header.entry_id)
-            time.sleep(pause_s)
-    except TimeoutError:
-        end.close()
-        return ids
-
-
-def hold_a_store(parent):
-    serving = Serving()
-    insert(serving.store)
-    parent.send(serving.contact)
-    serving.attach()
-    parent.recv(None)
 
 
 # -- tests -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("how", ["take 60", "read"])
-def test_a_consumer_killed_in_the_middle_leaves_the_entry_whole(serving, how):
-    entry_id = insert(serving.store)
-    with peers.start(stop_in_the_middle, serving.contact, how) as consumer:
-        serving.attach()
-        assert consumer.recv() == 3
-        assert serving.store.match(PROMPT) == (TOKENS if how == "read" else 0)
-        consumer.kill()
-        began = time.monotonic()
-        entry = serving.store.drop_select(PROMPT, timeout=10)
-        assert time.monotonic() - began < 5
-    assert entry.header.entry_id == entry_id
-    assert torch.equal(torch.stack((entry.key, entry.value)), kv())
-    wait_until(lambda: serving.store.bytes_used == 0)
-
-
 def test_a_stopped_consumer_keeps_its_entry_until_its_time_is_over(serving):
     insert(serving.store)
-    with peers.start(stop_in_the_middle, serving.contact, "take 1.5") as consumer:
+    with peers.start(stop_in_the_middle, serving.contact, 1.5) as consumer:
         serving.attach()
         assert consumer.recv() == 3
         consumer.stop()
@@ -191,62 +129,6 @@ def test_a_stopped_consumer_keeps_its_entry_until_its_time_is_over(serving):
         consumer.send("go on")
         with pytest.raises(peers.ChildError, match="TimeoutError"):
             consumer.result()
-
-
-@pytest.mark.parametrize("what", ["waiting", "receiving"])
-def test_a_killed_producer_is_noticed_by_who_waits_and_who_receives(what):
-    with peers.nothing_left(), peers.start(hold_a_store) as producer:
-        end = reach(producer.recv())
-        outcome = []
-
-        class Killing:
-            def begin(self, header):
-                pass
-
-            def layer(self, index, key, value):
-                if index == 2:
-                    producer.kill()
-
-        def run():
-            try:
-                if what == "waiting":
-                    end.drop_select([5], timeout=None)
-                else:
-                    end.select(PROMPT, sink=Killing(), timeout=None)
-            except KvplugError as e:
-                outcome.append(e)
-
-        thread = threading.Thread(target=run, daemon=True)
-        thread.start()
-        if what == "waiting":
-            assert end.match([*PROMPT, 1]) == TOKENS
-            producer.kill()
-        thread.join(10)
-        assert len(outcome) == 1, peers.stacks()
-        assert isinstance(outcome[0], PeerGoneError)
-        with pytest.raises(PeerGoneError):
-            end.match(PROMPT)
-        end.close()
-
-
-def test_several_consumers_share_the_entries_among_them(serving):
-    consumers = []
-    try:
-        for pause in (0.0, 0.02):
-            consumers.append(peers.start(take_all, serving.contact, pause))
-            serving.attach()  # before the next one starts, so that the two pipes are of one consumer
-            assert consumers[-1].recv() == "ready"
-        for consumer in consumers:
-            consumer.send("go")
-        wait_until(lambda: len(serving.store._lending._waiters) == 2)
-        put = [insert(serving.store, seed, [*PROMPT[:-1], seed]) for seed in range(16)]
-        got = [consumer.result() for consumer in consumers]
-    finally:
-        for consumer in consumers:
-            consumer.close()
-    assert sorted(got[0] + got[1]) == put
-    assert all(got)
-    wait_until(lambda: serving.store.bytes_used == 0)
 
 
 def test_transfers_given_up_at_random_moments_leave_the_pipes_in_order(serving):

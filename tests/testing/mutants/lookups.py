@@ -484,6 +484,16 @@ class TestReadersGetTheEntryItself(Mutant):
             return got if held is None or given.get("sink") is not None else held.entry
 
 
+class TestAnswersWhoAskedFirst(Mutant):
+    """What comes is given to the oldest call of a reaching end, whosever it is."""
+
+    breaks = ("LOOKUP-7",)
+
+    class reaching(MemoryReachingEnd):  # noqa: N801
+        def _put(self, number: int, answer: Any) -> None:
+            super()._put(min(self._calls, default=number), answer)
+
+
 # -- clearing and telling --------------------------------------------------------------------------
 
 

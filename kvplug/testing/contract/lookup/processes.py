@@ -149,7 +149,7 @@ class Processes(LookupSuite):
         assert not unlike(known_entry(), taken(end, [7]))
         Call(end.close).result()
 
-    @law("LOOKUP-4", level="full", needs="other_processes", timeout_s=120)
+    @law("LOOKUP-4", needs="other_processes", timeout_s=120)
     def test_takers_in_several_processes_share_the_entries_among_them(self) -> None:
         store = self.hold()
         takers = [self.far_reach(store, take_all) for _ in range(2)]
