@@ -25,16 +25,6 @@ _Blocking = dict[str, Callable[..., Any]]
 class Deadlines(PipeSuite):
     """Every call that can block."""
 
-    def silent_contact(self) -> str:
-        """A contact at which somebody takes connections and never answers. Override it where there is one."""
-        return ""
-
-    @property
-    def a_silent_contact(self) -> str:
-        """For ``needs``."""
-        overridden = type(self).silent_contact is not Deadlines.silent_contact
-        return "" if overridden else f"{self.called} has made no contact that never answers (silent_contact)"
-
     def blocking(self, **context: Any) -> _Blocking:
         """Calls that would block for ever, by their names; each takes ``timeout`` by its name."""
         options = self.limited() if not self.a_limit else {}

@@ -45,6 +45,10 @@ class PipeSuite(Contract):
         """The transport's factory, called. Override it for a transport that is not installed."""
         return self.spec.load_factory()(context)  # type: ignore[no-any-return]
 
+    def silent_contact(self) -> str:
+        """A contact at which somebody takes connections and never answers. Override it where there is one."""
+        return ""
+
     # -- ends in this process ------------------------------------------------------------------
 
     def context(self, heartbeat_timeout_s: float = 10.0, **options: Any) -> PipeContext:
@@ -95,6 +99,12 @@ class PipeSuite(Contract):
             if self.limit_option
             else f"{self.called} has no option that bounds what is unsent (limit_option)"
         )
+
+    @property
+    def a_silent_contact(self) -> str:
+        """For ``needs``."""
+        overridden = type(self).silent_contact is not PipeSuite.silent_contact
+        return "" if overridden else f"{self.called} has made no contact that never answers (silent_contact)"
 
     # -- ends in other processes ---------------------------------------------------------------
 
