@@ -109,8 +109,8 @@ class TestForgetsTheExtra(Mutant):
             return super().request_finished(attrs.evolve(request, extra=b""), *more)
 
 
-class TestAskingBeginsALoad(Mutant):
-    """A question is taken for an allocation, which the blocks are still missing for."""
+class TestRemembersItsBestAnswer(Mutant):
+    """What was promised once is promised again, however much has been computed meanwhile."""
 
     breaks = ("CONN-2",)
 
