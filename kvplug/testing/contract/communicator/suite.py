@@ -5,6 +5,8 @@ A test says in plain values what each rank is to call, so that it does not matte
 
 from __future__ import annotations
 
+import functools
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -24,6 +26,8 @@ from kvplug.testing.contract.base import Call, Contract, judged_by
 from kvplug.trust.credentials import Credentials
 
 WORLD = 3
+LIFE_S = 300.0
+"""Of a process that is a rank: no test is longer. It ends with its test."""
 
 
 @attrs.frozen(kw_only=True)
@@ -121,6 +125,10 @@ class Rank:
         """End without a word to the others: as if it had died, where it is a process."""
         raise NotImplementedError
 
+    @property
+    def pid(self) -> int:
+        return os.getpid()
+
 
 @attrs.frozen
 class Pending:
@@ -166,23 +174,28 @@ class Far(Rank):
         self._begun += 1
         number = self._begun
         self.child.send((number, method, plain, given))
-        return Pending(lambda: self._outcome(number, base.patience_s + 5), lambda: self._is_blocked(number))
+        kept = functools.cache(lambda: self._outcome(number, base.patience_s + 5))
+        return Pending(kept, lambda: self._is_blocked(number))
 
     def _outcome(self, number: int, within: float) -> Outcome:
         while number not in self._heard:
             heard, plain = self.child.recv(timeout=within)
             self._heard[heard] = Outcome(**plain)
-        return self._heard[number]
+        return self._heard.pop(number)
 
     def _is_blocked(self, number: int) -> bool:
         try:
-            self._outcome(number, 0.3)
+            self._heard[number] = self._outcome(number, 0.3)
         except errors.TimeoutError:
             return True
         return False
 
     def leave(self) -> None:
         self.child.kill()
+
+    @property
+    def pid(self) -> int:
+        return self.child.pid
 
 
 @attrs.frozen
@@ -282,7 +295,7 @@ class CommunicatorSuite(Contract):
     def _far_ranks(self, world_size: int, context: dict[str, Any]) -> Ranks:
         target = f"{__name__}:_far_rank"
         children = [
-            self.start_forked(target, self.recipe(), number, world_size, context)
+            self.start_forked(target, self.recipe(), number, world_size, context, timeout_s=LIFE_S)
             for number in range(world_size)
         ]
         contact = children[0].recv()

