@@ -19,7 +19,8 @@ from kvplug.testing.engine.cache import (
 )
 from kvplug.testing.engine.double import CallOrder, EngineDouble, PlannedStep, Scheduled, request_of
 from kvplug.testing.engine.replay import Departed, replay
-from kvplug.testing.engine.schedule import Arrival, Schedule
+from kvplug.testing.engine.requests import Arrival
+from kvplug.testing.engine.schedule import Schedule
 
 __all__ = [
     "HEAD_SIZE",

@@ -2,100 +2,28 @@
 
 from __future__ import annotations
 
-import enum
 import random
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import attrs
 
-from kvplug.connector.values import Request, RequestEnd, WorkerOutput
+from kvplug.connector.values import RequestEnd, WorkerOutput
 from kvplug.testing.engine import double as doubles
 from kvplug.testing.engine.double import CallOrder, EngineDouble, PlannedStep, Scheduled
 from kvplug.testing.engine.ledger import Ledger, Load
-
-
-@attrs.frozen(kw_only=True)
-class Arrival:
-    """A request that comes, and how it ends."""
-
-    request_id: str
-    prompt: tuple[int, ...]
-    generated: tuple[int, ...] = ()
-    """Tokens that it computes one by one after the prompt."""
-    extra: bytes = b""
-    params: Mapping[str, Any] = attrs.field(factory=dict)
-    end: RequestEnd = RequestEnd.FINISHED
-    """One that does not finish ends at any time: before, during and after its load."""
-
-    @property
-    def tokens(self) -> tuple[int, ...]:
-        return self.prompt + self.generated
-
-
-class _State(enum.Enum):
-    WAITING = "without blocks"
-    LOADING = "in the background"
-    HELD = "waits for a load that its step could have needed"
-    RUNNING = "computes"
-
-
-@attrs.define(eq=False)
-class _Running:
-    """A request of a schedule."""
-
-    arrival: Arrival
-    state: _State = _State.WAITING
-    blocks: tuple[int, ...] = ()
-    num_computed: int = 0
-    """As far as steps were planned."""
-    num_right: int = 0
-    """As far as the engine has heard that they went well."""
-    generation: int = 0
-    life: int = 0
-    """Grows when it goes back: what steps before that computed does not count."""
-    must_run: bool = False
-    """Its blocks are allocated for the next step."""
-    is_mixed: bool = False
-    """It went on when the weights changed: what it computes is right for neither."""
-
-    @property
-    def name(self) -> str:
-        return self.arrival.request_id
-
-    @property
-    def rest(self) -> int:
-        return len(self.arrival.tokens) - self.num_computed
-
-    def request(self, num_tokens: int = 0) -> Request:
-        """As the engine shows it: the prompt, and of what was generated as much as there is."""
-        prompt = len(self.arrival.prompt)
-        shown = max(prompt, num_tokens, self.num_computed)
-        return Request(
-            request_id=self.name,
-            token_ids=self.arrival.tokens[:shown],
-            num_prompt_tokens=prompt,
-            extra=self.arrival.extra,
-            generation=self.generation,
-            params=self.arrival.params,
-        )
-
-    def back_to(self, num_tokens: int) -> None:
-        if self.num_computed > num_tokens:
-            self.num_computed = num_tokens
-            self.life += 1
-        self.num_right = min(self.num_right, num_tokens)
+from kvplug.testing.engine.requests import Arrival, Running, State
 
 
 @attrs.frozen(kw_only=True)
 class _Step:
     planned: PlannedStep
     weights: float
-    computed: tuple[tuple[_Running, int, int], ...]
+    computed: tuple[tuple[Running, int, int], ...]
     """Request, its life then, and as far as this step computes."""
-    held: tuple[_Running, ...]
+    held: tuple[Running, ...]
     needs_loads: bool
 
 
@@ -127,8 +55,8 @@ class Schedule:
         self.before_step, self.on_end = before_step, on_end
         self.ledger = Ledger(double.cache)
         self.num_preempted = 0
-        self.coming: deque[_Running] = deque()
-        self.active: list[_Running] = []
+        self.coming: deque[Running] = deque()
+        self.active: list[Running] = []
         self._planned: deque[_Step] = deque()
         self._reports: deque[tuple[_Step, WorkerOutput]] = deque()
         self._users: Counter[int] = Counter()
@@ -138,7 +66,7 @@ class Schedule:
         """Blocks that nobody has, each with the last step that was planned when it was freed."""
         for block in double.free_blocks:
             self._freed[block] = 0
-        self._to_preempt: list[_Running] = []
+        self._to_preempt: list[Running] = []
 
     def add_free(self, block: int) -> None:
         """The engine has one more block: whoever had it is done."""
@@ -146,7 +74,7 @@ class Schedule:
 
     def submit(self, *arrivals: Arrival) -> None:
         """Requests that come, in this order, whenever chance lets them in."""
-        self.coming += (_Running(arrival) for arrival in arrivals)
+        self.coming += (Running(arrival) for arrival in arrivals)
 
     @property
     def has_work(self) -> bool:
@@ -188,7 +116,7 @@ class Schedule:
         moves: list[tuple[int, Callable[[], Any]]] = []
         in_flight = len(self._planned) + len(self._reports)
         waiting = [
-            each for each in self.active if each.state is _State.WAITING and each not in self._to_preempt
+            each for each in self.active if each.state is State.WAITING and each not in self._to_preempt
         ]
         if self.coming:
             moves.append((2, self._let_in))
@@ -213,7 +141,7 @@ class Schedule:
         self.active.append(each)
         self.double.scheduler.on_new_request(each.request())
 
-    def _admit(self, each: _Running) -> None:
+    def _admit(self, each: Running) -> None:
         """Ask, and allocate blocks if there are enough."""
         shared = self._shared(each)
         start, request = len(shared) * self._block_size, each.request()
@@ -230,19 +158,19 @@ class Schedule:
             return
         self.double.scheduler.update_state_after_alloc(request, (each.blocks,), found)
         each.num_computed = end
-        each.state = _State.RUNNING
+        each.state = State.RUNNING
         if found:
             self.ledger.begin(Load(request, each.blocks, start, end, is_async))
             holds = self.chance.random() < 0.1
-            each.state = _State.LOADING if is_async else _State.HELD if holds else _State.RUNNING
-        each.must_run = each.state is _State.RUNNING
+            each.state = State.LOADING if is_async else State.HELD if holds else State.RUNNING
+        each.must_run = each.state is State.RUNNING
 
-    def _shared(self, each: _Running) -> tuple[int, ...]:
+    def _shared(self, each: Running) -> tuple[int, ...]:
         """Blocks of others that begin with the same tokens; or none, as without a prefix cache."""
         best: tuple[int, ...] = ()
         tokens = each.arrival.tokens[: len(each.request().token_ids) - 1]
         for other in self.active if self.chance.random() < 0.5 else ():
-            if other.state is not _State.RUNNING or other.must_run or other.is_mixed:
+            if other.state is not State.RUNNING or other.must_run or other.is_mixed:
                 continue
             if other.arrival.extra != each.arrival.extra:
                 continue
@@ -260,7 +188,7 @@ class Schedule:
         if self.chance.random() < 0.05 and (victims := self._victims()):
             self._preempt(self.chance.choice(victims))
         for each in list(self.active):
-            if each.state is not _State.RUNNING or each.rest <= 0:
+            if each.state is not State.RUNNING or each.rest <= 0:
                 continue
             if not each.must_run and self.chance.random() < 0.2:
                 continue
@@ -275,7 +203,7 @@ class Schedule:
         preempted = frozenset(each.name for each in self._to_preempt)
         scheduled = [one for one in scheduled if one[0].request_id not in preempted]
         self._to_preempt.clear()
-        held = tuple(each for each in self.active if each.state is _State.HELD)
+        held = tuple(each for each in self.active if each.state is State.HELD)
         planned = self.double.plan(scheduled, preempted=preempted)
         self._planned.append(
             _Step(
@@ -317,23 +245,23 @@ class Schedule:
         loaded = [
             each
             for each in self.active
-            if (each.state is _State.LOADING and each.name in report.finished_recving)
-            or (each.state is _State.HELD and each in step.held)
+            if (each.state is State.LOADING and each.name in report.finished_recving)
+            or (each.state is State.HELD and each in step.held)
         ]
         for each in loaded:
-            each.state = _State.RUNNING
+            each.state = State.RUNNING
             each.num_right = each.num_computed
             self.double.scheduler.update_state_after_alloc(each.request(), (each.blocks,), 0)
         for each, life, end in step.computed:
-            if each in self.active and each.life == life and each.state is _State.RUNNING:
+            if each in self.active and each.life == life and each.state is State.RUNNING:
                 each.num_right = max(each.num_right, end)
 
-    def _may_end(self, each: _Running) -> bool:
+    def _may_end(self, each: Running) -> bool:
         if each.arrival.end is not RequestEnd.FINISHED:
             return self.chance.random() < 0.1
         return each.rest == 0 and (each.num_right == len(each.arrival.tokens) or self.chance.random() < 0.05)
 
-    def _end(self, each: _Running) -> None:
+    def _end(self, each: Running) -> None:
         request = each.request()
         keeps, params = self.double.finish(request, each.blocks, each.arrival.end)
         reported = any(each.name in report.finished_recving for _, report in self._reports)
@@ -358,7 +286,7 @@ class Schedule:
             load.is_checked = False
         for each in list(self.active):
             each.is_mixed = True  # it came before, and may load what is older than it
-            if each.state is _State.RUNNING and self.chance.random() < restart:
+            if each.state is State.RUNNING and self.chance.random() < restart:
                 self._preempt(each)
         return True
 
@@ -368,7 +296,7 @@ class Schedule:
     def _block_size(self) -> int:
         return self.double.block_size
 
-    def _take(self, each: _Running, shared: tuple[int, ...], num_tokens: int) -> bool:
+    def _take(self, each: Running, shared: tuple[int, ...], num_tokens: int) -> bool:
         """Blocks for so many tokens, the shared ones first."""
         count = -(-num_tokens // self._block_size) - len(shared)
         if count > len(self.double.free_blocks):
@@ -381,7 +309,7 @@ class Schedule:
         self._users.update(each.blocks)
         return True
 
-    def _grow(self, each: _Running, num_tokens: int) -> bool:
+    def _grow(self, each: Running, num_tokens: int) -> bool:
         missing = -(-num_tokens // self._block_size) - len(each.blocks)
         while missing > len(self.double.free_blocks):
             victims = [one for one in self._victims() if one is not each]
@@ -397,16 +325,16 @@ class Schedule:
             each.blocks += blocks
         return True
 
-    def _victims(self) -> list[_Running]:
-        return [each for each in self.active if each.state is _State.RUNNING and not each.must_run]
+    def _victims(self) -> list[Running]:
+        return [each for each in self.active if each.state is State.RUNNING and not each.must_run]
 
-    def _preempt(self, each: _Running) -> None:
+    def _preempt(self, each: Running) -> None:
         """It loses its blocks, and waits. The connector hears of it with the next plan."""
         load = self.ledger.loads.get(each.name)
         if load is not None and not load.step:
             self.ledger.drop(each.name)
         self._release(each.blocks)
-        each.blocks, each.state, each.must_run = (), _State.WAITING, False
+        each.blocks, each.state, each.must_run = (), State.WAITING, False
         each.back_to(0)
         each.generation += 1
         self._to_preempt.append(each)
@@ -426,7 +354,7 @@ class Schedule:
     def _look(self) -> None:
         """Everything that the engine relies on is right, and what is free was left alone."""
         for each in self.active:
-            if each.state is not _State.RUNNING or each.is_mixed:
+            if each.state is not State.RUNNING or each.is_mixed:
                 continue
             wrong = self.double.cache.wrong_blocks(each.arrival.tokens, each.blocks, 0, each.num_right)
             assert not wrong, (

@@ -11,10 +11,11 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Hashable
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import attrs
 
+from kvplug.context import ConnectorContext
 from kvplug.errors import AddressInUseError, CapacityError, EntryGoneError, PeerGoneError, TimeoutError
 from kvplug.metrics.reasons import Reason
 from kvplug.testing.memory.reference import Reference, StaleError
@@ -205,3 +206,10 @@ def _common(ours: tuple[int, ...], theirs: tuple[int, ...]) -> int:
             break
         count += 1
     return count
+
+
+def form_of(context: ConnectorContext) -> tuple[Any, ...]:
+    """What must be equal at two engines for the KV of one to mean the same to the other."""
+    layout, model = context.cache.groups[0].layout, attrs.evolve(context.model, name="")
+    inside = (layout.axes, layout.block_format, layout.block_size) if layout.block_format else ()
+    return model, layout.num_kv_heads, layout.head_size, layout.has_values, inside
