@@ -116,9 +116,7 @@ def _run(mode: str, name: str, timeout_s: float) -> Inspection:
         told.touch()
         command = [sys.executable, "-P", "-m", __name__, mode, name, str(told)]
         try:
-            done = subprocess.run(
-                command, env=environ, cwd=folder, capture_output=True, timeout=timeout_s, check=False
-            )
+            done = subprocess.run(command, env=environ, capture_output=True, timeout=timeout_s, check=False)
             said = done.stderr.decode("utf-8", "replace").strip()
             ended = f"the process ended with exit code {done.returncode}{': ' if said else ''}{said[-2000:]}"
         except subprocess.TimeoutExpired:
