@@ -7,10 +7,12 @@ import re
 import sys
 from collections.abc import Iterable
 from importlib import metadata
+from typing import Any
 
 from kvplug.errors import UnknownTransportError
 from kvplug.registry import Registry
 from kvplug.spec import TRANSPORTS, Kind
+from kvplug.testing import peers
 from kvplug.testing.contract.base import Contract
 from kvplug.testing.contract.plugin import PluginContract
 
@@ -50,7 +52,7 @@ def installed(transports: Iterable[str], connectors: Iterable[str]) -> list[type
         named.append((Kind.CONNECTOR, name))
     plugins = [plugin.name for kind, name in named for plugin in registry.owners(kind, name)]
     return [
-        *(_made(kind, name) for kind, name in named),
+        *(_made(kind, name, _reaches_other_processes(registry, kind, name)) for kind, name in named),
         *(_made_of_plugin(name) for name in dict.fromkeys(plugins)),
     ]
 
@@ -73,9 +75,28 @@ def _kinds(registry: Registry, given: str) -> list[tuple[Kind, str]]:
     return [(kind, given) for kind in kinds]
 
 
-def _made(kind: Kind, name: str) -> type[Contract]:
+def _made(kind: Kind, name: str, across_processes: bool) -> type[Contract]:
     suite = suite_of(kind)
-    return type(_called(name, suite), (suite,), {"transport": name, "made_from": _SUITES[kind]})
+    said = {"transport": name, "made_from": _SUITES[kind], "across_processes": across_processes}
+    return type(_called(name, suite), (suite,), said)
+
+
+def _reaches_other_processes(registry: Registry, kind: Kind, name: str) -> bool:
+    """Whether a transport's probe names the same domain in another process of this host as here."""
+    if kind not in TRANSPORTS:
+        return True
+    spec: Any = registry.get(kind, name)
+    here = spec.run_probe().domain
+    if not here or spec.capabilities.cross_host:
+        return True
+    with peers.start(f"{__name__}:domain_of", kind.value, name) as child:
+        return bool(child.result() == here)
+
+
+def domain_of(parent: peers.Parent, kind: str, name: str) -> str:
+    """In another process."""
+    spec: Any = Registry.from_env().get(Kind(kind), name)
+    return spec.run_probe().domain  # type: ignore[no-any-return]
 
 
 def _made_of_plugin(name: str) -> type[Contract]:

@@ -139,7 +139,7 @@ class Deaths(PipeSuite):
 
     @law("ALL-2", needs="other_processes")
     @pytest.mark.parametrize("nbytes", SIZES)
-    def test_of_a_message_in_which_the_peer_is_killed_nothing_isreceived(self, nbytes: int) -> None:
+    def test_of_a_message_in_which_the_peer_is_killed_nothing_is_received(self, nbytes: int) -> None:
         """At many places of the message, with the receiver in the middle of it and with the receiver away."""
         self._kill_at_many_places(nbytes, rounds=4)
 
