@@ -24,7 +24,6 @@ def corrupt(entry: Entry) -> Entry:
 
 class TestMemory(ConnectorContract):
     connector = "memory"
-    across_processes = False
     spoils_own = True
 
     def spoil(self, how: str) -> None:

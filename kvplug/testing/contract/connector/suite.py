@@ -249,5 +249,12 @@ class ConnectorSuite(Contract):
             else f"what {self.called} loads from itself cannot be made to fail (spoil, spoils_own)"
         )
 
+    @property
+    def other_processes(self) -> str:
+        """For ``needs``. A scheduler side's class may say ``in_one_process``, as the fake of the kit does."""
+        if self.spec is not None and getattr(self.spec.load_factory(), "in_one_process", False):
+            return f"the engines of {self.called} are in one process (in_one_process)"
+        return super().other_processes
+
     def recipe(self) -> dict[str, Any]:
         return {**super().recipe(), "transport": self.connector}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import attrs
 
@@ -43,6 +43,9 @@ class _Tracked:
 
 class MemoryScheduler(SchedulerConnector):
     """Decides; see the drawing in :mod:`kvplug.testing.memory.connector`."""
+
+    in_one_process: ClassVar[bool] = True
+    """The conformance kit need not look for its peer in another one."""
 
     def __init__(self, context: ConnectorContext) -> None:
         if len(context.cache.groups) != 1 or context.parallelism.num_workers != 1:
