@@ -45,10 +45,13 @@ def ask(engine: Any, function: str, **arguments: Any) -> Any:
 def test_after_a_producer_was_reset_its_consumer_loads_nothing_that_was_stored_before(
     start: Any, config_for: Any, prompts: Any, alone: Any, port: int, multiprocess: Any
 ) -> None:
-    """Its core has a loop of its own here, and nothing to do: the connector asks for the step."""
+    """Its core has a loop of its own here, and nothing to do: the connector asks for the step.
+
+    A load that was promised just before, and finds nothing any more, is computed.
+    """
     with (
         start(config_for("kv_producer", port), env=multiprocess, **SMALL) as prefill,
-        start(config_for("kv_consumer", port), **SMALL) as decode,
+        start(config_for("kv_consumer", port, kv_load_failure_policy="recompute"), **SMALL) as decode,
     ):
         prefill.generate(list(prompts.values()), max_tokens=1)
         assert decode.one(prompts[300]).num_cached > 0
