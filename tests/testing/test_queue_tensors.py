@@ -13,7 +13,6 @@ subject = _module_at(str(Path(__file__).parent / "subjects" / "socket_queue.py")
 
 class TestMemoryQueue(MessageQueueContract):
     transport = "memory"
-    across_processes = False
 
 
 class TestSocketQueue(MessageQueueContract):

@@ -9,7 +9,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Final, NamedTuple
+from typing import Any, ClassVar, Final, NamedTuple
 
 import attrs
 
@@ -97,6 +97,8 @@ class MemoryQueueEndpoint(QueueEndpoint):
     """The factory of the spec."""
 
     ring = Ring
+    in_one_process: ClassVar[bool] = True
+    """The conformance kit need not look for its readers in another one."""
 
     def create(self, reader_ranks: Sequence[int] | None = None) -> MemoryWriter:
         ring = self.ring(self._reader_ranks(reader_ranks), self.context.max_chunks)

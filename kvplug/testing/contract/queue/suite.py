@@ -87,6 +87,13 @@ class QueueSuite(Contract):
 
     # -- ends in other processes ---------------------------------------------------------------
 
+    @property
+    def other_processes(self) -> str:
+        """For ``needs``. An endpoint's class may say ``in_one_process``, as the fake of the kit does."""
+        if self.spec is not None and getattr(self.spec.load_factory(), "in_one_process", False):
+            return f"the ends of {self.called} are in one process (in_one_process)"
+        return super().other_processes
+
     def far_reader(
         self, writer: MessageQueue, rank: int, what: Callable[..., Any], *args: Any, **context: Any
     ) -> peers.Peer:
