@@ -1,7 +1,7 @@
 """The pytest plugin of the conformance kit: options, levels, waivers, and failures that name the law.
 
-Installed with kvplug, so pytest loads it everywhere. It imports nothing but this file until an option is used or
-a suite is collected; then :mod:`kvplug.testing.judging` takes over.
+Installed with kvplug, so pytest loads it everywhere. It imports nothing but this file until an option is used
+or a suite is collected; then :mod:`kvplug.testing.judging` takes over.
 """
 
 from __future__ import annotations

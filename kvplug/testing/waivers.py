@@ -33,7 +33,7 @@ class Waivers:
 
 
 def waivers_for(folder: Path) -> Waivers:
-    """Those of the nearest ``pyproject.toml`` at or above ``folder`` that is a package's (with ``[project]``).
+    """Those of the nearest ``pyproject.toml`` at or above ``folder`` that is a package's (``[project]``).
 
     Raises:
         ConfigError: the table is not of names and reasons; every fault at once.
