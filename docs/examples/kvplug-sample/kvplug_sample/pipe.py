@@ -231,6 +231,7 @@ class SamplePipe(Pipe):
         # What threads that are not here may hold is made anew, and what they work on ends.
         self._changed = threading.Condition()
         self._sending, self._receiving = Turn("sending"), Turn("receiving")
+        self._writer = None  # one that was about to start here never will
         for transfer in (self._writing, *(transfer for transfer, _ in self._queue)):
             if transfer is not None:
                 transfer.inherit(self._error())
