@@ -9,7 +9,7 @@ torch would start threads for it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import attrs
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import numpy
     from torch import Tensor
 
-    Array = numpy.ndarray[Any, Any]
+    Array: TypeAlias = numpy.ndarray[Any, Any]
 
 NUM_LAYERS, NUM_HEADS, HEAD_SIZE = 3, 2, 8
 MODEL = ModelInfo(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,9 +20,14 @@ def _impatient() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    kept = [item for item in items if _broken(item)]
+    others = [item for item in items if not _is_mutants(item)]  # this file is read whenever the folder is seen
+    kept = [item for item in items if _is_mutants(item) and _broken(item)]
     kept.sort(key=lambda item: (item.cls.__name__, _level(item)))  # stable: else their order stays
-    items[:] = kept
+    items[:] = others + kept
+
+
+def _is_mutants(item: pytest.Item) -> bool:
+    return item.path.parent == Path(__file__).parent
 
 
 def _broken(item: Any) -> set[tuple[Any, str]]:
