@@ -23,7 +23,8 @@ class _Step:
     weights: float
     computed: tuple[tuple[Running, int, int], ...]
     """Request, its life then, and as far as this step computes."""
-    held: tuple[Running, ...]
+    held: tuple[tuple[Running, int], ...]
+    """Request and its generation then: waiting for the load that this step makes."""
     needs_loads: bool
 
 
@@ -203,7 +204,7 @@ class Schedule:
         preempted = frozenset(each.name for each in self._to_preempt)
         scheduled = [one for one in scheduled if one[0].request_id not in preempted]
         self._to_preempt.clear()
-        held = tuple(each for each in self.active if each.state is State.HELD)
+        held = tuple((each, each.generation) for each in self.active if each.state is State.HELD)
         planned = self.double.plan(scheduled, preempted=preempted)
         self._planned.append(
             _Step(
@@ -246,7 +247,7 @@ class Schedule:
             each
             for each in self.active
             if (each.state is State.LOADING and each.name in report.finished_recving)
-            or (each.state is State.HELD and each in step.held)
+            or (each.state is State.HELD and (each, each.generation) in step.held)
         ]
         for each in loaded:
             each.state = State.RUNNING
