@@ -24,6 +24,7 @@ class TestMine(Contract):
     kind = Kind.PIPE
     transport = "memory"
     across_processes = False
+    settle_s = 0.2
 
     @law("PIPE-1")
     def test_that_is_kept(self):
@@ -115,8 +116,6 @@ def test_each_outcome_has_its_reason_in_the_scorecard(package: Package) -> None:
 
 @pytest.mark.parametrize(("level", "number"), [("quick", 4), ("full", 5), ("soak", 6)])
 def test_a_level_runs_what_is_of_it_and_of_those_below(package: Package, level: str, number: int) -> None:
-    done = package.judge("--kvplug-level", level)
-    assert f"collected 6 items / {6 - number} deselected" in done.stdout or number == 6
     assert len(package.outcomes("--kvplug-level", level)) == number
 
 

@@ -82,6 +82,8 @@ class Contract:
     """Whether its ends can be in two processes. If not, the tests that need it are skipped, and say so."""
     ends_are_processes: ClassVar[bool] = False
     """Whether a suite that can do either puts every end into a process of its own."""
+    settle_s: ClassVar[float] = 5.0
+    """How long what has been closed may take to be gone."""
     forks: ClassVar[bool] = True
     """Whether a process that has its library loaded may fork at all."""
 
@@ -102,7 +104,7 @@ class Contract:
         if needs.endswith("_processes") or self.ends_are_processes:
             self._have_a_server(request.node)
         self.warm_up()
-        with peers.nothing_left(), ExitStack() as self._stack:
+        with peers.nothing_left(self.settle_s), ExitStack() as self._stack:
             yield
 
     def _have_a_server(self, node: pytest.Item) -> None:

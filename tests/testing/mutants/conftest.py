@@ -20,7 +20,8 @@ def _impatient() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    others = [item for item in items if not _is_mutants(item)]  # this file is read whenever the folder is seen
+    # This file is read whenever the folder is seen.
+    others = [item for item in items if not _is_mutants(item)]
     kept = [item for item in items if _is_mutants(item) and _broken(item)]
     kept.sort(key=lambda item: (item.cls.__name__, _level(item)))  # stable: else their order stays
     items[:] = others + kept
