@@ -109,8 +109,7 @@ def decode_and_compare(
     )
     (decoded,) = session.wait_for((DECODE, "decoded"))
     display.end_of_text()
-    if PREFILL in session.lost and not any("prefill" in note for note in notes):
-        notes.append(f"the prefill process {session.lost[PREFILL]}")
+    _note_if_lost(session, notes)
     failures = decoded["stats"]["failures"].get("load", {})
     why = ", ".join(f"{reason} ({count})" for reason, count in sorted(failures.items()))
     if decoded["error"]:
@@ -130,6 +129,7 @@ def decode_and_compare(
     if generated["imported"]:
         raise DemoError(f"the reference process has imported {', '.join(generated['imported'])}")
 
+    _note_if_lost(session, notes)  # its peer may have heard of its death long before its parent
     loaded = decoded["tokens_loaded"]
     nbytes = loaded * decoded["kv_bytes_per_token"]
     load = decoded["stats"]["ops"].get("load")
@@ -149,6 +149,11 @@ def decode_and_compare(
         transport=ready["transport"],
         reasons=(*ready["reasons"], *notes),
     )
+
+
+def _note_if_lost(session: Session, notes: list[str]) -> None:
+    if PREFILL in session.lost and not any("prefill" in note for note in notes):
+        notes.append(f"the prefill process {session.lost[PREFILL]}")
 
 
 def run_prefill(
