@@ -6,6 +6,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from kvplug.testing.scorecard import Outcome, Scorecard, from_json
 FOLDER = Path(__file__).with_name("mutants")
 FILES = sorted(path for path in FOLDER.glob("*.py") if path.name != "conftest.py")
 ROOT = Path(__file__).parents[2]
+LIFE_S = 900
+"""Of a process that judges a file of them."""
 
 
 @cache
@@ -44,49 +47,41 @@ BREACHES = [
 ]
 
 
+def judge(path: Path, folder: Path) -> tuple[Scorecard, str]:
+    """Let the kit judge all mutants of a file, in a process of its own. Returns what it printed, too."""
+    report = folder / f"{path.stem}.json"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    command += ["-c", str(ROOT / "pyproject.toml"), "--rootdir", str(ROOT)]
+    command += ["--kvplug-level", "full", "--kvplug-report", str(report), str(path)]
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=LIFE_S,
+        check=False,
+        cwd=folder,
+        # What the mutants reach is measured by nobody: that takes as long again.
+        env={key: value for key, value in os.environ.items() if not key.startswith("COVERAGE_")},
+    )
+    assert report.exists(), done.stdout + done.stderr
+    return from_json(report.read_text()), done.stdout
+
+
 @pytest.fixture(scope="session")
-def judged(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """What the kit says of all mutants of a file."""
-
-    @cache
-    def judge(path: Path) -> tuple[Scorecard, str]:
-        report = tmp_path_factory.mktemp("mutants") / f"{path.stem}.json"
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "-p",
-            "no:cacheprovider",
-            "-c",
-            str(ROOT / "pyproject.toml"),
-        ]
-        command += [
-            "--rootdir",
-            str(ROOT),
-            "--kvplug-level",
-            "full",
-            "--kvplug-report",
-            str(report),
-            str(path),
-        ]
-        done = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            timeout=600,
-            check=False,
-            cwd=report.parent,
-            # What the mutants reach is measured by nobody: that takes as long again.
-            env={key: value for key, value in os.environ.items() if not key.startswith("COVERAGE_")},
-        )
-        assert report.exists(), done.stdout + done.stderr
-        return from_json(report.read_text()), done.stdout
-
-    return judge
+def judged(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """What the kit says of a file's mutants. They wait more than they work, so two files are judged at once."""
+    asked = [getattr(item, "callspec", None) for item in request.session.items]
+    paths = {spec.params["path"]: None for spec in asked if spec is not None and "path" in spec.params}
+    with ThreadPoolExecutor(2) as pool:
+        verdicts = {
+            path: pool.submit(judge, path, tmp_path_factory.mktemp(path.stem))
+            for path in paths
+            if path in FILES
+        }
+        yield lambda path: verdicts[path].result()
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(2 * LIFE_S)
 @pytest.mark.parametrize(("path", "name", "id_"), BREACHES)
 def test_a_mutant_is_caught_by_a_test_of_its_law(judged: Any, path: Path, name: str, id_: str) -> None:
     card, said = judged(path)

@@ -15,8 +15,9 @@ _caught: set[tuple[Any, str]] = set()
 
 @pytest.fixture(autouse=True, scope="session")
 def _impatient() -> None:
-    """A mutant that hangs does so for ever."""
+    """A mutant that hangs does so for ever, and what it has left stays."""
     base.patience_s = 2.0
+    base.Contract.settle_s = 1.0
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
