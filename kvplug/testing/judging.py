@@ -10,10 +10,10 @@ import pytest
 
 from kvplug.errors import ConfigError, KvplugError
 from kvplug.testing.contract import suites
-from kvplug.testing.contract.base import LEVELS
+from kvplug.testing.contract.base import LEVELS, Contract
 from kvplug.testing.laws import LAWS
 from kvplug.testing.scorecard import Outcome, Result, Scorecard, result_from_plain
-from kvplug.testing.waivers import Waivers, waivers_for
+from kvplug.testing.waivers import Waivers, function_of, waivers_for
 
 _NAME = "kvplug_judge"
 _PROPERTY = "kvplug"
@@ -39,10 +39,14 @@ class Judge:
         self._config = config
         self._level: str = config.option.kvplug_level
         self._results: list[Result] = []
-        self._reports = [Path(name) for name in config.option.kvplug_report]
-        wrong = [str(path) for path in self._reports if path.suffix not in (".json", ".md")]
-        if wrong:
-            raise pytest.UsageError(f"--kvplug-report {wrong[0]}: the name of a report ends in .json or .md")
+        self._is_worker = hasattr(config, "workerinput")
+        """Of pytest-xdist: what it judges is counted by the process that started it."""
+        self._reports = [Path(name).absolute() for name in config.option.kvplug_report]
+        for path in self._reports:
+            if path.suffix not in (".json", ".md"):
+                raise pytest.UsageError(f"--kvplug-report {path}: the name of a report ends in .json or .md")
+            if not path.parent.is_dir():
+                raise pytest.UsageError(f"--kvplug-report {path}: there is no folder {path.parent}")
 
     def choose(self, transports: Iterable[str], connectors: Iterable[str]) -> None:
         """Judge what is named, beside the test files that the command line names.
@@ -75,8 +79,9 @@ class Judge:
                 left_out.append(item)
                 continue
             kept.append(item)
-            collected.add(item.cls)  # type: ignore[attr-defined]
-            reason = self._waivers(item, known).reason(item.cls.__name__, item.originalname)  # type: ignore[attr-defined]
+            suite = _suite_of(item)
+            collected.add(suite)
+            reason = self._waivers(item, known).reason(suite.__name__, item.name)
             if reason:
                 # Not strict: that would be decided before it is known what the test leaves behind.
                 item.add_marker(pytest.mark.xfail(reason=f"{_WAIVED}{reason}", strict=False))
@@ -106,7 +111,7 @@ class Judge:
         marker = item.get_closest_marker("kvplug_law")
         if marker is None:
             return report
-        suite = item.cls  # type: ignore[attr-defined]
+        suite = _suite_of(item)
         waived = getattr(report, "wasxfail", "")
         if report.when == "call" and report.passed and waived.startswith(_WAIVED):
             item.stash[_KEPT] = waived.removeprefix(_WAIVED)
@@ -121,6 +126,8 @@ class Judge:
         return report
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if self._is_worker:
+            return
         told: list[tuple[str, Any]] = report.user_properties
         self._results += [result_from_plain(plain) for name, plain in told if name == _PROPERTY]
         report.user_properties = [each for each in report.user_properties if each[0] != _PROPERTY]
@@ -138,7 +145,7 @@ class Judge:
         return Scorecard(level=self._level, results=tuple(final.values()), versions=suites.versions())
 
     def pytest_sessionfinish(self) -> None:
-        for path in self._reports:
+        for path in () if self._is_worker else self._reports:
             self.scorecard.write(path)
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
@@ -150,10 +157,21 @@ class Judge:
             terminalreporter.write_line(f"scorecard written to {path}")
 
 
+def _suite_of(item: pytest.Item) -> type[Contract]:
+    """The class that a test with a law stands in."""
+    suite = getattr(item, "cls", None)
+    if not (isinstance(suite, type) and issubclass(suite, Contract)):
+        raise pytest.UsageError(
+            f"{item.nodeid} names a law and stands in no suite: put it into a class made from one, such as"
+            " kvplug.testing.PipeContract, or from kvplug.testing.contract.base.Contract"
+        )
+    return suite
+
+
 def _check_names(waivers: Waivers, collected: set[type]) -> None:
     """A waiver of a test that does not exist waives nothing, and its author should know."""
     known = {name for suite in (*collected, *suites.every()) for name in dir(suite)}
-    unknown = [name for name in waivers.reasons if name.rpartition("::")[2] not in known]
+    unknown = [name for name in waivers.reasons if function_of(name.rpartition("::")[2]) not in known]
     if unknown:
         raise pytest.UsageError(
             f"{waivers.path}: tool.kvplug.waivers names no test of the kit: {', '.join(unknown)}"

@@ -5,6 +5,7 @@
     [tool.kvplug.waivers]
     test_a_forked_child_finds_everything_closed = "the driver's handles cannot be closed after a fork"
     "TestRing::test_two_senders" = "one process may hold several rings; see issue 12"
+    "test_a_tensor_of_each_dtype_arrives_with_its_bits[complex32]" = "the device has none"
 """
 
 from __future__ import annotations
@@ -22,26 +23,36 @@ _KEY = ("tool", "kvplug", "waivers")
 
 @attrs.frozen
 class Waivers:
-    """Of one file: by test name, or by ``Class::test``."""
+    """Of one file: by test name, or by ``Class::test``, either with the parameters or for all of them."""
 
     path: Path | None = None
     reasons: Mapping[str, str] = attrs.field(factory=dict)
 
     def reason(self, suite: str, test: str) -> str:
-        """Why this test is waived; empty where it is not."""
-        return self.reasons.get(f"{suite}::{test}") or self.reasons.get(test, "")
+        """Why this test, of that name with its parameters, is waived; empty where it is not."""
+        of_all = function_of(test)
+        names = (f"{suite}::{test}", test, f"{suite}::{of_all}", of_all)
+        return next((self.reasons[name] for name in names if name in self.reasons), "")
+
+
+def function_of(test: str) -> str:
+    """A test's name without its parameters."""
+    return test.partition("[")[0]
 
 
 def waivers_for(folder: Path) -> Waivers:
     """Those of the nearest ``pyproject.toml`` at or above ``folder`` that is a package's (``[project]``).
 
     Raises:
-        ConfigError: the table is not of names and reasons; every fault at once.
+        ConfigError: the file cannot be read, or the table is not of names and reasons; every fault at once.
     """
     for place in (folder, *folder.parents):
         path = place / "pyproject.toml"
         if path.is_file():
-            found = tomllib.loads(path.read_text(encoding="utf-8"))
+            try:
+                found = tomllib.loads(path.read_text(encoding="utf-8"))
+            except (ValueError, OSError) as e:
+                raise ConfigError(f"it cannot be read: {e}", source=str(path)) from e
             if "project" in found:
                 return _checked(path, found)
     return Waivers()

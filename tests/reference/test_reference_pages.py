@@ -5,6 +5,8 @@ Tables are compared row by row. A row that is missing is shown as it must be wri
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import inspect
 import re
 from collections.abc import Iterable
@@ -180,3 +182,23 @@ def test_every_variable_that_the_code_names_is_known_as_one() -> None:
     named = {name for path in SOURCES for name in re.findall(r"[\"'](KVPLUG_[A-Z0-9_]+)", path.read_text())}
     known = {*RESERVED, *(f"KVPLUG_{key.upper()}" for key in KEYS), "KVPLUG_API", "KVPLUG_OPTIONS__"}
     assert not {name for name in named - known if not name.startswith(tuple(RESERVED_PREFIXES))}
+
+
+def test_every_module_that_the_pages_name_is_there() -> None:
+    pages = [*PAGES.parent.rglob("*.md"), PAGES.parents[1] / "README.md"]
+    named = {name for page in pages for name in re.findall(r"`(kvplug(?:\.[a-z_]+)+)`", page.read_text())}
+    assert "kvplug.testing.peers" in named
+    named -= {"kvplug.toml", "kvplug.json"}  # files
+    missing = set()
+    for name in named:
+        home, _, last = name.rpartition(".")
+        if not (is_module(name) or (is_module(home) and hasattr(importlib.import_module(home), last))):
+            missing.add(name)
+    assert not missing
+
+
+def is_module(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:
+        return False

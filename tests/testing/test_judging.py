@@ -139,6 +139,43 @@ def test_a_waiver_of_another_class_waives_nothing(package: Package) -> None:
     assert package.outcomes()["test_that_is_broken"].outcome == "failed"
 
 
+def test_of_a_test_with_parameters_those_that_fail_can_be_waived(package: Package) -> None:
+    (package.folder / "tests" / "test_mine.py").write_text("""
+from pytest import mark
+from kvplug import Kind
+from kvplug.testing import law
+from kvplug.testing.contract.base import Contract
+
+class TestMine(Contract):
+    kind = Kind.PIPE
+    transport = "memory"
+
+    @law("PIPE-1")
+    @mark.parametrize("dtype", ["bool", "complex32"])
+    def test_a_dtype(self, dtype):
+        assert dtype == "bool"
+""")
+    package.waive('"test_a_dtype[complex32]" = "the device has none"')
+    assert package.judge().returncode == 0
+    package.waive('test_a_dtype = "the device has none"')
+    found = package.outcomes()
+    assert found["test_a_dtype[complex32]"].outcome == "waived"
+    assert "must go" in found["test_a_dtype[bool]"].reason
+
+
+def test_a_law_on_a_test_outside_of_any_suite_is_refused_by_name(package: Package) -> None:
+    (package.folder / "tests" / "test_mine.py").write_text("""
+from kvplug.testing import law
+
+@law("PIPE-1")
+def test_alone():
+    pass
+""")
+    done = package.judge()
+    assert done.returncode == 4
+    assert "test_mine.py::test_alone names a law and stands in no suite" in done.stderr
+
+
 def test_a_waiver_of_a_law_that_is_kept_is_an_error(package: Package) -> None:
     package.waive("""
         test_that_is_kept = "it was not, once"
@@ -184,7 +221,13 @@ def test_a_report_is_written_as_its_name_ends(package: Package) -> None:
 def test_a_report_of_another_name_is_refused_at_once(package: Package) -> None:
     done = package.judge("--kvplug-report", "card.html")
     assert done.returncode == 4
-    assert "--kvplug-report card.html: the name of a report ends in .json or .md" in done.stderr
+    assert "card.html: the name of a report ends in .json or .md" in done.stderr
+
+
+def test_a_report_into_no_folder_is_refused_before_anything_has_run(package: Package) -> None:
+    done = package.judge("--kvplug-report", "cards/card.json")
+    assert done.returncode == 4
+    assert "cards/card.json: there is no folder" in done.stderr
 
 
 def test_an_installed_transport_is_judged_without_a_test_file(tmp_path: Path) -> None:

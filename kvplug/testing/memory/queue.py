@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import itertools
 import logging
 import os
@@ -212,8 +213,9 @@ class MemoryEnd(MessageQueue):
                 self._leave(why, died)
                 self._ring.changed.notify_all()
 
+    @abc.abstractmethod
     def _leave(self, why: str, died: bool) -> None:
-        raise NotImplementedError
+        """It has ended: what the ring must know. Called with the ring's condition held."""
 
     def _after_fork_in_child(self) -> None:
         self._closed = True

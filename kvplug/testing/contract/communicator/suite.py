@@ -5,6 +5,7 @@ A test says in plain values what each rank is to call, so that it does not matte
 
 from __future__ import annotations
 
+import abc
 import functools
 import os
 import threading
@@ -111,19 +112,19 @@ def _here(value: Any) -> Any:
     return value
 
 
-class Rank:
+class Rank(abc.ABC):
     """One rank of a group under test."""
 
     def __init__(self, number: int) -> None:
         self.number = number
 
+    @abc.abstractmethod
     def begin(self, method: str, *args: Any, **given: Any) -> Pending:
         """Call it, and do not wait."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def leave(self) -> None:
         """End without a word to the others: as if it had died, where it is a process."""
-        raise NotImplementedError
 
     @property
     def pid(self) -> int:
