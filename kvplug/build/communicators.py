@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from kvplug.build.chosen import chosen
-from kvplug.build.connector import Parts, credentials_of
+from kvplug.build.connector import Parts, credentials_of, must_authenticate
 from kvplug.capabilities import Requirements
 from kvplug.communicator import DeviceCommunicator
 from kvplug.config import Config
@@ -15,7 +15,6 @@ from kvplug.errors import PluginError
 from kvplug.group.group import StatelessGroup
 from kvplug.registry import Registry
 from kvplug.spec import Kind
-from kvplug.trust.addresses import is_loopback
 
 
 def build_communicator(
@@ -46,11 +45,7 @@ def build_communicator(
     device = config.device if device is None else device
     parts = Parts(config, Registry.from_env() if registry is None else registry)
     parts.check(keys=("communicator",))
-    exposed = not config.host.startswith("unix:") and not is_loopback(config.host)
-    required = Requirements(
-        device=device.partition(":")[0],
-        authenticated=exposed and not config.allow_unauthenticated_data_plane,
-    )
+    required = Requirements(device=device.partition(":")[0], authenticated=must_authenticate(config))
     spec = chosen(parts, Kind.COMMUNICATOR, config.communicator, required)
     context = CommunicatorContext(
         options=parts.options_of(spec),

@@ -177,6 +177,12 @@ def credentials_of(config: Config) -> Credentials:
     return Credentials.for_host(config.host, secret_file=config.secret_file)
 
 
+def must_authenticate(config: Config) -> bool:
+    """Whether data planes must prove their peers: strangers could reach them, and no config permits it."""
+    exposed = not config.host.startswith("unix:") and not is_loopback(config.host)
+    return exposed and not config.allow_unauthenticated_data_plane
+
+
 def checksums_of(config: Config) -> tuple[str, ...]:
     """Hashes this end offers, preferred ones first; empty when integrity is off.
 
@@ -204,7 +210,6 @@ def hello_of(
     is_worker = side is Side.WORKER
     stage = (parallelism.first_layer, parallelism.end_layer or model.num_layers)
     num_layers = sum(len(group.layer_names) for group in cache.groups)  # 0 for a pipe alone
-    exposed = not config.host.startswith("unix:") and not is_loopback(config.host)
     return Hello(
         purpose=purpose,
         moves_kv=is_worker,
@@ -218,7 +223,7 @@ def hello_of(
         cache_layers=num_layers if is_worker and num_layers else None,
         tensor_parallel_size=parallelism.tensor_size,
         tensor_parallel_rank=parallelism.tensor_rank if is_worker else None,
-        require_authenticated=exposed and not config.allow_unauthenticated_data_plane,
+        require_authenticated=must_authenticate(config),
         layout=layout.axes,
         block_size=layout.block_size,
         block_format=layout.block_format if is_worker else "",

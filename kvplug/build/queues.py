@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from kvplug.build.chosen import chosen
-from kvplug.build.connector import Parts, credentials_of
+from kvplug.build.connector import Parts, credentials_of, must_authenticate
 from kvplug.capabilities import Requirements
 from kvplug.config import Config
 from kvplug.context import QueueContext
@@ -37,7 +37,8 @@ def build_queue(
     """
     parts = Parts(config, Registry.from_env() if registry is None else registry)
     parts.check(keys=("queue",))
-    spec = chosen(parts, Kind.QUEUE, config.queue, Requirements())
+    required = Requirements(authenticated=must_authenticate(config))
+    spec = chosen(parts, Kind.QUEUE, config.queue, required)
     context = QueueContext(
         options=parts.options_of(spec),
         credentials=credentials_of(config),

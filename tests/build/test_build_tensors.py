@@ -8,14 +8,18 @@ from typing import Any
 import pytest
 
 from kvplug import (
+    Capabilities,
     Config,
     ConfigError,
+    Kind,
     PluginError,
     Registry,
     StatelessGroup,
+    TransportSpec,
     UnknownTransportError,
     build_communicator,
     build_queue,
+    hookimpl,
 )
 
 pytestmark = pytest.mark.timeout(30)
@@ -59,6 +63,27 @@ def test_a_communicator_is_refused_a_device_that_it_does_not_serve() -> None:
     group = StatelessGroup.create("unix:", rank=0, world_size=1)
     with group, pytest.raises(PluginError, match="moves cpu tensors, and cuda ones are needed"):
         build_communicator(Config(communicator="memory"), group, device="cuda:0")
+
+
+class Trusting:
+    """A plugin of which nothing asks who is at the other end."""
+
+    @staticmethod
+    @hookimpl
+    def kvplug_transports() -> list[TransportSpec]:
+        able = Capabilities(authenticated=False, cross_host=True)
+        memory = "kvplug.testing.memory.queue:MemoryQueueEndpoint"
+        return [TransportSpec(kind=Kind.QUEUE, name="trusting", factory=memory, capabilities=able)]
+
+
+@pytest.mark.parametrize("name", ["trusting", "auto"])
+def test_where_strangers_reach_it_a_queue_must_authenticate(name: str) -> None:
+    registry = Registry()
+    registry.register(Trusting, name="trusting")
+    exposed = {"queue": name, "host": "192.0.2.7"}
+    with pytest.raises(PluginError, match="its data plane is not authenticated"):
+        build_queue(Config(**exposed), registry=registry)
+    build_queue(Config(queue=name), registry=registry)
 
 
 def test_a_communicator_is_built_by_name_at_every_rank() -> None:
