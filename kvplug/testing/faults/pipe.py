@@ -6,7 +6,6 @@ import collections
 import contextlib
 import logging
 import math
-import os
 import signal
 import threading
 import time
@@ -235,7 +234,9 @@ class FaultyPipe(Pipe):
         if rule.do == "raise":
             raise getattr(errors, str(rule.error))(f"a planned fault: {hit}")
         if rule.do == "kill":
-            os.kill(os.getpid(), getattr(signal, rule.signal or "SIGKILL"))
+            # To this thread: one that goes to the process stops it when some thread of it takes the signal,
+            # and until then this one goes on with what must not be sent any more.
+            signal.pthread_kill(threading.get_ident(), getattr(signal, rule.signal or "SIGKILL"))
         if rule.do == "disconnect":
             self._lost = True
             self._over.set()
