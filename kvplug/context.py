@@ -21,7 +21,7 @@ from kvplug.lookup import LookupEndpoint
 from kvplug.metrics.stats import TransferStats
 from kvplug.model import ModelInfo
 from kvplug.pipe import Pipe, PipeEndpoint
-from kvplug.queue import MAX_CHUNK_BYTES, MAX_CHUNKS, WARNING_INTERVAL_S
+from kvplug.queue import MAX_CHUNK_BYTES, MAX_CHUNKS, WARNING_INTERVAL_S, QueueEndpoint
 from kvplug.trust.channel import Channel
 from kvplug.trust.credentials import Credentials
 
@@ -79,6 +79,9 @@ class QueueContext:
     warning_interval_s: float = attrs.field(default=WARNING_INTERVAL_S, validator=attrs.validators.gt(0))
     """A call that waits for so long says whom it waits for, again and again."""
     heartbeat_timeout_s: float = 10.0
+    beneath: Callable[[], QueueEndpoint] | None = None
+    """For a queue that works over another one (``TransportSpec.wraps``): makes that one's endpoint, with
+    its own options and the rest of this context. ``None`` for all others."""
 
 
 @attrs.frozen(kw_only=True)

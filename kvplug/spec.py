@@ -119,16 +119,19 @@ class TransportSpec(_Spec):
     auto: bool = True
     """Whether ``"auto"`` considers it. False for what is used only where a config names it."""
     wraps: bool = False
-    """It works over another pipe, which its option ``over`` names (or leaves to ``"auto"``), and puts nothing
-    of its own on the wire. Peers are offered the one beneath; the context's ``beneath`` makes it."""
+    """It works over another pipe, or message queue, as it is one itself: the one that its option ``over``
+    names (or leaves to ``"auto"``). It puts nothing of its own on the wire, and peers are offered the one
+    beneath; the context's ``beneath`` makes it."""
 
     def __attrs_post_init__(self) -> None:
         if self.kind not in TRANSPORTS:
             raise PluginError(
                 f"a {self.kind} is offered by a {self.kind.capitalize()}Spec, not a TransportSpec"
             )
-        if self.wraps and self.kind is not Kind.PIPE:
-            raise PluginError(f"only a pipe can be around another transport of its kind, not a {self.kind}")
+        if self.wraps and self.kind not in (Kind.PIPE, Kind.QUEUE):
+            raise PluginError(
+                f"only a pipe or a queue can be around another transport of its kind, not a {self.kind}"
+            )
 
     def run_probe(self) -> Probe:
         """The probe's answer; one that fails is an answer too: not viable, and why."""

@@ -21,7 +21,8 @@ def chosen(
         PluginError: the named one does not serve, or none does; with every reason.
     """
     registry = parts.registry
-    specs = [registry.get(kind, name)] if name != AUTO else [s for s in registry.transports(kind) if s.auto]
+    every = [spec for spec in registry.transports(kind) if spec.auto and not spec.wraps]
+    specs = every if name == AUTO else [registry.get(kind, name)]
     reasons = {spec.name: _against(spec, required) for spec in specs}
     able = [spec for spec in specs if not reasons[spec.name]]
     if able:

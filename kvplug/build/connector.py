@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import uuid
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import attrs
 
@@ -35,6 +35,19 @@ EPOCH = uuid.uuid4().hex
 """Of this process: changes at restart, so that a stale reference can be told from a live one."""
 
 
+@attrs.frozen(kw_only=True)
+class Around:
+    """A transport that a config puts around another of its kind."""
+
+    spec: TransportSpec
+    options: Any
+
+    @property
+    def over(self) -> str:
+        """The name of the one beneath, or ``"auto"``."""
+        return str(getattr(self.options, "over", AUTO))
+
+
 class Parts:
     """The named parts of one config, looked up in one registry. Everything here is by name."""
 
@@ -53,17 +66,13 @@ class Parts:
         return specs
 
     @functools.cached_property
-    def _around(self) -> tuple[TransportSpec, Any] | None:
-        """The transport that the config names, with its options, where it is one around another."""
-        if self.config.transport == AUTO:
-            return None
-        spec = self.registry.get(Kind.PIPE, self.config.transport)
-        return (spec, self.options_of(spec)) if spec.wraps else None
+    def _around(self) -> Around | None:
+        return self.around(Kind.PIPE, self.config.transport)
 
     @property
     def _named(self) -> str:
         """What the config says of the transport that moves the bytes."""
-        return self.config.transport if self._around is None else str(getattr(self._around[1], "over", AUTO))
+        return self.config.transport if self._around is None else self._around.over
 
     @property
     def requested_transport(self) -> str:
@@ -98,6 +107,18 @@ class Parts:
             return None
         return check_options(cls, given, where=f"options.{spec.name}")
 
+    def around(self, kind: Literal[Kind.PIPE, Kind.QUEUE], name: str) -> Around | None:
+        """The transport that ``name`` stands for, with its options, where it is one around another.
+
+        Raises:
+            UnknownTransportError, AmbiguousNameError: the name is not there, or there twice.
+            ConfigError: with every fault of its options.
+        """
+        if name == AUTO:
+            return None
+        spec = self.registry.get(kind, name)
+        return Around(spec=spec, options=self.options_of(spec)) if spec.wraps else None
+
     def pipe_options(self, name: str) -> Any:
         return self.options_of(self.pipes[name])
 
@@ -105,9 +126,8 @@ class Parts:
         """The endpoint of the transport that was agreed on, inside of the one that the config puts around."""
         if self._around is None:
             return _made(self.pipes[name], context)
-        around, options = self._around
         beneath = functools.partial(_made, self.pipes[name], context)
-        return _made(around, attrs.evolve(context, options=options, beneath=beneath))
+        return _made(self._around.spec, attrs.evolve(context, options=self._around.options, beneath=beneath))
 
     def lookup_endpoint(self) -> LookupEndpoint:
         config = self.config

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
+
+import attrs
 
 from kvplug.build.chosen import chosen
 from kvplug.build.connector import Parts, credentials_of, must_authenticate
@@ -12,7 +15,7 @@ from kvplug.context import QueueContext
 from kvplug.errors import PluginError
 from kvplug.queue import MAX_CHUNK_BYTES, MAX_CHUNKS, WARNING_INTERVAL_S, QueueEndpoint
 from kvplug.registry import Registry
-from kvplug.spec import Kind
+from kvplug.spec import Kind, TransportSpec
 
 
 def build_queue(
@@ -27,18 +30,20 @@ def build_queue(
 ) -> QueueEndpoint:
     """What makes the ends of message queues: of the one that the config's ``queue`` names.
 
-    The arguments are those of :class:`~kvplug.context.QueueContext`.
+    Where that one goes around another, the other must serve here as if it were named itself. The
+    arguments are those of :class:`~kvplug.context.QueueContext`.
 
     Raises:
         ConfigError: the options are wrong; every fault at once.
         UnknownTransportError, AmbiguousNameError: the name is not there, or there twice.
-        PluginError: the named one cannot work here, or none is installed for "auto".
+        PluginError: the named one, or the one beneath it, cannot work here, or none is installed for "auto".
         InsecureAddressError: other hosts can reach the config's host, and there is no secret.
     """
     parts = Parts(config, Registry.from_env() if registry is None else registry)
     parts.check(keys=("queue",))
     required = Requirements(authenticated=must_authenticate(config))
-    spec = chosen(parts, Kind.QUEUE, config.queue, required)
+    around = parts.around(Kind.QUEUE, config.queue)
+    spec = chosen(parts, Kind.QUEUE, config.queue if around is None else around.over, required)
     context = QueueContext(
         options=parts.options_of(spec),
         credentials=credentials_of(config),
@@ -51,6 +56,13 @@ def build_queue(
         warning_interval_s=warning_interval_s,
         heartbeat_timeout_s=config.heartbeat_timeout_s,
     )
+    if around is None:
+        return _made(spec, context)
+    beneath = functools.partial(_made, spec, context)
+    return _made(around.spec, attrs.evolve(context, options=around.options, beneath=beneath))
+
+
+def _made(spec: TransportSpec, context: QueueContext) -> QueueEndpoint:
     endpoint = spec.load_factory()(context)
     if not isinstance(endpoint, QueueEndpoint):
         raise PluginError(f"queue {spec.name!r} made {endpoint!r}, which is no QueueEndpoint; subclass it")

@@ -75,7 +75,7 @@ MEANINGS = {
     "probe": "a function; see [](#probe)",
     "protocol": "version of what it puts on the wire itself; both ends must have the same",
     "auto": "whether `auto` considers it; false for what is used only where a config names it",
-    "wraps": "whether it works over another pipe; see [](#around-another-transport)",
+    "wraps": "whether it works over another one of its kind; see [](#around-another-transport)",
     "target": "a click command",
 }
 
