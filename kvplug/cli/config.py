@@ -101,8 +101,9 @@ def _settings(effective: Config, registry: Registry) -> Iterator[Setting]:
     shown: set[str] = set()
     for spec in _chosen(effective, registry):
         for setting in _options(effective, registry, spec):
-            shown.add(setting.key)
-            yield setting
+            if setting.key not in shown:
+                shown.add(setting.key)
+                yield setting
     for name, table in effective.options.items():
         for option, value in table.items():
             key = f"options.{name}.{option}"

@@ -58,7 +58,7 @@ def name_faults(
         )
     for name, given in options.items():
         faults += option_faults(registry, name, given)
-    return tuple(faults)
+    return tuple(dict.fromkeys(faults))  # things of one name may share a class of options, and its faults
 
 
 def option_faults(registry: Registry, name: str, given: Mapping[str, Any]) -> list[str]:
