@@ -41,6 +41,15 @@ def kvplug_transports() -> list[TransportSpec]:
             auto=False,
         ),
         TransportSpec(
+            kind=Kind.QUEUE,
+            name="faulty",
+            factory="kvplug.testing.faults.queue:faulty",
+            options="kvplug.testing.faults.options:FaultyOptions",
+            summary="Another message queue, to whose values happens what a plan of faults says",
+            auto=False,
+            wraps=True,
+        ),
+        TransportSpec(
             kind=Kind.COMMUNICATOR,
             name="memory",
             factory="kvplug.testing.memory.communicator:MemoryCommunicator",

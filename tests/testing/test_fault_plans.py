@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import given, strategies as st
 
-from kvplug import Config, ConfigError, PluginError, Registry
+from kvplug import Config, ConfigError, PluginError, Registry, build_queue
 from kvplug.cli.list import lines_of
 from kvplug.config import check_options, describe_options, option_fields
 from kvplug.spec import Kind, TransportSpec
@@ -255,11 +255,11 @@ def config(faulty: dict[str, Any] | None, **more: Any) -> Config:
     return Config.from_dict({"transport": "faulty", "role": "both", "options": options, **more})
 
 
-def faults_of(config: Config, registry: Registry) -> tuple[str, ...]:
+def faults_of(config: Config, registry: Registry, *keys: str) -> tuple[str, ...]:
     from kvplug.build.connector import Parts
 
     with pytest.raises(ConfigError) as caught:
-        Parts(config, registry).check(keys=("transport",))
+        Parts(config, registry).check(keys=keys or ("transport",))
     return caught.value.faults
 
 
@@ -304,8 +304,9 @@ def test_faulty_over_faulty_is_refused(registry: Registry) -> None:
 def test_it_is_listed_and_never_chosen_by_auto(registry: Registry) -> None:
     from kvplug.build.connector import Parts
 
-    (line,) = [line for line in lines_of(registry) if line.name == "faulty"]
-    assert (line.kind, line.distribution, line.status) == ("pipe", "kvplug", "ok")
+    lines = [line for line in lines_of(registry) if line.name == "faulty"]
+    assert [line.kind for line in lines] == ["pipe", "queue"]
+    assert {(line.distribution, line.status, line.capabilities) for line in lines} == {("kvplug", "ok", None)}
     offered = Parts(Config.from_dict({"role": "both"}), registry).offers
     assert "faulty" not in [offer.name for offer in offered]
 
@@ -319,6 +320,60 @@ def test_to_its_peer_an_end_with_faults_is_one_of_the_transport_beneath(registry
         assert parts.offers == Parts(Config.from_dict({"role": "both"}), registry).offers
 
 
-def test_only_pipes_go_around_others() -> None:
-    with pytest.raises(PluginError, match="only a pipe"):
-        TransportSpec(kind=Kind.QUEUE, name="x", factory="a:b", wraps=True)
+@pytest.mark.parametrize("kind", [Kind.LOOKUP_BUFFER, Kind.COMMUNICATOR])
+def test_only_pipes_and_queues_go_around_others(kind: Kind) -> None:
+    with pytest.raises(PluginError, match="only a pipe or a queue"):
+        TransportSpec(kind=kind, name="x", factory="a:b", wraps=True)
+
+
+# -- of a message queue ----------------------------------------------------------------------------
+
+
+def of_queue(faulty: dict[str, Any], **more: Any) -> Config:
+    return Config.from_dict({"queue": "faulty", "options": {"faulty": faulty, **more}})
+
+
+def test_faults_of_a_plan_and_of_the_options_beneath_are_told_together(registry: Registry) -> None:
+    found = of_queue({"over": "memory", "plan": {"rules": [{"do": "delay"}]}}, memory={"spin": 1})
+    faults = faults_of(found, registry, "queue")
+    assert [fault for fault in faults if fault.startswith("options.faulty.plan: rule 1: seconds")]
+    assert "options.memory: the queue 'memory' takes no options" in faults
+
+
+@pytest.mark.parametrize(
+    ("over", "told"),
+    [
+        ("memroy", "no message queue named 'memroy'; did you mean 'memory'?"),
+        ("cpu", "no message queue named 'cpu'"),
+        ("faulty", "'faulty' works over another transport itself"),
+    ],
+)
+def test_what_cannot_be_beneath_a_queue_is_told_at_config_time(
+    registry: Registry, over: str, told: str
+) -> None:
+    (fault,) = faults_of(of_queue({"over": over, "plan": {}}), registry, "queue")
+    assert fault.startswith(f"options.faulty.over: {told}")
+
+
+@pytest.mark.parametrize("options", [{}, {"faulty": {}}])
+def test_a_pipe_and_a_queue_share_one_table_and_its_faults_are_told_once(
+    registry: Registry, options: dict[str, Any]
+) -> None:
+    both = {"transport": "faulty", "queue": "faulty"}
+    (fault,) = faults_of(Config.from_dict({**both, "options": options}), registry, *both)
+    assert fault.startswith("options.faulty.plan: must be given")
+
+
+def test_a_name_beneath_both_has_to_be_one_of_both_kinds(registry: Registry) -> None:
+    from kvplug.build.connector import Parts
+
+    both = {"transport": "faulty", "queue": "faulty"}
+    Parts(config({"over": "memory", "plan": {}}, queue="faulty"), registry).check(keys=both)
+    faults = faults_of(config({"over": "nothing-such", "plan": {}}, queue="faulty"), registry, *both)
+    assert len(faults) == 2
+    assert ["transport named" in faults[0], "message queue named" in faults[1]] == [True, True]
+
+
+def test_a_queue_beneath_is_chosen_with_auto_as_for_queues(registry: Registry) -> None:
+    with pytest.raises(PluginError, match="no message queue can be had"):
+        build_queue(of_queue({"plan": {}}), registry=registry)

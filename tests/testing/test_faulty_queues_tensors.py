@@ -8,10 +8,28 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from kvplug import ClosedError, Credentials, PeerGoneError, QueueContext, QueueEndpoint, TimeoutError  # noqa: E402
+from kvplug import (  # noqa: E402
+    Capabilities,
+    ClosedError,
+    Config,
+    ConfigError,
+    Cost,
+    Credentials,
+    Kind,
+    PeerGoneError,
+    PluginError,
+    QueueContext,
+    QueueEndpoint,
+    Registry,
+    TimeoutError,
+    TransportSpec,
+    build_queue,
+    hookimpl,
+)
 from kvplug.testing import MessageQueueContract  # noqa: E402
 from kvplug.testing.contract.base import Call, raises  # noqa: E402
 from kvplug.testing.faults import FaultyQueueEndpoint, Plan, Rule  # noqa: E402
+from kvplug.testing.faults.queue import faulty  # noqa: E402
 from kvplug.testing.memory.queue import MemoryQueueEndpoint  # noqa: E402
 
 pytestmark = pytest.mark.timeout(60)
@@ -95,3 +113,82 @@ def test_after_so_many_bytes_an_end_is_gone(ends: Any) -> None:
             reader.dequeue()
 
     raises(PeerGoneError, go_on)
+
+
+# -- in a config -----------------------------------------------------------------------------------
+
+
+class Offers:
+    """A plugin with two queues: "auto" would take one of them, did it not go around others."""
+
+    @staticmethod
+    @hookimpl
+    def kvplug_transports() -> list[TransportSpec]:
+        able = Capabilities(authenticated=False, cross_host=True, cost=Cost(latency_us=50.0, gb_per_s=1.0))
+        memory = "kvplug.testing.memory.queue:MemoryQueueEndpoint"
+        faulty = "kvplug.testing.faults.queue:faulty"
+        fast = Capabilities(cost=Cost(latency_us=1.0, gb_per_s=1.0))
+        return [
+            TransportSpec(kind=Kind.QUEUE, name="trusting", factory=memory, capabilities=able),
+            TransportSpec(kind=Kind.QUEUE, name="around", factory=faulty, capabilities=fast, wraps=True),
+        ]
+
+
+@pytest.fixture
+def registry() -> Registry:
+    registry = Registry.from_env()
+    registry.register(Offers, name="offers")
+    return registry
+
+
+def config(over: str, *rules: dict[str, Any], **more: Any) -> Config:
+    faulty = {"over": over, "plan": {"seed": 3, "rules": list(rules)}}
+    return Config(queue="faulty", timeout_s=PATIENCE_S, options={"faulty": faulty}, **more)
+
+
+def test_a_config_puts_a_plan_around_the_queue_that_it_names(
+    registry: Registry, caplog: pytest.LogCaptureFixture
+) -> None:
+    rules = [{"do": "drop", "message": 2}, {"do": "swap", "direction": "recv", "message": 1}]
+    endpoint = build_queue(config("memory", *rules), n_reader=2, max_chunks=5, registry=registry)
+    assert "faults are planned here, in message queues: rules 2, seed 3" in caplog.text
+    assert (endpoint.context.n_reader, endpoint.context.max_chunks) == (2, 5)
+    plain = build_queue(Config(queue="memory"), registry=registry)
+    with endpoint.create() as writer:
+        reader = endpoint.create_from_handle(writer.export_handle(), 0)
+        without = plain.create_from_handle(writer.export_handle(), 1)
+        with reader, without:
+            for value in (1, 2, 3):
+                writer.enqueue(value)
+            assert read(reader, 2) == [3, 1]
+            assert read(without, 2) == [1, 3]
+
+
+def test_a_rule_may_name_one_end(registry: Registry) -> None:
+    drop = {"do": "drop", "direction": "recv", "message": 1, "pipe": 3}
+    endpoint = build_queue(config("memory", drop), n_reader=2, registry=registry)
+    with endpoint.create() as writer:
+        first, second = (endpoint.create_from_handle(writer.export_handle(), rank) for rank in range(2))
+        with first, second:
+            writer.enqueue(1)
+            writer.enqueue(2)
+            assert (read(first, 2), read(second, 1)) == ([1, 2], [2])
+
+
+def test_auto_beneath_is_the_queue_that_auto_would_be(registry: Registry) -> None:
+    endpoint = build_queue(config("auto"), registry=registry)
+    assert isinstance(endpoint, FaultyQueueEndpoint)
+    assert isinstance(endpoint._beneath, MemoryQueueEndpoint)
+    assert isinstance(build_queue(Config(queue="auto"), registry=registry), MemoryQueueEndpoint)
+
+
+@pytest.mark.parametrize("over", ["trusting", "auto"])
+def test_where_strangers_reach_it_the_queue_beneath_must_authenticate(registry: Registry, over: str) -> None:
+    with pytest.raises(PluginError, match="trusting: its data plane is not authenticated"):
+        build_queue(config(over, host="192.0.2.7"), registry=registry)
+    build_queue(config(over), registry=registry)
+
+
+def test_without_a_queue_beneath_there_is_none() -> None:
+    with pytest.raises(ConfigError, match="nothing beneath it"):
+        faulty(QueueContext(options=None, credentials=Credentials()))

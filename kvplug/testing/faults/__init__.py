@@ -1,8 +1,8 @@
-"""Faults as plans: what goes wrong with which message, decided by a seed, over any pipe.
+"""Faults as plans: what goes wrong with which message, decided by a seed, over any pipe or queue.
 
 :class:`FaultyPipe` goes around one pipe, :class:`FaultyEndpoint` around all pipes of a transport;
-``transport = "faulty"`` in a config does so for an operator. :class:`FaultyQueue` and
-:class:`FaultyQueueEndpoint` are the same for message queues, in Python only. A lookup buffer and a
+``transport = "faulty"`` in a config does so for an operator. :class:`FaultyQueue`,
+:class:`FaultyQueueEndpoint` and ``queue = "faulty"`` do the same to message queues. A lookup buffer and a
 connector reach each other over pipes, so that their faults are those of the pipes.
 """
 

@@ -1,4 +1,4 @@
-"""Options of the transport "faulty". No torch here."""
+"""Options of the pipe and of the message queue "faulty". No torch here."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _is_plan(_: Any, __: Any, given: str | Mapping[str, Any]) -> None:
 
 @attrs.frozen(kw_only=True, eq=False)
 class FaultyOptions:
-    """Options of the pipe "faulty"."""
+    """Options of the pipe "faulty", and of the message queue."""
 
     over: str = option(
         "auto", help="The transport that moves the bytes, as it would be named without faults."

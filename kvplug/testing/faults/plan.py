@@ -63,7 +63,9 @@ class Rule:
         at_least=0,
     )
     pipe: int | None = option(
-        None, help="Only the pipe of this number; they are counted from 1 as they are made.", at_least=1
+        None,
+        help="Only the pipe (or end of a queue) of this number; they are counted from 1 as they are made.",
+        at_least=1,
     )
     seconds: float | None = option(
         None,

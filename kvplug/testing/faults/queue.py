@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
+import logging
 import sys
 import threading
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Final
 
+from kvplug.context import QueueContext
 from kvplug.deadline import DEFAULT_TIMEOUT, Timeout
+from kvplug.errors import ConfigError
 from kvplug.pipe import Pipe, Transfer
 from kvplug.queue import MessageQueue, QueueEndpoint, QueueHandle, Reader
 from kvplug.testing.faults.course import Hit
@@ -17,26 +21,34 @@ from kvplug.testing.faults.pipe import FaultyPipe
 from kvplug.testing.faults.plan import Plan
 from kvplug.wire.values import Limits, decode, encode
 
+_log = logging.getLogger(__name__)
+
 _LIMITS: Final = Limits(max_bytes=1 << 40)
 """The queue beneath has its own."""
 
 
 class FaultyQueueEndpoint(QueueEndpoint):
-    """Any queue's endpoint, and the ends that it makes with faults. The handle is that of the one beneath."""
+    """Any queue's endpoint, and the ends that it makes with faults. The handle is that of the one beneath.
+
+    The ends are numbered from 1 as they are made, for rules that name one.
+    """
 
     def __init__(self, beneath: QueueEndpoint, plan: Plan) -> None:
         super().__init__(beneath.context)
         self._beneath = beneath
         self._plan = plan
+        self._numbers = itertools.count(1)
 
     def create(self, reader_ranks: Sequence[int] | None = None) -> FaultyQueue:
-        return FaultyQueue(self._beneath.create(reader_ranks), self._plan, timeout_s=self.context.timeout_s)
+        return self._wrapped(self._beneath.create(reader_ranks))
 
     def create_from_handle(
         self, handle: QueueHandle, rank: int, timeout: Timeout = DEFAULT_TIMEOUT
     ) -> FaultyQueue:
-        end = self._beneath.create_from_handle(handle, rank, timeout)
-        return FaultyQueue(end, self._plan, timeout_s=self.context.timeout_s)
+        return self._wrapped(self._beneath.create_from_handle(handle, rank, timeout))
+
+    def _wrapped(self, end: MessageQueue) -> FaultyQueue:
+        return FaultyQueue(end, self._plan, number=next(self._numbers), timeout_s=self.context.timeout_s)
 
 
 class FaultyQueue(MessageQueue):
@@ -46,12 +58,17 @@ class FaultyQueue(MessageQueue):
     tensors; other values pass as they are. A call that a rule holds up does not look at ``cancel``.
     """
 
-    def __init__(self, queue: MessageQueue, plan: Plan, *, timeout_s: float = 30.0) -> None:
-        """``timeout_s``: how long a rule of ``plan`` may hold up a call that says nothing."""
+    def __init__(self, queue: MessageQueue, plan: Plan, *, number: int = 1, timeout_s: float = 30.0) -> None:
+        """Put ``plan`` around ``queue``.
+
+        Args:
+            number: this end's, for rules that name one.
+            timeout_s: how long a rule may hold up a call that says nothing.
+        """
         self.queue = queue
         """The end beneath."""
         self._values = _Values(queue)
-        self._pipe = _FaultyValues(self._values, plan, timeout_s=timeout_s)
+        self._pipe = _FaultyValues(self._values, plan, number=number, timeout_s=timeout_s)
         self.hits = self._pipe.hits
         """How often each action has happened."""
 
@@ -107,6 +124,19 @@ class FaultyQueue(MessageQueue):
 
     def abort(self) -> None:
         self._pipe.abort()
+
+
+def faulty(context: QueueContext) -> QueueEndpoint:
+    """The factory of the spec.
+
+    Raises:
+        ConfigError: the context has no queue beneath.
+    """
+    if context.beneath is None:
+        raise ConfigError('the queue "faulty" has nothing beneath it: name it in a config, with over')
+    plan: Plan = context.options.rules
+    _log.warning("faults are planned here, in message queues: rules %d, seed %d", len(plan.rules), plan.seed)
+    return FaultyQueueEndpoint(context.beneath(), plan)
 
 
 class _Values(Pipe):
