@@ -69,10 +69,10 @@ def judge(path: Path, folder: Path) -> tuple[Scorecard, str]:
 
 @pytest.fixture(scope="session")
 def judged(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """What the kit says of a file's mutants. They wait more than they work: two files are judged at once."""
+    """What the kit says of a file's mutants. They wait more than they work: four files are judged at once."""
     asked = [getattr(item, "callspec", None) for item in request.session.items]
     paths = {spec.params["path"]: None for spec in asked if spec is not None and "path" in spec.params}
-    with ThreadPoolExecutor(2) as pool:
+    with ThreadPoolExecutor(4) as pool:
         verdicts = {
             path: pool.submit(judge, path, tmp_path_factory.mktemp(path.stem))
             for path in paths

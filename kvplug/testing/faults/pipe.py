@@ -116,6 +116,11 @@ class FaultyPipe(Pipe):
     def peer(self) -> str:
         return self.pipe.peer
 
+    @property
+    def _name(self) -> str:
+        """Of this end, for messages."""
+        return f"pipe to {self.peer}"
+
     # -- sending -------------------------------------------------------------------------------
 
     def send_tensor(self, tensor: Tensor | None, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Transfer:
@@ -267,11 +272,11 @@ class FaultyPipe(Pipe):
 
     def _happens(self, hit: Hit, what: str) -> None:
         self.hits[hit.rule.do] += 1
-        _log.info("planned fault: %s (%s), pipe to %s", hit, what, self.peer)
+        _log.info("planned fault: %s (%s), %s", hit, what, self._name)
 
     def _check(self) -> None:
         if self._closed:
-            raise ClosedError(f"the pipe to {self.peer} is closed")
+            raise ClosedError(f"the {self._name} is closed")
         if self._lost:
             raise PeerGoneError(f"{self.peer} is gone: a planned fault")
 

@@ -153,7 +153,11 @@ class _Values(Pipe):
 
     @property
     def peer(self) -> str:
-        return "the readers of a queue" if self._queue.is_writer else "the writer of a queue"
+        return "whoever reads the queue" if self._queue.is_writer else "the writer of the queue"
+
+    @property
+    def name(self) -> str:
+        return "writer's end" if self._queue.is_writer else f"end of reader rank {self._queue.rank}"
 
     def send_tensor(self, tensor: Any, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Transfer:
         self._queue.enqueue(tensor, timeout)
@@ -173,6 +177,12 @@ class _Values(Pipe):
 
 class _FaultyValues(FaultyPipe):
     """What messages are where they are values."""
+
+    pipe: _Values
+
+    @property
+    def _name(self) -> str:
+        return self.pipe.name
 
     def _nbytes_of(self, message: Any) -> int:
         return nbytes_of(message) if _is_tensor(message) else len(encode(message, limits=_LIMITS))
