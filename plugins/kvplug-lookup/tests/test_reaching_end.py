@@ -104,7 +104,7 @@ def test_bytes_are_given_back_only_when_the_last_transfer_has_ended(joined, entr
 def test_a_transfer_that_takes_too_long_is_cut_short_and_the_entry_is_back(joined, entry, eventually):
     store = joined.store()
     end = joined.reach(store, limit=1)
-    parts = entry([1, 2, 3], layers=8)
+    parts = entry([1, 2, 3], layers=200)
     store.insert(*parts)
     held_up = threading.Event()
     recv, calls = end.pipes[1].recv_tensor, []
@@ -121,8 +121,8 @@ def test_a_transfer_that_takes_too_long_is_cut_short_and_the_entry_is_back(joine
     held_up.set()
     eventually(lambda: store.match([1]) == 1)
     assert torch.equal(end.drop_select([1, 2, 3], timeout=5).key, parts[2])
-    # The None that cut it short came before all 16 layers' tensors: far fewer than two whole entries.
-    assert end.pipes[1].incoming.num_received < 2 * 17
+    # The None that cut it short came before the tensors of all layers: fewer than two whole entries.
+    assert end.pipes[1].incoming.num_received < 2 * 401
     assert calls[3] is calls[2]  # the message begun was gone on with in the memory it was begun in
 
 

@@ -67,6 +67,8 @@ def started(*arguments: str, **environment: str) -> Iterator[subprocess.Popen[st
         stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, **environment},
+        # Who is started in the background of a shell ignores Ctrl-C, and so do its children.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
     try:
         yield process

@@ -92,6 +92,9 @@ class Machine(RuleBasedStateMachine):  # type: ignore[misc, unused-ignore]
         entry_id = self.model.oldest(query, extra)
         if entry_id is None:
             missed(self.end, *key, extra=extra, timeout=0.01)
+            # Its next call is answered after the store has heard that nobody waits here any more. Until then
+            # what is inserted may be handed out in vain, and be back a moment later.
+            matched(self.end, [1])
             return
         got = taken(self.end, *key, extra=extra)
         found = got.header.entry_id
