@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -244,6 +245,16 @@ def test_two_models_are_refused_with_what_differs(model, tiny):
     assert done.returncode == 1
     for field in ("num_layers: ours 2, theirs 3", "weights: "):
         assert field in done.stderr
+
+
+@pytest.mark.parametrize(("level", "shown"), [("debug", True), ("error", False), ("", False)])
+def test_with_a_log_the_workers_steps_are_shown_too(model, level, shown):
+    arguments = ("--json", "--model", model, "--prompt", words(70), "--max-new-tokens", "4")
+    done = run(*arguments, KVPLUG_LOG=level)
+    assert report(done)["tokens_loaded"] == 64, done.stderr
+    for worker in ("prefill", "decode"):
+        line = rf"^{worker}: .* DEBUG kvplug\.handshake\.exchange: agreed with "
+        assert bool(re.search(line, done.stderr, re.MULTILINE)) == shown, done.stderr
 
 
 def test_a_peer_that_never_comes_is_named_when_the_time_is_up(model):

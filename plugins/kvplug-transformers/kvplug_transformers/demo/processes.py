@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import queue
@@ -43,6 +44,7 @@ class Child:
         self.name = name
         self._events = events
         self._stderr: deque[str] = deque(maxlen=40)
+        self._logs = bool(os.environ.get("KVPLUG_LOG", "").strip())
         self._process = subprocess.Popen(
             argv,
             stdin=subprocess.PIPE,
@@ -106,8 +108,12 @@ class Child:
         self._events.put((self.name, {"event": "exit", "code": code}))
 
     def _keep(self, stream: IO[str]) -> None:
+        """What the worker logs comes here too: where a log is wanted all of it is shown."""
         for line in stream:
             self._stderr.append(line)
+            if self._logs:
+                with contextlib.suppress(OSError):  # nobody reads it any more: that stops no worker
+                    sys.stderr.write(f"{self.name}: {line}")
         stream.close()
 
     def _talk(self, stream: IO[str]) -> None:

@@ -7,6 +7,7 @@ command; the commands are the methods ``_do_<op>`` of :class:`Worker`.
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import sys
 import time
@@ -263,9 +264,17 @@ def _size_of(dtype: str) -> int:
     return size
 
 
+def _start_log() -> None:
+    """With the level of the command line's own, which looked at it before it started us."""
+    level = os.environ.get("KVPLUG_LOG", "").strip().upper()
+    if level:
+        logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+
+
 def main(wrap_pipe: WrapPipe | None = None) -> None:
     """``wrap_pipe`` is put around every pipe; tests break them with it."""
     parent = Parent()
+    _start_log()
     os.environ["HF_HUB_OFFLINE"] = "1"
     status = Worker(parent, wrap_pipe).run()
     sys.stderr.flush()
