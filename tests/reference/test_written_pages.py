@@ -1,0 +1,95 @@
+"""Pages that are followed step by step: what they show is whole, and what they name is there."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+SAMPLE = DOCS / "examples" / "kvplug-sample"
+PAGES = [
+    *(page for page in sorted(DOCS.rglob("*.md")) if SAMPLE not in page.parents),
+    ROOT / "README.md",
+]
+
+INCLUDED = re.compile(r"^```\{literalinclude\} \.\./examples/kvplug-sample/(\S+)\n((?::.*\n)*)```$", re.M)
+TEST = re.compile(r"\btest_[a-z0-9_]+\b(?!\.py)")
+DEFINED = re.compile(r"^\s*def (test_[a-z0-9_]+)\(", re.M)
+
+
+def tutorial() -> str:
+    return (DOCS / "tutorials" / "write-a-transport.md").read_text(encoding="utf-8")
+
+
+def part(file: Path, options: str) -> str:
+    """What Sphinx shows of a file."""
+    given = {name: value.strip('"') for name, value in re.findall(r"^:([a-z-]+): (.*)$", options, re.M)}
+    assert set(given) <= {"language", "start-at", "end-before"}, file
+    lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
+    if "start-at" in given:
+        lines = lines[first(lines, given["start-at"]) :]
+    if "end-before" in given:
+        lines = lines[: first(lines, given["end-before"])]
+    return "".join(lines)
+
+
+def first(lines: list[str], text: str) -> int:
+    return next(number for number, line in enumerate(lines) if text in line)
+
+
+def test_what_the_tutorial_shows_in_its_order_is_the_sample() -> None:
+    written: defaultdict[str, str] = defaultdict(str)
+    for name, options in INCLUDED.findall(tutorial()):
+        written[name] += part(SAMPLE / name, options)
+    assert len(written) == 7
+    for name, text in written.items():
+        assert text == (SAMPLE / name).read_text(encoding="utf-8"), name
+
+
+def test_the_tutorial_shows_or_makes_every_file_of_its_layout_and_the_sample_has_no_other() -> None:
+    page = tutorial()
+    tree = page.partition("```text\n")[2].partition("```")[0]
+    folders, files = [""], []
+    for line in tree.splitlines()[1:]:
+        depth, name = line.index("── ") // 4, line.partition("── ")[2]
+        del folders[depth + 1 :]
+        if name.endswith("/"):
+            folders.append(folders[depth] + name)
+        else:
+            files.append(folders[depth] + name)
+    made = {name for name, _ in INCLUDED.findall(page)}
+    for command in re.findall(r"^\$ touch (.*)$", page, re.M):
+        made.update(command.split())
+        assert not any((SAMPLE / name).read_text() for name in command.split())
+    made.update(re.findall(r"^\$ cp \.\./kvplug/docs/examples/kvplug-sample/(\S+) \.$", page, re.M))
+    there = {
+        str(path.relative_to(SAMPLE))
+        for path in SAMPLE.rglob("*")
+        if path.is_file() and path.suffix in (".py", ".md", ".toml", ".typed")
+    }
+    assert set(files) == made == there
+
+
+def kit_and_sample() -> set[str]:
+    sources = [*(ROOT / "kvplug" / "testing" / "contract").rglob("*.py"), *SAMPLE.rglob("test_*.py")]
+    return {name for source in sources for name in DEFINED.findall(source.read_text(encoding="utf-8"))}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_test_that_a_page_names_is_there(page: Path) -> None:
+    """Whole, or after ``-k`` as a part of a name, or defined on the page itself."""
+    text, known = page.read_text(encoding="utf-8"), kit_and_sample()
+    assert known
+    chosen = {name for given in re.findall(r"-k (\"[^\"]*\"|\S+)", text) for name in TEST.findall(given)}
+    parts = {name for name in chosen if any(name in each for each in known)}
+    assert not set(TEST.findall(text)) - known - parts - set(DEFINED.findall(text))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_a_link_to_another_page_has_a_text(page: Path) -> None:
+    """Without one it is nothing at all to whoever reads the Markdown."""
+    assert not re.findall(r"(?<!`)\[\]\([^#)][^)]*\)", page.read_text(encoding="utf-8"))
