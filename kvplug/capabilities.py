@@ -8,9 +8,11 @@ what is claimed.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Final
+from typing import Any, Final
 
 import attrs
+
+from kvplug.errors import PluginError
 
 
 @attrs.frozen(kw_only=True)
@@ -34,15 +36,22 @@ UNSTATED: Final = Cost(latency_us=1000.0, gb_per_s=0.1)
 """What counts where a transport states no cost; the conformance kit does not let that pass."""
 
 
-def _names(names: Iterable[str]) -> frozenset[str]:
+def _devices(given: Any) -> frozenset[str]:
+    names = None if isinstance(given, str) or not isinstance(given, Iterable) else list(given)
+    if names is None or not all(isinstance(name, str) for name in names):
+        raise PluginError(f"devices must be a set of names, such as {{'cpu'}}; got {given!r}")
     return frozenset(names)
 
 
 @attrs.frozen(kw_only=True)
 class Capabilities:
-    """What a transport can do. Every field has the meaning its conformance test gives it."""
+    """What a transport can do. Every field has the meaning its conformance test gives it.
 
-    devices: frozenset[str] = attrs.field(default=frozenset({"cpu"}), converter=_names)
+    Raises:
+        PluginError: ``devices`` is not a set of names; one name alone is none.
+    """
+
+    devices: frozenset[str] = attrs.field(default=frozenset({"cpu"}), converter=_devices)
     """Device types (``"cpu"``, ``"cuda"``) whose tensors it sends from and receives into."""
     cross_host: bool = False
     """The two ends may be on different hosts. Otherwise their probes must name the same domain."""
