@@ -11,6 +11,7 @@ from __future__ import annotations
 import enum
 import importlib
 import re
+import types
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -20,6 +21,7 @@ from kvplug.capabilities import Capabilities
 from kvplug.errors import PluginError, PluginLoadError
 
 _NAME = re.compile(r"[a-z][a-z0-9-]{0,39}")
+_MADE = (type, types.FunctionType)
 _TARGET = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
@@ -39,6 +41,17 @@ TRANSPORTS: Final = (Kind.PIPE, Kind.QUEUE, Kind.LOOKUP_BUFFER, Kind.COMMUNICATO
 """The kinds of transport."""
 
 
+def _kind(given: Any) -> Kind:
+    try:
+        return Kind(given)
+    except ValueError:
+        from kvplug.config.faults import bad_value, did_you_mean, listed
+
+        kinds = [kind.value for kind in TRANSPORTS]
+        hint = did_you_mean(str(given), kinds)
+        raise PluginError(f"{bad_value('kind', given, listed(kinds))}{hint}") from None
+
+
 def _check_name(_: Any, __: Any, name: Any) -> None:
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise PluginError(
@@ -53,6 +66,15 @@ def _check_target(_: Any, attribute: Any, target: Any) -> None:
         raise PluginError(f"{attribute.name} must be a string 'package.module:Name', got {target!r}")
 
 
+def _meant(name: str, module: Any) -> str:
+    """The name in a module that a misspelt one is near, one that was made there before one imported there."""
+    from kvplug.config.faults import did_you_mean
+
+    made = {each: found for each, found in vars(module).items() if isinstance(found, _MADE)}
+    own = [each for each, found in made.items() if found.__module__ == module.__name__]
+    return did_you_mean(name, own) or did_you_mean(name, dir(module))
+
+
 def load_target(target: str) -> Any:
     """What ``"package.module:Name"`` names.
 
@@ -60,10 +82,14 @@ def load_target(target: str) -> Any:
         PluginLoadError: the module does not import or has no such name; the cause is chained.
     """
     module_name, _, attribute = target.partition(":")
+    module = None
     try:
-        return getattr(importlib.import_module(module_name), attribute)
+        module = importlib.import_module(module_name)
+        return getattr(module, attribute)
     except (Exception, SystemExit) as e:
-        raise PluginLoadError(f"cannot load {target}: {type(e).__name__}: {e}") from e
+        absent = isinstance(module, types.ModuleType) and isinstance(e, AttributeError)
+        hint = _meant(attribute, module) if absent else ""
+        raise PluginLoadError(f"cannot load {target}: {type(e).__name__}: {e}{hint}") from e
 
 
 @attrs.frozen(kw_only=True)
@@ -78,8 +104,41 @@ class Probe:
     id and namespaces)."""
 
 
+class _Offered:
+    """What a spec says of itself when something of it does not load."""
+
+    __slots__ = ("_distribution",)  # no part of its value: two specs are equal whoever offers them
+
+    name: str
+    kind: Any
+
+    def _load(self, field: str) -> Any:
+        """What the target in ``field`` names; an error says of what it is, and whose."""
+        try:
+            return load_target(getattr(self, field))
+        except PluginLoadError as e:
+            raise PluginLoadError(f"{self._called(field)}: {e}") from e.__cause__
+
+    def _load_callable(self, field: str) -> Callable[..., Any]:
+        found = self._load(field)
+        if not callable(found):
+            raise PluginLoadError(f"{self._called(field)}: {getattr(self, field)} is not callable")
+        return found  # type: ignore[no-any-return]
+
+    def _called(self, field: str) -> str:
+        distribution = getattr(self, "_distribution", "")
+        whose = f" from {distribution}" if distribution else ""
+        kind, part = self.kind.replace("_", " "), field.replace("_", " ")
+        return f"the {part} of the {kind} {self.name!r}{whose}"
+
+
+def note_distribution(spec: _Offered, distribution: str) -> None:
+    """Let ``spec`` name the distribution that offers it in its errors."""
+    object.__setattr__(spec, "_distribution", distribution)
+
+
 @attrs.frozen(kw_only=True)
-class _Spec:
+class _Spec(_Offered):
     name: str = attrs.field(validator=_check_name)
     factory: str = attrs.field(validator=_check_target)
     options: str | None = attrs.field(default=None, validator=_check_target)
@@ -87,19 +146,24 @@ class _Spec:
     """One line for ``kvplug list``."""
 
     def load_factory(self) -> Callable[..., Any]:
-        """The factory itself: imports the plugin's code."""
-        found = load_target(self.factory)
-        if not callable(found):
-            raise PluginLoadError(f"{self.factory} of {self.name!r} is not callable")
-        return found  # type: ignore[no-any-return]
+        """The factory itself: imports the plugin's code.
+
+        Raises:
+            PluginLoadError: it does not import, is not there, or cannot be called.
+        """
+        return self._load_callable("factory")
 
     def load_options(self) -> type | None:
-        """The attrs class of this thing's options, or ``None`` when it has none."""
+        """The attrs class of this thing's options, or ``None`` when it has none.
+
+        Raises:
+            PluginLoadError: it does not import, is not there, or is no attrs class.
+        """
         if self.options is None:
             return None
-        found = load_target(self.options)
+        found = self._load("options")
         if not (isinstance(found, type) and attrs.has(found)):
-            raise PluginLoadError(f"{self.options} of {self.name!r} is not an attrs class")
+            raise PluginLoadError(f"{self._called('options')}: {self.options} is not an attrs class")
         return found
 
 
@@ -110,7 +174,7 @@ class TransportSpec(_Spec):
     ``factory`` is called with one argument, the kind's context (see ``kvplug.context``).
     """
 
-    kind: Kind = attrs.field(converter=Kind)
+    kind: Kind = attrs.field(converter=_kind)
     capabilities: Capabilities = attrs.field(factory=Capabilities)
     probe: str | None = attrs.field(default=None, validator=_check_target)
     """A function without arguments that returns a :class:`Probe`."""
@@ -139,6 +203,8 @@ class TransportSpec(_Spec):
             return Probe()
         try:
             found = load_target(self.probe)()
+        except PluginError as e:
+            return Probe(viable=False, reason=f"its probe failed: {e}")
         except (Exception, SystemExit) as e:
             return Probe(viable=False, reason=f"its probe failed: {type(e).__name__}: {e}")
         if not isinstance(found, Probe):
@@ -161,10 +227,8 @@ class ConnectorSpec(_Spec):
         return Kind.CONNECTOR
 
     def load_worker_factory(self) -> Callable[..., Any]:
-        found = load_target(self.worker_factory)
-        if not callable(found):
-            raise PluginLoadError(f"{self.worker_factory} of {self.name!r} is not callable")
-        return found  # type: ignore[no-any-return]
+        """The worker side's factory, as :meth:`load_factory` loads the scheduler side's."""
+        return self._load_callable("worker_factory")
 
 
 @attrs.frozen(kw_only=True)
@@ -181,7 +245,7 @@ class SinkSpec(_Spec):
 
 
 @attrs.frozen(kw_only=True)
-class CommandSpec:
+class CommandSpec(_Offered):
     """One command of the program ``kvplug``."""
 
     name: str = attrs.field(validator=_check_name)
@@ -195,8 +259,12 @@ class CommandSpec:
         return Kind.COMMAND
 
     def load(self) -> Any:
-        """The click command itself: imports the plugin's code."""
-        return load_target(self.target)
+        """The click command itself: imports the plugin's code.
+
+        Raises:
+            PluginLoadError: it does not import or is not there.
+        """
+        return self._load("target")
 
 
 Spec = TransportSpec | ConnectorSpec | SinkSpec | CommandSpec

@@ -15,7 +15,7 @@ from kvplug.config import OptionRow, describe_options
 from kvplug.config.faults import did_you_mean
 from kvplug.errors import AmbiguousNameError, UnknownNameError
 from kvplug.registry import PluginInfo, PluginStatus, Registry
-from kvplug.registry.discovery import normalised
+from kvplug.registry.discovery import normalised, not_found
 from kvplug.spec import CommandSpec, Spec, TransportSpec
 
 
@@ -161,9 +161,8 @@ def _called(registry: Registry, name: str) -> Sequence[tuple[PluginInfo, Spec]]:
     ]
     if not found:
         hint = did_you_mean(bare, {spec.name for _, spec in every})
-        raise UnknownNameError(
-            "\n  ".join([f"nothing named {name!r} is installed{hint}", *registry.failures()])
-        )
+        lines = [f"nothing named {name!r} is installed{hint}", *registry.failures()]
+        raise UnknownNameError("\n  ".join([*lines, *not_found(near=bool(hint))]))
     return found
 
 

@@ -6,6 +6,7 @@ Nothing of a plugin is imported here, not even its package.
 from __future__ import annotations
 
 import ast
+import difflib
 import importlib.machinery
 import importlib.util
 import logging
@@ -23,6 +24,9 @@ _log = logging.getLogger(__name__)
 
 API_NAME = "KVPLUG_API"
 
+_CLOSE = 0.75
+"""How alike a group must be to be taken for a misspelt one: "kv_plugs" is, "plugins" is not."""
+
 
 @attrs.frozen(kw_only=True)
 class Found:
@@ -30,9 +34,21 @@ class Found:
 
     name: str
     module: str
+    attribute: str
+    """What it names in its module; empty where it names the module."""
     distribution: str
     version: str
     entry_point: metadata.EntryPoint = attrs.field(eq=False, repr=False)
+
+    @property
+    def module_alone(self) -> str:
+        """The line to write instead, where it names something in its module and should not; else empty."""
+        if not self.attribute:
+            return ""
+        return (
+            f"its entry point names {self.attribute} in the module, and must name the module alone:"
+            f' {self.name} = "{self.module}"'
+        )
 
 
 def discover() -> tuple[Found, ...]:
@@ -62,13 +78,52 @@ def _entry_points(distribution: metadata.Distribution) -> Iterator[Found]:
     for each in distribution.entry_points:
         if each.group == PROJECT and (each.name, each.value) not in seen:
             seen.add((each.name, each.value))
+            module, _, attribute = each.value.partition("[")[0].partition(":")
             yield Found(
                 name=each.name,
-                module=each.value.partition(":")[0].partition("[")[0].strip(),
+                module=module.strip(),
+                attribute=attribute.strip(),
                 distribution=distribution.metadata["Name"] or "unknown",
                 version=distribution.version or "unknown",
                 entry_point=each,
             )
+
+
+def not_found(*, near: bool) -> tuple[str, ...]:
+    """Why a plugin that somebody looks for may not be found, a line each. Reads all metadata again.
+
+    ``near`` says that what is sought is likely another name of something found: then nothing general is said.
+    """
+    general = (
+        f"a plugin is found by its entry point in the group {PROJECT!r};"
+        " after a change of its pyproject.toml it must be installed again"
+    )
+    misspelt = tuple(
+        f"{distribution} declares entry points in the group {group!r}; did you mean {PROJECT!r}?"
+        for distribution, group in _groups_alike()
+    )
+    return misspelt if near else (general, *misspelt)
+
+
+def _groups_alike() -> list[tuple[str, str]]:
+    """Distributions that have no entry point for us, and a group whose name is close to ours."""
+    found = set()
+    for distribution in metadata.distributions():
+        try:
+            text = distribution.read_text("entry_points.txt") or ""
+            groups = re.findall(r"^\s*\[([^\]\s]+)\]", text, re.MULTILINE)
+            if PROJECT not in groups:
+                found |= {
+                    (distribution.metadata["Name"] or "unknown", group) for group in groups if _alike(group)
+                }
+        except Exception as e:  # somebody's broken metadata must not hide what was asked for
+            _log.debug("unreadable metadata of a distribution, left out: %s", e)
+    return sorted(found)
+
+
+def _alike(group: str) -> bool:
+    name = re.split(r"[.:/]", group)[0].lower()
+    return difflib.SequenceMatcher(None, PROJECT, name).ratio() >= _CLOSE
 
 
 def normalised(distribution: str) -> str:

@@ -6,11 +6,12 @@ pluggy collects, and that is all it does; then everything is a dict.
 from __future__ import annotations
 
 import enum
+import functools
+import importlib
 import logging
 import os
-import types
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal, overload
+from typing import Literal, overload
 
 import attrs
 import pluggy
@@ -26,8 +27,18 @@ from kvplug.errors import (
     UnknownNameError,
     UnknownTransportError,
 )
-from kvplug.registry.discovery import Found, check_api, discover, normalised
-from kvplug.spec import TRANSPORTS, CommandSpec, ConnectorSpec, Kind, SinkSpec, Spec, TransportSpec
+from kvplug.registry.discovery import Found, check_api, discover, normalised, not_found
+from kvplug.registry.hooks import offers_of
+from kvplug.spec import (
+    TRANSPORTS,
+    CommandSpec,
+    ConnectorSpec,
+    Kind,
+    SinkSpec,
+    Spec,
+    TransportSpec,
+    note_distribution,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -182,6 +193,7 @@ class Registry:
     def _keep(self, info: PluginInfo) -> None:
         self._plugins.append(info)
         for spec in info.specs:
+            note_distribution(spec, info.distribution)
             self._owned.setdefault((spec.kind, spec.name), []).append((info, spec))
 
     @staticmethod
@@ -199,26 +211,18 @@ class Registry:
         info = PluginInfo(name=found.name, distribution=found.distribution, version=found.version)
         try:
             info = attrs.evolve(info, api=check_api(found.module))
-            plugin = found.entry_point.load()
-            specs = self._collect(plugin, f"{normalised(found.distribution)}:{found.name}")
+            key = f"{normalised(found.distribution)}:{found.name}"
+            specs = self._collect(_named(found), key, found.module_alone)
         except (Exception, SystemExit) as e:
             _log.debug("plugin %s of %s did not load", found.name, found.distribution, exc_info=True)
             return attrs.evolve(info, status=PluginStatus.BROKEN, reason=_reason(e), error=e)
         return attrs.evolve(info, specs=specs)
 
-    def _collect(self, plugin: object, key: str) -> tuple[Spec, ...]:
+    def _collect(self, plugin: object, key: str, no_hook: str = "") -> tuple[Spec, ...]:
         """What a plugin's hooks return, each called alone. The plugin is unregistered if any is wrong."""
         self._manager.register(plugin, name=key)
         try:
-            self._manager.check_pending()
-            _check_marked(plugin)
-            callers = self._manager.get_hookcallers(plugin) or []
-            if not callers:
-                hooks = ", ".join(hookspecs.OFFERED)
-                raise PluginLoadError(f"implements no hook; there are {hooks}, marked with kvplug.hookimpl")
-            specs: list[Spec] = []
-            for caller in callers:
-                specs += _offered(caller, plugin)
+            specs = offers_of(self._manager, plugin, no_hook)
             _check_once(specs)
         except BaseException:
             self._manager.unregister(plugin)
@@ -249,42 +253,24 @@ class Registry:
     def _unknown(self, kind: Kind, name: str) -> UnknownNameError:
         word = _CALLED.get(kind, str(kind))
         known = sorted({bare for (of, bare) in self._owned if of is kind})
-        lines = [f"no {word} named {name!r}{did_you_mean(name.rpartition(':')[2], known)}"]
+        hint = did_you_mean(name.rpartition(":")[2], known)
+        lines = [f"no {word} named {name!r}{hint}"]
         lines.append(f"known: {', '.join(known)}" if known else f"no plugin that is loaded offers a {word}")
-        text = "\n  ".join([*lines, *self.failures()])
+        text = "\n  ".join([*lines, *self.failures(), *not_found(near=bool(hint))])
         if kind is Kind.CONNECTOR:
             return UnknownConnectorError(text)
         return UnknownTransportError(text) if kind in TRANSPORTS else UnknownNameError(text)
 
 
-def _check_marked(plugin: object) -> None:
-    """A hook without its mark is never called, and pluggy never tells."""
-    for name, found in vars(plugin).items() if hasattr(plugin, "__dict__") else ():
-        if name.startswith("kvplug_") and isinstance(found, types.FunctionType):
-            if not hasattr(found, f"{hookspecs.PROJECT}_impl"):
-                raise PluginLoadError(
-                    f"{name} is not marked with kvplug.hookimpl, so it would never be called"
-                )
-
-
-def _offered(caller: pluggy.HookCaller, plugin: object) -> list[Spec]:
-    wanted = hookspecs.OFFERED[caller.name]
-    specs: list[Spec] = []
-    for implementation in caller.get_hookimpls():
-        if implementation.plugin is not plugin:
-            continue
-        if implementation.hookwrapper or implementation.wrapper:
-            raise PluginLoadError(f"{caller.name} is a wrapper; hooks of kvplug only collect")
-        offered: Any = implementation.function()
-        if not isinstance(offered, (list, tuple)):
-            raise PluginLoadError(f"{caller.name} returned {shown(offered)}, not a list of {wanted.__name__}")
-        for each in offered:
-            if not isinstance(each, wanted):
-                raise PluginLoadError(
-                    f"{caller.name} returned {shown(each)} in its list, not a {wanted.__name__}"
-                )
-            specs.append(each)  # type: ignore[arg-type]
-    return specs
+def _named(found: Found) -> object:
+    """What an entry point names: a module, or an object in it."""
+    module = importlib.import_module(found.module)
+    if not found.attribute:
+        return module
+    try:
+        return functools.reduce(getattr, found.attribute.split("."), module)
+    except AttributeError as e:
+        raise PluginLoadError(f"{e}; {found.module_alone}") from e
 
 
 def _check_once(specs: list[Spec]) -> None:

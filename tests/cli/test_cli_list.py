@@ -225,3 +225,28 @@ def test_options_of_an_unknown_name_suggest_the_nearest_and_repeat_what_failed(b
     assert "did you mean 'carrier-pigeon'?" in done.stderr
     assert "broken: bad (kvplug-bad 1.0): ModuleNotFoundError" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_options_of_a_name_that_nothing_is_near_say_how_plugins_are_found(birds: Any) -> None:
+    info = birds.add_metadata("kvplug-mine", "1.0", "mine = kvplug_mine.plugin")
+    (info / "entry_points.txt").write_text("[kv_plug]\nmine = kvplug_mine.plugin\n")
+    found_by = (
+        "a plugin is found by its entry point in the group 'kvplug';"
+        " after a change of its pyproject.toml it must be installed again"
+    )
+    done = birds.kvplug("list", "--options", "mine")
+    assert done.returncode == 1
+    assert done.stderr.splitlines() == [
+        "kvplug: nothing named 'mine' is installed",
+        f"  {found_by}",
+        "  kvplug-mine declares entry points in the group 'kv_plug'; did you mean 'kvplug'?",
+    ]
+
+
+def test_options_that_are_misspelt_in_the_spec_say_whose(birds: Any) -> None:
+    birds.add("birds", FULL.replace("light:Options", "light:Option"), version="0.7")
+    done = birds.kvplug("list", "--options", "carrier-pigeon")
+    assert done.returncode == 1
+    whose = "kvplug: the options of the pipe 'carrier-pigeon' from kvplug-birds"
+    assert done.stderr.startswith(f"{whose}: cannot load kvplug_birds.light:Option: AttributeError: ")
+    assert done.stderr.endswith("; did you mean 'Options'?\n")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 HEADER = """\
-from kvplug import CommandSpec, ConnectorSpec, TransportSpec, hookimpl
+from kvplug import Capabilities, CommandSpec, ConnectorSpec, TransportSpec, hookimpl
 KVPLUG_API = (1, 0)
 """
 
@@ -68,7 +68,19 @@ BROKEN = {
     "bad name": (pipe("Not A Name"), "cannot be a name"),
     "reserved name": (pipe("auto"), "has a meaning"),
     "bad factory": (pipe("x").replace("nowhere.at_all:Endpoint", "nowhere"), "factory must be"),
-    "misspelt hook": (HEADER + "@hookimpl\ndef kvplug_transprots():\n    return []", "kvplug_transprots"),
+    "misspelt hook": (
+        HEADER + "@hookimpl\ndef kvplug_transport():\n    return []",
+        "no hook is called kvplug_transport; did you mean kvplug_transports? there are kvplug_transports,",
+    ),
+    "hook of nobody": (
+        HEADER + "@hookimpl(optionalhook=True)\ndef kvplug_x():\n    return []",
+        "no hook is called kvplug_x; there are kvplug_transports",
+    ),
+    "devices in one string": (
+        pipe("x").replace("factory=", "capabilities=Capabilities(devices='cpu'), factory="),
+        "devices must be a set of names, such as {'cpu'}; got 'cpu'",
+    ),
+    "bad kind": (pipe("x").replace("pipe", "pip"), "kind: 'pip' was given; allowed is pipe, queue, "),
     "unmarked hook": (HEADER + "def kvplug_transports():\n    return []", "not marked with kvplug.hookimpl"),
     "argument": (HEADER + "@hookimpl\ndef kvplug_transports(config):\n    return []", "config"),
     "wrapper": (
@@ -115,7 +127,10 @@ def test_a_plugin_of_another_api_is_refused_without_importing_even_its_package(s
         ("not_here.plugin", "not_here is not a package that is installed"),
         ("not_here", "there is no module not_here"),
         ("kvplug_bad.plugin.deeper", "kvplug_bad.plugin is not a package"),
-        ("kvplug_bad.plugin:missing", "AttributeError"),
+        (
+            "kvplug_bad.plugin:missing",
+            "has no attribute 'missing'; its entry point names missing in the module, and must name",
+        ),
     ],
 )
 def test_an_entry_point_that_leads_nowhere_is_broken(site: Any, entry_point: str, reason: str) -> None:
@@ -128,6 +143,60 @@ def test_an_entry_point_may_name_an_object_in_its_module(site: Any) -> None:
     source += "        return [TransportSpec(kind='pipe', name='x', factory='a:b')]\noffers = Offers()\n"
     site.add("object", source, entry_point="kvplug_object.plugin:offers")
     assert site.plugin("object")["offers"] == ["x"]
+
+
+def test_an_entry_point_that_names_a_hook_is_told_to_name_the_module(site: Any) -> None:
+    site.add("mine", pipe("x"), entry_point="kvplug_mine.plugin:kvplug_transports")
+    assert site.plugin("mine")["reason"] == (
+        "implements no hook; its entry point names kvplug_transports in the module,"
+        ' and must name the module alone: mine = "kvplug_mine.plugin"'
+    )
+
+
+HINT = (
+    "a plugin is found by its entry point in the group 'kvplug';"
+    " after a change of its pyproject.toml it must be installed again"
+)
+UNKNOWN = """
+from kvplug import Kind
+try:
+    registry.get(Kind.PIPE, {name!r})
+except PluginError as e:
+    answer = str(e).splitlines()[2:]
+"""
+
+
+def grouped(site: Any, group: str) -> None:
+    """A distribution whose entry point is in another group."""
+    info = site.add_metadata("kvplug-mine", "1.0", "mine = kvplug_mine.plugin")
+    (info / "entry_points.txt").write_text(
+        f"[console_scripts]\na = b:c\n[{group}]\nmine = kvplug_mine.plugin\n"
+    )
+
+
+def unknown(site: Any, name: str) -> list[str]:
+    """What is said of an unknown name, beyond what is known."""
+    lines: list[str] = site.ask(UNKNOWN.format(name=name))
+    return [line.strip() for line in lines]
+
+
+def test_a_plugin_that_nobody_declared_is_told_how_plugins_are_found(site: Any) -> None:
+    assert unknown(site, "some-other") == [HINT]
+    assert unknown(site, "neer") == []
+
+
+@pytest.mark.parametrize("group", ["kvplugs", "kv_plug", "KVPLUG", "kvplug.plugins"])
+def test_a_group_that_looks_like_ours_is_named(site: Any, group: str) -> None:
+    grouped(site, group)
+    line = f"kvplug-mine declares entry points in the group {group!r}; did you mean 'kvplug'?"
+    assert unknown(site, "some-other") == [HINT, line]
+    assert unknown(site, "neer") == [line]
+
+
+@pytest.mark.parametrize("group", ["plugins", "kvplug_rdma.drivers", "pytest11"])
+def test_a_group_that_does_not_is_left_alone(site: Any, group: str) -> None:
+    grouped(site, group)
+    assert unknown(site, "some-other") == [HINT]
 
 
 def test_a_plugin_may_be_a_single_module(site: Any) -> None:

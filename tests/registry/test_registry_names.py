@@ -254,4 +254,5 @@ def test_things_of_one_name_each_take_their_own_from_its_table(with_options: Reg
 def test_options_that_cannot_be_loaded_are_a_fault() -> None:
     registry = filled(one=[transport("cpu", options="nowhere.at_all:Choices")])
     (fault,) = name_faults(registry, {}, {"cpu": {"a": 1}})
-    assert "cannot load nowhere.at_all:Choices" in fault
+    whose = "options.cpu: the options of the pipe 'cpu' from kvplug-one"
+    assert fault.startswith(f"{whose}: cannot load nowhere.at_all:Choices: ModuleNotFoundError")

@@ -1,0 +1,134 @@
+"""Specs: what is misspelt in one is told with what it is, whose it is, and what was likely meant."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from kvplug import (
+    CommandSpec,
+    ConnectorSpec,
+    Kind,
+    PluginError,
+    PluginLoadError,
+    Registry,
+    SinkSpec,
+    TransportSpec,
+    hookimpl,
+)
+
+KINDS = "allowed is pipe, queue, lookup_buffer or communicator"
+
+
+@pytest.mark.parametrize(
+    ("given", "hint"),
+    [("pip", "; did you mean 'pipe'?"), ("lookup-buffer", "; did you mean 'lookup_buffer'?"), (7, "")],
+)
+def test_a_kind_that_there_is_not_is_told_with_the_list_and_the_nearest(given: Any, hint: str) -> None:
+    with pytest.raises(PluginError) as caught:
+        TransportSpec(kind=given, name="mine", factory="a:b")
+    assert str(caught.value) == f"kind: {given!r} was given; {KINDS}{hint}"
+
+
+class Endpoint:
+    """Something of a module that can be called."""
+
+
+def describe() -> None:
+    """Something that is no attrs class."""
+
+
+@pytest.fixture(autouse=True)
+def module(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = ModuleType("spec_subject")
+    vars(found).update(MineEndpoint=Endpoint, describe=describe, seven=7)
+    monkeypatch.setitem(sys.modules, "spec_subject", found)
+
+
+def pipe(**more: Any) -> TransportSpec:
+    return TransportSpec(
+        **{"kind": Kind.PIPE, "name": "mine", "factory": "spec_subject:MineEndpoint", **more}
+    )
+
+
+MISSPELT = "spec_subject:MineEndpont"
+CANNOT = f"cannot load {MISSPELT}: AttributeError: "
+MEANT = "; did you mean 'MineEndpoint'?"
+
+
+def load(spec: Any, loader: str) -> str:
+    with pytest.raises(PluginLoadError) as caught:
+        getattr(spec, loader)()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("spec", "loader", "what"),
+    [
+        (pipe(factory=MISSPELT), "load_factory", "the factory of the pipe 'mine'"),
+        (pipe(options=MISSPELT), "load_options", "the options of the pipe 'mine'"),
+        (
+            pipe(kind="lookup_buffer", factory=MISSPELT),
+            "load_factory",
+            "the factory of the lookup buffer 'mine'",
+        ),
+        (SinkSpec(name="ash", factory=MISSPELT), "load_factory", "the factory of the sink 'ash'"),
+        (
+            ConnectorSpec(name="relay", factory="a:b", worker_factory=MISSPELT),
+            "load_worker_factory",
+            "the worker factory of the connector 'relay'",
+        ),
+        (CommandSpec(name="coo", target=MISSPELT), "load", "the target of the command 'coo'"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_misspelt_target_is_told_with_what_it_is_and_the_nearest(spec: Any, loader: str, what: str) -> None:
+    text = load(spec, loader)
+    assert text.startswith(f"{what}: {CANNOT}")
+    assert text.endswith(MEANT)
+
+
+def test_a_target_of_the_wrong_sort_is_told_with_what_it_is() -> None:
+    assert load(pipe(factory="spec_subject:seven"), "load_factory") == (
+        "the factory of the pipe 'mine': spec_subject:seven is not callable"
+    )
+    assert load(pipe(options="spec_subject:describe"), "load_options") == (
+        "the options of the pipe 'mine': spec_subject:describe is not an attrs class"
+    )
+
+
+def test_a_module_that_is_not_there_has_no_nearest_name() -> None:
+    text = load(pipe(factory="nowhere.at_all:Endpoint"), "load_factory")
+    assert text == (
+        "the factory of the pipe 'mine': cannot load nowhere.at_all:Endpoint:"
+        " ModuleNotFoundError: No module named 'nowhere'"
+    )
+
+
+def test_the_cause_stays_chained() -> None:
+    with pytest.raises(PluginLoadError) as caught:
+        pipe(factory=MISSPELT).load_factory()
+    assert isinstance(caught.value.__cause__, AttributeError)
+
+
+def test_a_spec_that_a_registry_took_names_its_distribution_too_and_stays_equal() -> None:
+    class Plugin:
+        @hookimpl
+        def kvplug_transports(self) -> list[TransportSpec]:
+            return [pipe(factory=MISSPELT)]
+
+    registry = Registry()
+    registry.register(Plugin(), name="mine", distribution="kvplug-mine", version="1.0")
+    spec = registry.get(Kind.PIPE, "mine")
+    assert load(spec, "load_factory").startswith(f"the factory of the pipe 'mine' from kvplug-mine: {CANNOT}")
+    assert spec == pipe(factory=MISSPELT)
+
+
+def test_a_misspelt_probe_is_a_reason_with_the_nearest() -> None:
+    probe = pipe(probe="spec_subject:descrbe").run_probe()
+    assert not probe.viable
+    assert probe.reason.startswith("its probe failed: cannot load spec_subject:descrbe: AttributeError: ")
+    assert probe.reason.endswith("; did you mean 'describe'?")
