@@ -1,0 +1,26 @@
+"""The page of Python describes what the tutorial's transport is made of."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import kvplug.errors
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "reference" / "python.md"
+SAMPLE = ROOT / "docs" / "examples" / "kvplug-sample" / "kvplug_sample" / "pipe.py"
+
+
+def parts() -> set[str]:
+    """What the tutorial's transport imports from kvplug, but for errors, which have a page of their own."""
+    tree = ast.parse(SAMPLE.read_text(encoding="utf-8"))
+    imports = [node for node in tree.body if isinstance(node, ast.ImportFrom) and node.module == "kvplug"]
+    return {each.name for node in imports for each in node.names} - {*vars(kvplug.errors)}
+
+
+def test_every_part_of_the_tutorials_transport_is_described() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    found = parts()
+    assert {"Listener", "Turn", "watch"} <= found
+    assert not {name for name in found if f"kvplug.{name}\n" not in text and f"| `{name}` |" not in text}
