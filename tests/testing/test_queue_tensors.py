@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from kvplug.testing import MessageQueueContract
-from kvplug.testing.contract.base import _module_at
+from kvplug.testing.contract.recipes import module_at
 
-subject = _module_at(str(Path(__file__).parent / "subjects" / "socket_queue.py"))
+subject = module_at(str(Path(__file__).parent / "subjects" / "socket_queue.py"))
 
 
 class TestMemoryQueue(MessageQueueContract):

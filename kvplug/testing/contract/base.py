@@ -12,11 +12,8 @@ scorecard.
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import inspect
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -30,6 +27,7 @@ from kvplug.config import check_options
 from kvplug.registry import Registry
 from kvplug.spec import Kind
 from kvplug.testing import peers
+from kvplug.testing.contract.recipes import judged_by
 from kvplug.testing.forkserver import ForkServer
 from kvplug.testing.laws import LAWS
 
@@ -74,10 +72,15 @@ class Contract:
 
     kind: ClassVar[Kind]
     """Of what the suite judges."""
+    _named_by: ClassVar[str] = "transport"
+    """The attribute that an author names it with."""
     transport: ClassVar[str] = ""
-    """Name of an installed transport of that kind. Empty where a factory method is overridden instead."""
+    """Name of an installed transport of the kind. Empty where the method that makes it is overridden
+    instead."""
     options: ClassVar[Mapping[str, Any]] = MappingProxyType({})
     """The transport's own options, as a config would give them."""
+    options_class: ClassVar[type | None] = None
+    """The attrs class that they are made into. ``None`` is that of the installed transport's spec."""
     across_processes: ClassVar[bool] = True
     """Whether its ends can be in two processes. If not, the tests that need it are skipped, and say so."""
     ends_are_processes: ClassVar[bool] = False
@@ -93,6 +96,12 @@ class Contract:
     def subject(cls) -> str:
         """What is judged, for the scorecard: ``"pipe cpu"``; a class that makes its own gives its name."""
         return f"{cls.kind.replace('_', ' ')} {cls.transport or cls.__name__}"
+
+    @classmethod
+    def distribution(cls) -> str:
+        """What has brought it, with its version: ``"kvplug-cpu 0.1.0"``. Empty for what is not installed."""
+        owners = _registry().owners(cls.kind, cls.transport) if cls.transport else ()
+        return ", ".join(str(plugin) for plugin in owners)
 
     @pytest.fixture(autouse=True)
     def _judged(self, request: pytest.FixtureRequest) -> Iterator[None]:
@@ -121,10 +130,16 @@ class Contract:
         return self.recipe()["source"].rpartition(":")[0], self.transport
 
     def warm_up(self) -> None:
-        """Before "nothing left" looks first: what a process makes once and keeps (the watcher's thread)."""
+        """Before "nothing left" looks first: what a process makes once and keeps (the watcher's thread).
+
+        Override it for a library that makes more, and call this one as well.
+        """
 
     def import_all(self) -> None:
-        """Import what an end in another process needs, and make nothing of it."""
+        """Import what an end in another process needs, and make nothing of it.
+
+        Override it where that is not the factory's module alone, and call this one as well.
+        """
         if self.spec is not None:
             self.spec.load_factory()
 
@@ -163,15 +178,43 @@ class Contract:
         """The spec of the transport that :attr:`transport` names; ``None`` without a name."""
         return _registry().get(self.kind, self.transport) if self.transport else None
 
+    def installed(self, override: str = "") -> Any:
+        """The spec, for what cannot do without.
+
+        Raises:
+            pytest.fail.Exception: no :attr:`transport` is named. It says to name one, or to override the
+                method ``override``.
+        """
+        if self.spec is None:
+            or_else = f", or override `{override}`" if override else ""
+            pytest.fail(
+                f"{self.called} does not say what it judges: set `{self._named_by}` to the name of an"
+                f" installed {self.kind.replace('_', ' ')}{or_else}",
+                pytrace=False,
+            )
+        return self.spec
+
+    @property
+    def _takes(self) -> type | None:
+        """The options class; ``None`` where there are no options."""
+        if self.options_class is not None:
+            return self.options_class
+        return None if self.spec is None else self.spec.load_options()
+
     def made_options(self, **more: Any) -> Any:
-        """An instance of the options class: :attr:`options`, and ``more`` over them."""
-        cls = None if self.spec is None else self.spec.load_options()
-        given = {**self.options, **more}
+        """An instance of the options class: :attr:`options`, and ``more`` over them.
+
+        Raises:
+            ValueError: there is no options class, and something was given.
+            ConfigError: with every fault of what was given.
+        """
+        cls, given = self._takes, {**self.options, **more}
         if cls is None:
             if given:
-                raise ValueError(f"{self.transport!r} takes no options, and these were given: {given}")
+                hint = "" if self.transport else " (where it does, set `options_class`)"
+                raise ValueError(f"{self.called} takes no options{hint}, and these were given: {given}")
             return None
-        return check_options(cls, given, where=f"options.{self.transport}")
+        return check_options(cls, given, where=f"options.{self.called}")
 
     def recipe(self) -> dict[str, Any]:
         """How another process makes this very suite again; plain values. See :func:`judged_by`."""
@@ -210,37 +253,9 @@ class Contract:
         return self.transport or type(self).__name__
 
 
-def judged_by(recipe: Mapping[str, Any]) -> Any:
-    """The suite that :meth:`Contract.recipe` describes, made in another process."""
-    path, _, name = recipe["source"].rpartition(":")
-    if path.endswith(".py"):
-        module = _module_at(path)
-    else:
-        module = importlib.import_module(path)
-    cls: Any = module
-    for part in name.split("."):
-        cls = getattr(cls, part)
-    return type(name, (cls,), {"transport": recipe["transport"], "options": recipe["options"]})()
-
-
 def _prepare(recipe: Mapping[str, Any]) -> None:
     """In a fork server: import what its children will need, and make nothing."""
     judged_by(recipe).import_all()
-
-
-def _module_at(path: str) -> Any:
-    """The module of a test file, under the name it has if it lies in an importable package."""
-    for module in list(sys.modules.values()):
-        if getattr(module, "__file__", None) == path:
-            return module
-    key = f"kvplug_judged_{abs(hash(path)):x}"
-    spec = importlib.util.spec_from_file_location(key, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[key] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 _servers: dict[tuple[str, str], ForkServer] = {}

@@ -11,10 +11,10 @@ from typing import Any
 
 from kvplug import ConfigError, Deadline, PeerGoneError, TensorMismatchError, TimeoutError, UnsupportedError
 from kvplug.testing import DeviceCommunicatorContract
-from kvplug.testing.contract.base import _module_at
+from kvplug.testing.contract.recipes import module_at
 from kvplug.testing.memory.communicator import MemoryCommunicator, Table
 
-group_communicator = _module_at(str(Path(__file__).parents[1] / "subjects" / "group_communicator.py"))
+group_communicator = module_at(str(Path(__file__).parents[1] / "subjects" / "group_communicator.py"))
 
 
 class Mutant(DeviceCommunicatorContract):

@@ -14,11 +14,11 @@ import attrs
 
 from kvplug import DEFAULT_TIMEOUT, PeerGoneError, Reader, Timeout, Wait
 from kvplug.testing import MessageQueueContract
-from kvplug.testing.contract.base import _module_at
+from kvplug.testing.contract.recipes import module_at
 from kvplug.testing.memory.queue import MemoryQueueEndpoint, MemoryReader, MemoryWriter, Message, Ring
 from kvplug.wire import encode
 
-socket_queue = _module_at(str(Path(__file__).parents[1] / "subjects" / "socket_queue.py"))
+socket_queue = module_at(str(Path(__file__).parents[1] / "subjects" / "socket_queue.py"))
 
 
 class Mutant(MessageQueueContract):

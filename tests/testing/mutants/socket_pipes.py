@@ -24,12 +24,10 @@ kept: list[Any] = []
 class Mutant(PipeContract):
     """One fault, in ``pipe`` or in ``listener``; ``breaks`` are the laws that it breaks."""
 
+    options_class = SampleOptions
     pipe: type[SamplePipe] = SamplePipe
     listener: type[SampleListener] = SampleListener
     breaks: tuple[str, ...] = ()
-
-    def made_options(self, **more: Any) -> SampleOptions:
-        return SampleOptions(**{**self.options, **more})
 
     def make_endpoint(self, context: Any) -> Any:
         vars(sample).update(SamplePipe=self.pipe, SampleListener=self.listener)  # what endpoints make

@@ -13,6 +13,7 @@ from kvplug.testing.contract import base
 from kvplug.testing.contract.base import Call, law, until
 from kvplug.testing.contract.communicator.collectives import check, tensor_of, total
 from kvplug.testing.contract.communicator.suite import WORLD, CommunicatorSuite, Outcome, check_raised
+from kvplug.testing.contract.recipes import judged_by
 
 DEADLINE_S = 0.4
 METHODS = ["all_reduce", "all_gather", "all_gatherv", "reduce_scatter", "gather", "broadcast"]
@@ -242,7 +243,7 @@ def _forks(parent: peers.Parent, recipe: dict[str, Any]) -> list[str]:
 
     from kvplug.group.group import StatelessGroup
 
-    suite = base.judged_by(recipe)
+    suite = judged_by(recipe)
     with StatelessGroup.create("unix:", rank=0, world_size=1) as group, suite.made(group) as made:
         seen, told = os.pipe()
         with warnings.catch_warnings():

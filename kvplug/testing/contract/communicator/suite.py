@@ -23,7 +23,8 @@ from kvplug.group.group import StatelessGroup
 from kvplug.spec import Kind
 from kvplug.testing import peers
 from kvplug.testing.contract import base
-from kvplug.testing.contract.base import Call, Contract, judged_by
+from kvplug.testing.contract.base import Call, Contract
+from kvplug.testing.contract.recipes import judged_by
 from kvplug.trust.credentials import Credentials
 
 WORLD = 3
@@ -251,13 +252,13 @@ class CommunicatorSuite(Contract):
 
     kind: ClassVar[Kind] = Kind.COMMUNICATOR
     device: ClassVar[str] = "cpu"
-    """Of the tensors that are tried."""
+    """The device of the tensors that are tried."""
     timeout_s: ClassVar[float] = 20.0
-    """What the context says where a call says nothing."""
+    """The context's ``timeout_s``: what counts where a call says nothing."""
 
     def make_communicator(self, context: CommunicatorContext) -> DeviceCommunicator:
         """The transport's factory, called. Override it for a transport that is not installed."""
-        return self.spec.load_factory()(context)  # type: ignore[no-any-return]
+        return self.installed("make_communicator").load_factory()(context)  # type: ignore[no-any-return]
 
     def made(self, group: StatelessGroup, **context: Any) -> DeviceCommunicator:
         """One rank's end. ``context``: fields that differ from this suite's usual ones."""

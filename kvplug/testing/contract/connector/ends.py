@@ -9,8 +9,9 @@ import pytest
 
 from kvplug.testing import peers
 from kvplug.testing.contract import base
-from kvplug.testing.contract.base import Call, judged_by, law
+from kvplug.testing.contract.base import Call, law
 from kvplug.testing.contract.connector.suite import ConnectorSuite
+from kvplug.testing.contract.recipes import judged_by
 from kvplug.testing.engine import EngineDouble, request_of
 
 _POINTS = (

@@ -66,6 +66,7 @@ class ConnectorSuite(Contract):
     """What is judged, and how its engines are made. The class attributes are an author's to set."""
 
     kind: ClassVar[Kind] = Kind.CONNECTOR
+    _named_by: ClassVar[str] = "connector"
     connector: ClassVar[str] = ""
     """Name of an installed connector."""
     config: ClassVar[Mapping[str, Any]] = MappingProxyType({})
@@ -74,8 +75,9 @@ class ConnectorSuite(Contract):
     """The connector's option that makes it load in the background. Empty, or not among its options: there is
     none, and the tests of that are skipped."""
     scheduler_factory: ClassVar[Callable[..., Any] | None] = None
-    """In the place of the installed connector's; with ``worker_factory``."""
+    """What makes the scheduler side, in the place of the installed connector's factory."""
     worker_factory: ClassVar[Callable[..., Any] | None] = None
+    """What makes the worker side, in the place of the installed connector's."""
     spoils_own: ClassVar[bool] = False
     """:meth:`spoil` works for what an engine loads from itself, too, in the role "both"."""
     timeout_s: ClassVar[float] = 10.0
@@ -106,6 +108,7 @@ class ConnectorSuite(Contract):
 
     def config_of(self, role: str, *, background: bool = False, **more: Any) -> Config:
         """Of one engine. All engines of one test have one address."""
+        self.installed()
         self._host = self._host or f"unix:@kvplug-judged-{os.getpid()}-{next(_numbers)}"
         given = {**self.config, **more}
         options = {name: dict(table) for name, table in given.pop("options", {}).items()}
@@ -235,7 +238,7 @@ class ConnectorSuite(Contract):
     @property
     def background(self) -> str:
         """For ``needs``: loads in the background."""
-        fields = getattr(self.spec.load_options(), "__attrs_attrs__", ())
+        fields = getattr(self.installed().load_options(), "__attrs_attrs__", ())
         if self.async_option and self.async_option in {field.name for field in fields}:
             return ""
         return f"{self.called} has no option that makes it load in the background (async_option)"

@@ -16,9 +16,10 @@ from kvplug.pipe import Pipe, PipeEndpoint
 from kvplug.spec import Kind
 from kvplug.testing import peers
 from kvplug.testing.contract import base
-from kvplug.testing.contract.base import Call, Contract, judged_by
+from kvplug.testing.contract.base import Call, Contract
 from kvplug.testing.contract.lookup.entries import Put
 from kvplug.testing.contract.lookup.gate import Gate
+from kvplug.testing.contract.recipes import judged_by
 from kvplug.trust.credentials import Credentials
 
 SOON_S = 0.3
@@ -35,18 +36,20 @@ class LookupSuite(Contract):
     pipes: ClassVar[str] = "memory"
     """The pipe transport over which reaching ends of this process are connected."""
     far_pipes: ClassVar[str] = "cpu"
-    """The one for reaching ends in other processes. Where it is not installed, their tests are skipped."""
+    """The pipe transport for reaching ends in other processes. Where it is not installed, their tests are
+    skipped."""
     data_pipe_options: ClassVar[Mapping[str, Any]] = MappingProxyType({"max_in_flight_bytes": 2048})
-    """Of those that carry the entries: narrow, so that an entry stops in the middle when nobody receives."""
+    """Options of the pipes that carry the entries: narrow, so that an entry stops in the middle when nobody
+    receives."""
     passes: ClassVar[int] = 1
     """How many messages of an entry pass on the data pipe before it is held up in the middle. 0 where an
     entry is a single message."""
     timeout_s: ClassVar[float] = 20.0
-    """What the context says where a call says nothing."""
+    """The context's ``timeout_s``: what counts where a call says nothing."""
 
     def make_endpoint(self, context: LookupContext) -> LookupEndpoint:
         """The transport's factory, called. Override it for a transport that is not installed."""
-        return self.spec.load_factory()(context)  # type: ignore[no-any-return]
+        return self.installed("make_endpoint").load_factory()(context)  # type: ignore[no-any-return]
 
     # -- ends in this process ------------------------------------------------------------------
 

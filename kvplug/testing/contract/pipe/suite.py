@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, ClassVar
 
+import attrs
 import pytest
 
 from kvplug.context import PipeContext
@@ -13,7 +14,8 @@ from kvplug.pipe import Pipe, PipeEndpoint, PipeListener, Transfer
 from kvplug.spec import Kind
 from kvplug.testing import peers
 from kvplug.testing.contract import base
-from kvplug.testing.contract.base import Call, Contract, judged_by
+from kvplug.testing.contract.base import Call, Contract
+from kvplug.testing.contract.recipes import judged_by
 from kvplug.trust.credentials import Credentials
 
 MIB = 1 << 20
@@ -39,11 +41,11 @@ class PipeSuite(Contract):
     beyond_limit_bytes: ClassVar[int] = 4 * MIB
     """What the operating system or the device may hold besides, with the receiver stopped (law PIPE-3)."""
     timeout_s: ClassVar[float] = 20.0
-    """What the context says where a call says nothing."""
+    """The context's ``timeout_s``: what counts where a call says nothing."""
 
     def make_endpoint(self, context: PipeContext) -> PipeEndpoint:
         """The transport's factory, called. Override it for a transport that is not installed."""
-        return self.spec.load_factory()(context)  # type: ignore[no-any-return]
+        return self.installed("make_endpoint").load_factory()(context)  # type: ignore[no-any-return]
 
     def silent_contact(self) -> str:
         """A contact at which somebody takes connections and never answers. Override it where there is one."""
@@ -88,7 +90,20 @@ class PipeSuite(Contract):
         return self.pair(**self.limited(limit))
 
     def limited(self, limit: int = LIMIT) -> dict[str, int]:
-        """The option that says so."""
+        """The option that says so.
+
+        Raises:
+            pytest.fail.Exception: there is no such option. It says what to set.
+        """
+        makes_own = type(self).made_options is not Contract.made_options
+        known = [] if self._takes is None else [field.name for field in attrs.fields(self._takes)]
+        if not makes_own and self.limit_option not in known:
+            there = f"these are: {', '.join(known)}" if known else "it takes none (options_class)"
+            pytest.fail(
+                f"{self.called} has no option {self.limit_option!r}, {there}: set `limit_option` to the one"
+                ' that bounds what is unsent, or to "" where there is none',
+                pytrace=False,
+            )
         return {self.limit_option: limit}
 
     @property
@@ -104,7 +119,12 @@ class PipeSuite(Contract):
     def a_silent_contact(self) -> str:
         """For ``needs``."""
         overridden = type(self).silent_contact is not PipeSuite.silent_contact
-        return "" if overridden else f"{self.called} has made no contact that never answers (silent_contact)"
+        return (
+            ""
+            if overridden
+            else f"nobody says who takes connections of {self.called} and never answers:"
+            " override `silent_contact()` to have this judged"
+        )
 
     # -- ends in other processes ---------------------------------------------------------------
 

@@ -17,6 +17,7 @@ from kvplug.testing.contract.base import Call, law, raises, until
 from kvplug.testing.contract.queue.chunks import read, write
 from kvplug.testing.contract.queue.suite import CHUNKS, QueueSuite, fill, received, sent, wrong
 from kvplug.testing.contract.queue.waiting import acquire_read, acquire_write
+from kvplug.testing.contract.recipes import judged_by
 
 ROUNDS = 1_000
 
@@ -270,7 +271,7 @@ def _forks(parent: peers.Parent, recipe: dict[str, Any]) -> dict[str, Any]:
     import os
     import warnings
 
-    suite = base.judged_by(recipe)
+    suite = judged_by(recipe)
     end = suite.endpoint()
     with end.create() as writer, end.create_from_handle(writer.export_handle(), 0) as reader:
         seen, told = os.pipe()

@@ -12,7 +12,8 @@ from kvplug.queue import MessageQueue, QueueEndpoint, QueueHandle
 from kvplug.spec import Kind
 from kvplug.testing import peers
 from kvplug.testing.contract import base
-from kvplug.testing.contract.base import Call, Contract, judged_by
+from kvplug.testing.contract.base import Call, Contract
+from kvplug.testing.contract.recipes import judged_by
 from kvplug.trust.credentials import Credentials
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -37,13 +38,13 @@ class QueueSuite(Contract):
 
     kind: ClassVar[Kind] = Kind.QUEUE
     timeout_s: ClassVar[float] = 20.0
-    """What the context says where a call says nothing."""
+    """The context's ``timeout_s``: what counts where a call says nothing."""
     most_bytes: ClassVar[int] = 8 * MIB
     """The largest value that is tried; a queue that carries no more says so here."""
 
     def make_endpoint(self, context: QueueContext) -> QueueEndpoint:
         """The transport's factory, called. Override it for a transport that is not installed."""
-        return self.spec.load_factory()(context)  # type: ignore[no-any-return]
+        return self.installed("make_endpoint").load_factory()(context)  # type: ignore[no-any-return]
 
     # -- ends in this process ------------------------------------------------------------------
 
