@@ -324,9 +324,11 @@ def _look_at(witness: Witness, spec: Any) -> None:
 
 
 def _takes_one(factory: Callable[..., Any]) -> None:
-    """A factory is called with one argument."""
+    """A factory is called with one argument; a class that is one leaves nothing abstract."""
     import inspect
 
+    if left := sorted(getattr(factory, "__abstractmethods__", ())):
+        raise TypeError(f"it cannot be made: abstract are {', '.join(left)}")
     try:
         signature = inspect.signature(factory)
     except ValueError:  # of a callable that is not Python's

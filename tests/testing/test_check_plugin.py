@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import attrs
@@ -10,6 +11,7 @@ import pytest
 
 from kvplug.testing import check_plugin
 from kvplug.testing.contract import suites
+from kvplug.testing.contract.plugin import DEVICE_TYPES
 from kvplug.testing.laws import LAWS
 
 PLUGIN = """\
@@ -197,6 +199,9 @@ FAULTS = {
     "its cost is not stated": Fault(
         "PLUGIN-3", "the pipe smoke states no cost", ", cost=Cost(latency_us=1e6, gb_per_s=1e-6)", ""
     ),
+    "it moves tensors of a device that is none": Fault(
+        "PLUGIN-3", "'cuda0', which is no type of device; did you mean 'cuda'?", '{"cpu"}', '{"cpu", "cuda0"}'
+    ),
     "it moves tensors of no device": Fault("PLUGIN-3", "moves tensors of no device", '{"cpu"}', "()"),
     "its factory is not there": Fault(
         "PLUGIN-3", "cannot load kvplug_subject.heavy:End:", "heavy:Endpoint", "heavy:End"
@@ -209,6 +214,13 @@ FAULTS = {
         "too many positional arguments",
         "Endpoint:\n    def __init__(self, context)",
         "Endpoint:\n    def __init__(self)",
+    ),
+    "its factory leaves something abstract": Fault(
+        "PLUGIN-3",
+        "the factory of the pipe smoke (kvplug_subject.heavy:Endpoint) is not what the spec says: TypeError:"
+        " it cannot be made: abstract are connect",
+        "class Endpoint:",
+        "import kvplug\n\nclass Endpoint(kvplug.PipeEndpoint):\n    def listen(self): ...",
     ),
     "its factory cannot be called": Fault(
         "PLUGIN-3", "is not callable", "class Ash:\n    def __init__(self, options): ...", "Ash = 7"
@@ -287,11 +299,13 @@ def test_a_breach_is_told_with_its_law_and_no_other_law(site: Any, fault: Fault)
     hangs = "had not come" in fault.said
     done = check(site, fault, 3.0 if hangs else 30.0)
     assert done.returncode == 1, "nobody noticed"
-    first, *breaches = done.stderr.strip().split("\n  - ")
+    told, _, laws = done.stderr.strip().partition("\n\n")
+    first, *breaches = told.split("\n  - ")
     assert first.startswith("the plugin 'subject' breaks "), done.stderr
     assert all(breach.startswith(f"law {LAWS[fault.law]}: ") for breach in breaches), done.stderr
     assert all(breach.endswith(f"; see {LAWS[fault.law].page}") for breach in breaches)
     assert any(fault.said in breach for breach in breaches), done.stderr
+    assert laws == LAWS[fault.law].quoted, "what the law says is told once"
 
 
 @pytest.mark.parametrize("id_", [id_ for id_ in LAWS if id_.startswith("PLUGIN-")])
@@ -303,7 +317,18 @@ def test_all_breaches_are_told_at_once(site: Any) -> None:
     install(site, Fault("", "", '"kvplug_subject.light:describe"', "None", more="import jax", readme=""))
     done = site.run("-c", CHECK, "subject", "30")
     assert "breaks laws in 3 places" in done.stderr
-    assert [line.split()[2] for line in done.stderr.splitlines()[1:]] == ["PLUGIN-2", "PLUGIN-3", "PLUGIN-4"]
+    told, _, laws = done.stderr.strip().partition("\n\n")
+    assert [line.split()[2] for line in told.splitlines()[1:]] == ["PLUGIN-2", "PLUGIN-3", "PLUGIN-4"]
+    assert laws == "\n".join(LAWS[f"PLUGIN-{number}"].quoted for number in (2, 3, 4))
+
+
+def test_the_types_of_devices_are_those_of_torch() -> None:
+    torch = pytest.importorskip("torch")
+    with pytest.raises(RuntimeError) as refused:
+        torch.device("nothing")
+    named = re.search(r"Expected one of (.+) device type", str(refused.value))
+    assert named is not None
+    assert {*named[1].split(", ")} <= {*DEVICE_TYPES}
 
 
 def test_what_needs_a_library_that_is_not_here_is_not_judged_and_says_so(site: Any) -> None:

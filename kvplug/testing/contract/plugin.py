@@ -5,15 +5,23 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from functools import cache
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 import attrs
 import pytest
 
+from kvplug.config.faults import did_you_mean
 from kvplug.testing.contract import base
 from kvplug.testing.contract.base import Contract, law
 from kvplug.testing.inspection import HEAVY, USED, Inspection, inspect_plugin
 from kvplug.testing.laws import LAWS
+
+DEVICE_TYPES: Final = (
+    *("cpu", "cuda", "ipu", "xpu", "mkldnn", "opengl", "opencl", "ideep", "hip", "ve", "fpga", "maia", "xla"),
+    *("lazy", "vulkan", "mps", "meta", "hpu", "mtia", "privateuseone"),
+    *("npu", "mlu", "musa"),
+)
+"""Those of torch's devices; the last ones are what backends outside of torch call ``privateuseone``."""
 
 
 @attrs.frozen
@@ -41,13 +49,14 @@ def check_plugin(name: str) -> tuple[str, ...]:
 
     Raises:
         AssertionError: it breaks a law. The message has all the breaches, each with its law, what was
-            observed and where the law is written.
+            observed and where the law is written; below them is what these laws say.
     """
     found = inspect_plugin(name, base.patience_s)
     breaches = tuple(breaches_of(found))
     if breaches:
         lines = "".join(f"\n  - {breach}" for breach in breaches)
-        raise AssertionError(f"the plugin {name!r} breaks {_counted(len(breaches))}:{lines}")
+        laws = "\n".join(LAWS[id_].quoted for id_ in dict.fromkeys(breach.law for breach in breaches))
+        raise AssertionError(f"the plugin {name!r} breaks {_counted(len(breaches))}:{lines}\n\n{laws}")
     return tuple(unjudged(found))
 
 
@@ -128,6 +137,13 @@ def _claims(found: Inspection) -> Iterator[Breach]:
 def _capabilities(found: Inspection, offer: Mapping[str, Any]) -> Iterator[Breach]:
     if not offer["devices"]:
         yield Breach("PLUGIN-3", "capabilities", f"the {offer['of']} moves tensors of no device")
+    for unknown in sorted({*offer["devices"]} - {*DEVICE_TYPES}):
+        yield Breach(
+            "PLUGIN-3",
+            "capabilities",
+            f"the {offer['of']} moves tensors of {unknown!r}, which is no type of device"
+            f"{did_you_mean(unknown, DEVICE_TYPES)}; there are: {', '.join(DEVICE_TYPES)}",
+        )
     if not offer["cost_stated"]:
         yield Breach(
             "PLUGIN-3",
@@ -188,6 +204,10 @@ class PluginContract(Contract):
     @classmethod
     def subject(cls) -> str:
         return f"plugin {cls.plugin}"
+
+    @classmethod
+    def distribution(cls) -> str:
+        return ", ".join(str(each) for each in base._registry().plugins if each.name == cls.plugin)
 
     @property
     def is_loaded(self) -> str:
