@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import platform
+from collections import Counter
 from collections.abc import Generator, Iterable
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import attrs
 import pytest
 
 from kvplug.errors import ConfigError, KvplugError
+from kvplug.testing.collected import Collected
 from kvplug.testing.contract import suites
 from kvplug.testing.contract.base import LEVELS, Contract
 from kvplug.testing.laws import LAWS
 from kvplug.testing.scorecard import Outcome, Result, Scorecard, result_from_plain
-from kvplug.testing.waivers import Waivers, function_of, waivers_for
+from kvplug.testing.waivers import Waivers, waivers_for
 
 _NAME = "kvplug_judge"
 _PROPERTY = "kvplug"
@@ -39,6 +44,9 @@ class Judge:
         self._config = config
         self._level: str = config.option.kvplug_level
         self._results: list[Result] = []
+        self._above: dict[str, Counter[str]] = {}
+        """By subject and level: how many tests were not run, since they are of higher levels."""
+        self._date = datetime.now(UTC).isoformat(timespec="seconds")
         self._is_worker = hasattr(config, "workerinput")
         """Of pytest-xdist: what it judges is counted by the process that started it."""
         self._reports = [Path(name).absolute() for name in config.option.kvplug_report]
@@ -65,29 +73,39 @@ class Judge:
 
     # -- before ----------------------------------------------------------------------------------
 
-    def select(self, items: list[pytest.Item]) -> None:
-        """Leave out what is above the level; mark what is waived."""
+    def waive(self, items: list[pytest.Item]) -> None:
+        """Mark what is waived.
+
+        Raises:
+            pytest.UsageError: a test with a law stands in no suite, waivers cannot be read, or one of them
+                names no test.
+        """
         known: dict[Path, Waivers] = {}
-        collected: set[type] = set()
-        kept, left_out = [], []
-        for item in items:
-            marker = item.get_closest_marker("kvplug_law")
-            if marker is None:
-                kept.append(item)
-                continue
-            if LEVELS.index(marker.kwargs["level"]) > LEVELS.index(self._level):
-                left_out.append(item)
-                continue
-            kept.append(item)
+        judged = [item for item in items if item.get_closest_marker("kvplug_law") is not None]
+        for item in judged:
             suite = _suite_of(item)
-            collected.add(suite)
             reason = self._waivers(item, known).reason(suite.__name__, item.name)
             if reason:
                 # Not strict: that would be decided before it is known what the test leaves behind.
                 item.add_marker(pytest.mark.xfail(reason=f"{_WAIVED}{reason}", strict=False))
-        for waivers in known.values():
-            if waivers.reasons:
-                _check_names(waivers, collected)
+        collected = Collected(self._config, judged)
+        for waivers in {each.path: each for each in known.values() if each.reasons}.values():
+            if faults := collected.faults(waivers):
+                raise pytest.UsageError(
+                    f"{waivers.path}: tool.kvplug.waivers names no test of the kit: {', '.join(faults)}"
+                )
+
+    def select(self, items: list[pytest.Item]) -> None:
+        """Leave out what is above the level, and count it."""
+        kept, left_out = [], []
+        for item in items:
+            marker = item.get_closest_marker("kvplug_law")
+            level = LEVELS[0] if marker is None else marker.kwargs["level"]
+            if LEVELS.index(level) <= LEVELS.index(self._level):
+                kept.append(item)
+                continue
+            left_out.append(item)
+            self._above.setdefault(_suite_of(item).subject(), Counter())[level] += 1
         if left_out:
             self._config.hook.pytest_deselected(items=left_out)
             items[:] = kept
@@ -118,11 +136,11 @@ class Judge:
         elif report.when == "teardown" and report.passed and _KEPT in item.stash:
             report.outcome = "failed"
             report.longrepr = f"it is kept, so the waiver ({item.stash[_KEPT]}) must go"
-        if report.failed:
-            _quote(report, marker.args)
-        result = _result(report, suite.subject(), suite.__name__, item.name, marker.args)
+        result = _result(report, suite, item.name, marker.args)
         if result is not None:
             report.user_properties.append((_PROPERTY, result))
+        if report.failed:
+            _quote(report, marker.args)
         return report
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -140,9 +158,21 @@ class Judge:
         final: dict[tuple[str, str, str], Result] = {}
         for result in self._results:
             key = (result.subject, result.suite, result.test)
-            if key not in final or result.outcome is Outcome.FAILED:
-                final[key] = result
-        return Scorecard(level=self._level, results=tuple(final.values()), versions=suites.versions())
+            before = final.setdefault(key, result)
+            if before is not result and result.outcome is Outcome.FAILED:
+                reasons = [each.reason for each in (before, result) if each.outcome is Outcome.FAILED]
+                final[key] = attrs.evolve(before, outcome=Outcome.FAILED, reason="; then ".join(reasons))
+        return Scorecard(
+            level=self._level,
+            results=tuple(final.values()),
+            versions=suites.versions(),
+            platform=platform.platform(),
+            date=self._date,
+            above={
+                subject: {level: counter[level] for level in LEVELS if counter[level]}
+                for subject, counter in self._above.items()
+            },
+        )
 
     def pytest_sessionfinish(self) -> None:
         for path in () if self._is_worker else self._reports:
@@ -168,18 +198,8 @@ def _suite_of(item: pytest.Item) -> type[Contract]:
     return suite
 
 
-def _check_names(waivers: Waivers, collected: set[type]) -> None:
-    """A waiver of a test that does not exist waives nothing, and its author should know."""
-    known = {name for suite in (*collected, *suites.every()) for name in dir(suite)}
-    unknown = [name for name in waivers.reasons if function_of(name.rpartition("::")[2]) not in known]
-    if unknown:
-        raise pytest.UsageError(
-            f"{waivers.path}: tool.kvplug.waivers names no test of the kit: {', '.join(unknown)}"
-        )
-
-
 def _result(
-    report: pytest.TestReport, subject: str, suite: str, test: str, laws: tuple[str, ...]
+    report: pytest.TestReport, suite: type[Contract], test: str, laws: tuple[str, ...]
 ) -> dict[str, Any] | None:
     """The plain values of a :class:`Result`; ``None`` where this phase of the test decides nothing."""
     waived = getattr(report, "wasxfail", "")
@@ -194,8 +214,9 @@ def _result(
     else:
         return None
     return {
-        "subject": subject,
-        "suite": suite,
+        "subject": suite.subject(),
+        "distribution": suite.distribution(),
+        "suite": suite.__name__,
         "test": test,
         "laws": laws,
         "outcome": outcome.value,
@@ -218,12 +239,11 @@ def _observed(report: pytest.TestReport) -> str:
 
 
 def _quote(report: pytest.TestReport, laws: tuple[str, ...]) -> None:
-    """Put the law before what was observed, and where it is written after it."""
+    """Put the law before what was observed, and what it says after it."""
     said = " and ".join(str(LAWS[id_]) for id_ in laws)
     crash = getattr(report.longrepr, "reprcrash", None)
     if crash is not None:
         crash.message = f"law {said}: {crash.message}"
     elif isinstance(report.longrepr, str):
         report.longrepr = f"law {said}: {report.longrepr}"
-    pages = "\n".join(f"law {LAWS[id_]}: see {LAWS[id_].page}" for id_ in laws)
-    report.sections.append(("kvplug conformance", pages))
+    report.sections.append(("kvplug conformance", "\n".join(LAWS[id_].quoted for id_ in laws)))

@@ -1,15 +1,14 @@
 """The pytest plugin of the conformance kit: options, levels, waivers, and failures that name the law.
 
-Installed with kvplug, so pytest loads it everywhere. It imports nothing but this file until an option is used
-or a suite is collected; then :mod:`kvplug.testing.judging` takes over.
+Installed with kvplug, so pytest loads it everywhere. Of kvplug it imports nothing but this file until an
+option is used or a suite is collected; then :mod:`kvplug.testing.judging` takes over.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Generator
 
-if TYPE_CHECKING:
-    import pytest
+import pytest
 
 _LEVELS = ("quick", "full", "soak")
 _MARKER = "kvplug_law(id, ..., level, needs): a test of kvplug's conformance kit, and the laws that it judges"
@@ -55,8 +54,15 @@ def pytest_configure(config: pytest.Config) -> None:
         judging.judge_of(config).choose(option.kvplug_transport, option.kvplug_connector)
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if any(item.get_closest_marker("kvplug_law") for item in items):
-        from kvplug.testing import judging
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Generator[None]:
+    """Waivers are held against all that was collected; levels choose from what others leave of it."""
+    if not any(item.get_closest_marker("kvplug_law") for item in items):
+        return (yield)
+    from kvplug.testing import judging
 
-        judging.judge_of(config).select(items)
+    judge = judging.judge_of(config)
+    judge.waive(items)
+    result = yield
+    judge.select(items)
+    return result

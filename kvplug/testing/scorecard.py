@@ -39,8 +39,10 @@ class Result:
     laws: tuple[str, ...]
     outcome: Outcome
     reason: str = ""
-    """Why it was skipped or waived; of a failure, what was observed, in one line."""
+    """Why it was skipped or waived; of a failure, what was observed, in one line, the first thing first."""
     seconds: float = 0.0
+    distribution: str = ""
+    """What has brought the subject, with its version: ``"kvplug-cpu 0.1.0"``; empty where nothing has."""
 
 
 @attrs.frozen(kw_only=True)
@@ -50,23 +52,39 @@ class Scorecard:
     level: str
     results: tuple[Result, ...]
     versions: Mapping[str, str] = attrs.field(factory=dict)
+    platform: str = ""
+    date: str = ""
+    """When the run began, with its time zone (ISO 8601)."""
+    above: Mapping[str, Mapping[str, int]] = attrs.field(factory=dict)
+    """Of each subject: for each higher level, in their order, how many tests of it were left out."""
 
     @property
     def subjects(self) -> tuple[str, ...]:
         """In the order in which they came."""
         return tuple(dict.fromkeys(result.subject for result in self.results))
 
-    def counts(self, subject: str) -> dict[str, Counter[Outcome]]:
-        """For each law that was judged, in the order of the page: how many tests ended how."""
+    def suites(self, subject: str) -> tuple[str, ...]:
+        """The classes that judged a subject, in the order in which they came."""
+        return tuple(dict.fromkeys(result.suite for result in self.results if result.subject == subject))
+
+    def counts(self, subject: str, suite: str = "") -> dict[str, Counter[Outcome]]:
+        """For each law that was judged, in the order of the page: how many tests ended how.
+
+        ``suite`` is one of :meth:`suites`; without it, all of them count.
+        """
         found: dict[str, Counter[Outcome]] = {id_: Counter() for id_ in LAWS}
-        for result in self.results:
-            if result.subject == subject:
-                for id_ in result.laws:
-                    found[id_][result.outcome] += 1
+        for result in self.of(subject, *Outcome, suite=suite):
+            for id_ in result.laws:
+                found[id_][result.outcome] += 1
         return {id_: counter for id_, counter in found.items() if counter}
 
-    def of(self, subject: str, *outcomes: Outcome) -> tuple[Result, ...]:
-        return tuple(r for r in self.results if r.subject == subject and r.outcome in outcomes)
+    def of(self, subject: str, *outcomes: Outcome, suite: str = "") -> tuple[Result, ...]:
+        """The results of a subject, and of one of its :meth:`suites` where ``suite`` says which."""
+        return tuple(
+            result
+            for result in self.results
+            if result.subject == subject and result.outcome in outcomes and suite in ("", result.suite)
+        )
 
     # -- forms ---------------------------------------------------------------------------------
 
@@ -75,26 +93,31 @@ class Scorecard:
             "format": FORMAT,
             "level": self.level,
             "versions": dict(self.versions),
+            "platform": self.platform,
+            "date": self.date,
+            "above": {subject: dict(counts) for subject, counts in self.above.items()},
             "results": [attrs.asdict(result) for result in self.results],
         }
         return json.dumps(plain, indent=1) + "\n"
 
     def as_markdown(self) -> str:
-        lines = [f"# Conformance, level {self.level}", ""]
-        lines += [f"{', '.join(f'{name} {version}' for name, version in self.versions.items())}", ""]
+        versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
+        said = "; ".join(each for each in (versions, self.platform, self.date) if each)
+        lines = [f"# Conformance, level {self.level}", "", said, ""]
         for subject in self.subjects:
-            lines += [
-                f"## {subject}",
-                "",
-                f"| law | {' | '.join(Outcome)} |",
-                "| --- |" + " --- |" * len(Outcome),
-            ]
-            for id_, counter in self.counts(subject).items():
-                numbers = " | ".join(str(counter[outcome] or "") for outcome in Outcome)
-                lines.append(f"| {LAWS[id_]} | {numbers} |")
-            lines.append("")
-            lines += [f"- {_sentence(result)}" for result in self._told(subject)]
-            lines.append("")
+            for suite, title in self._titles(subject):
+                lines += [f"## {title}", ""]
+                brought = {each.distribution for each in self.of(subject, *Outcome, suite=suite)} - {""}
+                lines += [*sorted(brought), ""] if brought else []
+                lines += [f"| law | {' | '.join(Outcome)} |", "| --- |" + " --- |" * len(Outcome)]
+                for id_, counter in self.counts(subject, suite).items():
+                    numbers = " | ".join(str(counter[outcome] or "") for outcome in Outcome)
+                    lines.append(f"| {LAWS[id_]} | {numbers} |")
+                lines.append("")
+                lines += [f"- {_sentence(result)}" for result in self._told(subject, suite)]
+                lines.append("")
+            if above := self._above(subject):
+                lines += [above, ""]
         return "\n".join(lines)
 
     def write(self, path: Path) -> None:
@@ -109,21 +132,34 @@ class Scorecard:
 
         console = Console(file=file, soft_wrap=True)
         for subject in self.subjects:
-            table = Table(title=f"{subject}, level {self.level}", title_justify="left")
-            table.add_column("law", no_wrap=True)
-            for outcome in Outcome:
-                table.add_column(outcome.value, justify="right")
-            for id_, counter in self.counts(subject).items():
-                style = "red" if counter[Outcome.FAILED] else None
-                table.add_row(str(LAWS[id_]), *(str(counter[o] or "") for o in Outcome), style=style)
-            console.print(table)
-            for result in self._told(subject):
-                console.print(f"  {_sentence(result)}", markup=False, highlight=False)
+            for suite, title in self._titles(subject):
+                table = Table(title=f"{title}, level {self.level}", title_justify="left")
+                table.add_column("law", overflow="fold")
+                for outcome in Outcome:
+                    table.add_column(outcome.value, justify="right", no_wrap=True, min_width=len(outcome))
+                for id_, counter in self.counts(subject, suite).items():
+                    style = "red" if counter[Outcome.FAILED] else None
+                    table.add_row(str(LAWS[id_]), *(str(counter[o] or "") for o in Outcome), style=style)
+                console.print(table)
+                for result in self._told(subject, suite):
+                    console.print(f"  {_sentence(result)}", markup=False, highlight=False)
+            if above := self._above(subject):
+                console.print(f"  {above}", markup=False, highlight=False)
 
-    def _told(self, subject: str) -> Iterable[Result]:
+    def _titles(self, subject: str) -> Iterable[tuple[str, str]]:
+        """Its suites, and what stands over the table of each: the class's name where there are several."""
+        suites = self.suites(subject)
+        return [(suite, subject if len(suites) == 1 else f"{subject} ({suite})") for suite in suites]
+
+    def _above(self, subject: str) -> str:
+        """What was left out, in words."""
+        counts = self.above.get(subject, {})
+        return ", ".join(f"{count} more with --kvplug-level {level}" for level, count in counts.items())
+
+    def _told(self, subject: str, suite: str) -> Iterable[Result]:
         """What is said in words: each reason once."""
         seen = set()
-        for result in self.of(subject, Outcome.FAILED, Outcome.WAIVED, Outcome.SKIPPED):
+        for result in self.of(subject, Outcome.FAILED, Outcome.WAIVED, Outcome.SKIPPED, suite=suite):
             key = (result.outcome, result.reason, result.test.partition("[")[0])
             if key not in seen:
                 seen.add(key)
@@ -135,7 +171,7 @@ def _sentence(result: Result) -> str:
 
 
 def from_json(text: str) -> Scorecard:
-    """Read what :meth:`Scorecard.as_json` wrote.
+    """Read what :meth:`Scorecard.as_json` wrote, now or before it said as much.
 
     Raises:
         ValueError: it is of another format.
@@ -143,10 +179,13 @@ def from_json(text: str) -> Scorecard:
     plain = json.loads(text)
     if plain.get("format") != FORMAT:
         raise ValueError(f"a scorecard of format {plain.get('format')!r}, and {FORMAT} is understood")
-    results = tuple(result_from_plain(each) for each in plain["results"])
-    return Scorecard(level=plain["level"], results=results, versions=plain["versions"])
+    results = tuple(result_from_plain(each) for each in plain.pop("results"))
+    known = {field.name for field in attrs.fields(Scorecard)}
+    return Scorecard(**{key: value for key, value in plain.items() if key in known}, results=results)
 
 
 def result_from_plain(plain: Mapping[str, Any]) -> Result:
-    """A :class:`Result` from its plain values."""
-    return Result(**{**plain, "laws": tuple(plain["laws"]), "outcome": Outcome(plain["outcome"])})
+    """A :class:`Result` from its plain values. What is not of a result is left out."""
+    known = {field.name for field in attrs.fields(Result)}
+    given = {key: value for key, value in plain.items() if key in known}
+    return Result(**{**given, "laws": tuple(given["laws"]), "outcome": Outcome(given["outcome"])})

@@ -57,6 +57,13 @@ def installed(transports: Iterable[str], connectors: Iterable[str]) -> list[type
     ]
 
 
+def made_names() -> set[str]:
+    """Of the classes that :func:`installed` makes of whatever is installed."""
+    registry = Registry.from_env()
+    offered = {_called(spec.name, suite_of(spec.kind)) for _, spec in registry if spec.kind in _SUITES}
+    return offered | {_called(plugin.name, PluginContract) for plugin in registry.plugins}
+
+
 def _kinds(registry: Registry, given: str) -> list[tuple[Kind, str]]:
     """The kinds that have a transport of this name. ``KIND:NAME`` asks for one of them."""
     word, _, name = given.partition(":")
@@ -110,7 +117,7 @@ def _called(name: str, suite: type[Contract]) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Of what took part in a run."""
+    """Of what takes part in every run; what is judged says its own."""
     found = {"python": sys.version.split()[0]}
     for name in ("kvplug", "torch"):
         try:
