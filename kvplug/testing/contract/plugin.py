@@ -13,8 +13,9 @@ import pytest
 from kvplug.config.faults import did_you_mean
 from kvplug.testing.contract import base
 from kvplug.testing.contract.base import Contract, law
-from kvplug.testing.inspection import HEAVY, USED, Inspection, inspect_plugin
+from kvplug.testing.inspection import USED, Inspection, inspect_plugin
 from kvplug.testing.laws import LAWS
+from kvplug.testing.witness import HEAVY
 
 DEVICE_TYPES: Final = (
     *("cpu", "cuda", "ipu", "xpu", "mkldnn", "opengl", "opencl", "ideep", "hip", "ve", "fpga", "maia", "xla"),

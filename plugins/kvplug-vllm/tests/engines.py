@@ -61,7 +61,7 @@ class Engine:
         prompts: Sequence[Sequence[int]],
         *,
         max_tokens: int = 16,
-        timeout: float = 120.0,
+        timeout: float = 300.0,
         **more: Any,
     ) -> list[Answer]:
         """Greedy. ``more`` goes to ``SamplingParams``, but for ``salt``, which goes to the prompts."""
