@@ -37,10 +37,23 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, Protocol, Self
 
-import attrs
-
 from kvplug.errors import KvplugError, PeerGoneError, TimeoutError
+from kvplug.testing.belongings import Belongings, abstract_sockets, children
 from kvplug.wire.values import Limits, decode, encode
+
+__all__ = [
+    "DEFAULT_TIMEOUT_S",
+    "Belongings",
+    "ChildError",
+    "Parent",
+    "Peer",
+    "Process",
+    "abstract_sockets",
+    "children",
+    "nothing_left",
+    "stacks",
+    "start",
+]
 
 DEFAULT_TIMEOUT_S = 30.0
 _LIMITS = Limits()
@@ -365,49 +378,13 @@ def stacks() -> str:
         return f.read().decode("utf-8", "replace")
 
 
-# -- what is left behind -----------------------------------------------------------------------
-
-
-@attrs.frozen
-class Belongings:
-    """What a process holds: descriptors, threads, children, abstract sockets, shared-memory names."""
-
-    descriptors: frozenset[str]
-    """``"7 -> socket:[123]"``"""
-    threads: frozenset[str]
-    """``"kernel id name"``"""
-    children: frozenset[int]
-    abstract_sockets: frozenset[str]
-    """Names of those the process holds itself."""
-    shared_memory: frozenset[str]
-    """Names in /dev/shm that begin with "kvplug", whoever made them."""
-
-    @classmethod
-    def of(cls, pid: int | None = None) -> Belongings:
-        """Of a process of this user; by default of this one. Linux only; empty elsewhere."""
-        pid = os.getpid() if pid is None else pid
-        descriptors = _descriptors(pid)
-        return cls(
-            descriptors,
-            frozenset(f"{task} {_comm(pid, task)}" for task in _listdir(f"/proc/{pid}/task")),
-            frozenset(children(pid)),
-            frozenset(abstract_sockets(pid)),
-            frozenset(name for name in _listdir("/dev/shm") if name.startswith("kvplug")),  # noqa: S108
-        )
-
-    def beyond(self, before: Belongings) -> str:
-        """What is here and was not there, in words; empty if nothing is."""
-        words = []
-        for field in attrs.fields(Belongings):
-            extra = getattr(self, field.name) - getattr(before, field.name)
-            if extra:
-                words.append(f"{field.name.replace('_', ' ')}: {', '.join(map(str, sorted(extra)))}")
-        return "; ".join(words)
-
-
 @contextlib.contextmanager
 def nothing_left(settle_s: float = 5.0) -> Iterator[None]:
-    """The block must leave this process with no more than it had; what is ending gets ``settle_s``."""
+    """The block must leave this process with no more than it had; what is ending gets ``settle_s``.
+
+    Raises:
+        AssertionError: it has more; the message says what, and holds all stacks.
+    """
     before = Belongings.of()
     yield
     limit = time.monotonic() + settle_s
@@ -417,52 +394,7 @@ def nothing_left(settle_s: float = 5.0) -> Iterator[None]:
         time.sleep(0.01)
 
 
-def children(pid: int) -> list[int]:
-    """Pids of the direct children of a process, zombies too."""
-    found: list[int] = []
-    for task in _listdir(f"/proc/{pid}/task"):
-        with contextlib.suppress(OSError):
-            found += map(int, Path(f"/proc/{pid}/task/{task}/children").read_text().split())
-    return found
-
-
-def abstract_sockets(pid: int) -> set[str]:
-    """Names of the abstract Unix sockets that a process listens on or is connected through."""
-    names = {}
-    with contextlib.suppress(OSError):
-        for line in Path(f"/proc/{pid}/net/unix").read_text(errors="replace").splitlines()[1:]:
-            fields = line.split(maxsplit=7)
-            if len(fields) == 8 and fields[7].startswith("@"):
-                names[f"socket:[{fields[6]}]"] = fields[7]
-    held = {entry.partition(" -> ")[2] for entry in _descriptors(pid)}
-    return {name for inode, name in names.items() if inode in held}
-
-
-def _descriptors(pid: int) -> frozenset[str]:
-    found = set()
-    for fd in _listdir(f"/proc/{pid}/fd"):
-        with contextlib.suppress(OSError):
-            target = os.readlink(f"/proc/{pid}/fd/{fd}")
-            if not target.endswith("/fd"):  # the descriptor this very listing uses
-                found.add(f"{fd} -> {target}")
-    return frozenset(found)
-
-
-def _comm(pid: int, task: str) -> str:
-    try:
-        return Path(f"/proc/{pid}/task/{task}/comm").read_text().strip()
-    except OSError:
-        return ""
-
-
 def _state_of(pid: int) -> str:
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     return "X"
-
-
-def _listdir(path: str) -> list[str]:
-    try:
-        return os.listdir(path)
-    except OSError:
-        return []

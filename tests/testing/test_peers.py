@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from multiprocessing import resource_tracker  # noqa: TID251 - what others leave
+from multiprocessing.shared_memory import SharedMemory  # noqa: TID251
+from pathlib import Path
 
 import pytest
 
@@ -149,3 +154,60 @@ def test_abstract_sockets_are_found_by_who_holds_them() -> None:
         sock.bind("\0kvplug-test-name")
         assert "@kvplug-test-name" in peers.abstract_sockets(os.getpid())
     assert "@kvplug-test-name" not in peers.abstract_sockets(os.getpid())
+
+
+SHARED = Path("/dev/shm")
+has_names = pytest.mark.skipif(not SHARED.is_dir(), reason="shared memory has no names here")
+
+
+@pytest.fixture
+def shared() -> Iterator[Path]:
+    """A name in shared memory, as a library of whoever would choose it. It is gone after the test."""
+    path = SHARED / f"psm_{os.getpid()}"
+    yield path
+    path.unlink(missing_ok=True)
+
+
+def leave_a_name(parent: peers.Parent, path: str) -> None:
+    Path(path).write_bytes(b"left")
+
+
+@has_names
+def test_shared_memory_that_is_closed_and_not_unlinked_is_left_behind() -> None:
+    resource_tracker.ensure_running()  # a process, which stays
+    with pytest.raises(AssertionError, match="shared memory: psm_") as caught, peers.nothing_left(0.1):
+        segment = SharedMemory(create=True, size=100)
+        segment.close()
+    segment.unlink()
+    assert segment.name in str(caught.value)
+
+
+@has_names
+def test_shared_memory_of_a_child_that_has_ended_is_left_behind(shared: Path) -> None:
+    with (
+        pytest.raises(AssertionError, match=f"shared memory: .*{shared.name}"),
+        peers.nothing_left(0.1),
+        peers.start(leave_a_name, str(shared)) as child,
+    ):
+        child.result()
+
+
+@has_names
+def test_shared_memory_that_was_there_before_is_nobodys_fault(shared: Path) -> None:
+    shared.touch()
+    with peers.nothing_left(0.1):
+        shared.write_bytes(b"more")
+
+
+@has_names
+def test_shared_memory_of_a_process_that_is_no_child_is_its_own(shared: Path) -> None:
+    with peers.nothing_left(0.1):
+        command = f"sleep 100 3>{shared} >/dev/null 2>&1 & echo $!"
+        stranger = int(subprocess.run(["sh", "-c", command], stdout=subprocess.PIPE, check=True).stdout)
+        limit = time.monotonic() + 30
+        while not shared.exists():
+            assert time.monotonic() < limit
+            time.sleep(0.01)
+    before = peers.Belongings.of()
+    os.kill(stranger, signal.SIGKILL)
+    assert shared.name in before.shared_memory

@@ -1,0 +1,142 @@
+"""What a process holds that others would miss, or that would be missed when it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Set
+from pathlib import Path
+
+import attrs
+
+_SHARED_MEMORY = "/dev/shm"  # noqa: S108 - where Linux has it
+_OF_PROCESSES = ("__KMP_REGISTERED_LIB_",)
+"""How names begin that a library makes once in each process, whatever is done there: that of OpenMP."""
+
+
+@attrs.frozen
+class Belongings:
+    """What a process holds: descriptors, threads, children, abstract sockets, shared-memory names."""
+
+    descriptors: frozenset[str]
+    """``"7 -> socket:[123]"``"""
+    threads: frozenset[str]
+    """``"kernel id name"``"""
+    children: frozenset[int]
+    abstract_sockets: frozenset[str]
+    """Names of those the process holds itself."""
+    shared_memory: frozenset[str]
+    """Names in /dev/shm of this process's user, whoever made them."""
+
+    @classmethod
+    def of(cls, pid: int | None = None) -> Belongings:
+        """Of a process of this user; by default of this one. Linux only; empty elsewhere."""
+        pid = os.getpid() if pid is None else pid
+        descriptors = _descriptors(pid)
+        return cls(
+            descriptors,
+            frozenset(f"{task} {_comm(pid, task)}" for task in _listdir(f"/proc/{pid}/task")),
+            frozenset(children(pid)),
+            frozenset(abstract_sockets(pid)),
+            frozenset(_shared_memory()),
+        )
+
+    def beyond(self, before: Belongings) -> str:
+        """What is here and was not there, in words; empty if nothing is.
+
+        Shared memory that only processes hold which this one has not started is theirs, and does not count.
+        What nobody holds could be anybody's of this user, and does.
+        """
+        words = []
+        for field in attrs.fields(Belongings):
+            extra = getattr(self, field.name) - getattr(before, field.name)
+            if extra and field.name == "shared_memory":
+                extra -= _of_strangers(extra)
+            if extra:
+                words.append(f"{field.name.replace('_', ' ')}: {', '.join(map(str, sorted(extra)))}")
+        return "; ".join(words)
+
+
+def children(pid: int) -> list[int]:
+    """Pids of the direct children of a process, zombies too."""
+    found: list[int] = []
+    for task in _listdir(f"/proc/{pid}/task"):
+        with contextlib.suppress(OSError):
+            found += map(int, Path(f"/proc/{pid}/task/{task}/children").read_text().split())
+    return found
+
+
+def abstract_sockets(pid: int) -> set[str]:
+    """Names of the abstract Unix sockets that a process listens on or is connected through."""
+    names = {}
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/net/unix").read_text(errors="replace").splitlines()[1:]:
+            fields = line.split(maxsplit=7)
+            if len(fields) == 8 and fields[7].startswith("@"):
+                names[f"socket:[{fields[6]}]"] = fields[7]
+    held = {entry.partition(" -> ")[2] for entry in _descriptors(pid)}
+    return {name for inode, name in names.items() if inode in held}
+
+
+def _shared_memory() -> Iterator[str]:
+    """Names of this user's."""
+    for name in _listdir(_SHARED_MEMORY):
+        if not name.startswith(_OF_PROCESSES):
+            with contextlib.suppress(OSError):
+                if os.lstat(f"{_SHARED_MEMORY}/{name}").st_uid == os.geteuid():
+                    yield name
+
+
+def _of_strangers(names: Set[str]) -> set[str]:
+    """Those of the names that processes hold, and neither this one nor any that descends from it."""
+    family = _family(os.getpid())
+    ours: set[str] = set()
+    theirs: set[str] = set()
+    for pid in _listdir("/proc"):
+        if pid.isdecimal():
+            held = ours if int(pid) in family else theirs
+            held |= names & _shared_memory_held(int(pid))
+    return theirs - ours
+
+
+def _family(pid: int) -> set[int]:
+    """A process and all that descend from it."""
+    found, new = set[int](), [pid]
+    while new:
+        found.update(new)
+        new = [child for each in new for child in children(each) if child not in found]
+    return found
+
+
+def _shared_memory_held(pid: int) -> set[str]:
+    """Names that a process has open or mapped."""
+    paths = [entry.partition(" -> ")[2] for entry in _descriptors(pid)]
+    with contextlib.suppress(OSError):
+        maps = os.fsdecode(Path(f"/proc/{pid}/maps").read_bytes())
+        paths += [fields[5] for line in maps.split("\n") if len(fields := line.split(maxsplit=5)) == 6]
+    before = f"{_SHARED_MEMORY}/"
+    return {path.removeprefix(before) for path in paths if path.startswith(before)}
+
+
+def _descriptors(pid: int) -> frozenset[str]:
+    found = set()
+    for fd in _listdir(f"/proc/{pid}/fd"):
+        with contextlib.suppress(OSError):
+            target = os.readlink(f"/proc/{pid}/fd/{fd}")
+            if not target.endswith("/fd"):  # the descriptor this very listing uses
+                found.add(f"{fd} -> {target}")
+    return frozenset(found)
+
+
+def _comm(pid: int, task: str) -> str:
+    try:
+        return Path(f"/proc/{pid}/task/{task}/comm").read_text().strip()
+    except OSError:
+        return ""
+
+
+def _listdir(path: str) -> list[str]:
+    try:
+        return os.listdir(path)
+    except OSError:
+        return []
