@@ -176,7 +176,7 @@ class Deaths(PipeSuite):
         assert came <= count
         assert_gone(pipe)
 
-    @law("ALL-2", needs="other_processes")
+    @law("ALL-2", needs="both_ways_and_other_processes")
     @pytest.mark.parametrize("round_", range(3))
     def test_a_peer_killed_under_load_both_ways_ends_both_directions(self, round_: int) -> None:
         pipe, child = self.far(far.both_ways, 1_000_000, 100_000, **self.limited())

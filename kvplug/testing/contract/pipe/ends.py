@@ -247,7 +247,7 @@ class Ends(PipeSuite):
         raises(ClosedError, lambda: one.send_tensor(None))
         raises(ClosedError, lambda: one.recv_tensor(timeout=0))
 
-    @law("ALL-2")
+    @law("ALL-2", needs="both_ways")
     def test_an_end_that_has_much_to_receive_can_be_ended_and_so_can_the_other(self) -> None:
         for how in ENDS:
             one, other = self.pair()

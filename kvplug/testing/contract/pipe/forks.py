@@ -161,7 +161,7 @@ class Forks(PipeSuite):
         for call in waiting:
             call.result()
 
-    @law("ALL-6", needs="forked_processes")
+    @law("ALL-6", needs="both_ways_and_forked_processes")
     def test_forks_under_load_disturb_neither_side(self) -> None:
         one, other = self.pair()
         here = Call(lambda: far.exchange(one, 60, 200_000))

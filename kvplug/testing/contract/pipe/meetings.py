@@ -80,7 +80,7 @@ class Meetings(PipeSuite):
             "two pipes were accepted after one peer was killed, and neither is of the next one"
         )
 
-    @law("END-2", needs="other_processes")
+    @law("END-2", needs="both_ways_and_other_processes")
     def test_a_pipe_works_undisturbed_while_others_come_and_are_killed(self) -> None:
         listener = self.endpoint().listen()
         self.later(listener.close)

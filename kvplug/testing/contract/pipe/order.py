@@ -17,12 +17,6 @@ _LARGE = (1000, 0, MIB - 1, 70_000, 4096, MIB + 1, 1, 3 * MIB)
 class Order(PipeSuite):
     """Both ends send numbered messages of mixed sizes, ``None`` among them, and receive them."""
 
-    @property
-    def both_ways(self) -> str:
-        """For ``needs``."""
-        duplex = self.spec is None or self.spec.capabilities.full_duplex
-        return "" if duplex else f"{self.called} does not claim full_duplex"
-
     @law("PIPE-1")
     def test_thousands_of_messages_arrive_once_and_in_order(self) -> None:
         one, other = self.pair()

@@ -116,6 +116,27 @@ class PipeSuite(Contract):
         )
 
     @property
+    def both_ways(self) -> str:
+        """For ``needs``."""
+        duplex = self.spec is None or self.spec.capabilities.full_duplex
+        return "" if duplex else f"{self.called} does not claim full_duplex"
+
+    @property
+    def both_ways_and_a_limit(self) -> str:
+        """For ``needs``."""
+        return self.both_ways or self.a_limit
+
+    @property
+    def both_ways_and_other_processes(self) -> str:
+        """For ``needs``."""
+        return self.both_ways or self.other_processes
+
+    @property
+    def both_ways_and_forked_processes(self) -> str:
+        """For ``needs``."""
+        return self.both_ways or self.forked_processes
+
+    @property
     def a_silent_contact(self) -> str:
         """For ``needs``."""
         overridden = type(self).silent_contact is not PipeSuite.silent_contact

@@ -49,7 +49,7 @@ class Turns(PipeSuite):
         first.result()
         assert not difference(message, received(other)), "the message of the refused sender has come"
 
-    @law("PIPE-7", needs="a_limit")
+    @law("PIPE-7", needs="both_ways_and_a_limit")
     def test_one_thread_sends_while_another_receives(self) -> None:
         one, other = self.limited_pair()
         receiving = Call(lambda: one.recv_tensor(timeout=10 * base.patience_s))
