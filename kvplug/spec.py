@@ -8,6 +8,7 @@ imports them.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import importlib
 import re
@@ -70,7 +71,7 @@ def _meant(name: str, module: Any) -> str:
     """The name in a module that a misspelt one is near, one that was made there before one imported there."""
     from kvplug.config.faults import did_you_mean
 
-    made = {each: found for each, found in vars(module).items() if isinstance(found, _MADE)}
+    made = {each: found for each, found in vars(module).items() if issubclass(type(found), _MADE)}
     own = [each for each, found in made.items() if found.__module__ == module.__name__]
     return did_you_mean(name, own) or did_you_mean(name, dir(module))
 
@@ -87,8 +88,10 @@ def load_target(target: str) -> Any:
         module = importlib.import_module(module_name)
         return getattr(module, attribute)
     except (Exception, SystemExit) as e:
-        absent = isinstance(module, types.ModuleType) and isinstance(e, AttributeError)
-        hint = _meant(attribute, module) if absent else ""
+        absent = isinstance(e, AttributeError) and e.obj is module and e.name == attribute
+        hint = ""
+        with contextlib.suppress(Exception):  # a module may answer dir() as it likes
+            hint = _meant(attribute, module) if absent and module is not None else ""
         raise PluginLoadError(f"cannot load {target}: {type(e).__name__}: {e}{hint}") from e
 
 
@@ -202,9 +205,11 @@ class TransportSpec(_Spec):
         if self.probe is None:
             return Probe()
         try:
-            found = load_target(self.probe)()
-        except PluginError as e:
-            return Probe(viable=False, reason=f"its probe failed: {e}")
+            probe = self._load("probe")
+        except PluginLoadError as e:
+            return Probe(viable=False, reason=str(e))
+        try:
+            found = probe()
         except (Exception, SystemExit) as e:
             return Probe(viable=False, reason=f"its probe failed: {type(e).__name__}: {e}")
         if not isinstance(found, Probe):

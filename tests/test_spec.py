@@ -19,6 +19,7 @@ from kvplug import (
     TransportSpec,
     hookimpl,
 )
+from kvplug.spec import load_target
 
 KINDS = "allowed is pipe, queue, lookup_buffer or communicator"
 
@@ -130,5 +131,39 @@ def test_a_spec_that_a_registry_took_names_its_distribution_too_and_stays_equal(
 def test_a_misspelt_probe_is_a_reason_with_the_nearest() -> None:
     probe = pipe(probe="spec_subject:descrbe").run_probe()
     assert not probe.viable
-    assert probe.reason.startswith("its probe failed: cannot load spec_subject:descrbe: AttributeError: ")
+    assert probe.reason.startswith(
+        "the probe of the pipe 'mine': cannot load spec_subject:descrbe: AttributeError"
+    )
     assert probe.reason.endswith("; did you mean 'describe'?")
+
+
+class _Odd(ModuleType):
+    """A module that answers as it likes."""
+
+    def __dir__(self) -> Any:
+        raise ImportError("no list")
+
+
+class _Proxy:
+    """Of what is not there yet."""
+
+    @property
+    def __class__(self) -> Any:
+        raise RuntimeError("nothing is bound")
+
+
+def test_a_module_that_cannot_be_looked_through_is_an_error_like_others(monkeypatch: Any) -> None:
+    odd = _Odd("odd")
+    odd.__dict__["current"] = _Proxy()
+    monkeypatch.setitem(sys.modules, "odd", odd)
+    with pytest.raises(PluginLoadError, match="cannot load odd:Endpoint: AttributeError"):
+        load_target("odd:Endpoint")
+
+
+def test_a_fault_inside_of_a_lazy_module_is_no_misspelling(monkeypatch: Any) -> None:
+    lazy = ModuleType("lazy")
+    lazy.__dict__.update(Endpoint=None, __getattr__=lambda name: sys.nope)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "lazy", lazy)
+    with pytest.raises(PluginLoadError) as e:
+        load_target("lazy:Endpont")
+    assert "did you mean" not in str(e.value)

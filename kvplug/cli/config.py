@@ -98,12 +98,11 @@ def _settings(effective: Config, registry: Registry) -> Iterator[Setting]:
     for key in KEYS:
         unit = fields[key].metadata.get(UNIT, "")
         yield Setting(key, getattr(effective, key), unit, effective.source_of(key))
-    shown: set[str] = set()
-    for spec in _chosen(effective, registry):
-        for setting in _options(effective, registry, spec):
-            if setting.key not in shown:
-                shown.add(setting.key)
-                yield setting
+    of_specs: list[Setting] = []
+    for spec in _chosen(effective, registry):  # things of one name may share a class of options
+        of_specs += [each for each in _options(effective, registry, spec) if each not in of_specs]
+    yield from of_specs
+    shown = {setting.key for setting in of_specs}
     for name, table in effective.options.items():
         for option, value in table.items():
             key = f"options.{name}.{option}"

@@ -107,9 +107,18 @@ def _spec_faults(spec: TransportSpec | ConnectorSpec | SinkSpec, given: Mapping[
     return ()
 
 
+def _default(spec: TransportSpec, key: str) -> Any:
+    try:
+        cls = spec.load_options()
+    except PluginError:
+        return None  # a fault of its own
+    field = None if cls is None else option_fields(cls).get(key)
+    return "auto" if field is None else field.default
+
+
 def _over_faults(registry: Registry, spec: TransportSpec, given: Mapping[str, Any]) -> tuple[str, ...]:
     """What is wrong with the name of the transport beneath."""
-    key, name = f"options.{spec.name}.over", given.get("over", "auto")
+    key, name = f"options.{spec.name}.over", given.get("over", _default(spec, "over"))
     if name == "auto" or not isinstance(name, str):
         return ()
     try:

@@ -24,7 +24,7 @@ def offers_of(manager: pluggy.PluginManager, plugin: object, no_hook: str = "") 
     Raises:
         PluginLoadError: a hook is unknown, not marked, a wrapper, returns something else, or there is none.
     """
-    callers = manager.get_hookcallers(plugin) or []
+    callers = [caller for caller in manager.get_hookcallers(plugin) or [] if not _may_be_unknown(caller)]
     for caller in callers:
         if caller.name not in hookspecs.OFFERED:
             raise PluginLoadError(f"no hook is called {caller.name}{_meant(caller.name)} there are {_HOOKS}")
@@ -34,6 +34,11 @@ def offers_of(manager: pluggy.PluginManager, plugin: object, no_hook: str = "") 
             f"implements no hook; {no_hook or f'there are {_HOOKS}, marked with kvplug.hookimpl'}"
         )
     return [spec for caller in callers for spec in _offered(caller, plugin)]
+
+
+def _may_be_unknown(caller: pluggy.HookCaller) -> bool:
+    """Whether it is of a later kvplug, and marked as what an earlier one may pass over (``optionalhook``)."""
+    return caller.name not in hookspecs.OFFERED and all(each.optionalhook for each in caller.get_hookimpls())
 
 
 def _meant(name: str) -> str:

@@ -30,6 +30,12 @@ def neighbour(site: Any) -> None:
     site.add("neighbour", pipe("near"))
 
 
+def test_an_optional_hook_of_a_later_kvplug_is_passed_over(site: Any) -> None:
+    later = "@hookimpl(optionalhook=True)\ndef kvplug_prophets():\n    return [object()]\n"
+    site.add("good", pipe("smoke-signal") + later)
+    assert site.plugin("good")["status"] == "ok"
+
+
 def test_a_plugin_is_found_by_its_entry_point_and_described(site: Any) -> None:
     site.add("good", pipe("smoke-signal"), version="3.2.1")
     assert site.plugin("good") == {
@@ -73,7 +79,7 @@ BROKEN = {
         "no hook is called kvplug_transport; did you mean kvplug_transports? there are kvplug_transports,",
     ),
     "hook of nobody": (
-        HEADER + "@hookimpl(optionalhook=True)\ndef kvplug_x():\n    return []",
+        HEADER + "@hookimpl\ndef kvplug_x():\n    return []",
         "no hook is called kvplug_x; there are kvplug_transports",
     ),
     "devices in one string": (
