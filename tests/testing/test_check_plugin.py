@@ -331,6 +331,11 @@ def test_the_types_of_devices_are_those_of_torch() -> None:
     assert {*named[1].split(", ")} <= {*DEVICE_TYPES}
 
 
+def test_a_backend_outside_of_torch_names_its_own_devices(site: Any) -> None:
+    done = check(site, Fault("", "", '{"cpu"}', '{"cpu", "gcu"}'))
+    assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
+
+
 def test_what_needs_a_library_that_is_not_here_is_not_judged_and_says_so(site: Any) -> None:
     done = check(site, Fault("", "", "import click", "import click, cupy"))
     assert done.returncode == 0, done.stderr

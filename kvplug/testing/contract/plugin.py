@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Iterator, Mapping
 from functools import cache
@@ -11,6 +12,7 @@ import attrs
 import pytest
 
 from kvplug.config.faults import did_you_mean
+from kvplug.registry.discovery import discover
 from kvplug.testing.contract import base
 from kvplug.testing.contract.base import Contract, law
 from kvplug.testing.inspection import USED, Inspection, inspect_plugin
@@ -36,6 +38,13 @@ class Breach:
 
     def __str__(self) -> str:
         return f"law {LAWS[self.law]}: {self.observed}; see {LAWS[self.law].page}"
+
+
+def _may_be_a_type(device: str) -> bool:
+    """Whether a backend outside of torch may call its devices so; what is near a known one is misspelt."""
+    if not re.fullmatch(r"[a-z][a-z_]*", device) or device == "gpu":
+        return False
+    return not difflib.get_close_matches(device, DEVICE_TYPES, n=1, cutoff=0.8)
 
 
 def check_plugin(name: str) -> tuple[str, ...]:
@@ -139,6 +148,8 @@ def _capabilities(found: Inspection, offer: Mapping[str, Any]) -> Iterator[Breac
     if not offer["devices"]:
         yield Breach("PLUGIN-3", "capabilities", f"the {offer['of']} moves tensors of no device")
     for unknown in sorted({*offer["devices"]} - {*DEVICE_TYPES}):
+        if _may_be_a_type(unknown):
+            continue
         yield Breach(
             "PLUGIN-3",
             "capabilities",
@@ -208,7 +219,8 @@ class PluginContract(Contract):
 
     @classmethod
     def distribution(cls) -> str:
-        return ", ".join(str(each) for each in base._registry().plugins if each.name == cls.plugin)
+        found = [each for each in discover() if each.name == cls.plugin]  # imports nothing of it
+        return ", ".join(f"{each.distribution} {each.version}" for each in found)
 
     @property
     def is_loaded(self) -> str:
