@@ -1,0 +1,195 @@
+"""Errors and variables are on their pages, wherever in the source they are declared or read."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import re
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+
+import attrs
+import pytest
+
+import kvplug.errors
+from kvplug.config import KEYS, RESERVED, RESERVED_PREFIXES
+
+ROOT = Path(__file__).parents[2]
+PAGES = ROOT / "docs" / "reference"
+SOURCES = [
+    path
+    for folder in ("kvplug", *(f"plugins/{path.name}" for path in (ROOT / "plugins").glob("kvplug-*")))
+    for path in sorted((ROOT / folder).rglob("*.py"))
+    if "tests" not in path.relative_to(ROOT).parts
+]
+HOME = ROOT / "kvplug" / "errors.py"
+
+
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def rows_of(page: str, start: str) -> list[str]:
+    return [line for line in (PAGES / page).read_text().splitlines() if line.startswith(start)]
+
+
+# -- errors --------------------------------------------------------------------------------------
+
+
+@attrs.frozen
+class Declared:
+    """A class, as the source has it."""
+
+    name: str
+    bases: tuple[str, ...]
+    says: str
+    module: str
+
+
+def classes() -> list[Declared]:
+    """Everywhere but in the module of errors, whose classes the page shows from themselves."""
+    return [
+        Declared(
+            node.name,
+            tuple(ast.unparse(base).rpartition(".")[2] for base in node.bases),
+            " ".join((ast.get_docstring(node) or "").partition("\n\n")[0].split()).replace("``", "`"),
+            module_of(path),
+        )
+        for path in SOURCES
+        if path != HOME
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.ClassDef)
+    ]
+
+
+def module_of(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[2:] if parts[0] == "plugins" else parts).removesuffix(".__init__")
+
+
+def errors() -> dict[str, Declared]:
+    """Those that are a ``KvplugError`` and public, by name."""
+    found: dict[str, Declared] = {}
+    ours = {name for name, each in vars(kvplug.errors).items() if is_error(each)}
+    every, known = classes(), -1
+    while known != len(found):
+        known = len(found)
+        found |= {each.name: each for each in every if {*each.bases} & (ours | {*found})}
+    return {name: each for name, each in found.items() if not name.startswith("_")}
+
+
+def is_error(thing: object) -> bool:
+    return isinstance(thing, type) and issubclass(thing, kvplug.errors.KvplugError)
+
+
+def builtin_bases(each: Declared, among: dict[str, Declared]) -> Iterable[str]:
+    """In the order in which Python looks."""
+    for base in each.bases:
+        if base in among:
+            yield from builtin_bases(among[base], among)
+            continue
+        cls = getattr(kvplug.errors, base, None) or getattr(builtins, base, object)
+        yield from (one.__name__ for one in cls.__mro__ if one.__module__ == "builtins")
+
+
+def error_rows() -> list[str]:
+    found = errors()
+    rows = []
+    for each in found.values():
+        also = dict.fromkeys(builtin_bases(each, found))
+        also = [f"`{name}`" for name in also if name not in ("Exception", "BaseException", "object")]
+        row = f"| `{each.module}.{each.name}` | {', '.join(also)} | {each.says} |"
+        rows.append(row.replace("|  |", "| |"))
+    return rows
+
+
+def test_errors_are_found_wherever_they_are_declared() -> None:
+    assert "ChildError" in errors()
+    assert all(each.says for each in errors().values())
+
+
+def test_every_error_that_is_declared_elsewhere_is_on_the_page_and_none_that_is_gone() -> None:
+    assert sorted(rows_of("errors.md", "| `kvplug")) == sorted(error_rows())
+
+
+# -- variables -----------------------------------------------------------------------------------
+
+THROUGH = {("kvplug/config/layers.py", "name"), ("kvplug/registry/registry.py", "variable")}
+"""Where a variable's name is not in the source: all there are, and an argument, which is one of ours."""
+
+
+def reads(tree: ast.AST) -> Iterable[ast.expr]:
+    """What stands for the name, wherever a variable is read or asked for."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Load) and is_environ(node.value):
+            yield node.slice
+        elif isinstance(node, ast.Compare) and any(is_environ(each) for each in node.comparators):
+            yield node.left
+        elif isinstance(node, ast.Call) and node.args:
+            asked = node.func.value if isinstance(node.func, ast.Attribute) else None
+            name = ast.unparse(node.func).rpartition(".")[2]
+            reads_one = name in ("get", "pop", "setdefault") and asked is not None and is_environ(asked)
+            if reads_one or name in ("getenv", "getenvb"):
+                yield node.args[0]
+
+
+def is_environ(node: ast.expr) -> bool:
+    return ast.unparse(node).rpartition(".")[2] in ("environ", "environb", "environment")
+
+
+def variables() -> tuple[set[str], set[tuple[str, str]]]:
+    """The names that are read, and where a name is not in the source."""
+    named, through = set[str](), set[tuple[str, str]]()
+    for path in SOURCES:
+        tree = tree_of(path)
+        constants = {
+            ast.unparse(target): node.value
+            for node in tree.body
+            if isinstance(node, (ast.Assign, ast.AnnAssign)) and isinstance(node.value, ast.Constant)
+            for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
+        }
+        for read in reads(tree):
+            value = constants.get(ast.unparse(read), read)
+            if isinstance(value, ast.Constant):
+                named.add(str(value.value))
+            else:
+                through.add((path.relative_to(ROOT).as_posix(), ast.unparse(read)))
+    return named, through
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "os.environ['A']",
+        "environ.get('A', '')",
+        "os.getenv('A')",
+        "getenv('A')",
+        "'A' in os.environ",
+        "os.environ.pop('A', None)",
+    ],
+)
+def test_a_variable_is_found_however_it_is_read(source: str) -> None:
+    assert [ast.literal_eval(each) for each in reads(ast.parse(source))] == ["A"]
+
+
+def test_every_variable_that_is_read_is_on_the_page() -> None:
+    named, through = variables()
+    assert {"KVPLUG_SECRET", "KVPLUG_CONFIG"} <= named
+    assert through == THROUGH
+    text = (PAGES / "environment.md").read_text()
+    assert not {name for name in named if f"| `{name}` |" not in text}
+
+
+@pytest.mark.skipif(not any("plugins" in path.parts for path in SOURCES), reason="there are no plugins here")
+def test_no_variable_of_others_is_on_the_page_that_nothing_reads() -> None:
+    rows = {row.split("`")[1] for row in rows_of("environment.md", "| `") if "`KVPLUG_" not in row[:10]}
+    assert rows == {name for name in variables()[0] if not name.startswith("KVPLUG_")}
+
+
+def test_every_variable_of_ours_that_the_code_names_is_known_as_one() -> None:
+    """Any other of this form is refused as a typo."""
+    named = {name for path in SOURCES for name in re.findall(r"[\"'](KVPLUG_[A-Z0-9_]+)", path.read_text())}
+    known = {*RESERVED, *RESERVED_PREFIXES, *(f"KVPLUG_{key.upper()}" for key in KEYS)}
+    assert not named - known - {"KVPLUG_API", "KVPLUG_OPTIONS__"}
