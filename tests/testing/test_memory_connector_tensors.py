@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import attrs
 
@@ -27,5 +29,22 @@ class TestMemory(ConnectorContract):
     spoils_own = True
 
     def spoil(self, how: str) -> None:
-        fault: Any = {"fail": fail, "corrupt": corrupt, "": None}[how]
-        Shelf.at(self.config_of("both").control_address()).fault = fault
+        self._shelf().fault = {"fail": fail, "corrupt": corrupt, "": None}[how]
+
+    @contextmanager
+    def holding_up(self) -> Iterator[threading.Event]:
+        is_held = threading.Event()
+
+        def hold(entry: Entry) -> Entry:
+            is_held.set()
+            threading.Event().wait(1.0)
+            return fail(entry)
+
+        self._shelf().fault = hold
+        try:
+            yield is_held
+        finally:
+            self._shelf().fault = None
+
+    def _shelf(self) -> Shelf:
+        return Shelf.at(self.config_of("both").control_address())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 import attrs
@@ -45,7 +45,24 @@ class Mutant(ConnectorContract):
         monkeypatch.setattr("kvplug.testing.engine.double.PATIENCE_S", 3.0)
 
     def spoil(self, how: str) -> None:
-        fault: Any = {"fail": fail, "corrupt": corrupt, "": None}[how]
+        self._fault({"fail": fail, "corrupt": corrupt, "": None}[how])
+
+    @contextlib.contextmanager
+    def holding_up(self) -> Iterator[threading.Event]:
+        is_held = threading.Event()
+
+        def hold(entry: Entry) -> Entry:
+            is_held.set()
+            threading.Event().wait(1.0)
+            return fail(entry)
+
+        self._fault(hold)
+        try:
+            yield is_held
+        finally:
+            self._fault(None)
+
+    def _fault(self, fault: Any) -> None:
         with contextlib.suppress(PeerGoneError):
             Shelf.at(self.config_of("both").control_address()).fault = fault
 
@@ -556,6 +573,29 @@ class TestShutdownWaitsForAStep(Mutant):
         def shutdown(self) -> None:
             if any(self._begun) or self._loading or self._saving:
                 threading.Event().wait()
+            super().shutdown()
+
+
+class TestShutdownAndALoadWaitForEachOther(Mutant):
+    """Shutdown holds what a load that is under way needs for its end, and waits for that end."""
+
+    breaks = ("ALL-1",)
+
+    class worker_factory(MemoryWorker):  # noqa: N801
+        def __init__(self, context: Any) -> None:
+            super().__init__(context)
+            self._ending, self._idle = threading.Lock(), threading.Event()
+            self._idle.set()
+
+        def _load(self, load: Any) -> None:
+            self._idle.clear()
+            super()._load(load)
+            with self._ending:
+                self._idle.set()
+
+        def shutdown(self) -> None:
+            with self._ending:
+                self._idle.wait()
             super().shutdown()
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from kvplug.errors import KvplugError
 from kvplug.testing import peers
 from kvplug.testing.contract import base
 from kvplug.testing.contract.base import Call, law
@@ -82,6 +85,50 @@ class Ends(ConnectorSuite):
         params = self.stored(prefill, range(100))
         Call(lambda: self._go(decode, point, params)).result()
         self._end(decode, is_worker_first=True)
+
+    @law("ALL-1", "ALL-5", "ALL-7")
+    @pytest.mark.parametrize("is_worker_first", [True, False], ids=["worker-first", "scheduler-first"])
+    def test_a_load_that_waits_ends_when_another_thread_shuts_down(self, is_worker_first: bool) -> None:
+        prefill, decode = self.pair()
+        prompt = request_of("a", range(100), params=self.stored(prefill, range(100)))
+        blocks, found, _ = self.promised(decode, prompt)
+
+        def load(is_held: threading.Event) -> Any:
+            return decode.step([(prompt, blocks, found, 100 - found)]).invalid_block_ids
+
+        invalid = self._shut_down_while_it_waits(decode, load, is_worker_first)
+        if invalid is not None:
+            wrong = decode.cache.wrong_blocks(prompt.token_ids, blocks, 0, found)
+            assert wrong <= invalid, "the step has ended well, and what did not come is not reported"
+
+    @law("ALL-1", "ALL-5", "ALL-7", needs="background")
+    def test_a_background_load_that_waits_ends_when_another_thread_shuts_down(self) -> None:
+        prefill, decode = self.pair(background=True)
+        prompt = request_of("a", range(100), params=self.stored(prefill, range(100)))
+        self.promised(decode, prompt)
+
+        def load(is_held: threading.Event) -> None:
+            while not is_held.is_set() and "a" not in decode.step([]).finished_recving:
+                time.sleep(0.001)
+
+        self._shut_down_while_it_waits(decode, load, is_worker_first=True)
+
+    def _shut_down_while_it_waits(
+        self, decode: EngineDouble, load: Callable[[threading.Event], Any], is_worker_first: bool
+    ) -> Any:
+        """What ``load`` returned, if it did; that it raised one of kvplug's errors is as good."""
+        with self.holding_up() as is_held:
+            loading = Call(lambda: load(is_held))
+            base.until(lambda: is_held.is_set() or loading.ended, what="a load that is held up")
+            if not is_held.is_set():
+                loading.result()
+                pytest.skip(f"no load of {self.called} is held up in a pipe (override holding_up)")
+            self._end(decode, is_worker_first)
+            loading.end()
+        assert loading.error is None or isinstance(loading.error, KvplugError), (
+            f"the load that was under way at shutdown ended in {loading.error!r}"
+        )
+        return loading.value
 
     @law("ALL-1", "ALL-7")
     def test_a_producer_can_be_shut_down_in_the_middle_of_a_prompt(self) -> None:

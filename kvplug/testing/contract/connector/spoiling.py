@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from kvplug.deadline import DEFAULT_TIMEOUT, Timeout
-from kvplug.errors import TransportError
+from kvplug.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
+from kvplug.errors import ClosedError, TimeoutError, TransportError
 from kvplug.pipe import Pipe, Transfer
 
 if TYPE_CHECKING:
@@ -15,13 +17,18 @@ if TYPE_CHECKING:
 _SIGNAL_BYTES = 2048
 """What is smaller is talk between the two ends, and is left alone when bits are flipped."""
 
+_HELD_S = 10.0
+"""How long a receive that is held up waits where nothing is said."""
+
 
 class Switch:
     """What happens to what is received."""
 
     def __init__(self) -> None:
         self.how = ""
-        """``"fail"``, ``"corrupt"``, or nothing."""
+        """``"fail"``, ``"corrupt"``, ``"hold"``, or nothing."""
+        self.is_held = threading.Event()
+        """Something is being held up."""
         self.num_pipes = 0
         self.before_receiving: Callable[[int], object] = lambda number: None
         """Called with the number of the tensor, from 0; talk between the ends is not counted."""
@@ -52,6 +59,8 @@ class SpoiledPipe(Pipe):
         if is_large:
             self._switch.before_receiving(self._switch.num_received)
             self._switch.num_received += 1
+        if is_large:
+            self._hold(Deadline.after(timeout, _HELD_S))
         if self._switch.how == "fail" and is_large:
             raise TransportError("the test's pipe is broken")
         if self._switch.how == "corrupt" and found is not None and is_large:
@@ -59,6 +68,21 @@ class SpoiledPipe(Pipe):
 
             found.view(-1).view(torch.uint8)[found.numel() // 2] ^= 1
         return found
+
+    def _hold(self, deadline: Deadline) -> None:
+        """Wait as a receive does whose tensor has come in part.
+
+        Raises:
+            ClosedError: this end was closed meanwhile.
+            TimeoutError: the rest did not come in time.
+        """
+        while self._switch.how == "hold":
+            self._switch.is_held.set()
+            if self._pipe.closed:
+                raise ClosedError("the test's pipe was closed")
+            if deadline.expired:
+                raise TimeoutError("the rest of a tensor did not come in time: the test holds it up")
+            time.sleep(0.002)
 
     def close(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
         self._pipe.close(timeout)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import os
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
@@ -227,6 +228,21 @@ class ConnectorSuite(Contract):
             yield
         finally:
             self.spoil("")
+
+    @contextmanager
+    def holding_up(self) -> Iterator[threading.Event]:
+        """While the block runs, what is loaded comes in part, and the rest does not; the event is set once a
+        load waits for it.
+
+        The default does it in the pipes of an engine that consumes, until they are closed or the receive has
+        run out of time. A class of tests for a connector that loads without any does it elsewhere, and must
+        let the load end by itself, too.
+        """
+        self.switch.how = "hold"
+        try:
+            yield self.switch.is_held
+        finally:
+            self.switch.how = ""
 
     def skip_unless_spoilt(self) -> None:
         """A load was to fail. Skip the test if none can have."""
