@@ -86,6 +86,10 @@ class Scorecard:
             if result.subject == subject and result.outcome in outcomes and suite in ("", result.suite)
         )
 
+    def seconds(self, subject: str, suite: str = "") -> float:
+        """How long the tests of a subject took, or those of one of its :meth:`suites`."""
+        return round(sum(result.seconds for result in self.of(subject, *Outcome, suite=suite)), 3)
+
     # -- forms ---------------------------------------------------------------------------------
 
     def as_json(self) -> str:
@@ -96,6 +100,7 @@ class Scorecard:
             "platform": self.platform,
             "date": self.date,
             "above": {subject: dict(counts) for subject, counts in self.above.items()},
+            "seconds": {subject: self.seconds(subject) for subject in self.subjects},
             "results": [attrs.asdict(result) for result in self.results],
         }
         return json.dumps(plain, indent=1) + "\n"
@@ -108,7 +113,7 @@ class Scorecard:
             for suite, title in self._titles(subject):
                 lines += [f"## {title}", ""]
                 brought = {each.distribution for each in self.of(subject, *Outcome, suite=suite)} - {""}
-                lines += [*sorted(brought), ""] if brought else []
+                lines += ["; ".join([*sorted(brought), _taken(self.seconds(subject, suite))]), ""]
                 lines += [f"| law | {' | '.join(Outcome)} |", "| --- |" + " --- |" * len(Outcome)]
                 for id_, counter in self.counts(subject, suite).items():
                     numbers = " | ".join(str(counter[outcome] or "") for outcome in Outcome)
@@ -133,7 +138,8 @@ class Scorecard:
         console = Console(file=file, soft_wrap=True)
         for subject in self.subjects:
             for suite, title in self._titles(subject):
-                table = Table(title=f"{title}, level {self.level}", title_justify="left")
+                took = _taken(self.seconds(subject, suite))
+                table = Table(title=f"{title}, level {self.level}, {took}", title_justify="left")
                 table.add_column("law", overflow="fold")
                 for outcome in Outcome:
                     table.add_column(outcome.value, justify="right", no_wrap=True, min_width=len(outcome))
@@ -164,6 +170,10 @@ class Scorecard:
             if key not in seen:
                 seen.add(key)
                 yield result
+
+
+def _taken(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s"
 
 
 def _sentence(result: Result) -> str:

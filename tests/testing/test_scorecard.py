@@ -42,6 +42,16 @@ def test_each_class_that_judged_one_subject_has_a_table_with_its_name() -> None:
     assert card.counts("pipe sample") == {"PIPE-6": {Outcome.PASSED: 1, Outcome.FAILED: 1}}
 
 
+def test_how_long_the_tests_of_a_subject_took_is_told() -> None:
+    several = (result(seconds=41.24), result(seconds=25.1, outcome=Outcome.FAILED, reason="it is late"))
+    card = Scorecard(level="quick", results=(*several, result(subject="plugin sample", seconds=0.25)))
+    assert "pipe sample, level quick, 66 s" in printed(card)
+    assert "plugin sample, level quick, 0.2 s" in printed(card)
+    assert "## pipe sample\n\n66 s\n" in card.as_markdown()
+    assert json.loads(card.as_json())["seconds"] == {"pipe sample": 66.34, "plugin sample": 0.25}
+    assert from_json(card.as_json()) == card
+
+
 def test_a_page_says_what_was_judged_where_and_when() -> None:
     card = Scorecard(
         level="quick",
@@ -53,8 +63,8 @@ def test_a_page_says_what_was_judged_where_and_when() -> None:
     )
     page = card.as_markdown()
     assert "python 3.11.9, kvplug 0.1.0; Linux-6.1; 2026-01-02T03:04:05+00:00" in page
-    assert "## pipe sample\n\nkvplug-sample 0.3\n\n| law |" in page
-    assert "## pipe mine\n\n| law |" in page
+    assert "## pipe sample\n\nkvplug-sample 0.3; 0.0 s\n\n| law |" in page
+    assert "## pipe mine\n\n0.0 s\n\n| law |" in page
     assert "15 more with --kvplug-level full" in page
     assert from_json(card.as_json()) == card
 
