@@ -10,9 +10,12 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
+import attrs
 import pytest
 
 from kvplug import (
+    DEFAULT_TIMEOUT,
+    AuthenticationError,
     CancelledError,
     ConfigError,
     Credentials,
@@ -23,14 +26,18 @@ from kvplug import (
     QueueHandle,
     Reader,
     StatelessGroup,
+    Timeout,
     TransportError,
+    UnsupportedError,
     Wait,
     WireError,
 )
 from kvplug.testing.memory.queue import MemoryQueueEndpoint, _rings
 from kvplug.wire import decode, encode
 
-pytestmark = pytest.mark.timeout(30)
+pytestmark = pytest.mark.timeout(60)
+
+WITHIN_S = 40.0
 
 HANDLE = QueueHandle(
     transport="shm",
@@ -174,17 +181,33 @@ class Deaf(MemoryQueueEndpoint):
         raise TransportError("no memory for a ring")
 
 
-@pytest.mark.parametrize("kind", [MemoryQueueEndpoint, Deaf])
-def test_a_group_makes_a_queue_at_all_ranks_or_at_none(kind: type[MemoryQueueEndpoint]) -> None:
+class Shy(MemoryQueueEndpoint):
+    """Reader 1 cannot attach."""
+
+    def create_from_handle(self, handle: QueueHandle, rank: int, timeout: Timeout = DEFAULT_TIMEOUT) -> Any:
+        if rank == 1:
+            raise AuthenticationError("who are you?")
+        return super().create_from_handle(handle, rank, timeout)
+
+
+class Unspeakable(MemoryQueueEndpoint):
+    """Its handle is of what no group carries."""
+
+    def handle_of(self, ring: Any) -> QueueHandle:
+        return attrs.evolve(super().handle_of(ring), data={"what": object()})
+
+
+def in_a_group(kind: type[MemoryQueueEndpoint], writer_rank: int = 2) -> dict[int, Any]:
+    """What three ranks have made, or what was raised there."""
     listener = StatelessGroup.listen("unix:")
     made: dict[int, MessageQueue | Exception] = {}
 
     def rank(number: int) -> None:
         address = listener.contact if number else listener
-        with StatelessGroup.create(address, rank=number, world_size=3, timeout=20) as group:
-            end = kind(QueueContext(options=None, credentials=Credentials(), timeout_s=20))
+        with StatelessGroup.create(address, rank=number, world_size=3, timeout=WITHIN_S) as group:
+            end = kind(QueueContext(options=None, credentials=Credentials(), timeout_s=WITHIN_S))
             try:
-                made[number] = end.create_from_process_group(group, writer_rank=2)
+                made[number] = end.create_from_process_group(group, writer_rank=writer_rank)
             except Exception as e:
                 made[number] = e
             group.barrier()
@@ -194,11 +217,53 @@ def test_a_group_makes_a_queue_at_all_ranks_or_at_none(kind: type[MemoryQueueEnd
         thread.start()
     for thread in threads:
         thread.join()
-    if kind is Deaf:
-        assert all("no memory for a ring" in str(made[number]) for number in range(3))
-        assert all(isinstance(made[number], TransportError) for number in range(3))
-        return
-    queues: Any = made
+    return made
+
+
+def test_a_group_makes_a_queue_at_all_ranks() -> None:
+    queues = in_a_group(MemoryQueueEndpoint)
     assert [queues[number].rank for number in range(3)] == [0, 1, None]
     for queue in queues.values():
         queue.close()
+
+
+@pytest.mark.parametrize(
+    ("kind", "words", "where", "cause"),
+    [
+        (
+            Deaf,
+            "rank 2 cannot make its end of the queue: TransportError: no memory for a ring",
+            2,
+            TransportError,
+        ),
+        (
+            Shy,
+            "rank 1 cannot make its end of the queue: AuthenticationError: who are you?",
+            1,
+            AuthenticationError,
+        ),
+        (Unspeakable, "rank 2 cannot make its end of the queue: UnsupportedError: ", 2, UnsupportedError),
+    ],
+)
+def test_where_one_rank_cannot_all_are_told_which_and_why_and_nothing_is_left(
+    kind: type[MemoryQueueEndpoint], words: str, where: int, cause: type[Exception]
+) -> None:
+    made = in_a_group(kind)
+    assert [type(made[number]) for number in range(3)] == [TransportError] * 3
+    assert all(words in str(each) for each in made.values())
+    causes = [type(made[number].__cause__) for number in range(3)]
+    assert causes == [cause if number == where else type(None) for number in range(3)]
+    assert not _rings
+
+
+def test_a_rank_that_is_none_and_a_group_that_is_none_are_refused() -> None:
+    with StatelessGroup.create("unix:", rank=0, world_size=1) as group:
+        with pytest.raises(ConfigError, match=r"a rank in 0\.\.0, got 1"):
+            endpoint().create_from_process_group(group, writer_rank=1)
+        with endpoint().create_from_process_group(group) as alone:
+            assert alone.is_writer
+    with pytest.raises(
+        UnsupportedError, match=r"StatelessGroup or a torch.distributed.ProcessGroup, not over a dict"
+    ):
+        endpoint().create_from_process_group({})  # type: ignore[arg-type]
+    assert not _rings

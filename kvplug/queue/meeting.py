@@ -62,7 +62,7 @@ class TorchMeeting:
         try:
             backends = str(dist.get_backend_config(group))
             self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
-        except (ValueError, RuntimeError) as e:
+        except (RuntimeError, TypeError, ValueError) as e:
             raise UnsupportedError(f"torch.distributed does not know this process group: {e}") from e
         if self.rank < 0:
             raise UnsupportedError("this process is not in the process group")

@@ -1,0 +1,154 @@
+"""A queue that is made over torch's process groups, by real processes and a queue between processes."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+if not torch.distributed.is_available():
+    pytest.skip("this torch has no torch.distributed", allow_module_level=True)
+
+import torch.distributed as dist  # noqa: E402
+
+from kvplug import AuthenticationError, ConfigError, Credentials, QueueContext, UnsupportedError  # noqa: E402
+from kvplug.queue.meeting import TorchMeeting  # noqa: E402
+from kvplug.testing import peers  # noqa: E402
+from kvplug.testing.contract.recipes import module_at  # noqa: E402
+
+pytestmark = pytest.mark.timeout(240)
+
+LIFE_S = 200.0
+LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo"}
+SUBJECT = str(Path(__file__).parent / "testing" / "subjects" / "socket_queue.py")
+
+
+@contextlib.contextmanager
+def joined(store: str, rank: int, world_size: int) -> Iterator[None]:
+    """In the default group of torch, over files and the loopback interface."""
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(store, world_size),
+        rank=rank,
+        world_size=world_size,
+        timeout=datetime.timedelta(seconds=LIFE_S / 2),
+    )
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def endpoint(kind: Any = None) -> Any:
+    made_by = kind or module_at(SUBJECT).SocketQueueEndpoint
+    return made_by(QueueContext(options=None, credentials=Credentials(), timeout_s=LIFE_S / 2))
+
+
+def broadcasts(parent: peers.Parent, store: str, rank: int, world_size: int) -> Any:
+    """A rank of the default group, and of a smaller one whose ranks are numbered anew."""
+    with joined(store, rank, world_size):
+        with endpoint().create_from_process_group(dist.group.WORLD, writer_rank=1) as queue:
+            all_of_them = (queue.rank, queue.broadcast_object({"from": rank} if queue.is_writer else None))
+            dist.barrier()
+        some = dist.new_group([1, 2], backend="gloo")
+        if rank == 0:
+            return [all_of_them, None]
+        with endpoint().create_from_process_group(some, writer_rank=1) as queue:
+            few = (queue.rank, queue.broadcast_object(torch.arange(3) if queue.is_writer else None).tolist())
+            dist.barrier(some)
+        return [all_of_them, few]
+
+
+def is_refused(parent: peers.Parent, store: str, rank: int, world_size: int) -> Any:
+    """A rank of a group in which rank 1 cannot attach; what is raised, and by what."""
+
+    class Shy(module_at(SUBJECT).SocketQueueEndpoint):  # type: ignore[misc]
+        def create_from_handle(self, handle: Any, rank: int, *rest: Any) -> Any:
+            if rank == 1:
+                raise AuthenticationError("who are you?")
+            return super().create_from_handle(handle, rank, *rest)
+
+    with joined(store, rank, world_size):
+        try:
+            endpoint(Shy).create_from_process_group(dist.group.WORLD)
+        except Exception as e:
+            dist.barrier()
+            return (type(e).__name__, str(e), type(e.__cause__).__name__)
+    return None
+
+
+def all_ranks(what: Any, folder: Path, world_size: int = 3) -> list[Any]:
+    """What each rank returned."""
+    with contextlib.ExitStack() as stack:
+        given = (str(folder / "store"),)
+        ranks = [
+            stack.enter_context(peers.start(what, *given, rank, world_size, timeout_s=LIFE_S, env=LOOPBACK))
+            for rank in range(world_size)
+        ]
+        return [rank.result(LIFE_S) for rank in ranks]
+
+
+def test_a_torch_group_makes_a_queue_from_one_rank_to_all_others(tmp_path: Path) -> None:
+    of_all = {"from": 1}
+    assert all_ranks(broadcasts, tmp_path) == [
+        [(0, of_all), None],
+        [(None, of_all), (0, [0, 1, 2])],
+        [(2, of_all), (None, [0, 1, 2])],
+    ]
+
+
+def test_where_one_rank_of_a_torch_group_cannot_attach_all_are_told(tmp_path: Path) -> None:
+    words = "rank 1 cannot make its end of the queue: AuthenticationError: who are you?"
+    told = all_ranks(is_refused, tmp_path)
+    assert [each[:2] for each in told] == [("TransportError", words)] * 3
+    assert [each[2] for each in told] == ["NoneType", "AuthenticationError", "NoneType"]
+
+
+# -- one rank, in this process ---------------------------------------------------------------------
+
+
+@pytest.fixture
+def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A group of this process alone."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    with joined(str(tmp_path / "store"), 0, 1):
+        yield dist.group.WORLD
+
+
+@pytest.mark.parametrize("value", [None, "", {"data": {"token": b"\0\xff", "ports": [1, -2]}}, "x" * 5000])
+def test_values_go_over_a_torch_group_as_they_are(alone: Any, value: Any) -> None:
+    meeting = TorchMeeting(alone)
+    assert (meeting.rank, meeting.world_size) == (0, 1)
+    assert meeting.broadcast(value, 0) == value
+    assert meeting.all_gather(value) == [value]
+
+
+@pytest.mark.parametrize("value", [(1, 2), {1, 2}, object(), 1 << 70, {"deep": [(1,)]}])
+def test_what_would_come_out_as_something_else_does_not_go_over_a_torch_group(alone: Any, value: Any) -> None:
+    with pytest.raises(UnsupportedError, match="does not travel over a process group"):
+        TorchMeeting(alone).broadcast(value, 0)
+
+
+def test_a_torch_group_without_cpu_tensors_is_refused(alone: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: "cuda:nccl")
+    with pytest.raises(UnsupportedError, match=r"\(cuda:nccl\) has no CPU tensors.*give a CPU group"):
+        endpoint().create_from_process_group(alone)
+
+
+def test_a_rank_that_a_torch_group_does_not_have_is_refused(alone: Any) -> None:
+    with pytest.raises(ConfigError, match=r"a rank in 0\.\.0, got 3"):
+        endpoint().create_from_process_group(alone, writer_rank=3)
+
+
+def test_a_torch_group_that_is_over_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    with joined(str(tmp_path / "store"), 0, 1):
+        over = dist.group.WORLD
+    with pytest.raises(UnsupportedError, match="does not know this process group"):
+        endpoint().create_from_process_group(over)
