@@ -30,6 +30,10 @@ def corrupt(entry: Entry) -> Entry:
     return attrs.evolve(entry, layers=(*entry.layers[:-1], (key, value)))
 
 
+wanted: dict[str, set[str]] = {}
+"""Of each contact, the requests whose KV somebody has asked for and not loaded."""
+
+
 class Mutant(ConnectorContract):
     """One fault, in one of the two sides."""
 
@@ -288,6 +292,34 @@ class TestFreesWhatStillLoads(Mutant):
         def request_finished(self, request: Any, block_ids: Any, end: RequestEnd) -> Any:
             keeps, params = super().request_finished(request, block_ids, end)
             return keeps and end is RequestEnd.FINISHED, params
+
+
+class TestKeepsBlocksForWhoIsGone(Mutant):
+    """Blocks that a consumer has asked for are kept until it has loaded them, and it may be gone."""
+
+    breaks = ("CONN-4",)
+
+    class scheduler_factory(MemoryScheduler):  # noqa: N801
+        def _held(self, tracked: Any) -> int | None:
+            reference = tracked.request.params.get(PARAMS)
+            if reference is not None:
+                wanted.setdefault(self._contact, set()).add(reference["request_id"])
+            return super()._held(tracked)
+
+    class worker_factory(MemoryWorker):  # noqa: N801
+        def __init__(self, context: Any) -> None:
+            super().__init__(context)
+            self._unnamed: frozenset[str] = frozenset()
+
+        def _load(self, load: Any) -> None:
+            super()._load(load)
+            wanted.pop(self._contact, None)
+
+        def get_finished(self, finished: frozenset[str]) -> Any:
+            sent, received = super().get_finished(finished)
+            sent |= self._unnamed
+            self._unnamed = sent & wanted.get(self._contact, set())
+            return sent - self._unnamed, received
 
 
 # -- names -------------------------------------------------------------------------------------------

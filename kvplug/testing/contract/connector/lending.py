@@ -7,9 +7,12 @@ from typing import Any
 import pytest
 
 from kvplug.connector.values import RequestEnd
+from kvplug.testing import peers
 from kvplug.testing.contract import base
 from kvplug.testing.contract.base import Call, law
+from kvplug.testing.contract.connector.spoiling import SpoiledPipe
 from kvplug.testing.contract.connector.suite import ConnectorSuite
+from kvplug.testing.contract.recipes import judged_by
 from kvplug.testing.engine import CallOrder, EngineDouble, request_of
 
 _ORDERS = [CallOrder(), CallOrder(loads_after_forward=True), CallOrder(drafts=True)]
@@ -50,20 +53,98 @@ class Lending(ConnectorSuite):
                 " were read after they were said to be free"
             )
 
-    def _wait_for(self, engine: EngineDouble, name: str) -> None:
-        """Steps until it is named as sent, once."""
-        named: list[str] = []
+    def _wait_for(self, engine: EngineDouble, name: str, named: list[str] | None = None) -> None:
+        """Steps until it is named as sent, once. ``named``: by earlier ones."""
+        named = [] if named is None else named
 
         def is_named() -> bool:
-            report = Call(lambda: engine.step([])).result()
-            named.extend(sorted(report.finished_sending))
-            assert not report.finished_recving, "nothing was loaded, and something is named as received"
+            if name not in named:
+                self._note_sent(engine, named)
             return name in named
 
         base.until(is_named, what=f"a step that names {name}, whose blocks are kept")
         for _ in range(3):
             named.extend(sorted(Call(lambda: engine.step([])).result().finished_sending))
         assert named == [name], f"named as sent are {named}"
+
+    def _note_sent(self, engine: EngineDouble, named: list[str]) -> None:
+        """A step of an engine that loads nothing."""
+        report = Call(lambda: engine.step([])).result()
+        named.extend(sorted(report.finished_sending))
+        assert not report.finished_recving, "nothing was loaded, and something is named as received"
+
+    # -- a consumer that is gone ---------------------------------------------------------------
+
+    def _finished(self, prefill: EngineDouble) -> tuple[tuple[int, ...], bool, dict[str, Any] | None]:
+        """A prompt has been computed: its blocks, whether they are kept, and what its consumer is given."""
+        prompt = request_of("s", range(100))
+        blocks = prefill.allocate(100)
+        prefill.scheduler.on_new_request(prompt)
+        prefill.scheduler.update_state_after_alloc(prompt, (blocks,), 0)
+        Call(lambda: prefill.step([(prompt, blocks, 0, 100)])).result()
+        return (blocks, *prefill.finish(prompt, blocks))
+
+    def _are_free_again(
+        self, prefill: EngineDouble, blocks: tuple[int, ...], keeps: bool, named: list[str]
+    ) -> None:
+        """The prompt is named if its blocks are kept. They are another's then, and a new consumer gets it."""
+        if keeps:
+            self._wait_for(prefill, "s", named)
+        prefill.cache.free(blocks)
+        prefill.free_blocks = [*blocks, *prefill.free_blocks]
+        params = self.stored(prefill, range(5000, 5100), "other")
+        decode = self.engine("consumer", seed=3)
+        self.meet(decode)
+        prompt = request_of("b", range(5000, 5100), params=params)
+        loaded, found, report = Call(lambda: decode.load(prompt)).result()
+        assert found and not report.invalid_block_ids, "one consumer is gone, and the next one gets nothing"
+        assert decode.is_right(prompt.token_ids, loaded, 100), "the KV is wrong"
+
+    @law("CONN-4", "CONN-5")
+    @pytest.mark.parametrize("when", ["asked", "promised"])
+    def test_blocks_that_were_kept_for_a_consumer_that_is_shut_down_are_free_again(self, when: str) -> None:
+        prefill, decode = self.pair()
+        blocks, keeps, params = self._finished(prefill)
+        prompt = request_of("a", range(100), params=params)
+        decode.scheduler.on_new_request(prompt)
+        named: list[str] = []
+
+        def is_known() -> bool:
+            found, _ = Call(lambda: decode.scheduler.get_num_new_matched_tokens(prompt, 0)).result()
+            if found is None and when == "promised":
+                self._note_sent(prefill, named)
+                return False
+            if found:
+                theirs = decode.allocate(100)
+                decode.scheduler.update_state_after_alloc(prompt, (theirs,), found)
+            return True
+
+        base.until(is_known, what="an answer other than 'not yet'")
+        self.shut(decode)
+        self._are_free_again(prefill, blocks, keeps, named)
+
+    @law("CONN-4", "CONN-5", "ALL-2", needs="other_processes")
+    @pytest.mark.parametrize("when", ["met", "promised", "loading"])
+    def test_blocks_that_were_kept_for_a_consumer_that_is_killed_are_free_again(self, when: str) -> None:
+        prefill = self.engine("producer", seed=1)
+        child = self.start(_consume, self.recipe(), self._host, when)
+        child.recv()
+        blocks, keeps, params = self._finished(prefill)
+        named: list[str] = []
+        if when != "met":
+            child.send(params or {})
+            asking = Call(child.recv)
+
+            def is_promised() -> bool:  # what is kept may need steps before it can be promised
+                self._note_sent(prefill, named)
+                return asking.ended
+
+            base.until(is_promised, what="a consumer that is promised what its peer has")
+            assert asking.result(), "nothing is promised to the consumer, though its tokens were stored"
+        child.kill()
+        self._are_free_again(prefill, blocks, keeps, named)
+
+    # -- names ---------------------------------------------------------------------------------
 
     @law("CONN-5")
     def test_a_request_whose_blocks_are_kept_is_named_once(self) -> None:
@@ -140,3 +221,32 @@ class Lending(ConnectorSuite):
         if not keeps:
             written = decode.cache.written(blocks)
             assert not written, f"blocks {sorted(written)} were written after they were said to be free"
+
+
+def _consume(parent: peers.Parent, recipe: Any, host: str, when: str) -> None:
+    """In a child: an engine that asks for a prompt, loads it perhaps, and lives until it is killed."""
+    suite = judged_by(recipe)
+    suite._host = host
+    engine = EngineDouble(
+        suite.config_of("consumer"),
+        make=suite.make_side,
+        wrap_pipe=lambda pipe: SpoiledPipe(pipe, suite.switch),
+        seed=2,
+    )
+    engine.scheduler.wait_until_ready(base.patience_s)
+    engine.worker.wait_until_ready(base.patience_s)
+    parent.send("met")
+    prompt = request_of("a", range(100), params=parent.recv(timeout=None))
+    found, _ = engine.matched(prompt)
+
+    def stay(*_: Any) -> None:
+        parent.send(found)
+        parent.recv(timeout=None)
+
+    if when == "loading":
+        suite.switch.before_receiving = stay
+    blocks = engine.allocate(100)
+    engine.scheduler.update_state_after_alloc(prompt, (blocks,), found)
+    if when == "loading":
+        engine.step([(prompt, blocks, found, 100 - found)])
+    stay()
