@@ -57,7 +57,8 @@ def function_of(test: str) -> str:
 
 
 def waivers_for(folder: Path) -> Waivers:
-    """Those of the nearest ``pyproject.toml`` at or above ``folder`` that is a package's (``[project]``).
+    """Those of the nearest ``pyproject.toml`` at or above ``folder`` that is a package's (``[project]``) or
+    says something to kvplug (``[tool.kvplug]``).
 
     Raises:
         ConfigError: the file cannot be read, or the table is not of names and reasons; every fault at once.
@@ -69,7 +70,8 @@ def waivers_for(folder: Path) -> Waivers:
                 found = tomllib.loads(path.read_text(encoding="utf-8"))
             except (ValueError, OSError) as e:
                 raise ConfigError(f"it cannot be read: {e}", source=str(path)) from e
-            if "project" in found:
+            tools = found.get("tool")
+            if "project" in found or (isinstance(tools, dict) and "kvplug" in tools):
                 return _checked(path, found)
     return Waivers()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import textwrap
 import tomllib
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -82,6 +83,29 @@ def test_of_a_test_with_parameters_those_that_fail_can_be_waived(package: Any) -
     found = package.outcomes()
     assert found["test_a_dtype[complex32]"].outcome == "waived"
     assert "must go" in found["test_a_dtype[bool]"].reason
+
+
+def write(folder: Path, text: str) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "pyproject.toml").write_text(text)
+    return folder
+
+
+WAIVER = '[tool.kvplug.waivers]\ntest_a_dtype = "because"\n'
+
+
+@pytest.mark.parametrize("head", ["", '[project]\nname = "mine"\n', "[tool.ruff]\n"])
+def test_waivers_are_read_from_the_nearest_file_that_is_a_packages_or_says_something_to_kvplug(
+    tmp_path: Path, head: str
+) -> None:
+    outer = write(tmp_path / "outer", head + WAIVER)
+    inner = write(outer / "inner", "[tool.ruff]\n")
+    found = waivers.waivers_for(inner)
+    assert found.path == outer / "pyproject.toml"
+    assert found.reason("TestMine", "test_a_dtype") == "because"
+    for nearer in ('[project]\nname = "other"\n', "[tool.kvplug]\n"):
+        write(inner, nearer)
+        assert waivers.waivers_for(inner) == waivers.Waivers(inner / "pyproject.toml")
 
 
 def test_a_waiver_of_a_law_that_is_kept_is_an_error(package: Any) -> None:
