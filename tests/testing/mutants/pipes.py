@@ -18,6 +18,7 @@ from kvplug.testing.memory import pipe as memory
 from kvplug.testing.memory.pipe import MemoryEndpoint, MemoryListener, MemoryPipe, Message
 
 MIB = 1 << 20
+kept: list[Any] = []
 
 
 class Mutant(PipeContract):
@@ -836,6 +837,17 @@ class TestEndsWithItsListener(Mutant):
             super().close()
             for pipe in self._accepted:
                 pipe.abort()
+
+
+class TestKeepsAPartOfEveryPipe(Mutant):
+    """100 KB of each pipe are never let go."""
+
+    breaks = ("ALL-7",)
+
+    class pipe(MemoryPipe):  # noqa: N801
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            kept.append(b"x" * 100_000)
 
 
 class TestOneEndEndsAll(Mutant):

@@ -12,6 +12,11 @@ import attrs
 
 from kvplug.testing.peers import Belongings
 
+MOST_KEPT_BYTES = 32 << 20
+"""What allocators may keep after any number of rounds."""
+MOST_KEPT_OBJECTS = 100
+"""The same of caches, in Python objects."""
+
 
 @attrs.frozen
 class Footprint:
@@ -49,14 +54,15 @@ class Footprint:
 
         In each of the ``rounds`` messages of ``nbytes`` came and went. A process that kept every one would
         have grown by their sum, and half of that is what counts as growth: allocators keep some. Of Python
-        objects, it may have one more for every fourth round.
+        objects, it may have one more for every fourth round. What they keep does not grow with the rounds
+        for ever: of many rounds :data:`MOST_KEPT_BYTES` and :data:`MOST_KEPT_OBJECTS` are the bound.
         """
         words = [self.belongings.beyond(before.belongings)]
         grown = self.resident_bytes - before.resident_bytes
-        if grown > rounds * nbytes // 2:
+        if grown > min(rounds * nbytes // 2, MOST_KEPT_BYTES):
             words.append(f"{grown:,} bytes of memory more after {rounds} rounds with {nbytes:,} bytes each")
         more = self.objects - before.objects
-        if more > max(20, rounds // 4):
+        if more > min(max(20, rounds // 4), MOST_KEPT_OBJECTS):
             words.append(f"{more} Python objects more after {rounds} rounds")
         return "; ".join(word for word in words if word)
 

@@ -45,6 +45,14 @@ class Leaks(PipeSuite):
     def test_a_thousand_pipes_to_a_peer_that_lives_on_leave_nothing_here_nor_there(self) -> None:
         self._connect_again_and_again(1000)
 
+    @law("ALL-7")
+    def test_pairs_of_this_process_leave_nothing(self) -> None:
+        self._meet_again_and_again(20)
+
+    @law("ALL-7", level="full", timeout_s=300)
+    def test_a_thousand_pairs_of_this_process_leave_nothing(self) -> None:
+        self._meet_again_and_again(1000)
+
     @law("ALL-7", needs="other_processes")
     def test_messages_that_came_and_went_leave_nothing_here_nor_there(self) -> None:
         """As many as would show if each was kept, at either end."""
@@ -93,6 +101,25 @@ class Leaks(PipeSuite):
             assert child.recv() == "ended"
 
         _repeat(one, rounds, child)
+
+    def _meet_again_and_again(self, rounds: int) -> None:
+        end = self.endpoint()
+        listener = end.listen()
+        self.later(listener.close)
+
+        def one(number: int) -> None:
+            with self.scope():
+                here, there = self.join(end, listener)
+                transfer = here.send_tensor(far.content(number, NBYTES))
+                assert not (wrong := far.unlike(received(there), number, NBYTES)), wrong
+                transfer.wait(base.patience_s)
+                for pipe in (here, there):
+                    if number % 3:
+                        pipe.close()
+                    else:
+                        pipe.abort()
+
+        _repeat(one, rounds, None)
 
 
 def _repeat(one: Callable[[int], None], rounds: int, child: peers.Peer | None) -> None:
