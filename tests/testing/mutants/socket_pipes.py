@@ -11,9 +11,10 @@ from typing import Any
 # Where the sample is installed it is that one; the other processes import this file too.
 sys.path.append(str(Path(__file__).parents[3] / "docs" / "examples" / "kvplug-sample"))
 
-from kvplug.deadline import DEFAULT_TIMEOUT, Timeout
+from kvplug.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
 from kvplug.errors import PeerGoneError, TimeoutError
 from kvplug.testing import PipeContract
+from kvplug.wire.frames import FrameKind, Header
 from kvplug_sample import pipe as sample
 from kvplug_sample.light import SampleOptions
 from kvplug_sample.pipe import SampleListener, SamplePipe
@@ -70,6 +71,50 @@ class TestReturnsWhatCameOfAMessage(Mutant):
             except PeerGoneError:
                 if self._header is not None and self._filled > 200:
                     return self._header
+                raise
+
+
+class ByteByByte(SamplePipe):
+    """No fault: the start of each message goes a byte at a time, so that a death can cut it anywhere."""
+
+    def _put(self, parts: list[memoryview]) -> None:
+        start, *rest = parts
+        super()._put([*(start[at : at + 1] for at in range(len(start))), *rest])
+
+    @property
+    def in_header(self) -> bool:
+        """Whether a part of a header is all that has come of the next message."""
+        return self._header is None and self._filled > 0
+
+
+class TestWaitsForTheRestOfAHeader(Mutant):
+    """When the peer dies in the middle of a header, the rest of it is waited for."""
+
+    breaks = ("ALL-2",)
+
+    class pipe(ByteByByte):  # noqa: N801
+        def _arrive(self, deadline: Deadline) -> Any:
+            try:
+                return super()._arrive(deadline)
+            except PeerGoneError:
+                if self.in_header:
+                    threading.Event().wait(deadline.remaining())
+                    raise TimeoutError("the rest of a header did not come in time") from None
+                raise
+
+
+class TestTakesAPartOfAHeaderForNone(Mutant):
+    """When the peer dies in the middle of a header, what came of it is taken for the message ``None``."""
+
+    breaks = ("ALL-2",)
+
+    class pipe(ByteByByte):  # noqa: N801
+        def _arrive(self, deadline: Deadline) -> Any:
+            try:
+                return super()._arrive(deadline)
+            except PeerGoneError:
+                if self.in_header:
+                    return Header(FrameKind.NONE, length=0, flags=0, minor=0)
                 raise
 
 

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,6 +24,8 @@ from kvplug.testing.contract.pipe.suite import LIMIT, MIB, PipeSuite, fill
 
 SIZES = (0, 1, 100, 5_000, 70_000, MIB, 3 * MIB, 24 * MIB)
 """Of the messages in which a peer is killed: within one read and one buffer, and far beyond."""
+CUT_BYTES = 3 * MIB
+"""Of messages so large that of many kills of their sender some cut one."""
 ENDS = ["is killed", "is killed and not reaped", "exits"]
 
 
@@ -139,31 +142,47 @@ class Deaths(PipeSuite):
 
     @law("ALL-2", needs="other_processes")
     @pytest.mark.parametrize("nbytes", SIZES)
-    def test_of_a_message_in_which_the_peer_is_killed_nothing_is_received(self, nbytes: int) -> None:
+    def test_of_a_message_in_which_the_peer_is_killed_nothing_is_received(
+        self, nbytes: int, tmp_path: Path
+    ) -> None:
         """At many places of the message, with the receiver in the middle of it and with the receiver away."""
-        self._kill_at_many_places(nbytes, rounds=4)
+        self._kill_at_many_places(nbytes, 4, tmp_path / "begun")
 
     @law("ALL-2", level="full", needs="other_processes", timeout_s=600)
     @pytest.mark.parametrize("nbytes", SIZES)
     def test_of_a_message_in_which_the_peer_is_killed_nothing_is_received_at_any_place(
-        self, nbytes: int
+        self, nbytes: int, tmp_path: Path
     ) -> None:
-        self._kill_at_many_places(nbytes, rounds=50)
+        cut = self._kill_at_many_places(nbytes, 50, tmp_path / "begun")
+        assert cut or nbytes < CUT_BYTES, f"of 50 kills none has cut a message of {nbytes:,} bytes"
 
-    def _kill_at_many_places(self, nbytes: int, rounds: int) -> None:
+    def _kill_at_many_places(self, nbytes: int, rounds: int, count: Path) -> int:
+        """In how many rounds the peer had begun a message, had not sent it, and it did not come whole.
+
+        Only those where messages go singly count: in the others one may just wait for its turn.
+        """
         chance = random.Random(nbytes)
+        cut = 0
         for round_ in range(rounds):
-            pipe, child = self.far(far.send_without_end, nbytes)
+            count.write_bytes(bytes(8))
+            singly = round_ % 8 >= 4
+            pipe, child = self.far(far.send_without_end, nbytes, str(count), singly)
             child.recv()
             if round_ % 2:  # nobody receives: the peer is stuck in the middle of something
+                until(partial(_number_in, count), what="the first message of a peer")
                 time.sleep(chance.uniform(0, 0.03))
                 child.kill()
             else:
                 threading.Timer(chance.uniform(0, 0.03), os.kill, (child.pid, signal.SIGKILL)).start()
-            receive_until_gone(pipe, lambda _: nbytes, with_out=round_ % 4 >= 2)
+            came = receive_until_gone(pipe, lambda _: nbytes, with_out=round_ % 4 >= 2)
+            child.wait()
+            begun = _number_in(count)
+            assert came <= begun, f"{came} messages came of a peer that had begun {begun}"
+            cut += singly and came < begun
             assert_gone(pipe)
             pipe.abort()
             child.close()
+        return cut
 
     @law("ALL-2", needs="other_processes")
     @pytest.mark.parametrize("count", [1, 20])
@@ -203,6 +222,10 @@ class Deaths(PipeSuite):
         sending.raised(PeerGoneError)
         assert_ended(transfers)
         assert_gone(pipe)
+
+
+def _number_in(count: Path) -> int:
+    return int.from_bytes(count.read_bytes(), "little")
 
 
 def _send_until_gone(pipe: Pipe, transfers: list[Any]) -> None:

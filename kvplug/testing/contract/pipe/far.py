@@ -125,13 +125,21 @@ def send(parent: Parent, pipe: Pipe, sizes: list[int]) -> None:
     parent.recv(None)
 
 
-def send_without_end(parent: Parent, pipe: Pipe, nbytes: int) -> None:
-    """Numbered messages, for as long as it lives."""
+def send_without_end(parent: Parent, pipe: Pipe, nbytes: int, count: str, singly: bool) -> None:
+    """Numbered messages, for as long as it lives. The file ``count`` says how many it has begun to send.
+
+    Where they go ``singly``, none is begun before the transfer of the one before it is done.
+    """
+    begun = os.open(count, os.O_WRONLY)
     parent.send("here")
     number = 0
     while True:
-        pipe.send_tensor(content(number, nbytes), timeout=None)
+        message = content(number, nbytes)
         number += 1
+        os.pwrite(begun, number.to_bytes(8, "little"), 0)
+        transfer = pipe.send_tensor(message, timeout=None)
+        if singly:
+            transfer.wait(None)
 
 
 def receive(parent: Parent, pipe: Pipe, sizes: list[int]) -> str:
