@@ -42,6 +42,9 @@ class PipeSuite(Contract):
     """What the operating system or the device may hold besides, with the receiver stopped (law PIPE-3)."""
     timeout_s: ClassVar[float] = 20.0
     """The context's ``timeout_s``: what counts where a call says nothing."""
+    device: ClassVar[str] = ""
+    """The context's ``device``. Empty is ``cpu`` where the transport claims it, else the first by name that
+    it claims. A tensor of each claimed device is sent whatever this says; all others are CPU tensors."""
 
     def make_endpoint(self, context: PipeContext) -> PipeEndpoint:
         """The transport's factory, called. Override it for a transport that is not installed."""
@@ -57,6 +60,7 @@ class PipeSuite(Contract):
         return PipeContext(
             options=self.made_options(**options),
             credentials=Credentials(),
+            device=self.device or next(iter(self.devices), "cpu"),
             timeout_s=self.timeout_s,
             heartbeat_timeout_s=heartbeat_timeout_s,
         )
@@ -114,6 +118,12 @@ class PipeSuite(Contract):
             if self.limit_option
             else f"{self.called} has no option that bounds what is unsent (limit_option)"
         )
+
+    @property
+    def devices(self) -> list[str]:
+        """What is claimed, by name, "cpu" first. A class that makes its own claims "cpu" alone."""
+        claimed = {"cpu"} if self.spec is None else self.spec.capabilities.devices
+        return sorted(claimed, key=lambda name: (name != "cpu", name))
 
     @property
     def both_ways(self) -> str:

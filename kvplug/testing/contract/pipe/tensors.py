@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
+import attrs
 import pytest
 
 from kvplug.errors import UnsupportedError
@@ -20,6 +21,8 @@ SHAPES: Final = [(), (0,), (3, 0, 2), (1,), (7,), (3, 5), (2, 3, 4)]
 SIZES: Final = [1, 15, 4095, 4096, 4097, 65_535, 65_536, 65_537, MIB - 1, MIB, MIB + 1, 3 * MIB + 5]
 """Bytes, around the sizes that buffers and pages have."""
 SPARSE_BYTES: Final = (4 << 30) + 12_345
+DEVICES: Final = ("cpu", "cuda")
+"""Those that have a test of their own; all others share one."""
 
 
 def _matrix() -> Any:
@@ -66,6 +69,31 @@ class Tensors(PipeSuite):
             message = tensor_of(dtype, shape)
             transfer = sent(one, message)
             assert not difference(message, received(other))
+            transfer.wait(base.patience_s)
+
+    @law("PIPE-1", "PIPE-5")
+    @pytest.mark.parametrize("device", [*DEVICES, "any other"])
+    def test_a_tensor_of_each_claimed_device_arrives_with_its_bits(self, device: str) -> None:
+        claimed = [name for name in self.devices if device == (name if name in DEVICES else "any other")]
+        if not claimed:
+            pytest.skip(f"{self.called} claims devices {', '.join(self.devices)}, not {device}")
+        for name in claimed:
+            self._passes_on(name)
+
+    def _passes_on(self, device: str) -> None:
+        import torch
+
+        try:
+            torch.empty(0, device=device)
+        except (AssertionError, RuntimeError) as e:  # torch says it in either way
+            pytest.skip(f"torch has no device {device} here: {str(e).partition('.')[0]}")
+        one, other = self.pair_of(self.make_endpoint(attrs.evolve(self.context(), device=device)))
+        message = _matrix().to(device)
+        for out in (None, torch.zeros_like(message)):
+            transfer = sent(one, message)
+            got = received(other, out)
+            assert out is None or got is out, "something else than out was returned"
+            assert not difference(message.cpu(), got.cpu())
             transfer.wait(base.patience_s)
 
     @law("PIPE-1")
