@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import time
@@ -18,12 +19,14 @@ from kvplug import (  # noqa: E402 - after the skip
     Credentials,
     KvplugError,
     PeerGoneError,
+    Pipe,
     PipeContext,
     PipeEndpoint,
     PipeListener,
     Registry,
     TensorMismatchError,
     TimeoutError,
+    Transfer,
     errors,
 )
 from kvplug.spec import Kind  # noqa: E402
@@ -407,6 +410,73 @@ def test_a_switch_decides_whether_a_fault_happens() -> None:
     near.close()
     listener.close()
     far.abort()
+
+
+class Unread(Pipe):
+    """Takes ``room`` messages, of which none ever leaves; then its peer is gone."""
+
+    closed = False
+    peer = "nobody"
+
+    def __init__(self, room: int) -> None:
+        self.room = room
+        self.taken: list[Transfer] = []
+
+    def send_tensor(self, tensor: Any, *, timeout: Any = None) -> Transfer:
+        if len(self.taken) == self.room:
+            raise PeerGoneError("nobody is gone")
+        self.taken.append(Transfer(tensor.nbytes))
+        return self.taken[-1]
+
+    def recv_tensor(self, out: Any = None, *, timeout: Any = None) -> Any:
+        raise TimeoutError("nobody says anything")
+
+    def close(self, timeout: Any = None) -> None:
+        self.closed = True
+
+    def abort(self) -> None:
+        self.closed = True
+
+
+@pytest.mark.parametrize("do", ["disconnect", "kill"])
+def test_a_planned_death_comes_though_nobody_reads_and_no_deadline_is_set(
+    do: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    signals: list[int] = []
+    monkeypatch.setattr("kvplug.testing.faults.pipe.LEAVING_S", 0.2)
+    monkeypatch.setattr(signal, "pthread_kill", lambda thread, number: signals.append(number))
+    pipe = FaultyPipe(Unread(room=5), Plan(rules=[Rule(do=do, message=2)]))
+    send(pipe, 1)
+    call = Call(lambda: pipe.send_tensor(tensor(2), timeout=None)).end()
+    assert isinstance(call.error, PeerGoneError) is (do == "disconnect")
+    assert signals == ([signal.SIGKILL] if do == "kill" else [])
+    assert pipe.hits == {do: 1}
+
+
+def test_a_message_that_was_taken_has_its_transfer_though_its_second_copy_cannot_be_sent() -> None:
+    beneath = Unread(room=1)
+    pipe = FaultyPipe(beneath, Plan(rules=[Rule(do="duplicate")]))
+    transfer = pipe.send_tensor(tensor(1), timeout=PATIENCE_S)
+    assert [transfer] == beneath.taken
+    raises(PeerGoneError, lambda: pipe.send_tensor(tensor(2), timeout=PATIENCE_S))
+    assert pipe.hits == {"duplicate": 1}
+
+
+@pytest.mark.parametrize("direction", ["send", "recv"])
+def test_where_there_is_nothing_to_flip_nothing_has_happened(
+    pair: Pair, direction: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    rules = [Rule(do="flip", direction=direction), Rule(do="duplicate", direction=direction, message=1)]
+    near, far = pair(rules) if direction == "send" else pair([], rules)
+    with caplog.at_level(logging.INFO):
+        for message in (None, torch.empty(0, 3), tensor(0)):
+            near.send_tensor(message, timeout=PATIENCE_S)
+        got = [far.recv_tensor(timeout=PATIENCE_S) for _ in range(4)]
+    assert got[:2] == [None, None]
+    assert differing_bits(got[3], tensor(0)) == 1
+    assert (near if direction == "send" else far).hits == {"flip": 1, "duplicate": 1}
+    told = [record.getMessage() for record in caplog.records if "rule 1 (flip)" in record.getMessage()]
+    assert ["finds nothing to flip" in text for text in told] == [True, True, False]
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
 
+numpy = pytest.importorskip("numpy")
 torch = pytest.importorskip("torch")
 
 from kvplug import (  # noqa: E402
@@ -29,6 +31,7 @@ from kvplug import (  # noqa: E402
 from kvplug.testing import MessageQueueContract  # noqa: E402
 from kvplug.testing.contract.base import Call, raises  # noqa: E402
 from kvplug.testing.faults import FaultyQueueEndpoint, Plan, Rule  # noqa: E402
+from kvplug.testing.faults.messages import parts, writable  # noqa: E402
 from kvplug.testing.faults.queue import faulty  # noqa: E402
 from kvplug.testing.memory.queue import MemoryQueueEndpoint  # noqa: E402
 
@@ -84,13 +87,55 @@ def test_values_are_lost_doubled_and_swapped(ends: Any, do: str, comes: list[Any
     raises(TimeoutError, lambda: reader.dequeue(timeout=0.05))
 
 
-def test_a_tensor_has_a_bit_turned_over_and_another_value_passes(ends: Any) -> None:
+def as_bytes(value: Any) -> bytes:
+    """Of the tensors and arrays in a value, in order."""
+    return b"".join(bytes(writable(part)) for part in parts(value))
+
+
+@pytest.mark.parametrize("bits", [1, 9])
+@pytest.mark.parametrize(
+    "value",
+    [
+        torch.zeros(8),
+        numpy.zeros((2, 3)),
+        numpy.zeros(()),
+        {"kv": torch.zeros(8), "step": 3},
+        [torch.zeros(0), (torch.zeros(2, dtype=torch.bfloat16), {1: numpy.zeros(5, "int16")}), "text"],
+    ],
+    ids=["tensor", "array", "an array without dimensions", "in a dict", "in lists and tuples"],
+)
+def test_bits_are_turned_over_in_tensors_and_arrays_wherever_they_are(
+    ends: Any, value: Any, bits: int
+) -> None:
+    writer, reader = ends({"do": "flip", "bits": bits})
+    writer.enqueue(value)
+    (got,) = read(reader, 1)
+    assert sum(byte.bit_count() for byte in as_bytes(got)) == bits
+    assert not any(as_bytes(value)), "the writer's own was changed"
+    assert len(as_bytes(got)) == len(as_bytes(value))
+    assert writer.hits + reader.hits == {"flip": 1}
+
+
+@pytest.mark.parametrize("value", ["text", None, {"step": [1]}, torch.zeros(0), {"kv": torch.zeros(0, 3)}])
+def test_a_value_without_a_bit_to_turn_over_passes_and_is_not_counted(
+    ends: Any, value: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     writer, reader = ends({"do": "flip"})
-    for value in (torch.zeros(8), "text"):
+    with caplog.at_level(logging.INFO):
         writer.enqueue(value)
-    tensor, text = read(reader, 2)
-    assert int(tensor.view(torch.int32).count_nonzero()) == 1
-    assert text == "text"
+        (got,) = read(reader, 1)
+    assert repr(got) == repr(value)
+    assert not writer.hits and not reader.hits
+    assert "planned fault: rule 1 (flip), message 1 finds nothing to flip" in caplog.text
+
+
+def test_the_same_seed_turns_over_the_same_bits_of_a_value(ends: Any) -> None:
+    found = []
+    for _ in range(2):
+        writer, reader = ends({"do": "flip", "bits": 20})
+        writer.enqueue([torch.zeros(100), {"kv": torch.zeros(100)}])
+        found += map(as_bytes, read(reader, 1))
+    assert found[0] == found[1]
 
 
 def test_a_stop_holds_up_and_closing_ends_it(ends: Any) -> None:

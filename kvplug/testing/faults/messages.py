@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
-from typing import TYPE_CHECKING
+import sys
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 from kvplug.errors import TensorMismatchError
 from kvplug.wire.tensors import copy_into, empty_like_meta, memory_of, memory_of_writable, meta_of
@@ -30,11 +32,44 @@ def flipped(message: Tensor, bits: int, chance: random.Random) -> Tensor:
     """A copy with ``bits`` different bits turned over, all of them where it has no more."""
     copy = empty_like_meta(meta_of(message))
     copy_into(copy, memory_of(message.cpu()))
-    memory = memory_of_writable(copy)
-    there = 8 * nbytes_of(message)
-    for at in chance.sample(range(there), min(bits, there)):
-        memory[at // 8] ^= 1 << at % 8
+    flip([memory_of_writable(copy)], bits, chance)
     return copy.to(message.device)
+
+
+def flip(memories: Sequence[memoryview], bits: int, chance: random.Random) -> None:
+    """Turn over ``bits`` different bits of all that memory, all of them where it has no more."""
+    there = 8 * sum(memory.nbytes for memory in memories)
+    for at in chance.sample(range(there), min(bits, there)):
+        byte = at // 8
+        for memory in memories:
+            if byte < memory.nbytes:
+                memory[byte] ^= 1 << at % 8
+                break
+            byte -= memory.nbytes
+
+
+def is_tensor(value: object) -> bool:
+    """Without importing torch."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.Tensor)
+
+
+def parts(value: Any) -> Iterator[Any]:
+    """The tensors and arrays in a value, in order: itself, or those in lists, tuples and values of dicts."""
+    numpy = sys.modules.get("numpy")
+    if is_tensor(value) or (numpy is not None and isinstance(value, numpy.ndarray)):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from parts(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from parts(item)
+
+
+def writable(part: Any) -> memoryview:
+    """The memory of a contiguous tensor or array, of those that :func:`parts` gives."""
+    return memory_of_writable(part) if is_tensor(part) else memoryview(part.reshape(-1).view("uint8"))
 
 
 def fill(out: Tensor, message: Tensor | None) -> Tensor:

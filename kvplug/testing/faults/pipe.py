@@ -11,7 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from kvplug import errors
 from kvplug.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _log = logging.getLogger(__name__)
+
+LEAVING_S: Final = 5.0
+"""How long ``disconnect`` and ``kill`` wait at most for what was sent before to have left."""
 
 
 class _Limit:
@@ -89,7 +92,7 @@ class FaultyPipe(Pipe):
         self.pipe = pipe
         """The pipe beneath."""
         self.hits: collections.Counter[str] = collections.Counter()
-        """How often each action has happened."""
+        """How often each action has happened. A ``flip`` that found no bit has not."""
         self._when = when
         self._timeout_s = timeout_s
         self._sending = _Direction("sending", Course(plan, "send", number))
@@ -133,7 +136,7 @@ class FaultyPipe(Pipe):
             limit = _Limit(timeout, self._timeout_s)
             self._pay(limit)
             transfer = self._send(tensor, limit)
-            with contextlib.suppress(TimeoutError):  # the next call pays then
+            with contextlib.suppress(KvplugError):  # the message was taken: the next call pays, or tells
                 self._pay(limit)
             return transfer
 
@@ -157,7 +160,7 @@ class FaultyPipe(Pipe):
             self._sending.late += [self._copied(tensor) if each is tensor else each for each in copies]
             transfer.finish()
         self._sending.advance(nbytes)
-        self._note(hits, nbytes)
+        self._note(hits, tensor, nbytes)
         return transfer
 
     def _pay(self, limit: _Limit) -> None:
@@ -192,7 +195,7 @@ class FaultyPipe(Pipe):
                     break
                 hits = [hit for hit in possible if self._nbytes_of(message) >= hit.rule.min_bytes]
                 self._receiving.advance(self._nbytes_of(message))
-                self._note(hits, self._nbytes_of(message))
+                self._note(hits, message, self._nbytes_of(message))
                 if straight:
                     self._put(self._receiving.pass_late())
                     return message
@@ -233,7 +236,7 @@ class FaultyPipe(Pipe):
         else:
             with contextlib.suppress(KvplugError):
                 if self._last is not None and rule.do != "raise":  # what was sent before is not torn
-                    self._last.wait(deadline.remaining())
+                    self._last.wait(min(max(0.0, deadline.at - time.monotonic()), LEAVING_S))
         direction.happened.add(hit.position)
         self._happens(hit, f"{direction.what}")
         if rule.do == "raise":
@@ -265,9 +268,11 @@ class FaultyPipe(Pipe):
         if until > deadline.at:
             raise TimeoutError(f"a planned fault holds a message up: {hit or 'one that was received'}")
 
-    def _note(self, hits: list[Hit], nbytes: int) -> None:
+    def _note(self, hits: list[Hit], message: Tensor | None, nbytes: int) -> None:
         for hit in hits:
-            if hit.rule.do not in BEFORE:
+            if hit.rule.do == "flip" and not self._has_bits(message):
+                _log.info("planned fault: %s finds nothing to flip, %s", hit, self._name)
+            elif hit.rule.do not in BEFORE:
                 self._happens(hit, f"{nbytes} bytes")
 
     def _happens(self, hit: Hit, what: str) -> None:
@@ -296,6 +301,10 @@ class FaultyPipe(Pipe):
 
     def _copied(self, message: Tensor | None) -> Tensor | None:
         return copied(message)
+
+    def _has_bits(self, message: Tensor | None) -> bool:
+        """Whether there is anything to flip."""
+        return nbytes_of(message) > 0
 
     def _flipped(self, message: Tensor | None, hit: Hit) -> Tensor | None:
         return None if message is None else flipped(message, hit.rule.bits or 1, hit.random())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import sys
 import threading
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -16,7 +15,7 @@ from kvplug.errors import ConfigError
 from kvplug.pipe import Pipe, Transfer
 from kvplug.queue import MessageQueue, QueueEndpoint, QueueHandle, Reader
 from kvplug.testing.faults.course import Hit
-from kvplug.testing.faults.messages import copied, flipped, nbytes_of
+from kvplug.testing.faults.messages import copied, flip, flipped, is_tensor, nbytes_of, parts, writable
 from kvplug.testing.faults.pipe import FaultyPipe
 from kvplug.testing.faults.plan import Plan
 from kvplug.wire.values import Limits, decode, encode
@@ -54,8 +53,9 @@ class FaultyQueueEndpoint(QueueEndpoint):
 class FaultyQueue(MessageQueue):
     """One end of another queue, with faults: rules of direction "send" at a writer, "recv" at a reader.
 
-    They are for values. Chunks that are written and read in place are not counted, and pass. ``flip`` is for
-    tensors; other values pass as they are. A call that a rule holds up does not look at ``cancel``.
+    They are for values. Chunks that are written and read in place are not counted, and pass. ``flip`` turns
+    over bits of tensors and numpy arrays, also of those in lists, tuples and values of dicts; a value without
+    any passes as it is. A call that a rule holds up does not look at ``cancel``.
     """
 
     def __init__(self, queue: MessageQueue, plan: Plan, *, number: int = 1, timeout_s: float = 30.0) -> None:
@@ -70,7 +70,7 @@ class FaultyQueue(MessageQueue):
         self._values = _Values(queue)
         self._pipe = _FaultyValues(self._values, plan, number=number, timeout_s=timeout_s)
         self.hits = self._pipe.hits
-        """How often each action has happened."""
+        """How often each action has happened. A ``flip`` that found no bit has not."""
 
     @property
     def rank(self) -> int | None:
@@ -185,21 +185,20 @@ class _FaultyValues(FaultyPipe):
         return self.pipe.name
 
     def _nbytes_of(self, message: Any) -> int:
-        return nbytes_of(message) if _is_tensor(message) else len(encode(message, limits=_LIMITS))
+        return nbytes_of(message) if is_tensor(message) else len(encode(message, limits=_LIMITS))
 
     def _copied(self, message: Any) -> Any:
         return (
-            copied(message)
-            if _is_tensor(message)
-            else decode(encode(message, limits=_LIMITS), limits=_LIMITS)
+            copied(message) if is_tensor(message) else decode(encode(message, limits=_LIMITS), limits=_LIMITS)
         )
 
+    def _has_bits(self, message: Any) -> bool:
+        return any(part.nbytes for part in parts(message))
+
     def _flipped(self, message: Any, hit: Hit) -> Any:
-        if _is_tensor(message):
-            return flipped(message, hit.rule.bits or 1, hit.random())
-        return message
-
-
-def _is_tensor(value: Any) -> bool:
-    torch = sys.modules.get("torch")
-    return torch is not None and isinstance(value, torch.Tensor)
+        bits, chance = hit.rule.bits or 1, hit.random()
+        if is_tensor(message):
+            return flipped(message, bits, chance)
+        copy = self._copied(message)
+        flip([writable(part) for part in parts(copy)], bits, chance)
+        return copy

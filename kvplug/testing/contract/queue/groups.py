@@ -76,9 +76,8 @@ class Groups(QueueSuite):
                 address, rank=rank, world_size=WORLD, timeout=within, timeout_s=within
             )
 
-        groups = [
-            call.result(base.patience_s + 5) for call in [Call(lambda r=r: make(r)) for r in range(WORLD)]
-        ]  # type: ignore[misc]
+        calls = [Call(lambda rank=rank: make(rank)) for rank in range(WORLD)]  # type: ignore[misc]
+        groups = [call.result(base.patience_s + 5) for call in calls]
         for group in groups:
             self.later(group.abort)
         return groups
