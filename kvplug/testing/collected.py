@@ -25,10 +25,11 @@ class Collected:
 
     def __init__(self, config: pytest.Config, items: Iterable[pytest.Item]) -> None:
         self._config = config
+        self._narrowed = config.args_source is pytest.Config.ArgsSource.ARGS or bool(suites.chosen)
         self._classes: dict[str, list[pytest.Class]] = {}
         for item in items:
             found = item.getparent(pytest.Class)
-            nodes = self._classes.setdefault(found.name, []) if found is not None else []
+            nodes = self._classes.setdefault(found.obj.__name__, []) if found is not None else []
             if found is not None and found not in nodes:
                 nodes.append(found)
         self._tests = {item.name for item in items}
@@ -40,21 +41,34 @@ class Collected:
 
     def _fault(self, name: WaiverName, path: Path | None) -> str:
         known = self._classes.get(name.suite, []) if name.suite else self._every
-        if name.suite and not known and not self._is_elsewhere(name.suite, path):
+        if name.suite and not known:
+            if self._narrowed or self._is_elsewhere(name.suite, path):
+                return ""
             return f"there is no class {name.suite}{did_you_mean(name.suite, self._classes)}"
+        whole = bool(name.suite and not self._narrowed)  # else another class, or another file, may have it
         functions = {each for node in known for each in dir(node.obj)}
-        whole = bool(name.suite and known)
-        if not whole:  # others may have it
+        if not whole:
             functions |= {each for suite in suites.every() for each in dir(suite)}
         if name.function not in functions and (whole or not self._is_written(name.function, path)):
             tests = [each for each in functions if each.startswith("test")]
             return f"there is no test {name.function}{did_you_mean(name.function, tests)}"
-        if name.test == name.function or name.test in self._tests:
+        if name.test == name.function or (not name.suite and name.test in self._tests):
+            return ""
+        if not whole and self._is_of_others(name.function):
             return ""
         tests = [test for node in known for test in _tests_of(node) if function_of(test) == name.function]
         if not tests or name.test in tests:  # a suite that is not collected may have it
             return ""
         return f"it has no such parameters{did_you_mean(name.test, tests)}"
+
+    def _is_of_others(self, function: str) -> bool:
+        """Whether a suite of which no class was collected has the test too, perhaps with other parameters."""
+        collected = [node.obj for node in self._every]
+        return any(
+            hasattr(suite, function)
+            for suite in suites.every()
+            if not any(issubclass(cls, suite) for cls in collected)
+        )
 
     @property
     def _every(self) -> list[pytest.Class]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import platform
 from collections import Counter
 from collections.abc import Generator, Iterable
@@ -25,6 +26,9 @@ _PROPERTY = "kvplug"
 _WAIVED = "waived: "
 _KEPT = pytest.StashKey[str]()
 """Of a waived test that has passed: its waiver. What it leaves behind may still break the law."""
+_ABOVE = "kvplug_above"
+_NOTHING_JUDGED = (pytest.ExitCode.USAGE_ERROR, pytest.ExitCode.INTERNAL_ERROR)
+"""Ends of a run that leave an earlier report as it is."""
 _JUDGED = Path(__file__).with_name("contract") / "judged.py"
 
 
@@ -46,6 +50,8 @@ class Judge:
         self._results: list[Result] = []
         self._above: dict[str, Counter[str]] = {}
         """By subject and level: how many tests were not run, since they are of higher levels."""
+        self._distributions: dict[type[Contract], str] = {}
+        """What has brought the subject of a suite."""
         self._date = datetime.now(UTC).isoformat(timespec="seconds")
         self._is_worker = hasattr(config, "workerinput")
         """Of pytest-xdist: what it judges is counted by the process that started it."""
@@ -90,7 +96,11 @@ class Judge:
                 item.add_marker(pytest.mark.xfail(reason=f"{_WAIVED}{reason}", strict=False))
         collected = Collected(self._config, judged)
         for waivers in {each.path: each for each in known.values() if each.reasons}.values():
-            if faults := collected.faults(waivers):
+            try:
+                faults = collected.faults(waivers)
+            except KvplugError as e:
+                raise pytest.UsageError(f"{waivers.path}: {e}") from e
+            if faults:
                 raise pytest.UsageError(
                     f"{waivers.path}: tool.kvplug.waivers names no test of the kit: {', '.join(faults)}"
                 )
@@ -106,6 +116,10 @@ class Judge:
                 continue
             left_out.append(item)
             self._above.setdefault(_suite_of(item).subject(), Counter())[level] += 1
+        for suite in {_suite_of(item) for item in kept if item.get_closest_marker("kvplug_law") is not None}:
+            # Before any test: what looking for it loads is not to be charged to one.
+            with contextlib.suppress(KvplugError):  # then the tests say what is wrong
+                self._distributions[suite] = suite.distribution()
         if left_out:
             self._config.hook.pytest_deselected(items=left_out)
             items[:] = kept
@@ -138,6 +152,7 @@ class Judge:
             report.longrepr = f"it is kept, so the waiver ({item.stash[_KEPT]}) must go"
         result = _result(report, suite, item.name, marker.args)
         if result is not None:
+            result["distribution"] = self._distributions.get(suite, "")
             report.user_properties.append((_PROPERTY, result))
         if report.failed:
             _quote(report, marker.args)
@@ -174,16 +189,26 @@ class Judge:
             },
         )
 
-    def pytest_sessionfinish(self) -> None:
-        for path in () if self._is_worker else self._reports:
+    def pytest_sessionfinish(self, exitstatus: int) -> None:
+        if self._is_worker:
+            output: dict[str, Any] = self._config.workeroutput  # type: ignore[attr-defined]
+            output[_ABOVE] = {subject: dict(counter) for subject, counter in self._above.items()}
+            return
+        for path in self._reports if exitstatus not in _NOTHING_JUDGED else ():
             self.scorecard.write(path)
 
-    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        """Of pytest-xdist. Each worker collects all tests, so one of them tells enough."""
+        told = getattr(node, "workeroutput", None) or {}
+        self._above.update((subject, Counter(counts)) for subject, counts in told.get(_ABOVE, {}).items())
+
+    def pytest_terminal_summary(self, terminalreporter: Any, exitstatus: int) -> None:
         card = self.scorecard
         if card.results:
             terminalreporter.section("kvplug conformance")
             card.print(terminalreporter._tw._file)
-        for path in self._reports:
+        for path in self._reports if exitstatus not in _NOTHING_JUDGED else ():
             terminalreporter.write_line(f"scorecard written to {path}")
 
 
@@ -201,7 +226,7 @@ def _suite_of(item: pytest.Item) -> type[Contract]:
 def _result(
     report: pytest.TestReport, suite: type[Contract], test: str, laws: tuple[str, ...]
 ) -> dict[str, Any] | None:
-    """The plain values of a :class:`Result`; ``None`` where this phase of the test decides nothing."""
+    """What a :class:`Result` has of a test; ``None`` where this phase of the test decides nothing."""
     waived = getattr(report, "wasxfail", "")
     if report.skipped and waived.startswith(_WAIVED):
         outcome, reason = Outcome.WAIVED, waived.removeprefix(_WAIVED)
@@ -215,7 +240,6 @@ def _result(
         return None
     return {
         "subject": suite.subject(),
-        "distribution": suite.distribution(),
         "suite": suite.__name__,
         "test": test,
         "laws": laws,

@@ -102,7 +102,7 @@ def test_a_report_is_written_as_its_name_ends(package: Any) -> None:
     assert plain["above"] == {"pipe memory": {"full": 1, "soak": 1}}
     brought = f"kvplug {plain['versions']['kvplug']}"
     assert {each["distribution"] for each in plain["results"]} == {brought}
-    assert f"\n{brought}\n" in page
+    assert f"\n{brought}; " in page
 
 
 def test_a_report_of_another_name_is_refused_at_once(package: Any) -> None:

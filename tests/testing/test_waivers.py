@@ -53,6 +53,24 @@ def test_a_waiver_of_another_class_waives_nothing(package: Any) -> None:
     assert package.outcomes("tests/test_other.py")["test_that_is_broken"].outcome == "waived"
 
 
+QUEUE = """
+from kvplug.testing import MessageQueueContract
+
+class TestQueue(MessageQueueContract):
+    transport = "memory"
+    across_processes = False
+"""
+
+NARROWER = """
+class TestNarrower(Contract):
+    kind = Kind.PIPE
+
+    @law("PIPE-1")
+    @mark.parametrize("dtype", ["bool"])
+    def test_of_a_dtype(self, dtype):
+        pass
+"""
+
 PARAMETERS = """
 from pytest import mark
 from kvplug import Kind
@@ -189,6 +207,36 @@ def test_a_waiver_of_what_this_run_leaves_out_is_no_error(package: Any, argument
     package.waive(GOOD)
     done = package.judge("--collect-only", "-q", *arguments)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_name_that_suites_share_is_judged_by_all_of_them(package: Any) -> None:
+    """``[close-abort]`` is a pipe's, and queues have the test without parameters."""
+    (package.folder / "tests" / "test_queue.py").write_text(QUEUE)
+    package.waive("""
+        "test_ending_twice_is_ending_once[close-abort]" = "of the pipes in another file"
+    """)
+    done = package.judge("tests/test_queue.py", "-k", "ending_twice")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_parameters_of_another_class_are_not_this_ones(package: Any) -> None:
+    (package.folder / "tests" / "test_mine.py").write_text(PARAMETERS + NARROWER)
+    package.waive("""
+        "TestNarrower::test_of_a_dtype[complex32]" = "it has bool only"
+    """)
+    done = package.judge()
+    assert (done.returncode, "it has no such parameters" in done.stderr) == (4, True), done.stderr
+
+
+def test_a_refused_run_leaves_an_earlier_report_alone(package: Any) -> None:
+    report = package.folder / "report.json"
+    package.judge("--kvplug-report", str(report))
+    before = report.read_text()
+    package.waive("""
+        test_that_was_never_written = "a slip"
+    """)
+    assert package.judge("--kvplug-report", str(report)).returncode == 4
+    assert report.read_text() == before
 
 
 def test_one_test_that_is_asked_for_does_not_hide_a_parameter_that_is_not_there(package: Any) -> None:
