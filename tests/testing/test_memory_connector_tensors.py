@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import attrs
+import pytest
 
 from kvplug.errors import TransportError
 from kvplug.testing import ConnectorContract
+from kvplug.testing.contract.connector.schedules import QUICK
 from kvplug.testing.memory.shelf import Entry, Shelf
 
 
@@ -45,6 +48,26 @@ class TestMemory(ConnectorContract):
             yield is_held
         finally:
             self._shelf().fault = None
+
+    @pytest.mark.parametrize(
+        ("first", "given"),
+        [(0, {}), (1000, {"background": True}), (2000, {"spoils": True}), (5000, None)],
+        ids=["pair", "background", "failing", "both"],
+    )
+    def test_the_seeds_of_the_level_quick_do_all_that_engines_do(
+        self, first: int, given: dict[str, bool] | None
+    ) -> None:
+        counts: Counter[str] = Counter()
+        for seed in QUICK:
+            with self.scope():
+                if given is None:
+                    done = self._run_both(first + seed, spoils=True)
+                else:
+                    done = self._run_pair(first + seed, **given)
+            self._host = ""
+            counts += done.counts
+        wanted = {"preempted", "aborted", "chunked", "ahead"} | ({"async"} if first == 1000 else set())
+        assert wanted <= counts.keys(), f"never: {', '.join(sorted(wanted - counts.keys()))}"
 
     def _shelf(self) -> Shelf:
         return Shelf.at(self.config_of("both").control_address())

@@ -55,7 +55,9 @@ class Schedule:
         self.double, self.chance, self.depth, self.drafts = double, chance, depth, drafts
         self.before_step, self.on_end = before_step, on_end
         self.ledger = Ledger(double.cache)
-        self.num_preempted = 0
+        self.counts: Counter[str] = Counter()
+        """How often it has preempted, aborted, computed a part of a prompt (``"chunked"``), planned a step
+        while another was under way (``"ahead"``), and begun a load in the background (``"async"``)."""
         self.coming: deque[Running] = deque()
         self.active: list[Running] = []
         self._planned: deque[_Step] = deque()
@@ -164,6 +166,7 @@ class Schedule:
             self.ledger.begin(Load(request, each.blocks, start, end, is_async))
             holds = self.chance.random() < 0.1
             each.state = State.LOADING if is_async else State.HELD if holds else State.RUNNING
+            self.counts["async"] += is_async
         each.must_run = each.state is State.RUNNING
 
     def _shared(self, each: Running) -> tuple[int, ...]:
@@ -200,11 +203,13 @@ class Schedule:
             each.must_run = False
             scheduled.append((each.request(each.num_computed + new), each.blocks, each.num_computed, new))
             each.num_computed += new
+            self.counts["chunked"] += each.num_computed < len(each.arrival.prompt)
             computed.append((each, each.life, each.num_computed))
         preempted = frozenset(each.name for each in self._to_preempt)
         scheduled = [one for one in scheduled if one[0].request_id not in preempted]
         self._to_preempt.clear()
         held = tuple((each, each.generation) for each in self.active if each.state is State.HELD)
+        self.counts["ahead"] += bool(self._planned or self._reports)
         planned = self.double.plan(scheduled, preempted=preempted)
         self._planned.append(
             _Step(
@@ -264,6 +269,7 @@ class Schedule:
 
     def _end(self, each: Running) -> None:
         request = each.request()
+        self.counts["aborted"] += each.arrival.end is RequestEnd.ABORTED
         keeps, params = self.double.finish(request, each.blocks, each.arrival.end)
         reported = any(each.name in report.finished_recving for _, report in self._reports)
         self.ledger.end(each.name, keeps, is_reported=keeps and reported)
@@ -339,7 +345,7 @@ class Schedule:
         each.back_to(0)
         each.generation += 1
         self._to_preempt.append(each)
-        self.num_preempted += 1
+        self.counts["preempted"] += 1
 
     def _release(self, blocks: Iterable[int]) -> None:
         for block in blocks:

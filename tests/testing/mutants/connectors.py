@@ -294,6 +294,37 @@ class TestFreesWhatStillLoads(Mutant):
             return keeps and end is RequestEnd.FINISHED, params
 
 
+class TestLoadsWhatWasPreempted(Mutant):
+    """A load stays planned when its request is preempted in the same step."""
+
+    breaks = ("CONN-4",)
+
+    class scheduler_factory(MemoryScheduler):  # noqa: N801
+        def build_connector_meta(self, output: Any) -> Any:
+            return super().build_connector_meta(attrs.evolve(output, preempted_request_ids=frozenset()))
+
+
+class TestGoesOnLoadingIntoPreemptedBlocks(Mutant):
+    """A background load does not hear that its request was preempted."""
+
+    breaks = ("CONN-4",)
+
+    class worker_factory(MemoryWorker):  # noqa: N801
+        def handle_preemptions(self, request_ids: frozenset[str]) -> None:
+            return None
+
+
+class TestReportsBlocksOfThePreempted(Mutant):
+    """The blocks of a load that failed are reported once more when its request is preempted."""
+
+    breaks = ("CONN-4",)
+
+    class worker_factory(MemoryWorker):  # noqa: N801
+        def handle_preemptions(self, request_ids: frozenset[str]) -> None:
+            super().handle_preemptions(request_ids)
+            self._failed_blocks.update(self._suspect)
+
+
 class TestKeepsBlocksForWhoIsGone(Mutant):
     """Blocks that a consumer has asked for are kept until it has loaded them, and it may be gone."""
 
@@ -372,6 +403,29 @@ class TestSavesWhatAFailedLoadSpoilt(Mutant):
         def bind_connector_metadata(self, metadata: Any) -> None:
             self._suspect.clear()
             super().bind_connector_metadata(metadata)
+
+
+class TestSavesWhatOthersShareWithAFailedLoad(Mutant):
+    """What is not saved after a failed load is its own request, and not those that share its blocks."""
+
+    breaks = ("CONN-6",)
+
+    class worker_factory(MemoryWorker):  # noqa: N801
+        def __init__(self, context: Any) -> None:
+            super().__init__(context)
+            self._failed_ever: set[str] = set()
+
+        def _fail(self, load: Any, error: KvplugError) -> None:
+            super()._fail(load, error)
+            self._failed_ever.add(load["request"])
+
+        def bind_connector_metadata(self, metadata: Any) -> None:
+            self._suspect.clear()
+            super().bind_connector_metadata(metadata)
+            saves = self._begun[1]
+            saves[:] = [
+                {**each, "tokens": ()} if each["request"] in self._failed_ever else each for each in saves
+            ]
 
 
 # -- forgetting --------------------------------------------------------------------------------------

@@ -7,12 +7,13 @@ from kvplug.testing.contract.connector.failures import Failures
 from kvplug.testing.contract.connector.figures import Figures
 from kvplug.testing.contract.connector.lending import Lending
 from kvplug.testing.contract.connector.order import Order
+from kvplug.testing.contract.connector.preemption import Preemption
 from kvplug.testing.contract.connector.promises import Promises
 from kvplug.testing.contract.connector.references import References
 from kvplug.testing.contract.connector.schedules import Schedules
 
 
-class ConnectorContract(Promises, Failures, Lending, Schedules, Figures, Order, References, Ends):
+class ConnectorContract(Promises, Failures, Lending, Preemption, Schedules, Figures, Order, References, Ends):
     """Judges a connector by the laws CONN, REF, and those for everything with an end.
 
     A test file for an installed connector is this::
