@@ -3,7 +3,8 @@
 :class:`FaultyPipe` goes around one pipe, :class:`FaultyEndpoint` around all pipes of a transport;
 ``transport = "faulty"`` in a config does so for an operator. :class:`FaultyQueue`,
 :class:`FaultyQueueEndpoint` and ``queue = "faulty"`` do the same to message queues. A lookup buffer and a
-connector reach each other over pipes, so that their faults are those of the pipes.
+connector reach each other over pipes, so that their faults are those of the pipes. No plan reaches the
+collectives of a communicator.
 """
 
 from kvplug.testing.faults.course import Course, Hit, schedule
