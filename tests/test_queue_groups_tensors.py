@@ -83,6 +83,19 @@ def is_refused(parent: peers.Parent, store: str, rank: int, world_size: int) -> 
     return None
 
 
+def is_left_alone(parent: peers.Parent, store: str, rank: int, world_size: int) -> Any:
+    """A rank of a group whose last rank leaves instead; what is raised."""
+    with joined(store, rank, world_size):
+        dist.barrier()
+        if rank == world_size - 1:
+            return "left"
+        try:
+            endpoint().create_from_process_group(dist.group.WORLD)
+        except Exception as e:
+            return type(e).__name__
+    return "made"
+
+
 def all_ranks(what: Any, folder: Path, world_size: int = 3) -> list[Any]:
     """What each rank returned."""
     with contextlib.ExitStack() as stack:
@@ -108,6 +121,10 @@ def test_where_one_rank_of_a_torch_group_cannot_attach_all_are_told(tmp_path: Pa
     told = all_ranks(is_refused, tmp_path)
     assert [each[:2] for each in told] == [("TransportError", words)] * 3
     assert [each[2] for each in told] == ["NoneType", "AuthenticationError", "NoneType"]
+
+
+def test_a_rank_of_a_torch_group_that_has_left_is_not_waited_for(tmp_path: Path) -> None:
+    assert all_ranks(is_left_alone, tmp_path) == ["TransportError", "TransportError", "left"]
 
 
 # -- one rank, in this process ---------------------------------------------------------------------

@@ -67,6 +67,7 @@ class QueueEndpoint(abc.ABC):
             TransportError: a rank could not make its end: raised at all ranks, names it and why. Or a
                 collective of a torch process group failed.
             TimeoutError, PeerGoneError: a rank did not come, or is gone; names it.
+            ClosedError, BusyError: as the law of a kvplug group says.
             ConfigError: ``writer_rank`` is no rank of the group.
             UnsupportedError: it is neither kind of group, or a torch process group without CPU tensors.
         """
