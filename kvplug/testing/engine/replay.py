@@ -18,6 +18,11 @@ from kvplug.testing.orders import Call, Run
 class Departed(Exception):  # noqa: N818 - it is no fault of anybody's
     """The connector answered lawfully, and otherwise than when it was recorded."""
 
+    def __init__(self, text: str, *, request: str, is_nothing: bool) -> None:
+        """``is_nothing``: ``request`` was promised something when it was recorded, and never is now."""
+        super().__init__(text)
+        self.request, self.is_nothing = request, is_nothing
+
 
 def replay(run: Run, double: EngineDouble, prompts: Mapping[str, tuple[int, ...]]) -> Ledger:
     """Make the calls of a recorded run, one by one, up to the last before ``shutdown``.
@@ -46,6 +51,8 @@ class _Replay:
         self._tables: dict[str, tuple[int, ...]] = {}
         self._answers: dict[str, tuple[int | None, bool]] = {}
         self._asked_with: dict[str, int] = {}
+        self._promised: set[str] = set()
+        """Requests that some tokens were promised to."""
         self._planned: dict[int, PlannedStep] = {}
         self._reports: dict[int, WorkerOutput] = {}
         self._parts: dict[str, Any] = {}
@@ -95,8 +102,12 @@ class _Replay:
         if wanted is not None and (found, is_async) != (wanted, in_background):
             raise Departed(
                 f"the engine was promised {wanted} tokens of {call.request} (in the background:"
-                f" {in_background}), and is now promised {found} (in the background: {is_async})"
+                f" {in_background}), and is now promised {found} (in the background: {is_async})",
+                request=call.request,
+                is_nothing=not found and wanted > 0 and call.request not in self._promised,
             )
+        if found:
+            self._promised.add(call.request)
 
     def _scheduler_update_state_after_alloc(self, call: Call) -> None:
         name, count = call.request, call.given["num_external"]

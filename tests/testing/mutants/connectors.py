@@ -498,6 +498,16 @@ class TestCountsAFailureTwice(Mutant):
 # -- order -------------------------------------------------------------------------------------------
 
 
+class TestPromisesOnlyWhoComesAlone(Mutant):
+    """While there is another request nothing is promised."""
+
+    breaks = ("CONN-1",)
+
+    class scheduler_factory(MemoryScheduler):  # noqa: N801
+        def _held(self, tracked: Any) -> int | None:
+            return super()._held(tracked) if len(self._tracked) == 1 else 0
+
+
 class TestLoadsIntoNothing(Mutant):
     """Without a cache nothing is loaded, and nobody hears of it."""
 
@@ -580,6 +590,26 @@ class TestTakesAnEarlierEpochForThisOne(Mutant):
             def believe(reference: Reference, *more: Any) -> Any:
                 ours = attrs.evolve(reference, engine_id=shelf.engine_id, epoch=shelf.epoch)
                 return resolve(shelf, ours, *more)
+
+            shelf.resolve = believe  # type: ignore[method-assign]
+            return shelf
+
+
+class TestTakesEveryGenerationForTheLast(Mutant):
+    """A reference is good for whatever its request has been lent last."""
+
+    breaks = ("REF-1",)
+
+    class scheduler_factory(MemoryScheduler):  # noqa: N801
+        def _peer(self) -> Shelf:
+            shelf = super()._peer()
+            resolve = type(shelf).resolve
+
+            def believe(reference: Reference, *more: Any) -> Any:
+                for lease, lent in shelf._lent.items():
+                    if lent.request_id == reference.request_id:
+                        reference = attrs.evolve(reference, lease=lease, generation=lent.generation)
+                return resolve(shelf, reference, *more)
 
             shelf.resolve = believe  # type: ignore[method-assign]
             return shelf

@@ -51,6 +51,9 @@ class Order(ConnectorSuite):
         try:
             ledger = Call(lambda: replay(run, double, prompts)).result(2 * base.patience_s)
         except Departed as e:
+            self.spoil("")
+            if e.is_nothing:
+                self._promises_as_little(run, run.prompts[e.request], prompts[e.request], size)
             if spoils:
                 self.skip_unless_spoilt()
             pytest.skip(f"the record ends to fit: {e}")
@@ -62,6 +65,19 @@ class Order(ConnectorSuite):
                 call.given["end"] == "aborted" for call in run.calls if call.method == "request_finished"
             )
             assert ledger.num_failed or aborted, "its load was made to fail, and did not"
+
+    def _promises_as_little(
+        self, run: orders.Run, prompt: orders.Prompt, tokens: tuple[int, ...], size: dict[str, Any]
+    ) -> None:
+        """Nothing is a lawful promise where engines that do nothing else get no other for this prompt."""
+        self._host = ""
+        prefill, decode = self.pair(background=run.is_async, **size)
+        self.stored(prefill, tokens[: prompt.num_stored])
+        found, _ = self.run(decode.matched, request_of("alone", tokens[: prompt.num_tokens]))
+        assert not found, (
+            f"nothing is promised in an order of calls that an engine was seen to make, and {found} tokens of"
+            " the same prompt where it is the only one"
+        )
 
     @law("CONN-1")
     @pytest.mark.parametrize("order", _ORDERS, ids=str)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import attrs
 import pytest
 
 from kvplug.testing.contract.base import Call, law
@@ -160,6 +161,19 @@ class References(ConnectorSuite):
         before = self._misses(decode)
         self._is_a_miss(decode, "a", params, "a reference whose lease is over")
         self._is_counted(decode, before, 1, "a reference whose lease is over")
+
+    @law("REF-1")
+    def test_one_of_an_earlier_generation_of_its_request_is_a_miss(self) -> None:
+        prefill, decode, params = self._lent()
+        prompt = attrs.evolve(request_of("stored", range(100)), generation=1)
+        _, again = Call(lambda: prefill.hand_off(prompt)).result()
+        before = self._misses(decode)
+        self._is_a_miss(decode, "a", params, "a reference of an earlier generation of its request")
+        self._is_counted(decode, before, 1, "a reference of an earlier generation")
+        fresh = request_of("b", range(100), params=again)
+        blocks, found, report = Call(lambda: decode.load(fresh)).result()
+        assert found and not report.invalid_block_ids, "the later generation's reference gets nothing"
+        assert decode.is_right(fresh.token_ids, blocks, 100), "the KV is wrong"
 
     @law("REF-2")
     def test_one_whose_time_is_over_is_a_miss(self, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -61,6 +62,8 @@ class MemoryScheduler(SchedulerConnector):
         self._saves: list[dict[str, Any]] = []
         self._unsent: set[str] = set()
         """Requests whose blocks are kept until they are saved."""
+        self._references: dict[str, Reference] = {}
+        """By request; those whose time is not over."""
         self._heard = 0
         """The latest step that a failed load was reported of."""
 
@@ -166,12 +169,7 @@ class MemoryScheduler(SchedulerConnector):
         if not self._produces or tracked.is_old or whole == 0:
             return False, None
         shelf, tokens = Shelf.at(self._contact), request.token_ids[:whole]
-        reference = shelf.lend(
-            (request.extra, tokens),
-            request_id=request.request_id,
-            generation=request.generation,
-            duration_s=self._context.options.lease_s,
-        )
+        reference = self._lend(shelf, request, tokens)
         self._unsent.add(request.request_id)
         self._saves.append(
             {
@@ -184,6 +182,24 @@ class MemoryScheduler(SchedulerConnector):
             }
         )
         return True, {PARAMS: reference.to_params()}
+
+    def _lend(self, shelf: Shelf, request: Request, tokens: tuple[int, ...]) -> Reference:
+        """A reference to what will be saved. What was lent under the same request id before is so no more."""
+        reference = shelf.lend(
+            (request.extra, tokens),
+            request_id=request.request_id,
+            generation=request.generation,
+            duration_s=self._context.options.lease_s,
+        )
+        now_ms = time.time() * 1000
+        earlier = self._references.get(request.request_id)
+        self._references = {
+            name: each for name, each in self._references.items() if each.expires_at_ms > now_ms
+        }
+        self._references[request.request_id] = reference
+        if earlier is not None:
+            shelf.settle(earlier.lease, is_stored=False)
+        return reference
 
     def _drop_loads(self, request_ids: set[str] | frozenset[str]) -> bool:
         """Loads that no step has been told of yet; whether there were any."""
