@@ -62,14 +62,16 @@ class Judge:
             if not path.parent.is_dir():
                 raise pytest.UsageError(f"--kvplug-report {path}: there is no folder {path.parent}")
 
-    def choose(self, transports: Iterable[str], connectors: Iterable[str]) -> None:
+    def choose(
+        self, transports: Iterable[str], connectors: Iterable[str], options: Iterable[str] = ()
+    ) -> None:
         """Judge what is named, beside the test files that the command line names.
 
         Raises:
-            pytest.UsageError: nothing of such a name is installed.
+            pytest.UsageError: nothing of such a name is installed, or the options are wrong.
         """
         try:
-            chosen = suites.installed(transports, connectors)
+            chosen = suites.installed(transports, connectors, options)
         except KvplugError as e:
             raise pytest.UsageError(str(e)) from e
         if chosen:

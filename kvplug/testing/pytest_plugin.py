@@ -31,6 +31,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="judge the installed connector NAME, without any test file",
     )
     group.addoption(
+        "--kvplug-option",
+        metavar="NAME.KEY=VALUE",
+        action="append",
+        default=[],
+        help="set the option KEY of what is judged as NAME, as the variable KVPLUG_OPTIONS__NAME__KEY would",
+    )
+    group.addoption(
         "--kvplug-level",
         choices=_LEVELS,
         default="quick",
@@ -48,10 +55,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", _MARKER)
     option = config.option
-    if option.kvplug_transport or option.kvplug_connector or option.kvplug_report:
+    if option.kvplug_transport or option.kvplug_connector or option.kvplug_option or option.kvplug_report:
         from kvplug.testing import judging
 
-        judging.judge_of(config).choose(option.kvplug_transport, option.kvplug_connector)
+        judge = judging.judge_of(config)
+        judge.choose(option.kvplug_transport, option.kvplug_connector, option.kvplug_option)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import importlib
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from importlib import metadata
 from typing import Any
 
-from kvplug.errors import UnknownTransportError
+from kvplug.config import check_options
+from kvplug.errors import ConfigError, UnknownTransportError
 from kvplug.registry import Registry
 from kvplug.spec import TRANSPORTS, Kind
 from kvplug.testing import peers
@@ -23,6 +24,11 @@ _SUITES = {
     Kind.COMMUNICATOR: "kvplug.testing.contract.communicator:DeviceCommunicatorContract",
     Kind.CONNECTOR: "kvplug.testing.contract.connector:ConnectorContract",
 }
+_AROUND = {
+    Kind.PIPE: "kvplug.testing.contract.around:AroundPipe",
+    Kind.QUEUE: "kvplug.testing.contract.around:AroundQueue",
+}
+"""Where the transport goes around another one."""
 
 chosen: list[type[Contract]] = []
 """What the command line names, for the module ``judged``, which pytest collects."""
@@ -30,7 +36,11 @@ chosen: list[type[Contract]] = []
 
 def suite_of(kind: Kind) -> type[Contract]:
     """The suite of a kind."""
-    module, _, name = _SUITES[kind].partition(":")
+    return _loaded(_SUITES[kind])
+
+
+def _loaded(source: str) -> type[Contract]:
+    module, _, name = source.partition(":")
     return getattr(importlib.import_module(module), name)  # type: ignore[no-any-return]
 
 
@@ -38,23 +48,54 @@ def every() -> tuple[type[Contract], ...]:
     return (*(suite_of(kind) for kind in _SUITES), PluginContract)
 
 
-def installed(transports: Iterable[str], connectors: Iterable[str]) -> list[type[Contract]]:
+def installed(
+    transports: Iterable[str], connectors: Iterable[str], options: Iterable[str] = ()
+) -> list[type[Contract]]:
     """A suite for each name, as an author would have written it, and one for each plugin that offers them.
+
+    ``options`` are ``"NAME.KEY=VALUE"``; the name is one of what is judged, or ``KIND:NAME``.
 
     Raises:
         UnknownTransportError, UnknownConnectorError, AmbiguousNameError: nothing, or more than one thing, has
             the name.
+        ConfigError: with every fault of the options, or one is not of what is named.
     """
     registry = Registry.from_env()
+    given = _by_name(options)
     named = [(kind, name) for each in transports for kind, name in _kinds(registry, each)]
     for name in connectors:
         registry.get(Kind.CONNECTOR, name)
         named.append((Kind.CONNECTOR, name))
+    if strange := {*given} - {each for kind, name in named for each in (name, f"{kind.value}:{name}")}:
+        raise ConfigError(f"options of {', '.join(sorted(strange))} were given, and no such thing is judged")
     plugins = [plugin.name for kind, name in named for plugin in registry.owners(kind, name)]
+    options_of = {
+        (kind, name): given.get(name, {}) | given.get(f"{kind.value}:{name}", {}) for kind, name in named
+    }
     return [
-        *(_made(kind, name, _reaches_other_processes(registry, kind, name)) for kind, name in named),
+        *(_made(registry, kind, name, options_of[kind, name]) for kind, name in named),
         *(_made_of_plugin(name) for name in dict.fromkeys(plugins)),
     ]
+
+
+def _by_name(options: Iterable[str]) -> dict[str, dict[str, str]]:
+    """What was given for each name. As in the environment, a value that is empty counts as not given.
+
+    Raises:
+        ConfigError: with each that has another form.
+    """
+    found: dict[str, dict[str, str]] = {}
+    faults: list[str] = []
+    for each in options:
+        path, equals, value = each.partition("=")
+        name, dot, key = path.strip().rpartition(".")
+        if not (equals and dot and name and key):
+            faults.append(f"{each!r} was given; allowed is NAME.KEY=VALUE")
+        elif value.strip():
+            found.setdefault(name, {})[key] = value
+    if faults:
+        raise ConfigError(*faults, source="--kvplug-option")
+    return found
 
 
 def made_names() -> set[str]:
@@ -82,21 +123,40 @@ def _kinds(registry: Registry, given: str) -> list[tuple[Kind, str]]:
     return [(kind, given) for kind in kinds]
 
 
-def _made(kind: Kind, name: str, across_processes: bool) -> type[Contract]:
-    suite = suite_of(kind)
-    said = {"transport": name, "made_from": _SUITES[kind], "across_processes": across_processes}
-    return type(_called(name, suite), (suite,), said)
+def _made(registry: Registry, kind: Kind, name: str, options: Mapping[str, str]) -> type[Contract]:
+    """The suite of what has the name.
 
-
-def _reaches_other_processes(registry: Registry, kind: Kind, name: str) -> bool:
-    """Whether a transport's probe names the same domain in another process of this host as here."""
-    if kind not in TRANSPORTS:
-        return True
+    Raises:
+        ConfigError: with every fault of the options.
+    """
     spec: Any = registry.get(kind, name)
+    goes_around = kind in TRANSPORTS and spec.wraps
+    if options or goes_around:
+        _check(spec, options)
+    source = (_AROUND if goes_around else _SUITES)[kind]
+    suite = _loaded(source)
+    said: dict[str, Any] = {"transport": name, "options": options, "made_from": source}
+    if suite.across_processes:
+        said["across_processes"] = _reaches_other_processes(spec)
+    return type(_called(name, suite_of(kind)), (suite,), said)
+
+
+def _check(spec: Any, options: Mapping[str, str]) -> None:
+    cls = spec.load_options()
+    if cls is not None:
+        check_options(cls, options, where=f"options.{spec.name}")
+    elif options:
+        raise ConfigError(f"{spec.name} takes no options; {', '.join(options)} was given")
+
+
+def _reaches_other_processes(spec: Any) -> bool:
+    """Whether a transport's probe names the same domain in another process of this host as here."""
+    if spec.kind not in TRANSPORTS:
+        return True
     here = spec.run_probe().domain
     if not here or spec.capabilities.cross_host:
         return True
-    with peers.start(f"{__name__}:domain_of", kind.value, name) as child:
+    with peers.start(f"{__name__}:domain_of", spec.kind.value, spec.name) as child:
         return bool(child.result() == here)
 
 
