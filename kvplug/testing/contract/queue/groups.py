@@ -46,13 +46,13 @@ class Groups(QueueSuite):
 
         groups = self._groups()
         calls = [self._making(group, 0, refuse if group.rank == 1 else None) for group in groups]
-        calls[1].end(base.patience_s)
+        calls[1].end(base.patience_s + 5)
         if not asked:
             for call in calls:
-                call.result(base.patience_s).abort()
+                call.result(base.patience_s + 5).abort()
             pytest.skip(f"{self.called} makes a queue over a group without create_from_handle")
         for rank, call in enumerate(calls):
-            error = call.raised(TransportError, base.patience_s)
+            error = call.raised(TransportError, base.patience_s + 5)
             assert "rank 1" in str(error) and REFUSAL in str(error), (
                 f"what rank {rank} raises does not name rank 1 and its reason: {error}"
             )
@@ -89,5 +89,5 @@ class Groups(QueueSuite):
         end = self.endpoint(n_reader=WORLD - 1)
         if attach is not None:
             end.create_from_handle = attach  # type: ignore[method-assign]
-        within = 2 * base.patience_s if timeout is None else timeout
+        within = base.patience_s if timeout is None else timeout
         return Call(lambda: end.create_from_process_group(group, writer_rank, within))
