@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, ClassVar
 
-import attrs
 import pytest
 
+from kvplug.config import option_fields
 from kvplug.context import PipeContext
 from kvplug.errors import TimeoutError
 from kvplug.pipe import Pipe, PipeEndpoint, PipeListener, Transfer
@@ -99,8 +99,11 @@ class PipeSuite(Contract):
         Raises:
             pytest.fail.Exception: there is no such option. It says what to set.
         """
-        makes_own = type(self).made_options is not Contract.made_options
-        known = [] if self._takes is None else [field.name for field in attrs.fields(self._takes)]
+        makes_own = any(
+            getattr(type(self), name) is not getattr(PipeSuite, name)
+            for name in ("made_options", "context", "endpoint")
+        )
+        known = [] if self._takes is None else [*option_fields(self._takes)]
         if not makes_own and self.limit_option not in known:
             there = f"these are: {', '.join(known)}" if known else "it takes none (options_class)"
             pytest.fail(
