@@ -865,3 +865,18 @@ class TestOneEndEndsAll(Mutant):
             super().abort()
             for pipe in list(TestOneEndEndsAll.siblings):
                 pipe.lose_peer()
+
+
+# -- the controls ----------------------------------------------------------------------------------
+
+
+class TestHasNoFault(Mutant):
+    """The pipe "memory" as it is."""
+
+    is_control = True
+
+
+class TestHasNoFaultLate(Late):
+    """The same with transfers that are under way until their message was received."""
+
+    is_control = True
