@@ -350,3 +350,12 @@ class TestKeepsEveryPipe(Mutant):
         def __init__(self, *args: Any) -> None:
             super().__init__(*args)
             kept.append(self)
+
+
+# -- the control -----------------------------------------------------------------------------------
+
+
+class TestHasNoFault(Mutant):
+    """The sample's pipe as it is."""
+
+    is_control = True
