@@ -194,7 +194,8 @@ class TestWritesBesideItsBlocks(Mutant):
         def _load(self, load: Any) -> None:
             super()._load(load)
             other = next(n for n in range(10_000) if n not in load["blocks"])
-            self._caches[0].select(self._layout.axes.replace("KD", "D").find("B"), other).view(-1)[0] = 1.0
+            block = self._caches[0].select(self._layout.axes.replace("KD", "D").find("B"), other)
+            block[(0,) * block.dim()] = 1.0
 
 
 # -- failures ----------------------------------------------------------------------------------------
@@ -535,6 +536,7 @@ class TestLooksTablesUpLater(Mutant):
     """Block tables are looked up when a request ends, in the plan of its last step."""
 
     breaks = ("CONN-1",)
+    raises = (KeyError,)  # the engine has put the table away
 
     class scheduler_factory(MemoryScheduler):  # noqa: N801
         _output: Any = None
@@ -736,3 +738,12 @@ class TestWaitsForAPeerThatIsGone(Mutant):
             if isinstance(error, PeerGoneError):
                 threading.Event().wait()
             super()._fail(load, error)
+
+
+# -- the control -------------------------------------------------------------------------------------
+
+
+class TestHasNoFault(Mutant):
+    """The connector "memory" as it is."""
+
+    is_control = True
