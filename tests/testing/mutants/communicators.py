@@ -323,14 +323,15 @@ class TestSumsWhatItDoesNotClaim(Mutant):
 # -- between processes -----------------------------------------------------------------------------
 
 
-class TestTakesAStoppedRankForDead(DeviceCommunicatorContract):
-    """Silence until the deadline counts as death."""
+class Apart(DeviceCommunicatorContract):
+    """One fault of a communicator between processes."""
 
-    breaks = ("ALL-3",)
     ends_are_processes = True
+    end: Any = group_communicator.GroupCommunicator
+    breaks: tuple[str, ...] = ()
 
     def make_communicator(self, context: Any) -> Any:
-        return _Impatient(context)
+        return self.end(context)
 
 
 class _Impatient(group_communicator.GroupCommunicator):  # type: ignore[misc, name-defined]
@@ -341,14 +342,11 @@ class _Impatient(group_communicator.GroupCommunicator):  # type: ignore[misc, na
             raise PeerGoneError(str(e)) from e
 
 
-class TestDoesNotHearAKill(DeviceCommunicatorContract):
-    """That the first rank is gone is taken for a pause."""
+class TestTakesAStoppedRankForDead(Apart):
+    """Silence until the deadline counts as death."""
 
-    breaks = ("ALL-2", "ALL-5")
-    ends_are_processes = True
-
-    def make_communicator(self, context: Any) -> Any:
-        return _Patient(context)
+    breaks = ("ALL-3",)
+    end = _Impatient
 
 
 class _Patient(group_communicator.GroupCommunicator):  # type: ignore[misc, name-defined]
@@ -358,3 +356,25 @@ class _Patient(group_communicator.GroupCommunicator):  # type: ignore[misc, name
         except PeerGoneError as e:
             time.sleep(3)
             raise TimeoutError(str(e)) from e
+
+
+class TestDoesNotHearAKill(Apart):
+    """That the first rank is gone is taken for a pause."""
+
+    breaks = ("ALL-2", "ALL-5")
+    end = _Patient
+
+
+# -- the controls ----------------------------------------------------------------------------------
+
+
+class TestHasNoFault(Mutant):
+    """The communicator "memory" as it is."""
+
+    is_control = True
+
+
+class TestHasNoFaultApart(Apart):
+    """A communicator between processes as it is."""
+
+    is_control = True

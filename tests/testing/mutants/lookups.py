@@ -717,3 +717,12 @@ class TestKeepsWhatWasTaken(Mutant):
         def _let_go(self, held: Held, reason: RemovalReason) -> None:
             _kept.append(held.entry.hidden)
             super()._let_go(held, reason)
+
+
+# -- the control -----------------------------------------------------------------------------------
+
+
+class TestHasNoFault(Mutant):
+    """The lookup buffer "memory" as it is."""
+
+    is_control = True

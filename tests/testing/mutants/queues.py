@@ -558,3 +558,18 @@ class TestWaitsForADeadWriter(Apart):
 class _Hopeful(socket_queue.SocketReader):  # type: ignore[misc, name-defined]
     def _check_others(self) -> None:
         pass
+
+
+# -- the controls ----------------------------------------------------------------------------------
+
+
+class TestHasNoFault(Mutant):
+    """The queue "memory" as it is."""
+
+    is_control = True
+
+
+class TestHasNoFaultApart(Apart):
+    """A queue between processes as it is."""
+
+    is_control = True
