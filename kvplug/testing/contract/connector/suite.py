@@ -235,8 +235,7 @@ class ConnectorSuite(Contract):
         load waits for it.
 
         The default does it in the pipes of an engine that consumes, until they are closed or the receive has
-        run out of time. A class of tests for a connector that loads without any does it elsewhere, and must
-        let the load end by itself, too.
+        run out of time. Override it for a connector that loads without any; the load must end by itself, too.
         """
         self.switch.how = "hold"
         try:
