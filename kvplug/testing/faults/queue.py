@@ -135,7 +135,8 @@ def faulty(context: QueueContext) -> QueueEndpoint:
     if context.beneath is None:
         raise ConfigError('the queue "faulty" has nothing beneath it: name it in a config, with over')
     plan: Plan = context.options.rules
-    _log.warning("faults are planned here, in message queues: rules %d, seed %d", len(plan.rules), plan.seed)
+    if plan.rules:
+        _log.warning("faults are planned here, in queues: rules %d, seed %d", len(plan.rules), plan.seed)
     return FaultyQueueEndpoint(context.beneath(), plan)
 
 

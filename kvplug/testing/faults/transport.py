@@ -68,7 +68,8 @@ def faulty(context: PipeContext) -> PipeEndpoint:
     if context.beneath is None:
         raise ConfigError('the transport "faulty" has nothing beneath it: name it in a config, with over')
     plan: Plan = context.options.rules
-    _log.warning("faults are planned here: rules %d, seed %d", len(plan.rules), plan.seed)
+    if plan.rules:
+        _log.warning("faults are planned here: rules %d, seed %d", len(plan.rules), plan.seed)
     return FaultyEndpoint(
         context.beneath(), plan, numbers=context.options.numbers, timeout_s=context.timeout_s
     )
