@@ -117,17 +117,17 @@ class Contract:
             yield
 
     def _have_a_server(self, node: pytest.Item) -> None:
-        """For a test that starts processes, before "nothing left" looks first. It ends with the class."""
+        """For a test that starts processes, before "nothing left" looks first. It ends with the test file."""
         key = self._server_key
         if key in _servers or self.other_and_forked_processes or not ForkServer.works():
             return
         _servers[key] = ForkServer(f"{__name__}:_prepare", self.recipe())
-        (node.getparent(pytest.Class) or node).addfinalizer(lambda: _servers.pop(key).close())
+        (node.getparent(pytest.Module) or node).addfinalizer(lambda: _servers.pop(key).close())
 
     @property
-    def _server_key(self) -> tuple[str, str]:
-        """Each class has its own server: what it imports is for the class to say (:meth:`import_all`)."""
-        return self.recipe()["source"], self.transport
+    def _server_key(self) -> tuple[str, str, Any]:
+        """One server does for all classes of a file that judge the same and import it in the same way."""
+        return self.recipe()["source"].rpartition(":")[0], self.transport, type(self).import_all
 
     def warm_up(self) -> None:
         """Before "nothing left" looks first: what a process makes once and keeps (the watcher's thread).
@@ -258,7 +258,7 @@ def _prepare(recipe: Mapping[str, Any]) -> None:
     judged_by(recipe).import_all()
 
 
-_servers: dict[tuple[str, str], ForkServer] = {}
+_servers: dict[tuple[str, str, Any], ForkServer] = {}
 _loaded: list[Registry] = []
 
 
