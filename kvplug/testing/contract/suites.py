@@ -137,7 +137,7 @@ def _made(registry: Registry, kind: Kind, name: str, options: Mapping[str, str])
     suite = _loaded(source)
     said: dict[str, Any] = {"transport": name, "options": options, "made_from": source}
     if suite.across_processes:
-        said["across_processes"] = _reaches_other_processes(spec)
+        said["across_processes"] = _reaches_other_processes(spec, name)
     return type(_called(name, suite_of(kind)), (suite,), said)
 
 
@@ -149,14 +149,17 @@ def _check(spec: Any, options: Mapping[str, str]) -> None:
         raise ConfigError(f"{spec.name} takes no options; {', '.join(options)} was given")
 
 
-def _reaches_other_processes(spec: Any) -> bool:
-    """Whether a transport's probe names the same domain in another process of this host as here."""
+def _reaches_other_processes(spec: Any, name: str) -> bool:
+    """Whether a transport's probe names the same domain in another process of this host as here.
+
+    ``name`` is as it was given: with its distribution, perhaps, where two offer one of that name.
+    """
     if spec.kind not in TRANSPORTS:
         return True
     here = spec.run_probe().domain
     if not here or spec.capabilities.cross_host:
         return True
-    with peers.start(f"{__name__}:domain_of", spec.kind.value, spec.name) as child:
+    with peers.start(f"{__name__}:domain_of", spec.kind.value, name) as child:
         return bool(child.result() == here)
 
 
