@@ -83,6 +83,11 @@ def test_a_device_that_is_not_claimed_and_one_that_torch_has_not_are_skipped() -
         mine.test_a_tensor_of_each_claimed_device_arrives_with_its_bits("any other")
 
 
-def test_classes_of_one_file_have_fork_servers_of_their_own() -> None:
-    assert Claims()._server_key != OneWay()._server_key
-    assert OneWay()._server_key == OneWay()._server_key
+class ImportsMore(Claims):
+    def import_all(self) -> None:
+        super().import_all()
+
+
+def test_a_class_that_imports_more_has_a_fork_server_of_its_own() -> None:
+    assert Claims()._server_key == OneWay()._server_key
+    assert Claims()._server_key != ImportsMore()._server_key
