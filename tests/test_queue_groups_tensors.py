@@ -17,7 +17,14 @@ if not torch.distributed.is_available():
 
 import torch.distributed as dist  # noqa: E402
 
-from kvplug import AuthenticationError, ConfigError, Credentials, QueueContext, UnsupportedError  # noqa: E402
+from kvplug import (  # noqa: E402
+    AuthenticationError,
+    ConfigError,
+    Credentials,
+    QueueContext,
+    UnsupportedError,
+    WireError,
+)
 from kvplug.queue.meeting import TorchMeeting  # noqa: E402
 from kvplug.testing import peers  # noqa: E402
 from kvplug.testing.contract.recipes import module_at  # noqa: E402
@@ -150,6 +157,17 @@ def test_values_go_over_a_torch_group_as_they_are(alone: Any, value: Any) -> Non
 def test_what_would_come_out_as_something_else_does_not_go_over_a_torch_group(alone: Any, value: Any) -> None:
     with pytest.raises(UnsupportedError, match="does not travel over a process group"):
         TorchMeeting(alone).broadcast(value, 0)
+
+
+def test_what_is_too_long_is_refused_by_who_sends_and_by_who_is_told_of_it(
+    alone: Any, monkeypatch: Any
+) -> None:
+    meeting = TorchMeeting(alone)
+    with pytest.raises(UnsupportedError, match="bytes, and 1048576 are the most"):
+        meeting.broadcast(bytes(1 << 20), 0)
+    monkeypatch.setattr(meeting, "_gathered", lambda data: [(1 << 60).to_bytes(8, "little")])
+    with pytest.raises(WireError, match="1048576 are the most"):
+        meeting.all_gather("a value")
 
 
 def test_a_torch_group_without_cpu_tensors_is_refused(alone: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from kvplug.group.group import StatelessGroup
 
 
+_MOST_WORDS = 4000
+"""Characters of an error that the other ranks are told."""
+
+
 class QueueEndpoint(abc.ABC):
     """What a message queue's factory returns. It makes ends; a transport implements the first two verbs."""
 
@@ -127,7 +131,7 @@ def _agreed(
     meeting: Meeting, queue: MessageQueue | None, error: Exception | None, deadline: Deadline
 ) -> MessageQueue:
     """``queue``, if every rank has made its end. Raises as ``create_from_process_group``."""
-    why = "" if error is None else f"{type(error).__name__}: {error}"
+    why = "" if error is None else f"{type(error).__name__}: {error}"[:_MOST_WORDS]
     try:
         told = meeting.all_gather(why, deadline.remaining())
     except KvplugError:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
 
 import msgspec
 
 from kvplug.deadline import DEFAULT_TIMEOUT, Timeout
-from kvplug.errors import TransportError, UnsupportedError, WireError
+from kvplug.errors import KvplugError, TransportError, UnsupportedError, WireError
+
+_MAX_BYTES: Final = 1 << 20
+"""Of one value, looked at before anything is allocated. A handle has some hundred bytes."""
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -88,7 +91,7 @@ class TorchMeeting:
             root = dist.get_global_rank(self._group, src)
             length = _tensor(len(data).to_bytes(8, "little"))
             dist.broadcast(length, root, self._group)
-            tensor = _tensor(data.ljust(int.from_bytes(_bytes(length), "little"), b"\0"))
+            tensor = _tensor(data.ljust(_bounded(_bytes(length)), b"\0"))
             dist.broadcast(tensor, root, self._group)
         return value if self.rank == src else _unpacked(_bytes(tensor))
 
@@ -96,9 +99,7 @@ class TorchMeeting:
         """The values of all ranks, in the order of ranks. Raises as :meth:`broadcast`."""
         data = _packed(value)
         with _collective():
-            lengths = [
-                int.from_bytes(each, "little") for each in self._gathered(len(data).to_bytes(8, "little"))
-            ]
+            lengths = [_bounded(each) for each in self._gathered(len(data).to_bytes(8, "little"))]
             padded = self._gathered(data.ljust(max(lengths), b"\0"))
         return [_unpacked(each[:length]) for each, length in zip(padded, lengths, strict=True)]
 
@@ -115,6 +116,8 @@ class TorchMeeting:
 def _collective() -> Iterator[None]:
     try:
         yield
+    except KvplugError:
+        raise
     except (RuntimeError, ValueError) as e:  # torch has no narrower ones for a peer that is gone or late
         raise TransportError(f"a collective of the process group failed: {e}") from e
 
@@ -129,6 +132,13 @@ def _bytes(tensor: Tensor) -> bytes:
     return bytes(tensor.tolist())
 
 
+def _bounded(told: bytes) -> int:
+    length = int.from_bytes(told, "little")
+    if length > _MAX_BYTES:
+        raise WireError(f"a value of {length} bytes was announced, and {_MAX_BYTES} are the most")
+    return length
+
+
 def _packed(value: object) -> bytes:
     try:
         data = msgspec.msgpack.encode(value)
@@ -138,6 +148,10 @@ def _packed(value: object) -> bytes:
     if not as_it_was:
         raise UnsupportedError(
             "this does not travel over a process group: something in it has no type in msgpack"
+        )
+    if len(data) > _MAX_BYTES:
+        raise UnsupportedError(
+            f"this does not travel over a process group: {len(data)} bytes, and {_MAX_BYTES} are the most"
         )
     return data
 

@@ -196,7 +196,7 @@ def test_a_config_puts_a_plan_around_the_queue_that_it_names(
 ) -> None:
     rules = [{"do": "drop", "message": 2}, {"do": "swap", "direction": "recv", "message": 1}]
     endpoint = build_queue(config("memory", *rules), n_reader=2, max_chunks=5, registry=registry)
-    assert "faults are planned here, in queues: rules 2, seed 3" in caplog.text
+    assert "faults are planned here: rules 2, seed 3" in caplog.text
     assert (endpoint.context.n_reader, endpoint.context.max_chunks) == (2, 5)
     plain = build_queue(Config(queue="memory"), registry=registry)
     with endpoint.create() as writer:

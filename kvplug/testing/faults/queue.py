@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import threading
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -11,16 +10,14 @@ from typing import Any, Final
 
 from kvplug.context import QueueContext
 from kvplug.deadline import DEFAULT_TIMEOUT, Timeout
-from kvplug.errors import ConfigError
 from kvplug.pipe import Pipe, Transfer
 from kvplug.queue import MessageQueue, QueueEndpoint, QueueHandle, Reader
 from kvplug.testing.faults.course import Hit
 from kvplug.testing.faults.messages import copied, flip, flipped, is_tensor, nbytes_of, parts, writable
 from kvplug.testing.faults.pipe import FaultyPipe
 from kvplug.testing.faults.plan import Plan
+from kvplug.testing.faults.transport import planned
 from kvplug.wire.values import Limits, decode, encode
-
-_log = logging.getLogger(__name__)
 
 _LIMITS: Final = Limits(max_bytes=1 << 40)
 """The queue beneath has its own."""
@@ -132,12 +129,7 @@ def faulty(context: QueueContext) -> QueueEndpoint:
     Raises:
         ConfigError: the context has no queue beneath.
     """
-    if context.beneath is None:
-        raise ConfigError('the queue "faulty" has nothing beneath it: name it in a config, with over')
-    plan: Plan = context.options.rules
-    if plan.rules:
-        _log.warning("faults are planned here, in queues: rules %d, seed %d", len(plan.rules), plan.seed)
-    return FaultyQueueEndpoint(context.beneath(), plan)
+    return FaultyQueueEndpoint(*planned(context, "queue"))
 
 
 class _Values(Pipe):

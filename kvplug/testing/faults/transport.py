@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from kvplug.context import PipeContext
 from kvplug.deadline import DEFAULT_TIMEOUT, Timeout
@@ -65,11 +66,19 @@ def faulty(context: PipeContext) -> PipeEndpoint:
     Raises:
         ConfigError: the context has no transport beneath.
     """
+    beneath, plan = planned(context, "transport")
+    return FaultyEndpoint(beneath, plan, numbers=context.options.numbers, timeout_s=context.timeout_s)
+
+
+def planned(context: Any, what: str) -> tuple[Any, Plan]:
+    """The endpoint beneath, and what is to happen to its ends, of which the log warns.
+
+    Raises:
+        ConfigError: the context has nothing beneath.
+    """
     if context.beneath is None:
-        raise ConfigError('the transport "faulty" has nothing beneath it: name it in a config, with over')
+        raise ConfigError(f'the {what} "faulty" has nothing beneath it: name it in a config, with over')
     plan: Plan = context.options.rules
     if plan.rules:
         _log.warning("faults are planned here: rules %d, seed %d", len(plan.rules), plan.seed)
-    return FaultyEndpoint(
-        context.beneath(), plan, numbers=context.options.numbers, timeout_s=context.timeout_s
-    )
+    return context.beneath(), plan
