@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import attrs
 
-from kvplug.deadline import Deadline
+from kvplug.deadline import DEFAULT_TIMEOUT, Deadline
 from kvplug.errors import CapacityError, KvplugError, TimeoutError
 from kvplug.events import RemovalReason, Removed
 from kvplug.testing import LookupBufferContract
@@ -228,11 +228,15 @@ class TestHandsOneEntryToTwo(Mutant):
 
     class store(MemoryStore):  # noqa: N801
         def drop_select(self, input_tokens: Any, roi: Any = None, **given: Any) -> Any:
-            key = None if input_tokens is None else tuple(input_tokens)
-            with self._changed:
-                held = self._find_oldest(key, given.get("extra", b""))
-            if held is None or roi is not None:
+            if roi is not None:
                 return super().drop_select(input_tokens, roi, **given)
+            key = None if input_tokens is None else tuple(input_tokens)
+            deadline = Deadline.after(given.get("timeout", DEFAULT_TIMEOUT), self._timeout_s)
+            find = lambda: self._closed or self._find_oldest(key, given.get("extra", b""))  # noqa: E731
+            with self._changed:
+                held = self._changed.wait_for(find, deadline.remaining())
+            if not isinstance(held, Held):
+                return super().drop_select(input_tokens, roi, **given | {"timeout": 0})
             time.sleep(0.001)
             with self._changed:
                 if held.is_up:
