@@ -4,6 +4,8 @@
 PYTHON ?= python3
 TOX = .venv/bin/tox
 TOX_ARGS ?=
+# Environments at a time; `make test PARALLEL=1` for one after the other.
+PARALLEL ?= auto
 ARGS ?=
 
 .PHONY: demo test clean
@@ -13,7 +15,7 @@ demo: $(TOX)
 
 test: $(TOX)
 	rm -rf .tox/coverage-data
-	$(TOX) run $(TOX_ARGS)
+	$(TOX) run-parallel --parallel $(PARALLEL) $(TOX_ARGS)
 	@echo "Passed. A line with SKIP above is an environment whose Python this machine does not have."
 
 $(TOX):

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import attrs
 import pytest
 
-from kvplug import ConfigError
+from kvplug import ConfigError, Kind
 from kvplug.testing.contract import suites
 from kvplug.testing.contract.pipe.footprint import Footprint
 from kvplug.testing.peers import Belongings
@@ -19,6 +19,11 @@ def test_a_transport_that_does_not_leave_its_process_is_judged_in_one() -> None:
     memory = suites.installed(["pipe:memory"], [])[0]
     assert memory.transport == "memory"
     assert not memory.across_processes
+
+
+@pytest.mark.parametrize("name", ["lookup_buffer:memory", "lookup buffer:memory"])
+def test_a_kind_is_named_as_in_a_config_or_as_a_list_prints_it(name: str) -> None:
+    assert suites.installed([name], [])[0].kind is Kind.LOOKUP_BUFFER
 
 
 def judged(*options: str, transports: Iterable[str] = ("pipe:memory",)) -> type[suites.Contract]:
