@@ -106,9 +106,9 @@ def made_names() -> set[str]:
 
 
 def _kinds(registry: Registry, given: str) -> list[tuple[Kind, str]]:
-    """The kinds that have a transport of this name. ``KIND:NAME`` asks for one of them, as a list prints it."""
+    """The kinds that have a transport of this name. ``KIND:NAME`` asks for one of them."""
     word, _, name = given.partition(":")
-    word = word.replace(" ", "_")
+    word = word.replace(" ", "_")  # as a list prints it
     if name and word in {kind.value for kind in TRANSPORTS}:
         registry.get(Kind(word), name)
         return [(Kind(word), name)]
