@@ -2,10 +2,12 @@
 
 The modules are :mod:`~kvplug.wire.frames` (the 16-byte header before every message),
 :mod:`~kvplug.wire.values` (a closed list of plain values), :mod:`~kvplug.wire.scan` (what must hold of them
-before anything is built), :mod:`~kvplug.wire.tensors` (what a tensor's
-bytes mean, and those bytes without a copy). The formats are written down in ``docs/reference/wire.md``.
+before anything is built), :mod:`~kvplug.wire.apart` (the same values with their tensors' bytes apart),
+:mod:`~kvplug.wire.tensors` (what a tensor's bytes mean, and those bytes without a copy). The formats are
+written down in ``docs/reference/wire.md``.
 """
 
+from kvplug.wire.apart import ALIGNMENT, Apart, aligned, decode_apart, encode_apart
 from kvplug.wire.frames import HEADER_SIZE, FrameKind, Header, decode_header, encode_header
 from kvplug.wire.tensors import (
     TensorMeta,
@@ -21,18 +23,23 @@ from kvplug.wire.tensors import (
 from kvplug.wire.values import DEFAULT_LIMITS, Limits, decode, encode
 
 __all__ = [
+    "ALIGNMENT",
+    "Apart",
     "DEFAULT_LIMITS",
     "HEADER_SIZE",
     "FrameKind",
     "Header",
     "Limits",
     "TensorMeta",
+    "aligned",
     "copy_into",
     "decode",
+    "decode_apart",
     "decode_header",
     "decode_meta",
     "empty_like_meta",
     "encode",
+    "encode_apart",
     "encode_header",
     "encode_meta",
     "memory_of",

@@ -12,7 +12,7 @@ What comes in is looked over first (:mod:`kvplug.wire.scan`); only what passes i
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import msgspec
@@ -23,6 +23,7 @@ from kvplug.wire.scan import DEFAULT_LIMITS, MARKS, Leaf, Limits, Mark, scan
 
 if TYPE_CHECKING:
     from numpy import ndarray
+    from torch import Tensor
 
 __all__ = ["CARRIED", "DEFAULT_LIMITS", "Limits", "decode", "encode"]
 
@@ -37,7 +38,7 @@ CARRIED: Final = (
 
 # -- encoding --------------------------------------------------------------------------------------
 
-_encode = msgspec.msgpack.Encoder().encode
+pack: Final = msgspec.msgpack.Encoder().encode
 
 
 def encode(value: object, *, limits: Limits = DEFAULT_LIMITS) -> bytes:
@@ -50,16 +51,25 @@ def encode(value: object, *, limits: Limits = DEFAULT_LIMITS) -> bytes:
     """
     count = [limits.max_items]
     try:
-        lowered = _lower(value, limits.max_depth, count)
-        data = _encode(lowered)
+        data = pack(lower(value, limits.max_depth, count))
     except (UnsupportedError, UnicodeEncodeError) as e:
-        _explain(value, limits.max_depth, e)
+        explain(value, limits.max_depth, e)
     if len(data) > limits.max_bytes:
         raise CapacityError(f"the value takes {len(data)} bytes, and at most {limits.max_bytes} are sent")
     return data
 
 
-def _lower(value: Any, depth: int, count: list[int]) -> Any:
+class Memories:
+    """The memories of tensors and arrays that a value is written without."""
+
+    __slots__ = ("min_bytes", "found")
+
+    def __init__(self, min_bytes: int) -> None:
+        self.min_bytes = min_bytes
+        self.found: list[memoryview] = []
+
+
+def lower(value: Any, depth: int, count: list[int], apart: Memories | None = None) -> Any:
     """What msgspec writes for ``value``: only types of its own, and marks."""
     kind = type(value)
     if kind is str or kind is bytes or kind is float or kind is bool or value is None:
@@ -78,21 +88,21 @@ def _lower(value: Any, depth: int, count: list[int]) -> Any:
         depth -= 1
         if kind is dict:
             if native:
-                return {_lower(k, depth, count): _lower(v, depth, count) for k, v in value.items()}
+                return {lower(k, depth, count): lower(v, depth, count, apart) for k, v in value.items()}
             pairs = [_MARK_EXT[Mark.DICT]]
             for k, v in value.items():
-                pairs.append(_lower(k, depth, count))
-                pairs.append(_lower(v, depth, count))
+                pairs.append(lower(k, depth, count, apart))
+                pairs.append(lower(v, depth, count, apart))
             return pairs
         kinds = set(map(type, value))
         if kinds <= _AS_THEY_ARE or (kinds == {int} and min(value) >= _MIN_INT and max(value) <= _MAX_INT):
             lowered = list(value)
         else:
-            lowered = [_lower(item, depth, count) for item in value]
+            lowered = [lower(item, depth, count, apart) for item in value]
         if kind is not list:
             lowered.insert(0, _MARK_EXT[_CONTAINER_MARKS[kind]])
         return lowered
-    return _lower_foreign(value)
+    return _lower_foreign(value, apart)
 
 
 _AS_THEY_ARE = frozenset({type(None), bool, float, str, bytes})
@@ -100,7 +110,7 @@ _NATIVE_KEYS = frozenset({type(None), bool, int, float, str, bytes})
 _CONTAINER_MARKS: dict[type, Mark] = {tuple: Mark.TUPLE, set: Mark.SET, frozenset: Mark.FROZENSET}
 
 
-def _lower_foreign(value: Any) -> msgspec.msgpack.Ext:
+def _lower_foreign(value: Any, apart: Memories | None) -> msgspec.msgpack.Ext:
     torch = sys.modules.get("torch")
     # An import under way in another thread shows a module without its names; then nothing is a tensor yet.
     if torch is not None and hasattr(torch, "Tensor") and hasattr(torch, "dtype"):
@@ -110,15 +120,25 @@ def _lower_foreign(value: Any) -> msgspec.msgpack.Ext:
                 return msgspec.msgpack.Ext(int(Leaf.DTYPE), bytes([tensors.DTYPES[name][0]]))
             raise UnsupportedError(f"the dtype {value} is not carried")
         if type(value) is torch.Tensor:
-            meta = tensors.encode_meta(tensors.meta_of(value))
-            return msgspec.msgpack.Ext(int(Leaf.TENSOR), b"".join((meta, tensors.memory_of(value))))
+            return _leaf(Leaf.TENSOR, tensors.meta_of(value), tensors.memory_of(value), apart)
     numpy = sys.modules.get("numpy")
     if numpy is not None and hasattr(numpy, "ndarray") and type(value) is numpy.ndarray:
-        return msgspec.msgpack.Ext(int(Leaf.ARRAY), _array_bytes(value))
+        return _leaf(Leaf.ARRAY, *_parts_of(value), apart)
     kind = type(value)
     where = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
     raise UnsupportedError(f"a {where}{kind.__qualname__} is not carried")
 
+
+def _leaf(
+    leaf: Leaf, meta: tensors.TensorMeta, memory: memoryview, apart: Memories | None
+) -> msgspec.msgpack.Ext:
+    if apart is None or memory.nbytes < apart.min_bytes:
+        return msgspec.msgpack.Ext(int(leaf), b"".join((tensors.encode_meta(meta), memory)))
+    apart.found.append(memory)
+    return msgspec.msgpack.Ext(int(APART_OF[leaf]), tensors.encode_meta(meta))
+
+
+APART_OF: Final = {Leaf.TENSOR: Leaf.TENSOR_APART, Leaf.ARRAY: Leaf.ARRAY_APART}
 
 _ARRAY_DTYPES = frozenset(
     {"bool", "uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64"}
@@ -127,25 +147,28 @@ _ARRAY_DTYPES = frozenset(
 """numpy's names that are also torch's."""
 
 
-def _array_bytes(array: ndarray[Any, Any]) -> bytes:
+def _parts_of(array: ndarray[Any, Any]) -> tuple[tensors.TensorMeta, memoryview]:
+    """What an array's bytes mean, and those bytes in row-major order; a copy only if they do not lie so."""
+    import numpy
+
     if array.dtype.name not in _ARRAY_DTYPES or not array.dtype.isnative:
         raise UnsupportedError(
             f"a numpy array of dtype {array.dtype} is not carried; these are, in the machine's byte order: "
             + ", ".join(sorted(_ARRAY_DTYPES))
         )
     meta = tensors.TensorMeta(array.dtype.name, array.shape)
-    raw: bytes = array.tobytes()
-    return tensors.encode_meta(meta) + raw
+    flat = numpy.ascontiguousarray(array).reshape(-1).view(numpy.uint8)
+    return meta, memoryview(flat).toreadonly()
 
 
-def _explain(value: object, depth: int, error: Exception) -> NoReturn:
+def explain(value: object, depth: int, error: Exception) -> NoReturn:
     """Raise ``error`` again with the path to the value that caused it. Slow, and only ever run once."""
     for path, item in _walk(value, "value", depth):
         kind = type(item)
         if kind in _CONTAINER_MARKS or kind is list or kind is dict:
             continue
         try:
-            _encode(_lower(item, 0, [0]))
+            pack(lower(item, 0, [0], Memories(0)))
         except UnsupportedError as e:
             raise UnsupportedError(f"{path}: {e}; carried are: {CARRIED}") from e
         except UnicodeEncodeError as e:
@@ -193,33 +216,43 @@ def decode(buf: Buffer, *, limits: Limits = DEFAULT_LIMITS) -> Any:
     try:
         marked = scan(data, limits)
         value = _decode(data)
-        return _resolve(value) if marked else value
+        return resolve(value) if marked else value
     except (msgspec.MsgspecError, UnicodeError, RecursionError, OverflowError) as e:
         raise WireError(f"not the bytes of a value: {e}") from e
 
 
-def _extension(code: int, payload: memoryview) -> Any:
+def extension(code: int, payload: memoryview) -> Any:
     """What an extension that passed :func:`scan` stands for; called by msgspec."""
     if not payload.nbytes:
         return MARKS[code]
     # msgspec 0.19 gives the view the shape of the whole message, so that slices of it reach past the end
     # of memory (its issue 835); a cast makes the shape anew from the number of bytes, which is right.
     payload = payload.cast("B")
-    try:
-        if code == Leaf.DTYPE:
-            return tensors.dtype_of(tensors.name_of_code(payload[0]))
+    if code != Leaf.DTYPE:
         meta, flat = tensors.split_meta(payload)
         if meta.nbytes != flat.nbytes:
             raise WireError(
                 f"a {meta.dtype} tensor of shape {meta.shape} has {meta.nbytes} bytes, not {flat.nbytes}"
             )
-        if code == Leaf.ARRAY:
-            return _array(meta, flat)
-        tensor = tensors.empty_like_meta(meta)
+        return build(code, meta, flat, tensors.empty_like_meta)
+    try:
+        return tensors.dtype_of(tensors.name_of_code(payload[0]))
+    except UnsupportedError as e:
+        raise WireError(f"a tensor or dtype cannot be made here: {e}") from e
+
+
+def build(
+    code: int, meta: tensors.TensorMeta, flat: memoryview, make: Callable[[tensors.TensorMeta], Tensor]
+) -> Any:
+    """The tensor or array of those bytes. The caller has checked that there are as many as there must be."""
+    if code in (Leaf.ARRAY, Leaf.ARRAY_APART):
+        return _array(meta, flat)
+    try:
+        tensor = make(meta)
         tensors.copy_into(tensor, flat)
-        return tensor
     except (UnsupportedError, RuntimeError) as e:
         raise WireError(f"a tensor or dtype cannot be made here: {e}") from e
+    return tensor
 
 
 def _array(meta: tensors.TensorMeta, flat: memoryview) -> ndarray[Any, Any]:
@@ -236,22 +269,22 @@ def _array(meta: tensors.TensorMeta, flat: memoryview) -> ndarray[Any, Any]:
     return array
 
 
-_decode = msgspec.msgpack.Decoder(ext_hook=_extension).decode
+_decode = msgspec.msgpack.Decoder(ext_hook=extension).decode
 
 
-def _resolve(value: Any) -> Any:
+def resolve(value: Any) -> Any:
     """``value`` with its marked arrays turned into what they are; lists and dicts are changed in place."""
     kind = type(value)
     if kind is dict:
         for key, item in value.items():
             if type(item) in _BUILT:
-                value[key] = _resolve(item)
+                value[key] = resolve(item)
         return value
     if kind is not list:
         return value
     for i, item in enumerate(value):
         if type(item) in _BUILT:
-            value[i] = _resolve(item)
+            value[i] = resolve(item)
     if not value or type(value[0]) is not Mark:
         return value
     mark = value[0]
