@@ -1,0 +1,97 @@
+"""Descriptors over a connection of two processes of one host, together with the bytes that announce them."""
+
+from __future__ import annotations
+
+import array
+import builtins
+import errno
+import os
+import socket
+from collections.abc import Sequence
+from typing import Final
+
+from kvplug import CapacityError, Connection, Deadline, PeerGoneError, TimeoutError, WireError
+from kvplug_shm.memory.limits import in_words
+
+_SIZE_OF_ONE: Final = array.array("i").itemsize
+_NO_ROOM: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.ETOOMANYREFS})
+
+
+def send_fd(connection: Connection, data: bytes, fds: Sequence[int], deadline: Deadline) -> None:
+    """Send ``data``, at least a byte, and with it the descriptors, which stay the caller's.
+
+    Raises:
+        TimeoutError, PeerGoneError: the other end takes it no more.
+        CapacityError: too many descriptors are under way.
+    """
+    if not data:
+        raise ValueError("descriptors go along with bytes, and there are none")
+    control = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+    sock, sent = connection.sock, 0
+    try:
+        while sent < len(data):
+            sock.settimeout(_seconds(deadline))
+            sent += sock.sendmsg([memoryview(data)[sent:]], control)
+            control = []
+        sock.settimeout(None)
+    except OSError as e:
+        raise _in_words(e, connection, "took no memory in time") from e
+
+
+def recv_fds(connection: Connection, size: int, max_fds: int, deadline: Deadline) -> tuple[bytes, list[int]]:
+    """The next ``size`` bytes, and the descriptors that came along: the caller's from here on, close-on-exec.
+
+    Raises:
+        TimeoutError, PeerGoneError: they did not come, and the connection is of no more use.
+        WireError: more than ``max_fds`` came.
+        CapacityError: this process can have no more of them.
+    """
+    data, fds = bytearray(), list[int]()
+    sock = connection.sock
+    try:
+        while len(data) < size:
+            sock.settimeout(_seconds(deadline))
+            room = socket.CMSG_SPACE(max_fds * _SIZE_OF_ONE)
+            chunk, controls, flags, _ = sock.recvmsg(size - len(data), room, socket.MSG_CMSG_CLOEXEC)
+            came = _fds_in(controls)
+            fds += came
+            if len(fds) > max_fds or (flags & socket.MSG_CTRUNC and len(came) >= max_fds):
+                raise WireError(f"{connection.describe} handed over more than {max_fds} descriptors")
+            if flags & socket.MSG_CTRUNC:
+                refused = OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+                raise CapacityError(
+                    f"what {connection.describe} hands over cannot be taken: {in_words(refused)}"
+                )
+            if not chunk:
+                raise PeerGoneError(f"{connection.describe} hung up while memory was handed over")
+            data += chunk
+        sock.settimeout(None)
+        return bytes(data), fds
+    except BaseException as e:
+        for fd in fds:
+            os.close(fd)
+        if isinstance(e, OSError) and not isinstance(e, PeerGoneError):
+            raise _in_words(e, connection, "handed no memory over in time") from e
+        raise
+
+
+def _fds_in(controls: list[tuple[int, int, bytes]]) -> list[int]:
+    fds = array.array("i")
+    for level, kind, content in controls:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            fds.frombytes(content[: len(content) - len(content) % _SIZE_OF_ONE])
+    return fds.tolist()
+
+
+def _in_words(error: OSError, connection: Connection, late: str) -> Exception:
+    if isinstance(error, builtins.TimeoutError):
+        return TimeoutError(f"{connection.describe} {late}")
+    if error.errno in _NO_ROOM:
+        return CapacityError(f"no descriptor can be handed over: {in_words(error)}")
+    return PeerGoneError(f"{connection.describe} hung up while memory was handed over")
+
+
+def _seconds(deadline: Deadline) -> float | None:
+    """For ``settimeout``, where 0 would mean not to wait at all."""
+    left = deadline.remaining()
+    return None if left is None else max(0.001, left)

@@ -1,0 +1,121 @@
+"""Memory that two processes of one user share: anonymous, sealed, and gone with the last of them.
+
+A segment is a memfd. It has no name that anybody could open, counts against no ``/dev/shm``, and vanishes
+with the last process that holds it. Its size is sealed before it is handed over: nobody can shrink it under
+a reader, whose access would be a SIGBUS.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import functools
+import mmap
+import os
+import sys
+from typing import Any, Final
+
+from kvplug import CapacityError, WireError
+from kvplug_shm.memory.copying import address_of
+from kvplug_shm.memory.limits import in_words
+
+_SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+_NOEXEC_SEAL: Final = 0x8
+"""MFD_NOEXEC_SEAL, since Linux 6.3: an administrator may refuse memory that could be executed."""
+_STRICT: Final = b"2"
+# Before 3.13 a mapping keeps a descriptor of its own for as long as it is there.
+_WITHOUT_DESCRIPTOR: Final[dict[str, Any]] = {"trackfd": False} if sys.version_info >= (3, 13) else {}
+
+
+class Segment:
+    """A mapping of shared memory. It goes with the last reference to it and to its views, since another
+    thread may still be copying.
+    """
+
+    def __init__(self, memory: mmap.mmap) -> None:
+        self.memory = memory
+        self.view = memoryview(memory)
+        self.address = address_of(self.view)
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.memory)
+
+    @classmethod
+    def create(cls, name: str, nbytes: int) -> tuple[Segment, int]:
+        """New memory, zeroed, and its descriptor, which the caller hands over and closes.
+
+        Raises:
+            CapacityError: the system has not that much, or no descriptor left.
+        """
+        fd = -1
+        try:
+            fd = _memfd(f"kvplug-{name}")
+            os.ftruncate(fd, nbytes)
+            if _is_accounted_strictly():
+                os.posix_fallocate(fd, 0, nbytes)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+            return cls(_mapped(fd, nbytes)), fd
+        except BaseException as e:
+            if fd >= 0:
+                os.close(fd)
+            if isinstance(e, OSError | OverflowError):
+                raise CapacityError(f"no shared memory of {nbytes} bytes can be made: {in_words(e)}") from e
+            raise
+
+    @classmethod
+    def attach(cls, fd: int, nbytes: int) -> Segment:
+        """Map what another process has made. The descriptor stays the caller's.
+
+        Raises:
+            WireError: it is not sealed memory of this size.
+            CapacityError: it cannot be mapped.
+        """
+        try:
+            seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+        except OSError as e:
+            raise WireError(f"what was handed over is no memory that can be sealed: {e}") from e
+        found = os.fstat(fd)
+        if seals & _SEALS != _SEALS or found.st_size != nbytes or nbytes <= 0:
+            raise WireError(
+                f"sealed memory of {nbytes} bytes was promised; {found.st_size} came, with seals {seals:#x}"
+            )
+        try:
+            if found.st_dev != _device_of_memory():
+                raise WireError("what was handed over is memory of another kind, which can run out under us")
+            return cls(_mapped(fd, nbytes))
+        except OSError as e:
+            raise CapacityError(f"shared memory of {nbytes} bytes cannot be mapped: {in_words(e)}") from e
+
+
+def _memfd(name: str) -> int:
+    flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+    try:
+        return os.memfd_create(name, flags | _NOEXEC_SEAL)
+    except OSError as e:
+        if e.errno != errno.EINVAL:
+            raise
+    return os.memfd_create(name, flags)
+
+
+def _mapped(fd: int, nbytes: int) -> mmap.mmap:
+    return mmap.mmap(fd, nbytes, **_WITHOUT_DESCRIPTOR)
+
+
+@functools.cache
+def _device_of_memory() -> int:
+    """All memfds of 4 KiB pages lie on one device of the kernel's; those of huge pages do not."""
+    fd = _memfd("kvplug-probe")
+    try:
+        return os.fstat(fd).st_dev
+    finally:
+        os.close(fd)
+
+
+def _is_accounted_strictly() -> bool:
+    """Whether the kernel refuses a page when it is touched, which is a SIGBUS: then all are taken at once."""
+    try:
+        with open("/proc/sys/vm/overcommit_memory", "rb") as f:
+            return f.read(1) == _STRICT
+    except OSError:
+        return False

@@ -1,0 +1,52 @@
+"""The words of a ring, in shared memory: what ``ring.order`` calls its memory.
+
+Loads and stores are of 8 aligned bytes, which processors do in one piece. A ring's order is that of x86-64,
+where stores are seen in the order in which they were made.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Final
+
+from kvplug_shm.memory import futex
+from kvplug_shm.memory.segment import Segment
+
+_LINE: Final = 64
+_WORD: Final = 8
+
+_new_lock = threading.Lock
+
+
+class Words:
+    """``num_words`` words from ``offset`` of a segment, each on a cache line of its own."""
+
+    def __init__(self, segment: Segment, offset: int, num_words: int) -> None:
+        """Raises ValueError: they do not lie on lines of the segment."""
+        end = offset + self.size(num_words)
+        if offset % _LINE or not 0 <= offset < end <= segment.nbytes:
+            raise ValueError(
+                f"{num_words} words at {offset} do not lie in a segment of {segment.nbytes} bytes"
+            )
+        self._segment = segment
+        self._address = segment.address + offset
+        self.words = segment.view[offset:end].cast("Q")[:: _LINE // _WORD]
+
+    @staticmethod
+    def size(num_words: int) -> int:
+        """Bytes that so many words take."""
+        return num_words * _LINE
+
+    def fence(self) -> None:
+        """What was stored before can be seen by all before anything is loaded after it."""
+        # Taking a lock is one locked instruction, which is a full fence. Each time a new one: another thread,
+        # a signal's handler or a forked child could find an old one taken.
+        _new_lock().acquire()
+
+    def wait(self, word: int, seen: int, seconds: float | None) -> None:
+        """Sleep until it is woken, unless the word's low half is not ``seen``'s."""
+        futex.wait(self._address + word * _LINE, seen, seconds)
+
+    def wake(self, word: int) -> None:
+        """Everyone who waits for the word."""
+        futex.wake(self._address + word * _LINE)

@@ -1,0 +1,35 @@
+"""Whether shared memory can be used here. Light: imported by ``kvplug list``."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+
+from kvplug import Probe
+
+
+def describe() -> Probe:
+    """Linux on x86-64; ends of one host that can reach each other's abstract sockets."""
+    reason = _missing()
+    return Probe(viable=not reason, reason=reason, domain=_domain())
+
+
+def _missing() -> str:
+    if not sys.platform.startswith("linux"):
+        return f"it needs Linux, and this is {sys.platform}"
+    if platform.machine() != "x86_64" or sys.maxsize < 2**32:
+        bits = 64 if sys.maxsize > 2**32 else 32
+        return f"it needs the order of stores of x86-64, and this is {bits}-bit {platform.machine()}"
+    if not hasattr(os, "memfd_create"):
+        return "it needs memfd_create, which this Python was built without"
+    return ""
+
+
+def _domain() -> str:
+    """Which abstract Unix sockets mean the same to two processes. Opaque."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as f:
+            return f"{f.read().strip()}/{os.readlink('/proc/self/ns/net')}"
+    except OSError:
+        return "-"
