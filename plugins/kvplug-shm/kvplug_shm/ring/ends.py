@@ -1,0 +1,149 @@
+"""The two ends of a ring: who may touch which places, and when.
+
+Counts are in units: bytes, or messages. An end belongs to one thread at a time; only what gives up the other
+end (:meth:`WritingEnd.evict`, :meth:`ReadingEnd.evict_writer`) may be called by any other at any time.
+"""
+
+from __future__ import annotations
+
+from kvplug import WireError
+from kvplug_shm.ring import order
+from kvplug_shm.ring.order import HEAD, OVER, WRITER_ASLEEP, Memory
+
+
+class WritingEnd:
+    """Writes units from ``sent`` on, as many as there is room for, then publishes them."""
+
+    def __init__(self, memory: Memory, num_readers: int, places: int, *, sent: int = 0) -> None:
+        """Raises ValueError for a number of places that no ring has."""
+        self._memory = memory
+        self._places = _checked(places)
+        self._readers = [(order.tail(reader), order.evicted(reader)) for reader in range(num_readers)]
+        self._sleepers = [order.asleep(reader) for reader in range(num_readers)]
+        self.sent = sent
+
+    def room(self) -> int:
+        """How many units can be written now: no reader that takes part has its places overwritten.
+
+        Raises WireError if a reader's word says what no reader can have done.
+        """
+        words, places, sent = self._memory.words, self._places, self.sent
+        room = places
+        for tail, evicted in self._readers:
+            seen = words[tail]
+            if seen & OVER:
+                continue
+            left = places - sent + (seen >> 1)
+            if left < room or left > places:
+                if words[evicted]:
+                    continue
+                if not 0 <= left <= places:
+                    raise WireError(
+                        f"a reader says that it has read {seen >> 1} units of {sent}, with {places} places"
+                    )
+                room = left
+        return room
+
+    def awaited(self, count: int = 1) -> tuple[int, int] | None:
+        """A reader whose word has to change before ``count`` units fit, as (word, seen)."""
+        words, sent, places = self._memory.words, self.sent, self._places
+        for tail, evicted in self._readers:
+            seen = words[tail]
+            if not order.has_room(seen, sent, places, count) and not words[evicted]:
+                return tail, seen
+        return None
+
+    def doze(self, awaited: tuple[int, int], seconds: float | None = None) -> None:
+        """Sleep until that word changes, for ``seconds`` at most. May return without a reason."""
+        order.doze(self._memory, *awaited, WRITER_ASLEEP, seconds)
+
+    def publish(self, count: int = 1) -> None:
+        """What was written, ``count`` units of it, is the readers' from here on."""
+        self.sent += count
+        order.announce(self._memory, HEAD, self.sent << 1, self._sleepers)
+
+    def end(self) -> None:
+        """Nothing more is published."""
+        order.announce(self._memory, HEAD, order.word_of(self.sent, over=True), self._sleepers)
+
+    def evict(self, reader: int) -> None:
+        """Wait for this reader no more, now or ever. It need not be dead: it finds out."""
+        words, (tail, evicted) = self._memory.words, self._readers[reader]
+        words[evicted] = 1
+        order.announce(self._memory, tail, words[tail] | OVER, [WRITER_ASLEEP])
+
+    def over(self, reader: int) -> bool:
+        """Whether this reader has ended or was evicted."""
+        tail, evicted = self._readers[reader]
+        return order.is_over(self._memory.words[tail]) or bool(self._memory.words[evicted])
+
+    def lag(self, reader: int) -> int:
+        """How many published units this reader has not released. Only to be told: it is not checked."""
+        return self.sent - order.count_in(self._memory.words[order.tail(reader)])
+
+
+class ReadingEnd:
+    """Reads units from ``read`` on, as many as have come, and gives their places back."""
+
+    def __init__(self, memory: Memory, reader: int, places: int, *, read: int = 0) -> None:
+        """Raises ValueError for a number of places that no ring has."""
+        self._memory = memory
+        self._places = _checked(places)
+        self._tail = order.tail(reader)
+        self._asleep = order.asleep(reader)
+        self._evicted = order.evicted(reader)
+        self._writer_evicted = False
+        self.read = read
+
+    def available(self) -> int:
+        """How many units have come and were not released.
+
+        Raises WireError if the writer's word says more than there are places.
+        """
+        seen = self._memory.words[HEAD]
+        available = (seen >> 1) - self.read
+        if available > self._places and not self.evicted():
+            raise WireError(f"the writer says that {available} units have come, with {self._places} places")
+        return max(available, 0)
+
+    def awaited(self, count: int = 1) -> tuple[int, int] | None:
+        """The writer's word, if it has to change before ``count`` units can be read, as (word, seen)."""
+        seen = self._memory.words[HEAD]
+        return None if order.has_come(seen, self.read, count) else (HEAD, seen)
+
+    def doze(self, awaited: tuple[int, int], seconds: float | None = None) -> None:
+        """Sleep until that word changes, for ``seconds`` at most. May return without a reason."""
+        order.doze(self._memory, *awaited, self._asleep, seconds)
+
+    def evicted(self) -> bool:
+        """Whether the writer has evicted this reader: if so, what was copied before may be of a later unit.
+
+        To be asked after copying, before what was copied is believed.
+        """
+        return bool(self._memory.words[self._evicted])
+
+    def release(self, count: int = 1) -> None:
+        """What was read, ``count`` units of it, is the writer's from here on."""
+        self.read += count
+        order.announce(self._memory, self._tail, self.read << 1, [WRITER_ASLEEP])
+
+    def end(self) -> None:
+        """Nothing more is read."""
+        order.announce(self._memory, self._tail, order.word_of(self.read, over=True), [WRITER_ASLEEP])
+
+    def evict_writer(self) -> None:
+        """Expect nothing more of the writer than what it has published. Other readers see the same."""
+        self._writer_evicted = True
+        order.announce(self._memory, HEAD, self._memory.words[HEAD] | OVER, [self._asleep])
+
+    def writer_over(self, count: int = 1) -> bool:
+        """Whether the next ``count`` units will never come: the writer is over, and fewer are left."""
+        over = self._writer_evicted
+        seen = self._memory.words[HEAD]
+        return (over or order.is_over(seen)) and not order.has_come(seen, self.read, count)
+
+
+def _checked(places: int) -> int:
+    if not 0 < places <= order.MAX_PLACES:
+        raise ValueError(f"a ring has 1 to {order.MAX_PLACES} places, not {places}")
+    return places
