@@ -40,6 +40,7 @@ _HOMES = {
         "Deadline",
         "Timeout",
     ),
+    "kvplug.fate": ("Fate",),
     "kvplug.fork": ("close_after_fork",),
     "kvplug.capabilities": (
         "Capabilities",
@@ -73,6 +74,7 @@ _HOMES = {
         "verify",
     ),
     "kvplug.pipe": (
+        "Blocks",
         "Pipe",
         "PipeEndpoint",
         "PipeListener",
@@ -130,6 +132,7 @@ _HOMES = {
         "Watch",
         "watch",
     ),
+    "kvplug.trust.addresses": ("local_domain",),
     "kvplug.trust.channel": ("Channel",),
     "kvplug.trust.connection": (
         "Connection",
@@ -344,6 +347,9 @@ if TYPE_CHECKING:
         pack_tokens as pack_tokens,
         unpack_tokens as unpack_tokens,
     )
+    from kvplug.fate import (
+        Fate as Fate,
+    )
     from kvplug.fork import (
         close_after_fork as close_after_fork,
     )
@@ -439,6 +445,9 @@ if TYPE_CHECKING:
         Probe as Probe,
         SinkSpec as SinkSpec,
         TransportSpec as TransportSpec,
+    )
+    from kvplug.trust.addresses import (
+        local_domain as local_domain,
     )
     from kvplug.trust.channel import (
         Channel as Channel,

@@ -28,6 +28,18 @@ _NOT_A_CONTACT = (
 )
 
 
+def local_domain() -> str:
+    """Which abstract Unix sockets (and loopback addresses) mean the same to two processes. Opaque.
+
+    It is ``"-"`` where nobody can tell.
+    """
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as f:
+            return f"{f.read().strip()}/{os.readlink('/proc/self/ns/net')}"
+    except OSError:
+        return "-"
+
+
 @attrs.frozen
 class TcpAddress:
     """A host (name or number, without brackets) and a port."""

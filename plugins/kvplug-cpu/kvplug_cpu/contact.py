@@ -7,23 +7,12 @@ An abstract Unix socket is reachable in one network namespace of one host, which
 
 from __future__ import annotations
 
-import os
-
 import attrs
 
-from kvplug import TransportError, WireError
+from kvplug import TransportError, WireError, local_domain
 
 _VERSION = "cpu1"
 _MAX_CONTACTS = 4
-
-
-def domain() -> str:
-    """Which abstract Unix sockets (and loopback addresses) mean the same to two processes. Opaque."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as f:
-            return f"{f.read().strip()}/{os.readlink('/proc/self/ns/net')}"
-    except OSError:
-        return "-"
 
 
 @attrs.frozen
@@ -50,7 +39,7 @@ class Contact:
         Raises:
             TransportError: it only listens where this process cannot come.
         """
-        here = domain()
+        here = local_domain()
         if here != "-" and here == self.domain:
             return list(self.contacts)
         found = [c for c in self.contacts if not c.startswith("unix:")]

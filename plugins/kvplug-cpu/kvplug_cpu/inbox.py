@@ -11,13 +11,19 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
-from kvplug import Deadline, KvplugError, TensorMismatchError, TimeoutError, WireError
+from kvplug import Deadline, Fate, KvplugError, TensorMismatchError, TimeoutError, WireError
 from kvplug.wire.frames import HEADER_SIZE
+from kvplug.wire.messages import (
+    SHORTEST_TENSOR_PREFIX,
+    check_fits,
+    is_dense,
+    prefix_size,
+    read_prefix,
+)
 from kvplug.wire.tensors import TensorMeta, copy_into, memory_of, memory_of_writable
-from kvplug_cpu.fate import Fate
 from kvplug_cpu.lane import Lane
-from kvplug_cpu.memory import check_fits, fresh, is_dense
-from kvplug_cpu.message import SHORTEST_TENSOR_PREFIX, parts, prefix_size, read_prefix
+from kvplug_cpu.memory import fresh
+from kvplug_cpu.message import SPLIT, parts
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -270,7 +276,7 @@ class Inbox:
         if meta is None:
             return _Incoming(None, [])
         nbytes = meta.nbytes
-        return _Incoming(meta, parts(nbytes, self._lanes) if announcement.split else [(0, nbytes)])
+        return _Incoming(meta, parts(nbytes, self._lanes) if announcement.flags & SPLIT else [(0, nbytes)])
 
     def _need(self, count: int, deadline: Deadline) -> None:
         if self._stage.has(count, deadline):

@@ -24,8 +24,9 @@ from kvplug import (
     Timeout,
     TimeoutError,
     close_after_fork,
+    local_domain,
 )
-from kvplug_cpu.contact import Contact, domain
+from kvplug_cpu.contact import Contact
 from kvplug_cpu.joining import CONTROL, Join, milliseconds, say_ready
 from kvplug_cpu.pipe import CpuPipe, Tuning
 
@@ -49,7 +50,7 @@ class CpuListener(PipeListener):
         self._listeners = listeners
         self._lanes = lanes
         self._tuning = tuning
-        self._contact = str(Contact(domain(), tuple(listener.contact for listener in listeners)))
+        self._contact = str(Contact(local_domain(), tuple(listener.contact for listener in listeners)))
         self._changed = threading.Condition()
         self._closed = False
         self._sessions: dict[bytes, _Session] = {}

@@ -10,34 +10,13 @@ from collections.abc import Callable
 
 import torch
 
-from kvplug import CapacityError, TensorMismatchError, UnsupportedError
-from kvplug.wire.tensors import TensorMeta, dtype_of, empty_like_meta, meta_of
+from kvplug import CapacityError
+from kvplug.wire.tensors import TensorMeta, empty_like_meta
 
 _HUGE_PAGE = 2 * 1024 * 1024
 _ALWAYS_FRESH_BYTES = 32 * 1024 * 1024
 """glibc maps and unmaps blocks above this each time; smaller ones it recycles, and there asking for huge
 pages was measured to cost more than it saves (64 MiB: 4.7 against 2.7 GB/s; 16 MiB: twice the CPU time)."""
-
-
-def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether its bytes lie in memory as they come off the wire."""
-    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
-
-
-def check_fits(out: torch.Tensor, meta: TensorMeta) -> None:
-    """Raises TensorMismatchError (the message stays), or UnsupportedError for memory not on the CPU."""
-    if not isinstance(out, torch.Tensor):
-        raise UnsupportedError(f"out= must be a tensor, not {type(out).__name__}")
-    if not out.is_cpu or out.layout is not torch.strided:
-        raise UnsupportedError(
-            f"the pipe 'cpu' receives into dense CPU tensors, not {out.device} {out.layout}"
-        )
-    if out.dtype is not _dtype(meta.dtype) or out.shape != meta.shape:
-        offered = meta_of(out)
-        raise TensorMismatchError(
-            f"the next message is {meta.dtype} of shape {list(meta.shape)}, and out= is {offered.dtype} of"
-            f" shape {list(offered.shape)}; it stays"
-        )
 
 
 def fresh(meta: TensorMeta) -> torch.Tensor:
@@ -53,9 +32,6 @@ def fresh(meta: TensorMeta) -> torch.Tensor:
     if meta.nbytes >= _ALWAYS_FRESH_BYTES:
         _advise_huge_pages(tensor.data_ptr(), meta.nbytes)
     return tensor
-
-
-_dtype = functools.cache(dtype_of)
 
 
 def _advise_huge_pages(address: int, nbytes: int) -> None:

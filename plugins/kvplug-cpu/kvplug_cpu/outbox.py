@@ -11,8 +11,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
-from kvplug import Deadline, TimeoutError, Transfer
-from kvplug_cpu.fate import Fate
+from kvplug import Deadline, Fate, TimeoutError, Transfer
 from kvplug_cpu.lane import Lane
 from kvplug_cpu.message import Content, parts
 

@@ -14,6 +14,7 @@ from kvplug import (
     DEFAULT_TIMEOUT,
     Connection,
     Deadline,
+    Fate,
     Heartbeat,
     Pipe,
     Timeout,
@@ -22,11 +23,11 @@ from kvplug import (
     close_after_fork,
     watch,
 )
+from kvplug.wire.messages import GOODBYE
 from kvplug_cpu.descriptors import Descriptors
-from kvplug_cpu.fate import Fate
 from kvplug_cpu.inbox import Inbox
 from kvplug_cpu.lane import Lane
-from kvplug_cpu.message import GOODBYE, Content
+from kvplug_cpu.message import Content
 from kvplug_cpu.outbox import Outbox
 
 if TYPE_CHECKING:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from kvplug import Probe
-from kvplug_cpu.contact import domain
+from kvplug import Probe, local_domain
 
 
 def describe() -> Probe:
     """It works wherever there are sockets; ends of equal domains can use abstract Unix sockets."""
-    return Probe(domain=domain())
+    return Probe(domain=local_domain())

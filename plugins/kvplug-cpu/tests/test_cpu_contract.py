@@ -5,8 +5,9 @@ from __future__ import annotations
 import socket
 from typing import Any, ClassVar
 
+from kvplug import local_domain
 from kvplug.testing import PipeContract
-from kvplug_cpu.contact import Contact, domain
+from kvplug_cpu.contact import Contact
 
 
 class TestCpuPipe(PipeContract):
@@ -18,7 +19,7 @@ class TestCpuPipe(PipeContract):
         self.later(listening.close)
         listening.bind("")  # the kernel chooses an abstract name
         listening.listen()
-        return str(Contact(domain(), (f"unix:@{listening.getsockname()[1:].decode()}",)))
+        return str(Contact(local_domain(), (f"unix:@{listening.getsockname()[1:].decode()}",)))
 
 
 class TestCpuPipeOverTcp(PipeContract):

@@ -24,9 +24,10 @@ from kvplug import (
     TransportSpec,
     WireError,
     dial,
+    local_domain,
 )
 from kvplug.testing import peers
-from kvplug_cpu.contact import Contact, domain
+from kvplug_cpu.contact import Contact
 from kvplug_cpu.joining import PURPOSE, Join
 
 
@@ -144,12 +145,12 @@ def test_what_is_not_a_contact_is_refused_without_repeating_it(endpoint: Any) ->
 def test_a_contact_of_nobody_is_gone(endpoint: Any) -> None:
     for contact in ("unix:@kvplug-nobody-here", "tcp://127.0.0.1:1"):
         with pytest.raises(PeerGoneError):
-            endpoint().connect(str(Contact(domain(), (contact,))), timeout=5)
+            endpoint().connect(str(Contact(local_domain(), (contact,))), timeout=5)
 
 
 def test_a_listener_that_never_answers_is_given_up_at_the_deadline(endpoint: Any) -> None:
     with socket.create_server(("127.0.0.1", 0)) as mute:
-        contact = Contact(domain(), (f"tcp://127.0.0.1:{mute.getsockname()[1]}?token={'t' * 32}",))
+        contact = Contact(local_domain(), (f"tcp://127.0.0.1:{mute.getsockname()[1]}?token={'t' * 32}",))
         began = time.monotonic()
         with pytest.raises(TimeoutError):
             endpoint().connect(str(contact), timeout=0.5)

@@ -1,16 +1,16 @@
-"""Whether a pipe still lives, and if not, what its calls raise."""
+"""Whether something with a peer still lives, and if not, what its calls raise."""
 
 from __future__ import annotations
 
 import threading
 
-from kvplug import ClosedError, KvplugError, PeerGoneError, TransportError
+from kvplug.errors import ClosedError, KvplugError, PeerGoneError, TransportError
 
 
 class Fate:
-    """How a pipe ended. The first reason is kept; closing it here goes before everything else.
+    """How a pipe, say, ended. The first reason is kept; closing it here goes before everything else.
 
-    Reading takes no lock, so that it is safe in a forked child.
+    Reading takes no lock, so that it is safe in a forked child. ``what`` is how its errors call it.
     """
 
     def __init__(self, what: str) -> None:
@@ -57,7 +57,7 @@ class Fate:
         return self._end(TransportError, reason)
 
     def inherit(self) -> None:
-        """This is a forked child: the pipe is its parent's. Takes no lock."""
+        """This is a forked child: it is its parent's. Takes no lock."""
         self._closed = self._closed or "belongs to the process that this one was forked from"
 
     def error(self) -> KvplugError:
