@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 import attrs
 
 from kvplug.errors import UnsupportedError, WireError
+from kvplug.wire.copying import copy_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -262,10 +263,10 @@ def copy_into(out: Tensor, flat: Buffer) -> None:
     if source.nbytes != out.numel() * out.element_size():
         raise ValueError(f"{source.nbytes} bytes do not fill a tensor of {tuple(out.shape)} {out.dtype}")
     if _is_plain(out):
-        _view(out)[:] = source
+        copy_bytes(_view(out), source)
         return
     whole = empty_like_meta(meta_of(out))
-    _view(whole)[:] = source
+    copy_bytes(_view(whole), source)
     out = out.detach()
     if out.is_conj() or out.is_neg():
         out.copy_(whole)  # the caller sees out through its flag; copy_ writes what then reads as whole

@@ -6,10 +6,13 @@ import gc
 import random
 import struct
 import tracemalloc
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 
 from kvplug.errors import WireError
+from kvplug.wire.apart import aligned, decode_apart
 from kvplug.wire.frames import HEADER_SIZE, FrameKind, decode_header, encode_header
 from kvplug.wire.scan import Limits
 from kvplug.wire.tensors import TensorMeta, decode_meta, encode_meta
@@ -31,6 +34,7 @@ def frame(kind: FrameKind, payload: bytes) -> bytes:
     return encode_header(kind, len(payload)) + payload
 
 
+MARK = b"\xc7\x00"
 CORPUS = [
     frame(
         FrameKind.VALUE, encode({"kind": "stored", "seq": 7, "tokens": b"\x01" * 64, "parts": (1, [2, 3])})
@@ -60,9 +64,13 @@ TELLING = bytes(
 
 
 def mutated(rng: random.Random) -> bytes:
-    data = bytearray(rng.choice(CORPUS))
     # The header is hit now and then; mostly it is kept, so that the payload gets its share.
     start = 0 if rng.random() < 0.15 else HEADER_SIZE
+    return mutate(rng, rng.choice(CORPUS), start, CORPUS)
+
+
+def mutate(rng: random.Random, sound: bytes, start: int, corpus: list[bytes]) -> bytes:
+    data = bytearray(sound)
     for _ in range(rng.choice((1, 1, 2, 3, 8))):
         at = rng.randrange(start, len(data) + 1) if len(data) > start else start
         match rng.randrange(8):
@@ -82,7 +90,7 @@ def mutated(rng: random.Random) -> bytes:
                     (b"\xff" * 4, b"\x7f\xff\xff\xff")
                 )
             case 6:
-                other = rng.choice(CORPUS)
+                other = rng.choice(corpus)
                 data[at:] = other[rng.randrange(len(other)) :]
             case 7:
                 data[at:at] = data[start : start + rng.randrange(1, 40)] * rng.randrange(1, 20)
@@ -113,23 +121,29 @@ def storm(count: int, seed: int) -> int:
     try:
         for i in range(count):
             data = mutated(rng)
-            tracemalloc.reset_peak()
-            before = tracemalloc.get_traced_memory()[0]
-            try:
-                read(data)
-                fine += 1
-            except WireError:
-                pass
-            except BaseException as e:
-                e.add_note(f"frame {i} of seed {seed}: {data.hex()}")
-                raise
-            peak = tracemalloc.get_traced_memory()[1] - before
-            assert peak <= LIMITS.memory_bound(len(data)), (
-                f"frame {i} of seed {seed}, {peak} bytes: {data.hex()}"
+            fine += within_the_bound(
+                partial(read, data), len(data), f"frame {i} of seed {seed}: {data.hex()}"
             )
     finally:
         tracemalloc.stop()
     return fine
+
+
+def within_the_bound(read: Callable[[], object], nbytes: int, note: str) -> bool:
+    """Whether what is read is sound. It takes no more memory than ``nbytes`` may, sound or not."""
+    tracemalloc.reset_peak()
+    before = tracemalloc.get_traced_memory()[0]
+    try:
+        read()
+        sound = True
+    except WireError:
+        sound = False
+    except BaseException as e:
+        e.add_note(note)
+        raise
+    peak = tracemalloc.get_traced_memory()[1] - before
+    assert peak <= LIMITS.memory_bound(nbytes), f"{peak} bytes, {note}"
+    return sound
 
 
 @pytest.mark.filterwarnings("ignore")  # torch warns of complex32, and numpy of nothing we could use
@@ -145,7 +159,89 @@ def test_a_million_mutated_frames_raise_nothing_but_wire_error_and_stay_within_t
     assert storm(100_000, seed) > 0  # each of ten times
 
 
-MARK = b"\xc7\x00"
+def apart(code: int, dtype: str, *shape: int) -> bytes:
+    return ext(code, encode_meta(TensorMeta(dtype, shape)))
+
+
+HEADS = {
+    apart(19, "bfloat16", 2, 3): 64,
+    b"\x92" + apart(19, "float32", 40) + apart(20, "int64", 0, 9): 192,
+    b"\x94" + ext(17, tensor("int8", 3)) + apart(20, "float16", 4, 5) + ext(16, b"\x0b") + b"\x01": 64,
+    b"\x93" + MARK + b"\x04" + apart(19, "uint8") + b"\x92" + apart(20, "bool", 1, 1) + b"\xa1k": 128,
+    b"\x81\xa2kv\x98" + apart(20, "float64", 7) * 8: 512,
+    encode({"step": 7, "parts": (1, [2, 3], b"\x01" * 30)}): 0,
+}
+"""Sound heads, and how many bytes their memories take."""
+
+
+def mutated_apart(rng: random.Random) -> tuple[bytes, memoryview]:
+    head, nbytes = rng.choice(list(HEADS.items()))
+    if rng.random() < 0.8:
+        head = mutate(rng, head, 0, list(HEADS))
+    if rng.random() < 0.4:
+        nbytes = max(0, nbytes + rng.choice((-64, -1, 1, 64, 128, 4096)))
+    return head, memoryview(rng.randbytes(nbytes))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_ten_thousand_mutated_heads_and_memories_raise_nothing_but_wire_error_and_stay_within_the_bound() -> (
+    None
+):
+    rng = random.Random(2)
+    fine = 0
+    for head, nbytes in HEADS.items():  # imports come before memory is counted
+        try:
+            decode_apart(head, memoryview(bytes(nbytes)))
+        except WireError:  # neither torch nor numpy here
+            pass
+    gc.collect()
+    tracemalloc.start()
+    try:
+        for i in range(10_000):
+            head, memories = mutated_apart(rng)
+            fine += within_the_bound(
+                partial(decode_apart, head, memories, limits=LIMITS),
+                len(head) + memories.nbytes,
+                f"head {i}, {memories.nbytes} bytes of memories: {head.hex()}",
+            )
+    finally:
+        tracemalloc.stop()
+    assert 0 < fine < 9_000
+
+
+def apart_dense(element: bytes, nbytes: int) -> tuple[bytes, int]:
+    """As many leaves as the bound of bytes allows, and what their memories take."""
+    count = min(LIMITS.max_items, (LIMITS.max_bytes - 16) // (len(element) + nbytes))
+    return b"\xdd" + count.to_bytes(4, "big") + element * count, count * aligned(nbytes)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shape"),
+    [
+        ("uint8", ()),
+        ("uint8", (0,)),
+        ("float64", ()),
+        ("uint8", (0, *(1,) * 62)),
+        ("uint8", (0, *(300,) * 6)),
+    ],
+    ids=str,
+)
+def test_the_most_that_a_head_of_arrays_can_become_is_within_the_bound(
+    dtype: str, shape: tuple[int, ...]
+) -> None:
+    np = pytest.importorskip("numpy")
+    head, nbytes = apart_dense(apart(20, dtype, *shape), TensorMeta(dtype, shape).nbytes)
+    memories = memoryview(bytes(nbytes))
+    tracemalloc.start()
+    try:
+        value = decode_apart(head, memories, limits=LIMITS)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert type(value[-1]) is np.ndarray and value[-1].shape == shape
+    assert peak <= LIMITS.memory_bound(len(head) + nbytes)
+
+
 DENSE = {
     "nothing but nil": (b"\xdc\x0f\xff", b"\xc0"),
     "empty lists": (b"\xdc\x0f\xff", b"\x90"),

@@ -1,0 +1,161 @@
+"""Values with memories apart, as far as that goes without torch and numpy."""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+import pytest
+from hypothesis import given, strategies as st
+
+from kvplug.errors import CapacityError, UnsupportedError, WireError
+from kvplug.wire.apart import ALIGNMENT, Apart, aligned, decode_apart, encode_apart
+from kvplug.wire.copying import LOCK_FREE_BYTES, copy_bytes
+from kvplug.wire.scan import Limits
+from kvplug.wire.values import decode, encode
+
+NOTHING = memoryview(b"")
+PLAIN = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.text("aé") | st.binary(),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.lists(inner, max_size=4).map(tuple)
+        | st.dictionaries(st.text("abc", max_size=3) | st.tuples(st.integers(0, 9)), inner, max_size=4)
+        | st.frozensets(st.binary(max_size=3), max_size=1)  # its order is nobody's
+    ),
+    max_leaves=20,
+)
+
+
+@given(PLAIN)
+def test_a_value_without_tensors_is_its_encoding_and_no_memory(value: Any) -> None:
+    apart = encode_apart(value)
+    assert apart == Apart(encode(value), []) and apart.nbytes == 0
+    found = decode_apart(apart.head, NOTHING)
+    assert found == value and encode(found) == encode(value)
+
+
+@given(st.integers(0, 1 << 62))
+def test_a_memory_takes_the_next_multiple_of_the_alignment(nbytes: int) -> None:
+    assert aligned(nbytes) % ALIGNMENT == 0 and 0 <= aligned(nbytes) - nbytes < ALIGNMENT
+
+
+@pytest.mark.parametrize("wrap", [bytes, bytearray, memoryview])
+def test_any_buffer_is_a_head(wrap: Any) -> None:
+    assert decode_apart(wrap(encode([1, (2,)])), NOTHING) == [1, (2,)]
+
+
+@pytest.mark.parametrize("value", [object(), [2**64], {"k": ["\ud800"]}, {1: {2: (bytearray(),)}}], ids=repr)
+def test_what_is_not_carried_is_refused_with_the_same_words(value: Any) -> None:
+    with pytest.raises(UnsupportedError) as refusal:
+        encode(value)
+    with pytest.raises(UnsupportedError) as same:
+        encode_apart(value)
+    assert str(same.value) == str(refusal.value)
+
+
+@pytest.mark.parametrize("value", [[[[]]], [0] * 5, b"x" * 20], ids=["deep", "many", "large"])
+def test_the_bounds_are_the_same(value: Any) -> None:
+    limits = Limits(max_bytes=20, max_depth=2, max_items=4)
+    for whole, apart in (
+        (lambda: encode(value, limits=limits), lambda: encode_apart(value, limits=limits)),
+        (
+            lambda: decode(encode(value), limits=limits),
+            lambda: decode_apart(encode(value), NOTHING, limits=limits),
+        ),
+    ):
+        with pytest.raises((CapacityError, WireError)) as refusal:
+            whole()
+        with pytest.raises(type(refusal.value)) as same:
+            apart()
+        assert str(same.value) == str(refusal.value)
+
+
+# -- hostile heads and memories --------------------------------------------------------------------
+
+
+def meta(code: int, *shape: int) -> bytes:
+    return struct.pack(f"<BB{len(shape)}Q", code, len(shape), *shape)
+
+
+def leaf(code: int, payload: bytes) -> bytes:
+    return bytes([0xC7, len(payload), code]) + payload
+
+
+FLOAT32, BFLOAT16 = 12, 11
+TWO = b"\x92" + leaf(19, meta(FLOAT32, 3)) + leaf(20, meta(FLOAT32, 17))
+"""A list of a tensor of 12 bytes and an array of 68, which take 64 and 128."""
+
+
+@pytest.mark.parametrize(
+    ("head", "nbytes", "named"),
+    [
+        (TWO, 0, "the value's 2 memories take 192 bytes, and 0 came"),
+        (TWO, 128, "2 memories take 192 bytes, and 128 came"),
+        (TWO, 191, "and 191 came"),
+        (TWO, 193, "and 193 came"),
+        (TWO, 256, "and 256 came"),
+        (encode([1]), 64, "the value's 0 memories take 0 bytes, and 64 came"),
+        (leaf(19, meta(FLOAT32, 1 << 40)), 64, "have 4398046511104 bytes; at most"),
+        (leaf(19, meta(FLOAT32, 1 << 61)), 64, "out of bounds"),
+        (b"\x92" + leaf(19, meta(FLOAT32, 1 << 60)) * 2, 64, "9223372036854775808 bytes; at most"),
+        (leaf(19, meta(FLOAT32, 1)[:-1]), 64, "cut short"),
+        (leaf(19, meta(FLOAT32, 1) + b"x"), 64, "1 bytes follow a tensor's meta"),
+        (leaf(19, bytes([FLOAT32])), 64, "cut short"),
+        (leaf(19, bytes([FLOAT32, 255])), 64, "255 dimensions"),
+        (leaf(19, bytes([200, 0])), 64, "unknown dtype code 200"),
+        (leaf(19, b""), 64, "extension 19 is not accepted here"),
+        (b"\x91" + leaf(20, b""), 64, "unknown extension 20 without payload"),
+        (leaf(21, meta(FLOAT32, 1)), 64, "extension 21 is not accepted here"),
+        (b"\x81" + leaf(19, meta(FLOAT32, 1)) + b"\xc0", 64, "map's key"),
+        (b"\xd8\x13" + meta(FLOAT32, 1), 64, "claims 16 bytes, and 10 are left"),
+        (b"\xc7\xff\x13" + meta(FLOAT32, 1), 64, "claims 255 bytes"),
+        (TWO + b"\xc0", 192, "followed by 1 bytes"),
+        (TWO[:-1], 192, "an extension claims"),
+        (leaf(20, meta(BFLOAT16, 1)), 64, "numpy has no dtype bfloat16"),
+    ],
+    ids=lambda v: v[:6].hex() if isinstance(v, bytes) else None,
+)
+def test_a_head_and_memories_that_do_not_fit_are_refused_before_anything_is_made(
+    head: bytes, nbytes: int, named: str
+) -> None:
+    with pytest.raises(WireError, match=named):
+        decode_apart(head, memoryview(bytes(nbytes)), make=lambda meta: pytest.fail(f"{meta} was made"))
+
+
+def test_the_bytes_of_the_memories_count_too() -> None:
+    limits = Limits(max_bytes=len(TWO) + 12 + 68 - 1)
+    with pytest.raises(WireError, match="a value whose tensors have 80 bytes; at most 79 are accepted"):
+        decode_apart(TWO, memoryview(bytes(192)), limits=limits)
+
+
+def test_a_leaf_whose_bytes_lie_apart_is_nothing_that_a_whole_message_may_hold() -> None:
+    with pytest.raises(WireError, match="extension 19 is not accepted here, at byte 1"):
+        decode(TWO)
+
+
+# -- copying ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 100, LOCK_FREE_BYTES - 1, LOCK_FREE_BYTES, LOCK_FREE_BYTES + 1])
+def test_bytes_are_copied_from_read_only_memory_to_exactly_where_they_belong(nbytes: int) -> None:
+    source = bytes(i % 251 for i in range(997)) * (nbytes // 997 + 2)
+    target = bytearray(nbytes + 20)
+    copy_bytes(memoryview(target)[7 : 7 + nbytes], memoryview(source)[3 : 3 + nbytes])
+    assert target == bytes(7) + source[3 : 3 + nbytes] + bytes(13)
+
+
+@pytest.mark.parametrize("nbytes", [4, LOCK_FREE_BYTES])
+def test_another_number_of_bytes_is_not_copied(nbytes: int) -> None:
+    for more, less in ((nbytes + 1, nbytes), (nbytes, nbytes + 1)):
+        with pytest.raises(ValueError):
+            copy_bytes(memoryview(bytearray(more)), memoryview(bytes(less)))
+
+
+def test_read_only_memory_is_not_written_and_no_memory_stays_held() -> None:
+    source, target = bytearray(b"x" * LOCK_FREE_BYTES), bytearray(LOCK_FREE_BYTES)
+    with pytest.raises(BufferError), memoryview(target).toreadonly() as view:
+        copy_bytes(view, memoryview(source))
+    copy_bytes(memoryview(target), memoryview(source))
+    target.append(1)  # a buffer that somebody still holds cannot be resized
+    source.append(1)
