@@ -59,7 +59,11 @@ class Feed(Protocol):
         """The reader waits until all are ready."""
 
     def all_ready(self) -> bool:
-        """Whether the writer and all its readers that live have waited for it."""
+        """Whether the writer and all its readers that live have waited for it.
+
+        Readers in shared memory say so there, which calls nobody: look again now and then while a reader
+        waits for it.
+        """
 
     def evict(self, rank: int, why: str, *, died: bool) -> None:
         """The reader takes part no more: it "has left", or it died. Once; what follows is ignored."""
@@ -73,8 +77,10 @@ class Far(Protocol):
         """For the handle: plain values, from which ``attach`` finds this end."""
 
     def changed(self) -> None:
-        """A message was published, or all are ready. From the writer's thread, after each; costs next to
-        nothing where no reader has come, and never waits."""
+        """A message was published, or the writer waits until all are ready.
+
+        From the writer's thread, after each; costs next to nothing where no reader has come, and never waits.
+        """
 
     def close(self, deadline: Deadline) -> None:
         """Send what was published to the readers that have come, tell them of the end, and let go.
@@ -96,6 +102,13 @@ class Source(Protocol):
     @property
     def writer(self) -> str:
         """The writer's process, for messages: "the writer (pid 12)"."""
+
+    def poll(self) -> Message | None:
+        """The next message if it is here, which stays until :meth:`advance`. Costs as little as it can.
+
+        Raises:
+            TransportError, WireError: as :meth:`receive`.
+        """
 
     def receive(self, wait: Wait, check: Callable[[], None]) -> Message:
         """The next message, which stays until :meth:`advance`.
