@@ -77,8 +77,8 @@ def decode_apart(
 ) -> Any:
     """The value of a head and its memories, which lie back to back, each of them :func:`aligned`.
 
-    Every tensor's bytes are copied out, into what ``make`` returns for its meta: a tensor of that dtype and
-    shape. Without it, and for numpy arrays always, memory is taken anew.
+    What lies apart is copied out, a tensor into what ``make`` returns for its meta: one of that dtype and
+    shape. Without it, for numpy arrays always, and for what lies in the head, memory is taken anew.
 
     Raises:
         WireError: the bytes are not such a head, go beyond ``limits``, want other memories than these, or
@@ -95,8 +95,11 @@ def decode_apart(
         marked = scan(data, limits, spans)
         leaves = deque(tensors.decode_meta(data[span]) for span in spans)
         _check_memories(leaves, memories.nbytes, limits.max_bytes - nbytes)
-        extension = _from(memories.cast("B"), leaves, make or tensors.empty_like_meta)
-        value = msgspec.msgpack.decode(data, ext_hook=extension)
+        if leaves:
+            extension = _from(memories.cast("B"), leaves, make or tensors.empty_like_meta)
+            value = msgspec.msgpack.decode(data, ext_hook=extension)
+        else:
+            value = values.unpack(data)
         return values.resolve(value) if marked else value
     except (msgspec.MsgspecError, UnicodeError, RecursionError, OverflowError) as e:
         raise WireError(f"not the bytes of a value: {e}") from e

@@ -44,20 +44,21 @@ class _Buffer(ctypes.Structure):
 
 
 _SIMPLE, _WRITABLE = 0, 1
-# ctypes itself gives the address of a writable buffer only.
-_get_buffer = ctypes.pythonapi.PyObject_GetBuffer
+# ctypes itself gives the address of a writable buffer only. By item: what is named as an attribute is one
+# object for all of the process, and so are its argtypes.
+_get_buffer = ctypes.pythonapi["PyObject_GetBuffer"]
 _get_buffer.argtypes = (ctypes.py_object, ctypes.POINTER(_Buffer), ctypes.c_int)
-_release_buffer = ctypes.pythonapi.PyBuffer_Release
+_release_buffer = ctypes.pythonapi["PyBuffer_Release"]
 _release_buffer.argtypes = (ctypes.POINTER(_Buffer),)
 _release_buffer.restype = None
 
 
 @contextmanager
-def _address(view: memoryview, flags: int) -> Iterator[int | None]:
+def _address(view: memoryview, flags: int) -> Iterator[int]:
     """Where its bytes lie; they stay there meanwhile."""
     buffer = _Buffer()
     _get_buffer(view, buffer, flags)  # raises BufferError itself
     try:
-        yield buffer.buf
+        yield buffer.buf or 0
     finally:
         _release_buffer(buffer)

@@ -18,11 +18,10 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 import msgspec
 
 from kvplug.errors import CapacityError, UnsupportedError, WireError
-from kvplug.wire import tensors
+from kvplug.wire import arrays, tensors
 from kvplug.wire.scan import DEFAULT_LIMITS, MARKS, Leaf, Limits, Mark, scan
 
 if TYPE_CHECKING:
-    from numpy import ndarray
     from torch import Tensor
 
 __all__ = ["CARRIED", "DEFAULT_LIMITS", "Limits", "decode", "encode"]
@@ -123,7 +122,7 @@ def _lower_foreign(value: Any, apart: Memories | None) -> msgspec.msgpack.Ext:
             return _leaf(Leaf.TENSOR, tensors.meta_of(value), tensors.memory_of(value), apart)
     numpy = sys.modules.get("numpy")
     if numpy is not None and hasattr(numpy, "ndarray") and type(value) is numpy.ndarray:
-        return _leaf(Leaf.ARRAY, *_parts_of(value), apart)
+        return _leaf(Leaf.ARRAY, *arrays.parts_of(value), apart)
     kind = type(value)
     where = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
     raise UnsupportedError(f"a {where}{kind.__qualname__} is not carried")
@@ -139,26 +138,6 @@ def _leaf(
 
 
 APART_OF: Final = {Leaf.TENSOR: Leaf.TENSOR_APART, Leaf.ARRAY: Leaf.ARRAY_APART}
-
-_ARRAY_DTYPES = frozenset(
-    {"bool", "uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64"}
-    | {"float16", "float32", "float64", "complex64", "complex128"}
-)
-"""numpy's names that are also torch's."""
-
-
-def _parts_of(array: ndarray[Any, Any]) -> tuple[tensors.TensorMeta, memoryview]:
-    """What an array's bytes mean, and those bytes in row-major order; a copy only if they do not lie so."""
-    import numpy
-
-    if array.dtype.name not in _ARRAY_DTYPES or not array.dtype.isnative:
-        raise UnsupportedError(
-            f"a numpy array of dtype {array.dtype} is not carried; these are, in the machine's byte order: "
-            + ", ".join(sorted(_ARRAY_DTYPES))
-        )
-    meta = tensors.TensorMeta(array.dtype.name, array.shape)
-    flat = numpy.ascontiguousarray(array).reshape(-1).view(numpy.uint8)
-    return meta, memoryview(flat).toreadonly()
 
 
 def explain(value: object, depth: int, error: Exception) -> NoReturn:
@@ -215,7 +194,7 @@ def decode(buf: Buffer, *, limits: Limits = DEFAULT_LIMITS) -> Any:
     data = bytes(buf)  # a private copy: shared memory could change between the check and the use
     try:
         marked = scan(data, limits)
-        value = _decode(data)
+        value = unpack(data)
         return resolve(value) if marked else value
     except (msgspec.MsgspecError, UnicodeError, RecursionError, OverflowError) as e:
         raise WireError(f"not the bytes of a value: {e}") from e
@@ -246,7 +225,7 @@ def build(
 ) -> Any:
     """The tensor or array of those bytes. The caller has checked that there are as many as there must be."""
     if code in (Leaf.ARRAY, Leaf.ARRAY_APART):
-        return _array(meta, flat)
+        return arrays.array_of(meta, flat)
     try:
         tensor = make(meta)
         tensors.copy_into(tensor, flat)
@@ -255,21 +234,7 @@ def build(
     return tensor
 
 
-def _array(meta: tensors.TensorMeta, flat: memoryview) -> ndarray[Any, Any]:
-    if meta.dtype not in _ARRAY_DTYPES:
-        raise WireError(f"numpy has no dtype {meta.dtype}")
-    try:
-        import numpy
-    except ImportError as e:
-        raise WireError(f"a numpy array came, and numpy is not installed here: {e}") from e
-    try:
-        array: ndarray[Any, Any] = numpy.frombuffer(flat, dtype=meta.dtype).reshape(meta.shape).copy()
-    except ValueError as e:
-        raise WireError(f"numpy refuses an array of shape {meta.shape}: {e}") from e
-    return array
-
-
-_decode = msgspec.msgpack.Decoder(ext_hook=extension).decode
+unpack: Final = msgspec.msgpack.Decoder(ext_hook=extension).decode
 
 
 def resolve(value: Any) -> Any:

@@ -11,7 +11,7 @@ from kvplug.handshake.exchange import MAX_HELLO_BYTES
 from kvplug.handshake.hello import Hello
 from kvplug.handshake.plain import MAX_LIST, MAX_TEXT
 from kvplug.model import ModelInfo
-from kvplug.wire import frames, scan
+from kvplug.wire import apart, frames, scan
 from kvplug.wire.tensors import DTYPES, MAX_DIMS
 
 REFERENCE = Path(__file__).parents[2] / "docs" / "reference"
@@ -51,6 +51,13 @@ def test_the_bounds_are_documented() -> None:
         assert shown in WIRE, shown
     assert f"at most {MAX_HELLO_BYTES >> 10} KiB, its texts {MAX_TEXT:,}" in HANDSHAKE
     assert f"its lists {MAX_LIST} elements" in HANDSHAKE
+
+
+def test_every_leaf_is_documented_with_its_number() -> None:
+    assert {int(code) for code in re.findall(r"\| extension (\d+)[:,]", WIRE)} == {*map(int, scan.Leaf)}
+    section = WIRE[WIRE.index("## Values with memories apart") : WIRE.index("## Tensors")]
+    assert f"at least {apart.MIN_BYTES:,} bytes" in section
+    assert f"multiple of {apart.ALIGNMENT} " in section
 
 
 def test_every_field_of_a_hello_is_documented() -> None:

@@ -172,7 +172,7 @@ def test_what_came_never_shares_memory_with_what_it_came_from() -> None:
     lying.append(1)  # and holds none of it
 
 
-def test_every_tensor_is_received_into_what_is_made_for_it_and_no_array_is() -> None:
+def test_every_tensor_that_lies_apart_is_received_into_what_is_made_for_it_and_no_array_is() -> None:
     value = [torch.ones(2000), {"k": (np.ones(3), torch.zeros(2, 2, dtype=torch.int8).t())}]
     made = []
 
