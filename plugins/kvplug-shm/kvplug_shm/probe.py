@@ -6,13 +6,13 @@ import os
 import platform
 import sys
 
-from kvplug import Probe
+from kvplug import Probe, local_domain
 
 
 def describe() -> Probe:
     """Linux on x86-64; ends of one host that can reach each other's abstract sockets."""
     reason = _missing()
-    return Probe(viable=not reason, reason=reason, domain=_domain())
+    return Probe(viable=not reason, reason=reason, domain=local_domain())
 
 
 def _missing() -> str:
@@ -24,12 +24,3 @@ def _missing() -> str:
     if not hasattr(os, "memfd_create"):
         return "it needs memfd_create, which this Python was built without"
     return ""
-
-
-def _domain() -> str:
-    """Which abstract Unix sockets mean the same to two processes. Opaque."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as f:
-            return f"{f.read().strip()}/{os.readlink('/proc/self/ns/net')}"
-    except OSError:
-        return "-"

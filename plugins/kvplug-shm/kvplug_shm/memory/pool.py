@@ -1,0 +1,181 @@
+"""Memory that tensors are received into, used again when they are gone.
+
+Fresh pages cost ten times the copy that fills them. So the memory of a large tensor comes from a mapping
+that an earlier one had, and goes back when the tensor and every view of it are gone: whichever thread drops
+the last of them, and whatever that thread was doing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import sys
+import threading
+import weakref
+from collections import deque
+from typing import Final
+
+import torch
+
+from kvplug import CapacityError, close_after_fork
+from kvplug.wire.tensors import TensorMeta, dtype_of, empty_like_meta
+from kvplug_shm.memory.copying import address_of
+from kvplug_shm.memory.limits import in_words
+
+POOLED_FROM: Final = 1024 * 1024
+"""Bytes of a tensor from which its memory is recycled; below, the C library recycles it itself."""
+_HUGE_PAGE: Final = 2 * 1024 * 1024
+_WASTE: Final = 2
+"""How many times too large a block may be."""
+
+
+class _Block:
+    """Private memory of this process, unmapped with the last reference."""
+
+    __slots__ = ("_memory", "address", "nbytes")
+
+    def __init__(self, nbytes: int) -> None:
+        """Raises OSError: there is not that much."""
+        self.nbytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        large = nbytes >= _HUGE_PAGE
+        self._memory = mmap.mmap(
+            -1,
+            self.nbytes + (_HUGE_PAGE if large else 0),
+            flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS,  # a forked child's writes are its own
+        )
+        begin = self.address = address_of(memoryview(self._memory))
+        if large:
+            self.address = -(-begin // _HUGE_PAGE) * _HUGE_PAGE
+            try:
+                self._memory.madvise(
+                    mmap.MADV_HUGEPAGE, self.address - begin, self.nbytes // _HUGE_PAGE * _HUGE_PAGE
+                )
+            except OSError:
+                pass  # a hint: refusal does not matter
+
+
+class _Lent(ctypes.c_ubyte * (sys.maxsize // 2)):  # type: ignore[misc]
+    """What a tensor takes its memory from, and keeps. One type for every size, of which a part is used."""
+
+    pool: weakref.ref[Pool]
+    block: _Block | None = None
+
+    def __del__(self) -> None:
+        if self.block is not None and (pool := self.pool()) is not None:
+            pool._give_back(self.block)
+
+
+class Pool:
+    """Receive memory, of which at most ``max_bytes`` are kept while nobody uses them."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._closed = False
+        self._idle: list[_Block] = []
+        """In the order in which they came back."""
+        self._back: deque[_Block] = deque()
+        """Came back while nobody could look at them."""
+        self._lent: dict[int, int] = {}
+        # A finalizer may run while its own thread holds this: it never waits for it.
+        self._lock = threading.Lock()
+        close_after_fork(self)
+
+    @property
+    def idle_bytes(self) -> int:
+        """Bytes that wait for the next tensor."""
+        self._settle()
+        return sum(block.nbytes for block in list(self._idle))
+
+    @property
+    def lent_bytes(self) -> int:
+        """Bytes under tensors that are still somewhere."""
+        return sum(list(self._lent.values()))
+
+    def tensor(self, meta: TensorMeta) -> torch.Tensor:
+        """A contiguous CPU tensor with unset elements.
+
+        Raises:
+            UnsupportedError: the torch installed here lacks the dtype.
+            CapacityError: there is not that much memory.
+        """
+        nbytes = meta.nbytes
+        if nbytes < POOLED_FROM:
+            try:
+                return empty_like_meta(meta)
+            except (RuntimeError, MemoryError) as e:
+                raise CapacityError(f"no memory for a tensor of {nbytes} bytes") from e
+        dtype = dtype_of(meta.dtype)
+        block = self._best_fit(nbytes) or self._fresh(nbytes)
+        lent = _Lent.from_address(block.address)
+        lent.pool = weakref.ref(self)
+        lent.block = block
+        self._lent[id(block)] = block.nbytes
+        return torch.frombuffer(lent, dtype=dtype, count=nbytes // meta.itemsize).view(meta.shape)
+
+    def close(self) -> None:
+        """Keep nothing any more. Memory that is still lent goes with its tensor."""
+        self._closed = True
+        self._drop_idle()
+
+    def _best_fit(self, nbytes: int) -> _Block | None:
+        """The smallest that will do, and of those the one that was used last: it may be in a cache."""
+        best: _Block | None = None
+        with self._lock:
+            dropped = self._put_away()
+            for block in reversed(self._idle):
+                if nbytes <= block.nbytes <= nbytes * _WASTE and (best is None or block.nbytes < best.nbytes):
+                    best = block
+            if best is not None:
+                self._idle.remove(best)
+        dropped.clear()  # unmapping takes time
+        self._settle()
+        return best
+
+    def _fresh(self, nbytes: int) -> _Block:
+        try:
+            return _Block(nbytes)
+        except (OSError, OverflowError):
+            self._drop_idle()
+        try:
+            return _Block(nbytes)
+        except (OSError, OverflowError) as e:
+            raise CapacityError(f"no memory for a tensor of {nbytes} bytes: {in_words(e)}") from e
+
+    def _drop_idle(self) -> None:
+        with self._lock:
+            dropped = self._put_away() + self._idle
+            self._idle = []
+        dropped.clear()
+        self._settle()
+
+    def _give_back(self, block: _Block) -> None:
+        """In a finalizer, of any thread."""
+        self._lent.pop(id(block), None)
+        self._back.append(block)
+        self._settle()
+
+    def _settle(self) -> None:
+        """Look at what came back, or leave it to whoever holds the lock, who calls this once it does not."""
+        while self._back and self._lock.acquire(blocking=False):
+            try:
+                dropped = self._put_away()
+            finally:
+                self._lock.release()
+            dropped.clear()
+
+    def _put_away(self) -> list[_Block]:
+        """Under the lock. Those that came back are idle, or are dropped: the ones longest idle first."""
+        limit = 0 if self._closed else self._max_bytes
+        dropped = []
+        while self._back:
+            block = self._back.popleft()
+            (self._idle if block.nbytes <= limit else dropped).append(block)
+        idle = sum(block.nbytes for block in self._idle)
+        while idle > limit:
+            idle -= self._idle[0].nbytes
+            dropped.append(self._idle.pop(0))
+        return dropped
+
+    def _after_fork_in_child(self) -> None:
+        # Another thread may have held it. All memory is the child's own, as it was in the parent.
+        self._lock = threading.Lock()
