@@ -416,6 +416,7 @@ if TYPE_CHECKING:
         positions_of as positions_of,
     )
     from kvplug.pipe import (
+        Blocks as Blocks,
         Pipe as Pipe,
         PipeEndpoint as PipeEndpoint,
         PipeListener as PipeListener,

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, TypeVar
 
 from kvplug.deadline import DEFAULT_TIMEOUT, Timeout
-from kvplug.errors import BusyError, ClosedError, TensorMismatchError, TimeoutError
+from kvplug.errors import BusyError, ClosedError, LayoutError, TensorMismatchError, TimeoutError
 from kvplug.metrics.reasons import reason_of
 from kvplug.metrics.stats import TransferStats
 from kvplug.pipe import Pipe, Transfer
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+_T = TypeVar("_T")
 
 
 class RecordedPipe(Pipe):
@@ -41,35 +45,57 @@ class RecordedPipe(Pipe):
         return self.pipe.peer
 
     def send_tensor(self, tensor: Tensor | None, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Transfer:
+        return self._sent(lambda: self.pipe.send_tensor(tensor, timeout=timeout), lambda: _nbytes(tensor))
+
+    def recv_tensor(self, out: Tensor | None = None, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Tensor | None:
+        return self._received(lambda: self.pipe.recv_tensor(out, timeout=timeout), _nbytes)
+
+    def send_blocks(
+        self, views: Sequence[Tensor], block_ids: Sequence[int], *, timeout: Timeout = DEFAULT_TIMEOUT
+    ) -> Transfer:
+        return self._sent(
+            lambda: self.pipe.send_blocks(views, block_ids, timeout=timeout),
+            lambda: _nbytes_of_blocks(views, block_ids),
+        )
+
+    def recv_blocks(
+        self, views: Sequence[Tensor], block_ids: Sequence[int], *, timeout: Timeout = DEFAULT_TIMEOUT
+    ) -> None:
+        self._received(
+            lambda: self.pipe.recv_blocks(views, block_ids, timeout=timeout),
+            lambda _: _nbytes_of_blocks(views, block_ids),
+        )
+
+    def _sent(self, send: Callable[[], Transfer], nbytes: Callable[[], int]) -> Transfer:
         started = time.perf_counter()
         try:
-            transfer = self.pipe.send_tensor(tensor, timeout=timeout)
+            transfer = send()
         except Exception as e:
             self._stats.fail("send", reason_of(e))
             raise
-        nbytes = _nbytes(tensor)
+        sent = nbytes()
 
         def count(ended: Transfer) -> None:
             error = ended.error()
             if error is None:
-                self._stats.record("send", nbytes, time.perf_counter() - started)
+                self._stats.record("send", sent, time.perf_counter() - started)
             else:
                 self._stats.fail("send", reason_of(error))
 
         transfer.add_done_callback(count)
         return transfer
 
-    def recv_tensor(self, out: Tensor | None = None, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Tensor | None:
+    def _received(self, receive: Callable[[], _T], nbytes: Callable[[_T], int]) -> _T:
         started = time.perf_counter()
         try:
-            tensor = self.pipe.recv_tensor(out, timeout=timeout)
-        except (TimeoutError, ClosedError, TensorMismatchError, BusyError):
+            received = receive()
+        except (TimeoutError, ClosedError, TensorMismatchError, LayoutError, BusyError):
             raise
         except Exception as e:
             self._stats.fail("recv", reason_of(e))
             raise
-        self._stats.record("recv", _nbytes(tensor), time.perf_counter() - started)
-        return tensor
+        self._stats.record("recv", nbytes(received), time.perf_counter() - started)
+        return received
 
     def close(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
         self.pipe.close(timeout)
@@ -80,3 +106,9 @@ class RecordedPipe(Pipe):
 
 def _nbytes(tensor: Tensor | None) -> int:
     return 0 if tensor is None else int(tensor.nbytes)
+
+
+def _nbytes_of_blocks(views: Sequence[Tensor], block_ids: Sequence[int]) -> int:
+    view = views[0]
+    nbytes: int = len(views) * len(block_ids) * math.prod(view.shape[1:]) * view.dtype.itemsize
+    return nbytes

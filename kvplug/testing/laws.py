@@ -85,7 +85,8 @@ END-2, coming and going
 PIPE-1, what arrives
 : Each tensor arrives whole, once, in the order of sending, with its shape, its dtype and its bits: every
   dtype of torch (bfloat16, the float8 kinds and bool among them), tensors without dimensions, without
-  elements, and not contiguous ones. `None` is a message too.
+  elements, and not contiguous ones. `None` is a message too. `send_blocks` sends the named rows of its
+  views as one tensor, in the order they were named in.
 
 PIPE-2, sending
 : `send_tensor` returns a `Transfer` at once, until `max_in_flight_bytes` are unsent; then it blocks. A
@@ -100,7 +101,8 @@ PIPE-4, whose memory
 
 PIPE-5, receiving into memory
 : `recv_tensor(out=...)` fills `out`, contiguous or not. If the message's shape or dtype is another one, or
-  the message is `None`, it raises `TensorMismatchError` and the message stays.
+  the message is `None`, it raises `TensorMismatchError` and the message stays. `recv_blocks` fills the named
+  rows of its views, and no others.
 
 PIPE-6, a receive that runs out of time
 : Before the first byte nothing is lost. After it the next call goes on with the same message, or the pipe is

@@ -12,6 +12,7 @@ from kvplug.deadline import DEFAULT_TIMEOUT, Timeout
 from kvplug.errors import (
     BusyError,
     ClosedError,
+    LayoutError,
     PeerGoneError,
     TensorMismatchError,
     TimeoutError,
@@ -28,6 +29,15 @@ class Sized:
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
+
+
+class Rows:
+    """As much of a cache of rows [8, 5] in float16 as is counted."""
+
+    shape = (100, 8, 5)
+
+    class dtype:  # noqa: N801 - as tensors have it
+        itemsize = 2
 
 
 class Inside(Pipe):
@@ -56,6 +66,17 @@ class Inside(Pipe):
         if self.error is not None:
             raise self.error
         return self.received
+
+    def send_blocks(self, views: Any, block_ids: Any, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Transfer:
+        self.calls.append(("send", block_ids, timeout))
+        if self.error is not None:
+            raise self.error
+        return self.transfer
+
+    def recv_blocks(self, views: Any, block_ids: Any, *, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
+        self.calls.append(("recv", block_ids, timeout))
+        if self.error is not None:
+            raise self.error
 
     def close(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
         self.calls.append(("close", timeout))
@@ -176,6 +197,29 @@ def test_a_receive_that_fails_is_counted_with_its_reason(
     with pytest.raises(type(error)):
         pipe.recv_tensor()
     assert stats.snapshot() == {"ops": {}, "failures": {"recv": {reason: 1}}}
+
+
+def test_blocks_go_to_the_pipe_inside_and_are_counted_with_their_bytes(
+    pipe: RecordedPipe, inside: Inside, stats: TransferStats
+) -> None:
+    inside.transfer.finish()
+    views: Any = [Rows(), Rows()]
+    assert pipe.send_blocks(views, [4, 1, 2], timeout=2.0) is inside.transfer
+    pipe.recv_blocks(views, [3], timeout=1.0)
+    assert inside.calls == [("send", [4, 1, 2], 2.0), ("recv", [3], 1.0)]
+    counted = stats.snapshot()["ops"]
+    assert (counted["send"]["bytes"], counted["recv"]["bytes"]) == (2 * 3 * 8 * 5 * 2, 2 * 8 * 5 * 2)
+
+
+@pytest.mark.parametrize("error", [TimeoutError, ClosedError, TensorMismatchError, LayoutError, BusyError])
+def test_blocks_that_are_refused_lose_nothing_and_are_no_failed_transfer(
+    pipe: RecordedPipe, inside: Inside, stats: TransferStats, error: Callable[[str], Exception]
+) -> None:
+    inside.error = error("later")
+    views: Any = [Rows()]
+    with pytest.raises(type(inside.error)):
+        pipe.recv_blocks(views, [3])
+    assert stats.snapshot() == {"ops": {}, "failures": {}}
 
 
 @pytest.mark.parametrize("error", [TimeoutError, ClosedError, TensorMismatchError, BusyError])

@@ -126,6 +126,30 @@ class TestDeliversOneTwice(Mutant):
                 super().deliver_number(number, *args, **given)
 
 
+class TestSendsBlocksInTheOrderOfTheirIds(Mutant):
+    """Blocks come sorted, whatever order they were named in."""
+
+    breaks = ("PIPE-1",)
+
+    class pipe(MemoryPipe):  # noqa: N801
+        def send_blocks(self, views: Any, block_ids: Any, **given: Any) -> Transfer:
+            return super().send_blocks(views, sorted(block_ids), **given)
+
+
+class TestWritesTheBlockBehind(Mutant):
+    """The last row is written into the block behind the named one, too."""
+
+    breaks = ("PIPE-5",)
+
+    class pipe(MemoryPipe):  # noqa: N801
+        def recv_blocks(self, views: Any, block_ids: Any, **given: Any) -> None:
+            super().recv_blocks(views, block_ids, **given)
+            last = block_ids[-1] if len(block_ids) else 0
+            for view in views:
+                if last + 1 < len(view):
+                    view[last + 1] = view[last]
+
+
 class TestReceivesIntoAPool(Mutant):
     """What is received lies in a buffer that the next message of that size overwrites."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kvplug.testing.contract.pipe.across import Across
+from kvplug.testing.contract.pipe.blocks import BlockMessages
 from kvplug.testing.contract.pipe.deadlines import Deadlines
 from kvplug.testing.contract.pipe.deaths import Deaths
 from kvplug.testing.contract.pipe.endpoints import Endpoints
@@ -23,6 +24,7 @@ class PipeContract(
     Tensors,
     Order,
     Into,
+    BlockMessages,
     Room,
     Transfers,
     Deadlines,

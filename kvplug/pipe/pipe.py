@@ -1,136 +1,20 @@
-"""The pipe: ordered, point-to-point tensors between two processes, full duplex.
+"""What a transport of kind "pipe" implements.
 
-A transport of kind "pipe" implements :class:`PipeEndpoint` (and the :class:`PipeListener` and
-:class:`Pipe` it hands out). ``Tensor`` below is ``torch.Tensor``; this module does not import torch.
+``Tensor`` below is ``torch.Tensor``; this module does not import torch.
 """
 
 from __future__ import annotations
 
 import abc
-import logging
-import threading
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from kvplug.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
-from kvplug.errors import BusyError, TimeoutError
+from kvplug.deadline import DEFAULT_TIMEOUT, Timeout
+from kvplug.pipe.blocks import Blocks
+from kvplug.pipe.transfer import Transfer
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-logger = logging.getLogger(__name__)
-
-
-class Transfer:
-    """One ``send_tensor`` under way. It always ends, in success or in an error.
-
-    Thread-safe. The transport calls :meth:`finish` or :meth:`fail` exactly once; users wait.
-    """
-
-    # Most transfers of small messages have ended before anybody asks, so the event that a waiter needs
-    # is made by the first waiter.
-    __slots__ = ("__weakref__", "_callbacks", "_done", "_error", "_event", "_lock", "nbytes")
-
-    def __init__(self, nbytes: int) -> None:
-        self.nbytes = nbytes
-        self._done = False
-        self._error: BaseException | None = None
-        self._lock = threading.Lock()
-        self._event: threading.Event | None = None
-        self._callbacks: list[Callable[[Transfer], None]] = []
-
-    def __repr__(self) -> str:
-        state = "under way" if not self.done() else f"failed: {self._error}" if self._error else "done"
-        return f"<Transfer of {self.nbytes} bytes, {state}>"
-
-    def done(self) -> bool:
-        """Whether it has ended. From then on the caller may overwrite the tensor it sent."""
-        return self._done
-
-    def error(self) -> BaseException | None:
-        """What it failed with; ``None`` while under way and after success."""
-        return self._error
-
-    def wait(self, timeout: Timeout = None) -> None:
-        """Return when the transfer has succeeded.
-
-        Raises:
-            TimeoutError: it is still under way.
-            KvplugError: what it failed with.
-        """
-        deadline = Deadline.after(timeout)
-        with self._lock:
-            if not self._done and self._event is None:
-                self._event = threading.Event()
-        if not self._done and self._event is not None and not self._event.wait(deadline.remaining()):
-            raise TimeoutError(f"a transfer of {self.nbytes} bytes is still under way after {timeout} s")
-        if self._error is not None:
-            raise self._error
-
-    def add_done_callback(self, callback: Callable[[Transfer], None]) -> None:
-        """Call ``callback(self)`` once it has ended: at once if it has, else in the thread that ends it."""
-        with self._lock:
-            if not self._done:
-                self._callbacks.append(callback)
-                return
-        callback(self)
-
-    def finish(self) -> None:
-        """For transports: it succeeded."""
-        self._end(None)
-
-    def fail(self, error: BaseException) -> None:
-        """For transports: it failed, and why."""
-        self._end(error)
-
-    def inherit(self, error: BaseException) -> None:
-        """For transports, in a forked child: it is the parent's, and here it has failed with ``error``.
-
-        Takes no lock made before the fork. The callbacks are the parent's too, and are not called here.
-        """
-        self._lock = threading.Lock()
-        self._callbacks = []
-        if not self._done:
-            self._error = error
-            self._done = True
-
-    def _end(self, error: BaseException | None) -> None:
-        with self._lock:
-            if self._done:
-                return
-            self._error = error
-            self._done = True
-            callbacks, self._callbacks = self._callbacks, []
-            if self._event is not None:
-                self._event.set()
-        for callback in callbacks:
-            try:
-                callback(self)
-            except Exception:  # it runs in a transport's thread, which others depend on
-                logger.exception("a callback of %r failed", self)
-
-
-class Turn:
-    """One direction of an endpoint: whoever is second gets :class:`BusyError` instead of a mixed stream."""
-
-    def __init__(self, what: str) -> None:
-        self._what = what
-        self._lock = threading.Lock()
-
-    def taken(self) -> Turn:
-        """For a ``with`` statement around the whole call.
-
-        Raises:
-            BusyError: another thread is inside one.
-        """
-        return self
-
-    def __enter__(self) -> None:
-        if not self._lock.acquire(blocking=False):
-            raise BusyError(f"another thread is already {self._what}; one thread sends, one receives")
-
-    def __exit__(self, *_: object) -> None:
-        self._lock.release()
 
 
 class Pipe(abc.ABC):
@@ -185,6 +69,38 @@ class Pipe(abc.ABC):
                 message, or goes on with it; or the pipe is broken and says so. It is never skipped.
             PeerGoneError, ClosedError, BusyError: as the law says.
         """
+
+    def send_blocks(
+        self, views: Sequence[Tensor], block_ids: Sequence[int], *, timeout: Timeout = DEFAULT_TIMEOUT
+    ) -> Transfer:
+        """Queue the rows ``block_ids`` of each of ``views`` as one message.
+
+        It is the tensor ``[len(views), len(block_ids), *row]``, and may be received as one. Written here for
+        every pipe: it is gathered first. A transport that can gather into its own memory does that instead.
+
+        Raises:
+            LayoutError: as :class:`Blocks` says; nothing was queued.
+            The rest as :meth:`send_tensor`.
+        """
+        return self.send_tensor(Blocks(views, block_ids).gathered(), timeout=timeout)
+
+    def recv_blocks(
+        self, views: Sequence[Tensor], block_ids: Sequence[int], *, timeout: Timeout = DEFAULT_TIMEOUT
+    ) -> None:
+        """The next message, received into the rows ``block_ids`` of each of ``views``.
+
+        After an error those rows may hold a part of it; the message stays, or is resumed by the next call.
+        Written here for every pipe, as :meth:`send_blocks` is.
+
+        Raises:
+            LayoutError: as :class:`Blocks` says, or a block comes twice; the message stays.
+            The rest as :meth:`recv_tensor` with ``out``.
+        """
+        blocks = Blocks(views, block_ids)
+        blocks.check_distinct()
+        tensor = blocks.empty()
+        self.recv_tensor(tensor, timeout=timeout)
+        blocks.scatter(0, tensor.view(blocks.num_rows, *blocks.row_shape))
 
     @abc.abstractmethod
     def close(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:

@@ -1,0 +1,131 @@
+"""Blocks of a paged cache as one message: which rows of which tensors, in order."""
+
+from __future__ import annotations
+
+import functools
+import math
+from array import array
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from kvplug.errors import LayoutError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Blocks:
+    """The rows ``block_ids`` of each of ``views``, one view after the other.
+
+    A view has a block in each row, as ``cache[:, 0]`` and ``cache[:, 1]`` of a cache ``[blocks, 2, tokens,
+    heads, head size]`` have; it need not be contiguous. As a message it is one tensor of the shape
+    ``[len(views), len(block_ids), *row]``: what was sent as blocks can be received as a tensor, and the
+    other way round.
+    """
+
+    def __init__(self, views: Sequence[Tensor], block_ids: Sequence[int]) -> None:
+        """Look at them; nothing is copied.
+
+        Raises:
+            LayoutError: there is no view, or views differ in shape, dtype or device; a block id is no
+                integer of 64 bits, or no row of the views.
+        """
+        if not views:
+            raise LayoutError("blocks of no tensor: give at least one view")
+        first = views[0]
+        for view in views:
+            if view.dim() == 0 or view.shape != first.shape:
+                raise LayoutError(
+                    f"views have blocks of one shape; got {list(first.shape)}, {list(view.shape)}"
+                )
+            if view.dtype != first.dtype or view.device != first.device:
+                raise LayoutError(
+                    f"views are of one dtype on one device; got {first.dtype} on {first.device} and"
+                    f" {view.dtype} on {view.device}"
+                )
+        try:
+            self._ids = array("q", block_ids)
+        except (TypeError, OverflowError) as e:
+            raise LayoutError(f"block ids are integers of 64 bits: {e}") from e
+        wrong = [each for each in self._ids if not 0 <= each < first.shape[0]]
+        if wrong:
+            raise LayoutError(f"block {wrong[0]} is out of range, the cache has {first.shape[0]} blocks")
+        self._views = [_as_bits(view) for view in views]
+        self.dtype = first.dtype
+        """A ``torch.dtype``."""
+        self.device = first.device
+        self.row_shape = tuple(first.shape[1:])
+        self.row_bytes: int = math.prod(self.row_shape) * first.dtype.itemsize
+        self.num_rows = len(views) * len(self._ids)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the message."""
+        return (len(self._views), len(self._ids), *self.row_shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.num_rows * self.row_bytes
+
+    def check_distinct(self) -> None:
+        """For whoever is to write into them.
+
+        Raises:
+            LayoutError: a block comes twice.
+        """
+        if len(set(self._ids)) != len(self._ids):
+            twice = next(each for each in self._ids if self._ids.count(each) > 1)
+            raise LayoutError(f"block {twice} comes twice, and two rows cannot be received into it")
+
+    def empty(self) -> Tensor:
+        """New memory for the message."""
+        import torch
+
+        return torch.empty(self.shape, dtype=self.dtype, device=self.device)
+
+    def gathered(self) -> Tensor:
+        """The message, as a tensor of its own."""
+        tensor = self.empty()
+        self.gather(0, tensor.view(self.num_rows, *self.row_shape))
+        return tensor
+
+    def gather(self, first: int, rows: Tensor) -> None:
+        """Copy the rows of the message from row ``first`` on into ``rows``: ``[count, *row]``, dense."""
+        import torch
+
+        rows = _as_bits(rows)
+        for view, index, begin, end in self._runs(first, rows.shape[0]):
+            torch.index_select(view, 0, index, out=rows[begin:end])
+
+    def scatter(self, first: int, rows: Tensor) -> None:
+        """The inverse of :meth:`gather`: into the views."""
+        rows = _as_bits(rows)
+        for view, index, begin, end in self._runs(first, rows.shape[0]):
+            view.index_copy_(0, index, rows[begin:end])
+
+    @functools.cached_property
+    def _index(self) -> Tensor:
+        import torch
+
+        index = (
+            torch.frombuffer(self._ids, dtype=torch.int64) if self._ids else torch.empty(0, dtype=torch.int64)
+        )
+        return index.to(self.device)
+
+    def _runs(self, first: int, count: int) -> Iterator[tuple[Any, Any, int, int]]:
+        """(view, which of its rows, and where in ``rows`` they begin and end)."""
+        done = 0
+        while done < count:
+            number, at = divmod(first + done, len(self._ids))
+            step = min(count - done, len(self._ids) - at)
+            yield self._views[number], self._index[at : at + step], done, done + step
+            done += step
+
+
+def _as_bits(tensor: Tensor) -> Tensor:
+    """As integers: bits stay bits, and torch indexes few of its float8 and unsigned types."""
+    import torch
+
+    of_size = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    dtype = of_size.get(tensor.dtype.itemsize)
+    return tensor if dtype is None else tensor.view(dtype)
