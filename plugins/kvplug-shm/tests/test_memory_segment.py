@@ -1,0 +1,320 @@
+"""Shared memory: sealed, believed only when it is, and given back."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import gc
+import mmap
+import os
+import resource
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from kvplug import CapacityError, WireError
+from kvplug.testing import peers
+from kvplug_shm.memory import segment as room
+from kvplug_shm.memory.segment import Segment
+
+SIZE = 1 << 20
+HUGE_PAGES = 0x4
+NOEXEC_SEAL = 0x8
+ALL_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
+@pytest.fixture
+def made() -> Iterator[tuple[Segment, int]]:
+    segment, fd = Segment.create("test", SIZE)
+    yield segment, fd
+    os.close(fd)
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def mappings() -> int:
+    with open("/proc/self/maps", encoding="utf-8") as f:
+        return sum("memfd:kvplug-test" in line for line in f)
+
+
+def test_what_one_mapping_stores_the_other_loads(made: tuple[Segment, int]) -> None:
+    one, fd = made
+    other = Segment.attach(fd, SIZE)
+    assert one.nbytes == other.nbytes == len(other.view) == len(other.memory) == SIZE
+    assert one.address != other.address
+    assert not any(other.view[:4096])
+    one.view[100:103] = b"abc"
+    assert other.view[100:103] == b"abc"
+
+
+def test_nobody_can_change_the_size_or_the_seals(made: tuple[Segment, int]) -> None:
+    _, fd = made
+    for size in (0, SIZE - 1, SIZE + 1):
+        with pytest.raises(PermissionError):
+            os.ftruncate(fd, size)
+    with pytest.raises(PermissionError):
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
+    assert not os.get_inheritable(fd)
+
+
+def meddle(parent: peers.Parent, fd: int) -> list[str]:
+    """In a process that the memory was handed to: map it, then do all that might hurt the other one."""
+    theirs = Segment.attach(fd, SIZE)
+    theirs.view[:5] = b"child"
+    refused = []
+    for attempt in (
+        lambda: os.ftruncate(fd, 0),
+        lambda: fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE),
+    ):
+        try:
+            attempt()
+        except PermissionError as e:
+            refused.append(type(e).__name__)
+    theirs.memory.madvise(mmap.MADV_REMOVE, 4096, SIZE - 4096)
+    return refused
+
+
+def test_a_peer_that_means_harm_can_zero_it_and_no_more(made: tuple[Segment, int]) -> None:
+    segment, fd = made
+    segment.view[SIZE - 4 :] = b"abcd"
+    with peers.start(meddle, fd, pass_fds=[fd]) as child:
+        assert child.result() == ["PermissionError", "PermissionError"]
+    assert segment.view[:5] == b"child"
+    assert segment.view[SIZE - 4 :] == bytes(4)  # not a SIGBUS
+
+
+def sealed(size: int, seals: int, flags: int = 0) -> int:
+    fd = os.memfd_create("kvplug-test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | flags)
+    os.ftruncate(fd, size)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+    return fd
+
+
+def plain() -> int:
+    fd = os.memfd_create("kvplug-test")
+    os.ftruncate(fd, SIZE)
+    return fd
+
+
+def in_folder(folder: str | None) -> int:
+    with tempfile.TemporaryFile(dir=folder) as f:
+        f.truncate(SIZE)
+        return os.dup(f.fileno())
+
+
+def one_end_of_a_pipe() -> int:
+    reading, writing = os.pipe()
+    os.close(writing)
+    return reading
+
+
+WRONG: dict[str, Callable[[], int]] = {
+    "one byte too small": lambda: sealed(SIZE - 1, ALL_SEALS),
+    "one page too large": lambda: sealed(SIZE + 4096, ALL_SEALS),
+    "empty": lambda: sealed(0, ALL_SEALS),
+    "not sealed at all": lambda: sealed(SIZE, 0),
+    "may be shrunk": lambda: sealed(SIZE, ALL_SEALS & ~fcntl.F_SEAL_SHRINK),
+    "may be sealed further": lambda: sealed(SIZE, ALL_SEALS & ~fcntl.F_SEAL_SEAL),
+    "cannot be sealed": plain,
+    "a file": lambda: in_folder(None),
+    "a file in memory": lambda: in_folder("/dev/shm"),
+    "a device": lambda: os.open("/dev/zero", os.O_RDWR),
+    "a pipe": one_end_of_a_pipe,
+    "a folder": lambda: os.open("/", os.O_RDONLY),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_what_is_not_the_promised_memory_is_refused(what: str) -> None:
+    fd = WRONG[what]()
+    before = descriptors()
+    try:
+        with pytest.raises(WireError):
+            Segment.attach(fd, SIZE)
+        assert descriptors() == before
+    finally:
+        os.close(fd)
+
+
+def test_a_promise_of_nothing_is_refused() -> None:
+    empty = sealed(0, ALL_SEALS)
+    try:
+        for promised in (0, -1, 1 << 64):
+            with pytest.raises(WireError):
+                Segment.attach(empty, promised)
+    finally:
+        os.close(empty)
+
+
+def test_memory_in_huge_pages_is_refused() -> None:
+    try:
+        fd = sealed(2 << 20, ALL_SEALS, HUGE_PAGES)
+    except OSError as e:
+        pytest.skip(f"no memory in huge pages here: {e}")
+    try:
+        with pytest.raises(WireError, match="another kind"):
+            Segment.attach(fd, 2 << 20)
+    finally:
+        os.close(fd)
+
+
+def test_a_closed_descriptor_is_refused() -> None:
+    _, fd = Segment.create("test", SIZE)
+    os.close(fd)
+    with pytest.raises(WireError):
+        Segment.attach(fd, SIZE)
+
+
+def test_a_view_keeps_the_memory_and_the_last_one_gives_it_back() -> None:
+    fds, maps = descriptors(), mappings()
+    segment, fd = Segment.create("test", SIZE)
+    os.close(fd)
+    piece = segment.view[4096:8192]
+    del segment
+    gc.collect()
+    piece[:4] = b"here"
+    assert piece[:4] == b"here"
+    assert mappings() == maps + 1
+    del piece
+    gc.collect()
+    assert (descriptors(), mappings()) == (fds, maps)
+
+
+def test_a_child_that_drops_it_takes_nothing_from_its_parent(made: tuple[Segment, int]) -> None:
+    segment, _ = made
+    segment.view[:3] = b"abc"
+    pid = os.fork()
+    if pid == 0:
+        before = mappings()
+        segment.view[3:6] = b"def"
+        del segment, made
+        gc.collect()
+        os._exit(0 if before else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert segment.view[:6] == b"abcdef"
+
+
+# -- what the system refuses ---------------------------------------------------------------------------
+
+LARGE = 64 << 20
+
+
+def first_free_descriptor() -> int:
+    fd = os.dup(0)
+    os.close(fd)
+    return fd
+
+
+def addresses_in_use() -> int:
+    with open("/proc/self/statm", encoding="ascii") as f:
+        return int(f.read().split()[0]) * mmap.PAGESIZE
+
+
+TIGHT: dict[str, Callable[[], int]] = {
+    "RLIMIT_NOFILE": first_free_descriptor,
+    "RLIMIT_AS": lambda: addresses_in_use() + LARGE // 2,
+    "RLIMIT_FSIZE": lambda: LARGE // 2,
+}
+
+
+def refused(parent: peers.Parent, limit: str, what: str) -> Any:
+    """With a limit set: what was raised, and what was left behind."""
+    fd = sealed(LARGE, ALL_SEALS)
+    room._device_of_memory()
+    number = getattr(resource, limit)
+    soft, hard = resource.getrlimit(number)
+    before = [descriptors(), mappings()]
+    resource.setrlimit(number, (TIGHT[limit](), hard))
+    try:
+        if what == "create":
+            Segment.create("test", LARGE)
+        else:
+            Segment.attach(fd, LARGE)
+        text = "nothing"
+    except CapacityError as e:
+        text = str(e)
+    resource.setrlimit(number, (soft, hard))
+    Segment.attach(fd, LARGE)
+    return [text, before, [descriptors(), mappings()]]
+
+
+@pytest.mark.parametrize(
+    ("limit", "what"),
+    [
+        ("RLIMIT_NOFILE", "create"),
+        ("RLIMIT_AS", "create"),
+        ("RLIMIT_FSIZE", "create"),
+        ("RLIMIT_AS", "attach"),
+        pytest.param(
+            "RLIMIT_NOFILE",
+            "attach",
+            marks=pytest.mark.skipif(
+                sys.version_info >= (3, 13), reason="a mapping needs no descriptor of its own"
+            ),
+        ),
+    ],
+)
+def test_a_limit_that_is_met_is_named_and_nothing_stays_behind(limit: str, what: str) -> None:
+    with peers.start(refused, limit, what) as child:
+        text, before, after = child.result()
+    assert f"{limit} is " in text
+    assert str(LARGE) in text
+    assert after == before
+
+
+@pytest.mark.parametrize("nbytes", [1 << 62, 1 << 80])
+def test_more_than_there_can_be_is_refused(nbytes: int) -> None:
+    before = descriptors(), mappings()
+    with pytest.raises(CapacityError, match=str(nbytes)):
+        Segment.create("test", nbytes)
+    assert (descriptors(), mappings()) == before
+
+
+def taken(fd: int) -> int:
+    return os.fstat(fd).st_blocks * 512
+
+
+def test_untouched_memory_is_not_taken(made: tuple[Segment, int]) -> None:
+    assert taken(made[1]) == 0
+
+
+def test_where_pages_can_be_refused_they_are_taken_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room, "_is_accounted_strictly", lambda: True)
+    _, fd = Segment.create("test", SIZE)
+    assert taken(fd) == SIZE
+    os.close(fd)
+    before = descriptors(), mappings()
+
+    def full(*_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(CapacityError, match="No space"):
+        Segment.create("test", SIZE)
+    assert (descriptors(), mappings()) == before
+
+
+def test_strictness_is_the_kernels() -> None:
+    with open("/proc/sys/vm/overcommit_memory", encoding="ascii") as f:
+        assert room._is_accounted_strictly() == (f.read().strip() == "2")
+
+
+def test_an_older_kernel_is_asked_for_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def older(name: str, flags: int, make: Callable[..., int] = os.memfd_create) -> int:
+        asked.append(flags & NOEXEC_SEAL)
+        if flags & NOEXEC_SEAL:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return make(name, flags)
+
+    monkeypatch.setattr(os, "memfd_create", older)
+    segment, fd = Segment.create("test", SIZE)
+    assert asked == [NOEXEC_SEAL, 0]
+    assert Segment.attach(fd, SIZE).nbytes == segment.nbytes
+    os.close(fd)
