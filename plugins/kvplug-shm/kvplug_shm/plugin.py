@@ -2,11 +2,27 @@
 
 from __future__ import annotations
 
-from kvplug import TransportSpec, hookimpl
+from kvplug import Capabilities, Cost, Kind, TransportSpec, hookimpl
 
 KVPLUG_API = (1, 0)
 
 
 @hookimpl
 def kvplug_transports() -> list[TransportSpec]:
-    return []
+    return [
+        TransportSpec(
+            kind=Kind.QUEUE,
+            name="shm",
+            factory="kvplug_shm.queue.endpoint:ShmQueueEndpoint",
+            options="kvplug_shm.options:ShmQueueOptions",
+            probe="kvplug_shm.probe:describe",
+            summary="one writer, many readers: a ring in the shared memory of one host",
+            capabilities=Capabilities(
+                devices={"cpu"},
+                cross_host=False,
+                authenticated=True,
+                max_dims=64,
+                cost=Cost(latency_us=10.0, gb_per_s=10.0),
+            ),
+        )
+    ]

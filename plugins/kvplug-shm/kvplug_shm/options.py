@@ -1,0 +1,39 @@
+"""Options of the transports "shm". Light: imported by ``kvplug list``."""
+
+from __future__ import annotations
+
+import attrs
+
+from kvplug import option
+
+
+@attrs.frozen(kw_only=True)
+class ShmQueueOptions:
+    """How much memory the queue "shm" may take, and how its ends wait."""
+
+    max_message_bytes: int = option(
+        default=1024 * 1024 * 1024,
+        unit="bytes",
+        at_least=1,
+        help="The largest message. Addresses are set aside for it, and memory when a message is that large.",
+    )
+    keep_bytes: int = option(
+        default=512 * 1024 * 1024,
+        unit="bytes",
+        at_least=0,
+        help="Shared memory that a queue keeps for its next messages. What messages larger than a chunk took"
+        " beyond it goes back to the system when they have been read.",
+    )
+    pool_bytes: int = option(
+        default=256 * 1024 * 1024,
+        unit="bytes",
+        at_least=0,
+        help="Memory of received tensors that a reader keeps, once they are gone, for those that come next.",
+    )
+    spin_us: int = option(
+        default=50,
+        unit="microseconds",
+        at_least=0,
+        help="How long an end that waits looks again and again before it sleeps, which takes it longer to"
+        " wake from.",
+    )

@@ -1,0 +1,78 @@
+"""What the ends of a queue have in common."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvplug import (
+    DEFAULT_TIMEOUT,
+    Deadline,
+    MessageQueue,
+    QueueContext,
+    QueueHandle,
+    Timeout,
+    Wait,
+    close_after_fork,
+)
+from kvplug.wire import Limits
+from kvplug_shm.queue.stay import Stay
+
+
+def limits_of(max_message_bytes: int) -> Limits:
+    """Of the values that a queue carries. What a reader decodes is bounded by what was mapped."""
+    return Limits(max_bytes=max_message_bytes)
+
+
+class ShmEnd(MessageQueue):
+    """One end of a queue "shm"."""
+
+    def __init__(self, context: QueueContext, handle: QueueHandle, rank: int | None) -> None:
+        self._context = context
+        self._handle = handle
+        self._rank = rank
+        self._stay = Stay()
+        close_after_fork(self)
+
+    def __repr__(self) -> str:
+        who = "writer" if self._rank is None else f"reader rank {self._rank}"
+        return f"<{type(self).__name__}, {who}{', closed' if self.closed else ''}>"
+
+    @property
+    def rank(self) -> int | None:
+        return self._rank
+
+    @property
+    def closed(self) -> bool:
+        return self._stay.closed
+
+    def export_handle(self) -> QueueHandle:
+        self._stay.check()
+        return self._handle
+
+    def _deadline(self, timeout: Timeout) -> Deadline:
+        return Deadline.after(timeout, self._context.timeout_s)
+
+    def _wait(self, what: str, whom: Any, deadline: Deadline, **given: Any) -> Wait:
+        return Wait(what, whom, deadline, self._context.warning_interval_s, **given)
+
+    def close(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
+        deadline = self._deadline(timeout)
+        if self._stay.shut():
+            self._wake()
+            self._end(deadline if self._stay.emptied(deadline) else None)
+
+    def abort(self) -> None:
+        if self._stay.shut():
+            self._wake()
+            self._end(None)
+
+    def _wake(self) -> None:
+        """Whoever is inside looks again, and finds that this end is closed."""
+        raise NotImplementedError
+
+    def _end(self, politely: Deadline | None) -> None:
+        """Let go of everything; politely, with nobody inside, until the deadline."""
+        raise NotImplementedError
+
+    def _after_fork_in_child(self) -> None:
+        self._stay.inherit()

@@ -1,0 +1,104 @@
+"""Where the bytes of messages lie: extents of the arena, which the writer alone hands out and takes back.
+
+The lowest place that is free is taken, so that a queue whose readers keep up writes into the same few pages
+again and again, which stay in the caches. Extents come back in the order in which they were given.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections import deque
+
+from kvplug.wire import aligned
+
+
+class Extents:
+    """Those of one stretch of the arena. A place is looked for first, and held when it is published."""
+
+    def __init__(self, begin: int, nbytes: int) -> None:
+        self.begin = begin
+        self.nbytes = nbytes
+        self.high = 0
+        """Bytes of the stretch that may have been written to."""
+        self._spans: list[tuple[int, int]] = []
+        self._held: deque[tuple[int, tuple[int, int]]] = deque()
+
+    @property
+    def empty(self) -> bool:
+        return not self._spans
+
+    def find(self, nbytes: int) -> int | None:
+        """The lowest place for so many bytes; ``None`` if there is none now."""
+        at = 0
+        for start, end in self._spans:
+            if start - at >= nbytes:
+                break
+            at = end
+        else:
+            if self.nbytes - at < nbytes:
+                return None
+        return self.begin + at
+
+    def hold(self, number: int, at: int, nbytes: int) -> None:
+        """Message ``number`` lies where :meth:`find` said."""
+        start = at - self.begin
+        span = start, start + nbytes
+        bisect.insort(self._spans, span)
+        self._held.append((number, span))
+        self.high = max(self.high, span[1])
+
+    def release(self, count: int) -> None:
+        """All readers are done with the first ``count`` messages."""
+        held = self._held
+        while held and held[0][0] < count:
+            _, span = held.popleft()
+            del self._spans[bisect.bisect_left(self._spans, span)]
+
+
+class Arena:
+    """All of it: a stretch for messages that fit a chunk, where ``max_chunks`` of them always find a place
+    (it is as long as they need whatever holes there are between them), and one for larger messages.
+    """
+
+    def __init__(self, max_chunks: int, chunk_nbytes: int, large_nbytes: int) -> None:
+        self._chunk_nbytes = chunk_nbytes
+        self._small = Extents(0, small_nbytes(max_chunks, chunk_nbytes))
+        self._large = Extents(self._small.nbytes, large_nbytes)
+
+    def find(self, nbytes: int) -> int | None:
+        """Where a message of so many bytes may be written now; ``None`` if there is no place yet."""
+        return self._stretch(nbytes).find(_at_least_a_line(nbytes))
+
+    def hold(self, number: int, at: int, nbytes: int) -> None:
+        self._stretch(nbytes).hold(number, at, _at_least_a_line(nbytes))
+
+    def release(self, count: int) -> None:
+        self._small.release(count)
+        self._large.release(count)
+
+    def spare(self, keep_nbytes: int) -> tuple[int, int] | None:
+        """A stretch (begin, bytes) that can be given back, as more than ``keep_nbytes`` were written to.
+
+        It counts as given back from here on.
+        """
+        large = self._large
+        if self._small.high + large.high <= keep_nbytes or not large.empty or not large.high:
+            return None
+        spare = large.begin, large.high
+        large.high = 0
+        return spare
+
+    def _stretch(self, nbytes: int) -> Extents:
+        return self._small if nbytes <= self._chunk_nbytes else self._large
+
+
+def small_nbytes(max_chunks: int, chunk_nbytes: int) -> int:
+    """So many that ``max_chunks - 1`` messages leave room for one more, wherever they lie.
+
+    They leave ``max_chunks`` holes at most; if each is too small, the arena was smaller than this.
+    """
+    return (2 * max_chunks - 1) * chunk_nbytes
+
+
+def _at_least_a_line(nbytes: int) -> int:
+    return aligned(nbytes or 1)

@@ -1,0 +1,214 @@
+"""How a reader on the writer's host joins a queue: it says who it is, and is handed the ring's memory.
+
+    reader                                writer
+    rank, whether it sees our death  ->
+                                     <-   which of the ring's readers it is, sizes, and the memory; or why not
+    that it has mapped it            ->
+                                     <-   welcome
+
+Each is one value in a frame of 1 KiB, over a connection whose two ends have proved themselves. Until its last
+word the rank is free again if it fails. Afterwards the connection is only watched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import attrs
+
+from kvplug import (
+    ConfigError,
+    Connection,
+    Deadline,
+    Heartbeat,
+    TransportError,
+    Watch,
+    WireError,
+    watch,
+)
+from kvplug.wire import Limits, decode, encode
+from kvplug_shm.memory.handing import recv_fds, send_fd
+from kvplug_shm.queue.ring_buffer import ShmRingBuffer, Sizes
+
+PURPOSE: Final = "queue-shm"
+_FRAME_NBYTES: Final = 1024
+_LENGTH_NBYTES: Final = 2
+_LIMITS: Final = Limits(max_bytes=_FRAME_NBYTES, max_depth=2, max_items=64)
+_MOST_WORDS: Final = 600
+_BEATS_PER_TIMEOUT: Final = 5
+
+
+@attrs.frozen(kw_only=True)
+class Joined:
+    """A reader's part of the ring, and the connection that tells whether the writer lives."""
+
+    ring: ShmRingBuffer
+    index: int
+    connection: Connection
+    pidfd: int | None
+    heartbeat_s: tuple[float, float] | None
+
+
+def join(connection: Connection, rank: int, heartbeat_timeout_s: float, deadline: Deadline) -> Joined:
+    """The reader's side. Owns the connection, and closes it if it fails.
+
+    Raises:
+        ConfigError: the writer does not take this reader; says why.
+        TimeoutError, PeerGoneError, CapacityError, WireError, TransportError: it failed.
+    """
+    with contextlib.ExitStack() as undo:
+        undo.callback(connection.close)
+        pidfd = connection.peer.open_pidfd()
+        if pidfd is not None:
+            undo.callback(os.close, pidfd)
+        said = {"rank": rank, "sees_death": pidfd is not None, "patience_s": float(heartbeat_timeout_s)}
+        _say(connection, said, deadline)
+        answer, fds = _hear(connection, 1, deadline)
+        try:
+            match answer:
+                case {"refused": str(why)}:
+                    raise ConfigError(why)
+                case {
+                    "index": int(index),
+                    "sizes": [int(n_reader), int(max_chunks), int(max_chunk), int(max_message)],
+                    "quiet": bool(quiet),
+                    "patience_s": float(patience_s),
+                } if 0 <= index < n_reader and max_chunks > 0 < max_chunk and len(fds) == 1:
+                    sizes = Sizes(
+                        n_reader=n_reader,
+                        max_chunks=max_chunks,
+                        max_chunk_bytes=max_chunk,
+                        max_message_bytes=max_message,
+                    )
+                    ring = ShmRingBuffer.attach(sizes, fds[0])
+                case _:
+                    raise WireError(f"{connection.describe} does not answer as the writer of a queue")
+        finally:
+            for fd in fds:
+                os.close(fd)
+        _say(connection, "mapped", deadline)
+        welcome, _ = _hear(connection, 0, deadline)
+        if welcome != "welcome":
+            raise TransportError(f"{connection.describe} did not confirm that this reader has joined")
+        undo.pop_all()
+    return Joined(
+        ring=ring,
+        index=index,
+        connection=connection,
+        pidfd=pidfd,
+        heartbeat_s=None if quiet else _pace(patience_s),
+    )
+
+
+@attrs.frozen(kw_only=True)
+class Asked:
+    """What a reader has said of itself."""
+
+    rank: int
+    quiet: bool
+    """Both ends see the other's death by a pidfd, so that there are no heartbeats."""
+    patience_s: float
+    """Silence that the more impatient of the two takes for death."""
+
+    @property
+    def heartbeat_s(self) -> tuple[float, float] | None:
+        return None if self.quiet else _pace(self.patience_s)
+
+
+def asked(connection: Connection, heartbeat_timeout_s: float, sees_death: bool, deadline: Deadline) -> Asked:
+    """The writer's side, first step: who wants to join.
+
+    Raises:
+        TimeoutError, PeerGoneError, WireError.
+    """
+    said, _ = _hear(connection, 0, deadline)
+    match said:
+        case {"rank": int(rank), "sees_death": bool(sees), "patience_s": float(patience_s)} if patience_s > 0:
+            patience_s = min(patience_s, float(heartbeat_timeout_s))
+            return Asked(rank=rank, quiet=sees and sees_death, patience_s=patience_s)
+    raise WireError(f"{connection.describe} does not ask as the reader of a queue")
+
+
+def refuse(connection: Connection, why: str, deadline: Deadline) -> None:
+    """Second step, if it does not join."""
+    _say(connection, {"refused": why[:_MOST_WORDS]}, deadline)
+
+
+def hand_over(
+    connection: Connection, by: Asked, index: int, sizes: Sizes, fd: int, deadline: Deadline
+) -> None:
+    """Second step, if it does; returns when the reader has the memory.
+
+    Raises:
+        TimeoutError, PeerGoneError, CapacityError, WireError.
+    """
+    answer = {
+        "index": index,
+        "sizes": [sizes.n_reader, sizes.max_chunks, sizes.max_chunk_bytes, sizes.max_message_bytes],
+        "quiet": by.quiet,
+        "patience_s": by.patience_s,
+    }
+    _say(connection, answer, deadline, [fd])
+    mapped, _ = _hear(connection, 0, deadline)
+    if mapped != "mapped":
+        raise WireError(f"{connection.describe} does not confirm that it has the memory")
+
+
+def welcome(connection: Connection, deadline: Deadline) -> None:
+    """Last step. Heartbeats may follow."""
+    _say(connection, "welcome", deadline)
+
+
+def watched(
+    connection: Connection,
+    pidfd: int | None,
+    heartbeat_s: tuple[float, float] | None,
+    on_gone: Callable[[str], None],
+) -> Watch:
+    """Watch the other end, by whatever there is. The ``pidfd`` is closed here.
+
+    Raises:
+        ClosedError: the connection was closed meanwhile.
+    """
+    try:
+        if heartbeat_s is None:
+            return watch(pidfd=pidfd, sock=connection.sock, on_gone=on_gone)
+        interval_s, timeout_s = heartbeat_s
+        beat = Heartbeat(connection.sock, interval_s=interval_s, timeout_s=timeout_s)
+        return watch(pidfd=pidfd, heartbeat=beat, on_gone=on_gone)
+    finally:
+        if pidfd is not None:
+            os.close(pidfd)
+
+
+def _pace(patience_s: float) -> tuple[float, float]:
+    """How often both ends beat, and which silence is death."""
+    return patience_s / _BEATS_PER_TIMEOUT, patience_s
+
+
+def _say(connection: Connection, value: object, deadline: Deadline, fds: Sequence[int] = ()) -> None:
+    data = encode(value, limits=_LIMITS)
+    frame = len(data).to_bytes(_LENGTH_NBYTES, "little") + data
+    send_fd(connection, frame.ljust(_FRAME_NBYTES, b"\0"), fds, deadline)
+
+
+def _hear(connection: Connection, max_fds: int, deadline: Deadline) -> tuple[Any, list[int]]:
+    frame, fds = recv_fds(connection, _FRAME_NBYTES, max_fds, deadline)
+    length = int.from_bytes(frame[:_LENGTH_NBYTES], "little")
+    try:
+        return decode(frame[_LENGTH_NBYTES : _LENGTH_NBYTES + length], limits=_LIMITS), fds
+    except BaseException:
+        for fd in fds:
+            os.close(fd)
+        raise
+
+
+def hang_up(connection: Connection) -> None:
+    """Close it. Whoever is inside a call on it, in another thread, is woken first."""
+    with contextlib.suppress(OSError):
+        connection.sock.shutdown(socket.SHUT_RDWR)
+    connection.close()

@@ -1,0 +1,145 @@
+"""One reader's way to the messages through memory it shares with the writer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kvplug import PeerGoneError, TransportError, Wait, WireError, close_after_fork
+from kvplug_shm.memory.waiting import NAP_S, nap, spun
+from kvplug_shm.queue.far import Message
+from kvplug_shm.queue.joining import Joined, hang_up, watched
+from kvplug_shm.ring import order
+from kvplug_shm.ring.ends import ReadingEnd
+
+
+class NearSource:
+    """The ring, and a watch on the writer. See :class:`~kvplug_shm.queue.far.Source`."""
+
+    def __init__(self, joined: Joined, spin_s: float) -> None:
+        """Owns what it was given from here on, also if it raises.
+
+        Raises:
+            PeerGoneError: the writer has hung up meanwhile.
+        """
+        self._ring = joined.ring
+        self._index = joined.index
+        self._end = ReadingEnd(joined.ring.words, joined.index, joined.ring.sizes.max_chunks)
+        self._connection = joined.connection
+        self._beats = joined.heartbeat_s is not None
+        self._spin_s = spin_s
+        self._gone = ""
+        close_after_fork(self)
+        try:
+            self._watch = watched(joined.connection, joined.pidfd, joined.heartbeat_s, self._writer_gone)
+        except BaseException:
+            hang_up(joined.connection)
+            raise
+
+    @property
+    def writer(self) -> str:
+        return f"the writer ({self._connection.peer})"
+
+    def poll(self) -> Message | None:
+        end = self._end
+        if not end.available():
+            return None
+        try:
+            return self._ring.get(end.read)
+        except WireError:
+            self._check_evicted()
+            raise
+
+    def receive(self, wait: Wait, check: Callable[[], None]) -> Message:
+        end = self._end
+        looks = False
+        while True:
+            check()
+            message = self.poll()
+            if message is not None:
+                return message
+            awaited = end.awaited()
+            if awaited is None:
+                continue
+            self._check_writer()
+            pause = wait.pause()
+            if not looks:
+                looks = True
+                if spun(end, 1, self._spin_s):
+                    continue
+            nap(end, awaited, pause)
+
+    def advance(self) -> None:
+        self._check_evicted()
+        self._end.release()
+
+    def wait_until_ready(self, wait: Wait, check: Callable[[], None]) -> None:
+        words = self._ring.words
+        own = self._ring.ready_word(self._index)
+        words.words[own] = 1
+        words.wake(own)
+        while True:
+            check()
+            gone = self._gone or order.is_over(words.words[order.HEAD])
+            word = self._unready()
+            if word is None:
+                return
+            if gone:
+                raise PeerGoneError(f"{self.writer} has ended ({self._why()}) before all were ready")
+            pause = wait.pause()
+            words.wait(word, 0, NAP_S if pause is None else min(pause, NAP_S))
+
+    def wake(self) -> None:
+        words = self._ring.words
+        words.wake(order.HEAD)
+        for end in (None, *range(self._ring.sizes.n_reader)):
+            words.wake(self._ring.ready_word(end))
+
+    def leave(self, *, died: bool) -> None:
+        if not died:
+            self._end.end()
+        self._watch.close()
+        hang_up(self._connection)
+
+    def _after_fork_in_child(self) -> None:
+        self._connection.close()
+
+    def _writer_gone(self, reason: str) -> None:
+        """From the watcher's thread. Where silence is death, only we have heard it."""
+        self._gone = reason
+        if not self._beats and not self._end.evicted():
+            self._end.evict_writer()
+        self.wake()
+
+    def _unready(self) -> int | None:
+        """A word that has to change before all are ready."""
+        words = self._ring.words.words
+        writer = self._ring.ready_word(None)
+        if not words[writer]:
+            return writer
+        for reader in range(self._ring.sizes.n_reader):
+            over = order.is_over(words[order.tail(reader)]) or words[order.evicted(reader)]
+            word = self._ring.ready_word(reader)
+            if not over and not words[word]:
+                return word
+        return None
+
+    def _check_evicted(self) -> None:
+        end = self._end
+        if end.evicted():
+            lost = order.count_in(self._ring.words.words[order.HEAD]) - end.read
+            raise TransportError(
+                f"{self.writer} has evicted this reader, and at least {lost} messages are lost to it"
+            )
+
+    def _check_writer(self) -> None:
+        """Raise if nothing more can come."""
+        gone, over = self._gone, self._end.writer_over()
+        if not gone and not over:
+            return
+        if self._end.available():
+            return  # it came before the end
+        self._check_evicted()
+        raise PeerGoneError(f"{self.writer} has ended ({self._why()}), and everything of it was received")
+
+    def _why(self) -> str:
+        return self._gone or "it has left"

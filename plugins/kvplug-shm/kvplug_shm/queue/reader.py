@@ -1,0 +1,102 @@
+"""A reader's end of the queue "shm", wherever its messages come from."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from kvplug import DEFAULT_TIMEOUT, Deadline, QueueContext, QueueHandle, Reader, Timeout, UnsupportedError
+from kvplug.wire import Limits, decode_apart
+from kvplug_shm.memory.pool import Pool
+from kvplug_shm.options import ShmQueueOptions
+from kvplug_shm.queue.ends import ShmEnd
+from kvplug_shm.queue.far import Message, Source
+
+
+class ShmReader(ShmEnd):
+    """Copies values out of where they lie; chunks are looked at in place."""
+
+    def __init__(
+        self,
+        context: QueueContext,
+        options: ShmQueueOptions,
+        handle: QueueHandle,
+        rank: int,
+        source: Source,
+        limits: Limits,
+    ) -> None:
+        """Owns ``source`` from here on. ``limits`` are the writer's."""
+        super().__init__(context, handle, rank)
+        self._source = source
+        self._limits = limits
+        self._pool = Pool(options.pool_bytes)
+
+    @property
+    def readers(self) -> tuple[Reader, ...]:
+        self._check_writer()
+        return ()
+
+    def wait_until_ready(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
+        source = self._source
+        with self._stay:
+            whom = f"{source.writer} or another reader"
+            wait = self._wait("all to be ready", lambda: whom, self._deadline(timeout))
+            source.wait_until_ready(wait, self._stay.check)
+
+    def dequeue(
+        self,
+        timeout: Timeout = DEFAULT_TIMEOUT,
+        cancel: threading.Event | None = None,
+        indefinite: bool = False,
+    ) -> Any:
+        with self._stay:
+            message = self._next(False, timeout, cancel, indefinite)
+            value = decode_apart(message.head, message.body, limits=self._limits, make=self._pool.tensor)
+            self._source.advance()
+            return value
+
+    @contextmanager
+    def acquire_read(
+        self,
+        timeout: Timeout = DEFAULT_TIMEOUT,
+        cancel: threading.Event | None = None,
+        indefinite: bool = False,
+    ) -> Iterator[memoryview]:
+        with self._stay:
+            message = self._next(True, timeout, cancel, indefinite)
+            try:
+                with message.body.toreadonly() as view:
+                    yield view
+            finally:
+                self._source.advance()
+
+    def _next(self, raw: bool, timeout: Timeout, cancel: threading.Event | None, indefinite: bool) -> Message:
+        """Wait for the next message, and leave it where it is."""
+        timeout = None if indefinite and timeout is DEFAULT_TIMEOUT else timeout
+        deadline = self._deadline(timeout)
+        source = self._source
+        message = source.poll()
+        if message is None:
+            wait = self._wait(
+                "a message", lambda: source.writer, deadline, cancel=cancel, indefinite=indefinite
+            )
+            message = source.receive(wait, self._stay.check)
+        if message.raw is not raw:
+            kinds = ("a value, for dequeue", "a chunk of bytes, for acquire_read")
+            raise UnsupportedError(f"the next message is {kinds[message.raw]}")
+        return message
+
+    def enqueue(self, value: object, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
+        self._check_writer()
+
+    def acquire_write(self, nbytes: int | None = None, timeout: Timeout = DEFAULT_TIMEOUT) -> Any:
+        self._check_writer()
+
+    def _wake(self) -> None:
+        self._source.wake()
+
+    def _end(self, politely: Deadline | None) -> None:
+        self._source.leave(died=politely is None)
+        self._pool.close()

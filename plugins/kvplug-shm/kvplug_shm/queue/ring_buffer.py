@@ -1,0 +1,158 @@
+"""The ring that the processes of one host share: words, entries, and the bytes of messages, in one segment.
+
+    words      the ring's (see :mod:`kvplug_shm.ring.order`), then one for each end that waits to be ready
+    entries    one for each place: which message, what it is, and where its bytes lie
+    arena      the bytes, in extents that the writer hands out
+
+Nothing of the arena takes memory before it is written to.
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+from typing import Final
+
+import attrs
+
+from kvplug import ConfigError, WireError
+from kvplug.wire import aligned
+from kvplug_shm.memory.segment import Segment
+from kvplug_shm.memory.words import Words
+from kvplug_shm.queue.extents import small_nbytes
+from kvplug_shm.queue.far import Message
+from kvplug_shm.ring import order
+
+VALUE: Final = 1
+CHUNK: Final = 2
+_ENTRY: Final = struct.Struct("<QQQQQ")
+_ENTRY_NBYTES: Final = 64
+_PAGE: Final = mmap.PAGESIZE
+_MARGIN: Final = 4096
+"""Of a chunk: so that a value whose bytes fill a chunk fits in one with its head."""
+
+
+@attrs.frozen(kw_only=True)
+class Sizes:
+    """What the ends agree on, and how the segment is laid out by it."""
+
+    n_reader: int
+    max_chunks: int
+    max_chunk_bytes: int
+    max_message_bytes: int
+
+    def __attrs_post_init__(self) -> None:
+        """Raises ConfigError: no segment can be so large."""
+        if self.max_chunks > order.MAX_PLACES or self.nbytes >= 1 << 47:
+            raise ConfigError(
+                f"{self.max_chunks} chunks of {self.max_chunk_bytes} bytes, and messages of"
+                f" {self.max_message_bytes}, are beyond what one process can address"
+            )
+
+    @property
+    def num_words(self) -> int:
+        return order.num_words(self.n_reader) + 1 + self.n_reader
+
+    @property
+    def entries_at(self) -> int:
+        return Words.size(self.num_words)
+
+    @property
+    def arena_at(self) -> int:
+        return -(-(self.entries_at + self.max_chunks * _ENTRY_NBYTES) // _PAGE) * _PAGE
+
+    @property
+    def chunk_nbytes(self) -> int:
+        """The largest message that counts as one that fits a chunk."""
+        return aligned(self.max_chunk_bytes) + _MARGIN
+
+    @property
+    def large_nbytes(self) -> int:
+        """Room for one larger message, whose tensors all begin at a multiple of 64, or for several."""
+        return aligned(self.max_message_bytes + self.max_message_bytes // 64) + _MARGIN
+
+    @property
+    def arena_nbytes(self) -> int:
+        nbytes = small_nbytes(self.max_chunks, self.chunk_nbytes) + self.large_nbytes
+        return -(-nbytes // _PAGE) * _PAGE
+
+    @property
+    def nbytes(self) -> int:
+        return self.arena_at + self.arena_nbytes
+
+
+class ShmRingBuffer:
+    """One process's mapping of it. It goes with the last reference to it and to views of it."""
+
+    def __init__(self, sizes: Sizes, segment: Segment) -> None:
+        self.sizes = sizes
+        self.words = Words(segment, 0, sizes.num_words)
+        self.arena = segment.view[sizes.arena_at :]
+        """Bytes of messages: flat, and to be written by the writer only."""
+        self._segment = segment
+        self._entries = segment.view[sizes.entries_at : sizes.arena_at]
+        self._places = sizes.max_chunks
+        self._arena_nbytes = sizes.arena_nbytes
+
+    @classmethod
+    def create(cls, sizes: Sizes) -> tuple[ShmRingBuffer, int]:
+        """A new one, and the descriptor of its memory, which the caller hands over and closes.
+
+        Raises:
+            CapacityError: the system has not that much, or no descriptor left.
+        """
+        segment, fd = Segment.create("queue", sizes.nbytes)
+        return cls(sizes, segment), fd
+
+    @classmethod
+    def attach(cls, sizes: Sizes, fd: int) -> ShmRingBuffer:
+        """What another process has made. The descriptor stays the caller's.
+
+        Raises:
+            WireError: it is no sealed memory of these sizes.
+            CapacityError: it cannot be mapped.
+        """
+        return cls(sizes, Segment.attach(fd, sizes.nbytes))
+
+    def ready_word(self, reader: int | None) -> int:
+        """Index of the word that says that this end waits until all are ready; ``None``: the writer."""
+        first = order.num_words(self.sizes.n_reader)
+        return first if reader is None else first + 1 + reader
+
+    def put(self, number: int, kind: int, at: int, head_nbytes: int, body_nbytes: int) -> None:
+        """Write the entry of message ``number``, whose bytes lie at ``at`` of the arena, head first."""
+        _ENTRY.pack_into(
+            self._entries, number % self._places * _ENTRY_NBYTES, number, kind, at, head_nbytes, body_nbytes
+        )
+
+    def get(self, number: int) -> Message:
+        """Message ``number``, which was published.
+
+        Raises:
+            WireError: its entry is not one, or leads out of the arena.
+        """
+        stated, kind, at, head_nbytes, body_nbytes = _ENTRY.unpack_from(
+            self._entries, number % self._places * _ENTRY_NBYTES
+        )
+        body_at = at + aligned(head_nbytes)
+        end = body_at + body_nbytes
+        if stated != number or kind not in (VALUE, CHUNK) or end > self._arena_nbytes:
+            raise WireError(
+                f"the entry of message {number} says that it is message {stated} of kind {kind}, at"
+                f" {at} to {end} of {self._arena_nbytes} bytes"
+            )
+        arena = self.arena
+        return Message(kind == CHUNK, arena[at : at + head_nbytes], arena[body_at:end])
+
+    def give_back(self, at: int, nbytes: int) -> None:
+        """Return these bytes of the arena to the system; they are zeroes, and cost nothing, until written to.
+
+        A kernel that cannot do it keeps them.
+        """
+        begin = self.sizes.arena_at + -(-at // _PAGE) * _PAGE
+        end = self.sizes.arena_at + (at + nbytes) // _PAGE * _PAGE
+        if end > begin:
+            try:
+                self._segment.memory.madvise(mmap.MADV_REMOVE, begin, end - begin)
+            except OSError:
+                pass

@@ -1,0 +1,200 @@
+"""The writer's end of the queue "shm"."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from kvplug import (
+    DEFAULT_TIMEOUT,
+    CapacityError,
+    Deadline,
+    PeerGoneError,
+    QueueContext,
+    QueueHandle,
+    Reader,
+    Timeout,
+)
+from kvplug.wire import aligned, encode_apart
+from kvplug_shm.memory.copying import into
+from kvplug_shm.memory.waiting import NAP_S, nap, spun
+from kvplug_shm.options import ShmQueueOptions
+from kvplug_shm.queue.admission import Admission
+from kvplug_shm.queue.ends import ShmEnd, limits_of
+from kvplug_shm.queue.extents import Arena
+from kvplug_shm.queue.far import Far
+from kvplug_shm.queue.ring_buffer import CHUNK, VALUE, ShmRingBuffer
+from kvplug_shm.queue.roster import Roster, listed
+from kvplug_shm.ring import order
+from kvplug_shm.ring.ends import WritingEnd
+
+
+class ShmWriter(ShmEnd):
+    """Copies each message once, into the ring, where all readers find it.
+
+    Threads: one that admits readers, and a short-lived one for each that joins. The process's liveness
+    watcher looks at the readers.
+    """
+
+    def __init__(
+        self,
+        context: QueueContext,
+        options: ShmQueueOptions,
+        handle: QueueHandle,
+        *,
+        ring: ShmRingBuffer,
+        end: WritingEnd,
+        roster: Roster,
+        admission: Admission,
+        far: Far | None,
+    ) -> None:
+        """Owns what it was given from here on."""
+        super().__init__(context, handle, None)
+        sizes = ring.sizes
+        self._ring = ring
+        self._writing = end
+        self._roster = roster
+        self._admission = admission
+        self._far = far
+        self._arena = Arena(sizes.max_chunks, sizes.chunk_nbytes, sizes.large_nbytes)
+        self._limits = limits_of(sizes.max_message_bytes)
+        self._keep_nbytes = options.keep_bytes
+        self._spin_s = options.spin_us * 1e-6
+
+    @property
+    def readers(self) -> tuple[Reader, ...]:
+        self._stay.check()
+        return self._roster.readers()
+
+    def wait_until_ready(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
+        roster, words = self._roster, self._ring.words
+        with self._stay:
+            wait = self._wait("all to be ready", lambda: listed(roster.unready()), self._deadline(timeout))
+            roster.say_ready(None)
+            if self._far is not None:
+                self._far.changed()
+            while unready := roster.unready():
+                self._stay.check()
+                pause = wait.pause()
+                word = self._ring.ready_word(roster.index_of(unready[0].rank))
+                words.wait(word, 0, NAP_S if pause is None else min(pause, NAP_S))
+            self._stay.check()
+
+    def enqueue(self, value: object, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
+        with self._stay:
+            deadline = self._deadline(timeout)
+            head, memories = encode_apart(value, limits=self._limits)
+            head_nbytes = len(head)
+            body_at = aligned(head_nbytes)
+            nbytes = body_at
+            for memory in memories:
+                nbytes += aligned(memory.nbytes)
+            at = self._place(nbytes, deadline)
+            arena = self._ring.arena
+            arena[at : at + head_nbytes] = head
+            memory_at = at + body_at
+            for memory in memories:
+                into(arena, memory_at, memory)
+                memory_at += aligned(memory.nbytes)
+            self._publish(VALUE, at, head_nbytes, nbytes - body_at, nbytes)
+
+    @contextmanager
+    def acquire_write(
+        self, nbytes: int | None = None, timeout: Timeout = DEFAULT_TIMEOUT
+    ) -> Iterator[memoryview]:
+        most = self._ring.sizes.max_chunk_bytes
+        nbytes = most if nbytes is None else nbytes
+        if not 0 <= nbytes <= most:
+            raise CapacityError(f"{nbytes} bytes were asked for, and a chunk has {most}")
+        with self._stay:
+            at = self._place(nbytes, self._deadline(timeout))
+            with self._ring.arena[at : at + nbytes] as view:
+                yield view
+            self._publish(CHUNK, at, 0, nbytes, nbytes)
+
+    def _publish(self, kind: int, at: int, head_nbytes: int, body_nbytes: int, nbytes: int) -> None:
+        """The message lies where :meth:`_place` said, and is the readers' from here on."""
+        self._stay.check()
+        number = self._writing.sent
+        self._ring.put(number, kind, at, head_nbytes, body_nbytes)
+        self._arena.hold(number, at, nbytes)
+        self._writing.publish()
+        if self._far is not None:
+            self._far.changed()
+
+    def _place(self, nbytes: int, deadline: Deadline) -> int:
+        """Where a message of so many bytes may be written. It is nobody's before it is published."""
+        if self._roster.nobody_left:
+            raise PeerGoneError(f"no reader is left: {listed(self._roster.readers())}")
+        room = self._writing.room()
+        at = self._find(nbytes, room)
+        return self._wait_for_place(nbytes, deadline) if at is None else at
+
+    def _find(self, nbytes: int, room: int) -> int | None:
+        if not room:
+            return None
+        arena = self._arena
+        arena.release(self._writing.sent - self._ring.sizes.max_chunks + room)
+        spare = arena.spare(self._keep_nbytes) if nbytes <= self._ring.sizes.chunk_nbytes else None
+        if spare is not None:
+            self._ring.give_back(*spare)
+        return arena.find(nbytes)
+
+    def _wait_for_place(self, nbytes: int, deadline: Deadline) -> int:
+        end, roster = self._writing, self._roster
+        wait = self._wait("room for a message", roster.slowest, deadline)
+        looked = False
+        while True:
+            self._stay.check()
+            if roster.nobody_left:
+                raise PeerGoneError(f"no reader is left: {listed(roster.readers())}")
+            room = end.room()
+            at = self._find(nbytes, room)
+            if at is not None:
+                return at
+            if room == self._ring.sizes.max_chunks:
+                most = self._ring.sizes.large_nbytes
+                raise CapacityError(f"a message takes {nbytes} bytes, and the queue has room for {most}")
+            # Room for an entry, and none for its bytes: the slowest reader has to release one more.
+            awaited = end.awaited(room + 1)
+            if awaited is None:
+                continue
+            pause = wait.pause()
+            if not looked:
+                looked = True
+                if spun(end, room + 1, self._spin_s):
+                    continue
+            nap(end, awaited, pause)
+
+    def dequeue(
+        self,
+        timeout: Timeout = DEFAULT_TIMEOUT,
+        cancel: threading.Event | None = None,
+        indefinite: bool = False,
+    ) -> Any:
+        self._check_reader()
+
+    def acquire_read(
+        self,
+        timeout: Timeout = DEFAULT_TIMEOUT,
+        cancel: threading.Event | None = None,
+        indefinite: bool = False,
+    ) -> Any:
+        self._check_reader()
+
+    def _wake(self) -> None:
+        words = self._ring.words
+        for reader in range(self._ring.sizes.n_reader):
+            words.wake(order.tail(reader))
+            words.wake(self._ring.ready_word(reader))
+
+    def _end(self, politely: Deadline | None) -> None:
+        if politely is not None:
+            self._writing.end()
+        if self._far is not None:
+            if politely is not None:
+                self._far.close(politely)
+            self._far.abort()
+        self._admission.close()
