@@ -1,0 +1,92 @@
+"""What is measured: transports, and what they are compared with."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any, Final
+
+import attrs
+
+from kvplug.config.units import format_bytes
+
+INTO: Final = "into"
+"""Tensors are received into memory that is there."""
+OWNED: Final = "owned"
+"""Each is received into a tensor of its own, after the one before it was dropped."""
+KEPT: Final = "kept"
+"""The same, of a queue: each reader has its own."""
+LOOKED: Final = "looked"
+"""Readers of a queue look at what lies in its memory, and copy nothing."""
+LATENCY: Final = "latency"
+"""A small message that somebody waits for."""
+WAKE: Final = "wake"
+"""The same, after a silence."""
+
+PIPE, QUEUE, COPY = "pipe", "queue", "copy"
+OPS: Final = {
+    COPY: (INTO,),
+    PIPE: (INTO, OWNED, LATENCY, WAKE),
+    QUEUE: (KEPT, LOOKED, LATENCY, WAKE),
+}
+"""What is measured of each kind. A copy is made by one process, and nothing crosses."""
+BULK: Final = (INTO, OWNED, KEPT, LOOKED)
+"""Those that are measured for each size; the others move one small message."""
+
+
+@attrs.frozen(kw_only=True)
+class Candidate:
+    """One thing to be measured."""
+
+    name: str
+    kind: str
+    """Which of :data:`OPS` it is."""
+    link: str = ""
+    """``"package.module:Class"`` of its ends: a ``Link`` for a pipe, a ``Broadcast`` for a queue."""
+    arguments: Mapping[str, Any] = attrs.field(factory=dict)
+    """What ``link`` is called with besides the meeting. Plain values."""
+    baseline: bool = False
+    """Whether others are compared with it."""
+    ops: tuple[str, ...] = attrs.field()
+    largest_looked: int = 0
+    """The most bytes that readers can look at in place."""
+    skipped_because: str = ""
+    """Why it cannot be measured here, where that is known before it is tried."""
+    python: str = sys.executable
+    """The interpreter of its processes, for libraries that are not installed in this one."""
+    env: Mapping[str, str] = attrs.field(factory=dict)
+    """Added to the environment of its processes."""
+
+    @ops.default
+    def _all(self) -> tuple[str, ...]:
+        return OPS[self.kind]
+
+    def refuses(self, op: str, nbytes: int) -> str:
+        """Why it cannot do ``op`` with messages of that size; empty where it can."""
+        if op == LOOKED and nbytes > self.largest_looked:
+            if not self.largest_looked:
+                return "readers cannot look at its memory"
+            return f"larger than one of its chunks, {format_bytes(self.largest_looked)}"
+        return ""
+
+
+MEMCPY: Final = Candidate(name="memcpy", kind=COPY, baseline=True)
+"""The ceiling: one thread's copy, source and destination warm."""
+_GLOO: Final = {PIPE: "kvplug.bench.gloo:Gloo", QUEUE: "kvplug.bench.gloo:GlooBroadcast"}
+_ZMQ: Final = {PIPE: "kvplug.bench.zeromq:ZeroMQ", QUEUE: "kvplug.bench.zeromq:ZeroMQBroadcast"}
+_LINKS: Final = {"gloo": _GLOO, "zmq": _ZMQ}
+
+BASELINES: Final = ("memcpy", *_LINKS)
+"""What a transport can be compared with by name."""
+
+
+def baseline(name: str, kinds: set[str]) -> tuple[Candidate, ...]:
+    """The baseline ``name``, as each of the ``kinds`` that are measured."""
+    if name == MEMCPY.name:
+        return (MEMCPY,)
+    ops = {PIPE: OPS[PIPE], QUEUE: (KEPT, LATENCY, WAKE)}
+    return tuple(
+        Candidate(name=name, kind=kind, link=link, ops=ops[kind], baseline=True)
+        for kind, link in _LINKS[name].items()
+        if kind in kinds
+    )

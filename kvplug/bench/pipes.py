@@ -1,0 +1,102 @@
+"""Both ends of what moves tensors between two processes, timed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from kvplug.bench.candidate import INTO, LATENCY, WAKE
+from kvplug.bench.content import SMALLEST, check, content, stamp
+from kvplug.bench.stopwatch import BURSTS, Stopwatch, in_burst
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kvplug.bench.links import Link
+
+WARM_TRIPS = 200
+TRIPS = 1000
+
+
+def run_sender(link: Link, task: Mapping[str, Any]) -> dict[str, Any]:
+    """From the call of the first send of a burst until the receiver's answer is here."""
+    answer = content(SMALLEST)
+    figures: dict[str, Any] = {}
+    for op, nbytes in task["bulk"]:
+        source, watch, count = content(nbytes), Stopwatch(), in_burst(nbytes)
+        for number in range(BURSTS):
+            stamp(source, number)
+            link.receive(answer)  # the receiver is ready
+            watch.start()
+            for _ in range(count):
+                link.send(source)
+            link.receive(answer)
+            watch.stop()
+        figures[f"{op} {nbytes}"] = watch.plain()
+    if LATENCY in task["small"]:
+        figures[LATENCY] = _trips(link)
+    if WAKE in task["small"]:
+        link.receive(answer)
+        time.sleep(task["idle_s"])
+        figures[WAKE] = {"sent": [time.perf_counter()]}
+        link.send(answer)
+        link.receive(answer)
+    return figures
+
+
+def run_receiver(link: Link, task: Mapping[str, Any]) -> dict[str, Any]:
+    """Answers each burst, then looks at its last message. Its time counts from ready to answered."""
+    ping = content(SMALLEST)
+    figures: dict[str, Any] = {}
+    for op, nbytes in task["bulk"]:
+        expected, watch = content(nbytes), Stopwatch()
+        out = expected.clone()
+        for number in range(BURSTS):
+            stamp(expected, number)
+            out.zero_()
+            watch.start()
+            got = _burst(link, op, out, ping)
+            watch.stop()
+            check(got, expected)
+            del got
+        figures[f"{op} {nbytes}"] = watch.plain()
+    if LATENCY in task["small"]:
+        back = content(SMALLEST)
+        for _ in range(WARM_TRIPS + TRIPS):
+            link.receive(back)
+            link.send(ping)
+    if WAKE in task["small"]:
+        link.send(ping)
+        cpu, begun = time.process_time(), time.perf_counter()
+        link.receive(content(SMALLEST))
+        woken = time.perf_counter()
+        figures[WAKE] = {"received": [woken], "idle": (time.process_time() - cpu) / (woken - begun)}
+        link.send(ping)
+    return figures
+
+
+def _burst(link: Link, op: str, out: Tensor, ping: Tensor) -> Tensor:
+    got = out
+    link.send(ping)
+    for _ in range(in_burst(out.nbytes)):
+        if op == INTO:
+            link.receive(out)
+        else:
+            del got
+            got = link.receive_new(out)
+    link.send(ping)
+    return got
+
+
+def _trips(link: Link) -> dict[str, Any]:
+    """Halves of round trips."""
+    ping, answer = content(SMALLEST), content(SMALLEST)
+    seconds = []
+    for _ in range(WARM_TRIPS + TRIPS):
+        began = time.perf_counter()
+        link.send(ping)
+        link.receive(answer)
+        seconds.append((time.perf_counter() - began) / 2)
+    check(answer, ping)
+    return {"seconds": seconds[WARM_TRIPS:]}

@@ -1,0 +1,66 @@
+"""Size against GB/s, on logarithmic axes."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from typing import Final
+
+from kvplug.bench.candidate import BULK, COPY
+from kvplug.bench.rows import Row
+from kvplug.config.units import format_bytes
+from kvplug.errors import UnsupportedError
+
+FORMATS: Final = (".png", ".svg")
+
+
+def check_plot() -> None:
+    """Before anything is measured.
+
+    Raises:
+        UnsupportedError: matplotlib is not installed, and how to get it.
+    """
+    if importlib.util.find_spec("matplotlib") is None:
+        raise UnsupportedError('a plot needs matplotlib: pip install "kvplug[bench]"')
+
+
+def save_plot(rows: Sequence[Row], path: str) -> None:
+    """Draw what crossed, pipes and queues side by side, with memcpy as the ceiling.
+
+    Raises:
+        UnsupportedError: matplotlib is not installed.
+    """
+    check_plot()
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import NullLocator, ScalarFormatter
+
+    drawn = [row for row in rows if row.op in BULK and row.gb_per_s is not None]
+    kinds = sorted({row.kind for row in drawn if row.kind != COPY}) or [COPY]
+    sizes = sorted({row.bytes for row in drawn if row.bytes})
+    figure = Figure(figsize=(6.4 * len(kinds), 4.8), layout="constrained")
+    for kind, axes in zip(kinds, figure.subplots(1, len(kinds), squeeze=False)[0]):
+        for label, points in _lines(drawn, kind):
+            style = {"color": "black", "linestyle": "--"} if label == "memcpy" else {"marker": "o"}
+            axes.plot(*zip(*points), label=label, **style)
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.set_xticks(sizes, [format_bytes(size) for size in sizes])
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.yaxis.set_major_formatter(ScalarFormatter())
+        axes.set_xlabel("size of a message")
+        axes.set_ylabel("GB/s" if kind != "queue" else "GB/s that each reader gets")
+        axes.grid(visible=True, which="both", alpha=0.3)
+        axes.set_title(kind)
+        if axes.lines:
+            axes.legend()
+    figure.savefig(path, dpi=150)
+
+
+def _lines(rows: Sequence[Row], kind: str) -> list[tuple[str, list[tuple[int, float]]]]:
+    """Label and points: memcpy, then each op of each name."""
+    lines: dict[str, list[tuple[int, float]]] = {}
+    for row in sorted(rows, key=lambda row: row.kind != COPY):
+        if row.kind in (kind, COPY) and row.bytes is not None and row.gb_per_s is not None:
+            label = row.name if row.kind == COPY else f"{row.name}, {row.op}"
+            lines.setdefault(label, []).append((row.bytes, row.gb_per_s))
+    return [(label, sorted(points)) for label, points in lines.items()]

@@ -1,0 +1,207 @@
+"""Every candidate takes its turn in each round, with fresh processes each time."""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack
+from typing import Any
+
+import attrs
+
+from kvplug.bench.candidate import BULK, COPY, LATENCY, QUEUE, WAKE, Candidate
+from kvplug.bench.content import SMALLEST
+from kvplug.bench.links import UnavailableError
+from kvplug.bench.queues import VALUE
+from kvplug.bench.stopwatch import in_burst
+from kvplug.bench.worker import FIGURES, TOLD, UNAVAILABLE, take_part
+from kvplug.errors import KvplugError
+from kvplug.testing import peers
+
+LIFE_S = 300.0
+"""A measuring process that has not ended by then is ended, and its candidate has failed."""
+SETTLE_S = 1.0
+"""When one end fails the others follow; what they say is waited for so long."""
+
+
+@attrs.frozen(kw_only=True)
+class Plan:
+    """What is measured of each candidate."""
+
+    sizes: tuple[int, ...]
+    rounds: int = 5
+    readers: int = 1
+    """Of each queue."""
+    idle_s: float = 1.0
+    """How long a receiver waits, to be woken then; 0 leaves it out."""
+
+
+@attrs.frozen(kw_only=True)
+class Figures:
+    """One op of one candidate in one round; or in all of them, as medians."""
+
+    op: str
+    nbytes: int
+    gb_per_s: float | None = None
+    latency_us_p50: float | None = None
+    latency_us_p99: float | None = None
+    cpu_s_per_gb: float | None = None
+    idle_cpu_percent: float | None = None
+    faults_per_gb: float | None = None
+
+
+@attrs.define(kw_only=True)
+class Outcome:
+    """What came of one candidate."""
+
+    candidate: Candidate
+    rounds: list[list[Figures]] = attrs.field(factory=list)
+    """Empty where it was not measured; else every round has the same ops and sizes."""
+    skipped_because: str = ""
+    failed: bool = False
+    """Whether that was found out by failing; then ``last_words`` is all that is known."""
+    last_words: str = ""
+
+
+def run_rounds(
+    candidates: Sequence[Candidate], plan: Plan, turn: Callable[[Candidate, int], None] | None = None
+) -> list[Outcome]:
+    """Measure all candidates, in turns. Each round begins with another one.
+
+    ``turn`` is called before each turn with its candidate and the number of the round. One that cannot work
+    here, or fails, is left out from then on.
+    """
+    outcomes = [Outcome(candidate=each, skipped_because=each.skipped_because) for each in candidates]
+    for number in range(plan.rounds):
+        first = number % max(1, len(outcomes))
+        for outcome in outcomes[first:] + outcomes[:first]:
+            if outcome.skipped_because:
+                continue
+            if turn is not None:
+                turn(outcome.candidate, number)
+            _take_turn(outcome, plan)
+    return outcomes
+
+
+def _take_turn(outcome: Outcome, plan: Plan) -> None:
+    try:
+        outcome.rounds.append(one_turn(outcome.candidate, plan))
+    except UnavailableError as e:
+        outcome.skipped_because = str(e)
+    except KvplugError as e:
+        outcome.failed = True
+        outcome.last_words = str(e)
+        outcome.skipped_because = f"failed: {_last_line(str(e))}"
+    if outcome.skipped_because:
+        outcome.rounds.clear()
+
+
+def one_turn(candidate: Candidate, plan: Plan) -> list[Figures]:
+    """One round of one candidate.
+
+    Raises:
+        UnavailableError: it cannot work here.
+        KvplugError: a process of it died, raised or did not end; holds its last words.
+    """
+    size = {COPY: 1, QUEUE: 1 + plan.readers}.get(candidate.kind, 2)
+    bulk = [
+        (op, nbytes)
+        for op in candidate.ops
+        for nbytes in plan.sizes
+        if op in BULK and not candidate.refuses(op, nbytes)
+    ]
+    small = [op for op in candidate.ops if op == LATENCY or (op == WAKE and plan.idle_s)]
+    task: dict[str, Any] = {
+        "kind": candidate.kind,
+        "link": candidate.link,
+        "arguments": dict(candidate.arguments),
+        "size": size,
+        "bulk": bulk,
+        "small": small,
+        "idle_s": plan.idle_s,
+    }
+    target = f"{take_part.__module__}:{take_part.__name__}"
+    with ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="kvplug-bench-"))
+        pool = stack.enter_context(ThreadPoolExecutor(size, thread_name_prefix="kvplug bench"))
+        ends: list[peers.Peer] = []
+        for rank in range(size):
+            its = task | {"rank": rank, "folder": folder}
+            child = peers.start(
+                target, its, timeout_s=LIFE_S, env=candidate.env, python=candidate.python, flags=["-P"]
+            )
+            ends.append(stack.enter_context(child))
+        attended = [pool.submit(_attend, each, ends[1:]) for each in ends]
+        every = _gathered(attended)
+    return [
+        *(_bulk(op, nbytes, [each[f"{op} {nbytes}"] for each in every]) for op, nbytes in bulk),
+        *(_small(op, [each.get(op, {}) for each in every], candidate.kind) for op in small),
+    ]
+
+
+def _attend(end: peers.Peer, others: Sequence[peers.Peer]) -> dict[str, Any]:
+    """Carry what one end tells to the others, until it has its figures. A thread for each end."""
+    while True:
+        said, value = end.recv(LIFE_S + 30)
+        if said == FIGURES:
+            end.result()
+            return dict(value)
+        if said == UNAVAILABLE:
+            raise UnavailableError(value)
+        assert said == TOLD
+        for other in others:
+            other.send(value)
+
+
+def _gathered(attended: Sequence[Future[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Raises the error that the others follow from."""
+    wait(attended, return_when=FIRST_EXCEPTION)
+    if any(future.done() and future.exception() for future in attended):
+        done, _ = wait(attended, SETTLE_S)
+        raise min((error for future in done if (error := future.exception())), key=_depth)
+    return [future.result() for future in attended]
+
+
+def _depth(error: BaseException) -> int:
+    """How near it is to the cause: whoever dies or refuses takes the other ends along."""
+    match error:
+        case UnavailableError():
+            return 0
+        case peers.ChildError(kind="PeerGoneError" | "TimeoutError" | "EOFError"):
+            return 2
+    return 1
+
+
+def _bulk(op: str, nbytes: int, ends: Sequence[dict[str, Any]]) -> Figures:
+    seconds = ends[0]["seconds"]
+    gb = nbytes * in_burst(nbytes) / 1e9
+    return Figures(
+        op=op,
+        nbytes=nbytes,
+        gb_per_s=gb / statistics.median(seconds),
+        cpu_s_per_gb=sum(each["cpu_s"] for each in ends) / (gb * len(seconds)),
+        faults_per_gb=sum(each["faults"] for each in ends) / (gb * len(seconds)),
+    )
+
+
+def _small(op: str, ends: Sequence[dict[str, Any]], kind: str) -> Figures:
+    first, readers = ends[0], ends[1:]
+    if "seconds" in first:
+        seconds = first["seconds"]
+    else:  # until the last reader has it
+        last = [max(came) for came in zip(*(each["received"] for each in readers), strict=True)]
+        seconds = [came - sent for came, sent in zip(last, first["sent"], strict=True)]
+    idle = [each["idle"] * 100 for each in readers if "idle" in each]
+    return Figures(
+        op=op,
+        nbytes=len(VALUE) if kind == QUEUE else SMALLEST,
+        latency_us_p50=statistics.median(seconds) * 1e6,
+        latency_us_p99=sorted(seconds)[int(len(seconds) * 0.99)] * 1e6 if len(seconds) > 1 else None,
+        idle_cpu_percent=max(idle) if idle else None,
+    )
+
+
+def _last_line(words: str) -> str:
+    return next((line.strip() for line in reversed(words.splitlines()) if line.strip()), "without a word")

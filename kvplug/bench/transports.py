@@ -1,0 +1,148 @@
+"""Ends of kvplug's own: any pipe or message queue that is installed, as a configuration names it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from kvplug.bench.links import MEETING_S, Broadcast, Link, Meeting, UnavailableError
+from kvplug.build.connector import Parts, credentials_of
+from kvplug.build.queues import build_queue
+from kvplug.config import Config
+from kvplug.context import PipeContext
+from kvplug.errors import PluginError
+from kvplug.pipe import PipeEndpoint
+from kvplug.queue import MessageQueue, QueueHandle
+from kvplug.registry import Registry
+from kvplug.select import AUTO
+from kvplug.spec import Kind, TransportSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_APART = "each process is alone with it: its two ends meet inside of one process only"
+
+
+class PipeLink(Link):
+    """The pipe that a configuration names, without anything that counts around it."""
+
+    def __init__(self, meeting: Meeting, path: str | None, overrides: Sequence[str]) -> None:
+        config = Config.load(path, overrides=overrides)
+        spec, endpoint = _pipe_endpoint(config)
+        domain = _domain(spec)
+        if meeting.is_first:
+            with contextlib.closing(endpoint.listen()) as listener:
+                meeting.tell([listener.contact, domain])
+                self._pipe = listener.accept(MEETING_S)
+        else:
+            contact, other_domain = meeting.told()
+            if domain != other_domain:
+                raise UnavailableError(_APART)
+            self._pipe = endpoint.connect(contact, MEETING_S)
+
+    def send(self, tensor: Tensor) -> None:
+        self._pipe.send_tensor(tensor)
+
+    def receive(self, out: Tensor) -> None:
+        self._pipe.recv_tensor(out)
+
+    def receive_new(self, like: Tensor) -> Tensor:
+        got = self._pipe.recv_tensor()
+        assert got is not None
+        return got
+
+    def close(self) -> None:
+        self._pipe.close()
+
+
+class QueueLink(Broadcast):
+    """The message queue that a configuration names."""
+
+    def __init__(
+        self,
+        meeting: Meeting,
+        path: str | None,
+        overrides: Sequence[str],
+        max_chunk_bytes: int,
+        max_chunks: int,
+    ) -> None:
+        config = Config.load(path, overrides=overrides)
+        endpoint = build_queue(
+            config,
+            n_reader=meeting.size - 1,
+            max_chunk_bytes=max_chunk_bytes,
+            max_chunks=max_chunks,
+        )
+        domain = _domain(Registry.from_env().get(Kind.QUEUE, config.queue))
+        self._queue: MessageQueue
+        if meeting.is_first:
+            self._queue = endpoint.create()
+            meeting.tell([self._queue.export_handle().as_plain(), domain])
+        else:
+            plain, other_domain = meeting.told()
+            if domain != other_domain:
+                raise UnavailableError(_APART)
+            handle = QueueHandle.from_plain(plain)
+            self._queue = endpoint.create_from_handle(handle, meeting.rank - 1, MEETING_S)
+        self._queue.wait_until_ready(MEETING_S)
+
+    def send(self, tensor: Tensor) -> None:
+        self._queue.enqueue(tensor)
+
+    def receive(self, like: Tensor) -> Tensor:
+        got: Tensor = self._queue.dequeue()
+        return got
+
+    def send_value(self, value: bytes) -> None:
+        self._queue.enqueue(value)
+
+    def receive_value(self, nbytes: int) -> None:
+        self._queue.dequeue()
+
+    def lend(self, tensor: Tensor) -> None:
+        import torch
+
+        with self._queue.acquire_write(tensor.nbytes) as memory:
+            torch.frombuffer(memory, dtype=tensor.dtype, count=tensor.numel()).copy_(tensor)
+
+    @contextlib.contextmanager
+    def look(self, like: Tensor) -> Iterator[Tensor]:
+        import torch
+
+        with self._queue.acquire_read() as memory:
+            there = torch.frombuffer(memory, dtype=like.dtype, count=like.numel())
+            yield there
+            del there  # the memory is given back without a view of it
+
+    def close(self) -> None:
+        self._queue.close()
+
+
+def _domain(spec: TransportSpec) -> str:
+    """What both ends have in common; nothing where they may be on different hosts."""
+    return "" if spec.capabilities.cross_host or spec.wraps else spec.run_probe().domain
+
+
+def _pipe_endpoint(config: Config) -> tuple[TransportSpec, PipeEndpoint]:
+    """The endpoint of the config's transport, and the spec of what moves the bytes.
+
+    Raises:
+        PluginError: it goes around whatever can be had, and nothing can.
+    """
+    parts = Parts(config, Registry.from_env())
+    parts.check(keys=("transport",))
+    name = parts.requested_transport
+    if name == AUTO:
+        able = [offer for offer in parts.offers if offer.auto and offer.probe.viable]
+        if not able:
+            raise PluginError("no pipe can be had beneath it")
+        name = min(able, key=lambda offer: (offer.capabilities.cost.seconds(1 << 24), offer.name)).name
+    context = PipeContext(
+        options=parts.pipe_options(name),
+        credentials=credentials_of(config),
+        host=config.host,
+        timeout_s=config.timeout_s,
+        heartbeat_timeout_s=config.heartbeat_timeout_s,
+    )
+    return parts.pipes[name], parts.pipe_endpoint(name, context)

@@ -1,0 +1,78 @@
+"""What runs in a measuring process: one end of one candidate, or a copy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from kvplug.bench.candidate import COPY, PIPE
+from kvplug.bench.content import check, content, stamp
+from kvplug.bench.links import MEETING_S, Meeting, UnavailableError
+from kvplug.bench.pipes import run_receiver, run_sender
+from kvplug.bench.queues import Answers, run_reader, run_writer
+from kvplug.bench.stopwatch import BURSTS, Stopwatch, in_burst
+from kvplug.errors import KvplugError
+from kvplug.spec import load_target
+from kvplug.testing.peers import Parent
+
+TOLD, UNAVAILABLE, FIGURES = "told", "unavailable", "figures"
+"""What a measuring process says, with a value each."""
+
+
+def take_part(parent: Parent, task: dict[str, Any]) -> None:
+    """Make this process's end, meet the others, and measure what the task says."""
+    import warnings
+
+    import torch
+
+    warnings.filterwarnings("ignore", message="The given buffer is not writable")  # nothing writes there
+    # OpenMP's idle workers spin for a while, and would take the cores from whom we measure.
+    torch.set_num_threads(1)
+    figures = _copy(task) if task["kind"] == COPY else _measure(parent, task)
+    if figures is not None:
+        parent.send([FIGURES, figures])
+
+
+def _measure(parent: Parent, task: dict[str, Any]) -> dict[str, Any] | None:
+    meeting = Meeting(
+        rank=task["rank"],
+        size=task["size"],
+        folder=task["folder"],
+        tell=lambda value: parent.send([TOLD, value]),
+        told=lambda: parent.recv(MEETING_S),
+    )
+    try:
+        link = load_target(task["link"])(meeting, **task["arguments"])
+    except (UnavailableError, ImportError, KvplugError) as e:
+        parent.send([UNAVAILABLE, _reason(e)])
+        return None
+    if task["kind"] == PIPE:
+        figures = (run_sender if meeting.is_first else run_receiver)(link, task)
+    else:
+        answers = Answers(meeting)
+        figures = (run_writer if meeting.is_first else run_reader)(link, answers, task)
+        answers.close()
+    link.close()
+    return figures
+
+
+def _reason(error: BaseException) -> str:
+    if isinstance(error, ModuleNotFoundError):
+        return f"{error.name} is not installed"
+    return str(error) if isinstance(error, UnavailableError) else f"{type(error).__name__}: {error}"
+
+
+def _copy(task: Mapping[str, Any]) -> dict[str, Any]:
+    figures: dict[str, Any] = {}
+    for op, nbytes in task["bulk"]:
+        source, watch = content(nbytes), Stopwatch()
+        out = source.clone()
+        for number in range(BURSTS):
+            stamp(source, number)
+            watch.start()
+            for _ in range(in_burst(nbytes)):
+                out.copy_(source)
+            watch.stop()
+            check(out, source)
+        figures[f"{op} {nbytes}"] = watch.plain()
+    return figures
