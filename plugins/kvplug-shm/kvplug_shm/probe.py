@@ -7,6 +7,7 @@ import platform
 import sys
 
 from kvplug import Probe, local_domain
+from kvplug_shm.memory import memfd
 
 
 def describe() -> Probe:
@@ -23,4 +24,8 @@ def _missing() -> str:
         return f"it needs the order of stores of x86-64, and this is {bits}-bit {platform.machine()}"
     if not hasattr(os, "memfd_create"):
         return "it needs memfd_create, which this Python was built without"
+    try:
+        os.close(memfd.new("kvplug-probe"))
+    except OSError as e:
+        return f"the system makes no anonymous memory: {e}"
     return ""

@@ -7,7 +7,6 @@ a reader, whose access would be a SIGBUS.
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import functools
 import mmap
@@ -16,12 +15,11 @@ import sys
 from typing import Any, Final
 
 from kvplug import CapacityError, WireError
+from kvplug_shm.memory import memfd
 from kvplug_shm.memory.copying import address_of
 from kvplug_shm.memory.limits import in_words
 
 _SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-_NOEXEC_SEAL: Final = 0x8
-"""MFD_NOEXEC_SEAL, since Linux 6.3: an administrator may refuse memory that could be executed."""
 _STRICT: Final = b"2"
 # Before 3.13 a mapping keeps a descriptor of its own for as long as it is there.
 _WITHOUT_DESCRIPTOR: Final[dict[str, Any]] = {"trackfd": False} if sys.version_info >= (3, 13) else {}
@@ -50,7 +48,7 @@ class Segment:
         """
         fd = -1
         try:
-            fd = _memfd(f"kvplug-{name}")
+            fd = memfd.new(f"kvplug-{name}")
             os.ftruncate(fd, nbytes)
             if _is_accounted_strictly():
                 os.posix_fallocate(fd, 0, nbytes)
@@ -88,16 +86,6 @@ class Segment:
             raise CapacityError(f"shared memory of {nbytes} bytes cannot be mapped: {in_words(e)}") from e
 
 
-def _memfd(name: str) -> int:
-    flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
-    try:
-        return os.memfd_create(name, flags | _NOEXEC_SEAL)
-    except OSError as e:
-        if e.errno != errno.EINVAL:
-            raise
-    return os.memfd_create(name, flags)
-
-
 def _mapped(fd: int, nbytes: int) -> mmap.mmap:
     return mmap.mmap(fd, nbytes, **_WITHOUT_DESCRIPTOR)
 
@@ -105,7 +93,7 @@ def _mapped(fd: int, nbytes: int) -> mmap.mmap:
 @functools.cache
 def _device_of_memory() -> int:
     """All memfds of 4 KiB pages lie on one device of the kernel's; those of huge pages do not."""
-    fd = _memfd("kvplug-probe")
+    fd = memfd.new("kvplug-probe")
     try:
         return os.fstat(fd).st_dev
     finally:
