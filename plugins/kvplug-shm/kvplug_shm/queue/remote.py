@@ -1,0 +1,36 @@
+"""The network half of the queue "shm": both functions that :mod:`kvplug_shm.queue.far` names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from kvplug import Deadline, QueueContext
+from kvplug_shm.queue.far import Far, Feed, Source
+from kvplug_shm.queue.remote_contact import RemoteContact
+from kvplug_shm.queue.remote_reader import RemoteReader
+from kvplug_shm.queue.remote_writer import RemoteWriter
+
+
+def serve(context: QueueContext, feed: Feed) -> Far:
+    """Listen on the context's host for readers elsewhere.
+
+    Raises:
+        InsecureAddressError: other hosts can reach it, and there is no secret.
+        ConfigError: it is no address of this host, or a Unix socket.
+        TransportError: it cannot be listened on for another reason.
+    """
+    return RemoteWriter(context, feed)
+
+
+def attach(context: QueueContext, data: Mapping[str, Any], rank: int, deadline: Deadline) -> Source:
+    """Join the queue whose far half gave ``data``, as reader ``rank``. Raises as ``create_from_handle``."""
+    contact = RemoteContact.from_plain(data)
+    reader = RemoteReader(context, contact, rank, context.options.max_message_bytes)
+    try:
+        reader.join_queue(deadline)
+    except BaseException:
+        reader.leave(died=True)
+        reader.join(None)
+        raise
+    return reader

@@ -1,0 +1,192 @@
+"""The thread that owns a ZeroMQ socket: nobody else touches it.
+
+ZeroMQ's sockets belong to one thread at a time, and its contexts to one process. Each end of a queue's
+network half has a context and a thread of its own; others post to it through an eventfd, and an end where
+nothing happens sleeps. What ZeroMQ's own threads see of connections (made, refused, ended) comes through the
+socket's monitor.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any, Final
+
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from kvplug import TransportError, close_after_fork
+
+logger = logging.getLogger(__name__)
+
+HANDSHAKE_S: Final = 5.0
+"""How long a connection may take to prove itself."""
+HIGH_WATER_MARK: Final = 1024
+"""Frames; what is under way is kept far below it."""
+SETTLE_S: Final = 1.0
+"""How long what is on its way from a dead process, or to one that is told of the end, is waited for."""
+_DESCRIPTORS = 24
+"""What a context and its sockets open, generously. ZeroMQ ends the process when it gets none."""
+_BEATS_IN_TIMEOUT = 5
+_KEEPALIVE = ((zmq.TCP_KEEPALIVE, 1), (zmq.TCP_KEEPALIVE_IDLE, 5), (zmq.TCP_KEEPALIVE_INTVL, 2))
+
+
+@contextlib.contextmanager
+def in_words(what: str) -> Iterator[None]:
+    """ZeroMQ's errors, mapped to ours."""
+    try:
+        yield
+    except (zmq.ZMQError, OSError) as e:
+        raise TransportError(f"{what}: {e.strerror or e}") from e
+
+
+class SocketThread(abc.ABC):
+    """A ZeroMQ socket, its monitor, and the thread that owns both once :meth:`start` was called."""
+
+    def __init__(self, kind: int, name: str, heartbeat_timeout_s: float) -> None:
+        self._name = name
+        self._silence_s = heartbeat_timeout_s
+        self._beat_s = heartbeat_timeout_s / _BEATS_IN_TIMEOUT
+        self._ended = False
+        self._linger_s = 0.0
+        self._tcp: set[int] = set()  # descriptors of connections, for a forked child to close
+        self._waking = threading.Lock()  # so that nobody writes to a number that is another's by now
+        with in_words(f"{name} cannot be made"):
+            self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+            try:
+                _need_descriptors(self._wake)
+                self._context = zmq.Context()
+            except BaseException:
+                os.close(self._wake)
+                raise
+            try:
+                self._socket: zmq.Socket[bytes] = self._context.socket(kind)
+                self._socket.linger = 0
+                self._socket.sndhwm = self._socket.rcvhwm = HIGH_WATER_MARK
+                self._socket.handshake_ivl = int(HANDSHAKE_S * 1000)
+                for option, value in _KEEPALIVE:
+                    self._socket.setsockopt(option, value)
+                self._monitor = self._socket.get_monitor_socket()
+            except BaseException:
+                self._let_go(0)
+                raise
+        self._thread = threading.Thread(target=self._run, name=f"kvplug {name}", daemon=True)
+
+    def start(self) -> None:
+        """The socket is the thread's from now on."""
+        close_after_fork(self)
+        self._thread.start()
+
+    def post(self) -> None:
+        """Something is to be done. From any thread; never waits."""
+        with self._waking:
+            if self._wake >= 0:
+                os.eventfd_write(self._wake, 1)
+
+    def end(self, linger_s: float) -> None:
+        """Let go of everything, giving what was sent ``linger_s`` to leave. Idempotent; never waits."""
+        if not self._ended:
+            self._linger_s = linger_s
+            self._ended = True
+            self.post()
+
+    def join(self, seconds: float | None) -> None:
+        """Wait until everything was let go of."""
+        if threading.current_thread() is not self._thread:
+            self._thread.join(seconds)
+
+    def _after_fork_in_child(self) -> None:
+        """ZeroMQ's threads are the parent's, and its objects are never touched again; connections must not
+        seem to live on here."""
+        self._ended = True
+        self._waking = threading.Lock()
+        fd, self._wake = self._wake, -1
+        for each in (fd, *self._tcp):
+            with contextlib.suppress(OSError):
+                os.close(each)
+
+    # -- the thread ----------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._wake, zmq.POLLIN)
+        for socket in self._sockets():
+            poller.register(socket, zmq.POLLIN)
+        try:
+            while not self._ended:
+                pause = self._turn(time.monotonic())
+                if not self._ended:
+                    poller.poll(None if pause is None else max(0, int(pause * 1000) + 1))
+                    with contextlib.suppress(BlockingIOError):
+                        os.eventfd_read(self._wake)
+        except Exception as e:
+            logger.exception("%s stops: a fault of kvplug", self._name)
+            self._failed(e)
+        finally:
+            self._let_go(int(self._linger_s * 1000))
+
+    def _let_go(self, linger_ms: int) -> None:
+        self._ended = True
+        with contextlib.suppress(zmq.ZMQError):
+            self._socket.disable_monitor()
+        for socket in self._sockets():
+            socket.close(linger_ms if socket is self._socket else 0)
+        self._context.term()
+        with self._waking:
+            fd, self._wake = self._wake, -1
+        os.close(fd)
+
+    def _sockets(self) -> list[Any]:
+        """All of them, that of the connections first."""
+        found = (getattr(self, name, None) for name in ("_socket", "_monitor"))
+        return [socket for socket in found if socket is not None]
+
+    @abc.abstractmethod
+    def _turn(self, now: float) -> float | None:
+        """Do what there is to do. Returns how long to sleep if nothing happens; ``None``: until then."""
+
+    @abc.abstractmethod
+    def _failed(self, error: Exception) -> None:
+        """The thread ends with a fault: whoever waits must hear it."""
+
+    def _received(self) -> Iterator[list[zmq.Frame]]:
+        """What has come, until there is no more."""
+        while True:
+            try:
+                yield self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return
+
+    def _connection_events(self) -> Iterator[zmq.Event]:
+        """What the monitor has seen since."""
+        while True:
+            try:
+                parts = self._monitor.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            seen = parse_monitor_message(parts)
+            event = zmq.Event(seen["event"])
+            if event in _OPENED:
+                self._tcp.add(seen["value"])
+            elif event in _CLOSED:
+                self._tcp.discard(seen["value"])
+            yield event
+
+
+_OPENED = (zmq.EVENT_LISTENING, zmq.EVENT_ACCEPTED, zmq.EVENT_CONNECTED)
+_CLOSED = (zmq.EVENT_CLOSED, zmq.EVENT_DISCONNECTED)
+
+
+def _need_descriptors(sample: int) -> None:
+    """Raise the system's error now if there are not enough left."""
+    found: list[int] = []
+    try:
+        found.extend(os.dup(sample) for _ in range(_DESCRIPTORS))
+    finally:
+        for fd in found:
+            os.close(fd)

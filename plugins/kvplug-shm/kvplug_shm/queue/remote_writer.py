@@ -1,0 +1,311 @@
+"""The writer's far half: sends the ring's messages to readers elsewhere, and releases what they have read.
+
+A ROUTER that listens on the context's host, and on nothing else. Who connects has proved itself (CURVE, its
+key checked by :mod:`kvplug_shm.queue.remote_admission`) before a frame of it is parsed. A reader may have
+as much unread as the ring has places, since its tail there moves only when it says so; what is under way to
+it is bounded besides. So nothing reaches a high-water mark, where ZeroMQ would drop it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any, Final
+
+import attrs
+import zmq
+
+from kvplug import ConfigError, Deadline, PeerGoneError, QueueContext, WireError, this_process
+from kvplug_shm.queue import remote_frames as frames
+from kvplug_shm.queue.far import Feed
+from kvplug_shm.queue.remote_admission import DOMAIN, Admission, rank_of
+from kvplug_shm.queue.remote_contact import RemoteContact, new_contact, to_dial
+from kvplug_shm.queue.remote_frames import Kind, Part, Plain, Taken
+from kvplug_shm.queue.remote_link import Link, identity_of
+from kvplug_shm.queue.remote_thread import SETTLE_S, SocketThread, in_words
+
+logger = logging.getLogger(__name__)
+
+ARRIVAL_S: Final = 0.1
+"""How long the writer waits for a message to arrive at a reader from which nothing comes."""
+_LOOK_S = 0.02  # at what nobody tells of: a dead process's last bytes, readers of the ring that are ready
+
+
+class RemoteWriter(SocketThread):
+    """Serves the readers elsewhere of one queue."""
+
+    def __init__(self, context: QueueContext, feed: Feed) -> None:
+        contact = new_contact(context.host, context.credentials)
+        self._feed = feed
+        self._links: dict[bytes, Link] = {}  # by routing id; changed by the thread, with _moved held
+        self._moved = threading.Condition()
+        self._closing: Deadline | None = None
+        self._admission: Admission | None = None
+        super().__init__(zmq.ROUTER, f"the queue's end at {contact.host}", context.heartbeat_timeout_s)
+        try:
+            self._contact = self._listen(contact, context)
+        except BaseException:
+            self._let_go(0)
+            raise
+        self._name = f"the queue's end at {self._contact}"
+        self.start()
+
+    def __repr__(self) -> str:
+        return f"<RemoteWriter at {self._contact}>"
+
+    @property
+    def data(self) -> Mapping[str, Any]:
+        return self._contact.as_plain()
+
+    def _listen(self, contact: RemoteContact, context: QueueContext) -> RemoteContact:
+        keys = contact.keys(context.credentials)
+        ours, socket = keys.writer, self._socket
+        known = {rank: keys.reader(rank).raw_public for rank in self._feed.reader_ranks}
+        with in_words(f"cannot listen at {contact.host}"):
+            self._admission = Admission(self._context, known)  # before anybody can connect
+            socket.curve_server = 1
+            socket.curve_publickey, socket.curve_secretkey = ours.public, ours.secret
+            socket.zap_domain = DOMAIN
+            socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
+            socket.maxmsgsize = frames.MAX_TO_WRITER
+            socket.router_mandatory = 1
+            socket.ipv6 = ":" in contact.host
+            try:
+                socket.bind(f"{contact.endpoint.rpartition(':')[0]}:*")
+            except zmq.ZMQError as e:
+                if e.errno in (errno.EADDRNOTAVAIL, errno.ENODEV):
+                    raise ConfigError(
+                        f"cannot listen at {contact.host}: this host has no such address"
+                    ) from e
+                raise
+            port = int(socket.last_endpoint.rstrip(b"\0").rpartition(b":")[2])
+        return attrs.evolve(contact, host=to_dial(contact.host), port=port)
+
+    # -- for the writer's thread ---------------------------------------------------------------
+
+    def changed(self) -> None:
+        """There is a message to send, or all may be ready.
+
+        Returns when the message has arrived at the readers that have come, so that it outlives this process.
+        One from which nothing comes is not waited for longer than :data:`ARRIVAL_S`, and not again until it
+        has caught up.
+        """
+        if not self._links:
+            return
+        number = self._feed.published()
+        self.post()
+        moved, until = -1, 0.0
+        with self._moved:
+            while late := [link for link in self._links.values() if link.answers and link.arrived < number]:
+                now = time.monotonic()
+                progress = sum(link.progress for link in late)
+                if progress != moved:
+                    moved, until = progress, now + ARRIVAL_S
+                elif now >= until:
+                    for link in late:
+                        link.answers = False
+                if self._ended:
+                    return
+                self._moved.wait(until - now)
+
+    def close(self, deadline: Deadline) -> None:
+        if not self._ended and self._closing is None:
+            self._closing = deadline
+            self.post()
+        self.join(deadline.remaining())
+        self.end(0)
+        self.join(SETTLE_S)
+
+    def abort(self) -> None:
+        self.end(0)
+
+    def _after_fork_in_child(self) -> None:
+        super()._after_fork_in_child()
+        self._moved = threading.Condition()
+
+    # -- the thread ----------------------------------------------------------------------------
+
+    def _sockets(self) -> list[Any]:
+        return super()._sockets() + ([] if self._admission is None else [self._admission.socket])
+
+    def _failed(self, error: Exception) -> None:
+        for link in list(self._links.values()):
+            self._evict(link, f"a fault at the writer's end: {error}", died=True)
+
+    def _let_go(self, linger_ms: int) -> None:
+        for link in list(self._links.values()):
+            link.close()
+        super()._let_go(linger_ms)
+        with self._moved:
+            self._moved.notify_all()
+
+    def _turn(self, now: float) -> float | None:
+        assert self._admission is not None
+        self._admission.answer()
+        self._hear(now)
+        if zmq.EVENT_DISCONNECTED in list(self._connection_events()):
+            self._hear(now)  # what it said last goes before its end
+            for link in list(self._links.values()):
+                self._say(link, [frames.plain(Kind.BEAT)], now)  # fails for the one that it was
+        self._judge(now)
+        self._send(now)
+        if self._closing is not None and self._all_told(self._closing, now):
+            return 0.0
+        return self._pause(now)
+
+    def _hear(self, now: float) -> None:
+        for routing_id, *parts in self._received():
+            link = self._links.get(routing_id.bytes)
+            try:
+                frame = frames.read([part.buffer for part in parts])
+                if link is not None:
+                    link.heard, link.suspected = now, 0.0
+                    self._take(link, frame)
+                elif isinstance(frame, Plain) and frame.kind is Kind.JOIN:
+                    self._join(routing_id.bytes, rank_of(parts[0]), frame.value, now)
+            except WireError as e:
+                if link is not None:
+                    self._evict(link, f"it sent nonsense: {e}", died=True)
+                else:
+                    logger.warning("a reader that came to %s sent nonsense: %s", self._name, e)
+
+    def _join(self, routing_id: bytes, rank: int, value: Any, now: float) -> None:
+        match value:
+            case {"version": frames.VERSION, "who": who}:
+                link = Link(rank, routing_id, identity_of(who), now, now)
+            case _:
+                raise WireError("it speaks another version; install the same kvplug-shm on both ends")
+        why = self._feed.admit(rank, str(link.who))
+        with self._moved:
+            self._links[routing_id] = link
+        if why:
+            self._say(link, [frames.plain(Kind.REFUSED, why)], now)
+            self._forget(link)
+            return
+        welcome = {"version": frames.VERSION, "who": attrs.asdict(this_process())}
+        self._say(link, [frames.plain(Kind.WELCOME, welcome)], now)
+        try:
+            link.observe(lambda: self._has_ended(link))
+        except PeerGoneError:
+            self._has_ended(link)
+
+    def _has_ended(self, link: Link) -> None:
+        """Its process has; what it said last may still be on its way. From any thread."""
+        link.dying = time.monotonic()
+        self.post()
+
+    def _take(self, link: Link, frame: frames.Frame) -> None:
+        match frame:
+            case Taken():
+                before = link.read
+                with self._moved:
+                    link.take(frame)
+                    self._moved.notify_all()
+                if link.read > before:
+                    self._feed.release(link.rank, link.read)
+            case Plain(Kind.READY):
+                link.wants_ready = True
+                self._feed.ready(link.rank)
+            case Plain(Kind.LEAVE):
+                self._evict(link, "has left", died=False)
+            case Plain(Kind.BEAT):
+                pass
+            case _:
+                raise WireError(f"no reader sends a {type(frame).__name__}")
+
+    def _judge(self, now: float) -> None:
+        for link in list(self._links.values()):
+            if link.dying and now - link.dying >= SETTLE_S:
+                self._evict(link, "its process ended", died=True)
+            elif link.dying:
+                self._say(link, [frames.plain(Kind.BEAT)], now)
+            elif not link.watched and now - link.heard >= self._silence_s:
+                # It may be us who were stopped: what came meanwhile gets a moment to be read.
+                link.suspected = link.suspected or now
+                if now - link.suspected >= self._beat_s / 2:
+                    self._evict(link, f"silent for {now - link.heard:.1f} s", died=True)
+
+    def _send(self, now: float) -> None:
+        published = self._feed.published()
+        ready = any(link.wants_ready for link in self._links.values()) and self._feed.all_ready()
+        for link in list(self._links.values()):
+            if ready and link.wants_ready:
+                link.wants_ready = False
+                self._say(link, [frames.plain(Kind.READY)], now)
+            while link.has_room and (link.frames is not None or link.sent < published):
+                if link.frames is None:
+                    link.frames = frames.frames_of(self._feed.message(link.sent), link.sent)
+                parts, last = next(link.frames)
+                if not self._say(link, parts, now):
+                    break
+                link.count(parts, last)
+            if now - link.said >= self._beat_s:
+                self._say(link, [frames.plain(Kind.BEAT)], now)
+
+    def _say(self, link: Link, parts: list[Part], now: float) -> bool:
+        """Send one frame; False if that cannot be. A reader that cannot be reached is evicted."""
+        if self._links.get(link.routing_id) is not link:
+            return False
+        link.said = now
+        try:
+            self._put(link.routing_id, parts)
+        except zmq.Again:  # frames of it lie before the mark: only one that reads nothing comes so far
+            return False
+        except zmq.ZMQError as e:
+            if e.errno != errno.EHOSTUNREACH:
+                raise
+            self._evict(link, "its process ended" if link.dying else "its connection ended", died=True)
+            return False
+        return True
+
+    def _put(self, routing_id: bytes, parts: list[Part]) -> None:
+        last = len(parts) - 1
+        self._socket.send(routing_id, zmq.SNDMORE | zmq.NOBLOCK)
+        for at, part in enumerate(parts):
+            more = zmq.SNDMORE if at < last else 0
+            self._socket.send(part, more | zmq.NOBLOCK, copy=not isinstance(part, zmq.Frame))
+
+    def _evict(self, link: Link, why: str, *, died: bool) -> None:
+        if self._links.get(link.routing_id) is not link:
+            return
+        published = self._feed.published()
+        self._feed.evict(link.rank, why, died=died)
+        self._forget(link)
+        if died:
+            with contextlib.suppress(zmq.ZMQError):
+                self._put(link.routing_id, [frames.evicted(published, published - link.sent, why)])
+
+    def _forget(self, link: Link) -> None:
+        with self._moved:
+            del self._links[link.routing_id]
+            self._moved.notify_all()
+        link.close()
+
+    def _all_told(self, deadline: Deadline, now: float) -> bool:
+        """Once everything has arrived, or time is up: tell the readers that it is over, and end."""
+        published = self._feed.published()
+        links = list(self._links.values())
+        if any(link.arrived < published for link in links) and not deadline.expired:
+            return False
+        for link in links:
+            self._say(link, [frames.goodbye(published)], now)
+        left = deadline.remaining()
+        self.end(SETTLE_S if left is None else max(_LOOK_S, min(SETTLE_S, left)))
+        return True
+
+    def _pause(self, now: float) -> float | None:
+        """Until when nothing is due."""
+        links = list(self._links.values())
+        if not links:
+            return None
+        moments = [min(link.said for link in links) + self._beat_s]
+        if any(link.dying or link.suspected or link.wants_ready for link in links):
+            moments.append(now + _LOOK_S)
+        moments.extend(link.heard + self._silence_s for link in links if not link.watched)
+        if self._closing is not None:
+            moments.append(self._closing.at)
+        return max(0.0, min(moments) - time.monotonic())

@@ -1,0 +1,114 @@
+"""A ring without shared memory, so that the network half of a queue can be tested by itself."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+from kvplug import Credentials, Deadline, QueueContext, Secret, Wait
+from kvplug_shm.options import ShmQueueOptions
+from kvplug_shm.queue.far import Message, Source
+from kvplug_shm.queue.remote import attach, serve
+from kvplug_shm.queue.remote_writer import RemoteWriter
+
+PATIENCE_S = 30.0
+
+
+def context(*, secret: str = "", host: str = "127.0.0.1", heartbeat_timeout_s: float = 10.0) -> QueueContext:
+    return QueueContext(
+        options=ShmQueueOptions(),
+        credentials=Credentials(Secret(secret) if secret else None),
+        host=host,
+        heartbeat_timeout_s=heartbeat_timeout_s,
+    )
+
+
+class ListFeed:
+    """A :class:`~kvplug_shm.queue.far.Feed` over a list."""
+
+    def __init__(self, reader_ranks: Sequence[int], places: int = 4) -> None:
+        self.reader_ranks = tuple(reader_ranks)
+        self.places = places
+        self.messages: list[Message] = []
+        self.read = dict.fromkeys(self.reader_ranks, 0)
+        self.came: dict[int, str] = {}
+        self.gone: dict[int, tuple[str, bool]] = {}
+        self.waiting: set[int] = set()
+        self.writer_waits = False
+        self.moved = threading.Condition()
+
+    def admit(self, rank: int, process: str) -> str:
+        if rank in self.came:
+            return f"reader rank {rank} has attached already"
+        self.came[rank] = process
+        return ""
+
+    def published(self) -> int:
+        return len(self.messages)
+
+    def message(self, number: int) -> Message:
+        return self.messages[number]
+
+    def release(self, rank: int, count: int) -> None:
+        with self.moved:
+            assert self.read[rank] < count <= len(self.messages)
+            self.read[rank] = count
+            self.moved.notify_all()
+
+    def ready(self, rank: int) -> None:
+        self.waiting.add(rank)
+
+    def all_ready(self) -> bool:
+        return self.writer_waits and not set(self.reader_ranks) - self.waiting - set(self.gone)
+
+    def evict(self, rank: int, why: str, *, died: bool) -> None:
+        with self.moved:
+            self.gone.setdefault(rank, (why, died))
+            self.moved.notify_all()
+
+    def lag(self) -> int:
+        return len(self.messages) - min(
+            (count for rank, count in self.read.items() if rank not in self.gone), default=len(self.messages)
+        )
+
+    def until(self, there: object) -> None:
+        """``there()``, in time; looked at whenever something moves, and now and then."""
+        deadline = Deadline.after(PATIENCE_S)
+        with self.moved:
+            while not there():  # type: ignore[operator]
+                assert not deadline.expired, f"it did not come to it: {self.read} {self.came} {self.gone}"
+                self.moved.wait(0.05)
+
+
+class Writing:
+    """A far half and its feed."""
+
+    def __init__(self, context: QueueContext, reader_ranks: Sequence[int] = (0,), places: int = 4) -> None:
+        self.feed = ListFeed(reader_ranks, places)
+        far = serve(context, self.feed)
+        assert isinstance(far, RemoteWriter)
+        self.far = far
+
+    def send(self, body: bytes, head: bytes = b"", *, raw: bool = False) -> None:
+        self.feed.until(lambda: self.feed.lag() < self.feed.places)
+        self.feed.messages.append(Message(raw, head, memoryview(body)))
+        self.far.changed()
+
+    def close(self) -> None:
+        self.far.close(Deadline.after(PATIENCE_S))
+
+
+def wait_for(what: str, seconds: float = PATIENCE_S) -> Wait:
+    return Wait(what, lambda: "the writer", Deadline.after(seconds))
+
+
+def joined(context: QueueContext, data: object, rank: int = 0) -> Source:
+    return attach(context, data, rank, Deadline.after(PATIENCE_S))  # type: ignore[arg-type]
+
+
+def taken(source: Source, seconds: float = PATIENCE_S) -> tuple[bool, bytes, bytes]:
+    """The next message, which is done with."""
+    message = source.receive(wait_for("a message", seconds), lambda: None)
+    found = message.raw, bytes(message.head), bytes(message.body)
+    source.advance()
+    return found
