@@ -110,7 +110,8 @@ class Pool:
         lent.pool = weakref.ref(self)
         lent.block = block
         self._lent[id(block)] = block.nbytes
-        return torch.frombuffer(lent, dtype=dtype, count=nbytes // meta.itemsize).view(meta.shape)
+        # Given its shape in place, which is cheaper than a view, and the tensor is nobody's view.
+        return torch.frombuffer(lent, dtype=dtype, count=nbytes // meta.itemsize).resize_(meta.shape)
 
     def close(self) -> None:
         """Keep nothing any more. Memory that is still lent goes with its tensor."""

@@ -7,12 +7,13 @@ a reader, whose access would be a SIGBUS.
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import functools
 import mmap
 import os
-import sys
-from typing import Any, Final
+from collections.abc import Callable
+from typing import Final
 
 from kvplug import CapacityError, WireError
 from kvplug_shm.memory import memfd
@@ -21,8 +22,8 @@ from kvplug_shm.memory.limits import in_words
 
 _SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _STRICT: Final = b"2"
-# Before 3.13 a mapping keeps a descriptor of its own for as long as it is there.
-_WITHOUT_DESCRIPTOR: Final[dict[str, Any]] = {"trackfd": False} if sys.version_info >= (3, 13) else {}
+_MAP_FIXED: Final = 0x10
+_MAP_NORESERVE: Final = 0x4000
 
 
 class Segment:
@@ -87,7 +88,34 @@ class Segment:
 
 
 def _mapped(fd: int, nbytes: int) -> mmap.mmap:
-    return mmap.mmap(fd, nbytes, **_WITHOUT_DESCRIPTOR)
+    """Python's own mapping of a file keeps a descriptor (before 3.13), and of those a process has not many.
+
+    So it makes a mapping of nothing, and the file takes its place. Raises OSError.
+    """
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
+    address = address_of(memoryview(memory))
+    protection = mmap.PROT_READ | mmap.PROT_WRITE
+    if _map(address, nbytes, protection, mmap.MAP_SHARED | _MAP_FIXED, fd, 0) != address:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+    return memory
+
+
+def _system_call() -> Callable[..., int | None]:
+    call = ctypes.CDLL(None, use_errno=True).mmap
+    call.restype = ctypes.c_void_p
+    call.argtypes = [
+        ctypes.c_void_p,
+        ctypes.c_size_t,
+        ctypes.c_int,
+        ctypes.c_int,
+        ctypes.c_int,
+        ctypes.c_long,
+    ]
+    return call
+
+
+_map = _system_call()
 
 
 @functools.cache
