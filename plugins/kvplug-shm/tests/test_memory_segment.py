@@ -8,7 +8,6 @@ import gc
 import mmap
 import os
 import resource
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -50,6 +49,16 @@ def test_what_one_mapping_stores_the_other_loads(made: tuple[Segment, int]) -> N
     assert not any(other.view[:4096])
     one.view[100:103] = b"abc"
     assert other.view[100:103] == b"abc"
+
+
+def test_a_mapping_needs_no_descriptor(made: tuple[Segment, int]) -> None:
+    _, fd = made
+    before = descriptors()
+    mapped = [Segment.attach(fd, SIZE) for _ in range(5)]
+    assert descriptors() == before
+    assert mappings() == 6
+    del mapped
+    assert mappings() == 1
 
 
 def test_nobody_can_change_the_size_or_the_seals(made: tuple[Segment, int]) -> None:
@@ -254,13 +263,6 @@ def refused(parent: peers.Parent, limit: str, what: str) -> Any:
         ("RLIMIT_AS", "create"),
         ("RLIMIT_FSIZE", "create"),
         ("RLIMIT_AS", "attach"),
-        pytest.param(
-            "RLIMIT_NOFILE",
-            "attach",
-            marks=pytest.mark.skipif(
-                sys.version_info >= (3, 13), reason="a mapping needs no descriptor of its own"
-            ),
-        ),
     ],
 )
 def test_a_limit_that_is_met_is_named_and_nothing_stays_behind(limit: str, what: str) -> None:
