@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import resource
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
-from kvplug import Credentials, Deadline, QueueContext, Secret, Wait
+from kvplug import Credentials, Deadline, KvplugError, QueueContext, Secret, Wait
 from kvplug_shm.options import ShmQueueOptions
 from kvplug_shm.queue.far import Message, Source
 from kvplug_shm.queue.remote import attach, serve
@@ -71,11 +75,11 @@ class ListFeed:
             (count for rank, count in self.read.items() if rank not in self.gone), default=len(self.messages)
         )
 
-    def until(self, there: object) -> None:
+    def until(self, there: Callable[[], object]) -> None:
         """``there()``, in time; looked at whenever something moves, and now and then."""
         deadline = Deadline.after(PATIENCE_S)
         with self.moved:
-            while not there():  # type: ignore[operator]
+            while not there():
                 assert not deadline.expired, f"it did not come to it: {self.read} {self.came} {self.gone}"
                 self.moved.wait(0.05)
 
@@ -102,8 +106,8 @@ def wait_for(what: str, seconds: float = PATIENCE_S) -> Wait:
     return Wait(what, lambda: "the writer", Deadline.after(seconds))
 
 
-def joined(context: QueueContext, data: object, rank: int = 0) -> Source:
-    return attach(context, data, rank, Deadline.after(PATIENCE_S))  # type: ignore[arg-type]
+def joined(context: QueueContext, data: Mapping[str, Any], rank: int = 0) -> Source:
+    return attach(context, data, rank, Deadline.after(PATIENCE_S))
 
 
 def taken(source: Source, seconds: float = PATIENCE_S) -> tuple[bool, bytes, bytes]:
@@ -112,3 +116,65 @@ def taken(source: Source, seconds: float = PATIENCE_S) -> tuple[bool, bytes, byt
     found = message.raw, bytes(message.head), bytes(message.body)
     source.advance()
     return found
+
+
+# -- in other processes ------------------------------------------------------------------------------
+
+
+def far_reader(parent: Any, data: dict[str, Any], count: int, heartbeat_timeout_s: float = 10.0) -> str:
+    """Takes ``count`` messages that are their numbers. Returns what was wrong."""
+    source = joined(context(heartbeat_timeout_s=heartbeat_timeout_s), data)
+    parent.send("joined")
+    for number in range(count):
+        found = taken(source)
+        if found[2] != b"%d" % number:
+            return f"{found} came where {number} was expected"
+    source.leave(died=False)
+    return ""
+
+
+def idle_reader(parent: Any, data: dict[str, Any], heartbeat_timeout_s: float = 10.0) -> list[str]:
+    """Joins, reads nothing until it is told, then everything. Returns how each began, and what ended it."""
+    source = joined(context(heartbeat_timeout_s=heartbeat_timeout_s), data)
+    parent.send("joined")
+    parent.recv(None)
+    found = []
+    try:
+        while True:
+            found.append(taken(source)[2][:9].decode())
+    except KvplugError as e:
+        return [*found, f"{type(e).__name__}: {e}"]
+
+
+def far_writer(parent: Any, count: int, heartbeat_timeout_s: float = 10.0) -> None:
+    """Sends ``count`` numbers to one reader, says so, and stays."""
+    writing = Writing(context(heartbeat_timeout_s=heartbeat_timeout_s), places=count + 1)
+    parent.send(dict(writing.far.data))
+    parent.recv(None)
+    for number in range(count):
+        writing.send(b"%d" % number)
+    parent.send("sent")
+    parent.recv(None)
+
+
+def without_descriptors(parent: Any) -> str:
+    """Makes ends until there are no descriptors left. Returns what that was told as."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128))
+    made = []
+    try:
+        while True:
+            made.append(Writing(context()))
+            made.append(joined(context(), made[-1].far.data))  # type: ignore[union-attr]
+    except KvplugError as e:
+        return f"{type(e).__name__}: {e}"
+
+
+def forking_reader(parent: Any, data: dict[str, Any]) -> None:
+    """Joins, forks, and ends its connection, while the forked child lives on."""
+    source = joined(context(), data)
+    pid = os.fork()
+    if pid == 0:
+        time.sleep(1000)
+    parent.send(pid)
+    source.leave(died=True)
+    parent.recv(None)

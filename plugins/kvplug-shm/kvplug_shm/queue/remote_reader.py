@@ -157,6 +157,7 @@ class RemoteReader(SocketThread):
         else:
             self._leaving = True
             self.post()
+            self.join(SETTLE_S)  # or a process that ends now takes the goodbye with it
 
     def _its_error(self) -> KvplugError:
         assert self._error is not None

@@ -1,0 +1,261 @@
+"""Ends of the network half that die, fall silent, break or leave; and what stays of them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from runpy import run_path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvplug import KvplugError, PeerGoneError, PeerIdentity, TransportError
+from kvplug.testing import peers
+
+FAR = str(Path(__file__).with_name("remote_ends.py"))
+ends = SimpleNamespace(**run_path(FAR))
+context, joined, taken = ends.context, ends.joined, ends.taken
+
+
+@pytest.fixture
+def writer() -> Iterator[Any]:
+    made = ends.Writing(context(), range(2))
+    yield made
+    made.far.abort()
+    made.far.join(None)
+
+
+class Relay:
+    """Carries bytes between a reader and the writer, until it is cut."""
+
+    def __init__(self, data: dict[str, Any]) -> None:
+        self._listening = socket.create_server(("127.0.0.1", 0))
+        self.data = {**data, "port": self._listening.getsockname()[1]}
+        self._there = (data["host"], data["port"])
+        self._ends: list[socket.socket] = []
+        self.heard = bytearray()
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        one, _ = self._listening.accept()
+        other = socket.create_connection(self._there)
+        self._ends += [one, other]
+        threading.Thread(target=self._carry, args=(one, other, self.heard), daemon=True).start()
+        self._carry(other, one, bytearray())
+
+    def _carry(self, source: socket.socket, target: socket.socket, heard: bytearray) -> None:
+        try:
+            while data := source.recv(65536):
+                heard += data
+                target.sendall(data)
+        except OSError:
+            return
+
+    def cut(self) -> None:
+        self._listening.close()
+        for end in self._ends:
+            end.shutdown(socket.SHUT_RDWR)
+            end.close()
+
+
+def test_a_reader_that_is_killed_is_evicted_by_name_and_the_others_go_on(writer: Any) -> None:
+    near = joined(context(), writer.far.data, 1)
+    with peers.start(f"{FAR}:idle_reader", dict(writer.far.data)) as child:
+        child.recv()
+        assert writer.feed.came[0] == f"pid {child.pid}"
+        writer.send(b"0")
+        assert taken(near)[2] == b"0"
+        child.kill()
+        writer.feed.until(lambda: writer.feed.gone)
+    why, died = writer.feed.gone[0]  # whichever is noticed first
+    assert why in ("its process ended", "its connection ended") and died
+    for number in range(20):
+        writer.send(b"%d" % number)
+        assert taken(near)[2] == b"%d" % number
+    near.leave(died=False)
+
+
+@pytest.mark.parametrize(("died", "why"), [(False, "has left"), (True, "its connection ended")])
+def test_a_reader_that_leaves_is_told_from_one_that_died(writer: Any, died: bool, why: str) -> None:
+    for rank in range(2):
+        joined(context(), writer.far.data, rank).leave(died=died)
+    writer.feed.until(lambda: len(writer.feed.gone) == 2)
+    assert writer.feed.gone == {0: (why, died), 1: (why, died)}
+
+
+def test_a_reader_that_says_goodbye_and_exits_at_once_has_left(writer: Any) -> None:
+    with peers.start(f"{FAR}:far_reader", dict(writer.far.data), 1) as child:
+        child.recv()
+        writer.send(b"0")
+        assert child.result() == ""
+        writer.feed.until(lambda: writer.feed.gone)
+    assert writer.feed.gone == {0: ("has left", False)}
+
+
+def test_a_reader_on_this_host_that_is_stopped_is_alive() -> None:
+    writer = ends.Writing(context(heartbeat_timeout_s=0.5))
+    with peers.start(f"{FAR}:idle_reader", dict(writer.far.data), 0.5) as child:
+        child.recv()
+        child.stop()
+        time.sleep(2.0)
+        assert not writer.feed.gone
+        writer.send(b"late")
+        child.cont()
+        child.send("read")
+        writer.close()
+        first, end = child.result()
+        assert first == "late" and end.startswith("PeerGoneError")
+
+
+def test_where_its_process_cannot_be_seen_a_silent_reader_is_evicted_and_hears_what_it_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(PeerIdentity, "open_pidfd", lambda self: None)
+    writer = ends.Writing(context(heartbeat_timeout_s=1.0), places=10)
+    with peers.start(f"{FAR}:idle_reader", dict(writer.far.data), 1.0) as child:
+        child.recv()
+        time.sleep(2.0)
+        assert not writer.feed.gone  # beats keep it alive
+        writer.send(b"arrived")
+        child.stop()
+        writer.feed.until(lambda: writer.feed.gone)
+        why, died = writer.feed.gone[0]
+        assert why.startswith("silent for") and died
+        child.cont()
+        child.send("read")
+        first, end = child.result()
+    writer.far.abort()
+    assert first == "arrived"
+    assert end.startswith("TransportError") and "evicted reader rank 0 (silent for" in end
+    assert "of 1 messages 0 are lost to it, and all that come later" in end
+
+
+def test_of_a_writer_that_is_killed_everything_it_had_sent_is_received_first() -> None:
+    with peers.start(f"{FAR}:far_writer", 50) as child:
+        data = child.recv()
+        reader = joined(context(), data)
+        child.send("go")
+        assert child.recv() == "sent"
+        child.kill()
+        assert [taken(reader)[2] for _ in range(50)] == [b"%d" % at for at in range(50)]
+        for _ in range(2):
+            with pytest.raises(PeerGoneError, match=rf"pid {child.pid} at 127.0.0.1:{data['port']}"):
+                taken(reader)
+        reader.leave(died=False)
+        with pytest.raises(PeerGoneError, match="nobody listens"):
+            joined(context(), data)
+
+
+def test_who_waits_hears_of_the_writers_death() -> None:
+    with peers.start(f"{FAR}:far_writer", 1) as child:
+        reader = joined(context(), child.recv())
+        errors: list[BaseException] = []
+
+        def wait_on() -> None:
+            try:
+                reader.wait_until_ready(ends.wait_for("all"), lambda: None)
+            except KvplugError as e:
+                errors.append(e)
+
+        waiting = threading.Thread(target=wait_on)
+        waiting.start()
+        child.kill()
+        waiting.join(ends.PATIENCE_S)
+    assert isinstance(errors[0], PeerGoneError)
+    reader.leave(died=True)
+
+
+def test_a_writer_on_this_host_that_is_stopped_is_alive_and_elsewhere_it_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for seen in (True, False):
+        if not seen:
+            monkeypatch.setattr(PeerIdentity, "open_pidfd", lambda self: None)
+        with peers.start(f"{FAR}:far_writer", 1, 0.5) as child:
+            reader = joined(context(heartbeat_timeout_s=0.5), child.recv())
+            child.stop()
+            try:
+                with pytest.raises(TimeoutError if seen else PeerGoneError, match=r"a message|silent"):
+                    taken(reader, 2.0 if seen else ends.PATIENCE_S)
+            finally:
+                child.cont()
+            reader.leave(died=True)
+
+
+def test_a_connection_that_breaks_is_not_made_again_in_silence(writer: Any) -> None:
+    relay = Relay(writer.far.data)
+    reader = joined(context(), relay.data)
+    writer.send(b"before")
+    relay.cut()
+    assert taken(reader)[2] == b"before"
+    with pytest.raises(PeerGoneError, match="the connection ended after 1 messages"):
+        taken(reader)
+    writer.feed.until(lambda: writer.feed.gone)
+    assert writer.feed.gone == {0: ("its connection ended", True)}
+    reader.leave(died=False)
+
+
+def test_a_writer_that_is_aborted_is_gone_after_what_it_had_sent(writer: Any) -> None:
+    reader = joined(context(), writer.far.data)
+    for number in range(4):
+        writer.send(b"%d" % number)
+    writer.far.abort()
+    assert [taken(reader)[2] for _ in range(4)] == [b"0", b"1", b"2", b"3"]
+    with pytest.raises(PeerGoneError):
+        taken(reader)
+    reader.leave(died=True)
+
+
+def test_a_message_that_is_missing_is_told_with_how_many(writer: Any) -> None:
+    reader = joined(context(), writer.far.data)
+    (link,) = writer.far._links.values()
+    writer.send(b"0")
+    link.sent += 3
+    for number in range(1, 5):
+        writer.feed.messages.append(writer.feed.message(0)._replace(body=memoryview(b"%d" % number)))
+    writer.far.changed()
+    assert taken(reader)[2] == b"0"
+    for _ in range(2):
+        with pytest.raises(TransportError, match="3 messages from the writer, from number 1 on, were lost"):
+            taken(reader)
+    with pytest.raises(TransportError):
+        reader.poll()
+    reader.leave(died=True)
+
+
+def test_ends_leave_nothing(writer: Any) -> None:
+    before = peers.Belongings.of()
+    for politely in (True, False):
+        for _ in range(5):
+            each = ends.Writing(context())
+            reader = joined(context(), each.far.data)
+            each.send(b"x")
+            assert taken(reader)[2] == b"x"
+            reader.leave(died=not politely)
+            if politely:
+                each.close()
+            else:
+                each.far.abort()
+    writer.feed.until(lambda: not peers.Belongings.of().beyond(before))
+
+
+def test_a_connection_does_not_live_on_in_a_forked_child(writer: Any) -> None:
+    with peers.start(f"{FAR}:forking_reader", dict(writer.far.data)) as child:
+        forked = child.recv()
+        try:
+            writer.feed.until(lambda: writer.feed.gone)
+            assert os.path.exists(f"/proc/{forked}")
+            assert writer.feed.gone == {0: ("its connection ended", True)}
+        finally:
+            os.kill(forked, signal.SIGKILL)
+
+
+def test_too_few_descriptors_are_an_error_and_not_the_end_of_the_process() -> None:
+    with peers.start(f"{FAR}:without_descriptors") as child:
+        assert "Too many open files" in child.result()

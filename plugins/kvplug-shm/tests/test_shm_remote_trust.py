@@ -1,0 +1,416 @@
+"""Who gets in over the network half of a queue, and what strangers and liars can do there."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import socket
+import struct
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from runpy import run_path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import zmq
+from hypothesis import given, strategies
+
+from kvplug import AuthenticationError, InsecureAddressError, PeerGoneError, QueueHandle, WireError
+from kvplug_shm.queue import remote_frames as frames
+from kvplug_shm.queue.remote_assembly import Assembly
+from kvplug_shm.queue.remote_contact import RemoteContact
+from kvplug_shm.queue.remote_frames import First, Kind, Piece, Plain
+from kvplug_shm.queue.remote_keys import Keys
+from kvplug_shm.queue.remote_link import identity_of
+
+FAR = str(Path(__file__).with_name("remote_ends.py"))
+ends = SimpleNamespace(**run_path(FAR))
+context, joined, taken = ends.context, ends.joined, ends.taken
+SECRET = "a secret that these tests share"
+
+
+@pytest.fixture
+def writer() -> Iterator[Any]:
+    made = ends.Writing(context(secret=SECRET), range(2))
+    yield made
+    made.far.abort()
+    made.far.join(None)
+
+
+def goes_on(writer: Any) -> None:
+    """The writer still serves who is allowed to come."""
+    reader = joined(context(secret=SECRET), writer.far.data, 1)
+    writer.feed.evict(0, "is not of this test", died=False)
+    writer.send(b"still there")
+    found = [taken(reader)[2] for _ in writer.feed.messages]
+    assert found[-1] == b"still there"
+    reader.leave(died=False)
+
+
+def dealer(contact: RemoteContact, keys: Keys | None, ours: Any, where: Any) -> Any:
+    """A bare socket of ZeroMQ at the writer's port."""
+    made = where.socket(zmq.DEALER)
+    made.linger = 0
+    if keys is not None:
+        made.curve_serverkey = keys.writer.public
+        made.curve_publickey, made.curve_secretkey = ours
+    made.connect(contact.endpoint)
+    return made
+
+
+JOIN = frames.plain(Kind.JOIN, {"version": 1, "who": {}})
+
+
+# -- secrets -------------------------------------------------------------------------------------------
+
+
+def test_the_same_secret_gets_in_and_another_does_not(writer: Any) -> None:
+    with pytest.raises(AuthenticationError, match="did not prove themselves"):
+        joined(context(secret="not the secret of these tests"), writer.far.data)
+    assert not writer.feed.came
+    goes_on(writer)
+
+
+def test_a_secret_at_one_end_only_is_refused_before_anything_is_dialled(writer: Any) -> None:
+    with pytest.raises(AuthenticationError, match="has a secret and this end has none"):
+        joined(context(), writer.far.data)
+    open_to_token = ends.Writing(context())
+    with pytest.raises(AuthenticationError, match="this end has a secret and the writer"):
+        joined(context(secret=SECRET), open_to_token.far.data)
+    open_to_token.far.abort()
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1"])
+def test_an_address_that_other_hosts_reach_needs_a_secret(host: str) -> None:
+    with pytest.raises(InsecureAddressError):
+        ends.Writing(context(host=host))
+    contact = {"version": 1, "host": "192.0.2.1", "port": 9, "salt": "00" * 16, "token": "00" * 32}
+    with pytest.raises(InsecureAddressError):
+        joined(context(), contact)
+
+
+def test_the_token_of_one_queue_does_not_open_another() -> None:
+    one, other = ends.Writing(context()), ends.Writing(context())
+    stolen = {**other.far.data, "token": one.far.data["token"]}
+    with pytest.raises(AuthenticationError):
+        joined(context(), stolen)
+    assert not other.feed.came
+    one.far.abort()
+    other.far.abort()
+
+
+def test_a_queue_of_the_same_secret_has_other_keys(writer: Any) -> None:
+    another = ends.Writing(context(secret=SECRET))
+    mixed = {**writer.far.data, "salt": another.far.data["salt"]}
+    with pytest.raises(AuthenticationError):
+        joined(context(secret=SECRET), mixed)
+    another.far.abort()
+
+
+def test_neither_token_nor_keys_are_shown(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.DEBUG):
+        writing = ends.Writing(context())
+        reader = joined(context(), writing.far.data)
+        contact = RemoteContact.from_plain(writing.far.data)
+        handle = QueueHandle(
+            transport="shm", reader_ranks=(0,), local_reader_ranks=(), data=dict(writing.far.data)
+        )
+        keys = contact.keys(context().credentials)
+        shown = [writing.far, reader, contact, handle, keys, keys.writer, reader.writer, str(contact)]
+        reader.leave(died=True)
+        writing.feed.until(lambda: writing.feed.gone)
+        writing.far.abort()
+    told = " ".join(map(repr, shown)) + caplog.text
+    hidden = [contact.token, keys.writer.secret.decode(), keys.reader(0).secret.decode()]
+    assert len(contact.token) == 64
+    assert not [secret for secret in hidden if secret in told]
+
+
+def test_every_role_has_a_key_of_its_own() -> None:
+    keys = [Keys(shared, salt) for shared in (b"a" * 16, b"b" * 16) for salt in (b"0" * 16, b"1" * 16)]
+    pairs = [pair for each in keys for pair in (each.writer, *map(each.reader, range(3)))]
+    assert len({pair.secret for pair in pairs}) == len({pair.public for pair in pairs}) == 16
+    assert Keys(b"a" * 16, b"0" * 16).reader(2).secret == keys[0].reader(2).secret
+    assert zmq.curve_public(pairs[0].secret) == pairs[0].public and len(pairs[0].raw_public) == 32
+
+
+# -- strangers -----------------------------------------------------------------------------------------
+
+
+def test_a_client_with_a_key_of_its_own_is_not_heard(writer: Any) -> None:
+    contact = RemoteContact.from_plain(writer.far.data)
+    keys = contact.keys(context(secret=SECRET).credentials)
+    with zmq.Context() as where:
+        forged = dealer(contact, keys, zmq.curve_keypair(), where)
+        forged.send(JOIN)
+        writer.feed.until(lambda: writer.far._admission.refused)
+        assert not forged.poll(200)
+        forged.close()
+    assert not writer.feed.came
+    goes_on(writer)
+
+
+def test_a_client_without_keys_is_not_heard(writer: Any) -> None:
+    contact = RemoteContact.from_plain(writer.far.data)
+    with zmq.Context() as where:
+        bare = dealer(contact, None, None, where)
+        bare.send(JOIN)
+        assert not bare.poll(500)
+        bare.close()
+    assert not writer.feed.came
+    goes_on(writer)
+
+
+def test_a_conversation_that_is_replayed_opens_nothing(writer: Any) -> None:
+    relay_of = run_path(str(Path(__file__).with_name("test_shm_remote_deaths.py")))["Relay"]
+    relay = relay_of(writer.far.data)
+    reader = joined(context(secret=SECRET), relay.data)
+    writer.send(b"once")
+    assert taken(reader)[2] == b"once"
+    reader.leave(died=False)
+    writer.feed.until(lambda: writer.feed.gone)
+    came = dict(writer.feed.came)
+    writer.feed.came.clear()
+    for pause_s in (0.0, 0.05):
+        with socket.create_connection((writer.far.data["host"], writer.far.data["port"])) as again:
+            for at in range(0, len(relay.heard), 200):
+                try:
+                    again.sendall(relay.heard[at : at + 200])
+                except OSError:
+                    break
+                time.sleep(pause_s)
+            time.sleep(0.2)
+    assert came and not writer.feed.came
+    relay.cut()
+    goes_on(writer)
+
+
+def greeting(mechanism: bytes = b"CURVE") -> bytes:
+    """ZMTP 3.1's."""
+    return b"\xff" + bytes(8) + b"\x7f\x03\x01" + mechanism.ljust(20, b"\0") + bytes(32)
+
+
+def test_what_strangers_send_is_harmless(writer: Any) -> None:
+    rng = random.Random(5)
+    huge = struct.pack(">BQ", 0x06, 1 << 62)  # a long command
+    said = [
+        b"",
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"\x80\x04cbuiltins\neval\n.",
+        rng.randbytes(100_000),
+        greeting(),
+        greeting(b"NULL") + b"\x04\x19\x05READY\x0bSocket-Type\0\0\0\x06DEALER",
+        greeting() + huge + rng.randbytes(10_000),
+        greeting() + b"\x04\xc8\x05HELLO" + rng.randbytes(194),
+        greeting() + rng.randbytes(5_000),
+    ]
+    with open("/proc/self/statm", encoding="ascii") as statm:
+        before = int(statm.read().split()[1])
+    strangers = []
+    for each in said * 3:
+        stranger = socket.create_connection((writer.far.data["host"], writer.far.data["port"]))
+        strangers.append(stranger)
+        stranger.settimeout(5.0)
+        try:
+            stranger.sendall(each)
+        except OSError:
+            continue
+    time.sleep(0.3)
+    goes_on(writer)
+    with open("/proc/self/statm", encoding="ascii") as statm:
+        grown = (int(statm.read().split()[1]) - before) * os.sysconf("SC_PAGESIZE")
+    assert grown < 64 << 20
+    for stranger in strangers:
+        stranger.close()
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_it_listens_where_it_was_told_to_and_nowhere_else(host: str) -> None:
+    """The root cause of CVE-2025-30202: a socket of the queue that listens on every interface."""
+    writing = ends.Writing(context(host=host))
+    port = f":{writing.far.data['port']:04X}"
+    found = []
+    for table in ("tcp", "tcp6"):
+        with open(f"/proc/self/net/{table}", encoding="ascii") as file:
+            found += [
+                line.split()[1] for line in file.readlines()[1:] if port in line and line.split()[3] == "0A"
+            ]
+    packed = socket.inet_pton(socket.AF_INET6 if ":" in host else socket.AF_INET, host)
+    words = [packed[at : at + 4][::-1].hex().upper() for at in range(0, len(packed), 4)]
+    assert found == ["".join(words) + port]
+    writing.far.abort()
+
+
+# -- those that know the secret -------------------------------------------------------------------------
+
+
+@pytest.fixture
+def insider(writer: Any) -> Iterator[Any]:
+    """A socket of ZeroMQ that has proved itself for rank 0 and says what the test wants."""
+    contact = RemoteContact.from_plain(writer.far.data)
+    keys = contact.keys(context(secret=SECRET).credentials)
+    ours = keys.reader(0)
+    with zmq.Context() as where:
+        made = dealer(contact, keys, (ours.public, ours.secret), where)
+        yield made
+        made.close()
+
+
+WHO = {
+    "boot_id": "another host",
+    "pid_ns": "",
+    "net_ns": "",
+    "pid": 77,
+    "start_time": 0,
+    "host": "example",
+    "label": "",
+}
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        [b""],
+        [b"\x00"],
+        [b"\xff" * 100],
+        [b"a", b"b", b"c"],
+        [frames.taken(1, 1, 1)],
+        [frames.taken(0, 0, 5)],
+        [bytes([Kind.TAKEN])],
+        [frames.goodbye(3)],
+        [frames.plain(Kind.JOIN, {"version": 1, "who": WHO})],
+        [b"\x80\x04cbuiltins\neval\n."],
+    ],
+)
+def test_a_reader_that_sends_nonsense_is_evicted_and_the_others_go_on(
+    writer: Any, insider: Any, said: list[bytes]
+) -> None:
+    insider.send(frames.plain(Kind.JOIN, {"version": 1, "who": WHO}))
+    assert insider.poll(10_000) and insider.recv()[0] == Kind.WELCOME
+    assert writer.feed.came == {0: "pid 77 on example"}
+    insider.send_multipart(said)
+    writer.feed.until(lambda: writer.feed.gone)
+    why, died = writer.feed.gone[0]
+    assert why.startswith("it sent nonsense") and died
+    goes_on(writer)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        7,
+        {"version": 2, "who": WHO},
+        {"version": 1},
+        {"version": 1, "who": {**WHO, "pid": -1}},
+        {"version": 1, "who": {**WHO, "pid": "x"}},
+        {"version": 1, "who": {**WHO, "more": 1}},
+        {"version": 1, "who": [1]},
+    ],
+)
+def test_who_joins_with_nonsense_has_not_come(writer: Any, insider: Any, value: Any) -> None:
+    insider.send(frames.plain(Kind.JOIN, value))
+    insider.send(frames.plain(Kind.READY))
+    assert not insider.poll(200)
+    assert not writer.feed.came
+    goes_on(writer)
+
+
+def test_a_frame_that_is_too_long_ends_the_connection(writer: Any, insider: Any) -> None:
+    insider.send(frames.plain(Kind.JOIN, {"version": 1, "who": WHO}))
+    assert insider.poll(10_000)
+    insider.send(bytes(1 << 20))
+    writer.feed.until(lambda: writer.feed.gone)
+    assert writer.feed.gone == {0: ("its connection ended", True)}
+    goes_on(writer)
+
+
+# -- what cannot be read -------------------------------------------------------------------------------
+
+
+@given(strategies.lists(strategies.binary(max_size=80), max_size=3))
+def test_bytes_that_are_no_frame_are_a_wire_error_and_nothing_else(parts: list[bytes]) -> None:
+    try:
+        frames.read([memoryview(part) for part in parts])
+    except WireError:
+        pass
+
+
+@given(
+    strategies.lists(
+        strategies.one_of(
+            strategies.builds(
+                First,
+                strategies.booleans(),
+                strategies.integers(0, 3),
+                strategies.integers(0, 1 << 64 - 1),
+                strategies.integers(0, 100),
+                strategies.binary(max_size=100).map(memoryview),
+            ),
+            strategies.builds(
+                Piece,
+                strategies.integers(0, 3),
+                strategies.integers(0, 200),
+                strategies.binary(max_size=100).map(memoryview),
+            ),
+        ),
+        max_size=8,
+    )
+)
+def test_frames_that_do_not_fit_together_are_told(given_frames: list[First | Piece]) -> None:
+    from kvplug import TransportError
+
+    assembly = Assembly(1 << 20)
+    for frame in given_frames:
+        try:
+            done = assembly.add(frame)
+        except (WireError, TransportError):
+            return
+        if done is not None:
+            assert len(done[0].head) + len(done[0].body) <= 1 << 22
+
+
+def test_a_message_beyond_the_limit_is_refused_before_memory_is_taken() -> None:
+    with pytest.raises(WireError, match="at most"):
+        Assembly(1 << 20).add(First(False, 0, 0, 1 << 40, memoryview(b"")))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        {},
+        {"version": 2},
+        {"version": 1, "host": "a name", "port": 1, "salt": "00" * 16, "token": ""},
+        {"version": 1, "host": "::1", "port": 0, "salt": "00" * 16, "token": ""},
+        {"version": 1, "host": "::1", "port": 9, "salt": "xx", "token": ""},
+        {"version": 1, "host": "::1", "port": 9, "salt": "00" * 16, "token": "00"},
+    ],
+)
+def test_a_handle_that_says_nothing_of_the_network_is_refused(data: dict[str, Any]) -> None:
+    with pytest.raises(WireError):
+        joined(context(), data)
+
+
+def test_values_of_a_frame_are_plain_and_small() -> None:
+    welcome = frames.read([memoryview(frames.plain(Kind.WELCOME, {"version": 1, "who": WHO}))])
+    assert isinstance(welcome, Plain)
+    assert str(identity_of(welcome.value["who"])) == "pid 77 on example"
+
+
+def test_a_port_where_something_else_listens_is_told() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        data = {"version": 1, "host": "127.0.0.1", "port": other.getsockname()[1], "salt": "00" * 16}
+        with pytest.raises((AuthenticationError, PeerGoneError)):
+            other.settimeout(10)
+            import threading
+
+            def hang_up() -> None:
+                end, _ = other.accept()
+                end.sendall(b"220 hello\r\n")
+                end.close()
+
+            threading.Thread(target=hang_up, daemon=True).start()
+            joined(context(), {**data, "token": "11" * 32})
