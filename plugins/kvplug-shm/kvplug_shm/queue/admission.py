@@ -20,7 +20,7 @@ from kvplug import (
 )
 from kvplug_shm.queue import joining
 from kvplug_shm.queue.joining import PURPOSE, hang_up
-from kvplug_shm.queue.ring_buffer import ShmRingBuffer
+from kvplug_shm.queue.ring_buffer import Sizes
 from kvplug_shm.queue.roster import Roster
 
 logger = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ class Admission:
     def __init__(
         self,
         roster: Roster,
-        ring: ShmRingBuffer,
+        sizes: Sizes,
         fd: int,
         credentials: Credentials,
         heartbeat_timeout_s: float,
@@ -46,7 +46,7 @@ class Admission:
             TransportError: there can be no listener.
         """
         self._roster = roster
-        self._ring = ring
+        self._sizes = sizes
         self._fd = fd
         self._heartbeat_timeout_s = heartbeat_timeout_s
         self._lock = threading.Lock()
@@ -140,7 +140,7 @@ class Admission:
                     raise ClosedError("the queue was closed")
                 fd = os.dup(self._fd)
             try:
-                joining.hand_over(connection, asked, index, self._ring.sizes, fd, deadline)
+                joining.hand_over(connection, asked, index, self._sizes, fd, deadline)
             finally:
                 os.close(fd)
             joining.welcome(connection, deadline)

@@ -51,7 +51,7 @@ class ShmQueueEndpoint(QueueEndpoint):
         ring, fd = ShmRingBuffer.create(sizes)
         end = WritingEnd(ring.words, sizes.n_reader, sizes.max_chunks)
         roster = Roster(ring, end, ranks)
-        admission = Admission(roster, ring, fd, context.credentials, context.heartbeat_timeout_s)
+        admission = Admission(roster, sizes, fd, context.credentials, context.heartbeat_timeout_s)
         far: Far | None = None
         try:
             handle = QueueHandle(
@@ -85,7 +85,7 @@ class ShmQueueEndpoint(QueueEndpoint):
         joined = join(connection, rank, context.heartbeat_timeout_s, deadline)
         source = NearSource(joined, options.spin_us * 1e-6)
         limits = limits_of(joined.ring.sizes.max_message_bytes)
-        return ShmReader(context, options, handle, rank, source, limits)
+        return ShmReader(context, options, handle, rank, source, limits, source.drop)
 
 
 def _contact_in(data: Mapping[str, Any]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from kvplug import (
@@ -26,11 +27,13 @@ def limits_of(max_message_bytes: int) -> Limits:
 class ShmEnd(MessageQueue):
     """One end of a queue "shm"."""
 
-    def __init__(self, context: QueueContext, handle: QueueHandle, rank: int | None) -> None:
+    def __init__(
+        self, context: QueueContext, handle: QueueHandle, rank: int | None, drop: Callable[[], None]
+    ) -> None:
         self._context = context
         self._handle = handle
         self._rank = rank
-        self._stay = Stay()
+        self._stay = Stay(drop)
         close_after_fork(self)
 
     def __repr__(self) -> str:
@@ -60,18 +63,20 @@ class ShmEnd(MessageQueue):
         if self._stay.shut():
             self._wake()
             self._end(deadline if self._stay.emptied(deadline) else None)
+            self._stay.over()
 
     def abort(self) -> None:
         if self._stay.shut():
             self._wake()
             self._end(None)
+            self._stay.over()
 
     def _wake(self) -> None:
         """Whoever is inside looks again, and finds that this end is closed."""
         raise NotImplementedError
 
     def _end(self, politely: Deadline | None) -> None:
-        """Let go of everything; politely, with nobody inside, until the deadline."""
+        """Let go of the others; politely, with nobody inside, until the deadline."""
         raise NotImplementedError
 
     def _after_fork_in_child(self) -> None:

@@ -50,7 +50,11 @@ class Feed(Protocol):
         """How many messages there are, from the first one on."""
 
     def message(self, number: int) -> Message:
-        """Message ``number``, which was published and not released by the reader it is asked for."""
+        """Message ``number``, which was published and not released by the reader it is asked for.
+
+        Raises:
+            ClosedError: the writer was aborted, and its far half is to let go.
+        """
 
     def release(self, rank: int, count: int) -> None:
         """The reader is done with ``count`` messages since the first; it makes room for the writer."""

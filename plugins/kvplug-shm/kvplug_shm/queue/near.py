@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 
 from kvplug import PeerGoneError, TransportError, Wait, WireError, close_after_fork
@@ -100,15 +101,20 @@ class NearSource:
         self._watch.close()
         hang_up(self._connection)
 
+    def drop(self) -> None:
+        """After :meth:`leave`, with nobody inside any more: let go of memory."""
+        self._ring.close()
+
     def _after_fork_in_child(self) -> None:
         self._connection.close()
 
     def _writer_gone(self, reason: str) -> None:
         """From the watcher's thread. Where silence is death, only we have heard it."""
         self._gone = reason
-        if not self._beats and not self._end.evicted():
-            self._end.evict_writer()
-        self.wake()
+        with contextlib.suppress(ValueError):  # we have left meanwhile, and the memory is let go of
+            if not self._beats and not self._end.evicted():
+                self._end.evict_writer()
+            self.wake()
 
     def _unready(self) -> int | None:
         """A word that has to change before all are ready."""

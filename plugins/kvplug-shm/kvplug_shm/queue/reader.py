@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,9 +26,13 @@ class ShmReader(ShmEnd):
         rank: int,
         source: Source,
         limits: Limits,
+        drop: Callable[[], None],
     ) -> None:
-        """Owns ``source`` from here on. ``limits`` are the writer's."""
-        super().__init__(context, handle, rank)
+        """Owns ``source`` from here on. ``limits`` are the writer's.
+
+        ``drop`` is called when this end has ended and nobody is inside: it lets go of the source's memory.
+        """
+        super().__init__(context, handle, rank, drop)
         self._source = source
         self._limits = limits
         self._pool = Pool(options.pool_bytes)
@@ -84,8 +88,9 @@ class ShmReader(ShmEnd):
             )
             message = source.receive(wait, self._stay.check)
         if message.raw is not raw:
-            kinds = ("a value, for dequeue", "a chunk of bytes, for acquire_read")
-            raise UnsupportedError(f"the next message is {kinds[message.raw]}")
+            del message  # an exception keeps what its frames hold, and this is memory
+            kinds = ("a chunk of bytes, for acquire_read", "a value, for dequeue")
+            raise UnsupportedError(f"the next message is {kinds[raw]}")
         return message
 
     def enqueue(self, value: object, timeout: Timeout = DEFAULT_TIMEOUT) -> None:

@@ -9,6 +9,7 @@ Nothing of the arena takes memory before it is written to.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import struct
 from typing import Final
@@ -82,7 +83,7 @@ class Sizes:
 
 
 class ShmRingBuffer:
-    """One process's mapping of it. It goes with the last reference to it and to views of it."""
+    """One process's mapping of it."""
 
     def __init__(self, sizes: Sizes, segment: Segment) -> None:
         self.sizes = sizes
@@ -113,6 +114,13 @@ class ShmRingBuffer:
             CapacityError: it cannot be mapped.
         """
         return cls(sizes, Segment.attach(fd, sizes.nbytes))
+
+    def close(self) -> None:
+        """Let go of the memory: for when nobody looks at it any more. Views that are left keep it mapped."""
+        for view in (self.arena, self._entries, self.words.words, self._segment.view):
+            view.release()
+        with contextlib.suppress(BufferError):
+            self._segment.memory.close()
 
     def ready_word(self, reader: int | None) -> int:
         """Index of the word that says that this end waits until all are ready; ``None``: the writer."""
@@ -152,7 +160,5 @@ class ShmRingBuffer:
         begin = self.sizes.arena_at + -(-at // _PAGE) * _PAGE
         end = self.sizes.arena_at + (at + nbytes) // _PAGE * _PAGE
         if end > begin:
-            try:
+            with contextlib.suppress(OSError):
                 self._segment.memory.madvise(mmap.MADV_REMOVE, begin, end - begin)
-            except OSError:
-                pass

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 
 import attrs
 
-from kvplug import Reader
+from kvplug import ClosedError, Reader
 from kvplug_shm.queue.far import Message
 from kvplug_shm.queue.ring_buffer import ShmRingBuffer
 from kvplug_shm.ring.ends import ReadingEnd, WritingEnd
@@ -31,19 +31,19 @@ class _Member:
 
 
 class Roster:
-    """The readers, in the handle's order. From any thread.
+    """The readers, in the handle's order. From any thread, also when the writer has ended.
 
     The far half gets it as its :class:`~kvplug_shm.queue.far.Feed`.
     """
 
     def __init__(self, ring: ShmRingBuffer, end: WritingEnd, reader_ranks: Sequence[int]) -> None:
         self.reader_ranks = tuple(reader_ranks)
-        self._ring = ring
+        self._shared: tuple[ShmRingBuffer, WritingEnd] | None = ring, end
         self._end = end
+        self._closed = False
         self._lock = threading.Lock()
         self._members = {rank: _Member(rank, index) for index, rank in enumerate(self.reader_ranks)}
         self._left = len(self._members)
-        self._closed = False
 
     @property
     def nobody_left(self) -> bool:
@@ -59,8 +59,9 @@ class Roster:
         return self._members[rank].index
 
     def readers(self) -> tuple[Reader, ...]:
-        """Everyone, as they are now, or as they were when they went."""
-        return tuple(map(self._reader, self._members.values()))
+        """Everyone, as they are now, or as they were when they went. Raises ClosedError."""
+        with self._lock:
+            return tuple(map(self._reader, self._members.values()))
 
     def slowest(self) -> str:
         """Whom the writer waits for when there is no room, in words."""
@@ -69,19 +70,27 @@ class Roster:
         return listed(reader for reader in here if reader.lag == most)
 
     def unready(self) -> list[Reader]:
-        """Who takes part and does not wait to be ready."""
-        words = self._ring.words.words
-        return [
-            reader
-            for reader in self.readers()
-            if not reader.gone and not words[self._ring.ready_word(self.index_of(reader.rank))]
-        ]
+        """Who takes part and does not wait to be ready. Raises ClosedError."""
+        with self._lock:
+            ring, _ = self._memory()
+            words = ring.words.words
+            return [
+                self._reader(member)
+                for member in self._members.values()
+                if not words[ring.ready_word(member.index)] and not self._reader(member).gone
+            ]
 
     def close(self) -> None:
-        """Nobody comes any more, and that somebody goes is nothing to be told."""
-        self._closed = True
+        """The writer has ended: nobody comes any more, and that somebody goes is nothing to be told."""
+        with self._lock:
+            self._closed = True
 
-    # -- what the far half is given, and uses itself -------------------------------------------------
+    def drop(self) -> None:
+        """After :meth:`close`: let go of memory, which nothing here touches from now on."""
+        with self._lock:
+            self._shared = None
+
+    # -- what the far half is given, and the writer uses itself ----------------------------------------
 
     def admit(self, rank: int, process: str) -> str:
         """Reader ``rank`` takes part. Empty, or a sentence why it does not."""
@@ -92,6 +101,8 @@ class Roster:
                 return f"rank {rank} is no reader of this queue; its readers are {ranks}"
             if member.attached:
                 return f"reader rank {rank} has attached to this queue already ({member.process})"
+            if self._closed:
+                return "the writer of this queue has ended"
             member.attached = True
             member.process = process
         return ""
@@ -107,16 +118,18 @@ class Roster:
         return self._end.sent
 
     def message(self, number: int) -> Message:
-        return self._ring.get(number)
+        with self._lock:
+            return self._memory()[0].get(number)
 
     def release(self, rank: int, count: int) -> None:
         with self._lock:
             member = self._members[rank]
-            if member.gone or self._closed:
+            if member.gone or self._shared is None:
                 return
+            ring, end = self._shared
             if member.stand_in is None:
-                member.stand_in = ReadingEnd(self._ring.words, member.index, self._ring.sizes.max_chunks)
-            if member.stand_in.read < count <= self._end.sent:
+                member.stand_in = ReadingEnd(ring.words, member.index, ring.sizes.max_chunks)
+            if member.stand_in.read < count <= end.sent:
                 member.stand_in.release(count - member.stand_in.read)
 
     def ready(self, rank: int) -> None:
@@ -124,39 +137,58 @@ class Roster:
 
     def say_ready(self, index: int | None) -> None:
         """Reader ``index`` waits until all are ready; ``None``: the writer does."""
-        word = self._ring.ready_word(index)
-        self._ring.words.words[word] = 1
-        self._ring.words.wake(word)
+        with self._lock:
+            if self._shared is not None:
+                ring, _ = self._shared
+                word = ring.ready_word(index)
+                ring.words.words[word] = 1
+                ring.words.wake(word)
 
     def all_ready(self) -> bool:
-        return bool(self._ring.words.words[self._ring.ready_word(None)]) and not self.unready()
+        with self._lock:
+            if self._shared is None:
+                return False
+            ring, _ = self._shared
+            writer_is = bool(ring.words.words[ring.ready_word(None)])
+        return writer_is and not self.unready()
 
     def evict(self, rank: int, why: str, *, died: bool) -> None:
         with self._lock:
-            member = self._members[rank]
-            if member.gone or self._closed:
-                return
-            member.gone = attrs.evolve(self._reader(member), gone=why, died=died)
-            self._left -= 1
-            self._end.evict(member.index)
-        self._ring.words.wake(self._ring.ready_word(member.index))
-        logger.log(logging.WARNING if died else logging.DEBUG, "evicted from a queue: %s", member.gone)
+            self._evict(self._members[rank], why, died=died)
 
     def hung_up(self, rank: int, reason: str) -> None:
         """A reader's connection or process has ended: it left, if it had said so before."""
-        left = self._end.over(self.index_of(rank))
-        self.evict(rank, HAS_LEFT if left else reason, died=not left)
+        with self._lock:
+            member = self._members[rank]
+            left = self._shared is not None and self._end.over(member.index)
+            self._evict(member, HAS_LEFT if left else reason, died=not left)
+
+    def _evict(self, member: _Member, why: str, *, died: bool) -> None:
+        if member.gone or self._closed or self._shared is None:
+            return
+        ring, end = self._shared
+        member.gone = attrs.evolve(self._reader(member), gone=why, died=died)
+        self._left -= 1
+        end.evict(member.index)
+        ring.words.wake(ring.ready_word(member.index))
+        logger.log(logging.WARNING if died else logging.DEBUG, "evicted from a queue: %s", member.gone)
 
     def _reader(self, member: _Member) -> Reader:
         if member.gone is not None:
             return member.gone
-        over = self._end.over(member.index)  # it has said so; the hang-up is still to be noticed
+        _, end = self._memory()
+        over = end.over(member.index)  # it has said so; the hang-up is still to be noticed
         return Reader(
             rank=member.rank,
             process=member.process,
-            lag=max(0, self._end.lag(member.index)),
+            lag=max(0, end.lag(member.index)),
             gone=HAS_LEFT if over else "",
         )
+
+    def _memory(self) -> tuple[ShmRingBuffer, WritingEnd]:
+        if self._shared is None:
+            raise ClosedError("this end of the queue is closed")
+        return self._shared
 
 
 def listed(readers: Iterable[Reader]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 from kvplug import BusyError, ClosedError, Deadline
 
@@ -15,11 +16,16 @@ class Stay:
         BusyError: another thread is inside.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, drop: Callable[[], None]) -> None:
+        """``drop`` is called once, when the end is over and nobody is inside: no memory is used any more."""
         self.closed = False
+        self._drop = drop
         self._lock = threading.Lock()
+        """Held by whoever is inside; and for good from when nobody can be any more."""
         self._inside = 0
         self._shutting = threading.Lock()
+        self._empty = False
+        self._over = False
 
     def __enter__(self) -> None:
         if self.closed:
@@ -35,6 +41,8 @@ class Stay:
     def __exit__(self, *_: object) -> None:
         self._inside = 0
         self._lock.release()
+        if self._over:
+            self._settle()
 
     def check(self) -> None:
         """Raises ClosedError if the end is closed."""
@@ -56,7 +64,20 @@ class Stay:
         if self._inside == threading.get_ident():
             return False
         left = deadline.remaining()
-        return self._lock.acquire(timeout=-1 if left is None else left)
+        self._empty = self._lock.acquire(timeout=-1 if left is None else left)
+        return self._empty
+
+    def over(self) -> None:
+        """After :meth:`shut`, when all else is done."""
+        self._over = True
+        if self._empty:
+            self._drop()
+        else:
+            self._settle()
+
+    def _settle(self) -> None:
+        if self._lock.acquire(blocking=False):
+            self._drop()
 
     def inherit(self) -> None:
         """This is a forked child: the end is its parent's. Takes no lock."""

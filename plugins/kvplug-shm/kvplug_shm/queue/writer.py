@@ -51,7 +51,7 @@ class ShmWriter(ShmEnd):
         far: Far | None,
     ) -> None:
         """Owns what it was given from here on."""
-        super().__init__(context, handle, None)
+        super().__init__(context, handle, None, self._drop)
         sizes = ring.sizes
         self._ring = ring
         self._writing = end
@@ -198,3 +198,8 @@ class ShmWriter(ShmEnd):
                 self._far.close(politely)
             self._far.abort()
         self._admission.close()
+
+    def _drop(self) -> None:
+        """Nobody is inside any more."""
+        self._roster.drop()
+        self._ring.close()
