@@ -85,8 +85,10 @@ def _unknown(registry: Registry, name: str, kinds: Sequence[Kind]) -> UnknownTra
     what = listed(f"no {kind}" if kind is kinds[0] else kind for kind in kinds)
     other = [kind for kind in TRANSPORTS if kind not in kinds and registry.owners(kind, name)]
     if other:
-        is_a = f"{name!r} is a {other[0].replace('_', ' ')}"
-        return UnknownTransportError(f"{what} is named so: {is_a}; kvplug bench measures pipes and queues")
+        end = "" if other[0] in _KEYS else "; kvplug bench measures pipes and queues"
+        return UnknownTransportError(
+            f"{what} is named {name!r}, which is a {other[0].replace('_', ' ')}{end}"
+        )
     known = sorted({spec.name for kind in kinds for spec in registry.transports(kind)})
     hint = did_you_mean(name.rpartition(":")[2], known)
     lines = [f"{what} is named {name!r}{hint}", f"known: {', '.join(known) or 'none'}"]

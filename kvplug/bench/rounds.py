@@ -25,6 +25,9 @@ LIFE_S = 300.0
 SETTLE_S = 1.0
 """When one end fails the others follow; what they say is waited for so long."""
 
+_FOLLOWS = {"PeerGoneError", "EOFError", "ConnectionResetError", "BrokenPipeError"}
+"""What is raised where the other end is gone."""
+
 
 @attrs.frozen(kw_only=True)
 class Plan:
@@ -157,19 +160,23 @@ def _attend(end: peers.Peer, others: Sequence[peers.Peer]) -> dict[str, Any]:
 
 def _gathered(attended: Sequence[Future[dict[str, Any]]]) -> list[dict[str, Any]]:
     """Raises the error that the others follow from."""
+    ended: list[Future[dict[str, Any]]] = []
+    for future in attended:
+        future.add_done_callback(ended.append)
     wait(attended, return_when=FIRST_EXCEPTION)
     if any(future.done() and future.exception() for future in attended):
-        done, _ = wait(attended, SETTLE_S)
-        raise min((error for future in done if (error := future.exception())), key=_depth)
+        wait(attended, SETTLE_S)
+        settled = [future for future in (*ended, *attended) if future.done()]  # who was first comes first
+        raise min((error for future in settled if (error := future.exception())), key=_depth)
     return [future.result() for future in attended]
 
 
 def _depth(error: BaseException) -> int:
-    """How near it is to the cause: whoever dies or refuses takes the other ends along."""
+    """How far it is from the cause: whoever refuses or dies takes the other ends along."""
     match error:
         case UnavailableError():
             return 0
-        case peers.ChildError(kind="PeerGoneError" | "TimeoutError" | "EOFError"):
+        case peers.ChildError(kind=kind) if kind in _FOLLOWS:
             return 2
     return 1
 

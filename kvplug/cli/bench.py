@@ -40,10 +40,8 @@ def _baselines(context: click.Context, parameter: click.Parameter, text: str) ->
     names = _list(context, parameter, text)
     for name in names:
         if name not in BASELINES:
-            hint = did_you_mean(name, BASELINES)
-            raise click.BadParameter(
-                f"no baseline is called {name!r}{hint}; there are {', '.join(BASELINES)}"
-            )
+            hint = did_you_mean(name, BASELINES) or f"; known are {', '.join(BASELINES)}"
+            raise click.BadParameter(f"no baseline is called {name!r}{hint}")
     return names
 
 
