@@ -305,6 +305,23 @@ def test_where_pages_can_be_refused_they_are_taken_at_once(monkeypatch: pytest.M
     assert (descriptors(), mappings()) == before
 
 
+def test_pages_are_given_back_whole_and_only_where_they_can_be_had_again(
+    made: tuple[Segment, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    segment, fd = made
+    segment.view[:] = b"x" * SIZE
+    segment.give_back(4095, 4096)
+    segment.give_back(0, 0)
+    assert taken(fd) == SIZE
+    segment.give_back(4095, 4097 + 4096)
+    assert taken(fd) == SIZE - 8192
+    assert bytes(segment.view[4095:12289]) == b"x" + bytes(8192) + b"x"
+    monkeypatch.setattr(room, "_is_accounted_strictly", lambda: True)
+    segment.give_back(0, SIZE)
+    assert segment.view[0] == ord("x")
+    assert taken(fd) == SIZE  # reading had brought the two back
+
+
 def test_strictness_is_the_kernels() -> None:
     with open("/proc/sys/vm/overcommit_memory", encoding="ascii") as f:
         assert room._is_accounted_strictly() == (f.read().strip() == "2")

@@ -167,7 +167,7 @@ class Pool:
     def _put_away(self) -> list[_Block]:
         """Under the lock. Those that came back are idle, or are dropped: the ones longest idle first."""
         limit = 0 if self._closed else self._max_bytes
-        dropped = []
+        dropped: list[_Block] = []
         while self._back:
             block = self._back.popleft()
             (self._idle if block.nbytes <= limit else dropped).append(block)

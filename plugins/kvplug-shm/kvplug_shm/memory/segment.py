@@ -7,6 +7,7 @@ a reader, whose access would be a SIGBUS.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import fcntl
 import functools
@@ -85,6 +86,17 @@ class Segment:
             return cls(_mapped(fd, nbytes))
         except OSError as e:
             raise CapacityError(f"shared memory of {nbytes} bytes cannot be mapped: {in_words(e)}") from e
+
+    def give_back(self, at: int, nbytes: int) -> None:
+        """Return the whole pages of this part to the system: zeroes that cost nothing until written to.
+
+        A kernel that cannot do it keeps them, and so does one that might refuse them the next time.
+        """
+        begin = -(-at // mmap.PAGESIZE) * mmap.PAGESIZE
+        end = (at + nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+        if end > begin and not _is_accounted_strictly():
+            with contextlib.suppress(OSError):
+                self.memory.madvise(mmap.MADV_REMOVE, begin, end - begin)
 
 
 def _mapped(fd: int, nbytes: int) -> mmap.mmap:
