@@ -8,6 +8,44 @@ from kvplug import option
 
 
 @attrs.frozen(kw_only=True)
+class ShmPipeOptions:
+    """How much memory the pipe "shm" may take, and how its ends wait."""
+
+    slots: int = option(
+        default=8,
+        unit="slots",
+        at_least=1,
+        help="Slots of each of a pipe's two rings, one each way. What the accepting end says counts.",
+    )
+    slot_bytes: int = option(
+        default=1024 * 1024,
+        unit="bytes",
+        at_least=1024,
+        help="Size of a slot. A ring that fits into a processor's cache is the fastest.",
+    )
+    max_in_flight_bytes: int = option(
+        default=256 * 1024 * 1024,
+        unit="bytes",
+        at_least=1,
+        help="Bytes that send_tensor queues, together with what the ring holds unread, before it blocks. One"
+        " larger message passes alone.",
+    )
+    pool_bytes: int = option(
+        default=256 * 1024 * 1024,
+        unit="bytes",
+        at_least=0,
+        help="Memory of received tensors that an endpoint keeps, once they are gone, for the next ones.",
+    )
+    spin_us: int = option(
+        default=50,
+        unit="microseconds",
+        at_least=0,
+        help="How long an end that waits looks again and again before it sleeps, which takes it longer to"
+        " wake from.",
+    )
+
+
+@attrs.frozen(kw_only=True)
 class ShmQueueOptions:
     """How much memory the queue "shm" may take, and how its ends wait."""
 

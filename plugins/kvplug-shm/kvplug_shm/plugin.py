@@ -11,6 +11,23 @@ KVPLUG_API = (1, 0)
 def kvplug_transports() -> list[TransportSpec]:
     return [
         TransportSpec(
+            kind=Kind.PIPE,
+            name="shm",
+            factory="kvplug_shm.pipe.endpoint:ShmEndpoint",
+            options="kvplug_shm.options:ShmPipeOptions",
+            probe="kvplug_shm.probe:describe",
+            summary="CPU tensors through a ring in the shared memory of one host",
+            capabilities=Capabilities(
+                devices={"cpu"},
+                cross_host=False,
+                authenticated=True,
+                receive_into=True,
+                full_duplex=True,
+                max_dims=64,
+                cost=Cost(latency_us=10.0, gb_per_s=15.0),
+            ),
+        ),
+        TransportSpec(
             kind=Kind.QUEUE,
             name="shm",
             factory="kvplug_shm.queue.endpoint:ShmQueueEndpoint",
@@ -24,5 +41,5 @@ def kvplug_transports() -> list[TransportSpec]:
                 max_dims=64,
                 cost=Cost(latency_us=10.0, gb_per_s=10.0),
             ),
-        )
+        ),
     ]

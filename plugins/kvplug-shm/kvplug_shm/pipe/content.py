@@ -1,0 +1,59 @@
+"""A message on its way into the ring: a prefix, then the tensor's bytes, both padded to a cache line."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kvplug.wire.messages import NONE, is_dense, tensor_prefix
+from kvplug.wire.tensors import memory_of
+from kvplug_shm.memory.copying import address_of
+from kvplug_shm.pipe.rings import LINE, lines
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_NONE = NONE.ljust(LINE, b"\0")
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+class Content:
+    """What is sent: the bytes that announce it, and where the tensor's are, which it keeps alive."""
+
+    __slots__ = ("_owner", "address", "nbytes", "prefix")
+
+    def __init__(self, tensor: Tensor | None) -> None:
+        """From any CPU tensor; a non-contiguous one is copied.
+
+        Raises:
+            UnsupportedError: a device, layout or dtype that is not carried.
+        """
+        self._owner: Any = tensor
+        self.address = self.nbytes = 0
+        if tensor is None:
+            self.prefix = _NONE
+            return
+        if _is_plain(tensor):  # as memory_of finds it, without making the view
+            self.nbytes = tensor.nbytes
+            self.address = tensor.data_ptr()
+        else:
+            self._owner = memory = memory_of(tensor)
+            self.nbytes = memory.nbytes
+            self.address = address_of(memory)
+        prefix = tensor_prefix(tensor.dtype, tensor.shape, self.nbytes)
+        self.prefix = prefix.ljust(lines(len(prefix)), b"\0")
+
+    def drop(self) -> None:
+        """The memory is the caller's alone again."""
+        self._owner = None
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return (
+        type(tensor) in _PLAIN
+        and tensor.is_cpu
+        and tensor.layout is torch.strided
+        and not tensor.is_nested
+        and is_dense(tensor)
+    )

@@ -1,0 +1,65 @@
+"""The factory of the pipe "shm": where to listen, and how to connect."""
+
+from __future__ import annotations
+
+from kvplug import (
+    DEFAULT_TIMEOUT,
+    ConfigError,
+    Deadline,
+    Listener,
+    Pipe,
+    PipeContext,
+    PipeEndpoint,
+    PipeListener,
+    Timeout,
+    TimeoutError,
+    dial,
+)
+from kvplug_shm.memory.pool import Pool
+from kvplug_shm.options import ShmPipeOptions
+from kvplug_shm.pipe import joining
+from kvplug_shm.pipe.contact import Contact
+from kvplug_shm.pipe.listener import ShmListener
+from kvplug_shm.pipe.pipe import Tuning
+from kvplug_shm.pipe.rings import LARGEST_BYTES, lines
+
+
+class ShmEndpoint(PipeEndpoint):
+    """Listens on an abstract Unix socket, over which the memory is handed over. Its pipes share one pool."""
+
+    def __init__(self, context: PipeContext) -> None:
+        if context.device.partition(":")[0] != "cpu":
+            raise ConfigError(f"the pipe 'shm' moves CPU tensors, and the device is {context.device!r}")
+        options: ShmPipeOptions = context.options if context.options is not None else ShmPipeOptions()
+        slot_bytes = lines(options.slot_bytes)
+        if options.slots * slot_bytes > LARGEST_BYTES:
+            raise ConfigError(
+                f"slots: {options.slots} slots of {slot_bytes} bytes were given; together they may have"
+                f" {LARGEST_BYTES} bytes"
+            )
+        self._context = context
+        self._tuning = Tuning(
+            slots=options.slots,
+            slot_bytes=slot_bytes,
+            max_in_flight_bytes=options.max_in_flight_bytes,
+            spin_s=options.spin_us / 1e6,
+            timeout_s=context.timeout_s,
+            heartbeat_timeout_s=context.heartbeat_timeout_s,
+            pool=Pool(options.pool_bytes),
+        )
+
+    def listen(self) -> PipeListener:
+        listener = Listener.open("unix:", self._context.credentials, joining.PURPOSE)
+        try:
+            return ShmListener(listener, self._tuning)
+        except BaseException:
+            listener.close()
+            raise
+
+    def connect(self, contact: str, timeout: Timeout = DEFAULT_TIMEOUT) -> Pipe:
+        deadline = Deadline.after(timeout, self._context.timeout_s)
+        where = Contact.parse(contact).reachable()
+        if deadline.expired:
+            raise TimeoutError("no time was left to open the connection of a pipe")
+        control = dial(where, self._context.credentials, joining.PURPOSE, deadline.remaining())
+        return joining.connect(control, self._tuning, deadline)

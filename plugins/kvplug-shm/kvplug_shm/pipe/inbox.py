@@ -1,0 +1,244 @@
+"""The receiving half of a pipe: headers are copied out and checked, tensors go straight into their memory.
+
+Nothing is read ahead of a ``recv_tensor``, so a receiver that stops bounds what its sender can get rid of. A
+message that is interrupted by a deadline keeps its place.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from kvplug import Deadline, Fate, KvplugError, TensorMismatchError, TimeoutError, WireError
+from kvplug.wire.messages import (
+    SHORTEST_TENSOR_PREFIX,
+    Announcement,
+    check_fits,
+    is_dense,
+    prefix_size,
+    read_prefix,
+)
+from kvplug.wire.tensors import TensorMeta, copy_into, memory_of, memory_of_writable
+from kvplug_shm.memory import waiting
+from kvplug_shm.memory.pool import Pool
+from kvplug_shm.pipe.rings import LINE, Incoming, lines
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class _Message:
+    """A message whose announcement has been read: what it is, and how much of it has arrived."""
+
+    __slots__ = ("got", "meta", "nbytes", "own", "unreleased")
+
+    def __init__(self, meta: TensorMeta | None, unreleased: int) -> None:
+        self.meta = meta
+        self.nbytes = 0 if meta is None else meta.nbytes
+        self.got = 0
+        self.unreleased = unreleased
+        """Bytes of the ring, before the tensor's, that were read and not given back: its prefix."""
+        self.own: Tensor | None = None
+        """Our own memory, where a part of it waits for the next call."""
+
+
+class Inbox:
+    """``lost(reason)``: nothing more comes. ``break_down(reason)``: what comes cannot be trusted.
+
+    Both are called without locks.
+    """
+
+    def __init__(
+        self,
+        ring: Incoming,
+        *,
+        pool: Pool,
+        peer: str,
+        piece_bytes: int,
+        spin_s: float,
+        fate: Fate,
+        lost: Callable[[str], None],
+        break_down: Callable[[str], None],
+    ) -> None:
+        self._ring: Incoming | None = ring
+        self._pool = pool
+        self._peer = peer
+        self._piece_bytes = piece_bytes
+        self._spin_s = spin_s
+        self._fate = fate
+        self._lost = lost
+        self._break_down = break_down
+        self._message: _Message | None = None
+        self._reading = threading.Lock()
+        """Held by whoever reads the ring."""
+        self._stopped = False
+
+    def receive(self, out: Tensor | None, deadline: Deadline) -> Tensor | None:
+        """Only one thread at a time. Raises as ``Pipe.recv_tensor``."""
+        ring = self._ring
+        if ring is None:
+            raise self._fate.error()
+        try:
+            with self._reading:
+                return self._receive(ring, out, deadline)
+        except WireError as e:
+            self._break_down(f"what arrives is not a message: {e}")
+            raise
+        finally:
+            if self._stopped:
+                self._say_that_it_stopped()
+
+    def expect_no_more(self) -> None:
+        """The peer is gone; what it has published can still be received. Wakes whoever waits."""
+        ring = self._ring
+        if ring is not None:
+            ring.end.evict_writer()
+
+    def stop(self) -> None:
+        """Nothing is received any more. Wakes whoever waits, after the fate was sealed. Blocks nowhere."""
+        self._stopped = True
+        self.expect_no_more()  # changes the word that is waited for
+        self._say_that_it_stopped()
+
+    def inherit(self) -> None:
+        """This is a forked child. Takes no lock."""
+        self._stopped, self._ring, self._message = True, None, None
+
+    def _say_that_it_stopped(self) -> None:
+        """The peer is told by the last one out: whoever reads just now says it afterwards."""
+        if self._ring is not None and self._reading.acquire(blocking=False):
+            try:
+                ring, self._ring = self._ring, None
+                if ring is not None:
+                    ring.end.end()
+                    self._message = None
+            finally:
+                self._reading.release()
+
+    def _receive(self, ring: Incoming, out: Tensor | None, deadline: Deadline) -> Tensor | None:
+        message = self._message
+        if message is None:
+            message = self._message = self._announced(ring, deadline)
+        meta = message.meta
+        if meta is None:
+            if out is not None:
+                raise TensorMismatchError("the next message is None, and out= was given; it stays")
+            self._give_back(ring, message)
+            return None
+        if out is not None:
+            check_fits(out, meta)
+        direct = message.own is None and out is not None and is_dense(out)
+        if direct:
+            tensor = out
+        elif message.own is not None:
+            tensor = message.own
+        else:
+            tensor = self._pool.tensor(meta)
+        assert tensor is not None
+        try:
+            complete = self._fill(ring, message, tensor.data_ptr(), deadline)
+        except KvplugError:
+            raise
+        except BaseException:
+            # Ctrl-C between a copy and our noting it: the stream's position is lost.
+            self._break_down("interrupted in the middle of a message")
+            raise
+        if not complete:
+            # Before anything is raised: what has arrived is part of the message that the next call returns.
+            if direct:
+                self._keep(message, meta, tensor)
+            elif message.got:
+                message.own = tensor
+            raise TimeoutError(
+                f"{message.got} of {message.nbytes} bytes of a tensor have arrived from {self._peer};"
+                " the next call goes on with it"
+            )
+        if out is not None and not direct:
+            message.own = tensor
+            try:
+                copy_into(out, memory_of(tensor))
+            except RuntimeError as e:
+                raise TensorMismatchError(f"out= cannot be written, and the message stays: {e}") from e
+            tensor = out
+        self._message = None
+        return tensor
+
+    def _keep(self, message: _Message, meta: TensorMeta, tensor: Tensor) -> None:
+        """Take what has arrived out of the caller's memory, which is the caller's again now."""
+        if not message.got:
+            return
+        try:
+            own = self._pool.tensor(meta)
+            memory_of_writable(own)[: message.got] = memory_of(tensor)[: message.got]
+        except BaseException:
+            self._break_down("there was no memory for the part of a message that had arrived")
+            raise
+        message.own = own
+
+    def _announced(self, ring: Incoming, deadline: Deadline) -> _Message:
+        end = ring.end
+        if end.available() < LINE and not self._wait(ring, LINE, deadline):
+            raise TimeoutError(f"no message has arrived from {self._peer}; it is alive as far as can be seen")
+        # A copy, since the peer could change what lies in the ring between two looks.
+        start = ring.peek(end.read, LINE)
+        size = prefix_size(start[:SHORTEST_TENSOR_PREFIX])
+        padded = lines(size)
+        if padded > LINE:
+            if not self._wait(ring, padded, deadline):
+                raise TimeoutError(f"the announcement of a message from {self._peer} has not wholly arrived")
+            start = ring.peek(end.read, size)
+        announcement: Announcement = read_prefix(start[:size])
+        if announcement.goodbye or announcement.flags:
+            raise WireError("a frame that this pipe does not use")
+        return _Message(announcement.meta, padded)
+
+    def _fill(self, ring: Incoming, message: _Message, address: int, deadline: Deadline) -> bool:
+        """Copy the tensor's bytes from where they lie to ``address`` on; False at the deadline."""
+        end, nbytes, piece = ring.end, message.nbytes, self._piece_bytes
+        while message.got < nbytes:
+            if self._stopped:
+                raise self._fate.error()
+            left = nbytes - message.got
+            step = min(left, piece, end.available() - message.unreleased)
+            if step < left:
+                step &= -LINE
+            if step <= 0:
+                if not self._wait(ring, message.unreleased + LINE, deadline):
+                    return False
+                continue
+            ring.copy(end.read + message.unreleased, address + message.got, step)
+            end.release(message.unreleased + lines(step))
+            message.unreleased = 0
+            message.got += step
+        if message.unreleased:
+            self._give_back(ring, message)
+        return True
+
+    def _give_back(self, ring: Incoming, message: _Message) -> None:
+        ring.end.release(message.unreleased)
+        message.unreleased = 0
+        if message.meta is None:
+            self._message = None
+
+    def _wait(self, ring: Incoming, count: int, deadline: Deadline) -> bool:
+        """Until ``count`` bytes are in the ring; False at the deadline.
+
+        Raises:
+            PeerGoneError: they will never come.
+            ClosedError, TransportError: it was ended here meanwhile.
+        """
+        end = ring.end
+        if deadline.remaining() != 0.0 and waiting.spun(end, count, self._spin_s):
+            return True
+        while (awaited := end.awaited(count)) is not None:
+            if self._stopped:
+                raise self._fate.error()
+            if end.writer_over(count):
+                self._lost("the peer closed it")
+                raise self._fate.error()
+            left = deadline.remaining()
+            if left == 0.0:
+                return False
+            waiting.nap(end, awaited, left)
+        return True

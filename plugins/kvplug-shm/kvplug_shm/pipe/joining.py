@@ -1,0 +1,165 @@
+"""How one proven connection becomes a pipe.
+
+The connecting end says how it watches. The accepting end makes the memory, hands it over with its answer, and
+waits to be told that it was mapped. Every message is one fixed struct.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from typing import Final, Self
+
+import attrs
+
+from kvplug import CapacityError, Connection, Deadline, WireError
+from kvplug_shm.memory.handing import recv_fds, send_fd
+from kvplug_shm.memory.segment import Segment
+from kvplug_shm.pipe.pipe import Shared, ShmPipe, Tuning
+from kvplug_shm.pipe.rings import LARGEST_BYTES, LINE, SMALLEST_BYTES, segment_size
+
+PURPOSE: Final = "pipe-shm"
+_MAGIC: Final = b"KVS1"
+_STRUCT: Final = struct.Struct("<4sBBxxIII")
+_HELLO, _MEMORY, _REFUSED, _READY = range(4)
+_SEES_DEATH: Final = 1
+_BEATS_PER_TIMEOUT: Final = 5
+_PIECES_PER_SLOT: Final = 4
+
+
+@attrs.frozen(kw_only=True)
+class Join:
+    """What both ends say while they become a pipe."""
+
+    step: int
+    sees_death: bool = True
+    """The sender has a pidfd of the other end; answered: both have, so no heartbeats are needed."""
+    heartbeat_ms: int = 0
+    """Silence that the sender takes for death, where heartbeats are needed."""
+    slots: int = 0
+    slot_bytes: int = 0
+
+    def pack(self) -> bytes:
+        flags = _SEES_DEATH if self.sees_death else 0
+        return _STRUCT.pack(_MAGIC, self.step, flags, self.heartbeat_ms, self.slots, self.slot_bytes)
+
+    @classmethod
+    def unpack(cls, data: bytes, connection: Connection, *steps: int) -> Self:
+        """Raises WireError if it is none of the ``steps`` that may come now."""
+        magic, step, flags, heartbeat_ms, slots, slot_bytes = _STRUCT.unpack(data)
+        if magic != _MAGIC or step not in steps:
+            raise WireError(f"{connection.describe} does not join as this version does")
+        return cls(
+            step=step,
+            sees_death=bool(flags & _SEES_DEATH),
+            heartbeat_ms=heartbeat_ms,
+            slots=slots,
+            slot_bytes=slot_bytes,
+        )
+
+    def heartbeat_interval_s(self, tuning: Tuning) -> float | None:
+        """How often both ends beat, given what the other end said; ``None``: not at all.
+
+        The more impatient of the two decides, so that neither takes the other's pace for silence.
+        """
+        if self.sees_death:
+            return None
+        return max(0.001, min(self.heartbeat_ms / 1000, tuning.heartbeat_timeout_s) / _BEATS_PER_TIMEOUT)
+
+
+def connect(control: Connection, tuning: Tuning, deadline: Deadline) -> ShmPipe:
+    """The connecting end's pipe over a connection, which it owns from here on.
+
+    Raises:
+        TimeoutError, PeerGoneError, WireError, CapacityError: there is no pipe, and the connection is closed.
+    """
+    pidfd = control.peer.open_pidfd()
+    fds: list[int] = []
+    try:
+        hello = Join(
+            step=_HELLO,
+            sees_death=pidfd is not None,
+            heartbeat_ms=_milliseconds(tuning.heartbeat_timeout_s),
+        )
+        send_fd(control, hello.pack(), (), deadline)
+        data, fds = recv_fds(control, _STRUCT.size, 1, deadline)
+        answer = Join.unpack(data, control, _MEMORY, _REFUSED)
+        if answer.step == _REFUSED:
+            raise CapacityError(f"{control.describe} could not make the memory of a pipe: its log says why")
+        ring_bytes = answer.slots * answer.slot_bytes
+        if len(fds) != 1 or ring_bytes % LINE or not SMALLEST_BYTES <= ring_bytes <= LARGEST_BYTES:
+            raise WireError(
+                f"{control.describe} hands over {len(fds)} descriptors for {answer.slots} slots of"
+                f" {answer.slot_bytes} bytes"
+            )
+        segment = Segment.attach(fds[0], segment_size(ring_bytes))
+        send_fd(control, Join(step=_READY).pack(), (), deadline)
+        owned, pidfd = pidfd, None
+        return ShmPipe(
+            control,
+            _shared(segment, answer.slots, answer.slot_bytes, accepted=False),
+            tuning,
+            pidfd=owned,
+            heartbeat_interval_s=answer.heartbeat_interval_s(tuning),
+        )
+    except BaseException:
+        control.close()
+        raise
+    finally:
+        _close(pidfd, *fds)
+
+
+def accept(control: Connection, tuning: Tuning, deadline: Deadline) -> ShmPipe:
+    """The same for the accepting end. Raises the same."""
+    pidfd = control.peer.open_pidfd()
+    fd = None
+    try:
+        data, _ = recv_fds(control, _STRUCT.size, 0, deadline)
+        hello = Join.unpack(data, control, _HELLO)
+        quiet = hello.sees_death and pidfd is not None
+        patience_ms = min(hello.heartbeat_ms, _milliseconds(tuning.heartbeat_timeout_s))
+        try:
+            segment, fd = Segment.create("pipe", segment_size(tuning.slots * tuning.slot_bytes))
+        except CapacityError:
+            send_fd(control, Join(step=_REFUSED).pack(), (), deadline)
+            raise
+        answer = Join(
+            step=_MEMORY,
+            sees_death=quiet,
+            heartbeat_ms=patience_ms,
+            slots=tuning.slots,
+            slot_bytes=tuning.slot_bytes,
+        )
+        # Zeroed memory is two rings in which nothing has happened: there is nothing to prepare.
+        send_fd(control, answer.pack(), (fd,), deadline)
+        ready, _ = recv_fds(control, _STRUCT.size, 0, deadline)
+        Join.unpack(ready, control, _READY)
+        owned, pidfd = pidfd, None
+        return ShmPipe(
+            control,
+            _shared(segment, tuning.slots, tuning.slot_bytes, accepted=True),
+            tuning,
+            pidfd=owned,
+            heartbeat_interval_s=answer.heartbeat_interval_s(tuning),
+        )
+    except BaseException:
+        control.close()
+        raise
+    finally:
+        _close(pidfd, fd)
+
+
+def _shared(segment: Segment, slots: int, slot_bytes: int, *, accepted: bool) -> Shared:
+    piece_bytes = max(LINE, slot_bytes // _PIECES_PER_SLOT & -LINE)
+    return Shared(segment=segment, ring_bytes=slots * slot_bytes, piece_bytes=piece_bytes, accepted=accepted)
+
+
+def _milliseconds(seconds: float) -> int:
+    """What fits the field."""
+    return max(1, min(int(seconds * 1000), 2**32 - 1))
+
+
+def _close(*fds: int | None) -> None:
+    for fd in fds:
+        if fd is not None:
+            os.close(fd)

@@ -1,0 +1,329 @@
+"""The sending half of a pipe: what is queued, who copies it into the ring, and when the caller has to wait.
+
+The caller's own thread copies its message, and looks for a moment for room where there is none. What does not
+get in is left to a writer thread, which is started when first needed and the only one that sleeps on the
+ring. An idle writer sleeps on a condition.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+
+from kvplug import Deadline, Fate, TimeoutError, Transfer, WireError
+from kvplug_shm.memory import waiting
+from kvplug_shm.pipe.content import Content
+from kvplug_shm.pipe.rings import LINE, Outgoing, lines
+
+_SMALLEST_COST = 2 * LINE
+"""What an empty message counts for while it is queued, so that their number is bounded too."""
+_NOT_TAKEN = "it takes nothing more"
+
+
+class _Message:
+    __slots__ = ("announced", "content", "cost", "done", "transfer")
+
+    def __init__(self, content: Content) -> None:
+        self.content = content
+        self.cost = max(_SMALLEST_COST, content.nbytes)
+        self.announced = False
+        self.done = 0
+        """Bytes of the tensor that are in the ring."""
+        self.transfer = Transfer(content.nbytes)
+
+    @property
+    def complete(self) -> bool:
+        return self.announced and self.done == self.content.nbytes
+
+    @property
+    def least(self) -> int:
+        """Bytes of the ring without which nothing more of it gets in."""
+        return LINE if self.announced else len(self.content.prefix)
+
+
+class _NotTakenError(Exception):
+    """The peer reads nothing more."""
+
+
+class Outbox:
+    """``lost(reason)``: the peer takes nothing more. ``break_down(reason)``: its words cannot be true.
+
+    Both are called without locks, and call :meth:`fail`.
+    """
+
+    def __init__(
+        self,
+        ring: Outgoing,
+        *,
+        peer: str,
+        limit: int,
+        piece_bytes: int,
+        spin_s: float,
+        fate: Fate,
+        lost: Callable[[str], None],
+        break_down: Callable[[str], None],
+    ) -> None:
+        self._ring: Outgoing | None = ring
+        self._peer = peer
+        self._limit = limit
+        self._piece_bytes = piece_bytes
+        self._spin_s = spin_s
+        self._fate = fate
+        self._lost = lost
+        self._break_down = break_down
+        self._lock = threading.Lock()
+        self._room = threading.Condition(self._lock)
+        self._work = threading.Condition(self._lock)
+        self._queue: deque[_Message] = deque()
+        self._queued_bytes = 0
+        self._wanted = 0
+        """Room that a caller waits for with nothing queued: the writer sleeps on the ring in its stead."""
+        self._thread: threading.Thread | None = None
+        self._writing = threading.Lock()
+        """Held by whoever writes into the ring."""
+        self._ended = False
+
+    def send(self, content: Content, deadline: Deadline) -> Transfer:
+        """Only one thread at a time. Raises as ``Pipe.send_tensor``."""
+        message, ring = _Message(content), self._ring
+        if ring is None:
+            raise self._fate.error()
+        try:
+            with self._lock:
+                self._wait_for_room(ring, message, deadline)
+                self._queued_bytes += message.cost
+                # The writer drops a message only after it was copied, so an empty queue is one nobody works
+                # on, and this thread, the only sender, may write into the ring.
+                idle = not self._queue
+        except WireError as e:
+            self._break_down(str(e))
+            raise
+        if idle:
+            self._copy_at_once(ring, message, deadline)
+        return self._accepted(message)
+
+    def drain(self, deadline: Deadline) -> bool:
+        """Refuse whoever waits for room, then wait until nothing is queued.
+
+        False at the deadline, or when the ring has ended. The pipe's fate is sealed already.
+        """
+        with self._lock:
+            self._room.notify_all()
+            while self._queued_bytes and not self._ended:
+                if not self._room.wait(deadline.remaining()) and deadline.expired:
+                    return False
+            return not self._ended
+
+    def fail(self) -> None:
+        """Everything queued fails with what the fate says; whoever waits is woken. Blocks nowhere."""
+        with self._lock:
+            self._ended = True
+            lost = list(self._queue)
+            self._queue.clear()
+            self._queued_bytes = 0
+            self._work.notify_all()
+            self._room.notify_all()
+        ring = self._ring
+        if ring is not None:
+            ring.end.evict(0)  # wakes the writer: the word it sleeps on changes
+        self._say_that_it_ended()
+        for message in lost:
+            message.transfer.fail(self._fate.error())
+            message.content.drop()
+
+    def inherit(self) -> None:
+        """This is a forked child: its parent's transfers end here too. Takes no lock."""
+        self._ended, self._ring = True, None
+        for message in list(self._queue):
+            message.transfer.inherit(self._fate.error())
+
+    def join(self) -> None:
+        """Wait for the writer to be gone, after ``fail``."""
+        thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(1.0)
+
+    # -- the caller ----------------------------------------------------------------------------------
+
+    def _wait_for_room(self, ring: Outgoing, message: _Message, deadline: Deadline) -> None:
+        """Under the lock, which is let go meanwhile."""
+        looked = False
+        while True:
+            if self._fate.sealed or self._ended:
+                raise self._fate.error()
+            held = self._queued_bytes + ring.nbytes - ring.end.room()
+            if not held or held + message.cost <= self._limit:
+                return
+            if not self._queued_bytes:
+                # Until so much is free: nobody else changes what is held.
+                self._wanted = ring.nbytes - max(0, self._limit - message.cost)
+                if not looked:
+                    looked = True
+                    self._lock.release()
+                    try:
+                        waiting.spun(ring.end, self._wanted, self._spin_s)
+                    finally:
+                        self._lock.acquire()
+                    continue
+                self._wake_writer()
+            try:
+                if self._room.wait(deadline.remaining()) or not deadline.expired:
+                    continue
+            finally:
+                self._wanted = 0
+            raise TimeoutError(
+                f"{self._peer} has not taken the {held} bytes that are queued for it;"
+                f" there was no room for {message.transfer.nbytes} more (max_in_flight_bytes is"
+                f" {self._limit}), and nothing was queued"
+            )
+
+    def _copy_at_once(self, ring: Outgoing, message: _Message, deadline: Deadline) -> None:
+        try:
+            with self._writing:
+                while not self._ended:
+                    if self._push(ring, message):
+                        if message.complete:
+                            return
+                    elif deadline.expired or not waiting.spun(ring.end, message.least, self._spin_s):
+                        return
+        except _NotTakenError:
+            self._lost(_NOT_TAKEN)
+        except WireError as e:
+            self._break_down(str(e))
+            raise
+        except BaseException:
+            # Ctrl-C between a copy and our noting it: the stream's position is lost.
+            self._break_down("interrupted in the middle of a message")
+            raise
+        finally:
+            if self._ended:
+                self._say_that_it_ended()
+
+    def _accepted(self, message: _Message) -> Transfer:
+        try:
+            with self._lock:
+                complete, ended = message.complete, self._ended
+                if not ended:
+                    if complete:
+                        self._settle(message)
+                    else:
+                        self._queue.append(message)
+                        self._wake_writer()
+        except BaseException as e:
+            # No thread could be started, say. Part of the message may be gone, and the rest will not go.
+            self._break_down(f"the rest of a message could not be left to a writer: {e!r}")
+            raise
+        if complete:
+            message.transfer.finish()
+        elif ended:
+            if not message.announced:
+                raise self._fate.error()
+            message.transfer.fail(self._fate.error())
+        return message.transfer
+
+    # -- the ring ------------------------------------------------------------------------------------
+
+    def _push(self, ring: Outgoing, message: _Message) -> bool:
+        """Publish as much of a message as there is room for, a piece at most. Whether that was anything.
+
+        Whoever calls it holds ``_writing``, and nobody else works on the ring.
+        """
+        end, content = ring.end, message.content
+        room = end.room() & -LINE
+        if room == ring.nbytes and end.over(0):
+            if self._ended:
+                return False
+            raise _NotTakenError
+        prefix = b"" if message.announced else content.prefix
+        taken = len(prefix)
+        if room < taken:
+            return False
+        nbytes = min(content.nbytes - message.done, room - taken, self._piece_bytes)
+        if not taken and not nbytes:
+            return False
+        if taken:
+            ring.write(end.sent, prefix)
+        if nbytes:
+            ring.copy(end.sent + taken, content.address + message.done, nbytes)
+        with self._lock:
+            if self._ended:
+                return False  # it has failed: its memory is the caller's again, and may be something else
+            end.publish(taken + lines(nbytes))
+        message.announced = True
+        message.done += nbytes
+        return True
+
+    def _say_that_it_ended(self) -> None:
+        """The peer is told by the last one out: whoever writes just now says it afterwards."""
+        if self._ended and self._ring is not None and self._writing.acquire(blocking=False):
+            try:
+                ring, self._ring = self._ring, None
+                if ring is not None:
+                    ring.end.end()
+            finally:
+                self._writing.release()
+
+    # -- the writer ----------------------------------------------------------------------------------
+
+    def _wake_writer(self) -> None:
+        if self._thread is None:
+            thread = threading.Thread(
+                target=self._write, args=(self._ring,), name="kvplug-shm-send", daemon=True
+            )
+            thread.start()
+            self._thread = thread
+        else:
+            self._work.notify()
+
+    def _write(self, ring: Outgoing) -> None:
+        try:
+            while (message := self._next(ring)) is not None:
+                with self._writing:
+                    pushed = self._push(ring, message)
+                if message.complete:
+                    self._sent(message)
+                elif not pushed:
+                    self._sleep(ring, message.least)
+                del message  # the memory that was sent is not held until there is more to send
+        except _NotTakenError:
+            self._lost(_NOT_TAKEN)
+        except Exception as e:
+            self._break_down(f"writing into the ring failed: {e!r}")
+        finally:
+            self._say_that_it_ended()
+
+    def _next(self, ring: Outgoing) -> _Message | None:
+        """The oldest message; ``None`` at the end. Until there is one, this is who sleeps for a caller."""
+        while True:
+            with self._lock:
+                while not (self._queue or self._wanted or self._ended):
+                    self._work.wait()
+                if self._ended:
+                    return None
+                if self._queue:
+                    return self._queue[0]
+                wanted = self._wanted
+                if ring.end.awaited(wanted) is None:
+                    self._wanted = 0
+                    self._room.notify_all()
+                    continue
+            self._sleep(ring, wanted)
+
+    def _sleep(self, ring: Outgoing, count: int) -> None:
+        if not waiting.spun(ring.end, count, self._spin_s):
+            awaited = ring.end.awaited(count)
+            if awaited is not None:
+                waiting.nap(ring.end, awaited, None)
+
+    def _sent(self, message: _Message) -> None:
+        with self._lock:
+            if not self._ended:
+                self._queue.popleft()
+                self._settle(message)
+        message.transfer.finish()
+
+    def _settle(self, message: _Message) -> None:
+        self._queued_bytes -= message.cost
+        message.content.drop()
+        self._room.notify_all()

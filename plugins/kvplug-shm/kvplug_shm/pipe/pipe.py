@@ -1,0 +1,209 @@
+"""The pipe "shm": an outbox and an inbox over two rings of shared memory, and a watch on the peer."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import threading
+from typing import TYPE_CHECKING
+
+import attrs
+
+from kvplug import (
+    DEFAULT_TIMEOUT,
+    Connection,
+    Deadline,
+    Fate,
+    Heartbeat,
+    Pipe,
+    Timeout,
+    Transfer,
+    Turn,
+    close_after_fork,
+    watch,
+)
+from kvplug_shm.memory.pool import Pool
+from kvplug_shm.memory.segment import Segment
+from kvplug_shm.pipe.content import Content
+from kvplug_shm.pipe.inbox import Inbox
+from kvplug_shm.pipe.outbox import Outbox
+from kvplug_shm.pipe.rings import Incoming, Outgoing
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+
+@attrs.frozen(kw_only=True)
+class Tuning:
+    """What a pipe needs to know beside its memory."""
+
+    slots: int
+    slot_bytes: int
+    max_in_flight_bytes: int
+    spin_s: float
+    timeout_s: float
+    heartbeat_timeout_s: float
+    pool: Pool
+
+
+@attrs.frozen(kw_only=True)
+class Shared:
+    """The memory of one pipe, which both ends have mapped."""
+
+    segment: Segment
+    ring_bytes: int
+    """Of each of the two rings."""
+    piece_bytes: int
+    """What is copied before the other end is told."""
+    accepted: bool
+    """Whether this is the accepting end, whose outgoing ring is the first."""
+
+
+class ShmPipe(Pipe):
+    """One connection, which is only watched, and two rings.
+
+    One thread at most, the writer, started by the first message that the ring has no room for, gone with the
+    pipe. The process's liveness watcher looks at the peer.
+    """
+
+    def __init__(
+        self,
+        control: Connection,
+        shared: Shared,
+        tuning: Tuning,
+        *,
+        pidfd: int | None,
+        heartbeat_interval_s: float | None,
+    ) -> None:
+        """Owns the connection and the peer's ``pidfd`` from here on.
+
+        ``heartbeat_interval_s``: at least one of the two ends has no pidfd of the other, as both have
+        found out, so both beat that often.
+        """
+        self._peer = control.describe
+        self._timeout_s = tuning.timeout_s
+        self._fate = Fate(f"the pipe to {self._peer}")
+        self._control = control
+        self._closing = threading.Lock()
+        self._over = False
+        self._sending, self._receiving = Turn("sending"), Turn("receiving")
+        self._outbox = Outbox(
+            Outgoing(shared.segment, 0 if shared.accepted else 1, shared.ring_bytes),
+            peer=self._peer,
+            limit=tuning.max_in_flight_bytes,
+            piece_bytes=shared.piece_bytes,
+            spin_s=tuning.spin_s,
+            fate=self._fate,
+            lost=self._sending_lost,
+            break_down=self._break_down,
+        )
+        self._inbox = Inbox(
+            Incoming(shared.segment, 1 if shared.accepted else 0, shared.ring_bytes),
+            pool=tuning.pool,
+            peer=self._peer,
+            piece_bytes=shared.piece_bytes,
+            spin_s=tuning.spin_s,
+            fate=self._fate,
+            lost=self._peer_gone,
+            break_down=self._break_down,
+        )
+        close_after_fork(self)
+        try:
+            beat = None
+            if heartbeat_interval_s is not None:
+                beat = Heartbeat(
+                    control.sock, interval_s=heartbeat_interval_s, timeout_s=tuning.heartbeat_timeout_s
+                )
+            self._watch = watch(
+                pidfd=pidfd, sock=None if beat else control.sock, heartbeat=beat, on_gone=self._peer_gone
+            )
+        finally:
+            if pidfd is not None:
+                os.close(pidfd)  # the watch has its own
+
+    def __repr__(self) -> str:
+        state = "closed" if self._fate.closed else "ended" if self._fate.sealed else "open"
+        return f"<ShmPipe to {self._peer}, {state}>"
+
+    @property
+    def closed(self) -> bool:
+        return self._fate.closed
+
+    @property
+    def peer(self) -> str:
+        return self._peer
+
+    def send_tensor(self, tensor: Tensor | None, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Transfer:
+        if self._fate.sealed:
+            raise self._fate.error()
+        with self._sending.taken():
+            return self._outbox.send(Content(tensor), Deadline.after(timeout, self._timeout_s))
+
+    def recv_tensor(self, out: Tensor | None = None, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Tensor | None:
+        # A peer that is gone may have left whole messages behind: only a pipe closed here is over.
+        if self._fate.closed or self._fate.broken:
+            raise self._fate.error()
+        with self._receiving.taken():
+            return self._inbox.receive(out, Deadline.after(timeout, self._timeout_s))
+
+    def close(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
+        deadline = Deadline.after(timeout, self._timeout_s)
+        if not self._fate.close("is closed"):
+            return
+        self._inbox.stop()
+        self._outbox.drain(deadline)
+        self._end()
+        self._outbox.join()
+
+    def abort(self) -> None:
+        # Also ends a close() that is still draining in another thread.
+        if self._fate.close("was aborted") or not self._over:
+            self._end()
+
+    def _end(self) -> None:
+        """Wake everybody, tell the peer, and let go of everything. Blocks nowhere."""
+        self._outbox.fail()
+        self._inbox.stop()
+        self._watch.close()
+        with self._closing:
+            self._over = True
+            self._control.close()
+
+    def _after_fork_in_child(self) -> None:
+        self._over = True
+        self._fate.inherit()
+        self._control.close()
+        self._outbox.inherit()
+        self._inbox.inherit()
+
+    # -- bad news, from any thread -------------------------------------------------------------------
+
+    def _peer_gone(self, reason: str) -> None:
+        """What the peer has published can still be received: the pipe ends only after it."""
+        if self._fate.lose_peer(reason):
+            logger.debug("%r: %s", self, reason)
+        self._outbox.fail()
+        self._inbox.expect_no_more()
+        self._hang_up()
+
+    def _sending_lost(self, reason: str) -> None:
+        """The peer reads nothing more. What it sent before is not thrown away."""
+        self._fate.lose_peer(reason)
+        self._outbox.fail()
+
+    def _break_down(self, reason: str) -> None:
+        if self._fate.break_down(reason):
+            logger.warning("%r: %s", self, reason)
+        self._outbox.fail()
+        self._inbox.stop()
+        self._hang_up()
+
+    def _hang_up(self) -> None:
+        """A peer that was only silent, or stopped, hears of it."""
+        with self._closing, contextlib.suppress(OSError):
+            if not self._over:
+                self._control.sock.shutdown(socket.SHUT_RDWR)

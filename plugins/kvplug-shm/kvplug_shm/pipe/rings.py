@@ -1,0 +1,101 @@
+"""The two rings of a pipe in one segment, one each way: the words of both, then the bytes of both.
+
+A ring is one of bytes, and what lies in it begins at multiples of a cache line.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Final
+
+from kvplug_shm.memory.copying import LETS_GO_FROM
+from kvplug_shm.memory.segment import Segment
+from kvplug_shm.memory.words import Words
+from kvplug_shm.ring import order
+from kvplug_shm.ring.ends import ReadingEnd, WritingEnd
+
+LINE: Final = 64
+SMALLEST_BYTES: Final = 1024
+"""Of a ring: the longest prefix of a tensor, and a line more."""
+LARGEST_BYTES: Final = order.MAX_PLACES // LINE * LINE
+_PAGE: Final = 4096
+_NUM_WORDS: Final = order.num_words(1)
+
+# One function twice: one lets the interpreter's lock go, and one has the smaller fixed cost.
+_let_go = ctypes.memmove
+_keep: ctypes._CFunctionType = ctypes.PYFUNCTYPE(
+    ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t
+)(ctypes.cast(ctypes.memmove, ctypes.c_void_p).value)
+
+
+def lines(nbytes: int) -> int:
+    """Bytes of the whole lines that ``nbytes`` take."""
+    return (nbytes + LINE - 1) & -LINE
+
+
+def segment_size(ring_bytes: int) -> int:
+    """Bytes of the segment of a pipe."""
+    return _PAGE + 2 * -(-ring_bytes // _PAGE) * _PAGE
+
+
+class _Ring:
+    def __init__(self, segment: Segment, index: int, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self.words = Words(segment, index * Words.size(_NUM_WORDS), _NUM_WORDS)
+        begin = _PAGE + index * -(-nbytes // _PAGE) * _PAGE
+        self.bytes = segment.view[begin : begin + nbytes]
+        self._segment = segment  # whose address is good for as long as it is mapped
+        self._address = segment.address + begin
+
+
+class Outgoing(_Ring):
+    """The ring that this process writes. ``ring`` 0 is the accepting end's."""
+
+    def __init__(self, segment: Segment, ring: int, nbytes: int) -> None:
+        super().__init__(segment, ring, nbytes)
+        self.end = WritingEnd(self.words, 1, nbytes)
+
+    def write(self, count: int, data: bytes) -> None:
+        """Put small ``data`` where byte ``count`` of the stream lies, going on at the ring's begin."""
+        at = count % self.nbytes
+        stop = at + len(data)
+        if stop <= self.nbytes:
+            self.bytes[at:stop] = data
+        else:
+            first = self.nbytes - at
+            self.bytes[at:] = data[:first]
+            self.bytes[: stop - self.nbytes] = data[first:]
+
+    def copy(self, count: int, source: int, nbytes: int) -> None:
+        """The same for ``nbytes`` at the address ``source``."""
+        at = count % self.nbytes
+        move = _keep if nbytes < LETS_GO_FROM else _let_go
+        first = min(nbytes, self.nbytes - at)
+        move(self._address + at, source, first)
+        if first < nbytes:
+            move(self._address, source + first, nbytes - first)
+
+
+class Incoming(_Ring):
+    """The ring that this process reads."""
+
+    def __init__(self, segment: Segment, ring: int, nbytes: int) -> None:
+        super().__init__(segment, ring, nbytes)
+        self.end = ReadingEnd(self.words, 0, nbytes)
+
+    def peek(self, count: int, nbytes: int) -> bytes:
+        """A copy of a few bytes from byte ``count`` of the stream on."""
+        at = count % self.nbytes
+        stop = at + nbytes
+        if stop <= self.nbytes:
+            return bytes(self.bytes[at:stop])
+        return bytes(self.bytes[at:]) + bytes(self.bytes[: stop - self.nbytes])
+
+    def copy(self, count: int, target: int, nbytes: int) -> None:
+        """Put ``nbytes`` from byte ``count`` of the stream on to the address ``target``."""
+        at = count % self.nbytes
+        move = _keep if nbytes < LETS_GO_FROM else _let_go
+        first = min(nbytes, self.nbytes - at)
+        move(target, self._address + at, first)
+        if first < nbytes:
+            move(target + first, self._address, nbytes - first)
