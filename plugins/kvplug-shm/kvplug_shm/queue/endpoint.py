@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Sequence
+from typing import Final
+
+import attrs
 
 from kvplug import (
     DEFAULT_TIMEOUT,
+    Credentials,
     Deadline,
+    InsecureAddressError,
     QueueContext,
     QueueEndpoint,
     QueueHandle,
@@ -15,9 +19,9 @@ from kvplug import (
     TransportError,
     WireError,
     dial,
+    local_domain,
 )
 from kvplug_shm.options import ShmQueueOptions
-from kvplug_shm.probe import describe
 from kvplug_shm.queue.admission import Admission
 from kvplug_shm.queue.ends import limits_of
 from kvplug_shm.queue.far import Far
@@ -30,77 +34,114 @@ from kvplug_shm.queue.writer import ShmWriter
 from kvplug_shm.ring.ends import WritingEnd
 
 NAME: Final = "shm"
+_NOWHERE: Final = "-"
 
 
 class ShmQueueEndpoint(QueueEndpoint):
-    """Readers of the writer's host share its memory; the others are served over the network."""
+    """Readers on the writer's host share its memory; the others are served over the network.
+
+    Which way a reader takes, the context's ``local_reader_ranks`` say. Where it says nothing, whoever can
+    reach the writer's socket does, and the network is listened on if the context's host is not a loopback
+    address.
+    """
 
     def __init__(self, context: QueueContext) -> None:
         super().__init__(context)
         self._options: ShmQueueOptions = context.options if context.options is not None else ShmQueueOptions()
 
+    @property
+    def _max_message_bytes(self) -> int:
+        """A chunk is no larger message than is permitted."""
+        return max(self._options.max_message_bytes, self.context.max_chunk_bytes)
+
     def create(self, reader_ranks: Sequence[int] | None = None) -> ShmWriter:
         context, options = self.context, self._options
         ranks = self._reader_ranks(reader_ranks)
+        local = self._local_reader_ranks(ranks)
         sizes = Sizes(
             n_reader=len(ranks),
             max_chunks=context.max_chunks,
             max_chunk_bytes=context.max_chunk_bytes,
-            max_message_bytes=max(options.max_message_bytes, context.max_chunk_bytes),
+            max_message_bytes=self._max_message_bytes,
         )
         ring, fd = ShmRingBuffer.create(sizes)
         end = WritingEnd(ring.words, sizes.n_reader, sizes.max_chunks)
         roster = Roster(ring, end, ranks)
         admission = Admission(roster, sizes, fd, context.credentials, context.heartbeat_timeout_s)
-        far: Far | None = None
         try:
-            handle = QueueHandle(
-                transport=NAME,
-                reader_ranks=ranks,
-                local_reader_ranks=self._local_reader_ranks(ranks),
-                data={"domain": describe().domain, "contact": admission.contact},
-            )
-            return ShmWriter(
-                context,
-                options,
-                handle,
-                ring=ring,
-                end=end,
-                roster=roster,
-                admission=admission,
-                far=far,
-            )
+            far = self._far(roster, everybody_is_near=len(local) == len(ranks))
         except BaseException:
             admission.close()
             raise
+        handle = QueueHandle(
+            transport=NAME,
+            reader_ranks=ranks,
+            local_reader_ranks=local,
+            data={
+                "domain": local_domain(),
+                "contact": admission.contact,
+                "network": None if far is None else dict(far.data),
+            },
+        )
+        return ShmWriter(
+            context, options, handle, ring=ring, end=end, roster=roster, admission=admission, far=far
+        )
+
+    def _far(self, roster: Roster, *, everybody_is_near: bool) -> Far | None:
+        """What serves readers elsewhere, if there can be any."""
+        context = self.context
+        if everybody_is_near and (context.local_reader_ranks is not None or _is_loopback(context.host)):
+            return None
+        from kvplug_shm.queue.remote import serve
+
+        return serve(context, roster)
 
     def create_from_handle(
         self, handle: QueueHandle, rank: int, timeout: Timeout = DEFAULT_TIMEOUT
     ) -> ShmReader:
-        context, options = self.context, self._options
-        deadline = Deadline.after(timeout, context.timeout_s)
+        deadline = Deadline.after(timeout, self.context.timeout_s)
         handle.check(NAME, rank)
-        contact = _contact_in(handle.data)
+        match handle.data:
+            case {"domain": str(domain), "contact": str(contact), "network": None | dict() as network}:
+                here = local_domain()
+                same = here == domain or _NOWHERE in (here, domain)  # where nobody can tell, it is tried
+                if rank in handle.local_reader_ranks and same:
+                    return self._near_reader(handle, contact, rank, deadline)
+                if network is None:
+                    raise TransportError(
+                        f"the memory of this queue's writer does not reach reader rank {rank}, and it listens"
+                        " on no network: name the ranks on its host as its local_reader_ranks, and give it a"
+                        " host that can be reached from here"
+                    )
+                return self._far_reader(handle, network, rank, deadline)
+        raise WireError("this is no handle of a queue 'shm'; pass on what export_handle() gave")
+
+    def _near_reader(self, handle: QueueHandle, contact: str, rank: int, deadline: Deadline) -> ShmReader:
+        context, options = self.context, self._options
         connection = dial(contact, context.credentials, PURPOSE, deadline.remaining())
         joined = join(connection, rank, context.heartbeat_timeout_s, deadline)
         source = NearSource(joined, options.spin_us * 1e-6)
         limits = limits_of(joined.ring.sizes.max_message_bytes)
         return ShmReader(context, options, handle, rank, source, limits, source.drop)
 
+    def _far_reader(
+        self, handle: QueueHandle, network: dict[str, object], rank: int, deadline: Deadline
+    ) -> ShmReader:
+        from kvplug_shm.queue.remote import attach
 
-def _contact_in(data: Mapping[str, Any]) -> str:
-    """Where the writer listens on this host.
+        options = self._options
+        context = attrs.evolve(self.context, options=options)
+        source = attach(context, network, rank, deadline)
+        limits = limits_of(self._max_message_bytes)
+        return ShmReader(context, options, handle, rank, source, limits, lambda: None)
 
-    Raises:
-        WireError: the handle does not say so.
-        TransportError: it is another host, or another network namespace.
-    """
-    match data:
-        case {"domain": str(domain), "contact": str(contact)}:
-            if domain == "-" or domain != describe().domain:
-                raise TransportError(
-                    "the writer of this queue is on another host or in another network namespace, where its"
-                    " memory does not reach; leave this rank out of the writer's local_reader_ranks"
-                )
-            return contact
-    raise WireError("this is no handle of a queue 'shm'; pass on what export_handle() gave")
+
+def _is_loopback(host: str) -> bool:
+    """Whether no other host reaches it. The core decides that: it is what it wants a secret for."""
+    if host.startswith("unix:"):
+        return True
+    try:
+        Credentials().require_secret(f"[{host}]:0" if ":" in host else f"{host}:0")
+    except InsecureAddressError:
+        return False
+    return True

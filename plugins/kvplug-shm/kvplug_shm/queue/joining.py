@@ -21,6 +21,7 @@ from typing import Any, Final
 import attrs
 
 from kvplug import (
+    CapacityError,
     ConfigError,
     Connection,
     Deadline,
@@ -32,6 +33,7 @@ from kvplug import (
 )
 from kvplug.wire import Limits, decode, encode
 from kvplug_shm.memory.handing import recv_fds, send_fd
+from kvplug_shm.memory.limits import in_words
 from kvplug_shm.queue.ring_buffer import ShmRingBuffer, Sizes
 
 PURPOSE: Final = "queue-shm"
@@ -173,6 +175,7 @@ def watched(
 
     Raises:
         ClosedError: the connection was closed meanwhile.
+        CapacityError: this process can have no more descriptors.
     """
     try:
         if heartbeat_s is None:
@@ -180,6 +183,8 @@ def watched(
         interval_s, timeout_s = heartbeat_s
         beat = Heartbeat(connection.sock, interval_s=interval_s, timeout_s=timeout_s)
         return watch(pidfd=pidfd, heartbeat=beat, on_gone=on_gone)
+    except OSError as e:
+        raise CapacityError(f"{connection.describe} cannot be watched: {in_words(e)}") from e
     finally:
         if pidfd is not None:
             os.close(pidfd)

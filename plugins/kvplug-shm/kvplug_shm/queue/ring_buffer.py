@@ -153,12 +153,5 @@ class ShmRingBuffer:
         return Message(kind == CHUNK, arena[at : at + head_nbytes], arena[body_at:end])
 
     def give_back(self, at: int, nbytes: int) -> None:
-        """Return these bytes of the arena to the system; they are zeroes, and cost nothing, until written to.
-
-        A kernel that cannot do it keeps them.
-        """
-        begin = self.sizes.arena_at + -(-at // _PAGE) * _PAGE
-        end = self.sizes.arena_at + (at + nbytes) // _PAGE * _PAGE
-        if end > begin:
-            with contextlib.suppress(OSError):
-                self._segment.memory.madvise(mmap.MADV_REMOVE, begin, end - begin)
+        """Return these bytes of the arena to the system, where it can take them back."""
+        self._segment.give_back(self.sizes.arena_at + at, nbytes)
