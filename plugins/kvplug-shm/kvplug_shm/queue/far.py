@@ -83,7 +83,9 @@ class Far(Protocol):
     def changed(self) -> None:
         """A message was published, or the writer waits until all are ready.
 
-        From the writer's thread, after each; costs next to nothing where no reader has come, and never waits.
+        From the writer's thread, after each; costs next to nothing where no reader has come. Returns when the
+        message has arrived at those that have come, so that it outlives the writer; a reader from which
+        nothing comes is waited for a moment, and not again until it has caught up.
         """
 
     def close(self, deadline: Deadline) -> None:
@@ -134,7 +136,9 @@ class Source(Protocol):
         """Whoever waits calls ``check``. Never waits itself."""
 
     def leave(self, *, died: bool) -> None:
-        """The writer waits for this reader no more; it "has left", unless ``died``. Never waits.
+        """The writer waits for this reader no more; it "has left", unless ``died``.
+
+        Waits for nobody, and for a moment at most until what it says has left this process.
 
         Called once. The descriptors are closed when nobody is inside the other calls any more.
         """

@@ -24,9 +24,12 @@ def serve(context: QueueContext, feed: Feed) -> Far:
 
 
 def attach(context: QueueContext, data: Mapping[str, Any], rank: int, deadline: Deadline) -> Source:
-    """Join the queue whose far half gave ``data``, as reader ``rank``. Raises as ``create_from_handle``."""
-    contact = RemoteContact.from_plain(data)
-    reader = RemoteReader(context, contact, rank, context.options.max_message_bytes)
+    """Join the queue whose far half gave ``data``, as reader ``rank``. Raises as ``create_from_handle``.
+
+    Messages larger than this end's own option ``max_message_bytes`` allows are not accepted.
+    """
+    most = max(context.options.max_message_bytes, context.max_chunk_bytes)
+    reader = RemoteReader(context, RemoteContact.from_plain(data), rank, most)
     try:
         reader.join_queue(deadline)
     except BaseException:

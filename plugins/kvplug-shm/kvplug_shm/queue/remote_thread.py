@@ -30,8 +30,8 @@ HIGH_WATER_MARK: Final = 1024
 """Frames; what is under way is kept far below it."""
 SETTLE_S: Final = 1.0
 """How long what is on its way from a dead process, or to one that is told of the end, is waited for."""
-_DESCRIPTORS = 24
-"""What a context and its sockets open, generously. ZeroMQ ends the process when it gets none."""
+_DESCRIPTORS = 14
+"""What a context and its sockets open, and some. ZeroMQ ends the process when it gets none."""
 _BEATS_IN_TIMEOUT = 5
 _KEEPALIVE = ((zmq.TCP_KEEPALIVE, 1), (zmq.TCP_KEEPALIVE_IDLE, 5), (zmq.TCP_KEEPALIVE_INTVL, 2))
 
@@ -125,8 +125,9 @@ class SocketThread(abc.ABC):
                     with contextlib.suppress(BlockingIOError):
                         os.eventfd_read(self._wake)
         except Exception as e:
-            logger.exception("%s stops: a fault of kvplug", self._name)
-            self._failed(e)
+            if not self._ended:  # else it may have looked at what others have let go of
+                logger.exception("%s stops: a fault of kvplug", self._name)
+                self._failed(e)
         finally:
             self._let_go(int(self._linger_s * 1000))
 

@@ -139,6 +139,7 @@ class RemoteWriter(SocketThread):
     def _let_go(self, linger_ms: int) -> None:
         for link in list(self._links.values()):
             link.close()
+            link.frames = None  # the ring's memory is not ours to hold on to
         super()._let_go(linger_ms)
         with self._moved:
             self._moved.notify_all()

@@ -1,0 +1,22 @@
+"""The queue "shm" is judged by the conformance kit with all its readers on the network."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvplug import QueueEndpoint
+from kvplug.testing import MessageQueueContract
+
+
+class TestShmQueueOverTheNetwork(MessageQueueContract):
+    transport = "shm"
+
+    def endpoint(self, **context: Any) -> QueueEndpoint:
+        return super().endpoint(**{"local_reader_ranks": (), **context})
+
+
+class TestShmQueueOverTheNetworkInIPv6(MessageQueueContract):
+    transport = "shm"
+
+    def endpoint(self, **context: Any) -> QueueEndpoint:
+        return super().endpoint(**{"local_reader_ranks": (), "host": "::1", **context})
