@@ -22,6 +22,7 @@ from kvplug_shm.memory.segment import Segment
 SIZE = 1 << 20
 HUGE_PAGES = 0x4
 NOEXEC_SEAL = 0x8
+FUTURE_WRITE_SEAL = 0x10
 ALL_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
@@ -116,6 +117,14 @@ def in_folder(folder: str | None) -> int:
         return os.dup(f.fileno())
 
 
+def for_reading() -> int:
+    fd = sealed(SIZE, ALL_SEALS)
+    try:
+        return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY)
+    finally:
+        os.close(fd)
+
+
 def one_end_of_a_pipe() -> int:
     reading, writing = os.pipe()
     os.close(writing)
@@ -130,6 +139,9 @@ WRONG: dict[str, Callable[[], int]] = {
     "may be shrunk": lambda: sealed(SIZE, ALL_SEALS & ~fcntl.F_SEAL_SHRINK),
     "may be sealed further": lambda: sealed(SIZE, ALL_SEALS & ~fcntl.F_SEAL_SEAL),
     "cannot be sealed": plain,
+    "cannot be written": lambda: sealed(SIZE, ALL_SEALS | fcntl.F_SEAL_WRITE),
+    "cannot be written any more": lambda: sealed(SIZE, ALL_SEALS | FUTURE_WRITE_SEAL),
+    "for reading only": for_reading,
     "a file": lambda: in_folder(None),
     "a file in memory": lambda: in_folder("/dev/shm"),
     "a device": lambda: os.open("/dev/zero", os.O_RDWR),

@@ -22,6 +22,8 @@ from kvplug_shm.memory.copying import address_of
 from kvplug_shm.memory.limits import in_words
 
 _SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+_FUTURE_WRITE_SEAL: Final = 0x10
+_UNWRITABLE: Final = fcntl.F_SEAL_WRITE | _FUTURE_WRITE_SEAL
 _STRICT: Final = b"2"
 _MAP_FIXED: Final = 0x10
 _MAP_NORESERVE: Final = 0x4000
@@ -68,7 +70,7 @@ class Segment:
         """Map what another process has made. The descriptor stays the caller's.
 
         Raises:
-            WireError: it is not sealed memory of this size.
+            WireError: it is not sealed memory of this size that can be written.
             CapacityError: it cannot be mapped.
         """
         try:
@@ -80,6 +82,9 @@ class Segment:
             raise WireError(
                 f"sealed memory of {nbytes} bytes was promised; {found.st_size} came, with seals {seals:#x}"
             )
+        # Looked at first: a mapping that fails leaves a hole where another thread's may come to lie.
+        if seals & _UNWRITABLE or fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDWR:
+            raise WireError("what was handed over is memory that cannot be written")
         try:
             if found.st_dev != _device_of_memory():
                 raise WireError("what was handed over is memory of another kind, which can run out under us")
