@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from kvplug import QueueEndpoint
 from kvplug.testing import MessageQueueContract
 
@@ -15,6 +17,7 @@ class TestShmQueueOverTheNetwork(MessageQueueContract):
         return super().endpoint(**{"local_reader_ranks": (), **context})
 
 
+@pytest.mark.slow
 class TestShmQueueOverTheNetworkInIPv6(MessageQueueContract):
     transport = "shm"
 
