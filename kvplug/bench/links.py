@@ -30,9 +30,9 @@ class Meeting:
     folder: str
     """An empty one, for sockets and files that have to have a name."""
     tell: Callable[[Any], None]
-    """At rank 0: give a plain value to all others."""
+    """Give a plain value to all others."""
     told: Callable[[], Any]
-    """At the others: the next value."""
+    """The next value that another end has told."""
 
     @property
     def is_first(self) -> bool:

@@ -136,7 +136,9 @@ def one_turn(candidate: Candidate, plan: Plan) -> list[Figures]:
                 target, its, timeout_s=LIFE_S, env=candidate.env, python=candidate.python, flags=["-P"]
             )
             ends.append(stack.enter_context(child))
-        attended = [pool.submit(_attend, each, ends[1:]) for each in ends]
+        attended = [
+            pool.submit(_attend, each, [other for other in ends if other is not each]) for each in ends
+        ]
         every = _gathered(attended)
     return [
         *(_bulk(op, nbytes, [each[f"{op} {nbytes}"] for each in every]) for op, nbytes in bulk),

@@ -1,0 +1,222 @@
+"""Shared memory beside what users would pick instead: transports of kvplug, and every peer that is installed.
+
+The harness is that of ``kvplug bench``; this adds peers that need more than torch and pyzmq: vLLM's message
+queue, NIXL over UCX shared memory, iceoryx2, torch.multiprocessing, Unix sockets. One that is not installed
+is skipped, with the reason. ``python benchmarks/shm.py --help``; needs kvplug, kvplug-shm, torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import platform
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from kvplug import Registry
+from kvplug.bench.candidate import (
+    BASELINES,
+    INTO,
+    KEPT,
+    LATENCY,
+    LOOKED,
+    PIPE,
+    QUEUE,
+    WAKE,
+    Candidate,
+    baseline,
+)
+from kvplug.bench.choice import transports
+from kvplug.bench.plot import save_plot
+from kvplug.bench.rounds import Outcome, Plan, run_rounds
+from kvplug.bench.rows import COLUMNS, Comparison, cells, compare, medians, refused
+from kvplug.config.units import format_bytes, parse_bytes
+from kvplug.queue import MAX_CHUNK_BYTES, MAX_CHUNKS
+
+HERE = Path(__file__).parent
+ARENA_BYTES = 256 << 20
+"""vLLM's arena has slots of this size."""
+
+
+def peers(given: argparse.Namespace) -> list[Candidate]:
+    """Every peer, installed or not: its processes find that out."""
+    chunks = {"max_chunk_bytes": given.chunk_bytes, "max_chunks": given.chunks}
+    vllm: dict[str, Any] = {"python": given.vllm_python, "env": _env(given.vllm_python)}
+    if not Path(given.vllm_python).exists():
+        vllm["skipped_because"] = f"{given.vllm_python} is not there"
+    sockets = "peers.unix:UnixSockets"
+    every = [
+        _peer("nixl", PIPE, "peers.nixl_ucx:Nixl", ops=(INTO, LATENCY, WAKE)),
+        _peer("iceoryx2", PIPE, "peers.iceoryx:Iceoryx"),
+        _peer("torch.multiprocessing", PIPE, "peers.torch_queue:TorchQueue"),
+        _peer("unix socket", PIPE, sockets, arguments={"connections": 1}),
+        _peer("2 unix sockets", PIPE, sockets, arguments={"connections": 2}),
+        _peer("vllm", PIPE, "peers.vllm_queue:VllmPipe", arguments=chunks, **vllm),
+        _peer(
+            *("vllm", QUEUE, "peers.vllm_queue:VllmBroadcast"),
+            arguments=chunks | {"arena": False},
+            ops=(KEPT, LATENCY, WAKE),
+            **vllm,
+        ),
+        _peer(
+            *("vllm, arena", QUEUE, "peers.vllm_queue:VllmBroadcast"),
+            arguments=chunks | {"arena": True},
+            ops=(LOOKED,),
+            largest_looked=ARENA_BYTES,
+            **vllm,
+        ),
+    ]
+    return [each for each in every if not given.only or each.name in given.only]
+
+
+def _peer(name: str, kind: str, link: str, **more: Any) -> Candidate:
+    return Candidate(**({"name": name, "kind": kind, "link": link, "baseline": True, "env": _env()} | more))
+
+
+def _env(python: str = sys.executable) -> dict[str, str]:
+    """Where processes find the peers; another interpreter's find kvplug there, too."""
+    path = [str(HERE), *([] if python == sys.executable else [str(HERE.parent)])]
+    path += [each for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if each]
+    return {"PYTHONPATH": os.pathsep.join(path), "VLLM_LOGGING_LEVEL": "ERROR"}
+
+
+def ours(given: argparse.Namespace) -> list[Candidate]:
+    return transports(
+        Registry.from_env(),
+        given.transport,
+        path=None,
+        overrides=given.set,
+        max_chunk_bytes=given.chunk_bytes,
+        max_chunks=given.chunks,
+    )
+
+
+def table(compared: Sequence[Comparison]) -> Iterable[str]:
+    """In Markdown."""
+    rows = [cells(each, "" if each.row.bytes is None else format_bytes(each.row.bytes)) for each in compared]
+    filled = [i for i in range(len(COLUMNS)) if any(row[i] for row in rows)]
+    yield "| " + " | ".join(COLUMNS[i].lower() for i in filled) + " |"
+    yield "|" + " --- |" * len(filled)
+    for row in rows:
+        yield "| " + " | ".join(row[i] for i in filled) + " |"
+
+
+def machine(given: argparse.Namespace, load_before: float) -> dict[str, Any]:
+    cpu = platform.processor()
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            cpu = line.partition(":")[2].strip()
+            break
+    versions = {}
+    for name in ("torch", "pyzmq", "nixl", "iceoryx2"):
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return {
+        "cpu": cpu,
+        "cores": os.cpu_count(),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        **versions,
+        "chunks": f"{given.chunks} x {format_bytes(given.chunk_bytes)}",
+        "readers": given.readers,
+        "load_before": load_before,
+        "load_after": os.getloadavg()[0],
+    }
+
+
+def as_json(outcomes: Sequence[Outcome], compared: Sequence[Comparison], about: dict[str, Any]) -> str:
+    """The rows with their ratios, medians with page faults, and every round."""
+    each = [
+        {
+            "name": outcome.candidate.name,
+            "kind": outcome.candidate.kind,
+            "skipped_because": outcome.skipped_because,
+            "medians": [attrs.asdict(figures) for figures in medians(outcome)],
+            "rounds": [[attrs.asdict(figures) for figures in done] for done in outcome.rounds],
+        }
+        for outcome in outcomes
+    ]
+    rows = [attrs.asdict(one) for one in compared]
+    return json.dumps({"machine": about, "rows": rows, "outcomes": each}, indent=2)
+
+
+def arguments() -> argparse.Namespace:
+    def names(text: str) -> list[str]:
+        return [name for each in text.split(",") if (name := each.strip())]
+
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--transport", type=names, default=["shm"], metavar="A,B", help="as kvplug bench has it"
+    )
+    parser.add_argument("--baseline", type=names, default=list(BASELINES), metavar="A,B")
+    parser.add_argument("--only", type=names, default=[], metavar="A,B", help="of the peers, those; else all")
+    parser.add_argument(
+        *("--sizes", "-s"),
+        type=lambda text: tuple(parse_bytes(each) for each in names(text)),
+        default=tuple(1 << n for n in (12, 16, 20, 24, 26, 28)),
+        metavar="A,B",
+    )
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--readers", type=int, default=1)
+    parser.add_argument("--chunk-bytes", type=parse_bytes, default=MAX_CHUNK_BYTES, metavar="SIZE")
+    parser.add_argument("--chunks", type=int, default=MAX_CHUNKS, metavar="N")
+    parser.add_argument("--idle", type=float, default=10.0, metavar="SECONDS")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="an option of a transport"
+    )
+    parser.add_argument(
+        "--vllm-python", default=sys.executable, metavar="FILE", help="an interpreter that has vLLM"
+    )
+    parser.add_argument("--plot", metavar="FILE", help=".png or .svg")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every round there")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table there as well")
+    return parser.parse_args()
+
+
+def main() -> None:
+    given = arguments()
+    load_before = os.getloadavg()[0]
+    candidates = ours(given)
+    kinds = {each.kind for each in candidates}
+    candidates += [each for name in given.baseline for each in baseline(name, kinds)]
+    candidates += [each for each in peers(given) if each.kind in kinds]
+    plan = Plan(sizes=given.sizes, rounds=given.rounds, readers=given.readers, idle_s=given.idle)
+
+    def turn(candidate: Candidate, number: int) -> None:
+        print(f"round {number + 1} of {given.rounds}: {candidate.kind} {candidate.name}", file=sys.stderr)
+
+    outcomes = run_rounds(candidates, plan, turn)
+    for outcome in outcomes:
+        if outcome.skipped_because:
+            print(f"{outcome.candidate.name}: skipped: {outcome.skipped_because}", file=sys.stderr)
+        if outcome.last_words:
+            print(outcome.last_words, file=sys.stderr)
+    compared = [
+        comparison
+        for outcome in outcomes
+        for comparison in (*compare(outcome, outcomes), *refused(outcome, given.sizes))
+    ]
+    about = machine(given, load_before)
+    facts = ", ".join(f"{key} {value}" for key, value in about.items())
+    text = "\n".join((*table(compared), "", f"{given.rounds} rounds, float16. {facts}.", ""))
+    print(text)
+    if given.markdown:
+        given.markdown.write_text(text)
+    if given.json:
+        given.json.write_text(as_json(outcomes, compared, about))
+    if given.plot:
+        save_plot([each.row for each in compared], given.plot)
+
+
+if __name__ == "__main__":
+    main()
