@@ -85,6 +85,8 @@ class WritingEnd:
 class ReadingEnd:
     """Reads units from ``read`` on, as many as have come, and gives their places back."""
 
+    _writer_evicted = False
+
     def __init__(self, memory: Memory, reader: int, places: int, *, read: int = 0) -> None:
         """Raises ValueError for a number of places that no ring has."""
         self._memory = memory
@@ -92,7 +94,6 @@ class ReadingEnd:
         self._tail = order.tail(reader)
         self._asleep = order.asleep(reader)
         self._evicted = order.evicted(reader)
-        self._writer_evicted = False
         self.read = read
 
     def available(self) -> int:

@@ -102,7 +102,12 @@ def announce(memory: Memory, word: int, value: int, sleepers: Iterable[int]) -> 
 
 
 def doze(memory: Memory, word: int, seen: int, own: int, seconds: float | None = None) -> None:
-    """Sleep until ``word`` is no longer what was ``seen``; ``own`` is this end's word for being asleep."""
+    """Sleep until ``word`` is no longer what was ``seen``; ``own`` is this end's word for being asleep.
+
+    Nobody sleeps on the word of an end that is over: who gives it up as well does not change the word.
+    """
+    if seen & OVER:
+        return
     words = memory.words
     words[own] = 1
     try:
