@@ -105,8 +105,8 @@ CHEAP = {"SAMPLE_PIPE_GB_PER_S": "1000"}
         pytest.param(("sample", {}), "sample", {}, "kvplug_sample.pipe", id="by name at both ends"),
         pytest.param(("auto", {}), "sample", {}, "kvplug_sample.pipe", id="by name at one end"),
         pytest.param(("auto", CHEAP), "auto", CHEAP, "kvplug_sample.pipe", id="auto, cheaper than ours"),
-        pytest.param(("auto", {}), "auto", {}, "kvplug_cpu.pipe", id="auto, dearer than ours"),
-        pytest.param(("auto", CHEAP), "auto", {}, "kvplug_cpu.pipe", id="auto, cheap at one end only"),
+        pytest.param(("auto", {}), "auto", {}, "kvplug_shm.pipe.pipe", id="auto, dearer than ours"),
+        pytest.param(("auto", CHEAP), "auto", {}, "kvplug_shm.pipe.pipe", id="auto, cheap at one end only"),
     ],
     indirect=["prefill"],
 )
