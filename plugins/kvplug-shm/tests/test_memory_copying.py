@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import random
+import sys
 import threading
 
 import pytest
@@ -80,20 +81,32 @@ def test_bytes_that_do_not_lie_together_have_no_address() -> None:
             address_of(view[::2])
 
 
-def test_an_address_holds_nothing(segment: Segment) -> None:
+def test_nothing_is_held_afterwards(segment: Segment) -> None:
     content = bytearray(SIZE)
-    address_of(memoryview(content))
-    into(segment.view, 0, memoryview(content))
+    for view in (memoryview(content), memoryview(content).toreadonly()):
+        address_of(view)
+        into(segment.view, 0, view)
     out_of(segment.view, 0, memoryview(content))
+    del view
     content.append(1)  # refused as long as anything has a view of it
 
 
-def test_a_large_copy_lets_other_threads_run(segment: Segment) -> None:
-    """A thread that is woken by nothing but the copier's letting the lock go."""
-    source, stop, ran = memoryview(bytes(2 * LETS_GO_FROM)), threading.Event(), threading.Event()
-    other = threading.Thread(target=lambda: (ran.set(), stop.wait()))
+@pytest.mark.parametrize(("nbytes", "others_run"), [(LETS_GO_FROM - 1, False), (LETS_GO_FROM, True)])
+def test_a_large_copy_lets_other_threads_run(segment: Segment, nbytes: int, others_run: bool) -> None:
+    source, go, ran = memoryview(bytes(nbytes)), threading.Lock(), threading.Event()
+    go.acquire()
+    other = threading.Thread(target=lambda: (go.acquire(), ran.set()))
     other.start()
-    while not ran.is_set():
-        into(segment.view, 0, source)
-    stop.set()
-    other.join()
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1000)  # nobody is made to let the lock go
+    try:
+        go.release()
+        copies = 0
+        while not ran.is_set() and copies < (100_000 if others_run else 1000):
+            into(segment.view, 0, source)
+            copies += 1
+        did = ran.is_set()
+    finally:
+        sys.setswitchinterval(interval)
+        other.join()
+    assert did is others_run

@@ -62,14 +62,14 @@ def test_a_changed_word_is_not_slept_on(segment: Segment) -> None:
 
 @pytest.mark.parametrize("value", [0, (1 << 40) + 2])
 def test_who_sleeps_on_the_low_half_is_woken(segment: Segment, value: int) -> None:
-    words = Words(segment, 64, 1)
-    words.words[0] = value
-    sleeper = threading.Thread(target=words.wait, args=(0, value, 60), daemon=True)
+    words = Words(segment, 64, 2)
+    words.words[1] = value
+    sleeper = threading.Thread(target=words.wait, args=(1, value, 60), daemon=True)
     sleeper.start()
-    while not futex.wake(segment.address + 64):
+    while sleeper.is_alive():
+        assert not futex.wake(segment.address + 64)
+        words.wake(1)
         time.sleep(0.001)
-    sleeper.join(30)
-    assert not sleeper.is_alive()
 
 
 # -- in two processes ------------------------------------------------------------------------------------
