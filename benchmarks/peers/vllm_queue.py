@@ -52,7 +52,7 @@ class VllmPipe(Link):
         return got
 
     def close(self) -> None:
-        pass
+        del self._out, self._in  # their shared memory is unlinked with them
 
 
 class VllmBroadcast(Broadcast):
@@ -93,4 +93,4 @@ class VllmBroadcast(Broadcast):
         self._queue.dequeue()
 
     def close(self) -> None:
-        pass
+        del self._queue  # its shared memory is unlinked with it

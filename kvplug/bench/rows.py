@@ -11,7 +11,7 @@ from kvplug.bench.candidate import COPY, INTO, KEPT, LATENCY, LOOKED, WAKE
 from kvplug.bench.rounds import Figures, Outcome
 
 _COMPARED = {LOOKED: KEPT}
-"""What looking is compared with: a baseline cannot do it."""
+"""What looking is compared with where no baseline can do it."""
 
 
 @attrs.frozen(kw_only=True)
@@ -124,17 +124,25 @@ def _best(outcome: Outcome, figures: Figures, others: Sequence[Outcome]) -> tupl
     """The fastest baseline in this op, and how many times faster the candidate is."""
     if outcome.candidate.baseline:
         return "", None
-    op = _COMPARED.get(figures.op, figures.op)
-    theirs = {
-        each.candidate.name: speeds
-        for each in others
-        if each.candidate.baseline and each.candidate.kind == outcome.candidate.kind
-        if (speeds := _speeds(each, op, figures.nbytes))
-    }
+    theirs = _of_baselines(outcome, figures.op, figures.nbytes, others)
+    if not theirs and figures.op in _COMPARED:
+        theirs = _of_baselines(outcome, _COMPARED[figures.op], figures.nbytes, others)
     if not theirs:
         return "", None
     best = max(theirs, key=lambda name: statistics.median(theirs[name]))
     return best, _ratio(_speeds(outcome, figures.op, figures.nbytes), theirs[best])
+
+
+def _of_baselines(
+    outcome: Outcome, op: str, nbytes: int, others: Sequence[Outcome]
+) -> dict[str, list[float]]:
+    """The speeds of each baseline of the same kind that does it."""
+    alike = [each for each in others if each.candidate.baseline]
+    return {
+        each.candidate.name: speeds
+        for each in alike
+        if each.candidate.kind == outcome.candidate.kind and (speeds := _speeds(each, op, nbytes))
+    }
 
 
 def _ratio(ours: Sequence[float], theirs: Sequence[float]) -> float | None:
