@@ -189,7 +189,12 @@ def _connect(target: Contact, resolved: tuple[Resolved, ...], deadline: Deadline
             return _connect_unix(target.address, deadline)
     error: PeerGoneError | TimeoutError | None = None
     for end in resolved:
-        sock = socket.socket(end.family, socket.SOCK_STREAM)
+        try:
+            with _in_words(str(target), deadline):
+                sock = socket.socket(end.family, socket.SOCK_STREAM)
+        except PeerGoneError as e:
+            error = e
+            continue
         try:
             with _in_words(str(target), deadline):
                 sock.settimeout(_seconds(deadline))

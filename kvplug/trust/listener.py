@@ -407,7 +407,7 @@ def _attest_dialler(sock: socket.socket) -> None:
 
 
 def _bind_unix(address: UnixAddress) -> tuple[socket.socket, Contact]:
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    sock = _new_socket(socket.AF_UNIX, address)
     try:
         sock.bind(address.sockaddr)
     except OSError as e:
@@ -417,7 +417,7 @@ def _bind_unix(address: UnixAddress) -> tuple[socket.socket, Contact]:
 
 
 def _bind_tcp(address: TcpAddress, end: Resolved, *, with_token: bool) -> tuple[socket.socket, Contact]:
-    sock = socket.socket(end.family, socket.SOCK_STREAM)
+    sock = _new_socket(end.family, address)
     try:
         # Only lets a port be used again whose old connections linger; two listeners still collide.
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -430,6 +430,13 @@ def _bind_tcp(address: TcpAddress, end: Resolved, *, with_token: bool) -> tuple[
         host = _own_address(end.family)
     token = secrets.token_urlsafe(24) if with_token else ""
     return sock, Contact(TcpAddress(host, port), token)
+
+
+def _new_socket(family: int, address: Address) -> socket.socket:
+    try:
+        return socket.socket(family, socket.SOCK_STREAM)
+    except OSError as e:  # no descriptor is left, or the system has no such family
+        raise _cannot_bind(address, e) from e
 
 
 def _own_address(family: int) -> str:

@@ -686,6 +686,36 @@ def test_a_kernel_that_does_not_tell_the_user_is_no_proof(monkeypatch: pytest.Mo
 
 
 @needs_linux
+def test_without_a_descriptor_left_listening_and_dialling_fail_in_words() -> None:
+    program = """
+import os, resource
+from kvplug.errors import PeerGoneError, TransportError
+from kvplug.trust.connection import dial
+from kvplug.trust.credentials import Credentials
+from kvplug.trust.listener import Listener
+addresses = ("unix:", "127.0.0.1:0")
+listeners = [Listener.open(each, Credentials(), "test") for each in addresses]
+room = next(number for number in range(3, 1000) if not os.path.exists(f"/proc/self/fd/{number}"))
+resource.setrlimit(resource.RLIMIT_NOFILE, (room, room))
+for address, listener in zip(addresses, listeners):
+    try:
+        Listener.open(address, Credentials(), "test")
+    except TransportError as e:
+        print("listen:", e)
+    try:
+        dial(listener.contact, Credentials(), "test", 10)
+    except PeerGoneError as e:
+        print("dial:", e)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
+    )
+    told = done.stdout.splitlines()
+    assert [line.partition(":")[0] for line in told] == ["listen", "dial"] * 2, done.stderr
+    assert all("Too many open files" in line for line in told), told
+
+
+@needs_linux
 def test_a_listener_out_of_descriptors_comes_back_when_there_are_some() -> None:
     program = """
 import os, resource, sys
