@@ -12,7 +12,16 @@ from typing import Any
 
 import attrs
 
-from kvplug import DEFAULT_TIMEOUT, PeerGoneError, Reader, Timeout, Wait
+from kvplug import (
+    DEFAULT_TIMEOUT,
+    Deadline,
+    PeerGoneError,
+    QueueHandle,
+    Reader,
+    Timeout,
+    TransportError,
+    Wait,
+)
 from kvplug.testing import MessageQueueContract
 from kvplug.testing.contract.recipes import module_at
 from kvplug.testing.memory.queue import MemoryQueueEndpoint, MemoryReader, MemoryWriter, Message, Ring
@@ -125,6 +134,93 @@ class TestBeginsWhereItAttaches(Mutant):
             super().__init__(endpoint, ring, rank)
             with ring.changed:
                 ring.taken[rank] = ring.first + len(ring.messages)
+
+
+class TestDropsTheOldestOfWhoSleeps(Mutant):
+    """A reader that has made no room for half a second loses its oldest message, in silence."""
+
+    breaks = ("QUEUE-1",)
+
+    class ring(Ring):  # noqa: N801
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            self.full_since: dict[int, float] = {}
+            self.lost: dict[int, int] = {}
+
+        def slow(self) -> list[int]:
+            now = time.monotonic()
+            for rank in super().slow():
+                if now - self.full_since.setdefault(rank, now) > 0.5:
+                    self.taken[rank] += 1
+                    self.lost[rank] = self.lost.get(rank, 0) + 1
+                    self.drop_what_all_have_read()
+            found = super().slow()
+            self.full_since = {rank: self.full_since.get(rank, now) for rank in found}
+            return found
+
+    class writer_(MemoryWriter):  # noqa: N801
+        def wait(self, what: str, whom: Any, timeout: Timeout, **given: Any) -> Wait:
+            return Wait(what, whom, Deadline.after(timeout), 0.1, **given)  # it looks that often
+
+
+class TestSaysAWrongNumber(TestDropsTheOldestOfWhoSleeps):
+    """The same, and the reader is told of one message more than it has lost."""
+
+    class reader_(MemoryReader):  # noqa: N801
+        def dequeue(self, *args: Any, **given: Any) -> Any:
+            if lost := self._ring.lost.pop(self._rank, 0):  # type: ignore[attr-defined]
+                raise TransportError(f"reader rank {self._rank} lost {lost + 1} messages")
+            return super().dequeue(*args, **given)
+
+
+class TestKeepsNothingLargeForWhoIsLate(Mutant):
+    """What does not fit a chunk is empty for a reader that comes afterwards."""
+
+    breaks = ("QUEUE-1",)
+
+    class reader_(MemoryReader):  # noqa: N801
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            self.before = self._ring.first + len(self._ring.messages)
+
+        def _next(self, *args: Any) -> Message:
+            message = super()._next(*args)
+            late = self._ring.taken[self._rank] < self.before
+            if late and len(message.data) > self._context.max_chunk_bytes:
+                return Message(message.raw, encode(b""))
+            return message
+
+
+class TestReceivesIntoTheSameMemory(Mutant):
+    """A tensor of a reader is overwritten by the next one of its shape, if it is not a small one."""
+
+    breaks = ("QUEUE-1",)
+
+    class reader_(MemoryReader):  # noqa: N801
+        def dequeue(self, *args: Any, **given: Any) -> Any:
+            value = super().dequeue(*args, **given)
+            if not hasattr(value, "copy_") or value.nbytes < 4096:
+                return value
+            kept = self.__dict__.setdefault("kept", {}).setdefault((value.shape, value.dtype), value)
+            return kept.copy_(value)
+
+
+class TestHasAHandleThatOnlyTheWireCarries(Mutant):
+    """There are bytes in the handle, and JSON has none."""
+
+    breaks = ("QUEUE-1",)
+
+    def make_endpoint(self, context: Any) -> Any:
+        class Endpoint(MemoryQueueEndpoint):
+            def handle_of(self, ring: Ring) -> QueueHandle:
+                handle = super().handle_of(ring)
+                return attrs.evolve(handle, data={"name": ring.name.encode()})
+
+            def create_from_handle(self, handle: QueueHandle, *args: Any, **given: Any) -> MemoryReader:
+                name = handle.data["name"].decode()
+                return super().create_from_handle(attrs.evolve(handle, data={"name": name}), *args, **given)
+
+        return Endpoint(context)
 
 
 class TestTurnsTuplesIntoLists(Mutant):
@@ -543,6 +639,37 @@ class _Dropping(socket_queue.SocketReader):  # type: ignore[misc, name-defined]
         if self._ring.writer_gone:
             self._check_others()
         super()._wait(ready, wait)
+
+
+class TestSendsAChunkBeforeItIsWritten(Apart):
+    """A chunk is on its way when the writer's block begins."""
+
+    breaks = ("ALL-2", "ALL-5")
+
+    class endpoint_(socket_queue.SocketQueueEndpoint):  # noqa: N801
+        def create(self, reader_ranks: Any = None) -> Any:
+            return _Hasty(self, self.ring(self._reader_ranks(reader_ranks), self.context.max_chunks))
+
+
+class _Hasty(socket_queue.SocketWriter):  # type: ignore[misc, name-defined]
+    @contextlib.contextmanager
+    def acquire_write(self, nbytes: Any = None, timeout: Any = DEFAULT_TIMEOUT) -> Iterator[memoryview]:
+        chunk = bytearray(nbytes)
+        self._wait_for_room(timeout)
+        self._put(Message(True, chunk))
+        with memoryview(chunk) as view:
+            yield view
+
+
+class TestLetsTheSystemsErrorThrough(Apart):
+    """Where no descriptor is left, an end is refused with what the system says, and no error of kvplug's."""
+
+    breaks = ("ALL-5",)
+
+    class endpoint_(socket_queue.SocketQueueEndpoint):  # noqa: N801
+        def create(self, reader_ranks: Any = None) -> Any:
+            os.close(os.dup(0))
+            return super().create(reader_ranks)
 
 
 class TestWaitsForADeadWriter(Apart):

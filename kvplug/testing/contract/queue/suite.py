@@ -20,6 +20,8 @@ KIB, MIB = 1 << 10, 1 << 20
 CHUNK = 64 * KIB
 CHUNKS = 4
 """What the queues under test are made with, unless a test is about it."""
+QUICK_BYTES = 8 * MIB
+"""The largest value at level quick."""
 
 
 LIFE_S = 300.0
@@ -39,8 +41,12 @@ class QueueSuite(Contract):
     kind: ClassVar[Kind] = Kind.QUEUE
     timeout_s: ClassVar[float] = 20.0
     """The context's ``timeout_s``: what counts where a call says nothing."""
-    most_bytes: ClassVar[int] = 8 * MIB
-    """The largest value that is tried; a queue that carries no more says so here."""
+    most_bytes: ClassVar[int] = 64 * MIB
+    """The largest value that is tried, at level quick no more than 8 MiB; a queue that carries no more says
+    so here."""
+    over_network: ClassVar[bool] = False
+    """Whether readers are reached as if memory did not reach them: the context's `local_reader_ranks` are
+    none."""
 
     def make_endpoint(self, context: QueueContext) -> QueueEndpoint:
         """The transport's factory, called. Override it for a transport that is not installed."""
@@ -50,7 +56,12 @@ class QueueSuite(Contract):
 
     def endpoint(self, **context: Any) -> QueueEndpoint:
         """``context``: fields of the :class:`QueueContext` that differ from this suite's usual ones."""
-        usual = {"max_chunk_bytes": CHUNK, "max_chunks": CHUNKS, "timeout_s": self.timeout_s}
+        usual = {
+            "max_chunk_bytes": CHUNK,
+            "max_chunks": CHUNKS,
+            "timeout_s": self.timeout_s,
+            "local_reader_ranks": () if self.over_network else None,
+        }
         return self.make_endpoint(
             QueueContext(options=self.made_options(), credentials=Credentials(), **{**usual, **context})
         )
