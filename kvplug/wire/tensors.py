@@ -62,6 +62,9 @@ DTYPES: Final[dict[str, tuple[int, int]]] = {
 }
 """torch's names. The quantised dtypes are missing on purpose: their bytes mean nothing without a scale."""
 
+_WITH_KERNELS = {"bool", "uint8", "int8", "int16", "int32", "int64"}
+_WITH_KERNELS |= {"float16", "bfloat16", "float32", "float64", "complex64", "complex128"}
+
 # One type for every size: each array type of its own costs 3 KB, and only the garbage collector, which an
 # engine may have turned off, takes it back. Nothing is allocated, and nobody sees more than a slice.
 _Memory = ctypes.c_ubyte * (sys.maxsize // 2)
@@ -246,7 +249,9 @@ def empty_like_meta(meta: TensorMeta) -> Tensor:
     dtype = dtype_of(meta.dtype)
     import torch
 
-    # From bytes, since some dtypes (float4, the sub-byte integers) have no kernels of their own.
+    if meta.dtype in _WITH_KERNELS:
+        return torch.empty(meta.shape, dtype=dtype)
+    # From bytes: torch may have to fill what it makes, and has no kernels for the rest.
     flat = torch.empty(meta.nbytes, dtype=torch.uint8)
     return flat.view(dtype).view(meta.shape)
 

@@ -34,7 +34,7 @@ class Content:
         if tensor is None:
             self.prefix = _NONE
             return
-        if _is_plain(tensor):  # as memory_of finds it, without making the view
+        if is_plain(tensor):  # as memory_of finds it, without making the view
             self.nbytes = tensor.nbytes
             self.address = tensor.data_ptr()
         else:
@@ -49,7 +49,8 @@ class Content:
         self._owner = None
 
 
-def _is_plain(tensor: Tensor) -> bool:
+def is_plain(tensor: Tensor) -> bool:
+    """Whether its bytes lie in memory as they are sent, and nothing else is to be known of it."""
     return (
         type(tensor) in _PLAIN
         and tensor.is_cpu

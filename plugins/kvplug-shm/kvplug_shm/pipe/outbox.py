@@ -19,6 +19,8 @@ from kvplug_shm.pipe.rings import LINE, Outgoing, lines
 _SMALLEST_COST = 2 * LINE
 """What an empty message counts for while it is queued, so that their number is bounded too."""
 _NOT_TAKEN = "it takes nothing more"
+_INTERRUPTED = "interrupted in the middle of a message"
+"""Ctrl-C between a copy and our noting it: the stream's position is lost."""
 
 
 class _Message:
@@ -83,6 +85,38 @@ class Outbox:
         self._writing = threading.Lock()
         """Held by whoever writes into the ring."""
         self._ended = False
+
+    def send_at_once(self, content: Content) -> Transfer | None:
+        """The transfer of a small message that there is room for; ``None``: leave it to :meth:`send`."""
+        ring, nbytes = self._ring, content.nbytes
+        if ring is None or self._queued_bytes or nbytes > self._piece_bytes:
+            return None
+        end, prefix = ring.end, content.prefix
+        taken = len(prefix) + lines(nbytes)
+        try:
+            room = end.room()
+        except WireError:
+            return None  # it is not better in a moment
+        unread = ring.nbytes - room
+        if taken > room or (unread + max(_SMALLEST_COST, nbytes) > self._limit if unread else end.over(0)):
+            return None
+        try:
+            with self._writing:
+                if self._ended:
+                    return None
+                ring.write(end.sent, prefix)
+                if nbytes:
+                    ring.copy(end.sent + len(prefix), content.address, nbytes)
+                end.publish(taken)
+        except BaseException:
+            self._break_down(_INTERRUPTED)
+            raise
+        finally:
+            if self._ended:
+                self._say_that_it_ended()
+        transfer = Transfer(nbytes)
+        transfer.finish()
+        return transfer
 
     def send(self, content: Content, deadline: Deadline) -> Transfer:
         """Only one thread at a time. Raises as ``Pipe.send_tensor``."""
@@ -193,8 +227,7 @@ class Outbox:
             self._break_down(str(e))
             raise
         except BaseException:
-            # Ctrl-C between a copy and our noting it: the stream's position is lost.
-            self._break_down("interrupted in the middle of a message")
+            self._break_down(_INTERRUPTED)
             raise
         finally:
             if self._ended:

@@ -27,7 +27,7 @@ from kvplug import (
 from kvplug_shm.memory.pool import Pool
 from kvplug_shm.memory.segment import Segment
 from kvplug_shm.pipe.content import Content
-from kvplug_shm.pipe.inbox import Inbox
+from kvplug_shm.pipe.inbox import NOT_YET, Inbox
 from kvplug_shm.pipe.outbox import Outbox
 from kvplug_shm.pipe.rings import Incoming, Outgoing
 
@@ -141,14 +141,23 @@ class ShmPipe(Pipe):
         if self._fate.sealed:
             raise self._fate.error()
         with self._sending.taken():
-            return self._outbox.send(Content(tensor), Deadline.after(timeout, self._timeout_s))
+            deadline = None if timeout is DEFAULT_TIMEOUT else Deadline.after(timeout)
+            content = Content(tensor)
+            transfer = self._outbox.send_at_once(content)
+            if transfer is None:
+                transfer = self._outbox.send(content, deadline or Deadline.after(self._timeout_s))
+            return transfer
 
     def recv_tensor(self, out: Tensor | None = None, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Tensor | None:
         # A peer that is gone may have left whole messages behind: only a pipe closed here is over.
         if self._fate.closed or self._fate.broken:
             raise self._fate.error()
         with self._receiving.taken():
-            return self._inbox.receive(out, Deadline.after(timeout, self._timeout_s))
+            deadline = None if timeout is DEFAULT_TIMEOUT else Deadline.after(timeout)
+            tensor = self._inbox.receive_at_once(out)
+            if tensor is NOT_YET:
+                tensor = self._inbox.receive(out, deadline or Deadline.after(self._timeout_s))
+            return tensor
 
     def close(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
         deadline = Deadline.after(timeout, self._timeout_s)

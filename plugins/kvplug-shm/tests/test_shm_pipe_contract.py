@@ -1,0 +1,28 @@
+"""The pipe "shm" is judged by the conformance kit."""
+
+from __future__ import annotations
+
+import socket
+from typing import Any, ClassVar
+
+from kvplug import local_domain
+from kvplug.testing import PipeContract
+from kvplug_shm.pipe.contact import Contact
+
+
+class TestShmPipe(PipeContract):
+    transport = "shm"
+
+    def silent_contact(self) -> str:
+        listening = socket.socket(socket.AF_UNIX)
+        self.later(listening.close)
+        listening.bind("")  # the kernel chooses an abstract name
+        listening.listen()
+        return str(Contact(local_domain(), f"unix:@{listening.getsockname()[1:].decode()}"))
+
+
+class TestShmPipeThatNeverSpins(PipeContract):
+    """Everybody who waits sleeps, and a ring is smaller than most messages."""
+
+    transport = "shm"
+    options: ClassVar[dict[str, Any]] = {"slots": 3, "slot_bytes": 5000, "spin_us": 0}

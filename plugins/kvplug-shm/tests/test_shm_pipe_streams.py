@@ -1,0 +1,224 @@
+"""Messages through rings of all sizes: every place where one may begin, wrap, be cut or be resumed."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+import weakref
+from pathlib import Path
+from runpy import run_path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+
+from kvplug import TimeoutError
+from kvplug.testing import peers
+from kvplug.wire.messages import tensor_prefix
+from kvplug_shm.pipe.rings import LINE, SMALLEST_BYTES, lines
+
+ends = SimpleNamespace(**run_path(str(Path(__file__).with_name("pipe_ends.py"))))
+near_pair = ends.near_pair
+in_thread, end_of, until = ends.in_thread, ends.end_of, ends.until
+
+MIB = 1024 * 1024
+
+
+def bytes_of(nbytes: int, seed: int) -> Any:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator)
+
+
+def exchange(one: Any, other: Any, messages: list[Any], into: bool = False) -> None:
+    """All of them at once, while somebody receives."""
+    sending = in_thread(lambda: [one.send_tensor(each) for each in messages])
+    for each in messages:
+        out = None if each is None or not into else torch.empty_like(each)
+        got = other.recv_tensor(out)
+        assert (got is None) if each is None else torch.equal(got, each)
+    for transfer in end_of(sending):
+        transfer.wait(ends.PATIENCE_S)
+
+
+@pytest.mark.parametrize("into", [False, True])
+def test_a_message_may_begin_at_every_place_of_a_ring(near_pair: Any, into: bool) -> None:
+    one, other = near_pair(**ends.TINY)
+    places = ends.TINY["slot_bytes"] // LINE
+    for begin in range(places):
+        for nbytes in (1, LINE - 1, LINE, 400, ends.TINY["slot_bytes"], 3000):
+            shift = [None] * ((begin - one._outbox._ring.end.sent // LINE) % places)
+            for each in shift:
+                one.send_tensor(each)
+                assert other.recv_tensor() is None
+            assert one._outbox._ring.end.sent % ends.TINY["slot_bytes"] == begin * LINE
+            exchange(one, other, [bytes_of(nbytes, begin)], into)
+
+
+@pytest.mark.parametrize("begin", range(SMALLEST_BYTES // LINE))
+def test_the_longest_prefix_may_begin_at_every_place_of_the_smallest_ring(near_pair: Any, begin: int) -> None:
+    one, other = near_pair(**ends.TINY)
+    for _ in range(begin):
+        one.send_tensor(None)
+        assert other.recv_tensor() is None
+    tensor = torch.arange(24, dtype=torch.int64).reshape((1,) * 61 + (2, 3, 4))
+    assert lines(len(tensor_prefix(tensor.dtype, tensor.shape, tensor.nbytes))) < SMALLEST_BYTES
+    exchange(one, other, [tensor, tensor[..., :0], tensor])
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    sizes=st.lists(st.none() | st.integers(0, 5000), min_size=1, max_size=25),
+    slots=st.integers(1, 3),
+    slot_bytes=st.integers(1024, 3000),
+    spin_us=st.sampled_from([0, 50]),
+    into=st.booleans(),
+)
+def test_any_messages_go_through_any_ring(
+    sizes: list[int | None], slots: int, slot_bytes: int, spin_us: int, into: bool
+) -> None:
+    end = ends.endpoint(slots=slots, slot_bytes=slot_bytes, spin_us=spin_us)
+    with end.listen() as listener, end.connect(listener.contact) as one, listener.accept() as other:
+        messages = [None if size is None else bytes_of(size, n) for n, size in enumerate(sizes)]
+        exchange(one, other, messages, into)
+        exchange(other, one, messages, into)
+
+
+@pytest.mark.parametrize("first_out", [False, True])
+@pytest.mark.parametrize("second_out", [False, True])
+def test_a_receive_that_times_out_in_the_middle_goes_on_in_the_next_call(
+    near_pair: Any, first_out: bool, second_out: bool
+) -> None:
+    from kvplug_shm.pipe.content import Content
+    from kvplug_shm.pipe.outbox import _Message
+
+    one, other = near_pair(slots=2, slot_bytes=4096)
+    sent = bytes_of(20_000, 1)
+    message = _Message(Content(sent))
+    ring = one._outbox._ring
+    assert one._outbox._push(ring, message)
+    assert 0 < message.done < 20_000
+    out = torch.zeros_like(sent)
+    for _ in range(2):
+        with pytest.raises(TimeoutError, match="of 20000 bytes"):
+            other.recv_tensor(out if first_out else None, timeout=0.1)
+        out.fill_(99)  # the caller's own again
+
+    def rest() -> None:
+        while not message.complete:
+            one._outbox._push(ring, message) or time.sleep(0.001)
+
+    sending = in_thread(rest)
+    if second_out:
+        fresh = torch.empty_like(sent)
+        assert other.recv_tensor(fresh) is fresh
+        assert torch.equal(fresh, sent)
+    else:
+        assert torch.equal(other.recv_tensor(), sent)
+    end_of(sending)
+    assert bool((out == 99).all()), "memory was written to after its call had ended"
+
+
+# -- memory ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("limit", [10_000, 300_000, 3 * MIB])
+def test_what_is_queued_and_what_lies_in_the_ring_are_bounded_together(near_pair: Any, limit: int) -> None:
+    one, _ = near_pair(max_in_flight_bytes=limit)
+    ring = one._outbox._ring
+    sent = 0
+    with pytest.raises(TimeoutError, match=f"max_in_flight_bytes is {limit}"):
+        while True:
+            one.send_tensor(torch.zeros(5000, dtype=torch.uint8), timeout=0.2)
+            sent += 1
+    assert limit - 2 * 5200 <= ring.nbytes - ring.end.room() + one._outbox._queued_bytes <= limit
+    assert sent
+
+
+def test_one_larger_message_passes_alone(near_pair: Any) -> None:
+    one, other = near_pair(max_in_flight_bytes=1000)
+    large, small = bytes_of(20 * MIB, 1), bytes_of(10, 2)
+    one.send_tensor(small)
+    with pytest.raises(TimeoutError):
+        one.send_tensor(large, timeout=0.1)
+    assert torch.equal(other.recv_tensor(), small)
+    transfer = one.send_tensor(large, timeout=0.1)
+    with pytest.raises(TimeoutError):
+        one.send_tensor(small, timeout=0.1)
+    assert torch.equal(other.recv_tensor(), large)
+    transfer.wait(ends.PATIENCE_S)
+    one.send_tensor(small, timeout=0.1)
+
+
+def test_a_sender_that_waits_for_room_goes_on_when_the_ring_is_read(near_pair: Any) -> None:
+    one, other = near_pair(max_in_flight_bytes=50_000)
+    messages = [bytes_of(30_000, n) for n in range(40)]
+    sending = in_thread(lambda: [one.send_tensor(each, timeout=None) for each in messages])
+    for each in messages:
+        time.sleep(0.002)
+        assert torch.equal(other.recv_tensor(), each)
+    end_of(sending)
+
+
+def test_received_memory_is_used_again_and_never_while_somebody_has_it(near_pair: Any) -> None:
+    one, other = near_pair()
+    kept = []
+    for number in range(4):
+        one.send_tensor(torch.full((2 * MIB,), number, dtype=torch.uint8))
+        kept.append(other.recv_tensor())
+    assert [int(each[0]) for each in kept] == [int(each[-1]) for each in kept] == [0, 1, 2, 3]
+    pool = other._inbox._pool
+    assert pool.lent_bytes >= 8 * MIB
+    addresses = {each.data_ptr() for each in kept}
+    kept.clear()
+    assert pool.lent_bytes == 0
+    assert pool.idle_bytes >= 8 * MIB
+    one.send_tensor(torch.full((2 * MIB,), 7, dtype=torch.uint8))
+    assert other.recv_tensor().data_ptr() in addresses
+
+
+def test_a_message_that_was_sent_is_let_go(near_pair: Any) -> None:
+    one, other = near_pair(**ends.TINY)
+    source = torch.ones(MIB, dtype=torch.uint8)
+    gone = weakref.ref(source)
+    transfer = one.send_tensor(source)
+    del source
+    assert other.recv_tensor().numel() == MIB
+    transfer.wait(5)
+    until(lambda: gc.collect() * 0 + (gone() is None))
+
+
+def test_a_pipe_has_one_socket_and_a_pidfd_and_its_memory_goes_with_it(near_pair: Any) -> None:
+    def mappings() -> int:
+        return Path("/proc/self/maps").read_text().count("memfd:kvplug-pipe")
+
+    gc.collect()
+    count = mappings()
+    first = near_pair()  # the watcher and the listener have descriptors of their own
+    before = peers.Belongings.of().descriptors
+    one, other = near_pair()
+    one.send_tensor(bytes_of(20 * MIB, 1))
+    other.recv_tensor()
+    more = peers.Belongings.of().descriptors - before
+    assert not [each for each in more if "memfd" in each]
+    assert sum("socket" in each for each in more) <= 2 + 3, more  # and those of its listener
+    assert sum("pidfd" in each for each in more) <= 2, more
+    assert mappings() == count + 4
+    gc.disable()
+    try:
+        for pipe in (*first, one, other):
+            pipe.abort()
+        until(lambda: mappings() == count)
+    finally:
+        gc.enable()
+
+
+def test_small_messages_need_no_thread(near_pair: Any) -> None:
+    one, other = near_pair()
+    before = set(threading.enumerate())
+    for number in range(1000):
+        one.send_tensor(torch.tensor(number))
+        assert other.recv_tensor().item() == number
+    assert set(threading.enumerate()) <= before
