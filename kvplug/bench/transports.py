@@ -34,26 +34,26 @@ class PipeLink(Link):
         if meeting.is_first:
             with contextlib.closing(endpoint.listen()) as listener:
                 meeting.tell([listener.contact, domain])
-                self._pipe = listener.accept(MEETING_S)
+                self.pipe = listener.accept(MEETING_S)
         else:
             contact, other_domain = meeting.told()
             if domain != other_domain:
                 raise UnavailableError(_APART)
-            self._pipe = endpoint.connect(contact, MEETING_S)
+            self.pipe = endpoint.connect(contact, MEETING_S)
 
     def send(self, tensor: Tensor) -> None:
-        self._pipe.send_tensor(tensor)
+        self.pipe.send_tensor(tensor)
 
     def receive(self, out: Tensor) -> None:
-        self._pipe.recv_tensor(out)
+        self.pipe.recv_tensor(out)
 
     def receive_new(self, like: Tensor) -> Tensor:
-        got = self._pipe.recv_tensor()
+        got = self.pipe.recv_tensor()
         assert got is not None
         return got
 
     def close(self) -> None:
-        self._pipe.close()
+        self.pipe.close()
 
 
 class QueueLink(Broadcast):

@@ -1,0 +1,209 @@
+"""Blocks of a paged KV cache: gathered, sent, scattered into the peer's, beside a copy of as many bytes.
+
+Each layer is one message, the blocks of its keys and of its values; block ids are shuffled, other ones at
+each end. Fresh processes, all candidates alternating in each round, content compared outside of the timed
+part. ``python benchmarks/blocks.py --help``; needs kvplug, torch, and the pipes that it is to measure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from kvplug.bench.content import SMALLEST, content
+from kvplug.bench.links import Meeting
+from kvplug.bench.stopwatch import BURSTS, Stopwatch
+from kvplug.testing import peers
+
+MODELS = {
+    # layers, heads, head size
+    "30 x 3 x 64": (30, 3, 64),
+    "32 x 8 x 128": (32, 8, 128),
+}
+BLOCK_SIZES = (16, 128)
+TOKENS = 1024
+SPARE = 2
+"""A cache has so many times the blocks that are sent."""
+LIFE_S = 300.0
+MEMCPY = "memcpy"
+
+
+class Cache:
+    """One end's, and which blocks of it are sent or filled."""
+
+    def __init__(self, model: str, block_size: int, end: int) -> None:
+        self.layers, heads, head_size = MODELS[model]
+        self.blocks = TOKENS // block_size
+        self.shape = (SPARE * self.blocks, 2, block_size, heads, head_size)
+        self.ids = random.Random(f"{model} {block_size} {end}").sample(range(self.shape[0]), self.blocks)
+
+    @property
+    def layer_bytes(self) -> int:
+        """Of a message."""
+        return 2 * self.shape[0] * self.shape[2] * self.shape[3] * self.shape[4] * 2 // SPARE
+
+    @property
+    def nbytes(self) -> int:
+        return self.layers * self.layer_bytes
+
+    def layer(self, number: int) -> Any:
+        """Content that is another one in each layer."""
+        words = content(SPARE * self.layer_bytes).view(-1)
+        return words.roll(2 * number).view(self.shape)
+
+
+def run_sender(parent: peers.Parent, name: str, model: str, block_size: int) -> dict[str, Any]:
+    link = _link(parent, name, 0)
+    cache = Cache(model, block_size, 0)
+    layers = [cache.layer(number) for number in range(cache.layers)]
+    views = [(layer[:, 0], layer[:, 1]) for layer in layers]
+    answer, watch = content(SMALLEST), Stopwatch()
+    for _ in range(BURSTS):
+        link.receive(answer)
+        watch.start()
+        for each in views:
+            link.pipe.send_blocks(each, cache.ids)
+        link.receive(answer)
+        watch.stop()
+    link.close()
+    return watch.plain()
+
+
+def run_receiver(parent: peers.Parent, name: str, model: str, block_size: int) -> dict[str, Any]:
+    import torch
+
+    link = _link(parent, name, 1)
+    theirs, cache = Cache(model, block_size, 0), Cache(model, block_size, 1)
+    layers = [torch.zeros(cache.shape, dtype=torch.float16) for _ in range(cache.layers)]
+    views = [(layer[:, 0], layer[:, 1]) for layer in layers]
+    ping, watch = content(SMALLEST), Stopwatch()
+    for _ in range(BURSTS):
+        for layer in layers:
+            layer.zero_()
+        watch.start()
+        link.send(ping)
+        for each in views:
+            link.pipe.recv_blocks(each, cache.ids)
+        link.send(ping)
+        watch.stop()
+        for number, layer in enumerate(layers):
+            got, expected = layer[cache.ids], theirs.layer(number)[theirs.ids]
+            if not torch.equal(got.view(torch.int16), expected.view(torch.int16)):
+                raise AssertionError(f"{name} changed the blocks of layer {number}")
+    link.close()
+    return watch.plain()
+
+
+def run_copy(parent: peers.Parent, model: str, block_size: int) -> dict[str, Any]:
+    """Layer by layer, from contiguous memory to contiguous memory."""
+    import torch
+
+    torch.set_num_threads(1)
+    cache = Cache(model, block_size, 0)
+    sources = [content(cache.layer_bytes) for _ in range(cache.layers)]
+    copies = [torch.zeros_like(source) for source in sources]
+    watch = Stopwatch()
+    for _ in range(BURSTS):
+        watch.start()
+        for source, copy in zip(sources, copies):
+            copy.copy_(source)
+        watch.stop()
+    return watch.plain()
+
+
+def _link(parent: peers.Parent, name: str, rank: int) -> Any:
+    import torch
+
+    from kvplug.bench.transports import PipeLink
+
+    torch.set_num_threads(1)
+    meeting = Meeting(rank=rank, size=2, folder="", tell=parent.send, told=parent.recv)
+    return PipeLink(meeting, path=None, overrides=[f"transport={name}", *json.loads(os.environ["OPTIONS"])])
+
+
+def one_cell(name: str, model: str, block_size: int, options: Sequence[str]) -> dict[str, float]:
+    nbytes = Cache(model, block_size, 0).nbytes
+    if name == MEMCPY:
+        with peers.start(run_copy, model, block_size, timeout_s=LIFE_S) as child:
+            ends = [child.result(LIFE_S)]
+    else:
+        env = {"OPTIONS": json.dumps(list(options))}
+        given = (name, model, block_size)
+        with (
+            peers.start(run_sender, *given, timeout_s=LIFE_S, env=env) as sender,
+            peers.start(run_receiver, *given, timeout_s=LIFE_S, env=env) as receiver,
+        ):
+            receiver.send(sender.recv(LIFE_S))
+            ends = [sender.result(LIFE_S), receiver.result(LIFE_S)]
+    seconds = ends[0]["seconds"]
+    gb = nbytes / 1e9
+    return {
+        "mb": nbytes / 1e6,
+        "gb_per_s": gb / statistics.median(seconds),
+        "cpu_s_per_gb": sum(end["cpu_s"] for end in ends) / (gb * len(seconds)),
+        "faults_per_gb": sum(end["faults"] for end in ends) / (gb * len(seconds)),
+    }
+
+
+def table(rounds: Sequence[dict[str, dict[str, dict[str, float]]]], names: Sequence[str]) -> Iterator[str]:
+    """A line for each cache and candidate; the ratios are medians of the rounds' ratios."""
+    yield "| cache | | MB | GB/s | of memcpy | CPU s/GB | page faults per GB |"
+    yield "|" + " --- |" * 7
+    for cache in rounds[0]:
+        for name in names:
+            of = [done[cache][name] for done in rounds]
+            middle = {key: statistics.median(each[key] for each in of) for key in of[0]}
+            share = statistics.median(
+                done[cache][name]["gb_per_s"] / done[cache][MEMCPY]["gb_per_s"] for done in rounds
+            )
+            cells = [cache, name, f"{middle['mb']:.0f}", f"{middle['gb_per_s']:.1f}", f"{share:.2f}"]
+            cells += [f"{middle['cpu_s_per_gb']:.2f}", f"{middle['faults_per_gb']:.0f}"]
+            yield "| " + " | ".join(cells) + " |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--transport", nargs="+", default=["shm"], metavar="NAME", help="pipes")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--model", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--block-size", nargs="+", type=int, default=list(BLOCK_SIZES))
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="an option of a transport"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every round there")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table there as well")
+    given = parser.parse_args()
+    names = [MEMCPY, *given.transport]
+    rounds = []
+    for number in range(given.rounds):
+        print(f"round {number + 1} of {given.rounds}", file=sys.stderr)
+        first = number % len(names)
+        order = names[first:] + names[:first]
+        rounds.append(
+            {
+                f"{model}, blocks of {block_size}": {
+                    name: one_cell(name, model, block_size, given.set) for name in order
+                }
+                for model in given.model
+                for block_size in given.block_size
+            }
+        )
+    text = "\n".join(table(rounds, names)) + "\n"
+    print(text)
+    if given.markdown:
+        given.markdown.write_text(text)
+    if given.json:
+        given.json.write_text(json.dumps(rounds, indent=2))
+
+
+if __name__ == "__main__":
+    main()
