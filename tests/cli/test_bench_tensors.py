@@ -188,6 +188,25 @@ def test_a_pipe_around_another_is_measured_with_what_it_adds(site: Any) -> None:
     assert [row["op"] for row in json.loads(done.stdout)] == ["into", "owned", "latency"]
 
 
+def test_a_queue_is_measured_with_its_readers(site: Any) -> None:
+    pytest.importorskip("kvplug_shm", reason="kvplug-shm is not installed")
+    arguments = ["--transport", "queue:shm", "--baseline", "", "--sizes", "4KiB,64KiB", "--rounds", "1"]
+    arguments += ["--readers", "2", "--chunk-bytes", "4KiB", "--chunks", "4", "--idle", "50ms", "--json"]
+    done = site.kvplug("bench", *arguments)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout)
+    assert [(row["op"], row["bytes"], row["skipped_because"]) for row in rows] == [
+        ("kept", 4 * KIB, ""),
+        ("kept", 64 * KIB, ""),
+        ("looked", 4 * KIB, ""),
+        ("latency", 4 * KIB, ""),
+        ("wake", 4 * KIB, ""),
+        ("looked", 64 * KIB, "larger than one of its chunks, 4 KiB"),
+    ]
+    assert rows[3]["latency_us_p50"] > 0
+    assert rows[3]["idle_cpu_percent"] is not None
+
+
 @pytest.fixture
 def own_pipe(site: Any) -> Any:
     """A pipe whose ends say something and die."""
