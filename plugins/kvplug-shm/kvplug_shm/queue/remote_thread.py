@@ -12,6 +12,8 @@ import abc
 import contextlib
 import logging
 import os
+import socket
+import stat
 import threading
 import time
 from collections.abc import Iterator
@@ -55,6 +57,7 @@ class SocketThread(abc.ABC):
         self._ended = False
         self._linger_s = 0.0
         self._tcp: set[int] = set()  # descriptors of connections, for a forked child to close
+        self._port = 0  # at which they are
         self._waking = threading.Lock()  # so that nobody writes to a number that is another's by now
         with in_words(f"{name} cannot be made"):
             self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -106,8 +109,10 @@ class SocketThread(abc.ABC):
         self._ended = True
         self._waking = threading.Lock()
         fd, self._wake = self._wake, -1
-        for each in (fd, *self._tcp):
-            with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):
+            os.close(fd)
+        for each in self._tcp:
+            if _is_at(each, self._port):  # and not closed meanwhile, its number somebody else's
                 os.close(each)
 
     # -- the thread ----------------------------------------------------------------------------
@@ -115,8 +120,8 @@ class SocketThread(abc.ABC):
     def _run(self) -> None:
         poller = zmq.Poller()
         poller.register(self._wake, zmq.POLLIN)
-        for socket in self._sockets():
-            poller.register(socket, zmq.POLLIN)
+        for each in self._sockets():
+            poller.register(each, zmq.POLLIN)
         try:
             while not self._ended:
                 pause = self._turn(time.monotonic())
@@ -135,8 +140,8 @@ class SocketThread(abc.ABC):
         self._ended = True
         with contextlib.suppress(zmq.ZMQError):
             self._socket.disable_monitor()
-        for socket in self._sockets():
-            socket.close(linger_ms if socket is self._socket else 0)
+        for each in self._sockets():
+            each.close(linger_ms if each is self._socket else 0)
         self._context.term()
         with self._waking:
             fd, self._wake = self._wake, -1
@@ -145,7 +150,7 @@ class SocketThread(abc.ABC):
     def _sockets(self) -> list[Any]:
         """All of them, that of the connections first."""
         found = (getattr(self, name, None) for name in ("_socket", "_monitor"))
-        return [socket for socket in found if socket is not None]
+        return [each for each in found if each is not None]
 
     @abc.abstractmethod
     def _turn(self, now: float) -> float | None:
@@ -181,6 +186,23 @@ class SocketThread(abc.ABC):
 
 _OPENED = (zmq.EVENT_LISTENING, zmq.EVENT_ACCEPTED, zmq.EVENT_CONNECTED)
 _CLOSED = (zmq.EVENT_CLOSED, zmq.EVENT_DISCONNECTED)
+
+
+def _is_at(fd: int, port: int) -> bool:
+    """Whether it is a socket that listens at that port, or an end of a connection to it."""
+    try:
+        if not stat.S_ISSOCK(os.fstat(fd).st_mode):
+            return False
+        sock = socket.socket(fileno=fd)
+    except OSError:
+        return False
+    try:
+        found = [sock.getsockname()]
+        with contextlib.suppress(OSError):
+            found.append(sock.getpeername())
+    finally:
+        sock.detach()
+    return any(isinstance(address, tuple) and address[1] == port for address in found)
 
 
 def _need_descriptors(sample: int) -> None:

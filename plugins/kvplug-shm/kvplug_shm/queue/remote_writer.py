@@ -30,7 +30,7 @@ from kvplug_shm.queue.remote_thread import SETTLE_S, SocketThread, in_words
 
 logger = logging.getLogger(__name__)
 
-ARRIVAL_S: Final = 0.1
+ARRIVAL_S: Final = 1.0
 """How long the writer waits for a message to arrive at a reader from which nothing comes."""
 _LOOK_S = 0.02  # at what nobody tells of: a dead process's last bytes, readers of the ring that are ready
 
@@ -82,8 +82,8 @@ class RemoteWriter(SocketThread):
                         f"cannot listen at {contact.host}: this host has no such address"
                     ) from e
                 raise
-            port = int(socket.last_endpoint.rstrip(b"\0").rpartition(b":")[2])
-        return attrs.evolve(contact, host=to_dial(contact.host), port=port)
+            self._port = int(socket.last_endpoint.rstrip(b"\0").rpartition(b":")[2])
+        return attrs.evolve(contact, host=to_dial(contact.host), port=self._port)
 
     # -- for the writer's thread ---------------------------------------------------------------
 
@@ -187,12 +187,12 @@ class RemoteWriter(SocketThread):
             self._say(link, [frames.plain(Kind.REFUSED, why)], now)
             self._forget(link)
             return
-        welcome = {"version": frames.VERSION, "who": attrs.asdict(this_process())}
-        self._say(link, [frames.plain(Kind.WELCOME, welcome)], now)
         try:
             link.observe(lambda: self._has_ended(link))
         except PeerGoneError:
             self._has_ended(link)
+        welcome = {"version": frames.VERSION, "who": attrs.asdict(this_process())}
+        self._say(link, [frames.plain(Kind.WELCOME, welcome)], now)
 
     def _has_ended(self, link: Link) -> None:
         """Its process has; what it said last may still be on its way. From any thread."""

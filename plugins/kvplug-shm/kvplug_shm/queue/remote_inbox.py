@@ -1,0 +1,116 @@
+"""What a reader elsewhere has been sent and has not read: the thread of its connection fills it."""
+
+from __future__ import annotations
+
+import mmap
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from kvplug import Deadline, KvplugError, PeerGoneError, TimeoutError, Wait
+from kvplug_shm.queue.far import Message
+
+
+class Inbox:
+    """Whole messages, and how it ends. Filled by one thread, emptied by another."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._messages: deque[tuple[Message, mmap.mmap | None]] = deque()
+        self._error: tuple[type[KvplugError], str] | None = None
+        self._joined = self._ready = False
+        self.read = 0
+        """Messages that were taken out."""
+
+    # -- for the connection's thread -----------------------------------------------------------
+
+    @property
+    def ended(self) -> bool:
+        """Whether :meth:`fail` was called: nothing more comes in."""
+        return self._error is not None
+
+    @property
+    def joined(self) -> bool:
+        return self._joined
+
+    def put(self, message: Message, memory: mmap.mmap | None) -> None:
+        """``memory`` is what :meth:`take` hands back with it."""
+        with self._changed:
+            self._messages.append((message, memory))
+            self._changed.notify_all()
+
+    def join(self) -> None:
+        """The writer has taken this reader in."""
+        with self._changed:
+            self._joined = True
+            self._changed.notify_all()
+
+    def make_ready(self) -> None:
+        """The writer says that all are ready."""
+        with self._changed:
+            self._ready = True
+            self._changed.notify_all()
+
+    def fail(self, kind: type[KvplugError], text: str) -> None:
+        """Nothing more comes. The first reason counts."""
+        with self._changed:
+            self._error = self._error or (kind, text)
+            self._changed.notify_all()
+
+    # -- for the reader's thread ---------------------------------------------------------------
+
+    def first(self) -> Message | None:
+        """The next message if it is here. Raises what was told, unless that is the writer's end."""
+        if self._messages:
+            return self._messages[0][0]
+        if self._error is not None and self._error[0] is not PeerGoneError:
+            raise self._told()
+        return None
+
+    def wait_for_first(self, wait: Wait, check: Callable[[], None]) -> Message:
+        """Raises what was told, once all that came before it was taken; and as ``wait`` and ``check`` do."""
+        self._until(lambda: bool(self._messages), wait, check)
+        return self._messages[0][0]
+
+    def wait_until_ready(self, wait: Wait, check: Callable[[], None]) -> None:
+        """Raises as :meth:`wait_for_first`."""
+        self._until(lambda: self._ready, wait, check)
+
+    def wait_until_joined(self, deadline: Deadline, late: str) -> None:
+        """Raises what was told, or a TimeoutError that says ``late``."""
+        with self._changed:
+            while not self._joined:
+                if self._error is not None:
+                    raise self._told()
+                if deadline.expired:
+                    raise TimeoutError(late)
+                self._changed.wait(deadline.remaining())
+
+    def take(self) -> mmap.mmap | None:
+        """The first message is done with."""
+        _, memory = self._messages.popleft()
+        self.read += 1
+        return memory
+
+    def wake(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+    def inherit(self) -> None:
+        """This is a forked child: somebody in the parent may have held the lock."""
+        self._changed = threading.Condition()
+
+    def _until(self, there: Callable[[], Any], wait: Wait, check: Callable[[], None]) -> None:
+        check()  # before the lock: who is closed must not wait for it
+        with self._changed:
+            while not there():
+                if self._error is not None:
+                    raise self._told()
+                self._changed.wait(wait.pause())
+                check()
+
+    def _told(self) -> KvplugError:
+        assert self._error is not None
+        kind, text = self._error
+        return kind(text)
