@@ -1,0 +1,192 @@
+"""What writers and readers of a ring do, and what must hold of it, for the explorer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any, NamedTuple
+
+from processes import Program, Turn
+
+from kvplug import WireError
+
+
+class LawError(AssertionError):
+    """A law of the ring does not hold."""
+
+
+class Case(NamedTuple):
+    """Who uses a ring, and how. The writer is process 0, reader ``r`` process ``1 + r``."""
+
+    sizes: tuple[int, ...]  # of the messages, in units
+    places: int
+    readers: int = 1
+    streams: bool = False  # the writer writes what there is room for, readers read what has come
+    leaves: bool = False  # reader 0 ends whenever it likes
+    reader_dies: bool = False  # reader 0 is killed, or not; then it is evicted
+    reader_suspected: bool = False  # reader 0 is evicted whether it was killed or not
+    writer_dies: bool = False  # as above; each reader evicts the writer
+    writer_suspected: bool = False
+    writer_vanishes: bool = False  # it does not say that it is over
+    watchers: int = 1  # of each end that is watched
+
+    def __str__(self) -> str:
+        said = self._asdict().items()
+        return ", ".join(name if value is True else f"{name}={value}" for name, value in said if value)
+
+    @property
+    def total(self) -> int:
+        return sum(self.sizes)
+
+
+class Programs:
+    """``ends`` and ``order`` are the modules that are tried."""
+
+    def __init__(self, case: Case, order: ModuleType, ends: ModuleType) -> None:
+        self.case = case
+        self._order, self._ends = order, ends
+        self._first_place = order.num_words(case.readers)
+        self._first_own = self._first_place + case.places
+        self.num_words = self._first_own + case.readers
+
+    def all(self) -> list[Program]:
+        case = self.case
+        killable = (case.writer_dies or case.writer_suspected) and not case.writer_vanishes
+        found = [Program("writer", self._stream if case.streams else self._write, killable=killable)]
+        for reader in range(case.readers):
+            killable = reader == 0 and (case.reader_dies or case.reader_suspected)
+            found.append(Program(f"reader {reader}", self._reader(reader), killable=killable))
+        if case.reader_dies or case.reader_suspected:
+            found += [Program("writer's watcher", self._evict_reader)] * case.watchers
+        if case.writer_dies or case.writer_suspected:
+            for reader in range(case.readers):
+                found += [Program(f"watcher of reader {reader}", self._evict_writer(reader))] * case.watchers
+        return found
+
+    def check(self, words: tuple[int, ...]) -> None:
+        """When all have come to their end."""
+        case, order = self.case, self._order
+        for reader in range(case.readers):
+            if reader == 0 and (case.leaves or case.reader_dies or case.reader_suspected):
+                continue
+            read, published = order.count_in(words[order.tail(reader)]), order.count_in(words[order.HEAD])
+            if not case.writer_suspected and read != published:
+                raise LawError(f"reader {reader} got {read} of {published} units")
+
+    def _writing_end(self, memory: Any, sent: int) -> Any:
+        return self._ends.WritingEnd(memory, self.case.readers, self.case.places, sent=sent)
+
+    def _write(self, done: int, memory: Any) -> int | None:
+        sizes = self.case.sizes
+        end = self._writing_end(memory, sum(sizes[:done]))
+        if done == len(sizes):
+            if not self.case.writer_vanishes:
+                end.end()
+            return None
+        waits = end.awaited(sizes[done])
+        if waits is not None:
+            end.doze(waits)
+            return done
+        self._fill(memory, end, sizes[done])
+        return done + 1
+
+    def _stream(self, sent: int, memory: Any) -> int | None:
+        end = self._writing_end(memory, sent)
+        if sent == self.case.total:
+            end.end()
+            return None
+        room = _honest(end.room)
+        if not room:
+            waits = end.awaited()
+            if waits is not None:
+                end.doze(waits)
+            return sent
+        self._fill(memory, end, min(room, self.case.total - sent))
+        return end.sent
+
+    def _fill(self, memory: Any, end: Any, size: int) -> None:
+        self._write_units(memory, end.sent, size)
+        end.publish(size)
+
+    def _write_units(self, memory: Any, first: int, size: int) -> None:
+        for number in range(first, first + size):
+            memory.words[self._first_place + number % self.case.places] = number + 1
+
+    def _reader(self, reader: int) -> Turn:
+        case = self.case
+        sizes = dict(zip([sum(case.sizes[:n]) for n in range(len(case.sizes))], case.sizes))
+
+        def read(done: int, memory: Any) -> int | None:
+            end = self._reading_end(memory, reader, done)
+            if case.leaves and reader == 0 and memory.choose():
+                end.end()
+                return None
+            size = 1 if case.streams else sizes.get(done, 1)
+            waits = end.awaited(size)
+            if waits is not None:
+                if end.writer_over(size):
+                    self._all_read(reader, done)
+                    end.end()
+                    return None
+                end.doze(waits)
+                return done
+            if case.streams:
+                size = _honest(end.available)
+            units = self._take(memory, end, size)
+            if units is None:
+                end.end()
+                return None
+            if units != list(range(done + 1, done + size + 1)):
+                raise LawError(f"reader {reader} got {units} after {done}")
+            return end.read
+
+        return read
+
+    def _take(self, memory: Any, end: Any, size: int) -> list[int] | None:
+        units = self._units(memory, end.read, size)
+        if end.evicted():
+            return None
+        end.release(size)
+        return units
+
+    def _units(self, memory: Any, first: int, size: int) -> list[int]:
+        places = self.case.places
+        return [memory.words[self._first_place + number % places] for number in range(first, first + size)]
+
+    def _all_read(self, reader: int, done: int) -> None:
+        writer_lives = not self.case.writer_dies and not self.case.writer_suspected
+        if writer_lives and done != self.case.total:
+            raise LawError(f"reader {reader} got {done} of {self.case.total} units")
+
+    def _evict_reader(self, _: int, memory: Any) -> None:
+        if self.case.reader_suspected or memory.death(1):
+            self._writing_end(memory, 0).evict(0)
+
+    def _evict_writer(self, reader: int) -> Turn:
+        def evict(_: int, memory: Any) -> None:
+            if self.case.writer_suspected or memory.death(0):
+                self._reading_end(memory, reader, 0).evict_writer()
+
+        return evict
+
+    def _reading_end(self, memory: Any, reader: int, read: int) -> Any:
+        """What an end remembers between turns, beside its count, is in a word that only its process uses."""
+        own = self._first_own + reader
+
+        class End(self._ends.ReadingEnd):  # type: ignore[misc]
+            @property
+            def _writer_evicted(self) -> bool:
+                return bool(memory.words[own])
+
+            @_writer_evicted.setter
+            def _writer_evicted(self, value: bool) -> None:
+                memory.words[own] = int(value)
+
+        return End(memory, reader, self.case.places, read=read)
+
+
+def _honest(count: Callable[[], int]) -> int:
+    try:
+        return count()
+    except WireError as error:
+        raise LawError(f"an honest end was not believed: {error}") from None

@@ -1,0 +1,131 @@
+"""What holds of a ring in every interleaving of its ends.
+
+Every reader gets each unit once and in order. Nothing is overwritten before it was released. Nobody sleeps for ever,
+and nobody waits without sleeping. An end that ends, dies or is given up lets the others go on, and what
+a writer that died had published is read.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvplug_shm.ring import ends, order
+
+sys.path.append(str(Path(__file__).parent))
+
+from explorer import Explorer, StuckError
+from ring_programs import Case, LawError, Programs
+
+ONE = (1,)
+
+
+def explore(programs: Programs, **how: Any) -> int:
+    return Explorer(programs.num_words, programs.all(), **how).explore(programs.check)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(sizes=ONE * 4, places=3, readers=2),
+        Case(sizes=ONE * 3, places=1, readers=2),
+        Case(sizes=(2, 1, 3), places=3, readers=2),
+        Case(sizes=(1, 2, 3, 2), places=3, readers=2, streams=True),
+        Case(sizes=ONE * 3, places=1, readers=2, leaves=True),
+        Case(sizes=ONE * 4, places=3, leaves=True, streams=True),
+        Case(sizes=ONE * 2, places=1, readers=2, reader_dies=True),
+        Case(sizes=(2, 1, 3, 1), places=3, reader_dies=True),
+        Case(sizes=ONE * 4, places=3, reader_suspected=True),
+        Case(sizes=ONE * 4, places=1, reader_suspected=True, streams=True),
+        Case(sizes=(2, 1, 2), places=3, reader_suspected=True, streams=True),
+        Case(sizes=ONE * 2, places=2, reader_suspected=True, watchers=2),
+        Case(sizes=ONE * 4, places=3, writer_dies=True),
+        Case(sizes=(2, 1, 3, 1), places=3, writer_dies=True, streams=True),
+        Case(sizes=ONE * 3, places=2, writer_suspected=True),
+        Case(sizes=ONE, places=1, writer_suspected=True, writer_vanishes=True, watchers=2),
+        Case(sizes=ONE * 2, places=1, reader_suspected=True, writer_dies=True),
+    ],
+    ids=str,
+)
+def test_the_laws_hold_in_every_interleaving(case: Case) -> None:
+    explore(Programs(case, order, ends))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(sizes=ONE * 5, places=3, readers=2),
+        Case(sizes=ONE * 3, places=2, readers=2, leaves=True),
+        Case(sizes=ONE * 3, places=2, readers=2, reader_dies=True),
+        Case(sizes=ONE * 2, places=1, readers=2, reader_suspected=True),
+        Case(sizes=ONE * 2, places=1, readers=2, writer_dies=True),
+        Case(sizes=ONE * 2, places=1, reader_suspected=True, watchers=2),
+        Case(sizes=ONE * 2, places=1, writer_suspected=True, writer_vanishes=True, watchers=2),
+    ],
+    ids=str,
+)
+def test_the_laws_hold_where_more_happens(case: Case) -> None:
+    explore(Programs(case, order, ends))
+
+
+def test_a_futex_may_compare_as_few_bits_as_the_places_need() -> None:
+    """Three places: a word that somebody waits for moves by 7 at most, as 2**30 - 1 places do in 32 bits."""
+    explore(Programs(Case(sizes=ONE * 7, places=3), order, ends), bits=3)
+
+
+def test_a_futex_that_compares_fewer_bits_than_the_places_need_leaves_both_asleep() -> None:
+    with pytest.raises(StuckError):
+        explore(Programs(Case(sizes=ONE * 5, places=4), order, ends), bits=3)
+
+
+def test_a_futex_that_does_not_compare_leaves_both_asleep() -> None:
+    with pytest.raises(StuckError):
+        explore(Programs(Case(sizes=ONE * 2, places=1), order, ends), bits=0)
+
+
+class PublishedEarly(Programs):
+    """It publishes, then writes."""
+
+    def _fill(self, memory: Any, end: Any, size: int) -> None:
+        first = end.sent
+        end.publish(size)
+        self._write_units(memory, first, size)
+
+
+class ReleasedEarly(Programs):
+    """It releases, then reads."""
+
+    def _take(self, memory: Any, end: Any, size: int) -> list[int] | None:
+        first = end.read
+        end.release(size)
+        units = self._units(memory, first, size)
+        return None if end.evicted() else units
+
+
+class AskedEarly(Programs):
+    """It asks whether it was evicted, then reads."""
+
+    def _take(self, memory: Any, end: Any, size: int) -> list[int] | None:
+        if end.evicted():
+            return None
+        units = self._units(memory, end.read, size)
+        end.release(size)
+        return units
+
+
+@pytest.mark.parametrize(
+    ("programs", "case"),
+    [
+        (PublishedEarly, Case(sizes=ONE * 2, places=2)),
+        (ReleasedEarly, Case(sizes=ONE * 2, places=1)),
+        (AskedEarly, Case(sizes=ONE * 2, places=1, reader_suspected=True)),
+    ],
+)
+def test_an_end_that_is_used_in_the_wrong_order_is_found(programs: type[Programs], case: Case) -> None:
+    with pytest.raises(LawError):
+        explore(programs(case, order, ends))
