@@ -13,7 +13,8 @@ from typing import Final, Protocol
 SPIN_S: Final = 50e-6
 """How long is looked before it is slept."""
 NAP_S: Final = 0.1
-"""The longest that is slept in one piece, so that a wake that was lost costs no more than this."""
+"""The longest that is slept in one piece: a wake that was lost, or a signal that came just before, costs no
+more than this."""
 
 
 class End(Protocol):
