@@ -85,7 +85,9 @@ def read_prefix(prefix: bytes) -> Announcement:
     """
     header = decode_header(prefix, max_length=MAX_LENGTH)
     if header.kind != FrameKind.TENSOR:
-        return Announcement(None, goodbye=header.kind == FrameKind.GOODBYE)
+        if header.length:
+            raise WireError(f"a {header.kind.name} frame of {header.length} bytes; it has no payload")
+        return Announcement(None, header.flags, header.kind == FrameKind.GOODBYE)
     meta = decode_meta(prefix[HEADER_SIZE:])
     if header.length != len(prefix) - HEADER_SIZE + meta.nbytes:
         raise WireError(f"a tensor of {meta.nbytes} bytes in a frame of {header.length}")

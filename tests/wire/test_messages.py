@@ -72,6 +72,13 @@ def test_a_length_that_contradicts_the_meta_is_refused() -> None:
             read_prefix(encode_header(FrameKind.TENSOR, length) + meta)
 
 
+def test_none_and_goodbye_have_flags_and_no_payload() -> None:
+    for kind in (FrameKind.NONE, FrameKind.GOODBYE):
+        assert read_prefix(encode_header(kind, 0, 7)).flags == 7
+        with pytest.raises(WireError, match="no payload"):
+            read_prefix(encode_header(kind, 1))
+
+
 def test_a_dtype_that_is_not_carried_has_no_prefix() -> None:
     with pytest.raises(UnsupportedError, match="qint8"):
         tensor_prefix("torch.qint8", (), 1)  # type: ignore[arg-type]  # stands for one

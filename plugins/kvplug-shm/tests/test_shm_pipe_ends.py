@@ -1,0 +1,399 @@
+"""How a pipe ends, and what keeps it from beginning: deaths, races, limits, other users, other namespaces."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+from runpy import run_path
+from types import SimpleNamespace
+from typing import Any
+
+import attrs
+import pytest
+import torch
+
+from kvplug import (
+    CapacityError,
+    ClosedError,
+    ConfigError,
+    PeerGoneError,
+    PeerIdentity,
+    TimeoutError,
+    TransportError,
+    WireError,
+    local_domain,
+)
+from kvplug.testing import peers
+from kvplug_shm.memory import waiting
+from kvplug_shm.pipe.contact import Contact
+from kvplug_shm.pipe.endpoint import ShmEndpoint
+
+ends = SimpleNamespace(**run_path(str(Path(__file__).with_name("pipe_ends.py"))))
+near_pair, far_pair = ends.near_pair, ends.far_pair
+in_thread, end_of, until = ends.in_thread, ends.end_of, ends.until
+
+MIB = 1024 * 1024
+
+
+# -- deaths ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("nbytes", "pieces"), [(3 * MIB, 0), (3 * MIB, 1), (3 * MIB, 5), (40 * MIB, 20)])
+def test_part_of_a_message_is_never_received_and_the_whole_one_before_it_is(
+    far_pair: Any, nbytes: int, pieces: int
+) -> None:
+    pipe, child = far_pair("send_part", nbytes, pieces)
+    child.recv()
+    child.kill()
+    assert torch.equal(pipe.recv_tensor(timeout=ends.PATIENCE_S), torch.arange(10))
+    for _ in range(2):
+        with pytest.raises(PeerGoneError, match=f"pid {child.pid}"):
+            pipe.recv_tensor(timeout=ends.PATIENCE_S)
+    with pytest.raises(PeerGoneError):
+        pipe.send_tensor(None, timeout=ends.PATIENCE_S)
+
+
+def test_a_part_that_came_before_the_death_is_not_the_message(far_pair: Any) -> None:
+    pipe, child = far_pair("send_part", 3 * MIB, 2)
+    child.recv()
+    assert pipe.recv_tensor().numel() == 10
+    out = torch.zeros(3 * MIB, dtype=torch.uint8)
+    with pytest.raises(TimeoutError):
+        pipe.recv_tensor(out, timeout=0.1)
+    receiving = in_thread(lambda: pipe.recv_tensor(timeout=None))
+    time.sleep(0.1)
+    child.kill()
+    assert isinstance(end_of(receiving), PeerGoneError)
+
+
+def test_without_a_pidfd_silence_counts_as_death_and_both_ends_hear_of_it(
+    far_pair: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(PeerIdentity, "open_pidfd", lambda self: None)
+    pipe, child = far_pair("echo", heartbeat_timeout_s=1.5)
+    for _ in range(8):  # longer than the timeout: heartbeats keep it alive
+        pipe.send_tensor(torch.arange(5))
+        assert pipe.recv_tensor().numel() == 5
+        time.sleep(0.3)
+    child.stop()
+    try:
+        with pytest.raises(PeerGoneError, match="silent"):
+            pipe.recv_tensor(timeout=ends.PATIENCE_S)
+    finally:
+        child.cont()
+    assert child.result() == 8  # its receive has ended: it was hung up on, though nobody has closed here
+    assert not pipe.closed
+
+
+# -- races -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("end", ["close", "abort"])
+@pytest.mark.parametrize("spin_us", [0, 50])
+def test_ending_wakes_whoever_sleeps_whatever_the_longest_sleep(
+    near_pair: Any, monkeypatch: pytest.MonkeyPatch, end: str, spin_us: int
+) -> None:
+    """The word that is slept on changes: no wake is lost for which the cap of a sleep has to make up."""
+    monkeypatch.setattr(waiting, "NAP_S", 3600.0)
+    for number in range(60):
+        one, other = near_pair(max_in_flight_bytes=1000, spin_us=spin_us)
+        one.send_tensor(torch.zeros(900, dtype=torch.uint8))
+        calls = [
+            in_thread(lambda p=one: p.recv_tensor(timeout=None)),  # type: ignore[misc]
+            in_thread(lambda p=one: p.send_tensor(torch.zeros(900), timeout=None)),  # type: ignore[misc]
+        ]
+        if number % 3:
+            time.sleep(0.0005 * (number % 7))  # on their way to sleep, or asleep
+        getattr(one, end)()
+        for call in calls:
+            assert isinstance(end_of(call, 20), ClosedError)
+        with pytest.raises(PeerGoneError):
+            while True:
+                other.recv_tensor(timeout=20)
+
+
+def test_the_watcher_wakes_whoever_sleeps_whatever_the_longest_sleep(
+    far_pair: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(waiting, "NAP_S", 3600.0)
+    pipe, child = far_pair("wait", max_in_flight_bytes=20 * MIB)
+    child.recv()
+    transfer = pipe.send_tensor(torch.zeros(19 * MIB, dtype=torch.uint8))
+    receiving = in_thread(lambda: pipe.recv_tensor(timeout=None))
+    sending = in_thread(lambda: pipe.send_tensor(torch.zeros(9 * MIB, dtype=torch.uint8), timeout=None))
+    time.sleep(0.2)
+    child.kill()
+    assert isinstance(end_of(receiving, 20), PeerGoneError)
+    assert isinstance(end_of(sending, 20), PeerGoneError)
+    with pytest.raises(PeerGoneError):
+        transfer.wait(20)
+
+
+def test_a_writer_that_sleeps_is_woken_when_its_message_is_aborted(
+    near_pair: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(waiting, "NAP_S", 3600.0)
+    one, _ = near_pair()
+    transfer = one.send_tensor(torch.zeros(20 * MIB, dtype=torch.uint8))
+    time.sleep(0.1)
+    thread = one._outbox._thread
+    one.abort()
+    with pytest.raises(ClosedError):
+        transfer.wait(20)
+    thread.join(20)
+    assert not thread.is_alive()
+
+
+def test_what_has_failed_is_not_sent_any_further(near_pair: Any) -> None:
+    """Its memory is the caller's again: it would arrive whole, with what was written over it."""
+    one, other = near_pair()
+    source = torch.ones(20 * MIB, dtype=torch.uint8)
+    transfer = one.send_tensor(source)
+    one.abort()
+    with pytest.raises(ClosedError):
+        transfer.wait(5)
+    source.fill_(2)
+    with pytest.raises(PeerGoneError):
+        other.recv_tensor(timeout=5)
+
+
+def test_a_send_that_gets_no_thread_ends_and_so_does_every_other(
+    near_pair: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_threads(self: Any) -> None:
+        raise RuntimeError("can't start new thread")
+
+    one, other = near_pair()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", no_threads)
+        with pytest.raises((RuntimeError, TransportError)):
+            one.send_tensor(torch.ones(20 * MIB))
+    with pytest.raises(TransportError):
+        one.send_tensor(torch.ones(20 * MIB), timeout=2)
+    with pytest.raises(PeerGoneError):
+        other.recv_tensor(timeout=5)
+    one.close(1)
+
+
+def test_a_polite_close_leaves_what_was_sent_to_be_received_after_it(near_pair: Any) -> None:
+    one, other = near_pair()
+    for number in range(100):
+        one.send_tensor(torch.full((10_000,), number, dtype=torch.int64))
+    closing = in_thread(lambda: one.close(ends.PATIENCE_S))
+    for number in range(100):
+        assert int(other.recv_tensor()[-1]) == number
+    end_of(closing)
+    with pytest.raises(PeerGoneError):
+        other.recv_tensor()
+
+
+# -- an idle end -----------------------------------------------------------------------------------
+
+
+def test_waiting_costs_no_processor_time(near_pair: Any) -> None:
+    one, _ = near_pair(max_in_flight_bytes=1000)
+    one.send_tensor(torch.zeros(900, dtype=torch.uint8))
+    calls = [
+        in_thread(lambda: one.recv_tensor(timeout=2.0)),
+        in_thread(lambda: one.send_tensor(torch.zeros(900), timeout=2.0)),
+    ]
+    time.sleep(0.3)
+    before = resource.getrusage(resource.RUSAGE_SELF)
+    time.sleep(1.2)
+    after = resource.getrusage(resource.RUSAGE_SELF)
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 0.1
+    for call in calls:
+        assert isinstance(end_of(call), TimeoutError)
+
+
+# -- beginnings ------------------------------------------------------------------------------------
+
+
+def test_what_is_not_a_contact_is_refused_without_repeating_it() -> None:
+    for text in (
+        "",
+        "shm1",
+        "shm1 x",
+        "shm2 x unix:@y",
+        "shm1  unix:@abcdef",
+        "shm1 x abcdef",
+        "shm1 a b c",
+        "cpu1 x unix:@abcdef",
+    ):
+        with pytest.raises(WireError) as caught:
+            ends.endpoint().connect(text)
+        assert "abcdef" not in str(caught.value)
+
+
+def test_another_host_or_network_namespace_is_refused_with_advice() -> None:
+    with pytest.raises(TransportError, match="another host or network namespace"):
+        ends.endpoint().connect(str(Contact("another-host/net", "unix:@kvplug-x")))
+
+
+def test_a_contact_of_nobody_is_gone() -> None:
+    with pytest.raises(PeerGoneError):
+        ends.endpoint().connect(str(Contact(local_domain(), "unix:@kvplug-nobody-here")), timeout=5)
+
+
+def test_rings_that_are_too_large_and_devices_that_are_not_the_cpu_are_refused() -> None:
+    with pytest.raises(ConfigError, match="slots"):
+        ends.endpoint(slots=1024, slot_bytes=MIB)
+    with pytest.raises(ConfigError, match="cuda"):
+        ShmEndpoint(attrs.evolve(ends.endpoint()._context, device="cuda:0"))
+
+
+def test_the_accepting_end_says_how_large_the_rings_are() -> None:
+    listening, connecting = ends.endpoint(slots=3, slot_bytes=2000), ends.endpoint(slots=5)
+    with (
+        listening.listen() as listener,
+        connecting.connect(listener.contact) as one,
+        listener.accept() as other,
+    ):
+        for pipe in (one, other):
+            assert pipe._outbox._ring.nbytes == pipe._inbox._ring.nbytes == 3 * 2048
+
+
+def without_descriptors(parent: peers.Parent) -> list[str]:
+    """Connect with fewer and fewer descriptors left; what was said, and how many are held afterwards."""
+    end = ends.endpoint()
+    said = []
+    with end.listen() as listener:
+        used = max(int(fd) for fd in os.listdir("/proc/self/fd"))
+        before = len(os.listdir("/proc/self/fd"))
+        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        for more in range(12):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (used + 1 + more, hard))
+            try:
+                with end.connect(listener.contact, timeout=3) as one, listener.accept(3) as other:
+                    one.send_tensor(torch.arange(3))
+                    said.append(str(other.recv_tensor().tolist()))
+            except Exception as e:
+                said.append(type(e).__name__)
+        until(lambda: len(os.listdir("/proc/self/fd")) <= before)
+    return said
+
+
+def test_too_few_descriptors_are_an_error_and_leave_nothing() -> None:
+    with peers.start(without_descriptors, timeout_s=120) as child:
+        said = child.result(120)
+    assert said[-1] == "[0, 1, 2]", said
+    assert set(said) <= {"[0, 1, 2]", "CapacityError", "PeerGoneError", "TimeoutError", "OSError"}, said
+    assert said[0] != "[0, 1, 2]"
+
+
+def without_addresses(parent: peers.Parent) -> str:
+    end = ends.endpoint(slots=512)
+    with end.listen() as listener:
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+        resource.setrlimit(resource.RLIMIT_AS, (used + 300 * MIB, resource.RLIM_INFINITY))
+        try:
+            end.connect(listener.contact, timeout=10)
+        except CapacityError as e:
+            return str(e)
+    return "connected"
+
+
+def test_too_little_memory_for_the_rings_is_an_error_at_both_ends() -> None:
+    with peers.start(without_addresses) as child:
+        assert "its log says why" in child.result()
+        assert "no shared memory of" in child.stderr
+
+
+AS_NOBODY = """
+import os, sys
+{path}
+import kvplug_shm.pipe.endpoint
+from kvplug import Credentials, KvplugError, PipeContext, dial, local_domain
+local_domain()  # nothing more is read once this is somebody else, who may not be able to read our files
+os.setgid(65534); os.setuid(65534)
+end = kvplug_shm.pipe.endpoint.ShmEndpoint(PipeContext(options=None, credentials=Credentials()))
+try:
+    end.connect(sys.argv[1], timeout=10)
+    print("in")
+except KvplugError as e:
+    print(type(e).__name__, e)
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user takes root")
+def test_another_user_is_refused() -> None:
+    end = ends.endpoint()
+    with peers.nothing_left(), end.listen() as listener:
+        path = "\n".join(f"sys.path.append({each!r})" for each in sys.path if each)
+        code = AS_NOBODY.format(path=path)
+        done = subprocess.run(
+            [sys.executable, "-c", code, listener.contact],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert done.stdout.startswith("AuthenticationError"), done.stderr
+        with pytest.raises(TimeoutError):
+            listener.accept(0.05)
+
+
+ELSEWHERE = """
+import os, sys
+{path}
+import torch
+from kvplug import Credentials, PeerGoneError, PipeContext
+from kvplug_shm.pipe.endpoint import ShmEndpoint
+end = ShmEndpoint(PipeContext(options=None, credentials=Credentials(), heartbeat_timeout_s=2.0))
+pipe = end.connect(sys.argv[1], timeout=20)
+while True:
+    try:
+        pipe.send_tensor(pipe.recv_tensor())
+    except PeerGoneError:
+        break
+"""
+
+
+def unshared(*flags: str) -> list[str]:
+    """The command, or a skip with the reason."""
+    command = ["unshare", *flags]
+    if shutil.which("unshare") is None:
+        pytest.skip("there is no unshare here")
+    tried = subprocess.run([*command, "true"], capture_output=True, text=True, timeout=30, check=False)
+    if tried.returncode:
+        pytest.skip(f"namespaces cannot be made here: {tried.stderr.strip()}")
+    return command
+
+
+@pytest.mark.parametrize("flags", [("--ipc",), ("--pid", "--fork", "--kill-child", "--ipc")])
+def test_processes_in_other_namespaces_of_one_host_share_memory(flags: tuple[str, ...]) -> None:
+    """Of pids as well: nobody has a pidfd of the other, and heartbeats take its place."""
+    command = unshared(*flags)
+    path = "\n".join(f"sys.path.append({each!r})" for each in sys.path if each)
+    with ends.endpoint(heartbeat_timeout_s=2.0).listen() as listener:
+        code = textwrap.dedent(ELSEWHERE.format(path=path))
+        child = subprocess.Popen([*command, sys.executable, "-c", code, listener.contact])
+        try:
+            with listener.accept(ends.PATIENCE_S) as pipe:
+                for _ in range(5):
+                    sent = torch.randint(0, 255, (3 * MIB,), dtype=torch.uint8)
+                    pipe.send_tensor(sent)
+                    assert torch.equal(pipe.recv_tensor(), sent)
+                    time.sleep(0.6)
+                child.kill()
+                with pytest.raises(PeerGoneError):
+                    pipe.recv_tensor(timeout=ends.PATIENCE_S)
+        finally:
+            child.kill()
+            child.wait()
+
+
+def test_a_host_without_dev_shm_room_does_not_matter(near_pair: Any) -> None:
+    """Nothing of a pipe is in /dev/shm, whose size a container limits to 64 MB."""
+    before = set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
+    one, other = near_pair()
+    one.send_tensor(torch.zeros(MIB))
+    other.recv_tensor()
+    assert not os.path.isdir("/dev/shm") or set(os.listdir("/dev/shm")) - before == set()

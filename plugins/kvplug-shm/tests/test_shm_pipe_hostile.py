@@ -1,0 +1,317 @@
+"""A peer that is allowed in and writes nonsense: into words, into headers, or in place of a join."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import struct
+import time
+from pathlib import Path
+from runpy import run_path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+
+from kvplug import (
+    CapacityError,
+    Deadline,
+    KvplugError,
+    PeerGoneError,
+    TimeoutError,
+    TransportError,
+    WireError,
+    dial,
+)
+from kvplug.testing import peers
+from kvplug.wire.frames import FrameKind, encode_header
+from kvplug.wire.messages import GOODBYE, tensor_prefix
+from kvplug_shm.memory.handing import recv_fds, send_fd
+from kvplug_shm.pipe import joining
+from kvplug_shm.pipe.contact import Contact
+from kvplug_shm.pipe.joining import Join
+from kvplug_shm.pipe.rings import LINE, segment_size
+from kvplug_shm.ring.order import HEAD, tail
+
+ends = SimpleNamespace(**run_path(str(Path(__file__).with_name("pipe_ends.py"))))
+near_pair = ends.near_pair
+in_thread, end_of = ends.in_thread, ends.end_of
+
+MIB = 1024 * 1024
+ENDED = (TransportError, PeerGoneError, WireError)
+WORDS = [3, 2 * LINE + 1, 2 * 10**7, 2**31, 2**32 + 2, 2**63 - 1, 2**64 - 2]
+"""Odd ones say that the end is over."""
+
+
+def words_of(ring: Any) -> Any:
+    return ring.words.words
+
+
+# -- words -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("word", WORDS)
+@pytest.mark.parametrize("blocked", [False, True])
+def test_a_head_that_cannot_be_is_an_error_and_the_end_of_the_pipe(
+    near_pair: Any, word: int, blocked: bool
+) -> None:
+    one, other = near_pair()
+    ring = one._outbox._ring
+    if blocked:
+        receiving = in_thread(lambda: other.recv_tensor(timeout=None))
+        time.sleep(0.05)
+        words_of(ring)[HEAD] = word
+        ring.words.wake(HEAD)
+        assert isinstance(end_of(receiving), ENDED)
+    else:
+        words_of(ring)[HEAD] = word
+        with pytest.raises(ENDED):
+            other.recv_tensor(timeout=5)
+    for _ in range(2):
+        with pytest.raises(ENDED):
+            other.recv_tensor(timeout=5)
+        with pytest.raises(ENDED):
+            other.send_tensor(None, timeout=5)
+
+
+@pytest.mark.parametrize("word", WORDS)
+@pytest.mark.parametrize("nbytes", [10, 20 * MIB])
+def test_a_tail_that_cannot_be_is_an_error_and_the_end_of_the_pipe(
+    near_pair: Any, word: int, nbytes: int
+) -> None:
+    one, other = near_pair()
+    words_of(other._inbox._ring)[tail(0)] = word
+    error: BaseException | None = None
+    for _ in range(50):  # half-true ones may pass for a moment
+        try:
+            one.send_tensor(torch.zeros(nbytes, dtype=torch.uint8), timeout=1).wait(5)
+        except KvplugError as e:
+            error = e
+            break
+    assert isinstance(error, ENDED), error
+    with pytest.raises(ENDED):
+        one.send_tensor(None, timeout=5)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    changes=st.lists(
+        st.tuples(st.integers(0, 4), st.integers(0, 2**64 - 1) | st.integers(0, 20_000)), max_size=6
+    ),
+    nbytes=st.sampled_from([0, 100, 3000, 100_000]),
+)
+def test_whatever_a_peer_writes_into_the_words_every_call_ends(
+    changes: list[tuple[int, int]], nbytes: int
+) -> None:
+    end = ends.endpoint(slots=2, slot_bytes=1024)
+    with end.listen() as listener, end.connect(listener.contact) as one, listener.accept() as other:
+        ours = [one._outbox._ring, one._inbox._ring]
+        for number, (word, value) in enumerate(changes):
+            words_of(ours[number % 2])[word] = value
+            for call in (
+                lambda: one.send_tensor(torch.zeros(nbytes, dtype=torch.uint8), timeout=0.01),
+                lambda: one.recv_tensor(timeout=0.01),
+                lambda: other.recv_tensor(timeout=0.01),
+            ):
+                try:
+                    call()
+                except KvplugError:
+                    pass
+        for pipe in (one, other):
+            pipe.abort()
+
+
+# -- headers ---------------------------------------------------------------------------------------
+
+
+def lay(pipe: Any, data: bytes) -> None:
+    """Put bytes where the peer expects a message."""
+    ring = pipe._outbox._ring
+    ring.write(ring.end.sent, data)
+    ring.end.publish(-(-len(data) // LINE) * LINE)
+
+
+def prefix(shape: tuple[int, ...], nbytes: int, flags: int = 0) -> bytes:
+    return tensor_prefix(torch.uint8, torch.Size(shape), nbytes, flags)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\0" * LINE,
+        b"KVPG" * 16,
+        GOODBYE,
+        encode_header(FrameKind.VALUE, 3) + b"abc",
+        encode_header(FrameKind.TENSOR, 2**57) + b"\2\1" + bytes(8),
+        encode_header(FrameKind.TENSOR, 10) + b"\xff\1" + bytes(8),
+        encode_header(FrameKind.TENSOR, 10) + b"\2\xff" + bytes(8),
+        encode_header(FrameKind.TENSOR, 10 + 5) + b"\2\1" + struct.pack("<Q", 6),
+        encode_header(FrameKind.TENSOR, 10) + b"\2\1" + struct.pack("<Q", 2**64 - 1),
+        encode_header(FrameKind.NONE, 0, 1),
+        encode_header(FrameKind.NONE, 1),
+        prefix((3,), 3, flags=1),
+    ],
+)
+@pytest.mark.parametrize("blocked", [False, True])
+def test_bytes_that_are_no_message_are_an_error_and_the_end_of_the_pipe(
+    near_pair: Any, data: bytes, blocked: bool
+) -> None:
+    one, other = near_pair()
+    receiving = in_thread(lambda: other.recv_tensor(timeout=None)) if blocked else None
+    time.sleep(0.05 if blocked else 0)
+    lay(one, data)
+    if receiving is not None:
+        assert isinstance(end_of(receiving), WireError)
+    else:
+        with pytest.raises(WireError):
+            other.recv_tensor(timeout=5)
+    for _ in range(2):
+        with pytest.raises(TransportError):
+            other.recv_tensor(timeout=5)
+    with pytest.raises(PeerGoneError):
+        for _ in range(1000):
+            one.send_tensor(None, timeout=5)
+            time.sleep(0.01)
+
+
+def test_a_claim_of_more_than_there_is_takes_no_memory_and_says_so(near_pair: Any) -> None:
+    one, other = near_pair()
+    lay(one, prefix((2**50,), 2**50))
+    for _ in range(2):
+        with pytest.raises(CapacityError):
+            other.recv_tensor(timeout=5)
+
+
+def test_a_claim_that_is_not_kept_is_waited_for_until_the_deadline(near_pair: Any) -> None:
+    one, other = near_pair()
+    lay(one, prefix((3 * MIB,), 3 * MIB))
+    with pytest.raises(TimeoutError, match="0 of 3145728 bytes"):
+        other.recv_tensor(timeout=0.1)
+    one.abort()
+    with pytest.raises(PeerGoneError):
+        other.recv_tensor(timeout=5)
+
+
+def test_a_header_that_changes_between_two_looks_is_read_once(near_pair: Any) -> None:
+    """What is checked is a copy: nothing of it is looked at in shared memory again."""
+    one, other = near_pair()
+    ring = other._inbox._ring
+    looks: list[int] = []
+    peek = ring.peek
+
+    def counted(count: int, nbytes: int) -> bytes:
+        looks.append(count)
+        data = peek(count, nbytes)
+        ring.bytes[:16] = secrets.token_bytes(16)
+        return data
+
+    ring.peek = counted
+    one.send_tensor(torch.arange(5))
+    assert torch.equal(other.recv_tensor(timeout=5), torch.arange(5))
+    assert looks == [0]
+
+
+# -- joining ---------------------------------------------------------------------------------------
+
+
+def meets(end: Any, listener: Any) -> None:
+    with end.connect(listener.contact) as one, listener.accept() as other:
+        one.send_tensor(torch.arange(3))
+        assert torch.equal(other.recv_tensor(), torch.arange(3))
+
+
+def test_a_proven_peer_that_says_nothing_or_garbage_delays_nobody_and_leaves_nothing() -> None:
+    end = ends.endpoint()
+    with peers.nothing_left(), end.listen() as listener:
+        where = Contact.parse(listener.contact).contact
+        guests = [dial(where, end._context.credentials, joining.PURPOSE, 5) for _ in range(9)]
+        for number, guest in enumerate(guests):
+            if number % 3 == 1:
+                guest.sock.sendall(secrets.token_bytes(1000))
+            if number % 3 == 2:
+                send_fd(guest, secrets.token_bytes(20), (0, 1, 2), Deadline.after(5))
+        meets(end, listener)
+        for guest in guests:
+            guest.close()
+
+
+def test_a_peer_that_vanishes_with_the_memory_in_hand_leaves_nothing() -> None:
+    end = ends.endpoint()
+    with peers.nothing_left(), end.listen() as listener:
+        where = Contact.parse(listener.contact).contact
+        guest = dial(where, end._context.credentials, joining.PURPOSE, 5)
+        send_fd(guest, Join(step=0).pack(), (), Deadline.after(5))
+        _, fds = recv_fds(guest, len(Join(step=0).pack()), 1, Deadline.after(5))
+        assert len(fds) == 1
+        os.close(fds[0])
+        guest.close()
+        meets(end, listener)
+
+
+def host(answer: Any, fds: Any) -> Any:
+    """What a connecting end makes of a listener that answers so."""
+    from kvplug import Listener, local_domain
+
+    end = ends.endpoint()
+    with Listener.open("unix:", end._context.credentials, joining.PURPOSE) as listener:
+        connecting = in_thread(lambda: end.connect(str(Contact(local_domain(), listener.contact)), timeout=5))
+        guest = listener.accept(5)
+        try:
+            recv_fds(guest, len(Join(step=0).pack()), 0, Deadline.after(5))
+            send_fd(guest, answer, fds, Deadline.after(5))
+            return end_of(connecting)
+        finally:
+            guest.close()
+
+
+def memory(nbytes: int, seals: int | None = None) -> int:
+    import fcntl
+
+    fd = os.memfd_create("test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, nbytes)
+    if seals is None:
+        seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+    return fd
+
+
+@pytest.mark.parametrize(
+    ("slots", "slot_bytes", "nbytes", "seals", "count"),
+    [
+        (1, 4096, segment_size(4096), 0, 1),  # it could shrink under us
+        (1, 4096, segment_size(4096) - 4096, None, 1),
+        (1, 4096, segment_size(4096) + 4096, None, 1),
+        (1, 4096, segment_size(4096), None, 0),
+        (1, 4096, segment_size(4096), None, 2),
+        (0, 4096, segment_size(0), None, 1),
+        (1, 960, segment_size(960), None, 1),
+        (3, 1000, segment_size(3000), None, 1),
+        (2**32 - 1, 2**32 - 1, MIB, None, 1),
+    ],
+)
+def test_memory_that_is_not_what_was_promised_is_refused(
+    slots: int, slot_bytes: int, nbytes: int, seals: int | None, count: int
+) -> None:
+    fds = [memory(nbytes, seals) for _ in range(count)]
+    with peers.nothing_left():
+        error = host(Join(step=1, slots=slots, slot_bytes=slot_bytes).pack(), fds)
+        assert isinstance(error, WireError), error
+    for fd in fds:
+        os.close(fd)
+
+
+def test_what_is_no_memory_is_refused() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs, open("/dev/null", "rb") as file:
+        for fd in (ours.fileno(), file.fileno()):
+            error = host(Join(step=1, slots=1, slot_bytes=4096).pack(), [fd])
+            assert isinstance(error, WireError), error
+
+
+def test_an_accepting_end_without_memory_says_so() -> None:
+    error = host(Join(step=2).pack(), [])
+    assert isinstance(error, CapacityError)
+    assert "its log says why" in str(error)
