@@ -136,6 +136,19 @@ def test_where_its_process_cannot_be_seen_a_silent_reader_is_evicted_and_hears_w
     assert "0 of 1 messages are lost to reader rank 0, and all that come later" in end
 
 
+def test_the_more_impatient_end_says_how_often_both_say_something(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PeerIdentity, "open_pidfd", lambda self: None)
+    for ours, theirs in ((0.8, 60.0), (60.0, 0.8)):
+        writer = ends.Writing(context(heartbeat_timeout_s=ours))
+        reader = joined(context(heartbeat_timeout_s=theirs), writer.far.data)
+        time.sleep(2.5)
+        writer.send(b"still there")
+        assert taken(reader)[2] == b"still there"
+        reader.leave(died=False)
+        assert writer.feed.gone == {0: ("has left", False)}
+        writer.far.abort()
+
+
 def test_of_a_writer_that_is_killed_everything_it_had_sent_is_received_first() -> None:
     with peers.start(f"{FAR}:far_writer", 50) as child:
         data = child.recv()

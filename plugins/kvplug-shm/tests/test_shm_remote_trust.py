@@ -61,7 +61,20 @@ def dealer(contact: RemoteContact, keys: Keys | None, ours: Any, where: Any) -> 
     return made
 
 
-JOIN = frames.plain(Kind.JOIN, {"version": 1, "who": {}})
+WHO = {
+    "boot_id": "another host",
+    "pid_ns": "",
+    "net_ns": "",
+    "pid": 77,
+    "start_time": 0,
+    "host": "example",
+    "label": "",
+}
+
+
+def joining(**given: Any) -> dict[str, Any]:
+    """What a reader says first."""
+    return {"version": 1, "who": WHO, "patience_s": 10.0, **given}
 
 
 # -- secrets -------------------------------------------------------------------------------------------
@@ -145,7 +158,7 @@ def test_a_client_with_a_key_of_its_own_is_not_heard(writer: Any) -> None:
     keys = contact.keys(context(secret=SECRET).credentials)
     with zmq.Context() as where:
         forged = dealer(contact, keys, zmq.curve_keypair(), where)
-        forged.send(JOIN)
+        forged.send(frames.plain(Kind.JOIN, joining()))
         writer.feed.until(lambda: writer.far._admission.refused)
         assert not forged.poll(200)
         forged.close()
@@ -157,7 +170,7 @@ def test_a_client_without_keys_is_not_heard(writer: Any) -> None:
     contact = RemoteContact.from_plain(writer.far.data)
     with zmq.Context() as where:
         bare = dealer(contact, None, None, where)
-        bare.send(JOIN)
+        bare.send(frames.plain(Kind.JOIN, joining()))
         assert not bare.poll(500)
         bare.close()
     assert not writer.feed.came
@@ -259,17 +272,6 @@ def insider(writer: Any) -> Iterator[Any]:
         made.close()
 
 
-WHO = {
-    "boot_id": "another host",
-    "pid_ns": "",
-    "net_ns": "",
-    "pid": 77,
-    "start_time": 0,
-    "host": "example",
-    "label": "",
-}
-
-
 @pytest.mark.parametrize(
     "said",
     [
@@ -281,14 +283,14 @@ WHO = {
         [frames.taken(0, 0, 5)],
         [bytes([Kind.TAKEN])],
         [frames.goodbye(3)],
-        [frames.plain(Kind.JOIN, {"version": 1, "who": WHO})],
+        [frames.plain(Kind.JOIN, joining())],
         [b"\x80\x04cbuiltins\neval\n."],
     ],
 )
 def test_a_reader_that_sends_nonsense_is_evicted_and_the_others_go_on(
     writer: Any, insider: Any, said: list[bytes]
 ) -> None:
-    insider.send(frames.plain(Kind.JOIN, {"version": 1, "who": WHO}))
+    insider.send(frames.plain(Kind.JOIN, joining()))
     assert insider.poll(10_000) and insider.recv()[0] == Kind.WELCOME
     assert writer.feed.came == {0: "pid 77 on example"}
     insider.send_multipart(said)
@@ -303,12 +305,14 @@ def test_a_reader_that_sends_nonsense_is_evicted_and_the_others_go_on(
     [
         None,
         7,
-        {"version": 2, "who": WHO},
-        {"version": 1},
-        {"version": 1, "who": {**WHO, "pid": -1}},
-        {"version": 1, "who": {**WHO, "pid": "x"}},
-        {"version": 1, "who": {**WHO, "more": 1}},
-        {"version": 1, "who": [1]},
+        {},
+        joining(version=2),
+        joining(patience_s=0.0),
+        joining(patience_s="long"),
+        joining(who={**WHO, "pid": -1}),
+        joining(who={**WHO, "pid": "x"}),
+        joining(who={**WHO, "more": 1}),
+        joining(who=[1]),
     ],
 )
 def test_who_joins_with_nonsense_has_not_come(writer: Any, insider: Any, value: Any) -> None:
@@ -320,7 +324,7 @@ def test_who_joins_with_nonsense_has_not_come(writer: Any, insider: Any, value: 
 
 
 def test_a_frame_that_is_too_long_ends_the_connection(writer: Any, insider: Any) -> None:
-    insider.send(frames.plain(Kind.JOIN, {"version": 1, "who": WHO}))
+    insider.send(frames.plain(Kind.JOIN, joining()))
     assert insider.poll(10_000)
     insider.send(bytes(1 << 20))
     writer.feed.until(lambda: writer.feed.gone)
@@ -395,7 +399,7 @@ def test_a_handle_that_says_nothing_of_the_network_is_refused(data: dict[str, An
 
 
 def test_values_of_a_frame_are_plain_and_small() -> None:
-    welcome = frames.read([memoryview(frames.plain(Kind.WELCOME, {"version": 1, "who": WHO}))])
+    welcome = frames.read([memoryview(frames.plain(Kind.WELCOME, joining()))])
     assert isinstance(welcome, Plain)
     assert str(identity_of(welcome.value["who"])) == "pid 77 on example"
 

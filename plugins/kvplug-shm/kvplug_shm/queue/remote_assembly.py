@@ -104,6 +104,6 @@ class Assembly:
                 return memory
         size = -(-nbytes // _GRAIN) * _GRAIN
         try:
-            return mmap.mmap(-1, size)
+            return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except (OSError, ValueError, OverflowError) as e:
             raise WireError(f"there is no memory for a message of {nbytes} bytes: {e}") from e

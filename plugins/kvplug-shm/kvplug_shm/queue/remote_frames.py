@@ -7,16 +7,16 @@ the ring.
 ========  =========  ===================================================================================
 kind      from       header after the kind, and payload
 ========  =========  ===================================================================================
-JOIN      reader     a value: version, rank, who it is
+JOIN      reader     a value: version, who it is, which silence it takes for death
 TAKEN     reader     data frames that have arrived, messages that have arrived whole, messages read
 READY     both       (all of them, from the writer)
 BEAT      both
 LEAVE     reader
-WELCOME   writer     a value: version, who it is, how many messages may lie unread
+WELCOME   writer     a value: version, who it is, which silence both take for death
 REFUSED   writer     a value: why
 MESSAGE   writer     raw or a value, number, bytes of head and of body; the first bytes of both
 PIECE     writer     number, offset; bytes from there on
-GOODBYE   writer     how many messages there were
+GOODBYE   writer     how many messages there were; it answers LEAVE, too
 EVICTED   writer     how many messages there are, how many the reader will not get; why, as text
 ========  =========  ===================================================================================
 """

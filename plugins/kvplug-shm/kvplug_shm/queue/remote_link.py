@@ -11,6 +11,7 @@ import attrs
 
 from kvplug import PeerIdentity, Watch, WireError, watch
 from kvplug_shm.queue.remote_frames import PIECE_BYTES, Part, Taken
+from kvplug_shm.queue.remote_thread import BEATS_IN_PATIENCE
 
 WINDOW_BYTES: Final = 16 * PIECE_BYTES
 """Under way to one reader and not arrived: enough for a fast network, and all that a stopped one costs."""
@@ -24,6 +25,8 @@ class Link:
     rank: int
     routing_id: bytes
     who: PeerIdentity
+    patience_s: float
+    """Silence that the more impatient of the two ends takes for death."""
     heard: float
     said: float
     read: int = 0
@@ -51,6 +54,11 @@ class Link:
     def watched(self) -> bool:
         """Whether its process can be seen from here: then silence is no death."""
         return self._watch is not None
+
+    @property
+    def beat_s(self) -> float:
+        """So long it may be that nothing is said."""
+        return self.patience_s / BEATS_IN_PATIENCE
 
     @property
     def progress(self) -> int:

@@ -37,7 +37,7 @@ from kvplug_shm.queue.remote_frames import First, Kind, Over, Piece, Plain
 from kvplug_shm.queue.remote_inbox import Inbox
 from kvplug_shm.queue.remote_keys import Keys
 from kvplug_shm.queue.remote_link import identity_of, observed
-from kvplug_shm.queue.remote_thread import SETTLE_S, SocketThread, in_words
+from kvplug_shm.queue.remote_thread import BEATS_IN_PATIENCE, SETTLE_S, SocketThread, in_words
 
 _UNPROVEN: Final = (
     zmq.EVENT_HANDSHAKE_FAILED_AUTH,
@@ -63,7 +63,7 @@ class RemoteReader(SocketThread):
         self._told: tuple[int, int, int] = (0, 0, 0)
         self._wants_ready = self._leaving = self._proven = False
         self._heard = self._said = time.monotonic()
-        self._suspected = self._dying = 0.0
+        self._suspected = self._dying = self._left = 0.0
         super().__init__(
             zmq.DEALER, f"reader rank {rank} of the queue at {contact}", context.heartbeat_timeout_s
         )
@@ -88,8 +88,12 @@ class RemoteReader(SocketThread):
             dealer.handshake_ivl = 0  # whoever joins has a deadline, and a writer that is stopped is alive
             dealer.ipv6 = ":" in self._contact.host
             dealer.connect(self._contact.endpoint)
-            who = attrs.asdict(this_process())
-            self._say(frames.plain(Kind.JOIN, {"version": frames.VERSION, "who": who}))
+            joining = {
+                "version": frames.VERSION,
+                "who": attrs.asdict(this_process()),
+                "patience_s": float(self._patience_s),
+            }
+            self._say(frames.plain(Kind.JOIN, joining))
 
     def join_queue(self, deadline: Deadline) -> None:
         """Return when the writer has taken this reader in. Raises as ``create_from_handle``."""
@@ -154,10 +158,7 @@ class RemoteReader(SocketThread):
         if not inbox.ended:
             self._judge(now)
         if self._leaving:
-            if not inbox.ended:
-                self._say(frames.plain(Kind.LEAVE))
-            self.end(0 if inbox.ended else SETTLE_S)
-            return 0.0
+            return self._leave(now)
         if inbox.ended:
             return None
         if self._wants_ready:
@@ -170,6 +171,16 @@ class RemoteReader(SocketThread):
         if inbox.joined and now - self._said >= self._beat_s:
             self._say(frames.plain(Kind.BEAT))
         return self._pause()
+
+    def _leave(self, now: float) -> float:
+        """Say so, and wait for the answer: closing with something unread could take the word back."""
+        if not self._left and not self._inbox.ended:
+            self._left = now
+            self._say(frames.plain(Kind.LEAVE))
+        left_s = self._left + SETTLE_S - now
+        if self._inbox.ended or left_s <= 0:
+            self.end(0)
+        return max(0.0, left_s)
 
     def _hear(self, now: float) -> None:
         for parts in self._received():
@@ -190,8 +201,11 @@ class RemoteReader(SocketThread):
                     self._inbox.put(*done)
             case Plain(Kind.READY):
                 self._inbox.make_ready()
-            case Plain(Kind.WELCOME, {"version": frames.VERSION, "who": who}):
+            case Plain(
+                Kind.WELCOME, {"version": frames.VERSION, "who": who, "patience_s": float(patience_s)}
+            ) if patience_s > 0:
                 self._writer = identity_of(who)
+                self._patience_s = min(self._patience_s, patience_s)
                 try:
                     self._watch = observed(self._writer, self._has_ended)
                 except PeerGoneError:
@@ -256,7 +270,7 @@ class RemoteReader(SocketThread):
         if self._dying:
             if now - self._dying >= SETTLE_S:
                 self._inbox.fail(PeerGoneError, self._how_it_ended())
-        elif self._writer is not None and self._watch is None and now - self._heard >= self._silence_s:
+        elif self._writer is not None and self._watch is None and now - self._heard >= self._patience_s:
             # It may be us who were stopped: what came meanwhile gets a moment to be read.
             self._suspected = self._suspected or now
             if now - self._suspected >= self._beat_s / 2:
@@ -265,6 +279,10 @@ class RemoteReader(SocketThread):
                     f"{self.writer} is silent for {now - self._heard:.1f} s, after {self._assembly.arrived}"
                     f" messages had arrived at reader rank {self._rank}",
                 )
+
+    @property
+    def _beat_s(self) -> float:
+        return self._patience_s / BEATS_IN_PATIENCE
 
     def _say(self, frame: bytes) -> None:
         self._said = time.monotonic()
@@ -278,7 +296,7 @@ class RemoteReader(SocketThread):
         if self._dying or self._suspected:
             moments.append(time.monotonic() + self._beat_s / 10)
         if self._watch is None:
-            moments.append(self._heard + self._silence_s)
+            moments.append(self._heard + self._patience_s)
         return max(0.0, min(moments) - time.monotonic())
 
 

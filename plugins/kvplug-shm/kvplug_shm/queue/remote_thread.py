@@ -34,7 +34,8 @@ SETTLE_S: Final = 1.0
 """How long what is on its way from a dead process, or to one that is told of the end, is waited for."""
 _DESCRIPTORS = 14
 """What a context and its sockets open, and some. ZeroMQ ends the process when it gets none."""
-_BEATS_IN_TIMEOUT = 5
+BEATS_IN_PATIENCE: Final = 5
+"""Each end says something so often within the silence that is taken for death."""
 _KEEPALIVE = ((zmq.TCP_KEEPALIVE, 1), (zmq.TCP_KEEPALIVE_IDLE, 5), (zmq.TCP_KEEPALIVE_INTVL, 2))
 
 
@@ -52,8 +53,7 @@ class SocketThread(abc.ABC):
 
     def __init__(self, kind: int, name: str, heartbeat_timeout_s: float) -> None:
         self._name = name
-        self._silence_s = heartbeat_timeout_s
-        self._beat_s = heartbeat_timeout_s / _BEATS_IN_TIMEOUT
+        self._patience_s = heartbeat_timeout_s
         self._ended = False
         self._linger_s = 0.0
         self._tcp: set[int] = set()  # descriptors of connections, for a forked child to close

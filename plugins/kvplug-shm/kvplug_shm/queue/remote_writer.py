@@ -176,8 +176,9 @@ class RemoteWriter(SocketThread):
 
     def _join(self, routing_id: bytes, rank: int, value: Any, now: float) -> None:
         match value:
-            case {"version": frames.VERSION, "who": who}:
-                link = Link(rank, routing_id, identity_of(who), now, now)
+            case {"version": frames.VERSION, "who": who, "patience_s": float(theirs)} if theirs > 0:
+                patience_s = min(theirs, self._patience_s)
+                link = Link(rank, routing_id, identity_of(who), patience_s, now, now)
             case _:
                 raise WireError("it speaks another version; install the same kvplug-shm on both ends")
         why = self._feed.admit(rank, str(link.who))
@@ -191,7 +192,8 @@ class RemoteWriter(SocketThread):
             link.observe(lambda: self._has_ended(link))
         except PeerGoneError:
             self._has_ended(link)
-        welcome = {"version": frames.VERSION, "who": attrs.asdict(this_process())}
+        us = attrs.asdict(this_process())
+        welcome = {"version": frames.VERSION, "who": us, "patience_s": patience_s}
         self._say(link, [frames.plain(Kind.WELCOME, welcome)], now)
 
     def _has_ended(self, link: Link) -> None:
@@ -224,10 +226,10 @@ class RemoteWriter(SocketThread):
                 self._evict(link, "its process ended", died=True)
             elif link.dying:
                 self._say(link, [frames.plain(Kind.BEAT)], now)
-            elif not link.watched and now - link.heard >= self._silence_s:
+            elif not link.watched and now - link.heard >= link.patience_s:
                 # It may be us who were stopped: what came meanwhile gets a moment to be read.
                 link.suspected = link.suspected or now
-                if now - link.suspected >= self._beat_s / 2:
+                if now - link.suspected >= link.beat_s / 2:
                     self._evict(link, f"silent for {now - link.heard:.1f} s", died=True)
 
     def _send(self, now: float) -> None:
@@ -244,7 +246,7 @@ class RemoteWriter(SocketThread):
                 if not self._say(link, parts, now):
                     break
                 link.count(parts, last)
-            if now - link.said >= self._beat_s:
+            if now - link.said >= link.beat_s:
                 self._say(link, [frames.plain(Kind.BEAT)], now)
 
     def _say(self, link: Link, parts: list[Part], now: float) -> bool:
@@ -276,9 +278,9 @@ class RemoteWriter(SocketThread):
         published = self._feed.published()
         self._feed.evict(link.rank, why, died=died)
         self._forget(link)
-        if died:
-            with contextlib.suppress(zmq.ZMQError):
-                self._put(link.routing_id, [frames.evicted(published, published - link.sent, why)])
+        last = frames.evicted(published, published - link.sent, why) if died else frames.goodbye(published)
+        with contextlib.suppress(zmq.ZMQError):
+            self._put(link.routing_id, [last])
 
     def _forget(self, link: Link) -> None:
         with self._moved:
@@ -303,10 +305,10 @@ class RemoteWriter(SocketThread):
         links = list(self._links.values())
         if not links:
             return None
-        moments = [min(link.said for link in links) + self._beat_s]
+        moments = [link.said + link.beat_s for link in links]
         if any(link.dying or link.suspected or link.wants_ready for link in links):
             moments.append(now + _LOOK_S)
-        moments.extend(link.heard + self._silence_s for link in links if not link.watched)
+        moments.extend(link.heard + link.patience_s for link in links if not link.watched)
         if self._closing is not None:
             moments.append(self._closing.at)
         return max(0.0, min(moments) - time.monotonic())
