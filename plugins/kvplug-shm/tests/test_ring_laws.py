@@ -1,8 +1,8 @@
 """What holds of a ring in every interleaving of its ends.
 
-Every reader gets each unit once and in order. Nothing is overwritten before it was released. Nobody sleeps for ever,
-and nobody waits without sleeping. An end that ends, dies or is given up lets the others go on, and what
-a writer that died had published is read.
+Every reader gets each unit once and in order. Nothing is overwritten before it was released. Nobody sleeps
+for ever, and nobody waits without sleeping. An end that ends, dies or is given up lets the others go on, and
+what a writer that died had published is read.
 """
 
 from __future__ import annotations

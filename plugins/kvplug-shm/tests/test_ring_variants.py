@@ -1,0 +1,88 @@
+"""A ring with any step missing, or swapped with the next, breaks a law; or it is told why it does not."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvplug_shm.ring import ends, order
+
+sys.path.append(str(Path(__file__).parent))
+
+from explorer import BusyError, Explorer, StuckError
+from ring_programs import Case, LawError, Programs
+from variants import Variant, variants
+
+ONE = (1,)
+CASES = [
+    Case(sizes=ONE * 3, places=1),
+    Case(sizes=(1, 2, 3), places=3, streams=True),
+    Case(sizes=ONE * 3, places=2, leaves=True),
+    Case(sizes=ONE * 3, places=2, leaves=True, streams=True),
+    Case(sizes=ONE * 3, places=2, reader_dies=True),
+    Case(sizes=ONE * 3, places=2, writer_dies=True),
+    Case(sizes=ONE * 2, places=1, readers=2),
+    Case(sizes=ONE * 4, places=1, reader_suspected=True, streams=True),
+    Case(sizes=ONE * 3, places=1, reader_suspected=True),
+    Case(sizes=ONE * 2, places=2, writer_suspected=True),
+    Case(sizes=ONE, places=1, writer_suspected=True, writer_vanishes=True, watchers=2),
+]
+"""Those that find most, and fast, first."""
+
+WAKES = "a call of the kernel more, which wakes nobody, or somebody who looks again and sleeps on"
+STRANGE = "only an end that is not ours stores what it looks for; test_ring_counts does"
+TOLD = "the count of a reader that was evicted is only told, as its lag; test_ring_counts asks for it"
+
+HARMLESS = {
+    "announce: without `return`": WAKES,
+    "announce: `words[each]` taken as 1": WAKES,
+    "doze: without `words[own] = 0`": WAKES,
+    "WritingEnd.room: without `if not 0 <= left <= places:`": STRANGE,
+    "WritingEnd.evict: `words[tail]` taken as 0": TOLD,
+    "WritingEnd.evict: `words[tail]` taken as 1": TOLD,
+    "ReadingEnd.available: without `if available > self._places and (not self.evicted()):`": STRANGE,
+    "ReadingEnd.available: `return max(available, 0)` before "
+    "`if available > self._places and (not self.evicted()):`": STRANGE,
+}
+VARIANTS = {variant.name: variant for variant in variants(order, ends)}
+
+
+def breach(variant: Variant, case: Case, *, late: bool = True) -> AssertionError | None:
+    """An exception of another kind is no breach, and goes on."""
+    programs = Programs(case, variant.order, variant.ends)
+    try:
+        Explorer(programs.num_words, programs.all(), late=late).explore(programs.check)
+    except (StuckError, BusyError, LawError) as error:
+        return error
+    return None
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_ring_as_it_is_breaks_no_law(case: Case) -> None:
+    assert breach(Variant("none", order, ends), case) is None
+
+
+@pytest.mark.parametrize("name", [name for name in VARIANTS if name not in HARMLESS])
+def test_a_ring_with_a_step_missing_or_swapped_breaks_a_law(name: str) -> None:
+    assert any(breach(VARIANTS[name], case) for case in CASES)
+
+
+@pytest.mark.parametrize("name", HARMLESS)
+def test_a_ring_that_is_told_to_be_as_good_breaks_none(name: str) -> None:
+    assert [breach(VARIANTS[name], case) for case in CASES] == [None] * len(CASES), HARMLESS[name]
+
+
+def test_every_access_of_the_announcement_and_the_sleep_is_a_step() -> None:
+    accesses = ["words[word] = value", "memory.fence()", "memory.wake(word)"]
+    sleeps = ["words[own] = 1", "memory.wait(word, seen, seconds)", "words[own] = 0"]
+    names = [f"announce: without `{step}`" for step in accesses]
+    names += [f"doze: without `{step}`" for step in sleeps]
+    assert set(names) <= set(VARIANTS)
+
+
+def test_without_late_stores_nobody_would_miss_the_fence() -> None:
+    """It is the model of the processor that finds the missing one."""
+    variant = VARIANTS["announce: without `memory.fence()`"]
+    assert [breach(variant, case, late=False) for case in CASES] == [None] * len(CASES)
