@@ -10,8 +10,8 @@ CVE             root cause                                                   whe
 2024-11041      ``pickle.loads`` of what came from a socket                  channel
 =============== ============================================================ ==========================
 
-Those of the message queue (2025-30165, 2025-30202) come with the message queue. The payloads are pickles
-that would create a file.
+Those of the message queue (2025-30165, 2025-30202) are in the tests of kvplug-shm, test_shm_remote_*.py. The
+payloads are pickles that would create a file.
 """
 
 from __future__ import annotations
