@@ -33,10 +33,10 @@ def kvplug_transports() -> list[TransportSpec]:
             factory="kvplug_shm.queue.endpoint:ShmQueueEndpoint",
             options="kvplug_shm.options:ShmQueueOptions",
             probe="kvplug_shm.probe:describe",
-            summary="one writer, many readers: a ring in the shared memory of one host",
+            summary="one writer, many readers: a ring in the shared memory of one host, ZeroMQ to others",
             capabilities=Capabilities(
                 devices={"cpu"},
-                cross_host=False,
+                cross_host=True,
                 authenticated=True,
                 max_dims=64,
                 cost=Cost(latency_us=10.0, gb_per_s=10.0),

@@ -62,7 +62,7 @@ class ShmEnd(MessageQueue):
         deadline = self._deadline(timeout)
         if self._stay.shut():
             self._wake()
-            self._end(deadline if self._stay.emptied(deadline) else None)
+            self._end(deadline if self._stay.emptied(deadline, self._wake) else None)
             self._stay.over()
 
     def abort(self) -> None:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from typing import Final
 
 from kvplug import BusyError, ClosedError, Deadline
+
+_AGAIN_S: Final = 0.005
 
 
 class Stay:
@@ -56,16 +59,18 @@ class Stay:
         self.closed = True
         return True
 
-    def emptied(self, deadline: Deadline) -> bool:
+    def emptied(self, deadline: Deadline, wake: Callable[[], None]) -> bool:
         """After :meth:`shut`: whether nobody is inside any more, at the deadline at the latest.
 
-        Not if it is the caller itself who is inside, with a chunk.
+        Not if it is the caller itself who is inside, with a chunk. ``wake`` wakes whoever sleeps there; it
+        is called again and again, for somebody may have been about to.
         """
         if self._inside == threading.get_ident():
             return False
-        left = deadline.remaining()
-        self._empty = self._lock.acquire(timeout=-1 if left is None else left)
-        return self._empty
+        while not (empty := self._lock.acquire(timeout=_AGAIN_S)) and not deadline.expired:
+            wake()
+        self._empty = empty
+        return empty
 
     def over(self) -> None:
         """After :meth:`shut`, when all else is done."""

@@ -1,0 +1,121 @@
+"""Queues "shm" for tests: both ends here, or a reader in a real child process."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+
+from kvplug import Credentials, PeerGoneError, QueueContext, QueueHandle
+from kvplug.testing import peers
+from kvplug_shm.options import ShmQueueOptions
+from kvplug_shm.queue.endpoint import ShmQueueEndpoint
+
+PATIENCE_S = 30.0
+CHUNK = 1 << 16
+CHUNKS = 4
+
+
+def endpoint(*, options: dict[str, Any] | None = None, **context: Any) -> ShmQueueEndpoint:
+    usual = {"max_chunk_bytes": CHUNK, "max_chunks": CHUNKS, "timeout_s": PATIENCE_S}
+    return ShmQueueEndpoint(
+        QueueContext(
+            options=ShmQueueOptions(**options or {}), credentials=Credentials(), **{**usual, **context}
+        )
+    )
+
+
+@pytest.fixture
+def queue() -> Iterator[Callable[..., Any]]:
+    """Makes the ends of a queue, all of this process: (writer, readers)."""
+    with ExitStack() as stack:
+
+        def make(n_reader: int = 1, attached: int | None = None, **given: Any) -> Any:
+            end = endpoint(n_reader=n_reader, **given)
+            writer = end.create()
+            stack.callback(writer.abort)
+            handle = writer.export_handle()
+            readers = []
+            for rank in range(n_reader if attached is None else attached):
+                readers.append(end.create_from_handle(handle, rank))
+                stack.callback(readers[-1].abort)
+            return writer, readers
+
+        yield make
+
+
+@pytest.fixture
+def far_reader() -> Iterator[Callable[..., peers.Peer]]:
+    """Starts a child that reads as one rank what this file's function says."""
+    with ExitStack() as stack:
+
+        def start(writer: Any, rank: int, what: str, *args: Any, **given: Any) -> peers.Peer:
+            plain = writer.export_handle().as_plain()
+            child = stack.enter_context(
+                peers.start(
+                    f"{__file__}:far_end", plain, rank, what, list(args), given, timeout_s=4 * PATIENCE_S
+                )
+            )
+            assert child.recv() == "attached"
+            return child
+
+        yield start
+
+
+def far_end(
+    parent: peers.Parent, plain: Any, rank: int, what: str, args: list[Any], given: dict[str, Any]
+) -> Any:
+    with endpoint(**given).create_from_handle(QueueHandle.from_plain(plain), rank) as reader:
+        parent.send("attached")
+        return globals()[what](parent, reader, *args)
+
+
+def sit(parent: peers.Parent, reader: Any) -> None:
+    """Until it is told to end."""
+    parent.recv()
+
+
+def look_slowly(parent: peers.Parent, reader: Any) -> str:
+    """A reader that holds a chunk until it is told, and then looks for the next."""
+    with reader.acquire_read() as view:
+        parent.send(bytes(view))
+        parent.recv()
+        parent.send("looked")
+    try:
+        reader.dequeue()
+    except PeerGoneError as e:
+        return str(e)
+    return ""
+
+
+def in_thread(call: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
+    """Run it beside: its result, or what it raised, comes into the list."""
+    ended: list[Any] = []
+
+    def run() -> None:
+        try:
+            ended.append(call())
+        except BaseException as e:
+            ended.append(e)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    return thread, ended
+
+
+def end_of(running: tuple[threading.Thread, list[Any]], within: float = PATIENCE_S) -> Any:
+    thread, ended = running
+    thread.join(within)
+    assert ended, f"it did not end within {within} s"
+    return ended[0]
+
+
+def until(true: Callable[[], Any], within: float = PATIENCE_S) -> None:
+    deadline = time.monotonic() + within
+    while not true():
+        assert time.monotonic() < deadline, f"it did not come to it within {within} s"
+        time.sleep(0.005)

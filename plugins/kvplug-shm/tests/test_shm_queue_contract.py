@@ -1,0 +1,12 @@
+"""The message queue "shm" is judged by the conformance kit, with readers in memory."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from kvplug.testing import MessageQueueContract
+
+
+class TestShmQueue(MessageQueueContract):
+    transport = "shm"
+    options: ClassVar[dict[str, Any]] = {"keep_bytes": "1 MiB", "pool_bytes": "4 MiB"}

@@ -1,0 +1,311 @@
+"""What a peer of the same user can write into a queue's memory and onto its socket: an error, and no more."""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from runpy import run_path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvplug import (
+    ClosedError,
+    ConfigError,
+    Credentials,
+    KvplugError,
+    PeerGoneError,
+    QueueHandle,
+    TransportError,
+    WireError,
+    dial,
+)
+from kvplug.wire import encode
+from kvplug_shm.memory.handing import recv_fds, send_fd
+from kvplug_shm.queue.joining import PURPOSE
+from kvplug_shm.ring import order
+
+ends = SimpleNamespace(**run_path(str(Path(__file__).with_name("queue_ends.py"))))
+queue = ends.queue
+
+
+def words_of(end: Any) -> Any:
+    ring = end._ring if end.is_writer else end._source._ring
+    return ring.words.words
+
+
+# -- words and entries ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [5, 1 << 40, (1 << 63) - 1])
+def test_a_head_that_cannot_be_is_an_error(queue: Any, count: int) -> None:
+    _, (reader,) = queue()
+    words_of(reader)[order.HEAD] = count << 1
+    for _ in range(2):
+        with pytest.raises(WireError, match="places"):
+            reader.dequeue(timeout=1)
+
+
+@pytest.mark.parametrize("count", [3, 1 << 40, (1 << 63) - 1])
+def test_a_tail_that_cannot_be_is_an_error(queue: Any, count: int) -> None:
+    writer, readers = queue(2)
+    writer.enqueue("one")
+    words_of(readers[1])[order.tail(1)] = count << 1
+    with pytest.raises(WireError, match="a reader says"):
+        writer.enqueue("two", timeout=1)
+    assert readers[0].dequeue() == "one"
+
+
+def test_whatever_is_in_the_words_every_call_ends(queue: Any) -> None:
+    rng = random.Random(3)
+    for _ in range(40):
+        writer, readers = queue(2, options={"max_message_bytes": 1 << 20})
+        words = words_of(writer)
+        writer.enqueue("value")
+        for _ in range(rng.randrange(1, 4)):
+            words[rng.randrange(len(words))] = rng.choice(
+                [0, 1, 2, 3, 9, 2**33, 2**64 - 1, rng.getrandbits(64)]
+            )
+        for call in (
+            lambda: readers[0].dequeue(timeout=0.02),  # noqa: B023  (called at once)
+            lambda: writer.enqueue("more", timeout=0.02),  # noqa: B023
+            lambda: readers[1].dequeue(timeout=0.02),  # noqa: B023
+            lambda: readers[1].wait_until_ready(0.02),  # noqa: B023
+            lambda: writer.wait_until_ready(0.02),  # noqa: B023
+            lambda: writer.readers,  # noqa: B023
+        ):
+            try:
+                ends.end_of(ends.in_thread(call))
+            except KvplugError:
+                pass
+        for each in (*readers, writer):
+            ends.end_of(ends.in_thread(each.close))
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        (7, 1, 0, 8, 0),
+        (0, 9, 0, 8, 0),
+        (0, 1, 1 << 50, 8, 0),
+        (0, 1, 0, 1 << 50, 0),
+        (0, 1, 2**64 - 1, 2**64 - 1, 2**64 - 1),
+    ],
+)
+def test_an_entry_that_leads_elsewhere_is_an_error(queue: Any, entry: tuple[int, ...]) -> None:
+    writer, (reader,) = queue()
+    writer.enqueue("value")
+    struct.pack_into("<5Q", writer._ring._entries, 0, *entry)
+    for _ in range(2):
+        with pytest.raises(WireError, match="entry"):
+            reader.dequeue(timeout=1)
+
+
+def test_bytes_that_are_no_value_are_an_error_and_nothing_else(queue: Any) -> None:
+    rng = random.Random(8)
+    writer, (reader,) = queue()
+    writer.enqueue({"key": [1, 2, b"three"]})
+    entry = list(struct.unpack_from("<5Q", writer._ring._entries, 0))
+    size = entry[3]
+    for _ in range(500):
+        writer._ring.arena[:size] = rng.randbytes(size)
+        before = reader._source._end.read
+        try:
+            reader.dequeue(timeout=1)
+        except WireError:
+            assert reader._source._end.read == before, "a message that is none was taken"
+        else:
+            words_of(writer)[order.HEAD] = 2 << 1  # it was one by chance: the next is as well
+            break
+
+
+def evil(path: Path) -> bytes:
+    """A protocol-0 pickle, written by hand: ``builtins.open(path, "w")``."""
+    return f"cbuiltins\nopen\n(V{path}\nVw\ntR.".encode()
+
+
+@pytest.mark.parametrize("overflow", [False, True])
+def test_a_pickle_in_the_ring_runs_nowhere(queue: Any, tmp_path: Path, overflow: bool) -> None:
+    """The root cause of CVE-2024-11041: what a reader finds is given to ``pickle.loads``."""
+    writer, (reader,) = queue()
+    payload = evil(tmp_path / "made").ljust(3 * ends.CHUNK if overflow else 0, b" ")
+    writer.enqueue(bytes(len(payload)))
+    at, head_nbytes = struct.unpack_from("<5Q", writer._ring._entries, 0)[2:4]
+    writer._ring.arena[at : at + head_nbytes] = payload.ljust(head_nbytes, b".")
+    with pytest.raises(WireError):
+        reader.dequeue(timeout=5)
+    writer.enqueue(payload)  # bytes that look like one are bytes
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_reader_that_was_evicted_and_lives_is_told_what_it_lost(queue: Any) -> None:
+    writer, readers = queue(2)
+    writer.enqueue("first")
+    writer._roster.evict(1, "silent for 10.0 s", died=True)
+    for number in range(2 * ends.CHUNKS):
+        writer.enqueue(number)
+        readers[0].dequeue()
+    for _ in range(2):
+        with pytest.raises(TransportError, match=rf"evicted this reader, and at least {2 * ends.CHUNKS + 1}"):
+            readers[1].dequeue(timeout=5)
+    readers[1].close()
+    assert writer.readers[1].died
+
+
+def test_a_chunk_that_was_overwritten_while_it_was_looked_at_is_told(queue: Any) -> None:
+    writer, readers = queue(2)
+    with writer.acquire_write(4) as view:
+        view[:] = b"here"
+    with pytest.raises(TransportError, match="evicted"), readers[1].acquire_read() as view:
+        writer._roster.evict(1, "silent for 10.0 s", died=True)
+
+
+# -- the socket --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def writer() -> Iterator[Any]:
+    made = ends.endpoint(n_reader=3).create()
+    yield made
+    made.abort()
+
+
+def goes_on(writer: Any, rank: int = 2) -> None:
+    with ends.endpoint().create_from_handle(writer.export_handle(), rank) as reader:
+        writer.enqueue("goes on", timeout=5)
+        assert reader.dequeue(timeout=5) == "goes on"
+
+
+def insider(writer: Any) -> Any:
+    """Who has proved itself, and says what it likes."""
+    return dial(writer.export_handle().data["contact"], Credentials(), PURPOSE, 10)
+
+
+def frame(value: object) -> bytes:
+    data = encode(value)
+    return (len(data).to_bytes(2, "little") + data).ljust(1024, b"\0")
+
+
+def test_nothing_listens_but_an_abstract_socket_of_this_host(writer: Any) -> None:
+    """The root cause of CVE-2025-30165 and 2025-30202: sockets on all interfaces."""
+    handle = writer.export_handle()
+    assert handle.data["contact"].startswith("unix:@") and handle.data["network"] is None
+    listening = []
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            sock = socket.socket(fileno=os.dup(int(name)))
+        except OSError:
+            continue
+        with sock:
+            if sock.family != socket.AF_UNIX and sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                listening.append(sock.getsockname())
+    assert not listening
+
+
+def test_bytes_of_strangers_reach_no_decoder(writer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    decoded: list[Any] = []
+    monkeypatch.setattr("kvplug_shm.queue.joining.decode", lambda *given, **_: decoded.append(given))
+    name = writer.export_handle().data["contact"].removeprefix("unix:@")
+    rng = random.Random(5)
+    for data in (b"", b"\x80\x04" * 200, frame({"rank": 0}), rng.randbytes(4096)):
+        with socket.socket(socket.AF_UNIX) as stranger:
+            stranger.connect(f"\0{name}")
+            stranger.settimeout(20)
+            try:
+                stranger.sendall(data)
+                stranger.shutdown(socket.SHUT_WR)
+                while stranger.recv(4096):
+                    pass
+            except OSError:
+                pass  # it hung up first
+    assert not decoded
+    monkeypatch.undo()
+    goes_on(writer)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"\xff" * 1024,
+        frame("hello"),
+        frame({"rank": "0", "sees_death": True, "patience_s": 1.0}),
+        frame({"rank": 0, "sees_death": True, "patience_s": -1.0}),
+        frame({"rank": 0, "sees_death": True, "patience_s": float("nan")}),
+        frame([[[[]]]]),
+    ],
+)
+def test_who_joins_with_nonsense_has_not_come(writer: Any, said: bytes) -> None:
+    with insider(writer) as connection:
+        send_fd(connection, said, [], ends_in(5))
+        with pytest.raises(PeerGoneError):
+            recv_fds(connection, 1024, 1, ends_in(10))
+    assert "not come" in writer.readers[0].process
+    goes_on(writer)
+
+
+def ends_in(seconds: float) -> Any:
+    from kvplug import Deadline
+
+    return Deadline.after(seconds)
+
+
+def test_who_says_nothing_delays_nobody(writer: Any) -> None:
+    with insider(writer), insider(writer):
+        goes_on(writer)
+
+
+def test_who_vanishes_with_the_memory_in_hand_has_not_come_and_may_come_again(writer: Any) -> None:
+    with insider(writer) as connection:
+        send_fd(connection, frame({"rank": 0, "sees_death": True, "patience_s": 5.0}), [], ends_in(5))
+        _, fds = recv_fds(connection, 1024, 1, ends_in(10))
+        os.close(fds[0])
+        with pytest.raises(ConfigError, match="attached to this queue already"):
+            ends.endpoint().create_from_handle(writer.export_handle(), 0)
+    ends.until(lambda: "not come" in writer.readers[0].process)
+    goes_on(writer, 0)
+
+
+@pytest.mark.parametrize(
+    "data", [{}, {"domain": "x"}, {"domain": 1, "contact": "unix:@x", "network": None}, {"contact": None}]
+)
+def test_a_handle_that_says_nothing_is_refused(data: dict[str, Any]) -> None:
+    handle = QueueHandle(transport="shm", reader_ranks=(0,), local_reader_ranks=(0,), data=data)
+    with pytest.raises(WireError, match="no handle"):
+        ends.endpoint().create_from_handle(handle, 0)
+
+
+def test_an_answer_that_is_none_is_refused(writer: Any) -> None:
+    from kvplug import Listener
+
+    said: list[Any] = [
+        frame("hello"),
+        frame({"index": 3, "sizes": [1, 4, 100, 100], "quiet": True, "patience_s": 1.0}),
+        frame({"index": 0, "sizes": [1, 0, 0, 0], "quiet": True, "patience_s": 1.0}),
+        frame({"index": 0, "sizes": [1, 4, 100, 100], "quiet": True, "patience_s": 1.0}),
+        b"\xff" * 1024,
+    ]
+    handle = writer.export_handle()
+    with Listener.open("unix:", Credentials(), PURPOSE) as listener:
+        false = QueueHandle.from_plain(
+            {**handle.as_plain(), "data": {**handle.data, "contact": listener.contact}}
+        )
+        for each in said:
+            joining = ends.in_thread(lambda: ends.endpoint().create_from_handle(false, 0, 10))
+            with listener.accept(10) as connection:
+                recv_fds(connection, 1024, 0, ends_in(10))
+                send_fd(connection, each, [], ends_in(10))
+                assert isinstance(ends.end_of(joining), WireError)
+
+
+def test_a_closed_writer_lets_nobody_in(writer: Any) -> None:
+    handle = writer.export_handle()
+    writer.close()
+    with pytest.raises(PeerGoneError):
+        ends.endpoint().create_from_handle(handle, 0)
+    with pytest.raises(ClosedError):
+        writer.export_handle()

@@ -1,0 +1,141 @@
+"""The ring in its segment: entries are believed only after they were checked; memory comes and goes."""
+
+from __future__ import annotations
+
+import os
+import resource
+import struct
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings, strategies as st
+
+from kvplug import CapacityError, ConfigError, WireError
+from kvplug.testing import peers
+from kvplug_shm.queue.ring_buffer import CHUNK, VALUE, ShmRingBuffer, Sizes
+
+SIZES = Sizes(n_reader=2, max_chunks=4, max_chunk_bytes=1 << 16, max_message_bytes=1 << 20)
+
+
+@pytest.fixture
+def ring() -> Iterator[ShmRingBuffer]:
+    made, fd = ShmRingBuffer.create(SIZES)
+    os.close(fd)
+    yield made
+    made.close()
+
+
+def test_both_processes_see_one_message() -> None:
+    one, fd = ShmRingBuffer.create(SIZES)
+    other = ShmRingBuffer.attach(SIZES, fd)
+    os.close(fd)
+    one.arena[128:133] = b"value"
+    one.arena[192:196] = b"body"
+    one.put(6, VALUE, 128, 5, 4)
+    one.put(7, CHUNK, 192, 0, 2)
+    value, chunk = other.get(6), other.get(7)
+    assert (value.raw, bytes(value.head), bytes(value.body)) == (False, b"value", b"body")
+    assert (chunk.raw, bytes(chunk.head), bytes(chunk.body)) == (True, b"", b"bo")
+    del value, chunk
+    for each in (one, other):
+        each.close()
+
+
+def test_the_parts_do_not_lie_on_each_other() -> None:
+    assert 0 < SIZES.num_words * 64 <= SIZES.entries_at
+    assert SIZES.entries_at + SIZES.max_chunks * 64 <= SIZES.arena_at
+    assert SIZES.arena_at + SIZES.arena_nbytes == SIZES.nbytes
+    assert SIZES.arena_nbytes >= 7 * SIZES.chunk_nbytes + SIZES.max_message_bytes
+
+
+@settings(deadline=None, max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(words=st.lists(st.integers(0, 2**64 - 1), min_size=5, max_size=5), number=st.integers(0, 2**40))
+def test_whatever_an_entry_says_nothing_beyond_the_arena_is_looked_at(
+    ring: ShmRingBuffer, words: list[int], number: int
+) -> None:
+    struct.pack_into("<5Q", ring._entries, number % SIZES.max_chunks * 64, *words)
+    try:
+        message = ring.get(number)
+    except WireError:
+        return
+    assert words[0] == number and words[1] in (VALUE, CHUNK)
+    assert (len(message.head), len(message.body)) == (words[3], words[4]), "it goes beyond the arena"
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        (1, VALUE, 0, 8, 0),
+        (0, 3, 0, 8, 0),
+        (0, VALUE, SIZES.arena_nbytes, 1, 0),
+        (0, VALUE, 0, SIZES.arena_nbytes, 64),
+        (0, CHUNK, 2**64 - 64, 0, 128),
+    ],
+)
+def test_an_entry_that_is_none_is_refused(ring: ShmRingBuffer, entry: tuple[int, ...]) -> None:
+    struct.pack_into("<5Q", ring._entries, 0, *entry)
+    with pytest.raises(WireError, match="message 0"):
+        ring.get(0)
+
+
+def test_memory_of_other_sizes_is_refused() -> None:
+    made, fd = ShmRingBuffer.create(SIZES)
+    other = Sizes(n_reader=2, max_chunks=4, max_chunk_bytes=1 << 16, max_message_bytes=1 << 21)
+    try:
+        with pytest.raises(WireError, match="promised"):
+            ShmRingBuffer.attach(other, fd)
+    finally:
+        os.close(fd)
+        made.close()
+
+
+@pytest.mark.parametrize("given_sizes", [{"max_chunks": 2**30}, {"max_message_bytes": 1 << 60}])
+def test_sizes_that_no_process_can_address_are_refused(given_sizes: dict[str, int]) -> None:
+    usual = {"n_reader": 1, "max_chunks": 4, "max_chunk_bytes": 1024, "max_message_bytes": 1024}
+    with pytest.raises(ConfigError, match="address"):
+        Sizes(**{**usual, **given_sizes})
+
+
+def test_what_is_given_back_is_zeroes_and_can_be_written_again(ring: ShmRingBuffer) -> None:
+    ring.arena[4096 : 4096 * 3] = b"x" * 8192
+    ring.give_back(4096, 8192)
+    if bytes(ring.arena[4096:4097]) == b"x":
+        pytest.skip("this kernel keeps memory that is given back")
+    assert bytes(ring.arena[4096 : 4096 * 3]) == bytes(8192)
+    ring.arena[4096:4100] = b"more"
+    assert bytes(ring.arena[4096:4100]) == b"more"
+
+
+def without_addresses(parent: peers.Parent) -> list[str]:
+    """In a process of its own: with room for no more than it has."""
+    from kvplug import Credentials, QueueContext
+    from kvplug_shm.options import ShmQueueOptions
+    from kvplug_shm.queue.endpoint import ShmQueueEndpoint
+
+    def end(**options: Any) -> ShmQueueEndpoint:
+        return ShmQueueEndpoint(QueueContext(options=ShmQueueOptions(**options), credentials=Credentials()))
+
+    small = {"max_message_bytes": 1 << 20}
+    end(**small).create().close()
+    with open("/proc/self/statm", encoding="ascii") as f:
+        used = int(f.read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + (3 << 30), resource.RLIM_INFINITY))
+    told = []
+    try:
+        end(max_message_bytes=8 << 30).create()
+    except CapacityError as e:
+        told.append(str(e))
+    with (
+        end(**small).create() as writer,
+        end(**small).create_from_handle(writer.export_handle(), 0) as reader,
+    ):
+        writer.enqueue("it fits")
+        told.append(reader.dequeue())
+    return told
+
+
+def test_too_few_addresses_are_an_error_that_names_the_limit() -> None:
+    with peers.start(f"{__file__}:without_addresses", timeout_s=60) as child:
+        refused, passed = child.result()
+    assert "RLIMIT_AS" in refused and passed == "it fits"
