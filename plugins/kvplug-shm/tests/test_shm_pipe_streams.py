@@ -11,6 +11,7 @@ from runpy import run_path
 from types import SimpleNamespace
 from typing import Any
 
+import attrs
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
@@ -177,6 +178,22 @@ def test_received_memory_is_used_again_and_never_while_somebody_has_it(near_pair
     assert pool.idle_bytes >= 8 * MIB
     one.send_tensor(torch.full((2 * MIB,), 7, dtype=torch.uint8))
     assert other.recv_tensor().data_ptr() in addresses
+
+
+def test_a_pipe_says_how_much_memory_it_holds(near_pair: Any) -> None:
+    one, other = near_pair(slots=2, slot_bytes=MIB)
+    assert attrs.astuple(one.held) == (4 * MIB, 0, 0, 0)
+    one.send_tensor(torch.zeros(9 * MIB, dtype=torch.uint8))
+    assert one.held.queued == 9 * MIB
+    tensor = other.recv_tensor()
+    until(lambda: one.held.queued == 0)
+    assert other.held.lent >= tensor.nbytes
+    del tensor
+    assert other.held.lent == 0
+    assert other.held.idle >= 9 * MIB
+    one.abort()
+    other.abort()
+    assert one.held.shared == other.held.shared == 0
 
 
 def test_a_message_that_was_sent_is_let_go(near_pair: Any) -> None:

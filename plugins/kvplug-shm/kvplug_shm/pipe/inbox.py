@@ -111,6 +111,11 @@ class Inbox:
         """Held by whoever reads the ring."""
         self._stopped = False
 
+    @property
+    def ring_bytes(self) -> int:
+        ring = self._ring
+        return 0 if ring is None else ring.nbytes
+
     def receive_at_once(self, out: Tensor | None) -> Tensor | Literal[Answer.NOT_YET] | None:
         """A small message that is here and fits; ``NOT_YET``: leave it to :meth:`receive`."""
         ring = self._ring

@@ -86,6 +86,15 @@ class Outbox:
         """Held by whoever writes into the ring."""
         self._ended = False
 
+    @property
+    def ring_bytes(self) -> int:
+        ring = self._ring
+        return 0 if ring is None else ring.nbytes
+
+    @property
+    def queued_bytes(self) -> int:
+        return self._queued_bytes
+
     def send_at_once(self, content: Content) -> Transfer | None:
         """The transfer of a small message that there is room for; ``None``: leave it to :meth:`send`."""
         ring, nbytes = self._ring, content.nbytes

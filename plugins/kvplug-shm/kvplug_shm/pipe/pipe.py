@@ -63,6 +63,20 @@ class Shared:
     """Whether this is the accepting end, whose outgoing ring is the first."""
 
 
+@attrs.frozen(kw_only=True)
+class Held:
+    """Bytes of memory that a pipe takes."""
+
+    shared: int
+    """Of the two rings; 0 once both have ended."""
+    queued: int
+    """Of tensors that were sent and are not in the ring: the sender's own memory."""
+    idle: int
+    """Kept for tensors that are received next. All pipes of the endpoint share these."""
+    lent: int
+    """Under tensors that were received and are still somewhere."""
+
+
 class ShmPipe(Pipe):
     """One connection, which is only watched, and two rings.
 
@@ -88,6 +102,7 @@ class ShmPipe(Pipe):
         self._timeout_s = tuning.timeout_s
         self._fate = Fate(f"the pipe to {self._peer}")
         self._control = control
+        self._pool = tuning.pool
         self._closing = threading.Lock()
         self._over = False
         self._sending, self._receiving = Turn("sending"), Turn("receiving")
@@ -136,6 +151,16 @@ class ShmPipe(Pipe):
     @property
     def peer(self) -> str:
         return self._peer
+
+    @property
+    def held(self) -> Held:
+        """How much memory it takes, for whoever plans or watches that."""
+        return Held(
+            shared=self._outbox.ring_bytes + self._inbox.ring_bytes,
+            queued=self._outbox.queued_bytes,
+            idle=self._pool.idle_bytes,
+            lent=self._pool.lent_bytes,
+        )
 
     def send_tensor(self, tensor: Tensor | None, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Transfer:
         if self._fate.sealed:
