@@ -69,7 +69,7 @@ def run_sender(parent: peers.Parent, name: str, model: str, block_size: int) -> 
         link.receive(answer)
         watch.start()
         for each in views:
-            link.pipe.send_blocks(each, cache.ids)
+            link.pipe.send_blocks(each, cache.ids, timeout=None)
         link.receive(answer)
         watch.stop()
     link.close()
@@ -90,7 +90,7 @@ def run_receiver(parent: peers.Parent, name: str, model: str, block_size: int) -
         watch.start()
         link.send(ping)
         for each in views:
-            link.pipe.recv_blocks(each, cache.ids)
+            link.pipe.recv_blocks(each, cache.ids, timeout=None)
         link.send(ping)
         watch.stop()
         for number, layer in enumerate(layers):

@@ -69,7 +69,9 @@ class Site:
         """Modules of these packages that some process has imported."""
         return {path.name for path in self.marks.iterdir()}
 
-    def run(self, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    def run(
+        self, *arguments: str, timeout_s: float = 60.0, **environment: str
+    ) -> subprocess.CompletedProcess[str]:
         """A Python process that has these packages installed."""
         clean = {key: value for key, value in os.environ.items() if not key.startswith("KVPLUG_")}
         path = os.pathsep.join([*map(str, self.path), *clean.get("PYTHONPATH", "").split(os.pathsep)])
@@ -79,13 +81,15 @@ class Site:
             cwd=self.folder,
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=timeout_s,
             check=False,
         )
 
-    def kvplug(self, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    def kvplug(
+        self, *arguments: str, timeout_s: float = 60.0, **environment: str
+    ) -> subprocess.CompletedProcess[str]:
         """The program ``kvplug``."""
-        return self.run("-m", "kvplug.cli", *arguments, **environment)
+        return self.run("-m", "kvplug.cli", *arguments, timeout_s=timeout_s, **environment)
 
     def ask(self, code: str, **environment: str) -> Any:
         """What ``code`` assigns to ``answer``, which it does with ``registry`` at hand."""

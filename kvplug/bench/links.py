@@ -12,7 +12,7 @@ import attrs
 if TYPE_CHECKING:
     from torch import Tensor
 
-MEETING_S = 60.0
+MEETING_S = 120.0
 """How long the ends of a candidate wait for each other."""
 
 

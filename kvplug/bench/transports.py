@@ -25,7 +25,11 @@ _APART = "each process is alone with it: its two ends meet inside of one process
 
 
 class PipeLink(Link):
-    """The pipe that a configuration names, without anything that counts around it."""
+    """The pipe that a configuration names, without anything that counts around it.
+
+    Its calls wait without end, as a receiver is idle for as long as it is told to be: how long a measuring
+    process lives is bounded.
+    """
 
     def __init__(self, meeting: Meeting, path: str | None, overrides: Sequence[str]) -> None:
         config = Config.load(path, overrides=overrides)
@@ -42,13 +46,13 @@ class PipeLink(Link):
             self.pipe = endpoint.connect(contact, MEETING_S)
 
     def send(self, tensor: Tensor) -> None:
-        self.pipe.send_tensor(tensor)
+        self.pipe.send_tensor(tensor, timeout=None)
 
     def receive(self, out: Tensor) -> None:
-        self.pipe.recv_tensor(out)
+        self.pipe.recv_tensor(out, timeout=None)
 
     def receive_new(self, like: Tensor) -> Tensor:
-        got = self.pipe.recv_tensor()
+        got = self.pipe.recv_tensor(timeout=None)
         assert got is not None
         return got
 
@@ -57,7 +61,7 @@ class PipeLink(Link):
 
 
 class QueueLink(Broadcast):
-    """The message queue that a configuration names."""
+    """The message queue that a configuration names. Its calls wait without end, as a pipe's."""
 
     def __init__(
         self,
@@ -88,29 +92,29 @@ class QueueLink(Broadcast):
         self._queue.wait_until_ready(MEETING_S)
 
     def send(self, tensor: Tensor) -> None:
-        self._queue.enqueue(tensor)
+        self._queue.enqueue(tensor, None)
 
     def receive(self, like: Tensor) -> Tensor:
-        got: Tensor = self._queue.dequeue()
+        got: Tensor = self._queue.dequeue(indefinite=True)
         return got
 
     def send_value(self, value: bytes) -> None:
-        self._queue.enqueue(value)
+        self._queue.enqueue(value, None)
 
     def receive_value(self, nbytes: int) -> None:
-        self._queue.dequeue()
+        self._queue.dequeue(indefinite=True)
 
     def lend(self, tensor: Tensor) -> None:
         import torch
 
-        with self._queue.acquire_write(tensor.nbytes) as memory:
+        with self._queue.acquire_write(tensor.nbytes, None) as memory:
             torch.frombuffer(memory, dtype=tensor.dtype, count=tensor.numel()).copy_(tensor)
 
     @contextlib.contextmanager
     def look(self, like: Tensor) -> Iterator[Tensor]:
         import torch
 
-        with self._queue.acquire_read() as memory:
+        with self._queue.acquire_read(indefinite=True) as memory:
             there = torch.frombuffer(memory, dtype=like.dtype, count=like.numel())
             yield there
             del there  # the memory is given back without a view of it

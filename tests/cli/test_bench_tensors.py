@@ -19,7 +19,10 @@ from kvplug.bench.candidate import MEMCPY, Candidate, baseline
 from kvplug.bench.rounds import Figures, Outcome, Plan, one_turn, run_rounds
 from kvplug.testing.peers import nothing_left
 
+pytestmark = pytest.mark.timeout(300)
+
 KIB = 1 << 10
+LONGEST_S = 280.0
 PLAN = Plan(sizes=(64, 64 * KIB), rounds=1, idle_s=0.1)
 
 LINKS = """
@@ -153,10 +156,16 @@ def test_a_link_that_is_misspelt_says_so() -> None:
 # -- the program -----------------------------------------------------------------------------------
 
 
+def bench(site: Any, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Each of its processes imports torch, which takes long where others are at work."""
+    done: subprocess.CompletedProcess[str] = site.kvplug("bench", *arguments, timeout_s=LONGEST_S)
+    return done
+
+
 def test_rows_for_programs_have_every_figure_and_nothing_else(site: Any) -> None:
     pytest.importorskip("kvplug_cpu", reason="kvplug-cpu is not installed")
     arguments = ["--transport", "cpu,pipe:memory", "--baseline", "memcpy", "--sizes", "64KiB"]
-    done = site.kvplug("bench", *arguments, "--rounds", "1", "--idle", "100ms", "--json")
+    done = bench(site, *arguments, "--rounds", "1", "--idle", "100ms", "--json")
     assert (done.returncode, done.stderr) == (0, "")
     rows = json.loads(done.stdout)
     assert {tuple(row) for row in rows} == {
@@ -181,9 +190,8 @@ def test_rows_for_programs_have_every_figure_and_nothing_else(site: Any) -> None
 def test_a_pipe_around_another_is_measured_with_what_it_adds(site: Any) -> None:
     pytest.importorskip("kvplug_cpu", reason="kvplug-cpu is not installed")
     arguments = ["--transport", "pipe:faulty", "--baseline", "", "--sizes", "64KiB", "--idle", "0", "--json"]
-    done = site.kvplug(
-        "bench", *arguments, "--rounds", "1", "options.faulty.over=cpu", "options.faulty.plan=rules = []"
-    )
+    options = ["options.faulty.over=cpu", "options.faulty.plan=rules = []"]
+    done = bench(site, *arguments, "--rounds", "1", *options)
     assert done.returncode == 0, done.stderr
     assert [row["op"] for row in json.loads(done.stdout)] == ["into", "owned", "latency"]
 
@@ -192,7 +200,7 @@ def test_a_queue_is_measured_with_its_readers(site: Any) -> None:
     pytest.importorskip("kvplug_shm", reason="kvplug-shm is not installed")
     arguments = ["--transport", "queue:shm", "--baseline", "", "--sizes", "4KiB,64KiB", "--rounds", "1"]
     arguments += ["--readers", "2", "--chunk-bytes", "4KiB", "--chunks", "4", "--idle", "50ms", "--json"]
-    done = site.kvplug("bench", *arguments)
+    done = bench(site, *arguments)
     assert done.returncode == 0, done.stderr
     rows = json.loads(done.stdout)
     assert [(row["op"], row["bytes"], row["skipped_because"]) for row in rows] == [
@@ -224,7 +232,7 @@ def own_pipe(site: Any) -> Any:
 
 def test_a_failure_is_told_and_the_others_are_shown(own_pipe: Any) -> None:
     arguments = ["--transport", "cat", "--baseline", "memcpy", "--sizes", "64KiB", "--rounds", "1"]
-    done = own_pipe.kvplug("bench", *arguments)
+    done = bench(own_pipe, *arguments)
     assert done.returncode == 1
     lines = done.stdout.splitlines()
     assert lines[0].split()[:4] == ["NAME", "KIND", "OP", "SIZE"]
@@ -273,7 +281,7 @@ def test_whatever_ends_it_no_process_is_left(
 ) -> None:
     child, terminal = started
     seen = b""
-    limit = time.monotonic() + 60
+    limit = time.monotonic() + LONGEST_S
     while b"gloo" not in seen:
         assert time.monotonic() < limit
         seen += os.read(terminal, 65536)
