@@ -12,7 +12,7 @@ TAKEN     reader     data frames that have arrived, messages that have arrived w
 READY     both       (all of them, from the writer)
 BEAT      both
 LEAVE     reader
-WELCOME   writer     a value: version, who it is, which silence both take for death
+WELCOME   writer     a value: version, who it is, which silence is death to both, how many messages there are
 REFUSED   writer     a value: why
 MESSAGE   writer     raw or a value, number, bytes of head and of body; the first bytes of both
 PIECE     writer     number, offset; bytes from there on

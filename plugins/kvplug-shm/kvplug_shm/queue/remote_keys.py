@@ -16,6 +16,8 @@ import attrs
 import zmq
 import zmq.utils.z85
 
+from kvplug import TransportError
+
 SALT_BYTES: Final = 16
 _LABEL = b"kvplug shm queue 1 "
 _KEY_BYTES = 32
@@ -38,6 +40,12 @@ class Keys:
     """All keys of one queue."""
 
     def __init__(self, shared: bytes, salt: bytes) -> None:
+        """Raises TransportError: the ZeroMQ installed here has no CURVE."""
+        if not zmq.has("curve"):
+            raise TransportError(
+                "the pyzmq installed here was built without CURVE (libsodium), by which the ends of a queue"
+                " prove themselves over the network; install one of its wheels"
+            )
         self._extracted = hmac.digest(salt, shared, "sha256")
 
     def __repr__(self) -> str:

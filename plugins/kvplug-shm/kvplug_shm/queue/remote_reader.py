@@ -61,6 +61,7 @@ class RemoteReader(SocketThread):
         self._writer: PeerIdentity | None = None
         self._watch: Watch | None = None
         self._told: tuple[int, int, int] = (0, 0, 0)
+        self._published = 0
         self._wants_ready = self._leaving = self._proven = False
         self._heard = self._said = time.monotonic()
         self._suspected = self._dying = self._left = 0.0
@@ -97,7 +98,10 @@ class RemoteReader(SocketThread):
 
     def join_queue(self, deadline: Deadline) -> None:
         """Return when the writer has taken this reader in. Raises as ``create_from_handle``."""
-        late = f"the writer at {self._contact} did not answer reader rank {self._rank} in time"
+        late = (
+            f"the writer at {self._contact} did not answer reader rank {self._rank} in time, with all that it"
+            " has enqueued before"
+        )
         self._inbox.wait_until_joined(deadline, late)
 
     # -- for the reader's thread ---------------------------------------------------------------
@@ -168,7 +172,7 @@ class RemoteReader(SocketThread):
         if taken != self._told:
             self._told = taken
             self._say(frames.taken(*taken))
-        if inbox.joined and now - self._said >= self._beat_s:
+        if self._writer is not None and now - self._said >= self._beat_s:
             self._say(frames.plain(Kind.BEAT))
         return self._pause()
 
@@ -199,10 +203,17 @@ class RemoteReader(SocketThread):
                 done = self._assembly.add(frame)
                 if done is not None:
                     self._inbox.put(*done)
+                    self._join_if_due()
             case Plain(Kind.READY):
                 self._inbox.make_ready()
             case Plain(
-                Kind.WELCOME, {"version": frames.VERSION, "who": who, "patience_s": float(patience_s)}
+                Kind.WELCOME,
+                {
+                    "version": frames.VERSION,
+                    "who": who,
+                    "patience_s": float(patience_s),
+                    "published": int(published),
+                },
             ) if patience_s > 0:
                 self._writer = identity_of(who)
                 self._patience_s = min(self._patience_s, patience_s)
@@ -210,7 +221,8 @@ class RemoteReader(SocketThread):
                     self._watch = observed(self._writer, self._has_ended)
                 except PeerGoneError:
                     self._has_ended()
-                self._inbox.join()
+                self._published = published
+                self._join_if_due()
             case Plain(Kind.REFUSED, str(why)):
                 self._inbox.fail(ConfigError, why)
             case Over():
@@ -219,6 +231,11 @@ class RemoteReader(SocketThread):
                 pass
             case _:
                 raise WireError("it speaks another version; install the same kvplug-shm on both ends")
+
+    def _join_if_due(self) -> None:
+        """Once it has what there was when it came, so that a writer that dies takes nothing of it along."""
+        if not self._inbox.joined and self._assembly.arrived >= self._published:
+            self._inbox.join()
 
     def _has_ended(self) -> None:
         """The writer's process has; what it said last may still be on its way. From any thread."""

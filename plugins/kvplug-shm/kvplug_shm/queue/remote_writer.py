@@ -193,7 +193,8 @@ class RemoteWriter(SocketThread):
         except PeerGoneError:
             self._has_ended(link)
         us = attrs.asdict(this_process())
-        welcome = {"version": frames.VERSION, "who": us, "patience_s": patience_s}
+        count = self._feed.published()
+        welcome = {"version": frames.VERSION, "who": us, "patience_s": patience_s, "published": count}
         self._say(link, [frames.plain(Kind.WELCOME, welcome)], now)
 
     def _has_ended(self, link: Link) -> None:
