@@ -32,8 +32,10 @@ CASES = [
 """Those that find most, and fast, first."""
 
 WAKES = "a call of the kernel more, which wakes nobody, or somebody who looks again and sleeps on"
-STRANGE = "only an end that is not ours stores what it looks for; test_ring_counts does"
-TOLD = "the count of a reader that was evicted is only told, as its lag; test_ring_counts asks for it"
+STRANGE = (
+    "no end of ours stores what it looks for, or an evicted reader does not believe it; see test_ring_counts"
+)
+TOLD = "the count of a reader that was evicted is only told, as its lag; see test_ring_counts"
 
 HARMLESS = {
     "announce: without `return`": WAKES,
@@ -42,9 +44,10 @@ HARMLESS = {
     "WritingEnd.room: without `if not 0 <= left <= places:`": STRANGE,
     "WritingEnd.evict: `words[tail]` taken as 0": TOLD,
     "WritingEnd.evict: `words[tail]` taken as 1": TOLD,
-    "ReadingEnd.available: without `if available > self._places and (not self.evicted()):`": STRANGE,
-    "ReadingEnd.available: `return max(available, 0)` before "
-    "`if available > self._places and (not self.evicted()):`": STRANGE,
+    "ReadingEnd.available: without `if available > self._places:`": STRANGE,
+    "ReadingEnd.available: without `if not self.evicted():`": STRANGE,
+    "ReadingEnd.available: `return max(available, 0)` before `if available > self._places:`": STRANGE,
+    "ReadingEnd.available: `return self._places` before `if not self.evicted():`": STRANGE,
 }
 VARIANTS = {variant.name: variant for variant in variants(order, ends)}
 

@@ -97,14 +97,16 @@ class ReadingEnd:
         self.read = read
 
     def available(self) -> int:
-        """How many units have come and were not released.
+        """How many units have come and were not released: at most as many as there are places.
 
-        Raises WireError if the writer's word says more than there are places.
+        Raises WireError if the writer's word says more and it has not evicted this reader.
         """
         seen = self._memory.words[HEAD]
         available = (seen >> 1) - self.read
-        if available > self._places and not self.evicted():
-            raise WireError(f"the writer says that {available} units have come, with {self._places} places")
+        if available > self._places:
+            if not self.evicted():
+                raise WireError(f"the writer says that {available} units came, with {self._places} places")
+            return self._places
         return max(available, 0)
 
     def awaited(self, count: int = 1) -> tuple[int, int] | None:
