@@ -87,14 +87,19 @@ def _env(python: str = sys.executable) -> dict[str, str]:
 
 
 def ours(given: argparse.Namespace) -> list[Candidate]:
-    return transports(
-        Registry.from_env(),
-        given.transport,
-        path=None,
-        overrides=given.set,
-        max_chunk_bytes=given.chunk_bytes,
-        max_chunks=given.chunks,
-    )
+    """The transports as they are set, and once more for each ``--also``, under its name."""
+    registry, found = Registry.from_env(), []
+    for name, more in [("", []), *given.also]:
+        chosen = transports(
+            registry,
+            given.transport,
+            path=None,
+            overrides=[*given.set, *more],
+            max_chunk_bytes=given.chunk_bytes,
+            max_chunks=given.chunks,
+        )
+        found += [attrs.evolve(each, name=f"{each.name}, {name}" if name else each.name) for each in chosen]
+    return found
 
 
 def table(compared: Sequence[Comparison]) -> Iterable[str]:
@@ -152,6 +157,10 @@ def arguments() -> argparse.Namespace:
     def names(text: str) -> list[str]:
         return [name for each in text.split(",") if (name := each.strip())]
 
+    def variant(text: str) -> tuple[str, list[str]]:
+        name, _, option = text.partition(":")
+        return name, [option]
+
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -173,6 +182,14 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--idle", type=float, default=10.0, metavar="SECONDS")
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="an option of a transport"
+    )
+    parser.add_argument(
+        "--also",
+        type=variant,
+        action="append",
+        default=[],
+        metavar="NAME:KEY=VALUE",
+        help="the same transports again, with this option and under this name",
     )
     parser.add_argument(
         "--vllm-python", default=sys.executable, metavar="FILE", help="an interpreter that has vLLM"

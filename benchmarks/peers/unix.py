@@ -10,7 +10,7 @@ import torch
 
 from kvplug.bench.links import Link, Meeting
 
-SPLIT_BYTES = 64 << 10
+SPLIT_BYTES = 1 << 20
 
 
 class UnixSockets(Link):

@@ -251,7 +251,7 @@ def started(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
     child = subprocess.Popen(
         [sys.executable, "-m", "kvplug.cli", *arguments],
         cwd=tmp_path,
-        env={**os.environ, "TERM": "xterm", "COLUMNS": "100"},
+        env={**os.environ, "TERM": "xterm", "COLUMNS": "100", "TMPDIR": str(tmp_path)},
         stdout=subprocess.PIPE,
         stderr=writer,
         start_new_session=True,
