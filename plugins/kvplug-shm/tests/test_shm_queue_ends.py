@@ -132,7 +132,7 @@ def test_a_reader_that_is_closed_within_a_chunk_keeps_what_it_looks_at(queue: An
     with reader.acquire_read() as view:
         reader.close()
         assert view == b"here"
-    ends.until(lambda: writer.readers[0].gone)
+    assert (writer.readers[0].gone, writer.readers[0].died) == ("has left", False)
 
 
 def test_many_threads_may_end_it_at_once(queue: Any) -> None:

@@ -50,9 +50,10 @@ def test_messages_that_fit_a_chunk_always_find_a_place(max_chunks: int, steps: l
         while len(held) >= max_chunks or (read and held):
             arena.release(held.popleft()[0] + 1)
             read -= 1
+        nbytes = aligned(nbytes or 1)
         at = arena.find(nbytes)
         assert at is not None, f"{len(held)} of {max_chunks} messages leave no room for {nbytes} bytes"
-        end = at + aligned(nbytes or 1)
+        end = at + nbytes
         assert at >= 0 and end <= small_nbytes(max_chunks, CHUNK)
         for _, begin, stop in held:
             assert end <= begin or stop <= at, "two messages lie on each other"
@@ -76,8 +77,9 @@ def test_a_larger_message_takes_nothing_from_those_that_fit_a_chunk() -> None:
 def test_what_large_messages_took_is_spare_when_they_have_been_read_and_it_is_too_much() -> None:
     arena = Arena(2, CHUNK, 8 * CHUNK)
     arena.hold(0, 3 * CHUNK, 6 * CHUNK)
-    assert arena.spare(4 * CHUNK) is None, "it was not read"
+    assert arena.spare(4 * CHUNK, CHUNK) is None, "it was not read"
     arena.release(1)
-    assert arena.spare(6 * CHUNK) is None, "it is not too much"
-    assert arena.spare(5 * CHUNK) == (3 * CHUNK, 6 * CHUNK)
-    assert arena.spare(0) is None, "it was given back already"
+    assert arena.spare(6 * CHUNK, CHUNK) is None, "it is not too much"
+    assert arena.spare(5 * CHUNK, 2 * CHUNK) is None, "the next message needs it"
+    assert arena.spare(5 * CHUNK, CHUNK) == (3 * CHUNK, 6 * CHUNK)
+    assert arena.spare(0, CHUNK) is None, "it was given back already"

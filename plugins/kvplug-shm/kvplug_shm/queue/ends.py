@@ -76,7 +76,7 @@ class ShmEnd(MessageQueue):
         raise NotImplementedError
 
     def _end(self, politely: Deadline | None) -> None:
-        """Let go of the others; politely, with nobody inside, until the deadline."""
+        """Let go of the others; politely, with nobody else inside, until the deadline."""
         raise NotImplementedError
 
     def _after_fork_in_child(self) -> None:

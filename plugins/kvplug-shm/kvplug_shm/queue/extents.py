@@ -9,8 +9,6 @@ from __future__ import annotations
 import bisect
 from collections import deque
 
-from kvplug.wire import aligned
-
 
 class Extents:
     """Those of one stretch of the arena. A place is looked for first, and held when it is published."""
@@ -29,6 +27,8 @@ class Extents:
 
     def find(self, nbytes: int) -> int | None:
         """The lowest place for so many bytes; ``None`` if there is none now."""
+        if not self._spans and nbytes <= self.nbytes:
+            return self.begin
         at = 0
         for start, end in self._spans:
             if start - at >= nbytes:
@@ -42,10 +42,12 @@ class Extents:
     def hold(self, number: int, at: int, nbytes: int) -> None:
         """Message ``number`` lies where :meth:`find` said."""
         start = at - self.begin
-        span = start, start + nbytes
+        end = start + nbytes
+        span = start, end
         bisect.insort(self._spans, span)
         self._held.append((number, span))
-        self.high = max(self.high, span[1])
+        if end > self.high:
+            self.high = end
 
     def release(self, count: int) -> None:
         """All readers are done with the first ``count`` messages."""
@@ -58,6 +60,8 @@ class Extents:
 class Arena:
     """All of it: a stretch for messages that fit a chunk, where ``max_chunks`` of them always find a place
     (it is as long as they need whatever holes there are between them), and one for larger messages.
+
+    Sizes of messages are multiples of 64, and not 0.
     """
 
     def __init__(self, max_chunks: int, chunk_nbytes: int, large_nbytes: int) -> None:
@@ -67,29 +71,30 @@ class Arena:
 
     def find(self, nbytes: int) -> int | None:
         """Where a message of so many bytes may be written now; ``None`` if there is no place yet."""
-        return self._stretch(nbytes).find(_at_least_a_line(nbytes))
+        return (self._small if nbytes <= self._chunk_nbytes else self._large).find(nbytes)
 
     def hold(self, number: int, at: int, nbytes: int) -> None:
-        self._stretch(nbytes).hold(number, at, _at_least_a_line(nbytes))
+        (self._small if nbytes <= self._chunk_nbytes else self._large).hold(number, at, nbytes)
 
     def release(self, count: int) -> None:
+        """All readers are done with the first ``count`` messages."""
         self._small.release(count)
         self._large.release(count)
 
-    def spare(self, keep_nbytes: int) -> tuple[int, int] | None:
-        """A stretch (begin, bytes) that can be given back, as more than ``keep_nbytes`` were written to.
+    def spare(self, keep_nbytes: int, nbytes: int) -> tuple[int, int] | None:
+        """A stretch (begin, bytes) that can be given back, as more than ``keep_nbytes`` were written to and
+        the next message, of ``nbytes``, does not need it.
 
         It counts as given back from here on.
         """
         large = self._large
-        if self._small.high + large.high <= keep_nbytes or not large.empty or not large.high:
+        if not large.high or nbytes > self._chunk_nbytes or not large.empty:
+            return None
+        if self._small.high + large.high <= keep_nbytes:
             return None
         spare = large.begin, large.high
         large.high = 0
         return spare
-
-    def _stretch(self, nbytes: int) -> Extents:
-        return self._small if nbytes <= self._chunk_nbytes else self._large
 
 
 def small_nbytes(max_chunks: int, chunk_nbytes: int) -> int:
@@ -98,7 +103,3 @@ def small_nbytes(max_chunks: int, chunk_nbytes: int) -> int:
     They leave ``max_chunks`` holes at most; if each is too small, the arena was smaller than this.
     """
     return (2 * max_chunks - 1) * chunk_nbytes
-
-
-def _at_least_a_line(nbytes: int) -> int:
-    return aligned(nbytes or 1)

@@ -107,6 +107,7 @@ class NearSource:
 
     def _after_fork_in_child(self) -> None:
         self._connection.close()
+        self._ring.close()
 
     def _writer_gone(self, reason: str) -> None:
         """From the watcher's thread. Where silence is death, only we have heard it."""

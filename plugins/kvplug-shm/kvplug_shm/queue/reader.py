@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from kvplug import DEFAULT_TIMEOUT, Deadline, QueueContext, QueueHandle, Reader, Timeout, UnsupportedError
-from kvplug.wire import Limits, decode_apart
+from kvplug.wire import Limits, decode, decode_apart
 from kvplug_shm.memory.pool import Pool
 from kvplug_shm.options import ShmQueueOptions
 from kvplug_shm.queue.ends import ShmEnd
@@ -56,8 +56,12 @@ class ShmReader(ShmEnd):
         indefinite: bool = False,
     ) -> Any:
         with self._stay:
-            message = self._next(False, timeout, cancel, indefinite)
-            value = decode_apart(message.head, message.body, limits=self._limits, make=self._pool.tensor)
+            _, head, body = self._next(False, timeout, cancel, indefinite)
+            if body.nbytes:
+                value = decode_apart(head, body, limits=self._limits, make=self._pool.tensor)
+            else:
+                value = decode(head, limits=self._limits)
+            self._stay.check()  # if it was aborted, the writer may have used the memory again
             self._source.advance()
             return value
 
@@ -74,7 +78,8 @@ class ShmReader(ShmEnd):
                 with message.body.toreadonly() as view:
                     yield view
             finally:
-                self._source.advance()
+                if not self.closed:
+                    self._source.advance()
 
     def _next(self, raw: bool, timeout: Timeout, cancel: threading.Event | None, indefinite: bool) -> Message:
         """Wait for the next message, and leave it where it is."""

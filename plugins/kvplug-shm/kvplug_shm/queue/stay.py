@@ -60,13 +60,13 @@ class Stay:
         return True
 
     def emptied(self, deadline: Deadline, wake: Callable[[], None]) -> bool:
-        """After :meth:`shut`: whether nobody is inside any more, at the deadline at the latest.
+        """After :meth:`shut`: whether nobody else is inside any more, at the deadline at the latest.
 
-        Not if it is the caller itself who is inside, with a chunk. ``wake`` wakes whoever sleeps there; it
-        is called again and again, for somebody may have been about to.
+        The caller itself may be, with a chunk. ``wake`` wakes whoever sleeps there; it is called again and
+        again, for somebody may have been about to.
         """
         if self._inside == threading.get_ident():
-            return False
+            return True
         while not (empty := self._lock.acquire(timeout=_AGAIN_S)) and not deadline.expired:
             wake()
         self._empty = empty

@@ -58,6 +58,7 @@ class ShmWriter(ShmEnd):
         self._roster = roster
         self._admission = admission
         self._far = far
+        self._places = sizes.max_chunks
         self._arena = Arena(sizes.max_chunks, sizes.chunk_nbytes, sizes.large_nbytes)
         self._limits = limits_of(sizes.max_message_bytes)
         self._keep_nbytes = options.keep_bytes
@@ -84,14 +85,13 @@ class ShmWriter(ShmEnd):
 
     def enqueue(self, value: object, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
         with self._stay:
-            deadline = self._deadline(timeout)
             head, memories = encode_apart(value, limits=self._limits)
             head_nbytes = len(head)
             body_at = aligned(head_nbytes)
             nbytes = body_at
             for memory in memories:
                 nbytes += aligned(memory.nbytes)
-            at = self._place(nbytes, deadline)
+            at = self._place(nbytes, timeout)
             arena = self._ring.arena
             arena[at : at + head_nbytes] = head
             memory_at = at + body_at
@@ -109,10 +109,11 @@ class ShmWriter(ShmEnd):
         if not 0 <= nbytes <= most:
             raise CapacityError(f"{nbytes} bytes were asked for, and a chunk has {most}")
         with self._stay:
-            at = self._place(nbytes, self._deadline(timeout))
+            taken = aligned(nbytes or 1)
+            at = self._place(taken, timeout)
             with self._ring.arena[at : at + nbytes] as view:
                 yield view
-            self._publish(CHUNK, at, 0, nbytes, nbytes)
+            self._publish(CHUNK, at, 0, nbytes, taken)
 
     def _publish(self, kind: int, at: int, head_nbytes: int, body_nbytes: int, nbytes: int) -> None:
         """The message lies where :meth:`_place` said, and is the readers' from here on."""
@@ -124,20 +125,21 @@ class ShmWriter(ShmEnd):
         if self._far is not None:
             self._far.changed()
 
-    def _place(self, nbytes: int, deadline: Deadline) -> int:
+    def _place(self, nbytes: int, timeout: Timeout) -> int:
         """Where a message of so many bytes may be written. It is nobody's before it is published."""
+        deadline = self._deadline(timeout)
         if self._roster.nobody_left:
             raise PeerGoneError(f"no reader is left: {listed(self._roster.readers())}")
-        room = self._writing.room()
-        at = self._find(nbytes, room)
+        at = self._find(nbytes, self._writing.room())
         return self._wait_for_place(nbytes, deadline) if at is None else at
 
     def _find(self, nbytes: int, room: int) -> int | None:
+        """The same, if there is one, with so much room for entries."""
         if not room:
             return None
         arena = self._arena
-        arena.release(self._writing.sent - self._ring.sizes.max_chunks + room)
-        spare = arena.spare(self._keep_nbytes) if nbytes <= self._ring.sizes.chunk_nbytes else None
+        arena.release(self._writing.sent - self._places + room)
+        spare = arena.spare(self._keep_nbytes, nbytes)
         if spare is not None:
             self._ring.give_back(*spare)
         return arena.find(nbytes)
@@ -154,7 +156,7 @@ class ShmWriter(ShmEnd):
             at = self._find(nbytes, room)
             if at is not None:
                 return at
-            if room == self._ring.sizes.max_chunks:
+            if room == self._places:
                 most = self._ring.sizes.large_nbytes
                 raise CapacityError(f"a message takes {nbytes} bytes, and the queue has room for {most}")
             # Room for an entry, and none for its bytes: the slowest reader has to release one more.
@@ -202,4 +204,8 @@ class ShmWriter(ShmEnd):
     def _drop(self) -> None:
         """Nobody is inside any more."""
         self._roster.drop()
+        self._ring.close()
+
+    def _after_fork_in_child(self) -> None:
+        super()._after_fork_in_child()
         self._ring.close()
