@@ -80,24 +80,32 @@ def lower(value: Any, depth: int, count: list[int], apart: Memories | None = Non
     if kind is list or kind is tuple or kind is set or kind is frozenset or kind is dict:
         if depth == 0:
             raise CapacityError("the value is nested too deeply to be sent (or contains itself)")
-        native = kind is list or (kind is dict and all(type(key) in _NATIVE_KEYS for key in value))
+        kinds = set(map(type, value))
+        native = kind is list or (kind is dict and kinds <= _NATIVE_KEYS)
         count[0] -= len(value) * (2 if kind is dict else 1) + (not native)  # a mark is an element too
         if count[0] < 0:
             raise CapacityError("the value has too many elements to be sent")
         depth -= 1
         if kind is dict:
             if native:
-                return {lower(k, depth, count): lower(v, depth, count, apart) for k, v in value.items()}
+                if int in kinds:
+                    for key in value:
+                        lower(key, depth, count)  # for its size alone
+                return {
+                    k: v if type(v) in _AS_THEY_ARE else lower(v, depth, count, apart)
+                    for k, v in value.items()
+                }
             pairs = [_MARK_EXT[Mark.DICT]]
             for k, v in value.items():
                 pairs.append(lower(k, depth, count, apart))
                 pairs.append(lower(v, depth, count, apart))
             return pairs
-        kinds = set(map(type, value))
         if kinds <= _AS_THEY_ARE or (kinds == {int} and min(value) >= _MIN_INT and max(value) <= _MAX_INT):
             lowered = list(value)
         else:
-            lowered = [lower(item, depth, count, apart) for item in value]
+            lowered = [
+                item if type(item) in _AS_THEY_ARE else lower(item, depth, count, apart) for item in value
+            ]
         if kind is not list:
             lowered.insert(0, _MARK_EXT[_CONTAINER_MARKS[kind]])
         return lowered
