@@ -99,13 +99,13 @@ def wait(parent: peers.Parent, pipe: Any) -> None:
 def send_part(parent: peers.Parent, pipe: Any, nbytes: int, pieces: int) -> None:
     """One whole message, then one of ``nbytes`` bytes of which ``pieces`` pieces are published."""
     from kvplug_shm.pipe.content import Content
-    from kvplug_shm.pipe.outbox import _Message
+    from kvplug_shm.pipe.message import Message
 
     pipe.send_tensor(torch.arange(10)).wait()
     outbox = pipe._outbox
-    message = _Message(Content(torch.ones(nbytes, dtype=torch.uint8)))
+    message = Message(Content(torch.ones(nbytes, dtype=torch.uint8)))
     for _ in range(pieces):
-        assert outbox._push(outbox._ring, message)
+        assert message.push(outbox._ring, outbox._pieces, outbox._publish)
     assert not message.complete
     parent.send("sent")
     parent.recv()

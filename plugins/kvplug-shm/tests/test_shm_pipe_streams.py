@@ -93,13 +93,13 @@ def test_a_receive_that_times_out_in_the_middle_goes_on_in_the_next_call(
     near_pair: Any, first_out: bool, second_out: bool
 ) -> None:
     from kvplug_shm.pipe.content import Content
-    from kvplug_shm.pipe.outbox import _Message
+    from kvplug_shm.pipe.message import Message
 
     one, other = near_pair(slots=2, slot_bytes=4096)
     sent = bytes_of(20_000, 1)
-    message = _Message(Content(sent))
+    message = Message(Content(sent))
     ring = one._outbox._ring
-    assert one._outbox._push(ring, message)
+    assert message.push(ring, one._outbox._pieces, one._outbox._publish)
     assert 0 < message.done < 20_000
     out = torch.zeros_like(sent)
     for _ in range(2):
@@ -109,7 +109,7 @@ def test_a_receive_that_times_out_in_the_middle_goes_on_in_the_next_call(
 
     def rest() -> None:
         while not message.complete:
-            one._outbox._push(ring, message) or time.sleep(0.001)
+            message.push(ring, one._outbox._pieces, one._outbox._publish) or time.sleep(0.001)
 
     sending = in_thread(rest)
     if second_out:

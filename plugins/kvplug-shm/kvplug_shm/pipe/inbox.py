@@ -7,27 +7,20 @@ message that is interrupted by a deadline keeps its place.
 from __future__ import annotations
 
 import enum
-import functools
 import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final, Literal
 
 from kvplug import Deadline, Fate, KvplugError, TensorMismatchError, TimeoutError, WireError
-from kvplug.wire.messages import (
-    SHORTEST_TENSOR_PREFIX,
-    check_fits,
-    is_dense,
-    prefix_size,
-    read_prefix,
-)
-from kvplug.wire.tensors import TensorMeta, copy_into, dtype_of, memory_of, memory_of_writable
+from kvplug.wire.messages import SHORTEST_TENSOR_PREFIX, check_fits, is_dense, prefix_size
+from kvplug.wire.tensors import TensorMeta, copy_into, memory_of, memory_of_writable
 from kvplug_shm.memory import waiting
 from kvplug_shm.memory.pool import Pool
+from kvplug_shm.pipe.announcement import meta_in, small_in
 from kvplug_shm.pipe.content import is_plain
-from kvplug_shm.pipe.rings import LINE, Incoming, lines
+from kvplug_shm.pipe.rings import LINE, Incoming, Pieces, lines
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
 
@@ -40,29 +33,6 @@ class Answer(enum.Enum):
 NOT_YET: Final = Answer.NOT_YET
 _INTERRUPTED = "interrupted in the middle of a message"
 """Ctrl-C between a copy and our noting it: the stream's position is lost."""
-
-
-@functools.lru_cache(1024)
-def _small(line: bytes) -> tuple[TensorMeta | None, torch.dtype | None, int] | None:
-    """What the first line of a message says, if its prefix is no longer.
-
-    Raises:
-        WireError, UnsupportedError: it is no message that can be received here.
-    """
-    # A pipe sees the same few shapes over and over.
-    size = prefix_size(line[:SHORTEST_TENSOR_PREFIX])
-    if size > LINE:
-        return None
-    meta = _meta_in(line[:size])
-    return meta, None if meta is None else dtype_of(meta.dtype), 0 if meta is None else meta.nbytes
-
-
-def _meta_in(prefix: bytes) -> TensorMeta | None:
-    """Raises WireError if it is no whole prefix of a message of this pipe."""
-    announcement = read_prefix(prefix)
-    if announcement.goodbye or announcement.flags:
-        raise WireError("a frame that this pipe does not use")
-    return announcement.meta
 
 
 class _Message:
@@ -92,7 +62,7 @@ class Inbox:
         *,
         pool: Pool,
         peer: str,
-        piece_bytes: int,
+        pieces: Pieces,
         spin_s: float,
         fate: Fate,
         lost: Callable[[str], None],
@@ -101,7 +71,7 @@ class Inbox:
         self._ring: Incoming | None = ring
         self._pool = pool
         self._peer = peer
-        self._piece_bytes = piece_bytes
+        self._pieces = pieces
         self._spin_s = spin_s
         self._fate = fate
         self._lost = lost
@@ -186,12 +156,12 @@ class Inbox:
         if here < LINE or self._stopped:
             return NOT_YET
         # A copy, since the peer could change what lies in the ring between two looks.
-        small = _small(ring.peek(end.read, LINE))
+        small = small_in(ring.peek(end.read, LINE))
         if small is None:
             return NOT_YET
         meta, dtype, nbytes = small
         taken = LINE + lines(nbytes)
-        if here < taken or nbytes > self._piece_bytes:
+        if here < taken or nbytes > self._pieces.smallest:
             return NOT_YET
         if out is None:
             tensor = None if meta is None else self._pool.tensor(meta)
@@ -277,11 +247,11 @@ class Inbox:
             if not self._wait(ring, padded, deadline):
                 raise TimeoutError(f"the announcement of a message from {self._peer} has not wholly arrived")
             start = ring.peek(end.read, size)
-        return _Message(_meta_in(start[:size]), padded)
+        return _Message(meta_in(start[:size]), padded)
 
     def _fill(self, ring: Incoming, message: _Message, address: int, deadline: Deadline) -> bool:
         """Copy the tensor's bytes from where they lie to ``address`` on; False at the deadline."""
-        end, nbytes, piece = ring.end, message.nbytes, self._piece_bytes
+        end, nbytes, piece = ring.end, message.nbytes, self._pieces.largest
         while message.got < nbytes:
             if self._stopped:
                 raise self._fate.error()

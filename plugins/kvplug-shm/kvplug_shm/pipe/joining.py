@@ -16,7 +16,7 @@ from kvplug import CapacityError, Connection, Deadline, WireError
 from kvplug_shm.memory.handing import recv_fds, send_fd
 from kvplug_shm.memory.segment import Segment
 from kvplug_shm.pipe.pipe import Shared, ShmPipe, Tuning
-from kvplug_shm.pipe.rings import LARGEST_BYTES, LINE, SMALLEST_BYTES, segment_size
+from kvplug_shm.pipe.rings import LARGEST_BYTES, LINE, SMALLEST_BYTES, Pieces, segment_size
 
 PURPOSE: Final = "pipe-shm"
 _MAGIC: Final = b"KVS1"
@@ -24,7 +24,6 @@ _STRUCT: Final = struct.Struct("<4sBBxxIII")
 _HELLO, _MEMORY, _REFUSED, _READY = range(4)
 _SEES_DEATH: Final = 1
 _BEATS_PER_TIMEOUT: Final = 5
-_PIECES_PER_SLOT: Final = 4
 
 
 @attrs.frozen(kw_only=True)
@@ -150,8 +149,9 @@ def accept(control: Connection, tuning: Tuning, deadline: Deadline) -> ShmPipe:
 
 
 def _shared(segment: Segment, slots: int, slot_bytes: int, *, accepted: bool) -> Shared:
-    piece_bytes = max(LINE, slot_bytes // _PIECES_PER_SLOT & -LINE)
-    return Shared(segment=segment, ring_bytes=slots * slot_bytes, piece_bytes=piece_bytes, accepted=accepted)
+    ring_bytes = slots * slot_bytes
+    pieces = Pieces.of(ring_bytes, slot_bytes)
+    return Shared(segment=segment, ring_bytes=ring_bytes, pieces=pieces, accepted=accepted)
 
 
 def _milliseconds(seconds: float) -> int:

@@ -14,38 +14,11 @@ from collections.abc import Callable
 from kvplug import Deadline, Fate, TimeoutError, Transfer, WireError
 from kvplug_shm.memory import waiting
 from kvplug_shm.pipe.content import Content
-from kvplug_shm.pipe.rings import LINE, Outgoing, lines
+from kvplug_shm.pipe.message import SMALLEST_COST, Message, NotTakenError
+from kvplug_shm.pipe.rings import Outgoing, Pieces, lines
 
-_SMALLEST_COST = 2 * LINE
-"""What an empty message counts for while it is queued, so that their number is bounded too."""
-_NOT_TAKEN = "it takes nothing more"
 _INTERRUPTED = "interrupted in the middle of a message"
 """Ctrl-C between a copy and our noting it: the stream's position is lost."""
-
-
-class _Message:
-    __slots__ = ("announced", "content", "cost", "done", "transfer")
-
-    def __init__(self, content: Content) -> None:
-        self.content = content
-        self.cost = max(_SMALLEST_COST, content.nbytes)
-        self.announced = False
-        self.done = 0
-        """Bytes of the tensor that are in the ring."""
-        self.transfer = Transfer(content.nbytes)
-
-    @property
-    def complete(self) -> bool:
-        return self.announced and self.done == self.content.nbytes
-
-    @property
-    def least(self) -> int:
-        """Bytes of the ring without which nothing more of it gets in."""
-        return LINE if self.announced else len(self.content.prefix)
-
-
-class _NotTakenError(Exception):
-    """The peer reads nothing more."""
 
 
 class Outbox:
@@ -60,7 +33,7 @@ class Outbox:
         *,
         peer: str,
         limit: int,
-        piece_bytes: int,
+        pieces: Pieces,
         spin_s: float,
         fate: Fate,
         lost: Callable[[str], None],
@@ -69,7 +42,7 @@ class Outbox:
         self._ring: Outgoing | None = ring
         self._peer = peer
         self._limit = limit
-        self._piece_bytes = piece_bytes
+        self._pieces = pieces
         self._spin_s = spin_s
         self._fate = fate
         self._lost = lost
@@ -77,7 +50,7 @@ class Outbox:
         self._lock = threading.Lock()
         self._room = threading.Condition(self._lock)
         self._work = threading.Condition(self._lock)
-        self._queue: deque[_Message] = deque()
+        self._queue: deque[Message] = deque()
         self._queued_bytes = 0
         self._wanted = 0
         """Room that a caller waits for with nothing queued: the writer sleeps on the ring in its stead."""
@@ -98,7 +71,7 @@ class Outbox:
     def send_at_once(self, content: Content) -> Transfer | None:
         """The transfer of a small message that there is room for; ``None``: leave it to :meth:`send`."""
         ring, nbytes = self._ring, content.nbytes
-        if ring is None or self._queued_bytes or nbytes > self._piece_bytes:
+        if ring is None or self._queued_bytes or nbytes > self._pieces.smallest:
             return None
         end, prefix = ring.end, content.prefix
         taken = len(prefix) + lines(nbytes)
@@ -107,7 +80,7 @@ class Outbox:
         except WireError:
             return None  # it is not better in a moment
         unread = ring.nbytes - room
-        if taken > room or (unread + max(_SMALLEST_COST, nbytes) > self._limit if unread else end.over(0)):
+        if taken > room or (unread + max(SMALLEST_COST, nbytes) > self._limit if unread else end.over(0)):
             return None
         try:
             with self._writing:
@@ -129,7 +102,7 @@ class Outbox:
 
     def send(self, content: Content, deadline: Deadline) -> Transfer:
         """Only one thread at a time. Raises as ``Pipe.send_tensor``."""
-        message, ring = _Message(content), self._ring
+        message, ring = Message(content), self._ring
         if ring is None:
             raise self._fate.error()
         try:
@@ -189,7 +162,7 @@ class Outbox:
 
     # -- the caller ----------------------------------------------------------------------------------
 
-    def _wait_for_room(self, ring: Outgoing, message: _Message, deadline: Deadline) -> None:
+    def _wait_for_room(self, ring: Outgoing, message: Message, deadline: Deadline) -> None:
         """Under the lock, which is let go meanwhile."""
         looked = False
         while True:
@@ -200,15 +173,16 @@ class Outbox:
                 return
             if not self._queued_bytes:
                 # Until so much is free: nobody else changes what is held.
-                self._wanted = ring.nbytes - max(0, self._limit - message.cost)
+                wanted = ring.nbytes - max(0, self._limit - message.cost)
                 if not looked:
                     looked = True
                     self._lock.release()
                     try:
-                        waiting.spun(ring.end, self._wanted, self._spin_s)
+                        waiting.spun(ring.end, wanted, self._spin_s)
                     finally:
                         self._lock.acquire()
                     continue
+                self._wanted = wanted
                 self._wake_writer()
             try:
                 if self._room.wait(deadline.remaining()) or not deadline.expired:
@@ -221,17 +195,17 @@ class Outbox:
                 f" {self._limit}), and nothing was queued"
             )
 
-    def _copy_at_once(self, ring: Outgoing, message: _Message, deadline: Deadline) -> None:
+    def _copy_at_once(self, ring: Outgoing, message: Message, deadline: Deadline) -> None:
         try:
             with self._writing:
                 while not self._ended:
-                    if self._push(ring, message):
+                    if message.push(ring, self._pieces, self._publish):
                         if message.complete:
                             return
                     elif deadline.expired or not waiting.spun(ring.end, message.least, self._spin_s):
                         return
-        except _NotTakenError:
-            self._lost(_NOT_TAKEN)
+        except NotTakenError:
+            self._not_taken()
         except WireError as e:
             self._break_down(str(e))
             raise
@@ -242,7 +216,7 @@ class Outbox:
             if self._ended:
                 self._say_that_it_ended()
 
-    def _accepted(self, message: _Message) -> Transfer:
+    def _accepted(self, message: Message) -> Transfer:
         try:
             with self._lock:
                 complete, ended = message.complete, self._ended
@@ -266,35 +240,15 @@ class Outbox:
 
     # -- the ring ------------------------------------------------------------------------------------
 
-    def _push(self, ring: Outgoing, message: _Message) -> bool:
-        """Publish as much of a message as there is room for, a piece at most. Whether that was anything.
-
-        Whoever calls it holds ``_writing``, and nobody else works on the ring.
-        """
-        end, content = ring.end, message.content
-        room = end.room() & -LINE
-        if room == ring.nbytes and end.over(0):
-            if self._ended:
-                return False
-            raise _NotTakenError
-        prefix = b"" if message.announced else content.prefix
-        taken = len(prefix)
-        if room < taken:
-            return False
-        nbytes = min(content.nbytes - message.done, room - taken, self._piece_bytes)
-        if not taken and not nbytes:
-            return False
-        if taken:
-            ring.write(end.sent, prefix)
-        if nbytes:
-            ring.copy(end.sent + taken, content.address + message.done, nbytes)
+    def _publish(self, ring: Outgoing, count: int) -> bool:
         with self._lock:
-            if self._ended:
-                return False  # it has failed: its memory is the caller's again, and may be something else
-            end.publish(taken + lines(nbytes))
-        message.announced = True
-        message.done += nbytes
-        return True
+            if not self._ended:
+                ring.end.publish(count)
+            return not self._ended
+
+    def _not_taken(self) -> None:
+        if not self._ended:  # that looks the same
+            self._lost("it takes nothing more")
 
     def _say_that_it_ended(self) -> None:
         """The peer is told by the last one out: whoever writes just now says it afterwards."""
@@ -322,20 +276,20 @@ class Outbox:
         try:
             while (message := self._next(ring)) is not None:
                 with self._writing:
-                    pushed = self._push(ring, message)
+                    pushed = message.push(ring, self._pieces, self._publish)
                 if message.complete:
                     self._sent(message)
                 elif not pushed:
                     self._sleep(ring, message.least)
                 del message  # the memory that was sent is not held until there is more to send
-        except _NotTakenError:
-            self._lost(_NOT_TAKEN)
+        except NotTakenError:
+            self._not_taken()
         except Exception as e:
             self._break_down(f"writing into the ring failed: {e!r}")
         finally:
             self._say_that_it_ended()
 
-    def _next(self, ring: Outgoing) -> _Message | None:
+    def _next(self, ring: Outgoing) -> Message | None:
         """The oldest message; ``None`` at the end. Until there is one, this is who sleeps for a caller."""
         while True:
             with self._lock:
@@ -358,14 +312,14 @@ class Outbox:
             if awaited is not None:
                 waiting.nap(ring.end, awaited, None)
 
-    def _sent(self, message: _Message) -> None:
+    def _sent(self, message: Message) -> None:
         with self._lock:
             if not self._ended:
                 self._queue.popleft()
                 self._settle(message)
         message.transfer.finish()
 
-    def _settle(self, message: _Message) -> None:
+    def _settle(self, message: Message) -> None:
         self._queued_bytes -= message.cost
         message.content.drop()
         self._room.notify_all()

@@ -29,7 +29,7 @@ from kvplug_shm.memory.segment import Segment
 from kvplug_shm.pipe.content import Content
 from kvplug_shm.pipe.inbox import NOT_YET, Inbox
 from kvplug_shm.pipe.outbox import Outbox
-from kvplug_shm.pipe.rings import Incoming, Outgoing
+from kvplug_shm.pipe.rings import Incoming, Outgoing, Pieces
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -57,8 +57,7 @@ class Shared:
     segment: Segment
     ring_bytes: int
     """Of each of the two rings."""
-    piece_bytes: int
-    """What is copied before the other end is told."""
+    pieces: Pieces
     accepted: bool
     """Whether this is the accepting end, whose outgoing ring is the first."""
 
@@ -110,7 +109,7 @@ class ShmPipe(Pipe):
             Outgoing(shared.segment, 0 if shared.accepted else 1, shared.ring_bytes),
             peer=self._peer,
             limit=tuning.max_in_flight_bytes,
-            piece_bytes=shared.piece_bytes,
+            pieces=shared.pieces,
             spin_s=tuning.spin_s,
             fate=self._fate,
             lost=self._sending_lost,
@@ -120,7 +119,7 @@ class ShmPipe(Pipe):
             Incoming(shared.segment, 1 if shared.accepted else 0, shared.ring_bytes),
             pool=tuning.pool,
             peer=self._peer,
-            piece_bytes=shared.piece_bytes,
+            pieces=shared.pieces,
             spin_s=tuning.spin_s,
             fate=self._fate,
             lost=self._peer_gone,

@@ -8,6 +8,8 @@ from __future__ import annotations
 import ctypes
 from typing import Final
 
+import attrs
+
 from kvplug_shm.memory.copying import LETS_GO_FROM
 from kvplug_shm.memory.segment import Segment
 from kvplug_shm.memory.words import Words
@@ -36,6 +38,28 @@ def lines(nbytes: int) -> int:
 def segment_size(ring_bytes: int) -> int:
     """Bytes of the segment of a pipe."""
     return _PAGE + 2 * -(-ring_bytes // _PAGE) * _PAGE
+
+
+@attrs.frozen
+class Pieces:
+    """In which steps a message is copied, so that both ends copy at the same time.
+
+    A step costs what is left to do together, some microseconds. So the steps are short where the other end
+    waits for one: at the begin, and towards the end.
+    """
+
+    smallest: int
+    largest: int
+
+    @classmethod
+    def of(cls, ring_bytes: int, slot_bytes: int) -> Pieces:
+        largest = max(LINE, min(slot_bytes, ring_bytes // 4) & -LINE)
+        return cls(max(LINE, largest // 4 & -LINE), largest)
+
+    def next(self, done: int, left: int) -> int:
+        """Bytes of the next step, of a message of which so much was done."""
+        fair = left // 4 & -LINE if done else 0
+        return min(left, max(self.smallest, min(self.largest, fair)))
 
 
 class _Ring:

@@ -1,0 +1,69 @@
+"""One message on its way into the ring, which takes it piece by piece."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+from kvplug import Transfer
+from kvplug_shm.pipe.content import Content
+from kvplug_shm.pipe.rings import LINE, Outgoing, Pieces, lines
+
+SMALLEST_COST: Final = 2 * LINE
+"""What an empty message counts for while it is queued, so that their number is bounded too."""
+
+
+class NotTakenError(Exception):
+    """The peer reads nothing more."""
+
+
+class Message:
+    __slots__ = ("announced", "content", "cost", "done", "transfer")
+
+    def __init__(self, content: Content) -> None:
+        self.content = content
+        self.cost = max(SMALLEST_COST, content.nbytes)
+        self.announced = False
+        self.done = 0
+        """Bytes of the tensor that are in the ring."""
+        self.transfer = Transfer(content.nbytes)
+
+    @property
+    def complete(self) -> bool:
+        return self.announced and self.done == self.content.nbytes
+
+    @property
+    def least(self) -> int:
+        """Bytes of the ring without which nothing more of it gets in."""
+        return LINE if self.announced else len(self.content.prefix)
+
+    def push(self, ring: Outgoing, pieces: Pieces, publish: Callable[[Outgoing, int], bool]) -> bool:
+        """Copy as much as there is room for, a piece at most, and publish it. Whether that was anything.
+
+        ``publish`` says no where the message has failed meanwhile: its memory is the caller's again, and may
+        be something else. Only one thread at a time, and only for the oldest message.
+
+        Raises:
+            NotTakenError: nobody reads it.
+            WireError: the peer says what no reader can have done.
+        """
+        end, content = ring.end, self.content
+        room = end.room() & -LINE
+        if room == ring.nbytes and end.over(0):
+            raise NotTakenError
+        prefix = b"" if self.announced else content.prefix
+        taken = len(prefix)
+        if room < taken:
+            return False
+        nbytes = min(pieces.next(self.done, content.nbytes - self.done), room - taken)
+        if not taken and not nbytes:
+            return False
+        if taken:
+            ring.write(end.sent, prefix)
+        if nbytes:
+            ring.copy(end.sent + taken, content.address + self.done, nbytes)
+        if not publish(ring, taken + lines(nbytes)):
+            return False
+        self.announced = True
+        self.done += nbytes
+        return True
