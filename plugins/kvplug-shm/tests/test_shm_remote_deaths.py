@@ -242,7 +242,7 @@ def test_a_message_that_is_missing_is_told_with_how_many(writer: Any) -> None:
     reader.leave(died=True)
 
 
-def test_ends_leave_nothing(writer: Any) -> None:
+def test_ends_leave_nothing() -> None:
     before = peers.Belongings.of()
     for politely in (True, False):
         for _ in range(5):

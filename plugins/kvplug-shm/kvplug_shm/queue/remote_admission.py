@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import hmac
 from collections.abc import Mapping
 from typing import Final
 
 import zmq
 
+from kvplug import ConfigError
+from kvplug_shm.queue.remote_contact import RemoteContact
+from kvplug_shm.queue.remote_frames import MAX_TO_WRITER
+from kvplug_shm.queue.remote_keys import KeyPair
+from kvplug_shm.queue.remote_thread import in_words
+
 _ADDRESS: Final = "inproc://zeromq.zap.01"  # one for each context, so the context is the writer's own
-DOMAIN: Final = b"kvplug"
+_DOMAIN: Final = b"kvplug"
 _VERSION: Final = b"1.0"
 
 
@@ -18,9 +25,10 @@ class Admission:
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], keys: Mapping[int, bytes]) -> None:
         """``keys`` holds each rank's public key, as its 32 bytes."""
-        self.socket = context.socket(zmq.REP)
-        self.socket.linger = 0
-        self.socket.bind(_ADDRESS)
+        with in_words("nobody can be let in"):
+            self.socket = context.socket(zmq.REP)
+            self.socket.linger = 0
+            self.socket.bind(_ADDRESS)
         self._keys = keys
         self.refused = 0
         """Connections that had another key."""
@@ -41,7 +49,7 @@ class Admission:
             self.socket.send_multipart([_VERSION, request[1] if len(request) > 1 else b"", *verdict, b""])
 
     def _rank(self, request: list[bytes]) -> int | None:
-        if len(request) != 7 or request[0] != _VERSION or request[2] != DOMAIN or request[5] != b"CURVE":
+        if len(request) != 7 or request[0] != _VERSION or request[2] != _DOMAIN or request[5] != b"CURVE":
             return None
         found = [rank for rank, key in self._keys.items() if hmac.compare_digest(key, request[6])]
         return found[0] if found else None
@@ -50,3 +58,29 @@ class Admission:
 def rank_of(frame: zmq.Frame) -> int:
     """The rank that the connection has proved itself for by which ``frame`` came."""
     return int(frame["User-Id"])
+
+
+def listen(socket: zmq.Socket[bytes], contact: RemoteContact, ours: KeyPair) -> int:
+    """Bind the writer's ROUTER to the contact's host, for those whom an :class:`Admission` lets in.
+
+    Returns the port.
+
+    Raises:
+        ConfigError: this host has no such address.
+        TransportError: it cannot be listened on for another reason.
+    """
+    with in_words(f"cannot listen at {contact.host}"):
+        socket.curve_server = 1
+        socket.curve_publickey, socket.curve_secretkey = ours.public, ours.secret
+        socket.zap_domain = _DOMAIN
+        socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without a handler nobody is let in, not everybody
+        socket.maxmsgsize = MAX_TO_WRITER
+        socket.router_mandatory = 1
+        socket.ipv6 = ":" in contact.host
+        try:
+            socket.bind(contact.endpoint)
+        except zmq.ZMQError as e:
+            if e.errno in (errno.EADDRNOTAVAIL, errno.ENODEV):
+                raise ConfigError(f"cannot listen at {contact.host}: this host has no such address") from e
+            raise
+        return int(socket.last_endpoint.rstrip(b"\0").rpartition(b":")[2])

@@ -8,16 +8,13 @@ connection is never made again: what was on its way when it broke is lost, and t
 from __future__ import annotations
 
 import contextlib
-import socket
 import time
 from collections.abc import Callable
-from typing import Final
 
 import attrs
 import zmq
 
 from kvplug import (
-    AuthenticationError,
     ConfigError,
     Deadline,
     PeerGoneError,
@@ -33,18 +30,11 @@ from kvplug_shm.queue import remote_frames as frames
 from kvplug_shm.queue.far import Message
 from kvplug_shm.queue.remote_assembly import Assembly
 from kvplug_shm.queue.remote_contact import RemoteContact
+from kvplug_shm.queue.remote_dialling import dial, failure
 from kvplug_shm.queue.remote_frames import First, Kind, Over, Piece, Plain
 from kvplug_shm.queue.remote_inbox import Inbox
-from kvplug_shm.queue.remote_keys import Keys
 from kvplug_shm.queue.remote_link import identity_of, observed
-from kvplug_shm.queue.remote_thread import BEATS_IN_PATIENCE, SETTLE_S, SocketThread, in_words
-
-_UNPROVEN: Final = (
-    zmq.EVENT_HANDSHAKE_FAILED_AUTH,
-    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL,  # it hung up, which is how a writer answers another's keys
-    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL,
-)
-_LISTENS_S: Final = 1.0
+from kvplug_shm.queue.remote_thread import BEATS_IN_PATIENCE, SETTLE_S, SocketThread
 
 
 class RemoteReader(SocketThread):
@@ -69,7 +59,14 @@ class RemoteReader(SocketThread):
             zmq.DEALER, f"reader rank {rank} of the queue at {contact}", context.heartbeat_timeout_s
         )
         try:
-            self._connect(keys)
+            self._port = contact.port
+            dial(self._socket, contact, keys, rank)
+            joining = {
+                "version": frames.VERSION,
+                "who": attrs.asdict(this_process()),
+                "patience_s": float(self._patience_s),
+            }
+            self._say(frames.plain(Kind.JOIN, joining))
         except BaseException:
             self._let_go(0)
             raise
@@ -77,24 +74,6 @@ class RemoteReader(SocketThread):
 
     def __repr__(self) -> str:
         return f"<RemoteReader of rank {self._rank} at {self._contact}>"
-
-    def _connect(self, keys: Keys) -> None:
-        dealer, ours = self._socket, keys.reader(self._rank)
-        self._port = self._contact.port
-        with in_words(f"{self._contact} cannot be reached"):
-            dealer.curve_serverkey = keys.writer.public
-            dealer.curve_publickey, dealer.curve_secretkey = ours.public, ours.secret
-            dealer.maxmsgsize = frames.MAX_TO_READER
-            dealer.reconnect_ivl = -1
-            dealer.handshake_ivl = 0  # whoever joins has a deadline, and a writer that is stopped is alive
-            dealer.ipv6 = ":" in self._contact.host
-            dealer.connect(self._contact.endpoint)
-            joining = {
-                "version": frames.VERSION,
-                "who": attrs.asdict(this_process()),
-                "patience_s": float(self._patience_s),
-            }
-            self._say(frames.plain(Kind.JOIN, joining))
 
     def join_queue(self, deadline: Deadline) -> None:
         """Return when the writer has taken this reader in. Raises as ``create_from_handle``."""
@@ -256,23 +235,15 @@ class RemoteReader(SocketThread):
 
     def _see(self, event: int, now: float) -> None:
         """Something happened to the connection."""
-        nobody = f"nobody listens at {self._contact}: the writer of this queue is gone"
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             self._proven = True
-        elif event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL and not _is_listening(self._contact):
-            self._inbox.fail(PeerGoneError, nobody)
-        elif event in _UNPROVEN:
-            self._inbox.fail(
-                AuthenticationError,
-                f"the writer at {self._contact} and reader rank {self._rank} did not prove themselves to each"
-                " other: the secrets differ (check KVPLUG_SECRET or secret_file on both ends), the handle is"
-                " of an earlier run, or something else listens there",
-            )
         elif event == zmq.EVENT_DISCONNECTED:
             self._hear(now)  # what came last goes before the end
             self._inbox.fail(PeerGoneError, self._how_it_ended())
-        elif event == zmq.EVENT_CLOSED and not self._proven:
-            self._inbox.fail(PeerGoneError, nobody)
+        elif not self._proven:
+            error = failure(event, self._contact, self._rank)
+            if error is not None:
+                self._inbox.fail(*error)
 
     def _how_it_ended(self) -> str:
         if self._writer is None:
@@ -315,12 +286,3 @@ class RemoteReader(SocketThread):
         if self._watch is None:
             moments.append(self._heard + self._patience_s)
         return max(0.0, min(moments) - time.monotonic())
-
-
-def _is_listening(contact: RemoteContact) -> bool:
-    """Whether somebody is there still."""
-    try:
-        socket.create_connection((contact.host, contact.port), _LISTENS_S).close()
-    except OSError:
-        return False
-    return True

@@ -19,14 +19,14 @@ from typing import Any, Final
 import attrs
 import zmq
 
-from kvplug import ConfigError, Deadline, PeerGoneError, QueueContext, WireError, this_process
+from kvplug import Deadline, PeerGoneError, QueueContext, WireError, this_process
 from kvplug_shm.queue import remote_frames as frames
 from kvplug_shm.queue.far import Feed
-from kvplug_shm.queue.remote_admission import DOMAIN, Admission, rank_of
-from kvplug_shm.queue.remote_contact import RemoteContact, new_contact, to_dial
+from kvplug_shm.queue.remote_admission import Admission, listen, rank_of
+from kvplug_shm.queue.remote_contact import new_contact, to_dial
 from kvplug_shm.queue.remote_frames import Kind, Part, Plain, Taken
 from kvplug_shm.queue.remote_link import Link, identity_of
-from kvplug_shm.queue.remote_thread import SETTLE_S, SocketThread, in_words
+from kvplug_shm.queue.remote_thread import SETTLE_S, SocketThread
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +47,11 @@ class RemoteWriter(SocketThread):
         self._admission: Admission | None = None
         super().__init__(zmq.ROUTER, f"the queue's end at {contact.host}", context.heartbeat_timeout_s)
         try:
-            self._contact = self._listen(contact, context)
+            keys = contact.keys(context.credentials)
+            known = {rank: keys.reader(rank).raw_public for rank in feed.reader_ranks}
+            self._admission = Admission(self._context, known)  # before anybody can connect
+            self._port = listen(self._socket, contact, keys.writer)
+            self._contact = attrs.evolve(contact, host=to_dial(contact.host), port=self._port)
         except BaseException:
             self._let_go(0)
             raise
@@ -60,30 +64,6 @@ class RemoteWriter(SocketThread):
     @property
     def data(self) -> Mapping[str, Any]:
         return self._contact.as_plain()
-
-    def _listen(self, contact: RemoteContact, context: QueueContext) -> RemoteContact:
-        keys = contact.keys(context.credentials)
-        ours, socket = keys.writer, self._socket
-        known = {rank: keys.reader(rank).raw_public for rank in self._feed.reader_ranks}
-        with in_words(f"cannot listen at {contact.host}"):
-            self._admission = Admission(self._context, known)  # before anybody can connect
-            socket.curve_server = 1
-            socket.curve_publickey, socket.curve_secretkey = ours.public, ours.secret
-            socket.zap_domain = DOMAIN
-            socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
-            socket.maxmsgsize = frames.MAX_TO_WRITER
-            socket.router_mandatory = 1
-            socket.ipv6 = ":" in contact.host
-            try:
-                socket.bind(f"{contact.endpoint.rpartition(':')[0]}:*")
-            except zmq.ZMQError as e:
-                if e.errno in (errno.EADDRNOTAVAIL, errno.ENODEV):
-                    raise ConfigError(
-                        f"cannot listen at {contact.host}: this host has no such address"
-                    ) from e
-                raise
-            self._port = int(socket.last_endpoint.rstrip(b"\0").rpartition(b":")[2])
-        return attrs.evolve(contact, host=to_dial(contact.host), port=self._port)
 
     # -- for the writer's thread ---------------------------------------------------------------
 
