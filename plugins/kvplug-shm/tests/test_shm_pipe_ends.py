@@ -242,6 +242,29 @@ def test_a_contact_of_nobody_is_gone() -> None:
         ends.endpoint().connect(str(Contact(local_domain(), "unix:@kvplug-nobody-here")), timeout=5)
 
 
+@pytest.mark.parametrize("dead_at", ["connecting", "accepting"])
+def test_a_peer_that_is_dead_before_it_is_watched_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch, dead_at: str
+) -> None:
+    open_pidfd = PeerIdentity.open_pidfd
+
+    def gone(self: Any) -> Any:
+        if (threading.current_thread() is threading.main_thread()) == (dead_at == "connecting"):
+            raise PeerGoneError("it has ended")
+        return open_pidfd(self)
+
+    end = ends.endpoint()
+    with peers.nothing_left(), end.listen() as listener:
+        with monkeypatch.context() as patch:
+            patch.setattr(PeerIdentity, "open_pidfd", gone)
+            for _ in range(3):
+                with pytest.raises(PeerGoneError):
+                    end.connect(listener.contact, timeout=10)
+        with end.connect(listener.contact) as one, listener.accept() as other:
+            one.send_tensor(None)
+            assert other.recv_tensor() is None
+
+
 def test_rings_that_are_too_large_and_devices_that_are_not_the_cpu_are_refused() -> None:
     with pytest.raises(ConfigError, match="slots"):
         ends.endpoint(slots=1024, slot_bytes=MIB)

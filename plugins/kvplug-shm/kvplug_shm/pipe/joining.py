@@ -72,9 +72,10 @@ def connect(control: Connection, tuning: Tuning, deadline: Deadline) -> ShmPipe:
     Raises:
         TimeoutError, PeerGoneError, WireError, CapacityError: there is no pipe, and the connection is closed.
     """
-    pidfd = control.peer.open_pidfd()
+    pidfd: int | None = None
     fds: list[int] = []
     try:
+        pidfd = control.peer.open_pidfd()
         hello = Join(
             step=_HELLO,
             sees_death=pidfd is not None,
@@ -110,9 +111,10 @@ def connect(control: Connection, tuning: Tuning, deadline: Deadline) -> ShmPipe:
 
 def accept(control: Connection, tuning: Tuning, deadline: Deadline) -> ShmPipe:
     """The same for the accepting end. Raises the same."""
-    pidfd = control.peer.open_pidfd()
-    fd = None
+    pidfd: int | None = None
+    fd: int | None = None
     try:
+        pidfd = control.peer.open_pidfd()
         data, _ = recv_fds(control, _STRUCT.size, 0, deadline)
         hello = Join.unpack(data, control, _HELLO)
         quiet = hello.sees_death and pidfd is not None
