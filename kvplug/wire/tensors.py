@@ -8,6 +8,7 @@ without torch; torch is imported only by the functions that are handed a tensor 
 from __future__ import annotations
 
 import ctypes
+import functools
 import math
 import struct
 import sys
@@ -182,6 +183,7 @@ def decode_meta(buf: Buffer) -> TensorMeta:
 # -- tensors -------------------------------------------------------------------------------------
 
 
+@functools.cache
 def dtype_name(dtype: torch.dtype) -> str:
     """``torch.bfloat16`` is ``"bfloat16"``."""
     return str(dtype).rpartition(".")[2]
