@@ -18,7 +18,7 @@ from kvplug import (
     Timeout,
 )
 from kvplug.wire import aligned, encode_apart
-from kvplug_shm.memory.copying import into
+from kvplug_shm.memory.copying import LETS_GO_FROM, into
 from kvplug_shm.memory.waiting import NAP_S, nap, spun
 from kvplug_shm.options import ShmQueueOptions
 from kvplug_shm.queue.admission import Admission
@@ -93,7 +93,10 @@ class ShmWriter(ShmEnd):
                 nbytes += aligned(memory.nbytes)
             at = self._place(nbytes, timeout)
             arena = self._ring.arena
-            arena[at : at + head_nbytes] = head
+            if head_nbytes < LETS_GO_FROM:
+                arena[at : at + head_nbytes] = head
+            else:
+                into(arena, at, memoryview(head))
             memory_at = at + body_at
             for memory in memories:
                 into(arena, memory_at, memory)
