@@ -21,7 +21,7 @@ from kvplug.errors import KvplugError
 from kvplug.testing import peers
 
 LIFE_S = 300.0
-"""A measuring process that has not ended by then is ended, and its candidate has failed."""
+"""A measuring process that has not ended by then, idleness aside, is ended, and its candidate has failed."""
 SETTLE_S = 1.0
 """When one end fails the others follow; what they say is waited for so long."""
 
@@ -126,6 +126,7 @@ def one_turn(candidate: Candidate, plan: Plan) -> list[Figures]:
         "idle_s": plan.idle_s,
     }
     target = f"{take_part.__module__}:{take_part.__name__}"
+    life_s = LIFE_S + plan.idle_s
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="kvplug-bench-"))
         pool = stack.enter_context(ThreadPoolExecutor(size, thread_name_prefix="kvplug bench"))
@@ -133,12 +134,10 @@ def one_turn(candidate: Candidate, plan: Plan) -> list[Figures]:
         for rank in range(size):
             its = task | {"rank": rank, "folder": folder}
             child = peers.start(
-                target, its, timeout_s=LIFE_S, env=candidate.env, python=candidate.python, flags=["-P"]
+                target, its, timeout_s=life_s, env=candidate.env, python=candidate.python, flags=["-P"]
             )
             ends.append(stack.enter_context(child))
-        attended = [
-            pool.submit(_attend, each, [other for other in ends if other is not each]) for each in ends
-        ]
+        attended = [pool.submit(_attend, each, ends, life_s) for each in ends]
         every = _gathered(attended)
     return [
         *(_bulk(op, nbytes, [each[f"{op} {nbytes}"] for each in every]) for op, nbytes in bulk),
@@ -146,18 +145,19 @@ def one_turn(candidate: Candidate, plan: Plan) -> list[Figures]:
     ]
 
 
-def _attend(end: peers.Peer, others: Sequence[peers.Peer]) -> dict[str, Any]:
+def _attend(end: peers.Peer, ends: Sequence[peers.Peer], life_s: float) -> dict[str, Any]:
     """Carry what one end tells to the others, until it has its figures. A thread for each end."""
     while True:
-        said, value = end.recv(LIFE_S + 30)
+        said, value = end.recv(life_s + SETTLE_S)
         if said == FIGURES:
             end.result()
             return dict(value)
         if said == UNAVAILABLE:
             raise UnavailableError(value)
         assert said == TOLD
-        for other in others:
-            other.send(value)
+        for other in ends:
+            if other is not end:
+                other.send(value)
 
 
 def _gathered(attended: Sequence[Future[dict[str, Any]]]) -> list[dict[str, Any]]:
