@@ -178,3 +178,14 @@ def forking_reader(parent: Any, data: dict[str, Any]) -> None:
     parent.send(pid)
     source.leave(died=True)
     parent.recv(None)
+
+
+def writer_with_few_descriptors(parent: Any) -> None:
+    """Sends one message when it is told to."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100))
+    writing = Writing(context())
+    parent.send(dict(writing.far.data))
+    parent.recv(None)
+    writing.send(b"still there")
+    parent.send("sent")
+    parent.recv(None)

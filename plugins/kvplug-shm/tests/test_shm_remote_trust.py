@@ -19,6 +19,7 @@ import zmq
 from hypothesis import given, strategies
 
 from kvplug import AuthenticationError, InsecureAddressError, PeerGoneError, QueueHandle, WireError
+from kvplug.testing import peers
 from kvplug_shm.queue import remote_frames as frames
 from kvplug_shm.queue.remote_assembly import Assembly
 from kvplug_shm.queue.remote_contact import RemoteContact
@@ -238,6 +239,22 @@ def test_what_strangers_send_is_harmless(writer: Any) -> None:
     assert grown < 64 << 20
     for stranger in strangers:
         stranger.close()
+
+
+def test_strangers_that_take_every_descriptor_hold_it_up_until_their_time_is_over() -> None:
+    with peers.start(f"{FAR}:writer_with_few_descriptors", timeout_s=100) as child:
+        data = child.recv()
+        strangers = [socket.socket() for _ in range(200)]
+        for stranger in strangers:
+            stranger.setblocking(False)
+            stranger.connect_ex((data["host"], data["port"]))
+        reader = joined(context(), data)
+        child.send("go")
+        assert taken(reader)[2] == b"still there"
+        assert child.recv() == "sent"
+        reader.leave(died=True)
+        for stranger in strangers:
+            stranger.close()
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
