@@ -22,7 +22,7 @@ class TestShmPipe(PipeContract):
 
 
 class TestShmPipeThatNeverSpins(PipeContract):
-    """Everybody who waits sleeps, and a ring is smaller than most messages."""
+    """Everybody who waits sleeps, and most messages are larger than a ring."""
 
     transport = "shm"
-    options: ClassVar[dict[str, Any]] = {"slots": 3, "slot_bytes": 5000, "spin_us": 0}
+    options: ClassVar[dict[str, Any]] = {"slots": 3, "slot_bytes": 12_000, "spin_us": 0}
