@@ -9,7 +9,7 @@ import torch
 from kvplug.wire.messages import NONE, is_dense, tensor_prefix
 from kvplug.wire.tensors import memory_of
 from kvplug_shm.memory.copying import address_of
-from kvplug_shm.pipe.rings import LINE, lines
+from kvplug_shm.pipe.rings import LINE, Outgoing, lines
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -43,6 +43,13 @@ class Content:
             self.address = address_of(memory)
         prefix = tensor_prefix(tensor.dtype, tensor.shape, self.nbytes)
         self.prefix = prefix.ljust(lines(len(prefix)), b"\0")
+
+    def copy(self, ring: Outgoing, count: int, done: int, nbytes: int) -> None:
+        """Put ``nbytes`` of the tensor, from byte ``done`` on, where byte ``count`` of the stream lies."""
+        ring.copy(count, self.address + done, nbytes)
+
+    def leave(self, done: int) -> None:
+        """All but the first ``done`` bytes are left to another thread."""
 
     def drop(self) -> None:
         """The memory is the caller's alone again."""

@@ -6,10 +6,13 @@ message that is interrupted by a deadline keeps its place.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Final, Literal
+
+import torch
 
 from kvplug import Deadline, Fate, KvplugError, TensorMismatchError, TimeoutError, WireError
 from kvplug.wire.messages import SHORTEST_TENSOR_PREFIX, check_fits, is_dense, prefix_size
@@ -17,6 +20,7 @@ from kvplug.wire.tensors import TensorMeta, copy_into, memory_of, memory_of_writ
 from kvplug_shm.memory import waiting
 from kvplug_shm.memory.pool import Pool
 from kvplug_shm.pipe.announcement import meta_in, small_in
+from kvplug_shm.pipe.blocks import BlockTarget
 from kvplug_shm.pipe.content import is_plain
 from kvplug_shm.pipe.rings import LINE, Incoming, Pieces, lines
 
@@ -33,6 +37,17 @@ class Answer(enum.Enum):
 NOT_YET: Final = Answer.NOT_YET
 _INTERRUPTED = "interrupted in the middle of a message"
 """Ctrl-C between a copy and our noting it: the stream's position is lost."""
+
+
+_Take = Callable[[Incoming, int, int, int], None]
+"""(ring, where in the stream, bytes of the tensor that were taken before, how many to take)"""
+
+
+def _into(address: int) -> _Take:
+    def take(ring: Incoming, count: int, done: int, nbytes: int) -> None:
+        ring.copy(count, address + done, nbytes)
+
+    return take
 
 
 class _Message:
@@ -102,26 +117,34 @@ class Inbox:
 
     def receive(self, out: Tensor | None, deadline: Deadline) -> Tensor | None:
         """Only one thread at a time. Raises as ``Pipe.recv_tensor``."""
-        ring = self._ring
-        if ring is None:
-            raise self._fate.error()
-        try:
-            with self._reading:
-                if self._message is None:
-                    if not self._wait(ring, LINE, deadline):
-                        raise TimeoutError(
-                            f"no message has arrived from {self._peer}; it is alive as far as can be seen"
-                        )
-                    tensor = self._at_once(ring, out)
-                    if tensor is not NOT_YET:
-                        return tensor
-                return self._receive(ring, out, deadline)
-        except WireError as e:
-            self._break_down(f"what arrives is not a message: {e}")
-            raise
-        finally:
-            if self._stopped:
-                self._say_that_it_stopped()
+        with self._session(deadline) as ring:
+            if self._message is None:
+                tensor = self._at_once(ring, out)
+                if tensor is not NOT_YET:
+                    return tensor
+            return self._receive(ring, out, deadline)
+
+    def receive_blocks(self, target: BlockTarget, deadline: Deadline) -> None:
+        """Only one thread at a time. Raises as ``Pipe.recv_blocks``."""
+        with self._session(deadline) as ring:
+            message = self._message
+            if message is None:
+                message = self._message = self._announced(ring, deadline)
+            meta = message.meta
+            if meta != target.meta:
+                came = "None" if meta is None else f"{meta.dtype} of shape {list(meta.shape)}"
+                raise TensorMismatchError(
+                    f"the next message is {came}, and the blocks are {target.meta.dtype} of shape"
+                    f" {list(target.meta.shape)}; it stays"
+                )
+            try:
+                self._scatter(ring, message, target, deadline)
+            except KvplugError:
+                raise
+            except BaseException:
+                self._break_down(_INTERRUPTED)
+                raise
+            self._message = None
 
     def expect_no_more(self) -> None:
         """The peer is gone; what it has published can still be received. Wakes whoever waits."""
@@ -138,6 +161,26 @@ class Inbox:
     def inherit(self) -> None:
         """This is a forked child. Takes no lock."""
         self._stopped, self._ring, self._message = True, None, None
+
+    @contextlib.contextmanager
+    def _session(self, deadline: Deadline) -> Iterator[Incoming]:
+        """The ring, in which the begin of a message is, or the rest of one that had begun to arrive."""
+        ring = self._ring
+        if ring is None:
+            raise self._fate.error()
+        try:
+            with self._reading:
+                if self._message is None and not self._wait(ring, LINE, deadline):
+                    raise TimeoutError(
+                        f"no message has arrived from {self._peer}; it is alive as far as can be seen"
+                    )
+                yield ring
+        except WireError as e:
+            self._break_down(f"what arrives is not a message: {e}")
+            raise
+        finally:
+            if self._stopped:
+                self._say_that_it_stopped()
 
     def _say_that_it_stopped(self) -> None:
         """The peer is told by the last one out: whoever reads just now says it afterwards."""
@@ -199,7 +242,7 @@ class Inbox:
             tensor = self._pool.tensor(meta)
         assert tensor is not None
         try:
-            complete = self._fill(ring, message, tensor.data_ptr(), deadline)
+            complete = self._fill(ring, message, _into(tensor.data_ptr()), deadline)
         except KvplugError:
             raise
         except BaseException:
@@ -208,13 +251,10 @@ class Inbox:
         if not complete:
             # Before anything is raised: what has arrived is part of the message that the next call returns.
             if direct:
-                self._keep(message, meta, tensor)
+                self._keep(message, tensor)
             elif message.got:
                 message.own = tensor
-            raise TimeoutError(
-                f"{message.got} of {message.nbytes} bytes of a tensor have arrived from {self._peer};"
-                " the next call goes on with it"
-            )
+            raise self._late(message)
         if out is not None and not direct:
             message.own = tensor
             try:
@@ -225,17 +265,40 @@ class Inbox:
         self._message = None
         return tensor
 
-    def _keep(self, message: _Message, meta: TensorMeta, tensor: Tensor) -> None:
-        """Take what has arrived out of the caller's memory, which is the caller's again now."""
-        if not message.got:
+    def _scatter(self, ring: Incoming, message: _Message, target: BlockTarget, deadline: Deadline) -> None:
+        if message.own is not None:
+            if self._fill(ring, message, _into(message.own.data_ptr()), deadline):
+                target.fill(message.own)
+                return
+        elif self._fill(ring, message, target.take, deadline):
             return
-        try:
-            own = self._pool.tensor(meta)
+        elif message.got:
+            own = self._own(message)
+            target.taken(own.view(-1).view(torch.uint8)[: message.got])
+            message.own = own
+        raise self._late(message)
+
+    def _late(self, message: _Message) -> TimeoutError:
+        return TimeoutError(
+            f"{message.got} of {message.nbytes} bytes of a tensor have arrived from {self._peer};"
+            " the next call goes on with it"
+        )
+
+    def _keep(self, message: _Message, tensor: Tensor) -> None:
+        """Take what has arrived out of the caller's memory, which is the caller's again now."""
+        if message.got:
+            own = self._own(message)
             memory_of_writable(own)[: message.got] = memory_of(tensor)[: message.got]
+            message.own = own
+
+    def _own(self, message: _Message) -> Tensor:
+        """Memory for a part of a message that has arrived."""
+        assert message.meta is not None
+        try:
+            return self._pool.tensor(message.meta)
         except BaseException:
             self._break_down("there was no memory for the part of a message that had arrived")
             raise
-        message.own = own
 
     def _announced(self, ring: Incoming, deadline: Deadline) -> _Message:
         """A line of it is here."""
@@ -249,8 +312,8 @@ class Inbox:
             start = ring.peek(end.read, size)
         return _Message(meta_in(start[:size]), padded)
 
-    def _fill(self, ring: Incoming, message: _Message, address: int, deadline: Deadline) -> bool:
-        """Copy the tensor's bytes from where they lie to ``address`` on; False at the deadline."""
+    def _fill(self, ring: Incoming, message: _Message, take: _Take, deadline: Deadline) -> bool:
+        """Have the tensor's bytes taken from where they lie; False at the deadline."""
         end, nbytes, piece = ring.end, message.nbytes, self._pieces.largest
         while message.got < nbytes:
             if self._stopped:
@@ -263,7 +326,7 @@ class Inbox:
                 if not self._wait(ring, message.unreleased + LINE, deadline):
                     return False
                 continue
-            ring.copy(end.read + message.unreleased, address + message.got, step)
+            take(ring, end.read + message.unreleased, message.got, step)
             end.release(message.unreleased + lines(step))
             message.unreleased = 0
             message.got += step

@@ -61,7 +61,7 @@ class Message:
         if taken:
             ring.write(end.sent, prefix)
         if nbytes:
-            ring.copy(end.sent + taken, content.address + self.done, nbytes)
+            content.copy(ring, end.sent + taken, self.done, nbytes)
         if not publish(ring, taken + lines(nbytes)):
             return False
         self.announced = True

@@ -218,6 +218,8 @@ class Outbox:
 
     def _accepted(self, message: Message) -> Transfer:
         try:
+            if not message.complete and not self._ended:
+                message.content.leave(message.done)
             with self._lock:
                 complete, ended = message.complete, self._ended
                 if not ended:

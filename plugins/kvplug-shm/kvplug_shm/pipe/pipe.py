@@ -7,12 +7,14 @@ import logging
 import os
 import socket
 import threading
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import attrs
 
 from kvplug import (
     DEFAULT_TIMEOUT,
+    Blocks,
     Connection,
     Deadline,
     Fate,
@@ -26,6 +28,7 @@ from kvplug import (
 )
 from kvplug_shm.memory.pool import Pool
 from kvplug_shm.memory.segment import Segment
+from kvplug_shm.pipe.blocks import BlockContent, BlockTarget
 from kvplug_shm.pipe.content import Content
 from kvplug_shm.pipe.inbox import NOT_YET, Inbox
 from kvplug_shm.pipe.outbox import Outbox
@@ -182,6 +185,25 @@ class ShmPipe(Pipe):
             if tensor is NOT_YET:
                 tensor = self._inbox.receive(out, deadline or Deadline.after(self._timeout_s))
             return tensor
+
+    def send_blocks(
+        self, views: Sequence[Tensor], block_ids: Sequence[int], *, timeout: Timeout = DEFAULT_TIMEOUT
+    ) -> Transfer:
+        if self._fate.sealed:
+            raise self._fate.error()
+        with self._sending.taken():
+            deadline = Deadline.after(timeout, self._timeout_s)
+            return self._outbox.send(BlockContent(Blocks(views, block_ids), self._pool), deadline)
+
+    def recv_blocks(
+        self, views: Sequence[Tensor], block_ids: Sequence[int], *, timeout: Timeout = DEFAULT_TIMEOUT
+    ) -> None:
+        if self._fate.closed or self._fate.broken:
+            raise self._fate.error()
+        with self._receiving.taken():
+            blocks = Blocks(views, block_ids)
+            blocks.check_distinct()
+            self._inbox.receive_blocks(BlockTarget(blocks), Deadline.after(timeout, self._timeout_s))
 
     def close(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
         deadline = Deadline.after(timeout, self._timeout_s)

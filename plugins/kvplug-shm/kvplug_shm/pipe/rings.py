@@ -6,9 +6,12 @@ A ring is one of bytes, and what lies in it begins at multiples of a cache line.
 from __future__ import annotations
 
 import ctypes
+import functools
+from collections.abc import Iterator
 from typing import Final
 
 import attrs
+import torch
 
 from kvplug_shm.memory.copying import LETS_GO_FROM
 from kvplug_shm.memory.segment import Segment
@@ -70,6 +73,18 @@ class _Ring:
         self.bytes = segment.view[begin : begin + nbytes]
         self._segment = segment  # whose address is good for as long as it is mapped
         self._address = segment.address + begin
+
+    @functools.cached_property
+    def _tensor(self) -> torch.Tensor:
+        return torch.frombuffer(self.bytes, dtype=torch.uint8)
+
+    def parts(self, count: int, nbytes: int) -> Iterator[torch.Tensor]:
+        """The bytes from ``count`` of the stream on, as they lie in the ring: one part, or two at its end."""
+        at = count % self.nbytes
+        first = min(nbytes, self.nbytes - at)
+        yield self._tensor[at : at + first]
+        if first < nbytes:
+            yield self._tensor[: nbytes - first]
 
 
 class Outgoing(_Ring):

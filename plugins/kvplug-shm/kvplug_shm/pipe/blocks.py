@@ -1,0 +1,164 @@
+"""Blocks of a paged cache, gathered straight into the ring and scattered straight from it.
+
+Whole rows go between the cache and a view of the ring, many at a time. A row that a piece of the message, or
+the ring's end, cuts in two goes through a buffer of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+
+from kvplug import Blocks, UnsupportedError
+from kvplug.wire import TensorMeta
+from kvplug.wire.messages import tensor_prefix
+from kvplug.wire.tensors import dtype_name
+from kvplug_shm.memory.pool import Pool
+from kvplug_shm.pipe.content import Content
+from kvplug_shm.pipe.rings import Incoming, Outgoing, lines
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def _check_device(blocks: Blocks) -> None:
+    if blocks.device.type != "cpu":
+        raise UnsupportedError(f"the pipe 'shm' moves blocks of CPU tensors, not of {blocks.device} ones")
+
+
+class BlockContent(Content):
+    """A message that is gathered while it is copied. It keeps the caches alive."""
+
+    __slots__ = ("_blocks", "_cut", "_pool")
+
+    def __init__(self, blocks: Blocks, pool: Pool) -> None:
+        """Raises UnsupportedError: a device or dtype that is not carried."""
+        _check_device(blocks)
+        super().__init__(None)
+        self._blocks: Blocks | None = blocks
+        self._pool = pool
+        self._cut = _CutRow(blocks)
+        self.nbytes = blocks.nbytes
+        prefix = tensor_prefix(blocks.dtype, torch.Size(blocks.shape), self.nbytes)
+        self.prefix = prefix.ljust(lines(len(prefix)), b"\0")
+
+    def copy(self, ring: Outgoing, count: int, done: int, nbytes: int) -> None:
+        if self._blocks is None:
+            super().copy(ring, count, done, nbytes)
+            return
+        for memory in ring.parts(count, nbytes):
+            self._gather(done, memory)
+            done += len(memory)
+
+    def leave(self, done: int) -> None:
+        """The rest goes through memory of its own: no thread that Python may end at exit works with torch.
+
+        Raises:
+            CapacityError: there is not enough.
+        """
+        if self._blocks is not None:
+            rest = self._pool.tensor(TensorMeta("uint8", (self.nbytes - done,)))
+            self._gather(done, rest)
+            self._blocks, self._owner, self.address = None, rest, rest.data_ptr() - done
+
+    def drop(self) -> None:
+        super().drop()
+        self._blocks = None
+
+    def _gather(self, done: int, memory: Tensor) -> None:
+        blocks = self._blocks
+        assert blocks is not None
+        for first, whole, skip, part in _rows(blocks.row_bytes, done, memory):
+            if whole:
+                blocks.gather(first, _as_rows(blocks, part))
+            else:
+                part.copy_(self._cut.gathered(first)[skip : skip + len(part)])
+
+
+class BlockTarget:
+    """What a message is scattered into while it arrives."""
+
+    def __init__(self, blocks: Blocks) -> None:
+        """Raises UnsupportedError: a device that is not received into."""
+        _check_device(blocks)
+        self._blocks = blocks
+        self._cut = _CutRow(blocks)
+
+    @property
+    def meta(self) -> TensorMeta:
+        """Of the one message that fits."""
+        return TensorMeta(dtype_name(self._blocks.dtype), self._blocks.shape)
+
+    def take(self, ring: Incoming, count: int, done: int, nbytes: int) -> None:
+        """``nbytes`` of the message, of which ``done`` were taken, from byte ``count`` of the stream on."""
+        for memory in ring.parts(count, nbytes):
+            self._scatter(done, memory)
+            done += len(memory)
+
+    def fill(self, message: Tensor) -> None:
+        """All of it, from a tensor."""
+        if message.numel():
+            self._scatter(0, message.view(-1).view(torch.uint8))
+
+    def taken(self, memory: Tensor) -> None:
+        """Copy what was taken back out of the caches, as much as ``memory`` has bytes."""
+        blocks = self._blocks
+        for first, whole, skip, part in _rows(blocks.row_bytes, 0, memory):
+            if whole:
+                blocks.gather(first, _as_rows(blocks, part))
+            else:
+                part.copy_(self._cut.bytes[skip : skip + len(part)])
+
+    def _scatter(self, done: int, memory: Tensor) -> None:
+        blocks = self._blocks
+        for first, whole, skip, part in _rows(blocks.row_bytes, done, memory):
+            if whole:
+                blocks.scatter(first, _as_rows(blocks, part))
+            else:
+                stop = skip + len(part)
+                self._cut.bytes[skip:stop] = part
+                if stop == blocks.row_bytes:
+                    blocks.scatter(first, _as_rows(blocks, self._cut.bytes))
+
+
+class _CutRow:
+    """A row of which only a part is here, or is asked for."""
+
+    def __init__(self, blocks: Blocks) -> None:
+        self._blocks = blocks
+        self._row = -1
+        self._bytes: Tensor | None = None
+
+    @property
+    def bytes(self) -> Tensor:
+        if self._bytes is None:
+            self._bytes = torch.empty(self._blocks.row_bytes, dtype=torch.uint8)
+        return self._bytes
+
+    def gathered(self, row: int) -> Tensor:
+        """The bytes of a row."""
+        if row != self._row:
+            self._blocks.gather(row, _as_rows(self._blocks, self.bytes))
+            self._row = row
+        return self.bytes
+
+
+def _as_rows(blocks: Blocks, memory: Tensor) -> Tensor:
+    return memory.view(blocks.dtype).view(-1, *blocks.row_shape)
+
+
+def _rows(row_bytes: int, done: int, memory: Tensor) -> Iterator[tuple[int, bool, int, Tensor]]:
+    """The parts of ``memory``, bytes ``done`` and on of a message: (first row, are they whole, skip, part).
+
+    Whole rows come together. Of a row that is not whole the part begins ``skip`` bytes into it.
+    """
+    at = 0
+    while at < len(memory):
+        row, skip = divmod(done + at, row_bytes)
+        left = len(memory) - at
+        whole = skip == 0 and left >= row_bytes
+        step = left // row_bytes * row_bytes if whole else min(row_bytes - skip, left)
+        yield row, whole, skip, memory[at : at + step]
+        at += step

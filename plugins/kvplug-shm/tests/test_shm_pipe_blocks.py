@@ -1,0 +1,133 @@
+"""Blocks of a paged cache through rings of all sizes: rows that are cut, resumed, and left to the writer."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from runpy import run_path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+
+from kvplug import TimeoutError, UnsupportedError
+
+ends = SimpleNamespace(**run_path(str(Path(__file__).with_name("pipe_ends.py"))))
+near_pair = ends.near_pair
+in_thread, end_of = ends.in_thread, ends.end_of
+
+
+def cache_of(num_blocks: int, row: tuple[int, ...], dtype: torch.dtype, seed: int) -> Any:
+    generator = torch.Generator().manual_seed(seed)
+    nbytes = num_blocks * 2 * torch.Size(row).numel() * dtype.itemsize
+    flat = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator)
+    return flat.view(dtype).view(num_blocks, 2, *row)
+
+
+def bits(tensor: Any) -> Any:
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+def message(cache: Any, block_ids: list[int]) -> Any:
+    return torch.stack([cache[block_ids, 0], cache[block_ids, 1]])
+
+
+def views(cache: Any) -> list[Any]:
+    return [cache[:, 0], cache[:, 1]]
+
+
+@settings(max_examples=60)
+@given(
+    rows=st.tuples(st.integers(1, 5), st.integers(1, 40)),
+    dtype=st.sampled_from([torch.uint8, torch.float16, torch.float32, torch.complex64]),
+    count=st.integers(0, 12),
+    shift=st.integers(0, 40),
+    tiny=st.booleans(),
+    seed=st.integers(0, 2**16),
+)
+def test_any_blocks_go_through_any_ring(
+    rows: tuple[int, int], dtype: torch.dtype, count: int, shift: int, tiny: bool, seed: int
+) -> None:
+    shuffled = random.Random(seed)
+    there, here = shuffled.sample(range(15), count), shuffled.sample(range(20), count)
+    source, target = cache_of(15, rows, dtype, seed), cache_of(20, rows, dtype, seed + 1)
+    before = target.clone()
+    end = ends.endpoint(**(ends.TINY if tiny else {"slots": 3, "slot_bytes": 4096}))
+    with end.listen() as listener, end.connect(listener.contact) as one, listener.accept() as other:
+        for _ in range(shift):  # where in the ring it begins
+            one.send_tensor(None)
+            assert other.recv_tensor() is None
+        sending = in_thread(lambda: one.send_blocks(views(source), there))
+        other.recv_blocks(views(target), here)
+        end_of(sending).wait(ends.PATIENCE_S)
+    assert torch.equal(bits(message(target, here)), bits(message(source, there)))
+    others = [each for each in range(20) if each not in here]
+    assert torch.equal(bits(message(target, others)), bits(message(before, others)))
+
+
+@pytest.mark.parametrize("how", ["blocks", "other blocks", "a tensor", "out"])
+def test_blocks_that_are_late_are_resumed_by_whatever_comes_next(near_pair: Any, how: str) -> None:
+    one, other = near_pair(**ends.TINY)
+    source = cache_of(12, (3, 35), torch.float16, 1)  # rows of 210 bytes: no multiple of a line
+    there = [7, 2, 11, 0, 5, 9]
+    first, second = cache_of(12, (3, 35), torch.float16, 2), cache_of(12, (3, 35), torch.float16, 3)
+    transfer = one.send_blocks(views(source), there)
+    ring = other._inbox._ring
+    arrived = ring.end.available()  # what is there while nobody reads: not all of it
+    assert 0 < arrived < 2 * 6 * 210
+    publish, held = one._outbox._publish, []
+
+    def not_yet(*args: Any) -> bool:
+        held.append(args)
+        return False
+
+    one._outbox._publish = not_yet
+    with pytest.raises(TimeoutError, match=r"[1-9]\d* of 2520 bytes"):
+        other.recv_blocks(views(first), [0, 1, 2, 3, 4, 5], timeout=0.05)
+    one._outbox._publish = publish
+    target, here = (second, [6, 5, 4, 3, 2, 1]) if how == "other blocks" else (first, [0, 1, 2, 3, 4, 5])
+    if how == "a tensor":
+        got = other.recv_tensor()
+    elif how == "out":
+        got = other.recv_tensor(torch.empty(2, 6, 3, 35, dtype=torch.float16))
+    else:
+        other.recv_blocks(views(target), here)
+        got = message(target, here)
+    assert torch.equal(bits(got), bits(message(source, there)))
+    transfer.wait(ends.PATIENCE_S)
+
+
+def test_what_is_left_to_the_writer_is_no_longer_the_caches(near_pair: Any) -> None:
+    one, other = near_pair(**ends.TINY)
+    source = cache_of(40, (100,), torch.float32, 1)
+    wanted = message(source, list(range(40))).clone()
+    transfer = one.send_blocks(views(source), range(40))
+    assert not transfer.done()
+    assert torch.equal(bits(other.recv_tensor()), bits(wanted))
+    transfer.wait(ends.PATIENCE_S)
+    assert one._outbox.queued_bytes == 0
+
+
+def test_many_messages_of_blocks_are_queued_and_come_in_order(near_pair: Any) -> None:
+    one, other = near_pair(**ends.TINY)
+    caches = [cache_of(6, (50,), torch.int32, seed) for seed in range(12)]
+    transfers = [one.send_blocks(views(cache), [seed % 6, 3]) for seed, cache in enumerate(caches)]
+    for seed, cache in enumerate(caches):
+        target = torch.zeros(4, 2, 50, dtype=torch.int32)
+        other.recv_blocks(views(target), [2, 1])
+        assert torch.equal(message(target, [2, 1]), message(cache, [seed % 6, 3]))
+    for transfer in transfers:
+        transfer.wait(ends.PATIENCE_S)
+
+
+def test_blocks_of_another_device_are_refused(near_pair: Any) -> None:
+    one, other = near_pair()
+    cache = torch.empty(4, 8, device="meta")
+    with pytest.raises(UnsupportedError, match="meta"):
+        one.send_blocks([cache], [0])
+    one.send_tensor(torch.zeros(1, 1, 8))
+    with pytest.raises(UnsupportedError, match="meta"):
+        other.recv_blocks([cache], [0])
+    assert other.recv_tensor().shape == (1, 1, 8)
