@@ -11,8 +11,10 @@ import ast
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
+from importlib.util import module_from_spec, spec_from_file_location
 from itertools import pairwise
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import ModuleType
 from typing import NamedTuple
 
@@ -54,8 +56,14 @@ def variants(order: ModuleType, ends: ModuleType) -> Iterator[Variant]:
 
 
 def _module(tree: ast.Module) -> ModuleType:
-    module = ModuleType("variant")
-    exec(compile(tree, "variant", "exec"), module.__dict__)  # noqa: S102 - our own source
+    with TemporaryDirectory() as folder:
+        path = Path(folder, "variant.py")
+        path.write_text(ast.unparse(tree))
+        spec = spec_from_file_location("variant", path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = module_from_spec(spec)
+        spec.loader.exec_module(module)
     return module
 
 
