@@ -80,7 +80,7 @@ class Pipe(abc.ABC):
 
         Raises:
             LayoutError: as :class:`Blocks` says; nothing was queued.
-            The rest as :meth:`send_tensor`.
+            TimeoutError, PeerGoneError, ClosedError, BusyError, UnsupportedError: as :meth:`send_tensor` says.
         """
         return self.send_tensor(Blocks(views, block_ids).gathered(), timeout=timeout)
 
@@ -94,7 +94,8 @@ class Pipe(abc.ABC):
 
         Raises:
             LayoutError: as :class:`Blocks` says, or a block comes twice; the message stays.
-            The rest as :meth:`recv_tensor` with ``out``.
+            TensorMismatchError, TimeoutError, PeerGoneError, ClosedError, BusyError: as :meth:`recv_tensor`
+                says, with ``out``.
         """
         blocks = Blocks(views, block_ids)
         blocks.check_distinct()
