@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Final
 
 from kvplug import (
     DEFAULT_TIMEOUT,
@@ -29,6 +29,8 @@ from kvplug_shm.queue.ring_buffer import CHUNK, VALUE, ShmRingBuffer
 from kvplug_shm.queue.roster import Roster, listed
 from kvplug_shm.ring import order
 from kvplug_shm.ring.ends import WritingEnd
+
+_ANY_SIZE: Final = limits_of(1 << 62)
 
 
 class ShmWriter(ShmEnd):
@@ -60,7 +62,7 @@ class ShmWriter(ShmEnd):
         self._far = far
         self._places = sizes.max_chunks
         self._arena = Arena(sizes.max_chunks, sizes.chunk_nbytes, sizes.large_nbytes)
-        self._limits = limits_of(sizes.max_message_bytes)
+        self._most = sizes.max_message_bytes
         self._keep_nbytes = options.keep_bytes
         self._spin_s = options.spin_us * 1e-6
 
@@ -85,12 +87,14 @@ class ShmWriter(ShmEnd):
 
     def enqueue(self, value: object, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
         with self._stay:
-            head, memories = encode_apart(value, limits=self._limits)
+            head, memories = encode_apart(value, limits=_ANY_SIZE)
             head_nbytes = len(head)
             body_at = aligned(head_nbytes)
             nbytes = body_at
             for memory in memories:
                 nbytes += aligned(memory.nbytes)
+            if nbytes > self._most:
+                self._check_size(head_nbytes + sum(memory.nbytes for memory in memories))
             at = self._place(nbytes, timeout)
             arena = self._ring.arena
             if head_nbytes < LETS_GO_FROM:
@@ -102,6 +106,13 @@ class ShmWriter(ShmEnd):
                 into(arena, memory_at, memory)
                 memory_at += aligned(memory.nbytes)
             self._publish(VALUE, at, head_nbytes, nbytes - body_at, nbytes)
+
+    def _check_size(self, nbytes: int) -> None:
+        if nbytes > self._most:
+            raise CapacityError(
+                f"the value takes {nbytes} bytes, and at most {self._most} are sent: the queue's option"
+                " max_message_bytes says how many"
+            )
 
     @contextmanager
     def acquire_write(
