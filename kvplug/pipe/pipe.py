@@ -80,7 +80,8 @@ class Pipe(abc.ABC):
 
         Raises:
             LayoutError: as :class:`Blocks` says; nothing was queued.
-            TimeoutError, PeerGoneError, ClosedError, BusyError, UnsupportedError: as :meth:`send_tensor` says.
+            TimeoutError, PeerGoneError, ClosedError, BusyError, UnsupportedError: as :meth:`send_tensor`
+                says.
         """
         return self.send_tensor(Blocks(views, block_ids).gathered(), timeout=timeout)
 
