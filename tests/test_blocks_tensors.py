@@ -1,0 +1,136 @@
+"""Rows of tensors as one message: bits, shapes, ranges, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, strategies as st
+
+from kvplug import Blocks, LayoutError
+from kvplug.wire.tensors import dtype_of
+
+DTYPES = [
+    "uint8",
+    "bool",
+    "float8_e4m3fn",
+    "float16",
+    "bfloat16",
+    "float32",
+    "int64",
+    "complex64",
+    "complex128",
+]
+ROWS = [(), (1,), (3,), (8,), (16,), (5, 4), (16, 3, 64)]
+
+
+def filled(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 1) -> Any:
+    """Any bits: numbers that are none among them."""
+    generator = torch.Generator().manual_seed(seed)
+    nbytes = torch.Size(shape).numel() * dtype.itemsize
+    flat = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator)
+    if dtype is torch.bool:
+        flat &= 1
+    return flat.view(dtype).view(shape)
+
+
+def bits(tensor: Any) -> Any:
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+def views_of(kind: str, dtype: torch.dtype, row: tuple[int, ...]) -> list[Any]:
+    """Two views of nine blocks."""
+    cache = filled((9, 2, *row), dtype)
+    if kind == "side by side":
+        return [cache[:, 0], cache[:, 1]]
+    if kind == "apart":
+        return [cache[:, 0].clone(), cache[:, 1].clone()]
+    if kind == "not aligned":
+        flat = filled((9 * 2 * torch.Size(row).numel() + 1,), dtype)[1:]
+        return [flat.view(9, 2, *row)[:, 0], flat.view(9, 2, *row)[:, 1]]
+    return [cache[:, 0].transpose(1, -1), cache[:, 1].transpose(1, -1)]  # rows that are not contiguous
+
+
+def naive(views: list[Any], block_ids: list[int]) -> Any:
+    return torch.cat([bits(view[block_id]) for view in views for block_id in block_ids])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", ["side by side", "apart", "not aligned", "turned"])
+def test_rows_are_gathered_and_scattered_with_their_bits(kind: str, dtype: str) -> None:
+    of_torch = dtype_of(dtype)
+    there, here = [7, 0, 3, 8], [1, 2, 8, 5]
+    for row in ROWS if kind != "turned" else [(16, 3, 64), (5, 4)]:
+        source = views_of(kind, of_torch, row)
+        message = Blocks(source, there).gathered()
+        assert tuple(message.shape) == (2, 4, *source[0].shape[1:])
+        assert torch.equal(bits(message), naive(source, there))
+        target = [torch.zeros_like(view) for view in source]
+        target = target if kind == "apart" else [view.copy_(0) for view in views_of(kind, of_torch, row)]
+        Blocks(target, here).scatter(0, message.view(8, *source[0].shape[1:]))
+        assert torch.equal(naive(target, here), naive(source, there))
+        assert not bool(naive(target, [0, 3, 4, 6, 7]).any()), "rows that were not named were written"
+
+
+@given(
+    first=st.integers(0, 11),
+    count=st.integers(0, 11),
+    width=st.sampled_from([1, 7, 8, 16, 24]),
+    num_views=st.integers(1, 3),
+)
+def test_any_range_of_rows_is_gathered_and_scattered(
+    first: int, count: int, width: int, num_views: int
+) -> None:
+    block_ids = [5, 2, 9, 0]
+    views = [filled((10, width), torch.int16, seed) for seed in range(num_views)]
+    blocks = Blocks(views, block_ids)
+    first = min(first, blocks.num_rows)
+    count = min(count, blocks.num_rows - first)
+    rows = torch.empty(count, width, dtype=torch.int16)
+    blocks.gather(first, rows)
+    whole = torch.cat([view[block_ids] for view in views])
+    assert torch.equal(rows, whole[first : first + count])
+    empty = [torch.zeros_like(view) for view in views]
+    Blocks(empty, block_ids).scatter(first, rows)
+    got = torch.cat([view[block_ids] for view in empty])
+    assert torch.equal(got[first : first + count], rows)
+    assert int(got.ne(0).any(1).sum()) <= count
+
+
+def test_what_a_message_of_blocks_is() -> None:
+    cache = torch.zeros(6, 2, 16, 3, 64, dtype=torch.bfloat16)
+    blocks = Blocks([cache[:, 0], cache[:, 1]], [4, 1, 5])
+    assert blocks.shape == (2, 3, 16, 3, 64)
+    assert (blocks.dtype, blocks.row_shape, blocks.num_rows) == (torch.bfloat16, (16, 3, 64), 6)
+    assert blocks.row_bytes == 16 * 3 * 64 * 2
+    assert blocks.nbytes == 6 * blocks.row_bytes == blocks.gathered().nbytes
+    nothing = Blocks([cache[:, 0]], [])
+    assert (nothing.shape, nothing.nbytes) == ((1, 0, 16, 3, 64), 0)
+    assert nothing.gathered().shape == nothing.shape
+
+
+@pytest.mark.parametrize(
+    ("views", "block_ids", "said"),
+    [
+        ([], [0], "at least one view"),
+        ([torch.zeros(())], [0], "one shape"),
+        ([torch.zeros(4, 2), torch.zeros(4, 3)], [0], r"\[4, 2\] and \[4, 3\]"),
+        ([torch.zeros(4, 2), torch.zeros(4, 2, dtype=torch.int32)], [0], "float32 .*int32"),
+        ([torch.zeros(4, 2)], [4], "block 4 is out of range, the cache has 4 blocks"),
+        ([torch.zeros(4, 2)], [-1], "block -1"),
+        ([torch.zeros(4, 2)], [0.5], "integers of 64 bits"),
+        ([torch.zeros(4, 2)], [2**70], "integers of 64 bits"),
+    ],
+)
+def test_blocks_that_cannot_be_are_refused(views: Any, block_ids: Any, said: str) -> None:
+    with pytest.raises(LayoutError, match=said):
+        Blocks(views, block_ids)
+
+
+def test_a_block_that_comes_twice_can_be_sent_and_not_received_into() -> None:
+    view = filled((4, 8), torch.float32)
+    blocks = Blocks([view], [2, 2])
+    assert torch.equal(bits(blocks.gathered()), naive([view], [2, 2]))
+    with pytest.raises(LayoutError, match="block 2 comes twice"):
+        blocks.check_distinct()
