@@ -74,6 +74,7 @@ _NAMES = {code: name for name, (code, _) in DTYPES.items()}
 _PREFIX = struct.Struct("<BB")
 _DIMS = tuple(struct.Struct(f"<{ndim}Q") for ndim in range(MAX_DIMS + 1))
 META_PREFIX_SIZE: Final = _PREFIX.size
+_LONGEST_META: Final = META_PREFIX_SIZE + 8 * MAX_DIMS
 """The first bytes of a meta, enough for :func:`meta_size`."""
 
 
@@ -116,6 +117,7 @@ class TensorMeta:
 # -- the meta as bytes ---------------------------------------------------------------------------
 
 
+@functools.lru_cache(1024)  # a peer sees the same few shapes over and over: here, and below
 def encode_meta(meta: TensorMeta) -> bytes:
     """``2 + 8 * ndim`` bytes."""
     shape = meta.shape
@@ -174,10 +176,23 @@ def decode_meta(buf: Buffer) -> TensorMeta:
     Raises:
         WireError: these are not the bytes of a meta.
     """
-    meta, rest = split_meta(buf)
+    nbytes = memoryview(buf).nbytes
+    if nbytes > _LONGEST_META:
+        raise WireError(f"{nbytes} bytes are no tensor's meta; the longest has {_LONGEST_META}")
+    return _decoded(bytes(buf))
+
+
+@functools.lru_cache(1024)
+def _decoded(data: bytes) -> TensorMeta:
+    meta, rest = split_meta(data)
     if rest.nbytes:
         raise WireError(f"{rest.nbytes} bytes follow a tensor's meta")
     return meta
+
+
+@functools.lru_cache(1024)
+def _meta_of(dtype: torch.dtype, shape: torch.Size) -> TensorMeta:
+    return TensorMeta(dtype_name(dtype), tuple(shape))
 
 
 # -- tensors -------------------------------------------------------------------------------------
@@ -214,7 +229,7 @@ def meta_of(tensor: Tensor) -> TensorMeta:
         UnsupportedError: quantised, sparse, nested, or more than 64 dimensions.
     """
     _check_strided(tensor)
-    return TensorMeta(dtype_name(tensor.dtype), tuple(tensor.shape))
+    return _meta_of(tensor.dtype, tensor.shape)
 
 
 def memory_of(tensor: Tensor) -> memoryview:
