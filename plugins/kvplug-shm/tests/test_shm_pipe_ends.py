@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import shutil
@@ -283,11 +284,21 @@ def test_the_accepting_end_says_how_large_the_rings_are() -> None:
             assert pipe._outbox._ring.nbytes == pipe._inbox._ring.nbytes == 3 * 2048
 
 
+def drop_unclaimed(listener: Any) -> None:
+    """A pipe whose other end failed at its last step is there to be accepted, though its peer is gone."""
+    with contextlib.suppress(TimeoutError):
+        while True:
+            listener.accept(0.3).abort()
+
+
 def without_descriptors(parent: peers.Parent) -> list[str]:
     """Connect with fewer and fewer descriptors left; what was said, and how many are held afterwards."""
     end = ends.endpoint()
     said = []
     with end.listen() as listener:
+        with end.connect(listener.contact) as one, listener.accept() as other:
+            one.send_tensor(torch.arange(3))  # all that is imported late is there now
+            other.recv_tensor().tolist()
         used = max(int(fd) for fd in os.listdir("/proc/self/fd"))
         before = len(os.listdir("/proc/self/fd"))
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
@@ -299,6 +310,7 @@ def without_descriptors(parent: peers.Parent) -> list[str]:
                     said.append(str(other.recv_tensor().tolist()))
             except Exception as e:
                 said.append(type(e).__name__)
+                drop_unclaimed(listener)
         until(lambda: len(os.listdir("/proc/self/fd")) <= before)
     return said
 
@@ -307,7 +319,7 @@ def test_too_few_descriptors_are_an_error_and_leave_nothing() -> None:
     with peers.start(without_descriptors, timeout_s=120) as child:
         said = child.result(120)
     assert said[-1] == "[0, 1, 2]", said
-    assert set(said) <= {"[0, 1, 2]", "CapacityError", "PeerGoneError", "TimeoutError", "OSError"}, said
+    assert set(said) <= {"[0, 1, 2]", "CapacityError", "PeerGoneError", "TimeoutError"}, said
     assert said[0] != "[0, 1, 2]"
 
 

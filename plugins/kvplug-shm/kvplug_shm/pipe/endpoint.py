@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+from typing import Final
+
 from kvplug import (
     DEFAULT_TIMEOUT,
+    CapacityError,
     ConfigError,
     Deadline,
     Listener,
@@ -15,6 +19,7 @@ from kvplug import (
     TimeoutError,
     dial,
 )
+from kvplug_shm.memory.limits import in_words
 from kvplug_shm.memory.pool import Pool
 from kvplug_shm.options import ShmPipeOptions
 from kvplug_shm.pipe import joining
@@ -22,6 +27,8 @@ from kvplug_shm.pipe.contact import Contact
 from kvplug_shm.pipe.listener import ShmListener
 from kvplug_shm.pipe.pipe import Tuning
 from kvplug_shm.pipe.rings import LARGEST_BYTES, lines
+
+_USED_UP: Final = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 
 class ShmEndpoint(PipeEndpoint):
@@ -61,5 +68,10 @@ class ShmEndpoint(PipeEndpoint):
         where = Contact.parse(contact).reachable()
         if deadline.expired:
             raise TimeoutError("no time was left to open the connection of a pipe")
-        control = dial(where, self._context.credentials, joining.PURPOSE, deadline.remaining())
-        return joining.connect(control, self._tuning, deadline)
+        try:
+            control = dial(where, self._context.credentials, joining.PURPOSE, deadline.remaining())
+            return joining.connect(control, self._tuning, deadline)
+        except OSError as e:
+            if e.errno not in _USED_UP:
+                raise
+            raise CapacityError(f"no pipe can be opened: {in_words(e)}") from e
