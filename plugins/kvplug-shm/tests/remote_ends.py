@@ -189,3 +189,25 @@ def writer_with_few_descriptors(parent: Any) -> None:
     writing.send(b"still there")
     parent.send("sent")
     parent.recv(None)
+
+
+def writer_that_does_not_look(parent: Any) -> str:
+    """Looks at none of its connections until it is told to end. Returns that it did."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    writing = Writing(context())
+    held, entered = threading.Event(), threading.Event()
+
+    def look_at_nothing(now: float) -> None:
+        entered.set()
+        held.wait()
+
+    writing.far._turn = look_at_nothing  # type: ignore[method-assign]
+    writing.far.post()
+    entered.wait()
+    parent.send(dict(writing.far.data))
+    parent.recv(None)
+    writing.far.end(0)
+    held.set()
+    writing.far.join(None)
+    return "ended"

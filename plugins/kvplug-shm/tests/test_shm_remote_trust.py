@@ -257,6 +257,17 @@ def test_strangers_that_take_every_descriptor_hold_it_up_until_their_time_is_ove
             stranger.close()
 
 
+def test_strangers_that_nobody_looks_at_do_not_keep_it_from_ending() -> None:
+    """ZeroMQ's thread must not wait for room for what it tells of them: it holds what closing needs."""
+    with peers.start(f"{FAR}:writer_that_does_not_look", timeout_s=100) as child:
+        data = child.recv()
+        for _ in range(1500):  # two events each and more, where 2000 have room
+            with socket.create_connection((data["host"], data["port"]), 10.0) as stranger:
+                stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        child.send("end")
+        assert child.result() == "ended"
+
+
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
 def test_it_listens_where_it_was_told_to_and_nowhere_else(host: str) -> None:
     """The root cause of CVE-2025-30202: a socket of the queue that listens on every interface."""

@@ -11,13 +11,21 @@ from kvplug import AuthenticationError, KvplugError, PeerGoneError
 from kvplug_shm.queue.remote_contact import RemoteContact
 from kvplug_shm.queue.remote_frames import MAX_TO_READER
 from kvplug_shm.queue.remote_keys import Keys
-from kvplug_shm.queue.remote_thread import in_words
+from kvplug_shm.queue.remote_thread import CONNECTIONS, in_words
 
 _UNPROVEN: Final = (
     zmq.EVENT_HANDSHAKE_FAILED_AUTH,
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL,  # it hung up, which is how a writer answers another's keys
     zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL,
 )
+PROOF: Final = (
+    CONNECTIONS
+    | zmq.EVENT_HANDSHAKE_SUCCEEDED
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+)
+"""Events of the monitor: how a connection is made, and how it ends."""
 _LISTENS_S: Final = 1.0
 
 

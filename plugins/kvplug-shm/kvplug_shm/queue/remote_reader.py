@@ -30,7 +30,7 @@ from kvplug_shm.queue import remote_frames as frames
 from kvplug_shm.queue.far import Message
 from kvplug_shm.queue.remote_assembly import Assembly
 from kvplug_shm.queue.remote_contact import RemoteContact
-from kvplug_shm.queue.remote_dialling import dial, failure
+from kvplug_shm.queue.remote_dialling import PROOF, dial, failure
 from kvplug_shm.queue.remote_frames import First, Kind, Over, Piece, Plain
 from kvplug_shm.queue.remote_inbox import Inbox
 from kvplug_shm.queue.remote_link import identity_of, observed
@@ -56,7 +56,7 @@ class RemoteReader(SocketThread):
         self._heard = self._said = time.monotonic()
         self._suspected = self._dying = self._left = 0.0
         super().__init__(
-            zmq.DEALER, f"reader rank {rank} of the queue at {contact}", context.heartbeat_timeout_s
+            zmq.DEALER, f"reader rank {rank} of the queue at {contact}", context.heartbeat_timeout_s, PROOF
         )
         try:
             self._port = contact.port
@@ -136,7 +136,7 @@ class RemoteReader(SocketThread):
     def _turn(self, now: float) -> float | None:
         inbox = self._inbox
         self._hear(now)
-        for event in list(self._connection_events()):
+        for event, _ in list(self._connection_events()):
             self._see(event, now)
         if not inbox.ended:
             self._judge(now)

@@ -36,6 +36,12 @@ _DESCRIPTORS = 14
 """What a context and its sockets open, and some. ZeroMQ ends the process when it gets none."""
 BEATS_IN_PATIENCE: Final = 5
 """Each end says something so often within the silence that is taken for death."""
+_EVENTS_A_TURN = 100
+"""Connections come and go while readers are served, not instead."""
+CONNECTIONS: Final = (
+    zmq.EVENT_LISTENING | zmq.EVENT_ACCEPTED | zmq.EVENT_CONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_DISCONNECTED
+)
+"""Events of the monitor: descriptors that there are, and are no more."""
 _KEEPALIVE = ((zmq.TCP_KEEPALIVE, 1), (zmq.TCP_KEEPALIVE_IDLE, 5), (zmq.TCP_KEEPALIVE_INTVL, 2))
 
 
@@ -51,7 +57,8 @@ def in_words(what: str) -> Iterator[None]:
 class SocketThread(abc.ABC):
     """A ZeroMQ socket, its monitor, and the thread that owns both once :meth:`start` was called."""
 
-    def __init__(self, kind: int, name: str, heartbeat_timeout_s: float) -> None:
+    def __init__(self, kind: int, name: str, heartbeat_timeout_s: float, events: int = CONNECTIONS) -> None:
+        """``events``: what the monitor tells of, :data:`CONNECTIONS` at least."""
         self._name = name
         self._patience_s = heartbeat_timeout_s
         self._ended = False
@@ -74,7 +81,9 @@ class SocketThread(abc.ABC):
                 self._socket.handshake_ivl = int(HANDSHAKE_S * 1000)
                 for option, value in _KEEPALIVE:
                     self._socket.setsockopt(option, value)
-                self._monitor = self._socket.get_monitor_socket()
+                self._monitor: zmq.Socket[bytes] = self._context.socket(zmq.PAIR)
+                self._monitor.linger = 0
+                self._watch_connections(events)
             except BaseException:
                 self._let_go(0)
                 raise
@@ -114,6 +123,13 @@ class SocketThread(abc.ABC):
         for each in self._tcp:
             if _is_at(each, self._port):  # and not closed meanwhile, its number somebody else's
                 os.close(each)
+
+    def _watch_connections(self, events: int) -> None:
+        """Where an event finds no room, ZeroMQ's thread waits and holds the lock that closing needs, for which
+        pyzmq waits with the GIL: so there is always room."""
+        self._monitor.rcvhwm = 0  # counts for both ends, and only before they connect
+        self._socket.monitor(_MONITOR, events)
+        self._monitor.connect(_MONITOR)
 
     # -- the thread ----------------------------------------------------------------------------
 
@@ -168,9 +184,9 @@ class SocketThread(abc.ABC):
             except zmq.Again:
                 return
 
-    def _connection_events(self) -> Iterator[zmq.Event]:
-        """What the monitor has seen since."""
-        while True:
+    def _connection_events(self) -> Iterator[tuple[zmq.Event, int]]:
+        """What the monitor has seen since, or the first of it, and of which descriptor (or why)."""
+        for _ in range(_EVENTS_A_TURN):
             try:
                 parts = self._monitor.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
@@ -181,9 +197,10 @@ class SocketThread(abc.ABC):
                 self._tcp.add(seen["value"])
             elif event in _CLOSED:
                 self._tcp.discard(seen["value"])
-            yield event
+            yield event, seen["value"]
 
 
+_MONITOR = "inproc://connections"  # a context has one
 _OPENED = (zmq.EVENT_LISTENING, zmq.EVENT_ACCEPTED, zmq.EVENT_CONNECTED)
 _CLOSED = (zmq.EVENT_CLOSED, zmq.EVENT_DISCONNECTED)
 

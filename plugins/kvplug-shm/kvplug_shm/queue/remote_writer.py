@@ -128,7 +128,7 @@ class RemoteWriter(SocketThread):
         assert self._admission is not None
         self._admission.answer()
         self._hear(now)
-        if zmq.EVENT_DISCONNECTED in list(self._connection_events()):
+        if any(event == zmq.EVENT_DISCONNECTED for event, _ in list(self._connection_events())):
             self._hear(now)  # what it said last goes before its end
             for link in list(self._links.values()):
                 self._say(link, [frames.plain(Kind.BEAT)], now)  # fails for the one that it was
