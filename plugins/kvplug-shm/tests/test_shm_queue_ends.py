@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from pathlib import Path
 from runpy import run_path
@@ -16,9 +17,19 @@ from typing import Any
 import pytest
 import torch
 
-from kvplug import BusyError, CapacityError, ClosedError, PeerGoneError, TimeoutError
+from kvplug import (
+    BusyError,
+    CapacityError,
+    ClosedError,
+    ConfigError,
+    PeerGoneError,
+    TimeoutError,
+    TransportError,
+)
 from kvplug_shm.memory import waiting
 from kvplug_shm.queue import near, writer as writer_module
+from kvplug_shm.queue.joining import hang_up
+from kvplug_shm.ring import order
 
 ends = SimpleNamespace(**run_path(str(Path(__file__).with_name("queue_ends.py"))))
 queue, far_reader = ends.queue, ends.far_reader
@@ -173,6 +184,83 @@ def test_a_handle_is_open_until_the_last_reader_has_come(queue: Any) -> None:
     assert descriptors() == 1
     with ends.endpoint().create_from_handle(writer.export_handle(), 1):
         ends.until(lambda: descriptors() == 0)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_ring_is_handed_out_until_all_have_joined(
+    queue: Any, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    """One that was admitted has nothing yet."""
+    writer, _ = queue(2, attached=0)
+    admitted, other_has_joined = threading.Event(), threading.Event()
+    index_of = writer._roster.index_of
+
+    def slowly(rank: int) -> Any:
+        if rank == 1 and not other_has_joined.is_set():
+            admitted.set()
+            assert other_has_joined.wait(ends.PATIENCE_S)
+            if fails:
+                raise TransportError("not this time")
+        return index_of(rank)
+
+    monkeypatch.setattr(writer._roster, "index_of", slowly)
+    end, handle = ends.endpoint(), writer.export_handle()
+    joins = ends.in_thread(lambda: end.create_from_handle(handle, 1))
+    assert admitted.wait(ends.PATIENCE_S)
+    with end.create_from_handle(handle, 0):
+        ends.until(lambda: writer._admission._joined)
+        other_has_joined.set()
+        reader = ends.end_of(joins)
+        if fails:
+            assert isinstance(reader, PeerGoneError)
+            reader = end.create_from_handle(handle, 1)
+        with reader:
+            writer.enqueue("both")
+            assert reader.dequeue() == "both"
+
+
+def head(writer: Any) -> int:
+    return writer._ring.words.words[order.HEAD]
+
+
+def test_a_reader_that_was_welcomed_and_cannot_be_watched_is_evicted(
+    queue: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It believes that it has joined: nobody else may have its place, and nobody else is told of an end."""
+    writer, (reader,) = queue(2, attached=1)
+
+    def refused(*_: Any) -> Any:
+        raise CapacityError("no descriptors are left")
+
+    monkeypatch.setattr("kvplug_shm.queue.joining.watched", refused)
+    end, handle = ends.endpoint(), writer.export_handle()
+    with end.create_from_handle(handle, 1) as unseen:
+        ends.until(lambda: writer.readers[1].gone)
+        assert writer.readers[1].died and "no descriptors are left" in writer.readers[1].gone
+        ends.until(lambda: unseen._source._gone)
+        with pytest.raises(ConfigError, match="attached to this queue already"):
+            end.create_from_handle(handle, 1)
+        writer.enqueue("on")
+        assert reader.dequeue() == "on"
+        assert not order.is_over(head(writer))
+        with pytest.raises(TransportError, match="evicted this reader"):
+            unseen.dequeue()
+
+
+@pytest.mark.usefixtures("sound_sleep")
+def test_a_living_writer_that_hangs_up_on_one_reader_is_there_for_the_others(queue: Any) -> None:
+    writer, readers = queue(2)
+    ends.until(lambda: len(writer._admission._joined) == 2)
+    waits = ends.in_thread(readers[1].dequeue)
+    ends.until(lambda: asleep(writer._ring, order.asleep(1)))
+    time.sleep(0.3)
+    connection, watch = writer._admission._joined[1]
+    watch.close()
+    hang_up(connection)
+    assert isinstance(ends.end_of(waits), PeerGoneError)
+    assert not order.is_over(head(writer))
+    writer.enqueue("on")
+    assert readers[0].dequeue() == "on"
 
 
 # -- memory ------------------------------------------------------------------------------------------

@@ -101,6 +101,11 @@ class Admission:
         if fd >= 0:
             os.close(fd)
 
+    def _close_memory_if_needless(self) -> None:
+        """Under the lock."""
+        if self._roster.all_came:
+            self._close_memory()
+
     def _take(self) -> None:
         while True:
             try:
@@ -125,10 +130,11 @@ class Admission:
         deadline = Deadline.after(_JOIN_TIMEOUT_S)
         pidfd: int | None = None
         rank: int | None = None
+        welcomed = False
         try:
             pidfd = connection.peer.open_pidfd()
             asked = joining.asked(connection, self._heartbeat_timeout_s, pidfd is not None, deadline)
-            why = self._roster.admit(asked.rank, str(connection.peer))
+            why = self._roster.admit(asked.rank, str(connection.peer), joining=True)
             if why:
                 joining.refuse(connection, why, deadline)
                 self._drop(connection)
@@ -144,16 +150,20 @@ class Admission:
             finally:
                 os.close(fd)
             joining.welcome(connection, deadline)
+            welcomed = True
             owned, pidfd = pidfd, None
             self._watch(connection, rank, owned, asked.heartbeat_s)
         except Exception as e:
             # Nobody here waits for this reader; it sees the hang-up and says so there.
-            foreign = not isinstance(e, KvplugError | OSError)  # out of threads, or a fault of ours
-            logger.warning(
-                "a reader of a queue, %s, has not joined: %s", connection.describe, e, exc_info=foreign
-            )
-            if rank is not None:
-                self._roster.dismiss(rank)
+            if rank is not None and welcomed:
+                self._roster.evict(rank, f"nobody could look after it: {e}", died=True)
+            else:
+                foreign = not isinstance(e, KvplugError | OSError)  # out of threads, or a fault of ours
+                logger.warning(
+                    "a reader of a queue, %s, has not joined: %s", connection.describe, e, exc_info=foreign
+                )
+                if rank is not None:
+                    self._roster.dismiss(rank)
             self._drop(connection)
         finally:
             if pidfd is not None:
@@ -180,8 +190,8 @@ class Admission:
             closed = self._closed
             if not closed and watch.reason is None:
                 self._joined[rank] = (connection, watch)
-            if self._roster.all_came:
-                self._close_memory()
+            self._roster.joined(rank)
+            self._close_memory_if_needless()
         if closed:
             watch.close()
             hang_up(connection)
@@ -189,4 +199,5 @@ class Admission:
     def _drop(self, connection: Connection) -> None:
         with self._lock:
             self._joining.discard(connection)
+            self._close_memory_if_needless()
         connection.close()

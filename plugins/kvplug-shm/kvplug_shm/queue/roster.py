@@ -25,6 +25,8 @@ class _Member:
     index: int
     process: str = _NOT_YET
     attached: bool = False
+    joining: bool = False
+    """Admitted, and not yet in possession of what it needs."""
     gone: Reader | None = None
     stand_in: ReadingEnd | None = None
     """What the far half moves for a reader elsewhere."""
@@ -52,7 +54,10 @@ class Roster:
 
     @property
     def all_came(self) -> bool:
-        return all(member.attached or member.gone for member in self._members.values())
+        """Nobody needs the ring's descriptor any more: each has joined, or is gone."""
+        return all(
+            member.gone or (member.attached and not member.joining) for member in self._members.values()
+        )
 
     def index_of(self, rank: int) -> int:
         """Which of the ring's readers it is."""
@@ -92,8 +97,11 @@ class Roster:
 
     # -- what the far half is given, and the writer uses itself ----------------------------------------
 
-    def admit(self, rank: int, process: str) -> str:
-        """Reader ``rank`` takes part. Empty, or a sentence why it does not."""
+    def admit(self, rank: int, process: str, *, joining: bool = False) -> str:
+        """Reader ``rank`` takes part. Empty, or a sentence why it does not.
+
+        If it is still ``joining``, :meth:`joined` or :meth:`dismiss` has to follow.
+        """
         with self._lock:
             member = self._members.get(rank)
             if member is None:
@@ -104,14 +112,19 @@ class Roster:
             if self._closed:
                 return "the writer of this queue has ended"
             member.attached = True
+            member.joining = joining
             member.process = process
         return ""
+
+    def joined(self, rank: int) -> None:
+        with self._lock:
+            self._members[rank].joining = False
 
     def dismiss(self, rank: int) -> None:
         """Reader ``rank``, which was admitted a moment ago, could not attach after all, and may try again."""
         with self._lock:
             member = self._members[rank]
-            member.attached = False
+            member.attached = member.joining = False
             member.process = _NOT_YET
 
     def published(self) -> int:
