@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 import time
@@ -12,11 +13,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import zmq
 
 from kvplug import CancelledError, ConfigError, Deadline, PeerGoneError, TimeoutError, Wait
 from kvplug.testing import peers
 from kvplug_shm.queue import remote_link
-from kvplug_shm.queue.remote_frames import PIECE_BYTES
+from kvplug_shm.queue.remote_frames import PIECE_BYTES, Kind
 
 FAR = str(Path(__file__).with_name("remote_ends.py"))
 ends = SimpleNamespace(**run_path(FAR))
@@ -55,6 +57,51 @@ def test_messages_of_all_sizes_arrive_as_they_were(writing: Any, host: str) -> N
         writer.send(body, head, raw=raw)
     reading.join(ends.PATIENCE_S)
     assert got == sent
+    reader.leave(died=False)
+
+
+def test_a_frame_that_finds_no_room_is_sent_later_and_nothing_is_lost(
+    writing: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = writing(context())
+    reader = joined(context(), writer.far.data)
+    put, tried = writer.far._put, itertools.count()
+
+    def refuse_every_second(routing_id: bytes, parts: list[Any]) -> None:
+        if parts[0][0] in (Kind.MESSAGE, Kind.PIECE, Kind.READY) and not next(tried) % 2:
+            raise zmq.Again
+        put(routing_id, parts)
+
+    monkeypatch.setattr(writer.far, "_put", refuse_every_second)
+    sent = [b"small", os.urandom(3 * PIECE_BYTES + 17), b"last"]
+    for body in sent:
+        writer.send(body)
+    assert [taken(reader)[2] for _ in sent] == sent
+    writer.feed.writer_waits = True
+    reader.wait_until_ready(ends.wait_for("all to be ready"), lambda: None)
+    assert next(tried) > 2 * (len(sent) + 4)
+    reader.leave(died=False)
+
+
+def test_what_a_reader_says_finds_no_room_and_is_said_later(
+    writing: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = writing(context(), places=1)
+    reader: Any = joined(context(), writer.far.data)
+    put, tried = reader._put, itertools.count()
+
+    def refuse_every_second(frame: bytes) -> None:
+        if not next(tried) % 2:
+            raise zmq.Again
+        put(frame)
+
+    monkeypatch.setattr(reader, "_put", refuse_every_second)
+    for number in range(3):
+        writer.send(b"%d" % number)
+        assert taken(reader)[2] == b"%d" % number
+    writer.feed.until(lambda: writer.feed.read[0] == 3)
+    writer.feed.writer_waits = True
+    reader.wait_until_ready(ends.wait_for("all to be ready"), lambda: None)
     reader.leave(died=False)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import socket
@@ -14,9 +15,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import zmq
 
 from kvplug import Deadline, KvplugError, PeerGoneError, PeerIdentity, TransportError
 from kvplug.testing import peers
+from kvplug_shm.queue import remote_writer
+from kvplug_shm.queue.remote_frames import Kind
 
 FAR = str(Path(__file__).with_name("remote_ends.py"))
 ends = SimpleNamespace(**run_path(FAR))
@@ -98,13 +102,18 @@ def test_a_reader_that_says_goodbye_and_exits_at_once_has_left(writer: Any) -> N
     assert writer.feed.gone == {0: ("has left", False)}
 
 
-def test_a_reader_on_this_host_that_is_stopped_is_alive() -> None:
+def test_a_reader_on_this_host_that_is_stopped_is_alive_and_not_buried_in_beats(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(remote_writer, "BEATS", 4)
     writer = ends.Writing(context(heartbeat_timeout_s=0.5))
     with peers.start(f"{FAR}:idle_reader", dict(writer.far.data), 0.5) as child:
         child.recv()
         child.stop()
-        time.sleep(2.0)
-        assert not writer.feed.gone
+        (link,) = writer.far._links.values()
+        writer.feed.until(lambda: link.beats == 4)
+        time.sleep(1.0)
+        assert not writer.feed.gone and link.beats == 4
         writer.send(b"late")
         child.cont()
         child.send("read")
@@ -239,6 +248,57 @@ def test_a_message_that_is_missing_is_told_with_how_many(writer: Any) -> None:
             taken(reader)
     with pytest.raises(TransportError):
         reader.poll()
+    reader.leave(died=True)
+
+
+@pytest.mark.parametrize("kind", [Kind.MESSAGE, Kind.READY])
+def test_a_fault_that_concerns_one_reader_ends_only_that_ones_part(
+    writer: Any, monkeypatch: pytest.MonkeyPatch, kind: Kind
+) -> None:
+    readers = [joined(context(), writer.far.data, rank) for rank in range(2)]
+    (faulty,) = [link.routing_id for link in writer.far._links.values() if link.rank == 0]
+    put = writer.far._put
+
+    def fail(routing_id: bytes, parts: list[Any]) -> None:
+        if routing_id == faulty and parts[0][0] == kind:
+            raise RuntimeError("something unforeseen")
+        put(routing_id, parts)
+
+    monkeypatch.setattr(writer.far, "_put", fail)
+    monkeypatch.setattr(writer.feed, "all_ready", lambda: True)
+    writer.far._links[faulty].wants_ready = kind is Kind.READY
+    writer.send(b"0")
+    writer.feed.until(lambda: writer.feed.gone)
+    writer.send(b"1")
+    assert [taken(readers[1])[2] for _ in range(2)] == [b"0", b"1"]
+    assert writer.feed.gone == {0: ("a fault at the writer's end: something unforeseen", True)}
+    with pytest.raises(TransportError, match="something unforeseen"):
+        taken(readers[0])
+    for reader in readers:
+        reader.leave(died=True)
+
+
+def test_nothing_is_read_from_the_ring_for_a_reader_that_is_gone(
+    writer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader = joined(context(), writer.far.data)
+    (link,) = writer.far._links.values()
+    put, read = writer.far._put, []
+
+    def unreachable(routing_id: bytes, parts: list[Any]) -> None:
+        if parts[0][0] == Kind.READY:
+            raise zmq.ZMQError(errno.EHOSTUNREACH)
+        put(routing_id, parts)
+
+    monkeypatch.setattr(writer.far, "_put", unreachable)
+    monkeypatch.setattr(writer.feed, "message", read.append)
+    monkeypatch.setattr(writer.feed, "all_ready", lambda: True)
+    link.wants_ready = True
+    writer.feed.messages.append(None)
+    writer.far.changed()
+    writer.feed.until(lambda: writer.feed.gone)
+    assert writer.feed.gone == {0: ("its connection ended", True)}
+    assert not read
     reader.leave(died=True)
 
 

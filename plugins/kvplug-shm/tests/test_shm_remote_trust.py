@@ -257,6 +257,32 @@ def test_strangers_that_take_every_descriptor_hold_it_up_until_their_time_is_ove
             stranger.close()
 
 
+def test_strangers_that_come_and_go_make_the_writer_say_nothing_to_its_readers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    writing = ends.Writing(context(heartbeat_timeout_s=1000.0))
+    reader = joined(context(heartbeat_timeout_s=1000.0), writing.far.data)
+    events, put = writing.far._connection_events, writing.far._put
+    seen: list[int] = []
+    said: list[int] = []
+
+    def see() -> Iterator[Any]:
+        for event, fd in events():
+            seen.append(event)
+            yield event, fd
+
+    monkeypatch.setattr(writing.far, "_connection_events", see)
+    monkeypatch.setattr(writing.far, "_put", lambda to, parts: (said.append(parts[0][0]), put(to, parts)))
+    for _ in range(50):
+        socket.create_connection((writing.far.data["host"], writing.far.data["port"])).close()
+    writing.feed.until(lambda: seen.count(zmq.EVENT_DISCONNECTED) == 50)
+    writing.send(b"still there")
+    assert taken(reader)[2] == b"still there"
+    assert said == [Kind.MESSAGE]
+    reader.leave(died=False)
+    writing.far.abort()
+
+
 def test_strangers_that_nobody_looks_at_do_not_keep_it_from_ending() -> None:
     """ZeroMQ's thread must not wait for room for what it tells of them: it holds what closing needs."""
     with peers.start(f"{FAR}:writer_that_does_not_look", timeout_s=100) as child:

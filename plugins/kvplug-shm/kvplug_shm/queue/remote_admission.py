@@ -60,6 +60,11 @@ def rank_of(frame: zmq.Frame) -> int:
     return int(frame["User-Id"])
 
 
+def descriptor_of(frame: zmq.Frame) -> int:
+    """The connection's by which ``frame`` came."""
+    return int(frame.get(zmq.SRCFD))
+
+
 def listen(socket: zmq.Socket[bytes], contact: RemoteContact, ours: KeyPair) -> int:
     """Bind the writer's ROUTER to the contact's host, for those whom an :class:`Admission` lets in.
 

@@ -10,12 +10,15 @@ from typing import Any, Final
 import attrs
 
 from kvplug import PeerIdentity, Watch, WireError, watch
-from kvplug_shm.queue.remote_frames import PIECE_BYTES, Part, Taken
+from kvplug_shm.queue.far import Feed
+from kvplug_shm.queue.remote_frames import PIECE_BYTES, Part, Taken, frames_of
 from kvplug_shm.queue.remote_thread import BEATS_IN_PATIENCE
 
 WINDOW_BYTES: Final = 16 * PIECE_BYTES
 """Under way to one reader and not arrived: enough for a fast network, and all that a stopped one costs."""
 WINDOW_FRAMES: Final = 512
+BEATS: Final = 256
+"""Sent at most to one from which nothing comes: with the above, far from the high-water mark."""
 
 
 @attrs.define(eq=False)
@@ -37,11 +40,19 @@ class Link:
     """Messages that were sent whole."""
     frames: Iterator[tuple[list[Part], bool]] | None = None
     """What is left of the message that is being sent."""
+    unsent: tuple[list[Part], bool] | None = None
+    """The frame that is next, and whether it is its message's last, once it was made."""
     answers: bool = True
     """Whether what was sent arrives; not for one that is stopped, until it catches up."""
     wants_ready: bool = False
+    beats: int = 0
+    """So many were sent since something came from it."""
     dying: float = 0.0
     """When its process was seen to have ended."""
+    descriptor: int = -1
+    """Its connection's."""
+    doubted: float = 0.0
+    """When a connection of that descriptor was seen to have ended."""
     suspected: float = 0.0
     """Since when it is silent for too long."""
     _frames_sent: int = 0
@@ -68,9 +79,22 @@ class Link:
     def has_room(self) -> bool:
         return self._bytes_under_way < WINDOW_BYTES and len(self._under_way) < WINDOW_FRAMES
 
+    @property
+    def restless(self) -> bool:
+        """Whether something is to be looked at again soon."""
+        return bool(self.dying or self.doubted or self.suspected or self.wants_ready or self.unsent)
+
     def observe(self, on_gone: Callable[[], None]) -> None:
         """Call ``on_gone`` when its process ends, where that can be seen. Raises as :func:`observed`."""
         self._watch = observed(self.who, on_gone)
+
+    def next_frame(self, feed: Feed) -> tuple[list[Part], bool]:
+        """The same until it is counted. Raises as :meth:`Feed.message`."""
+        if self.unsent is None:
+            if self.frames is None:
+                self.frames = frames_of(feed.message(self.sent), self.sent)
+            self.unsent = next(self.frames)
+        return self.unsent
 
     def close(self) -> None:
         if self._watch is not None:
@@ -78,6 +102,7 @@ class Link:
 
     def count(self, parts: list[Part], last: bool) -> None:
         """A data frame was sent, the last one of its message or not."""
+        self.unsent = None
         if last:
             self.sent += 1
             self.frames = None

@@ -7,7 +7,6 @@ connection is never made again: what was on its way when it broke is lost, and t
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable
 
@@ -144,16 +143,17 @@ class RemoteReader(SocketThread):
             return self._leave(now)
         if inbox.ended:
             return None
-        if self._wants_ready:
+        if self._wants_ready and self._say(frames.plain(Kind.READY)):
             self._wants_ready = False
-            self._say(frames.plain(Kind.READY))
-        taken = self._assembly.frames, self._assembly.arrived, inbox.read
-        if taken != self._told:
+        taken = self._taken()
+        if taken != self._told and self._say(frames.taken(*taken)):
             self._told = taken
-            self._say(frames.taken(*taken))
         if self._writer is not None and now - self._said >= self._beat_s:
             self._say(frames.plain(Kind.BEAT))
         return self._pause()
+
+    def _taken(self) -> tuple[int, int, int]:
+        return self._assembly.frames, self._assembly.arrived, self._inbox.read
 
     def _leave(self, now: float) -> float:
         """Say so, and wait for the answer: closing with something unread could take the word back."""
@@ -272,16 +272,23 @@ class RemoteReader(SocketThread):
     def _beat_s(self) -> float:
         return self._patience_s / BEATS_IN_PATIENCE
 
-    def _say(self, frame: bytes) -> None:
+    def _say(self, frame: bytes) -> bool:
+        """Whether it found room: there is none where the writer is stopped, or has just gone."""
         self._said = time.monotonic()
-        with contextlib.suppress(zmq.Again):  # no connection any more, or a stuck one: that is told elsewhere
-            self._socket.send(frame, zmq.NOBLOCK)
+        try:
+            self._put(frame)
+        except zmq.Again:
+            return False
+        return True
+
+    def _put(self, frame: bytes) -> None:
+        self._socket.send(frame, zmq.NOBLOCK)
 
     def _pause(self) -> float | None:
         if self._writer is None:
             return None
         moments = [self._said + self._beat_s]
-        if self._dying or self._suspected:
+        if self._dying or self._suspected or self._wants_ready or self._taken() != self._told:
             moments.append(time.monotonic() + self._beat_s / 10)
         if self._watch is None:
             moments.append(self._heard + self._patience_s)

@@ -125,8 +125,8 @@ class SocketThread(abc.ABC):
                 os.close(each)
 
     def _watch_connections(self, events: int) -> None:
-        """Where an event finds no room, ZeroMQ's thread waits and holds the lock that closing needs, for which
-        pyzmq waits with the GIL: so there is always room."""
+        """Where an event finds no room, ZeroMQ's thread waits with a lock that closing needs, which in turn
+        waits for it with the GIL: so there is always room."""
         self._monitor.rcvhwm = 0  # counts for both ends, and only before they connect
         self._socket.monitor(_MONITOR, events)
         self._monitor.connect(_MONITOR)

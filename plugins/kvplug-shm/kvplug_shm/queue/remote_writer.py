@@ -13,19 +13,19 @@ import errno
 import logging
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 import attrs
 import zmq
 
-from kvplug import Deadline, PeerGoneError, QueueContext, WireError, this_process
+from kvplug import ClosedError, Deadline, PeerGoneError, QueueContext, WireError, this_process
 from kvplug_shm.queue import remote_frames as frames
 from kvplug_shm.queue.far import Feed
-from kvplug_shm.queue.remote_admission import Admission, listen, rank_of
+from kvplug_shm.queue.remote_admission import Admission, descriptor_of, listen, rank_of
 from kvplug_shm.queue.remote_contact import new_contact, to_dial
 from kvplug_shm.queue.remote_frames import Kind, Part, Plain, Taken
-from kvplug_shm.queue.remote_link import Link, identity_of
+from kvplug_shm.queue.remote_link import BEATS, Link, identity_of
 from kvplug_shm.queue.remote_thread import SETTLE_S, SocketThread
 
 logger = logging.getLogger(__name__)
@@ -128,10 +128,12 @@ class RemoteWriter(SocketThread):
         assert self._admission is not None
         self._admission.answer()
         self._hear(now)
-        if any(event == zmq.EVENT_DISCONNECTED for event, _ in list(self._connection_events())):
+        ended = {fd for event, fd in list(self._connection_events()) if event == zmq.EVENT_DISCONNECTED}
+        if ended:
             self._hear(now)  # what it said last goes before its end
-            for link in list(self._links.values()):
-                self._say(link, [frames.plain(Kind.BEAT)], now)  # fails for the one that it was
+        for link in self._links.values():
+            if link.descriptor in ended:
+                link.doubted = now  # the event may be of another that had the number before
         self._judge(now)
         self._send(now)
         if self._closing is not None and self._all_told(self._closing, now):
@@ -141,40 +143,63 @@ class RemoteWriter(SocketThread):
     def _hear(self, now: float) -> None:
         for routing_id, *parts in self._received():
             link = self._links.get(routing_id.bytes)
-            try:
-                frame = frames.read([part.buffer for part in parts])
-                if link is not None:
-                    link.heard, link.suspected = now, 0.0
-                    self._take(link, frame)
-                elif isinstance(frame, Plain) and frame.kind is Kind.JOIN:
-                    self._join(routing_id.bytes, rank_of(parts[0]), frame.value, now)
-            except WireError as e:
-                if link is not None:
-                    self._evict(link, f"it sent nonsense: {e}", died=True)
-                else:
-                    logger.warning("a reader that came to %s sent nonsense: %s", self._name, e)
+            if link is None:
+                self._meet(routing_id.bytes, parts, now)
+                continue
+            with self._concerning(link):
+                link.heard, link.suspected, link.beats = now, 0.0, 0
+                self._take(link, frames.read([part.buffer for part in parts]))
 
-    def _join(self, routing_id: bytes, rank: int, value: Any, now: float) -> None:
+    @contextlib.contextmanager
+    def _concerning(self, link: Link) -> Iterator[None]:
+        """What goes wrong with one reader ends its part, and not that of the others."""
+        try:
+            yield
+        except ClosedError:
+            raise
+        except WireError as e:
+            self._evict(link, f"it sent nonsense: {e}", died=True)
+        except Exception as e:
+            if self._ended:
+                raise
+            logger.exception("%s loses reader rank %d: a fault of kvplug", self._name, link.rank)
+            self._evict(link, f"a fault at the writer's end: {e}", died=True)
+
+    def _meet(self, routing_id: bytes, parts: list[zmq.Frame], now: float) -> None:
+        """Who has not joined yet says something."""
+        try:
+            frame = frames.read([part.buffer for part in parts])
+            if isinstance(frame, Plain) and frame.kind is Kind.JOIN:
+                self._join(routing_id, parts[0], frame.value, now)
+        except WireError as e:
+            logger.warning("a reader that came to %s sent nonsense: %s", self._name, e)
+
+    def _join(self, routing_id: bytes, frame: zmq.Frame, value: Any, now: float) -> None:
         match value:
             case {"version": frames.VERSION, "who": who, "patience_s": float(theirs)} if theirs > 0:
                 patience_s = min(theirs, self._patience_s)
-                link = Link(rank, routing_id, identity_of(who), patience_s, now, now)
+                link = Link(rank_of(frame), routing_id, identity_of(who), patience_s, now, now)
+                link.descriptor = descriptor_of(frame)
             case _:
                 raise WireError("it speaks another version; install the same kvplug-shm on both ends")
-        why = self._feed.admit(rank, str(link.who))
+        why = self._feed.admit(link.rank, str(link.who))
         with self._moved:
             self._links[routing_id] = link
         if why:
             self._say(link, [frames.plain(Kind.REFUSED, why)], now)
             self._forget(link)
             return
+        with self._concerning(link):
+            self._welcome(link, now)
+
+    def _welcome(self, link: Link, now: float) -> None:
         try:
             link.observe(lambda: self._has_ended(link))
         except PeerGoneError:
             self._has_ended(link)
         us = attrs.asdict(this_process())
         count = self._feed.published()
-        welcome = {"version": frames.VERSION, "who": us, "patience_s": patience_s, "published": count}
+        welcome = {"version": frames.VERSION, "who": us, "patience_s": link.patience_s, "published": count}
         self._say(link, [frames.plain(Kind.WELCOME, welcome)], now)
 
     def _has_ended(self, link: Link) -> None:
@@ -206,7 +231,11 @@ class RemoteWriter(SocketThread):
             if link.dying and now - link.dying >= SETTLE_S:
                 self._evict(link, "its process ended", died=True)
             elif link.dying:
-                self._say(link, [frames.plain(Kind.BEAT)], now)
+                self._beat(link, now)
+            elif link.doubted:
+                self._say(link, [frames.plain(Kind.BEAT)], now)  # fails if it was its connection
+                if now - link.doubted >= SETTLE_S:
+                    link.doubted = 0.0
             elif not link.watched and now - link.heard >= link.patience_s:
                 # It may be us who were stopped: what came meanwhile gets a moment to be read.
                 link.suspected = link.suspected or now
@@ -217,22 +246,35 @@ class RemoteWriter(SocketThread):
         published = self._feed.published()
         ready = any(link.wants_ready for link in self._links.values()) and self._feed.all_ready()
         for link in list(self._links.values()):
-            if ready and link.wants_ready:
-                link.wants_ready = False
-                self._say(link, [frames.plain(Kind.READY)], now)
-            while link.has_room and (link.frames is not None or link.sent < published):
-                if link.frames is None:
-                    link.frames = frames.frames_of(self._feed.message(link.sent), link.sent)
-                parts, last = next(link.frames)
-                if not self._say(link, parts, now):
-                    break
-                link.count(parts, last)
-            if now - link.said >= link.beat_s:
-                self._say(link, [frames.plain(Kind.BEAT)], now)
+            with self._concerning(link):
+                self._serve(link, published, ready, now)
+
+    def _serve(self, link: Link, published: int, ready: bool, now: float) -> None:
+        """Send one reader what it has room for. What cannot be sent is tried again."""
+        if ready and link.wants_ready and self._say(link, [frames.plain(Kind.READY)], now):
+            link.wants_ready = False
+        while self._has(link) and link.has_room and link.sent < published:
+            parts, last = link.next_frame(self._feed)
+            if not self._say(link, parts, now):
+                break
+            link.count(parts, last)
+        if now - link.said >= link.beat_s:
+            self._beat(link, now)
+
+    def _has(self, link: Link) -> bool:
+        """Whether it takes part still, and was not evicted meanwhile."""
+        return self._links.get(link.routing_id) is link
+
+    def _beat(self, link: Link, now: float) -> None:
+        """Say something, unless it has not answered for long: then it is stopped, or somebody else tells."""
+        link.said = now
+        if link.beats < BEATS:
+            link.beats += 1
+            self._say(link, [frames.plain(Kind.BEAT)], now)
 
     def _say(self, link: Link, parts: list[Part], now: float) -> bool:
         """Send one frame; False if that cannot be. A reader that cannot be reached is evicted."""
-        if self._links.get(link.routing_id) is not link:
+        if not self._has(link):
             return False
         link.said = now
         try:
@@ -254,7 +296,7 @@ class RemoteWriter(SocketThread):
             self._socket.send(part, more | zmq.NOBLOCK, copy=not isinstance(part, zmq.Frame))
 
     def _evict(self, link: Link, why: str, *, died: bool) -> None:
-        if self._links.get(link.routing_id) is not link:
+        if not self._has(link):
             return
         published = self._feed.published()
         self._feed.evict(link.rank, why, died=died)
@@ -287,7 +329,7 @@ class RemoteWriter(SocketThread):
         if not links:
             return None
         moments = [link.said + link.beat_s for link in links]
-        if any(link.dying or link.suspected or link.wants_ready for link in links):
+        if any(link.restless for link in links):
             moments.append(now + _LOOK_S)
         moments.extend(link.heard + link.patience_s for link in links if not link.watched)
         if self._closing is not None:
