@@ -19,7 +19,7 @@ import zmq
 
 from kvplug import Deadline, KvplugError, PeerGoneError, PeerIdentity, TransportError
 from kvplug.testing import peers
-from kvplug_shm.queue import remote_writer
+from kvplug_shm.queue import remote_link, remote_writer
 from kvplug_shm.queue.remote_frames import Kind
 
 FAR = str(Path(__file__).with_name("remote_ends.py"))
@@ -143,6 +143,23 @@ def test_where_its_process_cannot_be_seen_a_silent_reader_is_evicted_and_hears_w
     assert first == "arrived"
     assert end.startswith("TransportError") and "has evicted this reader (silent for" in end
     assert "0 of 1 messages are lost to reader rank 0, and all that come later" in end
+
+
+@pytest.mark.parametrize("error", [OSError(errno.EMFILE, "no descriptors"), RuntimeError("no thread")])
+def test_a_process_that_cannot_be_watched_is_told_by_its_silence(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def fail(**_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(remote_link, "watch", fail)
+    writer = ends.Writing(context(heartbeat_timeout_s=1.0))
+    with peers.start(f"{FAR}:idle_reader", dict(writer.far.data), 1.0) as child:
+        child.recv()
+        child.stop()
+        writer.feed.until(lambda: writer.feed.gone)
+        assert writer.feed.gone[0][0].startswith("silent for")
+    writer.far.abort()
 
 
 def test_the_more_impatient_end_says_how_often_both_say_something(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -13,6 +14,8 @@ from kvplug import PeerIdentity, Watch, WireError, watch
 from kvplug_shm.queue.far import Feed
 from kvplug_shm.queue.remote_frames import PIECE_BYTES, Part, Taken, frames_of
 from kvplug_shm.queue.remote_thread import BEATS_IN_PATIENCE
+
+logger = logging.getLogger(__name__)
 
 WINDOW_BYTES: Final = 16 * PIECE_BYTES
 """Under way to one reader and not arrived: enough for a fast network, and all that a stopped one costs."""
@@ -131,7 +134,8 @@ class Link:
 
 
 def observed(who: PeerIdentity, on_gone: Callable[[], None]) -> Watch | None:
-    """Call ``on_gone``, in the watcher's thread, when that process ends; ``None`` where it cannot be seen.
+    """Call ``on_gone``, in the watcher's thread, when that process ends; ``None`` where it cannot be seen,
+    or not be watched for want of a thread or descriptors: then silence tells.
 
     Raises:
         PeerGoneError: it has ended.
@@ -141,6 +145,9 @@ def observed(who: PeerIdentity, on_gone: Callable[[], None]) -> Watch | None:
         return None
     try:
         return watch(pidfd=pidfd, on_gone=lambda _: on_gone())
+    except (OSError, RuntimeError) as e:
+        logger.warning("the end of %s is told by its silence only, as it cannot be watched: %s", who, e)
+        return None
     finally:
         os.close(pidfd)
 
