@@ -49,7 +49,7 @@ class Admission:
         self._sizes = sizes
         self._fd = fd
         self._heartbeat_timeout_s = heartbeat_timeout_s
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal's handler may close it
         self._closed = False
         self._joining: set[Connection] = set()
         self._joined: dict[int, tuple[Connection, Watch]] = {}
@@ -71,14 +71,11 @@ class Admission:
         return self._listener.contact
 
     def close(self) -> None:
-        """Nobody comes in any more, and those who are in find that the writer has hung up."""
+        """Nobody comes in any more, and those who are in find that the writer has hung up. Idempotent."""
         with self._lock:
-            if self._closed:
-                return
             self._closed = True
             joining = list(self._joining)
             joined = list(self._joined.values())
-            self._joined.clear()
             self._close_memory()
         self._roster.close()
         for connection, watch in joined:
@@ -87,11 +84,13 @@ class Admission:
         for connection in joining:
             hang_up(connection)
         self._listener.close()
+        with self._lock:
+            self._joined.clear()  # not before: who interrupts this calls it once more
 
     def _after_fork_in_child(self) -> None:
         # The core's listener closes itself.
         self._closed = True
-        self._lock = threading.Lock()  # somebody in the parent may have held it
+        self._lock = threading.RLock()  # somebody in the parent may have held it
         for connection in (*self._joining, *(joined for joined, _ in self._joined.values())):
             connection.close()
         self._close_memory()

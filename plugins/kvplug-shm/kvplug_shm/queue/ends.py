@@ -60,23 +60,40 @@ class ShmEnd(MessageQueue):
 
     def close(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
         deadline = self._deadline(timeout)
-        if self._stay.shut():
+        if not self._stay.shut():
+            return
+        try:
             self._wake()
-            self._end(deadline if self._stay.emptied(deadline, self._wake) else None)
-            self._stay.over()
+            with self._stay.alone(deadline, self._wake) as alone:
+                if alone:
+                    self._take_leave(deadline)
+        finally:
+            self._let_go()
 
     def abort(self) -> None:
-        if self._stay.shut():
+        # Also ends a close() that still waits in another thread, or was interrupted.
+        self._stay.shut()
+        if not self._stay.ended:
             self._wake()
-            self._end(None)
-            self._stay.over()
+            self._let_go()
+
+    def _let_go(self) -> None:
+        self._end()
+        self._stay.over()
 
     def _wake(self) -> None:
         """Whoever is inside looks again, and finds that this end is closed."""
         raise NotImplementedError
 
-    def _end(self, politely: Deadline | None) -> None:
-        """Let go of the others; politely, with nobody else inside, until the deadline."""
+    def _take_leave(self, deadline: Deadline) -> None:
+        """Say that this end leaves, with nobody else inside. Waits where that takes time, until the deadline.
+
+        :meth:`_end` follows. Where it comes meanwhile, from another thread, this waits no longer.
+        """
+        raise NotImplementedError
+
+    def _end(self) -> None:
+        """Let go of the others. Blocks nowhere, and may be called again and again, from any thread."""
         raise NotImplementedError
 
     def _after_fork_in_child(self) -> None:

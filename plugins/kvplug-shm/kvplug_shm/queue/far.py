@@ -80,12 +80,13 @@ class Far(Protocol):
     def data(self) -> Mapping[str, Any]:
         """For the handle: plain values, from which ``attach`` finds this end."""
 
-    def changed(self) -> None:
+    def changed(self, deadline: Deadline) -> None:
         """A message was published, or the writer waits until all are ready.
 
         From the writer's thread, after each; costs next to nothing where no reader has come. Returns when the
         message has arrived at those that have come, so that it outlives the writer; a reader from which
-        nothing comes is waited for a moment, and not again until it has caught up.
+        nothing comes is waited for a moment, and not again until it has caught up. Returns at the deadline
+        as well: the message is published, and is sent whatever happens here.
         """
 
     def close(self, deadline: Deadline) -> None:
@@ -140,5 +141,6 @@ class Source(Protocol):
 
         Waits for nobody, and for a moment at most until what it says has left this process.
 
-        Called once. The descriptors are closed when nobody is inside the other calls any more.
+        Idempotent with ``died``, which may also come after the other or during it, and ends it. The
+        descriptors are closed when nobody is inside the other calls any more.
         """

@@ -32,7 +32,8 @@ class ShmReader(ShmEnd):
 
         ``drop`` is called when this end has ended and nobody is inside: it lets go of the source's memory.
         """
-        super().__init__(context, handle, rank, drop)
+        super().__init__(context, handle, rank, self._drop)
+        self._drop_source = drop
         self._source = source
         self._limits = limits
         self._pool = Pool(options.pool_bytes)
@@ -107,6 +108,12 @@ class ShmReader(ShmEnd):
     def _wake(self) -> None:
         self._source.wake()
 
-    def _end(self, politely: Deadline | None) -> None:
-        self._source.leave(died=politely is None)
+    def _take_leave(self, deadline: Deadline) -> None:
+        self._source.leave(died=False)
+
+    def _end(self) -> None:
+        self._source.leave(died=True)
+
+    def _drop(self) -> None:
+        self._drop_source()
         self._pool.close()

@@ -43,7 +43,7 @@ class Roster:
         self._shared: tuple[ShmRingBuffer, WritingEnd] | None = ring, end
         self._end = end
         self._closed = False
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal's handler may end the queue
         self._members = {rank: _Member(rank, index) for index, rank in enumerate(self.reader_ranks)}
         self._left = len(self._members)
 
@@ -167,24 +167,27 @@ class Roster:
 
     def evict(self, rank: int, why: str, *, died: bool) -> None:
         with self._lock:
-            self._evict(self._members[rank], why, died=died)
+            gone = self._evict(self._members[rank], why, died=died)
+        _tell(gone)
 
     def hung_up(self, rank: int, reason: str) -> None:
         """A reader's connection or process has ended: it left, if it had said so before."""
         with self._lock:
             member = self._members[rank]
             left = self._shared is not None and self._end.over(member.index)
-            self._evict(member, HAS_LEFT if left else reason, died=not left)
+            gone = self._evict(member, HAS_LEFT if left else reason, died=not left)
+        _tell(gone)
 
-    def _evict(self, member: _Member, why: str, *, died: bool) -> None:
+    def _evict(self, member: _Member, why: str, *, died: bool) -> Reader | None:
+        """As it went, if it is gone from now on."""
         if member.gone or self._closed or self._shared is None:
-            return
+            return None
         ring, end = self._shared
         member.gone = attrs.evolve(self._reader(member), gone=why, died=died)
         self._left -= 1
         end.evict(member.index)
         ring.words.wake(ring.ready_word(member.index))
-        logger.log(logging.WARNING if died else logging.DEBUG, "evicted from a queue: %s", member.gone)
+        return member.gone
 
     def _reader(self, member: _Member) -> Reader:
         if member.gone is not None:
@@ -202,6 +205,12 @@ class Roster:
         if self._shared is None:
             raise ClosedError("this end of the queue is closed")
         return self._shared
+
+
+def _tell(gone: Reader | None) -> None:
+    """Under no lock: whatever a handler does, it holds up nobody here."""
+    if gone is not None:
+        logger.log(logging.WARNING if gone.died else logging.DEBUG, "evicted from a queue: %s", gone)
 
 
 def listed(readers: Iterable[Reader]) -> str:

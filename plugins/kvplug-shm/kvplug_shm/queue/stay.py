@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Final
 
 from kvplug import BusyError, ClosedError, Deadline
@@ -22,13 +23,13 @@ class Stay:
     def __init__(self, drop: Callable[[], None]) -> None:
         """``drop`` is called once, when the end is over and nobody is inside: no memory is used any more."""
         self.closed = False
+        self.ended = False
+        """Everything was let go of, but for the memory that somebody is still inside with."""
         self._drop = drop
         self._lock = threading.Lock()
         """Held by whoever is inside; and for good from when nobody can be any more."""
         self._inside = 0
         self._shutting = threading.Lock()
-        self._empty = False
-        self._over = False
 
     def __enter__(self) -> None:
         if self.closed:
@@ -37,15 +38,13 @@ class Stay:
             self.check()
             raise BusyError("another thread is already at this end of the queue; one at a time")
         if self.closed:
-            self._lock.release()
+            self._leave()
             self.check()
         self._inside = threading.get_ident()
 
     def __exit__(self, *_: object) -> None:
         self._inside = 0
-        self._lock.release()
-        if self._over:
-            self._settle()
+        self._leave()
 
     def check(self) -> None:
         """Raises ClosedError if the end is closed."""
@@ -59,25 +58,34 @@ class Stay:
         self.closed = True
         return True
 
-    def emptied(self, deadline: Deadline, wake: Callable[[], None]) -> bool:
-        """After :meth:`shut`: whether nobody else is inside any more, at the deadline at the latest.
+    @contextmanager
+    def alone(self, deadline: Deadline, wake: Callable[[], None]) -> Iterator[bool]:
+        """After :meth:`shut`: once nobody else is inside any more; False at the deadline, or when it is over.
 
         The caller itself may be, with a chunk. ``wake`` wakes whoever sleeps there; it is called again and
         again, for somebody may have been about to.
         """
         if self._inside == threading.get_ident():
-            return True
-        while not (empty := self._lock.acquire(timeout=_AGAIN_S)) and not deadline.expired:
+            yield True
+            return
+        while not self._lock.acquire(timeout=_AGAIN_S):
+            if self.ended or deadline.expired:
+                yield False
+                return
             wake()
-        self._empty = empty
-        return empty
+        try:
+            yield not self.ended
+        finally:
+            self._leave()
 
     def over(self) -> None:
-        """After :meth:`shut`, when all else is done."""
-        self._over = True
-        if self._empty:
-            self._drop()
-        else:
+        """After :meth:`shut`, when all else is done. Idempotent."""
+        self.ended = True
+        self._settle()
+
+    def _leave(self) -> None:
+        self._lock.release()
+        if self.ended:
             self._settle()
 
     def _settle(self) -> None:
@@ -85,5 +93,6 @@ class Stay:
             self._drop()
 
     def inherit(self) -> None:
-        """This is a forked child: the end is its parent's. Takes no lock."""
-        self.closed = True
+        """This is a forked child: the end is its parent's, and so is what it holds. Takes no lock."""
+        self.closed = self.ended = True
+        self._drop = lambda: None

@@ -74,10 +74,11 @@ class ShmWriter(ShmEnd):
     def wait_until_ready(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
         roster, words = self._roster, self._ring.words
         with self._stay:
-            wait = self._wait("all to be ready", lambda: listed(roster.unready()), self._deadline(timeout))
+            deadline = self._deadline(timeout)
+            wait = self._wait("all to be ready", lambda: listed(roster.unready()), deadline)
             roster.say_ready(None)
             if self._far is not None:
-                self._far.changed()
+                self._far.changed(deadline)
             while unready := roster.unready():
                 self._stay.check()
                 pause = wait.pause()
@@ -95,7 +96,8 @@ class ShmWriter(ShmEnd):
                 nbytes += aligned(memory.nbytes)
             if nbytes > self._most:
                 self._check_size(head_nbytes + sum(memory.nbytes for memory in memories))
-            at = self._place(nbytes, timeout)
+            deadline = self._deadline(timeout)
+            at = self._place(nbytes, deadline)
             arena = self._ring.arena
             if head_nbytes < LETS_GO_FROM:
                 arena[at : at + head_nbytes] = head
@@ -105,7 +107,7 @@ class ShmWriter(ShmEnd):
             for memory in memories:
                 into(arena, memory_at, memory)
                 memory_at += aligned(memory.nbytes)
-            self._publish(VALUE, at, head_nbytes, nbytes - body_at, nbytes)
+            self._publish(VALUE, at, head_nbytes, nbytes - body_at, nbytes, deadline)
 
     def _check_size(self, nbytes: int) -> None:
         if nbytes > self._most:
@@ -124,12 +126,15 @@ class ShmWriter(ShmEnd):
             raise CapacityError(f"{nbytes} bytes were asked for, and a chunk has {most}")
         with self._stay:
             taken = aligned(nbytes or 1)
-            at = self._place(taken, timeout)
+            deadline = self._deadline(timeout)
+            at = self._place(taken, deadline)
             with self._ring.arena[at : at + nbytes] as view:
                 yield view
-            self._publish(CHUNK, at, 0, nbytes, taken)
+            self._publish(CHUNK, at, 0, nbytes, taken, deadline)
 
-    def _publish(self, kind: int, at: int, head_nbytes: int, body_nbytes: int, nbytes: int) -> None:
+    def _publish(
+        self, kind: int, at: int, head_nbytes: int, body_nbytes: int, nbytes: int, deadline: Deadline
+    ) -> None:
         """The message lies where :meth:`_place` said, and is the readers' from here on."""
         self._stay.check()
         number = self._writing.sent
@@ -137,11 +142,10 @@ class ShmWriter(ShmEnd):
         self._arena.hold(number, at, nbytes)
         self._writing.publish()
         if self._far is not None:
-            self._far.changed()
+            self._far.changed(deadline)
 
-    def _place(self, nbytes: int, timeout: Timeout) -> int:
+    def _place(self, nbytes: int, deadline: Deadline) -> int:
         """Where a message of so many bytes may be written. It is nobody's before it is published."""
-        deadline = self._deadline(timeout)
         if self._roster.nobody_left:
             raise PeerGoneError(f"no reader is left: {listed(self._roster.readers())}")
         at = self._find(nbytes, self._writing.room())
@@ -206,14 +210,17 @@ class ShmWriter(ShmEnd):
             words.wake(order.tail(reader))
             words.wake(self._ring.ready_word(reader))
 
-    def _end(self, politely: Deadline | None) -> None:
-        if politely is not None:
-            self._writing.end()
+    def _take_leave(self, deadline: Deadline) -> None:
+        self._writing.end()
         if self._far is not None:
-            if politely is not None:
-                self._far.close(politely)
-            self._far.abort()
-        self._admission.close()
+            self._far.close(deadline)
+
+    def _end(self) -> None:
+        try:
+            if self._far is not None:
+                self._far.abort()
+        finally:
+            self._admission.close()
 
     def _drop(self) -> None:
         """Nobody is inside any more."""
