@@ -93,10 +93,12 @@ class Writing:
         assert isinstance(far, RemoteWriter)
         self.far = far
 
-    def send(self, body: bytes, head: bytes = b"", *, raw: bool = False) -> None:
+    def send(
+        self, body: bytes, head: bytes = b"", *, raw: bool = False, timeout_s: float = PATIENCE_S
+    ) -> None:
         self.feed.until(lambda: self.feed.lag() < self.feed.places)
         self.feed.messages.append(Message(raw, head, memoryview(body)))
-        self.far.changed()
+        self.far.changed(Deadline.after(timeout_s))
 
     def close(self) -> None:
         self.far.close(Deadline.after(PATIENCE_S))

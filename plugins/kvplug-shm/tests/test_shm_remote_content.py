@@ -202,7 +202,7 @@ def test_all_are_ready_when_all_have_said_so(writing: Any) -> None:
     with pytest.raises(TimeoutError, match="the writer"):
         readers[0].wait_until_ready(ends.wait_for("all", 0.2), lambda: None)
     writer.feed.writer_waits = True
-    writer.far.changed()
+    writer.far.changed(Deadline.after(ends.PATIENCE_S))
     waiting = threading.Thread(target=readers[1].wait_until_ready, args=(ends.wait_for("all"), lambda: None))
     waiting.start()
     readers[0].wait_until_ready(ends.wait_for("all"), lambda: None)

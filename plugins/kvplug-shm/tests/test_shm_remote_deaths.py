@@ -122,6 +122,23 @@ def test_a_reader_on_this_host_that_is_stopped_is_alive_and_not_buried_in_beats(
         assert first == "late" and end.startswith("PeerGoneError")
 
 
+def test_a_stopped_reader_is_not_waited_for_beyond_the_callers_deadline(
+    writer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote_writer, "ARRIVAL_S", 1000.0)
+    with peers.start(f"{FAR}:idle_reader", dict(writer.far.data)) as child:
+        child.recv()
+        child.stop()
+        sending = threading.Thread(target=writer.send, args=(b"late",), kwargs={"timeout_s": 0.1})
+        sending.start()
+        sending.join(ends.PATIENCE_S)
+        waits = sending.is_alive()
+        writer.far.abort()
+        sending.join(ends.PATIENCE_S)
+        child.kill()
+    assert not waits and not writer.feed.gone
+
+
 def test_where_its_process_cannot_be_seen_a_silent_reader_is_evicted_and_hears_what_it_lost(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -258,7 +275,7 @@ def test_a_message_that_is_missing_is_told_with_how_many(writer: Any) -> None:
     link.sent += 3
     for number in range(1, 5):
         writer.feed.messages.append(writer.feed.message(0)._replace(body=memoryview(b"%d" % number)))
-    writer.far.changed()
+    writer.far.changed(Deadline.after(ends.PATIENCE_S))
     assert taken(reader)[2] == b"0"
     for _ in range(2):
         with pytest.raises(TransportError, match="3 messages from the writer, from number 1 on, were lost"):
@@ -312,7 +329,7 @@ def test_nothing_is_read_from_the_ring_for_a_reader_that_is_gone(
     monkeypatch.setattr(writer.feed, "all_ready", lambda: True)
     link.wants_ready = True
     writer.feed.messages.append(None)
-    writer.far.changed()
+    writer.far.changed(Deadline.after(ends.PATIENCE_S))
     writer.feed.until(lambda: writer.feed.gone)
     assert writer.feed.gone == {0: ("its connection ended", True)}
     assert not read

@@ -67,12 +67,12 @@ class RemoteWriter(SocketThread):
 
     # -- for the writer's thread ---------------------------------------------------------------
 
-    def changed(self) -> None:
+    def changed(self, deadline: Deadline) -> None:
         """There is a message to send, or all may be ready.
 
         Returns when the message has arrived at the readers that have come, so that it outlives this process.
         One from which nothing comes is not waited for longer than :data:`ARRIVAL_S`, and not again until it
-        has caught up.
+        has caught up; nobody is, beyond the deadline.
         """
         if not self._links:
             return
@@ -88,9 +88,10 @@ class RemoteWriter(SocketThread):
                 elif now >= until:
                     for link in late:
                         link.answers = False
-                if self._ended:
+                if self._ended or deadline.expired:
                     return
-                self._moved.wait(until - now)
+                left = deadline.remaining()
+                self._moved.wait(until - now if left is None else min(until - now, left))
 
     def close(self, deadline: Deadline) -> None:
         if not self._ended and self._closing is None:
