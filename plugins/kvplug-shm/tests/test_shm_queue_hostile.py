@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from kvplug import (
     ClosedError,
@@ -155,6 +156,40 @@ def test_a_reader_that_was_evicted_and_lives_is_told_what_it_lost(queue: Any) ->
             readers[1].dequeue(timeout=5)
     readers[1].close()
     assert writer.readers[1].died
+
+
+@pytest.mark.parametrize("decoder", ["decode", "decode_apart"])
+def test_a_reader_that_was_evicted_amid_a_copy_is_told_so(
+    queue: Any, monkeypatch: pytest.MonkeyPatch, decoder: str
+) -> None:
+    writer, readers = queue(2)
+    writer.enqueue("small" if decoder == "decode" else torch.ones(100_000))
+
+    def overwritten(*_: Any, **__: Any) -> Any:
+        writer._roster.evict(1, "silent for 10.0 s", died=True)
+        raise WireError("not the bytes of a value")
+
+    monkeypatch.setattr(f"kvplug_shm.queue.reader.{decoder}", overwritten)
+    with pytest.raises(TransportError, match="evicted this reader, and at least 1 "):
+        readers[1].dequeue(timeout=5)
+
+
+def test_a_reader_that_was_evicted_and_finds_another_kind_is_told_so(queue: Any) -> None:
+    writer, readers = queue(2)
+    writer.enqueue("value")
+    writer._roster.evict(1, "silent for 10.0 s", died=True)
+    with pytest.raises(TransportError, match="evicted this reader"), readers[1].acquire_read(timeout=5):
+        pass
+
+
+def test_a_reader_that_was_evicted_is_not_ready(queue: Any) -> None:
+    writer, readers = queue(2)
+    writer._roster.evict(1, "silent for 10.0 s", died=True)
+    for index in (None, 0):
+        writer._roster.say_ready(index)
+    with pytest.raises(TransportError, match="evicted this reader"):
+        readers[1].wait_until_ready(timeout=5)
+    readers[0].wait_until_ready(timeout=5)
 
 
 def test_a_chunk_that_was_overwritten_while_it_was_looked_at_is_told(queue: Any) -> None:

@@ -122,7 +122,7 @@ class ShmQueueEndpoint(QueueEndpoint):
         joined = join(connection, rank, context.heartbeat_timeout_s, deadline)
         source = NearSource(joined, options.spin_us * 1e-6)
         limits = limits_of(joined.ring.sizes.max_message_bytes)
-        return ShmReader(context, options, handle, rank, source, limits, source.drop)
+        return ShmReader(context, options, handle, rank, source, limits, source.drop, source.check_evicted)
 
     def _far_reader(
         self, handle: QueueHandle, network: dict[str, object], rank: int, deadline: Deadline
@@ -133,7 +133,11 @@ class ShmQueueEndpoint(QueueEndpoint):
         context = attrs.evolve(self.context, options=options)
         source = attach(context, network, rank, deadline)
         limits = limits_of(self._max_message_bytes)
-        return ShmReader(context, options, handle, rank, source, limits, lambda: None)
+        return ShmReader(context, options, handle, rank, source, limits, _nothing, _nothing)
+
+
+def _nothing() -> None:
+    """Of a message that came over the network, all is this process's own."""
 
 
 def _is_loopback(host: str) -> bool:

@@ -48,7 +48,7 @@ class NearSource:
         try:
             return self._ring.get(end.read)
         except WireError:
-            self._check_evicted()
+            self.check_evicted()
             raise
 
     def receive(self, wait: Wait, check: Callable[[], None]) -> Message:
@@ -71,7 +71,7 @@ class NearSource:
             nap(end, awaited, pause)
 
     def advance(self) -> None:
-        self._check_evicted()
+        self.check_evicted()
         self._end.release()
 
     def wait_until_ready(self, wait: Wait, check: Callable[[], None]) -> None:
@@ -83,12 +83,22 @@ class NearSource:
             check()
             gone = self._gone or order.is_over(words.words[order.HEAD])
             word = self._unready()
+            self.check_evicted()
             if word is None:
                 return
             if gone:
                 raise PeerGoneError(f"{self.writer} has ended ({self._why()}) before all were ready")
             pause = wait.pause()
             words.wait(word, 0, NAP_S if pause is None else min(pause, NAP_S))
+
+    def check_evicted(self) -> None:
+        """Raises TransportError if the writer has evicted this reader; says how many messages it lost."""
+        end = self._end
+        if end.evicted():
+            lost = order.count_in(self._ring.words.words[order.HEAD]) - end.read
+            raise TransportError(
+                f"{self.writer} has evicted this reader, and at least {lost} messages are lost to it"
+            )
 
     def wake(self) -> None:
         words = self._ring.words
@@ -150,14 +160,6 @@ class NearSource:
                 return word
         return None
 
-    def _check_evicted(self) -> None:
-        end = self._end
-        if end.evicted():
-            lost = order.count_in(self._ring.words.words[order.HEAD]) - end.read
-            raise TransportError(
-                f"{self.writer} has evicted this reader, and at least {lost} messages are lost to it"
-            )
-
     def _check_writer(self) -> None:
         """Raise if nothing more can come."""
         gone, over = self._gone, self._end.writer_over()
@@ -165,7 +167,7 @@ class NearSource:
             return
         if self._end.available():
             return  # it came before the end
-        self._check_evicted()
+        self.check_evicted()
         raise PeerGoneError(f"{self.writer} has ended ({self._why()}), and everything of it was received")
 
     def _why(self) -> str:

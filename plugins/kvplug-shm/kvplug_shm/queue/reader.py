@@ -27,16 +27,24 @@ class ShmReader(ShmEnd):
         source: Source,
         limits: Limits,
         drop: Callable[[], None],
+        confirm: Callable[[], None],
     ) -> None:
         """Owns ``source`` from here on. ``limits`` are the writer's.
 
         ``drop`` is called when this end has ended and nobody is inside: it lets go of the source's memory.
+        ``confirm`` raises if a message that was not advanced past may have been overwritten.
         """
-        super().__init__(context, handle, rank, self._drop)
-        self._drop_source = drop
+        pool = Pool(options.pool_bytes)
+
+        def let_go() -> None:
+            drop()
+            pool.close()
+
+        super().__init__(context, handle, rank, let_go)
+        self._confirm = confirm
         self._source = source
         self._limits = limits
-        self._pool = Pool(options.pool_bytes)
+        self._pool = pool
 
     @property
     def readers(self) -> tuple[Reader, ...]:
@@ -58,10 +66,15 @@ class ShmReader(ShmEnd):
     ) -> Any:
         with self._stay:
             _, head, body = self._next(False, timeout, cancel, indefinite)
-            if body.nbytes:
-                value = decode_apart(head, body, limits=self._limits, make=self._pool.tensor)
-            else:
-                value = decode(head, limits=self._limits)
+            try:
+                if body.nbytes:
+                    value = decode_apart(head, body, limits=self._limits, make=self._pool.tensor)
+                else:
+                    value = decode(head, limits=self._limits)
+            except Exception:
+                self._stay.check()
+                self._confirm()
+                raise
             self._stay.check()  # if it was aborted, the writer may have used the memory again
             self._source.advance()
             return value
@@ -94,6 +107,7 @@ class ShmReader(ShmEnd):
             )
             message = source.receive(wait, self._stay.check)
         if message.raw is not raw:
+            self._confirm()
             del message  # an exception keeps what its frames hold, and this is memory
             kinds = ("a chunk of bytes, for acquire_read", "a value, for dequeue")
             raise UnsupportedError(f"the next message is {kinds[raw]}")
@@ -113,7 +127,3 @@ class ShmReader(ShmEnd):
 
     def _end(self) -> None:
         self._source.leave(died=True)
-
-    def _drop(self) -> None:
-        self._drop_source()
-        self._pool.close()
