@@ -371,6 +371,45 @@ def test_too_few_descriptors_are_an_error_and_not_the_end_of_the_process() -> No
         assert "Too many open files" in child.result()
 
 
+def test_an_end_that_cannot_be_made_is_a_transport_error_and_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    writer = ends.Writing(context())
+
+    def no_thread(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    def no_socket(self: Any, *_: Any) -> None:
+        raise zmq.ZMQError(errno.EMFILE)
+
+    before = peers.Belongings.of()
+    for where, name, fail in ((threading.Thread, "start", no_thread), (zmq.Context, "socket", no_socket)):
+        with monkeypatch.context() as patched:
+            patched.setattr(where, name, fail)
+            with pytest.raises(TransportError, match="cannot be made"):
+                ends.Writing(context())
+            with pytest.raises(TransportError, match="cannot be made"):
+                joined(context(), writer.far.data)
+    deadline = Deadline.after(ends.PATIENCE_S)
+    while left := peers.Belongings.of().beyond(before):
+        assert not deadline.expired, left
+        time.sleep(0.02)
+    writer.far.abort()
+
+
+def test_a_handler_may_come_in_while_the_thread_is_woken() -> None:
+    writer = ends.Writing(context())
+
+    def abort() -> None:
+        with writer.far._waking:  # as if a signal came in here
+            writer.far.abort()
+
+    aborting = threading.Thread(target=abort, daemon=True)
+    aborting.start()
+    aborting.join(ends.PATIENCE_S)
+    assert not aborting.is_alive()
+
+
 def test_a_writer_that_is_stopped_takes_readers_in_when_it_goes_on() -> None:
     with peers.start(f"{FAR}:far_writer", 1) as child:
         data = child.recv()

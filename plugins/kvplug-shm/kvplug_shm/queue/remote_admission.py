@@ -28,7 +28,11 @@ class Admission:
         with in_words("nobody can be let in"):
             self.socket = context.socket(zmq.REP)
             self.socket.linger = 0
-            self.socket.bind(_ADDRESS)
+            try:
+                self.socket.bind(_ADDRESS)
+            except BaseException:
+                self.socket.close()
+                raise
         self._keys = keys
         self.refused = 0
         """Connections that had another key."""

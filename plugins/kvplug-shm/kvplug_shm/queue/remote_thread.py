@@ -65,7 +65,8 @@ class SocketThread(abc.ABC):
         self._linger_s = 0.0
         self._tcp: set[int] = set()  # descriptors of connections, for a forked child to close
         self._port = 0  # at which they are
-        self._waking = threading.Lock()  # so that nobody writes to a number that is another's by now
+        # So that nobody writes to a number that is another's by now; a signal's handler may come in between.
+        self._waking = threading.RLock()
         with in_words(f"{name} cannot be made"):
             self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
             try:
@@ -90,9 +91,17 @@ class SocketThread(abc.ABC):
         self._thread = threading.Thread(target=self._run, name=f"kvplug {name}", daemon=True)
 
     def start(self) -> None:
-        """The socket is the thread's from now on."""
+        """The socket is the thread's from now on.
+
+        Raises:
+            TransportError: there can be no thread. Everything was let go of.
+        """
         close_after_fork(self)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError as e:
+            self._let_go(0)
+            raise TransportError(f"{self._name} cannot be made: {e}") from e
 
     def post(self) -> None:
         """Something is to be done. From any thread; never waits."""
@@ -116,7 +125,7 @@ class SocketThread(abc.ABC):
         """ZeroMQ's threads are the parent's, and its objects are never touched again; connections must not
         seem to live on here."""
         self._ended = True
-        self._waking = threading.Lock()
+        self._waking = threading.RLock()
         fd, self._wake = self._wake, -1
         with contextlib.suppress(OSError):
             os.close(fd)
@@ -154,10 +163,11 @@ class SocketThread(abc.ABC):
 
     def _let_go(self, linger_ms: int) -> None:
         self._ended = True
-        with contextlib.suppress(zmq.ZMQError):
-            self._socket.disable_monitor()
-        for each in self._sockets():
-            each.close(linger_ms if each is self._socket else 0)
+        if hasattr(self, "_socket"):  # else the context could make none
+            with contextlib.suppress(zmq.ZMQError):
+                self._socket.disable_monitor()
+            for each in self._sockets():
+                each.close(linger_ms if each is self._socket else 0)
         self._context.term()
         with self._waking:
             fd, self._wake = self._wake, -1
