@@ -311,6 +311,23 @@ def test_it_listens_where_it_was_told_to_and_nowhere_else(host: str) -> None:
     writing.far.abort()
 
 
+def test_an_address_of_one_link_keeps_its_interface() -> None:
+    """Without it there is no such address on this host."""
+    with open("/proc/self/net/if_inet6", encoding="ascii") as file:
+        found = [line.split() for line in file]
+    links = [(bytes.fromhex(each[0]), each[5]) for each in found if each[3] == "20"]
+    if not links:
+        pytest.skip("no interface has an address of its link")
+    packed, interface = links[0]
+    host = f"{socket.inet_ntop(socket.AF_INET6, packed)}%{interface}"
+    writing = ends.Writing(context(host=host, secret=SECRET))
+    reader = joined(context(secret=SECRET), writing.far.data)
+    writing.send(b"there")
+    assert taken(reader)[2] == b"there"
+    reader.leave(died=False)
+    writing.far.abort()
+
+
 # -- those that know the secret -------------------------------------------------------------------------
 
 

@@ -132,4 +132,7 @@ def _resolved(host: str) -> str:
     except (OSError, UnicodeError) as e:
         raise ConfigError(f"cannot listen at {host}: the host is not known: {e}") from e
     found.sort(key=lambda each: each[0] != socket.AF_INET)
-    return str(found[0][4][0])
+    number, *more = found[0][4]
+    scope = int(more[2]) if len(more) == 3 else 0
+    # By its name, which the other hosts' interfaces to that link have more often than its number.
+    return f"{number}%{socket.if_indextoname(scope)}" if scope else str(number)
