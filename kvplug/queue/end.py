@@ -116,7 +116,10 @@ class MessageQueue(abc.ABC):
         """A chunk of ``nbytes`` (all of ``max_chunk_bytes`` where nothing is said) to be written in place.
 
         It is sent when the block ends. If the block raises, nothing is sent and the chunk is free again.
-        The view is not valid after it. Whatever :meth:`enqueue` raises comes from here as well.
+        The view is not valid after it. Nor is a tensor or an array made over it, and nothing stops its use:
+        what is written there later may damage a message, and ``torch.frombuffer`` keeps no memory alive, so
+        that a touch after :meth:`close` can end the process. Whatever :meth:`enqueue` raises comes from here
+        as well.
 
         Raises:
             CapacityError: ``nbytes`` do not fit a chunk.
@@ -130,6 +133,10 @@ class MessageQueue(abc.ABC):
         indefinite: bool = False,
     ) -> AbstractContextManager[memoryview]:
         """The next chunk, read-only and in place. It has been read when the block ends, by an exception too.
+
+        The view is not valid after it. Nor is a tensor or an array made over it, and nothing stops its use:
+        it shows a later message, and ``torch.frombuffer`` keeps no memory alive, so that a look after
+        :meth:`close` can end the process. Copy what is to stay (``clone``) within the block.
 
         Whatever else :meth:`dequeue` raises comes from here as well.
 

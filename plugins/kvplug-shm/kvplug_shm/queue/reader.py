@@ -86,6 +86,12 @@ class ShmReader(ShmEnd):
         cancel: threading.Event | None = None,
         indefinite: bool = False,
     ) -> Iterator[memoryview]:
+        """A chunk in the ring. A tensor made over it (``torch.frombuffer``) does not keep the memory mapped:
+        drop it before the block ends. Later it shows other messages, and after :meth:`close` it is a crash.
+
+        Raises:
+            UnsupportedError: the next message is a value. And what :meth:`dequeue` raises.
+        """
         with self._stay:
             message = self._next(True, timeout, cancel, indefinite)
             try:

@@ -120,6 +120,12 @@ class ShmWriter(ShmEnd):
     def acquire_write(
         self, nbytes: int | None = None, timeout: Timeout = DEFAULT_TIMEOUT
     ) -> Iterator[memoryview]:
+        """A chunk in the ring. A tensor made over it (``torch.frombuffer``) does not keep the memory mapped:
+        drop it before the block ends. Later it is part of other messages, and after :meth:`close` a crash.
+
+        Raises:
+            CapacityError: ``nbytes`` do not fit a chunk. And what :meth:`enqueue` raises.
+        """
         most = self._ring.sizes.max_chunk_bytes
         nbytes = most if nbytes is None else nbytes
         if not 0 <= nbytes <= most:
