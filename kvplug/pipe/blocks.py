@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from array import array
 from collections.abc import Iterator, Sequence
@@ -58,6 +57,7 @@ class Blocks:
         self.row_shape = tuple(first.shape[1:])
         self.row_bytes: int = math.prod(self.row_shape) * first.dtype.itemsize
         self.num_rows = len(views) * len(self._ids)
+        self._index: Tensor | None = None  # of the ids, once somebody wants it
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -109,17 +109,12 @@ class Blocks:
             else:
                 view.index_copy_(0, index, wide[begin:end])
 
-    @functools.cached_property
-    def _index(self) -> Tensor:
-        import torch
-
-        index = (
-            torch.frombuffer(self._ids, dtype=torch.int64) if self._ids else torch.empty(0, dtype=torch.int64)
-        )
-        return index.to(self.device)
-
     def _runs(self, first: int, count: int) -> Iterator[tuple[int, Any, int, int]]:
         """(which view, which of its rows, and where in ``rows`` they begin and end)."""
+        import torch
+
+        if self._index is None:
+            self._index = torch.tensor(self._ids, dtype=torch.int64, device=self.device)
         done = 0
         while done < count:
             number, at = divmod(first + done, len(self._ids))

@@ -6,11 +6,10 @@ message that is interrupted by a deadline keeps its place.
 
 from __future__ import annotations
 
-import contextlib
 import enum
 import threading
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Final, Literal
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final, Literal, TypeVar
 
 import torch
 
@@ -39,6 +38,7 @@ _INTERRUPTED = "interrupted in the middle of a message"
 """Ctrl-C between a copy and our noting it: the stream's position is lost."""
 
 
+_T = TypeVar("_T")
 _Take = Callable[[Incoming, int, int, int], None]
 """(ring, where in the stream, bytes of the tensor that were taken before, how many to take)"""
 
@@ -95,6 +95,8 @@ class Inbox:
         self._reading = threading.Lock()
         """Held by whoever reads the ring."""
         self._stopped = False
+        self._no_more = False
+        """A part of a message, or nothing, is all that is left; a peer that was given up may write on."""
 
     @property
     def ring_bytes(self) -> int:
@@ -104,7 +106,7 @@ class Inbox:
     def receive_at_once(self, out: Tensor | None) -> Tensor | Literal[Answer.NOT_YET] | None:
         """A small message that is here and fits; ``NOT_YET``: leave it to :meth:`receive`."""
         ring = self._ring
-        if ring is None or self._message is not None:
+        if ring is None or self._message is not None or self._no_more:
             return NOT_YET
         try:
             with self._reading:
@@ -117,16 +119,20 @@ class Inbox:
 
     def receive(self, out: Tensor | None, deadline: Deadline) -> Tensor | None:
         """Only one thread at a time. Raises as ``Pipe.recv_tensor``."""
-        with self._session(deadline) as ring:
+
+        def read(ring: Incoming) -> Tensor | None:
             if self._message is None:
                 tensor = self._at_once(ring, out)
                 if tensor is not NOT_YET:
                     return tensor
             return self._receive(ring, out, deadline)
 
+        return self._reads(read, deadline)
+
     def receive_blocks(self, target: BlockTarget, deadline: Deadline) -> None:
         """Only one thread at a time. Raises as ``Pipe.recv_blocks``."""
-        with self._session(deadline) as ring:
+
+        def read(ring: Incoming) -> None:
             message = self._message
             if message is None:
                 message = self._message = self._announced(ring, deadline)
@@ -146,6 +152,8 @@ class Inbox:
                 raise
             self._message = None
 
+        self._reads(read, deadline)
+
     def expect_no_more(self) -> None:
         """The peer is gone; what it has published can still be received. Wakes whoever waits."""
         ring = self._ring
@@ -162,19 +170,20 @@ class Inbox:
         """This is a forked child. Takes no lock."""
         self._stopped, self._ring, self._message = True, None, None
 
-    @contextlib.contextmanager
-    def _session(self, deadline: Deadline) -> Iterator[Incoming]:
-        """The ring, in which the begin of a message is, or the rest of one that had begun to arrive."""
+    def _reads(self, read: Callable[[Incoming], _T], deadline: Deadline) -> _T:
+        """What ``read`` returns, with the begin of a message in the ring, or the rest of one that is here."""
         ring = self._ring
         if ring is None:
             raise self._fate.error()
         try:
             with self._reading:
+                if self._stopped or self._no_more:
+                    raise self._fate.error()
                 if self._message is None and not self._wait(ring, LINE, deadline):
                     raise TimeoutError(
                         f"no message has arrived from {self._peer}; it is alive as far as can be seen"
                     )
-                yield ring
+                return read(ring)
         except WireError as e:
             self._break_down(f"what arrives is not a message: {e}")
             raise
@@ -288,8 +297,12 @@ class Inbox:
         """Take what has arrived out of the caller's memory, which is the caller's again now."""
         if message.got:
             own = self._own(message)
-            memory_of_writable(own)[: message.got] = memory_of(tensor)[: message.got]
-            message.own = own
+            try:
+                memory_of_writable(own)[: message.got] = memory_of(tensor)[: message.got]
+                message.own = own
+            except BaseException:
+                self._break_down(_INTERRUPTED)
+                raise
 
     def _own(self, message: _Message) -> Tensor:
         """Memory for a part of a message that has arrived."""
@@ -335,10 +348,10 @@ class Inbox:
         return True
 
     def _give_back(self, ring: Incoming, message: _Message) -> None:
-        ring.end.release(message.unreleased)
-        message.unreleased = 0
+        count, message.unreleased = message.unreleased, 0
         if message.meta is None:
             self._message = None
+        ring.end.release(count)
 
     def _wait(self, ring: Incoming, count: int, deadline: Deadline) -> bool:
         """Until ``count`` bytes are in the ring; False at the deadline.
@@ -354,6 +367,7 @@ class Inbox:
             if self._stopped:
                 raise self._fate.error()
             if end.writer_over(count):
+                self._no_more = True
                 self._lost("the peer closed it")
                 raise self._fate.error()
             left = deadline.remaining()

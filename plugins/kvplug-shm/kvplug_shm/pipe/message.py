@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable
 from typing import Final
 
@@ -17,12 +18,26 @@ class NotTakenError(Exception):
     """The peer reads nothing more."""
 
 
+class Step(enum.Enum):
+    """How far a message is on its way through the outbox."""
+
+    NEW = enum.auto()
+    HELD = enum.auto()
+    """There is room for it."""
+    TOUCHED = enum.auto()
+    """Its sender writes it into the ring."""
+    QUEUED = enum.auto()
+    """It is the writer's."""
+    OVER = enum.auto()
+
+
 class Message:
-    __slots__ = ("announced", "content", "cost", "done", "transfer")
+    __slots__ = ("announced", "content", "cost", "done", "step", "transfer")
 
     def __init__(self, content: Content) -> None:
         self.content = content
         self.cost = max(SMALLEST_COST, content.nbytes)
+        self.step = Step.NEW
         self.announced = False
         self.done = 0
         """Bytes of the tensor that are in the ring."""
@@ -58,6 +73,8 @@ class Message:
         nbytes = min(pieces.next(self.done, content.nbytes - self.done), room - taken)
         if not taken and not nbytes:
             return False
+        if self.step is Step.HELD:
+            self.step = Step.TOUCHED
         if taken:
             ring.write(end.sent, prefix)
         if nbytes:

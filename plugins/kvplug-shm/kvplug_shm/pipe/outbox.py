@@ -14,7 +14,7 @@ from collections.abc import Callable
 from kvplug import Deadline, Fate, TimeoutError, Transfer, WireError
 from kvplug_shm.memory import waiting
 from kvplug_shm.pipe.content import Content
-from kvplug_shm.pipe.message import SMALLEST_COST, Message, NotTakenError
+from kvplug_shm.pipe.message import SMALLEST_COST, Message, NotTakenError, Step
 from kvplug_shm.pipe.rings import Outgoing, Pieces, lines
 
 _INTERRUPTED = "interrupted in the middle of a message"
@@ -47,10 +47,13 @@ class Outbox:
         self._fate = fate
         self._lost = lost
         self._break_down = break_down
-        self._lock = threading.Lock()
+        # Re-entrant: a signal's handler may abort the pipe while its own thread is in here.
+        self._lock = threading.RLock()
         self._room = threading.Condition(self._lock)
         self._work = threading.Condition(self._lock)
         self._queue: deque[Message] = deque()
+        self._lost: list[Message] = []
+        """Was queued when it all ended, and has not been told."""
         self._queued_bytes = 0
         self._wanted = 0
         """Room that a caller waits for with nothing queued: the writer sleeps on the ring in its stead."""
@@ -108,22 +111,40 @@ class Outbox:
         try:
             with self._lock:
                 self._wait_for_room(ring, message, deadline)
+                message.step = Step.HELD
                 self._queued_bytes += message.cost
                 # The writer drops a message only after it was copied, so an empty queue is one nobody works
                 # on, and this thread, the only sender, may write into the ring.
                 idle = not self._queue
+            if idle:
+                self._copy_at_once(ring, message, deadline)
+            return self._accepted(message)
         except WireError as e:
             self._break_down(str(e))
             raise
-        if idle:
-            self._copy_at_once(ring, message, deadline)
-        return self._accepted(message)
+        except BaseException as e:
+            self._take_back(message, e)
+            raise
+
+    def _take_back(self, message: Message, error: BaseException) -> None:
+        """Its sender goes without it: it was never there, or it is the end of the pipe."""
+        with self._lock:
+            if message.step is Step.HELD:
+                message.step = Step.OVER
+                if not self._ended:
+                    self._queued_bytes -= message.cost
+                    self._room.notify_all()
+            cut = message.step is Step.TOUCHED and not self._ended
+        if cut:
+            self._break_down(f"the rest of a message is not sent: {error!r}")
 
     def drain(self, deadline: Deadline) -> bool:
         """Refuse whoever waits for room, then wait until nothing is queued.
 
-        False at the deadline, or when the ring has ended. The pipe's fate is sealed already.
+        False at the deadline, when the ring has ended, and to the writer itself. The fate is sealed already.
         """
+        if threading.current_thread() is self._thread:
+            return False  # in a callback of a transfer: nobody would do what is waited for
         with self._lock:
             self._room.notify_all()
             while self._queued_bytes and not self._ended:
@@ -132,10 +153,13 @@ class Outbox:
             return not self._ended
 
     def fail(self) -> None:
-        """Everything queued fails with what the fate says; whoever waits is woken. Blocks nowhere."""
+        """Everything queued fails with what the fate says; whoever waits is woken. Blocks nowhere.
+
+        What the writer is copying at this moment fails when it has let go of it.
+        """
         with self._lock:
             self._ended = True
-            lost = list(self._queue)
+            self._lost.extend(self._queue)
             self._queue.clear()
             self._queued_bytes = 0
             self._work.notify_all()
@@ -144,14 +168,12 @@ class Outbox:
         if ring is not None:
             ring.end.evict(0)  # wakes the writer: the word it sleeps on changes
         self._say_that_it_ended()
-        for message in lost:
-            message.transfer.fail(self._fate.error())
-            message.content.drop()
+        self._fail_lost(1 if self._writing.locked() else 0)
 
     def inherit(self) -> None:
         """This is a forked child: its parent's transfers end here too. Takes no lock."""
         self._ended, self._ring = True, None
-        for message in list(self._queue):
+        for message in [*self._queue, *self._lost]:
             message.transfer.inherit(self._fate.error())
 
     def join(self) -> None:
@@ -182,9 +204,10 @@ class Outbox:
                     finally:
                         self._lock.acquire()
                     continue
-                self._wanted = wanted
-                self._wake_writer()
             try:
+                if not self._queued_bytes:
+                    self._wanted = wanted
+                    self._wake_writer()
                 if self._room.wait(deadline.remaining()) or not deadline.expired:
                     continue
             finally:
@@ -206,32 +229,22 @@ class Outbox:
                         return
         except NotTakenError:
             self._not_taken()
-        except WireError as e:
-            self._break_down(str(e))
-            raise
-        except BaseException:
-            self._break_down(_INTERRUPTED)
-            raise
         finally:
             if self._ended:
                 self._say_that_it_ended()
 
     def _accepted(self, message: Message) -> Transfer:
-        try:
-            if not message.complete and not self._ended:
-                message.content.leave(message.done)
-            with self._lock:
-                complete, ended = message.complete, self._ended
-                if not ended:
-                    if complete:
-                        self._settle(message)
-                    else:
-                        self._queue.append(message)
-                        self._wake_writer()
-        except BaseException as e:
-            # No thread could be started, say. Part of the message may be gone, and the rest will not go.
-            self._break_down(f"the rest of a message could not be left to a writer: {e!r}")
-            raise
+        if not message.complete and not self._ended:
+            message.content.leave(message.done)
+        with self._lock:
+            complete, ended = message.complete, self._ended
+            if not ended:
+                if complete:
+                    self._settle(message)
+                else:
+                    self._wake_writer()
+                    message.step = Step.QUEUED
+                    self._queue.append(message)
         if complete:
             message.transfer.finish()
         elif ended:
@@ -254,13 +267,23 @@ class Outbox:
 
     def _say_that_it_ended(self) -> None:
         """The peer is told by the last one out: whoever writes just now says it afterwards."""
-        if self._ended and self._ring is not None and self._writing.acquire(blocking=False):
+        if self._ended and self._writing.acquire(blocking=False):
             try:
                 ring, self._ring = self._ring, None
                 if ring is not None:
                     ring.end.end()
             finally:
                 self._writing.release()
+            self._fail_lost(0)
+
+    def _fail_lost(self, but: int) -> None:
+        """All but so many of the oldest."""
+        while True:
+            with self._lock:
+                if len(self._lost) <= but:
+                    return
+                message = self._lost.pop(but)
+            message.transfer.fail(self._fate.error())
 
     # -- the writer ----------------------------------------------------------------------------------
 
@@ -286,7 +309,7 @@ class Outbox:
                 del message  # the memory that was sent is not held until there is more to send
         except NotTakenError:
             self._not_taken()
-        except Exception as e:
+        except BaseException as e:  # a callback may raise SystemExit, which nobody would see
             self._break_down(f"writing into the ring failed: {e!r}")
         finally:
             self._say_that_it_ended()
@@ -295,6 +318,8 @@ class Outbox:
         """The oldest message; ``None`` at the end. Until there is one, this is who sleeps for a caller."""
         while True:
             with self._lock:
+                if threading.current_thread() is not self._thread:
+                    return None  # whoever started it was interrupted, and has not noted it
                 while not (self._queue or self._wanted or self._ended):
                     self._work.wait()
                 if self._ended:
@@ -322,6 +347,7 @@ class Outbox:
         message.transfer.finish()
 
     def _settle(self, message: Message) -> None:
+        message.step = Step.OVER
         self._queued_bytes -= message.cost
         message.content.drop()
         self._room.notify_all()

@@ -105,7 +105,7 @@ class ShmPipe(Pipe):
         self._fate = Fate(f"the pipe to {self._peer}")
         self._control = control
         self._pool = tuning.pool
-        self._closing = threading.Lock()
+        self._closing = threading.RLock()  # also for the handler of a signal
         self._over = False
         self._sending, self._receiving = Turn("sending"), Turn("receiving")
         self._outbox = Outbox(
@@ -209,9 +209,11 @@ class ShmPipe(Pipe):
         deadline = Deadline.after(timeout, self._timeout_s)
         if not self._fate.close("is closed"):
             return
-        self._inbox.stop()
-        self._outbox.drain(deadline)
-        self._end()
+        try:
+            self._inbox.stop()
+            self._outbox.drain(deadline)
+        finally:
+            self._end()
         self._outbox.join()
 
     def abort(self) -> None:

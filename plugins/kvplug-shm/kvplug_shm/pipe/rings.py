@@ -6,7 +6,6 @@ A ring is one of bytes, and what lies in it begins at multiples of a cache line.
 from __future__ import annotations
 
 import ctypes
-import functools
 from collections.abc import Iterator
 from typing import Final
 
@@ -73,13 +72,12 @@ class _Ring:
         self.bytes = segment.view[begin : begin + nbytes]
         self._segment = segment  # whose address is good for as long as it is mapped
         self._address = segment.address + begin
-
-    @functools.cached_property
-    def _tensor(self) -> torch.Tensor:
-        return torch.frombuffer(self.bytes, dtype=torch.uint8)
+        self._tensor: torch.Tensor | None = None  # over the bytes, once somebody wants it
 
     def parts(self, count: int, nbytes: int) -> Iterator[torch.Tensor]:
         """The bytes from ``count`` of the stream on, as they lie in the ring: one part, or two at its end."""
+        if self._tensor is None:
+            self._tensor = torch.frombuffer(self.bytes, dtype=torch.uint8)
         at = count % self.nbytes
         first = min(nbytes, self.nbytes - at)
         yield self._tensor[at : at + first]

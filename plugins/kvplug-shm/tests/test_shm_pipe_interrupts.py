@@ -1,0 +1,195 @@
+"""Interrupted calls, and ends that come while somebody copies: nothing is lost, mixed, or read too late."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from runpy import run_path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from kvplug import ClosedError, KvplugError, PeerGoneError, TransportError
+from kvplug_shm.pipe.content import Content
+from kvplug_shm.pipe.message import Message
+from kvplug_shm.ring import order
+
+ends = SimpleNamespace(**run_path(str(Path(__file__).with_name("pipe_ends.py"))))
+near_pair = ends.near_pair
+in_thread, end_of, until = ends.in_thread, ends.end_of, ends.until
+
+MIB = 1024 * 1024
+
+
+def raises(error: type[BaseException]) -> Callable[..., Any]:
+    def call(*_: Any, **__: Any) -> Any:
+        raise error
+
+    return call
+
+
+def test_what_is_being_copied_is_kept_and_not_done_when_the_pipe_is_aborted(
+    near_pair: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, _ = near_pair()
+    source = torch.ones(20 * MIB, dtype=torch.uint8)
+    transfer = one.send_tensor(source)
+    outbox = one._outbox
+    until(lambda: outbox._queue and outbox._thread is not None)
+    copying, go_on = threading.Event(), threading.Event()
+
+    def held(self: Content, *_: Any) -> None:
+        copying.set()
+        assert go_on.wait(ends.PATIENCE_S)
+
+    monkeypatch.setattr(Content, "copy", held)
+    ring = outbox._ring
+    tail = order.tail(0)
+    ring.words.words[tail] = order.word_of(ring.end.sent)  # as a peer does that has read everything
+    ring.words.wake(tail)
+    assert copying.wait(ends.PATIENCE_S)
+    kept = weakref.ref(source.untyped_storage())
+    del source
+    one.abort()
+    gc.collect()
+    try:
+        assert kept() is not None, "memory was freed while it was copied"
+        assert not transfer.done(), "the caller was told that its memory is its own while it was copied"
+    finally:
+        go_on.set()
+    with pytest.raises(ClosedError):
+        transfer.wait(ends.PATIENCE_S)
+
+
+def test_a_writer_whose_start_was_interrupted_is_none(near_pair: Any) -> None:
+    one, other = near_pair()
+    outbox = one._outbox
+    messages = [torch.full((6 * MIB,), number, dtype=torch.uint8) for number in range(4)]
+    transfers = [one.send_tensor(each) for each in messages]
+    orphan = threading.Thread(target=outbox._write, args=(outbox._ring,))
+    orphan.start()
+    orphan.join(ends.PATIENCE_S)
+    assert not orphan.is_alive(), "two threads write"
+    for each in messages:
+        assert torch.equal(other.recv_tensor(), each)
+    for transfer in transfers:
+        transfer.wait(ends.PATIENCE_S)
+
+
+@pytest.mark.parametrize("where", ["_copy_at_once", "_accepted"])
+def test_a_send_that_is_interrupted_before_anything_was_written_holds_nothing(
+    near_pair: Any, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    one, other = near_pair()
+    with monkeypatch.context() as patch:
+        patch.setattr(one._outbox, "_copy_at_once", raises(KeyboardInterrupt))
+        if where == "_accepted":
+            patch.setattr(one._outbox, "_copy_at_once", lambda *_: None)
+            patch.setattr(one._outbox, "_accepted", raises(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            one.send_tensor(torch.zeros(3 * MIB, dtype=torch.uint8))
+    assert one._outbox.queued_bytes == 0
+    sending = in_thread(lambda: one.send_tensor(torch.ones(3 * MIB, dtype=torch.uint8)))
+    assert bool((other.recv_tensor() == 1).all()), "a message that was not sent has come"
+    end_of(sending).wait(ends.PATIENCE_S)
+
+
+def test_a_send_that_is_interrupted_in_the_middle_ends_the_pipe(
+    near_pair: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = near_pair()
+    with monkeypatch.context() as patch:
+        patch.setattr(one._outbox, "_accepted", raises(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            one.send_tensor(torch.zeros(20 * MIB, dtype=torch.uint8))
+    with pytest.raises(TransportError, match="the rest of a message is not sent"):
+        one.send_tensor(torch.ones(4))
+    with pytest.raises(PeerGoneError):
+        other.recv_tensor()
+
+
+def test_a_message_of_blocks_that_finds_no_memory_was_never_there(
+    near_pair: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = near_pair(**ends.TINY)
+    first = one.send_tensor(torch.zeros(4000, dtype=torch.uint8))
+    cache = torch.ones(8, 1000, dtype=torch.uint8)
+    with monkeypatch.context() as patch:
+        patch.setattr(one._pool, "tensor", raises(MemoryError))
+        with pytest.raises(MemoryError):
+            one.send_blocks([cache], range(8))
+    second = one.send_blocks([cache], [1])
+    assert other.recv_tensor().shape == (4000,)
+    assert other.recv_tensor().shape == (1, 1, 1000), "something of a message that was not sent has come"
+    for transfer in (first, second):
+        transfer.wait(ends.PATIENCE_S)
+
+
+def test_a_close_that_is_interrupted_lets_go_of_everything(
+    near_pair: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = near_pair()
+    transfer = one.send_tensor(torch.zeros(20 * MIB, dtype=torch.uint8))
+    with monkeypatch.context() as patch:
+        patch.setattr(one._outbox, "drain", raises(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            one.close()
+    assert one._control.sock.fileno() == -1
+    with pytest.raises(ClosedError):
+        transfer.wait(ends.PATIENCE_S)
+    with pytest.raises(PeerGoneError):
+        other.recv_tensor()
+
+
+@pytest.mark.parametrize("into", [False, True])
+def test_a_peer_that_was_given_up_in_the_middle_and_goes_on_is_not_believed(
+    near_pair: Any, into: bool
+) -> None:
+    one, other = near_pair(slots=2, slot_bytes=4096)
+    message = Message(Content(torch.ones(20_000, dtype=torch.uint8)))
+    ring = one._outbox._ring
+    assert message.push(ring, one._outbox._pieces, one._outbox._publish)
+    assert 0 < message.done < 20_000
+    other._hang_up = lambda: None  # the peer hears of it later
+    other._peer_gone("silent for 10 s")
+    out = torch.zeros(20_000, dtype=torch.uint8) if into else None
+    with pytest.raises(PeerGoneError):
+        other.recv_tensor(out)
+    enough = threading.Event()
+
+    def goes_on() -> None:
+        while not message.complete and not enough.wait(0.001):
+            message.push(ring, one._outbox._pieces, one._outbox._publish)
+
+    going_on = in_thread(goes_on)
+    until(lambda: ring.end.room() == 0)
+    for _ in range(3):
+        with pytest.raises(PeerGoneError):
+            other.recv_tensor()
+    enough.set()
+    end_of(going_on)
+
+
+def test_a_callback_that_ends_its_thread_ends_the_pipe_and_not_in_silence(near_pair: Any) -> None:
+    one, other = near_pair()
+    one.send_tensor(torch.zeros(20 * MIB, dtype=torch.uint8)).add_done_callback(raises(SystemExit))
+    behind = one.send_tensor(torch.zeros(30 * MIB, dtype=torch.uint8))
+    receiving = in_thread(other.recv_tensor)
+    with pytest.raises(KvplugError):
+        behind.wait(ends.PATIENCE_S)
+    assert isinstance(end_of(receiving), torch.Tensor)
+
+
+def test_a_callback_may_close_the_pipe_it_was_sent_over(near_pair: Any) -> None:
+    one, other = near_pair()
+    transfer = one.send_tensor(torch.zeros(20 * MIB, dtype=torch.uint8))
+    behind = one.send_tensor(torch.zeros(MIB, dtype=torch.uint8))
+    transfer.add_done_callback(lambda _: one.close(timeout=3600.0))
+    assert other.recv_tensor().shape == (20 * MIB,)
+    with pytest.raises(ClosedError):
+        behind.wait(ends.PATIENCE_S)
