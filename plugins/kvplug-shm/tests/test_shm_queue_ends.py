@@ -401,6 +401,25 @@ def test_a_living_writer_that_hangs_up_on_one_reader_is_there_for_the_others(que
     assert readers[0].dequeue() == "on"
 
 
+def test_the_word_of_a_writer_whose_process_has_ended_says_so(
+    queue: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then no reader that is about to sleep can miss it."""
+    writer, (reader,) = queue()
+    source = reader._source
+    with subprocess.Popen(["sleep", "60"]) as process, monkeypatch.context() as patched:
+        peer = SimpleNamespace(open_pidfd=lambda: os.pidfd_open(process.pid))
+        patched.setattr(source, "_connection", SimpleNamespace(peer=peer))
+        try:
+            source._writer_gone("it closed the connection")
+            assert not order.is_over(head(writer))
+        finally:
+            process.kill()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        source._writer_gone("it closed the connection")
+        assert order.is_over(head(writer))
+
+
 # -- memory ------------------------------------------------------------------------------------------
 
 
