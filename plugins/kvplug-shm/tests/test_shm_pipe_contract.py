@@ -5,6 +5,8 @@ from __future__ import annotations
 import socket
 from typing import Any, ClassVar
 
+import pytest
+
 from kvplug import local_domain
 from kvplug.testing import PipeContract
 from kvplug_shm.pipe.contact import Contact
@@ -21,6 +23,7 @@ class TestShmPipe(PipeContract):
         return str(Contact(local_domain(), f"unix:@{listening.getsockname()[1:].decode()}"))
 
 
+@pytest.mark.slow
 class TestShmPipeThatNeverSpins(PipeContract):
     """Everybody who waits sleeps, and most messages are larger than a ring."""
 
