@@ -375,6 +375,9 @@ def test_an_end_that_cannot_be_made_is_a_transport_error_and_leaves_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     writer = ends.Writing(context())
+    data = dict(writer.far.data)
+    writer.far.abort()
+    writer.far.join(None)
 
     def no_thread(self: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
@@ -389,12 +392,11 @@ def test_an_end_that_cannot_be_made_is_a_transport_error_and_leaves_nothing(
             with pytest.raises(TransportError, match="cannot be made"):
                 ends.Writing(context())
             with pytest.raises(TransportError, match="cannot be made"):
-                joined(context(), writer.far.data)
+                joined(context(), data)
     deadline = Deadline.after(ends.PATIENCE_S)
     while left := peers.Belongings.of().beyond(before):
         assert not deadline.expired, left
         time.sleep(0.02)
-    writer.far.abort()
 
 
 def test_a_handler_may_come_in_while_the_thread_is_woken() -> None:
