@@ -332,6 +332,8 @@ def test_nothing_is_read_from_the_ring_for_a_reader_that_is_gone(
     writer.far.changed(Deadline.after(ends.PATIENCE_S))
     writer.feed.until(lambda: writer.feed.gone)
     assert writer.feed.gone == {0: ("its connection ended", True)}
+    writer.far.abort()
+    writer.far.join(None)
     assert not read
     reader.leave(died=True)
 
