@@ -52,8 +52,8 @@ class Outbox:
         self._room = threading.Condition(self._lock)
         self._work = threading.Condition(self._lock)
         self._queue: deque[Message] = deque()
-        self._lost: list[Message] = []
-        """Was queued when it all ended, and has not been told."""
+        self._untold: list[Message] = []
+        """Were queued when it all ended, and their transfers have not been."""
         self._queued_bytes = 0
         self._wanted = 0
         """Room that a caller waits for with nothing queued: the writer sleeps on the ring in its stead."""
@@ -159,7 +159,7 @@ class Outbox:
         """
         with self._lock:
             self._ended = True
-            self._lost.extend(self._queue)
+            self._untold.extend(self._queue)
             self._queue.clear()
             self._queued_bytes = 0
             self._work.notify_all()
@@ -168,12 +168,12 @@ class Outbox:
         if ring is not None:
             ring.end.evict(0)  # wakes the writer: the word it sleeps on changes
         self._say_that_it_ended()
-        self._fail_lost(1 if self._writing.locked() else 0)
+        self._fail_untold(1 if self._writing.locked() else 0)
 
     def inherit(self) -> None:
         """This is a forked child: its parent's transfers end here too. Takes no lock."""
         self._ended, self._ring = True, None
-        for message in [*self._queue, *self._lost]:
+        for message in [*self._queue, *self._untold]:
             message.transfer.inherit(self._fate.error())
 
     def join(self) -> None:
@@ -274,15 +274,15 @@ class Outbox:
                     ring.end.end()
             finally:
                 self._writing.release()
-            self._fail_lost(0)
+            self._fail_untold(0)
 
-    def _fail_lost(self, but: int) -> None:
+    def _fail_untold(self, but: int) -> None:
         """All but so many of the oldest."""
         while True:
             with self._lock:
-                if len(self._lost) <= but:
+                if len(self._untold) <= but:
                     return
-                message = self._lost.pop(but)
+                message = self._untold.pop(but)
             message.transfer.fail(self._fate.error())
 
     # -- the writer ----------------------------------------------------------------------------------
