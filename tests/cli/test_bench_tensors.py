@@ -247,7 +247,7 @@ def test_a_failure_is_told_and_the_others_are_shown(own_pipe: Any) -> None:
 
 @pytest.fixture
 def started(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], bytearray]]:
-    """A run that takes long, in a session of its own, and what it shows on the terminal that is its stderr."""
+    """A run that takes long, in a session of its own, and what the terminal shows that is its stderr."""
     reader, writer = pty.openpty()
     seen = bytearray()
 
