@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import AbstractContextManager
 
 from kvplug.errors import BusyError
 
@@ -14,17 +15,16 @@ class Turn:
         self._what = what
         self._lock = threading.Lock()
 
-    def taken(self) -> Turn:
+    def taken(self) -> AbstractContextManager[object]:
         """For a ``with`` statement around the whole call.
+
+        Of two threads that come at the very same moment one waits for the other.
 
         Raises:
             BusyError: another thread is inside one.
         """
-        return self
-
-    def __enter__(self) -> None:
-        if not self._lock.acquire(blocking=False):
+        if self._lock.locked():
             raise BusyError(f"another thread is already {self._what}; one thread sends, one receives")
-
-    def __exit__(self, *_: object) -> None:
-        self._lock.release()
+        # The lock itself: between its being taken and the block no signal is handled. An ``__enter__`` in
+        # Python is interrupted with the lock taken, and nobody would ever give it back.
+        return self._lock
