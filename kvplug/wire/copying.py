@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Final
 
 LOCK_FREE_BYTES: Final = 1 << 20
@@ -12,17 +10,32 @@ LOCK_FREE_BYTES: Final = 1 << 20
 may wait 5 ms for it."""
 
 
-def copy_bytes(target: memoryview, source: memoryview) -> None:
+def copy_bytes(target: memoryview, source: memoryview, lock_free_bytes: int = LOCK_FREE_BYTES) -> None:
     """Fill ``target`` with the bytes of ``source``; both are flat and contiguous.
 
     Raises:
         ValueError: they have not the same number of bytes.
+        TypeError: ``target`` cannot be written.
     """
-    if source.nbytes != target.nbytes or source.nbytes < LOCK_FREE_BYTES:
+    if source.nbytes != target.nbytes or target.readonly or source.nbytes < lock_free_bytes:
         target[:] = source
-        return
-    with _address(target, _WRITABLE) as there, _address(source, _SIMPLE) as here:
-        ctypes.memmove(there, here, source.nbytes)
+    else:
+        ctypes.memmove(address_of(target), address_of(source), source.nbytes)
+
+
+def address_of(view: memoryview) -> int:
+    """Where the bytes of a contiguous view begin, also of one that cannot be written. It must stay alive.
+
+    Raises:
+        BufferError: the view is not contiguous.
+    """
+    if not view.readonly and view.nbytes and view.contiguous:
+        return ctypes.addressof(_Byte.from_buffer(view))  # a third of the time
+    buffer = _Buffer()
+    _get_buffer(view, buffer, _SIMPLE)  # raises BufferError itself
+    address: int | None = buffer.buf
+    _release_buffer(buffer)
+    return address or 0
 
 
 class _Buffer(ctypes.Structure):
@@ -43,7 +56,8 @@ class _Buffer(ctypes.Structure):
     )
 
 
-_SIMPLE, _WRITABLE = 0, 1
+_SIMPLE: Final = 0
+_Byte: Final = ctypes.c_char
 # ctypes itself gives the address of a writable buffer only. By item: what is named as an attribute is one
 # object for all of the process, and so are its argtypes.
 _get_buffer = ctypes.pythonapi["PyObject_GetBuffer"]
@@ -51,14 +65,3 @@ _get_buffer.argtypes = (ctypes.py_object, ctypes.POINTER(_Buffer), ctypes.c_int)
 _release_buffer = ctypes.pythonapi["PyBuffer_Release"]
 _release_buffer.argtypes = (ctypes.POINTER(_Buffer),)
 _release_buffer.restype = None
-
-
-@contextmanager
-def _address(view: memoryview, flags: int) -> Iterator[int]:
-    """Where its bytes lie; they stay there meanwhile."""
-    buffer = _Buffer()
-    _get_buffer(view, buffer, flags)  # raises BufferError itself
-    try:
-        yield buffer.buf or 0
-    finally:
-        _release_buffer(buffer)

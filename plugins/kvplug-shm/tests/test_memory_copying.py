@@ -10,7 +10,8 @@ import threading
 
 import pytest
 
-from kvplug_shm.memory.copying import LETS_GO_FROM, address_of, into, out_of
+from kvplug.wire.copying import address_of
+from kvplug_shm.memory.copying import LETS_GO_FROM, into, out_of
 from kvplug_shm.memory.segment import Segment
 
 SIZE = 4 * LETS_GO_FROM

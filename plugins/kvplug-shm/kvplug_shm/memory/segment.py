@@ -17,8 +17,8 @@ from collections.abc import Callable
 from typing import Final
 
 from kvplug import CapacityError, WireError
+from kvplug.wire.copying import address_of
 from kvplug_shm.memory import memfd
-from kvplug_shm.memory.copying import address_of
 from kvplug_shm.memory.limits import in_words
 
 _SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from kvplug.wire.copying import address_of
 from kvplug.wire.messages import NONE, is_dense, tensor_prefix
 from kvplug.wire.tensors import memory_of
-from kvplug_shm.memory.copying import address_of
 from kvplug_shm.pipe.rings import LINE, Outgoing, lines
 
 if TYPE_CHECKING:
