@@ -6,7 +6,7 @@ import os
 
 import torch
 
-from kvplug.bench.links import Link, Meeting
+from kvplug.bench.links import Link, Meeting, UnavailableError
 
 SMALL_BYTES = 64
 """Such messages land in memory of their own and are copied out: the same memory serves them all."""
@@ -66,7 +66,7 @@ class Nixl(Link):
             out.copy_(self._landing)
 
     def receive_new(self, like: torch.Tensor) -> torch.Tensor:
-        raise NotImplementedError  # each would have to be registered first; it is not measured
+        raise UnavailableError("memory that is new each time would have to be registered each time")
 
     def close(self) -> None:
         for handle in self._handles.values():

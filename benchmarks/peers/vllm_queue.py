@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from kvplug.bench.links import Broadcast, Link, Meeting
+from kvplug.bench.links import Lending, Link, Meeting
 
 
 def _queue(**more: Any) -> Any:
@@ -55,7 +55,7 @@ class VllmPipe(Link):
         del self._out, self._in  # their shared memory is unlinked with them
 
 
-class VllmBroadcast(Broadcast):
+class VllmBroadcast(Lending):
     """One writer, many readers. With its arena readers look at large tensors where they lie."""
 
     def __init__(self, meeting: Meeting, max_chunk_bytes: int, max_chunks: int, arena: bool) -> None:

@@ -85,13 +85,17 @@ class Broadcast(abc.ABC):
     def receive_value(self, nbytes: int) -> None:
         """The next small value."""
 
-    def lend(self, tensor: Tensor) -> None:
-        """Send a tensor so that readers can :meth:`look` at it."""
-        raise NotImplementedError
-
-    def look(self, like: Tensor) -> AbstractContextManager[Tensor]:
-        """The next tensor where it lies, while the block lasts."""
-        raise NotImplementedError
-
     @abc.abstractmethod
     def close(self) -> None: ...
+
+
+class Lending(Broadcast):
+    """One whose readers can look at a tensor where it lies: what the op "looked" wants."""
+
+    @abc.abstractmethod
+    def lend(self, tensor: Tensor) -> None:
+        """Send a tensor so that readers can :meth:`look` at it."""
+
+    @abc.abstractmethod
+    def look(self, like: Tensor) -> AbstractContextManager[Tensor]:
+        """The next tensor where it lies, while the block lasts."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvplug.bench.candidate import KEPT, LATENCY, WAKE
 from kvplug.bench.content import check, content, stamp
-from kvplug.bench.links import MEETING_S
+from kvplug.bench.links import MEETING_S, Lending, UnavailableError
 from kvplug.bench.stopwatch import BURSTS, Stopwatch, in_burst
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def run_writer(link: Broadcast, answers: Answers, task: Mapping[str, Any]) -> di
     figures: dict[str, Any] = {}
     for op, nbytes in task["bulk"]:
         source, watch = content(nbytes), Stopwatch()
-        send = link.send if op == KEPT else link.lend
+        send = link.send if op == KEPT else _lending(link).lend
         for number in range(BURSTS):
             stamp(source, number)
             answers.take()  # the readers are ready
@@ -133,14 +133,21 @@ def _keep(link: Broadcast, answers: Answers, watch: Stopwatch, expected: Tensor)
 
 
 def _look(link: Broadcast, answers: Answers, watch: Stopwatch, expected: Tensor) -> None:
+    lending = _lending(link)
     watch.start()
     answers.give()
     for _ in range(in_burst(expected.nbytes) - 1):
-        with link.look(expected):
+        with lending.look(expected):
             pass
     with contextlib.ExitStack() as looking:
-        got = looking.enter_context(link.look(expected))
+        got = looking.enter_context(lending.look(expected))
         answers.give()
         watch.stop()
         check(got, expected)
         del got
+
+
+def _lending(link: Broadcast) -> Lending:
+    if not isinstance(link, Lending):
+        raise UnavailableError("its readers cannot look at its memory")
+    return link

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from kvplug.bench.links import MEETING_S, Broadcast, Link, Meeting, UnavailableError
+from kvplug.bench.links import MEETING_S, Lending, Link, Meeting, UnavailableError
 from kvplug.build.connector import Parts, credentials_of
 from kvplug.build.queues import build_queue
 from kvplug.config import Config
@@ -60,7 +60,7 @@ class PipeLink(Link):
         self.pipe.close()
 
 
-class QueueLink(Broadcast):
+class QueueLink(Lending):
     """The message queue that a configuration names. Its calls wait without end, as a pipe's."""
 
     def __init__(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Callable
 from typing import Any
 
@@ -81,20 +82,20 @@ class ShmEnd(MessageQueue):
         self._end()
         self._stay.over()
 
+    @abc.abstractmethod
     def _wake(self) -> None:
         """Whoever is inside looks again, and finds that this end is closed."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def _take_leave(self, deadline: Deadline) -> None:
         """Say that this end leaves, with nobody else inside. Waits where that takes time, until the deadline.
 
         :meth:`_end` follows. Where it comes meanwhile, from another thread, this waits no longer.
         """
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def _end(self) -> None:
         """Let go of the others. Blocks nowhere, and may be called again and again, from any thread."""
-        raise NotImplementedError
 
     def _after_fork_in_child(self) -> None:
         self._stay.inherit()
