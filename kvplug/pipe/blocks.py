@@ -78,6 +78,23 @@ class Blocks:
             twice = next(each for each in self._ids if self._ids.count(each) > 1)
             raise LayoutError(f"block {twice} comes twice, and two rows cannot be received into it")
 
+    @property
+    def block_ids(self) -> array[int]:
+        """Not to be changed."""
+        return self._ids
+
+    def rows_in_memory(self) -> list[tuple[int, int]] | None:
+        """For each view the address of its row 0, and how many bytes further each next one is.
+
+        ``None``: not in the memory of this machine's processor, or rows that are no single piece of it. The
+        addresses are good for as long as the views are alive.
+        """
+        if self.device.type != "cpu" or not (self._ids and self.row_bytes):
+            return None
+        if not all(view[0].is_contiguous() for view in self._views):
+            return None
+        return [(view.data_ptr(), view.stride(0) * view.element_size()) for view in self._views]
+
     def empty(self) -> Tensor:
         """New memory for the message."""
         import torch

@@ -43,6 +43,11 @@ class ShmPipeOptions:
         help="How long an end that waits looks again and again before it sleeps, which takes it longer to"
         " wake from.",
     )
+    native: bool = option(
+        default=True,
+        help="Whether the compiled steps are used where they were built; without them Python takes the same"
+        " ones, slower.",
+    )
 
 
 @attrs.frozen(kw_only=True)
@@ -74,4 +79,9 @@ class ShmQueueOptions:
         at_least=0,
         help="How long an end that waits looks again and again before it sleeps, which takes it longer to"
         " wake from.",
+    )
+    native: bool = option(
+        default=True,
+        help="Whether the compiled steps are used where they were built; without them Python takes the same"
+        " ones, slower.",
     )

@@ -32,13 +32,13 @@ def endpoint(*, heartbeat_timeout_s: float = 10.0, **options: Any) -> ShmEndpoin
     )
 
 
-@pytest.fixture
-def near_pair() -> Iterator[Callable[..., tuple[ShmPipe, ShmPipe]]]:
+@pytest.fixture(params=[True, False], ids=["compiled", "python"])
+def near_pair(request: pytest.FixtureRequest) -> Iterator[Callable[..., tuple[ShmPipe, ShmPipe]]]:
     """Makes two connected pipes, both of this process."""
     with ExitStack() as stack:
 
         def make(**options: Any) -> tuple[ShmPipe, ShmPipe]:
-            end = endpoint(**options)
+            end = endpoint(**{"native": request.param, **options})
             listener = end.listen()
             stack.callback(listener.close)
             one = end.connect(listener.contact)
@@ -97,7 +97,10 @@ def wait(parent: peers.Parent, pipe: Any) -> None:
 
 
 def send_part(parent: peers.Parent, pipe: Any, nbytes: int, pieces: int) -> None:
-    """One whole message, then one of ``nbytes`` bytes of which ``pieces`` pieces are published."""
+    """One whole message, then one of ``nbytes`` bytes of which ``pieces`` pieces are published.
+
+    To be asked of a pipe without the compiled steps, which publish as many as there is room for.
+    """
     from kvplug_shm.pipe.content import Content
     from kvplug_shm.pipe.message import Message
 

@@ -10,11 +10,12 @@ import time
 import pytest
 
 from kvplug_shm.memory.segment import Segment
-from kvplug_shm.memory.waiting import NAP_S, SPIN_S, nap, spun
+from kvplug_shm.memory.waiting import NAP_S, SPIN_S, nap
 from kvplug_shm.memory.words import Words
+from kvplug_shm.ring.ends import End
 
 
-class Counting:
+class Counting(End):
     """An end with a word that counts units, and another that says that somebody sleeps."""
 
     def __init__(self) -> None:
@@ -38,16 +39,16 @@ class Counting:
 def test_what_is_there_is_looked_at_once() -> None:
     end = Counting()
     end.memory.words[0] = 3
-    assert spun(end, 3)
+    assert end.spun(3, SPIN_S)
     assert end.looks == 1
 
 
 def test_what_does_not_come_is_given_up() -> None:
     end = Counting()
-    assert not spun(end, 1)
+    assert not end.spun(1, SPIN_S)
     assert end.looks > 1
     end.looks = 0
-    assert not spun(end, 1, 0.0)
+    assert not end.spun(1, 0.0)
     assert end.looks == 1
 
 
@@ -55,7 +56,7 @@ def test_what_comes_meanwhile_is_seen() -> None:
     end = Counting()
     other = threading.Timer(0.05, end.memory.words.__setitem__, (0, 2))
     other.start()
-    assert spun(end, 2, 60.0)
+    assert end.spun(2, 60.0)
     other.join()
 
 
@@ -73,7 +74,7 @@ def test_a_sleeper_uses_no_processor_to_speak_of() -> None:
 
     def until_something_comes() -> None:
         while (awaited := end.awaited()) is not None:
-            if not spun(end):
+            if not end.spun(1, SPIN_S):
                 nap(end, awaited, None)
 
     sleeper = threading.Thread(target=until_something_comes)

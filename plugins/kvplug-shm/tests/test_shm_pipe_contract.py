@@ -23,6 +23,13 @@ class TestShmPipe(PipeContract):
         return str(Contact(local_domain(), f"unix:@{listening.getsockname()[1:].decode()}"))
 
 
+class TestShmPipeInPython(PipeContract):
+    """Without the compiled steps, and most messages are larger than a ring."""
+
+    transport = "shm"
+    options: ClassVar[dict[str, Any]] = {"native": False, "slots": 3, "slot_bytes": 12_000}
+
+
 @pytest.mark.slow
 class TestShmPipeThatNeverSpins(PipeContract):
     """Everybody who waits sleeps, and most messages are larger than a ring."""

@@ -50,7 +50,7 @@ MIB = 1024 * 1024
 def test_part_of_a_message_is_never_received_and_the_whole_one_before_it_is(
     far_pair: Any, nbytes: int, pieces: int
 ) -> None:
-    pipe, child = far_pair("send_part", nbytes, pieces)
+    pipe, child = far_pair("send_part", nbytes, pieces, native=False)
     child.recv()
     child.kill()
     assert torch.equal(pipe.recv_tensor(timeout=ends.PATIENCE_S), torch.arange(10))
@@ -62,7 +62,7 @@ def test_part_of_a_message_is_never_received_and_the_whole_one_before_it_is(
 
 
 def test_a_part_that_came_before_the_death_is_not_the_message(far_pair: Any) -> None:
-    pipe, child = far_pair("send_part", 3 * MIB, 2)
+    pipe, child = far_pair("send_part", 3 * MIB, 2, native=False)
     child.recv()
     assert pipe.recv_tensor().numel() == 10
     out = torch.zeros(3 * MIB, dtype=torch.uint8)

@@ -10,3 +10,10 @@ from kvplug.testing import MessageQueueContract
 class TestShmQueue(MessageQueueContract):
     transport = "shm"
     options: ClassVar[dict[str, Any]] = {"keep_bytes": "1 MiB", "pool_bytes": "4 MiB"}
+
+
+class TestShmQueueInPython(MessageQueueContract):
+    """Without the compiled steps."""
+
+    transport = "shm"
+    options: ClassVar[dict[str, Any]] = {"native": False}

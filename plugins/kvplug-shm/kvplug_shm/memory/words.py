@@ -28,8 +28,8 @@ class Words:
             raise ValueError(
                 f"{num_words} words at {offset} do not lie in a segment of {segment.nbytes} bytes"
             )
-        self._segment = segment
-        self._address = segment.address + offset
+        self._segment = segment  # keeps it mapped
+        self.address = segment.address + offset
         self.words = segment.view[offset:end].cast("Q")[:: _LINE // _WORD]
 
     @staticmethod
@@ -45,8 +45,8 @@ class Words:
 
     def wait(self, word: int, seen: int, seconds: float | None) -> None:
         """Sleep until it is woken, unless the word's low half is not ``seen``'s."""
-        futex.wait(self._address + word * _LINE, seen, seconds)
+        futex.wait(self.address + word * _LINE, seen, seconds)
 
     def wake(self, word: int) -> None:
         """Everyone who waits for the word."""
-        futex.wake(self._address + word * _LINE)
+        futex.wake(self.address + word * _LINE)

@@ -13,11 +13,11 @@ import torch
 
 from kvplug import Blocks, UnsupportedError
 from kvplug.wire import TensorMeta
-from kvplug.wire.messages import tensor_prefix
 from kvplug.wire.tensors import dtype_name
 from kvplug_shm.memory.pool import Pool
-from kvplug_shm.pipe.content import Content
-from kvplug_shm.pipe.rings import Incoming, Outgoing, lines
+from kvplug_shm.native.spans import Span
+from kvplug_shm.pipe.content import Content, padded_prefix
+from kvplug_shm.pipe.rings import Incoming, Outgoing
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -41,8 +41,15 @@ class BlockContent(Content):
         self._pool = pool
         self._cut = _CutRow(blocks)
         self.nbytes = blocks.nbytes
-        prefix = tensor_prefix(blocks.dtype, torch.Size(blocks.shape), self.nbytes)
-        self.prefix = prefix.ljust(lines(len(prefix)), b"\0")
+        self.prefix = padded_prefix(blocks.dtype, torch.Size(blocks.shape), self.nbytes)
+
+    @property
+    def span(self) -> Span | None:
+        if self._blocks is None:
+            return super().span
+        if self._span is None:
+            self._span = Span.of_blocks(self._blocks)
+        return self._span
 
     def copy(self, ring: Outgoing, count: int, done: int, nbytes: int) -> None:
         if self._blocks is None:
@@ -61,7 +68,8 @@ class BlockContent(Content):
         if self._blocks is not None:
             rest = self._pool.tensor(TensorMeta("uint8", (self.nbytes - done,)))
             self._gather(done, rest)
-            self._blocks, self._owner, self.address = None, rest, rest.data_ptr() - done
+            self._blocks, self._span = None, None
+            self._owner, self.address = rest, rest.data_ptr() - done
 
     def drop(self) -> None:
         super().drop()
@@ -80,11 +88,13 @@ class BlockContent(Content):
 class BlockTarget:
     """What a message is scattered into while it arrives."""
 
-    def __init__(self, blocks: Blocks) -> None:
+    def __init__(self, blocks: Blocks, *, native: bool) -> None:
         """Raises UnsupportedError: a device that is not received into."""
         _check_device(blocks)
         self._blocks = blocks
         self._cut = _CutRow(blocks)
+        self.span = Span.of_blocks(blocks) if native else None
+        """Where the rows lie, for the compiled steps; ``None``: only :meth:`take` knows."""
 
     @property
     def meta(self) -> TensorMeta:
@@ -108,8 +118,10 @@ class BlockTarget:
         for first, whole, skip, part in _rows(blocks.row_bytes, 0, memory):
             if whole:
                 blocks.gather(first, _as_rows(blocks, part))
-            else:
+            elif self.span is None:
                 part.copy_(self._cut.bytes[skip : skip + len(part)])
+            else:
+                part.copy_(self._cut.gathered(first)[skip : skip + len(part)])
 
     def _scatter(self, done: int, memory: Tensor) -> None:
         blocks = self._blocks

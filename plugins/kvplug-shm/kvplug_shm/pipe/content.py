@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -9,6 +10,7 @@ import torch
 from kvplug.wire.copying import address_of
 from kvplug.wire.messages import NONE, is_dense, tensor_prefix
 from kvplug.wire.tensors import memory_of
+from kvplug_shm.native.spans import Span
 from kvplug_shm.pipe.rings import LINE, Outgoing, lines
 
 if TYPE_CHECKING:
@@ -21,7 +23,7 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 class Content:
     """What is sent: the bytes that announce it, and where the tensor's are, which it keeps alive."""
 
-    __slots__ = ("_owner", "address", "nbytes", "prefix")
+    __slots__ = ("_owner", "_span", "address", "nbytes", "prefix")
 
     def __init__(self, tensor: Tensor | None) -> None:
         """From any CPU tensor; a non-contiguous one is copied.
@@ -30,6 +32,7 @@ class Content:
             UnsupportedError: a device, layout or dtype that is not carried.
         """
         self._owner: Any = tensor
+        self._span: Span | None = None
         self.address = self.nbytes = 0
         if tensor is None:
             self.prefix = _NONE
@@ -41,8 +44,14 @@ class Content:
             self._owner = memory = memory_of(tensor)
             self.nbytes = memory.nbytes
             self.address = address_of(memory)
-        prefix = tensor_prefix(tensor.dtype, tensor.shape, self.nbytes)
-        self.prefix = prefix.ljust(lines(len(prefix)), b"\0")
+        self.prefix = padded_prefix(tensor.dtype, tensor.shape, self.nbytes)
+
+    @property
+    def span(self) -> Span | None:
+        """Where its bytes lie, for the compiled steps; ``None``: only :meth:`copy` knows."""
+        if self._span is None:
+            self._span = Span.flat(self.address)
+        return self._span
 
     def copy(self, ring: Outgoing, count: int, done: int, nbytes: int) -> None:
         """Put ``nbytes`` of the tensor, from byte ``done`` on, where byte ``count`` of the stream lies."""
@@ -54,6 +63,17 @@ class Content:
     def drop(self) -> None:
         """The memory is the caller's alone again."""
         self._owner = None
+
+
+@functools.lru_cache(1024)
+def padded_prefix(dtype: torch.dtype, shape: torch.Size, nbytes: int) -> bytes:
+    """What goes before a tensor's bytes, in whole lines.
+
+    Raises UnsupportedError: the dtype is not carried.
+    """
+    # A pipe sees the same few shapes over and over.
+    prefix = tensor_prefix(dtype, shape, nbytes)
+    return prefix.ljust(lines(len(prefix)), b"\0")
 
 
 def is_plain(tensor: Tensor) -> bool:

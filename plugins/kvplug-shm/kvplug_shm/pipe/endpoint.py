@@ -21,6 +21,7 @@ from kvplug import (
 )
 from kvplug_shm.memory.limits import in_words
 from kvplug_shm.memory.pool import Pool
+from kvplug_shm.native.library import library
 from kvplug_shm.options import ShmPipeOptions
 from kvplug_shm.pipe import joining
 from kvplug_shm.pipe.contact import Contact
@@ -53,6 +54,7 @@ class ShmEndpoint(PipeEndpoint):
             timeout_s=context.timeout_s,
             heartbeat_timeout_s=context.heartbeat_timeout_s,
             pool=Pool(options.pool_bytes),
+            library=library() if options.native else None,
         )
 
     def listen(self) -> PipeListener:

@@ -18,9 +18,10 @@ from kvplug.wire.messages import SHORTEST_TENSOR_PREFIX, check_fits, is_dense, p
 from kvplug.wire.tensors import TensorMeta, copy_into, memory_of, memory_of_writable
 from kvplug_shm.memory import waiting
 from kvplug_shm.memory.pool import Pool
+from kvplug_shm.native.spans import Span
 from kvplug_shm.pipe.announcement import meta_in, small_in
 from kvplug_shm.pipe.blocks import BlockTarget
-from kvplug_shm.pipe.content import is_plain
+from kvplug_shm.pipe.native import NativeIncoming
 from kvplug_shm.pipe.rings import LINE, Incoming, Pieces, lines
 
 if TYPE_CHECKING:
@@ -39,15 +40,18 @@ _INTERRUPTED = "interrupted in the middle of a message"
 
 
 _T = TypeVar("_T")
-_Take = Callable[[Incoming, int, int, int], None]
-"""(ring, where in the stream, bytes of the tensor that were taken before, how many to take)"""
 
 
-def _into(address: int) -> _Take:
-    def take(ring: Incoming, count: int, done: int, nbytes: int) -> None:
-        ring.copy(count, address + done, nbytes)
+class _Memory:
+    """What a message is received into: all in one piece."""
 
-    return take
+    def __init__(self, tensor: Tensor) -> None:
+        self._address = tensor.data_ptr()
+        self.span: Span | None = Span.flat(self._address)
+
+    def take(self, ring: Incoming, count: int, done: int, nbytes: int) -> None:
+        """``nbytes`` of the message, of which ``done`` were taken, from byte ``count`` of the stream on."""
+        ring.copy(count, self._address + done, nbytes)
 
 
 class _Message:
@@ -103,26 +107,29 @@ class Inbox:
         ring = self._ring
         return 0 if ring is None else ring.nbytes
 
-    def receive_at_once(self, out: Tensor | None) -> Tensor | Literal[Answer.NOT_YET] | None:
-        """A small message that is here and fits; ``NOT_YET``: leave it to :meth:`receive`."""
+    def receive_at_once(self, out: Tensor | None, plain: bool) -> Tensor | Literal[Answer.NOT_YET] | None:
+        """A small message that is here and fits; ``NOT_YET``: leave it to :meth:`receive`.
+
+        ``plain``: no ``out``, or one whose bytes can be written as they come.
+        """
         ring = self._ring
         if ring is None or self._message is not None or self._no_more:
             return NOT_YET
         try:
             with self._reading:
-                return self._at_once(ring, out)
+                return self._at_once(ring, out, plain)
         except KvplugError:
             return NOT_YET  # it is not better in a moment, and is said there
         finally:
             if self._stopped:
                 self._say_that_it_stopped()
 
-    def receive(self, out: Tensor | None, deadline: Deadline) -> Tensor | None:
+    def receive(self, out: Tensor | None, plain: bool, deadline: Deadline) -> Tensor | None:
         """Only one thread at a time. Raises as ``Pipe.recv_tensor``."""
 
         def read(ring: Incoming) -> Tensor | None:
             if self._message is None:
-                tensor = self._at_once(ring, out)
+                tensor = self._at_once(ring, out, plain)
                 if tensor is not NOT_YET:
                     return tensor
             return self._receive(ring, out, deadline)
@@ -202,13 +209,13 @@ class Inbox:
             finally:
                 self._reading.release()
 
-    def _at_once(self, ring: Incoming, out: Tensor | None) -> Tensor | Literal[Answer.NOT_YET] | None:
-        end = ring.end
-        here = end.available()
+    def _at_once(
+        self, ring: Incoming, out: Tensor | None, plain: bool
+    ) -> Tensor | Literal[Answer.NOT_YET] | None:
+        here, line = ring.next_line()
         if here < LINE or self._stopped:
             return NOT_YET
-        # A copy, since the peer could change what lies in the ring between two looks.
-        small = small_in(ring.peek(end.read, LINE))
+        small = small_in(line)
         if small is None:
             return NOT_YET
         meta, dtype, nbytes = small
@@ -217,14 +224,12 @@ class Inbox:
             return NOT_YET
         if out is None:
             tensor = None if meta is None else self._pool.tensor(meta)
-        elif meta is not None and is_plain(out) and out.dtype is dtype and out.shape == meta.shape:
+        elif meta is not None and plain and out.dtype is dtype and out.shape == meta.shape:
             tensor = out
         else:
             return NOT_YET
         try:
-            if tensor is not None and nbytes:
-                ring.copy(end.read + LINE, tensor.data_ptr(), nbytes)
-            end.release(taken)
+            ring.take(LINE, tensor.data_ptr() if tensor is not None and nbytes else 0, nbytes, taken)
         except BaseException:
             self._break_down(_INTERRUPTED)
             raise
@@ -251,7 +256,7 @@ class Inbox:
             tensor = self._pool.tensor(meta)
         assert tensor is not None
         try:
-            complete = self._fill(ring, message, _into(tensor.data_ptr()), deadline)
+            complete = self._fill(ring, message, _Memory(tensor), deadline)
         except KvplugError:
             raise
         except BaseException:
@@ -276,10 +281,10 @@ class Inbox:
 
     def _scatter(self, ring: Incoming, message: _Message, target: BlockTarget, deadline: Deadline) -> None:
         if message.own is not None:
-            if self._fill(ring, message, _into(message.own.data_ptr()), deadline):
+            if self._fill(ring, message, _Memory(message.own), deadline):
                 target.fill(message.own)
                 return
-        elif self._fill(ring, message, target.take, deadline):
+        elif self._fill(ring, message, target, deadline):
             return
         elif message.got:
             own = self._own(message)
@@ -325,24 +330,31 @@ class Inbox:
             start = ring.peek(end.read, size)
         return _Message(meta_in(start[:size]), padded)
 
-    def _fill(self, ring: Incoming, message: _Message, take: _Take, deadline: Deadline) -> bool:
+    def _fill(
+        self, ring: Incoming, message: _Message, memory: _Memory | BlockTarget, deadline: Deadline
+    ) -> bool:
         """Have the tensor's bytes taken from where they lie; False at the deadline."""
         end, nbytes, piece = ring.end, message.nbytes, self._pieces.largest
         while message.got < nbytes:
             if self._stopped:
                 raise self._fate.error()
-            left = nbytes - message.got
-            step = min(left, piece, end.available() - message.unreleased)
-            if step < left:
-                step &= -LINE
-            if step <= 0:
-                if not self._wait(ring, message.unreleased + LINE, deadline):
-                    return False
-                continue
-            take(ring, end.read + message.unreleased, message.got, step)
-            end.release(message.unreleased + lines(step))
-            message.unreleased = 0
-            message.got += step
+            if memory.span is not None and isinstance(ring, NativeIncoming):
+                step = ring.pull(memory.span, message.got, nbytes, message.unreleased, piece)
+                if step == 0:
+                    end.available()  # raises, if what the writer says is why
+            else:
+                left = nbytes - message.got
+                step = min(left, piece, end.available() - message.unreleased)
+                if step < left:
+                    step &= -LINE
+                if step > 0:
+                    memory.take(ring, end.read + message.unreleased, message.got, step)
+                    end.release(message.unreleased + lines(step))
+            if step > 0:
+                message.unreleased = 0
+                message.got += step
+            elif not self._wait(ring, message.unreleased + LINE, deadline):
+                return False
         if message.unreleased:
             self._give_back(ring, message)
         return True
@@ -361,7 +373,7 @@ class Inbox:
             ClosedError, TransportError: it was ended here meanwhile.
         """
         end = ring.end
-        if deadline.remaining() != 0.0 and waiting.spun(end, count, self._spin_s):
+        if deadline.remaining() != 0.0 and end.spun(count, self._spin_s):
             return True
         while (awaited := end.awaited(count)) is not None:
             if self._stopped:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable
-from typing import Final
 
 from kvplug import Transfer
+from kvplug_shm.native.spans import Span
 from kvplug_shm.pipe.content import Content
-from kvplug_shm.pipe.rings import LINE, Outgoing, Pieces, lines
-
-SMALLEST_COST: Final = 2 * LINE
-"""What an empty message counts for while it is queued, so that their number is bounded too."""
+from kvplug_shm.pipe.native import NativeOutgoing
+from kvplug_shm.pipe.rings import LINE, SMALLEST_COST, Outgoing, Pieces, lines
 
 
 class NotTakenError(Exception):
@@ -53,10 +51,12 @@ class Message:
         return LINE if self.announced else len(self.content.prefix)
 
     def push(self, ring: Outgoing, pieces: Pieces, publish: Callable[[Outgoing, int], bool]) -> bool:
-        """Copy as much as there is room for, a piece at most, and publish it. Whether that was anything.
+        """Copy as much as there is room for, and publish it. Whether that was anything.
 
-        ``publish`` says no where the message has failed meanwhile: its memory is the caller's again, and may
-        be something else. Only one thread at a time, and only for the oldest message.
+        A piece at most, or with the compiled steps as much as gets in without sleeping. ``publish`` says no
+        where the message has failed meanwhile: its memory is the caller's again, and may be something else.
+        The compiled steps see that in the ring's words. Only one thread at a time, and only for the oldest
+        message.
 
         Raises:
             NotTakenError: nobody reads it.
@@ -68,8 +68,11 @@ class Message:
             raise NotTakenError
         prefix = b"" if self.announced else content.prefix
         taken = len(prefix)
-        if room < taken:
+        if room < (taken or LINE):
             return False
+        span = content.span if isinstance(ring, NativeOutgoing) else None
+        if span is not None:
+            return self._push_natively(ring, span, prefix, pieces)
         nbytes = min(pieces.next(self.done, content.nbytes - self.done), room - taken)
         if not taken and not nbytes:
             return False
@@ -83,4 +86,14 @@ class Message:
             return False
         self.announced = True
         self.done += nbytes
+        return True
+
+    def _push_natively(self, ring: NativeOutgoing, span: Span, prefix: bytes, pieces: Pieces) -> bool:
+        if self.step is Step.HELD:
+            self.step = Step.TOUCHED
+        before = ring.end.sent
+        self.done += ring.push(prefix, span, self.done, self.content.nbytes, pieces)
+        if ring.end.sent == before:
+            return False
+        self.announced = True
         return True

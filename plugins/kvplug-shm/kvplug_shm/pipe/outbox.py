@@ -14,8 +14,8 @@ from collections.abc import Callable
 from kvplug import Deadline, Fate, TimeoutError, Transfer, WireError
 from kvplug_shm.memory import waiting
 from kvplug_shm.pipe.content import Content
-from kvplug_shm.pipe.message import SMALLEST_COST, Message, NotTakenError, Step
-from kvplug_shm.pipe.rings import Outgoing, Pieces, lines
+from kvplug_shm.pipe.message import Message, NotTakenError, Step
+from kvplug_shm.pipe.rings import Outgoing, Pieces
 
 _INTERRUPTED = "interrupted in the middle of a message"
 """Ctrl-C between a copy and our noting it: the stream's position is lost."""
@@ -76,23 +76,12 @@ class Outbox:
         ring, nbytes = self._ring, content.nbytes
         if ring is None or self._queued_bytes or nbytes > self._pieces.smallest:
             return None
-        end, prefix = ring.end, content.prefix
-        taken = len(prefix) + lines(nbytes)
-        try:
-            room = end.room()
-        except WireError:
-            return None  # it is not better in a moment
-        unread = ring.nbytes - room
-        if taken > room or (unread + max(SMALLEST_COST, nbytes) > self._limit if unread else end.over(0)):
-            return None
         try:
             with self._writing:
-                if self._ended:
+                if self._ended or not ring.put(content.prefix, content.address, nbytes, self._limit):
                     return None
-                ring.write(end.sent, prefix)
-                if nbytes:
-                    ring.copy(end.sent + len(prefix), content.address, nbytes)
-                end.publish(taken)
+        except WireError:
+            return None  # it is not better in a moment
         except BaseException:
             self._break_down(_INTERRUPTED)
             raise
@@ -200,7 +189,7 @@ class Outbox:
                     looked = True
                     self._lock.release()
                     try:
-                        waiting.spun(ring.end, wanted, self._spin_s)
+                        ring.end.spun(wanted, self._spin_s)
                     finally:
                         self._lock.acquire()
                     continue
@@ -225,7 +214,7 @@ class Outbox:
                     if message.push(ring, self._pieces, self._publish):
                         if message.complete:
                             return
-                    elif deadline.expired or not waiting.spun(ring.end, message.least, self._spin_s):
+                    elif deadline.expired or not ring.end.spun(message.least, self._spin_s):
                         return
         except NotTakenError:
             self._not_taken()
@@ -334,7 +323,7 @@ class Outbox:
             self._sleep(ring, wanted)
 
     def _sleep(self, ring: Outgoing, count: int) -> None:
-        if not waiting.spun(ring.end, count, self._spin_s):
+        if not ring.end.spun(count, self._spin_s):
             awaited = ring.end.awaited(count)
             if awaited is not None:
                 waiting.nap(ring.end, awaited, None)

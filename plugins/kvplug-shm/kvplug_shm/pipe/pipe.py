@@ -28,11 +28,13 @@ from kvplug import (
 )
 from kvplug_shm.memory.pool import Pool
 from kvplug_shm.memory.segment import Segment
+from kvplug_shm.native.library import Library
 from kvplug_shm.pipe.blocks import BlockContent, BlockTarget
-from kvplug_shm.pipe.content import Content
+from kvplug_shm.pipe.content import Content, is_plain
 from kvplug_shm.pipe.inbox import NOT_YET, Inbox
+from kvplug_shm.pipe.native import incoming, outgoing
 from kvplug_shm.pipe.outbox import Outbox
-from kvplug_shm.pipe.rings import Incoming, Outgoing, Pieces
+from kvplug_shm.pipe.rings import Pieces
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -51,6 +53,8 @@ class Tuning:
     timeout_s: float
     heartbeat_timeout_s: float
     pool: Pool
+    library: Library | None
+    """The compiled steps, where they are used."""
 
 
 @attrs.frozen(kw_only=True)
@@ -105,11 +109,14 @@ class ShmPipe(Pipe):
         self._fate = Fate(f"the pipe to {self._peer}")
         self._control = control
         self._pool = tuning.pool
+        self._native = tuning.library is not None
         self._closing = threading.RLock()  # also for the handler of a signal
         self._over = False
         self._sending, self._receiving = Turn("sending"), Turn("receiving")
         self._outbox = Outbox(
-            Outgoing(shared.segment, 0 if shared.accepted else 1, shared.ring_bytes),
+            outgoing(
+                shared.segment, 0 if shared.accepted else 1, shared.ring_bytes, tuning.library, tuning.spin_s
+            ),
             peer=self._peer,
             limit=tuning.max_in_flight_bytes,
             pieces=shared.pieces,
@@ -119,7 +126,9 @@ class ShmPipe(Pipe):
             break_down=self._break_down,
         )
         self._inbox = Inbox(
-            Incoming(shared.segment, 1 if shared.accepted else 0, shared.ring_bytes),
+            incoming(
+                shared.segment, 1 if shared.accepted else 0, shared.ring_bytes, tuning.library, tuning.spin_s
+            ),
             pool=tuning.pool,
             peer=self._peer,
             pieces=shared.pieces,
@@ -181,9 +190,10 @@ class ShmPipe(Pipe):
             raise self._fate.error()
         with self._receiving.taken():
             deadline = None if timeout is DEFAULT_TIMEOUT else Deadline.after(timeout)
-            tensor = self._inbox.receive_at_once(out)
+            plain = out is None or is_plain(out)
+            tensor = self._inbox.receive_at_once(out, plain)
             if tensor is NOT_YET:
-                tensor = self._inbox.receive(out, deadline or Deadline.after(self._timeout_s))
+                tensor = self._inbox.receive(out, plain, deadline or Deadline.after(self._timeout_s))
             return tensor
 
     def send_blocks(
@@ -203,7 +213,8 @@ class ShmPipe(Pipe):
         with self._receiving.taken():
             blocks = Blocks(views, block_ids)
             blocks.check_distinct()
-            self._inbox.receive_blocks(BlockTarget(blocks), Deadline.after(timeout, self._timeout_s))
+            target = BlockTarget(blocks, native=self._native)
+            self._inbox.receive_blocks(target, Deadline.after(timeout, self._timeout_s))
 
     def close(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
         deadline = Deadline.after(timeout, self._timeout_s)

@@ -21,6 +21,8 @@ from kvplug_shm.ring.ends import ReadingEnd, WritingEnd
 LINE: Final = 64
 SMALLEST_BYTES: Final = 1024
 """Of a ring: the longest prefix of a tensor, and a line more."""
+SMALLEST_COST: Final = 2 * LINE
+"""What an empty message counts for while it is unread, so that their number is bounded too."""
 LARGEST_BYTES: Final = order.MAX_PLACES // LINE * LINE
 _PAGE: Final = 4096
 _NUM_WORDS: Final = order.num_words(1)
@@ -71,7 +73,7 @@ class _Ring:
         begin = _PAGE + index * -(-nbytes // _PAGE) * _PAGE
         self.bytes = segment.view[begin : begin + nbytes]
         self._segment = segment  # whose address is good for as long as it is mapped
-        self._address = segment.address + begin
+        self.address = segment.address + begin
         self._tensor: torch.Tensor | None = None  # over the bytes, once somebody wants it
 
     def parts(self, count: int, nbytes: int) -> Iterator[torch.Tensor]:
@@ -92,6 +94,23 @@ class Outgoing(_Ring):
         super().__init__(segment, ring, nbytes)
         self.end = WritingEnd(self.words, 1, nbytes)
 
+    def put(self, prefix: bytes, address: int, nbytes: int, limit: int) -> bool:
+        """Publish a whole small message, if there is room, with ``limit`` bytes unread at most.
+
+        Says whether it was. Raises WireError if the reader's word says what no reader can have done.
+        """
+        end = self.end
+        taken = len(prefix) + lines(nbytes)
+        room = end.room()
+        unread = self.nbytes - room
+        if taken > room or (unread + max(SMALLEST_COST, nbytes) > limit if unread else end.over(0)):
+            return False
+        self.write(end.sent, prefix)
+        if nbytes:
+            self.copy(end.sent + len(prefix), address, nbytes)
+        end.publish(taken)
+        return True
+
     def write(self, count: int, data: bytes) -> None:
         """Put small ``data`` where byte ``count`` of the stream lies, going on at the ring's begin."""
         at = count % self.nbytes
@@ -108,9 +127,9 @@ class Outgoing(_Ring):
         at = count % self.nbytes
         move = _keep if nbytes < LETS_GO_FROM else _let_go
         first = min(nbytes, self.nbytes - at)
-        move(self._address + at, source, first)
+        move(self.address + at, source, first)
         if first < nbytes:
-            move(self._address, source + first, nbytes - first)
+            move(self.address, source + first, nbytes - first)
 
 
 class Incoming(_Ring):
@@ -119,6 +138,22 @@ class Incoming(_Ring):
     def __init__(self, segment: Segment, ring: int, nbytes: int) -> None:
         super().__init__(segment, ring, nbytes)
         self.end = ReadingEnd(self.words, 0, nbytes)
+
+    def next_line(self) -> tuple[int, bytes]:
+        """How many bytes have come, and a copy of the first line of them, if it is whole.
+
+        A copy, since the peer could change what lies in the ring between two looks. Raises WireError if the
+        writer's word says what no writer can have done.
+        """
+        end = self.end
+        here = end.available()
+        return here, b"" if here < LINE else self.peek(end.read, LINE)
+
+    def take(self, skip: int, address: int, nbytes: int, taken: int) -> None:
+        """Copy ``nbytes`` that lie ``skip`` bytes on to ``address``, and give ``taken`` bytes back."""
+        if nbytes:
+            self.copy(self.end.read + skip, address, nbytes)
+        self.end.release(taken)
 
     def peek(self, count: int, nbytes: int) -> bytes:
         """A copy of a few bytes from byte ``count`` of the stream on."""
@@ -133,6 +168,6 @@ class Incoming(_Ring):
         at = count % self.nbytes
         move = _keep if nbytes < LETS_GO_FROM else _let_go
         first = min(nbytes, self.nbytes - at)
-        move(target, self._address + at, first)
+        move(target, self.address + at, first)
         if first < nbytes:
-            move(target + first, self._address, nbytes - first)
+            move(target + first, self.address, nbytes - first)

@@ -21,6 +21,7 @@ from kvplug import (
     dial,
     local_domain,
 )
+from kvplug_shm.native.ends import writing_end
 from kvplug_shm.options import ShmQueueOptions
 from kvplug_shm.queue.admission import Admission
 from kvplug_shm.queue.ends import limits_of
@@ -31,7 +32,6 @@ from kvplug_shm.queue.reader import ShmReader
 from kvplug_shm.queue.ring_buffer import ShmRingBuffer, Sizes
 from kvplug_shm.queue.roster import Roster
 from kvplug_shm.queue.writer import ShmWriter
-from kvplug_shm.ring.ends import WritingEnd
 
 NAME: Final = "shm"
 _NOWHERE: Final = "-"
@@ -65,7 +65,7 @@ class ShmQueueEndpoint(QueueEndpoint):
             max_message_bytes=self._max_message_bytes,
         )
         ring, fd = ShmRingBuffer.create(sizes)
-        end = WritingEnd(ring.words, sizes.n_reader, sizes.max_chunks)
+        end = writing_end(ring.words, sizes.n_reader, sizes.max_chunks, native=options.native)
         roster = Roster(ring, end, ranks)
         admission = Admission(roster, sizes, fd, context.credentials, context.heartbeat_timeout_s)
         try:
@@ -120,7 +120,7 @@ class ShmQueueEndpoint(QueueEndpoint):
         context, options = self.context, self._options
         connection = dial(contact, context.credentials, PURPOSE, deadline.remaining())
         joined = join(connection, rank, context.heartbeat_timeout_s, deadline)
-        source = NearSource(joined, options.spin_us * 1e-6)
+        source = NearSource(joined, options.spin_us * 1e-6, native=options.native)
         limits = limits_of(joined.ring.sizes.max_message_bytes)
         return ShmReader(context, options, handle, rank, source, limits, source.drop, source.check_evicted)
 

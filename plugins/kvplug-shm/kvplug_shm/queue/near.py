@@ -8,17 +8,17 @@ import select
 from collections.abc import Callable
 
 from kvplug import PeerGoneError, TransportError, Wait, WireError, close_after_fork
-from kvplug_shm.memory.waiting import NAP_S, nap, spun
+from kvplug_shm.memory.waiting import NAP_S, nap
+from kvplug_shm.native.ends import reading_end
 from kvplug_shm.queue.far import Message
 from kvplug_shm.queue.joining import Joined, hang_up, watched
 from kvplug_shm.ring import order
-from kvplug_shm.ring.ends import ReadingEnd
 
 
 class NearSource:
     """The ring, and a watch on the writer. See :class:`~kvplug_shm.queue.far.Source`."""
 
-    def __init__(self, joined: Joined, spin_s: float) -> None:
+    def __init__(self, joined: Joined, spin_s: float, *, native: bool) -> None:
         """Owns what it was given from here on, also if it raises.
 
         Raises:
@@ -26,7 +26,7 @@ class NearSource:
         """
         self._ring = joined.ring
         self._index = joined.index
-        self._end = ReadingEnd(joined.ring.words, joined.index, joined.ring.sizes.max_chunks)
+        self._end = reading_end(joined.ring.words, joined.index, joined.ring.sizes.max_chunks, native=native)
         self._connection = joined.connection
         self._spin_s = spin_s
         self._gone = ""
@@ -66,7 +66,7 @@ class NearSource:
             pause = wait.pause()
             if not looks:
                 looks = True
-                if spun(end, 1, self._spin_s):
+                if end.spun(1, self._spin_s):
                     continue
             nap(end, awaited, pause)
 

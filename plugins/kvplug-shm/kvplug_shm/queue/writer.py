@@ -19,7 +19,7 @@ from kvplug import (
 )
 from kvplug.wire import aligned, encode_apart
 from kvplug_shm.memory.copying import LETS_GO_FROM, into
-from kvplug_shm.memory.waiting import NAP_S, nap, spun
+from kvplug_shm.memory.waiting import NAP_S, nap
 from kvplug_shm.options import ShmQueueOptions
 from kvplug_shm.queue.admission import Admission
 from kvplug_shm.queue.ends import ShmEnd, limits_of
@@ -190,7 +190,7 @@ class ShmWriter(ShmEnd):
             pause = wait.pause()
             if not looked:
                 looked = True
-                if spun(end, room + 1, self._spin_s):
+                if end.spun(room + 1, self._spin_s):
                     continue
             nap(end, awaited, pause)
 

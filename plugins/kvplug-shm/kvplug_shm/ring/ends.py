@@ -6,12 +6,40 @@ end (:meth:`WritingEnd.evict`, :meth:`ReadingEnd.evict_writer`) may be called by
 
 from __future__ import annotations
 
+import abc
+import os
+import time
+
 from kvplug import WireError
 from kvplug_shm.ring import order
 from kvplug_shm.ring.order import HEAD, OVER, WRITER_ASLEEP, Memory
 
 
-class WritingEnd:
+class End(abc.ABC):
+    """What both ends have: a word of the other one that they wait for."""
+
+    @abc.abstractmethod
+    def awaited(self, count: int = 1) -> tuple[int, int] | None:
+        """The word that has to change before this end has ``count`` units, and what was seen there."""
+
+    @abc.abstractmethod
+    def doze(self, awaited: tuple[int, int], seconds: float | None = None) -> None:
+        """Sleep until that word changes, for ``seconds`` at most. May return without a reason."""
+
+    def spun(self, count: int, seconds: float) -> bool:
+        """Whether ``count`` units need not be waited for, after looking again and again for ``seconds``."""
+        awaited = self.awaited
+        if awaited(count) is None:
+            return True
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            os.sched_yield()
+            if awaited(count) is None:
+                return True
+        return False
+
+
+class WritingEnd(End):
     """Writes units from ``sent`` on, as many as there is room for, then publishes them."""
 
     def __init__(self, memory: Memory, num_readers: int, places: int, *, sent: int = 0) -> None:
@@ -54,7 +82,6 @@ class WritingEnd:
         return None
 
     def doze(self, awaited: tuple[int, int], seconds: float | None = None) -> None:
-        """Sleep until that word changes, for ``seconds`` at most. May return without a reason."""
         order.doze(self._memory, *awaited, WRITER_ASLEEP, seconds)
 
     def publish(self, count: int = 1) -> None:
@@ -82,7 +109,7 @@ class WritingEnd:
         return self.sent - order.count_in(self._memory.words[order.tail(reader)])
 
 
-class ReadingEnd:
+class ReadingEnd(End):
     """Reads units from ``read`` on, as many as have come, and gives their places back."""
 
     _writer_evicted = False
@@ -115,7 +142,6 @@ class ReadingEnd:
         return None if order.has_come(seen, self.read, count) else (HEAD, seen)
 
     def doze(self, awaited: tuple[int, int], seconds: float | None = None) -> None:
-        """Sleep until that word changes, for ``seconds`` at most. May return without a reason."""
         order.doze(self._memory, *awaited, self._asleep, seconds)
 
     def evicted(self) -> bool:

@@ -1,0 +1,105 @@
+"""The compiled steps of a ring (ring.c), if they were built with this package. Python can do without."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+import attrs
+
+logger = logging.getLogger(__name__)
+
+_FILE: Final = Path(__file__).with_name("_ring.so")
+_VERSION: Final = 1
+
+_POINTER, _I64 = ctypes.c_void_p, ctypes.c_int64
+_PROTOTYPES: Final[dict[str, tuple[Any, ...]]] = {
+    # name: (what it returns, its arguments)
+    "kvplug_publish": (None, _POINTER, _I64),
+    "kvplug_release": (None, _POINTER, _I64),
+    "kvplug_spun_for_units": (ctypes.c_int, _POINTER, _I64, _I64),
+    "kvplug_spun_for_room": (ctypes.c_int, _POINTER, _I64, _I64),
+    "kvplug_put": (ctypes.c_int, _POINTER, ctypes.c_char_p, _I64, _POINTER, *[_I64] * 3),
+    "kvplug_peek": (_I64, _POINTER, _POINTER),
+    "kvplug_take": (None, _POINTER, _I64, _POINTER, _I64, _I64),
+    "kvplug_push": (_I64, _POINTER, ctypes.c_char_p, _I64, _POINTER, *[_I64] * 6),
+    "kvplug_pull": (_I64, _POINTER, _POINTER, *[_I64] * 6),
+}
+
+
+class End(ctypes.Structure):
+    """``struct end`` of ring.c."""
+
+    _fields_ = (
+        ("words", _POINTER),
+        ("bytes", _POINTER),
+        ("places", ctypes.c_uint64),
+        ("count", ctypes.c_uint64),
+        ("readers", _I64),
+    )
+
+
+class Span(ctypes.Structure):
+    """``struct span`` of ring.c."""
+
+    _fields_ = (
+        ("flat", _POINTER),
+        ("bases", _POINTER),
+        ("strides", _POINTER),
+        ("ids", _POINTER),
+        ("num_ids", _I64),
+        ("row_bytes", _I64),
+    )
+
+
+@attrs.frozen
+class Library:
+    """The functions of ring.c, by what a call costs: some microseconds of a busy interpreter, or its lock."""
+
+    publish: Callable[..., None]
+    release: Callable[..., None]
+    put: Callable[..., int]
+    peek: Callable[..., int]
+    take: Callable[..., None]
+    push: Callable[..., int]
+    pull: Callable[..., int]
+    # These let the interpreter's lock go.
+    spun_for_units: Callable[..., int]
+    spun_for_room: Callable[..., int]
+    long_push: Callable[..., int]
+    long_pull: Callable[..., int]
+
+
+@functools.cache
+def library() -> Library | None:
+    """``None``: it was not built, or cannot be loaded here, which is logged."""
+    if not _FILE.exists():
+        return None
+    try:
+        keeps, lets_go = ctypes.PyDLL(str(_FILE)), ctypes.CDLL(str(_FILE))
+        version = keeps.kvplug_version()
+        if version != _VERSION:
+            logger.warning("%s is of version %d, not %d; Python does without it", _FILE, version, _VERSION)
+            return None
+    except (OSError, AttributeError) as e:
+        logger.warning("%s cannot be used (%s); Python does without it", _FILE, e)
+        return None
+    kept = ("publish", "release", "put", "peek", "take", "push", "pull")
+    return Library(
+        **{name: _function(keeps, name) for name in kept},
+        spun_for_units=_function(lets_go, "spun_for_units"),
+        spun_for_room=_function(lets_go, "spun_for_room"),
+        long_push=_function(lets_go, "push"),
+        long_pull=_function(lets_go, "pull"),
+    )
+
+
+def _function(library: ctypes.CDLL, name: str) -> Any:
+    name = f"kvplug_{name}"
+    function = library[name]
+    function.restype, *function.argtypes = _PROTOTYPES[name]
+    return function

@@ -1,0 +1,323 @@
+/* The steps of a pipe's ring that are worth more without an interpreter: looking, copying, announcing.
+ *
+ * The protocol, and why it is right, is kvplug_shm/ring/order.py: `announce` here is `announce` there, and
+ * the counts are checked as kvplug_shm/ring/ends.py checks them. Whatever is not the usual way (an end that
+ * is over, a word that cannot be true, sleeping) is left to Python: these functions then return early.
+ *
+ * Loads acquire and stores release, so that nothing here depends on the order of a processor's stores.
+ */
+
+#define _GNU_SOURCE
+#include <limits.h>
+#include <sched.h>
+#include <stdatomic.h>
+#include <stdint.h>
+#include <string.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#define LINE 64
+#define HEAD 0
+#define WRITER_ASLEEP 1
+#define OVER 1
+#define FUTEX_WAKE 1
+#define IMPLAUSIBLE (-1)
+/* Between two looks at the clock while waiting, and how long is looked before the processor is offered. */
+#define LOOKS 16
+#define LONELY_NS 2000
+
+typedef _Atomic uint64_t word_t;
+
+/* One end of a ring. `count` is what was sent or read; the other members never change. */
+struct end {
+    unsigned char *words;
+    unsigned char *bytes;
+    uint64_t places;
+    uint64_t count;
+    int64_t readers;   /* of the writing end: how many there are; of a reading end: which one it is */
+};
+
+/* Where the bytes of a message lie: from `flat` on, or in the rows `ids` of one array after the other. */
+struct span {
+    unsigned char *flat;
+    unsigned char **bases;
+    const int64_t *strides;
+    const int64_t *ids;
+    int64_t num_ids;
+    int64_t row_bytes;
+};
+
+static word_t *word_at(const struct end *end, int64_t word) {
+    return (word_t *)(end->words + word * LINE);
+}
+
+static uint64_t load(const struct end *end, int64_t word) {
+    return atomic_load_explicit(word_at(end, word), memory_order_acquire);
+}
+
+static int64_t tail(int64_t reader) { return 2 + 3 * reader; }
+static int64_t asleep(int64_t reader) { return 3 + 3 * reader; }
+static int64_t evicted(int64_t reader) { return 4 + 3 * reader; }
+
+static int64_t now_ns(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
+}
+
+static void pause_briefly(void) {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ __volatile__("yield");
+#endif
+}
+
+static uint64_t lines(uint64_t nbytes) { return (nbytes + LINE - 1) & ~(uint64_t)(LINE - 1); }
+
+/* Store what others wait for, and wake those of them who sleep: `count` of them, every third word. */
+static void announce(struct end *end, int64_t word, uint64_t value, int64_t first, int64_t count) {
+    atomic_store_explicit(word_at(end, word), value, memory_order_release);
+    atomic_thread_fence(memory_order_seq_cst);
+    for (int64_t each = 0; each < count; each++)
+        if (load(end, first + 3 * each)) {
+            syscall(SYS_futex, end->words + word * LINE, FUTEX_WAKE, INT_MAX, NULL, NULL, 0);
+            return;
+        }
+}
+
+/* Another build than Python expects is not used. */
+int kvplug_version(void) { return 1; }
+
+void kvplug_publish(struct end *end, uint64_t count) {
+    end->count += count;
+    announce(end, HEAD, end->count << 1, asleep(0), end->readers);
+}
+
+void kvplug_release(struct end *end, uint64_t count) {
+    end->count += count;
+    announce(end, tail(end->readers), end->count << 1, WRITER_ASLEEP, 1);
+}
+
+/* Units that can be written; those of a ring without readers are all of it. */
+static int64_t room_of(const struct end *end) {
+    uint64_t room = end->places;
+    for (int64_t reader = 0; reader < end->readers; reader++) {
+        uint64_t seen = load(end, tail(reader));
+        if (seen & OVER)
+            continue;
+        uint64_t left = end->places - (end->count - (seen >> 1));
+        if (left < room || left > end->places) {
+            if (load(end, evicted(reader)))
+                continue;
+            if (left > end->places)
+                return IMPLAUSIBLE;
+            room = left;
+        }
+    }
+    return (int64_t)room;
+}
+
+/* Units that have come. */
+static int64_t available_to(const struct end *end) {
+    uint64_t come = (load(end, HEAD) >> 1) - end->count;
+    if (come > INT64_MAX)
+        return 0; /* the writer is over, and was in the middle of something */
+    if (come > end->places)
+        return load(end, evicted(end->readers)) ? (int64_t)end->places : IMPLAUSIBLE;
+    return (int64_t)come;
+}
+
+/* Whether a reader is over, or was evicted: nothing is written for it any more. */
+static int nobody_reads(const struct end *end) {
+    for (int64_t reader = 0; reader < end->readers; reader++)
+        if (!(load(end, tail(reader)) & OVER) && !load(end, evicted(reader)))
+            return 0;
+    return 1;
+}
+
+struct patience {
+    int64_t until_ns;
+    int64_t lonely_ns;
+    unsigned looks;
+};
+
+static struct patience patience_of(int64_t spin_ns) {
+    int64_t now = spin_ns > 0 ? now_ns() : 0;
+    struct patience patience = {now + spin_ns, now + LONELY_NS, 0};
+    return patience;
+}
+
+/* Between two looks; 0: it was long enough. */
+static int look_again(struct patience *patience, int64_t spin_ns) {
+    if (spin_ns <= 0)
+        return 0;
+    pause_briefly();
+    if (++patience->looks % LOOKS)
+        return 1;
+    int64_t now = now_ns();
+    if (now >= patience->lonely_ns)
+        sched_yield(); /* the other end may be waiting for this very processor */
+    return now < patience->until_ns;
+}
+
+/* Whether `count` units can be read, after looking for `spin_ns`. */
+int kvplug_spun_for_units(const struct end *end, int64_t count, int64_t spin_ns) {
+    struct patience patience = patience_of(spin_ns);
+    for (;;) {
+        uint64_t seen = load(end, HEAD);
+        if ((int64_t)((seen >> 1) - end->count) >= count)
+            return 1;
+        if (seen & OVER || !look_again(&patience, spin_ns))
+            return 0;
+    }
+}
+
+/* Whether `count` units can be written, after looking for `spin_ns`. */
+int kvplug_spun_for_room(const struct end *end, int64_t count, int64_t spin_ns) {
+    struct patience patience = patience_of(spin_ns);
+    for (;;) {
+        int64_t room = room_of(end);
+        if (room >= count || room < 0)
+            return 1;
+        if (!look_again(&patience, spin_ns))
+            return 0;
+    }
+}
+
+static void write_at(struct end *end, uint64_t at, const void *source, uint64_t nbytes) {
+    uint64_t first = end->places - at < nbytes ? end->places - at : nbytes;
+    memcpy(end->bytes + at, source, first);
+    if (first < nbytes)
+        memcpy(end->bytes, (const unsigned char *)source + first, nbytes - first);
+}
+
+static void read_at(const struct end *end, uint64_t at, void *target, uint64_t nbytes) {
+    uint64_t first = end->places - at < nbytes ? end->places - at : nbytes;
+    memcpy(target, end->bytes + at, first);
+    if (first < nbytes)
+        memcpy((unsigned char *)target + first, end->bytes, nbytes - first);
+}
+
+/* Publish a whole message, if there is room, with `limit` units unread at most. Whether it was. */
+int kvplug_put(struct end *end, const char *prefix, int64_t prefix_bytes, const void *source, int64_t nbytes,
+               int64_t cost, int64_t limit) {
+    int64_t room = room_of(end), taken = prefix_bytes + (int64_t)lines(nbytes);
+    if (room < taken)
+        return room < 0 ? IMPLAUSIBLE : 0;
+    uint64_t unread = end->places - (uint64_t)room;
+    if (unread ? unread + (uint64_t)cost > (uint64_t)limit : nobody_reads(end))
+        return 0;
+    uint64_t at = end->count % end->places;
+    write_at(end, at, prefix, prefix_bytes);
+    write_at(end, (at + prefix_bytes) % end->places, source, nbytes);
+    kvplug_publish(end, taken);
+    return 1;
+}
+
+/* How many units have come, and a copy of the first line of them, if it is whole. */
+int64_t kvplug_peek(const struct end *end, void *line) {
+    int64_t here = available_to(end);
+    if (here >= LINE)
+        read_at(end, end->count % end->places, line, LINE);
+    return here;
+}
+
+/* Copy `nbytes` that lie `skip` units on, and give `taken` units back. They have come. */
+void kvplug_take(struct end *end, int64_t skip, void *target, int64_t nbytes, int64_t taken) {
+    read_at(end, (end->count + skip) % end->places, target, nbytes);
+    kvplug_release(end, taken);
+}
+
+/* The part of a message from byte `done` on that lies in one piece, `nbytes` of it at most. */
+static unsigned char *part_of(const struct span *span, int64_t done, int64_t *nbytes) {
+    if (span->flat)
+        return span->flat + done;
+    int64_t row = done / span->row_bytes, skip = done % span->row_bytes;
+    int64_t array = row / span->num_ids, id = span->ids[row % span->num_ids];
+    if (*nbytes > span->row_bytes - skip)
+        *nbytes = span->row_bytes - skip;
+    return span->bases[array] + span->strides[array] * id + skip;
+}
+
+/* Write as much of a message, from byte `done` of `nbytes` on, as the peer makes room for.
+ *
+ * Before it goes a prefix, if there is one. In steps that are short at the begin and towards the end, when the
+ * other end waits for one. Returns how many of its own bytes: fewer where it had to wait for longer than
+ * `spin_ns`, after `most_ns`, and when nobody reads. */
+int64_t kvplug_push(struct end *end, const char *prefix, int64_t prefix_bytes, const struct span *span,
+                    int64_t done, int64_t nbytes, int64_t smallest, int64_t largest, int64_t spin_ns,
+                    int64_t most_ns) {
+    int64_t begun = done, stop_ns = now_ns() + most_ns;
+    while (prefix_bytes || done < nbytes) {
+        int64_t least = prefix_bytes ? prefix_bytes : LINE, room = room_of(end) & -(int64_t)LINE;
+        if (room < least) {
+            if (room < 0 || !kvplug_spun_for_room(end, least, spin_ns))
+                break;
+            continue;
+        }
+        if (nobody_reads(end))
+            break;
+        int64_t left = nbytes - done, step = done ? (left / 4) & -(int64_t)LINE : 0;
+        step = step < largest ? step : largest;
+        step = step > smallest ? step : smallest;
+        step = step < left ? step : left;
+        step = step < room - prefix_bytes ? step : room - prefix_bytes;
+        uint64_t at = end->count % end->places;
+        if (prefix_bytes)
+            write_at(end, at, prefix, prefix_bytes);
+        at += prefix_bytes;
+        for (int64_t put = 0; put < step;) {
+            int64_t part = step - put;
+            const unsigned char *source = part_of(span, done + put, &part);
+            write_at(end, (at + put) % end->places, source, part);
+            put += part;
+        }
+        if (nobody_reads(end))
+            break; /* it was given up meanwhile: what was sent is told to have failed */
+        kvplug_publish(end, prefix_bytes + lines(step));
+        prefix_bytes = 0;
+        done += step;
+        if (now_ns() >= stop_ns)
+            break;
+    }
+    return done - begun;
+}
+
+/* Take as much of a message, from byte `done` of `nbytes` on, as comes.
+ *
+ * `unreleased` units before it were read already and are given back with the first step. Returns how many bytes:
+ * fewer where it had to wait for longer than `spin_ns`, after `most_ns`, and when no more comes. */
+int64_t kvplug_pull(struct end *end, const struct span *span, int64_t done, int64_t nbytes,
+                    int64_t unreleased, int64_t largest, int64_t spin_ns, int64_t most_ns) {
+    int64_t begun = done, stop_ns = now_ns() + most_ns;
+    while (done < nbytes) {
+        int64_t left = nbytes - done, step = available_to(end);
+        if (step < 0)
+            break;
+        step -= unreleased;
+        step = step < largest ? step : largest;
+        step = step < left ? step : left;
+        if (step < left)
+            step &= -(int64_t)LINE;
+        if (step <= 0) {
+            if (!kvplug_spun_for_units(end, unreleased + LINE, spin_ns))
+                break;
+            continue;
+        }
+        uint64_t at = (end->count + unreleased) % end->places;
+        for (int64_t got = 0; got < step;) {
+            int64_t part = step - got;
+            unsigned char *target = part_of(span, done + got, &part);
+            read_at(end, (at + got) % end->places, target, part);
+            got += part;
+        }
+        kvplug_release(end, unreleased + lines(step));
+        unreleased = 0;
+        done += step;
+        if (now_ns() >= stop_ns)
+            break;
+    }
+    return done - begun;
+}

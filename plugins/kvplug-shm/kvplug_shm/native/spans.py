@@ -1,0 +1,42 @@
+"""Where the bytes of a message lie, for the compiled steps."""
+
+from __future__ import annotations
+
+import ctypes
+from array import array
+
+from kvplug import Blocks
+from kvplug_shm.native import library
+
+
+class Span:
+    """Keeps what describes the memory, and not the memory itself."""
+
+    __slots__ = ("_described", "_struct", "pointer")
+
+    def __init__(self, struct: library.Span, *described: array[int]) -> None:
+        self._struct = struct
+        self._described = described
+        self.pointer = ctypes.addressof(struct)
+
+    @classmethod
+    def flat(cls, address: int) -> Span:
+        """All in one piece."""
+        return cls(library.Span(flat=address))
+
+    @classmethod
+    def of_blocks(cls, blocks: Blocks) -> Span | None:
+        """Row by row; ``None`` if rows are in pieces themselves."""
+        rows = blocks.rows_in_memory()
+        if rows is None:
+            return None
+        ids = blocks.block_ids
+        bases, strides = (array("q", column) for column in zip(*rows, strict=True))
+        struct = library.Span(
+            bases=bases.buffer_info()[0],
+            strides=strides.buffer_info()[0],
+            ids=ids.buffer_info()[0],
+            num_ids=len(ids),
+            row_bytes=blocks.row_bytes,
+        )
+        return cls(struct, bases, strides, ids)

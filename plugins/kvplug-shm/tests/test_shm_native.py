@@ -1,0 +1,324 @@
+"""The compiled steps do what those in Python do: the same bytes and words, whatever the other end says."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+
+from kvplug import Blocks, WireError
+from kvplug_shm.memory.segment import Segment
+from kvplug_shm.memory.words import Words
+from kvplug_shm.native import library as native
+from kvplug_shm.native.ends import NativeReadingEnd, NativeWritingEnd, reading_end, writing_end
+from kvplug_shm.native.spans import Span
+from kvplug_shm.pipe.native import NativeIncoming, NativeOutgoing, incoming, outgoing
+from kvplug_shm.pipe.rings import LINE, Incoming, Outgoing, Pieces, lines, segment_size
+from kvplug_shm.ring import order
+from kvplug_shm.ring.ends import ReadingEnd, WritingEnd
+
+compiled = pytest.mark.skipif(native.library() is None, reason="this installation has no compiled steps")
+RING = 1024
+PIECES = Pieces(smallest=2 * LINE, largest=4 * LINE)
+
+
+def segment(nbytes: int = segment_size(RING)) -> Segment:
+    made, fd = Segment.create("test", nbytes)
+    os.close(fd)
+    return made
+
+
+def test_what_is_compiled_is_there_where_a_compiler_was() -> None:
+    # The environment that tests both has one: a wheel without them would let every other test here pass by.
+    assert native.library() is not None or shutil.which("cc") is None or "CI" not in os.environ
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="there is no compiler")
+def test_the_source_gives_no_warning(tmp_path: Path) -> None:
+    source = Path(native.__file__).with_name("ring.c")
+    flags = ["-std=c11", "-O2", "-fPIC", "-shared", "-Wall", "-Wextra", "-Wshadow", "-Werror"]
+    subprocess.run(["cc", *flags, "-o", str(tmp_path / "ring.so"), str(source)], check=True, timeout=120)
+
+
+@pytest.mark.parametrize("content", [b"", b"no library", None])
+def test_a_library_that_cannot_be_used_is_told_and_done_without(
+    content: bytes | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "_ring.so"
+    if content is not None:
+        path.write_bytes(content)
+    monkeypatch.setattr(native, "_FILE", path)
+    with caplog.at_level(logging.WARNING):
+        assert native.library.__wrapped__() is None
+    assert ("Python does without it" in caplog.text) is (content is not None)
+
+
+@compiled
+def test_a_library_of_another_version_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(native, "_VERSION", 99)
+    assert native.library.__wrapped__() is None
+    assert "not 99" in caplog.text
+
+
+def test_who_does_not_want_them_gets_none() -> None:
+    words = Words(segment(4096), 0, order.num_words(2))
+    assert type(writing_end(words, 2, 8, native=False)) is WritingEnd
+    assert type(reading_end(words, 1, 8, native=False)) is ReadingEnd
+    assert type(outgoing(segment(), 0, RING, None, 0.0)) is Outgoing
+    assert type(incoming(segment(), 0, RING, None, 0.0)) is Incoming
+
+
+WORD = st.one_of(
+    st.integers(0, 40),
+    st.sampled_from([2**64 - 1, 2**64 - 2, 2**63, 2**63 - 1, 2**32]),
+)
+
+
+class Ring:
+    """One ring in memory of its own, its ends in Python or compiled."""
+
+    def __init__(self, compiled: bool) -> None:
+        steps = native.library() if compiled else None
+        self.memory = segment()
+        self.out = outgoing(self.memory, 0, RING, steps, 0.0)
+        self.into = incoming(self.memory, 0, RING, steps, 0.0)
+
+    def put(self, nbytes: int, limit: int) -> Any:
+        data = torch.arange(nbytes, dtype=torch.int64).to(torch.uint8)
+        return self.out.put(b"p" * LINE, data.data_ptr(), nbytes, limit)
+
+    def take(self, nbytes: int) -> Any:
+        here, line = self.into.next_line()
+        if here < LINE + lines(nbytes):
+            return here
+        target = torch.zeros(nbytes, dtype=torch.uint8)
+        self.into.take(LINE, target.data_ptr(), nbytes, LINE + lines(nbytes))
+        return line, target.tolist()
+
+    def step(self, what: str, *args: int) -> Any:
+        """What comes of it: a result or an error, and all of the memory."""
+        try:
+            result = getattr(self, what)(*args)
+        except WireError as e:
+            result = str(e)
+        return result, self.out.end.sent, self.into.end.read, bytes(self.memory.view)
+
+    def say(self, word: int, value: int) -> None:
+        self.out.words.words[word] = value
+
+
+STEPS = st.one_of(
+    st.tuples(st.just("put"), st.integers(0, 500), st.integers(0, 2 * RING)),
+    st.tuples(st.just("take"), st.integers(0, 500)),
+    st.tuples(st.just("say"), st.integers(0, order.num_words(1) - 1), WORD),
+)
+
+
+@compiled
+@settings(max_examples=300, deadline=None)
+@given(st.lists(STEPS, max_size=12))
+def test_whatever_is_put_taken_and_said_both_leave_the_same(steps: list[tuple[Any, ...]]) -> None:
+    python, compiled = Ring(False), Ring(True)
+    for step in steps:
+        assert compiled.step(*step) == python.step(*step)
+
+
+@compiled
+@settings(max_examples=300, deadline=None)
+@given(st.lists(WORD, min_size=8, max_size=8), st.integers(0, 20), st.integers(1, 9))
+def test_both_agree_on_what_is_awaited(values: list[int], at: int, count: int) -> None:
+    words = Words(segment(4096), 0, order.num_words(2))
+    words.words[:] = memoryview(ctypes.create_string_buffer(64)).cast("B").cast("Q")[:8]
+    for index, value in enumerate(values):
+        words.words[index] = value
+    steps = native.library()
+    assert steps is not None
+    for reader in (0, 1):
+        ends = [
+            ReadingEnd(words, reader, 8, read=at),
+            NativeReadingEnd(steps, words, reader, 8, read=at),
+        ]
+        python, compiled = (end.spun(count, 0.0) for end in ends)
+        assert compiled == python
+    writing = WritingEnd(words, 2, 8, sent=at), NativeWritingEnd(steps, words, 2, 8, sent=at)
+    try:
+        room = writing[0].room()
+    except WireError:
+        return  # to be found out by whoever asks next
+    assert writing[1].spun(count, 0.0) == (room >= count)
+
+
+@compiled
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.booleans(), min_size=3, max_size=3), st.integers(1, 5))
+def test_whoever_sleeps_is_woken_and_nobody_else(sleeping: list[bool], count: int) -> None:
+    steps = native.library()
+    assert steps is not None
+    for make in (NativeWritingEnd, NativeReadingEnd):
+        left = []
+        for chosen in (True, False):
+            words = Words(segment(4096), 0, order.num_words(3))
+            for reader, asleep in enumerate(sleeping):
+                words.words[order.asleep(reader)] = asleep
+            if make is NativeWritingEnd:
+                end = make(steps, words, 3, 8) if chosen else WritingEnd(words, 3, 8)
+                end.publish(count)
+            else:
+                end = make(steps, words, 1, 8) if chosen else ReadingEnd(words, 1, 8)
+                end.release(count)
+            left.append(list(words.words))
+        assert left[0] == left[1]
+
+
+@compiled
+@pytest.mark.parametrize("asleep", ["the reader", "the writer"])
+def test_a_sleeper_is_woken_by_what_is_announced(asleep: str) -> None:
+    ring = Ring(True)
+    out, into = ring.out.end, ring.into.end
+    if asleep == "the writer":
+        out.publish(RING)
+    sleeper, waker = (into, out) if asleep == "the reader" else (out, into)
+
+    def sleep() -> None:
+        while (awaited := sleeper.awaited(LINE)) is not None:
+            sleeper.doze(awaited)  # without an end
+
+    thread = threading.Thread(target=sleep, daemon=True)
+    thread.start()
+    word = order.asleep(0) if asleep == "the reader" else order.WRITER_ASLEEP
+    while not ring.out.words.words[word]:
+        time.sleep(0.001)
+    waker.publish(LINE) if waker is out else waker.release(LINE)  # type: ignore[union-attr]
+    thread.join(30)
+    assert not thread.is_alive()
+
+
+def moved(
+    compiled: tuple[bool, bool], data: torch.Tensor, spans: tuple[Any, Any], target: torch.Tensor
+) -> int:
+    """Push and pull a message of blocks or bytes, in turns, through a ring much smaller than it."""
+    memory, steps = segment(), native.library()
+    assert steps is not None
+    out = NativeOutgoing(steps, memory, 0, RING, 0.0)
+    into = NativeIncoming(steps, memory, 0, RING, 0.0)
+    prefix, nbytes = b"p" * LINE, data.numel() * data.element_size()
+    sent = got = turns = 0
+    unreleased = 0
+    while got < nbytes:
+        turns += 1
+        before = out.end.sent
+        sent += out.push(b"" if turns > 1 else prefix, spans[0], sent, nbytes, PIECES)
+        if turns == 1:
+            assert out.end.sent > before
+            assert into.next_line()[1] == prefix
+            unreleased = LINE
+        taken = into.pull(spans[1], got, nbytes, unreleased, PIECES.largest)
+        if taken:
+            unreleased = 0
+        got += taken
+        assert turns < 10 * nbytes
+    assert into.end.available() == 0
+    return turns
+
+
+@compiled
+@pytest.mark.parametrize("row", [(3, 35), (64,), (1,), (700,)])
+@pytest.mark.parametrize("flat", ["neither", "source", "target"])
+def test_blocks_and_bytes_go_through_a_ring_that_is_smaller(row: tuple[int, ...], flat: str) -> None:
+    generator = torch.Generator().manual_seed(1)
+    source = torch.randint(0, 2**15, (12, 2, *row), generator=generator, dtype=torch.int16)
+    target = torch.zeros_like(source)
+    there, here = [7, 2, 11, 0, 5], [1, 2, 3, 9, 0]
+    sending = Blocks([source[:, 0], source[:, 1]], there)
+    receiving = Blocks([target[:, 0], target[:, 1]], here)
+    message, got = sending.gathered(), receiving.empty()
+    spans = (
+        Span.flat(message.data_ptr()) if flat == "source" else Span.of_blocks(sending),
+        Span.flat(got.data_ptr()) if flat == "target" else Span.of_blocks(receiving),
+    )
+    assert None not in spans
+    moved((True, True), message, spans, target)
+    assert torch.equal(got if flat == "target" else receiving.gathered(), message)
+    untouched = [each for each in range(12) if each not in here]
+    assert not target[untouched].any()
+
+
+def test_rows_in_pieces_are_not_described() -> None:
+    cache = torch.zeros(4, 6, 5)
+    assert Span.of_blocks(Blocks([cache.transpose(1, 2)], [0, 1])) is None
+    assert Span.of_blocks(Blocks([cache[:, :, :0]], [0])) is None
+    assert Span.of_blocks(Blocks([cache], [])) is None
+    assert Span.of_blocks(Blocks([cache[::2]], [1])) is not None
+
+
+@compiled
+def test_nothing_is_pushed_for_a_reader_that_was_given_up() -> None:
+    ring = Ring(True)
+    data = torch.ones(600, dtype=torch.uint8)
+    ring.out.end.evict(0)
+    assert isinstance(ring.out, NativeOutgoing)
+    before = bytes(ring.memory.view)
+    assert ring.out.push(b"p" * LINE, Span.flat(data.data_ptr()), 0, 600, PIECES) == 0
+    assert bytes(ring.memory.view) == before
+
+
+@compiled
+@pytest.mark.parametrize("word", [2**64 - 2, 2 * (RING + 1), 2**63])
+def test_words_that_cannot_be_true_move_nothing(word: int) -> None:
+    ring = Ring(True)
+    assert isinstance(ring.out, NativeOutgoing)
+    assert isinstance(ring.into, NativeIncoming)
+    data = torch.ones(600, dtype=torch.uint8)
+    span = Span.flat(data.data_ptr())
+    ring.say(order.tail(0), word)
+    ring.say(order.HEAD, word)
+    assert ring.out.push(b"", span, 0, 600, PIECES) == 0
+    if word < 2**63:
+        assert ring.into.pull(span, 0, 600, 0, LINE) == 0
+        with pytest.raises(WireError):
+            ring.into.next_line()
+
+
+@pytest.mark.skipif(sys.platform != "linux" or shutil.which("cc") is None, reason="there is no compiler")
+@pytest.mark.parametrize("compiler", ["cc", "no-such-compiler", "false"])
+def test_the_wheel_has_them_where_a_compiler_is(compiler: str, tmp_path: Path) -> None:
+    hook = Path(__file__).parents[1] / "hatch_build.py"
+    assert hook.exists()
+    code = (
+        "import sys, runpy; from types import SimpleNamespace as N\n"
+        "hook = runpy.run_path(sys.argv[1])['CompiledSteps']\n"
+        "told = []\n"
+        "data = {'force_include': {}}\n"
+        "app = N(display_warning=told.append)\n"
+        "build = hook(sys.argv[2], {}, None, None, '', 'wheel', app)\n"
+        "build.initialize('standard', data)\n"
+        "print(data.get('tag', 'pure'), len(data['force_include']), bool(told))\n"
+        "build.finalize('standard', data, '')\n"
+    )
+    pytest.importorskip("hatchling")
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(hook), str(hook.parent)],
+        env={**os.environ, "CC": compiler},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    tag, included, told = done.stdout.split()
+    assert (tag == "pure", included, told) == (
+        (False, "1", "False") if compiler == "cc" else (True, "0", "True")
+    )
