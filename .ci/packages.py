@@ -24,7 +24,9 @@ def faults_of(project: Path, dist: Path) -> Iterator[str]:
     metadata = tomllib.loads((project / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     module = metadata["name"].replace("-", "_")
     stem = f"{module}-{metadata['version']}"
-    with zipfile.ZipFile(dist / f"{stem}-py3-none-any.whl") as wheel:
+    (path,) = dist.glob(f"{stem}-py3-none-*.whl")
+    compiled = not path.name.endswith("-any.whl")
+    with zipfile.ZipFile(path) as wheel:
         names = wheel.namelist()
         headers = Parser().parsestr(wheel.read(f"{stem}.dist-info/METADATA").decode())
     for name in names:
@@ -39,6 +41,8 @@ def faults_of(project: Path, dist: Path) -> Iterator[str]:
     }
     if missing := in_tree - set(names):
         yield f"{stem}: the wheel lacks {', '.join(sorted(missing))}"
+    if compiled != any(name.endswith(".so") for name in names):
+        yield f"{stem}: {path.name} is the wrong name for what it holds"
     if f"{module}/py.typed" not in names:
         yield f"{stem}: no py.typed"
     if not (metadata.get("scripts") or metadata.get("entry-points")):
