@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvplug.errors import LayoutError
 
@@ -46,11 +46,11 @@ class Blocks:
             self._ids = array("q", block_ids)
         except (TypeError, OverflowError) as e:
             raise LayoutError(f"block ids are integers of 64 bits: {e}") from e
-        wrong = [each for each in self._ids if not 0 <= each < first.shape[0]]
-        if wrong:
-            raise LayoutError(f"block {wrong[0]} is out of range, the cache has {first.shape[0]} blocks")
-        self._views = [_as_bits(view) for view in views]
-        self._wide = [_as_wide(view) for view in self._views]
+        if self._ids and not 0 <= min(self._ids) <= max(self._ids) < first.shape[0]:
+            wrong = next(each for each in self._ids if not 0 <= each < first.shape[0])
+            raise LayoutError(f"block {wrong} is out of range, the cache has {first.shape[0]} blocks")
+        self._views = views
+        self._copied: _Copied | None = None  # what torch copies, once it does
         self.dtype = first.dtype
         """A ``torch.dtype``."""
         self.device = first.device
@@ -111,20 +111,26 @@ class Blocks:
         """Copy the rows of the message from row ``first`` on into ``rows``: ``[count, *row]``, dense."""
         import torch
 
-        rows = _as_bits(rows)
+        rows, views = _as_bits(rows), self._in_bits().bits
         for number, index, begin, end in self._runs(first, rows.shape[0]):
-            torch.index_select(self._views[number], 0, index, out=rows[begin:end])
+            torch.index_select(views[number], 0, index, out=rows[begin:end])
 
     def scatter(self, first: int, rows: Tensor) -> None:
         """The inverse of :meth:`gather`: into the views."""
-        rows = _as_bits(rows)
+        rows, views = _as_bits(rows), self._in_bits()
         wide = _as_wide(rows)
         for number, index, begin, end in self._runs(first, rows.shape[0]):
-            view = self._wide[number]
+            view = views.wide[number]
             if view is None or wide is None:
-                self._views[number].index_copy_(0, index, rows[begin:end])
+                views.bits[number].index_copy_(0, index, rows[begin:end])
             else:
                 view.index_copy_(0, index, wide[begin:end])
+
+    def _in_bits(self) -> _Copied:
+        if self._copied is None:
+            bits = [_as_bits(view) for view in self._views]
+            self._copied = _Copied(bits, [_as_wide(view) for view in bits])
+        return self._copied
 
     def _runs(self, first: int, count: int) -> Iterator[tuple[int, Any, int, int]]:
         """(which view, which of its rows, and where in ``rows`` they begin and end)."""
@@ -138,6 +144,13 @@ class Blocks:
             step = min(count - done, len(self._ids) - at)
             yield number, self._index[at : at + step], done, done + step
             done += step
+
+
+class _Copied(NamedTuple):
+    """The views, as torch copies them fastest."""
+
+    bits: list[Tensor]
+    wide: list[Tensor | None]
 
 
 def _as_bits(tensor: Tensor) -> Tensor:

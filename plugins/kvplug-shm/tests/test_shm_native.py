@@ -23,6 +23,7 @@ from kvplug_shm.memory.words import Words
 from kvplug_shm.native import library as native
 from kvplug_shm.native.ends import NativeReadingEnd, NativeWritingEnd, reading_end, writing_end
 from kvplug_shm.native.spans import Span
+from kvplug_shm.pipe.head import Head
 from kvplug_shm.pipe.native import NativeIncoming, NativeOutgoing, incoming, outgoing
 from kvplug_shm.pipe.rings import LINE, Incoming, Outgoing, Pieces, lines, segment_size
 from kvplug_shm.ring import order
@@ -98,14 +99,14 @@ class Ring:
 
     def put(self, nbytes: int, limit: int) -> Any:
         data = torch.arange(nbytes, dtype=torch.int64).to(torch.uint8)
-        return self.out.put(b"p" * LINE, data.data_ptr(), nbytes, limit)
+        return self.out.put(Head(b"p" * LINE, nbytes), data.data_ptr(), limit)
 
     def take(self, nbytes: int) -> Any:
         here, line = self.into.next_line()
         if here < LINE + lines(nbytes):
             return here
         target = torch.zeros(nbytes, dtype=torch.uint8)
-        self.into.take(LINE, target.data_ptr(), nbytes, LINE + lines(nbytes))
+        self.into.take(target.data_ptr(), nbytes)
         return line, target.tolist()
 
     def step(self, what: str, *args: int) -> Any:

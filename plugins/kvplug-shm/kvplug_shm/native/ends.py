@@ -19,7 +19,7 @@ class NativeWritingEnd(WritingEnd):
         self, library: Library, memory: Words, num_readers: int, places: int, *, sent: int = 0
     ) -> None:
         self.state = End(words=memory.address, places=places, readers=num_readers)
-        self.pointer = ctypes.addressof(self.state)
+        self.pointer = ctypes.c_void_p(ctypes.addressof(self.state))
         self._publish, self._spun = library.publish, library.spun_for_room
         super().__init__(memory, num_readers, places, sent=sent)
 
@@ -43,7 +43,7 @@ class NativeReadingEnd(ReadingEnd):
 
     def __init__(self, library: Library, memory: Words, reader: int, places: int, *, read: int = 0) -> None:
         self.state = End(words=memory.address, places=places, readers=reader)
-        self.pointer = ctypes.addressof(self.state)
+        self.pointer = ctypes.c_void_p(ctypes.addressof(self.state))
         self._release, self._spun = library.release, library.spun_for_units
         super().__init__(memory, reader, places, read=read)
 

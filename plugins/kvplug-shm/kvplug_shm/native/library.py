@@ -23,9 +23,9 @@ _PROTOTYPES: Final[dict[str, tuple[Any, ...]]] = {
     "kvplug_release": (None, _POINTER, _I64),
     "kvplug_spun_for_units": (ctypes.c_int, _POINTER, _I64, _I64),
     "kvplug_spun_for_room": (ctypes.c_int, _POINTER, _I64, _I64),
-    "kvplug_put": (ctypes.c_int, _POINTER, ctypes.c_char_p, _I64, _POINTER, *[_I64] * 3),
+    "kvplug_put": (ctypes.c_int, _POINTER, _POINTER, _POINTER, _I64),
     "kvplug_peek": (_I64, _POINTER, _POINTER),
-    "kvplug_take": (None, _POINTER, _I64, _POINTER, _I64, _I64),
+    "kvplug_take": (None, _POINTER, _POINTER, _I64),
     "kvplug_push": (_I64, _POINTER, ctypes.c_char_p, _I64, _POINTER, *[_I64] * 6),
     "kvplug_pull": (_I64, _POINTER, _POINTER, *[_I64] * 6),
 }
@@ -40,6 +40,17 @@ class End(ctypes.Structure):
         ("places", ctypes.c_uint64),
         ("count", ctypes.c_uint64),
         ("readers", _I64),
+    )
+
+
+class Message(ctypes.Structure):
+    """``struct message`` of ring.c."""
+
+    _fields_ = (
+        ("prefix", ctypes.c_char_p),
+        ("prefix_bytes", _I64),
+        ("nbytes", _I64),
+        ("cost", _I64),
     )
 
 

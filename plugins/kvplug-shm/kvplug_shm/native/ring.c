@@ -48,6 +48,14 @@ struct span {
     int64_t row_bytes;
 };
 
+/* What is the same of all small messages of one shape and dtype. */
+struct message {
+    const char *prefix;
+    int64_t prefix_bytes; /* whole lines */
+    int64_t nbytes;
+    int64_t cost; /* what it counts for while it is unread */
+};
+
 static word_t *word_at(const struct end *end, int64_t word) {
     return (word_t *)(end->words + word * LINE);
 }
@@ -201,17 +209,16 @@ static void read_at(const struct end *end, uint64_t at, void *target, uint64_t n
 }
 
 /* Publish a whole message, if there is room, with `limit` units unread at most. Whether it was. */
-int kvplug_put(struct end *end, const char *prefix, int64_t prefix_bytes, const void *source, int64_t nbytes,
-               int64_t cost, int64_t limit) {
-    int64_t room = room_of(end), taken = prefix_bytes + (int64_t)lines(nbytes);
+int kvplug_put(struct end *end, const struct message *message, const void *source, int64_t limit) {
+    int64_t room = room_of(end), taken = message->prefix_bytes + (int64_t)lines(message->nbytes);
     if (room < taken)
         return room < 0 ? IMPLAUSIBLE : 0;
     uint64_t unread = end->places - (uint64_t)room;
-    if (unread ? unread + (uint64_t)cost > (uint64_t)limit : nobody_reads(end))
+    if (unread ? unread + (uint64_t)message->cost > (uint64_t)limit : nobody_reads(end))
         return 0;
     uint64_t at = end->count % end->places;
-    write_at(end, at, prefix, prefix_bytes);
-    write_at(end, (at + prefix_bytes) % end->places, source, nbytes);
+    write_at(end, at, message->prefix, message->prefix_bytes);
+    write_at(end, (at + message->prefix_bytes) % end->places, source, message->nbytes);
     kvplug_publish(end, taken);
     return 1;
 }
@@ -224,10 +231,10 @@ int64_t kvplug_peek(const struct end *end, void *line) {
     return here;
 }
 
-/* Copy `nbytes` that lie `skip` units on, and give `taken` units back. They have come. */
-void kvplug_take(struct end *end, int64_t skip, void *target, int64_t nbytes, int64_t taken) {
-    read_at(end, (end->count + skip) % end->places, target, nbytes);
-    kvplug_release(end, taken);
+/* Copy the `nbytes` that lie after the first line, and give all of that back. It has come. */
+void kvplug_take(struct end *end, void *target, int64_t nbytes) {
+    read_at(end, (end->count + LINE) % end->places, target, nbytes);
+    kvplug_release(end, LINE + lines(nbytes));
 }
 
 /* The part of a message from byte `done` on that lies in one piece, `nbytes` of it at most. */

@@ -17,7 +17,7 @@ class Span:
     def __init__(self, struct: library.Span, *described: array[int]) -> None:
         self._struct = struct
         self._described = described
-        self.pointer = ctypes.addressof(struct)
+        self.pointer = ctypes.c_void_p(ctypes.addressof(struct))
 
     @classmethod
     def flat(cls, address: int) -> Span:

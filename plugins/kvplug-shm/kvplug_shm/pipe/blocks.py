@@ -16,7 +16,8 @@ from kvplug.wire import TensorMeta
 from kvplug.wire.tensors import dtype_name
 from kvplug_shm.memory.pool import Pool
 from kvplug_shm.native.spans import Span
-from kvplug_shm.pipe.content import Content, padded_prefix
+from kvplug_shm.pipe.content import Content
+from kvplug_shm.pipe.head import head_of
 from kvplug_shm.pipe.rings import Incoming, Outgoing
 
 if TYPE_CHECKING:
@@ -40,8 +41,7 @@ class BlockContent(Content):
         self._blocks: Blocks | None = blocks
         self._pool = pool
         self._cut = _CutRow(blocks)
-        self.nbytes = blocks.nbytes
-        self.prefix = padded_prefix(blocks.dtype, torch.Size(blocks.shape), self.nbytes)
+        self.head = head_of(blocks.dtype, torch.Size(blocks.shape))
 
     @property
     def span(self) -> Span | None:

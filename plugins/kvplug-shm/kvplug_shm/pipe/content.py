@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from kvplug.wire.copying import address_of
-from kvplug.wire.messages import NONE, is_dense, tensor_prefix
+from kvplug.wire.messages import is_dense
 from kvplug.wire.tensors import memory_of
 from kvplug_shm.native.spans import Span
-from kvplug_shm.pipe.rings import LINE, Outgoing, lines
+from kvplug_shm.pipe.head import OF_NONE, head_of
+from kvplug_shm.pipe.rings import Outgoing
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-_NONE = NONE.ljust(LINE, b"\0")
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 class Content:
     """What is sent: the bytes that announce it, and where the tensor's are, which it keeps alive."""
 
-    __slots__ = ("_owner", "_span", "address", "nbytes", "prefix")
+    __slots__ = ("_owner", "_span", "address", "head")
 
     def __init__(self, tensor: Tensor | None) -> None:
         """From any CPU tensor; a non-contiguous one is copied.
@@ -33,18 +32,21 @@ class Content:
         """
         self._owner: Any = tensor
         self._span: Span | None = None
-        self.address = self.nbytes = 0
+        self.address = 0
         if tensor is None:
-            self.prefix = _NONE
+            self.head = OF_NONE
             return
         if is_plain(tensor):  # as memory_of finds it, without making the view
-            self.nbytes = tensor.nbytes
             self.address = tensor.data_ptr()
         else:
             self._owner = memory = memory_of(tensor)
-            self.nbytes = memory.nbytes
             self.address = address_of(memory)
-        self.prefix = padded_prefix(tensor.dtype, tensor.shape, self.nbytes)
+        self.head = head_of(tensor.dtype, tensor.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Of the tensor."""
+        return self.head.nbytes
 
     @property
     def span(self) -> Span | None:
@@ -63,17 +65,6 @@ class Content:
     def drop(self) -> None:
         """The memory is the caller's alone again."""
         self._owner = None
-
-
-@functools.lru_cache(1024)
-def padded_prefix(dtype: torch.dtype, shape: torch.Size, nbytes: int) -> bytes:
-    """What goes before a tensor's bytes, in whole lines.
-
-    Raises UnsupportedError: the dtype is not carried.
-    """
-    # A pipe sees the same few shapes over and over.
-    prefix = tensor_prefix(dtype, shape, nbytes)
-    return prefix.ljust(lines(len(prefix)), b"\0")
 
 
 def is_plain(tensor: Tensor) -> bool:

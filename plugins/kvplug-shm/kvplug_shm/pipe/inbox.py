@@ -229,7 +229,7 @@ class Inbox:
         else:
             return NOT_YET
         try:
-            ring.take(LINE, tensor.data_ptr() if tensor is not None and nbytes else 0, nbytes, taken)
+            ring.take(0 if tensor is None else tensor.data_ptr(), nbytes)
         except BaseException:
             self._break_down(_INTERRUPTED)
             raise

@@ -48,7 +48,7 @@ class Message:
     @property
     def least(self) -> int:
         """Bytes of the ring without which nothing more of it gets in."""
-        return LINE if self.announced else len(self.content.prefix)
+        return LINE if self.announced else len(self.content.head.prefix)
 
     def push(self, ring: Outgoing, pieces: Pieces, publish: Callable[[Outgoing, int], bool]) -> bool:
         """Copy as much as there is room for, and publish it. Whether that was anything.
@@ -66,7 +66,7 @@ class Message:
         room = end.room() & -LINE
         if room == ring.nbytes and end.over(0):
             raise NotTakenError
-        prefix = b"" if self.announced else content.prefix
+        prefix = b"" if self.announced else content.head.prefix
         taken = len(prefix)
         if room < (taken or LINE):
             return False

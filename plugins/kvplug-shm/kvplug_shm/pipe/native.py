@@ -10,7 +10,8 @@ from kvplug_shm.memory.segment import Segment
 from kvplug_shm.native.ends import NativeReadingEnd, NativeWritingEnd
 from kvplug_shm.native.library import Library
 from kvplug_shm.native.spans import Span
-from kvplug_shm.pipe.rings import LINE, SMALLEST_COST, Incoming, Outgoing, Pieces
+from kvplug_shm.pipe.head import Head
+from kvplug_shm.pipe.rings import LINE, Incoming, Outgoing, Pieces
 
 _MOST_NS: Final = 5_000_000
 """How long one call may take that moves many pieces: then deadlines are looked at, and signals handled."""
@@ -27,9 +28,8 @@ class NativeOutgoing(Outgoing):
         self._spin_ns = int(spin_s * 1e9)
         self._put, self._push, self._long_push = library.put, library.push, library.long_push
 
-    def put(self, prefix: bytes, address: int, nbytes: int, limit: int) -> bool:
-        cost = nbytes if nbytes > SMALLEST_COST else SMALLEST_COST
-        done = self._put(self._end, prefix, len(prefix), address, nbytes, cost, limit)
+    def put(self, head: Head, address: int, limit: int) -> bool:
+        done = self._put(self._end, head.pointer, address, limit)
         if done < 0:
             self.end.room()  # says why
         return done == 1
@@ -68,17 +68,18 @@ class NativeIncoming(Incoming):
         self._end = end.pointer
         self._spin_ns = int(spin_s * 1e9)
         self._line = ctypes.create_string_buffer(LINE)
+        self._line_at = ctypes.c_void_p(ctypes.addressof(self._line))
         self._peek, self._take = library.peek, library.take
         self._pull, self._long_pull = library.pull, library.long_pull
 
     def next_line(self) -> tuple[int, bytes]:
-        here = self._peek(self._end, self._line)
+        here = self._peek(self._end, self._line_at)
         if here < LINE:
             return super().next_line() if here < 0 else (here, b"")
         return here, self._line.raw
 
-    def take(self, skip: int, address: int, nbytes: int, taken: int) -> None:
-        self._take(self._end, skip, address, nbytes, taken)
+    def take(self, address: int, nbytes: int) -> None:
+        self._take(self._end, address, nbytes)
 
     def pull(self, span: Span, done: int, nbytes: int, unreleased: int, largest: int) -> int:
         """Take as much of a message as comes without sleeping, from byte ``done`` of ``nbytes`` on.

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from kvplug import Deadline, Fate, TimeoutError, Transfer, WireError
 from kvplug_shm.memory import waiting
 from kvplug_shm.pipe.content import Content
+from kvplug_shm.pipe.head import Head
 from kvplug_shm.pipe.message import Message, NotTakenError, Step
 from kvplug_shm.pipe.rings import Outgoing, Pieces
 
@@ -71,14 +72,14 @@ class Outbox:
     def queued_bytes(self) -> int:
         return self._queued_bytes
 
-    def send_at_once(self, content: Content) -> Transfer | None:
+    def send_at_once(self, head: Head, address: int) -> Transfer | None:
         """The transfer of a small message that there is room for; ``None``: leave it to :meth:`send`."""
-        ring, nbytes = self._ring, content.nbytes
-        if ring is None or self._queued_bytes or nbytes > self._pieces.smallest:
+        ring = self._ring
+        if ring is None or self._queued_bytes or head.nbytes > self._pieces.smallest:
             return None
         try:
             with self._writing:
-                if self._ended or not ring.put(content.prefix, content.address, nbytes, self._limit):
+                if self._ended or not ring.put(head, address, self._limit):
                     return None
         except WireError:
             return None  # it is not better in a moment
@@ -88,7 +89,7 @@ class Outbox:
         finally:
             if self._ended:
                 self._say_that_it_ended()
-        transfer = Transfer(nbytes)
+        transfer = Transfer(head.nbytes)
         transfer.finish()
         return transfer
 

@@ -31,6 +31,7 @@ from kvplug_shm.memory.segment import Segment
 from kvplug_shm.native.library import Library
 from kvplug_shm.pipe.blocks import BlockContent, BlockTarget
 from kvplug_shm.pipe.content import Content, is_plain
+from kvplug_shm.pipe.head import OF_NONE, head_of
 from kvplug_shm.pipe.inbox import NOT_YET, Inbox
 from kvplug_shm.pipe.native import incoming, outgoing
 from kvplug_shm.pipe.outbox import Outbox
@@ -178,10 +179,13 @@ class ShmPipe(Pipe):
             raise self._fate.error()
         with self._sending.taken():
             deadline = None if timeout is DEFAULT_TIMEOUT else Deadline.after(timeout)
-            content = Content(tensor)
-            transfer = self._outbox.send_at_once(content)
+            transfer = None
+            if tensor is None:
+                transfer = self._outbox.send_at_once(OF_NONE, 0)
+            elif is_plain(tensor):
+                transfer = self._outbox.send_at_once(head_of(tensor.dtype, tensor.shape), tensor.data_ptr())
             if transfer is None:
-                transfer = self._outbox.send(content, deadline or Deadline.after(self._timeout_s))
+                transfer = self._outbox.send(Content(tensor), deadline or Deadline.after(self._timeout_s))
             return transfer
 
     def recv_tensor(self, out: Tensor | None = None, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Tensor | None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import attrs
 import torch
@@ -17,6 +17,9 @@ from kvplug_shm.memory.segment import Segment
 from kvplug_shm.memory.words import Words
 from kvplug_shm.ring import order
 from kvplug_shm.ring.ends import ReadingEnd, WritingEnd
+
+if TYPE_CHECKING:
+    from kvplug_shm.pipe.head import Head
 
 LINE: Final = 64
 SMALLEST_BYTES: Final = 1024
@@ -94,12 +97,12 @@ class Outgoing(_Ring):
         super().__init__(segment, ring, nbytes)
         self.end = WritingEnd(self.words, 1, nbytes)
 
-    def put(self, prefix: bytes, address: int, nbytes: int, limit: int) -> bool:
+    def put(self, head: Head, address: int, limit: int) -> bool:
         """Publish a whole small message, if there is room, with ``limit`` bytes unread at most.
 
         Says whether it was. Raises WireError if the reader's word says what no reader can have done.
         """
-        end = self.end
+        end, prefix, nbytes = self.end, head.prefix, head.nbytes
         taken = len(prefix) + lines(nbytes)
         room = end.room()
         unread = self.nbytes - room
@@ -149,11 +152,11 @@ class Incoming(_Ring):
         here = end.available()
         return here, b"" if here < LINE else self.peek(end.read, LINE)
 
-    def take(self, skip: int, address: int, nbytes: int, taken: int) -> None:
-        """Copy ``nbytes`` that lie ``skip`` bytes on to ``address``, and give ``taken`` bytes back."""
+    def take(self, address: int, nbytes: int) -> None:
+        """Copy the ``nbytes`` that lie after the first line to ``address``, and give all of that back."""
         if nbytes:
-            self.copy(self.end.read + skip, address, nbytes)
-        self.end.release(taken)
+            self.copy(self.end.read + LINE, address, nbytes)
+        self.end.release(LINE + lines(nbytes))
 
     def peek(self, count: int, nbytes: int) -> bytes:
         """A copy of a few bytes from byte ``count`` of the stream on."""
