@@ -5,14 +5,16 @@ from __future__ import annotations
 import statistics
 import tempfile
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
+from queue import SimpleQueue
 from typing import Any
 
 import attrs
 
 from kvplug.bench.candidate import BULK, COPY, LATENCY, QUEUE, WAKE, Candidate
 from kvplug.bench.content import SMALLEST
+from kvplug.bench.interrupts import Interrupts, held_back
 from kvplug.bench.links import UnavailableError
 from kvplug.bench.queues import VALUE
 from kvplug.bench.stopwatch import in_burst
@@ -107,6 +109,7 @@ def one_turn(candidate: Candidate, plan: Plan) -> list[Figures]:
     Raises:
         UnavailableError: it cannot work here.
         KvplugError: a process of it died, raised or did not end; holds its last words.
+        KeyboardInterrupt: after the last of its processes is gone.
     """
     size = {COPY: 1, QUEUE: 1 + plan.readers}.get(candidate.kind, 2)
     bulk = [
@@ -127,7 +130,7 @@ def one_turn(candidate: Candidate, plan: Plan) -> list[Figures]:
     }
     target = f"{take_part.__module__}:{take_part.__name__}"
     life_s = LIFE_S + plan.idle_s
-    with ExitStack() as stack:
+    with held_back() as interrupts, ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="kvplug-bench-"))
         pool = stack.enter_context(ThreadPoolExecutor(size, thread_name_prefix="kvplug bench"))
         ends: list[peers.Peer] = []
@@ -137,8 +140,9 @@ def one_turn(candidate: Candidate, plan: Plan) -> list[Figures]:
                 target, its, timeout_s=life_s, env=candidate.env, python=candidate.python, flags=["-P"]
             )
             ends.append(stack.enter_context(child))
+            interrupts.check()
         attended = [pool.submit(_attend, each, ends, life_s) for each in ends]
-        every = _gathered(attended)
+        every = _gathered(attended, interrupts)
     return [
         *(_bulk(op, nbytes, [each[f"{op} {nbytes}"] for each in every]) for op, nbytes in bulk),
         *(_small(op, [each.get(op, {}) for each in every], candidate.kind) for op in small),
@@ -160,16 +164,19 @@ def _attend(end: peers.Peer, ends: Sequence[peers.Peer], life_s: float) -> dict[
                 other.send(value)
 
 
-def _gathered(attended: Sequence[Future[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """Raises the error that the others follow from."""
-    ended: list[Future[dict[str, Any]]] = []
+def _gathered(attended: Sequence[Future[dict[str, Any]]], interrupts: Interrupts) -> list[dict[str, Any]]:
+    """Raises the error that the others follow from, or KeyboardInterrupt."""
+    ended: SimpleQueue[Future[dict[str, Any]]] = SimpleQueue()
     for future in attended:
-        future.add_done_callback(ended.append)
-    wait(attended, return_when=FIRST_EXCEPTION)
-    if any(future.done() and future.exception() for future in attended):
-        wait(attended, SETTLE_S)
-        settled = [future for future in (*ended, *attended) if future.done()]  # who was first comes first
-        raise min((error for future in settled if (error := future.exception())), key=_depth)
+        future.add_done_callback(ended.put)
+    in_turn: list[Future[dict[str, Any]]] = []  # who was first comes first
+    for _ in attended:
+        in_turn.append(interrupts.get(ended))
+        if in_turn[-1].exception():
+            wait(attended, SETTLE_S)
+            in_turn += [interrupts.get(ended) for _ in range(ended.qsize())]
+            settled = [*in_turn, *(future for future in attended if future.done())]
+            raise min((error for future in settled if (error := future.exception())), key=_depth)
     return [future.result() for future in attended]
 
 

@@ -18,6 +18,7 @@ import click
 from kvplug.bench.candidate import BASELINES, Candidate, baseline
 from kvplug.bench.choice import transports
 from kvplug.bench.content import SMALLEST
+from kvplug.bench.interrupts import held_back
 from kvplug.bench.plot import FORMATS, check_plot, save_plot
 from kvplug.bench.rounds import Outcome, Plan, run_rounds
 from kvplug.bench.rows import COLUMNS, Comparison, cells, compare, refused
@@ -29,6 +30,19 @@ from kvplug.queue import MAX_CHUNK_BYTES, MAX_CHUNKS
 from kvplug.registry import Registry
 
 _TOLD = "failed; what its process said last:"
+_INTERRUPTED = 130
+"""The exit code that shells give to what SIGINT has ended."""
+
+
+class _Stoppable(click.Command):
+    """Ended by Ctrl-C it says so."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            click.echo("stopped", err=True)
+            ctx.exit(_INTERRUPTED)
 
 
 def _list(_: click.Context, __: click.Parameter, text: str | None) -> tuple[str, ...]:
@@ -74,7 +88,7 @@ def _picture(_: click.Context, __: click.Parameter, path: str | None) -> str | N
     return path
 
 
-@click.command()
+@click.command(cls=_Stoppable)
 @click.option(
     "--transport",
     "names",
@@ -169,7 +183,7 @@ def bench(
     if importlib.util.find_spec("torch") is None:
         raise UnsupportedError("kvplug bench moves tensors, and torch is not installed: pip install torch")
     plan = Plan(sizes=sizes, rounds=rounds, readers=readers, idle_s=idle_s)
-    with _progress(len(candidates) * rounds) as turn:
+    with held_back(), _progress(len(candidates) * rounds) as turn:
         outcomes = run_rounds(candidates, plan, turn)
     compared = [
         comparison

@@ -287,9 +287,9 @@ def session(leader: int) -> set[int]:
     return found
 
 
-@pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize(("ending", "code"), [(signal.SIGINT, 130), (signal.SIGKILL, -signal.SIGKILL)])
 def test_whatever_ends_it_no_process_is_left(
-    started: tuple[subprocess.Popen[bytes], bytearray], ending: signal.Signals
+    started: tuple[subprocess.Popen[bytes], bytearray], ending: signal.Signals, code: int
 ) -> None:
     child, seen = started
     limit = time.monotonic() + LONGEST_S
@@ -300,7 +300,7 @@ def test_whatever_ends_it_no_process_is_left(
         assert time.monotonic() < limit
         time.sleep(0.05)
     child.send_signal(ending)
-    assert child.wait(30)
+    assert child.wait(limit - time.monotonic()) == code
     while left := session(child.pid):
         assert time.monotonic() < limit, left
         time.sleep(0.05)
