@@ -1,8 +1,8 @@
 """Ctrl-C while processes are measured: heard at once, raised where nothing is half done.
 
 A KeyboardInterrupt can come between any two steps of the main thread. Where that has just taken the lock of a
-future, the future's own thread waits for it without end. Where it has just started a process, nobody ends that.
-Where it is in the middle of a finalizer, it is printed and forgotten.
+future, the thread of that future waits for it without end. Where it has just started one more process, nobody
+ends that. In the middle of a finalizer it is printed and forgotten.
 """
 
 from __future__ import annotations
