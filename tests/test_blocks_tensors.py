@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
@@ -134,3 +135,31 @@ def test_a_block_that_comes_twice_can_be_sent_and_not_received_into() -> None:
     assert torch.equal(bits(blocks.gathered()), naive([view], [2, 2]))
     with pytest.raises(LayoutError, match="block 2 comes twice"):
         blocks.check_distinct()
+
+
+@pytest.mark.parametrize("of", ["conjugated", "negated"])
+def test_numbers_that_are_still_to_be_made_are_refused(of: str) -> None:
+    cache = torch.ones(4, 3, dtype=torch.complex64)
+    view = cache.conj() if of == "conjugated" else cache.conj().imag
+    with pytest.raises(LayoutError, match="resolve"):
+        Blocks([view], [0])
+
+
+def test_the_views_are_kept_whatever_becomes_of_the_list() -> None:
+    views = [filled((4, 3), torch.float32)]
+    wanted = naive(views, [2, 1])
+    blocks = Blocks(views, [2, 1])
+    kept = weakref.ref(views[0])
+    views.clear()
+    assert kept() is not None
+    assert torch.equal(bits(blocks.gathered()), wanted)
+
+
+def test_rows_that_lie_over_each_other_or_nowhere_are_at_no_address() -> None:
+    plain = torch.zeros(4, 3)
+    assert Blocks([plain], [1]).rows_in_memory() == [(plain.data_ptr(), 12)]
+    assert Blocks([plain[:1].expand(4, 3)], [1]).rows_in_memory() is None
+    assert Blocks([torch.zeros(9).as_strided((4, 3), (1, 1))], [1]).rows_in_memory() is None
+    assert Blocks([plain.t()], [1]).rows_in_memory() is None
+    assert Blocks([plain.to("meta")], [1]).rows_in_memory() is None
+    assert Blocks([plain.as_subclass(type("Ours", (torch.Tensor,), {}))], [1]).rows_in_memory() is None

@@ -26,9 +26,10 @@ class Blocks:
         """Look at them; nothing is copied.
 
         Raises:
-            LayoutError: there is no view, or views differ in shape, dtype or device; a block id is no
-                integer of 64 bits, or no row of the views.
+            LayoutError: there is no view, or views differ in shape, dtype or device, or stand for other
+                numbers than lie there (``is_conj``, ``is_neg``); a block id is no integer of 64 bits or no row.
         """
+        views = tuple(views)  # which keeps them, whatever becomes of what was given
         if not views:
             raise LayoutError("blocks of no tensor: give at least one view")
         first = views[0]
@@ -41,6 +42,10 @@ class Blocks:
                 raise LayoutError(
                     f"views are of one dtype on one device; got {first.dtype} on {first.device} and"
                     f" {view.dtype} on {view.device}"
+                )
+            if view.is_conj() or view.is_neg():
+                raise LayoutError(
+                    "a view's numbers are still to be conjugated or negated: resolve that first"
                 )
         try:
             self._ids = array("q", block_ids)
@@ -86,14 +91,18 @@ class Blocks:
     def rows_in_memory(self) -> list[tuple[int, int]] | None:
         """For each view the address of its row 0, and how many bytes further each next one is.
 
-        ``None``: not in the memory of this machine's processor, or rows that are no single piece of it. The
-        addresses are good for as long as the views are alive.
+        ``None``: not in the memory of this machine's processor, or rows that are no single piece of it, or
+        that lie over each other. The addresses are good for as long as this object is alive.
         """
         if self.device.type != "cpu" or not (self._ids and self.row_bytes):
             return None
-        if not all(view[0].is_contiguous() for view in self._views):
-            return None
-        return [(view.data_ptr(), view.stride(0) * view.element_size()) for view in self._views]
+        rows = []
+        for view in self._views:
+            stride = view.stride(0) * view.element_size() if _is_plain(view) else 0
+            if stride < self.row_bytes or not view[0].is_contiguous():
+                return None
+            rows.append((view.data_ptr(), stride))
+        return rows
 
     def empty(self) -> Tensor:
         """New memory for the message."""
@@ -144,6 +153,17 @@ class Blocks:
             step = min(count - done, len(self._ids) - at)
             yield number, self._index[at : at + step], done, done + step
             done += step
+
+
+def _is_plain(view: Tensor) -> bool:
+    """Whether its numbers lie in memory, and nothing else is to be known of it."""
+    import torch
+
+    return (
+        type(view) in (torch.Tensor, torch.nn.Parameter)
+        and view.layout is torch.strided
+        and not view.is_nested
+    )
 
 
 class _Copied(NamedTuple):

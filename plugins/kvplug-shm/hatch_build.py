@@ -5,12 +5,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import subprocess
 import sys
 import sysconfig
 import tempfile
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -44,16 +46,19 @@ class CompiledSteps(BuildHookInterface):
             folder.cleanup()
 
     def _compile(self, library: Path) -> bool:
-        compiler = shlex.split(os.environ.get("CC", "cc"))
-        command = [*compiler, *FLAGS, "-o", str(library), str(Path(self.root, SOURCE))]
+        source = Path(self.root, SOURCE)
+        built_from = f"-DSOURCE_CRC32={zlib.crc32(source.read_bytes())}u"
         try:
+            compiler = shlex.split(os.environ.get("CC") or "cc")
+            command = [*compiler, *FLAGS, built_from, "-o", str(library), str(source)]
             done = subprocess.run(command, capture_output=True, text=True, check=False)
-        except OSError as e:
+        except (OSError, ValueError) as e:
             why = str(e)
         else:
             if done.returncode == 0:
                 return True
             why = done.stderr.strip()
         self.app.display_warning(f"{SOURCE} is not compiled, and Python does without it: {why}")
-        library.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            library.unlink()
         return False

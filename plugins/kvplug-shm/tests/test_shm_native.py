@@ -6,29 +6,34 @@ import ctypes
 import logging
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
+from runpy import run_path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from kvplug import Blocks, WireError
+from kvplug import Blocks, TimeoutError, WireError
 from kvplug_shm.memory.segment import Segment
 from kvplug_shm.memory.words import Words
 from kvplug_shm.native import library as native
 from kvplug_shm.native.ends import NativeReadingEnd, NativeWritingEnd, reading_end, writing_end
 from kvplug_shm.native.spans import Span
-from kvplug_shm.pipe.head import Head
+from kvplug_shm.pipe.head import Head, head_of
 from kvplug_shm.pipe.native import NativeIncoming, NativeOutgoing, incoming, outgoing
 from kvplug_shm.pipe.rings import LINE, Incoming, Outgoing, Pieces, lines, segment_size
 from kvplug_shm.ring import order
 from kvplug_shm.ring.ends import ReadingEnd, WritingEnd
 
+ends_of_pipes = SimpleNamespace(**run_path(str(Path(__file__).with_name("pipe_ends.py"))))
+near_pair = ends_of_pipes.near_pair
 compiled = pytest.mark.skipif(native.library() is None, reason="this installation has no compiled steps")
 RING = 1024
 PIECES = Pieces(smallest=2 * LINE, largest=4 * LINE)
@@ -66,12 +71,14 @@ def test_a_library_that_cannot_be_used_is_told_and_done_without(
 
 
 @compiled
-def test_a_library_of_another_version_is_not_used(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_a_library_of_another_source_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(native, "_VERSION", 99)
+    source = tmp_path / "ring.c"
+    source.write_bytes(native._SOURCE.read_bytes() + b"\n")
+    monkeypatch.setattr(native, "_SOURCE", source)
     assert native.library.__wrapped__() is None
-    assert "not 99" in caplog.text
+    assert "another ring.c" in caplog.text
 
 
 def test_who_does_not_want_them_gets_none() -> None:
@@ -158,7 +165,8 @@ def test_both_agree_on_what_is_awaited(values: list[int], at: int, count: int) -
     try:
         room = writing[0].room()
     except WireError:
-        return  # to be found out by whoever asks next
+        assert writing[1].spun(count, 0.0)  # nothing to wait for: whoever goes on finds it out
+        return
     assert writing[1].spun(count, 0.0) == (room >= count)
 
 
@@ -221,12 +229,12 @@ def moved(
     while got < nbytes:
         turns += 1
         before = out.end.sent
-        sent += out.push(b"" if turns > 1 else prefix, spans[0], sent, nbytes, PIECES)
+        sent += out.push(b"" if turns > 1 else prefix, spans[0], sent, nbytes, PIECES, patient=False)
         if turns == 1:
             assert out.end.sent > before
             assert into.next_line()[1] == prefix
             unreleased = LINE
-        taken = into.pull(spans[1], got, nbytes, unreleased, PIECES.largest)
+        taken = into.pull(spans[1], got, nbytes, unreleased, PIECES.largest, patient=False)
         if taken:
             unreleased = 0
         got += taken
@@ -272,7 +280,7 @@ def test_nothing_is_pushed_for_a_reader_that_was_given_up() -> None:
     ring.out.end.evict(0)
     assert isinstance(ring.out, NativeOutgoing)
     before = bytes(ring.memory.view)
-    assert ring.out.push(b"p" * LINE, Span.flat(data.data_ptr()), 0, 600, PIECES) == 0
+    assert ring.out.push(b"p" * LINE, Span.flat(data.data_ptr()), 0, 600, PIECES, patient=True) == 0
     assert bytes(ring.memory.view) == before
 
 
@@ -286,9 +294,9 @@ def test_words_that_cannot_be_true_move_nothing(word: int) -> None:
     span = Span.flat(data.data_ptr())
     ring.say(order.tail(0), word)
     ring.say(order.HEAD, word)
-    assert ring.out.push(b"", span, 0, 600, PIECES) == 0
+    assert ring.out.push(b"", span, 0, 600, PIECES, patient=True) == 0
     if word < 2**63:
-        assert ring.into.pull(span, 0, 600, 0, LINE) == 0
+        assert ring.into.pull(span, 0, 600, 0, LINE, patient=True) == 0
         with pytest.raises(WireError):
             ring.into.next_line()
 
@@ -323,3 +331,72 @@ def test_the_wheel_has_them_where_a_compiler_is(compiler: str, tmp_path: Path) -
     assert (tag == "pure", included, told) == (
         (False, "1", "False") if compiler == "cc" else (True, "0", "True")
     )
+
+
+@compiled
+def test_an_end_whose_memory_was_let_go_of_says_so() -> None:
+    words = Words(segment(4096), 0, order.num_words(1))
+    ends = writing_end(words, 1, 8, native=True), reading_end(words, 0, 8, native=True)
+    words.words.release()
+    for call in (
+        ends[0].publish,
+        ends[1].release,
+        lambda: ends[0].spun(1, 0.0),
+        lambda: ends[1].spun(1, 0.0),
+    ):
+        with pytest.raises(ValueError, match="released"):
+            call()
+
+
+@compiled
+@pytest.mark.parametrize("end", ["the reader", "the writer"])
+def test_a_signal_is_handled_however_long_it_is_looked(end: str) -> None:
+    ring = Ring(True)
+    ring.out.end.publish(RING)
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    waiting = ring.into.end if end == "the reader" else ring.out.end
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        with pytest.raises(KeyboardInterrupt):
+            waiting.spun(RING + LINE if end == "the reader" else LINE, 3600.0)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@compiled
+@pytest.mark.parametrize("what", ["send", "receive"])
+def test_a_peer_that_trickles_is_waited_for_until_the_deadline_and_no_longer(
+    near_pair: Any, what: str
+) -> None:
+    one, other = near_pair(native=True, slots=1, slot_bytes=1024, spin_us=1_000_000)
+    over = threading.Event()
+
+    def trickle() -> None:
+        """Gives way, or publishes, a line at a time: the other end always has something to do soon."""
+        out, into = one._outbox._ring.end, other._inbox._ring.end
+        while not over.wait(0.002):
+            if what == "send" and into.available() >= LINE:
+                into.release(LINE)
+            elif what == "receive" and out.room() >= LINE:
+                out.publish(LINE)
+
+    if what == "receive":  # an announcement of far more than comes
+        head = head_of(torch.uint8, torch.Size([1 << 26]))
+        one._outbox._ring.write(0, head.prefix)
+        one._outbox._ring.end.publish(LINE)
+    thread = threading.Thread(target=trickle)
+    thread.start()
+    try:
+        if what == "send":
+            assert not one.send_tensor(torch.zeros(1 << 26, dtype=torch.uint8), timeout=0.3).done()
+        else:
+            with pytest.raises(TimeoutError, match="have arrived"):
+                other.recv_tensor(timeout=0.3)
+    finally:
+        over.set()
+        thread.join(30)

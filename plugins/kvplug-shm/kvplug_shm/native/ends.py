@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final
 
 from kvplug_shm.native.library import End, Library, library
 from kvplug_shm.ring.ends import ReadingEnd, WritingEnd
@@ -12,8 +13,17 @@ if TYPE_CHECKING:
     from kvplug_shm.memory.words import Words
 
 
+LONGEST_NS: Final = 5_000_000
+"""How long one call may take: then deadlines are looked at, and signals are handled."""
+
+
+def in_ns(seconds: float) -> int:
+    """As the compiled steps count."""
+    return int(min(seconds, 1e6) * 1e9)
+
+
 class NativeWritingEnd(WritingEnd):
-    """To be used only while the memory is mapped: no view is asked."""
+    """To be used only while the memory is mapped: ValueError where it was let go of."""
 
     def __init__(
         self, library: Library, memory: Words, num_readers: int, places: int, *, sent: int = 0
@@ -32,14 +42,15 @@ class NativeWritingEnd(WritingEnd):
         self.state.count = sent
 
     def publish(self, count: int = 1) -> None:
+        len(self._memory.words)  # raises
         self._publish(self.pointer, count)
 
     def spun(self, count: int, seconds: float) -> bool:
-        return bool(self._spun(self.pointer, count, int(seconds * 1e9)))
+        return _spun(self._spun, self, count, seconds)
 
 
 class NativeReadingEnd(ReadingEnd):
-    """To be used only while the memory is mapped: no view is asked."""
+    """To be used only while the memory is mapped: ValueError where it was let go of."""
 
     def __init__(self, library: Library, memory: Words, reader: int, places: int, *, read: int = 0) -> None:
         self.state = End(words=memory.address, places=places, readers=reader)
@@ -56,10 +67,25 @@ class NativeReadingEnd(ReadingEnd):
         self.state.count = read
 
     def release(self, count: int = 1) -> None:
+        len(self._memory.words)  # raises
         self._release(self.pointer, count)
 
     def spun(self, count: int, seconds: float) -> bool:
-        return bool(self._spun(self.pointer, count, int(seconds * 1e9)))
+        return _spun(self._spun, self, count, seconds)
+
+
+def _spun(
+    look: Callable[..., int], end: NativeWritingEnd | NativeReadingEnd, count: int, seconds: float
+) -> bool:
+    """In pieces: a signal waits no longer than one, and it is asked again whether there is memory."""
+    left_ns = in_ns(seconds)
+    while True:
+        len(end._memory.words)  # raises
+        if look(end.pointer, count, min(left_ns, LONGEST_NS)):
+            return True
+        left_ns -= LONGEST_NS
+        if left_ns <= 0:
+            return False
 
 
 def writing_end(words: Words, num_readers: int, places: int, *, native: bool) -> WritingEnd:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
@@ -14,7 +15,7 @@ import attrs
 logger = logging.getLogger(__name__)
 
 _FILE: Final = Path(__file__).with_name("_ring.so")
-_VERSION: Final = 1
+_SOURCE: Final = Path(__file__).with_name("ring.c")
 
 _POINTER, _I64 = ctypes.c_void_p, ctypes.c_int64
 _PROTOTYPES: Final[dict[str, tuple[Any, ...]]] = {
@@ -92,9 +93,8 @@ def library() -> Library | None:
         return None
     try:
         keeps, lets_go = ctypes.PyDLL(str(_FILE)), ctypes.CDLL(str(_FILE))
-        version = keeps.kvplug_version()
-        if version != _VERSION:
-            logger.warning("%s is of version %d, not %d; Python does without it", _FILE, version, _VERSION)
+        if keeps.kvplug_source() & 0xFFFFFFFF != zlib.crc32(_SOURCE.read_bytes()):
+            logger.warning("%s was built from another ring.c; Python does without it", _FILE)
             return None
     except (OSError, AttributeError) as e:
         logger.warning("%s cannot be used (%s); Python does without it", _FILE, e)

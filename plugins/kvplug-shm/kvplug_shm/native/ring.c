@@ -95,8 +95,11 @@ static void announce(struct end *end, int64_t word, uint64_t value, int64_t firs
         }
 }
 
-/* Another build than Python expects is not used. */
-int kvplug_version(void) { return 1; }
+/* What it was built from, as a checksum of this file: another build than Python expects is not used. */
+#ifndef SOURCE_CRC32
+#define SOURCE_CRC32 0
+#endif
+uint32_t kvplug_source(void) { return SOURCE_CRC32; }
 
 void kvplug_publish(struct end *end, uint64_t count) {
     end->count += count;
@@ -196,14 +199,16 @@ int kvplug_spun_for_room(const struct end *end, int64_t count, int64_t spin_ns) 
 
 static void write_at(struct end *end, uint64_t at, const void *source, uint64_t nbytes) {
     uint64_t first = end->places - at < nbytes ? end->places - at : nbytes;
-    memcpy(end->bytes + at, source, first);
+    if (first)
+        memcpy(end->bytes + at, source, first);
     if (first < nbytes)
         memcpy(end->bytes, (const unsigned char *)source + first, nbytes - first);
 }
 
 static void read_at(const struct end *end, uint64_t at, void *target, uint64_t nbytes) {
     uint64_t first = end->places - at < nbytes ? end->places - at : nbytes;
-    memcpy(target, end->bytes + at, first);
+    if (first)
+        memcpy(target, end->bytes + at, first);
     if (first < nbytes)
         memcpy((unsigned char *)target + first, end->bytes, nbytes - first);
 }

@@ -220,7 +220,7 @@ class Inbox:
             return NOT_YET
         meta, dtype, nbytes = small
         taken = LINE + lines(nbytes)
-        if here < taken or nbytes > self._pieces.smallest:
+        if here < taken or nbytes > self._pieces.at_once:
             return NOT_YET
         if out is None:
             tensor = None if meta is None else self._pool.tensor(meta)
@@ -243,7 +243,11 @@ class Inbox:
         if meta is None:
             if out is not None:
                 raise TensorMismatchError("the next message is None, and out= was given; it stays")
-            self._give_back(ring, message)
+            try:
+                self._give_back(ring, message)
+            except BaseException:
+                self._break_down(_INTERRUPTED)
+                raise
             return None
         if out is not None:
             check_fits(out, meta)
@@ -256,19 +260,18 @@ class Inbox:
             tensor = self._pool.tensor(meta)
         assert tensor is not None
         try:
-            complete = self._fill(ring, message, _Memory(tensor), deadline)
+            if not self._fill(ring, message, _Memory(tensor), deadline):
+                # Before anything is raised: what has arrived is part of what the next call returns.
+                if direct:
+                    self._keep(message, tensor)
+                elif message.got:
+                    message.own = tensor
+                raise self._late(message)
         except KvplugError:
             raise
         except BaseException:
             self._break_down(_INTERRUPTED)
             raise
-        if not complete:
-            # Before anything is raised: what has arrived is part of the message that the next call returns.
-            if direct:
-                self._keep(message, tensor)
-            elif message.got:
-                message.own = tensor
-            raise self._late(message)
         if out is not None and not direct:
             message.own = tensor
             try:
@@ -302,12 +305,8 @@ class Inbox:
         """Take what has arrived out of the caller's memory, which is the caller's again now."""
         if message.got:
             own = self._own(message)
-            try:
-                memory_of_writable(own)[: message.got] = memory_of(tensor)[: message.got]
-                message.own = own
-            except BaseException:
-                self._break_down(_INTERRUPTED)
-                raise
+            memory_of_writable(own)[: message.got] = memory_of(tensor)[: message.got]
+            message.own = own
 
     def _own(self, message: _Message) -> Tensor:
         """Memory for a part of a message that has arrived."""
@@ -339,7 +338,14 @@ class Inbox:
             if self._stopped:
                 raise self._fate.error()
             if memory.span is not None and isinstance(ring, NativeIncoming):
-                step = ring.pull(memory.span, message.got, nbytes, message.unreleased, piece)
+                step = ring.pull(
+                    memory.span,
+                    message.got,
+                    nbytes,
+                    message.unreleased,
+                    piece,
+                    patient=not deadline.expired,
+                )
                 if step == 0:
                     end.available()  # raises, if what the writer says is why
             else:
@@ -361,9 +367,9 @@ class Inbox:
 
     def _give_back(self, ring: Incoming, message: _Message) -> None:
         count, message.unreleased = message.unreleased, 0
+        ring.end.release(count)
         if message.meta is None:
             self._message = None
-        ring.end.release(count)
 
     def _wait(self, ring: Incoming, count: int, deadline: Deadline) -> bool:
         """Until ``count`` bytes are in the ring; False at the deadline.

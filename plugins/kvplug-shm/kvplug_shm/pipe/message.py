@@ -50,13 +50,20 @@ class Message:
         """Bytes of the ring without which nothing more of it gets in."""
         return LINE if self.announced else len(self.content.head.prefix)
 
-    def push(self, ring: Outgoing, pieces: Pieces, publish: Callable[[Outgoing, int], bool]) -> bool:
+    def push(
+        self,
+        ring: Outgoing,
+        pieces: Pieces,
+        publish: Callable[[Outgoing, int], bool],
+        *,
+        patient: bool = True,
+    ) -> bool:
         """Copy as much as there is room for, and publish it. Whether that was anything.
 
-        A piece at most, or with the compiled steps as much as gets in without sleeping. ``publish`` says no
-        where the message has failed meanwhile: its memory is the caller's again, and may be something else.
-        The compiled steps see that in the ring's words. Only one thread at a time, and only for the oldest
-        message.
+        A piece at most, or with the compiled steps as much as gets in without sleeping, where for room it is
+        looked for a moment if ``patient``. ``publish`` says no where the message has failed meanwhile: its
+        memory is the caller's again, and may be something else. The compiled steps see that in the ring's
+        words. Only one thread at a time, and only for the oldest message.
 
         Raises:
             NotTakenError: nobody reads it.
@@ -72,7 +79,7 @@ class Message:
             return False
         span = content.span if isinstance(ring, NativeOutgoing) else None
         if span is not None:
-            return self._push_natively(ring, span, prefix, pieces)
+            return self._push_natively(ring, span, prefix, pieces, patient)
         nbytes = min(pieces.next(self.done, content.nbytes - self.done), room - taken)
         if not taken and not nbytes:
             return False
@@ -88,11 +95,13 @@ class Message:
         self.done += nbytes
         return True
 
-    def _push_natively(self, ring: NativeOutgoing, span: Span, prefix: bytes, pieces: Pieces) -> bool:
+    def _push_natively(
+        self, ring: NativeOutgoing, span: Span, prefix: bytes, pieces: Pieces, patient: bool
+    ) -> bool:
         if self.step is Step.HELD:
             self.step = Step.TOUCHED
         before = ring.end.sent
-        self.done += ring.push(prefix, span, self.done, self.content.nbytes, pieces)
+        self.done += ring.push(prefix, span, self.done, self.content.nbytes, pieces, patient=patient)
         if ring.end.sent == before:
             return False
         self.announced = True

@@ -7,14 +7,13 @@ from typing import Final
 
 from kvplug_shm.memory.copying import LETS_GO_FROM
 from kvplug_shm.memory.segment import Segment
-from kvplug_shm.native.ends import NativeReadingEnd, NativeWritingEnd
+from kvplug_shm.native.ends import LONGEST_NS, NativeReadingEnd, NativeWritingEnd, in_ns
 from kvplug_shm.native.library import Library
 from kvplug_shm.native.spans import Span
 from kvplug_shm.pipe.head import Head
 from kvplug_shm.pipe.rings import LINE, Incoming, Outgoing, Pieces
 
-_MOST_NS: Final = 5_000_000
-"""How long one call may take that moves many pieces: then deadlines are looked at, and signals handled."""
+_ANY: Final = 2**63 - 1
 
 
 class NativeOutgoing(Outgoing):
@@ -25,25 +24,27 @@ class NativeOutgoing(Outgoing):
         self.end = end = NativeWritingEnd(library, self.words, 1, nbytes)
         end.state.bytes = self.address
         self._end = end.pointer
-        self._spin_ns = int(spin_s * 1e9)
+        self._spin_ns = min(in_ns(spin_s), LONGEST_NS)
         self._put, self._push, self._long_push = library.put, library.push, library.long_push
 
     def put(self, head: Head, address: int, limit: int) -> bool:
-        done = self._put(self._end, head.pointer, address, limit)
+        done = self._put(self._end, head.pointer, address, min(limit, _ANY))
         if done < 0:
             self.end.room()  # says why
         return done == 1
 
-    def push(self, prefix: bytes, span: Span, done: int, nbytes: int, pieces: Pieces) -> int:
+    def push(
+        self, prefix: bytes, span: Span, done: int, nbytes: int, pieces: Pieces, *, patient: bool
+    ) -> int:
         """Publish as much of a message as gets in without sleeping, from byte ``done`` of ``nbytes`` on.
 
-        How many bytes that were, without the prefix, which goes before them. What nobody reads, and what the
-        reader's word cannot mean, is not written.
+        ``patient``: for room it is looked again and again, for a moment. Returns how many bytes that were,
+        without the prefix, which goes before them. What nobody reads, and what the reader's word cannot
+        mean, is not written.
         """
-        if nbytes - done < LETS_GO_FROM:
-            push, spin_ns = self._push, 0
-        else:
-            push, spin_ns = self._long_push, self._spin_ns
+        small = nbytes - done < LETS_GO_FROM
+        push = self._push if small else self._long_push
+        spin_ns = self._spin_ns if patient and not small else 0
         return push(
             self._end,
             prefix,
@@ -54,7 +55,7 @@ class NativeOutgoing(Outgoing):
             pieces.smallest,
             pieces.largest,
             spin_ns,
-            _MOST_NS,
+            LONGEST_NS,
         )
 
 
@@ -66,7 +67,7 @@ class NativeIncoming(Incoming):
         self.end = end = NativeReadingEnd(library, self.words, 0, nbytes)
         end.state.bytes = self.address
         self._end = end.pointer
-        self._spin_ns = int(spin_s * 1e9)
+        self._spin_ns = min(in_ns(spin_s), LONGEST_NS)
         self._line = ctypes.create_string_buffer(LINE)
         self._line_at = ctypes.c_void_p(ctypes.addressof(self._line))
         self._peek, self._take = library.peek, library.take
@@ -81,17 +82,19 @@ class NativeIncoming(Incoming):
     def take(self, address: int, nbytes: int) -> None:
         self._take(self._end, address, nbytes)
 
-    def pull(self, span: Span, done: int, nbytes: int, unreleased: int, largest: int) -> int:
+    def pull(
+        self, span: Span, done: int, nbytes: int, unreleased: int, largest: int, *, patient: bool
+    ) -> int:
         """Take as much of a message as comes without sleeping, from byte ``done`` of ``nbytes`` on.
 
-        How many bytes that were. If any, ``unreleased`` bytes before them are given back too. What
-        the writer's word cannot mean is not read.
+        ``patient``: for more it is looked again and again, for a moment. Returns how many bytes that were. If
+        any, ``unreleased`` bytes before them are given back too. What the writer's word cannot mean is not
+        read.
         """
-        if nbytes - done < LETS_GO_FROM:
-            pull, spin_ns = self._pull, 0
-        else:
-            pull, spin_ns = self._long_pull, self._spin_ns
-        return pull(self._end, span.pointer, done, nbytes, unreleased, largest, spin_ns, _MOST_NS)
+        small = nbytes - done < LETS_GO_FROM
+        pull = self._pull if small else self._long_pull
+        spin_ns = self._spin_ns if patient and not small else 0
+        return pull(self._end, span.pointer, done, nbytes, unreleased, largest, spin_ns, LONGEST_NS)
 
 
 def outgoing(segment: Segment, ring: int, nbytes: int, library: Library | None, spin_s: float) -> Outgoing:

@@ -75,7 +75,7 @@ class Outbox:
     def send_at_once(self, head: Head, address: int) -> Transfer | None:
         """The transfer of a small message that there is room for; ``None``: leave it to :meth:`send`."""
         ring = self._ring
-        if ring is None or self._queued_bytes or head.nbytes > self._pieces.smallest:
+        if ring is None or self._queued_bytes or head.nbytes > self._pieces.at_once:
             return None
         try:
             with self._writing:
@@ -212,7 +212,8 @@ class Outbox:
         try:
             with self._writing:
                 while not self._ended:
-                    if message.push(ring, self._pieces, self._publish):
+                    patient = not deadline.expired
+                    if message.push(ring, self._pieces, self._publish, patient=patient):
                         if message.complete:
                             return
                     elif deadline.expired or not ring.end.spun(message.least, self._spin_s):
@@ -321,6 +322,7 @@ class Outbox:
                     self._wanted = 0
                     self._room.notify_all()
                     continue
+            ring.end.room()  # raises, if what the reader says is why there is none
             self._sleep(ring, wanted)
 
     def _sleep(self, ring: Outgoing, count: int) -> None:

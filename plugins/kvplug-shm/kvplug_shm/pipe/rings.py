@@ -63,6 +63,11 @@ class Pieces:
         largest = max(LINE, min(slot_bytes, ring_bytes // 4) & -LINE)
         return cls(max(LINE, largest // 4 & -LINE), largest)
 
+    @property
+    def at_once(self) -> int:
+        """Bytes of the largest message that is copied as a whole, with the interpreter's lock."""
+        return min(self.smallest, LETS_GO_FROM)
+
     def next(self, done: int, left: int) -> int:
         """Bytes of the next step, of a message of which so much was done."""
         fair = left // 4 & -LINE if done else 0
