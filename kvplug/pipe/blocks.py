@@ -26,8 +26,8 @@ class Blocks:
         """Look at them; nothing is copied.
 
         Raises:
-            LayoutError: there is no view, or views differ in shape, dtype or device, or stand for other
-                numbers than lie there (``is_conj``, ``is_neg``); a block id is no integer of 64 bits or no row.
+            LayoutError: there is no view, or views differ in shape, dtype or device, or are to be conjugated
+                or negated first; a block id is no integer of 64 bits, or no row of the views.
         """
         views = tuple(views)  # which keeps them, whatever becomes of what was given
         if not views:

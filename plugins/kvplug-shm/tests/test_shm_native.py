@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import logging
 import os
 import shutil
@@ -36,7 +37,7 @@ ends_of_pipes = SimpleNamespace(**run_path(str(Path(__file__).with_name("pipe_en
 near_pair = ends_of_pipes.near_pair
 compiled = pytest.mark.skipif(native.library() is None, reason="this installation has no compiled steps")
 RING = 1024
-PIECES = Pieces(smallest=2 * LINE, largest=4 * LINE)
+PIECES = Pieces(at_once=500, smallest=2 * LINE, largest=4 * LINE)
 
 
 def segment(nbytes: int = segment_size(RING)) -> Segment:
@@ -106,7 +107,7 @@ class Ring:
 
     def put(self, nbytes: int, limit: int) -> Any:
         data = torch.arange(nbytes, dtype=torch.int64).to(torch.uint8)
-        return self.out.put(Head(b"p" * LINE, nbytes), data.data_ptr(), limit)
+        return self.out.put(Head(b"p" * LINE, nbytes), data.data_ptr(), PIECES, limit)
 
     def take(self, nbytes: int) -> Any:
         here, line = self.into.next_line()
@@ -190,6 +191,22 @@ def test_whoever_sleeps_is_woken_and_nobody_else(sleeping: list[bool], count: in
                 end.release(count)
             left.append(list(words.words))
         assert left[0] == left[1]
+
+
+@compiled
+@settings(max_examples=100, deadline=None)
+@given(st.integers(0, RING // LINE), st.integers(101, RING // 2), st.integers(0, 2 * RING))
+def test_what_is_put_in_pieces_lies_there_as_what_is_put_at_once(shift: int, nbytes: int, limit: int) -> None:
+    left = []
+    for at_once in (100, RING):
+        ring = Ring(True)
+        ring.out.end.publish(shift * LINE)
+        ring.into.end.release(max(0, shift - 3) * LINE)
+        data = torch.arange(nbytes, dtype=torch.int64).to(torch.uint8)
+        pieces = Pieces(at_once=at_once, smallest=LINE, largest=2 * LINE)
+        done = ring.out.put(Head(b"p" * LINE, nbytes), data.data_ptr(), pieces, limit)
+        left.append((done, ring.out.end.sent, bytes(ring.memory.view)))
+    assert left[0] == left[1]
 
 
 @compiled
@@ -338,12 +355,8 @@ def test_an_end_whose_memory_was_let_go_of_says_so() -> None:
     words = Words(segment(4096), 0, order.num_words(1))
     ends = writing_end(words, 1, 8, native=True), reading_end(words, 0, 8, native=True)
     words.words.release()
-    for call in (
-        ends[0].publish,
-        ends[1].release,
-        lambda: ends[0].spun(1, 0.0),
-        lambda: ends[1].spun(1, 0.0),
-    ):
+    spins = [functools.partial(end.spun, 1, 0.0) for end in ends]
+    for call in (ends[0].publish, ends[1].release, *spins):
         with pytest.raises(ValueError, match="released"):
             call()
 
@@ -370,9 +383,7 @@ def test_a_signal_is_handled_however_long_it_is_looked(end: str) -> None:
 
 @compiled
 @pytest.mark.parametrize("what", ["send", "receive"])
-def test_a_peer_that_trickles_is_waited_for_until_the_deadline_and_no_longer(
-    near_pair: Any, what: str
-) -> None:
+def test_a_peer_that_trickles_is_waited_for_until_the_deadline(near_pair: Any, what: str) -> None:
     one, other = near_pair(native=True, slots=1, slot_bytes=1024, spin_us=1_000_000)
     over = threading.Event()
 

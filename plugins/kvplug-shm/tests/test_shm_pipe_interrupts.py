@@ -92,9 +92,9 @@ def test_a_send_that_is_interrupted_before_anything_was_written_holds_nothing(
             patch.setattr(one._outbox, "_copy_at_once", lambda *_: None)
             patch.setattr(one._outbox, "_accepted", raises(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
-            one.send_tensor(torch.zeros(3 * MIB, dtype=torch.uint8))
+            one.send_tensor(torch.zeros(5 * MIB, dtype=torch.uint8))
     assert one._outbox.queued_bytes == 0
-    sending = in_thread(lambda: one.send_tensor(torch.ones(3 * MIB, dtype=torch.uint8)))
+    sending = in_thread(lambda: one.send_tensor(torch.ones(5 * MIB, dtype=torch.uint8)))
     assert bool((other.recv_tensor() == 1).all()), "a message that was not sent has come"
     end_of(sending).wait(ends.PATIENCE_S)
 

@@ -213,19 +213,25 @@ static void read_at(const struct end *end, uint64_t at, void *target, uint64_t n
         memcpy((unsigned char *)target + first, end->bytes, nbytes - first);
 }
 
-/* Publish a whole message, if there is room, with `limit` units unread at most. Whether it was. */
-int kvplug_put(struct end *end, const struct message *message, const void *source, int64_t limit) {
-    int64_t room = room_of(end), taken = message->prefix_bytes + (int64_t)lines(message->nbytes);
-    if (room < taken)
+/* Whether there is room for a whole message now, with `limit` units unread at most. */
+static int fits(const struct end *end, const struct message *message, int64_t limit) {
+    int64_t room = room_of(end);
+    if (room < message->prefix_bytes + (int64_t)lines(message->nbytes))
         return room < 0 ? IMPLAUSIBLE : 0;
     uint64_t unread = end->places - (uint64_t)room;
-    if (unread ? unread + (uint64_t)message->cost > (uint64_t)limit : nobody_reads(end))
-        return 0;
-    uint64_t at = end->count % end->places;
-    write_at(end, at, message->prefix, message->prefix_bytes);
-    write_at(end, (at + message->prefix_bytes) % end->places, source, message->nbytes);
-    kvplug_publish(end, taken);
-    return 1;
+    return unread ? unread + (uint64_t)message->cost <= (uint64_t)limit : !nobody_reads(end);
+}
+
+/* Publish a whole message, if it fits. Whether it was. */
+int kvplug_put(struct end *end, const struct message *message, const void *source, int64_t limit) {
+    int there = fits(end, message, limit);
+    if (there == 1) {
+        uint64_t at = end->count % end->places;
+        write_at(end, at, message->prefix, message->prefix_bytes);
+        write_at(end, (at + message->prefix_bytes) % end->places, source, message->nbytes);
+        kvplug_publish(end, message->prefix_bytes + lines(message->nbytes));
+    }
+    return there;
 }
 
 /* How many units have come, and a copy of the first line of them, if it is whole. */
@@ -295,6 +301,20 @@ int64_t kvplug_push(struct end *end, const char *prefix, int64_t prefix_bytes, c
             break;
     }
     return done - begun;
+}
+
+/* Publish a whole message in pieces, if it fits: for large ones, which the other end begins to read meanwhile.
+ * Whether it was; not, too, if it was given up in the middle. */
+int kvplug_put_long(struct end *end, const struct message *message, const void *source, int64_t limit,
+                    int64_t smallest, int64_t largest) {
+    int there = fits(end, message, limit);
+    if (there == 1) {
+        struct span span = {.flat = (unsigned char *)source};
+        int64_t sent = kvplug_push(end, message->prefix, message->prefix_bytes, &span, 0, message->nbytes,
+                                   smallest, largest, 0, INT64_MAX / 2);
+        there = sent == message->nbytes;
+    }
+    return there;
 }
 
 /* Take as much of a message, from byte `done` of `nbytes` on, as comes.

@@ -15,7 +15,7 @@ import torch
 
 from kvplug import Deadline, Fate, KvplugError, TensorMismatchError, TimeoutError, WireError
 from kvplug.wire.messages import SHORTEST_TENSOR_PREFIX, check_fits, is_dense, prefix_size
-from kvplug.wire.tensors import TensorMeta, copy_into, memory_of, memory_of_writable
+from kvplug.wire.tensors import TensorMeta, copy_into, dtype_of, memory_of, memory_of_writable
 from kvplug_shm.memory import waiting
 from kvplug_shm.memory.pool import Pool
 from kvplug_shm.native.spans import Span
@@ -57,11 +57,14 @@ class _Memory:
 class _Message:
     """A message whose announcement has been read: what it is, and how much of it has arrived."""
 
-    __slots__ = ("got", "meta", "nbytes", "own", "unreleased")
+    __slots__ = ("dtype", "got", "meta", "nbytes", "own", "unreleased")
 
-    def __init__(self, meta: TensorMeta | None, unreleased: int) -> None:
+    def __init__(
+        self, meta: TensorMeta | None, dtype: torch.dtype | None, nbytes: int, unreleased: int
+    ) -> None:
         self.meta = meta
-        self.nbytes = 0 if meta is None else meta.nbytes
+        self.dtype = dtype
+        self.nbytes = nbytes
         self.got = 0
         self.unreleased = unreleased
         """Bytes of the ring, before the tensor's, that were read and not given back: its prefix."""
@@ -132,7 +135,7 @@ class Inbox:
                 tensor = self._at_once(ring, out, plain)
                 if tensor is not NOT_YET:
                     return tensor
-            return self._receive(ring, out, deadline)
+            return self._receive(ring, out, plain, deadline)
 
         return self._reads(read, deadline)
 
@@ -235,7 +238,7 @@ class Inbox:
             raise
         return tensor
 
-    def _receive(self, ring: Incoming, out: Tensor | None, deadline: Deadline) -> Tensor | None:
+    def _receive(self, ring: Incoming, out: Tensor | None, plain: bool, deadline: Deadline) -> Tensor | None:
         message = self._message
         if message is None:
             message = self._message = self._announced(ring, deadline)
@@ -249,9 +252,9 @@ class Inbox:
                 self._break_down(_INTERRUPTED)
                 raise
             return None
-        if out is not None:
+        if out is not None and not (plain and out.dtype is message.dtype and out.shape == meta.shape):
             check_fits(out, meta)
-        direct = message.own is None and out is not None and is_dense(out)
+        direct = message.own is None and out is not None and (plain or is_dense(out))
         if direct:
             tensor = out
         elif message.own is not None:
@@ -319,15 +322,18 @@ class Inbox:
 
     def _announced(self, ring: Incoming, deadline: Deadline) -> _Message:
         """A line of it is here."""
-        end = ring.end
-        start = ring.peek(end.read, LINE)
-        size = prefix_size(start[:SHORTEST_TENSOR_PREFIX])
+        _, line = ring.next_line()
+        small = small_in(line)
+        if small is not None:
+            return _Message(*small, LINE)
+        size = prefix_size(line[:SHORTEST_TENSOR_PREFIX])
         padded = lines(size)
-        if padded > LINE:
-            if not self._wait(ring, padded, deadline):
-                raise TimeoutError(f"the announcement of a message from {self._peer} has not wholly arrived")
-            start = ring.peek(end.read, size)
-        return _Message(meta_in(start[:size]), padded)
+        if not self._wait(ring, padded, deadline):
+            raise TimeoutError(f"the announcement of a message from {self._peer} has not wholly arrived")
+        meta = meta_in(ring.peek(ring.end.read, size))
+        if meta is None:
+            return _Message(None, None, 0, padded)
+        return _Message(meta, dtype_of(meta.dtype), meta.nbytes, padded)
 
     def _fill(
         self, ring: Incoming, message: _Message, memory: _Memory | BlockTarget, deadline: Deadline

@@ -97,7 +97,7 @@ def connect(control: Connection, tuning: Tuning, deadline: Deadline) -> ShmPipe:
         owned, pidfd = pidfd, None
         return ShmPipe(
             control,
-            _shared(segment, answer.slots, answer.slot_bytes, accepted=False),
+            _shared(segment, answer.slots, answer.slot_bytes, tuning, accepted=False),
             tuning,
             pidfd=owned,
             heartbeat_interval_s=answer.heartbeat_interval_s(tuning),
@@ -138,7 +138,7 @@ def accept(control: Connection, tuning: Tuning, deadline: Deadline) -> ShmPipe:
         owned, pidfd = pidfd, None
         return ShmPipe(
             control,
-            _shared(segment, tuning.slots, tuning.slot_bytes, accepted=True),
+            _shared(segment, tuning.slots, tuning.slot_bytes, tuning, accepted=True),
             tuning,
             pidfd=owned,
             heartbeat_interval_s=answer.heartbeat_interval_s(tuning),
@@ -150,9 +150,9 @@ def accept(control: Connection, tuning: Tuning, deadline: Deadline) -> ShmPipe:
         _close(pidfd, fd)
 
 
-def _shared(segment: Segment, slots: int, slot_bytes: int, *, accepted: bool) -> Shared:
+def _shared(segment: Segment, slots: int, slot_bytes: int, tuning: Tuning, *, accepted: bool) -> Shared:
     ring_bytes = slots * slot_bytes
-    pieces = Pieces.of(ring_bytes, slot_bytes)
+    pieces = Pieces.of(ring_bytes, slot_bytes, native=tuning.library is not None)
     return Shared(segment=segment, ring_bytes=ring_bytes, pieces=pieces, accepted=accepted)
 
 

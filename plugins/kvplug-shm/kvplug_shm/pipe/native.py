@@ -25,10 +25,18 @@ class NativeOutgoing(Outgoing):
         end.state.bytes = self.address
         self._end = end.pointer
         self._spin_ns = min(in_ns(spin_s), LONGEST_NS)
-        self._put, self._push, self._long_push = library.put, library.push, library.long_push
+        self._half = nbytes // 2
+        self._put, self._long_put = library.put, library.long_put
+        self._push, self._long_push = library.push, library.long_push
 
-    def put(self, head: Head, address: int, limit: int) -> bool:
-        done = self._put(self._end, head.pointer, address, min(limit, _ANY))
+    def put(self, head: Head, address: int, pieces: Pieces, limit: int) -> bool:
+        limit = min(limit, _ANY)
+        if head.nbytes <= pieces.at_once:
+            done = self._put(self._end, head.pointer, address, limit)
+        elif head.nbytes <= self._half:
+            done = self._long_put(self._end, head.pointer, address, limit, pieces.smallest, pieces.largest)
+        else:
+            return False
         if done < 0:
             self.end.room()  # says why
         return done == 1

@@ -75,11 +75,11 @@ class Outbox:
     def send_at_once(self, head: Head, address: int) -> Transfer | None:
         """The transfer of a small message that there is room for; ``None``: leave it to :meth:`send`."""
         ring = self._ring
-        if ring is None or self._queued_bytes or head.nbytes > self._pieces.at_once:
+        if ring is None or self._queued_bytes:
             return None
         try:
             with self._writing:
-                if self._ended or not ring.put(head, address, self._limit):
+                if self._ended or not ring.put(head, address, self._pieces, self._limit):
                     return None
         except WireError:
             return None  # it is not better in a moment

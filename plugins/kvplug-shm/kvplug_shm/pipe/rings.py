@@ -55,18 +55,20 @@ class Pieces:
     waits for one: at the begin, and towards the end.
     """
 
+    at_once: int
+    """Bytes of the largest message that is copied as a whole, with the interpreter's lock."""
     smallest: int
     largest: int
 
     @classmethod
-    def of(cls, ring_bytes: int, slot_bytes: int) -> Pieces:
+    def of(cls, ring_bytes: int, slot_bytes: int, *, native: bool) -> Pieces:
+        """``native``: with the compiled steps, whose steps cost next to nothing."""
         largest = max(LINE, min(slot_bytes, ring_bytes // 4) & -LINE)
-        return cls(max(LINE, largest // 4 & -LINE), largest)
-
-    @property
-    def at_once(self) -> int:
-        """Bytes of the largest message that is copied as a whole, with the interpreter's lock."""
-        return min(self.smallest, LETS_GO_FROM)
+        smallest = max(LINE, largest // 4 & -LINE)
+        at_once = min(smallest, LETS_GO_FROM)
+        if native:
+            largest, smallest = min(largest, 256 * 1024), min(smallest, 64 * 1024)
+        return cls(at_once, smallest, largest)
 
     def next(self, done: int, left: int) -> int:
         """Bytes of the next step, of a message of which so much was done."""
@@ -102,12 +104,15 @@ class Outgoing(_Ring):
         super().__init__(segment, ring, nbytes)
         self.end = WritingEnd(self.words, 1, nbytes)
 
-    def put(self, head: Head, address: int, limit: int) -> bool:
+    def put(self, head: Head, address: int, pieces: Pieces, limit: int) -> bool:
         """Publish a whole small message, if there is room, with ``limit`` bytes unread at most.
 
-        Says whether it was. Raises WireError if the reader's word says what no reader can have done.
+        Says whether it was: what is not small was not. Raises WireError if the reader's word says what no
+        reader can have done.
         """
         end, prefix, nbytes = self.end, head.prefix, head.nbytes
+        if nbytes > pieces.at_once:
+            return False
         taken = len(prefix) + lines(nbytes)
         room = end.room()
         unread = self.nbytes - room
