@@ -10,7 +10,7 @@ from typing import Final, Protocol
 
 SPIN_S: Final = 50e-6
 """How long is looked before it is slept."""
-NAP_S: Final = 0.1
+NAP_S: Final = 0.2
 """The longest that is slept in one piece: a wake that was lost, or a signal that came just before, costs no
 more than this."""
 
