@@ -24,10 +24,10 @@ class TestShmPipe(PipeContract):
 
 
 class TestShmPipeInPython(PipeContract):
-    """Without the compiled steps, and most messages are larger than a ring."""
+    """Without the compiled steps."""
 
     transport = "shm"
-    options: ClassVar[dict[str, Any]] = {"native": False, "slots": 3, "slot_bytes": 12_000}
+    options: ClassVar[dict[str, Any]] = {"native": False}
 
 
 @pytest.mark.slow
