@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -9,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -143,18 +144,6 @@ def test_bits_flipped_with_integrity_on_are_refused_and_recomputed():
 
 
 @pytest.mark.demo
-def test_without_json_the_text_is_streamed_and_a_table_follows():
-    done = run("--prompt", SHORT, "--max-new-tokens", "12")
-    assert done.returncode == 0, done.stderr
-    text, _, table = done.stdout.partition("\n\n")
-    assert text.strip()
-    for row in ("prompt tokens", "tokens loaded", "KV bytes", "transfer", "with the transfer", "recomputed"):
-        assert row in table
-    assert "connector, transport" in table
-    assert "tokens identical" in table
-
-
-@pytest.mark.demo
 def test_when_the_parent_is_killed_the_workers_are_gone_within_five_seconds():
     with started("--json") as parent:
         read_until(parent.stderr, "prefill: prefill 256/")
@@ -191,16 +180,35 @@ def model(tiny) -> str:
     return str(tiny("one"))
 
 
-def test_any_hugging_face_folder_will_do(model):
-    arguments = ("--json", "--model", model, "--prompt", words(70), "--max-new-tokens", "8")
-    done = run(*arguments, "--block-size", "32", "--layout", "KBHTD")
+JSON = ("--json", "--prompt", words(70), "--max-new-tokens", "8", "--block-size", "32", "--layout", "KBHTD")
+RUNS = {
+    # level of the log: arguments; each loads three models and is looked at by several tests
+    "debug": JSON,
+    "error": ("--json", "--prompt", words(10), "--max-new-tokens", "4"),
+    "": ("--prompt", words(70), "--max-new-tokens", "4"),
+}
+
+
+@pytest.fixture(scope="module")
+def finished(model) -> Callable[[str], subprocess.CompletedProcess[str]]:
+    """``finished(level)``: the run with this level of the log."""
+
+    @functools.cache
+    def make(level: str) -> subprocess.CompletedProcess[str]:
+        return run("--model", model, *RUNS[level], KVPLUG_LOG=level)
+
+    return make
+
+
+def test_any_hugging_face_folder_will_do(finished):
+    done = finished("debug")
     found = report(done)
     assert done.returncode == 0, done.stderr
     assert (found["prompt_tokens"], found["tokens_loaded"], found["identical"]) == (70, 64, True)
 
 
-def test_a_prompt_shorter_than_a_block_says_that_nothing_could_be_transferred(model):
-    done = run("--json", "--model", model, "--prompt", words(10), "--max-new-tokens", "4")
+def test_a_prompt_shorter_than_a_block_says_that_nothing_could_be_transferred(finished):
+    done = finished("error")
     found = report(done)
     assert (found["tokens_loaded"], found["identical"]) == (0, True)
     assert "nothing could be transferred" in done.stderr
@@ -208,53 +216,58 @@ def test_a_prompt_shorter_than_a_block_says_that_nothing_could_be_transferred(mo
     assert done.returncode == 1
 
 
-def test_a_prompt_longer_than_the_context_is_refused_with_both_numbers(model):
-    done = run("--model", model, "--prompt", words(600), "--max-new-tokens", "4")
-    assert done.returncode == 1
-    assert (
-        "the prompt has 600 tokens, which with 4 new ones is more than the model's context of 512"
-        in done.stderr
-    )
-    assert done.stdout == ""
+def test_without_json_the_text_is_streamed_and_a_table_follows(finished):
+    done = finished("")
+    assert done.returncode == 0, done.stderr
+    text, _, table = done.stdout.partition("\n\n")
+    assert text.strip()
+    for row in ("prompt tokens", "tokens loaded", "KV bytes", "transfer", "with the transfer", "recomputed"):
+        assert row in table
+    assert "connector, transport" in table
+    assert "tokens identical" in table
 
 
-def test_two_terminals_do_what_one_does(model):
-    arguments = ("--model", model, "--prompt", words(70))
-    with started("prefill", *arguments, "--listen", "127.0.0.1:0", "--layout", "KBHTD") as prefill:
-        line = read_until(prefill.stdout, "kvplug demo decode --connect")
-        contact = line.split("'")[1]
-        done = run("decode", *arguments, "--connect", contact, "--json", "--block-size", "32")
-        found = report(done)
-        assert done.returncode == 0, done.stderr
-        assert (found["tokens_loaded"], found["identical"]) == (64, True)
-        other = ("--model", model, "--prompt", words(60)[3:])
-        done = run("decode", *other, "--connect", contact, "--json", KVPLUG_CONNECT_TIMEOUT_S="2")
-        found = report(done)
-        assert (done.returncode, found["tokens_loaded"], found["identical"]) == (1, 0, True)
-        assert "no KV of this prompt" in done.stderr
-        assert any("no KV of this prompt" in reason for reason in found["reasons"])
+@pytest.mark.parametrize(("level", "shown"), [("debug", True), ("error", False), ("", False)])
+def test_with_a_log_the_workers_steps_are_shown_too(finished, level, shown):
+    done = finished(level)
+    for worker in ("prefill", "decode"):
+        line = rf"^{worker}: .* DEBUG kvplug\.handshake\.exchange: agreed with "
+        assert bool(re.search(line, done.stderr, re.MULTILINE)) == shown, done.stderr
+
+
+@pytest.fixture(scope="module")
+def contact(model) -> Iterator[str]:
+    """How to reach a prefill terminal, which has the KV of seventy words and ends with Ctrl-C."""
+    arguments = ("--model", model, "--prompt", words(70), "--listen", "127.0.0.1:0", "--layout", "KBHTD")
+    with started("prefill", *arguments) as prefill:
+        yield read_until(prefill.stdout, "kvplug demo decode --connect").split("'")[1]
         prefill.send_signal(signal.SIGINT)
         assert prefill.wait(timeout=10) == 130
 
 
-def test_two_models_are_refused_with_what_differs(model, tiny):
+def test_two_terminals_do_what_one_does(model, contact):
+    arguments = ("--model", model, "--connect", contact, "--json")
+    done = run("decode", *arguments, "--prompt", words(70), "--block-size", "32")
+    found = report(done)
+    assert done.returncode == 0, done.stderr
+    assert (found["tokens_loaded"], found["identical"]) == (64, True)
+
+
+def test_a_prompt_that_the_other_terminal_does_not_have_is_computed(model, contact):
+    arguments = ("--model", model, "--connect", contact, "--json")
+    done = run("decode", *arguments, "--prompt", words(60)[3:], KVPLUG_CONNECT_TIMEOUT_S="2")
+    found = report(done)
+    assert (done.returncode, found["tokens_loaded"], found["identical"]) == (1, 0, True)
+    assert "no KV of this prompt" in done.stderr
+    assert any("no KV of this prompt" in reason for reason in found["reasons"])
+
+
+def test_two_models_are_refused_with_what_differs(tiny, contact):
     other = str(tiny("other", num_hidden_layers=2))
-    with started("prefill", "--model", model, "--prompt", words(70), "--listen", "127.0.0.1:0") as prefill:
-        contact = read_until(prefill.stdout, "kvplug demo decode --connect").split("'")[1]
-        done = run("decode", "--model", other, "--prompt", words(70), "--connect", contact)
+    done = run("decode", "--model", other, "--prompt", words(70), "--connect", contact)
     assert done.returncode == 1
     for field in ("num_layers: ours 2, theirs 3", "weights: "):
         assert field in done.stderr
-
-
-@pytest.mark.parametrize(("level", "shown"), [("debug", True), ("error", False), ("", False)])
-def test_with_a_log_the_workers_steps_are_shown_too(model, level, shown):
-    arguments = ("--json", "--model", model, "--prompt", words(70), "--max-new-tokens", "4")
-    done = run(*arguments, KVPLUG_LOG=level)
-    assert report(done)["tokens_loaded"] == 64, done.stderr
-    for worker in ("prefill", "decode"):
-        line = rf"^{worker}: .* DEBUG kvplug\.handshake\.exchange: agreed with "
-        assert bool(re.search(line, done.stderr, re.MULTILINE)) == shown, done.stderr
 
 
 def test_a_peer_that_never_comes_is_named_when_the_time_is_up(model):
@@ -311,7 +324,8 @@ def test_a_device_that_is_not_there_is_named_and_modules_in_the_current_folder_a
 
 
 def test_a_reader_of_stdout_that_goes_away_ends_the_demo_without_a_word(model):
-    with nothing_left(), started("--model", model, "--prompt", words(70)) as process:
+    """What a prefill terminal prints is the first that any of them does, and needs one model."""
+    with nothing_left(), started("prefill", "--model", model, "--prompt", words(70)) as process:
         process.stdout.close()
         process.stdout = None
         assert process.wait(timeout=60) == 1

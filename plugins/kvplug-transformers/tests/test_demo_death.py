@@ -1,7 +1,8 @@
-"""The prefill worker is killed in the middle of the transfer."""
+"""A worker is killed in the middle of the transfer, does not start, or is not what it should be."""
 
 from __future__ import annotations
 
+import json
 import sys
 
 import pytest
@@ -11,7 +12,7 @@ from kvplug_transformers.demo.display import Display
 from kvplug_transformers.demo.orders import Orders
 from kvplug_transformers.demo.processes import REFERENCE
 from kvplug_transformers.demo.runs import run
-from kvplug_transformers.demo.session import DECODE, PREFILL, DemoError
+from kvplug_transformers.demo.session import ALONE, DECODE, PREFILL, DemoError
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -48,6 +49,23 @@ class Dying(Pipe):
 main(wrap_pipe=Dying)
 """
 
+SAYING = """
+import json, sys
+answers = json.loads(sys.argv[1])
+while (command := json.loads(sys.stdin.readline()))["op"] != "stop":
+    for event in answers[command["op"]]:
+        print(json.dumps(event), flush=True)
+"""
+
+
+def saying(**answers: dict) -> list[str]:
+    """A worker without a model: what it says to each command."""
+    return [sys.executable, "-c", SAYING, json.dumps(answers)]
+
+
+LOADED = [{"event": "loaded", "context": 512}]
+TOKENS = [{"event": "tokens", "ids": [7, 14, 21], "stop": []}]
+
 
 def words(count: int) -> str:
     return " ".join(f"w{number * 7 % 100}" for number in range(count))
@@ -71,9 +89,8 @@ def orders(folder):
     return make
 
 
-@pytest.mark.parametrize("nth", [1, 4])
-def test_decode_recomputes_what_did_not_arrive_and_says_so(orders, nth):
-    programs = {PREFILL: [sys.executable, "-c", DYING, str(nth)]}
+def test_decode_recomputes_what_did_not_arrive_and_says_so(orders):
+    programs = {PREFILL: [sys.executable, "-c", DYING, "4"]}
     with nothing_left(), Display(quiet=True) as display:
         report = run(orders("recompute"), display, programs)
     assert report.identical
@@ -84,7 +101,8 @@ def test_decode_recomputes_what_did_not_arrive_and_says_so(orders, nth):
 
 
 def test_where_the_policy_is_to_fail_the_request_fails_and_says_so(orders, capsys):
-    programs = {PREFILL: [sys.executable, "-c", DYING, "2"]}
+    """Nothing has arrived when it dies, and nothing is compared."""
+    programs = {PREFILL: [sys.executable, "-c", DYING, "1"], ALONE: saying(start=LOADED)}
     with nothing_left(), Display(quiet=True) as display:
         report = run(orders("fail"), display, programs)
     assert (report.identical, report.text, report.ttft_s) == (False, "", None)
@@ -100,10 +118,45 @@ def test_a_worker_that_does_not_start_is_named_with_its_last_words(orders, name)
         run(orders("recompute"), display, programs)
 
 
+def test_a_prompt_longer_than_the_context_is_refused_with_both_numbers(orders):
+    too_many = [{**TOKENS[0], "ids": [7] * 600}]
+    programs = {
+        PREFILL: saying(start=LOADED, encode=too_many),
+        DECODE: saying(start=LOADED),
+        ALONE: saying(start=LOADED),
+    }
+    said = "the prompt has 600 tokens, which with 8 new ones is more than the model's context of 512"
+    with nothing_left(), Display(quiet=True) as display, pytest.raises(DemoError, match=said):
+        run(orders("recompute"), display, programs)
+
+
 def test_the_reference_process_would_be_caught_importing_kvplug(orders):
     """The control of "never imports kvplug": one that does is found out."""
     program = f"import kvplug, runpy; runpy.run_path({REFERENCE[-1]!r}, run_name='__main__')"
-    programs = {"reference": [sys.executable, "-c", program]}
+    ready = {"event": "ready", "transport": "cpu", "reasons": []}
+    decoded = {
+        "event": "decoded",
+        "ids": [7],
+        "text": "w7",
+        "ttft_s": 1.0,
+        "tokens_loaded": 0,
+        "kv_bytes_per_token": 4,
+        "finish_reason": "length",
+        "error": "",
+        "stats": {"failures": {}, "ops": {}},
+    }
+    programs = {
+        PREFILL: saying(
+            start=LOADED,
+            encode=TOKENS,
+            open=[{"event": "opened", "contact": ""}, ready],
+            prefill=[{"event": "prefilled", "seconds": 1.0}],
+        ),
+        DECODE: saying(
+            start=LOADED, open=[ready], decode=[decoded], recompute=[{"event": "recomputed", "ttft_s": 1.0}]
+        ),
+        ALONE: [sys.executable, "-c", program],
+    }
     said = "the reference process has imported kvplug"
     with nothing_left(), Display(quiet=True) as display, pytest.raises(DemoError, match=said):
         run(orders("recompute"), display, programs)

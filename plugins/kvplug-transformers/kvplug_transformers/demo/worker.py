@@ -91,9 +91,6 @@ class Worker:
         began = time.perf_counter()
         import torch
 
-        from kvplug_transformers.model.facts import describe
-        from kvplug_transformers.model.load import load
-
         torch.set_num_threads(threads)
         device = self._config.device
         try:
@@ -101,6 +98,9 @@ class Worker:
         except (RuntimeError, AssertionError) as e:
             why = str(e).partition("\n")[0]
             raise UnsupportedError(f"device {device!r} cannot be used on this machine: {why}") from e
+        from kvplug_transformers.model.facts import describe
+        from kvplug_transformers.model.load import load
+
         self._loaded = load(Path(model))
         self._loaded.model.to(device)
         self._facts = describe(self._loaded.model)
