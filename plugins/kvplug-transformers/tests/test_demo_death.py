@@ -101,8 +101,12 @@ def test_decode_recomputes_what_did_not_arrive_and_says_so(orders):
 
 
 def test_where_the_policy_is_to_fail_the_request_fails_and_says_so(orders, capsys):
-    """Nothing has arrived when it dies, and nothing is compared."""
-    programs = {PREFILL: [sys.executable, "-c", DYING, "1"], ALONE: saying(start=LOADED)}
+    """Nothing has arrived when it dies."""
+    generated = [{"event": "generated", "ids": [7], "imported": []}]
+    programs = {
+        PREFILL: [sys.executable, "-c", DYING, "1"],
+        ALONE: saying(start=LOADED, generate=generated),
+    }
     with nothing_left(), Display(quiet=True) as display:
         report = run(orders("fail"), display, programs)
     assert (report.identical, report.text, report.ttft_s) == (False, "", None)
