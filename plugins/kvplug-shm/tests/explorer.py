@@ -14,8 +14,10 @@ What must hold of any program: from every state that can be reached all get to t
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
@@ -48,6 +50,17 @@ State = tuple[Any, ...]
 """The words, then where each process is."""
 
 
+@contextmanager
+def _unmeasured() -> Iterator[None]:
+    """Without coverage, which would look at each of millions of steps and take as long again."""
+    before = sys.gettrace()
+    sys.settrace(None)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
+
+
 class Explorer:
     """``late=False``: what is stored is seen at once. The kernel compares the lowest ``bits`` of a word."""
 
@@ -58,6 +71,7 @@ class Explorer:
         self._mask = (1 << bits) - 1
         self._calm: set[Any] = set()
 
+    @_unmeasured()
     def explore(self, at_end: Callable[[tuple[int, ...]], None] = lambda words: None) -> int:
         """How many states there are. Raises what a turn, or ``at_end`` with the last words, raises in any."""
         begin = (*(0,) * self._num_words, *(process.start for process in self._processes))

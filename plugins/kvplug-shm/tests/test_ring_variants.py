@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -61,15 +60,6 @@ def breach(variant: Variant, case: Case, *, late: bool = True) -> AssertionError
     except (StuckError, BusyError, LawError) as error:
         return error
     return None
-
-
-@pytest.fixture(autouse=True)
-def _not_measured() -> Iterator[None]:
-    """Millions of steps of rings that are not ours: where coverage looks at each they take twice as long."""
-    before = sys.gettrace()
-    sys.settrace(None)
-    yield
-    sys.settrace(before)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
