@@ -139,6 +139,15 @@ def test_there_are_at_least_thirty() -> None:
     assert sum(len(mutants(path)) for path in FILES) >= 30
 
 
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_what_is_said_to_catch_a_mutant_is_a_test_of_a_law_that_it_breaks(path: Path) -> None:
+    for cls in mutants(path).values():
+        if name := vars(cls).get("caught_by"):
+            marks = getattr(cls, name).pytestmark
+            laws = {id_ for mark in marks if mark.name == "kvplug_law" for id_ in mark.args}
+            assert laws & {*cls.breaks}, f"{cls.__name__} is not caught by {name}"
+
+
 def is_of_plugins(id_: str) -> bool:
     """A plugin is an installed package and no class: the faulty ones are in test_check_plugin.py."""
     return id_.startswith("PLUGIN-")

@@ -35,6 +35,7 @@ class TestForgetsTheLastRank(Mutant):
     """The sum is without the last rank's part."""
 
     breaks = ("COMM-1",)
+    caught_by = "test_all_reduce_is_the_sum_in_place_and_returns_its_input"
 
     class end(MemoryCommunicator):  # noqa: N801
         def _all_reduce(self, tensor: Any, deadline: Deadline) -> None:
@@ -46,6 +47,7 @@ class TestGathersAsTheyCome(Mutant):
     """Parts are in the order in which the ranks came."""
 
     breaks = ("COMM-1",)
+    caught_by = "test_all_gather_concatenates_in_the_order_of_ranks"
 
     class end(MemoryCommunicator):  # noqa: N801
         class table(Table):  # noqa: N801
@@ -58,6 +60,7 @@ class TestTakesTheFirstDimensionForANegativeOne(Mutant):
     """Along a negative dimension it concatenates as along the first."""
 
     breaks = ("COMM-1",)
+    caught_by = "test_all_gather_concatenates_in_the_order_of_ranks"
 
     class end(MemoryCommunicator):  # noqa: N801
         def all_gather(self, input_: Any, dim: int = -1, **given: Any) -> Any:
@@ -68,6 +71,7 @@ class TestSumsIntegersAsFloats(Mutant):
     """Integers are added as 32-bit floats."""
 
     breaks = ("COMM-1",)
+    caught_by = "test_large_tensors_give_the_same"
 
     class end(MemoryCommunicator):  # noqa: N801
         def _all_reduce(self, tensor: Any, deadline: Deadline) -> None:
@@ -79,6 +83,7 @@ class TestReturnsAnotherTensor(Mutant):
     """all_reduce leaves its input alone and returns the sum."""
 
     breaks = ("COMM-1",)
+    caught_by = "test_all_reduce_is_the_sum_in_place_and_returns_its_input"
 
     class end(MemoryCommunicator):  # noqa: N801
         def all_reduce(self, input_: Any, **given: Any) -> Any:
@@ -89,6 +94,7 @@ class TestForgetsStrides(Mutant):
     """What is done to the contiguous copy of a tensor is not written back."""
 
     breaks = ("COMM-1",)
+    caught_by = "test_a_tensor_that_is_not_contiguous_gives_the_same"
 
     class end(MemoryCommunicator):  # noqa: N801
         def broadcast(self, tensor: Any, src: int = 0, **given: Any) -> Any:
@@ -100,6 +106,7 @@ class TestSkipsEmptyRanks(Mutant):
     """Where a rank has no rows, it hands on the next rank's."""
 
     breaks = ("COMM-1",)
+    caught_by = "test_all_gatherv_takes_as_many_from_each_rank_as_sizes_say"
 
     class end(MemoryCommunicator):  # noqa: N801
         def all_gatherv(self, input_: Any, dim: int = 0, sizes: Any = None, **given: Any) -> Any:
@@ -112,6 +119,7 @@ class TestGathersToEverybody(Mutant):
     """All ranks get what one was to get."""
 
     breaks = ("COMM-1",)
+    caught_by = "test_gather_gives_all_to_one_rank_and_nothing_to_others"
 
     class end(MemoryCommunicator):  # noqa: N801
         def gather(self, input_: Any, dst: int = 0, dim: int = -1, **given: Any) -> Any:
@@ -123,6 +131,7 @@ class TestSendsBackwards(Mutant):
     """Where no rank is named, it sends to the previous one."""
 
     breaks = ("COMM-1",)
+    caught_by = "test_send_goes_to_the_next_rank_and_recv_takes_from_the_previous"
 
     class end(MemoryCommunicator):  # noqa: N801
         def send(self, tensor: Any, dst: int | None = None, **given: Any) -> None:
@@ -160,6 +169,7 @@ class TestGivesALateRankAResult(Mutant):
     """What a rank laid down before it gave up stays there, and a late rank takes it for its part."""
 
     breaks = ("COMM-2",)
+    caught_by = "test_a_rank_that_does_not_come_is_named_at_all_others"
 
     class end(MemoryCommunicator):  # noqa: N801
         compares = False
@@ -173,6 +183,7 @@ class TestGoesOnAfterATimeout(Mutant):
     """A rank that has given up takes part in the next call, which is another one elsewhere."""
 
     breaks = ("COMM-2",)
+    caught_by = "test_after_a_rank_was_waited_for_in_vain_everybody_is_told_and_nobody_waits"
 
     class end(MemoryCommunicator):  # noqa: N801
         def _check_usable(self) -> None:
@@ -195,6 +206,7 @@ class TestWaitsForWhoIsGone(Mutant):
     """A rank that has left is waited for until the deadline."""
 
     breaks = ("COMM-2", "ALL-2")
+    caught_by = "test_a_rank_that_is_gone_is_named_at_all_others"
 
     class end(MemoryCommunicator):  # noqa: N801
         def _destroy(self) -> None:
@@ -227,6 +239,7 @@ class TestMixesTwoThreads(Mutant):
     """Two threads may be in collectives of one rank at once."""
 
     breaks = ("ALL-4",)
+    caught_by = "test_a_second_thread_is_refused"
 
     class end(MemoryCommunicator):  # noqa: N801
         def __init__(self, context: Any) -> None:
@@ -270,6 +283,7 @@ class TestRefusesAlone(Mutant):
     """A rank whose arguments are wrong raises at once, and the others wait for it."""
 
     breaks = ("COMM-3",)
+    caught_by = "test_what_does_not_fit_together_is_refused_at_every_rank_and_harms_nothing"
 
     class end(MemoryCommunicator):  # noqa: N801
         @contextmanager
@@ -314,6 +328,7 @@ class TestSumsWhatItDoesNotClaim(Mutant):
     """Booleans are added, though it says that it does not."""
 
     breaks = ("COMM-3",)
+    caught_by = "test_what_is_wrong_everywhere_is_refused_in_words_and_harms_nothing"
 
     class end(MemoryCommunicator):  # noqa: N801
         def _check_dtype(self, *args: Any, **given: Any) -> None:

@@ -1,5 +1,7 @@
 """Each mutant is judged by the tests of the laws that it breaks, until one of them has caught it.
 
+The test that it names itself (``caught_by``) comes first, where others would take their time before.
+
 A control has no fault (``is_control``). It comes last, in the same process and with the same patience, and is
 judged by what is quick and has caught a mutant made as it is: one that has the control's first base.
 """
@@ -56,7 +58,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     others = [item for item in items if not _is_mutants(item)]
     kept = [item for item in items if _is_mutants(item) and (_is_control(item) or _broken(item))]
     kept.sort(  # stable: else their order stays
-        key=lambda item: (_is_control(item), item.cls.__name__, _level(item))
+        key=lambda item: (_is_control(item), item.cls.__name__, _level(item), not _is_named(item))
     )
     items[:] = others + kept
 
@@ -67,6 +69,11 @@ def _is_mutants(item: pytest.Item) -> bool:
 
 def _is_control(item: Any) -> bool:
     return getattr(item.cls, "is_control", False)
+
+
+def _is_named(item: Any) -> bool:
+    """By the mutant, as what catches it."""
+    return item.originalname == getattr(item.cls, "caught_by", "")
 
 
 def _broken(item: Any) -> set[tuple[Any, str]]:

@@ -103,6 +103,7 @@ class TestPromisesWhatWasNotKept(Mutant):
     """For what there was no room is promised all the same."""
 
     breaks = ("CONN-2",)
+    caught_by = "test_what_has_gone_for_want_of_room_is_not_promised"
 
     class worker_factory(MemoryWorker):  # noqa: N801
         def __init__(self, context: Any) -> None:
@@ -116,6 +117,7 @@ class TestForgetsTheExtra(Mutant):
     """Prompts that differ in their adapters are taken for one."""
 
     breaks = ("CONN-2",)
+    caught_by = "test_the_same_tokens_with_another_extra_are_another_prompt"
 
     class scheduler_factory(MemoryScheduler):  # noqa: N801
         def _known(self, request: Any, call: str) -> Any:
@@ -134,6 +136,7 @@ class TestRemembersItsBestAnswer(Mutant):
     """What was promised once is promised again, however much has been computed meanwhile."""
 
     breaks = ("CONN-2",)
+    caught_by = "test_whatever_goes_on_beside_a_load_its_blocks_are_its_own"
 
     class scheduler_factory(MemoryScheduler):  # noqa: N801
         def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Any:
@@ -174,6 +177,7 @@ class TestIsRightOnOneLayoutOnly(Mutant):
     """Where heads come before tokens, the last head is forgotten."""
 
     breaks = ("CONN-2",)
+    caught_by = "test_what_was_stored_is_loaded_into_its_blocks_on_each_layout"
 
     class worker_factory(MemoryWorker):  # noqa: N801
         def _entry(self, key: Any, blocks: Any) -> Entry:
@@ -229,6 +233,7 @@ class TestTrustsWhatArrives(Mutant):
     """Hashes are sent and not compared."""
 
     breaks = ("CONN-3",)
+    caught_by = "test_corrupted_kv_is_in_the_report_of_its_step"
 
     class worker_factory(MemoryWorker):  # noqa: N801
         def _verify(self, entry: Entry) -> None:
@@ -252,6 +257,7 @@ class TestSaysSentBeforeItHasRead(Mutant):
     """A request is named as sent one step before its blocks are copied."""
 
     breaks = ("CONN-4",)
+    caught_by = "test_what_is_preempted_before_a_step_was_told_of_its_load_is_not_loaded"
 
     class worker_factory(MemoryWorker):  # noqa: N801
         def get_finished(self, finished: frozenset[str]) -> Any:
@@ -277,6 +283,7 @@ class TestSaysReceivedBeforeItHasWritten(Mutant):
     """A background load is named one step before it writes."""
 
     breaks = ("CONN-4",)
+    caught_by = "test_whatever_goes_on_beside_a_load_its_blocks_are_its_own"
 
     class worker_factory(MemoryWorker):  # noqa: N801
         def get_finished(self, finished: frozenset[str]) -> Any:
@@ -288,6 +295,7 @@ class TestFreesWhatStillLoads(Mutant):
     """The blocks of a request that ends while it loads are given back at once; the load goes on."""
 
     breaks = ("CONN-4",)
+    caught_by = "test_whatever_fails_in_the_background_is_reported_and_never_used"
 
     class scheduler_factory(MemoryScheduler):  # noqa: N801
         def request_finished(self, request: Any, block_ids: Any, end: RequestEnd) -> Any:
@@ -299,6 +307,7 @@ class TestLoadsWhatWasPreempted(Mutant):
     """A load stays planned when its request is preempted in the same step."""
 
     breaks = ("CONN-4",)
+    caught_by = "test_what_is_preempted_before_a_step_was_told_of_its_load_is_not_loaded"
 
     class scheduler_factory(MemoryScheduler):  # noqa: N801
         def build_connector_meta(self, output: Any) -> Any:
@@ -309,6 +318,7 @@ class TestGoesOnLoadingIntoPreemptedBlocks(Mutant):
     """A background load does not hear that its request was preempted."""
 
     breaks = ("CONN-4",)
+    caught_by = "test_whatever_an_engine_does_what_it_gets_back_is_right"
 
     class worker_factory(MemoryWorker):  # noqa: N801
         def handle_preemptions(self, request_ids: frozenset[str]) -> None:
@@ -319,6 +329,7 @@ class TestReportsBlocksOfThePreempted(Mutant):
     """The blocks of a load that failed are reported once more when its request is preempted."""
 
     breaks = ("CONN-4",)
+    caught_by = "test_what_is_preempted_after_a_load_that_failed_is_not_reported_later"
 
     class worker_factory(MemoryWorker):  # noqa: N801
         def handle_preemptions(self, request_ids: frozenset[str]) -> None:
@@ -330,6 +341,7 @@ class TestKeepsBlocksForWhoIsGone(Mutant):
     """Blocks that a consumer has asked for are kept until it has loaded them, and it may be gone."""
 
     breaks = ("CONN-4",)
+    caught_by = "test_whatever_two_engines_do_what_arrives_is_right"
 
     class scheduler_factory(MemoryScheduler):  # noqa: N801
         def _held(self, tracked: Any) -> int | None:
@@ -399,6 +411,7 @@ class TestSavesWhatAFailedLoadSpoilt(Mutant):
     """A step that was planned before a load failed saves what it was told to."""
 
     breaks = ("CONN-6",)
+    caught_by = "test_a_step_that_was_planned_before_a_load_failed_stores_nothing_wrong"
 
     class worker_factory(MemoryWorker):  # noqa: N801
         def bind_connector_metadata(self, metadata: Any) -> None:
@@ -410,6 +423,7 @@ class TestSavesWhatOthersShareWithAFailedLoad(Mutant):
     """What is not saved after a failed load is its own request, and not those that share its blocks."""
 
     breaks = ("CONN-6",)
+    caught_by = "test_a_step_that_was_planned_before_a_load_failed_stores_nothing_wrong"
 
     class worker_factory(MemoryWorker):  # noqa: N801
         def __init__(self, context: Any) -> None:
@@ -462,6 +476,7 @@ class TestCountsAFailureAsDone(Mutant):
     """A load that fails is counted like one that succeeds."""
 
     breaks = ("CONN-8",)
+    caught_by = "test_each_load_that_fails_is_counted_once_with_a_reason"
 
     class worker_factory(MemoryWorker):  # noqa: N801
         def _fail(self, load: Any, error: KvplugError) -> None:
@@ -513,6 +528,7 @@ class TestLoadsIntoNothing(Mutant):
     """Without a cache nothing is loaded, and nobody hears of it."""
 
     breaks = ("CONN-1",)
+    caught_by = "test_a_load_into_a_cache_that_was_not_registered_is_refused_by_name"
 
     class worker_factory(MemoryWorker):  # noqa: N801
         def start_load_kv(self) -> None:
@@ -524,6 +540,7 @@ class TestTakesBlocksForWhatWasNeverPromised(Mutant):
     """An allocation that no promise came before is believed."""
 
     breaks = ("CONN-1",)
+    caught_by = "test_blocks_for_tokens_that_were_never_promised_are_refused_by_name"
 
     class scheduler_factory(MemoryScheduler):  # noqa: N801
         def update_state_after_alloc(self, request: Any, block_ids: Any, num_external_tokens: int) -> None:

@@ -72,6 +72,7 @@ class TestToleratesSmallDifferences(Mutant):
     """Ids that differ by a hundred-thousandth are equal, as they are for allclose."""
 
     breaks = ("LOOKUP-1",)
+    caught_by = "test_ids_are_compared_exactly"
 
     class store(Blurred):  # noqa: N801
         blur = staticmethod(lambda token: token if token < 1 << 16 else token - token % 4)
@@ -81,6 +82,7 @@ class TestComparesHashes(Mutant):
     """Ids with the same hash are equal."""
 
     breaks = ("LOOKUP-1",)
+    caught_by = "test_ids_are_compared_exactly"
 
     class store(Blurred):  # noqa: N801
         blur = staticmethod(hash)
@@ -90,6 +92,7 @@ class TestKeepsThirtyTwoBits(Mutant):
     """Of an id only the lower 32 bits are compared."""
 
     breaks = ("LOOKUP-1",)
+    caught_by = "test_ids_are_compared_exactly"
 
     class store(Blurred):  # noqa: N801
         blur = staticmethod(lambda token: token & 0xFFFFFFFF)
@@ -129,6 +132,7 @@ class TestNewestWins(Mutant):
     """Of several that match the newest is handed out."""
 
     breaks = ("LOOKUP-2",)
+    caught_by = "test_of_several_the_oldest_wins_and_none_asks_for_the_oldest_of_all"
 
     class store(MemoryStore):  # noqa: N801
         def _find_oldest(self, key: Any, extra: bytes) -> Any:
@@ -143,6 +147,7 @@ class TestPrefixOnlyOneWay(Mutant):
     """An entry that is longer than the query is not found."""
 
     breaks = ("LOOKUP-2",)
+    caught_by = "test_tensors_that_are_not_contiguous_or_empty_come_out_as_they_read"
 
     class store(MemoryStore):  # noqa: N801
         def _find_oldest(self, key: Any, extra: bytes) -> Any:
@@ -154,6 +159,7 @@ class TestMixesEntriesUp(Mutant):
     """An entry comes with the values of the one that was stored before it."""
 
     breaks = ("LOOKUP-2",)
+    caught_by = "test_nothing_of_one_entry_is_found_in_another"
 
     class store(MemoryStore):  # noqa: N801
         last: Any = None
@@ -225,6 +231,7 @@ class TestHandsOneEntryToTwo(Mutant):
     """Between finding an entry and taking it out somebody else may find it."""
 
     breaks = ("LOOKUP-4",)
+    caught_by = "test_no_wake_up_is_lost_where_room_and_entries_are_waited_for"
 
     class store(MemoryStore):  # noqa: N801
         def drop_select(self, input_tokens: Any, roi: Any = None, **given: Any) -> Any:
@@ -249,6 +256,7 @@ class TestLosesTheEntryOfWhoGivesUp(Mutant):
     """What was lent to be taken is gone, whether it was received or not."""
 
     breaks = ("LOOKUP-4",)
+    caught_by = "test_the_entry_of_a_caller_whose_time_is_up_in_the_middle_is_back"
 
     class store(MemoryStore):  # noqa: N801
         def end(self, loan: Loan, *, taken: bool) -> None:
@@ -259,6 +267,7 @@ class TestBelievesTheDead(Mutant):
     """A caller that is gone without a word has got its entry."""
 
     breaks = ("LOOKUP-4",)
+    caught_by = "test_the_entry_of_a_caller_that_is_gone_in_the_middle_is_back"
 
     class session(Session):  # noqa: N801
         def end(self) -> None:
@@ -271,6 +280,7 @@ class TestNeverNoticesThatACallerIsGone(Mutant):
     """What was lent to one that is gone stays lent."""
 
     breaks = ("LOOKUP-4",)
+    caught_by = "test_the_entry_of_a_caller_that_is_gone_in_the_middle_is_back"
 
     class session(Session):  # noqa: N801
         def end(self) -> None:
@@ -358,6 +368,7 @@ class TestEvictsTheNewest(Mutant):
     """A full cache drops what was stored last."""
 
     breaks = ("LOOKUP-5",)
+    caught_by = "test_a_cache_drops_the_oldest_entries_that_nobody_is_reading"
 
     class store(MemoryStore):  # noqa: N801
         def _make_room(self, nbytes: int) -> bool:
@@ -372,6 +383,7 @@ class TestSendsUnderItsLock(Mutant):
     """While an entry is on its way to one who is slow, nobody gets anything."""
 
     breaks = ("LOOKUP-5",)
+    caught_by = "test_one_who_takes_its_time_holds_up_neither_inserts_nor_others"
 
     class session(Session):  # noqa: N801
         def _send(self, *args: Any) -> Any:
@@ -431,6 +443,7 @@ class TestEvictsUnderAReader(Mutant):
     """A full cache drops the oldest entry, whoever is reading it."""
 
     breaks = ("LOOKUP-7", "LOOKUP-5")
+    caught_by = "test_while_it_is_read_an_entry_is_not_evicted"
 
     class store(MemoryStore):  # noqa: N801
         def _may_be_evicted(self, held: Held) -> bool:
@@ -461,6 +474,7 @@ class TestLosesTheEntryOfASinkThatRaises(Mutant):
     """An entry that a sink refused is thrown away."""
 
     breaks = ("LOOKUP-7",)
+    caught_by = "test_a_sink_that_raises_ends_the_transfer_and_the_entry_stays"
 
     class store(MemoryStore):  # noqa: N801
         def select(self, input_tokens: Any, *args: Any, **given: Any) -> Any:
@@ -716,6 +730,7 @@ class TestKeepsWhatWasTaken(Mutant):
     """Entries that were taken stay in memory."""
 
     breaks = ("ALL-7",)
+    caught_by = "test_a_thousand_of_them_leave_no_memory_either"
 
     class store(MemoryStore):  # noqa: N801
         def _let_go(self, held: Held, reason: RemovalReason) -> None:

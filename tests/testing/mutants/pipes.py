@@ -170,6 +170,7 @@ class TestLosesScalars(Mutant):
     """A tensor without dimensions comes as one with one dimension."""
 
     breaks = ("PIPE-1",)
+    caught_by = "test_a_tensor_of_each_dtype_arrives_with_its_bits"
 
     class pipe(MemoryPipe):  # noqa: N801
         def recv_tensor(self, *args: Any, **given: Any) -> Any:
@@ -194,6 +195,7 @@ class TestIgnoresStrides(Mutant):
     """The bytes are sent as they lie in memory from the tensor's first one on, whatever its strides."""
 
     breaks = ("PIPE-1",)
+    caught_by = "test_a_tensor_arrives_as_it_reads_however_it_lies_in_memory"
 
     class pipe(MemoryPipe):  # noqa: N801
         def send_tensor(self, tensor: Any, **given: Any) -> Any:
@@ -211,6 +213,7 @@ class TestIgnoresConjugation(Mutant):
     """A lazily conjugated tensor comes without its conjugation."""
 
     breaks = ("PIPE-1",)
+    caught_by = "test_a_tensor_arrives_as_it_reads_however_it_lies_in_memory"
 
     class pipe(MemoryPipe):  # noqa: N801
         def send_tensor(self, tensor: Any, **given: Any) -> Any:
@@ -223,6 +226,7 @@ class TestCutsLargeMessages(Mutant):
     """Of a message only the first 16 MiB are moved."""
 
     breaks = ("PIPE-1",)
+    caught_by = "test_a_message_larger_than_any_internal_buffer_arrives_whole"
 
     class pipe(MemoryPipe):  # noqa: N801
         def recv_tensor(self, *args: Any, **given: Any) -> Any:
@@ -238,6 +242,7 @@ class TestQueuesWhatItRefuses(Mutant):
     """A tensor that cannot be sent is refused, and ``None`` sent for it."""
 
     breaks = ("PIPE-1",)
+    caught_by = "test_a_tensor_of_too_many_dimensions_is_refused_and_nothing_is_queued"
 
     class pipe(MemoryPipe):  # noqa: N801
         def send_tensor(self, tensor: Any, **given: Any) -> Any:
@@ -252,6 +257,7 @@ class TestTakesEightDimensions(Mutant):
     """A tensor of more than eight dimensions loses them all."""
 
     breaks = ("PIPE-1",)
+    caught_by = "test_tensors_of_as_many_dimensions_as_are_claimed_arrive"
 
     class pipe(MemoryPipe):  # noqa: N801
         def send_tensor(self, tensor: Any, **given: Any) -> Any:
@@ -279,6 +285,7 @@ class TestQueuesAlthoughItTimedOut(Mutant):
     """``send_tensor`` raises TimeoutError, and the message is queued all the same."""
 
     breaks = ("PIPE-2",)
+    caught_by = "test_a_send_that_timed_out_has_queued_nothing"
 
     class pipe(MemoryPipe):  # noqa: N801
         def deliver(self, message: Message, limit: int, *args: Any, **given: Any) -> None:
@@ -402,6 +409,7 @@ class TestReshapes(Mutant):
     """An ``out`` of another shape with as many elements is filled."""
 
     breaks = ("PIPE-5",)
+    caught_by = "test_a_message_that_does_not_fit_out_is_refused_and_stays"
 
     class pipe(MemoryPipe):  # noqa: N801
         def recv_tensor(self, out: Any = None, **given: Any) -> Any:
@@ -426,6 +434,7 @@ class TestReceivesBesideOut(Mutant):
     """``receive_into`` is claimed, and every message is received into another tensor first."""
 
     breaks = ("PIPE-5",)
+    caught_by = "test_a_large_message_is_received_into_out_without_another_tensor"
 
     class pipe(MemoryPipe):  # noqa: N801
         def recv_tensor(self, out: Any = None, **given: Any) -> Any:
@@ -475,6 +484,7 @@ class TestTakesNoneForTheDefault(Mutant):
     """``timeout=None`` is what saying nothing is."""
 
     breaks = ("ALL-4",)
+    caught_by = "test_none_waits_on_whatever_the_context_says"
 
     class pipe(MemoryPipe):  # noqa: N801
         def recv_tensor(self, out: Any = None, *, timeout: Any = DEFAULT_TIMEOUT) -> Any:
@@ -485,6 +495,7 @@ class TestIgnoresTheContext(Mutant):
     """Where nothing is said a receiver waits for ever."""
 
     breaks = ("ALL-4",)
+    caught_by = "test_where_nothing_is_said_the_contexts_timeout_counts"
 
     class pipe(MemoryPipe):  # noqa: N801
         def recv_tensor(self, out: Any = None, *, timeout: Any = None) -> Any:
@@ -495,6 +506,7 @@ class TestTakesNegativeTimeouts(Mutant):
     """A timeout below 0 is 0."""
 
     breaks = ("ALL-4",)
+    caught_by = "test_a_timeout_below_zero_is_a_value_error_and_nothing_else_happens"
 
     class pipe(MemoryPipe):  # noqa: N801
         def recv_tensor(self, out: Any = None, *, timeout: Any = DEFAULT_TIMEOUT) -> Any:
@@ -596,6 +608,7 @@ class TestAbortsInSilence(Mutant):
     """``abort`` does not wake a receiver that is blocked here."""
 
     breaks = ("ALL-1",)
+    caught_by = "test_ending_wakes_a_receiver_that_is_blocked"
 
     class pipe(MemoryPipe):  # noqa: N801
         def abort(self) -> None:
@@ -864,14 +877,17 @@ class TestEndsWithItsListener(Mutant):
 
 
 class TestKeepsAPartOfEveryPipe(Mutant):
-    """100 KB of each pipe are never let go."""
+    """200 KB of each pipe are never let go."""
 
     breaks = ("ALL-7",)
 
     class pipe(MemoryPipe):  # noqa: N801
         def __init__(self, *args: Any) -> None:
             super().__init__(*args)
-            kept.append(b"x" * 100_000)
+            kept.append(b"x" * 200_000)
+
+    def _meet_again_and_again(self, rounds: int) -> None:
+        super()._meet_again_and_again(min(rounds, 250))  # show it as well as a thousand
 
 
 class TestOneEndEndsAll(Mutant):

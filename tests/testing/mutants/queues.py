@@ -61,6 +61,7 @@ class TestLosesEveryThousandth(Mutant):
     """One of a thousand messages is not put into the ring."""
 
     breaks = ("QUEUE-1",)
+    caught_by = "test_each_reader_gets_thousands_of_messages_once_and_in_order"
 
     class ring(Ring):  # noqa: N801
         count = 0
@@ -75,6 +76,7 @@ class TestSwapsTwo(Mutant):
     """Every fiftieth message overtakes the one before it, if nobody has read that yet."""
 
     breaks = ("QUEUE-1",)
+    caught_by = "test_each_reader_gets_thousands_of_messages_once_and_in_order"
 
     class ring(Ring):  # noqa: N801
         def put(self, message: Message) -> None:
@@ -88,6 +90,7 @@ class TestGivesOneMessageTwice(Mutant):
     """Every hundredth message is received twice."""
 
     breaks = ("QUEUE-1",)
+    caught_by = "test_each_reader_gets_thousands_of_messages_once_and_in_order"
 
     class reader_(MemoryReader):  # noqa: N801
         again = False
@@ -102,6 +105,7 @@ class TestOverwritesTheOldest(Mutant):
     """Where there is no room, the writer drops the oldest message for a reader that is late, in silence."""
 
     breaks = ("QUEUE-1", "QUEUE-5")
+    caught_by = "test_values_and_chunks_come_in_one_order"
 
     class ring(Ring):  # noqa: N801
         def slow(self) -> list[int]:
@@ -115,6 +119,7 @@ class TestSharesOneObject(Mutant):
     """A value is decoded once, and all readers get that object."""
 
     breaks = ("QUEUE-1",)
+    caught_by = "test_what_the_writer_or_a_reader_changes_afterwards_changes_nothing_for_others"
 
     class reader_(MemoryReader):  # noqa: N801
         def dequeue(self, *args: Any, **given: Any) -> Any:
@@ -128,6 +133,7 @@ class TestBeginsWhereItAttaches(Mutant):
     """A reader that comes late gets what is sent from then on."""
 
     breaks = ("QUEUE-1",)
+    caught_by = "test_a_reader_that_attaches_late_gets_messages_larger_than_a_chunk"
 
     class reader_(MemoryReader):  # noqa: N801
         def __init__(self, endpoint: Any, ring: Ring, rank: int) -> None:
@@ -140,6 +146,7 @@ class TestDropsTheOldestOfWhoSleeps(Mutant):
     """A reader that has made no room for half a second loses its oldest message, in silence."""
 
     breaks = ("QUEUE-1",)
+    caught_by = "test_a_reader_that_pauses_gets_everything_or_hears_how_many_it_lost"
 
     class ring(Ring):  # noqa: N801
         def __init__(self, *args: Any) -> None:
@@ -195,6 +202,7 @@ class TestReceivesIntoTheSameMemory(Mutant):
     """A tensor of a reader is overwritten by the next one of its shape, if it is not a small one."""
 
     breaks = ("QUEUE-1",)
+    caught_by = "test_what_was_received_stays_as_it_was_while_more_comes"
 
     class reader_(MemoryReader):  # noqa: N801
         def dequeue(self, *args: Any, **given: Any) -> Any:
@@ -227,6 +235,7 @@ class TestTurnsTuplesIntoLists(Mutant):
     """Tuples arrive as lists, as they would in JSON."""
 
     breaks = ("QUEUE-1",)
+    caught_by = "test_a_value_of_each_kind_arrives_as_it_was"
 
     class reader_(MemoryReader):  # noqa: N801
         def dequeue(self, *args: Any, **given: Any) -> Any:
@@ -326,6 +335,7 @@ class TestNeverWarns(Mutant):
     """A wait of any length is silent."""
 
     breaks = ("QUEUE-3",)
+    caught_by = "test_a_long_wait_is_warned_of_again_and_again_and_says_whom_for"
 
     class writer_(MemoryWriter):  # noqa: N801
         def wait(self, what: str, whom: Any, timeout: Timeout, **given: Any) -> Wait:
@@ -356,6 +366,7 @@ class TestIgnoresCancel(Mutant):
     """The event that cancels is only looked at when something comes."""
 
     breaks = ("ALL-4",)
+    caught_by = "test_who_cancels_is_heard"
 
     class reader_(MemoryReader):  # noqa: N801
         def wait(self, what: str, whom: Any, timeout: Timeout, **given: Any) -> Wait:
@@ -366,6 +377,7 @@ class TestGivesUpTooEarly(Mutant):
     """A writer that finds no room raises at once."""
 
     breaks = ("ALL-4",)
+    caught_by = "test_a_writer_waits_as_long_as_it_is_told"
 
     class writer_(MemoryWriter):  # noqa: N801
         def _wait_for_room(self, timeout: Timeout) -> None:
@@ -376,6 +388,7 @@ class TestSendsWhatTimedOut(Mutant):
     """A message for which there was no room in time is sent all the same."""
 
     breaks = ("ALL-4", "QUEUE-5")
+    caught_by = "test_a_writer_waits_as_long_as_it_is_told"
 
     class writer_(MemoryWriter):  # noqa: N801
         def enqueue(self, value: object, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
@@ -390,6 +403,7 @@ class TestMixesTwoThreads(Mutant):
     """Two threads may wait at one reader, and which one gets the message is left to chance."""
 
     breaks = ("ALL-4",)
+    caught_by = "test_a_second_thread_is_refused_and_nothing_gets_mixed"
 
     class reader_(MemoryReader):  # noqa: N801
         def __init__(self, *args: Any) -> None:
@@ -519,6 +533,7 @@ class TestTakesItsMessagesAlong(Mutant):
     """A writer that ends drops what has not been read."""
 
     breaks = ("ALL-1", "ALL-2")
+    caught_by = "test_a_writer_that_closes_leaves_nothing_behind_unsent"
 
     class writer_(MemoryWriter):  # noqa: N801
         def _leave(self, why: str, died: bool) -> None:

@@ -42,6 +42,7 @@ class TestSeesOnlyItsSocket(Mutant):
     """Nobody watches the peer's process: while a child of it holds the socket it looks alive."""
 
     breaks = ("ALL-2",)
+    caught_by = "test_a_child_of_the_dead_peer_that_still_holds_its_descriptors_does_not_hide_its_death"
 
     class pipe(SamplePipe):  # noqa: N801
         def __init__(self, *args: Any) -> None:
@@ -53,6 +54,7 @@ class TestWakesNobody(Mutant):
     """A death is noted for the next call, and whoever is blocked stays so."""
 
     breaks = ("ALL-2",)
+    caught_by = "test_a_blocked_send_wakes_and_every_transfer_ends_when_the_peer_is_killed"
 
     class pipe(SamplePipe):  # noqa: N801
         def _lose(self, reason: str) -> None:
@@ -63,6 +65,7 @@ class TestReturnsWhatCameOfAMessage(Mutant):
     """When the peer dies in the middle of a message, what came of it is returned, filled up with zeros."""
 
     breaks = ("ALL-2",)
+    caught_by = "test_of_a_message_in_which_the_peer_is_killed_nothing_is_received"
 
     class pipe(SamplePipe):  # noqa: N801
         def _arrive(self, *args: Any) -> Any:
@@ -91,6 +94,7 @@ class TestWaitsForTheRestOfAHeader(Mutant):
     """When the peer dies in the middle of a header, the rest of it is waited for."""
 
     breaks = ("ALL-2",)
+    caught_by = "test_of_a_message_in_which_the_peer_is_killed_nothing_is_received"
 
     class pipe(ByteByByte):  # noqa: N801
         def _arrive(self, deadline: Deadline) -> Any:
@@ -107,6 +111,7 @@ class TestTakesAPartOfAHeaderForNone(Mutant):
     """When the peer dies in the middle of a header, what came of it is taken for the message ``None``."""
 
     breaks = ("ALL-2",)
+    caught_by = "test_of_a_message_in_which_the_peer_is_killed_nothing_is_received"
 
     class pipe(ByteByByte):  # noqa: N801
         def _arrive(self, deadline: Deadline) -> Any:
@@ -253,6 +258,7 @@ class TestForgetsTransfersInAForkedChild(Mutant):
     """In a forked child the parent's transfers stay under way for ever."""
 
     breaks = ("ALL-6",)
+    caught_by = "test_transfers_under_way_have_failed_in_a_forked_child_and_go_on_in_the_parent"
 
     class pipe(SamplePipe):  # noqa: N801
         def _after_fork_in_child(self) -> None:
@@ -265,6 +271,7 @@ class TestIsBusyInAForkedChild(Mutant):
     """In a forked child a thread that is not there still has its turn."""
 
     breaks = ("ALL-6",)
+    caught_by = "test_in_a_forked_child_calls_raise_closed_though_a_thread_was_inside_one"
 
     class pipe(SamplePipe):  # noqa: N801
         def _after_fork_in_child(self) -> None:
@@ -334,6 +341,7 @@ class TestKeepsEverySource(Mutant):
     """What was sent is never let go, though its transfer is done."""
 
     breaks = ("ALL-7",)
+    caught_by = "test_messages_that_came_and_went_leave_nothing_here_nor_there"
 
     class pipe(SamplePipe):  # noqa: N801
         def send_tensor(self, tensor: Any, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Any:
