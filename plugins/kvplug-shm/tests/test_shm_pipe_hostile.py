@@ -202,8 +202,8 @@ def test_a_header_that_changes_between_two_looks_is_read_once(near_pair: Any) ->
     looks: list[int] = []
     next_line = ring.next_line
 
-    def counted() -> tuple[int, bytes]:
-        found = next_line()
+    def counted(spin_s: float = 0.0) -> tuple[int, bytes]:
+        found = next_line(spin_s)
         if found[0]:
             looks.append(ring.end.read)
             ring.bytes[:16] = secrets.token_bytes(16)

@@ -26,7 +26,7 @@ _PROTOTYPES: Final[dict[str, tuple[Any, ...]]] = {
     "kvplug_spun_for_room": (ctypes.c_int, _POINTER, _I64, _I64),
     "kvplug_put": (ctypes.c_int, _POINTER, _POINTER, _POINTER, _I64),
     "kvplug_put_long": (ctypes.c_int, _POINTER, _POINTER, _POINTER, _I64, _I64, _I64),
-    "kvplug_peek": (_I64, _POINTER, _POINTER),
+    "kvplug_peek": (_I64, _POINTER, _POINTER, _I64),
     "kvplug_take": (None, _POINTER, _POINTER, _I64),
     "kvplug_push": (_I64, _POINTER, ctypes.c_char_p, _I64, _POINTER, *[_I64] * 6),
     "kvplug_pull": (_I64, _POINTER, _POINTER, *[_I64] * 6),
@@ -83,6 +83,7 @@ class Library:
     # These let the interpreter's lock go.
     spun_for_units: Callable[..., int]
     spun_for_room: Callable[..., int]
+    long_peek: Callable[..., int]
     long_put: Callable[..., int]
     long_push: Callable[..., int]
     long_pull: Callable[..., int]
@@ -106,6 +107,7 @@ def library() -> Library | None:
         **{name: _function(keeps, name) for name in kept},
         spun_for_units=_function(lets_go, "spun_for_units"),
         spun_for_room=_function(lets_go, "spun_for_room"),
+        long_peek=_function(lets_go, "peek"),
         long_put=_function(lets_go, "put_long"),
         long_push=_function(lets_go, "push"),
         long_pull=_function(lets_go, "pull"),

@@ -234,8 +234,10 @@ int kvplug_put(struct end *end, const struct message *message, const void *sourc
     return there;
 }
 
-/* How many units have come, and a copy of the first line of them, if it is whole. */
-int64_t kvplug_peek(const struct end *end, void *line) {
+/* How many units have come, after looking for `spin_ns` for a line, and a copy of that. */
+int64_t kvplug_peek(const struct end *end, void *line, int64_t spin_ns) {
+    if (spin_ns > 0)
+        kvplug_spun_for_units(end, LINE, spin_ns);
     int64_t here = available_to(end);
     if (here >= LINE)
         read_at(end, end->count % end->places, line, LINE);

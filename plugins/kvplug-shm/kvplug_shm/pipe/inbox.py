@@ -22,7 +22,7 @@ from kvplug_shm.native.spans import Span
 from kvplug_shm.pipe.announcement import meta_in, small_in
 from kvplug_shm.pipe.blocks import BlockTarget
 from kvplug_shm.pipe.native import NativeIncoming
-from kvplug_shm.pipe.rings import LINE, Incoming, Pieces, lines
+from kvplug_shm.pipe.rings import LINE, LONGEST_LOOK_S, Incoming, Pieces, lines
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -110,17 +110,20 @@ class Inbox:
         ring = self._ring
         return 0 if ring is None else ring.nbytes
 
-    def receive_at_once(self, out: Tensor | None, plain: bool) -> Tensor | Literal[Answer.NOT_YET] | None:
+    def receive_at_once(
+        self, out: Tensor | None, plain: bool, patient: bool
+    ) -> Tensor | Literal[Answer.NOT_YET] | None:
         """A small message that is here and fits; ``NOT_YET``: leave it to :meth:`receive`.
 
-        ``plain``: no ``out``, or one whose bytes can be written as they come.
+        ``plain``: no ``out``, or one whose bytes can be written as they come. ``patient``: it is
+        looked for it for a moment.
         """
         ring = self._ring
         if ring is None or self._message is not None or self._no_more:
             return NOT_YET
         try:
             with self._reading:
-                return self._at_once(ring, out, plain)
+                return self._at_once(ring, out, plain, self._spin_s if patient else 0.0)
         except KvplugError:
             return NOT_YET  # it is not better in a moment, and is said there
         finally:
@@ -132,12 +135,12 @@ class Inbox:
 
         def read(ring: Incoming) -> Tensor | None:
             if self._message is None:
-                tensor = self._at_once(ring, out, plain)
+                tensor = self._at_once(ring, out, plain, 0.0)
                 if tensor is not NOT_YET:
                     return tensor
             return self._receive(ring, out, plain, deadline)
 
-        return self._reads(read, deadline)
+        return self._reads(read, deadline, looked=self._spin_s <= LONGEST_LOOK_S)
 
     def receive_blocks(self, target: BlockTarget, deadline: Deadline) -> None:
         """Only one thread at a time. Raises as ``Pipe.recv_blocks``."""
@@ -180,7 +183,7 @@ class Inbox:
         """This is a forked child. Takes no lock."""
         self._stopped, self._ring, self._message = True, None, None
 
-    def _reads(self, read: Callable[[Incoming], _T], deadline: Deadline) -> _T:
+    def _reads(self, read: Callable[[Incoming], _T], deadline: Deadline, *, looked: bool = False) -> _T:
         """What ``read`` returns, with the begin of a message in the ring, or the rest of one that is here."""
         ring = self._ring
         if ring is None:
@@ -189,7 +192,7 @@ class Inbox:
             with self._reading:
                 if self._stopped or self._no_more:
                     raise self._fate.error()
-                if self._message is None and not self._wait(ring, LINE, deadline):
+                if self._message is None and not self._wait(ring, LINE, deadline, looked=looked):
                     raise TimeoutError(
                         f"no message has arrived from {self._peer}; it is alive as far as can be seen"
                     )
@@ -213,9 +216,9 @@ class Inbox:
                 self._reading.release()
 
     def _at_once(
-        self, ring: Incoming, out: Tensor | None, plain: bool
+        self, ring: Incoming, out: Tensor | None, plain: bool, spin_s: float
     ) -> Tensor | Literal[Answer.NOT_YET] | None:
-        here, line = ring.next_line()
+        here, line = ring.next_line(spin_s)
         if here < LINE or self._stopped:
             return NOT_YET
         small = small_in(line)
@@ -377,15 +380,17 @@ class Inbox:
         if message.meta is None:
             self._message = None
 
-    def _wait(self, ring: Incoming, count: int, deadline: Deadline) -> bool:
+    def _wait(self, ring: Incoming, count: int, deadline: Deadline, *, looked: bool = False) -> bool:
         """Until ``count`` bytes are in the ring; False at the deadline.
+
+        ``looked``: it was looked for them for a moment, and they were not there.
 
         Raises:
             PeerGoneError: they will never come.
             ClosedError, TransportError: it was ended here meanwhile.
         """
         end = ring.end
-        if deadline.remaining() != 0.0 and end.spun(count, self._spin_s):
+        if not looked and deadline.remaining() != 0.0 and end.spun(count, self._spin_s):
             return True
         while (awaited := end.awaited(count)) is not None:
             if self._stopped:

@@ -78,11 +78,13 @@ class NativeIncoming(Incoming):
         self._spin_ns = min(in_ns(spin_s), LONGEST_NS)
         self._line = ctypes.create_string_buffer(LINE)
         self._line_at = ctypes.c_void_p(ctypes.addressof(self._line))
-        self._peek, self._take = library.peek, library.take
+        self._peek, self._long_peek, self._take = library.peek, library.long_peek, library.take
         self._pull, self._long_pull = library.pull, library.long_pull
 
-    def next_line(self) -> tuple[int, bytes]:
-        here = self._peek(self._end, self._line_at)
+    def next_line(self, spin_s: float = 0.0) -> tuple[int, bytes]:
+        here = self._peek(self._end, self._line_at, 0)
+        if 0 <= here < LINE and spin_s:
+            here = self._long_peek(self._end, self._line_at, min(in_ns(spin_s), LONGEST_NS))
         if here < LINE:
             return super().next_line() if here < 0 else (here, b"")
         return here, self._line.raw

@@ -195,7 +195,8 @@ class ShmPipe(Pipe):
         with self._receiving.taken():
             deadline = None if timeout is DEFAULT_TIMEOUT else Deadline.after(timeout)
             plain = out is None or is_plain(out)
-            tensor = self._inbox.receive_at_once(out, plain)
+            patient = deadline is None or not deadline.expired
+            tensor = self._inbox.receive_at_once(out, plain, patient)
             if tensor is NOT_YET:
                 tensor = self._inbox.receive(out, plain, deadline or Deadline.after(self._timeout_s))
             return tensor

@@ -27,6 +27,8 @@ SMALLEST_BYTES: Final = 1024
 SMALLEST_COST: Final = 2 * LINE
 """What an empty message counts for while it is unread, so that their number is bounded too."""
 LARGEST_BYTES: Final = order.MAX_PLACES // LINE * LINE
+LONGEST_LOOK_S: Final = 0.005
+"""Without a look at deadlines, and before signals are handled where the steps are compiled."""
 _PAGE: Final = 4096
 _NUM_WORDS: Final = order.num_words(1)
 
@@ -152,14 +154,17 @@ class Incoming(_Ring):
         super().__init__(segment, ring, nbytes)
         self.end = ReadingEnd(self.words, 0, nbytes)
 
-    def next_line(self) -> tuple[int, bytes]:
+    def next_line(self, spin_s: float = 0.0) -> tuple[int, bytes]:
         """How many bytes have come, and a copy of the first line of them, if it is whole.
 
-        A copy, since the peer could change what lies in the ring between two looks. Raises WireError if the
-        writer's word says what no writer can have done.
+        If it is not, it is looked for ``spin_s`` seconds, or for the longest look. A copy, since the peer could
+        change what lies in the ring between two looks. Raises WireError if the writer's word says what no
+        writer can have done.
         """
         end = self.end
         here = end.available()
+        if here < LINE and spin_s and end.spun(LINE, min(spin_s, LONGEST_LOOK_S)):
+            here = end.available()
         return here, b"" if here < LINE else self.peek(end.read, LINE)
 
     def take(self, address: int, nbytes: int) -> None:
