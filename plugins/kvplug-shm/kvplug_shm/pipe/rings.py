@@ -157,9 +157,9 @@ class Incoming(_Ring):
     def next_line(self, spin_s: float = 0.0) -> tuple[int, bytes]:
         """How many bytes have come, and a copy of the first line of them, if it is whole.
 
-        If it is not, it is looked for ``spin_s`` seconds, or for the longest look. A copy, since the peer could
-        change what lies in the ring between two looks. Raises WireError if the writer's word says what no
-        writer can have done.
+        If it is not, it is looked for ``spin_s`` seconds, or for the longest look. A copy, since the peer
+        could change what lies in the ring between two looks. Raises WireError if the writer's word says
+        what no writer can have done.
         """
         end = self.end
         here = end.available()
