@@ -98,19 +98,27 @@ class _Process:
         self.pid = pid
         self._pidfd = os.pidfd_open(pid)
         self._status = status
+        self._asking = threading.Lock()
         self._code: int | None = None
 
     def poll(self) -> int | None:
         if self._code is None and select.select([self._pidfd], [], [], 0)[0]:
-            self._code = self._status(self.pid)
+            self._ended()
         return self._code
 
     def wait(self, timeout: float | None = None) -> int:
         if self._code is None:
             if not select.select([self._pidfd], [], [], timeout)[0]:
                 raise subprocess.TimeoutExpired(f"pid {self.pid}", timeout or 0.0)
-            self._code = self._status(self.pid)
+            self._ended()
+        assert self._code is not None
         return self._code
+
+    def _ended(self) -> None:
+        # The server can be asked once: then the number is another's.
+        with self._asking:
+            if self._code is None:
+                self._code = self._status(self.pid)
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)

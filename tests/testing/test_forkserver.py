@@ -7,6 +7,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -60,6 +61,17 @@ def test_a_child_answers_and_has_what_the_server_imported(server: ForkServer) ->
             assert child.wait() == 0
             seen.add(ppid)
     assert len(seen) == 1, "they are children of one server"
+
+
+def test_many_threads_wait_for_one_child_and_hear_the_same(server: ForkServer) -> None:
+    for _ in range(5):
+        with server.start(f"{HERE}:wait_here") as child, ThreadPoolExecutor(8) as pool:
+            assert child.recv() == "here"
+            waits = [pool.submit(child.wait) for _ in range(8)]
+            child.kill()
+            assert {wait.result(30) for wait in waits} == {-signal.SIGKILL}
+    with server.start(f"{HERE}:echo", 0) as child:  # the server lives
+        assert child.result()[0] == child.pid
 
 
 def test_several_live_at_once_and_end_on_their_own(server: ForkServer) -> None:
