@@ -34,6 +34,14 @@ LOCKS = 4
 MEASURE_NOTHING = 'def measure(parent, task):\n    parent.send(["figures", {}])\n'
 
 
+@pytest.fixture(autouse=True)
+def heard() -> Iterator[None]:
+    """SIGINT is: what a shell without job control starts in its background ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @contextlib.contextmanager
 def interrupted(nth: int) -> Iterator[SimpleNamespace]:
     """SIGINT as soon as this thread has taken the ``nth`` lock of a condition."""
@@ -56,6 +64,7 @@ def interrupted(nth: int) -> Iterator[SimpleNamespace]:
 
 def interrupt_each_lock(parent: peers.Parent, file: str) -> int:
     """One turn for each lock that a turn takes. Returns how many turns were ended."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rounds, "take_part", SimpleNamespace(__module__=file, __name__="measure"))
         for nth in itertools.count(1):

@@ -264,6 +264,8 @@ def started(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], bytearray
         stdout=subprocess.PIPE,
         stderr=writer,
         start_new_session=True,
+        # A shell without job control starts its background jobs with SIGINT ignored, and so these tests.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
     os.close(writer)
     looking = threading.Thread(target=look, daemon=True)

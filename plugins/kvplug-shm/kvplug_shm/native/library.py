@@ -92,9 +92,9 @@ class Library:
 @functools.cache
 def library() -> Library | None:
     """``None``: it was not built, or cannot be loaded here, which is logged."""
-    if not _FILE.exists():
-        return None
     try:
+        if not _FILE.exists():
+            return None
         keeps, lets_go = ctypes.PyDLL(str(_FILE)), ctypes.CDLL(str(_FILE))
         if keeps.kvplug_source() & 0xFFFFFFFF != zlib.crc32(_SOURCE.read_bytes()):
             logger.warning("%s was built from another ring.c; Python does without it", _FILE)
