@@ -63,8 +63,7 @@ class SocketThread(abc.ABC):
         self._patience_s = heartbeat_timeout_s
         self._ended = False
         self._linger_s = 0.0
-        self._tcp: set[int] = set()  # descriptors of connections, for a forked child to close
-        self._port = 0  # at which they are
+        self._port = 0  # at which its connections are, for a forked child to close
         # So that nobody writes to a number that is another's by now; a signal's handler may come in between.
         self._waking = threading.RLock()
         with in_words(f"{name} cannot be made"):
@@ -129,8 +128,9 @@ class SocketThread(abc.ABC):
         fd, self._wake = self._wake, -1
         with contextlib.suppress(OSError):
             os.close(fd)
-        for each in self._tcp:
-            if _is_at(each, self._port):  # and not closed meanwhile, its number somebody else's
+        # All there are: what the monitor has told of may be less.
+        for each in map(int, os.listdir("/proc/self/fd")) if self._port else ():
+            if _is_at(each, self._port):
                 os.close(each)
 
     def _watch_connections(self, events: int) -> None:
@@ -202,17 +202,10 @@ class SocketThread(abc.ABC):
             except zmq.Again:
                 return
             seen = parse_monitor_message(parts)
-            event = zmq.Event(seen["event"])
-            if event in _OPENED:
-                self._tcp.add(seen["value"])
-            elif event in _CLOSED:
-                self._tcp.discard(seen["value"])
-            yield event, seen["value"]
+            yield zmq.Event(seen["event"]), seen["value"]
 
 
 _MONITOR = "inproc://connections"  # a context has one
-_OPENED = (zmq.EVENT_LISTENING, zmq.EVENT_ACCEPTED, zmq.EVENT_CONNECTED)
-_CLOSED = (zmq.EVENT_CLOSED, zmq.EVENT_DISCONNECTED)
 
 
 def _is_at(fd: int, port: int) -> bool:
