@@ -116,7 +116,7 @@ class Inbox:
         """A small message that is here and fits; ``NOT_YET``: leave it to :meth:`receive`.
 
         ``plain``: no ``out``, or one whose bytes can be written as they come. ``patient``: it is
-        looked for it for a moment.
+        looked for, for a moment.
         """
         ring = self._ring
         if ring is None or self._message is not None or self._no_more:
