@@ -382,9 +382,9 @@ def test_a_pipe_that_could_not_be_made_is_hung_up_on_and_forgotten(
         with end.connect(listener.contact, timeout=3) as one, pytest.raises(PeerGoneError):
             one.recv_tensor(timeout=3)
         limit = time.monotonic() + 3
-        while listener._joining and time.monotonic() < limit:
+        while listener._sessions and time.monotonic() < limit:
             time.sleep(0.01)
-        assert not listener._joining
+        assert not listener._sessions
         monkeypatch.undo()
         with end.connect(listener.contact, timeout=3), listener.accept(3):
             pass

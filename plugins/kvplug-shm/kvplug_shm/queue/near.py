@@ -8,7 +8,7 @@ import select
 from collections.abc import Callable
 
 from kvplug import PeerGoneError, TransportError, Wait, WireError, close_after_fork
-from kvplug_shm.memory.waiting import NAP_S, nap
+from kvplug_shm.memory.waiting import NAP_S
 from kvplug_shm.native.ends import reading_end
 from kvplug_shm.queue.far import Message
 from kvplug_shm.queue.joining import Joined, hang_up, watched
@@ -52,23 +52,16 @@ class NearSource:
             raise
 
     def receive(self, wait: Wait, check: Callable[[], None]) -> Message:
-        end = self._end
-        looks = False
+        end, spin_s = self._end, self._spin_s
         while True:
             check()
-            message = self.poll()
-            if message is not None:
-                return message
-            awaited = end.awaited()
-            if awaited is None:
-                continue
             self._check_writer()
             pause = wait.pause()
-            if not looks:
-                looks = True
-                if end.spun(1, self._spin_s):
-                    continue
-            nap(end, awaited, pause)
+            if end.come(1, spin_s, NAP_S if pause is None or pause > NAP_S else pause):
+                message = self.poll()
+                if message is not None:
+                    return message
+            spin_s = 0.0
 
     def advance(self) -> None:
         self.check_evicted()

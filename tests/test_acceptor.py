@@ -1,0 +1,236 @@
+"""Who comes in is served beside the others, and nobody is left when it closes."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from kvplug.acceptor import Acceptor, PipeAcceptor
+from kvplug.errors import ClosedError, PeerGoneError, TimeoutError, TransportError
+from kvplug.testing import peers
+from kvplug.trust.credentials import Credentials
+from kvplug.trust.listener import Connection, Listener, dial
+
+pytestmark = pytest.mark.timeout(60)
+PURPOSE = "test of acceptors"
+PATIENCE_S = 20.0
+
+
+def until(condition: Callable[[], object]) -> None:
+    limit = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < limit
+        time.sleep(0.005)
+
+
+def is_hung_up(connection: Connection) -> bool:
+    connection.sock.settimeout(PATIENCE_S)
+    return connection.sock.recv(1) == b""
+
+
+class FakePipe:
+    """What a connection became."""
+
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
+        self.aborted = threading.Event()
+
+    def abort(self) -> None:
+        self.connection.close()
+        self.aborted.set()
+
+
+class Plain(PipeAcceptor):
+    """A byte says what becomes of a connection: a pipe, nothing, or a failure; without one it waits."""
+
+    def __init__(self, listener: Listener) -> None:
+        self.made: list[FakePipe] = []
+        self.parts: list[Connection] = []
+        self.go_on = threading.Event()
+        self.go_on.set()
+        super().__init__([listener], transport="plain", contact="plain contact", timeout_s=PATIENCE_S)
+
+    def _join(self, connection: Connection) -> Any:
+        match connection.sock.recv(1):
+            case b"p":
+                pipe = FakePipe(connection)
+                self.made.append(pipe)
+                self.go_on.wait(PATIENCE_S)
+                return pipe
+            case b"n":
+                self.parts.append(connection)
+                return None
+            case _:
+                raise PeerGoneError("it said nothing of use")
+
+
+@pytest.fixture
+def opened() -> Iterator[Listener]:
+    with peers.nothing_left(), Listener.open("unix:", Credentials(), PURPOSE) as listener:
+        yield listener
+
+
+def came(listener: Listener, said: bytes = b"") -> Connection:
+    connection = dial(listener.contact, Credentials(), PURPOSE, PATIENCE_S)
+    if said:
+        connection.sock.sendall(said)
+    return connection
+
+
+def test_who_stops_half_way_delays_nobody_and_is_hung_up_at_the_end(opened: Listener) -> None:
+    with Plain(opened) as acceptor, came(opened) as silent, came(opened, b"p") as other:
+        pipe: Any = acceptor.accept()
+        assert pipe.connection.peer.pid == os.getpid()
+        acceptor.close()
+        assert is_hung_up(silent)
+        pipe.connection.sock.sendall(b"alive")  # who was accepted lives on
+        assert other.sock.recv(5) == b"alive"
+        pipe.abort()
+
+
+def test_one_that_fails_is_closed_with_a_warning_and_the_next_comes_in(
+    opened: Listener, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Plain(opened) as acceptor:
+        with came(opened, b"x") as bad, came(opened, b"p"):
+            assert is_hung_up(bad)
+            pipe: Any = acceptor.accept()
+            pipe.abort()
+        until(lambda: "was not completed: it said nothing of use" in caplog.text)
+        assert not any(record.exc_info for record in caplog.records)  # the peer's fault, not ours
+
+
+def test_a_fault_of_ours_is_told_with_its_traceback(
+    opened: Listener, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(connection: Connection) -> None:
+        raise ZeroDivisionError
+
+    acceptor = Acceptor([opened], fail, lambda _: None, what="a thing", name="kvplug-test")
+    with came(opened) as bad:
+        assert is_hung_up(bad)
+    until(lambda: caplog.records)
+    acceptor.close()
+    assert caplog.records[0].getMessage().startswith("a thing from ")
+    assert caplog.records[0].exc_info
+
+
+def test_what_is_part_of_another_pipe_is_nobodys_to_accept(opened: Listener) -> None:
+    with Plain(opened) as acceptor, came(opened, b"n") as part:
+        until(lambda: acceptor.parts)
+        with pytest.raises(TimeoutError, match="nobody connected a pipe to unix:@"):
+            acceptor.accept(0.05)
+        acceptor.close()
+        acceptor.parts[0].sock.sendall(b"still here")  # whose it is looks after it
+        assert part.sock.recv(10) == b"still here"
+        acceptor.parts[0].close()
+
+
+def test_a_pipe_that_nobody_has_accepted_is_aborted(opened: Listener) -> None:
+    with Plain(opened) as acceptor, came(opened, b"p"):
+        until(lambda: acceptor._ready)
+        acceptor.close()
+        assert acceptor.made[0].aborted.is_set()
+        with pytest.raises(ClosedError, match="the listener of the pipe 'plain' is closed"):
+            acceptor.accept()
+
+
+def test_a_pipe_that_is_made_after_the_end_is_aborted(opened: Listener) -> None:
+    with Plain(opened) as acceptor, came(opened, b"p"):
+        acceptor.go_on.clear()
+        until(lambda: acceptor.made)
+        acceptor.close()
+        acceptor.go_on.set()
+        assert acceptor.made[0].aborted.wait(PATIENCE_S)
+
+
+def test_closing_ends_a_wait(opened: Listener) -> None:
+    acceptor = Plain(opened)
+    timer = threading.Timer(0.1, acceptor.close)
+    timer.start()
+    with pytest.raises(ClosedError):
+        acceptor.accept()
+    timer.join()
+
+
+def test_without_a_thread_for_the_first_there_is_no_listener(
+    opened: Listener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refused)
+        with pytest.raises(TransportError, match="needs a thread"):
+            Plain(opened)
+    assert opened.closed
+
+
+def test_without_a_thread_for_one_the_next_comes_in(
+    opened: Listener, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    start, refused = threading.Thread.start, list[str]()
+
+    def once(self: threading.Thread) -> None:
+        if self.name == "kvplug-plain-join" and not refused:
+            refused.append(self.name)
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    with Plain(opened) as acceptor:
+        monkeypatch.setattr(threading.Thread, "start", once)
+        with came(opened) as unlucky:
+            assert is_hung_up(unlucky)
+        with came(opened, b"p"):
+            pipe: Any = acceptor.accept()
+            pipe.abort()
+    assert refused
+    assert "can't start new thread" in caplog.text
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this platform")
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_a_forked_child_holds_nothing_of_those_that_are_served(opened: Listener) -> None:
+    with Plain(opened) as acceptor, came(opened) as silent:
+        until(lambda: acceptor._acceptor._serving)
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                (theirs,) = acceptor._acceptor._serving
+                closed = False
+                try:
+                    acceptor.accept(1)
+                except ClosedError:
+                    closed = True
+                code = 0 if closed and theirs.fileno() == -1 else 2
+            finally:
+                os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        acceptor.close()
+        assert is_hung_up(silent)
+
+
+def test_closing_is_idempotent_also_from_a_thread_that_serves(
+    opened: Listener, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING)
+    closed = threading.Event()
+
+    def close(connection: Connection) -> None:
+        acceptor.close()
+        closed.set()
+        connection.close()
+
+    acceptor = Acceptor([opened], close, lambda _: None, what="a thing", name="kvplug-test")
+    with came(opened) as other:
+        assert closed.wait(PATIENCE_S)
+        assert is_hung_up(other)
+    acceptor.close()
+    assert not caplog.records
