@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from array import array
 from collections.abc import Iterator, Sequence
@@ -104,6 +105,14 @@ class Blocks:
             rows.append((view.data_ptr(), stride))
         return rows
 
+    def runs(self) -> list[Tensor] | None:
+        """The blocks of each view as one contiguous tensor; ``None``: they do not follow one another."""
+        ids = self._ids
+        if not self.nbytes or any(after - before != 1 for before, after in itertools.pairwise(ids)):
+            return None
+        found = [view.detach()[ids[0] : ids[-1] + 1] for view in self._views]
+        return found if all(each.is_contiguous() for each in found) else None
+
     def empty(self) -> Tensor:
         """New memory for the message."""
         import torch
@@ -146,7 +155,10 @@ class Blocks:
         import torch
 
         if self._index is None:
-            self._index = torch.tensor(self._ids, dtype=torch.int64, device=self.device)
+            index = torch.tensor(self._ids, dtype=torch.int64)
+            if self.device.type == "cuda":  # from other memory the host would wait for the stream
+                index = index.pin_memory()
+            self._index = index.to(self.device, non_blocking=True)
         done = 0
         while done < count:
             number, at = divmod(first + done, len(self._ids))

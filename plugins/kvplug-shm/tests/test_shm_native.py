@@ -99,9 +99,9 @@ WORD = st.one_of(
 class Ring:
     """One ring in memory of its own, its ends in Python or compiled."""
 
-    def __init__(self, compiled: bool) -> None:
+    def __init__(self, compiled: bool, memory: Any = None) -> None:
         steps = native.library() if compiled else None
-        self.memory = segment()
+        self.memory = memory or segment()
         self.out = outgoing(self.memory, 0, RING, steps, 0.0)
         self.into = incoming(self.memory, 0, RING, steps, 0.0)
 
@@ -162,6 +162,8 @@ def test_both_agree_on_what_is_awaited(values: list[int], at: int, count: int) -
         ]
         python, compiled = (end.spun(count, 0.0) for end in ends)
         assert compiled == python
+        python, compiled = (end.come(count, 0.0, 0.0) for end in ends)
+        assert compiled == python
     writing = WritingEnd(words, 2, 8, sent=at), NativeWritingEnd(steps, words, 2, 8, sent=at)
     try:
         room = writing[0].room()
@@ -207,6 +209,46 @@ def test_what_is_put_in_pieces_lies_there_as_what_is_put_at_once(shift: int, nby
         done = ring.out.put(Head(b"p" * LINE, nbytes), data.data_ptr(), pieces, limit)
         left.append((done, ring.out.end.sent, bytes(ring.memory.view)))
     assert left[0] == left[1]
+
+
+@compiled
+@pytest.mark.parametrize("native_reader", [True, False])
+def test_a_reader_that_looked_in_vain_sleeps_until_it_is_woken(native_reader: bool) -> None:
+    ring = Ring(native_reader)
+    writer, reader = Ring(True, ring.memory).out.end, ring.into.end
+    came: list[bool] = []
+    thread = threading.Thread(target=lambda: came.append(reader.come(LINE, 1e-5, 3600.0)), daemon=True)
+    words = ring.out.words.words
+    thread.start()
+    while not words[order.asleep(0)]:
+        time.sleep(0.001)
+    assert not came
+    writer.publish(LINE)
+    thread.join(30)
+    assert came == [True]
+    assert not words[order.asleep(0)]
+    assert reader.come(LINE, 0.0, 3600.0)  # is there: nobody sleeps
+    writer.end()
+    assert not reader.come(2 * LINE, 0.0, 3600.0)  # nobody sleeps on the word of an end that is over
+
+
+@compiled
+@pytest.mark.parametrize("spin_s", [0.0, 3600.0])
+def test_a_signal_ends_the_sleep_of_a_reader(spin_s: float) -> None:
+    ring = Ring(True)
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        with pytest.raises(KeyboardInterrupt):
+            ring.into.end.come(LINE, spin_s, 3600.0)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert not ring.out.words.words[order.asleep(0)]
 
 
 @compiled
@@ -356,7 +398,7 @@ def test_an_end_whose_memory_was_let_go_of_says_so() -> None:
     ends = writing_end(words, 1, 8, native=True), reading_end(words, 0, 8, native=True)
     words.words.release()
     spins = [functools.partial(end.spun, 1, 0.0) for end in ends]
-    for call in (ends[0].publish, ends[1].release, *spins):
+    for call in (ends[0].publish, ends[1].release, *spins, functools.partial(ends[1].come, 1, 0.0, 0.0)):
         with pytest.raises(ValueError, match="released"):
             call()
 

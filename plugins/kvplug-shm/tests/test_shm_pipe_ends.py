@@ -432,3 +432,14 @@ def test_a_host_without_dev_shm_room_does_not_matter(near_pair: Any) -> None:
     one.send_tensor(torch.zeros(MIB))
     other.recv_tensor()
     assert not os.path.isdir("/dev/shm") or set(os.listdir("/dev/shm")) - before == set()
+
+
+def test_a_tensor_that_is_given_other_memory_is_sent_from_what_it_had(near_pair: Any) -> None:
+    one, other = near_pair(slots=1, slot_bytes=4096)
+    tensor = torch.full((2**22,), 7, dtype=torch.uint8)
+    sent = one.send_tensor(tensor)
+    tensor.data = torch.zeros(1, dtype=torch.uint8)
+    others = [torch.zeros(2**22, dtype=torch.uint8) for _ in range(3)]
+    assert other.recv_tensor().eq(7).all()
+    sent.wait(30)
+    assert not any(each.any() for each in others)

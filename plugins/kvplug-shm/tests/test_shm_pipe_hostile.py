@@ -316,3 +316,11 @@ def test_an_accepting_end_without_memory_says_so() -> None:
     error = host(Join(step=2).pack(), [])
     assert isinstance(error, CapacityError)
     assert "its log says why" in str(error)
+
+
+@pytest.mark.parametrize("heartbeat_ms", [0, 1, 49])
+def test_an_impatient_peer_does_not_make_this_end_beat_all_the_time(heartbeat_ms: int) -> None:
+    tuning = ends.endpoint()._tuning
+    said = Join(step=0, sees_death=False, heartbeat_ms=heartbeat_ms)
+    assert said.heartbeat_interval_s(tuning) == 0.01
+    assert Join(step=0, heartbeat_ms=heartbeat_ms).heartbeat_interval_s(tuning) is None

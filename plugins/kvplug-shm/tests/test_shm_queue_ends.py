@@ -223,6 +223,7 @@ def test_a_close_that_is_interrupted_lets_go_of_everything(queue: Any) -> None:
 
 def test_abort_ends_what_an_interrupted_abort_has_left(queue: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     writer, (reader,) = queue()
+    ends.until(lambda: writer._admission._joined)
 
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt

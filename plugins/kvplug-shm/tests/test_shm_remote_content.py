@@ -275,3 +275,28 @@ def test_a_writer_that_closes_says_so_after_everything_else(writing: Any) -> Non
         with pytest.raises(PeerGoneError, match=f"pid {os.getpid()}.*closed"):
             taken(reader)
     reader.leave(died=False)
+
+
+def test_what_a_writer_said_last_is_heard_by_a_reader_that_looks_after_the_connection_has_ended(
+    writing: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = writing(context())
+    reader: Any = joined(context(), writer.far.data)
+    writer.send(b"first")
+    turn, busy, go_on = reader._turn, threading.Event(), threading.Event()
+
+    def late(now: float) -> Any:
+        busy.set()
+        assert go_on.wait(ends.PATIENCE_S)
+        return turn(now)
+
+    monkeypatch.setattr(reader, "_turn", late)
+    reader.post()
+    assert busy.wait(ends.PATIENCE_S)
+    writer.close()
+    time.sleep(0.2)  # ZeroMQ's thread at the reader's end sees both, what was said and the end
+    go_on.set()
+    assert taken(reader)[2] == b"first"
+    with pytest.raises(PeerGoneError, match="has closed, and everything of it was received"):
+        taken(reader)
+    reader.leave(died=False)

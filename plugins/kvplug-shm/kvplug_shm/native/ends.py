@@ -55,7 +55,7 @@ class NativeReadingEnd(ReadingEnd):
     def __init__(self, library: Library, memory: Words, reader: int, places: int, *, read: int = 0) -> None:
         self.state = End(words=memory.address, places=places, readers=reader)
         self.pointer = ctypes.c_void_p(ctypes.addressof(self.state))
-        self._release, self._spun = library.release, library.spun_for_units
+        self._release, self._spun, self._come = library.release, library.spun_for_units, library.come
         super().__init__(memory, reader, places, read=read)
 
     @property
@@ -72,6 +72,12 @@ class NativeReadingEnd(ReadingEnd):
 
     def spun(self, count: int, seconds: float) -> bool:
         return _spun(self._spun, self, count, seconds)
+
+    def come(self, count: int, spin_s: float, nap_s: float) -> bool:
+        if spin_s > LONGEST_NS * 1e-9:
+            return super().come(count, spin_s, nap_s)
+        len(self._memory.words)  # raises
+        return bool(self._come(self.pointer, count, int(spin_s * 1e9), int(nap_s * 1e9)))
 
 
 def _spun(

@@ -23,6 +23,7 @@ _PROTOTYPES: Final[dict[str, tuple[Any, ...]]] = {
     "kvplug_publish": (None, _POINTER, _I64),
     "kvplug_release": (None, _POINTER, _I64),
     "kvplug_spun_for_units": (ctypes.c_int, _POINTER, _I64, _I64),
+    "kvplug_come": (ctypes.c_int, _POINTER, _I64, _I64, _I64),
     "kvplug_spun_for_room": (ctypes.c_int, _POINTER, _I64, _I64),
     "kvplug_put": (ctypes.c_int, _POINTER, _POINTER, _POINTER, _I64),
     "kvplug_put_long": (ctypes.c_int, _POINTER, _POINTER, _POINTER, _I64, _I64, _I64),
@@ -83,6 +84,7 @@ class Library:
     # These let the interpreter's lock go.
     spun_for_units: Callable[..., int]
     spun_for_room: Callable[..., int]
+    come: Callable[..., int]
     long_peek: Callable[..., int]
     long_put: Callable[..., int]
     long_push: Callable[..., int]
@@ -107,6 +109,7 @@ def library() -> Library | None:
         **{name: _function(keeps, name) for name in kept},
         spun_for_units=_function(lets_go, "spun_for_units"),
         spun_for_room=_function(lets_go, "spun_for_room"),
+        come=_function(lets_go, "come"),
         long_peek=_function(lets_go, "peek"),
         long_put=_function(lets_go, "put_long"),
         long_push=_function(lets_go, "push"),

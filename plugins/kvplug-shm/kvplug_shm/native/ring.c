@@ -1,8 +1,8 @@
-/* The steps of a pipe's ring that are worth more without an interpreter: looking, copying, announcing.
+/* The steps of a ring that are worth more without an interpreter: looking, copying, announcing.
  *
  * The protocol, and why it is right, is kvplug_shm/ring/order.py: `announce` here is `announce` there, and
  * the counts are checked as kvplug_shm/ring/ends.py checks them. Whatever is not the usual way (an end that
- * is over, a word that cannot be true, sleeping) is left to Python: these functions then return early.
+ * is over, a word that cannot be true) is left to Python: these functions then return early.
  *
  * Loads acquire and stores release, so that nothing here depends on the order of a processor's stores.
  */
@@ -21,6 +21,7 @@
 #define HEAD 0
 #define WRITER_ASLEEP 1
 #define OVER 1
+#define FUTEX_WAIT 0
 #define FUTEX_WAKE 1
 #define IMPLAUSIBLE (-1)
 /* Between two looks at the clock while waiting, and how long is looked before the processor is offered. */
@@ -183,6 +184,21 @@ int kvplug_spun_for_units(const struct end *end, int64_t count, int64_t spin_ns)
         if (seen & OVER || !look_again(&patience, spin_ns))
             return 0;
     }
+}
+
+/* The same, with one sleep of `nap_ns` at most after the looking: `doze` of order.py. */
+int kvplug_come(struct end *end, int64_t count, int64_t spin_ns, int64_t nap_ns) {
+    if (kvplug_spun_for_units(end, count, spin_ns))
+        return 1;
+    uint64_t seen = load(end, HEAD);
+    if (!(seen & OVER) && (int64_t)((seen >> 1) - end->count) < count) {
+        word_t *own = word_at(end, asleep(end->readers));
+        struct timespec nap = {nap_ns / 1000000000, nap_ns % 1000000000};
+        atomic_store(own, 1);
+        syscall(SYS_futex, end->words + HEAD * LINE, FUTEX_WAIT, (uint32_t)seen, &nap, NULL, 0);
+        atomic_store(own, 0);
+    }
+    return (int64_t)((load(end, HEAD) >> 1) - end->count) >= count;
 }
 
 /* Whether `count` units can be written, after looking for `spin_ns`. */

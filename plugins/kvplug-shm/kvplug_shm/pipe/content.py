@@ -37,6 +37,7 @@ class Content:
             self.head = OF_NONE
             return
         if is_plain(tensor):  # as memory_of finds it, without making the view
+            self._owner = tensor, tensor.untyped_storage()  # by its .data it may be given another one
             self.address = tensor.data_ptr()
         else:
             self._owner = memory = memory_of(tensor)

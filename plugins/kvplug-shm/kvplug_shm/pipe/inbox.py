@@ -13,13 +13,22 @@ from typing import TYPE_CHECKING, Final, Literal, TypeVar
 
 import torch
 
-from kvplug import Deadline, Fate, KvplugError, TensorMismatchError, TimeoutError, WireError
-from kvplug.wire.messages import SHORTEST_TENSOR_PREFIX, check_fits, is_dense, prefix_size
-from kvplug.wire.tensors import TensorMeta, copy_into, dtype_of, memory_of, memory_of_writable
+from kvplug import (
+    Deadline,
+    Fate,
+    KvplugError,
+    PeerGoneError,
+    TensorMismatchError,
+    TimeoutError,
+    WireError,
+)
+from kvplug.wire.messages import check_fits, is_dense
+from kvplug.wire.tensors import copy_into, memory_of, memory_of_writable
 from kvplug_shm.memory import waiting
+from kvplug_shm.memory.attach import PeerMemory
 from kvplug_shm.memory.pool import Pool
-from kvplug_shm.native.spans import Span
-from kvplug_shm.pipe.announcement import meta_in, small_in
+from kvplug_shm.pipe.announcement import small_in
+from kvplug_shm.pipe.arrival import Arrival, Flat, announced
 from kvplug_shm.pipe.blocks import BlockTarget
 from kvplug_shm.pipe.native import NativeIncoming
 from kvplug_shm.pipe.rings import LINE, LONGEST_LOOK_S, Incoming, Pieces, lines
@@ -42,36 +51,6 @@ _INTERRUPTED = "interrupted in the middle of a message"
 _T = TypeVar("_T")
 
 
-class _Memory:
-    """What a message is received into: all in one piece."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._address = tensor.data_ptr()
-        self.span: Span | None = Span.flat(self._address)
-
-    def take(self, ring: Incoming, count: int, done: int, nbytes: int) -> None:
-        """``nbytes`` of the message, of which ``done`` were taken, from byte ``count`` of the stream on."""
-        ring.copy(count, self._address + done, nbytes)
-
-
-class _Message:
-    """A message whose announcement has been read: what it is, and how much of it has arrived."""
-
-    __slots__ = ("dtype", "got", "meta", "nbytes", "own", "unreleased")
-
-    def __init__(
-        self, meta: TensorMeta | None, dtype: torch.dtype | None, nbytes: int, unreleased: int
-    ) -> None:
-        self.meta = meta
-        self.dtype = dtype
-        self.nbytes = nbytes
-        self.got = 0
-        self.unreleased = unreleased
-        """Bytes of the ring, before the tensor's, that were read and not given back: its prefix."""
-        self.own: Tensor | None = None
-        """Our own memory, where a part of it waits for the next call."""
-
-
 class Inbox:
     """``lost(reason)``: nothing more comes. ``break_down(reason)``: what comes cannot be trusted.
 
@@ -83,6 +62,7 @@ class Inbox:
         ring: Incoming,
         *,
         pool: Pool,
+        theirs: PeerMemory | None,
         peer: str,
         pieces: Pieces,
         spin_s: float,
@@ -92,13 +72,14 @@ class Inbox:
     ) -> None:
         self._ring: Incoming | None = ring
         self._pool = pool
+        self._theirs = theirs
         self._peer = peer
         self._pieces = pieces
         self._spin_s = spin_s
         self._fate = fate
         self._lost = lost
         self._break_down = break_down
-        self._message: _Message | None = None
+        self._message: Arrival | None = None
         self._reading = threading.Lock()
         """Held by whoever reads the ring."""
         self._stopped = False
@@ -266,7 +247,7 @@ class Inbox:
             tensor = self._pool.tensor(meta)
         assert tensor is not None
         try:
-            if not self._fill(ring, message, _Memory(tensor), deadline):
+            if not self._fill(ring, message, Flat(tensor), deadline):
                 # Before anything is raised: what has arrived is part of what the next call returns.
                 if direct:
                     self._keep(message, tensor)
@@ -288,9 +269,12 @@ class Inbox:
         self._message = None
         return tensor
 
-    def _scatter(self, ring: Incoming, message: _Message, target: BlockTarget, deadline: Deadline) -> None:
+    def _scatter(self, ring: Incoming, message: Arrival, target: BlockTarget, deadline: Deadline) -> None:
+        if message.offered_at and message.own is None:
+            assert message.meta is not None
+            message.own = self._pool.tensor(message.meta)  # without memory nothing is lost: it stays offered
         if message.own is not None:
-            if self._fill(ring, message, _Memory(message.own), deadline):
+            if self._fill(ring, message, Flat(message.own), deadline):
                 target.fill(message.own)
                 return
         elif self._fill(ring, message, target, deadline):
@@ -301,20 +285,20 @@ class Inbox:
             message.own = own
         raise self._late(message)
 
-    def _late(self, message: _Message) -> TimeoutError:
+    def _late(self, message: Arrival) -> TimeoutError:
         return TimeoutError(
             f"{message.got} of {message.nbytes} bytes of a tensor have arrived from {self._peer};"
             " the next call goes on with it"
         )
 
-    def _keep(self, message: _Message, tensor: Tensor) -> None:
+    def _keep(self, message: Arrival, tensor: Tensor) -> None:
         """Take what has arrived out of the caller's memory, which is the caller's again now."""
         if message.got:
             own = self._own(message)
             memory_of_writable(own)[: message.got] = memory_of(tensor)[: message.got]
             message.own = own
 
-    def _own(self, message: _Message) -> Tensor:
+    def _own(self, message: Arrival) -> Tensor:
         """Memory for a part of a message that has arrived."""
         assert message.meta is not None
         try:
@@ -323,26 +307,22 @@ class Inbox:
             self._break_down("there was no memory for the part of a message that had arrived")
             raise
 
-    def _announced(self, ring: Incoming, deadline: Deadline) -> _Message:
+    def _announced(self, ring: Incoming, deadline: Deadline) -> Arrival:
         """A line of it is here."""
-        _, line = ring.next_line()
-        small = small_in(line)
-        if small is not None:
-            return _Message(*small, LINE)
-        size = prefix_size(line[:SHORTEST_TENSOR_PREFIX])
-        padded = lines(size)
-        if not self._wait(ring, padded, deadline):
+        message = announced(
+            ring, lambda count: self._wait(ring, count, deadline), offers=self._theirs is not None
+        )
+        if message is None:
             raise TimeoutError(f"the announcement of a message from {self._peer} has not wholly arrived")
-        meta = meta_in(ring.peek(ring.end.read, size))
-        if meta is None:
-            return _Message(None, None, 0, padded)
-        return _Message(meta, dtype_of(meta.dtype), meta.nbytes, padded)
+        return message
 
-    def _fill(
-        self, ring: Incoming, message: _Message, memory: _Memory | BlockTarget, deadline: Deadline
-    ) -> bool:
+    def _fill(self, ring: Incoming, message: Arrival, memory: Flat | BlockTarget, deadline: Deadline) -> bool:
         """Have the tensor's bytes taken from where they lie; False at the deadline."""
         end, nbytes, piece = ring.end, message.nbytes, self._pieces.largest
+        if message.offered_at:
+            assert isinstance(memory, Flat)
+            if not self._fetch(ring, message, memory, deadline):
+                return False
         while message.got < nbytes:
             if self._stopped:
                 raise self._fate.error()
@@ -374,7 +354,23 @@ class Inbox:
             self._give_back(ring, message)
         return True
 
-    def _give_back(self, ring: Incoming, message: _Message) -> None:
+    def _fetch(self, ring: Incoming, message: Arrival, memory: Flat, deadline: Deadline) -> bool:
+        """The same for a tensor that is offered: a step at least, however late it is."""
+        assert self._theirs is not None
+        while message.got < message.nbytes:
+            if self._stopped:
+                raise self._fate.error()
+            try:
+                message.fetch(self._theirs, memory, ring.end.evicted)
+            except PeerGoneError as e:
+                self._no_more = True
+                self._lost(f"a tensor that it had offered went with it: {e}")
+                raise self._fate.error() from e
+            if deadline.expired:
+                break
+        return message.got == message.nbytes
+
+    def _give_back(self, ring: Incoming, message: Arrival) -> None:
         count, message.unreleased = message.unreleased, 0
         ring.end.release(count)
         if message.meta is None:

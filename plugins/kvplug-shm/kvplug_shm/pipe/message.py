@@ -45,9 +45,8 @@ class Message:
     def complete(self) -> bool:
         return self.announced and self.done == self.content.nbytes
 
-    @property
-    def least(self) -> int:
-        """Bytes of the ring without which nothing more of it gets in."""
+    def least(self, ring: Outgoing) -> int:
+        """Bytes of the ring that have to be free before another push makes sense."""
         return LINE if self.announced else len(self.content.head.prefix)
 
     def push(

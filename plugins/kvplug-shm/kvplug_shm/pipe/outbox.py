@@ -13,7 +13,6 @@ from collections.abc import Callable
 
 from kvplug import Deadline, Fate, TimeoutError, Transfer, WireError
 from kvplug_shm.memory import waiting
-from kvplug_shm.pipe.content import Content
 from kvplug_shm.pipe.head import Head
 from kvplug_shm.pipe.message import Message, NotTakenError, Step
 from kvplug_shm.pipe.rings import Outgoing, Pieces
@@ -93,12 +92,14 @@ class Outbox:
         transfer.finish()
         return transfer
 
-    def send(self, content: Content, deadline: Deadline) -> Transfer:
+    def send(self, message: Message, deadline: Deadline) -> Transfer:
         """Only one thread at a time. Raises as ``Pipe.send_tensor``."""
-        message, ring = Message(content), self._ring
+        ring = self._ring
         if ring is None:
             raise self._fate.error()
         try:
+            if not self._queued_bytes:
+                ring.end.spun(self._room_for(message, ring), self._spin_s)
             with self._lock:
                 self._wait_for_room(ring, message, deadline)
                 message.step = Step.HELD
@@ -145,18 +146,18 @@ class Outbox:
     def fail(self) -> None:
         """Everything queued fails with what the fate says; whoever waits is woken. Blocks nowhere.
 
-        What the writer is copying at this moment fails when it has let go of it.
+        What the writer is copying at this moment fails when it has let go of it. Nobody is told of a failure
+        before the reader can see that it was evicted: it may be copying what was offered.
         """
         with self._lock:
+            if self._ring is not None:
+                self._ring.end.evict(0)  # wakes the writer: the word it sleeps on changes
             self._ended = True
             self._untold.extend(self._queue)
             self._queue.clear()
             self._queued_bytes = 0
             self._work.notify_all()
             self._room.notify_all()
-        ring = self._ring
-        if ring is not None:
-            ring.end.evict(0)  # wakes the writer: the word it sleeps on changes
         self._say_that_it_ended()
         self._fail_untold(1 if self._writing.locked() else 0)
 
@@ -176,27 +177,15 @@ class Outbox:
 
     def _wait_for_room(self, ring: Outgoing, message: Message, deadline: Deadline) -> None:
         """Under the lock, which is let go meanwhile."""
-        looked = False
         while True:
             if self._fate.sealed or self._ended:
                 raise self._fate.error()
             held = self._queued_bytes + ring.nbytes - ring.end.room()
             if not held or held + message.cost <= self._limit:
                 return
-            if not self._queued_bytes:
-                # Until so much is free: nobody else changes what is held.
-                wanted = ring.nbytes - max(0, self._limit - message.cost)
-                if not looked:
-                    looked = True
-                    self._lock.release()
-                    try:
-                        ring.end.spun(wanted, self._spin_s)
-                    finally:
-                        self._lock.acquire()
-                    continue
             try:
                 if not self._queued_bytes:
-                    self._wanted = wanted
+                    self._wanted = self._room_for(message, ring)
                     self._wake_writer()
                 if self._room.wait(deadline.remaining()) or not deadline.expired:
                     continue
@@ -208,6 +197,10 @@ class Outbox:
                 f" {self._limit}), and nothing was queued"
             )
 
+    def _room_for(self, message: Message, ring: Outgoing) -> int:
+        """Bytes of the ring that have to be free before it is accepted, with nothing queued."""
+        return ring.nbytes - max(0, self._limit - message.cost)
+
     def _copy_at_once(self, ring: Outgoing, message: Message, deadline: Deadline) -> None:
         try:
             with self._writing:
@@ -216,7 +209,7 @@ class Outbox:
                     if message.push(ring, self._pieces, self._publish, patient=patient):
                         if message.complete:
                             return
-                    elif deadline.expired or not ring.end.spun(message.least, self._spin_s):
+                    elif deadline.expired or not ring.end.spun(message.least(ring), self._spin_s):
                         return
         except NotTakenError:
             self._not_taken()
@@ -296,7 +289,7 @@ class Outbox:
                 if message.complete:
                     self._sent(message)
                 elif not pushed:
-                    self._sleep(ring, message.least)
+                    self._sleep(ring, message.least(ring))
                 del message  # the memory that was sent is not held until there is more to send
         except NotTakenError:
             self._not_taken()

@@ -33,7 +33,9 @@ from kvplug_shm.pipe.blocks import BlockContent, BlockTarget
 from kvplug_shm.pipe.content import Content, is_plain
 from kvplug_shm.pipe.head import OF_NONE, head_of
 from kvplug_shm.pipe.inbox import NOT_YET, Inbox
+from kvplug_shm.pipe.message import Message
 from kvplug_shm.pipe.native import incoming, outgoing
+from kvplug_shm.pipe.offer import Offer, SingleCopy, worth_offering
 from kvplug_shm.pipe.outbox import Outbox
 from kvplug_shm.pipe.rings import Pieces
 
@@ -54,6 +56,8 @@ class Tuning:
     timeout_s: float
     heartbeat_timeout_s: float
     pool: Pool
+    single_copy: bool
+    """Whether it offers tensors, and takes them, where the system lets it."""
     library: Library | None
     """The compiled steps, where they are used."""
 
@@ -96,6 +100,7 @@ class ShmPipe(Pipe):
         control: Connection,
         shared: Shared,
         tuning: Tuning,
+        single_copy: SingleCopy,
         *,
         pidfd: int | None,
         heartbeat_interval_s: float | None,
@@ -111,6 +116,7 @@ class ShmPipe(Pipe):
         self._control = control
         self._pool = tuning.pool
         self._native = tuning.library is not None
+        self._offers = single_copy.ours
         self._closing = threading.RLock()  # also for the handler of a signal
         self._over = False
         self._sending, self._receiving = Turn("sending"), Turn("receiving")
@@ -131,6 +137,7 @@ class ShmPipe(Pipe):
                 shared.segment, 1 if shared.accepted else 0, shared.ring_bytes, tuning.library, tuning.spin_s
             ),
             pool=tuning.pool,
+            theirs=single_copy.theirs,
             peer=self._peer,
             pieces=shared.pieces,
             spin_s=tuning.spin_s,
@@ -179,13 +186,18 @@ class ShmPipe(Pipe):
             raise self._fate.error()
         with self._sending.taken():
             deadline = None if timeout is DEFAULT_TIMEOUT else Deadline.after(timeout)
-            transfer = None
+            transfer = message = None
             if tensor is None:
                 transfer = self._outbox.send_at_once(OF_NONE, 0)
             elif is_plain(tensor):
-                transfer = self._outbox.send_at_once(head_of(tensor.dtype, tensor.shape), tensor.data_ptr())
+                if self._offers and worth_offering(tensor):
+                    message = Offer(tensor)
+                else:
+                    head = head_of(tensor.dtype, tensor.shape)
+                    transfer = self._outbox.send_at_once(head, tensor.data_ptr())
             if transfer is None:
-                transfer = self._outbox.send(Content(tensor), deadline or Deadline.after(self._timeout_s))
+                message = message or Message(Content(tensor))
+                transfer = self._outbox.send(message, deadline or Deadline.after(self._timeout_s))
             return transfer
 
     def recv_tensor(self, out: Tensor | None = None, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Tensor | None:
@@ -208,7 +220,7 @@ class ShmPipe(Pipe):
             raise self._fate.error()
         with self._sending.taken():
             deadline = Deadline.after(timeout, self._timeout_s)
-            return self._outbox.send(BlockContent(Blocks(views, block_ids), self._pool), deadline)
+            return self._outbox.send(Message(BlockContent(Blocks(views, block_ids), self._pool)), deadline)
 
     def recv_blocks(
         self, views: Sequence[Tensor], block_ids: Sequence[int], *, timeout: Timeout = DEFAULT_TIMEOUT

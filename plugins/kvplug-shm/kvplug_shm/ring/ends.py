@@ -144,6 +144,17 @@ class ReadingEnd(End):
     def doze(self, awaited: tuple[int, int], seconds: float | None = None) -> None:
         order.doze(self._memory, *awaited, self._asleep, seconds)
 
+    def come(self, count: int, spin_s: float, nap_s: float) -> bool:
+        """Whether ``count`` units have come, after looking for ``spin_s`` seconds and one sleep of ``nap_s``
+        at most. May return without a reason.
+        """
+        if self.spun(count, spin_s):
+            return True
+        awaited = self.awaited(count)
+        if awaited is not None:
+            self.doze(awaited, nap_s)
+        return self.awaited(count) is None
+
     def evicted(self) -> bool:
         """Whether the writer has evicted this reader: if so, what was copied before may be of a later unit.
 
