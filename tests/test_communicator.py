@@ -7,8 +7,18 @@ from typing import Any
 import attrs
 import pytest
 
-from kvplug import TensorMismatchError
-from kvplug.communicator.calls import check_divisible, check_same, check_sum, describe, dtype_name
+from kvplug import TensorMismatchError, UnsupportedError
+from kvplug.communicator.calls import (
+    check_dim,
+    check_divisible,
+    check_fillable,
+    check_paired,
+    check_same,
+    check_sum,
+    describe,
+    dtype_name,
+    paired,
+)
 
 
 @attrs.frozen
@@ -46,6 +56,7 @@ def test_where_sizes_vary_by_rank_the_descriptions_are_the_same() -> None:
         ({"dim": -3}, "dimension -3"),
         ({"dim": 0, "sizes": [2]}, "2 numbers, one for each rank, are wanted"),
         ({"dim": 0, "sizes": [2, -1]}, "are wanted"),
+        ({"dim": 0, "sizes": 2}, "sizes=2 was given"),
         ({"dim": 0, "sizes": [3, 2], "vary": True}, r"has 2 elements at rank 0, and sizes \[3, 2\] say 3"),
     ],
 )
@@ -79,3 +90,34 @@ def test_a_refusal_counts_even_where_all_refuse_in_the_same_words() -> None:
     refused = {"call": "all_reduce", "refused": "a bool tensor was given"}
     with pytest.raises(TensorMismatchError, match="rank 1: all_reduce, refused there: a bool tensor"):
         check_same("all_reduce", [refused, refused])
+
+
+@pytest.mark.parametrize("dim", [None, 0.5, "0", True])
+def test_a_dimension_is_a_number(dim: object) -> None:
+    check_dim(-1)
+    with pytest.raises(TensorMismatchError, match="the number of a dimension is wanted"):
+        check_dim(dim)
+
+
+@attrs.frozen
+class Laid:
+    """As much of a tensor as says where its elements are."""
+
+    shape: tuple[int, ...]
+    steps: tuple[int, ...]
+
+    def stride(self) -> tuple[int, ...]:
+        return self.steps
+
+
+def test_what_is_filled_has_memory_for_each_element() -> None:
+    for fine in (Laid((), ()), Laid((2, 3), (3, 1)), Laid((1, 3), (0, 1)), Laid((3, 2), (1, 3))):
+        check_fillable(fine)  # type: ignore[arg-type]
+    with pytest.raises(UnsupportedError, match=r"shape \[2, 3\] .*clone"):
+        check_fillable(Laid((2, 3), (0, 1)))  # type: ignore[arg-type]
+
+
+def test_who_is_in_a_collective_neither_sends_nor_receives() -> None:
+    check_paired(0, {1: paired(["float32 [2]"], [])}, {1: paired([], ["float32 [2]"])})
+    with pytest.raises(TensorMismatchError, match="rank 1: all_reduce with shape"):
+        check_paired(0, {1: paired([], [])}, {1: {"call": "all_reduce", "shape": [2]}})

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
-from kvplug.errors import TensorMismatchError
+from kvplug.errors import TensorMismatchError, UnsupportedError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -40,6 +41,8 @@ def describe(
             raise TensorMismatchError(f"dimension {dim} of a tensor of shape {shape} is not there")
         said["dim"] = dim % len(shape)
     if sizes is not None and dim is not None:
+        if not isinstance(sizes, Sequence):
+            raise TensorMismatchError(f"sizes={sizes!r} was given, and {world_size} numbers are wanted")
         said["sizes"] = list(sizes)
         if len(sizes) != world_size or any(type(size) is not int or size < 0 for size in sizes):
             raise TensorMismatchError(
@@ -55,6 +58,21 @@ def describe(
     if root is not None:
         said["root"] = root
     return said
+
+
+def check_dim(dim: object) -> None:
+    """Raises TensorMismatchError: it is no number."""
+    if type(dim) is not int:
+        raise TensorMismatchError(f"dim={dim!r} was given, and the number of a dimension is wanted")
+
+
+def check_fillable(tensor: Tensor) -> None:
+    """Raises UnsupportedError: elements of it share their memory."""
+    if any(step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True)):
+        raise UnsupportedError(
+            f"a tensor of shape {list(tensor.shape)} is to be filled, of which elements share their memory,"
+            " as after expand(); give its clone()"
+        )
 
 
 def check_divisible(length: int, dim: int, world_size: int) -> None:
@@ -95,6 +113,42 @@ def _in_words(call: Mapping[str, Any]) -> str:
     return f"{call['call']} with {rest}"
 
 
+PAIRED: Final = "send and recv"
+
+
+def in_short(said: Mapping[str, Any]) -> str:
+    """Of a tensor that :func:`describe` has described."""
+    return f"{said['dtype']} {said['shape']}"
+
+
+def paired(sends: Sequence[str], recvs: Sequence[str]) -> dict[str, Any]:
+    """What one rank is about to do with one other."""
+    return {"call": PAIRED, "sends": list(sends), "recvs": list(recvs)}
+
+
+def is_paired(call: Mapping[str, Any]) -> bool:
+    """Whether it is none of all ranks."""
+    return call.get("call") == PAIRED
+
+
+def check_paired(
+    rank: int, calls: Mapping[int, Mapping[str, Any]], theirs: Mapping[int, Mapping[str, Any]]
+) -> None:
+    """What each of two ranks sends must be what the other wants to receive, in the same order. Pure.
+
+    Raises:
+        TensorMismatchError: it is not, with some rank.
+    """
+    for peer, call in calls.items():
+        their = theirs[peer]
+        fits = (call["sends"], call["recvs"]) == (their.get("recvs"), their.get("sends"))
+        if "refused" in their or not fits or not is_paired(their):
+            raise TensorMismatchError(
+                f"{PAIRED}: one rank must receive what the other sends, and nothing was done:"
+                f"\n  rank {rank}: {_in_words(call)}\n  rank {peer}: {_in_words(their)}"
+            )
+
+
 def plain(tensor: Tensor) -> Tensor:
     """Contiguous, without autograd or lazy flags: the tensor's own memory where it is so already."""
     return tensor.detach().resolve_conj().resolve_neg().contiguous()
@@ -109,6 +163,19 @@ def write_back(tensor: Tensor, work: Tensor) -> None:
 def empty(like: Tensor, shape: Sequence[int]) -> Tensor:
     """Of its dtype and device."""
     return like.new_empty(tuple(shape))
+
+
+def in_one(like: Tensor, shapes: Sequence[Sequence[int]]) -> tuple[Tensor, list[Tensor]]:
+    """New memory for tensors of these shapes, one behind the other: the whole of it, flat, and each."""
+    counts = [math.prod(shape) for shape in shapes]
+    whole = like.new_empty(sum(counts))
+    parts = whole.split(counts)
+    return whole, [part.view(tuple(shape)) for part, shape in zip(parts, shapes, strict=True)]
+
+
+def is_outermost(shape: Sequence[int], dim: int) -> bool:
+    """Whether what a contiguous tensor is cut into along ``dim`` lies one behind the other."""
+    return math.prod(shape[:dim]) == 1
 
 
 def joined(parts: Sequence[Tensor], dim: int) -> Tensor:

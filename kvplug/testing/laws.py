@@ -140,13 +140,25 @@ COMM-2, who takes part
 : A collective ends when every rank of the group has called it, in the same order of calls. A rank that does
   not come, or has died, is named in the `TimeoutError` or `PeerGoneError` of all the others, which are not
   left waiting. After either the communicator is broken, since ranks would be in different calls: later ones
-  raise `TransportError` at once, and a rank that comes late gets an error, never a result.
+  raise `TransportError` at once, and a rank that comes late gets an error, never a result. Where ranks do not
+  compare what they are about to do, one that only gives something may be done before the others come.
 
 COMM-3, what is refused
 : Tensors that do not fit together (dtype, shape, device, sizes that do not add up, a dimension that is not
   there, a rank that is not of the group) are refused with an error that says what was given and what was
   wanted, at every rank, and the communicator stays usable. One whose ranks do not compare what they are about
-  to do (`compares`) refuses only what is wrong at a rank by itself.
+  to do (`compares`) refuses only what is wrong at a rank by itself. Where a batch that does not fit has more
+  than one other rank, those may have begun, and the communicator is broken; so it is where a rank sends or
+  receives while more than one other is in a collective.
+
+COMM-4, experts
+: With an all-to-all manager `dispatch` brings every rank the tokens of all, in the order of ranks and
+  whatever their numbers, those of ranks that share them once, and extra tensors with them; `combine` gives
+  each rank its own tokens' rows of the sum of all ranks', whole. Without one they change nothing.
+
+COMM-5, sleep
+: Between `suspend` and `resume` every call raises `TransportError`; afterwards all is as before. Both may be
+  called twice.
 
 LOOKUP-1, the key
 : An entry's key is its `extra` bytes and its tokens under the roi. `extra` must be equal. Token ids are

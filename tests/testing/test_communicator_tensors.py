@@ -7,6 +7,7 @@ from typing import Any
 
 from kvplug.testing import DeviceCommunicatorContract
 from kvplug.testing.contract.recipes import module_at
+from kvplug.testing.memory.communicator import MemoryCommunicator
 
 subject = module_at(str(Path(__file__).parent / "subjects" / "group_communicator.py"))
 
@@ -14,6 +15,22 @@ subject = module_at(str(Path(__file__).parent / "subjects" / "group_communicator
 class TestMemoryCommunicator(DeviceCommunicatorContract):
     transport = "memory"
     across_processes = False
+
+
+class Uncompared(MemoryCommunicator):
+    compares = False
+
+
+class TestMemoryCommunicatorThatComparesNothing(DeviceCommunicatorContract):
+    """Ranks tell each other nothing, but for the numbers of tokens."""
+
+    across_processes = False
+
+    def make_communicator(self, context: Any) -> Any:
+        return Uncompared(context)
+
+    def test_its_ranks_are_not_judged_by_comparing(self) -> None:
+        assert "do not compare" in self.compared_calls
 
 
 class TestGroupCommunicator(DeviceCommunicatorContract):

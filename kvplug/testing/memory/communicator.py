@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 from kvplug.communicator import DeviceCommunicator
 from kvplug.context import CommunicatorContext
 from kvplug.deadline import Deadline
-from kvplug.errors import ClosedError, KvplugError, PeerGoneError, TimeoutError
+from kvplug.errors import ClosedError, KvplugError, PeerGoneError, TimeoutError, TransportError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -42,6 +42,7 @@ class Table:
         members = tuple(sorted(members))
         began = time.monotonic()
         with self.changed:
+            self._check(rank, [])  # what others laid down before they gave up is not taken
             number = self.counts.get((rank, members), 0)
             self.counts[rank, members] = number + 1
             here = self.rounds.setdefault((members, number), {})
@@ -65,6 +66,13 @@ class Table:
         gone = [member for member in missing if member in self.gone]
         if gone:
             self._break(PeerGoneError(f"{_named(gone)} left before taking part"))
+
+    def give_up(self, reason: str) -> None:
+        """A rank will take part in nothing more; the first reason is everybody's."""
+        with self.changed:
+            if self.broken is None:
+                self.broken = TransportError(reason)
+                self.changed.notify_all()
 
     def _break(self, error: KvplugError) -> None:
         self.broken = error
@@ -119,10 +127,15 @@ class MemoryCommunicator(DeviceCommunicator):
     def _compare(self, call: Mapping[str, Any], deadline: Deadline) -> Sequence[Mapping[str, Any]]:
         return self._meet(call, deadline)
 
-    def _compare_pair(self, call: Mapping[str, Any], peer: int, deadline: Deadline) -> Mapping[str, Any]:
-        both = self._table.meet(self.rank, (self.rank, peer), call, deadline)
-        theirs: Mapping[str, Any] = both[0 if peer < self.rank else 1]
-        return theirs
+    def _compare_pairs(
+        self, calls: Mapping[int, Mapping[str, Any]], deadline: Deadline
+    ) -> Mapping[int, Mapping[str, Any]]:
+        here = self.rank
+        found: dict[int, Mapping[str, Any]] = {}
+        for peer in sorted(calls, key=lambda each: (min(each, here), max(each, here))):
+            both = self._table.meet(here, (here, peer), calls[peer], deadline)
+            found[peer] = both[0 if peer < here else 1]
+        return found
 
     def _all_reduce(self, tensor: Tensor, deadline: Deadline) -> None:
         tensor.copy_(_sum(self._meet(tensor.clone(), deadline)))
@@ -144,6 +157,9 @@ class MemoryCommunicator(DeviceCommunicator):
     def _recv(self, tensor: Tensor, src: int, deadline: Deadline) -> None:
         both = self._table.meet(self.rank, (self.rank, src), None, deadline)
         tensor.copy_(both[0 if src < self.rank else 1])
+
+    def _give_up(self, error: BaseException) -> None:
+        self._table.give_up(f"rank {self.rank} has given up: {error}")
 
     def _destroy(self) -> None:
         self._table.leave(self.rank)

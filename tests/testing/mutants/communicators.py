@@ -115,6 +115,21 @@ class TestSkipsEmptyRanks(Mutant):
             return super().all_gatherv(input_, dim, sizes, **given)
 
 
+class TestGoesAnotherWayWithALargePart(Mutant):
+    """Each rank decides by its own part which way all of them are gathered."""
+
+    breaks = ("COMM-1",)
+    caught_by = "test_a_small_part_and_a_large_one_are_gathered_in_one_call"
+
+    class end(MemoryCommunicator):  # noqa: N801
+        def _all_gather(self, outputs: list[Any], tensor: Any, deadline: Deadline) -> None:
+            if tensor.nbytes <= 1 << 20:
+                super()._all_gather(outputs, tensor, deadline)
+                return
+            for rank, output in enumerate(outputs):
+                output.copy_(self._meet(tensor.clone(), deadline)[rank])
+
+
 class TestGathersToEverybody(Mutant):
     """All ranks get what one was to get."""
 
@@ -136,6 +151,31 @@ class TestSendsBackwards(Mutant):
     class end(MemoryCommunicator):  # noqa: N801
         def send(self, tensor: Any, dst: int | None = None, **given: Any) -> None:
             super().send(tensor, (self.rank - 1) % self.world_size if dst is None else dst, **given)
+
+
+class TestBatchesOneAfterTheOther(Mutant):
+    """A batch is done in the order in which it was given: in a circle everybody waits."""
+
+    breaks = ("COMM-1",)
+    caught_by = "test_a_batch_may_send_in_a_circle"
+
+    class end(MemoryCommunicator):  # noqa: N801
+        def _batch(self, sends: Any, recvs: Any, deadline: Deadline) -> None:
+            for tensor, dst in sends:
+                self._send(tensor, dst, deadline)
+            for tensor, src in recvs:
+                self._recv(tensor, src, deadline)
+
+
+class TestBatchesInAnotherOrder(Mutant):
+    """What is sent to one rank arrives there in the opposite order."""
+
+    breaks = ("COMM-1",)
+    caught_by = "test_a_batch_carries_every_dtype_and_more_than_one_tensor_to_a_rank_in_order"
+
+    class end(MemoryCommunicator):  # noqa: N801
+        def _batch(self, sends: Any, recvs: Any, deadline: Deadline) -> None:
+            super()._batch(list(reversed(sends)), recvs, deadline)
 
 
 class TestFindsExpertsInSteps(Mutant):
@@ -173,6 +213,9 @@ class TestGivesALateRankAResult(Mutant):
 
     class end(MemoryCommunicator):  # noqa: N801
         compares = False
+
+        def _give_up(self, error: BaseException) -> None:
+            pass
 
         class table(Table):  # noqa: N801
             def _break(self, error: Any) -> None:
@@ -287,9 +330,9 @@ class TestRefusesAlone(Mutant):
 
     class end(MemoryCommunicator):  # noqa: N801
         @contextmanager
-        def _agreed(self, name: str, check: Any, exchange: Any) -> Iterator[Any]:
+        def _agreed(self, name: str, check: Any, exchange: Any, **given: Any) -> Iterator[Any]:
             check()
-            with super()._agreed(name, check, exchange) as calls:
+            with super()._agreed(name, check, exchange, **given) as calls:
                 yield calls
 
 
@@ -324,6 +367,20 @@ class TestSaysNoMore(Mutant):
                     raise type(e)("invalid usage") from None
 
 
+class TestTakesTensorsOfOtherDevices(Mutant):
+    """Where a tensor lies is not looked at."""
+
+    breaks = ("COMM-3",)
+    caught_by = "test_a_tensor_of_another_device_is_refused_by_its_name"
+
+    class end(MemoryCommunicator):  # noqa: N801
+        def _is_here(self, device: str) -> bool:
+            return True
+
+        def supports(self, device: str, dtype: Any, *, summing: bool = False) -> bool:
+            return super().supports(self.device, dtype, summing=summing)
+
+
 class TestSumsWhatItDoesNotClaim(Mutant):
     """Booleans are added, though it says that it does not."""
 
@@ -332,6 +389,81 @@ class TestSumsWhatItDoesNotClaim(Mutant):
 
     class end(MemoryCommunicator):  # noqa: N801
         def _check_dtype(self, *args: Any, **given: Any) -> None:
+            pass
+
+
+# -- COMM-4 ----------------------------------------------------------------------------------------
+
+
+class TestCombinesWithoutTheLastRank(Mutant):
+    """What the last rank's experts made is lost."""
+
+    breaks = ("COMM-4",)
+    caught_by = "test_a_layer_of_experts_gives_what_it_gives_alone"
+
+    class end(MemoryCommunicator):  # noqa: N801
+        def combine(self, hidden_states: Any, *args: Any, **given: Any) -> Any:
+            last = self.rank == self.world_size - 1
+            return super().combine(hidden_states * 0 if last else hidden_states, *args, **given)
+
+
+class TestBringsSharedTokensTwice(Mutant):
+    """Ranks that have the same tokens each bring theirs."""
+
+    breaks = ("COMM-4",)
+    caught_by = "test_ranks_that_share_their_tokens_get_the_whole_sum_and_tokens_are_brought_once"
+
+    class end(MemoryCommunicator):  # noqa: N801
+        def __init__(self, context: Any) -> None:
+            super().__init__(context)
+            self._width = 1
+
+
+class TestForgetsExtraTensors(Mutant):
+    """Extra tensors come back as they went in."""
+
+    breaks = ("COMM-4",)
+    caught_by = "test_a_layer_of_experts_gives_what_it_gives_alone"
+
+    class end(MemoryCommunicator):  # noqa: N801
+        def dispatch(self, a: Any, b: Any, c: Any, sp: Any = False, more: Any = None, **given: Any) -> Any:
+            found = super().dispatch(a, b, c, sp, **given)
+            return found if more is None else (*found, more)
+
+
+class TestGivesEveryRankTheFirstRows(Mutant):
+    """combine cuts the sum at the wrong place."""
+
+    breaks = ("COMM-4",)
+    caught_by = "test_a_layer_of_experts_gives_what_it_gives_alone"
+
+    class end(MemoryCommunicator):  # noqa: N801
+        def combine(self, hidden_states: Any, *args: Any, **given: Any) -> Any:
+            mine = super().combine(hidden_states, *args, **given)
+            return hidden_states[: len(mine)] if self.use_all2all else mine
+
+
+# -- COMM-5 ----------------------------------------------------------------------------------------
+
+
+class TestWorksInItsSleep(Mutant):
+    """suspend is not noticed."""
+
+    breaks = ("COMM-5",)
+
+    class end(MemoryCommunicator):  # noqa: N801
+        def suspend(self) -> None:
+            pass
+
+
+class TestDoesNotWakeUp(Mutant):
+    """resume leaves it asleep."""
+
+    breaks = ("COMM-5",)
+    caught_by = "test_between_suspend_and_resume_nothing_is_done_and_afterwards_everything"
+
+    class end(MemoryCommunicator):  # noqa: N801
+        def resume(self) -> None:
             pass
 
 

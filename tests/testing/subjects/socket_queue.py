@@ -293,10 +293,11 @@ class SocketReader(MemoryReader):
     def close(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
         if self._forked:
             return
-        if not self._closed:
+        was_closed = self._closed
+        super().close()  # first: the writer hangs up when it hears of it
+        if not was_closed:
             with contextlib.suppress(KvplugError):
                 self._channel.send(("left",), timeout)
-        super().close()
         self._end_thread()
 
     def abort(self) -> None:

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from kvplug.testing.contract.communicator.collectives import Collectives
 from kvplug.testing.contract.communicator.endings import Endings
+from kvplug.testing.contract.communicator.experts import ExpertLayers
 from kvplug.testing.contract.communicator.identity import Identity
+from kvplug.testing.contract.communicator.missing import Missing
+from kvplug.testing.contract.communicator.point_to_point import PointToPoint
 from kvplug.testing.contract.communicator.refusals import Refusals
 
 
-class DeviceCommunicatorContract(Collectives, Refusals, Endings, Identity):
+class DeviceCommunicatorContract(
+    Collectives, PointToPoint, ExpertLayers, Refusals, Missing, Endings, Identity
+):
     """Judges a transport of kind "communicator" by the laws ALL and COMM.
 
     A test file for an installed transport is this::

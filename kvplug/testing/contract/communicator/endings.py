@@ -1,163 +1,51 @@
-"""Who takes part (law COMM-2), deadlines, ranks that leave or die, and ends."""
+"""Sleep (law COMM-5) and ends."""
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
-import pytest
-
-from kvplug.errors import BusyError, ClosedError, KvplugError, PeerGoneError, TimeoutError, TransportError
+from kvplug.errors import BusyError, ClosedError, TransportError
 from kvplug.testing import peers
 from kvplug.testing.contract import base
 from kvplug.testing.contract.base import Call, law, until
 from kvplug.testing.contract.communicator.collectives import check, tensor_of, total
-from kvplug.testing.contract.communicator.suite import WORLD, CommunicatorSuite, Outcome, check_raised
+from kvplug.testing.contract.communicator.missing import METHODS
+from kvplug.testing.contract.communicator.suite import CommunicatorSuite, check_raised
 from kvplug.testing.contract.recipes import judged_by
-
-DEADLINE_S = 0.4
-METHODS = ["all_reduce", "all_gather", "all_gatherv", "reduce_scatter", "gather", "broadcast"]
-
-
-def names(outcome: Outcome, rank: int) -> None:
-    said = f"rank {rank} is missing, and it is not named: {outcome}"
-    assert re.search(rf"\brank {rank}\b", outcome.text), said
 
 
 class Endings(CommunicatorSuite):
-    """Ranks that do not come, and ends."""
+    """How an end sleeps, and ends."""
 
-    @law("COMM-2", "ALL-4")
-    @pytest.mark.parametrize("method", METHODS)
-    def test_a_rank_that_does_not_come_is_named_at_all_others(self, method: str) -> None:
-        ranks = self.ranks()
-        for missing in (1,):
-            pending = [
-                ranks[rank].begin(method, tensor_of("float32", (3,), rank), timeout=DEADLINE_S)
-                for rank in range(WORLD)
-                if rank != missing
-            ]
-            found = [each.outcome() for each in pending]
-            for outcome in found:
-                check_raised(outcome, TimeoutError)
-                names(outcome, missing)
-            longest = max(outcome.took_s for outcome in found)
-            assert longest > DEADLINE_S * 0.9, f"a deadline of {DEADLINE_S} s, and it took {longest:.3f} s"
+    # -- sleep -----------------------------------------------------------------------------------------
 
-    @law("COMM-2", "ALL-4")
-    def test_rank_0_may_be_the_one_that_does_not_come(self) -> None:
-        ranks = self.ranks()
-        pending = [
-            ranks[rank].begin("all_reduce", tensor_of("float32", (3,), rank), timeout=DEADLINE_S)
-            for rank in (1, 2)
-        ]
-        for each in pending:
-            check_raised(each.outcome(), TimeoutError)
-            names(each.outcome(), 0)
-
-    @law("ALL-4", "COMM-2")
-    def test_send_and_recv_end_at_their_deadlines_and_name_the_other_rank(self) -> None:
-        import torch
-
+    @law("COMM-5")
+    def test_between_suspend_and_resume_nothing_is_done_and_afterwards_everything(self) -> None:
         ranks = self.ranks(2)
-        sending = ranks[0].begin("send", tensor_of("float32", (2,), 0), 1, timeout=DEADLINE_S).outcome()
-        check_raised(sending, TimeoutError)
-        names(sending, 1)
-        others = self.ranks(2)
-        receiving = others[1].begin("recv", (2,), torch.float32, 0, timeout=DEADLINE_S).outcome()
-        check_raised(receiving, TimeoutError)
-        names(receiving, 0)
+        given = [tensor_of("float32", (3,), rank) for rank in range(2)]
+        for _ in range(2):
+            for rank in (*ranks.every, *ranks.every):
+                assert not rank.begin("suspend").outcome().error
+            assert ranks[0].begin("suspended").outcome().value is True
+            for method in METHODS:
+                for each in ranks.begin(method, lambda rank: [given[rank]], timeout=1.0):
+                    check_raised(each.outcome(), TransportError)
+            check_raised(ranks[0].begin("send", given[0], timeout=1.0).outcome(), TransportError)
+            resuming = [rank.begin("resume") for rank in ranks.every]
+            assert not [str(each.outcome()) for each in resuming if each.outcome().error]
+            assert not ranks[0].begin("resume").outcome().error
+            assert ranks[0].begin("suspended").outcome().value is False
+            check(ranks.values("all_reduce", lambda rank: [given[rank]]), [total(given)] * 2, "all_reduce")
+            assert not [str(each) for each in ranks.outcomes("synchronize", lambda _: []) if each.error]
 
-    @law("ALL-4")
-    def test_where_nothing_is_said_the_contexts_time_applies(self) -> None:
-        ranks = self.ranks(2, timeout_s=DEADLINE_S)
-        check_raised(ranks[0].begin("all_reduce", tensor_of("float32", (2,), 0)).outcome(), TimeoutError)
-
-    @law("ALL-4")
-    def test_without_a_deadline_a_rank_waits_for_the_others(self) -> None:
-        ranks = self.ranks(2, timeout_s=0.2)
-        given = [tensor_of("int64", (2,), rank) for rank in range(2)]
-        first = ranks[0].begin("all_reduce", given[0], timeout=None)
-        assert first.is_blocked(), str(first.outcome())
-        second = ranks[1].begin("all_reduce", given[1], timeout=base.patience_s)
-        found = [first.outcome().value, second.outcome().value]
-        check(found, [total(given)] * 2, "all_reduce with a rank that came late")
-
-    @law("COMM-2")
-    def test_after_a_rank_was_waited_for_in_vain_everybody_is_told_and_nobody_waits(self) -> None:
-        ranks = self.ranks()
-        for pending in [
-            ranks[rank].begin("all_reduce", tensor_of("float32", (3,), rank), timeout=DEADLINE_S)
-            for rank in (0, 2)
-        ]:
-            check_raised(pending.outcome(), TimeoutError)
-        for rank in (0, 2):
-            later = ranks[rank].begin("all_reduce", tensor_of("float32", (3,), rank), timeout=None).outcome()
-            check_raised(later, TransportError)
-        late = ranks[1].begin("all_reduce", tensor_of("float32", (3,), 1), timeout=2.0).outcome()
-        assert late.error, f"the late rank was given {late.value}, though the others had given up"
-        check_raised(late, KvplugError)
-
-    @law("COMM-2", "ALL-2")
-    @pytest.mark.parametrize("method", METHODS)
-    def test_a_rank_that_is_gone_is_named_at_all_others(self, method: str) -> None:
-        ranks = self.ranks()
-        gone = 2  # not the one that keeps a group's store
-        pending = [
-            ranks[rank].begin(method, tensor_of("float32", (3,), rank), timeout=base.patience_s)
-            for rank in (0, 1)
-        ]
-        assert all(each.is_blocked() for each in pending), f"it went on without rank {gone}"
-        ranks[gone].leave()
-        for each in pending:
-            check_raised(each.outcome(), PeerGoneError)
-            names(each.outcome(), gone)
-
-    @law("COMM-2", "ALL-2")
-    def test_a_rank_that_left_before_is_not_waited_for(self) -> None:
-        ranks = self.ranks()
-        ranks[2].leave()
-        for each in [
-            ranks[rank].begin("all_reduce", tensor_of("float32", (3,), rank), timeout=base.patience_s)
-            for rank in (0, 1)
-        ]:
-            check_raised(each.outcome(), PeerGoneError, TransportError)
-            names(each.outcome(), 2)
-
-    @law("ALL-2")
-    def test_a_receiver_hears_that_the_sender_is_gone(self) -> None:
-        import torch
-
-        ranks = self.ranks()
-        pending = ranks[0].begin("recv", (2,), torch.float32, 2, timeout=base.patience_s)
-        assert pending.is_blocked()
-        ranks[2].leave()
-        check_raised(pending.outcome(), PeerGoneError)
-
-    @law("ALL-2", "ALL-5", needs="far_processes")
-    def test_when_the_first_rank_is_killed_all_others_hear_it(self) -> None:
-        ranks = self.ranks()
-        pending = [
-            ranks[rank].begin("all_reduce", tensor_of("float32", (3,), rank), timeout=base.patience_s)
-            for rank in (1, 2)
-        ]
-        assert all(each.is_blocked() for each in pending)
-        ranks[0].leave()
-        for each in pending:
-            check_raised(each.outcome(), PeerGoneError)
-
-    @law("ALL-3", "COMM-2", needs="far_processes")
-    def test_a_rank_that_is_stopped_is_alive_and_named(self) -> None:
-        ranks = self.ranks()
-        stopped: Any = ranks[2]
-        stopped.child.stop()
-        for each in [
-            ranks[rank].begin("all_reduce", tensor_of("float32", (3,), rank), timeout=DEADLINE_S)
-            for rank in (0, 1)
-        ]:
-            check_raised(each.outcome(), TimeoutError)
-            names(each.outcome(), 2)
-        stopped.child.cont()
+    @law("COMM-5", "ALL-1")
+    def test_what_sleeps_can_be_destroyed(self) -> None:
+        ranks = self.ranks(2)
+        for rank in ranks.every:
+            assert not rank.begin("suspend").outcome().error
+            assert not rank.begin("destroy").outcome().error
+            for method in ("suspend", "resume"):
+                check_raised(rank.begin(method).outcome(), ClosedError)
 
     # -- ends ------------------------------------------------------------------------------------------
 
@@ -171,8 +59,11 @@ class Endings(CommunicatorSuite):
             assert not rank.begin("destroy").outcome().error
         assert rank.begin("destroyed").outcome().value is True
         given = tensor_of("float32", (2,), 0)
-        for method in (*METHODS, "reduce_scatterv", "send"):
+        for method in (*METHODS, "reduce_scatterv", "send", "combine"):
             check_raised(rank.begin(method, given, timeout=1.0).outcome(), ClosedError)
+        check_raised(rank.begin("dispatch", given, given, given, timeout=1.0).outcome(), ClosedError)
+        check_raised(rank.begin("batch_isend_irecv", [], timeout=1.0).outcome(), ClosedError)
+        check_raised(rank.begin("synchronize", timeout=1.0).outcome(), ClosedError)
         check_raised(rank.begin("recv", (2,), torch.float32, timeout=1.0).outcome(), ClosedError)
 
     @law("ALL-1")

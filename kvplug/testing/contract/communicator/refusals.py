@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 
+from kvplug.communicator import RecvOp, SendOp
 from kvplug.errors import ConfigError, KvplugError, TensorMismatchError, UnsupportedError
 from kvplug.testing.contract import base
 from kvplug.testing.contract.base import law
+from kvplug.testing.contract.communicator.calls import Elsewhere
 from kvplug.testing.contract.communicator.collectives import check, tensor_of, total
 from kvplug.testing.contract.communicator.suite import WORLD, CommunicatorSuite, Ranks, check_raised
 
@@ -45,6 +47,18 @@ def wrong_everywhere() -> dict[str, tuple[str, Each, type[KvplugError], list[str
             lambda rank: [tensor_of(_F32, (), rank)],
             TensorMismatchError,
             ["dimension"],
+        ),
+        "all_gather along no dimension": (
+            "all_gather",
+            lambda rank: [tensor_of(_F32, two, rank), None],
+            TensorMismatchError,
+            ["dim=None"],
+        ),
+        "all_gatherv with one size for all": (
+            "all_gatherv",
+            lambda rank: [tensor_of(_F32, two, rank), 0, 2],
+            TensorMismatchError,
+            ["sizes=2", str(WORLD)],
         ),
         "all_gatherv with too few sizes": (
             "all_gatherv",
@@ -183,6 +197,31 @@ class Refusals(CommunicatorSuite):
             receiving = ranks[1].begin("recv", shape, dtype, 0, timeout=base.patience_s)
             for each in (sending, receiving):
                 check_raised(each.outcome(), TensorMismatchError)
+        still_works(ranks)
+
+    @law("COMM-3")
+    def test_a_tensor_of_another_device_is_refused_by_its_name(self) -> None:
+        ranks = self.ranks(2)
+        there = Elsewhere(tensor_of(_F32, (2,), 0))
+        for method in ("all_reduce", "all_gather", "all_gatherv", "reduce_scatter", "gather", "broadcast"):
+            for outcome in ranks.refused(method, lambda _: [there], UnsupportedError):
+                assert "on meta" in outcome.text, str(outcome)
+        given = tensor_of(_F32, (2,), 0)
+        if self.compared_calls:
+            for call in (["send", there, 1], ["batch_isend_irecv", [RecvOp(there, 1)]]):
+                check_raised(ranks[0].begin(*call).outcome(), UnsupportedError)
+            still_works(ranks)
+            return
+        pairs: list[list[list[Any]]] = [
+            [["send", there, 1], ["recv", (2,), given.dtype, 0]],
+            [["batch_isend_irecv", [SendOp(given, 1)]], ["batch_isend_irecv", [RecvOp(there, 0)]]],
+        ]
+        for pair in pairs:
+            pending = [ranks[rank].begin(*call, timeout=base.patience_s) for rank, call in enumerate(pair)]
+            found = [each.outcome() for each in pending]
+            wrong = 0 if pair[0][0] == "send" else 1
+            check_raised(found[wrong], UnsupportedError)
+            check_raised(found[1 - wrong], TensorMismatchError)
         still_works(ranks)
 
     @law("COMM-3")

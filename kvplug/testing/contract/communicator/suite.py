@@ -9,7 +9,6 @@ import abc
 import functools
 import os
 import threading
-import time
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
@@ -24,93 +23,13 @@ from kvplug.spec import Kind
 from kvplug.testing import peers
 from kvplug.testing.contract import base
 from kvplug.testing.contract.base import Call, Contract
+from kvplug.testing.contract.communicator.calls import Outcome, carried, perform
 from kvplug.testing.contract.recipes import judged_by
 from kvplug.trust.credentials import Credentials
 
 WORLD = 3
 LIFE_S = 300.0
 """Of a process that is a rank: no test is longer. It ends with its test."""
-
-
-@attrs.frozen(kw_only=True)
-class Outcome:
-    """How one call of one rank ended."""
-
-    rank: int
-    value: Any = None
-    error: str = ""
-    """Name of what it raised; empty if it returned."""
-    text: str = ""
-    """What the error said."""
-    took_s: float = 0.0
-    first: Any = None
-    """The first tensor it was given, as it is after the call."""
-    same: bool = False
-    """Whether it returned that very tensor."""
-
-    def __str__(self) -> str:
-        return (
-            f"rank {self.rank} raised {self.error}: {self.text}"
-            if self.error
-            else f"rank {self.rank}: {self.value}"
-        )
-
-
-@attrs.frozen
-class Strided:
-    """An argument: a tensor that is not contiguous, with this one's content."""
-
-    tensor: Any
-
-
-def perform(
-    made: DeviceCommunicator, rank: int, method: str, args: Sequence[Any], given: dict[str, Any]
-) -> Outcome:
-    """Call a method of a rank's end, where that is."""
-    import torch
-
-    args = [_there(arg, made.device) for arg in args]
-    first = args[0] if args and isinstance(args[0], torch.Tensor) else None
-    began = time.monotonic()
-    try:
-        found = getattr(made, method)
-        value = found(*args, **given) if callable(found) else found
-    except Exception as e:
-        took = time.monotonic() - began
-        return Outcome(rank=rank, error=type(e).__name__, text=str(e), took_s=took, first=_here(first))
-    took = time.monotonic() - began
-    return Outcome(
-        rank=rank,
-        value=_here(value),
-        took_s=took,
-        first=_here(first),
-        same=first is not None and value is first,
-    )
-
-
-def _there(arg: Any, device: str) -> Any:
-    """An argument as the rank passes it on."""
-    import torch
-
-    if isinstance(arg, dict) and set(arg) == {"strided"}:
-        tensor = arg["strided"].to(device)
-        wide = torch.empty((*tensor.shape, 2), dtype=tensor.dtype, device=device)
-        wide[..., 0] = tensor
-        return wide[..., 0]
-    if isinstance(arg, torch.Tensor):
-        return arg.clone().to(device)
-    return [_there(each, device) for each in arg] if type(arg) is list else arg
-
-
-def _here(value: Any) -> Any:
-    """A result as it is carried back: plain values, tensors of the CPU."""
-    import torch
-
-    if isinstance(value, torch.Tensor):
-        return value.detach().cpu().contiguous()
-    if isinstance(value, (list, tuple)):
-        return type(value)(_here(each) for each in value)
-    return value
 
 
 class Rank(abc.ABC):
@@ -150,7 +69,7 @@ class Near(Rank):
         self.group, self.made = group, made
 
     def begin(self, method: str, *args: Any, **given: Any) -> Pending:
-        plain = [{"strided": arg.tensor} if isinstance(arg, Strided) else arg for arg in args]
+        plain = [carried(arg) for arg in args]
         call = Call(lambda: perform(self.made, self.number, method, plain, given))
         return Pending(lambda: call.result(base.patience_s + 5), lambda: call.is_blocked(0.3))
 
@@ -172,7 +91,7 @@ class Far(Rank):
         self._heard: dict[int, Outcome] = {}
 
     def begin(self, method: str, *args: Any, **given: Any) -> Pending:
-        plain = [{"strided": arg.tensor} if isinstance(arg, Strided) else arg for arg in args]
+        plain = [carried(arg) for arg in args]
         self._begun += 1
         number = self._begun
         self.child.send((number, method, plain, given))
@@ -255,6 +174,11 @@ class CommunicatorSuite(Contract):
     """The device of the tensors that are tried."""
     timeout_s: ClassVar[float] = 20.0
     """The context's ``timeout_s``: what counts where a call says nothing."""
+    compares: ClassVar[bool] = True
+    """Whether the ranks are judged by comparing what they are about to do; not where an end of one rank says
+    that it does not, since an option decides, say."""
+    _compares: ClassVar[dict[str, bool]] = {}
+    """What ends have said, by the options of their suite."""
 
     def make_communicator(self, context: CommunicatorContext) -> DeviceCommunicator:
         """The transport's factory, called. Override it for a transport that is not installed."""
@@ -307,6 +231,10 @@ class CommunicatorSuite(Contract):
             assert child.recv() == "ready"
         return Ranks([Far(number, child) for number, child in enumerate(children)])
 
+    def takes(self, rank: Rank, dtype: str, *, summing: bool = False) -> bool:
+        """Whether the transport claims that dtype on the device under test."""
+        return bool(rank.begin("supports", self.device, dtype, summing=summing).outcome().value)
+
     def warm_up(self) -> None:
         """torch's own threads are made by its first large operation, and stay."""
         import torch
@@ -321,10 +249,16 @@ class CommunicatorSuite(Contract):
     @property
     def compared_calls(self) -> str:
         """For ``needs``."""
-        cls = self.spec.load_factory() if self.spec is not None else None
-        if getattr(cls, "compares", True):
+        if self.compares and self._end_compares():
             return ""
         return f"the ranks of {self.called} do not compare what they are about to do (compares)"
+
+    def _end_compares(self) -> bool:
+        recipe = str(self.recipe())
+        if recipe not in self._compares:
+            with StatelessGroup.create("unix:", rank=0, world_size=1) as group, self.made(group) as alone:
+                self._compares[recipe] = alone.compares
+        return self._compares[recipe]
 
     @property
     def far_processes(self) -> str:

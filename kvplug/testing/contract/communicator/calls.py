@@ -1,0 +1,123 @@
+"""One call of one rank, in plain values on its way there and back."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import attrs
+
+from kvplug.communicator import DeviceCommunicator, RecvOp, SendOp
+
+
+@attrs.frozen(kw_only=True)
+class Outcome:
+    """How one call of one rank ended."""
+
+    rank: int
+    value: Any = None
+    error: str = ""
+    """Name of what it raised; empty if it returned."""
+    text: str = ""
+    """What the error said."""
+    took_s: float = 0.0
+    first: Any = None
+    """The first tensor it was given, as it is after the call; of a batch, what it has received into."""
+    same: bool = False
+    """Whether it returned that very tensor."""
+
+    def __str__(self) -> str:
+        return (
+            f"rank {self.rank} raised {self.error}: {self.text}"
+            if self.error
+            else f"rank {self.rank}: {self.value}"
+        )
+
+
+@attrs.frozen
+class Strided:
+    """An argument: a tensor that is not contiguous, with this one's content."""
+
+    tensor: Any
+
+
+@attrs.frozen
+class Elsewhere:
+    """An argument: this tensor on a device that is not the rank's own ("meta", which every torch has)."""
+
+    tensor: Any
+
+
+def carried(arg: Any) -> Any:
+    """An argument as it is told to a rank: plain values and tensors."""
+    match arg:
+        case Strided(tensor):
+            return {"strided": tensor}
+        case Elsewhere(tensor):
+            return {"elsewhere": tensor}
+        case SendOp(tensor, dst):
+            return {"send": carried(tensor), "peer": dst}
+        case RecvOp(tensor, src):
+            return {"recv": carried(tensor), "peer": src}
+        case list():
+            return [carried(each) for each in arg]
+    return arg
+
+
+def perform(
+    made: DeviceCommunicator, rank: int, method: str, args: Sequence[Any], given: dict[str, Any]
+) -> Outcome:
+    """Call a method of a rank's end, where that is."""
+    import torch
+
+    args = [_there(arg, made.device) for arg in args]
+    first = args[0] if args and isinstance(args[0], torch.Tensor) else None
+    if method == "batch_isend_irecv" and args and isinstance(args[0], list):
+        first = [op.tensor for op in args[0] if isinstance(op, RecvOp)]
+    began = time.monotonic()
+    try:
+        found = getattr(made, method)
+        value = found(*args, **given) if callable(found) else found
+    except Exception as e:
+        took = time.monotonic() - began
+        return Outcome(rank=rank, error=type(e).__name__, text=str(e), took_s=took, first=_here(first))
+    took = time.monotonic() - began
+    return Outcome(
+        rank=rank,
+        value=_here(value),
+        took_s=took,
+        first=_here(first),
+        same=first is not None and value is first,
+    )
+
+
+def _there(arg: Any, device: str) -> Any:
+    """An argument as the rank passes it on."""
+    import torch
+
+    match arg:
+        case {"strided": tensor}:
+            wide = torch.empty((*tensor.shape, 2), dtype=tensor.dtype, device=device)
+            wide[..., 0] = tensor.to(device)
+            return wide[..., 0]
+        case {"elsewhere": tensor}:
+            return tensor.to("meta")
+        case {"send": tensor, "peer": peer}:
+            return SendOp(_there(tensor, device), peer)
+        case {"recv": tensor, "peer": peer}:
+            return RecvOp(_there(tensor, device), peer)
+    if isinstance(arg, torch.Tensor):
+        return arg.clone().to(device)
+    return [_there(each, device) for each in arg] if type(arg) is list else arg
+
+
+def _here(value: Any) -> Any:
+    """A result as it is carried back: plain values, tensors of the CPU."""
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        return None if value.is_meta else value.detach().cpu().contiguous()
+    if isinstance(value, (list, tuple)):
+        return type(value)(_here(each) for each in value)
+    return value
