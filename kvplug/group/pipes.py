@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from kvplug.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
-from kvplug.errors import ConfigError, TransportError
+from kvplug.errors import ConfigError, PeerGoneError, TimeoutError, TransportError
 from kvplug.group.group import STORE_TIMEOUT_S
 
 if TYPE_CHECKING:
@@ -26,8 +27,8 @@ def connect_ranks(
     the same order, lowest rank first, so that no circle of ranks waits for each other.
 
     Raises:
-        TimeoutError: a peer did not come in time.
-        PeerGoneError: a peer is gone.
+        TimeoutError: a peer did not come in time; names it.
+        PeerGoneError: a peer is gone; names it.
         TransportError: a peer could not listen, and why.
         Whatever the endpoint raises. Pipes made so far are aborted.
     """
@@ -40,15 +41,25 @@ def connect_ranks(
     pipes: dict[int, Pipe] = {}
     try:
         for peer in sorted(chosen, key=lambda p: (min(p, group.rank), max(p, group.rank))):
-            if group.rank < peer:
-                pipes[peer] = _listen_for(group, endpoint, peer, deadline)
-            else:
-                pipes[peer] = _dial(group, endpoint, peer, deadline)
+            with _named(peer):
+                if group.rank < peer:
+                    pipes[peer] = _listen_for(group, endpoint, peer, deadline)
+                else:
+                    pipes[peer] = _dial(group, endpoint, peer, deadline)
     except BaseException:
         for pipe in pipes.values():
             pipe.abort()
         raise
     return pipes
+
+
+@contextmanager
+def _named(peer: int) -> Iterator[None]:
+    """A listener cannot know who it is that does not come."""
+    try:
+        yield
+    except (TimeoutError, PeerGoneError) as e:
+        raise type(e)(f"no pipe to rank {peer}: {e}") from e
 
 
 def _listen_for(group: StatelessGroup, endpoint: PipeEndpoint, peer: int, deadline: Deadline) -> Pipe:

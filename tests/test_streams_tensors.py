@@ -1,0 +1,69 @@
+"""CUDA streams are lent: each has one owner, and comes back when it has done what it was given."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import pytest
+import torch
+
+from kvplug import streams
+from kvplug.errors import TransportError
+
+GPU = torch.device("cuda", 0)
+
+
+class Stream:
+    def __init__(self) -> None:
+        self.device = GPU
+        self.done = True
+
+    def query(self) -> bool:
+        return self.done
+
+
+@pytest.fixture(autouse=True)
+def made(monkeypatch: pytest.MonkeyPatch) -> list[Stream]:
+    """The streams that were made; none was before."""
+    found: list[Stream] = []
+
+    def make(_: Any) -> Stream:
+        found.append(Stream())
+        return found[-1]
+
+    monkeypatch.setattr(streams, "_idle", defaultdict(list))
+    monkeypatch.setattr(streams, "_made", make)
+    return found
+
+
+def test_a_stream_has_one_owner_at_a_time(made: list[Stream]) -> None:
+    lent = [streams.lend_stream(GPU) for _ in range(40)]
+    assert len({id(each) for each in lent}) == 40
+    streams.take_back_stream(lent[7])
+    assert streams.lend_stream(GPU) is lent[7]
+    assert len(made) == 40
+
+
+def test_one_that_still_works_is_lent_to_nobody(made: list[Stream]) -> None:
+    busy, idle = streams.lend_stream(GPU), streams.lend_stream(GPU)
+    busy.done = False
+    for each in (busy, idle):
+        streams.take_back_stream(each)
+    assert streams.lend_stream(GPU) is idle
+    assert streams.lend_stream(GPU) is made[2]
+    busy.done = True
+    assert streams.lend_stream(GPU) is busy
+
+
+def test_each_device_has_its_own(made: list[Stream]) -> None:
+    streams.take_back_stream(streams.lend_stream(GPU))
+    streams.lend_stream(torch.device("cuda", 1))
+    assert len(made) == 2
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_without_a_gpu_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    with pytest.raises((TransportError, RuntimeError, AssertionError)):
+        streams.lend_stream(GPU)
