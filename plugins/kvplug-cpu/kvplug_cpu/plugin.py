@@ -26,5 +26,18 @@ def kvplug_transports() -> list[TransportSpec]:
                 max_dims=64,
                 cost=Cost(latency_us=40.0, gb_per_s=6.0),
             ),
-        )
+        ),
+        TransportSpec(
+            kind=Kind.COMMUNICATOR,
+            name="cpu",
+            factory="kvplug_cpu.communicator:CpuCommunicator",
+            probe="kvplug_cpu.probe:describe",
+            summary="Collectives of CPU tensors over gloo, with deadlines",
+            capabilities=Capabilities(
+                devices={"cpu"},
+                cross_host=True,
+                authenticated=False,  # gloo's connections; the pipes beside them are
+                cost=Cost(latency_us=400.0, gb_per_s=1.0),
+            ),
+        ),
     ]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvplug import Credentials, PipeContext
+from kvplug import Credentials, PipeContext, StatelessGroup
 from kvplug.testing import peers
 from kvplug.testing.forkserver import ForkServer
 from kvplug_cpu.endpoint import CpuEndpoint
@@ -92,5 +93,26 @@ def far_pair(socket_kind: str, fork_server: ForkServer) -> Iterator[Callable[...
             pipe = listener.accept()
             stack.callback(pipe.abort)
             return pipe, child  # type: ignore[return-value]
+
+        yield make
+
+
+@pytest.fixture
+def groups() -> Iterator[Callable[[int], list[StatelessGroup]]]:
+    """Makes a group, all of whose ranks are here."""
+    with ExitStack() as stack:
+
+        def make(world_size: int) -> list[StatelessGroup]:
+            listener = StatelessGroup.listen("unix:")
+
+            def one(rank: int) -> StatelessGroup:
+                address = listener.contact if rank else listener
+                return StatelessGroup.create(address, rank=rank, world_size=world_size, timeout=30.0)
+
+            with ThreadPoolExecutor(world_size) as pool:
+                made = list(pool.map(one, range(world_size)))
+            for group in made:
+                stack.callback(group.abort)
+            return made
 
         yield make

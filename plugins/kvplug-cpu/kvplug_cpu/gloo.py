@@ -1,0 +1,251 @@
+"""gloo under a deadline: a process group of our own or the engine's, whose operations end when they must."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed
+from torch.distributed import AllreduceOptions, AllToAllOptions, BroadcastOptions
+
+from kvplug import (
+    ClosedError,
+    ConfigError,
+    Deadline,
+    KvplugError,
+    PluginError,
+    TimeoutError,
+    TransportError,
+)
+
+_STEP_S = 0.05
+"""How often whoever waits for gloo looks whether the other ranks are still there."""
+_BEYOND_S = 5.0
+"""gloo's own limit lies that much beyond ours: it counts anew at each step of an operation."""
+_FOR_EVER = timedelta(days=365)
+_NOBODYS_TAG = 0x6B76
+_ENDING_S = 2.0
+
+_connecting: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+_running: set[int] = set()
+"""The threads that are in an operation."""
+_exiting = threading.Event()
+
+
+@atexit.register
+def _bring_threads_back() -> None:
+    """One that comes back from gloo to a Python that is being taken down ends the process with an abort."""
+    deadline = Deadline.after(_ENDING_S)
+    for thread in list(_connecting):
+        thread.join(deadline.remaining())
+    _exiting.set()
+    while _running - {threading.get_ident()} and not deadline.expired:
+        time.sleep(0.001)
+
+
+class Gloo:
+    """Operations on CPU tensors; each ends in its result, at its deadline, or when ``check`` raises.
+
+    ``check`` is called now and then while an operation waits. After an error the group is good for nothing.
+    """
+
+    def __init__(self, group: Any, check: Callable[[], None], *, owned: bool) -> None:
+        self.group: Any = group
+        self._check = check
+        self._owned = owned
+        self._stuck = False
+
+    @classmethod
+    def of(cls, group: Any, rank: int, world_size: int, check: Callable[[], None]) -> Gloo:
+        """Over a torch process group that is there already, and stays its maker's.
+
+        Raises ConfigError: it is none, has other ranks, or nothing for CPU tensors.
+        """
+        try:
+            there = (group.rank(), group.size())
+            group._get_backend(torch.device("cpu"))
+        except (AttributeError, RuntimeError) as e:
+            raise ConfigError(
+                f"a torch process group with gloo is needed as device_group, not {group!r}: {e}"
+            ) from e
+        if there != (rank, world_size):
+            raise ConfigError(
+                f"this is rank {rank} of {world_size}, and in the given process group it is"
+                f" rank {there[0]} of {there[1]}"
+            )
+        return cls(group, check, owned=False)
+
+    @classmethod
+    def meet(
+        cls,
+        store: torch.distributed.Store,
+        rank: int,
+        world_size: int,
+        address: str,
+        deadline: Deadline,
+        check: Callable[[], None],
+    ) -> Gloo:
+        """A group whose sockets are bound to ``address``, and whose ranks meet at ``store``.
+
+        Raises:
+            PluginError: this torch has no gloo.
+            TransportError: gloo cannot use the address, or cannot connect; with its reason.
+            TimeoutError: the deadline has passed.
+            What ``store`` raises, which is used by another thread, and ``check``.
+        """
+        if not torch.distributed.is_gloo_available():
+            raise PluginError("this torch was built without gloo, which the communicator 'cpu' works over")
+        from torch.distributed import ProcessGroupGloo
+
+        found: list[Any] = []
+
+        def connect() -> None:
+            try:
+                options = ProcessGroupGloo._Options()
+                options._timeout = _span(deadline, 0.0)
+                options._devices = [ProcessGroupGloo.create_device(hostname=address)]
+                found.append(ProcessGroupGloo(store, rank, world_size, options))
+            except BaseException as e:
+                found.append(e)
+
+        # gloo's limit holds for each of its steps: only from another thread is it left in time.
+        thread = threading.Thread(target=connect, name="kvplug-cpu-gloo", daemon=True)
+        _connecting.add(thread)
+        thread.start()
+        while not found:
+            left = deadline.remaining()
+            thread.join(_STEP_S if left is None else min(_STEP_S, left))
+            if not found:
+                check()
+                if deadline.expired:
+                    raise TimeoutError("the ranks did not connect to each other through gloo in time")
+        thread.join()
+        if isinstance(found[0], BaseException):
+            with _mapped(f"gloo could not connect the ranks at {address}"):
+                raise found[0]
+        return cls(found[0], check, owned=True)
+
+    def close(self) -> None:
+        """Let go of it. An operation under way ends by itself, in the thread that waits for it."""
+        last = [self.group]
+        self.group = None
+        if self._stuck:
+            # Whoever drops the last reference to the group waits for what is under way in it.
+            threading.Thread(target=last.clear, name="kvplug-cpu-gloo", daemon=True).start()
+
+    def after_fork_in_child(self) -> None:
+        """Its threads are not here, and who destroys it would wait for them: it is never destroyed here."""
+        _running.clear()
+        if self._owned and self.group is not None:
+            _keep_for_ever(self.group)
+
+    # -- operations ------------------------------------------------------------------------------
+    #
+    # These three and no others: they work on the tensors they are given. In front of gloo's other ones torch
+    # puts a tensor of its own, and frees it before gloo has let go of it when one fails. gloo then reads what
+    # is no longer there, and ends the process.
+
+    def all_reduce(self, tensor: torch.Tensor, deadline: Deadline) -> None:
+        self._run(AllreduceOptions(), deadline, lambda group, options: group.allreduce([tensor], options))
+
+    def broadcast(self, tensor: torch.Tensor, root: int, deadline: Deadline) -> None:
+        options = BroadcastOptions()
+        options.rootRank = root
+        self._run(options, deadline, lambda group, options: group.broadcast([tensor], options))
+
+    def all_to_all(
+        self,
+        output: torch.Tensor,
+        tensor: torch.Tensor,
+        output_sizes: list[int],
+        sizes: list[int],
+        deadline: Deadline,
+    ) -> None:
+        """``sizes[r]`` elements of ``tensor`` to rank r, ``output_sizes[r]`` from it."""
+        self._run(
+            AllToAllOptions(),
+            deadline,
+            lambda group, options: group.alltoall_base(output, tensor, output_sizes, sizes, options),
+        )
+
+    def _run(self, options: Any, deadline: Deadline, start: Callable[[Any, Any], Any]) -> None:
+        """Raises TransportError: gloo failed. TimeoutError, and what ``check`` raises: it was stopped."""
+        options.timeout = _span(deadline, _BEYOND_S)
+        group = self.group
+        work = None
+        here = threading.get_ident()
+        _running.add(here)
+        try:
+            with _mapped("gloo"):
+                work = start(group, options)
+                while not self._ended(work, Deadline.after(min(_STEP_S, _left(deadline)))):
+                    if _exiting.is_set() and threading.current_thread() is not threading.main_thread():
+                        raise ClosedError("the process ends")
+                    self._check()
+                    if deadline.expired:
+                        raise TimeoutError("a collective did not come to its end in time")
+        except BaseException:
+            if work is not None and not work.is_completed():
+                if _exiting.is_set():
+                    _keep_for_ever(group)
+                else:
+                    self._stop(group, work)
+            raise
+        finally:
+            _running.discard(here)
+            del group, work  # an error's traceback keeps what is here, and the group has threads and sockets
+
+    def _ended(self, work: Any, deadline: Deadline) -> bool:
+        """Raises RuntimeError: it has ended in an error."""
+        try:
+            work.wait(timedelta(seconds=max(0.001, _left(deadline))))
+        except RuntimeError:
+            if not work.is_completed():
+                return False
+            work.wait(timedelta(seconds=0.001))  # it may have ended well just now
+        return True
+
+    def _stop(self, group: Any, work: Any) -> None:
+        """End what is under way. gloo has no abort, but a receive that is not answered in time closes all
+        connections of its group, and every operation on them ends.
+        """
+        other = (group.rank() + 1) % group.size()
+        nothing = [torch.empty(1, dtype=torch.uint8)]
+        with contextlib.suppress(RuntimeError):
+            group.recv(nothing, other, _NOBODYS_TAG).wait(timedelta(milliseconds=1))
+        with contextlib.suppress(RuntimeError):
+            self._stuck = not self._ended(work, Deadline.after(_ENDING_S))
+
+
+def _keep_for_ever(thing: object) -> None:
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
+
+
+@contextlib.contextmanager
+def _mapped(what: str) -> Iterator[None]:
+    """torch raises RuntimeError for everything. What a store of ours raised comes through gloo as it is."""
+    try:
+        yield
+    except RuntimeError as e:
+        if isinstance(e, KvplugError):
+            raise
+        reason = str(e).partition("] ")[2] or str(e)
+        raise TransportError(f"{what}: {reason.partition('. This is')[0].strip()}") from e
+
+
+def _left(deadline: Deadline) -> float:
+    left = deadline.remaining()
+    return _FOR_EVER.total_seconds() if left is None else left
+
+
+def _span(deadline: Deadline, beyond_s: float) -> timedelta:
+    left = deadline.remaining()
+    return _FOR_EVER if left is None else timedelta(seconds=max(0.001, left + beyond_s))

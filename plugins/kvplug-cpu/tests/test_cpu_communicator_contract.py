@@ -1,0 +1,14 @@
+"""The communicator "cpu" is judged by the conformance kit: ranks as threads, and as processes."""
+
+from __future__ import annotations
+
+from kvplug.testing import DeviceCommunicatorContract
+
+
+class TestCpuCommunicator(DeviceCommunicatorContract):
+    transport = "cpu"
+
+
+class TestCpuCommunicatorInProcesses(DeviceCommunicatorContract):
+    transport = "cpu"
+    ends_are_processes = True
