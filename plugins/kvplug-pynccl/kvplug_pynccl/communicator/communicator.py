@@ -1,0 +1,297 @@
+"""The communicator "pynccl": collectives over NCCL, beside lines on which the ranks watch each other."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+import attrs
+
+from kvplug import (
+    ClosedError,
+    CommunicatorContext,
+    Deadline,
+    DeviceCommunicator,
+    KvplugError,
+    Mesh,
+    UnsupportedError,
+    connect_ranks,
+)
+from kvplug_pynccl.communicator.line import LineEndpoint
+from kvplug_pynccl.communicator.memory import Part, are_one
+from kvplug_pynccl.communicator.start import Greeting, agreed, explained
+from kvplug_pynccl.communicator.works import Call, Works
+from kvplug_pynccl.device import CudaDevice, Device
+from kvplug_pynccl.interface import bind_to
+from kvplug_pynccl.nccl.abi import DataType, RedOp
+from kvplug_pynccl.nccl.dtypes import reduced_as
+from kvplug_pynccl.nccl.errors import NcclInvalidUsageError
+from kvplug_pynccl.nccl.library import load
+from kvplug_pynccl.nccl.prototypes import OPTIONAL
+from kvplug_pynccl.options import PyncclCommunicatorOptions
+from kvplug_pynccl.watched import Communicator
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+_SUSPEND: Final = "ncclCommSuspend"
+
+
+class PyncclCommunicator(DeviceCommunicator):
+    """The factory of the spec. All ranks make theirs together, and meet through the group.
+
+    NCCL is bound to the interface of the context's host. A ``device_group`` that is given is kept, and not
+    used: this communicator has an ``ncclComm`` of its own. One rank alone has none.
+    """
+
+    devices = frozenset({"cuda"})
+    sums = (DeviceCommunicator.sums - {"int16"}) | {"uint32", "uint64"}
+    moves = DeviceCommunicator.moves | {"uint16", "uint32", "uint64"}
+
+    def __init__(self, context: CommunicatorContext, device: Device | None = None) -> None:
+        """``device``: another one than the GPU that the context names, as tests have it.
+
+        Raises:
+            ConfigError: the device is no GPU, or none that is here; no interface has the host's address; the
+                ranks do not agree on an option or on the world size.
+            NcclLibraryError: there is no NCCL that can be used.
+            NcclInvalidUsageError: ranks have the same GPU; names them.
+            TimeoutError, PeerGoneError: a rank did not come, or is gone; names it.
+            TransportError: NCCL failed, here or at another rank, and why.
+        """
+        options = context.options if context.options is not None else PyncclCommunicatorOptions()
+        self._gpu = CudaDevice(context.device) if device is None else device
+        self._mesh = Mesh({})
+        self._works: Works | None = None
+        super().__init__(attrs.evolve(context, device=self._gpu.name))
+        self.compares = options.check_order
+        if self.world_size == 1:
+            return
+        deadline = Deadline.after(context.timeout_s)
+        try:
+            # First of all, so that whoever fails at what comes next can tell the others.
+            self._mesh = Mesh(
+                connect_ranks(context.group, LineEndpoint(context), timeout=deadline.remaining())
+            )
+            bind_to(context.host)
+            self._nccl = load(options.library)
+            self._start(deadline, options.run_ahead)
+        except BaseException as e:
+            self._mesh.give_up(e)
+            self.destroy()
+            raise
+
+    def _start(self, deadline: Deadline, run_ahead: int) -> None:
+        greeting = Greeting.of(
+            self.rank_in_group, self.world_size, self._nccl, self._gpu, check_order=self.compares
+        )
+        unique_id, greetings = agreed(self._mesh.compare(attrs.asdict(greeting), deadline))
+        comm = Communicator(
+            self._nccl,
+            unique_id,
+            self.world_size,
+            self.rank_in_group,
+            what=f"NCCL of {self!r}",
+            current=self._gpu.current,
+        )
+        try:
+            self._works = Works(comm, self._mesh, self._gpu, run_ahead)
+        except BaseException:
+            comm.abort()
+            raise
+        try:
+            self._works.settle(deadline, "NCCL did not start in time, though all ranks are there")
+        except NcclInvalidUsageError as e:
+            raise explained(e, greetings) from e
+        self._mesh.compare({"call": "ready"}, deadline)
+
+    # -- collectives -----------------------------------------------------------------------------
+
+    def _all_reduce(self, tensor: Tensor, deadline: Deadline) -> None:
+        at, count, kind = tensor.data_ptr(), tensor.numel(), self._summed_as(tensor)
+        call = functools.partial(self._nccl.all_reduce, at, at, count, kind, RedOp.SUM)
+        self._run("all_reduce", [call] if count else [], [tensor], deadline)
+
+    def _all_gather(self, outputs: list[Tensor], tensor: Tensor, deadline: Deadline) -> None:
+        given, parts = Part.of(tensor), [Part.of(output) for output in outputs]
+        calls: list[Call]
+        if are_one(parts):
+            calls = [
+                functools.partial(
+                    self._nccl.all_gather, given.address, parts[0].address, given.count, given.dtype
+                )
+            ]
+        else:  # of unequal parts each is a broadcast
+            calls = [
+                functools.partial(
+                    self._nccl.broadcast,
+                    given.address if root == self.rank_in_group else part.address,
+                    part.address,
+                    part.count,
+                    part.dtype,
+                    root,
+                )
+                for root, part in enumerate(parts)
+                if part.count
+            ]
+        self._run(
+            "all_gather", calls if any(part.count for part in parts) else [], [*outputs, tensor], deadline
+        )
+
+    def _reduce_scatter(self, output: Tensor, inputs: list[Tensor], deadline: Deadline) -> None:
+        into, parts, kind = Part.of(output), [Part.of(each) for each in inputs], self._summed_as(output)
+        calls: list[Call]
+        if are_one(parts):
+            calls = [
+                functools.partial(
+                    self._nccl.reduce_scatter,
+                    parts[0].address,
+                    into.address,
+                    output.numel(),
+                    kind,
+                    RedOp.SUM,
+                )
+            ]
+        else:  # of unequal parts each is a reduction to its rank
+            calls = [
+                functools.partial(
+                    self._nccl.reduce, part.address, into.address, each.numel(), kind, RedOp.SUM, root
+                )
+                for root, (each, part) in enumerate(zip(inputs, parts, strict=True))
+                if part.count
+            ]
+        self._run(
+            "reduce_scatter", calls if any(part.count for part in parts) else [], [output, *inputs], deadline
+        )
+
+    def _gather(self, outputs: list[Tensor] | None, tensor: Tensor, dst: int, deadline: Deadline) -> None:
+        if outputs is None:
+            self._exchange("gather", [(tensor, dst)], [], deadline)
+            return
+        outputs[dst].copy_(tensor)
+        self._exchange(
+            "gather", [], [(output, src) for src, output in enumerate(outputs) if src != dst], deadline
+        )
+
+    def _broadcast(self, tensor: Tensor, src: int, deadline: Deadline) -> None:
+        part = Part.of(tensor)
+        call = functools.partial(
+            self._nccl.broadcast, part.address, part.address, part.count, part.dtype, src
+        )
+        self._run("broadcast", [call] if part.count else [], [tensor], deadline)
+
+    # -- from one rank to another ----------------------------------------------------------------
+
+    def _send(self, tensor: Tensor, dst: int, deadline: Deadline) -> None:
+        self._exchange("send", [(tensor, dst)], [], deadline)
+
+    def _recv(self, tensor: Tensor, src: int, deadline: Deadline) -> None:
+        self._exchange("recv", [], [(tensor, src)], deadline)
+
+    def _batch(
+        self, sends: Sequence[tuple[Tensor, int]], recvs: Sequence[tuple[Tensor, int]], deadline: Deadline
+    ) -> None:
+        self._exchange("batch_isend_irecv", sends, recvs, deadline)
+
+    def _exchange(
+        self,
+        name: str,
+        sends: Sequence[tuple[Tensor, int]],
+        recvs: Sequence[tuple[Tensor, int]],
+        deadline: Deadline,
+    ) -> None:
+        """All of them in one group of NCCL's, which is one operation. What is empty is not sent."""
+        calls = [
+            functools.partial(function, part.address, part.count, part.dtype, peer)
+            for function, each in ((self._nccl.send, sends), (self._nccl.recv, recvs))
+            for tensor, peer in each
+            if (part := Part.of(tensor)).count
+        ]
+        pairs = [*sends, *recvs]
+        self._run(name, calls, [tensor for tensor, _ in pairs], deadline, {peer for _, peer in pairs})
+
+    # -- beneath ---------------------------------------------------------------------------------
+
+    def _summed_as(self, tensor: Tensor) -> DataType:
+        return reduced_as(tensor.dtype, RedOp.SUM, self._nccl.version)
+
+    def _run(
+        self,
+        name: str,
+        calls: Sequence[Call],
+        tensors: Sequence[Tensor],
+        deadline: Deadline,
+        among: Collection[int] | None = None,
+    ) -> None:
+        if calls:  # of what is empty at all ranks nothing is begun
+            self._running().run(name, calls, tensors, deadline, among)
+
+    def _running(self) -> Works:
+        if self._works is None:
+            raise ClosedError(f"{self!r} has no communicator of NCCL")
+        return self._works
+
+    def _synchronize(self, deadline: Deadline) -> None:
+        if self._works is not None:
+            self._works.drain(deadline)
+
+    def _check_usable(self) -> None:
+        super()._check_usable()
+        if self._works is None:
+            return
+        if self._gpu.is_capturing():
+            raise UnsupportedError(
+                "a CUDA graph is being captured: what it replays has neither a deadline nor anybody who looks"
+                f" after it; {self!r} takes no part in it"
+            )
+        try:
+            self._works.check()
+        except KvplugError as e:
+            self._break(e)
+            raise
+
+    # -- beside NCCL -------------------------------------------------------------------------------
+
+    def _compare(self, call: Mapping[str, Any], deadline: Deadline) -> Sequence[Mapping[str, Any]]:
+        with self._running().talking() as mesh:
+            return mesh.compare(call, deadline)
+
+    def _compare_pairs(
+        self, calls: Mapping[int, Mapping[str, Any]], deadline: Deadline
+    ) -> Mapping[int, Mapping[str, Any]]:
+        with self._running().talking() as mesh:
+            mesh.tell(calls, deadline)
+            return mesh.hear(calls, deadline)
+
+    def _give_up(self, error: BaseException) -> None:
+        if self._works is not None:
+            self._works.abort()
+        self._mesh.give_up(error)
+
+    def _suspend(self) -> None:
+        if self._works is None:
+            return
+        deadline = Deadline.after(self.context.timeout_s)
+        self._works.drain(deadline)
+        if self._nccl.has(_SUSPEND):
+            self._works.suspend(deadline)
+        else:
+            logger.warning(
+                "%r sleeps, and NCCL %s gives no memory back meanwhile: %s and later do",
+                self,
+                self._nccl.version,
+                OPTIONAL[_SUSPEND],
+            )
+
+    def _resume(self) -> None:
+        if self._works is not None and self._nccl.has(_SUSPEND):
+            self._works.resume(Deadline.after(self.context.timeout_s))
+
+    def _destroy(self) -> None:
+        self._mesh.abort()
+        if self._works is not None:
+            self._works.end()

@@ -1,0 +1,38 @@
+"""Whether the transports "pynccl" can work here. Light: imported by ``kvplug list``."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Final
+
+from kvplug import Probe, local_domain
+from kvplug_pynccl.nccl.places import PACKAGE, SONAME, VARIABLE, places
+
+_DEV: Final = Path("/dev")
+_GPUS: Final = ("nvidia[0-9]*", "dxg")
+"""Of the driver on Linux, and of that of Windows seen from a Linux beneath it."""
+
+
+def describe() -> Probe:
+    """It needs a GPU of NVIDIA's and a libnccl; nothing is loaded to find out."""
+    reason = _missing()
+    return Probe(viable=not reason, reason=reason, domain=local_domain())
+
+
+def _missing() -> str:
+    if not sys.platform.startswith("linux"):
+        return f"NCCL needs Linux, and this is {sys.platform}"
+    if not any(next(_DEV.glob(pattern), None) for pattern in _GPUS):
+        return f"there is no GPU of NVIDIA's here (no {_DEV}/nvidia0)"
+    if not any(place.path and _is_there(place.path) for place in places()):
+        return f"there is no {SONAME} here: install {PACKAGE}, or name one by {VARIABLE}"
+    return ""
+
+
+def _is_there(path: str) -> bool:
+    if path != SONAME:
+        return Path(path).is_file()
+    import ctypes.util
+
+    return ctypes.util.find_library("nccl") is not None  # the loader's to find

@@ -1,0 +1,147 @@
+#include "fake.h"
+
+#include <stdio.h>
+#include <string.h>
+#include <sys/random.h>
+
+EXPORT ncclResult_t ncclCommCount(ncclComm_t comm, int *value) {
+    ncclResult_t result = check_ready(comm, __func__);
+    if (!result)
+        *value = comm->mesh.nranks;
+    return result;
+}
+
+EXPORT ncclResult_t ncclCommUserRank(ncclComm_t comm, int *value) {
+    ncclResult_t result = check_ready(comm, __func__);
+    if (!result)
+        *value = comm->mesh.rank;
+    return result;
+}
+
+EXPORT ncclResult_t ncclCommCuDevice(ncclComm_t comm, int *value) {
+    ncclResult_t result = check_ready(comm, __func__);
+    if (!result)
+        *value = 0;
+    return result;
+}
+
+/* -- operations ------------------------------------------------------------------------------------------- */
+
+EXPORT ncclResult_t ncclAllReduce(const void *send, void *recv, size_t count, int type, int op, ncclComm_t comm,
+                                  void *stream) {
+    return enqueue(__func__, comm, stream, (struct operation){ALL_REDUCE, send, recv, count, type, op, 0});
+}
+
+EXPORT ncclResult_t ncclReduce(const void *send, void *recv, size_t count, int type, int op, int root,
+                               ncclComm_t comm, void *stream) {
+    return enqueue(__func__, comm, stream, (struct operation){REDUCE, send, recv, count, type, op, root});
+}
+
+EXPORT ncclResult_t ncclBroadcast(const void *send, void *recv, size_t count, int type, int root, ncclComm_t comm,
+                                  void *stream) {
+    return enqueue(__func__, comm, stream, (struct operation){BROADCAST, send, recv, count, type, 0, root});
+}
+
+EXPORT ncclResult_t ncclAllGather(const void *send, void *recv, size_t count, int type, ncclComm_t comm,
+                                  void *stream) {
+    return enqueue(__func__, comm, stream, (struct operation){ALL_GATHER, send, recv, count, type, 0, 0});
+}
+
+EXPORT ncclResult_t ncclReduceScatter(const void *send, void *recv, size_t count, int type, int op, ncclComm_t comm,
+                                      void *stream) {
+    return enqueue(__func__, comm, stream, (struct operation){REDUCE_SCATTER, send, recv, count, type, op, 0});
+}
+
+EXPORT ncclResult_t ncclSend(const void *send, size_t count, int type, int peer, ncclComm_t comm, void *stream) {
+    return enqueue(__func__, comm, stream, (struct operation){SEND, send, NULL, count, type, 0, peer});
+}
+
+EXPORT ncclResult_t ncclRecv(void *recv, size_t count, int type, int peer, ncclComm_t comm, void *stream) {
+    return enqueue(__func__, comm, stream, (struct operation){RECV, NULL, recv, count, type, 0, peer});
+}
+
+/* -- what needs no communicator ----------------------------------------------------------------------------- */
+
+EXPORT ncclResult_t ncclGetVersion(int *version) {
+    *version = (int)setting(VERSION);
+    return ncclSuccess;
+}
+
+EXPORT ncclResult_t ncclGetUniqueId(ncclUniqueId *id) {
+    unsigned char token[(NAME - 1) / 2];
+    if (getrandom(token, sizeof token, 0) != (ssize_t)sizeof token)
+        return ncclSystemError;
+    memset(id, 0, sizeof *id);
+    memcpy(id->internal, ID, sizeof ID - 1);
+    for (size_t at = 0; at < sizeof token; at++)
+        snprintf(id->internal + sizeof ID - 1 + 2 * at, 3, "%02x", token[at]);
+    return ncclSuccess;
+}
+
+EXPORT const char *ncclGetErrorString(ncclResult_t result) {
+    static const char *const texts[] = {
+        "no error",         "unhandled cuda error", "unhandled system error",
+        "internal error",   "invalid argument",     "invalid usage",
+        "remote process exited or there was a network error",
+        "NCCL operation in progress", "timeout",
+    };
+    return (unsigned)result < sizeof texts / sizeof *texts ? texts[result] : "unknown result code";
+}
+
+EXPORT const char *ncclGetLastError(ncclComm_t comm) {
+    (void)comm;
+    return last_warning();
+}
+
+/* -- what newer releases have -------------------------------------------------------------------------------- */
+
+#ifndef KVPLUG_FAKE_OLD
+
+EXPORT ncclResult_t ncclCommSuspend(ncclComm_t comm, int flags) {
+    ncclResult_t result = check_ready(comm, __func__);
+    (void)flags;
+    if (!result)
+        comm->suspended = true;
+    return result;
+}
+
+EXPORT ncclResult_t ncclCommResume(ncclComm_t comm) {
+    ncclResult_t result = check_ready(comm, __func__);
+    if (!result)
+        comm->suspended = false;
+    return result;
+}
+
+EXPORT ncclResult_t ncclCommWindowRegister(ncclComm_t comm, void *memory, size_t nbytes, void **window, int flags) {
+    ncclResult_t result = check_ready(comm, __func__);
+    (void)nbytes, (void)flags;
+    if (!result)
+        *window = memory;
+    return result;
+}
+
+EXPORT ncclResult_t ncclCommWindowDeregister(ncclComm_t comm, void *window) {
+    (void)window;
+    return check_ready(comm, __func__);
+}
+
+EXPORT ncclResult_t ncclCommQueryProperties(ncclComm_t comm, void *properties) {
+    struct {
+        size_t size;
+        unsigned magic, version;
+        int rank, nranks, cuda_device, nvml_device;
+    } *known = properties;
+    ncclResult_t result = check_ready(comm, __func__);
+    if (result)
+        return result;
+    if (known->magic != API_MAGIC || known->version > (unsigned)setting(VERSION)) {
+        warn("%s : not initialized, or for a newer NCCL", __func__);
+        return ncclInvalidUsage;
+    }
+    known->rank = comm->mesh.rank;
+    known->nranks = comm->mesh.nranks;
+    known->cuda_device = known->nvml_device = 0;
+    return ncclSuccess;
+}
+
+#endif

@@ -1,0 +1,48 @@
+"""The communicator "pynccl" is judged by the conformance kit, over the fake NCCL and host memory."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import pytest
+
+from kvplug import CommunicatorContext, DeviceCommunicator
+from kvplug.testing import DeviceCommunicatorContract
+from kvplug_pynccl.options import PyncclCommunicatorOptions
+
+
+class TestPyncclCommunicator(DeviceCommunicatorContract):
+    options_class = PyncclCommunicatorOptions
+
+    @pytest.fixture(autouse=True, scope="class")
+    @classmethod
+    def _over_the_fake(cls, fake_path: str) -> None:
+        cls.options = {**cls.options, "library": fake_path}
+
+    def make_communicator(self, context: CommunicatorContext) -> DeviceCommunicator:
+        from kvplug_pynccl.communicator.communicator import PyncclCommunicator
+        from kvplug_pynccl.testing.host import HostDevice
+
+        class OnTheHost(PyncclCommunicator):
+            devices = frozenset({"cpu"})
+
+        return OnTheHost(context, HostDevice(context.options.library))
+
+    def import_all(self) -> None:
+        import kvplug_pynccl.communicator.communicator
+        import kvplug_pynccl.testing.host  # noqa: F401
+
+        super().import_all()
+
+
+class TestPyncclCommunicatorThatCompares(TestPyncclCommunicator):
+    options: ClassVar[dict[str, Any]] = {"check_order": True}
+
+
+class TestPyncclCommunicatorInProcesses(TestPyncclCommunicator):
+    ends_are_processes = True
+
+
+@pytest.mark.slow
+class TestPyncclCommunicatorThatComparesInProcesses(TestPyncclCommunicatorThatCompares):
+    ends_are_processes = True

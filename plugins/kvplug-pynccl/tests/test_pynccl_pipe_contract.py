@@ -1,0 +1,46 @@
+"""The pipe "pynccl" is judged by the conformance kit, over the fake NCCL and host memory."""
+
+from __future__ import annotations
+
+import socket
+from typing import Any, ClassVar
+
+import pytest
+
+from kvplug import PipeContext, PipeEndpoint, local_domain
+from kvplug.testing import PipeContract
+from kvplug_pynccl.options import PyncclPipeOptions
+from kvplug_pynccl.pipe.contact import Contact
+
+
+class TestPyncclPipe(PipeContract):
+    options_class = PyncclPipeOptions
+
+    @pytest.fixture(autouse=True, scope="class")
+    @classmethod
+    def _over_the_fake(cls, fake_path: str) -> None:
+        cls.options = {**cls.options, "library": fake_path}
+
+    def make_endpoint(self, context: PipeContext) -> PipeEndpoint:
+        from kvplug_pynccl.pipe.endpoint import PyncclEndpoint
+        from kvplug_pynccl.testing.host import HostDevice
+
+        return PyncclEndpoint(context, HostDevice(context.options.library))
+
+    def import_all(self) -> None:
+        import kvplug_pynccl.pipe.endpoint
+        import kvplug_pynccl.testing.host  # noqa: F401
+
+        super().import_all()
+
+    def silent_contact(self) -> str:
+        listening = socket.socket(socket.AF_UNIX)
+        self.later(listening.close)
+        listening.bind("")  # the kernel chooses an abstract name
+        listening.listen()
+        return str(Contact(local_domain(), f"unix:@{listening.getsockname()[1:].decode()}"))
+
+
+@pytest.mark.slow
+class TestPyncclPipeThatComparesAndCopiesLittle(TestPyncclPipe):
+    options: ClassVar[dict[str, Any]] = {"check_order": True, "copy_bytes": 4096}

@@ -1,0 +1,219 @@
+"""The pipe "pynccl" over NCCL itself, between two processes. None of it has been run on a GPU yet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+
+from kvplug import (
+    Credentials,
+    PeerGoneError,
+    Pipe,
+    PipeContext,
+    TimeoutError,
+    TransportError,
+    UnsupportedError,
+)
+from kvplug.testing import peers
+from kvplug.testing.contract.pipe.content import difference, dtypes, tensor_of
+
+torch = pytest.importorskip("torch")
+GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(GPUS == 0, reason="there is no GPU here"),
+]
+PATIENCE_S = 120.0
+needs_two = pytest.mark.skipif(GPUS < 2, reason="two ranks need two GPUs")
+
+
+def endpoint(device: str, **options: Any) -> Any:
+    from kvplug_pynccl.options import PyncclPipeOptions
+    from kvplug_pynccl.pipe.endpoint import PyncclEndpoint
+
+    return PyncclEndpoint(
+        PipeContext(
+            options=PyncclPipeOptions(**options),
+            credentials=Credentials(),
+            device=device,
+            timeout_s=PATIENCE_S,
+        )
+    )
+
+
+def far_end(parent: peers.Parent, contact: str, device: str, what: str, options: dict[str, Any]) -> Any:
+    with endpoint(device, **options).connect(contact) as pipe:
+        return globals()[what](parent, pipe)
+
+
+def echo(parent: peers.Parent, pipe: Pipe) -> int:
+    count = 0
+    while True:
+        try:
+            message = pipe.recv_tensor(timeout=None)
+        except PeerGoneError:
+            return count
+        pipe.send_tensor(message)
+        count += 1
+
+
+def wait(parent: peers.Parent, pipe: Pipe) -> None:
+    parent.send("here")
+    parent.recv(None)
+
+
+@pytest.fixture
+def far_pair() -> Iterator[Callable[..., tuple[Pipe, peers.Peer]]]:
+    with ExitStack() as stack:
+
+        def make(what: str, **options: Any) -> tuple[Pipe, peers.Peer]:
+            listener = endpoint("cuda:0", **options).listen()
+            stack.callback(listener.close)
+            child = stack.enter_context(
+                peers.start(
+                    f"{__file__}:far_end", listener.contact, "cuda:1", what, options, timeout_s=2 * PATIENCE_S
+                )
+            )
+            pipe = listener.accept()
+            stack.callback(pipe.abort)
+            return pipe, child
+
+        yield make
+
+
+@needs_two
+def test_every_dtype_comes_back_with_its_bits(far_pair: Any) -> None:
+    pipe, _ = far_pair("echo")
+    for dtype in dtypes():
+        for shape in ((), (0,), (7,), (300, 50)):
+            message = tensor_of(dtype, shape)
+            pipe.send_tensor(message.to("cuda:0"))
+            assert not (wrong := difference(message, pipe.recv_tensor().cpu())), wrong
+    pipe.send_tensor(None)
+    assert pipe.recv_tensor() is None
+
+
+@needs_two
+def test_what_the_caller_has_enqueued_is_done_before_it_is_sent(far_pair: Any) -> None:
+    pipe, _ = far_pair("echo", copy_bytes=0)
+    stream = torch.cuda.Stream("cuda:0")
+    source = torch.zeros(1 << 22, device="cuda:0")
+    torch.cuda.synchronize("cuda:0")
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(200_000_000)
+        source.fill_(3)
+        transfer = pipe.send_tensor(source)
+    assert bool((pipe.recv_tensor() == 3).all())
+    transfer.wait(PATIENCE_S)
+
+
+@needs_two
+def test_a_slice_of_a_paged_cache_is_sent_and_filled_in_place(far_pair: Any) -> None:
+    pipe, _ = far_pair("echo")
+    cache = torch.rand(3, 40, 16, 8, 128, device="cuda:0", dtype=torch.float32).half()
+    target = torch.zeros_like(cache)
+    for ids, into in (([3, 4, 5], [7, 8, 9]), ([9, 1, 4], [0, 20, 3])):
+        pipe.send_blocks(list(cache), ids)
+        pipe.recv_blocks(list(target), into)
+        assert torch.equal(target[:, into], cache[:, ids])
+    pipe.send_tensor(cache[0])
+    assert pipe.recv_tensor(target[1]) is not None
+    assert torch.equal(target[1], cache[0])
+
+
+@needs_two
+def test_cpu_tensors_are_refused_by_name_or_staged(far_pair: Any) -> None:
+    pipe, _ = far_pair("echo")
+    with pytest.raises(UnsupportedError, match="stage_cpu_tensors"):
+        pipe.send_tensor(torch.zeros(3))
+    staging, _ = far_pair("echo", stage_cpu_tensors=True)
+    message = torch.rand(1 << 20)
+    staging.send_tensor(message)
+    out = torch.zeros_like(message)
+    assert staging.recv_tensor(out) is out
+    assert torch.equal(out, message)
+
+
+@needs_two
+def test_a_peer_that_is_killed_or_stopped_hangs_nobody(far_pair: Any) -> None:
+    pipe, child = far_pair("echo")
+    message = torch.rand(1 << 24, device="cuda:0")
+    pipe.send_tensor(message)
+    child.stop()
+    with pytest.raises(TimeoutError):
+        pipe.recv_tensor(timeout=0.5)
+    transfer = pipe.send_tensor(message)
+    child.kill()
+    for call in (lambda: transfer.wait(PATIENCE_S), lambda: pipe.recv_tensor(timeout=PATIENCE_S)):
+        with pytest.raises(PeerGoneError):
+            call()
+    again, _ = far_pair("echo")
+    again.send_tensor(message)
+    assert torch.equal(again.recv_tensor(), message)
+
+
+TWO_HOSTS_OF_ONE_GPU = {
+    # NCCL tells hosts apart by what it is told, and goes between them over TCP on loopback only.
+    "NCCL_SOCKET_IFNAME": "=lo",
+    "NCCL_NET": "Socket",
+    "NCCL_IB_DISABLE": "1",
+    "NCCL_P2P_DISABLE": "1",
+    "NCCL_SHM_DISABLE": "1",
+    "NCCL_MNNVL_ENABLE": "0",
+}
+
+
+def answers_on_one_gpu(parent: peers.Parent) -> int:
+    listener = endpoint("cuda:0").listen()
+    parent.send(listener.contact)
+    with listener.accept() as pipe:
+        listener.close()
+        return echo(parent, pipe)
+
+
+def asks_on_one_gpu(parent: peers.Parent, contact: str) -> list[str]:
+    """What did not come back as it was."""
+    wrong = []
+    with endpoint("cuda:0").connect(contact) as pipe:
+        for dtype in dtypes():
+            for shape in ((), (0,), (7,), (300, 50)):
+                message = tensor_of(dtype, shape)
+                pipe.send_tensor(message.to("cuda:0"))
+                wrong.append(difference(message, pipe.recv_tensor().cpu()))
+        large = torch.randint(0, 256, (64 << 20,), dtype=torch.uint8, device="cuda:0")
+        transfer, out = pipe.send_tensor(large), torch.zeros_like(large)
+        if pipe.recv_tensor(out) is not out or not torch.equal(out, large):
+            wrong.append("64 MiB are other bytes")
+        transfer.wait(PATIENCE_S)
+    return [each for each in wrong if each]
+
+
+def test_two_processes_on_one_gpu_are_two_hosts_if_their_environments_say_so() -> None:
+    with peers.start(
+        f"{__file__}:answers_on_one_gpu",
+        timeout_s=2 * PATIENCE_S,
+        env=TWO_HOSTS_OF_ONE_GPU | {"NCCL_HOSTID": "kvplug-0"},
+    ) as answering:
+        contact = answering.recv(PATIENCE_S)
+        with peers.start(
+            f"{__file__}:asks_on_one_gpu",
+            contact,
+            timeout_s=2 * PATIENCE_S,
+            env=TWO_HOSTS_OF_ONE_GPU | {"NCCL_HOSTID": "kvplug-1"},
+        ) as asking:
+            assert asking.result(2 * PATIENCE_S) == []
+        assert answering.result(PATIENCE_S) > 0
+
+
+def test_two_ranks_on_one_gpu_are_told_so() -> None:
+    end = endpoint("cuda:0")
+    listener = end.listen()
+    try:
+        with pytest.raises(TransportError, match="same GPU"):
+            end.connect(listener.contact)
+    finally:
+        listener.close()
