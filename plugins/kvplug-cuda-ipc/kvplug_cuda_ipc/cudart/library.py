@@ -1,0 +1,236 @@
+"""The CUDA runtime, loaded with ctypes: each function as a method that raises what its result means.
+
+Every call lets the interpreter's lock go. Memory, streams and events are addresses; stream 0 is the default
+one. Nothing here waits for a device: what could (``cudaFree``, ``cudaMalloc``) says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import uuid
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+from kvplug_cuda_ipc.cudart.abi import (
+    CaptureMode,
+    EventFlag,
+    IpcFlag,
+    IpcMemHandle,
+    MemcpyKind,
+    Properties,
+    Result,
+)
+from kvplug_cuda_ipc.cudart.errors import CudaLibraryError, error_of
+from kvplug_cuda_ipc.cudart.places import VARIABLE, places
+from kvplug_cuda_ipc.cudart.prototypes import PROTOTYPES, RENAMED
+
+MIN_VERSION: Final = 11000
+
+
+def load(path: str = "") -> Runtime:
+    """The runtime at ``path``, or that of ``KVPLUG_CUDART_LIBRARY``, or the one that this process has loaded.
+
+    Raises:
+        CudaLibraryError: there is none that can be used. What was named and is not one is not passed over.
+    """
+    tried = []
+    for what, place in places(path):
+        try:
+            return Runtime(place)
+        except CudaLibraryError as e:
+            tried.append(f"{what}: {e}")
+    if len(tried) == 1:
+        raise CudaLibraryError(f"no CUDA runtime can be used; {tried[0]}")
+    lines = "".join(f"\n  - {each}" for each in tried)
+    raise CudaLibraryError(
+        f"no CUDA runtime can be used; import a PyTorch with CUDA, or name one by {VARIABLE}:{lines}"
+    )
+
+
+class Runtime:
+    """One ``libcudart``. :func:`load` finds it.
+
+    Raises (every method that calls it):
+        CudaError: it failed, now or in something that was enqueued before.
+    """
+
+    def __init__(self, path: str) -> None:
+        """Raises CudaLibraryError: it is no library, no CUDA runtime, or too old."""
+        self.path = path
+        try:
+            loaded = ctypes.CDLL(path)
+        except OSError as e:
+            raise CudaLibraryError(f"{path} cannot be loaded: {e}") from e
+        self._functions: dict[str, Callable[..., Any]] = {}
+        lacks = []
+        for name, (returns, *takes) in PROTOTYPES.items():
+            spelt = next((each for each in (RENAMED.get(name, name), name) if hasattr(loaded, each)), None)
+            if spelt is None:
+                lacks.append(name)
+                continue
+            function = loaded[spelt]
+            function.restype, function.argtypes = returns, takes
+            self._functions[name] = function
+        if lacks:
+            raise CudaLibraryError(f"{path} is no CUDA runtime: it lacks {', '.join(lacks[:3])}")
+        self.version: int = self._number("cudaRuntimeGetVersion")
+        """1000 * major + 10 * minor."""
+        if self.version < MIN_VERSION:
+            raise CudaLibraryError(
+                f"{path} is CUDA {_spelt(self.version)}, and {_spelt(MIN_VERSION)} is the oldest that will do"
+            )
+
+    def __repr__(self) -> str:
+        return f"<CUDA runtime {_spelt(self.version)} of {self.path}>"
+
+    # -- what needs no device --------------------------------------------------------------------------
+
+    def driver_version(self) -> int:
+        """Of the newest CUDA that the driver knows; 0: there is no driver."""
+        return self._number("cudaDriverGetVersion")
+
+    def get_error_name(self, result: int) -> str:
+        return _text(self._functions["cudaGetErrorName"](result))
+
+    def get_error_string(self, result: int) -> str:
+        return _text(self._functions["cudaGetErrorString"](result))
+
+    # -- devices ---------------------------------------------------------------------------------------
+
+    def device_count(self) -> int:
+        return self._number("cudaGetDeviceCount")
+
+    def set_device(self, device: int) -> None:
+        """The current device of this thread, from now on."""
+        self._call("cudaSetDevice", device)
+
+    def exchange_capture_mode(self, mode: int) -> int:
+        """What this thread may call while another one captures a CUDA graph; the old mode is returned."""
+        value = ctypes.c_int(mode)
+        self._call("cudaThreadExchangeStreamCaptureMode", ctypes.byref(value))
+        return value.value
+
+    @contextlib.contextmanager
+    def relaxed(self) -> Iterator[None]:
+        """In the block nothing disturbs the CUDA graph that another thread may be capturing."""
+        before = self.exchange_capture_mode(CaptureMode.RELAXED)
+        try:
+            yield
+        finally:
+            self.exchange_capture_mode(before)
+
+    def uuid_of(self, device: int) -> uuid.UUID:
+        """The same in all processes of all hosts."""
+        properties = Properties()
+        self._call("cudaGetDeviceProperties", ctypes.byref(properties), device)
+        return uuid.UUID(bytes=bytes(properties.uuid))
+
+    # -- memory ----------------------------------------------------------------------------------------
+
+    def malloc(self, nbytes: int) -> int:
+        """Raises CudaMemoryError: there is not so much. May wait for the device."""
+        address = ctypes.c_void_p()
+        self._call("cudaMalloc", ctypes.byref(address), nbytes)
+        return address.value or 0
+
+    def free(self, address: int) -> None:
+        """Waits for what the device was given, other users' work included."""
+        self._call("cudaFree", address)
+
+    def ipc_get_mem_handle(self, address: int) -> bytes:
+        """By which another process may map what :meth:`malloc` gave."""
+        handle = IpcMemHandle()
+        self._call("cudaIpcGetMemHandle", ctypes.byref(handle), address)
+        return bytes(handle)
+
+    def ipc_open_mem_handle(self, handle: bytes) -> int:
+        """Another process's memory. Not our own, for which there are no handles."""
+        address = ctypes.c_void_p()
+        flags = IpcFlag.LAZY_ENABLE_PEER_ACCESS
+        self._call("cudaIpcOpenMemHandle", ctypes.byref(address), IpcMemHandle.of(handle), flags)
+        return address.value or 0
+
+    def ipc_close_mem_handle(self, address: int) -> None:
+        """Before its owner frees it."""
+        self._call("cudaIpcCloseMemHandle", address)
+
+    # -- streams and events ------------------------------------------------------------------------------
+
+    def memcpy_async(self, to: int, source: int, nbytes: int, stream: int) -> None:
+        """Enqueued: neither memory is the caller's again before an event says so."""
+        self._call("cudaMemcpyAsync", to, source, nbytes, MemcpyKind.DEFAULT, stream)
+
+    def event(self, stream: int) -> Event:
+        """All that the stream was given so far."""
+        event = ctypes.c_void_p()
+        self._call("cudaEventCreateWithFlags", ctypes.byref(event), EventFlag.DISABLE_TIMING)
+        made = Event(self, event.value or 0)
+        self._call("cudaEventRecord", made.handle, stream)
+        return made
+
+    def event_query(self, event: int) -> bool:
+        """Whether it is done."""
+        result = self._functions["cudaEventQuery"](event)
+        if result == Result.NOT_READY:
+            self._functions["cudaGetLastError"]()  # or somebody else takes it for an error of theirs
+            return False
+        self._check("cudaEventQuery", result)
+        return True
+
+    def event_destroy(self, event: int) -> None:
+        self._call("cudaEventDestroy", event)
+
+    def stream_wait_event(self, stream: int, event: Event) -> None:
+        """What the stream is given from now on begins after it. The host does not wait."""
+        self._call("cudaStreamWaitEvent", stream, event.handle, 0)
+
+    # -- how it is called ------------------------------------------------------------------------------
+
+    def _number(self, name: str) -> int:
+        value = ctypes.c_int()
+        self._call(name, ctypes.byref(value))
+        return value.value
+
+    def _call(self, name: str, *args: Any) -> None:
+        self._check(name, self._functions[name](*args))
+
+    def _check(self, name: str, result: int) -> None:
+        if result != Result.SUCCESS:
+            self._functions["cudaGetLastError"]()
+            raise error_of(result, name, self.get_error_name(result), self.get_error_string(result))
+
+
+class Event:
+    """A moment in the work of a stream. Nobody ever waits for it: it is asked."""
+
+    def __init__(self, runtime: Runtime, handle: int) -> None:
+        self.handle = handle
+        self._runtime = runtime
+        self._done = False
+
+    def is_done(self) -> bool:
+        """Whether all that was enqueued before it is done.
+
+        Raises:
+            CudaError: the device failed.
+        """
+        if not self._done:
+            self._done = self._runtime.event_query(self.handle)
+        return self._done
+
+    def __del__(self) -> None:
+        handle, self.handle = self.handle, 0
+        if handle:
+            try:
+                self._runtime.event_destroy(handle)
+            except Exception:  # the device has failed, or the interpreter ends: there is nothing to give back
+                pass
+
+
+def _spelt(version: int) -> str:
+    return f"{version // 1000}.{version % 1000 // 10}"
+
+
+def _text(said: bytes | None) -> str:
+    return (said or b"").decode("utf-8", "replace")

@@ -1,0 +1,170 @@
+"""Memory as it is copied, piece by piece: what is sent, and what is received into."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import attrs
+
+from kvplug import Blocks, CapacityError, TensorMismatchError, UnsupportedError
+from kvplug.wire import TensorMeta
+from kvplug.wire.messages import NONE, is_dense, tensor_prefix
+from kvplug.wire.tensors import as_bits, dense, dtype_name, meta_of
+from kvplug_cuda_ipc.cudart.library import Event
+from kvplug_cuda_ipc.device import Device
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Runs:
+    """The bytes of a message, in runs of equal length. The tensors keep them alive."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        """Contiguous ones of one size."""
+        self._tensors = tuple(tensors)
+        self._addresses = [each.data_ptr() for each in tensors]
+        self._run_bytes = tensors[0].numel() * tensors[0].element_size()
+
+    def parts(self, done: int, nbytes: int) -> Iterator[tuple[int, int]]:
+        """(address, length) of the ``nbytes`` bytes after the first ``done``."""
+        while nbytes:
+            number, skip = divmod(done, self._run_bytes)
+            length = min(nbytes, self._run_bytes - skip)
+            yield self._addresses[number] + skip, length
+            done += length
+            nbytes -= length
+
+
+@attrs.frozen(eq=False)
+class Content:
+    """A message ready to be sent."""
+
+    prefix: bytes
+    nbytes: int = 0
+    runs: Runs | None = None
+    ready: Event | None = None
+    """When the device has made it."""
+
+
+NOTHING = Content(NONE)
+"""The message ``None``."""
+
+
+def content_of(tensor: Tensor, device: Device) -> Content:
+    """Of a tensor; of a copy of it where it does not lie in memory as it reads.
+
+    Raises:
+        UnsupportedError: a device, layout or dtype that is not carried.
+        CapacityError: there is no memory for the copy.
+    """
+    meta = meta_of(tensor)
+    prefix = tensor_prefix(tensor.dtype, tensor.shape, meta.nbytes)
+    _check_device(tensor, device, "sends")
+    if not meta.nbytes:
+        return Content(prefix)
+    return Content(prefix, meta.nbytes, Runs([_made(dense, tensor.detach())]), _now(device))
+
+
+def content_of_blocks(blocks: Blocks, device: Device) -> Content:
+    """Of blocks: from where they are, if they follow one another, or gathered.
+
+    Raises:
+        UnsupportedError: a device or dtype that is not carried.
+        CapacityError: there is no memory to gather them in.
+    """
+    import torch
+
+    _check_device(blocks, device, "sends")
+    prefix = tensor_prefix(blocks.dtype, torch.Size(blocks.shape), blocks.nbytes)
+    if not blocks.nbytes:
+        return Content(prefix)
+    runs = blocks.runs() or [_made(Blocks.gathered, blocks)]
+    return Content(prefix, blocks.nbytes, Runs(runs), _now(device))
+
+
+class Target:
+    """What a message is received into: new memory, ``out``, or ``blocks`` of a cache."""
+
+    def __init__(self, device: Device, out: Tensor | None = None, blocks: Blocks | None = None) -> None:
+        """Raises UnsupportedError: a tensor of another device, or none that is carried."""
+        self._device = device
+        self._out = out
+        self._blocks = blocks
+        self._wanted: TensorMeta | None = None
+        if out is not None:
+            self._wanted = meta_of(out)
+            _check_device(out, device, "receives into")
+        elif blocks is not None:
+            self._wanted = TensorMeta(dtype_name(blocks.dtype), blocks.shape)
+            _check_device(blocks, device, "receives into")
+
+    def check(self, meta: TensorMeta | None) -> None:
+        """Raises TensorMismatchError: that message does not fit, and stays."""
+        wanted = self._wanted
+        if wanted is None or meta == wanted:
+            return
+        came = "None" if meta is None else f"{meta.dtype} of shape {list(meta.shape)}"
+        given = "the blocks are" if self._out is None else "out= is"
+        raise TensorMismatchError(
+            f"the next message is {came}, and {given} {wanted.dtype} of shape {list(wanted.shape)}; it stays"
+        )
+
+    def runs(self) -> Runs | None:
+        """Where its bytes can be put as they come; ``None``: nowhere."""
+        if self._blocks is not None:
+            found = self._blocks.runs()
+            return None if found is None else Runs(found)
+        return Runs([self._out.detach()]) if self._out is not None and is_dense(self._out) else None
+
+    def ready(self) -> Event | None:
+        """When the caller's stream is done with what it was given before, and the memory may be written."""
+        return _now(self._device)
+
+    def value(self, own: Tensor | None) -> Tensor | None:
+        """What is returned of a message: in memory of ours, if not in place.
+
+        Raises:
+            TensorMismatchError: it cannot be written, and the message stays.
+        """
+        if own is None:
+            return self._out
+        self._device.hand_over(own)
+        if self._blocks is not None:
+            rows = as_bits(own).view(self._blocks.dtype)
+            self._blocks.scatter(0, rows.view(self._blocks.num_rows, *self._blocks.row_shape))
+            return None
+        out = self._out
+        if out is None:
+            return own
+        try:
+            if out.is_conj() or out.is_neg():
+                out.detach().copy_(own)  # the caller sees it through its flag
+            else:
+                as_bits(out.detach()).copy_(as_bits(own))
+        except RuntimeError as e:
+            raise TensorMismatchError(f"out= cannot be written, and the message stays: {e}") from e
+        return out
+
+
+def _check_device(given: Tensor | Blocks, device: Device, verb: str) -> None:
+    if str(given.device) == device.name:
+        return
+    kind = "blocks of tensors" if isinstance(given, Blocks) else "tensors"
+    where = "this is a CPU one" if given.device.type == "cpu" else f"this one is on {given.device}"
+    advice = "; move it there, or use a pipe for CPU tensors" if given.device.type == "cpu" else ""
+    raise UnsupportedError(f"this pipe 'cuda-ipc' {verb} {kind} on {device.name}, and {where}{advice}")
+
+
+def _now(device: Device) -> Event:
+    return device.runtime.event(device.callers_stream())
+
+
+def _made(make: Any, given: Any) -> Any:
+    try:
+        return make(given)
+    except RuntimeError as e:  # torch.OutOfMemoryError is one
+        if "out of memory" not in str(e).lower():
+            raise
+        raise CapacityError(f"no memory for a copy of what is to be sent: {e}") from e

@@ -1,0 +1,1 @@
+"""What tests without a GPU need: a CUDA runtime of our own."""

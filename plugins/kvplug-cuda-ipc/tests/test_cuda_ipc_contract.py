@@ -1,0 +1,49 @@
+"""The pipe "cuda-ipc" is judged by the conformance kit, over the fake CUDA runtime and host memory."""
+
+from __future__ import annotations
+
+import socket
+from typing import Any, ClassVar
+
+import pytest
+
+from kvplug import PipeContext, PipeEndpoint
+from kvplug.testing import PipeContract
+from kvplug_cuda_ipc.options import CudaIpcPipeOptions
+from kvplug_cuda_ipc.pipe.contact import Contact
+from kvplug_cuda_ipc.probe import domain
+
+
+class TestCudaIpcPipe(PipeContract):
+    options_class = CudaIpcPipeOptions
+    options: ClassVar[dict[str, Any]] = {"staging_bytes": 4 << 20, "piece_bytes": 256 << 10}
+
+    @pytest.fixture(autouse=True, scope="class")
+    @classmethod
+    def _over_the_fake(cls, fake_path: str) -> None:
+        cls.options = {**cls.options, "library": fake_path}
+
+    def make_endpoint(self, context: PipeContext) -> PipeEndpoint:
+        from kvplug_cuda_ipc.pipe.endpoint import CudaIpcEndpoint
+        from kvplug_cuda_ipc.testing.host import HostDevice
+
+        return CudaIpcEndpoint(context, HostDevice(context.options.library))
+
+    def import_all(self) -> None:
+        import kvplug_cuda_ipc.pipe.endpoint
+        import kvplug_cuda_ipc.testing.host  # noqa: F401
+
+        super().import_all()
+
+    def silent_contact(self) -> str:
+        listening = socket.socket(socket.AF_UNIX)
+        self.later(listening.close)
+        listening.bind("")  # the kernel chooses an abstract name
+        listening.listen()
+        return str(Contact(domain(), f"unix:@{listening.getsockname()[1:].decode()}"))
+
+
+@pytest.mark.slow
+class TestCudaIpcPipeWithMuchMemory(TestCudaIpcPipe):
+    options: ClassVar[dict[str, Any]] = {}
+    beyond_limit_bytes = 64 << 20

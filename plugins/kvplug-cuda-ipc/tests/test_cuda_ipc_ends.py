@@ -1,0 +1,496 @@
+"""The pipe "cuda-ipc" over the fake: order with the caller's work, blocks, memory, what is refused."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections import deque
+from contextlib import ExitStack
+from pathlib import Path
+from runpy import run_path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, strategies as st
+
+from kvplug import (
+    Channel,
+    ConfigError,
+    Credentials,
+    KvplugError,
+    PeerGoneError,
+    PipeContext,
+    TensorMismatchError,
+    TimeoutError,
+    TransportError,
+    UnsupportedError,
+    WireError,
+    dial,
+)
+from kvplug.testing import check_plugin
+from kvplug.wire.messages import NONE, tensor_prefix
+from kvplug_cuda_ipc import plugin, probe
+from kvplug_cuda_ipc.cudart.errors import CudaLibraryError
+from kvplug_cuda_ipc.device import CudaDevice
+from kvplug_cuda_ipc.memory import GRAIN, Mapping, Ring, Staging
+from kvplug_cuda_ipc.options import CudaIpcPipeOptions
+from kvplug_cuda_ipc.pipe import joining
+from kvplug_cuda_ipc.pipe.contact import Contact
+from kvplug_cuda_ipc.pipe.content import Runs, Target, content_of
+from kvplug_cuda_ipc.pipe.endpoint import CudaIpcEndpoint
+from kvplug_cuda_ipc.pipe.words import WINDOW, Kind, Piece, read
+from kvplug_cuda_ipc.testing.host import HostDevice
+
+ENDS = Path(__file__).with_name("cuda_ipc_ends.py")
+ends = SimpleNamespace(**run_path(str(ENDS)))
+near_pair = ends.near_pair
+in_thread, end_of, until = ends.in_thread, ends.end_of, ends.until
+LARGE, MIB, PATIENCE_S = ends.LARGE, ends.MIB, ends.PATIENCE_S
+
+
+# -- order with the caller's stream ------------------------------------------------------------------
+
+
+def test_what_the_caller_has_enqueued_is_done_before_it_is_sent(
+    near_pair: Any, fake_path: str, controls: Any
+) -> None:
+    caller = controls.stream()
+    device = HostDevice(fake_path, caller)
+    one, other = near_pair(device=device)
+    source, wanted = torch.zeros(100_000), torch.rand(100_000)
+    controls.set(gate=1)
+    controls.put_gate(caller)
+    device.runtime.memcpy_async(source.data_ptr(), wanted.data_ptr(), wanted.nbytes, caller)
+    transfer = one.send_tensor(source)
+    receiving = in_thread(lambda: other.recv_tensor(timeout=PATIENCE_S))
+    receiving[0].join(0.3)
+    assert receiving[0].is_alive() and not transfer.done()
+    controls.set(gate=0)
+    assert torch.equal(end_of(receiving), wanted)
+    transfer.wait(PATIENCE_S)
+    controls.close_stream(caller)
+
+
+def test_memory_is_received_into_only_when_the_caller_has_done_with_it(
+    near_pair: Any, fake_path: str, controls: Any
+) -> None:
+    caller = controls.stream()
+    device = HostDevice(fake_path, caller)
+    one, other = near_pair(device=device)
+    message, out, kept = torch.rand(100_000), torch.rand(100_000), torch.zeros(100_000)
+    before = out.clone()
+    one.send_tensor(message)
+    controls.set(gate=1)
+    controls.put_gate(caller)
+    device.runtime.memcpy_async(kept.data_ptr(), out.data_ptr(), out.nbytes, caller)
+    receiving = in_thread(lambda: other.recv_tensor(out, timeout=PATIENCE_S))
+    receiving[0].join(0.3)
+    assert receiving[0].is_alive() and torch.equal(out, before)
+    controls.set(gate=0)
+    assert end_of(receiving) is out
+    assert torch.equal(out, message) and torch.equal(kept, before)
+    controls.close_stream(caller)
+
+
+def test_a_tensor_is_the_callers_again_once_it_lies_in_staging_memory(near_pair: Any) -> None:
+    one, other = near_pair()
+    messages = [torch.full((MIB,), n, dtype=torch.uint8) for n in range(3)]
+    for message in messages:
+        one.send_tensor(message).wait(PATIENCE_S)
+        message.fill_(99)
+    for n in range(3):
+        assert bool((other.recv_tensor(timeout=PATIENCE_S) == n).all())
+
+
+def test_what_has_no_room_in_staging_memory_is_the_pipes_until_it_has(near_pair: Any) -> None:
+    one, other = near_pair()
+    transfer = one.send_tensor(torch.ones(LARGE, dtype=torch.uint8))
+    with pytest.raises(TimeoutError):
+        transfer.wait(0.3)
+    assert bool((other.recv_tensor(timeout=PATIENCE_S) == 1).all())
+    transfer.wait(PATIENCE_S)
+
+
+def test_messages_of_a_peer_that_has_aborted_are_received_and_its_memory_is_given_back(
+    near_pair: Any, controls: Any
+) -> None:
+    one, other = near_pair()
+    for n in range(3):
+        one.send_tensor(torch.full((MIB,), n, dtype=torch.uint8)).wait(PATIENCE_S)
+    one.abort()
+    until(lambda: other._fate.sealed)
+    for n in range(3):
+        assert bool((other.recv_tensor(timeout=PATIENCE_S) == n).all())
+    with pytest.raises(PeerGoneError):
+        other.recv_tensor(timeout=PATIENCE_S)
+    until(lambda: controls.get("allocations") == 0)
+
+
+def test_no_message_becomes_part_of_a_graph_and_no_graph_is_disturbed(
+    near_pair: Any, fake_path: str, controls: Any
+) -> None:
+    device = HostDevice(fake_path)
+    one, other = near_pair(device=device)
+    device.capturing = True
+    for call in (lambda: one.send_tensor(torch.arange(3)), lambda: other.recv_tensor(timeout=0)):
+        with pytest.raises(UnsupportedError, match="a CUDA graph is being captured"):
+            call()
+    device.capturing = False
+    controls.set(capturing=1)  # by some other thread
+    message = torch.randint(0, 256, (LARGE,), dtype=torch.uint8)
+    for pair in ((one, other), near_pair()):
+        transfer = pair[0].send_tensor(message)
+        assert torch.equal(pair[1].recv_tensor(timeout=PATIENCE_S), message)
+        transfer.wait(PATIENCE_S)
+        pair[0].close()
+        pair[1].close()
+    until(lambda: controls.get("allocations") == 0)
+
+
+def test_a_message_that_came_and_could_not_be_written_outlives_its_sender(
+    near_pair: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = near_pair()
+    message = torch.rand(300, 500)
+    one.send_tensor(message)
+    read_only = torch.zeros(500, 300).t()
+
+    def refuses(*_: Any) -> Any:
+        raise RuntimeError("it is not to be written")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.Tensor, "copy_", refuses)
+        with pytest.raises(TensorMismatchError, match="the message stays"):
+            other.recv_tensor(read_only, timeout=PATIENCE_S)
+    one.close()
+    until(lambda: not other._mover.is_alive())
+    assert torch.equal(other.recv_tensor(read_only, timeout=PATIENCE_S), message)
+    with pytest.raises(PeerGoneError):
+        other.recv_tensor(timeout=PATIENCE_S)
+
+
+# -- blocks ----------------------------------------------------------------------------------------------
+
+
+def test_blocks_that_follow_one_another_are_copied_from_where_they_are_to_where_they_belong(
+    near_pair: Any, controls: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = near_pair()
+    source = [torch.rand(20, 4, 1000) for _ in range(3)]
+    target = [torch.zeros(20, 4, 1000) for _ in range(3)]
+    before = controls.get("copies")
+    monkeypatch.setattr(HostDevice, "empty", lambda *_: pytest.fail("memory was taken"))
+    transfer = one.send_blocks(source, [5, 6, 7])
+    other.recv_blocks(target, [11, 12, 13])
+    transfer.wait(PATIENCE_S)
+    for sent, got in zip(source, target, strict=True):
+        assert torch.equal(got[11:14], sent[5:8])
+        assert not got[:11].any() and not got[14:].any()
+    assert controls.get("copies") - before == 6  # one in and one out for each view
+
+
+@pytest.mark.parametrize("ids", [[5, 6, 7], [9, 2, 4]])
+@pytest.mark.parametrize("into", [[1, 2, 3], [8, 0, 5]])
+@pytest.mark.parametrize("dtype", ["float16", "float8_e4m3fn", "complex64"])
+def test_blocks_come_as_they_were_however_they_lie_at_either_end(
+    near_pair: Any, ids: list[int], into: list[int], dtype: str
+) -> None:
+    one, other = near_pair()
+    bits = torch.randint(0, 256, (10, 2, 40_000), dtype=torch.uint8)
+    cache = bits.view(getattr(torch, dtype))
+    for views in ([cache[:, 0], cache[:, 1]], [cache[:, 0].contiguous(), cache[:, 1].contiguous()]):
+        target = torch.zeros_like(bits).view(cache.dtype)
+        one.send_blocks(views, ids)
+        other.recv_blocks([target[:, 0], target[:, 1]], into)
+        assert torch.equal(target.view(torch.uint8)[into], bits[ids])
+        one.send_blocks(views, ids)
+        whole = other.recv_tensor(timeout=PATIENCE_S)
+        assert torch.equal(whole.view(torch.uint8), bits[ids].transpose(0, 1))
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=5), st.integers(1, 7), st.data())
+def test_parts_of_runs_are_the_bytes_in_order(sizes: list[int], count: int, data: Any) -> None:
+    tensors = [torch.arange(sizes[0], dtype=torch.uint8) + n for n in range(count)]
+    whole = bytes(torch.cat(tensors).tolist())
+    runs = Runs(tensors)
+    begin = {tensor.data_ptr(): bytes(tensor.tolist()) for tensor in tensors}
+    done = data.draw(st.integers(0, len(whole)))
+    nbytes = data.draw(st.integers(0, len(whole) - done))
+    got = b""
+    for address, length in runs.parts(done, nbytes):
+        at = next(start for start, held in begin.items() if start <= address < start + len(held))
+        got += begin[at][address - at : address - at + length]
+    assert got == whole[done : done + nbytes]
+
+
+# -- staging memory ------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(1, 8192)), max_size=60))
+def test_room_is_given_out_once_and_in_whole_pieces(steps: list[tuple[bool, int]]) -> None:
+    ring, held = Ring(16384), deque()
+    for gives_back, nbytes in steps:
+        if gives_back and held:
+            held.popleft()
+            ring.release()
+        else:
+            at = ring.reserve(nbytes)
+            if at is None:
+                assert held
+                continue
+            assert at >= 0 and at + nbytes <= 16384
+            assert all(at + nbytes <= begin or at >= end for begin, end in held)
+            held.append((at, at + nbytes))
+    while held:
+        held.popleft()
+        ring.release()
+    assert ring.reserve(16384) == 0
+
+
+def test_staging_memory_is_of_whole_pieces_that_nothing_else_is_exported_with(
+    runtime: Any, controls: Any
+) -> None:
+    staging = Staging(runtime, 1)
+    assert staging.nbytes == GRAIN
+    mapping = Mapping(runtime, staging.token, staging.handle, GRAIN)
+    assert mapping.address == staging.address  # its own process has it mapped already
+    mapping.close()
+    with pytest.raises(TransportError):  # that is said by somebody else
+        Mapping(runtime, staging.token, staging.handle, 2 * GRAIN)
+    staging.free()
+    staging.free()
+    assert controls.get("allocations") == 0
+
+
+# -- what a peer may say -------------------------------------------------------------------------------
+
+PREFIX = tensor_prefix(torch.float32, torch.Size((3,)), 12)
+LIES: dict[str, list[Any]] = {
+    "no word": ["hello"],
+    "no list": [7],
+    "nothing": [[]],
+    "an unknown word": [["push", 1]],
+    "a word with too much": [["beat", 1]],
+    "a piece without its place": [["piece", PREFIX]],
+    "a piece of text": [["piece", "prefix", 0, 12]],
+    "a place below zero": [["piece", PREFIX, -1, 12]],
+    "bytes of no message": [["piece", b"", 0, 12]],
+    "a message within another": [["piece", PREFIX, 0, 4], ["piece", PREFIX, 512, 8]],
+    "more bytes than the message has": [["piece", PREFIX, 0, 16]],
+    "no bytes of a message that has some": [["piece", PREFIX, 0, 0]],
+    "bytes of None": [["piece", NONE, 0, 4]],
+    "bytes beyond its memory": [["piece", PREFIX, 4 * MIB - 8, 12]],
+    "a prefix that contradicts itself": [["piece", PREFIX + b"x", 0, 12]],
+    "a prefix that is none": [["piece", b"\xff" * 40, 0, 12]],
+    "taken what was not told of": [["taken", 1]],
+    "more than the window": [["piece", NONE, 0, 0]] * (WINDOW + 1),
+}
+
+
+@pytest.mark.parametrize("what", list(LIES))
+def test_a_peer_that_says_what_cannot_be_ends_the_pipe_and_nothing_else(near_pair: Any, what: str) -> None:
+    one, other = near_pair()
+    for value in LIES[what]:
+        one._channel.send(value)
+    until(lambda: other._fate.sealed)
+    for call in (lambda: other.recv_tensor(timeout=PATIENCE_S), lambda: other.send_tensor(None)):
+        with pytest.raises(TransportError, match="what its peer says cannot be"):
+            call()
+    with pytest.raises(PeerGoneError):
+        one.recv_tensor(timeout=PATIENCE_S)
+    a, b = near_pair()
+    a.send_tensor(torch.arange(3))
+    assert b.recv_tensor(timeout=PATIENCE_S).tolist() == [0, 1, 2]
+
+
+PLAIN = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**63 - 1)
+    | st.text(max_size=8)
+    | st.binary(max_size=8),
+    lambda inner: st.lists(inner, max_size=5) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=8,
+)
+NAMED = st.tuples(st.sampled_from([each.value for each in Kind]), PLAIN, PLAIN, PLAIN).map(list)
+
+
+@given(PLAIN | NAMED | NAMED.map(lambda value: value[:2]))
+def test_whatever_comes_is_a_word_or_a_wire_error(value: Any) -> None:
+    try:
+        kind, about = read(value)
+    except WireError:
+        return
+    assert isinstance(kind, Kind)
+    if isinstance(about, Piece):
+        assert read(about.pack()) == (kind, about)
+
+
+@given(PLAIN | st.fixed_dictionaries(dict.fromkeys(joining.Hello.__annotations__, PLAIN)))
+def test_whatever_comes_is_a_hello_or_a_wire_error(value: Any) -> None:
+    try:
+        joining.Hello.read(value)
+    except WireError:
+        return
+
+
+def test_a_stranger_that_is_let_in_and_joins_as_no_end_does_stops_nobody(
+    fake_path: str, near_pair: Any, controls: Any
+) -> None:
+    end = ends.endpoint(fake_path)
+    with end.listen() as listener, ExitStack() as stack:
+        where = Contact.parse(listener.contact).reachable()
+        for value in (None, {}, {"failed": "no"}, {"ready": True}, {"failed": 3}, ["piece"]):
+            channel = Channel(dial(where, Credentials(), joining.PURPOSE))
+            stack.callback(channel.close)
+            channel.send(value)
+        raw = stack.enter_context(dial(where, Credentials(), joining.PURPOSE))
+        raw.sock.sendall(b"x" * 1000)
+        connecting = in_thread(lambda: end.connect(listener.contact))
+        with listener.accept() as one, end_of(connecting) as other:
+            one.send_tensor(torch.arange(2))
+            assert other.recv_tensor().tolist() == [0, 1]
+
+
+# -- what is refused -----------------------------------------------------------------------------------
+
+
+def _context(device: str = "cuda", **options: Any) -> PipeContext:
+    return PipeContext(options=CudaIpcPipeOptions(**options), credentials=Credentials(), device=device)
+
+
+def test_a_device_that_is_no_gpu_is_refused() -> None:
+    for device, said in (("cpu", "moves CUDA tensors"), ("nowhere", "none of torch's")):
+        with pytest.raises(ConfigError, match=said):
+            CudaIpcEndpoint(_context(device))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_where_there_is_no_gpu_the_endpoint_says_so() -> None:
+    with pytest.raises(ConfigError, match="needs a GPU"):
+        CudaIpcEndpoint(_context())
+
+
+def test_gpus_are_counted_and_the_current_one_is_meant_where_none_is_named(
+    monkeypatch: pytest.MonkeyPatch, fake_path: str
+) -> None:
+    for name, value in {"is_available": True, "current_device": 1, "device_count": 2}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    assert CudaDevice("cuda", fake_path).name == "cuda:1"
+    assert CudaDevice("cuda:0", fake_path).name == "cuda:0"
+    with pytest.raises(ConfigError, match="there are 2 GPUs"):
+        CudaDevice("cuda:2", fake_path)
+    with pytest.raises(CudaLibraryError, match="/nowhere/libcudart"):
+        CudaDevice("cuda:0", "/nowhere/libcudart.so.12")
+
+
+def test_a_tensor_of_another_device_is_refused_by_name_and_nothing_is_queued(near_pair: Any) -> None:
+    one, other = near_pair()
+    with pytest.raises(UnsupportedError, match="sends tensors on cpu, and this one is on meta"):
+        one.send_tensor(torch.empty(3, device="meta"))
+    with pytest.raises(UnsupportedError, match="sends blocks of tensors on cpu, and this one is on meta"):
+        one.send_blocks([torch.empty(3, 4, device="meta")], [1])
+    one.send_tensor(torch.arange(3))
+    with pytest.raises(UnsupportedError, match="receives into tensors on cpu, and this one is on meta"):
+        other.recv_tensor(torch.empty(3, dtype=torch.int64, device="meta"))
+    assert other.recv_tensor().tolist() == [0, 1, 2]
+
+
+def test_a_cpu_tensor_on_a_pipe_of_gpus_is_refused_by_name() -> None:
+    gpu = HostDevice.__new__(HostDevice)
+    gpu.name = "cuda:0"
+    with pytest.raises(UnsupportedError, match="sends tensors on cuda:0, and this is a CPU one; move it"):
+        content_of(torch.rand(50), gpu)
+    with pytest.raises(UnsupportedError, match="receives into tensors on cuda:0, and this is a CPU one"):
+        Target(gpu, out=torch.rand(50))
+
+
+def test_no_memory_for_a_copy_is_said_so(near_pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_: Any) -> Any:
+        raise RuntimeError("CUDA out of memory. Tried to allocate 1 GiB")
+
+    monkeypatch.setattr("kvplug_cuda_ipc.pipe.content.dense", full)
+    one, other = near_pair()
+    with pytest.raises(KvplugError, match="no memory for a copy"):
+        one.send_tensor(torch.arange(6).view(2, 3).t())
+    one.send_tensor(None)
+    assert other.recv_tensor() is None
+
+
+def test_contacts_of_others_and_of_elsewhere_are_refused(fake_path: str) -> None:
+    end = ends.endpoint(fake_path)
+    for text in ("", "shm1 a unix:@x", "cudaipc1 a tcp:1", "cudaipc1  unix:@x"):
+        with pytest.raises(WireError, match="not a contact of the pipe 'cuda-ipc'"):
+            end.connect(text)
+    with pytest.raises(TransportError, match="other namespaces"):
+        end.connect(str(Contact("elsewhere", "unix:@x")))
+
+
+# -- rest ------------------------------------------------------------------------------------------------
+
+
+def test_a_pipe_that_has_nothing_to_do_costs_next_to_nothing(near_pair: Any) -> None:
+    one, other = near_pair()
+    one.send_tensor(torch.arange(100_000))
+    other.recv_tensor()
+    before = sum(os.times()[:2])
+    time.sleep(3.0)
+    assert sum(os.times()[:2]) - before < 0.3
+
+
+# -- the plugin ----------------------------------------------------------------------------------------
+
+
+def test_the_plugin_offers_the_pipe_by_strings_alone() -> None:
+    (spec,) = plugin.kvplug_transports()
+    assert (spec.kind, spec.name) == ("pipe", "cuda-ipc")
+    assert spec.capabilities.devices == {"cuda"}
+    assert spec.capabilities.authenticated and not spec.capabilities.cross_host
+    assert spec.load_options() is CudaIpcPipeOptions
+    assert spec.load_factory() is CudaIpcEndpoint
+
+
+def test_describing_the_plugin_imports_nothing_heavy() -> None:
+    code = (
+        "import sys; from kvplug_cuda_ipc import plugin; specs = plugin.kvplug_transports();"
+        "[(spec.run_probe(), spec.load_options()) for spec in specs];"
+        "print([n for n in ('torch', 'numpy', 'kvplug_cuda_ipc.pipe.endpoint') if n in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "[]", done.stderr
+
+
+def test_the_probe_says_what_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(probe, "_DEV", tmp_path)
+    assert "no GPU" in probe.describe().reason
+    (tmp_path / "dxg").touch()
+    assert "under Windows" in probe.describe().reason
+    (tmp_path / "nvidia0").touch()
+    assert probe.describe().viable
+    for hidden in ("", "-1"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+        assert "CUDA_VISIBLE_DEVICES" in probe.describe().reason
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-1234")
+    assert probe.describe().viable
+    monkeypatch.setattr(probe, "_NAMESPACES", tmp_path)
+    assert "namespaces" in probe.describe().reason
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert "it needs Linux" in probe.describe().reason
+
+
+def test_the_domain_has_every_namespace_that_memory_is_shared_in() -> None:
+    for name in ("net", "ipc", "pid"):
+        assert os.readlink(f"/proc/self/ns/{name}") in probe.domain()
+
+
+def test_it_keeps_the_laws_of_plugins() -> None:
+    from importlib.metadata import entry_points
+
+    if not entry_points(group="kvplug", name="cuda-ipc"):
+        pytest.skip("kvplug-cuda-ipc is not installed here")
+    assert check_plugin("cuda-ipc") == ()

@@ -1,0 +1,318 @@
+"""What goes wrong beneath a pipe: the device fails or is busy, peers die or stop, memory cannot be mapped."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from runpy import run_path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from kvplug import CapacityError, KvplugError, PeerGoneError, TimeoutError, TransportError
+from kvplug.testing import peers
+from kvplug_cuda_ipc.cudart.errors import CudaError
+from kvplug_cuda_ipc.testing.fake import environment
+from kvplug_cuda_ipc.testing.host import HostDevice
+
+ENDS = Path(__file__).with_name("cuda_ipc_ends.py")
+ends = SimpleNamespace(**run_path(str(ENDS)))
+near_pair, far_pair = ends.near_pair, ends.far_pair
+in_thread, end_of, until = ends.in_thread, ends.end_of, ends.until
+LARGE, MIB, PATIENCE_S = ends.LARGE, ends.MIB, ends.PATIENCE_S
+
+
+def noise(nbytes: int = LARGE) -> torch.Tensor:
+    return torch.randint(0, 256, (nbytes,), dtype=torch.uint8)
+
+
+def assert_works(pair: Any) -> None:
+    one, other = pair
+    for source, target in ((one, other), (other, one)):
+        message = noise()
+        source.send_tensor(message)
+        assert torch.equal(target.recv_tensor(timeout=PATIENCE_S), message)
+
+
+# -- peers that die or stop ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("after", [0, 1, 7, 20])
+@pytest.mark.parametrize("into_out", [False, True])
+def test_a_sender_that_dies_inside_a_copy_is_gone_for_its_receiver(
+    far_pair: Any, near_pair: Any, after: int, into_out: bool
+) -> None:
+    pipe, _ = far_pair("send", LARGE, env=environment(exit_after=after))
+    out = torch.zeros(LARGE, dtype=torch.uint8) if into_out else None
+    with pytest.raises(PeerGoneError):
+        pipe.recv_tensor(out, timeout=PATIENCE_S)
+    if out is not None:
+        out.fill_(7)
+    with pytest.raises(PeerGoneError):
+        pipe.send_tensor(None)
+    assert_works(near_pair())
+    assert out is None or bool((out == 7).all())
+
+
+@pytest.mark.parametrize("after", [0, 9])
+def test_a_receiver_that_dies_inside_a_copy_ends_it_for_its_sender(far_pair: Any, after: int) -> None:
+    pipe, _ = far_pair("echo", env=environment(exit_after=after))
+    transfer = pipe.send_tensor(noise())
+    with pytest.raises(PeerGoneError):
+        transfer.wait(PATIENCE_S)
+    with pytest.raises(PeerGoneError):
+        pipe.recv_tensor(timeout=PATIENCE_S)
+
+
+@pytest.mark.parametrize("ended", ["closed", "aborted"])
+@pytest.mark.parametrize("then", ["goes on", "is killed"])
+def test_memory_that_a_stopped_peer_has_mapped_is_kept_until_it_goes_on_or_ends(
+    far_pair: Any, controls: Any, ended: str, then: str
+) -> None:
+    pipe, child = far_pair("wait")
+    assert child.recv() == "here"
+    child.stop()
+    assert pipe.send_tensor(noise(MIB)).wait(PATIENCE_S) is None
+    if ended == "closed":
+        assert end_of(in_thread(lambda: pipe.close(timeout=0.2))) is None
+    else:
+        assert end_of(in_thread(pipe.abort)) is None
+    time.sleep(0.3)
+    assert controls.get("allocations") == 1
+    assert controls.get("mappings") == 0  # of the peer's nothing is
+    if then == "goes on":
+        child.cont()
+        child.send("go")
+    else:
+        child.kill()
+    until(lambda: controls.get("allocations") == 0)
+    assert controls.get("freed_while_mapped") == 0
+
+
+def test_both_ends_unmap_before_anything_is_freed(far_pair: Any, controls: Any, fake_path: str) -> None:
+    for how in ("close", "abort"):
+        pipe, child = far_pair("counters")
+        child.send(fake_path)
+        assert child.recv() == "here"
+        pipe.send_tensor(noise(MIB))
+        getattr(pipe, how)()
+        assert child.result(PATIENCE_S) == {"allocations": 0, "mappings": 0, "freed_while_mapped": 0}
+        until(lambda: controls.get("allocations") == controls.get("mappings") == 0)
+        assert controls.get("freed_while_mapped") == 0
+
+
+def test_memory_is_mapped_once_however_many_messages_there_are(far_pair: Any, controls: Any) -> None:
+    pipe, _ = far_pair("echo")
+    for nbytes in (1, 1000, LARGE, MIB):
+        message = noise(nbytes)
+        pipe.send_tensor(message)
+        assert torch.equal(pipe.recv_tensor(timeout=PATIENCE_S), message)
+        assert (controls.get("allocations"), controls.get("mappings")) == (1, 1)
+
+
+@pytest.mark.parametrize("into_out", [False, True])
+def test_a_receive_that_runs_out_of_time_inside_a_message_is_gone_on_with(
+    far_pair: Any, into_out: bool
+) -> None:
+    pipe, child = far_pair("send", LARGE, env=environment(delay_us=60_000))
+    out = torch.zeros(LARGE, dtype=torch.uint8) if into_out else None
+    with pytest.raises(TimeoutError, match=r"bytes of a tensor have arrived|no message has arrived"):
+        pipe.recv_tensor(out, timeout=0.4)
+    child.stop()
+    late = 0
+    while True:
+        if out is not None:
+            out.fill_(9)  # the caller's meanwhile
+        try:
+            came = pipe.recv_tensor(out, timeout=0.2)
+            break
+        except TimeoutError:
+            late += 1
+            assert out is None or bool((out == 9).all() or (out.fill_(9) is out))
+            child.cont()
+    assert bool((came == 1).all())
+    assert late
+
+
+def test_where_no_death_is_seen_silence_is_one_and_a_quiet_peer_is_not(fake_path: str, controls: Any) -> None:
+    with (
+        ends.endpoint(fake_path, heartbeat_timeout_s=2.0).listen() as listener,
+        peers.start(f"{ENDS}:mute", fake_path, listener.contact, 2.0, timeout_s=4 * PATIENCE_S) as child,
+        listener.accept() as pipe,
+    ):
+        time.sleep(3.0)
+        pipe.send_tensor(torch.arange(3))
+        assert torch.equal(pipe.recv_tensor(timeout=PATIENCE_S), torch.arange(3))
+        child.stop()
+        with pytest.raises(PeerGoneError, match="silent"):
+            pipe.recv_tensor(timeout=PATIENCE_S)
+    until(lambda: controls.get("allocations") == 0)
+
+
+def test_ctrl_c_gives_the_callers_memory_back_and_breaks_the_pipe(far_pair: Any) -> None:
+    pipe, child = far_pair("interrupted", env=environment(delay_us=30_000))
+    assert child.recv(PATIENCE_S) == "here"
+    pipe.send_tensor(noise())
+    time.sleep(0.3)
+    os.kill(child.pid, signal.SIGINT)
+    assert child.recv(PATIENCE_S) == "struck"
+    child.send("look")
+    first, second, kept = child.result(PATIENCE_S)
+    assert first.startswith("KeyboardInterrupt")
+    assert second.startswith("TransportError") and "interrupted in the middle of a message" in second
+    assert kept == "True"
+    with pytest.raises(PeerGoneError):
+        pipe.recv_tensor(timeout=PATIENCE_S)
+
+
+# -- the device ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("at", [0, 5])
+def test_a_device_that_fails_ends_both_pipes_with_cudas_words_here(
+    far_pair: Any, near_pair: Any, controls: Any, at: int
+) -> None:
+    pipe, child = far_pair("echo")
+    controls.set(fail_after=controls.get("copies") + at)
+    with pytest.raises(TransportError, match="cudaErrorIllegalAddress"):
+        pipe.send_tensor(noise()).wait(PATIENCE_S)
+        pipe.recv_tensor(timeout=PATIENCE_S)
+    for call in (lambda: pipe.recv_tensor(timeout=PATIENCE_S), lambda: pipe.send_tensor(None)):
+        with pytest.raises(TransportError, match="cudaErrorIllegalAddress") as caught:
+            call()
+        assert not isinstance(caught.value, PeerGoneError)
+    assert isinstance(child.result(PATIENCE_S), int)  # it was told that its peer is gone
+    pipe.abort()
+    controls.set(fail_after=-1)
+    controls.heal()
+    assert_works(near_pair())
+
+
+def test_a_copy_that_is_refused_breaks_the_pipe(near_pair: Any, controls: Any) -> None:
+    one, other = near_pair()
+    controls.set(copy_result=1)
+    with pytest.raises(CudaError, match="cudaMemcpyAsync gave cudaErrorInvalidValue"):
+        one.send_tensor(noise(100))
+    controls.set(copy_result=0)
+    with pytest.raises(TransportError, match="a message was not begun"):
+        one.send_tensor(None)
+    with pytest.raises(PeerGoneError):
+        other.recv_tensor(timeout=PATIENCE_S)
+
+
+def test_a_device_that_is_busy_holds_up_nobody(near_pair: Any, controls: Any) -> None:
+    """Whatever it was given, ending a pipe takes no longer: giving memory back waits, and nobody else."""
+    for how in ("close", "abort"):
+        one, other = near_pair()
+        controls.set(hold=1)
+        transfer = one.send_tensor(noise())
+        with pytest.raises(TimeoutError):
+            other.recv_tensor(timeout=0.1)
+        with pytest.raises(TimeoutError):
+            transfer.wait(0)
+        running = in_thread(lambda p=one, h=how: p.close(timeout=0.1) if h == "close" else p.abort())
+        assert end_of(running) is None
+        assert transfer.done()
+        with pytest.raises(PeerGoneError):
+            other.recv_tensor(timeout=PATIENCE_S)
+        other.abort()
+        assert controls.get("allocations") == 2
+        controls.set(hold=0)
+        until(lambda: controls.get("allocations") == 0)
+
+
+def test_a_transfer_that_has_failed_sends_nothing_more(near_pair: Any, controls: Any) -> None:
+    one, other = near_pair()
+    controls.set(hold=1)
+    source = noise(1000)
+    transfer = one.send_tensor(source)
+    one.abort()
+    assert transfer.done()
+    source.fill_(0)  # the caller's again
+    controls.set(hold=0)
+    with pytest.raises(PeerGoneError):
+        other.recv_tensor(timeout=PATIENCE_S)
+
+
+# -- while a pipe is made ------------------------------------------------------------------------------
+
+
+def test_no_memory_is_said_at_both_ends_and_the_listener_goes_on(
+    fake_path: str, controls: Any, caplog: Any
+) -> None:
+    with ends.endpoint(fake_path).listen() as listener:
+        controls.set(malloc_result=2)
+        with pytest.raises(CapacityError, match="has not so much memory left"):
+            ends.endpoint(fake_path).connect(listener.contact)
+        with peers.start(f"{ENDS}:connects", fake_path, listener.contact) as child:
+            said = child.result(PATIENCE_S)
+        assert said.startswith("TransportError") and "cudaMalloc gave cudaErrorMemoryAllocation" in said
+        assert "was not completed" in caplog.text
+        controls.set(malloc_result=0)
+        with peers.start(f"{ENDS}:connects", fake_path, listener.contact) as child:
+            with listener.accept() as pipe:
+                assert torch.equal(pipe.recv_tensor(timeout=PATIENCE_S), torch.arange(3))
+            assert child.result(PATIENCE_S) == "connected"
+    until(lambda: controls.get("allocations") == controls.get("mappings") == 0)
+    assert controls.get("freed_while_mapped") == 0
+
+
+@pytest.mark.parametrize("who", ["connecting", "accepting"])
+def test_memory_that_cannot_be_mapped_is_said_at_both_ends_with_the_gpus(
+    fake_path: str, controls: Any, caplog: Any, who: str
+) -> None:
+    controls.set(gpu=0xAA)
+    env = environment(gpu=0xBB, open_result=205 if who == "connecting" else 0)
+    with ends.endpoint(fake_path).listen() as listener:
+        controls.set(open_result=205 if who == "accepting" else 0)
+        with peers.start(f"{ENDS}:connects", fake_path, listener.contact, env=env) as child:
+            said = child.result(PATIENCE_S)
+        for text in (said, caplog.text):
+            assert "cudaErrorMapBufferObjectFailed" in text
+            assert "aa000000-" in text and "bb000000-" in text
+        assert "namespaces" in said
+        until(lambda: controls.get("allocations") == controls.get("mappings") == 0)
+        assert controls.get("freed_while_mapped") == 0
+
+
+def test_a_peer_that_is_stopped_while_a_pipe_is_made_keeps_what_it_may_have_mapped(
+    fake_path: str, controls: Any
+) -> None:
+    with ends.endpoint(fake_path).listen() as listener:
+        for moment in range(6):
+            with peers.start(f"{ENDS}:connects", fake_path, listener.contact) as child:
+                time.sleep(0.002 * moment)
+                child.stop()
+                time.sleep(0.05)
+                child.kill()
+        listener.close()
+    until(lambda: controls.get("allocations") == controls.get("mappings") == 0)
+    assert controls.get("freed_while_mapped") == 0
+
+
+def test_a_call_ends_with_an_error_of_kvplugs_whatever_happens(far_pair: Any) -> None:
+    pipe, child = far_pair("echo")
+    running = in_thread(lambda: pipe.recv_tensor(timeout=None))
+    child.kill()
+    assert isinstance(end_of(running), KvplugError)
+
+
+def test_memory_of_callers_is_filled_only_when_their_stream_has_done_with_it(
+    near_pair: Any, fake_path: str, controls: Any
+) -> None:
+    caller = controls.stream()
+    one, other = near_pair(device=HostDevice(fake_path, caller))
+    one.send_tensor(torch.ones(1000, dtype=torch.uint8)).wait(PATIENCE_S)
+    out = torch.zeros(1000, dtype=torch.uint8)
+    controls.set(gate=1)
+    controls.put_gate(caller)
+    with pytest.raises(TimeoutError):
+        other.recv_tensor(out, timeout=0.2)
+    assert bool((out == 0).all())
+    assert torch.equal(other.recv_tensor(timeout=PATIENCE_S), torch.ones(1000, dtype=torch.uint8))
+    controls.set(gate=0)
+    controls.close_stream(caller)

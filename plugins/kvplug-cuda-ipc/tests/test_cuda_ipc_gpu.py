@@ -1,0 +1,330 @@
+"""The pipe "cuda-ipc" over CUDA itself, between two processes. None of it has been run on a GPU yet."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, ClassVar
+
+import attrs
+import pytest
+
+from kvplug import (
+    DEFAULT_TIMEOUT,
+    Credentials,
+    PeerGoneError,
+    Pipe,
+    PipeContext,
+    PipeEndpoint,
+    PipeListener,
+    Timeout,
+    TimeoutError,
+    Transfer,
+    UnsupportedError,
+)
+from kvplug.testing import PipeContract, peers
+from kvplug.testing.contract.pipe.content import difference, dtypes, tensor_of
+from kvplug.wire import copy_into, memory_of
+from kvplug.wire.tensors import as_bits, dense
+from kvplug_cuda_ipc.options import CudaIpcPipeOptions
+
+torch = pytest.importorskip("torch")
+# Without asking CUDA: this module is imported in the process that children are forked from.
+GPU = any(Path("/dev").glob("nvidia[0-9]*"))
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(not GPU, reason="there is no GPU here"),
+]
+PATIENCE_S = 120.0
+MIB = 1 << 20
+
+
+def endpoint(device: str, **options: Any) -> Any:
+    from kvplug_cuda_ipc.pipe.endpoint import CudaIpcEndpoint
+
+    return CudaIpcEndpoint(
+        PipeContext(
+            options=CudaIpcPipeOptions(**options),
+            credentials=Credentials(),
+            device=device,
+            timeout_s=PATIENCE_S,
+        )
+    )
+
+
+def far_end(parent: peers.Parent, contact: str, device: str, what: str, options: dict[str, Any]) -> Any:
+    with endpoint(device, **options).connect(contact) as pipe:
+        return globals()[what](parent, pipe)
+
+
+def echo(parent: peers.Parent, pipe: Pipe) -> int:
+    count = 0
+    while True:
+        try:
+            message = pipe.recv_tensor(timeout=None)
+        except PeerGoneError:
+            return count
+        pipe.send_tensor(message)
+        count += 1
+
+
+def wait(parent: peers.Parent, pipe: Pipe) -> None:
+    parent.send("here")
+    parent.recv(None)
+
+
+def with_expandable_segments(parent: peers.Parent, contact: str) -> None:
+    """In a child whose tensors cannot be exported."""
+    with endpoint("cuda:0").connect(contact) as pipe:
+        echo(parent, pipe)
+
+
+@pytest.fixture(params=["one GPU", "two GPUs"])
+def far_pair(request: pytest.FixtureRequest) -> Iterator[Callable[..., tuple[Pipe, peers.Peer]]]:
+    """This end is on the first GPU; the other one is, too, or on the second."""
+    if request.param == "two GPUs" and torch.cuda.device_count() < 2:
+        pytest.skip("there is one GPU here")
+    other = "cuda:1" if request.param == "two GPUs" else "cuda:0"
+    with ExitStack() as stack:
+
+        def make(what: str, **options: Any) -> tuple[Pipe, peers.Peer]:
+            listener = endpoint("cuda:0", **options).listen()
+            stack.callback(listener.close)
+            child = stack.enter_context(
+                peers.start(
+                    f"{__file__}:far_end", listener.contact, other, what, options, timeout_s=2 * PATIENCE_S
+                )
+            )
+            pipe = listener.accept()
+            stack.callback(pipe.abort)
+            return pipe, child
+
+        yield make
+
+
+def test_every_dtype_comes_back_with_its_bits(far_pair: Any) -> None:
+    pipe, _ = far_pair("echo")
+    for dtype in dtypes():
+        for shape in ((), (0,), (7,), (300, 50)):
+            message = tensor_of(dtype, shape)
+            pipe.send_tensor(message.to("cuda:0"))
+            assert not (wrong := difference(message, pipe.recv_tensor().cpu())), wrong
+    pipe.send_tensor(None)
+    assert pipe.recv_tensor() is None
+
+
+def test_large_messages_go_through_the_ring(far_pair: Any) -> None:
+    pipe, _ = far_pair("echo", staging_bytes=8 * MIB, piece_bytes=MIB)
+    for nbytes in (8 * MIB, 8 * MIB + 1, 100 * MIB):
+        message = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, device="cuda:0")
+        out = torch.zeros_like(message)
+        pipe.send_tensor(message)
+        assert pipe.recv_tensor(out) is out
+        assert torch.equal(out, message)
+
+
+def test_what_the_caller_has_enqueued_is_done_before_it_is_sent(far_pair: Any) -> None:
+    pipe, _ = far_pair("echo")
+    stream = torch.cuda.Stream("cuda:0")
+    source = torch.zeros(1 << 22, device="cuda:0")
+    torch.cuda.synchronize("cuda:0")
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(200_000_000)
+        source.fill_(3)
+        transfer = pipe.send_tensor(source)
+    assert bool((pipe.recv_tensor() == 3).all())
+    transfer.wait(PATIENCE_S)
+
+
+def test_memory_is_received_into_only_when_the_caller_has_done_with_it(far_pair: Any) -> None:
+    pipe, _ = far_pair("echo")
+    pipe.send_tensor(torch.ones(1 << 22, device="cuda:0"))
+    out, kept = torch.zeros(1 << 22, device="cuda:0"), torch.ones(1 << 22, device="cuda:0")
+    torch.cuda._sleep(200_000_000)
+    kept.copy_(out)
+    assert pipe.recv_tensor(out) is out
+    assert bool((out == 1).all())
+    assert bool((kept == 0).all())
+
+
+def test_a_device_that_is_busy_holds_up_neither_messages_nor_the_end(far_pair: Any) -> None:
+    pipe, _ = far_pair("echo")
+    message = torch.rand(1 << 20, device="cuda:0")
+    pipe.send_tensor(message)
+    pipe.recv_tensor()
+    busy = torch.cuda.Stream("cuda:0")
+    done = torch.cuda.Event()
+    with torch.cuda.stream(busy):
+        torch.cuda._sleep(20_000_000_000)  # some ten seconds
+        done.record()
+    pipe.send_tensor(message)
+    assert torch.equal(pipe.recv_tensor().cpu(), message.cpu())
+    began = time.monotonic()
+    pipe.close()
+    assert not done.query(), "whoever closes has waited for the device"
+    assert time.monotonic() - began < 5.0
+
+
+def test_a_slice_of_a_paged_cache_is_sent_and_filled(far_pair: Any) -> None:
+    pipe, _ = far_pair("echo")
+    cache = torch.rand(3, 40, 16, 8, 128, device="cuda:0", dtype=torch.float32).half()
+    target = torch.zeros_like(cache)
+    for ids, into in (([3, 4, 5], [7, 8, 9]), ([9, 1, 4], [0, 20, 3])):
+        pipe.send_blocks(list(cache), ids)
+        pipe.recv_blocks(list(target), into)
+        assert torch.equal(target[:, into], cache[:, ids])
+    pipe.send_tensor(cache[0])
+    assert pipe.recv_tensor(target[1]) is not None
+    assert torch.equal(target[1], cache[0])
+
+
+def test_tensors_that_cannot_be_exported_are_sent_all_the_same() -> None:
+    env = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    with (
+        endpoint("cuda:0").listen() as listener,
+        peers.start(f"{__file__}:with_expandable_segments", listener.contact, env=env),
+        listener.accept() as pipe,
+    ):
+        message = torch.rand(1 << 20, device="cuda:0")
+        pipe.send_tensor(message)
+        assert torch.equal(pipe.recv_tensor(), message)
+
+
+def test_cpu_tensors_are_refused_by_name(far_pair: Any) -> None:
+    pipe, _ = far_pair("wait")
+    with pytest.raises(UnsupportedError, match="this is a CPU one"):
+        pipe.send_tensor(torch.zeros(3))
+
+
+def test_a_peer_that_is_killed_or_stopped_hangs_nobody(far_pair: Any) -> None:
+    pipe, child = far_pair("echo")
+    message = torch.rand(1 << 24, device="cuda:0")
+    pipe.send_tensor(message)
+    child.stop()
+    with pytest.raises(TimeoutError):
+        for _ in range(2):
+            pipe.recv_tensor(timeout=0.5)
+    pipe.send_tensor(message)
+    child.kill()
+    with pytest.raises(PeerGoneError):
+        for _ in range(3):
+            pipe.recv_tensor(timeout=PATIENCE_S)
+    again, _ = far_pair("echo")
+    again.send_tensor(message)
+    assert torch.equal(again.recv_tensor(), message)
+
+
+def test_pipes_that_come_and_go_leave_no_memory(far_pair: Any) -> None:
+    def free() -> int:
+        return int(torch.cuda.mem_get_info(0)[0])
+
+    def once() -> None:
+        pipe, child = far_pair("echo")
+        pipe.send_tensor(torch.ones(100, device="cuda:0"))
+        pipe.recv_tensor()
+        pipe.close()
+        child.result(PATIENCE_S)
+
+    once()
+    before = free()
+    for _ in range(5):
+        once()
+    limit = time.monotonic() + PATIENCE_S
+    while free() < before - 8 * MIB:
+        assert time.monotonic() < limit, f"{before - free()} bytes are gone"
+        time.sleep(0.1)
+
+
+# -- the kit, whose tensors are the CPU's -------------------------------------------------------------------
+
+
+def is_dense_of_the_cpu(tensor: Any) -> bool:
+    """What the kit sends; what it has refused goes on as it is."""
+    return (
+        isinstance(tensor, torch.Tensor)
+        and tensor.is_cpu
+        and tensor.layout is torch.strided
+        and not (tensor.is_nested or tensor.is_quantized)
+    )
+
+
+class Moved(Pipe):
+    """A pipe of CPU tensors, which are moved to the GPU and back."""
+
+    def __init__(self, pipe: Pipe) -> None:
+        self._pipe = pipe
+
+    @property
+    def closed(self) -> bool:
+        return self._pipe.closed
+
+    @property
+    def peer(self) -> str:
+        return self._pipe.peer
+
+    def send_tensor(self, tensor: Any, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Transfer:
+        if is_dense_of_the_cpu(tensor):
+            tensor = as_bits(dense(tensor.detach())).to("cuda").view(tensor.dtype).view(tensor.shape)
+        return self._pipe.send_tensor(tensor, timeout=timeout)
+
+    def recv_tensor(self, out: Any = None, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Any:
+        if out is None:
+            came = self._pipe.recv_tensor(timeout=timeout)
+            return None if came is None else as_bits(came).cpu().view(came.dtype)
+        if not is_dense_of_the_cpu(out):
+            return self._pipe.recv_tensor(out, timeout=timeout)
+        there = torch.empty(out.numel() * out.element_size(), dtype=torch.uint8, device="cuda")
+        self._pipe.recv_tensor(there.view(out.dtype).view(out.shape), timeout=timeout)
+        copy_into(out, memory_of(there.cpu()))
+        return out
+
+    def close(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
+        self._pipe.close(timeout)
+
+    def abort(self) -> None:
+        self._pipe.abort()
+
+
+class MovedListener(PipeListener):
+    def __init__(self, listener: PipeListener) -> None:
+        self._listener = listener
+
+    @property
+    def contact(self) -> str:
+        return self._listener.contact
+
+    def accept(self, timeout: Timeout = DEFAULT_TIMEOUT) -> Pipe:
+        return Moved(self._listener.accept(timeout))
+
+    def close(self) -> None:
+        self._listener.close()
+
+
+class MovedEndpoint(PipeEndpoint):
+    def __init__(self, end: PipeEndpoint) -> None:
+        self._end = end
+
+    def listen(self) -> PipeListener:
+        return MovedListener(self._end.listen())
+
+    def connect(self, contact: str, timeout: Timeout = DEFAULT_TIMEOUT) -> Pipe:
+        return Moved(self._end.connect(contact, timeout))
+
+
+class TestCudaIpcPipeOnAGpu(PipeContract):
+    options_class = CudaIpcPipeOptions
+    options: ClassVar[dict[str, Any]] = {"staging_bytes": 4 * MIB, "piece_bytes": 256 << 10}
+    forked_processes = "CUDA cannot be used in a forked child"
+
+    def import_all(self) -> None:
+        import kvplug_cuda_ipc.pipe.endpoint  # noqa: F401
+
+        super().import_all()
+
+    def make_endpoint(self, context: PipeContext) -> PipeEndpoint:
+        from kvplug_cuda_ipc.pipe.endpoint import CudaIpcEndpoint
+
+        return MovedEndpoint(CudaIpcEndpoint(attrs.evolve(context, device="cuda")))

@@ -1,0 +1,263 @@
+"""The binding over the fake, and over NVIDIA's library as far as that goes without a GPU."""
+
+from __future__ import annotations
+
+import ctypes
+import ctypes.util
+import importlib.metadata
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvplug import CapacityError
+from kvplug.testing import peers
+from kvplug_cuda_ipc.cudart.errors import CudaError, CudaLibraryError, CudaMemoryError
+from kvplug_cuda_ipc.cudart.library import Runtime, load
+from kvplug_cuda_ipc.cudart.places import VARIABLE, loaded, places
+from kvplug_cuda_ipc.testing import fake
+
+PACKAGE = "nvidia-cuda-runtime-cu12"
+PATIENCE_S = 40.0
+
+
+def real_path() -> str:
+    try:
+        files = importlib.metadata.distribution(PACKAGE).files or ()
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+    return next((str(each.locate()) for each in files if each.name == "libcudart.so.12"), "")
+
+
+def until(true: Callable[[], Any]) -> None:
+    limit = time.monotonic() + PATIENCE_S
+    while not true():
+        assert time.monotonic() < limit
+        time.sleep(0.001)
+
+
+@pytest.fixture
+def stream(controls: fake.Controls) -> Iterator[int]:
+    made = controls.stream()
+    yield made
+    controls.set(hold=0)
+    controls.close_stream(made)
+
+
+# -- NVIDIA's ----------------------------------------------------------------------------------------
+
+needs_the_package = pytest.mark.skipif(not real_path(), reason=f"{PACKAGE} is not installed")
+
+
+@needs_the_package
+def test_nvidias_library_is_loaded_and_says_its_version_and_texts() -> None:
+    runtime = load(real_path())
+    assert runtime.version // 1000 == 12
+    assert runtime.get_error_name(2) == "cudaErrorMemoryAllocation"
+    assert runtime.get_error_string(0) == "no error"
+    assert "12." in repr(runtime)
+
+
+def without_a_gpu(parent: peers.Parent, path: str) -> list[str]:
+    runtime = Runtime(path)
+    said = []
+    for call in (
+        runtime.device_count,
+        lambda: runtime.malloc(1 << 21),
+        lambda: runtime.ipc_open_mem_handle(bytes(64)),
+        lambda: runtime.event(0),
+        lambda: runtime.uuid_of(0),
+    ):
+        try:
+            call()
+            said.append("done")
+        except CudaError as e:
+            said.append(f"{e.function} {e.result}")
+    return said
+
+
+@needs_the_package
+@pytest.mark.skipif(Path("/dev/nvidia0").exists(), reason="there is a GPU here")
+def test_nvidias_library_refuses_by_name_what_it_has_no_gpu_for() -> None:
+    with peers.start(f"{__file__}:without_a_gpu", real_path()) as child:
+        said = child.result(PATIENCE_S)
+    assert [each.partition(" ")[0] for each in said] == [
+        "cudaGetDeviceCount",
+        "cudaMalloc",
+        "cudaIpcOpenMemHandle",
+        "cudaEventCreateWithFlags",
+        "cudaGetDeviceProperties",
+    ]
+    assert {each.partition(" ")[2] for each in said} <= {"35", "100"}  # no driver, or no device
+
+
+# -- which library -------------------------------------------------------------------------------------
+
+
+def test_what_is_named_is_the_only_one_that_is_tried(
+    fake_path: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv(VARIABLE, fake_path)
+    assert load().path == fake_path
+    with pytest.raises(CudaLibraryError, match="the path that was given: /none cannot be loaded"):
+        load("/none")
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "gone"))
+    with pytest.raises(CudaLibraryError, match=f"{VARIABLE}: .*gone cannot be loaded"):
+        load()
+
+
+def test_pytorchs_library_comes_before_the_systems(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    maps = tmp_path / "maps"
+    maps.write_text(
+        "7f00-7f01 r--p 0000 08:01 1 /usr/lib/libc.so.6\n"
+        "7f01-7f02 r--p 0000 08:01 2 /a b/libcudart.so.12\n"
+        "7f02-7f03 r-xp 0000 08:01 2 /a b/libcudart.so.12\n"
+        "7f03-7f04 rw-p 0000 00:00 0 [heap]\n"
+    )
+    assert loaded(maps) == ["/a b/libcudart.so.12"]
+    assert loaded(tmp_path / "none") == []
+    assert [what for what, _ in places()][-1] == "the system's loader"
+
+
+def test_a_library_that_is_none_is_said_to_be_none(controls: fake.Controls, fake_path: str) -> None:
+    with pytest.raises(CudaLibraryError, match="no CUDA runtime: it lacks cudaRuntimeGetVersion"):
+        Runtime(ctypes.util.find_library("m") or "libm.so.6")
+    controls.set(version=10020)
+    with pytest.raises(CudaLibraryError, match=r"CUDA 10\.2, and 11\.0 is the oldest"):
+        Runtime(fake_path)
+
+
+# -- calls ---------------------------------------------------------------------------------------------
+
+
+def test_a_copy_is_enqueued_and_an_event_tells_its_end(
+    runtime: Runtime, controls: fake.Controls, stream: int
+) -> None:
+    memory = runtime.malloc(4096)
+    source = ctypes.create_string_buffer(b"x" * 4096, 4096)
+    controls.set(hold=1)
+    runtime.memcpy_async(memory, ctypes.addressof(source), 4096, stream)
+    event = runtime.event(stream)
+    assert not event.is_done()
+    assert ctypes.string_at(memory, 1) != b"x"
+    controls.set(hold=0)
+    until(event.is_done)
+    assert ctypes.string_at(memory, 4096) == b"x" * 4096
+    runtime.free(memory)
+
+
+def test_a_stream_waits_for_an_event_of_another(
+    runtime: Runtime, controls: fake.Controls, stream: int
+) -> None:
+    other = controls.stream()
+    controls.set(delay_us=50_000)
+    memory = (ctypes.c_char * 3)(b"a", b"b", b"c")
+    at = ctypes.addressof(memory)
+    runtime.memcpy_async(at + 1, at, 1, stream)
+    runtime.stream_wait_event(other, runtime.event(stream))
+    runtime.memcpy_async(at + 2, at + 1, 1, other)
+    until(runtime.event(other).is_done)
+    assert memory.raw == b"aaa"
+    controls.close_stream(other)
+
+
+def test_memory_is_mapped_by_another_process_and_not_by_its_own(runtime: Runtime, fake_path: str) -> None:
+    memory = runtime.malloc(1 << 21)
+    handle = runtime.ipc_get_mem_handle(memory)
+    with pytest.raises(CudaError, match="cudaErrorDeviceUninitialized: the memory is this process's own"):
+        runtime.ipc_open_mem_handle(handle)
+    ctypes.memmove(memory, b"from here", 9)
+    with peers.start(f"{__file__}:maps", fake_path, handle) as child:
+        assert child.result(PATIENCE_S) == b"from here"
+    assert ctypes.string_at(memory, 3) == b"and"
+    runtime.free(memory)
+    with peers.start(f"{__file__}:maps", fake_path, handle) as child:
+        assert b"cudaErrorMapBufferObjectFailed" in child.result(PATIENCE_S)
+
+
+def maps(parent: peers.Parent, path: str, handle: bytes) -> bytes:
+    runtime = Runtime(path)
+    try:
+        memory = runtime.ipc_open_mem_handle(handle)
+    except CudaError as e:
+        return str(e).encode()
+    came = ctypes.string_at(memory, 9)
+    ctypes.memmove(memory, b"and", 3)
+    runtime.ipc_close_mem_handle(memory)
+    return came
+
+
+def test_freeing_waits_for_all_streams_and_tells_who_is_freed_too_early(
+    runtime: Runtime, controls: fake.Controls, stream: int
+) -> None:
+    memory = runtime.malloc(4096)
+    controls.set(hold=1)
+    runtime.memcpy_async(memory, memory + 8, 8, stream)
+    freeing = threading.Thread(target=runtime.free, args=(memory,))
+    freeing.start()
+    freeing.join(0.1)
+    assert freeing.is_alive()
+    controls.set(hold=0)
+    freeing.join(PATIENCE_S)
+    assert not freeing.is_alive()
+    assert controls.get("allocations") == controls.get("freed_while_mapped") == 0
+
+
+def test_errors_have_a_number_a_function_and_a_meaning(runtime: Runtime, controls: fake.Controls) -> None:
+    controls.set(malloc_result=2)
+    with pytest.raises(CudaMemoryError, match="has not so much memory left") as caught:
+        runtime.malloc(1)
+    assert isinstance(caught.value, CapacityError)
+    assert (caught.value.result, caught.value.function) == (2, "cudaMalloc")
+    controls.set(open_result=999)
+    with pytest.raises(CudaError, match="cudaIpcOpenMemHandle gave unrecognized error code"):
+        runtime.ipc_open_mem_handle(bytes(64))
+    with pytest.raises(ValueError, match="64 bytes, not 3"):
+        runtime.ipc_open_mem_handle(b"abc")
+    with pytest.raises(CudaError, match="cudaErrorInvalidDevice: there is no GPU of that number"):
+        runtime.set_device(1)
+    controls.set(devices=0)
+    with pytest.raises(CudaError, match="CUDA_VISIBLE_DEVICES"):
+        runtime.device_count()
+
+
+def test_a_device_that_has_failed_says_so_to_everybody(
+    runtime: Runtime, controls: fake.Controls, stream: int
+) -> None:
+    memory = runtime.malloc(4096)
+    controls.set(fail_after=controls.get("copies"), hold=1)
+    runtime.memcpy_async(memory, memory + 8, 8, stream)
+    event = runtime.event(stream)
+    controls.set(hold=0)
+
+    def failed() -> bool:
+        try:
+            return event.is_done() and False
+        except CudaError as e:
+            return e.result == 700
+
+    until(failed)
+    with pytest.raises(CudaError, match="has lost the GPU"):
+        runtime.memcpy_async(memory, memory + 8, 8, stream)
+    controls.heal()
+    runtime.free(memory)
+
+
+def test_gpus_have_uuids(runtime: Runtime, controls: fake.Controls) -> None:
+    controls.set(devices=2, gpu=7)
+    assert str(runtime.uuid_of(0)).startswith("07000000")
+    assert str(runtime.uuid_of(1)).startswith("08000000")
+
+
+def test_the_fake_knows_its_levers_only(controls: fake.Controls) -> None:
+    with pytest.raises(LookupError, match="no lever"):
+        controls.set(lever=1)
+    with pytest.raises(LookupError, match="no lever"):
+        controls.get("lever")
+    assert fake.environment(hold=1, gpu=2) == {fake.VARIABLE: "hold=1,gpu=2"}
+    assert os.environ.get(fake.VARIABLE) is None
