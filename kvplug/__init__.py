@@ -81,6 +81,10 @@ _HOMES = {
         "Transfer",
         "Turn",
     ),
+    "kvplug.acceptor": (
+        "Acceptor",
+        "PipeAcceptor",
+    ),
     "kvplug.queue": (
         "MessageQueue",
         "QueueEndpoint",
@@ -88,7 +92,13 @@ _HOMES = {
         "Reader",
         "Wait",
     ),
-    "kvplug.communicator": ("DeviceCommunicator",),
+    "kvplug.communicator": (
+        "All2AllManager",
+        "DeviceCommunicator",
+        "RecvOp",
+        "SendOp",
+        "TokenSplit",
+    ),
     "kvplug.lookup": (
         "Entry",
         "EntryHeader",
@@ -132,6 +142,10 @@ _HOMES = {
         "Watch",
         "watch",
     ),
+    "kvplug.streams": (
+        "lend_stream",
+        "take_back_stream",
+    ),
     "kvplug.trust.addresses": ("local_domain",),
     "kvplug.trust.channel": ("Channel",),
     "kvplug.trust.connection": (
@@ -154,6 +168,8 @@ _HOMES = {
     ),
     "kvplug.handshake.hello": ("Hello",),
     "kvplug.group.group": ("StatelessGroup",),
+    "kvplug.group.over": ("group_from_process_group",),
+    "kvplug.group.mesh": ("Mesh",),
     "kvplug.group.pipes": ("connect_ranks",),
     "kvplug.metrics.reasons": ("reason_of",),
     "kvplug.metrics.stats": ("TransferStats",),
@@ -237,6 +253,10 @@ def __dir__() -> list[str]:
 
 TYPE_CHECKING = False  # as type checkers know it, without importing typing
 if TYPE_CHECKING:
+    from kvplug.acceptor import (
+        Acceptor as Acceptor,
+        PipeAcceptor as PipeAcceptor,
+    )
     from kvplug.build import (
         PipeServer as PipeServer,
         build_communicator as build_communicator,
@@ -258,7 +278,11 @@ if TYPE_CHECKING:
         verify as verify,
     )
     from kvplug.communicator import (
+        All2AllManager as All2AllManager,
         DeviceCommunicator as DeviceCommunicator,
+        RecvOp as RecvOp,
+        SendOp as SendOp,
+        TokenSplit as TokenSplit,
     )
     from kvplug.config import (
         Config as Config,
@@ -356,6 +380,12 @@ if TYPE_CHECKING:
     from kvplug.group.group import (
         StatelessGroup as StatelessGroup,
     )
+    from kvplug.group.mesh import (
+        Mesh as Mesh,
+    )
+    from kvplug.group.over import (
+        group_from_process_group as group_from_process_group,
+    )
     from kvplug.group.pipes import (
         connect_ranks as connect_ranks,
     )
@@ -446,6 +476,10 @@ if TYPE_CHECKING:
         Probe as Probe,
         SinkSpec as SinkSpec,
         TransportSpec as TransportSpec,
+    )
+    from kvplug.streams import (
+        lend_stream as lend_stream,
+        take_back_stream as take_back_stream,
     )
     from kvplug.trust.addresses import (
         local_domain as local_domain,

@@ -107,7 +107,8 @@ class CommunicatorContext:
     """How many ranks the engine has; ``None``: as many as ``ranks`` need."""
     data_parallel_size: int = attrs.field(default=1, validator=attrs.validators.ge(1))
     all2all_backend: str = ""
-    """How experts' tokens are to be exchanged, in the transport's own words."""
+    """How experts' tokens are to be exchanged: "naive", "allgather_reducescatter" (that is what counts where
+    nothing is said), or another way that the transport knows."""
     timeout_s: float = 30.0
     """How long a collective waits for the other ranks where its caller says nothing."""
 

@@ -48,11 +48,11 @@ class Deadline:
         """
         seconds = default if timeout is DEFAULT_TIMEOUT else timeout
         if seconds is None:
-            return cls(math.inf)
+            return _NEVER
         if not seconds >= 0:
             raise ValueError(f"timeout must be 0 or more seconds, or None for ever; got {seconds!r}")
         if seconds >= _FOR_EVER_S:
-            return cls(math.inf)
+            return _NEVER
         return cls(time.monotonic() + seconds)
 
     @property
@@ -62,3 +62,6 @@ class Deadline:
     def remaining(self) -> float | None:
         """Seconds left (0.0 once passed); ``None`` when it never comes. Fits ``wait(timeout=…)``."""
         return None if self.at == math.inf else max(0.0, self.at - time.monotonic())
+
+
+_NEVER: Final = Deadline(math.inf)

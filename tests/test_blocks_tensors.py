@@ -163,3 +163,17 @@ def test_rows_that_lie_over_each_other_or_nowhere_are_at_no_address() -> None:
     assert Blocks([plain.t()], [1]).rows_in_memory() is None
     assert Blocks([plain.to("meta")], [1]).rows_in_memory() is None
     assert Blocks([plain.as_subclass(type("Ours", (torch.Tensor,), {}))], [1]).rows_in_memory() is None
+
+
+def test_blocks_that_follow_one_another_are_one_piece_of_each_view() -> None:
+    cache = filled((2, 9, 3, 4), torch.float16)
+    found = Blocks(list(cache), [2, 3, 4]).runs()
+    assert found is not None
+    assert [each.data_ptr() for each in found] == [cache[0, 2].data_ptr(), cache[1, 2].data_ptr()]
+    assert torch.equal(bits(torch.stack(found)), bits(cache[:, 2:5]))
+
+
+@pytest.mark.parametrize("block_ids", [[], [2, 4], [3, 2], [1, 2, 2]])
+def test_other_blocks_are_no_single_piece(block_ids: list[int]) -> None:
+    assert Blocks(list(filled((2, 9, 3), torch.int8)), block_ids).runs() is None
+    assert Blocks([filled((9, 2, 3), torch.int8)[:, 0]], [2, 3]).runs() is None

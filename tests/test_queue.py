@@ -263,7 +263,7 @@ def test_a_rank_that_is_none_and_a_group_that_is_none_are_refused() -> None:
         with endpoint().create_from_process_group(group) as alone:
             assert alone.is_writer
     with pytest.raises(
-        UnsupportedError, match=r"StatelessGroup or a torch.distributed.ProcessGroup, not over a dict"
+        UnsupportedError, match=r"StatelessGroup or a torch.distributed.ProcessGroup is needed, not a dict"
     ):
         endpoint().create_from_process_group({})  # type: ignore[arg-type]
     assert not _rings

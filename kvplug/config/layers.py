@@ -26,6 +26,7 @@ RESERVED: Final[Mapping[str, str]] = {
     "KVPLUG_DEBUG": "1: the command line shows the traceback of an error",
     "KVPLUG_CONFIG": "file that Config.load and the command line read when none is named",
     "KVPLUG_NCCL_LIBRARY": "path of the NCCL library, for plugins that load it",
+    "KVPLUG_CUDART_LIBRARY": "path of the CUDA runtime, for plugins that load it",
     "KVPLUG_CACHE": "folder for what is made once and kept, such as converted models",
 }
 """Variables that are not configuration keys, and what each is for."""

@@ -43,8 +43,8 @@ def meeting_of(group: object) -> Meeting:
     if isinstance(group, Meeting):
         return group
     raise UnsupportedError(
-        "a queue is made over a kvplug.StatelessGroup or a torch.distributed.ProcessGroup,"
-        f" not over a {type(group).__qualname__}"
+        "a kvplug.StatelessGroup or a torch.distributed.ProcessGroup is needed,"
+        f" not a {type(group).__qualname__}"
     )
 
 

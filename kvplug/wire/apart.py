@@ -57,6 +57,8 @@ def encode_apart(value: object, *, min_bytes: int = MIN_BYTES, limits: Limits = 
         CapacityError: it is deeper, has more elements or, head and memories together, more bytes than
             ``limits`` allow, so that the peer would refuse it.
     """
+    if type(value) in values.AS_THEY_ARE:
+        return Apart(values.encode(value, limits=limits), [])
     apart = values.Memories(min_bytes)
     try:
         head = values.pack(values.lower(value, limits.max_depth, [limits.max_items], apart))

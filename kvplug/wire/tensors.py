@@ -241,7 +241,8 @@ def memory_of(tensor: Tensor) -> memoryview:
     Raises:
         UnsupportedError: not a dense tensor in CPU memory, or a dtype that is not carried.
     """
-    return _view(_dense(tensor)).toreadonly()
+    _check_memory(tensor)
+    return _view(dense(tensor)).toreadonly()
 
 
 def memory_of_writable(tensor: Tensor) -> memoryview:
@@ -293,7 +294,23 @@ def copy_into(out: Tensor, flat: Buffer) -> None:
     if out.is_conj() or out.is_neg():
         out.copy_(whole)  # the caller sees out through its flag; copy_ writes what then reads as whole
     else:
-        _as_bits(out).copy_(_as_bits(whole))
+        as_bits(out).copy_(as_bits(whole))
+
+
+def dense(tensor: Tensor) -> Tensor:
+    """The same elements one after the other in memory, on any device: if need be a copy, as integers."""
+    if _is_plain(tensor):
+        return tensor
+    return as_bits(tensor.detach().resolve_conj().resolve_neg()).contiguous()
+
+
+def as_bits(tensor: Tensor) -> Tensor:
+    """The same memory as integers, so that copying works for dtypes without kernels and keeps every NaN."""
+    import torch
+
+    by_size = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    as_dtype = by_size.get(tensor.element_size())
+    return tensor if as_dtype is None else tensor.view(as_dtype)
 
 
 def _check_strided(tensor: Tensor) -> None:
@@ -318,28 +335,12 @@ def _is_plain(tensor: Tensor) -> bool:
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
-def _dense(tensor: Tensor) -> Tensor:
-    _check_memory(tensor)
-    if _is_plain(tensor):
-        return tensor
-    tensor = tensor.detach().resolve_conj().resolve_neg()
-    return _as_bits(tensor).contiguous()
-
-
-def _as_bits(tensor: Tensor) -> Tensor:
-    """The same memory as integers, so that copying works for dtypes without kernels and keeps every NaN."""
-    import torch
-
-    by_size = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    as_dtype = by_size.get(tensor.element_size())
-    return tensor if as_dtype is None else tensor.view(as_dtype)
-
-
 def _view(tensor: Tensor) -> memoryview:
     nbytes = tensor.numel() * tensor.element_size()
     if nbytes == 0:
         return memoryview(bytearray())
     # By address, since torch offers no buffer protocol and numpy lacks half of the dtypes.
     array = _Memory.from_address(tensor.data_ptr())
-    array._owner = tensor  # type: ignore[attr-defined]  # the view keeps the array, the array the tensor
+    # The view keeps the array, and the array the memory: by its .data the tensor may be given another one.
+    array._owner = tensor, tensor.untyped_storage()  # type: ignore[attr-defined]
     return memoryview(array).cast("B")[:nbytes]

@@ -48,9 +48,9 @@ def encode(value: object, *, limits: Limits = DEFAULT_LIMITS) -> bytes:
         CapacityError: it is deeper, has more elements or more bytes than ``limits`` allow, so that the
             peer would refuse it.
     """
-    count = [limits.max_items]
     try:
-        data = pack(lower(value, limits.max_depth, count))
+        plain = type(value) in AS_THEY_ARE
+        data = pack(value if plain else lower(value, limits.max_depth, [limits.max_items]))
     except (UnsupportedError, UnicodeEncodeError) as e:
         explain(value, limits.max_depth, e)
     if len(data) > limits.max_bytes:
@@ -92,7 +92,7 @@ def lower(value: Any, depth: int, count: list[int], apart: Memories | None = Non
                     for key in value:
                         lower(key, depth, count)  # for its size alone
                 return {
-                    k: v if type(v) in _AS_THEY_ARE else lower(v, depth, count, apart)
+                    k: v if type(v) in AS_THEY_ARE else lower(v, depth, count, apart)
                     for k, v in value.items()
                 }
             pairs = [_MARK_EXT[Mark.DICT]]
@@ -100,11 +100,11 @@ def lower(value: Any, depth: int, count: list[int], apart: Memories | None = Non
                 pairs.append(lower(k, depth, count, apart))
                 pairs.append(lower(v, depth, count, apart))
             return pairs
-        if kinds <= _AS_THEY_ARE or (kinds == {int} and min(value) >= _MIN_INT and max(value) <= _MAX_INT):
+        if kinds <= AS_THEY_ARE or (kinds == {int} and min(value) >= _MIN_INT and max(value) <= _MAX_INT):
             lowered = list(value)
         else:
             lowered = [
-                item if type(item) in _AS_THEY_ARE else lower(item, depth, count, apart) for item in value
+                item if type(item) in AS_THEY_ARE else lower(item, depth, count, apart) for item in value
             ]
         if kind is not list:
             lowered.insert(0, _MARK_EXT[_CONTAINER_MARKS[kind]])
@@ -112,7 +112,8 @@ def lower(value: Any, depth: int, count: list[int], apart: Memories | None = Non
     return _lower_foreign(value, apart)
 
 
-_AS_THEY_ARE = frozenset({type(None), bool, float, str, bytes})
+AS_THEY_ARE = frozenset({type(None), bool, float, str, bytes})
+"""msgspec writes them, and no other type, as they are."""
 _NATIVE_KEYS = frozenset({type(None), bool, int, float, str, bytes})
 _CONTAINER_MARKS: dict[type, Mark] = {tuple: Mark.TUPLE, set: Mark.SET, frozenset: Mark.FROZENSET}
 

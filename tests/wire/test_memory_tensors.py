@@ -16,6 +16,7 @@ from kvplug.wire.tensors import (  # noqa: E402
     DTYPES,
     TensorMeta,
     copy_into,
+    dense,
     empty_like_meta,
     memory_of,
     memory_of_writable,
@@ -102,6 +103,18 @@ def test_the_view_keeps_the_memory_alive_and_lets_it_go() -> None:
     assert gone() is None
 
 
+def test_the_view_keeps_the_memory_of_a_tensor_that_is_given_another_one() -> None:
+    tensor = torch.full((2**22,), 7, dtype=torch.uint8)
+    memory = weakref.ref(tensor.untyped_storage())
+    view = memory_of(tensor)
+    tensor.data = torch.zeros(1, dtype=torch.uint8)
+    gc.collect()
+    assert memory() is not None and view[2**22 - 1] == 7
+    del view
+    gc.collect()
+    assert memory() is None
+
+
 def test_a_tensor_that_requires_grad_is_read_and_filled() -> None:
     tensor = torch.nn.Parameter(torch.zeros(2, 3))
     memory_of_writable(tensor)[:] = memory_of(torch.ones(2, 3))
@@ -154,3 +167,18 @@ def test_views_of_many_sizes_leave_nothing_behind_without_the_garbage_collector(
     finally:
         tracemalloc.stop()
         gc.enable()
+
+
+@pytest.mark.parametrize("name", DTYPES)
+def test_a_tensor_is_dense_as_it_is_or_as_a_copy_of_its_bits(name: str) -> None:
+    tensor = random_tensor(name, 3, 4)
+    assert dense(tensor) is tensor
+    turned = dense(tensor.t())
+    assert turned.is_contiguous()
+    each = [bytes(memory_of(tensor[row, column])) for column in range(4) for row in range(3)]
+    assert bytes(memory_of(turned)) == b"".join(each)  # a NaN is not equal to itself
+
+
+def test_what_is_to_be_conjugated_is_dense_when_it_was() -> None:
+    tensor = torch.randn(5, dtype=torch.complex64)
+    assert torch.equal(dense(tensor.conj()).view(torch.complex64), tensor.conj().resolve_conj())

@@ -130,7 +130,19 @@ def storm(count: int, seed: int) -> int:
 
 
 def within_the_bound(read: Callable[[], object], nbytes: int, note: str) -> bool:
-    """Whether what is read is sound. It takes no more memory than ``nbytes`` may, sound or not."""
+    """Whether what is read is sound. It takes no more memory than ``nbytes`` may, sound or not.
+
+    What takes more is read once more: a table of the interpreter's own may have grown just then.
+    """
+    sound, peak = measured(read, note)
+    if peak > LIMITS.memory_bound(nbytes):
+        sound, peak = measured(read, note)
+    assert peak <= LIMITS.memory_bound(nbytes), f"{peak} bytes, {note}"
+    return sound
+
+
+def measured(read: Callable[[], object], note: str) -> tuple[bool, int]:
+    """Whether what is read is sound, and how many bytes were in use at most meanwhile."""
     tracemalloc.reset_peak()
     before = tracemalloc.get_traced_memory()[0]
     try:
@@ -141,9 +153,7 @@ def within_the_bound(read: Callable[[], object], nbytes: int, note: str) -> bool
     except BaseException as e:
         e.add_note(note)
         raise
-    peak = tracemalloc.get_traced_memory()[1] - before
-    assert peak <= LIMITS.memory_bound(nbytes), f"{peak} bytes, {note}"
-    return sound
+    return sound, tracemalloc.get_traced_memory()[1] - before
 
 
 @pytest.mark.filterwarnings("ignore")  # torch warns of complex32, and numpy of nothing we could use

@@ -176,10 +176,9 @@ class Endings(QueueSuite):
         with caplog.at_level(logging.WARNING):
             Call(readers[1].abort).result()
             until(lambda: writer.readers[1].gone, what="the eviction of reader rank 1")
+            until(lambda: _told_of("rank 1", caplog), what="a warning that names reader rank 1")
         assert writer.readers[1].died, f"it was aborted, and counts as having left: {writer.readers[1]}"
         assert writer.readers[1].lag == held, "how far behind it was is not said"
-        told = [record.getMessage() for record in caplog.records]
-        assert any("rank 1" in text for text in told), f"no warning names rank 1: {told}"
         for reader in (readers[0], readers[2]):
             assert not wrong([received(reader) for _ in range(held)], range(held))
         for number in range(3 * CHUNKS):
@@ -315,3 +314,7 @@ def _not_closed(*ends: MessageQueue) -> list[str]:
 def _resident_kib() -> int:
     with open("/proc/self/status", encoding="ascii") as file:
         return next(int(line.split()[1]) for line in file if line.startswith("VmRSS"))
+
+
+def _told_of(whom: str, caplog: pytest.LogCaptureFixture) -> bool:
+    return any(whom in record.getMessage() for record in caplog.records)
