@@ -147,13 +147,17 @@ class Ending(LookupSuite):
     def test_a_store_that_closes_waits_no_longer_than_its_timeout(self) -> None:
         store = self.hold()
         buffer, gate = self.reach_gated(store)
-        inserted(store, entry([1, 2, 3], layers=8))
+        put = entry([1, 2, 3], layers=8)
+        inserted(store, put)
         within = base.patience_s
         reading = self.hold_up(gate, lambda: buffer.select([1, 2, 3], timeout=within))
         closing = Call(lambda: store.close(timeout=SOON_S)).end()
         assert closing.error is None, f"close raised {closing.error!r}"
         gate.open()
-        reading.raised(KvplugError)
+        # All of it may have been on its way already, and have come before the news did.
+        reading.end()
+        assert isinstance(reading.error, KvplugError) or reading.error is None, repr(reading.error)
+        assert reading.error is not None or not unlike(put, reading.value)
 
     @law("ALL-1")
     @at_both_ends
