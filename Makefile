@@ -14,8 +14,9 @@ demo: $(TOX)
 	$(TOX) run -e demo $(TOX_ARGS) -- $(ARGS)
 
 test: $(TOX)
-	rm -rf .tox/coverage-data
-	$(TOX) run-parallel --parallel $(PARALLEL) $(TOX_ARGS)
+	rm -rf .tox/coverage-data .tox/failed-tests
+	$(TOX) run-parallel --parallel $(PARALLEL) $(TOX_ARGS) || \
+		{ tail -n +1 .tox/failed-tests/* 2>/dev/null; echo "Failed. Above: a line for each environment, then what tests failed."; exit 1; }
 	@echo "Passed. A line with SKIP above is an environment whose Python this machine does not have."
 
 $(TOX):

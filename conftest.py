@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import os
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +15,19 @@ from hypothesis import HealthCheck, settings
 # How long an example takes depends on what else the machine does; a test of speed measures that itself.
 settings.register_profile("kvplug", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("kvplug")
+
+
+# tox says it, for the recap at the very end of the matrix; pytest runs that tests start are not meant.
+_failed_to = os.environ.pop("FAILED_TESTS_FILE", None)
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Note a failure where all environments' failures are gathered: what it was, and how it ended."""
+    if _failed_to is not None and report.failed:
+        lines = [f"{report.nodeid} ({report.when})", *report.longreprtext.splitlines()[-15:]]
+        Path(_failed_to).parent.mkdir(parents=True, exist_ok=True)
+        with Path(_failed_to).open("a") as file:
+            file.writelines(f"{line[:300]}\n" for line in lines)
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -318,7 +318,7 @@ class Call:
         """What it raised, which must be a ``kind``."""
         self.end(within)
         if self.error is None:
-            raise AssertionError(f"{kind.__name__} was expected, and the call returned {self.value!r}")
+            raise AssertionError(f"{kind.__name__} was expected, and the call returned {self.value!r:.300}")
         if not isinstance(self.error, kind):
             raise AssertionError(f"{kind.__name__} was expected, not {self.error!r}") from self.error
         return self.error
