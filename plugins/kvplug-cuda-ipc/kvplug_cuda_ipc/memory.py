@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import secrets
 import select
+import threading
 import weakref
 from typing import Final
 
@@ -36,6 +37,10 @@ class Staging:
         """
         self._runtime = runtime
         self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._lent = 0
+        """How many ends in this process copy from it: they cannot map it, so nothing else tells."""
+        self._over = False
         self.nbytes = -(-nbytes // GRAIN) * GRAIN
         self.address = runtime.malloc(self.nbytes)
         self.token = secrets.token_bytes(TOKEN_BYTES)
@@ -48,10 +53,33 @@ class Staging:
         _ours[self.token] = self
 
     def free(self) -> None:
-        """Nobody has it mapped any more. Waits for what the device was given. Idempotent."""
-        address, self.address = self.address, 0
-        if address and self._pid == os.getpid():
+        """No other process has it mapped any more. Waits for what the device was given. Idempotent.
+
+        What an end in this process still copies from is freed when that end gives it back.
+        """
+        if self._pid != os.getpid():
+            return
+        with self._lock:
+            self._over = True
+            if self._lent:
+                return
+            address, self.address = self.address, 0
+        if address:
             self._runtime.free(address)
+
+    def lend(self) -> bool:
+        """To an end in this process. Whether it was not freed by then."""
+        with self._lock:
+            self._lent += not self._over
+            return not self._over
+
+    def give_back(self) -> None:
+        """Once for each time it was lent. Raises as :meth:`free`, if that was waited with."""
+        with self._lock:
+            self._lent -= 1
+            over = self._over
+        if over:
+            self.free()
 
 
 class Mapping:
@@ -61,17 +89,22 @@ class Mapping:
         """Raises CudaError: it cannot be mapped."""
         self._runtime = runtime
         self._pid = os.getpid()
-        self._own = _ours.get(token)  # no process can open its own handles
-        if self._own is not None and self._own.nbytes != nbytes:
-            self._own = None  # whoever says so is not this process
+        own = _ours.get(token)  # no process can open its own handles
+        if own is None or own.nbytes != nbytes or not own.lend():
+            own = None  # whoever says so is not this process
+        self._own = own
         self.nbytes = nbytes
-        self.address = runtime.ipc_open_mem_handle(handle) if self._own is None else self._own.address
+        self.address = runtime.ipc_open_mem_handle(handle) if own is None else own.address
 
     def close(self) -> None:
         """Nothing is copied from it any more. Idempotent."""
         address, self.address = self.address, 0
         own, self._own = self._own, None
-        if address and own is None and self._pid == os.getpid():
+        if self._pid != os.getpid():
+            return
+        if own is not None:
+            own.give_back()
+        elif address:
             self._runtime.ipc_close_mem_handle(address)
 
 
@@ -81,6 +114,7 @@ class Borrower:
     def __init__(self, identity: PeerIdentity) -> None:
         """Raises PeerGoneError: it has ended."""
         self._pidfd = identity.open_pidfd()
+        self._is_self = identity.visible and identity.pid == os.getpid()
 
     @property
     def visible(self) -> bool:
@@ -88,8 +122,11 @@ class Borrower:
         return self._pidfd is not None
 
     def wait_for_end(self) -> None:
-        """Its connection has ended, which a process that is killed does before it is gone."""
-        if self._pidfd is not None:
+        """Its connection has ended, which a process that is killed does before it is gone.
+
+        This process does not end, and what of ours it has, it gives back to ours.
+        """
+        if self._pidfd is not None and not self._is_self:
             poller = select.poll()
             poller.register(self._pidfd, select.POLLIN)
             poller.poll(_ENDS_S * 1000)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import time
 from pathlib import Path
 from runpy import run_path
@@ -15,6 +16,7 @@ import torch
 
 from kvplug import CapacityError, KvplugError, PeerGoneError, TimeoutError, TransportError
 from kvplug.testing import peers
+from kvplug_cuda_ipc import memory
 from kvplug_cuda_ipc.cudart.errors import CudaError
 from kvplug_cuda_ipc.testing.fake import environment
 from kvplug_cuda_ipc.testing.host import HostDevice
@@ -56,6 +58,36 @@ def test_a_sender_that_dies_inside_a_copy_is_gone_for_its_receiver(
         pipe.send_tensor(None)
     assert_works(near_pair())
     assert out is None or bool((out == 7).all())
+
+
+def test_a_copy_that_comes_to_its_end_after_its_peer_is_no_message(far_pair: Any, controls: Any) -> None:
+    pipe, child = far_pair("send", MIB)
+    assert child.recv(PATIENCE_S) == "sent"
+    controls.set(hold=1)
+    receiving = in_thread(lambda: pipe.recv_tensor(timeout=PATIENCE_S))
+    until(lambda: pipe._inbox._message)
+    time.sleep(0.2)  # the copy is enqueued
+    child.kill()
+    until(lambda: pipe._fate.peer_lost)
+    time.sleep(0.2)  # the call has seen it
+    controls.set(hold=0)
+    assert isinstance(end_of(receiving), PeerGoneError)
+    with pytest.raises(PeerGoneError):
+        pipe.recv_tensor(timeout=PATIENCE_S)
+
+
+def test_ends_in_one_process_that_are_cut_apart_give_everything_back_at_once(
+    near_pair: Any, controls: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "_ENDS_S", 1000 * PATIENCE_S)  # nobody waits for the end of this process
+    for one, other in (near_pair(), reversed(near_pair())):
+        one.send_tensor(noise(MIB)).wait(PATIENCE_S)
+        one._channel.socket().shutdown(socket.SHUT_RDWR)
+        for pipe in (one, other):
+            until(lambda pipe=pipe: pipe._fate.sealed)
+            pipe.abort()
+            until(lambda pipe=pipe: not pipe._mover.is_alive())
+    assert controls.get("allocations") == 0
 
 
 @pytest.mark.parametrize("after", [0, 9])

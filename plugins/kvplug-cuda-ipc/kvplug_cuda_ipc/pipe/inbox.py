@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
-from kvplug import Deadline, Fate, TimeoutError, TransportError, WireError
+from kvplug import Deadline, Fate, PeerGoneError, TimeoutError, TransportError, WireError
 from kvplug.wire import TensorMeta
 from kvplug_cuda_ipc.cudart.errors import CudaError
 from kvplug_cuda_ipc.cudart.library import Event
@@ -168,6 +168,9 @@ class Inbox:
         except TimeoutError:
             if runs is not None and message.got:
                 self._keep(message, runs)
+            raise
+        except PeerGoneError:
+            self._message = None  # copies that came to their end since then make it no message after the end
             raise
         except BaseException as e:
             if not self._fate.sealed:
