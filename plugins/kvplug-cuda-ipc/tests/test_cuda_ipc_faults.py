@@ -11,13 +11,25 @@ from runpy import run_path
 from types import SimpleNamespace
 from typing import Any
 
+import attrs
 import pytest
 import torch
 
-from kvplug import CapacityError, KvplugError, PeerGoneError, TimeoutError, TransportError
+from kvplug import (
+    CapacityError,
+    Channel,
+    Credentials,
+    KvplugError,
+    PeerGoneError,
+    TimeoutError,
+    TransportError,
+    dial,
+)
 from kvplug.testing import peers
 from kvplug_cuda_ipc import memory
 from kvplug_cuda_ipc.cudart.errors import CudaError
+from kvplug_cuda_ipc.pipe import joining
+from kvplug_cuda_ipc.pipe.contact import Contact
 from kvplug_cuda_ipc.testing.fake import environment
 from kvplug_cuda_ipc.testing.host import HostDevice
 
@@ -309,6 +321,21 @@ def test_memory_that_cannot_be_mapped_is_said_at_both_ends_with_the_gpus(
         assert "namespaces" in said
         until(lambda: controls.get("allocations") == controls.get("mappings") == 0)
         assert controls.get("freed_while_mapped") == 0
+
+
+def test_memory_that_went_with_its_process_is_a_peer_that_is_gone(
+    fake_path: str, controls: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    hello = joining.Hello(
+        gpu="GPU-7", token=bytes(16), handle=bytes(64), nbytes=MIB, sees_death=True, heartbeat_ms=1000
+    )
+    with ends.endpoint(fake_path).listen() as listener:
+        channel = Channel(dial(Contact.parse(listener.contact).reachable(), Credentials(), joining.PURPOSE))
+        channel.send(attrs.asdict(hello))
+        joining.Hello.read(channel.recv(PATIENCE_S))
+        channel.close()
+        until(lambda: "has ended, and its memory with it" in caplog.text)
+    until(lambda: controls.get("allocations") == 0)
 
 
 def test_a_peer_that_is_stopped_while_a_pipe_is_made_keeps_what_it_may_have_mapped(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import select
 import threading
 from typing import Any, Final
 
@@ -145,9 +146,17 @@ class _Joining:
         try:
             self._mapping = Mapping(self._tuning.device.runtime, theirs.token, theirs.handle, theirs.nbytes)
         except CudaError as e:
+            if self._has_hung_up():
+                raise PeerGoneError(f"{self._who} has ended, and its memory with it: {e}") from e
             raise TransportError(
                 f"memory of {self._who} on GPU {theirs.gpu} cannot be mapped for GPU {ours.gpu}: {e}"
             ) from e
+
+    def _has_hung_up(self) -> bool:
+        """Whether the peer is gone; its memory may be so a moment before its connection."""
+        poller = select.poll()
+        poller.register(self._channel, select.POLLRDHUP)
+        return bool(poller.poll(_LAST_WORDS_S * 1000))
 
     def _made(self, ours: Hello, theirs: Hello) -> CudaIpcPipe:
         assert self._borrower is not None and self._staging is not None and self._mapping is not None
