@@ -106,11 +106,15 @@ class Link:
         )
         close_after_fork(self)
         self._thread = threading.Thread(target=self._run, name="kvplug-pynccl-pipe", daemon=True)
+        self._begun = threading.Event()
+        """It was started, or cannot be."""
         with ExitStack() as undo:
+            undo.callback(self._begun.set)
             undo.callback(self.control.close)
             self._watch = watch(pidfd=pidfd, sock=self.control.sock, on_gone=self._peer_gone)
             undo.callback(self._watch.close)
             self._thread.start()
+            self._begun.set()
             undo.pop_all()
 
     def __repr__(self) -> str:
@@ -151,6 +155,9 @@ class Link:
 
     def _see_to_it(self) -> None:
         """Every transfer ends, also where a call of NCCL, or of the GPU's driver, does not return."""
+        self._begun.wait()  # the watch may be quicker than its maker
+        if self._thread.ident is None:
+            return
         self._thread.join(_STUCK_S)
         if self._thread.is_alive():
             logger.error("%r: a call of NCCL does not return; what it holds is not given back", self)
