@@ -76,6 +76,7 @@ class Mesh:
         self._collectives = 0
         """How many all ranks have agreed on, or are about to."""
         self._given_up = False
+        self._said_why = False
 
     def abort(self) -> None:
         """Blocks nowhere. Whoever waits here gets ClosedError, and other ranks that this one is gone."""
@@ -202,8 +203,12 @@ class Mesh:
     # -- news ------------------------------------------------------------------------------------
 
     def give_up(self, error: BaseException | None = None) -> None:
-        """Tell all others: that this rank takes part no more; with ``error``, also why. Waits for nobody."""
-        self._given_up = True
+        """Tell all others: that this rank takes part no more; with ``error``, also why, unless that was said.
+        Waits for nobody.
+        """
+        if self._said_why:
+            return
+        self._given_up, self._said_why = True, error is not None
         kind = type(error).__name__ if type(error).__name__ in _KINDS else "TransportError"
         self._announce(["stopped"] if error is None else ["ended", kind, str(error)[:2000]])
 
@@ -247,7 +252,8 @@ class Mesh:
     @contextlib.contextmanager
     def judged(self, among: Collection[int] | None = None) -> Iterator[None]:
         """Around an operation of the library, which says that it failed and not because of whom: the ranks
-        find out. ``among``: those it was with; all, where nothing is said.
+        find out, and whoever knows tells the others at once. ``among``: those it was with; all, where nothing
+        is said.
 
         Raises:
             TimeoutError: names the ranks that do not answer.
@@ -257,16 +263,24 @@ class Mesh:
             yield
         except (TimeoutError, TransportError) as e:
             self.give_up()
-            late = isinstance(e, TimeoutError)
-            silent = self.silent(Deadline.after(_VERDICT_S), reason_wanted=not late)
-            if late and not silent:
-                raise TimeoutError(f"{e}; every rank is there, and has given it up") from e
-            missed = [rank for rank in silent if among is None or rank in among]
-            if missed:
-                raise TimeoutError(
-                    f"{_all(missed)} began a collective, did not go on, and does not answer"
-                ) from e
-            raise
+            try:
+                self._find_fault(e, among)
+                raise
+            except KvplugError as verdict:
+                self.give_up(verdict)
+                raise
+
+    def _find_fault(self, error: KvplugError, among: Collection[int] | None) -> None:
+        """Raises whose fault it is, if that is known better than ``error`` says it."""
+        late = isinstance(error, TimeoutError)
+        silent = self.silent(Deadline.after(_VERDICT_S), reason_wanted=not late)
+        if late and not silent:
+            raise TimeoutError(f"{error}; every rank is there, and has given it up") from error
+        missed = [rank for rank in silent if among is None or rank in among]
+        if missed:
+            raise TimeoutError(
+                f"{_all(missed)} began a collective, did not go on, and does not answer"
+            ) from error
 
     # -- beneath ---------------------------------------------------------------------------------
 

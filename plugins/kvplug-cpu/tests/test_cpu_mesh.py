@@ -181,3 +181,13 @@ def test_a_rank_that_is_gone_is_why_the_library_failed(meshes: list[Mesh]) -> No
     meshes[2].abort()
     with pytest.raises(PeerGoneError, match="rank 2 is gone"), meshes[0].judged():
         raise TransportError("a connection broke")
+
+
+def test_whoever_knows_why_the_library_failed_tells_the_others_at_once(meshes: list[Mesh]) -> None:
+    meshes[0].give_up()
+    meshes[2].give_up()
+    with pytest.raises(TimeoutError, match="too late; every rank is there"), meshes[1].judged():
+        raise TimeoutError("too late")
+    meshes[1].give_up(TransportError("said once is said"))
+    with pytest.raises(TimeoutError, match="rank 1 has given up: too late"):
+        meshes[2].silent(within(SOON), reason_wanted=True)
