@@ -60,6 +60,10 @@ class Pending:
     is_blocked: Callable[[], bool]
     """Whether it is still there after a moment."""
 
+    def check_blocked(self, why: str = "") -> None:
+        """That it is; how it ended if it did not wait."""
+        assert self.is_blocked(), f"it did not wait{why}: {self.outcome()}"
+
 
 class Near(Rank):
     """A rank that is a thread of this process."""
