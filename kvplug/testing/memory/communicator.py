@@ -29,6 +29,7 @@ class Table:
         self.counts: dict[tuple[int, tuple[int, ...]], int] = {}
         self.rounds: dict[tuple[tuple[int, ...], int], dict[int, Any]] = {}
         self.collected: dict[tuple[tuple[int, ...], int], int] = {}
+        self.waits_for: dict[int, list[int]] = {}
         self.gone: set[int] = set()
         self.broken: KvplugError | None = None
         """Why a rank gave up: nobody may wait for it, or go on as if it had not."""
@@ -48,15 +49,25 @@ class Table:
             here = self.rounds.setdefault((members, number), {})
             here[rank] = what
             self.changed.notify_all()
-            while len(here) < len(members):
-                self._check(rank, [member for member in members if member not in here])
-                if deadline.expired:
-                    missing = [member for member in members if member not in here]
-                    waited = f"rank {rank} waited {time.monotonic() - began:.3g} s in vain for"
-                    self._break(TimeoutError(f"{waited} {_named(missing)}"))
-                self.changed.wait(deadline.remaining())
+            try:
+                while missing := [member for member in members if member not in here]:
+                    self.waits_for[rank] = missing
+                    self._check(rank, missing)
+                    if deadline.expired:
+                        waited = f"rank {rank} waited {time.monotonic() - began:.3g} s in vain for"
+                        self._break(TimeoutError(f"{waited} {_named(self._absent(missing))}"))
+                    self.changed.wait(deadline.remaining())
+            finally:
+                self.waits_for.pop(rank, None)
             self._collect(members, number)
             return [here[member] for member in members]
+
+    def _absent(self, missing: Sequence[int]) -> list[int]:
+        """Of these, who is nowhere; a rank that waits itself is late because of whom it waits for."""
+        found = list(missing)
+        for member in found:
+            found += [each for each in self.waits_for.get(member, []) if each not in found]
+        return sorted(each for each in found if each not in self.waits_for) or list(missing)
 
     def _check(self, rank: int, missing: Sequence[int]) -> None:
         if rank in self.gone:
