@@ -32,6 +32,7 @@ KEYS = {
     "text",
     "connector",
     "transport",
+    "device",
     "reasons",
 }
 REAL_KV_BYTES = 2 * 30 * 3 * 64 * 4
@@ -321,6 +322,36 @@ def test_a_device_that_is_not_there_is_named_and_modules_in_the_current_folder_a
     )
     assert done.returncode == 1
     assert "device 'foo' cannot be used on this machine" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], ["shm: moves cpu tensors", "kvplug-cuda-ipc and kvplug-pynccl bring some that do"]),
+        (["--transport", "cpu"], ["no pipe here can move cuda tensors (cpu: moves cpu tensors)"]),
+    ],
+    ids=["auto", "named"],
+)
+def test_without_a_gpu_what_is_missing_is_said_and_nothing_is_computed(model, arguments, said):
+    done = run("--model", model, "--device", "cuda", *arguments, CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 1
+    words = " ".join(done.stderr.split())
+    for each in (*said, "device 'cuda' cannot be used on this machine"):
+        assert each in words
+    assert "model loaded" not in words
+    assert "Traceback" not in words
+
+
+@pytest.mark.gpu
+def test_on_one_gpu_the_kv_goes_from_process_to_process_and_the_tokens_are_the_same(model):
+    torch = pytest.importorskip("torch")
+    if not torch.cuda.is_available():
+        pytest.skip("there is no GPU here")
+    pytest.importorskip("kvplug_cuda_ipc")
+    found = report(run("--model", model, "--device", "cuda", *JSON))
+    assert found["identical"] is True
+    assert found["tokens_loaded"] == 64
+    assert (found["device"], found["transport"]) == ("cuda", "cuda-ipc")
 
 
 def test_a_reader_of_stdout_that_goes_away_ends_the_demo_without_a_word(model):

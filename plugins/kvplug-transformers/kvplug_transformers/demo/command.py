@@ -35,7 +35,12 @@ def _shared(function: Callable[..., Any]) -> Callable[..., Any]:
             show_default=True,
             help="Give up on a process that reports nothing for so long (beyond the config's timeouts).",
         ),
-        click.option("--device", help='Where the models compute. From the config, "cpu" by default.'),
+        click.option(
+            "--device",
+            metavar="NAME",
+            help='Where the models compute and the KV lies: "cpu", "cuda", "cuda:1". From the config unless'
+            ' given, "cpu" by default.',
+        ),
         click.option(
             "--policy",
             type=click.Choice(["recompute", "fail"]),

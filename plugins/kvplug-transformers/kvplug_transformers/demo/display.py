@@ -155,6 +155,7 @@ def rows(report: Report) -> list[tuple[str, str]]:
         ("time to first token, with the transfer", seconds(report.ttft_s)),
         ("time to first token, recomputed", f"{seconds(report.ttft_recompute_s)} (in the decode process)"),
         ("connector, transport", f"{report.connector}, {report.transport or '-'}"),
+        ("device", report.device),
     ]
     found += [("" if number else "why", reason) for number, reason in enumerate(report.reasons)]
     same = "yes: those of model.generate in a third process" if report.identical else "NO"

@@ -55,6 +55,8 @@ class Report:
     text: str
     connector: str
     transport: str
+    device: str
+    """Where all three processes computed, as the config has it."""
     reasons: tuple[str, ...]
     """Why that transport, why not the others, and whatever else did not go as it should."""
 

@@ -9,21 +9,43 @@ from pathlib import Path
 
 import attrs
 
-from kvplug import Config, Role, check_config
+from kvplug import Config, Kind, Registry, Role, check_config
 from kvplug_transformers.demo.display import Display
 from kvplug_transformers.demo.orders import Orders
 from kvplug_transformers.demo.session import ALONE, CONVERT, PREFILL, DemoError, Session
 
 
-def check(config: Config) -> None:
+def check(config: Config, display: Display) -> None:
     """Refuse what cannot work, before any process is started and any model loaded.
+
+    That no pipe here moves tensors of the device is only said: a connector may do without one.
 
     Raises:
         UnknownConnectorError, UnknownTransportError, AmbiguousNameError: with the names that are known.
         ConfigError: every other fault of names and options.
         InsecureAddressError: other hosts can reach the address, and there is no secret.
     """
-    check_config(attrs.evolve(config, role=Role.PRODUCER))  # each worker gets a role of its own
+    registry = Registry.from_env()
+    # Each worker gets a role of its own.
+    check_config(attrs.evolve(config, role=Role.PRODUCER), registry)
+    if (lack := lacks_pipe(config, registry)) is not None:
+        display.note(lack)
+
+
+def lacks_pipe(config: Config, registry: Registry) -> str | None:
+    """Why none of the pipes that the config allows moves tensors of its device; ``None`` where one does."""
+    device = config.device.partition(":")[0]
+    pipes = [spec for spec in registry.transports(Kind.PIPE) if not spec.wraps]
+    named = [spec for spec in pipes if spec.name == config.transport.rpartition(":")[2]]
+    reasons = []
+    for spec in named or [spec for spec in pipes if spec.auto]:
+        probe = spec.run_probe()
+        if device in spec.capabilities.devices and probe.viable:
+            return None
+        moves = f"moves {', '.join(sorted(spec.capabilities.devices))} tensors"
+        reasons.append(f"{spec.name}: {probe.reason if device in spec.capabilities.devices else moves}")
+    offer = "; kvplug-cuda-ipc and kvplug-pynccl bring some that do" if device == "cuda" else ""
+    return f"no pipe here can move {device} tensors ({'; '.join(reasons) or 'none is installed'}){offer}"
 
 
 def model_folder(orders: Orders, session: Session, display: Display) -> Path:
@@ -71,9 +93,10 @@ def start_worker(session: Session, name: str, folder: Path, orders: Orders) -> N
     session.tell(name, "start", role=role, model=str(folder), threads=num_cpus(), orders=orders.to_plain())
 
 
-def start_reference(session: Session, folder: Path) -> None:
+def start_reference(session: Session, folder: Path, device: str) -> None:
+    """On the same device: where two devices round differently, they may choose different tokens."""
     session.start(ALONE)
-    session.tell(ALONE, "start", model=str(folder), threads=num_cpus())
+    session.tell(ALONE, "start", model=str(folder), threads=num_cpus(), device=device)
 
 
 def num_cpus() -> int:

@@ -47,12 +47,11 @@ def main() -> None:
     from transformers import AutoModelForCausalLM, GenerationConfig
 
     torch.set_num_threads(start["threads"])
-    model = AutoModelForCausalLM.from_pretrained(
-        start["model"], dtype=torch.float32, trust_remote_code=False
-    ).eval()
+    model = AutoModelForCausalLM.from_pretrained(start["model"], dtype=torch.float32, trust_remote_code=False)
+    model = model.to(start["device"]).eval()
     tell(event="loaded")
     while (command := commands.get())["op"] != "stop":
-        ids = torch.tensor([command["ids"]])
+        ids = torch.tensor([command["ids"]], device=start["device"])
         began = time.perf_counter()
         output = model.generate(
             ids,

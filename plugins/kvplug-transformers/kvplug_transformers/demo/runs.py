@@ -45,13 +45,13 @@ def run(orders: Orders, display: Display, programs: Mapping[str, Sequence[str]] 
         DemoError, KvplugError: it could not be done, and why.
     """
     config = Config.load(orders.config, overrides=orders.overrides)
-    check(config)
+    check(config, display)
     notes: list[str] = []
     with _session(config, orders, display, programs) as session:
         folder = model_folder(orders, session, display)
         start_worker(session, PREFILL, folder, orders)
         start_worker(session, DECODE, folder, orders)
-        start_reference(session, folder)
+        start_reference(session, folder, config.device)
         display.loading(PREFILL, DECODE, ALONE)
         loaded, _ = session.wait_for((PREFILL, "loaded"), (DECODE, "loaded"))
         ids, stop = encode(session, PREFILL, orders, loaded["context"])
@@ -147,6 +147,7 @@ def decode_and_compare(
         text=decoded["text"],
         connector=config.connector,
         transport=ready["transport"],
+        device=config.device,
         reasons=(*ready["reasons"], *notes),
     )
 
@@ -164,7 +165,7 @@ def run_prefill(
 ) -> None:
     """One of two terminals: prefill, say how to reach it, and keep the KV until Ctrl-C."""
     config = Config.load(orders.config, overrides=orders.overrides)
-    check(config)
+    check(config, display)
     with _session(config, orders, display, programs) as session:
         folder = model_folder(orders, session, display)
         start_worker(session, PREFILL, folder, orders)
@@ -193,12 +194,12 @@ def run_decode(
 ) -> Report:
     """The other terminal: load from the prefill worker at ``connect``, decode, compare."""
     config = Config.load(orders.config, overrides=orders.overrides)
-    check(config)
+    check(config, display)
     notes: list[str] = []
     with _session(config, orders, display, programs) as session:
         folder = model_folder(orders, session, display)
         start_worker(session, DECODE, folder, orders)
-        start_reference(session, folder)
+        start_reference(session, folder, config.device)
         display.loading(DECODE, ALONE)
         loaded, _ = session.wait_for((DECODE, "loaded"), (ALONE, "loaded"))
         ids, stop = encode(session, DECODE, orders, loaded["context"])

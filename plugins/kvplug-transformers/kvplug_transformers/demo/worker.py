@@ -102,7 +102,11 @@ class Worker:
         from kvplug_transformers.model.load import load
 
         self._loaded = load(Path(model))
-        self._loaded.model.to(device)
+        try:
+            self._loaded.model.to(device)
+        except RuntimeError as e:
+            why = str(e).partition("\n")[0]
+            raise UnsupportedError(f"the model does not fit on device {device!r}: {why}") from e
         self._facts = describe(self._loaded.model)
         self._parent.tell("loaded", seconds=time.perf_counter() - began, context=self._facts.context)
 
@@ -116,6 +120,8 @@ class Worker:
         from kvplug_transformers.engine.options import cache_config
 
         options = self._engine_options(num_tokens)
+        if self._loaded.model.device.type != "cpu":
+            self._warm_up(num_tokens)
         cache = cache_config(self._facts, options)
         wrap_pipe = self._wrap_pipe
         if corrupt:
@@ -146,6 +152,19 @@ class Worker:
             connector.wait_until_ready()
         self._parent.tell("ready", **self._choice())
 
+    def _warm_up(self, num_tokens: int) -> None:
+        """Compute so many tokens of nothing, in an engine without a connector.
+
+        A GPU loads each kernel when it is first asked for it: without this whoever computes first, with the
+        transfer, would pay for that, and whoever comes second, without it, would not.
+        """
+        from kvplug_transformers.engine.engine import Engine
+
+        engine = Engine(self._loaded.model, self._engine_options(num_tokens), facts=self._facts)
+        engine.add([0] * max(1, num_tokens - 2), max_new_tokens=2)
+        for _ in engine.run():
+            self._parent.tell("warming")
+
     def _engine_options(self, num_tokens: int) -> Any:
         from kvplug_transformers.engine.blocks import blocks_for
         from kvplug_transformers.engine.options import EngineOptions
@@ -165,7 +184,9 @@ class Worker:
         if link is None:
             return {"transport": "", "reasons": []}
         agreement = link.agreement
-        selection = agreement.transports[self._config.device.partition(":")[0]]
+        # KV that lies on different kinds of device at the two ends crosses as CPU tensors do.
+        agreed = agreement.transports
+        selection = agreed.get(self._config.device.partition(":")[0]) or agreed["cpu"]
         reasons = [f"{candidate.name}: {candidate.reason}" for candidate in selection.candidates]
         reasons.append(f"integrity: {agreement.checksum or 'off'}")
         return {"transport": selection.chosen, "reasons": [*reasons, *agreement.converts]}
