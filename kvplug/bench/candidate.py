@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import attrs
 
+from kvplug.bench.place import CPU, burst_bytes, kind_of
 from kvplug.config.units import format_bytes
 
 INTO: Final = "into"
@@ -56,10 +57,21 @@ class Candidate:
     """The interpreter of its processes, for libraries that are not installed in this one."""
     env: Mapping[str, str] = attrs.field(factory=dict)
     """Added to the environment of its processes."""
+    devices: tuple[str, ...] = (CPU,)
+    """Where the tensors of each end lie; the last one goes for all further ends."""
+    burst_bytes: int = attrs.field()
+    """How much is timed together."""
 
     @ops.default
     def _all(self) -> tuple[str, ...]:
         return OPS[self.kind]
+
+    @burst_bytes.default
+    def _as_the_device_needs(self) -> int:
+        return burst_bytes(self.devices[0])
+
+    def device(self, rank: int) -> str:
+        return self.devices[min(rank, len(self.devices) - 1)]
 
     def refuses(self, op: str, nbytes: int) -> str:
         """Why it cannot do ``op`` with messages of that size; empty where it can."""
@@ -70,8 +82,12 @@ class Candidate:
         return ""
 
 
-MEMCPY: Final = Candidate(name="memcpy", kind=COPY, baseline=True)
-"""The ceiling: one thread's copy, source and destination warm."""
+def copy_on(device: str) -> Candidate:
+    """The ceiling: one thread's copy from the device's memory to the device's memory, both warm."""
+    return Candidate(name="memcpy", kind=COPY, baseline=True, devices=(device,))
+
+
+MEMCPY: Final = copy_on(CPU)
 _GLOO: Final = {PIPE: "kvplug.bench.gloo:Gloo", QUEUE: "kvplug.bench.gloo:GlooBroadcast"}
 _ZMQ: Final = {PIPE: "kvplug.bench.zeromq:ZeroMQ", QUEUE: "kvplug.bench.zeromq:ZeroMQBroadcast"}
 _LINKS: Final = {"gloo": _GLOO, "zmq": _ZMQ}
@@ -80,13 +96,22 @@ BASELINES: Final = ("memcpy", *_LINKS)
 """What a transport can be compared with by name."""
 
 
-def baseline(name: str, kinds: set[str]) -> tuple[Candidate, ...]:
-    """The baseline ``name``, as each of the ``kinds`` that are measured."""
+def baseline(name: str, kinds: set[str], devices: tuple[str, ...] = (CPU,)) -> tuple[Candidate, ...]:
+    """The baseline ``name``, as each of the ``kinds`` that are measured, on the ``devices`` of the ends."""
     if name == MEMCPY.name:
-        return (MEMCPY,)
+        return (copy_on(devices[0]),)
+    elsewhere = "" if kind_of(devices[0]) == CPU else "it moves CPU tensors"
     ops = {PIPE: OPS[PIPE], QUEUE: (KEPT, LATENCY, WAKE)}
     return tuple(
-        Candidate(name=name, kind=kind, link=link, ops=ops[kind], baseline=True)
+        Candidate(
+            name=name,
+            kind=kind,
+            link=link,
+            ops=ops[kind],
+            baseline=True,
+            devices=devices,
+            skipped_because=elsewhere,
+        )
         for kind, link in _LINKS[name].items()
         if kind in kinds
     )

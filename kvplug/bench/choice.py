@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from kvplug.bench.candidate import Candidate
+from kvplug.bench.place import CPU, kind_of
 from kvplug.build.connector import Parts
 from kvplug.capabilities import Requirements
 from kvplug.config import Config
@@ -31,10 +32,12 @@ def transports(
     overrides: Sequence[str],
     max_chunk_bytes: int,
     max_chunks: int,
+    devices: tuple[str, ...] = (CPU,),
 ) -> list[Candidate]:
     """The pipes and message queues of these names (``NAME`` or ``KIND:NAME``), or all that "auto" considers.
 
-    ``path`` and ``overrides`` say of what configuration their options are.
+    ``path`` and ``overrides`` say of what configuration their options are, ``devices`` where the tensors of
+    each end lie.
 
     Raises:
         UnknownTransportError: no pipe and no queue is called so; says what is, and which is near.
@@ -59,7 +62,8 @@ def transports(
                 link=_LINKS[kind],
                 arguments=arguments,
                 largest_looked=max_chunk_bytes,
-                skipped_because=_against(spec, parts),
+                devices=devices,
+                skipped_because=_against(spec, parts, kind_of(devices[0])),
             )
         )
     return chosen
@@ -95,12 +99,14 @@ def _unknown(registry: Registry, name: str, kinds: Sequence[Kind]) -> UnknownTra
     return UnknownTransportError("\n  ".join([*lines, *registry.failures(), *not_found(near=bool(hint))]))
 
 
-def _against(spec: TransportSpec, parts: Parts) -> str:
+def _against(spec: TransportSpec, parts: Parts, device: str) -> str:
     """Why it cannot be measured; a transport that goes around another shares what stands against that one."""
     try:
         parts.options_of(spec)
     except PluginLoadError as e:
         return str(e)
+    if spec.kind is Kind.QUEUE and device != CPU:
+        return "queues are measured with CPU tensors"
     probe = spec.run_probe()
-    lacks = () if spec.wraps else spec.capabilities.missing(Requirements(device="cpu"))
+    lacks = () if spec.wraps else spec.capabilities.missing(Requirements(device=device))
     return "; ".join([*(() if probe.viable else (probe.reason or "its probe gives no reason",)), *lacks])

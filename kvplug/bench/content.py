@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from kvplug.bench.place import CPU
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -11,11 +13,11 @@ SMALLEST = 64
 """Bytes of the smallest message, which is that of the latency. Every size is a multiple of 4."""
 
 
-def content(nbytes: int) -> Tensor:
+def content(nbytes: int, device: str = CPU) -> Tensor:
     """float16 in which every four bytes are different, so that nothing can be swapped unseen."""
     import torch
 
-    return torch.arange(nbytes // 4, dtype=torch.int32).view(torch.float16)
+    return torch.arange(nbytes // 4, dtype=torch.int32, device=device).view(torch.float16)
 
 
 def stamp(tensor: Tensor, number: int) -> None:

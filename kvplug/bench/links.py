@@ -33,6 +33,8 @@ class Meeting:
     """Give a plain value to all others."""
     told: Callable[[], Any]
     """The next value that another end has told."""
+    device: str = "cpu"
+    """Where this end's tensors lie."""
 
     @property
     def is_first(self) -> bool:

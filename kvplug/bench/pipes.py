@@ -14,19 +14,22 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kvplug.bench.links import Link
+    from kvplug.bench.place import Place
 
 WARM_TRIPS = 200
 TRIPS = 1000
 
 
-def run_sender(link: Link, task: Mapping[str, Any]) -> dict[str, Any]:
+def run_sender(link: Link, task: Mapping[str, Any], place: Place) -> dict[str, Any]:
     """From the call of the first send of a burst until the receiver's answer is here."""
-    answer = content(SMALLEST)
+    answer = content(SMALLEST, place.name)
     figures: dict[str, Any] = {}
     for op, nbytes in task["bulk"]:
-        source, watch, count = content(nbytes), Stopwatch(), in_burst(nbytes)
+        source, watch = content(nbytes, place.name), Stopwatch()
+        count = in_burst(nbytes, task["burst_bytes"])
         for number in range(BURSTS):
             stamp(source, number)
+            place.finish()
             link.receive(answer)  # the receiver is ready
             watch.start()
             for _ in range(count):
@@ -35,7 +38,7 @@ def run_sender(link: Link, task: Mapping[str, Any]) -> dict[str, Any]:
             watch.stop()
         figures[f"{op} {nbytes}"] = watch.plain()
     if LATENCY in task["small"]:
-        figures[LATENCY] = _trips(link)
+        figures[LATENCY] = _trips(link, task["latency_bytes"], place)
     if WAKE in task["small"]:
         link.receive(answer)
         time.sleep(task["idle_s"])
@@ -45,53 +48,57 @@ def run_sender(link: Link, task: Mapping[str, Any]) -> dict[str, Any]:
     return figures
 
 
-def run_receiver(link: Link, task: Mapping[str, Any]) -> dict[str, Any]:
+def run_receiver(link: Link, task: Mapping[str, Any], place: Place) -> dict[str, Any]:
     """Answers each burst, then looks at its last message. Its time counts from ready to answered."""
-    ping = content(SMALLEST)
+    ping = content(SMALLEST, place.name)
     figures: dict[str, Any] = {}
     for op, nbytes in task["bulk"]:
-        expected, watch = content(nbytes), Stopwatch()
-        out = expected.clone()
+        expected, watch = content(nbytes, place.name), Stopwatch()
+        count, out = in_burst(nbytes, task["burst_bytes"]), expected.clone()
         for number in range(BURSTS):
             stamp(expected, number)
             out.zero_()
+            place.finish()
             watch.start()
-            got = _burst(link, op, out, ping)
+            link.send(ping)
+            got = _burst(link, op, out, count)
+            place.finish()
+            link.send(ping)
             watch.stop()
             check(got, expected)
             del got
         figures[f"{op} {nbytes}"] = watch.plain()
     if LATENCY in task["small"]:
-        back = content(SMALLEST)
+        trip, back = (content(task["latency_bytes"], place.name) for _ in range(2))
         for _ in range(WARM_TRIPS + TRIPS):
             link.receive(back)
-            link.send(ping)
+            link.send(trip)
     if WAKE in task["small"]:
         link.send(ping)
         cpu, begun = time.process_time(), time.perf_counter()
-        link.receive(content(SMALLEST))
+        link.receive(content(SMALLEST, place.name))
         woken = time.perf_counter()
         figures[WAKE] = {"received": [woken], "idle": (time.process_time() - cpu) / (woken - begun)}
         link.send(ping)
     return figures
 
 
-def _burst(link: Link, op: str, out: Tensor, ping: Tensor) -> Tensor:
+def _burst(link: Link, op: str, out: Tensor, count: int) -> Tensor:
+    """The last message of so many."""
     got = out
-    link.send(ping)
-    for _ in range(in_burst(out.nbytes)):
+    for _ in range(count):
         if op == INTO:
             link.receive(out)
         else:
             del got
             got = link.receive_new(out)
-    link.send(ping)
     return got
 
 
-def _trips(link: Link) -> dict[str, Any]:
+def _trips(link: Link, nbytes: int, place: Place) -> dict[str, Any]:
     """Halves of round trips."""
-    ping, answer = content(SMALLEST), content(SMALLEST)
+    ping, answer = content(nbytes, place.name), content(nbytes, place.name)
+    place.finish()
     seconds = []
     for _ in range(WARM_TRIPS + TRIPS):
         began = time.perf_counter()

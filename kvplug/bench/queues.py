@@ -62,13 +62,13 @@ def run_writer(link: Broadcast, answers: Answers, task: Mapping[str, Any]) -> di
     """From the call of the first send of a burst until every reader has answered."""
     figures: dict[str, Any] = {}
     for op, nbytes in task["bulk"]:
-        source, watch = content(nbytes), Stopwatch()
+        source, watch, count = content(nbytes), Stopwatch(), in_burst(nbytes, task["burst_bytes"])
         send = link.send if op == KEPT else _lending(link).lend
         for number in range(BURSTS):
             stamp(source, number)
             answers.take()  # the readers are ready
             watch.start()
-            for _ in range(in_burst(nbytes)):
+            for _ in range(count):
                 send(source)
             answers.take()
             watch.stop()
@@ -86,10 +86,10 @@ def run_reader(link: Broadcast, answers: Answers, task: Mapping[str, Any]) -> di
     figures: dict[str, Any] = {}
     for op, nbytes in task["bulk"]:
         expected, watch = content(nbytes), Stopwatch()
-        burst = _keep if op == KEPT else _look
+        burst, count = _keep if op == KEPT else _look, in_burst(nbytes, task["burst_bytes"])
         for number in range(BURSTS):
             stamp(expected, number)
-            burst(link, answers, watch, expected)
+            burst(link, answers, watch, expected, count)
         figures[f"{op} {nbytes}"] = watch.plain()
     if LATENCY in task["small"]:
         came = []
@@ -120,11 +120,11 @@ def _values(link: Broadcast, answers: Answers, count: int, pause_s: float = 0.0)
     return sent
 
 
-def _keep(link: Broadcast, answers: Answers, watch: Stopwatch, expected: Tensor) -> None:
+def _keep(link: Broadcast, answers: Answers, watch: Stopwatch, expected: Tensor, count: int) -> None:
     watch.start()
     answers.give()
     got = None
-    for _ in range(in_burst(expected.nbytes)):
+    for _ in range(count):
         got = None  # dropped before the next is received
         got = link.receive(expected)
     answers.give()
@@ -132,11 +132,11 @@ def _keep(link: Broadcast, answers: Answers, watch: Stopwatch, expected: Tensor)
     check(got, expected)
 
 
-def _look(link: Broadcast, answers: Answers, watch: Stopwatch, expected: Tensor) -> None:
+def _look(link: Broadcast, answers: Answers, watch: Stopwatch, expected: Tensor, count: int) -> None:
     lending = _lending(link)
     watch.start()
     answers.give()
-    for _ in range(in_burst(expected.nbytes) - 1):
+    for _ in range(count - 1):
         with lending.look(expected):
             pass
     with contextlib.ExitStack() as looking:

@@ -23,7 +23,6 @@ from kvplug.errors import KvplugError
 from kvplug.testing import peers
 
 LIFE_S = 300.0
-"""A measuring process that has not ended by then, idleness aside, is ended, and its candidate has failed."""
 SETTLE_S = 1.0
 """When one end fails the others follow; what they say is waited for so long."""
 
@@ -41,6 +40,10 @@ class Plan:
     """Of each queue."""
     idle_s: float = 1.0
     """How long a receiver waits, to be woken then; 0 leaves it out."""
+    latency_bytes: int = SMALLEST
+    """Of the messages of a pipe whose latency is measured."""
+    life_s: float = LIFE_S
+    """A measuring process that has not ended by then, idleness aside, is ended; its candidate has failed."""
 
 
 @attrs.frozen(kw_only=True)
@@ -127,15 +130,17 @@ def one_turn(candidate: Candidate, plan: Plan) -> list[Figures]:
         "bulk": bulk,
         "small": small,
         "idle_s": plan.idle_s,
+        "burst_bytes": candidate.burst_bytes,
+        "latency_bytes": plan.latency_bytes,
     }
     target = f"{take_part.__module__}:{take_part.__name__}"
-    life_s = LIFE_S + plan.idle_s
+    life_s = plan.life_s + plan.idle_s
     with held_back() as interrupts, ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="kvplug-bench-"))
         pool = stack.enter_context(ThreadPoolExecutor(size, thread_name_prefix="kvplug bench"))
         ends: list[peers.Peer] = []
         for rank in range(size):
-            its = task | {"rank": rank, "folder": folder}
+            its = task | {"rank": rank, "folder": folder, "device": candidate.device(rank)}
             child = peers.start(
                 target, its, timeout_s=life_s, env=candidate.env, python=candidate.python, flags=["-P"]
             )
@@ -144,8 +149,14 @@ def one_turn(candidate: Candidate, plan: Plan) -> list[Figures]:
         attended = [pool.submit(_attend, each, ends, life_s) for each in ends]
         every = _gathered(attended, interrupts)
     return [
-        *(_bulk(op, nbytes, [each[f"{op} {nbytes}"] for each in every]) for op, nbytes in bulk),
-        *(_small(op, [each.get(op, {}) for each in every], candidate.kind) for op in small),
+        *(
+            _bulk(op, nbytes, [each[f"{op} {nbytes}"] for each in every], candidate.burst_bytes)
+            for op, nbytes in bulk
+        ),
+        *(
+            _small(op, [each.get(op, {}) for each in every], _small_bytes(op, candidate, plan))
+            for op in small
+        ),
     ]
 
 
@@ -190,9 +201,15 @@ def _depth(error: BaseException) -> int:
     return 1
 
 
-def _bulk(op: str, nbytes: int, ends: Sequence[dict[str, Any]]) -> Figures:
+def _small_bytes(op: str, candidate: Candidate, plan: Plan) -> int:
+    if candidate.kind == QUEUE:
+        return len(VALUE)
+    return plan.latency_bytes if op == LATENCY else SMALLEST
+
+
+def _bulk(op: str, nbytes: int, ends: Sequence[dict[str, Any]], burst_bytes: int) -> Figures:
     seconds = ends[0]["seconds"]
-    gb = nbytes * in_burst(nbytes) / 1e9
+    gb = nbytes * in_burst(nbytes, burst_bytes) / 1e9
     return Figures(
         op=op,
         nbytes=nbytes,
@@ -202,7 +219,7 @@ def _bulk(op: str, nbytes: int, ends: Sequence[dict[str, Any]]) -> Figures:
     )
 
 
-def _small(op: str, ends: Sequence[dict[str, Any]], kind: str) -> Figures:
+def _small(op: str, ends: Sequence[dict[str, Any]], nbytes: int) -> Figures:
     first, readers = ends[0], ends[1:]
     if "seconds" in first:
         seconds = first["seconds"]
@@ -212,7 +229,7 @@ def _small(op: str, ends: Sequence[dict[str, Any]], kind: str) -> Figures:
     idle = [each["idle"] * 100 for each in readers if "idle" in each]
     return Figures(
         op=op,
-        nbytes=len(VALUE) if kind == QUEUE else SMALLEST,
+        nbytes=nbytes,
         latency_us_p50=statistics.median(seconds) * 1e6,
         latency_us_p99=sorted(seconds)[int(len(seconds) * 0.99)] * 1e6 if len(seconds) > 1 else None,
         idle_cpu_percent=max(idle) if idle else None,

@@ -6,16 +6,17 @@ import resource
 import time
 from typing import Any
 
-BURST_BYTES = 64 << 20
+from kvplug.bench.place import BURST_BYTES
+
 MOST_IN_BURST = 256
 WARM_BURSTS = 2
 TIMED_BURSTS = 5
 BURSTS = WARM_BURSTS + TIMED_BURSTS
 
 
-def in_burst(nbytes: int) -> int:
+def in_burst(nbytes: int, burst_bytes: int = BURST_BYTES) -> int:
     """How many messages of a size are timed together: the answer to a burst costs a part of one message."""
-    return max(1, min(MOST_IN_BURST, BURST_BYTES // nbytes))
+    return max(1, min(MOST_IN_BURST, burst_bytes // nbytes))
 
 
 class Stopwatch:

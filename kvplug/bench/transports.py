@@ -7,8 +7,10 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from kvplug.bench.links import MEETING_S, Lending, Link, Meeting, UnavailableError
+from kvplug.bench.place import kind_of
 from kvplug.build.connector import Parts, credentials_of
 from kvplug.build.queues import build_queue
+from kvplug.capabilities import Requirements
 from kvplug.config import Config
 from kvplug.context import PipeContext
 from kvplug.errors import PluginError
@@ -33,7 +35,7 @@ class PipeLink(Link):
 
     def __init__(self, meeting: Meeting, path: str | None, overrides: Sequence[str]) -> None:
         config = Config.load(path, overrides=overrides)
-        spec, endpoint = _pipe_endpoint(config)
+        spec, endpoint = _pipe_endpoint(config, meeting.device)
         domain = _domain(spec)
         if meeting.is_first:
             with contextlib.closing(endpoint.listen()) as listener:
@@ -128,8 +130,8 @@ def _domain(spec: TransportSpec) -> str:
     return "" if spec.capabilities.cross_host or spec.wraps else spec.run_probe().domain
 
 
-def _pipe_endpoint(config: Config) -> tuple[TransportSpec, PipeEndpoint]:
-    """The endpoint of the config's transport, and the spec of what moves the bytes.
+def _pipe_endpoint(config: Config, device: str) -> tuple[TransportSpec, PipeEndpoint]:
+    """The endpoint of the config's transport for that device, and the spec of what moves the bytes.
 
     Raises:
         PluginError: it goes around whatever can be had, and nothing can.
@@ -138,7 +140,12 @@ def _pipe_endpoint(config: Config) -> tuple[TransportSpec, PipeEndpoint]:
     parts.check(keys=("transport",))
     name = parts.requested_transport
     if name == AUTO:
-        able = [offer for offer in parts.offers if offer.auto and offer.probe.viable]
+        required = Requirements(device=kind_of(device))
+        able = [
+            offer
+            for offer in parts.offers
+            if offer.auto and offer.probe.viable and not offer.capabilities.missing(required)
+        ]
         if not able:
             raise PluginError("no pipe can be had beneath it")
         name = min(able, key=lambda offer: (offer.capabilities.cost.seconds(1 << 24), offer.name)).name
@@ -146,6 +153,7 @@ def _pipe_endpoint(config: Config) -> tuple[TransportSpec, PipeEndpoint]:
         options=parts.pipe_options(name),
         credentials=credentials_of(config),
         host=config.host,
+        device=device,
         timeout_s=config.timeout_s,
         heartbeat_timeout_s=config.heartbeat_timeout_s,
     )

@@ -9,6 +9,7 @@ from kvplug.bench.candidate import COPY, PIPE
 from kvplug.bench.content import check, content, stamp
 from kvplug.bench.links import MEETING_S, Meeting, UnavailableError
 from kvplug.bench.pipes import run_receiver, run_sender
+from kvplug.bench.place import Place, place
 from kvplug.bench.queues import Answers, run_reader, run_writer
 from kvplug.bench.stopwatch import BURSTS, Stopwatch, in_burst
 from kvplug.errors import KvplugError
@@ -28,18 +29,24 @@ def take_part(parent: Parent, task: dict[str, Any]) -> None:
     warnings.filterwarnings("ignore", message="The given buffer is not writable")  # nothing writes there
     # OpenMP's idle workers spin for a while, and would take the cores from whom we measure.
     torch.set_num_threads(1)
-    figures = _copy(task) if task["kind"] == COPY else _measure(parent, task)
+    try:
+        where = place(task["device"])
+    except UnavailableError as e:
+        parent.send([UNAVAILABLE, str(e)])
+        return
+    figures = _copy(task, where) if task["kind"] == COPY else _measure(parent, task, where)
     if figures is not None:
         parent.send([FIGURES, figures])
 
 
-def _measure(parent: Parent, task: dict[str, Any]) -> dict[str, Any] | None:
+def _measure(parent: Parent, task: dict[str, Any], where: Place) -> dict[str, Any] | None:
     meeting = Meeting(
         rank=task["rank"],
         size=task["size"],
         folder=task["folder"],
         tell=lambda value: parent.send([TOLD, value]),
         told=lambda: parent.recv(MEETING_S),
+        device=where.name,
     )
     try:
         link = load_target(task["link"])(meeting, **task["arguments"])
@@ -47,7 +54,7 @@ def _measure(parent: Parent, task: dict[str, Any]) -> dict[str, Any] | None:
         parent.send([UNAVAILABLE, _reason(e)])
         return None
     if task["kind"] == PIPE:
-        figures = (run_sender if meeting.is_first else run_receiver)(link, task)
+        figures = (run_sender if meeting.is_first else run_receiver)(link, task, where)
     else:
         answers = Answers(meeting)
         figures = (run_writer if meeting.is_first else run_reader)(link, answers, task)
@@ -62,16 +69,18 @@ def _reason(error: BaseException) -> str:
     return str(error) if isinstance(error, UnavailableError) else f"{type(error).__name__}: {error}"
 
 
-def _copy(task: Mapping[str, Any]) -> dict[str, Any]:
+def _copy(task: Mapping[str, Any], where: Place) -> dict[str, Any]:
     figures: dict[str, Any] = {}
     for op, nbytes in task["bulk"]:
-        source, watch = content(nbytes), Stopwatch()
+        source, watch = content(nbytes, where.name), Stopwatch()
         out = source.clone()
         for number in range(BURSTS):
             stamp(source, number)
+            where.finish()
             watch.start()
-            for _ in range(in_burst(nbytes)):
+            for _ in range(in_burst(nbytes, task["burst_bytes"])):
                 out.copy_(source)
+            where.finish()
             watch.stop()
             check(out, source)
         figures[f"{op} {nbytes}"] = watch.plain()

@@ -19,11 +19,14 @@ from kvplug.bench.candidate import BASELINES, Candidate, baseline
 from kvplug.bench.choice import transports
 from kvplug.bench.content import SMALLEST
 from kvplug.bench.interrupts import held_back
+from kvplug.bench.place import CPU, kind_of
 from kvplug.bench.plot import FORMATS, check_plot, save_plot
 from kvplug.bench.rounds import Outcome, Plan, run_rounds
 from kvplug.bench.rows import COLUMNS, Comparison, cells, compare, refused
 from kvplug.cli.table import show_table
+from kvplug.config import Config
 from kvplug.config.faults import did_you_mean
+from kvplug.config.forms import DEVICE
 from kvplug.config.units import format_bytes, parse_bytes, parse_seconds
 from kvplug.errors import UnsupportedError
 from kvplug.queue import MAX_CHUNK_BYTES, MAX_CHUNKS
@@ -73,6 +76,16 @@ def _sizes(context: click.Context, parameter: click.Parameter, text: str) -> tup
         given = f"; {format_bytes(wrong[0])} was given" if wrong else ""
         raise click.BadParameter(f"a message has {SMALLEST} bytes at least, and a multiple of 4{given}")
     return tuple(sorted(sizes))
+
+
+def _devices(_: click.Context, __: click.Parameter, text: str | None) -> tuple[str, ...]:
+    names = tuple(each.strip() for each in (text or "").split(",") if each.strip())
+    wrong = next((name for name in names if not DEVICE.fullmatch(name)), None)
+    if wrong is not None or (text and not names):
+        raise click.BadParameter(f'{wrong or text!r} is no device such as "cpu", "cuda" or "cuda:1"')
+    if len(names) > 2 or len({kind_of(name) for name in names}) > 1:
+        raise click.BadParameter(f"{text!r} is not one device, and not two of a kind")
+    return names
 
 
 def _seconds(_: click.Context, __: click.Parameter, text: str) -> float:
@@ -143,6 +156,14 @@ def _picture(_: click.Context, __: click.Parameter, path: str | None) -> str | N
     callback=_seconds,
     help="How long a receiver waits while its CPU is watched, 0 for not at all; 1 s unless given.",
 )
+@click.option(
+    "--device",
+    "devices",
+    metavar="NAME[,NAME]",
+    callback=_devices,
+    help='Where the tensors lie, "cpu" or "cuda"; two, "cuda:0,cuda:1", for the sender and the receiver. From'
+    " the config unless given.",
+)
 @click.option("--config", "path", metavar="FILE", help="Where the options of the transports are set.")
 @click.option(
     "--plot", metavar="FILE", callback=_picture, help="Draw size against GB/s into a .png or .svg file."
@@ -158,6 +179,7 @@ def bench(
     chunk_bytes: int,
     chunks: int,
     idle_s: float,
+    devices: tuple[str, ...],
     path: str | None,
     plot: str | None,
     as_json: bool,
@@ -170,6 +192,7 @@ def bench(
     """
     if plot is not None:
         check_plot()
+    devices = devices or (Config.load(path, overrides=overrides).device,)
     candidates = transports(
         Registry.from_env(),
         names,
@@ -177,9 +200,10 @@ def bench(
         overrides=overrides,
         max_chunk_bytes=chunk_bytes,
         max_chunks=chunks,
+        devices=devices,
     )
     kinds = {each.kind for each in candidates}
-    candidates += [each for name in baselines for each in baseline(name, kinds)]
+    candidates += [each for name in baselines for each in baseline(name, kinds, devices)]
     if importlib.util.find_spec("torch") is None:
         raise UnsupportedError("kvplug bench moves tensors, and torch is not installed: pip install torch")
     plan = Plan(sizes=sizes, rounds=rounds, readers=readers, idle_s=idle_s)
@@ -195,17 +219,18 @@ def bench(
     if as_json:
         click.echo(json.dumps([attrs.asdict(each.row) for each in compared], indent=2))
     else:
-        _show(compared, plan)
+        _show(compared, plan, devices)
     _tell_failures(outcomes)
 
 
-def _show(compared: Sequence[Comparison], plan: Plan) -> None:
+def _show(compared: Sequence[Comparison], plan: Plan, devices: Sequence[str]) -> None:
     rows = [cells(each, "" if each.row.bytes is None else format_bytes(each.row.bytes)) for each in compared]
     filled = [i for i in range(len(COLUMNS)) if any(row[i] for row in rows)]
     show_table([COLUMNS[i] for i in filled], [[row[i] for i in filled] for row in rows])
     load = os.getloadavg()[0]
+    where = "" if devices == (CPU,) else f" On {' and '.join(devices)}."
     click.echo(
-        f"\n{plan.rounds} rounds, medians. {os.cpu_count()} processors, load {load:.1f},"
+        f"\n{plan.rounds} rounds, medians.{where} {os.cpu_count()} processors, load {load:.1f},"
         f" Linux {platform.release()}, Python {platform.python_version()}."
     )
 

@@ -145,6 +145,23 @@ def test_a_baseline_is_measured_as_each_kind_that_it_is_compared_with() -> None:
     assert all(each.baseline for name in BASELINES for each in baseline(name, {"pipe"}))
 
 
+def test_on_a_gpu_what_moves_cpu_tensors_is_skipped_and_bursts_are_larger(birds: Registry) -> None:
+    devices = ("cuda:0", "cuda:1")
+    skipped = {(each.name, each.kind): each.skipped_because for each in chosen(birds, devices=devices)}
+    assert skipped == {
+        ("owl", "pipe"): "it is night; moves cpu tensors, and cuda ones are needed",
+        ("pigeon", "pipe"): "moves cpu tensors, and cuda ones are needed",
+        ("pigeon", "queue"): "queues are measured with CPU tensors",
+        ("flock", "queue"): "queues are measured with CPU tensors",
+    }
+    (copy,) = baseline("memcpy", {"pipe"}, devices)
+    assert (copy.device(0), copy.skipped_because) == ("cuda:0", "")
+    assert copy.burst_bytes > MEMCPY.burst_bytes
+    (gloo,) = baseline("gloo", {"pipe"}, devices)
+    assert gloo.skipped_because == "it moves CPU tensors"
+    assert [gloo.device(rank) for rank in range(3)] == ["cuda:0", "cuda:1", "cuda:1"]
+
+
 # -- turns -----------------------------------------------------------------------------------------
 
 
@@ -264,6 +281,10 @@ def test_what_is_called_wrongly_is_told_before_anything_is_measured(site: Any) -
         (["--sizes", "16"], "a message has 64 bytes at least, and a multiple of 4; 16 B was given"),
         (["--sizes", ""], "a message has 64 bytes at least"),
         (["--idle", "soon"], "'soon' is not a number with a unit"),
+        (["--device", "GPU"], "'GPU' is no device such as"),
+        (["--device", ","], "',' is no device such as"),
+        (["--device", "cpu,cuda"], "'cpu,cuda' is not one device, and not two of a kind"),
+        (["--device", "cuda:0,cuda:1,cuda:2"], "is not one device, and not two of a kind"),
         (["--plot", "a.jpg"], "'a.jpg' is no .png or .svg file"),
     ):
         done = site.kvplug("bench", *arguments)

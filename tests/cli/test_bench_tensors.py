@@ -164,6 +164,15 @@ def bench(site: Any, *arguments: str) -> subprocess.CompletedProcess[str]:
     return done
 
 
+def test_a_device_that_is_not_here_is_a_row_that_says_so(site: Any) -> None:
+    arguments = ["--transport", "pipe:memory", "--baseline", "memcpy", "--device", "cuda:99", "--rounds", "1"]
+    done = bench(site, *arguments, "--json")
+    assert done.returncode == 0, done.stderr
+    rows = {row["name"]: row["skipped_because"] for row in json.loads(done.stdout)}
+    assert rows["memory"] == "moves cpu tensors, and cuda ones are needed"
+    assert "device 'cuda:99' cannot be used on this machine" in rows["memcpy"]
+
+
 def test_rows_for_programs_have_every_figure_and_nothing_else(site: Any) -> None:
     pytest.importorskip("kvplug_cpu", reason="kvplug-cpu is not installed")
     arguments = ["--transport", "cpu,pipe:memory", "--baseline", "memcpy", "--sizes", "64KiB"]
