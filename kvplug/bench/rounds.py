@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
@@ -44,6 +46,8 @@ class Plan:
     """Of the messages of a pipe whose latency is measured."""
     life_s: float = LIFE_S
     """A measuring process that has not ended by then, idleness aside, is ended; its candidate has failed."""
+    limit_s: float = math.inf
+    """Of all rounds: another one is begun if it should end by then. There is always a first."""
 
 
 @attrs.frozen(kw_only=True)
@@ -82,7 +86,10 @@ def run_rounds(
     here, or fails, is left out from then on.
     """
     outcomes = [Outcome(candidate=each, skipped_because=each.skipped_because) for each in candidates]
+    began = time.monotonic()
     for number in range(plan.rounds):
+        if number and (time.monotonic() - began) * (number + 1) / number > plan.limit_s:
+            break
         first = number % max(1, len(outcomes))
         for outcome in outcomes[first:] + outcomes[:first]:
             if outcome.skipped_because:

@@ -179,6 +179,14 @@ def test_everything_takes_its_turn_in_each_round(monkeypatch: pytest.MonkeyPatch
     assert told[0] == ("a", 0) and told[-1] == ("b", 2)
 
 
+def test_no_round_is_begun_that_would_not_end_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([100.0, 104.0, 109.0])
+    monkeypatch.setattr(rounds.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(rounds, "one_turn", lambda candidate, plan: [])
+    (outcome,) = run_rounds([candidate("a")], Plan(sizes=(MIB,), rounds=5, limit_s=10.0))
+    assert len(outcome.rounds) == 2  # of 4 s and 5 s: three would take 13.5 s
+
+
 def test_what_is_skipped_or_fails_is_left_out_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     turns: list[str] = []
 

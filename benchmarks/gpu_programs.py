@@ -1,0 +1,93 @@
+"""The parts of ``gpu.py`` that are programs of their own: the demo, and the tests that need a GPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from gpu_parts import NEVER_RUN, Row, Setting, last_line
+
+HERE = Path(__file__).parent
+TREE = HERE.parent
+
+
+def first_token(setting: Setting, limit_s: float) -> Iterator[Row]:
+    """``kvplug demo`` on the GPU."""
+    tokens = ["256", "1024", "1800"]
+    if setting.quick or not setting.gpus:
+        tokens = tokens[:2] if setting.gpus else tokens[:1]
+    command = [sys.executable, str(HERE / "ttft.py"), "--json", "--device", setting.device]
+    rounds = str(min(2, setting.rounds))
+    code, text = bounded([*command, "--rounds", rounds, "--tokens", *tokens], limit_s)
+    (setting.out / "first-token.log").write_text(text)
+    if code != 0:
+        raise OSError(f"ttft.py {_ended(code, limit_s)}; see first-token.log: {last_line(text)}")
+    said = re.search(r"^\{$.*^\}$", text, re.DOTALL | re.MULTILINE)  # among warnings
+    for row in json.loads(said[0])["rows"] if said else []:
+        about = f"{row['prompt_tokens']:,} tokens"
+        moved = f"{row['transport']}, transfer {row['transfer_s'] * 1e3:.1f} ms"
+        yield Row(part="first-token", what=f"{about}, with the transfer", us=row["ttft_s"] * 1e6, said=moved)
+        ratio = f"{row['ratio']:.2f}x of that with it"
+        without = row["ttft_recompute_s"] * 1e6
+        yield Row(part="first-token", what=f"{about}, recomputed", us=without, said=ratio)
+
+
+TESTS = {
+    # what one leaves of its share goes to the next
+    "cuda-ipc": ["plugins/kvplug-cuda-ipc/tests"],
+    "the rest": [
+        "plugins/kvplug-lookup/tests/test_lookup_device.py",
+        "plugins/kvplug-transformers/tests/test_demo.py",
+        "tests/cli/test_bench_place_tensors.py",
+    ],
+    "pynccl": ["plugins/kvplug-pynccl/tests"],
+}
+
+
+def tests(setting: Setting, limit_s: float) -> Iterator[Row]:
+    """``pytest -m gpu``."""
+    options = ["-c", str(TREE / "pyproject.toml"), "--rootdir", str(TREE), "-p", "no:cacheprovider"]
+    end = time.monotonic() + limit_s
+    for number, (name, paths) in enumerate(TESTS.items()):
+        share_s = (end - time.monotonic()) / (len(TESTS) - number)
+        setting.tell(f"tests: {name}")
+        where = [str(TREE / path) for path in paths]
+        command = [sys.executable, "-m", "pytest", *options, "-m", "gpu", "-q", "--color=no", *where]
+        code, text = bounded(command, share_s)
+        log = f"tests-{name.replace(' ', '-')}.log"
+        (setting.out / log).write_text(text)
+        last = last_line(text)
+        if re.search(r"\d+ (passed|failed|skipped|error)", last) is None:
+            last = f"{NEVER_RUN}pytest {_ended(code, share_s)}; {last}"
+        yield Row(part="tests", what=f"pytest -m gpu, {name}", said=f"{last} ({log})")
+
+
+def bounded(command: Sequence[str], limit_s: float) -> tuple[int | None, str]:
+    """A program's exit code, ``None`` where its time was up and it was killed; and what it wrote."""
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile("w+") as said:
+        program = subprocess.Popen(
+            command, stdout=said, stderr=subprocess.STDOUT, cwd=folder, start_new_session=True
+        )
+        code: int | None = None
+        try:
+            code = program.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            pass
+        finally:
+            if code is None:
+                os.killpg(program.pid, signal.SIGKILL)
+                program.wait()
+        said.seek(0)
+        return code, said.read()
+
+
+def _ended(code: int | None, limit_s: float) -> str:
+    return f"was still at it after {limit_s:.0f} s" if code is None else f"ended with status {code}"

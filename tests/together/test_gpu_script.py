@@ -1,0 +1,181 @@
+"""``benchmarks/gpu.py`` without a GPU: over the fake libraries, and what becomes of parts that fail."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+pytestmark = [
+    pytest.mark.timeout(200),
+    pytest.mark.skipif(not (BENCHMARKS / "gpu.py").exists(), reason="the benchmarks are not here"),
+]
+MEASURED = ("cuda-ipc", "paged", "to-itself", "all-reduce")
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The script, imported; and ``script.gpu_parts``, ``script.gpu_programs``."""
+    for name in ("torch", "kvplug_cuda_ipc", "kvplug_pynccl"):
+        pytest.importorskip(name)
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    yield importlib.import_module("gpu")
+    for name in ("gpu", "gpu_parts", "gpu_programs", "gpu_children"):
+        sys.modules.pop(name, None)
+
+
+@pytest.fixture
+def setting(script: Any, tmp_path: Path) -> Any:
+    return script.Setting(gpus=0, quick=True, out=tmp_path, tell=lambda text: None)
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(BENCHMARKS / "gpu.py"), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=190)
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler (cc) for the fakes")
+def test_all_that_is_measured_comes_of_the_fakes_too_and_is_called_no_measurement(
+    script: Any, tmp_path: Path
+) -> None:
+    done = run("--fake", "--only", ",".join(MEASURED), "--out", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "gpu.json").read_text())
+    assert {row["part"] for row in found["rows"]} == set(MEASURED)
+    assert [row["said"] for row in found["rows"] if row["said"]] == []
+    whats = {(row["what"], row["nbytes"]) for row in found["rows"]}
+    assert {
+        ("cuda-ipc, into", 1 << 20),
+        ("cuda-ipc, latency", 4096),
+        ("copy on the device", 1 << 20),
+    } <= whats
+    shares = [row["of_copy"] for row in found["rows"] if row["gb_per_s"] and "copy" not in row["what"]]
+    assert shares and all(shares)
+    assert found["facts"]["fake"] is True
+    assert "THESE ARE NO MEASUREMENTS" in (tmp_path / "gpu.md").read_text()
+    assert "THESE ARE NO MEASUREMENTS" in done.stdout
+    if importlib.util.find_spec("matplotlib") is not None:
+        assert (tmp_path / "gpu.svg").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler (cc) for the fakes")
+def test_so_do_the_parts_whose_children_are_the_same(script: Any, tmp_path: Path) -> None:
+    done = run("--fake", "--only", "pynccl,two-gpus", "--out", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "gpu.json").read_text())
+    whats = {row["what"] for row in found["rows"] if not row["said"]}
+    assert {
+        "pynccl, one GPU over sockets, into",
+        "pynccl, two GPUs, into",
+        "cuda-ipc, two GPUs, latency",
+    } <= whats
+
+
+def test_without_a_gpu_it_says_so_and_a_part_that_is_not_there_is_named(script: Any, tmp_path: Path) -> None:
+    import torch
+
+    if not torch.cuda.is_available():
+        done = run("--out", str(tmp_path / "none"))
+        assert done.returncode == 1
+        assert "torch can use no GPU here" in done.stderr
+        assert not (tmp_path / "none").exists()
+    done = run("--only", "cuda-ipc,gpudirect")
+    assert done.returncode == 2
+    assert "there is no part gpudirect; there are cuda-ipc, paged," in done.stderr
+
+
+def test_a_part_that_fails_is_a_row_and_the_others_go_on(
+    script: Any, setting: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def breaks(setting: Any, limit_s: float) -> Iterator[Any]:
+        yield script.Row(part="breaks", what="its first half", us=1.0)
+        raise OSError("the cat\ncame by")
+
+    def works(setting: Any, limit_s: float) -> Iterator[Any]:
+        yield script.Row(part="works", what=f"at most {limit_s:.0f} s", us=2.0)
+
+    monkeypatch.setattr(script, "PARTS", {"breaks": (breaks, 9.0), "works": (works, 7.0)})
+    written: list[list[Any]] = []
+    script.measure(setting, ["breaks", "works"], 8.0, lambda rows: written.append(list(rows)))
+    said = [(row.what, row.us, row.said) for row in written[-1]]
+    assert said == [
+        ("its first half", 1.0, ""),
+        ("breaks", None, "not run: came by (failed-breaks.txt)"),
+        ("at most 7 s", 2.0, ""),
+    ]
+    assert len(written[0]) == 2
+    assert "the cat\ncame by" in (setting.out / "failed-breaks.txt").read_text()
+    script.measure(setting, ["works"], 0.0, lambda rows: written.append(list(rows)))
+    assert [row.said for row in written[-1]] == ["not run: the 0 minutes were over"]
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler (cc) for the fakes")
+def test_what_nccl_refuses_is_a_row_that_says_what_it_said(
+    script: Any, setting: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from kvplug_pynccl.testing import fake
+
+    setting.libraries = {"pynccl": fake.build(tmp_path)}
+    monkeypatch.setenv(fake.VARIABLE, "init_result=5")
+    (row,) = [row for row in script.gpu_parts.pynccl(setting, 60.0) if row.nbytes is None]
+    assert row.what == "pynccl, one GPU over sockets, pipe"
+    assert row.said.startswith("not run: ")
+    assert "NcclInvalidUsageError" in row.said
+
+
+def test_a_program_that_does_not_end_is_killed_when_its_time_is_up(script: Any) -> None:
+    began = time.monotonic()
+    program = [sys.executable, "-c", "import time; print('here', flush=True); time.sleep(100)"]
+    assert script.gpu_programs.bounded(program, 2.0) == (None, "here\n")
+    assert time.monotonic() - began < 50
+    assert script.gpu_programs.bounded([sys.executable, "-c", "raise SystemExit(3)"], 60.0) == (3, "")
+
+
+def test_tests_are_told_by_their_last_line_or_by_how_they_ended(
+    script: Any, setting: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ends = [(0, "..s\n== 2 passed, 1 skipped in 3.00s ==\n"), (None, "..."), (4, "no such option\n")]
+    monkeypatch.setattr(script.gpu_programs, "bounded", lambda command, limit_s: ends.pop(0))
+    rows = list(script.gpu_programs.tests(setting, 30.0))
+    assert rows[0].said == "2 passed, 1 skipped in 3.00s (tests-cuda-ipc.log)"
+    assert rows[1].said.startswith("not run: pytest was still at it after")
+    assert rows[2].said == "not run: pytest ended with status 4; no such option (tests-pynccl.log)"
+    assert (setting.out / "tests-the-rest.log").read_text() == "..."
+    for paths in script.gpu_programs.TESTS.values():
+        assert all((BENCHMARKS.parent / path).exists() for path in paths)
+
+
+def test_the_first_token_is_told_with_the_transfer_and_without(
+    script: Any, setting: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = {"prompt_tokens": 1022, "transport": "cuda-ipc", "transfer_s": 0.004}
+    row |= {"ttft_s": 0.02, "ttft_recompute_s": 0.05, "ratio": 2.5}
+    said = "a warning {of} something\n" + json.dumps({"rows": [row], "facts": {}}, indent=1) + "\n"
+    monkeypatch.setattr(script.gpu_programs, "bounded", lambda command, limit_s: (0, said))
+    whole, recomputed = script.gpu_programs.first_token(setting, 30.0)
+    assert (whole.us, whole.said) == (20_000, "cuda-ipc, transfer 4.0 ms")
+    assert (recomputed.us, recomputed.said) == (50_000, "2.50x of that with it")
+    monkeypatch.setattr(script.gpu_programs, "bounded", lambda command, limit_s: (1, "the demo failed\n"))
+    with pytest.raises(OSError, match="ended with status 1; see first-token"):
+        list(script.gpu_programs.first_token(setting, 30.0))
+
+
+def test_ends_on_two_gpus_are_measured_where_there_are_two(script: Any, setting: Any) -> None:
+    (row,) = script.gpu_parts.two_gpus(script.attrs.evolve(setting, gpus=1), 30.0)
+    assert row.said == "not run: one GPU is here"
+    between = script.gpu_parts._pipe(
+        script.attrs.evolve(setting, gpus=2), "cuda-ipc", devices=("cuda:0", "cuda:1")
+    )
+    assert [between.device(rank) for rank in (0, 1)] == ["cuda:0", "cuda:1"]
+    assert between.burst_bytes == 4 << 30
+    assert between.link == "kvplug.bench.transports:PipeLink"
