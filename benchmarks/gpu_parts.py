@@ -7,6 +7,7 @@ import os
 import re
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -174,8 +175,12 @@ def _pipes(
 def _keep_last_words(setting: Setting, outcome: Outcome) -> None:
     """All that a process said which failed: the table has its last line only."""
     if outcome.last_words:
-        name = re.sub(r"\W+", "-", outcome.candidate.name)
-        (setting.out / f"failed-{name}.txt").write_text(outcome.last_words)
+        name = f"failed-{_file_name(outcome.candidate.name)}.txt"
+        (setting.out / name).write_text(outcome.last_words)
+
+
+def _file_name(what: str) -> str:
+    return re.sub(r"\W+", "-", what)
 
 
 # -- one process alone, and ranks ----------------------------------------------------------------------
@@ -229,6 +234,7 @@ def _all_reduce(setting: Setting, limit_s: float, *, shares: bool) -> Iterator[R
     given = (sizes, times, setting.libraries.get("pynccl", ""), shares)
     try:
         with contextlib.ExitStack() as stack:
+            pool = stack.enter_context(ThreadPoolExecutor(len(devices)))
             ranks = [
                 stack.enter_context(
                     peers.start(
@@ -241,8 +247,10 @@ def _all_reduce(setting: Setting, limit_s: float, *, shares: bool) -> Iterator[R
                 for rank, device in enumerate(devices)
             ]
             ranks[1].send(ranks[0].recv(limit_s))
-            found = ranks[0].result(limit_s)
-            ranks[1].result(limit_s)
+            ended = [pool.submit(each.result, limit_s) for each in ranks]
+            for each in as_completed(ended):
+                each.result()  # whoever fails first says why
+            found = ended[0].result()
     except (KvplugError, OSError) as e:
         yield not_run("all-reduce", what, e, setting)
         return
@@ -272,7 +280,7 @@ def last_line(text: str) -> str:
 
 def not_run(part: str, what: str, error: Exception, setting: Setting) -> Row:
     """Why, in a line; all of it beside the results."""
-    log = f"failed-{part}.txt"
+    log = f"failed-{_file_name(what)}.txt"
     (setting.out / log).write_text(f"{type(error).__name__}: {error}\n")
     lines = str(error).splitlines() or [type(error).__name__]
     why = lines[0] if len(lines) == 1 else last_line(str(error))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -47,6 +48,7 @@ TESTS = {
         "plugins/kvplug-lookup/tests/test_lookup_device.py",
         "plugins/kvplug-transformers/tests/test_demo.py",
         "tests/cli/test_bench_place_tensors.py",
+        "tests/test_layout_tensors.py",
     ],
     "pynccl": ["plugins/kvplug-pynccl/tests"],
 }
@@ -67,23 +69,32 @@ def tests(setting: Setting, limit_s: float) -> Iterator[Row]:
         last = last_line(text)
         if re.search(r"\d+ (passed|failed|skipped|error)", last) is None:
             last = f"{NEVER_RUN}pytest {_ended(code, share_s)}; {last}"
+        elif code is None:
+            last = f"not all of them: {last}"
         yield Row(part="tests", what=f"pytest -m gpu, {name}", said=f"{last} ({log})")
 
 
 def bounded(command: Sequence[str], limit_s: float) -> tuple[int | None, str]:
-    """A program's exit code, ``None`` where its time was up and it was killed; and what it wrote."""
+    """A program's exit code, ``None`` where its time was up; and what it wrote.
+
+    It is interrupted some time before, as by Ctrl-C, so that it can say how far it came, and killed then.
+    """
+    grace_s = min(15.0, limit_s / 4)
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile("w+") as said:
         program = subprocess.Popen(
             command, stdout=said, stderr=subprocess.STDOUT, cwd=folder, start_new_session=True
         )
         code: int | None = None
         try:
-            code = program.wait(limit_s)
+            code = program.wait(limit_s - grace_s)
         except subprocess.TimeoutExpired:
-            pass
+            program.send_signal(signal.SIGINT)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                program.wait(grace_s)
         finally:
             if code is None:
-                os.killpg(program.pid, signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(program.pid, signal.SIGKILL)  # with those that it has started
                 program.wait()
         said.seek(0)
         return code, said.read()

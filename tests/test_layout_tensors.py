@@ -409,3 +409,25 @@ def test_blocks_in_a_kernels_own_order_are_moved_whole(axes: str) -> None:
         LayoutError, match=r"tokens 4 to 7 are no whole blocks of 4, .* own order \(a kernel\)"
     ):
         scatter(target, layout, (2, 1, 4), 4, key[:3], None if value is None else value[:3])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("axes", ["KBTHD", "KBHTD", "BHTKD"])
+def test_on_a_gpu_blocks_are_moved_as_on_a_cpu_and_the_host_does_not_wait(axes: str) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("there is no GPU here")
+    layout = layout_of(axes, B=40, T=16, H=3, D=8)
+    cache, table = counted(layout), [5, 1, 37, 0, 3, 6]
+    key, value = gather(cache, layout, table, 7, 90)
+    on_gpu, target = cache.cuda(), torch.zeros_like(cache, device="cuda")
+    scatter(target, layout, table, 7, *gather(on_gpu, layout, table, 7, 90))  # loads the kernels
+    torch.cuda._sleep(2_000_000_000)
+    got = gather(on_gpu, layout, table, 7, 90)
+    scatter(target, layout, table, 7, *got)
+    assert not torch.cuda.current_stream().query()
+    got_key, got_value = got
+    assert torch.equal(got_key.cpu(), key)
+    assert torch.equal(got_value.cpu(), value)
+    again = gather(target.cpu(), layout, table, 7, 90)
+    assert torch.equal(again[0], key)
+    assert torch.equal(again[1], value)

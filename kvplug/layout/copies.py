@@ -16,6 +16,7 @@ from kvplug.layout.axes import KVLayout, dimensions
 from kvplug.layout.blocks import blocks_of
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 
@@ -93,9 +94,10 @@ def gather(
     key = _memory("out_key", out_key, key_view, end - start)
     value = None if value_view is None else _memory("out_value", out_value, value_view, end - start)
     if index is not None:
-        _copy(key_view, index, start, key, into_cache=False)
+        ids = _ids_on(index, key_view.device)
+        _copy(key_view, index, ids, start, key, into_cache=False)
         if value_view is not None and value is not None:
-            _copy(value_view, index, start, value, into_cache=False)
+            _copy(value_view, index, ids, start, value, into_cache=False)
     return key, value
 
 
@@ -130,9 +132,10 @@ def scatter(
         _memory("value", value, value_view, num_tokens)
     if index is None:
         return
-    _copy(key_view, index, start, key, into_cache=True)
+    ids = _ids_on(index, key_view.device)
+    _copy(key_view, index, ids, start, key, into_cache=True)
     if value is not None and value_view is not None:
-        _copy(value_view, index, start, value, into_cache=True)
+        _copy(value_view, index, ids, start, value, into_cache=True)
 
 
 def permute(tensor: Tensor, from_axes: str, to_axes: str) -> Tensor:
@@ -205,8 +208,23 @@ def _memory(name: str, given: Tensor | None, view: Tensor, num_tokens: int) -> T
     return given
 
 
-def _copy(view: Tensor, block_ids: array[int], start: int, tokens: Tensor, *, into_cache: bool) -> None:
-    """Between blocks ``view`` [B, T, H, D] and ``tokens`` [N, H, D]; the first token has offset start % T."""
+def _ids_on(block_ids: array[int], device: torch.device) -> Tensor:
+    """Block ids as indices: on a CPU the same memory, on a GPU a copy that nobody waits for."""
+    import torch
+
+    ids = torch.frombuffer(block_ids, dtype=torch.int64)
+    if device.type == "cuda":  # from other memory the host would wait for all that the stream was given
+        ids = ids.pin_memory()
+    return ids.to(device, non_blocking=True)
+
+
+def _copy(
+    view: Tensor, block_ids: array[int], ids: Tensor, start: int, tokens: Tensor, *, into_cache: bool
+) -> None:
+    """Between blocks ``view`` [B, T, H, D] and ``tokens`` [N, H, D]; the first token has offset start % T.
+
+    ``ids`` are the ``block_ids`` where the cache is.
+    """
     import torch
 
     # as integers: bits stay bits, and torch indexes few of its float8 and unsigned types
@@ -223,7 +241,7 @@ def _copy(view: Tensor, block_ids: array[int], start: int, tokens: Tensor, *, in
         in_cache.copy_(outside) if into_cache else outside.copy_(in_cache)
         first = 1
     if whole:
-        index = torch.frombuffer(block_ids, dtype=torch.int64)[first : first + whole].to(view.device)
+        index = ids[first : first + whole]
         # splitting a dimension is a view whatever the strides are
         outside = tokens[head : num_tokens - tail].view(whole, *view.shape[1:])
         if into_cache:

@@ -135,9 +135,12 @@ def test_what_nccl_refuses_is_a_row_that_says_what_it_said(
 
 def test_a_program_that_does_not_end_is_killed_when_its_time_is_up(script: Any) -> None:
     began = time.monotonic()
-    program = [sys.executable, "-c", "import time; print('here', flush=True); time.sleep(100)"]
-    assert script.gpu_programs.bounded(program, 2.0) == (None, "here\n")
-    assert time.monotonic() - began < 50
+    deaf = "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); print('here', flush=True)"
+    for program in ("import time; print('here', flush=True)", deaf):
+        code, said = script.gpu_programs.bounded([sys.executable, "-c", f"{program}; time.sleep(100)"], 4.0)
+        assert code is None
+        assert said.startswith("here\n")
+    assert time.monotonic() - began < 90
     assert script.gpu_programs.bounded([sys.executable, "-c", "raise SystemExit(3)"], 60.0) == (3, "")
 
 
@@ -151,6 +154,9 @@ def test_tests_are_told_by_their_last_line_or_by_how_they_ended(
     assert rows[1].said.startswith("not run: pytest was still at it after")
     assert rows[2].said == "not run: pytest ended with status 4; no such option (tests-pynccl.log)"
     assert (setting.out / "tests-the-rest.log").read_text() == "..."
+    ends += [(None, "!! KeyboardInterrupt !!\n5 passed in 3.00s\n")] * 3
+    said = [row.said for row in script.gpu_programs.tests(setting, 30.0)]
+    assert said[0] == "not all of them: 5 passed in 3.00s (tests-cuda-ipc.log)"
     for paths in script.gpu_programs.TESTS.values():
         assert all((BENCHMARKS.parent / path).exists() for path in paths)
 
