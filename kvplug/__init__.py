@@ -224,6 +224,7 @@ _HOMES = {
         "check_config",
         "connect_pipe",
         "connector_class",
+        "lacks_pipe",
         "listen_pipe",
         "required_layout",
     ),
@@ -265,6 +266,7 @@ if TYPE_CHECKING:
         check_config as check_config,
         connect_pipe as connect_pipe,
         connector_class as connector_class,
+        lacks_pipe as lacks_pipe,
         listen_pipe as listen_pipe,
         required_layout as required_layout,
     )

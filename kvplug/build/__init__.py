@@ -5,7 +5,7 @@ handed what it needs.
 """
 
 from kvplug.build.communicators import build_communicator
-from kvplug.build.connector import build_connector, check_config, connector_class, required_layout
+from kvplug.build.connector import build_connector, check_config, connector_class, lacks_pipe, required_layout
 from kvplug.build.pipes import PipeServer, connect_pipe, listen_pipe
 from kvplug.build.queues import build_queue
 
@@ -17,6 +17,7 @@ __all__ = [
     "check_config",
     "connect_pipe",
     "connector_class",
+    "lacks_pipe",
     "listen_pipe",
     "required_layout",
 ]

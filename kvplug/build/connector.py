@@ -11,6 +11,7 @@ import attrs
 
 import kvplug
 from kvplug.build.peers import ControlPeers, Wiring
+from kvplug.capabilities import Requirements
 from kvplug.checksum import available
 from kvplug.config import Config, Role, check_options
 from kvplug.connector.scheduler import SchedulerConnector
@@ -92,6 +93,19 @@ class Parts:
             )
             for spec in self.pipes.values()
         )
+
+    def lacks_pipe(self) -> str | None:
+        """As :func:`lacks_pipe`."""
+        device, named = self.config.device.partition(":")[0], self.requested_transport
+        reasons = []
+        for offer in self.offers:
+            if not (offer.auto if named == AUTO else offer.name == named):
+                continue
+            lacks = offer.capabilities.missing(Requirements(device=device))
+            if not lacks and offer.probe.viable:
+                return None
+            reasons.append(f"{offer.name}: {'; '.join(lacks) or offer.probe.reason or 'it cannot work here'}")
+        return f"no pipe here can move {device} tensors ({'; '.join(reasons) or 'none is installed'})"
 
     def options_of(self, spec: Any) -> Any:
         """An instance of the spec's options class, filled from the config.
@@ -351,6 +365,17 @@ def check_config(config: Config, registry: Registry | None = None) -> None:
     config.require_role()
     Parts(config, Registry.from_env() if registry is None else registry).check()
     credentials_of(config)
+
+
+def lacks_pipe(config: Config, registry: Registry | None = None) -> str | None:
+    """Why no pipe that the config allows can move tensors of its device here, whoever the peer is.
+
+    ``None`` where one can. For programs that would rather say so at once than in every handshake.
+
+    Raises:
+        UnknownTransportError, AmbiguousNameError, ConfigError: of the transport that the config names.
+    """
+    return Parts(config, Registry.from_env() if registry is None else registry).lacks_pipe()
 
 
 def connector_class(config: Config, registry: Registry | None = None) -> type[SchedulerConnector]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable
 
 import attrs
 
-from kvplug.build.connector import Parts, credentials_of, hello_of
+from kvplug.build.connector import Parts, credentials_of, hello_of, lacks_pipe
 from kvplug.build.peers import ControlPeers, LinkListener, Wiring
 from kvplug.config import Config, Role
 from kvplug.connector.values import CacheGroup, KVCacheConfig, Parallelism, Side
@@ -17,6 +18,8 @@ from kvplug.metrics.stats import TransferStats
 from kvplug.model import ModelInfo
 from kvplug.pipe import Pipe
 from kvplug.registry import Registry
+
+logger = logging.getLogger(__name__)
 
 _LABEL = "pipe"
 _NO_MODEL = ModelInfo(name="none", attention="none", num_layers=0, num_kv_heads=0, head_size=0, dtype="none")
@@ -84,11 +87,17 @@ def listen_pipe(
 ) -> PipeServer:
     """Listen for programs that want a pipe, at ``address`` or at the config's host and port.
 
+    Where no pipe here can move tensors of the config's device, whoever connects is told so; a warning says it
+    at once.
+
     Raises:
         ConfigError, InsecureAddressError, AddressInUseError.
         UnknownTransportError, AmbiguousNameError: the transport that the config names is not there.
     """
+    registry = Registry.from_env() if registry is None else registry
     wiring = _wiring(config, registry, wrap_pipe)
+    if (lack := lacks_pipe(config, registry)) is not None:
+        logger.warning("whoever connects will be refused: %s", lack)
     return PipeServer(wiring, ControlPeers(wiring, listen=address))
 
 

@@ -43,6 +43,7 @@ from kvplug import (
     connect_pipe,
     connector_class,
     hookimpl,
+    lacks_pipe,
     listen_pipe,
     option,
     required_layout,
@@ -258,6 +259,41 @@ def test_a_refusal_reaches_both_ends_with_every_reason_and_the_listener_goes_on(
             connect_pipe(config(), server.contact, registry=Registry())
         threading.Thread(target=server.accept, daemon=True).start()
         connect_pipe(config(), server.contact, registry=able).close()
+
+
+def test_who_listens_where_no_pipe_can_work_is_warned_at_once(caplog: pytest.LogCaptureFixture) -> None:
+    blocked = transport("blocked", probe="test_build_parts:not_viable")
+    with listen_pipe(config(), "unix:", registry=registry_of(blocked)):
+        pass
+    why = "no pipe here can move cpu tensors (blocked: the moon is in the way)"
+    assert f"whoever connects will be refused: {why}" in caplog.text
+    caplog.clear()
+    able = registry_of(blocked, transport("queues"))
+    with listen_pipe(config(), "unix:", registry=able):
+        pass
+    assert not caplog.text
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ({}, None),
+        ({"transport": "blocked"}, "no pipe here can move cpu tensors (blocked: the moon is in the way)"),
+        ({"device": "cuda:1"}, "queues: moves cpu tensors, and cuda ones are needed"),
+        (
+            {"device": "cuda:1", "transport": "queues"},
+            "(queues: moves cpu tensors, and cuda ones are needed)",
+        ),
+    ],
+)
+def test_one_end_alone_knows_what_no_peer_could_mend(given: Any, why: str | None) -> None:
+    here = registry_of(transport(), transport("blocked", probe="test_build_parts:not_viable"))
+    said = lacks_pipe(config(**given), here)
+    assert said == why or (why is not None and said is not None and why in said)
+
+
+def test_where_nothing_is_installed_that_is_said() -> None:
+    assert lacks_pipe(config(), Registry()) == "no pipe here can move cpu tensors (none is installed)"
 
 
 def test_a_refusal_over_transports_says_which_plugins_are_blocked_or_broken_here() -> None:

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvplug import Config, Probe, Side
-from kvplug_transformers.demo.preparation import lacks_pipe
+from kvplug import Config, Side
 from kvplug_transformers.demo.worker import Worker
 from kvplug_transformers.model.facts import describe
 
@@ -25,20 +24,6 @@ class Heard:
         self.events.append((event, values))
 
 
-def pipe(name: str, device: str, *, reason: str = "", auto: bool = True, wraps: bool = False) -> Any:
-    return SimpleNamespace(
-        name=name,
-        auto=auto,
-        wraps=wraps,
-        capabilities=SimpleNamespace(devices=frozenset({device})),
-        run_probe=lambda: Probe(viable=not reason, reason=reason),
-    )
-
-
-def registry(*pipes: Any) -> Any:
-    return SimpleNamespace(transports=lambda kind: pipes)
-
-
 @pytest.fixture
 def worker(llama) -> Worker:
     made = Worker(Heard())
@@ -47,28 +32,6 @@ def worker(llama) -> Worker:
     made._facts = describe(llama)
     made._config = Config.load(None, overrides={"role": "producer"})
     return made
-
-
-@pytest.mark.parametrize("transport", ["auto", "mapped", "somebody:mapped"])
-def test_a_pipe_that_moves_tensors_of_the_device_is_all_that_is_needed(transport):
-    config = Config(device="cuda:1", transport=transport)
-    assert lacks_pipe(config, registry(pipe("cpu", "cpu"), pipe("mapped", "cuda"))) is None
-
-
-def test_what_stands_against_each_pipe_is_said():
-    here = registry(
-        pipe("cpu", "cpu"),
-        pipe("mapped", "cuda", reason="there is no GPU"),
-        pipe("apart", "cuda", auto=False),
-        pipe("faults", "cuda", wraps=True),
-    )
-    said = lacks_pipe(Config(device="cuda"), here)
-    assert said is not None
-    assert "(cpu: moves cpu tensors; mapped: there is no GPU)" in said
-    assert lacks_pipe(Config(device="cuda", transport="apart"), here) is None
-    assert lacks_pipe(Config(), here) is None
-    nothing = lacks_pipe(Config(device="npu"), registry())
-    assert nothing == "no pipe here can move npu tensors (none is installed)"
 
 
 class BuildsNowError(Exception):

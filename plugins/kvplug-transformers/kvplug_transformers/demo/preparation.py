@@ -9,10 +9,12 @@ from pathlib import Path
 
 import attrs
 
-from kvplug import Config, Kind, Registry, Role, check_config
+from kvplug import Config, Registry, Role, check_config, lacks_pipe
 from kvplug_transformers.demo.display import Display
 from kvplug_transformers.demo.orders import Orders
 from kvplug_transformers.demo.session import ALONE, CONVERT, PREFILL, DemoError, Session
+
+_FOR_GPUS = "; kvplug-cuda-ipc and kvplug-pynccl bring some that do"
 
 
 def check(config: Config, display: Display) -> None:
@@ -29,23 +31,7 @@ def check(config: Config, display: Display) -> None:
     # Each worker gets a role of its own.
     check_config(attrs.evolve(config, role=Role.PRODUCER), registry)
     if (lack := lacks_pipe(config, registry)) is not None:
-        display.note(lack)
-
-
-def lacks_pipe(config: Config, registry: Registry) -> str | None:
-    """Why none of the pipes that the config allows moves tensors of its device; ``None`` where one does."""
-    device = config.device.partition(":")[0]
-    pipes = [spec for spec in registry.transports(Kind.PIPE) if not spec.wraps]
-    named = [spec for spec in pipes if spec.name == config.transport.rpartition(":")[2]]
-    reasons = []
-    for spec in named or [spec for spec in pipes if spec.auto]:
-        probe = spec.run_probe()
-        if device in spec.capabilities.devices and probe.viable:
-            return None
-        moves = f"moves {', '.join(sorted(spec.capabilities.devices))} tensors"
-        reasons.append(f"{spec.name}: {probe.reason if device in spec.capabilities.devices else moves}")
-    offer = "; kvplug-cuda-ipc and kvplug-pynccl bring some that do" if device == "cuda" else ""
-    return f"no pipe here can move {device} tensors ({'; '.join(reasons) or 'none is installed'}){offer}"
+        display.note(lack + (_FOR_GPUS if config.device.partition(":")[0] == "cuda" else ""))
 
 
 def model_folder(orders: Orders, session: Session, display: Display) -> Path:
