@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -75,6 +77,20 @@ def far_pair(fake_path: str, controls: Any) -> Iterator[Callable[..., tuple[Pync
             return pipe, child  # type: ignore[return-value]
 
         yield make
+
+
+@pytest.fixture
+def gated(fake_path: str, controls: Any) -> Iterator[SimpleNamespace]:
+    """A device whose caller's stream does nothing between ``shut`` and ``open``."""
+    gate, caller = controls.stream(), controls.stream()
+    nothing = ctypes.create_string_buffer(1)
+    yield SimpleNamespace(
+        device=HostDevice(fake_path, caller),
+        shut=lambda: caller.wait_for(gate, gate.record() + 1),
+        open=lambda: gate.copy(ctypes.addressof(nothing), ctypes.addressof(nothing), 0),
+    )
+    for stream in (gate, caller):
+        stream.close()
 
 
 def far_end(
@@ -169,6 +185,21 @@ def interrupted(parent: peers.Parent, pipe: Any) -> list[str]:
     parent.recv()
     said.append(str(bool((out == 5).all())))
     return said
+
+
+# -- messages --------------------------------------------------------------------------------------
+
+
+def noise(nbytes: int = LARGE) -> torch.Tensor:
+    return torch.randint(0, 256, (nbytes,), dtype=torch.uint8)
+
+
+def assert_works(pair: Any) -> None:
+    one, other = pair
+    for source, target in ((one, other), (other, one)):
+        message = noise()
+        source.send_tensor(message)
+        assert torch.equal(target.recv_tensor(timeout=PATIENCE_S), message)
 
 
 # -- threads here ----------------------------------------------------------------------------------

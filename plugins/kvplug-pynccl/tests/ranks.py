@@ -59,6 +59,14 @@ class Rank:
         self.stream.close()
 
 
+def near(fake_path: str, nccl: Library, world_size: int) -> list[Rank]:
+    """All ranks in this process."""
+    unique_id = bytes(nccl.get_unique_id())
+    made = [Rank(fake_path, unique_id, world_size, rank) for rank in range(world_size)]
+    assert [each.settled() for each in made] == [Result.SUCCESS] * world_size
+    return made
+
+
 def ints(*values: int) -> ctypes.Array[ctypes.c_int32]:
     return (ctypes.c_int32 * len(values))(*values)
 

@@ -12,7 +12,9 @@ import pytest
 
 from kvplug import Credentials, PeerGoneError, QueueContext, QueueHandle
 from kvplug.testing import peers
+from kvplug_shm.memory import waiting
 from kvplug_shm.options import ShmQueueOptions
+from kvplug_shm.queue import near, writer as writer_module
 from kvplug_shm.queue.endpoint import ShmQueueEndpoint
 
 PATIENCE_S = 30.0
@@ -64,6 +66,17 @@ def far_reader() -> Iterator[Callable[..., peers.Peer]]:
             return child
 
         yield start
+
+
+@pytest.fixture
+def sound_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only a wake ends a sleep."""
+    for module in (waiting, near, writer_module):
+        monkeypatch.setattr(module, "NAP_S", 1000.0)
+
+
+def asleep(ring: Any, word: int) -> bool:
+    return bool(ring.words.words[word])
 
 
 def far_end(

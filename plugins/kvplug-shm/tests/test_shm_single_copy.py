@@ -5,20 +5,12 @@ from __future__ import annotations
 import ctypes
 import logging
 import mmap
-import os
-import signal
-import socket
-import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from runpy import run_path
 from types import SimpleNamespace
 from typing import Any
 
-import attrs
 import pytest
 import torch
 
@@ -26,60 +18,19 @@ from kvplug import (
     CapacityError,
     ClosedError,
     PeerGoneError,
-    PeerIdentity,
     TensorMismatchError,
     TimeoutError,
-    TransportError,
-    WireError,
-    this_process,
 )
-from kvplug.testing import peers
-from kvplug.wire.frames import FrameKind, encode_header
-from kvplug.wire.messages import tensor_prefix
 from kvplug_shm.memory import attach
-from kvplug_shm.memory.attach import LONGEST_BYTES, PeerMemory, Word, own_word
-from kvplug_shm.memory.huge_pages import in_huge_pages
-from kvplug_shm.pipe import joining
-from kvplug_shm.pipe.announcement import OFFERED, address_line
-from kvplug_shm.pipe.rings import LINE, lines
+from kvplug_shm.memory.attach import LONGEST_BYTES
+from kvplug_shm.pipe.rings import LINE
 
 HERE = Path(__file__)
-ends = SimpleNamespace(**run_path(str(HERE.with_name("pipe_ends.py"))))
-near_pair = ends.near_pair
+ends = SimpleNamespace(**run_path(str(HERE.with_name("single_copy_ends.py"))))
+
 in_thread, end_of, until = ends.in_thread, ends.end_of, ends.until
-
-NBYTES = 3 * LONGEST_BYTES + 1000
-
-
-def huge(nbytes: int, seed: int = 1) -> torch.Tensor:
-    """A tensor in huge pages, if the system gives any."""
-    memory = mmap.mmap(-1, nbytes + 2**22, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory.madvise(mmap.MADV_HUGEPAGE)
-    skip = -ctypes.addressof(ctypes.c_char.from_buffer(memory)) % 2**21
-    tensor = torch.frombuffer(memory, dtype=torch.uint8)[skip : skip + nbytes]
-    generator = torch.Generator().manual_seed(seed)
-    tensor.copy_(torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator))
-    return tensor
-
-
-@pytest.fixture(scope="module", autouse=True)
-def there_are_huge_pages() -> None:
-    tensor = huge(2**22)
-    if not in_huge_pages(tensor.data_ptr(), tensor.nbytes):
-        pytest.skip("the system gives no huge pages")
-
-
-@pytest.fixture
-def pair(near_pair: Any) -> Callable[..., Any]:
-    def make(**options: Any) -> Any:
-        return near_pair(single_copy=True, **options)
-
-    return make
-
-
-def unread(pipe: Any) -> int:
-    """Bytes in the ring that ``pipe`` reads."""
-    return pipe._inbox._ring.end.available()
+there_are_huge_pages, pair, unread, huge = ends.there_are_huge_pages, ends.pair, ends.unread, ends.huge
+NBYTES, endpoint, near_pair = ends.NBYTES, ends.endpoint, ends.near_pair
 
 
 def test_a_large_tensor_in_huge_pages_does_not_go_through_the_ring(pair: Any) -> None:
@@ -287,7 +238,7 @@ def test_what_was_copied_is_not_believed_once_the_offer_was_taken_back(
 
 @pytest.mark.parametrize("which", ["connecting", "accepting"])
 def test_an_end_that_is_not_set_to_it_uses_the_ring(which: str, caplog: pytest.LogCaptureFixture) -> None:
-    set_to_it, plain = ends.endpoint(single_copy=True), ends.endpoint()
+    set_to_it, plain = endpoint(single_copy=True), endpoint()
     first, second = (set_to_it, plain) if which == "connecting" else (plain, set_to_it)
     with (
         caplog.at_level(logging.WARNING, "kvplug_shm"),
@@ -318,186 +269,3 @@ def test_a_system_that_refuses_leaves_the_ring_and_says_so(
     tensor = huge(2**21)
     one.send_tensor(tensor).wait(10)
     assert torch.equal(other.recv_tensor(), tensor)
-
-
-# -- a peer that says what cannot be ---------------------------------------------------------------
-
-
-def put(pipe: Any, *parts: bytes) -> None:
-    """Into the ring, as a peer of another kind could."""
-    ring = pipe._outbox._ring
-    said = b"".join(part.ljust(lines(len(part)), b"\0") for part in parts)
-    ring.write(ring.end.sent, said)
-    ring.end.publish(len(said))
-
-
-def offer(address: int, nbytes: int = 2**21) -> tuple[bytes, bytes]:
-    return tensor_prefix(torch.uint8, torch.Size([nbytes]), nbytes, OFFERED), address_line(address)
-
-
-@pytest.mark.parametrize(
-    ("said", "error"),
-    [
-        (offer(0), "at an address where none can be"),
-        (offer(2**63), "at an address where none can be"),
-        (offer(4096), "cannot be read: Bad address"),
-        ((tensor_prefix(torch.uint8, torch.Size([0]), 0, OFFERED), address_line(4096)), "does not use"),
-        ((encode_header(FrameKind.NONE, 0, OFFERED),), "does not use"),
-        ((tensor_prefix(torch.uint8, torch.Size([9]), 9, 2),), "does not use"),
-    ],
-)
-def test_an_offer_that_cannot_be_is_an_error_and_the_end(pair: Any, said: Any, error: str) -> None:
-    one, other = pair()
-    put(one, *said)
-    with pytest.raises(WireError, match=error):
-        other.recv_tensor(timeout=10)
-    with pytest.raises(TransportError):
-        other.recv_tensor(timeout=10)
-
-
-def test_an_offer_that_was_not_agreed_on_is_an_error(near_pair: Any) -> None:
-    one, other = near_pair()
-    tensor = huge(2**21)
-    put(one, *offer(tensor.data_ptr()))
-    with pytest.raises(WireError, match="not agreed on"):
-        other.recv_tensor(timeout=10)
-
-
-def test_an_offer_without_its_address_is_waited_for(pair: Any) -> None:
-    one, other = pair()
-    tensor = huge(2**21)
-    prefix, line = offer(tensor.data_ptr())
-    put(one, prefix)
-    with pytest.raises(TimeoutError, match="not wholly arrived"):
-        other.recv_tensor(timeout=0.05)
-    put(one, line)
-    assert torch.equal(other.recv_tensor(timeout=10), tensor)
-
-
-def tell_its_word(parent: peers.Parent) -> None:
-    word = own_word()
-    parent.send((attrs.asdict(this_process()), word.address, word.value))
-    parent.recv()
-
-
-def test_who_says_that_it_is_another_process_is_not_helped_to_read_that(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    tuning: Any = SimpleNamespace(single_copy=True)
-    ours, theirs = socket.socketpair()  # of this process, as the kernel says
-    with ours, theirs, peers.start(f"{HERE}:tell_its_word") as child:
-        identity, *word = child.recv()
-        for peer, said, is_read in [
-            (PeerIdentity(**identity), Word(*word), False),
-            (this_process(), own_word(), True),
-        ]:
-            control: Any = SimpleNamespace(sock=ours, peer=peer, describe=str(peer))
-            PeerMemory(peer, said)  # could be read
-            memory = joining._memory_of(control, joining.Join(step=0, word=said), tuning)
-            assert (memory is not None) is is_read
-        child.send(None)
-    assert "of another pid than it says" in caplog.text
-
-
-# -- in two processes ------------------------------------------------------------------------------
-
-
-def far_end(parent: peers.Parent, what: str) -> Any:
-    contact = parent.recv()
-    with ends.endpoint(single_copy=True).connect(contact) as pipe:
-        return globals()[what](parent, pipe)
-
-
-def offer_and_wait(parent: peers.Parent, pipe: Any) -> None:
-    tensor = huge(NBYTES, 7)
-    pipe.send_tensor(tensor)
-    parent.send("offered")
-    parent.recv()
-
-
-def offer_and_become_another_program(parent: peers.Parent, pipe: Any) -> None:
-    pipe.send_tensor(huge(NBYTES, 7))
-    os.execv(sys.executable, [sys.executable, "-c", "import time; time.sleep(60)"])  # noqa: S606
-
-
-def take_a_part(parent: peers.Parent, pipe: Any) -> None:
-    parent.recv()
-    try:
-        pipe.recv_tensor(timeout=0)
-    except TimeoutError as e:
-        parent.send(str(e))
-    parent.recv()
-
-
-@pytest.fixture
-def far() -> Iterator[Callable[[str], tuple[Any, peers.Peer]]]:
-    with ExitStack() as stack:
-
-        def make(what: str) -> tuple[Any, peers.Peer]:
-            child = stack.enter_context(peers.start(f"{HERE}:far_end", what, timeout_s=120))
-            listener = ends.endpoint(single_copy=True).listen()
-            stack.callback(listener.close)
-            child.send(listener.contact)
-            pipe = listener.accept()
-            stack.callback(pipe.abort)
-            return pipe, child
-
-        yield make
-
-
-def test_a_process_that_is_stopped_is_read(far: Any) -> None:
-    pipe, child = far("offer_and_wait")
-    assert child.recv() == "offered"
-    os.kill(child.pid, signal.SIGSTOP)
-    try:
-        assert torch.equal(pipe.recv_tensor(timeout=30), huge(NBYTES, 7))
-    finally:
-        os.kill(child.pid, signal.SIGCONT)
-    child.send(None)
-
-
-@pytest.mark.parametrize("begun", [False, True])
-def test_an_offer_goes_with_its_process(far: Any, begun: bool) -> None:
-    pipe, child = far("offer_and_wait")
-    assert child.recv() == "offered"
-    if begun:
-        with pytest.raises(TimeoutError):
-            pipe.recv_tensor(timeout=0)
-    child.kill()
-    for _ in range(2):
-        with pytest.raises(PeerGoneError):
-            pipe.recv_tensor(timeout=30)
-
-
-def test_an_offer_goes_with_its_program(far: Any) -> None:
-    pipe, child = far("offer_and_become_another_program")
-    until(lambda: "ended" in repr(pipe))
-    for _ in range(2):
-        with pytest.raises(PeerGoneError):
-            pipe.recv_tensor(timeout=30)
-    child.kill()
-
-
-@pytest.mark.parametrize("how", ["killed", "stopped"])
-def test_the_memory_is_the_senders_again_when_its_reader_is_no_more(far: Any, how: str) -> None:
-    pipe, child = far("take_a_part")
-    ended = threading.Event()
-    sent = pipe.send_tensor(huge(NBYTES))
-    sent.add_done_callback(lambda _: ended.set())
-    child.send(None)
-    assert "have arrived" in child.recv()
-    assert not ended.is_set()
-    if how == "killed":
-        child.kill()
-        assert ended.wait(30)
-        assert isinstance(sent.error(), PeerGoneError)
-    else:
-        os.kill(child.pid, signal.SIGSTOP)
-        try:
-            pipe.close(timeout=0.1)
-            assert ended.wait(30)
-            assert isinstance(sent.error(), ClosedError)
-        finally:
-            os.kill(child.pid, signal.SIGCONT)
-        child.send(None)
-    assert pipe.held.queued == 0

@@ -1,0 +1,256 @@
+"""Peers of the pipe "pynccl" that die, stop or are silent in the middle, and calls that are cut short."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import time
+from contextlib import suppress
+from pathlib import Path
+from runpy import run_path
+from types import SimpleNamespace
+from typing import Any
+
+import attrs
+import pytest
+import torch
+
+from kvplug import (
+    ClosedError,
+    KvplugError,
+    PeerGoneError,
+    PeerIdentity,
+    TimeoutError,
+    TransportError,
+)
+from kvplug.testing import peers
+from kvplug_pynccl.pipe import joining, link
+from kvplug_pynccl.testing.fake import environment
+
+ENDS = Path(__file__).with_name("pynccl_ends.py")
+ends = SimpleNamespace(**run_path(str(ENDS)))
+near_pair, far_pair, in_thread, end_of = ends.near_pair, ends.far_pair, ends.in_thread, ends.end_of
+until, LARGE, PATIENCE_S, noise = ends.until, ends.LARGE, ends.PATIENCE_S, ends.noise
+assert_works = ends.assert_works
+
+# -- peers that die or stop ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("with_out", [False, True])
+def test_a_sender_that_dies_inside_a_transfer_is_gone_for_its_receiver(
+    far_pair: Any, near_pair: Any, controls: Any, with_out: bool
+) -> None:
+    pipe, child = far_pair("send", LARGE, env=environment(exit_after=0))
+    assert child.recv() == "sent"
+    out = torch.zeros(LARGE, dtype=torch.uint8) if with_out else None
+    with pytest.raises(PeerGoneError):
+        pipe.recv_tensor(out, timeout=PATIENCE_S)
+    if out is not None:
+        out.fill_(7)
+    with pytest.raises(PeerGoneError):
+        pipe.recv_tensor(timeout=PATIENCE_S)
+    with pytest.raises(PeerGoneError):
+        pipe.send_tensor(None)
+    until(lambda: controls.get("communicators") == 0)
+    assert out is None or bool((out == 7).all())
+    assert_works(near_pair())
+
+
+def test_a_receiver_that_dies_inside_a_transfer_ends_it_for_its_sender(
+    far_pair: Any, near_pair: Any, controls: Any
+) -> None:
+    pipe, _ = far_pair("echo", env=environment(exit_after=0))
+    transfers = []
+    with suppress(PeerGoneError):  # it may be dead before the last is queued
+        for _ in range(3):
+            transfers.append(pipe.send_tensor(noise()))  # noqa: PERF401
+    assert transfers
+    for transfer in transfers:
+        with pytest.raises(PeerGoneError):
+            transfer.wait(PATIENCE_S)
+    until(lambda: controls.get("communicators") == 0)
+    assert_works(near_pair())
+
+
+def test_a_peer_that_is_killed_before_it_has_cleared_a_message_ends_its_transfer(far_pair: Any) -> None:
+    pipe, child = far_pair("wait")
+    assert child.recv() == "here"
+    transfer = pipe.send_tensor(noise())
+    with pytest.raises(TimeoutError):
+        transfer.wait(0.1)
+    child.kill()
+    with pytest.raises(PeerGoneError):
+        transfer.wait(PATIENCE_S)
+
+
+def test_nothing_is_enqueued_for_a_peer_that_receives_nothing(far_pair: Any, controls: Any) -> None:
+    pipe, child = far_pair("wait")
+    assert child.recv() == "here"
+    transfer = pipe.send_tensor(noise())
+    child.stop()
+    with pytest.raises(TimeoutError):
+        transfer.wait(0.3)
+    message = next(iter(pipe._link.outbox._held.values()))
+    assert message.operation is None
+    child.cont()
+    pipe.close(timeout=0)
+    assert transfer.error() is not None
+
+
+def test_a_receive_that_runs_out_of_time_inside_a_transfer_is_gone_on_with(
+    near_pair: Any, controls: Any
+) -> None:
+    one, other = near_pair()
+    message = noise()
+    controls.set(hold=1)
+    one.send_tensor(message)
+    for out in (None, torch.zeros_like(message), None):
+        with pytest.raises(TimeoutError, match="goes on with it"):
+            other.recv_tensor(out, timeout=0.2)
+    controls.set(hold=0)
+    out = torch.zeros_like(message)
+    assert other.recv_tensor(out, timeout=PATIENCE_S) is out
+    assert torch.equal(out, message)
+    assert_works((one, other))
+
+
+def test_memory_of_the_callers_is_taken_back_at_the_deadline_and_the_pipe_is_broken(
+    near_pair: Any, controls: Any
+) -> None:
+    one, other = near_pair()
+    controls.set(hold=1)
+    transfer = one.send_tensor(noise())
+    out = torch.zeros(LARGE, dtype=torch.uint8)
+    with pytest.raises(TimeoutError, match="broken"):
+        other.recv_tensor(out, timeout=1.2)
+    out.fill_(9)
+    for _ in range(2):
+        with pytest.raises(TransportError, match="ran out of time"):
+            other.recv_tensor(timeout=PATIENCE_S)
+    with pytest.raises(PeerGoneError):
+        transfer.wait(PATIENCE_S)
+    controls.set(hold=0)
+    until(lambda: controls.get("communicators") == 0)
+    assert bool((out == 9).all())
+    assert_works(near_pair())
+
+
+# -- callbacks ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["abort", "death"])
+def test_a_callback_that_ends_its_thread_keeps_nothing_and_nobody(
+    near_pair: Any, far_pair: Any, controls: Any, how: str
+) -> None:
+    pipe, child = far_pair("wait")
+    assert child.recv() == "here"
+    transfers = [pipe.send_tensor(noise()) for _ in range(3)]
+
+    def leave(_: Any) -> None:
+        raise SystemExit
+
+    transfers[0].add_done_callback(leave)
+    if how == "abort":
+        pipe.abort()
+    else:
+        child.kill()
+    for transfer in transfers:
+        with pytest.raises((ClosedError, PeerGoneError)):
+            transfer.wait(PATIENCE_S)
+    until(lambda: controls.get("communicators") == 0)
+    until(lambda: pipe._link.control._closed)
+
+
+def test_a_callback_of_what_the_peer_took_last_ends_nothing_else(near_pair: Any, controls: Any) -> None:
+    one, other = near_pair()
+
+    def leave(_: Any) -> None:
+        raise SystemExit
+
+    def receive_and_go() -> None:
+        other.recv_tensor(timeout=PATIENCE_S)
+        other.abort()
+
+    transfer = one.send_tensor(noise())
+    transfer.add_done_callback(leave)
+    pending = one.send_tensor(noise())
+    end_of(in_thread(receive_and_go))
+    with pytest.raises(KvplugError):
+        pending.wait(PATIENCE_S)
+    until(lambda: controls.get("communicators") == 0)
+    until(lambda: one._link.control._closed)
+
+
+# -- silence ---------------------------------------------------------------------------------------------
+
+
+def test_a_process_that_was_stopped_itself_takes_no_peer_for_silent(
+    far_pair: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(PeerIdentity, "open_pidfd", lambda self: None)
+    one, _ = far_pair("echo", heartbeat_timeout_s=PATIENCE_S)
+    step, behind = one._link.outbox.step, [0.0]
+
+    def stopped_in_here() -> bool:
+        if not behind[0]:
+            one.send_tensor(None)
+            assert select.select([one._link.control.sock], [], [], PATIENCE_S)[0]  # it is alive, and says so
+            behind[0] = 10 * PATIENCE_S
+        return bool(step())
+
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + behind[0], sleep=time.sleep)
+    monkeypatch.setattr(link, "time", clock)
+    monkeypatch.setattr(one._link.outbox, "step", stopped_in_here)
+    one._link.control.wake()
+    assert one.recv_tensor(timeout=PATIENCE_S) is None
+
+
+def test_no_patience_of_a_peer_makes_a_pipe_beat_without_end() -> None:
+    hello = joining.Join(step=joining._HELLO, sees_death=False, heartbeat_ms=0)
+    assert hello.longest_silence_s(10.0) == 0.05
+    assert attrs.evolve(hello, heartbeat_ms=2**32 - 1).longest_silence_s(10.0) == 10.0
+    assert attrs.evolve(hello, sees_death=True).longest_silence_s(10.0) is None
+
+
+def test_where_no_death_is_seen_silence_is_one_and_a_quiet_peer_is_not(fake_path: str, controls: Any) -> None:
+    end = ends.endpoint(fake_path, heartbeat_timeout_s=1.0)
+    with (
+        end.listen() as listener,
+        peers.start(f"{ENDS}:mute", *(fake_path, listener.contact, 1.0), timeout_s=2 * PATIENCE_S) as child,
+    ):
+        with listener.accept() as pipe:
+            with pytest.raises(TimeoutError):
+                pipe.recv_tensor(timeout=3.0)
+            pipe.send_tensor(torch.arange(4))
+            assert pipe.recv_tensor(timeout=PATIENCE_S).tolist() == [0, 1, 2, 3]
+            child.stop()
+            with pytest.raises(PeerGoneError, match="silent for"):
+                pipe.recv_tensor(timeout=PATIENCE_S)
+        child.kill()
+
+
+def test_what_a_peer_has_taken_before_it_went_is_done_and_not_failed(near_pair: Any) -> None:
+    for _ in range(30):
+        one, other = near_pair()
+        transfer = one.send_tensor(noise())
+        other.recv_tensor(timeout=PATIENCE_S)
+        other.abort()
+        transfer.wait(PATIENCE_S)
+        one.abort()
+
+
+def test_ctrl_c_takes_the_callers_memory_back_and_breaks_the_pipe(far_pair: Any, controls: Any) -> None:
+    pipe, child = far_pair("interrupted")
+    assert child.recv() == "here"
+    controls.set(hold=1)
+    pipe.send_tensor(noise())
+    until(lambda: any(message.operation for message in pipe._link.outbox._held.values()))
+    os.kill(child.pid, signal.SIGINT)
+    assert child.recv(PATIENCE_S) == "struck"
+    controls.set(hold=0)
+    child.send("go")
+    first, second, untouched = child.result(PATIENCE_S)
+    assert first.startswith("KeyboardInterrupt")
+    assert second.startswith("TransportError") and "interrupted" in second
+    assert untouched == "True"

@@ -1,0 +1,216 @@
+"""Readers join the queue "shm": its handle, its ring, other namespaces, and who is gone again."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+from runpy import run_path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from kvplug import (
+    CapacityError,
+    ConfigError,
+    PeerGoneError,
+    TransportError,
+)
+from kvplug_shm.queue.joining import hang_up
+from kvplug_shm.ring import order
+
+ends = SimpleNamespace(**run_path(str(Path(__file__).with_name("queue_ends.py"))))
+queue, far_reader, sound_sleep, asleep = ends.queue, ends.far_reader, ends.sound_sleep, ends.asleep
+MIB = 1 << 20
+
+# -- joining -----------------------------------------------------------------------------------------
+
+
+def test_a_handle_is_open_until_the_last_reader_has_come(queue: Any) -> None:
+    def descriptors() -> int:
+        links = (f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd"))
+        return sum("kvplug-queue" in os.readlink(link) for link in links if os.path.islink(link))
+
+    writer, _ = queue(2, attached=1)
+    assert descriptors() == 1
+    with ends.endpoint().create_from_handle(writer.export_handle(), 1):
+        ends.until(lambda: descriptors() == 0)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_ring_is_handed_out_until_all_have_joined(
+    queue: Any, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    """One that was admitted has nothing yet."""
+    writer, _ = queue(2, attached=0)
+    admitted, other_has_joined = threading.Event(), threading.Event()
+    index_of = writer._roster.index_of
+
+    def slowly(rank: int) -> Any:
+        if rank == 1 and not other_has_joined.is_set():
+            admitted.set()
+            assert other_has_joined.wait(ends.PATIENCE_S)
+            if fails:
+                raise TransportError("not this time")
+        return index_of(rank)
+
+    monkeypatch.setattr(writer._roster, "index_of", slowly)
+    end, handle = ends.endpoint(), writer.export_handle()
+    joins = ends.in_thread(lambda: end.create_from_handle(handle, 1))
+    assert admitted.wait(ends.PATIENCE_S)
+    with end.create_from_handle(handle, 0):
+        ends.until(lambda: writer._admission._joined)
+        other_has_joined.set()
+        reader = ends.end_of(joins)
+        if fails:
+            assert isinstance(reader, PeerGoneError)
+            reader = end.create_from_handle(handle, 1)
+        with reader:
+            writer.enqueue("both")
+            assert reader.dequeue() == "both"
+
+
+def head(writer: Any) -> int:
+    return writer._ring.words.words[order.HEAD]
+
+
+def test_a_reader_that_was_welcomed_and_cannot_be_watched_is_evicted(
+    queue: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It believes that it has joined: nobody else may have its place, and nobody else is told of an end."""
+    writer, (reader,) = queue(2, attached=1)
+
+    def refused(*_: Any) -> Any:
+        raise CapacityError("no descriptors are left")
+
+    monkeypatch.setattr("kvplug_shm.queue.joining.watched", refused)
+    end, handle = ends.endpoint(), writer.export_handle()
+    with end.create_from_handle(handle, 1) as unseen:
+        ends.until(lambda: writer.readers[1].gone)
+        assert writer.readers[1].died and "no descriptors are left" in writer.readers[1].gone
+        ends.until(lambda: unseen._source._gone)
+        with pytest.raises(ConfigError, match="attached to this queue already"):
+            end.create_from_handle(handle, 1)
+        writer.enqueue("on")
+        assert reader.dequeue() == "on"
+        assert not order.is_over(head(writer))
+        with pytest.raises(TransportError, match="evicted this reader"):
+            unseen.dequeue()
+
+
+@pytest.mark.usefixtures("sound_sleep")
+def test_a_living_writer_that_hangs_up_on_one_reader_is_there_for_the_others(queue: Any) -> None:
+    writer, readers = queue(2)
+    ends.until(lambda: len(writer._admission._joined) == 2)
+    waits = ends.in_thread(readers[1].dequeue)
+    ends.until(lambda: asleep(writer._ring, order.asleep(1)))
+    time.sleep(0.3)
+    connection, watch = writer._admission._joined[1]
+    watch.close()
+    hang_up(connection)
+    assert isinstance(ends.end_of(waits), PeerGoneError)
+    assert not order.is_over(head(writer))
+    writer.enqueue("on")
+    assert readers[0].dequeue() == "on"
+
+
+def test_the_word_of_a_writer_whose_process_has_ended_says_so(
+    queue: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then no reader that is about to sleep can miss it."""
+    writer, (reader,) = queue()
+    source = reader._source
+    with subprocess.Popen(["sleep", "60"]) as process, monkeypatch.context() as patched:
+        peer = SimpleNamespace(open_pidfd=lambda: os.pidfd_open(process.pid))
+        patched.setattr(source, "_connection", SimpleNamespace(peer=peer))
+        try:
+            source._writer_gone("it closed the connection")
+            assert not order.is_over(head(writer))
+        finally:
+            process.kill()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        source._writer_gone("it closed the connection")
+        assert order.is_over(head(writer))
+
+
+# -- other processes -----------------------------------------------------------------------------------
+
+
+def test_a_death_is_warned_of_once(queue: Any, far_reader: Any, caplog: pytest.LogCaptureFixture) -> None:
+    writer, _ = queue(2, attached=1)
+    child = far_reader(writer, 1, "sit")
+    child.kill()
+    ends.until(lambda: writer.readers[1].gone)
+    writer.enqueue("on")
+    told = [record.getMessage() for record in caplog.records if "rank 1" in record.getMessage()]
+    assert len(told) == 1 and f"pid {child.pid}" in told[0]
+
+
+ELSEWHERE = """
+import sys
+{path}
+import torch
+from kvplug import Credentials, PeerGoneError, QueueContext, QueueHandle
+from kvplug_shm.queue.endpoint import ShmQueueEndpoint
+
+handle = QueueHandle(
+    transport="shm", reader_ranks=(0, 1), local_reader_ranks=(0, 1),
+    data=dict(domain=sys.argv[1], contact=sys.argv[2], network=None),
+)
+end = ShmQueueEndpoint(
+    QueueContext(options=None, credentials=Credentials(), timeout_s=30, heartbeat_timeout_s=2.0)
+)
+reader = end.create_from_handle(handle, 1)
+while True:
+    try:
+        reader.dequeue()
+    except PeerGoneError:
+        break
+"""
+
+
+@pytest.mark.parametrize("flags", [("--ipc",), ("--pid", "--fork", "--kill-child", "--ipc")])
+def test_processes_in_other_namespaces_of_one_host_share_memory(queue: Any, flags: tuple[str, ...]) -> None:
+    """Of pids as well: nobody has a pidfd of the other, and heartbeats take its place."""
+    command = ["unshare", *flags]
+    if shutil.which("unshare") is None:
+        pytest.skip("there is no unshare here")
+    tried = subprocess.run([*command, "true"], capture_output=True, text=True, timeout=30, check=False)
+    if tried.returncode:
+        pytest.skip(f"namespaces cannot be made here: {tried.stderr.strip()}")
+    writer, (reader,) = queue(2, attached=1, heartbeat_timeout_s=2.0)
+    path = "\n".join(f"sys.path.append({each!r})" for each in sys.path if each)
+    data = writer.export_handle().data
+    code = textwrap.dedent(ELSEWHERE.format(path=path))
+    child = subprocess.Popen([*command, sys.executable, "-c", code, data["domain"], data["contact"]])
+    try:
+        for _ in range(4 * ends.CHUNKS):
+            sent = torch.randint(0, 255, (MIB,), dtype=torch.uint8)
+            writer.enqueue(sent)
+            assert torch.equal(reader.dequeue(), sent)
+        time.sleep(3.0)
+        assert not writer.readers[1].gone, "a reader that only waits counts as dead"
+        child.kill()
+        ends.until(lambda: writer.readers[1].gone)
+        assert writer.readers[1].died
+        for number in range(2 * ends.CHUNKS):
+            writer.enqueue(number)
+            assert reader.dequeue() == number
+    finally:
+        child.kill()
+        child.wait()
+
+
+def test_an_end_says_what_it_is(queue: Any) -> None:
+    writer, (reader,) = queue()
+    assert repr(writer) == "<ShmWriter, writer>"
+    assert repr(reader) == "<ShmReader, reader rank 0>"
+    reader.close()
+    assert "closed" in repr(reader)
