@@ -6,27 +6,23 @@ import ctypes
 import mmap
 import os
 import sys
-from typing import Any
+from pathlib import Path
+from runpy import run_path
+from types import SimpleNamespace
 
 import attrs
 import pytest
 
-from kvplug import PeerGoneError, PeerIdentity, this_process
+from kvplug import PeerGoneError, this_process
 from kvplug.testing import peers
 from kvplug_shm.memory import attach
 from kvplug_shm.memory.attach import NO_WORD, WORD_BYTES, PeerMemory, UnreadableError, Word, own_word
 
+attaching = SimpleNamespace(**run_path(str(Path(__file__).with_name("attaching.py"))))
+told, heard = attaching.told, attaching.heard
+readable_child = attaching.readable_child
+
 TEXT = b"what lies in the other process" * 100_000
-
-
-def told() -> tuple[dict[str, Any], tuple[int, bytes]]:
-    """Of this process, as plain values."""
-    word = own_word()
-    return attrs.asdict(this_process()), (word.address, word.value)
-
-
-def heard(peer: dict[str, Any], word: tuple[int, bytes]) -> tuple[PeerIdentity, Word]:
-    return PeerIdentity(**peer), Word(*word)
 
 
 def lie_there(parent: peers.Parent) -> None:
@@ -60,6 +56,7 @@ def copied(memory: PeerMemory, address: int, nbytes: int) -> bytes:
     return target.raw
 
 
+@pytest.mark.usefixtures("readable_child")
 def test_what_lies_in_another_process_is_copied() -> None:
     with peers.start(lie_there) as child:
         *rest, address = child.recv()
@@ -73,6 +70,7 @@ def test_what_lies_in_another_process_is_copied() -> None:
         child.send(None)
 
 
+@pytest.mark.usefixtures("readable_child")
 def test_a_killed_process_is_gone() -> None:
     with peers.start(lie_there) as child:
         *rest, address = child.recv()
@@ -85,6 +83,7 @@ def test_a_killed_process_is_gone() -> None:
             PeerMemory(peer, word)
 
 
+@pytest.mark.usefixtures("readable_child")
 def test_another_process_of_that_pid_is_not_read() -> None:
     with peers.start(lie_there) as child:
         peer, word = heard(*child.recv()[:2])
@@ -96,13 +95,14 @@ def test_another_process_of_that_pid_is_not_read() -> None:
         child.send(None)
 
 
+@pytest.mark.usefixtures("readable_child")
 def test_another_program_in_that_process_is_not_read() -> None:
     with peers.start(turn_into_another_program) as child:
         peer, word = heard(*child.recv())
         memory = PeerMemory(peer, word)
-        child.send(None)
         with open(f"/proc/{child.pid}/cmdline", "rb") as f:
             before = f.read()
+        child.send(None)
         now = before
         while now == before:
             with open(f"/proc/{child.pid}/cmdline", "rb") as f:

@@ -29,6 +29,8 @@ ends = SimpleNamespace(**run_path(str(HERE.with_name("single_copy_ends.py"))))
 until, there_are_huge_pages = ends.until, ends.there_are_huge_pages
 
 huge, NBYTES, endpoint = ends.huge, ends.NBYTES, ends.endpoint
+attaching = SimpleNamespace(**run_path(str(HERE.with_name("attaching.py"))))
+readable_child, readable_parent = attaching.readable_child, attaching.readable_parent
 
 
 def far_end(parent: peers.Parent, what: str) -> Any:
@@ -74,6 +76,7 @@ def far() -> Iterator[Callable[[str], tuple[Any, peers.Peer]]]:
         yield make
 
 
+@pytest.mark.usefixtures("readable_child")
 def test_a_process_that_is_stopped_is_read(far: Any) -> None:
     pipe, child = far("offer_and_wait")
     assert child.recv() == "offered"
@@ -85,6 +88,7 @@ def test_a_process_that_is_stopped_is_read(far: Any) -> None:
     child.send(None)
 
 
+@pytest.mark.usefixtures("readable_child")
 @pytest.mark.parametrize("begun", [False, True])
 def test_an_offer_goes_with_its_process(far: Any, begun: bool) -> None:
     pipe, child = far("offer_and_wait")
@@ -98,6 +102,7 @@ def test_an_offer_goes_with_its_process(far: Any, begun: bool) -> None:
             pipe.recv_tensor(timeout=30)
 
 
+@pytest.mark.usefixtures("readable_child")
 def test_an_offer_goes_with_its_program(far: Any) -> None:
     pipe, child = far("offer_and_become_another_program")
     until(lambda: "ended" in repr(pipe))
@@ -107,6 +112,7 @@ def test_an_offer_goes_with_its_program(far: Any) -> None:
     child.kill()
 
 
+@pytest.mark.usefixtures("readable_parent")
 @pytest.mark.parametrize("how", ["killed", "stopped"])
 def test_the_memory_is_the_senders_again_when_its_reader_is_no_more(far: Any, how: str) -> None:
     pipe, child = far("take_a_part")
