@@ -11,11 +11,9 @@ from typing import Any, ClassVar
 
 import pytest
 
-from kvplug import (
-    ClosedError,
-    PeerGoneError,
-    TimeoutError,
-)
+from kvplug import ClosedError, PeerGoneError, TimeoutError
+from kvplug_shm.queue.admission import Admission
+from kvplug_shm.queue.roster import Roster
 
 ends = SimpleNamespace(**run_path(str(Path(__file__).with_name("queue_ends.py"))))
 queue = ends.queue
@@ -168,6 +166,34 @@ def test_a_handler_may_end_a_writer_that_is_looking_at_its_readers(
 
     monkeypatch.setattr(writer._roster, "_reader", ended)
     assert isinstance(ends.end_of(ends.in_thread(lambda: writer.readers)), ClosedError)
+
+
+def test_while_a_reader_joins_the_writer_can_be_ended_by_whoever_looks_at_the_readers(
+    queue: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who looks has the roster, and a handler that strikes there wants the door: nobody waits with it."""
+    joined, struck = Roster.joined, []
+
+    def free() -> bool:
+        with doors[0]._lock:
+            return True
+
+    def meanwhile(roster: Roster, rank: int) -> None:
+        joined(roster, rank)
+        struck.append(ends.end_of(ends.in_thread(free), 5.0))
+
+    doors: list[Admission] = []
+    watch = Admission._watch
+
+    def watched(door: Admission, *args: Any) -> None:
+        doors.append(door)
+        watch(door, *args)
+
+    monkeypatch.setattr(Admission, "_watch", watched)
+    monkeypatch.setattr(Roster, "joined", meanwhile)
+    queue()
+    ends.until(lambda: struck)
+    assert struck == [True]
 
 
 def test_who_hears_of_an_eviction_may_look_at_the_readers(queue: Any) -> None:

@@ -160,7 +160,7 @@ class Admission:
             closed = self._closed
             if not closed and watch.reason is None:
                 self._joined[rank] = (connection, watch)
-            self._roster.joined(rank)
+        self._roster.joined(rank)  # not with the lock: whoever looks at the readers may be struck, and close
         if closed:
             watch.close()
             hang_up(connection)
