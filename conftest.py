@@ -24,7 +24,9 @@ _failed_to = os.environ.pop("FAILED_TESTS_FILE", None)
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     """Note a failure where all environments' failures are gathered: what it was, and how it ended."""
     if _failed_to is not None and report.failed:
-        lines = [f"{report.nodeid} ({report.when})", *report.longreprtext.splitlines()[-15:]]
+        said = report.longreprtext.splitlines()
+        errors = [line for line in said if line.startswith("E  ")][:10]  # stacks may follow
+        lines = [f"{report.nodeid} ({report.when})", *errors, *said[-5:]]
         Path(_failed_to).parent.mkdir(parents=True, exist_ok=True)
         with Path(_failed_to).open("a") as file:
             file.writelines(f"{line[:300]}\n" for line in lines)

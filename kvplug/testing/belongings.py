@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Set
+from collections.abc import Callable, Iterator, Set
 from pathlib import Path
+from typing import TypeVar
 
 import attrs
 
 _SHARED_MEMORY = "/dev/shm"  # noqa: S108 - where Linux has it
 _OF_PROCESSES = ("__KMP_REGISTERED_LIB_",)
 """How names begin that a library makes once in each process, whatever is done there: that of OpenMP."""
+_MOST_READINGS = 100
+"""Of a list that never stays as it is."""
+
+_T = TypeVar("_T")
 
 
 @attrs.frozen
@@ -35,7 +40,7 @@ class Belongings:
         descriptors = _descriptors(pid)
         return cls(
             descriptors,
-            frozenset(f"{task} {_comm(pid, task)}" for task in _listdir(f"/proc/{pid}/task")),
+            frozenset(f"{task} {_comm(pid, task)}" for task in _tasks(pid)),
             frozenset(children(pid)),
             frozenset(abstract_sockets(pid)),
             frozenset(_shared_memory()),
@@ -59,11 +64,15 @@ class Belongings:
 
 def children(pid: int) -> list[int]:
     """Pids of the direct children of a process, zombies too."""
-    found: list[int] = []
-    for task in _listdir(f"/proc/{pid}/task"):
-        with contextlib.suppress(OSError):
-            found += map(int, Path(f"/proc/{pid}/task/{task}/children").read_text().split())
-    return found
+
+    def read() -> list[int]:
+        found: list[int] = []
+        for task in _tasks(pid):
+            with contextlib.suppress(OSError):
+                found += map(int, Path(f"/proc/{pid}/task/{task}/children").read_text().split())
+        return found
+
+    return _steady(read)
 
 
 def abstract_sockets(pid: int) -> set[str]:
@@ -126,6 +135,23 @@ def _descriptors(pid: int) -> frozenset[str]:
             if not target.endswith("/fd"):  # the descriptor this very listing uses
                 found.add(f"{fd} -> {target}")
     return frozenset(found)
+
+
+def _tasks(pid: int) -> list[str]:
+    """Kernel ids of the threads of a process."""
+    return _steady(lambda: _listdir(f"/proc/{pid}/task"))
+
+
+def _steady(read: Callable[[], list[_T]]) -> list[_T]:
+    """What two readings agree on: of threads and of children the kernel leaves out one that lives, where the
+    one before it ends while they are listed.
+    """
+    found = read()
+    for _ in range(_MOST_READINGS):
+        if (again := read()) == found:
+            break
+        found = again
+    return found
 
 
 def _comm(pid: int, task: str) -> str:
