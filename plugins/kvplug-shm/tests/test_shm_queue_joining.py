@@ -38,6 +38,7 @@ def test_a_handle_is_open_until_the_last_reader_has_come(queue: Any) -> None:
         links = (f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd"))
         return sum("kvplug-queue" in os.readlink(link) for link in links if os.path.islink(link))
 
+    ends.until(lambda: descriptors() == 0)  # of queues before, whose readers may just have been joining
     writer, _ = queue(2, attached=1)
     assert descriptors() == 1
     with ends.endpoint().create_from_handle(writer.export_handle(), 1):
