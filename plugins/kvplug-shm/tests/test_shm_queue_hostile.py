@@ -233,8 +233,13 @@ def test_nothing_listens_but_an_abstract_socket_of_this_host(writer: Any) -> Non
     listening = []
     for name in os.listdir("/proc/self/fd"):
         try:
-            sock = socket.socket(fileno=os.dup(int(name)))
+            copy = os.dup(int(name))  # the one of the listing itself is gone
         except OSError:
+            continue
+        try:
+            sock = socket.socket(fileno=copy)
+        except OSError:  # it is none
+            os.close(copy)
             continue
         with sock:
             if sock.family != socket.AF_UNIX and sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
