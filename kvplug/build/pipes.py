@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import attrs
 
-from kvplug.build.connector import Parts, credentials_of, hello_of, lacks_pipe
+from kvplug.build.connector import Parts, credentials_of, hello_of
 from kvplug.build.peers import ControlPeers, LinkListener, Wiring
 from kvplug.config import Config, Role
 from kvplug.connector.values import CacheGroup, KVCacheConfig, Parallelism, Side
@@ -25,11 +25,15 @@ _LABEL = "pipe"
 _NO_MODEL = ModelInfo(name="none", attention="none", num_layers=0, num_kv_heads=0, head_size=0, dtype="none")
 
 
-def _wiring(config: Config, registry: Registry | None, wrap_pipe: Callable[[Pipe], Pipe] | None) -> Wiring:
+def _parts(config: Config, registry: Registry | None) -> Parts:
     registry = Registry.from_env() if registry is None else registry
-    config = attrs.evolve(config, role=Role.BOTH)
-    parts = Parts(config, registry)
+    parts = Parts(attrs.evolve(config, role=Role.BOTH), registry)
     parts.check(keys=("transport",))
+    return parts
+
+
+def _wiring(parts: Parts, wrap_pipe: Callable[[Pipe], Pipe] | None) -> Wiring:
+    config = parts.config
     layout = KVLayout("BTD", {"B": 1, "T": 1, "D": 1})
     cache = KVCacheConfig(groups=(CacheGroup(layer_names=(), layout=layout),), num_blocks=1)
     return Wiring(
@@ -39,7 +43,7 @@ def _wiring(config: Config, registry: Registry | None, wrap_pipe: Callable[[Pipe
         endpoint=parts.pipe_endpoint,
         pipe_options=parts.pipe_options,
         stats=TransferStats(),
-        missing=registry.failures(),
+        missing=parts.registry.failures(),
         wrap_pipe=wrap_pipe,
     )
 
@@ -94,9 +98,9 @@ def listen_pipe(
         ConfigError, InsecureAddressError, AddressInUseError.
         UnknownTransportError, AmbiguousNameError: the transport that the config names is not there.
     """
-    registry = Registry.from_env() if registry is None else registry
-    wiring = _wiring(config, registry, wrap_pipe)
-    if (lack := lacks_pipe(config, registry)) is not None:
+    parts = _parts(config, registry)
+    wiring = _wiring(parts, wrap_pipe)
+    if (lack := parts.lacks_pipe()) is not None:
         logger.warning("whoever connects will be refused: %s", lack)
     return PipeServer(wiring, ControlPeers(wiring, listen=address))
 
@@ -115,7 +119,7 @@ def connect_pipe(
         TimeoutError: nobody listened there in time.
         HandshakeError, AuthenticationError: the two ends cannot work together, and why.
     """
-    wiring = _wiring(config, registry, wrap_pipe)
+    wiring = _wiring(_parts(config, registry), wrap_pipe)
     deadline = Deadline.after(timeout, config.connect_timeout_s)
     link = ControlPeers(wiring, connect=contact).connect(0, "pipe", timeout=deadline.remaining())
     try:

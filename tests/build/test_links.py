@@ -12,14 +12,15 @@ import pytest
 
 from kvplug import ClosedError, Config, Credentials, KvplugError, Listener, PeerGoneError, Registry, dial
 from kvplug.build.peers import CONTROL, ControlPeers, Wiring
-from kvplug.build.pipes import _wiring
+from kvplug.build.pipes import _parts, _wiring
 from kvplug.trust.channel import Channel
 
 pytestmark = pytest.mark.timeout(30)
 
 
 def wiring(**more: Any) -> Wiring:
-    return _wiring(Config.from_dict({"timeout_s": 20, "connect_timeout_s": 20, **more}), Registry(), None)
+    config = Config.from_dict({"timeout_s": 20, "connect_timeout_s": 20, **more})
+    return _wiring(_parts(config, Registry()), None)
 
 
 @pytest.fixture(autouse=True)
