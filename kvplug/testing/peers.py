@@ -20,6 +20,7 @@ stacks and exits. A child also exits when its parent is gone.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import faulthandler
 import inspect
@@ -59,6 +60,7 @@ DEFAULT_TIMEOUT_S = 30.0
 _LIMITS = Limits()
 _SIZE = struct.Struct("<Q")
 _DUMP = signal.SIGUSR1
+_STDERR = 2
 _EXIT_ORPHANED = 86
 
 
@@ -127,7 +129,7 @@ class Peer:
         self._target = target
         self._process = process
         self._wire = _Wire(wire)
-        self._results: dict[str, Any] = {}
+        self._unread: collections.deque[tuple[str, Any]] = collections.deque()
         self._listens_to_signals = False
         self._stderr = stderr
         self._wire.send((target, list(args)))
@@ -168,6 +170,18 @@ class Peer:
         """
         return self._next("value", timeout)
 
+    def poll(self, timeout: float = 0.0) -> bool:
+        """Whether :meth:`recv` would have something to return or to raise, without a wait, within ``timeout``
+        seconds. Unlike a :meth:`recv` that is too long it leaves the child alone."""
+        if not self._unread:
+            try:
+                self._unread.append(self._receive(time.monotonic() + timeout))
+            except TimeoutError:
+                return False
+            except EOFError:
+                pass
+        return True
+
     def result(self, timeout: float | None = DEFAULT_TIMEOUT_S) -> Any:
         """What its function returned. Raises like :meth:`recv`."""
         value = self._next("result", timeout)
@@ -183,7 +197,7 @@ class Peer:
         """SIGSTOP, and wait until it has stopped."""
         self._process.send_signal(signal.SIGSTOP)
         limit = time.monotonic() + DEFAULT_TIMEOUT_S
-        while _state_of(self.pid) not in "Tt":
+        while not self._is_stopped():
             if time.monotonic() > limit:
                 raise TimeoutError(f"{self!r} does not stop")
             time.sleep(0.001)
@@ -205,14 +219,30 @@ class Peer:
 
     def stacks(self) -> str:
         """The stacks of its threads, and whatever else it wrote to stderr."""
-        if self.exit_code is None and self._may_be_signalled():
+        if self.exit_code is None and not self._is_stopped():
             before = len(self.stderr)
-            self._process.send_signal(_DUMP)
-            limit = time.monotonic() + 2.0
-            while len(self.stderr) == before and time.monotonic() < limit and self.exit_code is None:
-                time.sleep(0.01)
-            time.sleep(0.02)
+            with contextlib.suppress(OSError):
+                self._wire.send(("stacks", None))
+            # A signal's handler walks the frames of threads that run on meanwhile, and at times crashes the
+            # child. It is for one whose interpreter's lock is held by a call that does not return.
+            if not self._writes(before, 2.0) and self._may_be_signalled():
+                self._process.send_signal(_DUMP)
+                self._writes(before, 2.0)
         return self.stderr
+
+    def _is_stopped(self) -> bool:
+        return _state_of(self.pid) in "Tt"
+
+    def _writes(self, before: int, within: float) -> bool:
+        """Wait until it has written more than it had ``before``, and has come to its end with that."""
+        limit = time.monotonic() + within
+        length = before
+        while length == before or length != len(self.stderr):
+            if time.monotonic() > limit or self.exit_code is not None:
+                break
+            length = len(self.stderr)
+            time.sleep(0.02)
+        return length != before
 
     def close(self) -> None:
         """Kill it if it still runs, reap it, and give back what belongs to it. Idempotent."""
@@ -229,8 +259,6 @@ class Peer:
         self.close()
 
     def _next(self, wanted: str, timeout: float | None) -> Any:
-        if wanted in self._results:
-            return self._results.pop(wanted)
         limit = None if timeout is None else time.monotonic() + timeout
         try:
             kind, value = self._receive(limit)
@@ -243,11 +271,13 @@ class Peer:
         if kind == "error":
             raise ChildError(*value)
         if kind != wanted:
-            self._results[kind] = value
+            self._unread.appendleft((kind, value))
             raise AssertionError(f"{self!r} gave a {kind} ({value!r}) where a {wanted} was expected")
         return value
 
     def _receive(self, limit: float | None) -> tuple[str, Any]:
+        if self._unread:
+            return self._unread.popleft()
         while True:
             left = None if limit is None else max(0.0, limit - time.monotonic())
             kind, value = self._wire.recv(left)
@@ -258,9 +288,7 @@ class Peer:
     def _may_be_signalled(self) -> bool:
         """Before its handler is in place the signal that asks for stacks would kill it."""
         if not self._listens_to_signals:
-            with contextlib.suppress(TimeoutError, EOFError):
-                kind, value = self._receive(time.monotonic())
-                self._results[kind] = value
+            self.poll()
         return self._listens_to_signals
 
 
@@ -286,10 +314,14 @@ class Parent:
         self._wire.close()
 
     def _listen(self) -> None:
-        """A thread of the child: also notices that the parent is gone."""
+        """A thread of the child: also shows its stacks, and notices that the parent is gone."""
         try:
             while True:
-                self._values.put(self._wire.recv(None)[1])
+                kind, value = self._wire.recv(None)
+                if kind == "stacks":
+                    faulthandler.dump_traceback(_STDERR, all_threads=True)
+                else:
+                    self._values.put(value)
         except (EOFError, OSError):
             os._exit(_EXIT_ORPHANED)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import socket
@@ -13,6 +14,7 @@ from collections.abc import Iterator
 from multiprocessing import resource_tracker  # noqa: TID251 - what others leave
 from multiprocessing.shared_memory import SharedMemory  # noqa: TID251
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -33,6 +35,32 @@ def fail(parent: peers.Parent) -> None:
 def sleep_in_here(parent: peers.Parent) -> None:
     parent.send("asleep")
     time.sleep(60)
+
+
+def work_hard(parent: peers.Parent) -> None:
+    def climb(steps: int) -> Any:
+        return climb(steps - 1) if steps else signal.Signals(signal.SIGINT)
+
+    def work() -> None:
+        while True:
+            for steps in range(30):
+                climb(steps)
+
+    for _ in range(3):
+        threading.Thread(target=work, daemon=True).start()
+    parent.send("at work")
+    parent.recv(timeout=60)
+
+
+def sleep_with_the_interpreters_lock(parent: peers.Parent) -> None:
+    parent.send("soon")
+    ctypes.PyDLL(None).sleep(60)
+
+
+def send_twice(parent: peers.Parent) -> str:
+    parent.send(1)
+    parent.send(2)
+    return "done"
 
 
 def leave_at_once(parent: peers.Parent) -> None:
@@ -82,6 +110,53 @@ def test_a_wait_that_is_too_long_shows_the_stacks_of_both() -> None:
             child.result(0.3)
         assert "sleep_in_here" in str(caught.value)
         assert "test_a_wait_that_is_too_long" in str(caught.value)
+
+
+def test_a_child_that_is_asked_for_its_stacks_while_it_works_survives() -> None:
+    with peers.start(work_hard) as child:
+        assert child.recv() == "at work"
+        for _ in range(20):
+            assert "climb" in child.stacks()
+        assert child.exit_code is None, child.stderr
+
+
+def test_a_child_that_holds_the_interpreters_lock_shows_where() -> None:
+    with peers.start(sleep_with_the_interpreters_lock) as child:
+        assert child.recv() == "soon"
+        assert "in sleep_with_the_interpreters_lock" in child.stacks()
+
+
+def test_a_child_that_is_stopped_is_not_waited_for_to_show_its_stacks() -> None:
+    with peers.start(echo, 1) as child:
+        child.stop()
+        assert child.stacks() == ""
+        child.cont()
+        child.send("x")
+        assert child.recv() == "x"
+        assert child.result() == "done"
+        assert child.stderr == ""
+
+
+def test_a_look_whether_something_came_takes_nothing_and_leaves_the_child_alone() -> None:
+    with peers.start(echo, 1) as child:
+        assert not child.poll(0.2)
+        assert child.stderr == ""
+        child.send("x")
+        assert child.poll(peers.DEFAULT_TIMEOUT_S)
+        assert child.poll()
+        assert child.recv(0.0) == "x"
+        assert child.result() == "done"
+        assert child.poll(peers.DEFAULT_TIMEOUT_S)
+        with pytest.raises(PeerGoneError):
+            child.recv()
+
+
+def test_a_value_where_a_result_was_expected_is_not_lost() -> None:
+    with peers.start(send_twice) as child:
+        with pytest.raises(AssertionError, match="gave a value"):
+            child.result()
+        assert [child.recv(), child.recv()] == [1, 2]
+        assert child.result() == "done"
 
 
 def test_a_child_whose_time_is_up_dumps_its_stacks_and_exits() -> None:

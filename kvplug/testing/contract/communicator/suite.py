@@ -104,16 +104,19 @@ class Far(Rank):
 
     def _outcome(self, number: int, within: float) -> Outcome:
         while number not in self._heard:
-            heard, plain = self.child.recv(timeout=within)
-            self._heard[heard] = Outcome(**plain)
+            self._hear(within)
         return self._heard.pop(number)
 
     def _is_blocked(self, number: int) -> bool:
-        try:
-            self._heard[number] = self._outcome(number, 0.3)
-        except errors.TimeoutError:
-            return True
+        while number not in self._heard:
+            if not self.child.poll(0.3):
+                return True
+            self._hear(0.0)
         return False
+
+    def _hear(self, within: float) -> None:
+        heard, plain = self.child.recv(timeout=within)
+        self._heard[heard] = Outcome(**plain)
 
     def leave(self) -> None:
         self.child.kill()
