@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,19 +13,13 @@ import pytest
 from kvplug.acceptor import Acceptor, PipeAcceptor
 from kvplug.errors import ClosedError, PeerGoneError, TimeoutError, TransportError
 from kvplug.testing import peers
+from kvplug.testing.waits import until
 from kvplug.trust.credentials import Credentials
 from kvplug.trust.listener import Connection, Listener, dial
 
 pytestmark = pytest.mark.timeout(60)
 PURPOSE = "test of acceptors"
 PATIENCE_S = 20.0
-
-
-def until(condition: Callable[[], object]) -> None:
-    limit = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < limit
-        time.sleep(0.005)
 
 
 def is_hung_up(connection: Connection) -> bool:

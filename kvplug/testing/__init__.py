@@ -2,7 +2,8 @@
 
 The conformance kit is one class for each ABC: subclass :class:`PipeContract`, name your transport in it, and
 pytest judges it by the laws. :mod:`~kvplug.testing.peers` runs a test's functions in real child processes and
-finds what they leave behind; :mod:`~kvplug.testing.faults` makes any pipe a faulty one, by a plan.
+finds what they leave behind; :mod:`~kvplug.testing.waits` watches calls that could block;
+:mod:`~kvplug.testing.faults` makes any pipe a faulty one, by a plan.
 """
 
 from __future__ import annotations

@@ -258,8 +258,9 @@ FAULTS = {
 CHECK = """
 import json, sys
 from kvplug.testing import check_plugin
+from kvplug.testing import waits
 from kvplug.testing.contract import base
-base.patience_s = float(sys.argv[2])
+waits.patience_s = float(sys.argv[2])
 try:
     print(json.dumps([*check_plugin(sys.argv[1])]))
 except AssertionError as e:

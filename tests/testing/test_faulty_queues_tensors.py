@@ -29,11 +29,11 @@ from kvplug import (  # noqa: E402
     hookimpl,
 )
 from kvplug.testing import MessageQueueContract  # noqa: E402
-from kvplug.testing.contract.base import Call, raises  # noqa: E402
 from kvplug.testing.faults import FaultyQueueEndpoint, Plan, Rule  # noqa: E402
 from kvplug.testing.faults.messages import parts, writable  # noqa: E402
 from kvplug.testing.faults.queue import faulty  # noqa: E402
 from kvplug.testing.memory.queue import MemoryQueueEndpoint  # noqa: E402
+from kvplug.testing.waits import Call, raises  # noqa: E402
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -168,7 +168,8 @@ import pytest
 
 from kvplug import Kind
 from kvplug.testing import law
-from kvplug.testing.contract.base import Call, Contract
+from kvplug.testing.waits import Call
+from kvplug.testing.contract.base import Contract
 
 
 class Made(Contract):

@@ -13,7 +13,7 @@ import pytest
 
 from kvplug.config.faults import did_you_mean
 from kvplug.registry.discovery import discover
-from kvplug.testing.contract import base
+from kvplug.testing import waits
 from kvplug.testing.contract.base import Contract, law
 from kvplug.testing.inspection import USED, Inspection, inspect_plugin
 from kvplug.testing.laws import LAWS
@@ -61,7 +61,7 @@ def check_plugin(name: str) -> tuple[str, ...]:
         AssertionError: it breaks a law. The message has all the breaches, each with its law, what was
             observed and where the law is written; below them is what these laws say.
     """
-    found = inspect_plugin(name, base.patience_s)
+    found = inspect_plugin(name, waits.patience_s)
     breaches = tuple(breaches_of(found))
     if breaches:
         lines = "".join(f"\n  - {breach}" for breach in breaches)
@@ -290,4 +290,4 @@ class PluginContract(Contract):
 @cache
 def _inspected(name: str) -> Inspection:
     """Once for all tests of a suite."""
-    return inspect_plugin(name, base.patience_s)
+    return inspect_plugin(name, waits.patience_s)

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from kvplug import TimeoutError
-from kvplug.testing.contract.base import Call
 from kvplug.testing.contract.pipe.suite import fill
+from kvplug.testing.waits import Call
 
 
 def test_waiting_costs_no_processor_time(near_pair: Any) -> None:

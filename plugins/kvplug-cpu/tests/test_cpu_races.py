@@ -16,30 +16,10 @@ import torch
 
 from kvplug import ClosedError, KvplugError, PeerGoneError, TensorMismatchError, TimeoutError, TransportError
 from kvplug.testing import peers
+from kvplug.testing.waits import Call
 from kvplug_cpu.message import Content, parts
 
 MIB = 1024 * 1024
-
-
-def in_thread(call: Any) -> tuple[threading.Thread, list[Any]]:
-    ended: list[Any] = []
-
-    def run() -> None:
-        try:
-            ended.append(call())
-        except BaseException as e:
-            ended.append(e)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    return thread, ended
-
-
-def end_of(running: tuple[threading.Thread, list[Any]], within: float = 5.0) -> Any:
-    thread, ended = running
-    thread.join(within)
-    assert not thread.is_alive(), f"still blocked after {within} s:\n{peers.stacks()}"
-    return ended[0]
 
 
 def send_all(lane: Any, view: memoryview) -> None:
@@ -62,9 +42,9 @@ def test_a_message_interrupted_while_the_peer_closes_goes_on_with_its_first_byte
     outs = [torch.zeros_like(sent) if with_out else None for _ in range(2)]
     with pytest.raises(TimeoutError):
         other.recv_tensor(outs[0], timeout=0.2)
-    sender = in_thread(lambda: send_all(one._lanes[0], content.memory[50_000:]))
+    sender = Call(lambda: send_all(one._lanes[0], content.memory[50_000:]))
     assert torch.equal(other.recv_tensor(outs[1], timeout=5), sent)
-    end_of(sender)
+    sender.outcome()
 
 
 def test_no_memory_to_keep_a_part_in_breaks_the_pipe_and_says_so(
@@ -139,7 +119,7 @@ def test_ending_just_before_a_message_is_read_from_all_lanes_wakes_its_receiver(
     one.send_tensor(torch.ones(MIB))
     time.sleep(0.1)
     monkeypatch.setattr(inbox, "fresh", slow)
-    assert isinstance(end_of(in_thread(lambda: other.recv_tensor(timeout=2))), ClosedError)
+    assert isinstance(Call(lambda: other.recv_tensor(timeout=2)).outcome(), ClosedError)
 
 
 @pytest.mark.parametrize("end", ["close", "abort"])
@@ -147,10 +127,10 @@ def test_ending_in_the_middle_of_a_message_wakes_its_receiver(near_pair: Any, en
     one, other = near_pair()
     content = Content.of(torch.zeros(4 * MIB, dtype=torch.uint8), MIB)
     one._lanes[0].send_now([memoryview(content.prefix), content.memory[:1000]])
-    receiving = in_thread(lambda: other.recv_tensor(timeout=10))
+    receiving = Call(lambda: other.recv_tensor(timeout=10))
     time.sleep(0.05)
     getattr(other, end)()
-    assert isinstance(end_of(receiving), ClosedError)
+    assert isinstance(receiving.outcome(), ClosedError)
     with pytest.raises(PeerGoneError):
         for _ in range(1000):
             one.send_tensor(torch.zeros(MIB), timeout=2)
@@ -161,10 +141,10 @@ def test_a_lane_that_breaks_alone_ends_a_receive_at_once(near_pair: Any) -> None
     content = Content.of(torch.ones(MIB, dtype=torch.uint8), 4096)
     a, _ = parts(MIB, 2)[0]
     assert one._lanes[0].send_now([memoryview(content.prefix), content.memory[a : a + 1000]])
-    receiving = in_thread(lambda: other.recv_tensor(timeout=10))
+    receiving = Call(lambda: other.recv_tensor(timeout=10))
     time.sleep(0.1)
     one._lanes[1]._sock.shutdown(socket.SHUT_RDWR)
-    assert isinstance(end_of(receiving, 3), PeerGoneError)
+    assert isinstance(receiving.outcome(3), PeerGoneError)
 
 
 def test_what_has_failed_is_not_sent_any_further(near_pair: Any) -> None:
@@ -275,7 +255,7 @@ def test_a_side_reader_that_fails_breaks_the_pipe(near_pair: Any, monkeypatch: p
     monkeypatch.setattr(other._lanes[1], "receive", fail)
     one.send_tensor(torch.ones(10_000))
     for _ in range(2):
-        assert isinstance(end_of(in_thread(lambda: other.recv_tensor(timeout=1))), TransportError)
+        assert isinstance(Call(lambda: other.recv_tensor(timeout=1)).outcome(), TransportError)
 
 
 def test_a_connection_that_is_reset_before_it_becomes_a_pipe_leaves_nothing(endpoint: Any) -> None:
@@ -339,12 +319,12 @@ def test_a_transfer_under_way_ends_in_a_forked_child_too(near_pair: Any) -> None
     called: list[int] = []
     transfer = one.send_tensor(torch.ones(20 * MIB, dtype=torch.uint8))
     transfer.add_done_callback(lambda _: called.append(os.getpid()))
-    waiting = in_thread(lambda: transfer.wait(10))
+    waiting = Call(lambda: transfer.wait(10))
     assert not transfer.done()
     assert in_forked_child(lambda: transfer.wait(3)) == "ClosedError"
     assert in_forked_child(lambda: (transfer.done(), called)) == "(True, [])"
     assert other.recv_tensor().numel() == 20 * MIB
-    assert end_of(waiting) is None
+    assert waiting.outcome() is None
     assert called == [os.getpid()]
 
 
@@ -359,11 +339,11 @@ def test_a_listener_can_be_closed_in_a_forked_child_whoever_was_at_work_in_it(
                 held.set()
                 go.wait(10)
 
-        holding = in_thread(hold)
+        holding = Call(hold)
         held.wait(5)
         assert in_forked_child(lambda: listener.close(), 3) == "None"
         go.set()
-        end_of(holding)
+        holding.outcome()
 
 
 def test_a_pipe_that_could_not_be_made_is_hung_up_on_and_forgotten(

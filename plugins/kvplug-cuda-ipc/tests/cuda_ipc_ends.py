@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import signal
-import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
@@ -14,6 +12,7 @@ import torch
 
 from kvplug import Credentials, KvplugError, PeerGoneError, PipeContext
 from kvplug.testing import peers
+from kvplug.testing.waits import until
 from kvplug_cuda_ipc.options import CudaIpcPipeOptions
 from kvplug_cuda_ipc.pipe.endpoint import CudaIpcEndpoint
 from kvplug_cuda_ipc.pipe.pipe import CudaIpcPipe
@@ -171,34 +170,3 @@ def interrupted(parent: peers.Parent, pipe: Any) -> list[str]:
     parent.recv()
     said.append(str(bool((out == 5).all())))
     return said
-
-
-# -- threads here ----------------------------------------------------------------------------------
-
-
-def in_thread(call: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
-    ended: list[Any] = []
-
-    def run() -> None:
-        try:
-            ended.append(call())
-        except BaseException as e:
-            ended.append(e)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    return thread, ended
-
-
-def end_of(running: tuple[threading.Thread, list[Any]], within: float = PATIENCE_S) -> Any:
-    thread, ended = running
-    thread.join(within)
-    assert not thread.is_alive(), f"still blocked after {within} s:\n{peers.stacks()}"
-    return ended[0]
-
-
-def until(true: Callable[[], Any], within: float = PATIENCE_S) -> None:
-    limit = time.monotonic() + within
-    while not true():
-        assert time.monotonic() < limit, f"not so after {within} s:\n{peers.stacks()}"
-        time.sleep(0.005)

@@ -32,6 +32,7 @@ from kvplug import (
     dial,
 )
 from kvplug.testing import check_plugin
+from kvplug.testing.waits import Call, until
 from kvplug.wire.messages import NONE, tensor_prefix
 from kvplug_cuda_ipc import plugin, probe
 from kvplug_cuda_ipc.cudart.errors import CudaLibraryError
@@ -48,7 +49,6 @@ from kvplug_cuda_ipc.testing.host import HostDevice
 ENDS = Path(__file__).with_name("cuda_ipc_ends.py")
 ends = SimpleNamespace(**run_path(str(ENDS)))
 near_pair = ends.near_pair
-in_thread, end_of, until = ends.in_thread, ends.end_of, ends.until
 LARGE, MIB, PATIENCE_S = ends.LARGE, ends.MIB, ends.PATIENCE_S
 
 
@@ -66,11 +66,10 @@ def test_what_the_caller_has_enqueued_is_done_before_it_is_sent(
     controls.put_gate(caller)
     device.runtime.memcpy_async(source.data_ptr(), wanted.data_ptr(), wanted.nbytes, caller)
     transfer = one.send_tensor(source)
-    receiving = in_thread(lambda: other.recv_tensor(timeout=PATIENCE_S))
-    receiving[0].join(0.3)
-    assert receiving[0].is_alive() and not transfer.done()
+    receiving = Call(lambda: other.recv_tensor(timeout=PATIENCE_S))
+    assert receiving.is_blocked(0.3) and not transfer.done()
     controls.set(gate=0)
-    assert torch.equal(end_of(receiving), wanted)
+    assert torch.equal(receiving.outcome(), wanted)
     transfer.wait(PATIENCE_S)
     controls.close_stream(caller)
 
@@ -87,11 +86,10 @@ def test_memory_is_received_into_only_when_the_caller_has_done_with_it(
     controls.set(gate=1)
     controls.put_gate(caller)
     device.runtime.memcpy_async(kept.data_ptr(), out.data_ptr(), out.nbytes, caller)
-    receiving = in_thread(lambda: other.recv_tensor(out, timeout=PATIENCE_S))
-    receiving[0].join(0.3)
-    assert receiving[0].is_alive() and torch.equal(out, before)
+    receiving = Call(lambda: other.recv_tensor(out, timeout=PATIENCE_S))
+    assert receiving.is_blocked(0.3) and torch.equal(out, before)
     controls.set(gate=0)
-    assert end_of(receiving) is out
+    assert receiving.outcome() is out
     assert torch.equal(out, message) and torch.equal(kept, before)
     controls.close_stream(caller)
 
@@ -350,8 +348,8 @@ def test_a_stranger_that_is_let_in_and_joins_as_no_end_does_stops_nobody(
             channel.send(value)
         raw = stack.enter_context(dial(where, Credentials(), joining.PURPOSE))
         raw.sock.sendall(b"x" * 1000)
-        connecting = in_thread(lambda: end.connect(listener.contact))
-        with listener.accept() as one, end_of(connecting) as other:
+        connecting = Call(lambda: end.connect(listener.contact))
+        with listener.accept() as one, connecting.outcome() as other:
             one.send_tensor(torch.arange(2))
             assert other.recv_tensor().tolist() == [0, 1]
 

@@ -26,6 +26,7 @@ from kvplug import (
     dial,
 )
 from kvplug.testing import peers
+from kvplug.testing.waits import Call, until
 from kvplug_cuda_ipc import memory
 from kvplug_cuda_ipc.cudart.errors import CudaError
 from kvplug_cuda_ipc.pipe import joining
@@ -36,7 +37,6 @@ from kvplug_cuda_ipc.testing.host import HostDevice
 ENDS = Path(__file__).with_name("cuda_ipc_ends.py")
 ends = SimpleNamespace(**run_path(str(ENDS)))
 near_pair, far_pair = ends.near_pair, ends.far_pair
-in_thread, end_of, until = ends.in_thread, ends.end_of, ends.until
 LARGE, MIB, PATIENCE_S = ends.LARGE, ends.MIB, ends.PATIENCE_S
 
 
@@ -76,14 +76,14 @@ def test_a_copy_that_comes_to_its_end_after_its_peer_is_no_message(far_pair: Any
     pipe, child = far_pair("send", MIB)
     assert child.recv(PATIENCE_S) == "sent"
     controls.set(hold=1)
-    receiving = in_thread(lambda: pipe.recv_tensor(timeout=PATIENCE_S))
+    receiving = Call(lambda: pipe.recv_tensor(timeout=PATIENCE_S))
     until(lambda: pipe._inbox._message)
     time.sleep(0.2)  # the copy is enqueued
     child.kill()
     until(lambda: pipe._fate.peer_lost)
     time.sleep(0.2)  # the call has seen it
     controls.set(hold=0)
-    assert isinstance(end_of(receiving), PeerGoneError)
+    assert isinstance(receiving.outcome(), PeerGoneError)
     with pytest.raises(PeerGoneError):
         pipe.recv_tensor(timeout=PATIENCE_S)
 
@@ -122,9 +122,9 @@ def test_memory_that_a_stopped_peer_has_mapped_is_kept_until_it_goes_on_or_ends(
     child.stop()
     assert pipe.send_tensor(noise(MIB)).wait(PATIENCE_S) is None
     if ended == "closed":
-        assert end_of(in_thread(lambda: pipe.close(timeout=0.2))) is None
+        assert Call(lambda: pipe.close(timeout=0.2)).outcome() is None
     else:
-        assert end_of(in_thread(pipe.abort)) is None
+        assert Call(pipe.abort).outcome() is None
     time.sleep(0.3)
     assert controls.get("allocations") == 1
     assert controls.get("mappings") == 0  # of the peer's nothing is
@@ -258,8 +258,8 @@ def test_a_device_that_is_busy_holds_up_nobody(near_pair: Any, controls: Any) ->
             other.recv_tensor(timeout=0.1)
         with pytest.raises(TimeoutError):
             transfer.wait(0)
-        running = in_thread(lambda p=one, h=how: p.close(timeout=0.1) if h == "close" else p.abort())
-        assert end_of(running) is None
+        running = Call(lambda p=one, h=how: p.close(timeout=0.1) if h == "close" else p.abort())
+        assert running.outcome() is None
         assert transfer.done()
         with pytest.raises(PeerGoneError):
             other.recv_tensor(timeout=PATIENCE_S)
@@ -355,9 +355,9 @@ def test_a_peer_that_is_stopped_while_a_pipe_is_made_keeps_what_it_may_have_mapp
 
 def test_a_call_ends_with_an_error_of_kvplugs_whatever_happens(far_pair: Any) -> None:
     pipe, child = far_pair("echo")
-    running = in_thread(lambda: pipe.recv_tensor(timeout=None))
+    running = Call(lambda: pipe.recv_tensor(timeout=None))
     child.kill()
-    assert isinstance(end_of(running), KvplugError)
+    assert isinstance(running.outcome(), KvplugError)
 
 
 def test_memory_of_callers_is_filled_only_when_their_stream_has_done_with_it(

@@ -7,15 +7,14 @@ import ctypes.util
 import importlib.metadata
 import os
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from kvplug import CapacityError
 from kvplug.testing import peers
+from kvplug.testing.waits import until
 from kvplug_cuda_ipc.cudart.errors import CudaError, CudaLibraryError, CudaMemoryError
 from kvplug_cuda_ipc.cudart.library import Runtime, load
 from kvplug_cuda_ipc.cudart.places import VARIABLE, loaded, places
@@ -31,13 +30,6 @@ def real_path() -> str:
     except importlib.metadata.PackageNotFoundError:
         return ""
     return next((str(each.locate()) for each in files if each.name == "libcudart.so.12"), "")
-
-
-def until(true: Callable[[], Any]) -> None:
-    limit = time.monotonic() + PATIENCE_S
-    while not true():
-        assert time.monotonic() < limit
-        time.sleep(0.001)
 
 
 @pytest.fixture

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from types import SimpleNamespace
@@ -200,34 +198,3 @@ def assert_works(pair: Any) -> None:
         message = noise()
         source.send_tensor(message)
         assert torch.equal(target.recv_tensor(timeout=PATIENCE_S), message)
-
-
-# -- threads here ----------------------------------------------------------------------------------
-
-
-def in_thread(call: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
-    ended: list[Any] = []
-
-    def run() -> None:
-        try:
-            ended.append(call())
-        except BaseException as e:
-            ended.append(e)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    return thread, ended
-
-
-def end_of(running: tuple[threading.Thread, list[Any]], within: float = PATIENCE_S) -> Any:
-    thread, ended = running
-    thread.join(within)
-    assert not thread.is_alive(), f"still blocked after {within} s:\n{peers.stacks()}"
-    return ended[0]
-
-
-def until(true: Callable[[], Any], within: float = PATIENCE_S) -> None:
-    limit = time.monotonic() + within
-    while not true():
-        assert time.monotonic() < limit, f"not so after {within} s:\n{peers.stacks()}"
-        time.sleep(0.005)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from kvplug import ConfigError, PeerGoneError, TimeoutError, TransportError
-from kvplug.testing import peers
+from kvplug.testing.waits import until
 from kvplug_pynccl.nccl.abi import Result
 from kvplug_pynccl.nccl.errors import NcclInvalidArgumentError, NcclInvalidUsageError
 from kvplug_pynccl.testing.fake import GPU_VARIABLE
@@ -38,13 +38,6 @@ def sums(made: list[Any]) -> list[Any]:
     return at_all(
         made, lambda one: one.all_reduce(torch.full((2,), one.rank + 1), timeout=PATIENCE_S).tolist()
     )
-
-
-def until(true: Any, within: float = PATIENCE_S) -> None:
-    limit = time.monotonic() + within
-    while not true():
-        assert time.monotonic() < limit, f"not so after {within} s:\n{peers.stacks()}"
-        time.sleep(0.005)
 
 
 def struck(children: list[Any], kind: str, how: Any = None) -> None:

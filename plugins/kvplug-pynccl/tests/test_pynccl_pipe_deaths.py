@@ -25,13 +25,14 @@ from kvplug import (
     TransportError,
 )
 from kvplug.testing import peers
+from kvplug.testing.waits import Call, until
 from kvplug_pynccl.pipe import joining, link
 from kvplug_pynccl.testing.fake import environment
 
 ENDS = Path(__file__).with_name("pynccl_ends.py")
 ends = SimpleNamespace(**run_path(str(ENDS)))
-near_pair, far_pair, in_thread, end_of = ends.near_pair, ends.far_pair, ends.in_thread, ends.end_of
-until, LARGE, PATIENCE_S, noise = ends.until, ends.LARGE, ends.PATIENCE_S, ends.noise
+near_pair, far_pair = ends.near_pair, ends.far_pair
+LARGE, PATIENCE_S, noise = ends.LARGE, ends.PATIENCE_S, ends.noise
 assert_works = ends.assert_works
 
 # -- peers that die or stop ------------------------------------------------------------------------
@@ -175,7 +176,7 @@ def test_a_callback_of_what_the_peer_took_last_ends_nothing_else(near_pair: Any,
     transfer = one.send_tensor(noise())
     transfer.add_done_callback(leave)
     pending = one.send_tensor(noise())
-    end_of(in_thread(receive_and_go))
+    Call(receive_and_go).outcome()
     with pytest.raises(KvplugError):
         pending.wait(PATIENCE_S)
     until(lambda: controls.get("communicators") == 0)

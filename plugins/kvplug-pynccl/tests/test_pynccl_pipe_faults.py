@@ -16,13 +16,14 @@ from kvplug import (
     PeerGoneError,
     TransportError,
 )
+from kvplug.testing.waits import Call, until
 from kvplug_pynccl.nccl.abi import Result
 from kvplug_pynccl.pipe import link
 
 ENDS = Path(__file__).with_name("pynccl_ends.py")
 ends = SimpleNamespace(**run_path(str(ENDS)))
-near_pair, far_pair, in_thread, end_of = ends.near_pair, ends.far_pair, ends.in_thread, ends.end_of
-until, LARGE, PATIENCE_S, noise = ends.until, ends.LARGE, ends.PATIENCE_S, ends.noise
+near_pair, far_pair = ends.near_pair, ends.far_pair
+LARGE, PATIENCE_S, noise = ends.LARGE, ends.PATIENCE_S, ends.noise
 assert_works = ends.assert_works
 
 
@@ -33,9 +34,9 @@ def test_an_asynchronous_error_breaks_the_pipe_with_nccls_words(
 ) -> None:
     one, other = near_pair()
     controls.set(fail_after=controls.get("operations") + (2 if idle else 0), fail_result=result)
-    receiving = in_thread(lambda: other.recv_tensor(timeout=PATIENCE_S))
+    receiving = Call(lambda: other.recv_tensor(timeout=PATIENCE_S))
     one.send_tensor(noise())
-    end_of(receiving)
+    receiving.outcome()
     errors = []
     for pipe in (one, other):
         with pytest.raises((TransportError, PeerGoneError)) as raised:
@@ -74,13 +75,13 @@ def test_an_abort_that_hangs_holds_up_nobody(far_pair: Any, near_pair: Any, cont
     assert child.recv() == "here"
     controls.set(abort_hangs=1)
     transfers = [pipe.send_tensor(noise()) for _ in range(2)]
-    receiving = in_thread(lambda: pipe.recv_tensor(timeout=None))
+    receiving = Call(lambda: pipe.recv_tensor(timeout=None))
     child.kill()
-    assert isinstance(end_of(receiving), PeerGoneError)
+    assert isinstance(receiving.outcome(), PeerGoneError)
     for transfer in transfers:
         with pytest.raises(PeerGoneError):
             transfer.wait(PATIENCE_S)
-    end_of(in_thread(pipe.close))
+    Call(pipe.close).outcome()
     pair = near_pair()
     assert_works(pair)
     controls.set(abort_hangs=0)
@@ -95,13 +96,13 @@ def test_a_call_that_does_not_return_holds_up_nobody(
     pipe, child = far_pair("echo")
     controls.set(call_hangs=1)
     transfers = [pipe.send_tensor(noise()) for _ in range(2)]
-    receiving = in_thread(lambda: pipe.recv_tensor(timeout=None))
+    receiving = Call(lambda: pipe.recv_tensor(timeout=None))
     until(lambda: next(iter(pipe._link.outbox._held.values())).operation)
     if how == "abort":
-        end_of(in_thread(pipe.abort))
+        Call(pipe.abort).outcome()
     else:
         child.kill()
-    assert isinstance(end_of(receiving), PeerGoneError | ClosedError)
+    assert isinstance(receiving.outcome(), PeerGoneError | ClosedError)
     for transfer in transfers:
         with pytest.raises((PeerGoneError, ClosedError)):
             transfer.wait(PATIENCE_S)
@@ -115,8 +116,8 @@ def test_memory_that_cannot_be_taken_back_is_said(near_pair: Any, controls: Any)
     controls.set(hold=1, abort_hangs=1)
     one.send_tensor(noise())
     out = torch.zeros(LARGE, dtype=torch.uint8)
-    receiving = in_thread(lambda: other.recv_tensor(out, timeout=1.2))
-    error = end_of(receiving)
+    receiving = Call(lambda: other.recv_tensor(out, timeout=1.2))
+    error = receiving.outcome()
     assert isinstance(error, TransportError) and "may still be written" in str(error)
     controls.set(hold=0, abort_hangs=0)
     until(lambda: controls.get("communicators") == 0)

@@ -20,6 +20,7 @@ from kvplug import (
     WireError,
     dial,
 )
+from kvplug.testing.waits import Call, until
 from kvplug.wire.messages import NONE, tensor_prefix
 from kvplug_pynccl.pipe import joining
 from kvplug_pynccl.pipe.contact import Contact
@@ -27,7 +28,7 @@ from kvplug_pynccl.pipe.frames import WINDOW, Announcement, Frame, Frames, Kind
 
 ENDS = Path(__file__).with_name("pynccl_ends.py")
 ends = SimpleNamespace(**run_path(str(ENDS)))
-near_pair, in_thread, end_of, until = ends.near_pair, ends.in_thread, ends.end_of, ends.until
+near_pair = ends.near_pair
 PATIENCE_S, gated = ends.PATIENCE_S, ends.gated
 
 PREFIX = tensor_prefix(torch.float32, torch.Size((10,)), 40)
@@ -51,9 +52,9 @@ LIES = {
 @pytest.mark.parametrize("what", list(LIES))
 def test_a_peer_that_says_what_cannot_be_ends_the_pipe_and_nothing_else(near_pair: Any, what: str) -> None:
     one, other = near_pair()
-    receiving = in_thread(lambda: other.recv_tensor(timeout=None))
+    receiving = Call(lambda: other.recv_tensor(timeout=None))
     one._link.control.say(LIES[what])
-    assert isinstance(end_of(receiving), TransportError | None)  # a None may have come first
+    assert isinstance(receiving.outcome(), TransportError | None)  # a None may have come first
     until(lambda: other._link.fate.sealed)
     with pytest.raises(TransportError, match="cannot be"):
         other.send_tensor(None)
@@ -131,7 +132,7 @@ def test_a_stranger_that_is_let_in_and_joins_as_no_end_does_stops_nobody(
         for data in (b"", b"x" * 1000, joining.Join(step=2).pack(), joining.Join(step=0, version=7).pack()):
             connection = stack.enter_context(dial(where, Credentials(), joining.PURPOSE))
             connection.sock.sendall(data)
-        connecting = in_thread(lambda: end.connect(listener.contact))
-        with listener.accept() as one, end_of(connecting) as other:
+        connecting = Call(lambda: end.connect(listener.contact))
+        with listener.accept() as one, connecting.outcome() as other:
             one.send_tensor(torch.arange(2))
             assert other.recv_tensor().tolist() == [0, 1]

@@ -18,13 +18,14 @@ from kvplug import (
     TimeoutError,
     streams,
 )
+from kvplug.testing.waits import Call, until
 from kvplug_pynccl.device import CudaStream
 from kvplug_pynccl.pipe import link
 from kvplug_pynccl.testing.host import HostDevice
 
 ENDS = Path(__file__).with_name("pynccl_ends.py")
 ends = SimpleNamespace(**run_path(str(ENDS)))
-near_pair, in_thread, end_of, until = ends.near_pair, ends.in_thread, ends.end_of, ends.until
+near_pair = ends.near_pair
 PATIENCE_S, gated = ends.PATIENCE_S, ends.gated
 
 # -- order with the caller's stream ------------------------------------------------------------------
@@ -39,12 +40,11 @@ def test_what_the_caller_has_enqueued_is_done_before_it_is_sent(
     caller.wait_for(gate, gate.record() + 1)  # something that is enqueued there later
     caller.copy(source.data_ptr(), wanted.data_ptr(), wanted.nbytes)
     transfer = one.send_tensor(source)
-    receiving = in_thread(lambda: other.recv_tensor(timeout=PATIENCE_S))
-    receiving[0].join(0.3)
-    assert receiving[0].is_alive() and not transfer.done()
+    receiving = Call(lambda: other.recv_tensor(timeout=PATIENCE_S))
+    assert receiving.is_blocked(0.3) and not transfer.done()
     nothing = ctypes.create_string_buffer(1)
     gate.copy(ctypes.addressof(nothing), ctypes.addressof(nothing), 0)
-    assert torch.equal(end_of(receiving), wanted)
+    assert torch.equal(receiving.outcome(), wanted)
     transfer.wait(PATIENCE_S)
     for stream in (gate, caller):
         stream.close()
@@ -60,11 +60,10 @@ def test_memory_is_received_into_only_when_the_caller_has_done_with_it(
     one.send_tensor(message)
     caller.wait_for(gate, gate.record() + 1)
     caller.copy(kept.data_ptr(), out.data_ptr(), out.nbytes)
-    receiving = in_thread(lambda: other.recv_tensor(out, timeout=PATIENCE_S))
-    receiving[0].join(0.3)
-    assert receiving[0].is_alive() and torch.equal(out, before)
+    receiving = Call(lambda: other.recv_tensor(out, timeout=PATIENCE_S))
+    assert receiving.is_blocked(0.3) and torch.equal(out, before)
     gate.copy(out.data_ptr(), out.data_ptr(), 0)
-    assert end_of(receiving) is out
+    assert receiving.outcome() is out
     assert torch.equal(out, message) and torch.equal(kept, before)
     for stream in (gate, caller):
         stream.close()
@@ -129,11 +128,11 @@ def test_a_copy_behind_what_never_ends_keeps_the_deadline_and_the_message(
 
     controls.set(hold=1)
     one.send_tensor(source)
-    receiving = in_thread(lambda: receive(4.0))
+    receiving = Call(lambda: receive(4.0))
     until(lambda: other._link.inbox._active and other._link.inbox._active.operation)
     gated.shut()
     controls.set(hold=0)
-    error = end_of(receiving)
+    error = receiving.outcome()
     assert isinstance(error, TimeoutError) and "has not ended" in str(error)
     gated.open()
     receive(PATIENCE_S)

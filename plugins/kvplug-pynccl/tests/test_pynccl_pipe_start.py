@@ -23,6 +23,7 @@ from kvplug import (
     this_process,
 )
 from kvplug.testing import peers
+from kvplug.testing.waits import Call, until
 from kvplug_pynccl import interface
 from kvplug_pynccl.nccl.abi import Result
 from kvplug_pynccl.nccl.errors import NcclError
@@ -34,7 +35,6 @@ ENDS = Path(__file__).with_name("pynccl_ends.py")
 ends = SimpleNamespace(**run_path(str(ENDS)))
 near_pair = ends.near_pair
 
-in_thread, end_of, until = ends.in_thread, ends.end_of, ends.until
 
 PATIENCE_S = ends.PATIENCE_S
 
@@ -49,8 +49,8 @@ def test_a_start_that_hangs_ends_at_the_deadline_and_the_listener_goes_on(
             end.connect(listener.contact, timeout=0.5)
         controls.set(init_hangs=0)
         until(lambda: controls.get("communicators") == 0)
-        connecting = in_thread(lambda: end.connect(listener.contact))
-        with listener.accept() as one, end_of(connecting) as other:
+        connecting = Call(lambda: end.connect(listener.contact))
+        with listener.accept() as one, connecting.outcome() as other:
             other.send_tensor(torch.arange(5))
             assert one.recv_tensor().tolist() == [0, 1, 2, 3, 4]
 

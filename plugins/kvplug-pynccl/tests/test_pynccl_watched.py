@@ -6,21 +6,17 @@ import gc
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
-from pathlib import Path
-from runpy import run_path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from kvplug import ConfigError, Deadline, TimeoutError
+from kvplug.testing.waits import until
 from kvplug_pynccl import watched
 from kvplug_pynccl.nccl.abi import Result
 from kvplug_pynccl.nccl.errors import NcclError, NcclInternalError, error_of
 from kvplug_pynccl.nccl.library import Library
 from kvplug_pynccl.watched import Communicator
-
-until = SimpleNamespace(**run_path(str(Path(__file__).with_name("pynccl_ends.py")))).until
 
 
 class Held:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
@@ -112,34 +110,3 @@ def send_part(parent: peers.Parent, pipe: Any, nbytes: int, pieces: int) -> None
     assert not message.complete
     parent.send("sent")
     parent.recv()
-
-
-# -- threads here ----------------------------------------------------------------------------------
-
-
-def in_thread(call: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
-    ended: list[Any] = []
-
-    def run() -> None:
-        try:
-            ended.append(call())
-        except BaseException as e:
-            ended.append(e)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    return thread, ended
-
-
-def end_of(running: tuple[threading.Thread, list[Any]], within: float = PATIENCE_S) -> Any:
-    thread, ended = running
-    thread.join(within)
-    assert not thread.is_alive(), f"still blocked after {within} s:\n{peers.stacks()}"
-    return ended[0]
-
-
-def until(true: Callable[[], Any], within: float = PATIENCE_S) -> None:
-    limit = time.monotonic() + within
-    while not true():
-        assert time.monotonic() < limit, f"not so after {within} s:\n{peers.stacks()}"
-        time.sleep(0.005)

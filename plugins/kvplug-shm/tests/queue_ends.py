@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
@@ -103,32 +101,3 @@ def look_slowly(parent: peers.Parent, reader: Any) -> str:
     except PeerGoneError as e:
         return str(e)
     return ""
-
-
-def in_thread(call: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
-    """Run it beside: its result, or what it raised, comes into the list."""
-    ended: list[Any] = []
-
-    def run() -> None:
-        try:
-            ended.append(call())
-        except BaseException as e:
-            ended.append(e)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    return thread, ended
-
-
-def end_of(running: tuple[threading.Thread, list[Any]], within: float = PATIENCE_S) -> Any:
-    thread, ended = running
-    thread.join(within)
-    assert ended, f"it did not end within {within} s"
-    return ended[0]
-
-
-def until(true: Callable[[], Any], within: float = PATIENCE_S) -> None:
-    deadline = time.monotonic() + within
-    while not true():
-        assert time.monotonic() < deadline, f"it did not come to it within {within} s"
-        time.sleep(0.005)

@@ -18,7 +18,6 @@ from kvplug_shm.memory.huge_pages import in_huge_pages
 
 ends = SimpleNamespace(**run_path(str(Path(__file__).with_name("pipe_ends.py"))))
 endpoint, near_pair = ends.endpoint, ends.near_pair
-in_thread, end_of, until = ends.in_thread, ends.end_of, ends.until
 
 NBYTES = 3 * LONGEST_BYTES + 1000
 

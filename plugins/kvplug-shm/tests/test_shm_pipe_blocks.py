@@ -13,10 +13,10 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from kvplug import TimeoutError, UnsupportedError
+from kvplug.testing.waits import Call
 
 ends = SimpleNamespace(**run_path(str(Path(__file__).with_name("pipe_ends.py"))))
 near_pair = ends.near_pair
-in_thread, end_of = ends.in_thread, ends.end_of
 
 
 def cache_of(num_blocks: int, row: tuple[int, ...], dtype: torch.dtype, seed: int) -> Any:
@@ -59,9 +59,9 @@ def test_any_blocks_go_through_any_ring(
         for _ in range(shift):  # where in the ring it begins
             one.send_tensor(None)
             assert other.recv_tensor() is None
-        sending = in_thread(lambda: one.send_blocks(views(source), there))
+        sending = Call(lambda: one.send_blocks(views(source), there))
         other.recv_blocks(views(target), here)
-        end_of(sending).wait(ends.PATIENCE_S)
+        sending.outcome().wait(ends.PATIENCE_S)
     assert torch.equal(bits(message(target, here)), bits(message(source, there)))
     others = [each for each in range(20) if each not in here]
     assert torch.equal(bits(message(target, others)), bits(message(before, others)))

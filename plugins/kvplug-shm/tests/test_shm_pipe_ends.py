@@ -32,13 +32,13 @@ from kvplug import (
     local_domain,
 )
 from kvplug.testing import peers
+from kvplug.testing.waits import Call, until
 from kvplug_shm.memory import waiting
 from kvplug_shm.pipe.contact import Contact
 from kvplug_shm.pipe.endpoint import ShmEndpoint
 
 ends = SimpleNamespace(**run_path(str(Path(__file__).with_name("pipe_ends.py"))))
 near_pair, far_pair = ends.near_pair, ends.far_pair
-in_thread, end_of, until = ends.in_thread, ends.end_of, ends.until
 
 MIB = 1024 * 1024
 
@@ -68,10 +68,10 @@ def test_a_part_that_came_before_the_death_is_not_the_message(far_pair: Any) -> 
     out = torch.zeros(3 * MIB, dtype=torch.uint8)
     with pytest.raises(TimeoutError):
         pipe.recv_tensor(out, timeout=0.1)
-    receiving = in_thread(lambda: pipe.recv_tensor(timeout=None))
+    receiving = Call(lambda: pipe.recv_tensor(timeout=None))
     time.sleep(0.1)
     child.kill()
-    assert isinstance(end_of(receiving), PeerGoneError)
+    assert isinstance(receiving.outcome(), PeerGoneError)
 
 
 def test_without_a_pidfd_silence_counts_as_death_and_both_ends_hear_of_it(
@@ -107,14 +107,14 @@ def test_ending_wakes_whoever_sleeps_whatever_the_longest_sleep(
         one, other = near_pair(max_in_flight_bytes=1000, spin_us=spin_us)
         one.send_tensor(torch.zeros(900, dtype=torch.uint8))
         calls = [
-            in_thread(lambda p=one: p.recv_tensor(timeout=None)),  # type: ignore[misc]
-            in_thread(lambda p=one: p.send_tensor(torch.zeros(900), timeout=None)),  # type: ignore[misc]
+            Call(lambda p=one: p.recv_tensor(timeout=None)),  # type: ignore[misc]
+            Call(lambda p=one: p.send_tensor(torch.zeros(900), timeout=None)),  # type: ignore[misc]
         ]
         if number % 3:
             time.sleep(0.0005 * (number % 7))  # on their way to sleep, or asleep
         getattr(one, end)()
         for call in calls:
-            assert isinstance(end_of(call, 20), ClosedError)
+            assert isinstance(call.outcome(20), ClosedError)
         with pytest.raises(PeerGoneError):
             while True:
                 other.recv_tensor(timeout=20)
@@ -127,12 +127,12 @@ def test_the_watcher_wakes_whoever_sleeps_whatever_the_longest_sleep(
     pipe, child = far_pair("wait", max_in_flight_bytes=20 * MIB)
     child.recv()
     transfer = pipe.send_tensor(torch.zeros(19 * MIB, dtype=torch.uint8))
-    receiving = in_thread(lambda: pipe.recv_tensor(timeout=None))
-    sending = in_thread(lambda: pipe.send_tensor(torch.zeros(9 * MIB, dtype=torch.uint8), timeout=None))
+    receiving = Call(lambda: pipe.recv_tensor(timeout=None))
+    sending = Call(lambda: pipe.send_tensor(torch.zeros(9 * MIB, dtype=torch.uint8), timeout=None))
     time.sleep(0.2)
     child.kill()
-    assert isinstance(end_of(receiving, 20), PeerGoneError)
-    assert isinstance(end_of(sending, 20), PeerGoneError)
+    assert isinstance(receiving.outcome(20), PeerGoneError)
+    assert isinstance(sending.outcome(20), PeerGoneError)
     with pytest.raises(PeerGoneError):
         transfer.wait(20)
 
@@ -187,10 +187,10 @@ def test_a_polite_close_leaves_what_was_sent_to_be_received_after_it(near_pair: 
     one, other = near_pair()
     for number in range(100):
         one.send_tensor(torch.full((10_000,), number, dtype=torch.int64))
-    closing = in_thread(lambda: one.close(ends.PATIENCE_S))
+    closing = Call(lambda: one.close(ends.PATIENCE_S))
     for number in range(100):
         assert int(other.recv_tensor()[-1]) == number
-    end_of(closing)
+    closing.outcome()
     with pytest.raises(PeerGoneError):
         other.recv_tensor()
 
@@ -202,8 +202,8 @@ def test_waiting_costs_no_processor_time(near_pair: Any) -> None:
     one, _ = near_pair(max_in_flight_bytes=1000)
     one.send_tensor(torch.zeros(900, dtype=torch.uint8))
     calls = [
-        in_thread(lambda: one.recv_tensor(timeout=2.0)),
-        in_thread(lambda: one.send_tensor(torch.zeros(900), timeout=2.0)),
+        Call(lambda: one.recv_tensor(timeout=2.0)),
+        Call(lambda: one.send_tensor(torch.zeros(900), timeout=2.0)),
     ]
     time.sleep(0.3)
     before = resource.getrusage(resource.RUSAGE_SELF)
@@ -211,7 +211,7 @@ def test_waiting_costs_no_processor_time(near_pair: Any) -> None:
     after = resource.getrusage(resource.RUSAGE_SELF)
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 0.1
     for call in calls:
-        assert isinstance(end_of(call), TimeoutError)
+        assert isinstance(call.outcome(), TimeoutError)
 
 
 # -- beginnings ------------------------------------------------------------------------------------

@@ -27,6 +27,7 @@ from kvplug import (
     dial,
 )
 from kvplug.testing import peers
+from kvplug.testing.waits import Call
 from kvplug.wire.frames import FrameKind, encode_header
 from kvplug.wire.messages import GOODBYE, tensor_prefix
 from kvplug_shm.memory.handing import recv_fds, send_fd
@@ -38,7 +39,6 @@ from kvplug_shm.ring.order import HEAD, tail
 
 ends = SimpleNamespace(**run_path(str(Path(__file__).with_name("pipe_ends.py"))))
 near_pair = ends.near_pair
-in_thread, end_of = ends.in_thread, ends.end_of
 
 MIB = 1024 * 1024
 ENDED = (TransportError, PeerGoneError, WireError)
@@ -61,11 +61,11 @@ def test_a_head_that_cannot_be_is_an_error_and_the_end_of_the_pipe(
     one, other = near_pair()
     ring = one._outbox._ring
     if blocked:
-        receiving = in_thread(lambda: other.recv_tensor(timeout=None))
+        receiving = Call(lambda: other.recv_tensor(timeout=None))
         time.sleep(0.05)
         words_of(ring)[HEAD] = word
         ring.words.wake(HEAD)
-        assert isinstance(end_of(receiving), ENDED)
+        assert isinstance(receiving.outcome(), ENDED)
     else:
         words_of(ring)[HEAD] = word
         with pytest.raises(ENDED):
@@ -160,11 +160,11 @@ def test_bytes_that_are_no_message_are_an_error_and_the_end_of_the_pipe(
     near_pair: Any, data: bytes, blocked: bool
 ) -> None:
     one, other = near_pair()
-    receiving = in_thread(lambda: other.recv_tensor(timeout=None)) if blocked else None
+    receiving = Call(lambda: other.recv_tensor(timeout=None)) if blocked else None
     time.sleep(0.05 if blocked else 0)
     lay(one, data)
     if receiving is not None:
-        assert isinstance(end_of(receiving), WireError)
+        assert isinstance(receiving.outcome(), WireError)
     else:
         with pytest.raises(WireError):
             other.recv_tensor(timeout=5)
@@ -258,12 +258,12 @@ def host(answer: Any, fds: Any) -> Any:
 
     end = ends.endpoint()
     with Listener.open("unix:", end._context.credentials, joining.PURPOSE) as listener:
-        connecting = in_thread(lambda: end.connect(str(Contact(local_domain(), listener.contact)), timeout=5))
+        connecting = Call(lambda: end.connect(str(Contact(local_domain(), listener.contact)), timeout=5))
         guest = listener.accept(5)
         try:
             recv_fds(guest, len(Join(step=0).pack()), 0, Deadline.after(5))
             send_fd(guest, answer, fds, Deadline.after(5))
-            return end_of(connecting)
+            return connecting.outcome()
         finally:
             guest.close()
 

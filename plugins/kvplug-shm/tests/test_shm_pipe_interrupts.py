@@ -15,13 +15,13 @@ import pytest
 import torch
 
 from kvplug import ClosedError, KvplugError, PeerGoneError, TransportError
+from kvplug.testing.waits import Call, until
 from kvplug_shm.pipe.content import Content
 from kvplug_shm.pipe.message import Message
 from kvplug_shm.ring import order
 
 ends = SimpleNamespace(**run_path(str(Path(__file__).with_name("pipe_ends.py"))))
 near_pair = ends.near_pair
-in_thread, end_of, until = ends.in_thread, ends.end_of, ends.until
 
 MIB = 1024 * 1024
 
@@ -94,9 +94,9 @@ def test_a_send_that_is_interrupted_before_anything_was_written_holds_nothing(
         with pytest.raises(KeyboardInterrupt):
             one.send_tensor(torch.zeros(5 * MIB, dtype=torch.uint8))
     assert one._outbox.queued_bytes == 0
-    sending = in_thread(lambda: one.send_tensor(torch.ones(5 * MIB, dtype=torch.uint8)))
+    sending = Call(lambda: one.send_tensor(torch.ones(5 * MIB, dtype=torch.uint8)))
     assert bool((other.recv_tensor() == 1).all()), "a message that was not sent has come"
-    end_of(sending).wait(ends.PATIENCE_S)
+    sending.outcome().wait(ends.PATIENCE_S)
 
 
 def test_a_send_that_is_interrupted_in_the_middle_ends_the_pipe(
@@ -166,23 +166,23 @@ def test_a_peer_that_was_given_up_in_the_middle_and_goes_on_is_not_believed(
         while not message.complete and not enough.wait(0.001):
             message.push(ring, one._outbox._pieces, one._outbox._publish)
 
-    going_on = in_thread(goes_on)
+    going_on = Call(goes_on)
     until(lambda: ring.end.room() == 0)
     for _ in range(3):
         with pytest.raises(PeerGoneError):
             other.recv_tensor()
     enough.set()
-    end_of(going_on)
+    going_on.outcome()
 
 
 def test_a_callback_that_ends_its_thread_ends_the_pipe_and_not_in_silence(near_pair: Any) -> None:
     one, other = near_pair()
     one.send_tensor(torch.zeros(20 * MIB, dtype=torch.uint8)).add_done_callback(raises(SystemExit))
     behind = one.send_tensor(torch.zeros(30 * MIB, dtype=torch.uint8))
-    receiving = in_thread(other.recv_tensor)
+    receiving = Call(other.recv_tensor)
     with pytest.raises(KvplugError):
         behind.wait(ends.PATIENCE_S)
-    assert isinstance(end_of(receiving), torch.Tensor)
+    assert isinstance(receiving.outcome(), torch.Tensor)
 
 
 def test_a_callback_may_close_the_pipe_it_was_sent_over(near_pair: Any) -> None:

@@ -18,12 +18,12 @@ from hypothesis import given, settings, strategies as st
 
 from kvplug import TimeoutError
 from kvplug.testing import peers
+from kvplug.testing.waits import Call, until
 from kvplug.wire.messages import tensor_prefix
 from kvplug_shm.pipe.rings import LINE, SMALLEST_BYTES, lines
 
 ends = SimpleNamespace(**run_path(str(Path(__file__).with_name("pipe_ends.py"))))
 near_pair = ends.near_pair
-in_thread, end_of, until = ends.in_thread, ends.end_of, ends.until
 
 MIB = 1024 * 1024
 
@@ -35,12 +35,12 @@ def bytes_of(nbytes: int, seed: int) -> Any:
 
 def exchange(one: Any, other: Any, messages: list[Any], into: bool = False) -> None:
     """All of them at once, while somebody receives."""
-    sending = in_thread(lambda: [one.send_tensor(each) for each in messages])
+    sending = Call(lambda: [one.send_tensor(each) for each in messages])
     for each in messages:
         out = None if each is None or not into else torch.empty_like(each)
         got = other.recv_tensor(out)
         assert (got is None) if each is None else torch.equal(got, each)
-    for transfer in end_of(sending):
+    for transfer in sending.outcome():
         transfer.wait(ends.PATIENCE_S)
 
 
@@ -111,14 +111,14 @@ def test_a_receive_that_times_out_in_the_middle_goes_on_in_the_next_call(
         while not message.complete:
             message.push(ring, one._outbox._pieces, one._outbox._publish) or time.sleep(0.001)
 
-    sending = in_thread(rest)
+    sending = Call(rest)
     if second_out:
         fresh = torch.empty_like(sent)
         assert other.recv_tensor(fresh) is fresh
         assert torch.equal(fresh, sent)
     else:
         assert torch.equal(other.recv_tensor(), sent)
-    end_of(sending)
+    sending.outcome()
     assert bool((out == 99).all()), "memory was written to after its call had ended"
 
 
@@ -156,11 +156,11 @@ def test_one_larger_message_passes_alone(near_pair: Any) -> None:
 def test_a_sender_that_waits_for_room_goes_on_when_the_ring_is_read(near_pair: Any) -> None:
     one, other = near_pair(max_in_flight_bytes=50_000)
     messages = [bytes_of(30_000, n) for n in range(40)]
-    sending = in_thread(lambda: [one.send_tensor(each, timeout=None) for each in messages])
+    sending = Call(lambda: [one.send_tensor(each, timeout=None) for each in messages])
     for each in messages:
         time.sleep(0.002)
         assert torch.equal(other.recv_tensor(), each)
-    end_of(sending)
+    sending.outcome()
 
 
 def test_received_memory_is_used_again_and_never_while_somebody_has_it(near_pair: Any) -> None:

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import pytest
 
 from kvplug import ClosedError, PeerGoneError, TimeoutError
+from kvplug.testing.waits import Call, until
 from kvplug_shm.queue.admission import Admission
 from kvplug_shm.queue.roster import Roster
 
@@ -41,12 +42,10 @@ def test_a_reader_that_is_closed_within_a_chunk_keeps_what_it_looks_at(queue: An
 def test_many_threads_may_end_it_at_once(queue: Any) -> None:
     for _ in range(20):
         writer, (reader,) = queue()
-        waits = ends.in_thread(reader.dequeue)
-        ended = [
-            ends.in_thread(call) for end in (writer, reader) for call in (end.close, end.abort, end.close)
-        ]
-        assert [ends.end_of(each) for each in ended] == [None] * 6
-        assert isinstance(ends.end_of(waits), ClosedError | PeerGoneError)
+        waits = Call(reader.dequeue)
+        ended = [Call(call) for end in (writer, reader) for call in (end.close, end.abort, end.close)]
+        assert [each.outcome() for each in ended] == [None] * 6
+        assert isinstance(waits.outcome(), ClosedError | PeerGoneError)
 
 
 class SlowFar:
@@ -71,10 +70,10 @@ class SlowFar:
 def test_abort_ends_a_close_that_waits_for_readers_elsewhere(queue: Any) -> None:
     writer, (reader,) = queue()
     writer._far = far = SlowFar()
-    closes = ends.in_thread(lambda: writer.close(timeout=None))
+    closes = Call(lambda: writer.close(timeout=None))
     assert far.closing.wait(ends.PATIENCE_S)
     writer.abort()
-    assert ends.end_of(closes) is None
+    assert closes.outcome() is None
     with pytest.raises(PeerGoneError):
         reader.dequeue()
 
@@ -88,17 +87,17 @@ def test_abort_ends_a_close_that_waits_for_whoever_is_inside(queue: Any) -> None
             inside.set()
             assert go_on.wait(4 * ends.PATIENCE_S)
 
-    holds = ends.in_thread(hold)
+    holds = Call(hold)
     assert inside.wait(ends.PATIENCE_S)
-    closes = ends.in_thread(lambda: writer.close(timeout=None))
-    ends.until(lambda: writer.closed)
+    closes = Call(lambda: writer.close(timeout=None))
+    until(lambda: writer.closed)
     writer.abort()
-    assert ends.end_of(closes) is None
+    assert closes.outcome() is None
     with pytest.raises(PeerGoneError):
         reader.dequeue()
     assert mapped() == 2, "somebody is inside with this memory"
     go_on.set()
-    assert isinstance(ends.end_of(holds), ClosedError)
+    assert isinstance(holds.outcome(), ClosedError)
     assert mapped() == 1
 
 
@@ -114,7 +113,7 @@ def test_a_close_that_is_interrupted_lets_go_of_everything(queue: Any) -> None:
 
 def test_abort_ends_what_an_interrupted_abort_has_left(queue: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     writer, (reader,) = queue()
-    ends.until(lambda: writer._admission._joined)
+    until(lambda: writer._admission._joined)
 
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
@@ -165,7 +164,7 @@ def test_a_handler_may_end_a_writer_that_is_looking_at_its_readers(
         return told(member)
 
     monkeypatch.setattr(writer._roster, "_reader", ended)
-    assert isinstance(ends.end_of(ends.in_thread(lambda: writer.readers)), ClosedError)
+    assert isinstance(Call(lambda: writer.readers).outcome(), ClosedError)
 
 
 def test_while_a_reader_joins_the_writer_can_be_ended_by_whoever_looks_at_the_readers(
@@ -180,7 +179,7 @@ def test_while_a_reader_joins_the_writer_can_be_ended_by_whoever_looks_at_the_re
 
     def meanwhile(roster: Roster, rank: int) -> None:
         joined(roster, rank)
-        struck.append(ends.end_of(ends.in_thread(free), 5.0))
+        struck.append(Call(free).outcome(5.0))
 
     doors: list[Admission] = []
     watch = Admission._watch
@@ -192,7 +191,7 @@ def test_while_a_reader_joins_the_writer_can_be_ended_by_whoever_looks_at_the_re
     monkeypatch.setattr(Admission, "_watch", watched)
     monkeypatch.setattr(Roster, "joined", meanwhile)
     queue()
-    ends.until(lambda: struck)
+    until(lambda: struck)
     assert struck == [True]
 
 
@@ -202,7 +201,7 @@ def test_who_hears_of_an_eviction_may_look_at_the_readers(queue: Any) -> None:
 
     class Looks(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            looked.append(ends.end_of(ends.in_thread(lambda: writer.readers)))
+            looked.append(Call(lambda: writer.readers).outcome())
 
     handler = Looks()
     logging.getLogger("kvplug_shm.queue.roster").addHandler(handler)

@@ -26,6 +26,7 @@ from kvplug import (
     WireError,
     dial,
 )
+from kvplug.testing.waits import Call, until
 from kvplug.wire import encode
 from kvplug_shm.memory.handing import recv_fds, send_fd
 from kvplug_shm.queue.joining import PURPOSE
@@ -81,11 +82,11 @@ def test_whatever_is_in_the_words_every_call_ends(queue: Any) -> None:
             lambda: writer.readers,  # noqa: B023
         ):
             try:
-                ends.end_of(ends.in_thread(call))
+                Call(call).outcome()
             except KvplugError:
                 pass
         for each in (*readers, writer):
-            ends.end_of(ends.in_thread(each.close))
+            Call(each.close).outcome()
 
 
 @pytest.mark.parametrize(
@@ -306,7 +307,7 @@ def test_who_vanishes_with_the_memory_in_hand_has_not_come_and_may_come_again(wr
         os.close(fds[0])
         with pytest.raises(ConfigError, match="attached to this queue already"):
             ends.endpoint().create_from_handle(writer.export_handle(), 0)
-    ends.until(lambda: "not come" in writer.readers[0].process)
+    until(lambda: "not come" in writer.readers[0].process)
     goes_on(writer, 0)
 
 
@@ -335,11 +336,11 @@ def test_an_answer_that_is_none_is_refused(writer: Any) -> None:
             {**handle.as_plain(), "data": {**handle.data, "contact": listener.contact}}
         )
         for each in said:
-            joining = ends.in_thread(lambda: ends.endpoint().create_from_handle(false, 0, 10))
+            joining = Call(lambda: ends.endpoint().create_from_handle(false, 0, 10))
             with listener.accept(10) as connection:
                 recv_fds(connection, 1024, 0, ends_in(10))
                 send_fd(connection, each, [], ends_in(10))
-                assert isinstance(ends.end_of(joining), WireError)
+                assert isinstance(joining.outcome(), WireError)
 
 
 def test_a_closed_writer_lets_nobody_in(writer: Any) -> None:

@@ -23,6 +23,7 @@ from kvplug import (
     PeerGoneError,
     TransportError,
 )
+from kvplug.testing.waits import Call, until
 from kvplug_shm.queue.joining import hang_up
 from kvplug_shm.ring import order
 
@@ -38,11 +39,11 @@ def test_a_handle_is_open_until_the_last_reader_has_come(queue: Any) -> None:
         links = (f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd"))
         return sum("kvplug-queue" in os.readlink(link) for link in links if os.path.islink(link))
 
-    ends.until(lambda: descriptors() == 0)  # of queues before, whose readers may just have been joining
+    until(lambda: descriptors() == 0)  # of queues before, whose readers may just have been joining
     writer, _ = queue(2, attached=1)
     assert descriptors() == 1
     with ends.endpoint().create_from_handle(writer.export_handle(), 1):
-        ends.until(lambda: descriptors() == 0)
+        until(lambda: descriptors() == 0)
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -64,12 +65,12 @@ def test_the_ring_is_handed_out_until_all_have_joined(
 
     monkeypatch.setattr(writer._roster, "index_of", slowly)
     end, handle = ends.endpoint(), writer.export_handle()
-    joins = ends.in_thread(lambda: end.create_from_handle(handle, 1))
+    joins = Call(lambda: end.create_from_handle(handle, 1))
     assert admitted.wait(ends.PATIENCE_S)
     with end.create_from_handle(handle, 0):
-        ends.until(lambda: writer._admission._joined)
+        until(lambda: writer._admission._joined)
         other_has_joined.set()
-        reader = ends.end_of(joins)
+        reader = joins.outcome()
         if fails:
             assert isinstance(reader, PeerGoneError)
             reader = end.create_from_handle(handle, 1)
@@ -94,9 +95,9 @@ def test_a_reader_that_was_welcomed_and_cannot_be_watched_is_evicted(
     monkeypatch.setattr("kvplug_shm.queue.joining.watched", refused)
     end, handle = ends.endpoint(), writer.export_handle()
     with end.create_from_handle(handle, 1) as unseen:
-        ends.until(lambda: writer.readers[1].gone)
+        until(lambda: writer.readers[1].gone)
         assert writer.readers[1].died and "no descriptors are left" in writer.readers[1].gone
-        ends.until(lambda: unseen._source._gone)
+        until(lambda: unseen._source._gone)
         with pytest.raises(ConfigError, match="attached to this queue already"):
             end.create_from_handle(handle, 1)
         writer.enqueue("on")
@@ -109,14 +110,14 @@ def test_a_reader_that_was_welcomed_and_cannot_be_watched_is_evicted(
 @pytest.mark.usefixtures("sound_sleep")
 def test_a_living_writer_that_hangs_up_on_one_reader_is_there_for_the_others(queue: Any) -> None:
     writer, readers = queue(2)
-    ends.until(lambda: len(writer._admission._joined) == 2)
-    waits = ends.in_thread(readers[1].dequeue)
-    ends.until(lambda: asleep(writer._ring, order.asleep(1)))
+    until(lambda: len(writer._admission._joined) == 2)
+    waits = Call(readers[1].dequeue)
+    until(lambda: asleep(writer._ring, order.asleep(1)))
     time.sleep(0.3)
     connection, watch = writer._admission._joined[1]
     watch.close()
     hang_up(connection)
-    assert isinstance(ends.end_of(waits), PeerGoneError)
+    assert isinstance(waits.outcome(), PeerGoneError)
     assert not order.is_over(head(writer))
     writer.enqueue("on")
     assert readers[0].dequeue() == "on"
@@ -148,7 +149,7 @@ def test_a_death_is_warned_of_once(queue: Any, far_reader: Any, caplog: pytest.L
     writer, _ = queue(2, attached=1)
     child = far_reader(writer, 1, "sit")
     child.kill()
-    ends.until(lambda: writer.readers[1].gone)
+    until(lambda: writer.readers[1].gone)
     writer.enqueue("on")
     told = [record.getMessage() for record in caplog.records if "rank 1" in record.getMessage()]
     assert len(told) == 1 and f"pid {child.pid}" in told[0]
@@ -199,7 +200,7 @@ def test_processes_in_other_namespaces_of_one_host_share_memory(queue: Any, flag
         time.sleep(3.0)
         assert not writer.readers[1].gone, "a reader that only waits counts as dead"
         child.kill()
-        ends.until(lambda: writer.readers[1].gone)
+        until(lambda: writer.readers[1].gone)
         assert writer.readers[1].died
         for number in range(2 * ends.CHUNKS):
             writer.enqueue(number)

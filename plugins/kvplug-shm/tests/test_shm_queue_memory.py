@@ -15,6 +15,7 @@ from kvplug import (
     CapacityError,
     TimeoutError,
 )
+from kvplug.testing.waits import Call
 
 ends = SimpleNamespace(**run_path(str(Path(__file__).with_name("queue_ends.py"))))
 queue, far_reader = ends.queue, ends.far_reader
@@ -86,9 +87,9 @@ def test_large_messages_wait_for_each_other(queue: Any) -> None:
         writer.enqueue(bytes(3 * MIB), timeout=0.1)
     writer.enqueue("small")
     assert len(readers[0].dequeue()) == 3 * MIB
-    waits = ends.in_thread(lambda: writer.enqueue(bytes(3 * MIB + 1)))
+    waits = Call(lambda: writer.enqueue(bytes(3 * MIB + 1)))
     assert len(readers[1].dequeue()) == 3 * MIB
-    assert ends.end_of(waits) is None
+    assert waits.outcome() is None
     for reader in readers:
         assert reader.dequeue() == "small"
         assert len(reader.dequeue()) == 3 * MIB + 1

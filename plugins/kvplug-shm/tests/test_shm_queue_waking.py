@@ -15,6 +15,7 @@ from kvplug import (
     ClosedError,
     PeerGoneError,
 )
+from kvplug.testing.waits import Call, until
 
 ends = SimpleNamespace(**run_path(str(Path(__file__).with_name("queue_ends.py"))))
 queue = ends.queue
@@ -27,10 +28,10 @@ sound_sleep, asleep = ends.sound_sleep, ends.asleep
 @pytest.mark.parametrize("verb", ["dequeue", "wait_until_ready"])
 def test_a_reader_that_sleeps_is_woken_when_it_ends(queue: Any, verb: str, end: str) -> None:
     _, (reader,) = queue()
-    waits = ends.in_thread(getattr(reader, verb))
+    waits = Call(getattr(reader, verb))
     time.sleep(0.3)
     getattr(reader, end)()
-    assert isinstance(ends.end_of(waits), ClosedError)
+    assert isinstance(waits.outcome(), ClosedError)
 
 
 @pytest.mark.usefixtures("sound_sleep")
@@ -41,23 +42,23 @@ def test_a_writer_that_sleeps_is_woken_when_it_ends(queue: Any, verb: str, end: 
     for number in range(ends.CHUNKS):
         writer.enqueue(number)
     calls = {"enqueue": lambda: writer.enqueue("more"), "wait_until_ready": writer.wait_until_ready}
-    waits = ends.in_thread(calls[verb])
+    waits = Call(calls[verb])
     time.sleep(0.3)
     getattr(writer, end)()
-    assert isinstance(ends.end_of(waits), ClosedError)
+    assert isinstance(waits.outcome(), ClosedError)
 
 
 @pytest.mark.usefixtures("sound_sleep")
 def test_a_reader_that_sleeps_is_woken_by_a_message_and_by_the_writers_end(queue: Any) -> None:
     writer, readers = queue(2)
-    waits = [ends.in_thread(reader.dequeue) for reader in readers]
+    waits = [Call(reader.dequeue) for reader in readers]
     time.sleep(0.3)
     writer.enqueue("wake up")
-    assert [ends.end_of(each) for each in waits] == ["wake up"] * 2
-    waits = [ends.in_thread(reader.dequeue) for reader in readers]
+    assert [each.outcome() for each in waits] == ["wake up"] * 2
+    waits = [Call(reader.dequeue) for reader in readers]
     time.sleep(0.3)
     writer.close()
-    assert all(isinstance(ends.end_of(each), PeerGoneError) for each in waits)
+    assert all(isinstance(each.outcome(), PeerGoneError) for each in waits)
 
 
 @pytest.mark.usefixtures("sound_sleep")
@@ -66,31 +67,31 @@ def test_a_writer_that_sleeps_is_woken_by_room_and_by_a_death(queue: Any) -> Non
     for number in range(ends.CHUNKS):
         writer.enqueue(number)
         readers[0].dequeue()
-    waits = ends.in_thread(lambda: writer.enqueue("room"))
+    waits = Call(lambda: writer.enqueue("room"))
     time.sleep(0.3)
     readers[1].dequeue()
-    assert ends.end_of(waits) is None
-    waits = ends.in_thread(lambda: writer.enqueue("more"))
+    assert waits.outcome() is None
+    waits = Call(lambda: writer.enqueue("more"))
     time.sleep(0.3)
     readers[1].abort()
-    assert ends.end_of(waits) is None
+    assert waits.outcome() is None
 
 
 @pytest.mark.usefixtures("sound_sleep")
 def test_who_waits_to_be_ready_is_woken_by_the_last_who_is(queue: Any) -> None:
     writer, readers = queue(2)
-    waits = [ends.in_thread(end.wait_until_ready) for end in (writer, readers[0])]
+    waits = [Call(end.wait_until_ready) for end in (writer, readers[0])]
     time.sleep(0.3)
     readers[1].wait_until_ready()
-    assert [ends.end_of(each) for each in waits] == [None, None]
+    assert [each.outcome() for each in waits] == [None, None]
 
 
 def test_one_thread_at_a_time(queue: Any) -> None:
     writer, (reader,) = queue()
-    waits = ends.in_thread(reader.dequeue)
-    ends.until(lambda: asleep(reader._source._ring, 3))
+    waits = Call(reader.dequeue)
+    until(lambda: asleep(reader._source._ring, 3))
     for call in (reader.dequeue, reader.wait_until_ready, lambda: reader.acquire_read().__enter__()):
         with pytest.raises(BusyError):
             call()
     writer.enqueue("first")
-    assert ends.end_of(waits) == "first"
+    assert waits.outcome() == "first"

@@ -21,6 +21,7 @@ from kvplug import (
     TensorMismatchError,
     TimeoutError,
 )
+from kvplug.testing.waits import Call, until
 from kvplug_shm.memory import attach
 from kvplug_shm.memory.attach import LONGEST_BYTES
 from kvplug_shm.pipe.rings import LINE
@@ -28,7 +29,6 @@ from kvplug_shm.pipe.rings import LINE
 HERE = Path(__file__)
 ends = SimpleNamespace(**run_path(str(HERE.with_name("single_copy_ends.py"))))
 
-in_thread, end_of, until = ends.in_thread, ends.end_of, ends.until
 there_are_huge_pages, pair, unread, huge = ends.there_are_huge_pages, ends.pair, ends.unread, ends.huge
 NBYTES, endpoint, near_pair = ends.NBYTES, ends.endpoint, ends.near_pair
 
@@ -184,11 +184,11 @@ def test_closing_waits_until_what_is_offered_was_taken(pair: Any) -> None:
     one, other = pair()
     tensor = huge(NBYTES)
     sent = one.send_tensor(tensor)
-    closing = in_thread(lambda: one.close(timeout=30))
+    closing = Call(lambda: one.close(timeout=30))
     until(lambda: one.closed)
     assert not sent.done()
     assert torch.equal(other.recv_tensor(), tensor)
-    assert end_of(closing) is None
+    assert closing.outcome() is None
     sent.wait(0)
 
 
@@ -211,10 +211,10 @@ def test_nobody_is_told_of_a_failure_before_the_reader_can_see_it(
         transfer = one.send_tensor(tensor)
         transfer.add_done_callback(lambda _: told.append(theirs.end.evicted()))
 
-    sending = in_thread(send)
+    sending = Call(send)
     until(lambda: unread(other))
     one.abort()
-    end_of(sending)
+    sending.outcome()
     until(lambda: told)
     assert told == [True]
 

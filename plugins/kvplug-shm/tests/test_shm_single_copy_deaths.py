@@ -22,11 +22,12 @@ from kvplug import (
     TimeoutError,
 )
 from kvplug.testing import peers
+from kvplug.testing.waits import until
 
 HERE = Path(__file__)
 ends = SimpleNamespace(**run_path(str(HERE.with_name("single_copy_ends.py"))))
 
-until, there_are_huge_pages = ends.until, ends.there_are_huge_pages
+there_are_huge_pages = ends.there_are_huge_pages
 
 huge, NBYTES, endpoint = ends.huge, ends.NBYTES, ends.endpoint
 attaching = SimpleNamespace(**run_path(str(HERE.with_name("attaching.py"))))

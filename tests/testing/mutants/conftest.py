@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from kvplug.errors import KvplugError
+from kvplug.testing import waits
 from kvplug.testing.contract import base
 
 BREACHES = (AssertionError, KvplugError, pytest.fail.Exception)
@@ -36,7 +37,7 @@ _dead: list[BaseException | None] = []
 @pytest.fixture(autouse=True, scope="session")
 def _impatient() -> None:
     """A mutant that hangs does so for ever, and what it has left stays."""
-    base.patience_s = 2.0
+    waits.patience_s = 2.0
     base.Contract.settle_s = 1.0
 
 

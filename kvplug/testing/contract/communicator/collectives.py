@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvplug.communicator.member import MOVED, SUMMED
-from kvplug.testing.contract import base
+from kvplug.testing import waits
 from kvplug.testing.contract.base import law
 from kvplug.testing.contract.communicator.calls import Strided
 from kvplug.testing.contract.communicator.suite import WORLD, CommunicatorSuite
@@ -252,7 +252,7 @@ class Collectives(CommunicatorSuite):
             for order in itertools.permutations(range(WORLD)):
                 pending = {}
                 for rank in order:
-                    pending[rank] = ranks[rank].begin(method, given[rank], timeout=base.patience_s)
+                    pending[rank] = ranks[rank].begin(method, given[rank], timeout=waits.patience_s)
                     time.sleep(0.02)
                 found = [pending[rank].outcome().value for rank in range(WORLD)]
                 check(found, [wanted] * WORLD, f"{method} with ranks in the order {order}")

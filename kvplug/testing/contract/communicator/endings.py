@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from kvplug.errors import BusyError, ClosedError, TransportError
-from kvplug.testing import peers
-from kvplug.testing.contract import base
-from kvplug.testing.contract.base import Call, law, until
+from kvplug.testing import peers, waits
+from kvplug.testing.contract.base import law
 from kvplug.testing.contract.communicator.collectives import check, tensor_of, total
 from kvplug.testing.contract.communicator.missing import METHODS
 from kvplug.testing.contract.communicator.suite import CommunicatorSuite, check_raised
 from kvplug.testing.contract.recipes import judged_by
+from kvplug.testing.waits import Call, until
 
 
 class Endings(CommunicatorSuite):
@@ -84,10 +84,10 @@ class Endings(CommunicatorSuite):
     def test_a_second_thread_is_refused(self) -> None:
         ranks = self.ranks(2)
         given = [tensor_of("int64", (2,), rank) for rank in range(2)]
-        first = ranks[0].begin("all_reduce", given[0], timeout=base.patience_s)
+        first = ranks[0].begin("all_reduce", given[0], timeout=waits.patience_s)
         first.check_blocked()
         check_raised(ranks[0].begin("all_reduce", given[0], timeout=1.0).outcome(), BusyError)
-        second = ranks[1].begin("all_reduce", given[1], timeout=base.patience_s)
+        second = ranks[1].begin("all_reduce", given[1], timeout=waits.patience_s)
         check(
             [first.outcome().value, second.outcome().value],
             [total(given)] * 2,

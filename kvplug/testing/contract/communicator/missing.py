@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvplug.errors import KvplugError, PeerGoneError, TimeoutError, TransportError
-from kvplug.testing.contract import base
+from kvplug.testing import waits
 from kvplug.testing.contract.base import law
 from kvplug.testing.contract.communicator.calls import Outcome
 from kvplug.testing.contract.communicator.collectives import check, tensor_of, total
@@ -88,7 +88,7 @@ class Missing(CommunicatorSuite):
         given = [tensor_of("int64", (2,), rank) for rank in range(2)]
         first = ranks[0].begin("all_reduce", given[0], timeout=None)
         first.check_blocked()
-        second = ranks[1].begin("all_reduce", given[1], timeout=base.patience_s)
+        second = ranks[1].begin("all_reduce", given[1], timeout=waits.patience_s)
         found = [first.outcome().value, second.outcome().value]
         check(found, [total(given)] * 2, "all_reduce with a rank that came late")
 
@@ -113,7 +113,7 @@ class Missing(CommunicatorSuite):
         ranks = self.ranks()
         gone = 2  # not the one that keeps a group's store
         pending = {
-            rank: ranks[rank].begin(method, tensor_of("float32", (3,), rank), timeout=base.patience_s)
+            rank: ranks[rank].begin(method, tensor_of("float32", (3,), rank), timeout=waits.patience_s)
             for rank in (0, 1)
         }
         waiting = [pending[rank] for rank in self.who_waits(method, (0, 1))]
@@ -129,7 +129,7 @@ class Missing(CommunicatorSuite):
         ranks = self.ranks()
         ranks[2].leave()
         for each in [
-            ranks[rank].begin("all_reduce", tensor_of("float32", (3,), rank), timeout=base.patience_s)
+            ranks[rank].begin("all_reduce", tensor_of("float32", (3,), rank), timeout=waits.patience_s)
             for rank in (0, 1)
         ]:
             check_raised(each.outcome(), PeerGoneError, TransportError)
@@ -140,7 +140,7 @@ class Missing(CommunicatorSuite):
         import torch
 
         ranks = self.ranks()
-        pending = ranks[0].begin("recv", (2,), torch.float32, 2, timeout=base.patience_s)
+        pending = ranks[0].begin("recv", (2,), torch.float32, 2, timeout=waits.patience_s)
         pending.check_blocked()
         ranks[2].leave()
         check_raised(pending.outcome(), PeerGoneError)
@@ -149,7 +149,7 @@ class Missing(CommunicatorSuite):
     def test_when_the_first_rank_is_killed_all_others_hear_it(self) -> None:
         ranks = self.ranks()
         pending = [
-            ranks[rank].begin("all_reduce", tensor_of("float32", (3,), rank), timeout=base.patience_s)
+            ranks[rank].begin("all_reduce", tensor_of("float32", (3,), rank), timeout=waits.patience_s)
             for rank in (1, 2)
         ]
         for each in pending:

@@ -7,7 +7,7 @@ from typing import Any
 
 from kvplug.communicator import RecvOp, SendOp
 from kvplug.errors import ConfigError, TensorMismatchError, TimeoutError, UnsupportedError
-from kvplug.testing.contract import base
+from kvplug.testing import waits
 from kvplug.testing.contract.base import law
 from kvplug.testing.contract.communicator.calls import Strided
 from kvplug.testing.contract.communicator.collectives import check, differs, tensor_of
@@ -26,8 +26,8 @@ class PointToPoint(CommunicatorSuite):
         for src, dst in itertools.permutations(range(WORLD), 2):
             for shape in ((), (2, 3), (0, 2)):
                 sent = tensor_of("float32", shape, src)
-                sending = ranks[src].begin("send", sent, dst, timeout=base.patience_s)
-                got = ranks[dst].begin("recv", shape, torch.float32, src, timeout=base.patience_s).outcome()
+                sending = ranks[src].begin("send", sent, dst, timeout=waits.patience_s)
+                got = ranks[dst].begin("recv", shape, torch.float32, src, timeout=waits.patience_s).outcome()
                 assert not sending.outcome().error, str(sending.outcome())
                 fault = differs(got.value, sent)
                 assert not fault, f"from rank {src} to rank {dst}, {fault}; {got}"
@@ -40,8 +40,8 @@ class PointToPoint(CommunicatorSuite):
         for rank in range(WORLD):
             after = (rank + 1) % WORLD
             sent = tensor_of("int64", (3,), rank)
-            sending = ranks[rank].begin("send", sent, timeout=base.patience_s)
-            got = ranks[after].begin("recv", (3,), torch.int64, timeout=base.patience_s).outcome()
+            sending = ranks[rank].begin("send", sent, timeout=waits.patience_s)
+            got = ranks[after].begin("recv", (3,), torch.int64, timeout=waits.patience_s).outcome()
             assert not sending.outcome().error, str(sending.outcome())
             fault = differs(got.value, sent)
             assert not fault, f"from rank {rank} to the next one, {fault}; {got}"
@@ -52,8 +52,8 @@ class PointToPoint(CommunicatorSuite):
 
         ranks = self.ranks(2)
         for number in range(20):
-            sending = ranks[0].begin("send", torch.full((2,), number), 1, timeout=base.patience_s)
-            got = ranks[1].begin("recv", (2,), torch.int64, 0, timeout=base.patience_s).outcome()
+            sending = ranks[0].begin("send", torch.full((2,), number), 1, timeout=waits.patience_s)
+            got = ranks[1].begin("recv", (2,), torch.int64, 0, timeout=waits.patience_s).outcome()
             assert not sending.outcome().error, str(sending.outcome())
             assert got.value.tolist() == [number] * 2, f"message {number} arrived as {got}"
 
@@ -106,9 +106,9 @@ class PointToPoint(CommunicatorSuite):
     def test_a_batch_is_between_the_ranks_it_names(self) -> None:
         ranks = self.ranks()
         given = tensor_of("int64", (3,), 0)
-        sending = ranks[0].begin("batch_isend_irecv", [SendOp(given, 2)], timeout=base.patience_s)
+        sending = ranks[0].begin("batch_isend_irecv", [SendOp(given, 2)], timeout=waits.patience_s)
         into = RecvOp(tensor_of("int64", (3,), 2), 0)
-        got = ranks[2].begin("batch_isend_irecv", [into], timeout=base.patience_s).outcome()
+        got = ranks[2].begin("batch_isend_irecv", [into], timeout=waits.patience_s).outcome()
         assert not sending.outcome().error, str(sending.outcome())
         check(got.first, [given], "a batch of two ranks of three")
         assert not ranks[1].begin("batch_isend_irecv", []).outcome().error
@@ -124,8 +124,8 @@ class PointToPoint(CommunicatorSuite):
             [RecvOp(right, 0), RecvOp(right, 0)],
             [SendOp(right, 0)],
         ):
-            sending = ranks[0].begin("batch_isend_irecv", [SendOp(right, 1)], timeout=base.patience_s)
-            receiving = ranks[1].begin("batch_isend_irecv", wrong, timeout=base.patience_s)
+            sending = ranks[0].begin("batch_isend_irecv", [SendOp(right, 1)], timeout=waits.patience_s)
+            receiving = ranks[1].begin("batch_isend_irecv", wrong, timeout=waits.patience_s)
             for each in (sending, receiving):
                 check_raised(each.outcome(), TensorMismatchError)
         still_works(ranks)

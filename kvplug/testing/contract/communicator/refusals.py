@@ -9,7 +9,7 @@ import pytest
 
 from kvplug.communicator import RecvOp, SendOp
 from kvplug.errors import ConfigError, KvplugError, TensorMismatchError, UnsupportedError
-from kvplug.testing.contract import base
+from kvplug.testing import waits
 from kvplug.testing.contract.base import law
 from kvplug.testing.contract.communicator.calls import Elsewhere
 from kvplug.testing.contract.communicator.collectives import check, tensor_of, total
@@ -180,7 +180,7 @@ class Refusals(CommunicatorSuite):
         ranks = self.ranks()
         methods = ["all_reduce", "all_gather", "all_reduce"]
         pending = [
-            ranks[rank].begin(methods[rank], tensor_of(_F32, (2,), rank), timeout=base.patience_s)
+            ranks[rank].begin(methods[rank], tensor_of(_F32, (2,), rank), timeout=waits.patience_s)
             for rank in range(WORLD)
         ]
         for each in pending:
@@ -193,8 +193,8 @@ class Refusals(CommunicatorSuite):
 
         ranks = self.ranks(2)
         for shape, dtype in (((3,), torch.float32), ((2,), torch.int64)):
-            sending = ranks[0].begin("send", tensor_of(_F32, (2,), 0), 1, timeout=base.patience_s)
-            receiving = ranks[1].begin("recv", shape, dtype, 0, timeout=base.patience_s)
+            sending = ranks[0].begin("send", tensor_of(_F32, (2,), 0), 1, timeout=waits.patience_s)
+            receiving = ranks[1].begin("recv", shape, dtype, 0, timeout=waits.patience_s)
             for each in (sending, receiving):
                 check_raised(each.outcome(), TensorMismatchError)
         still_works(ranks)
@@ -217,7 +217,7 @@ class Refusals(CommunicatorSuite):
             [["batch_isend_irecv", [SendOp(given, 1)]], ["batch_isend_irecv", [RecvOp(there, 0)]]],
         ]
         for pair in pairs:
-            pending = [ranks[rank].begin(*call, timeout=base.patience_s) for rank, call in enumerate(pair)]
+            pending = [ranks[rank].begin(*call, timeout=waits.patience_s) for rank, call in enumerate(pair)]
             found = [each.outcome() for each in pending]
             wrong = 0 if pair[0][0] == "send" else 1
             check_raised(found[wrong], UnsupportedError)

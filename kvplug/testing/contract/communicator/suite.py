@@ -20,11 +20,11 @@ from kvplug.context import CommunicatorContext
 from kvplug.errors import KvplugError
 from kvplug.group.group import StatelessGroup
 from kvplug.spec import Kind
-from kvplug.testing import peers
-from kvplug.testing.contract import base
-from kvplug.testing.contract.base import Call, Contract
+from kvplug.testing import peers, waits
+from kvplug.testing.contract.base import Contract
 from kvplug.testing.contract.communicator.calls import Outcome, carried, perform
 from kvplug.testing.contract.recipes import judged_by
+from kvplug.testing.waits import Call
 from kvplug.trust.credentials import Credentials
 
 WORLD = 3
@@ -75,7 +75,7 @@ class Near(Rank):
     def begin(self, method: str, *args: Any, **given: Any) -> Pending:
         plain = [carried(arg) for arg in args]
         call = Call(lambda: perform(self.made, self.number, method, plain, given))
-        return Pending(lambda: call.result(base.patience_s + 5), lambda: call.is_blocked(0.3))
+        return Pending(lambda: call.result(waits.patience_s + 5), lambda: call.is_blocked(0.3))
 
     def leave(self) -> None:
         self.made.destroy()
@@ -99,7 +99,7 @@ class Far(Rank):
         self._begun += 1
         number = self._begun
         self.child.send((number, method, plain, given))
-        kept = functools.cache(lambda: self._outcome(number, base.patience_s + 5))
+        kept = functools.cache(lambda: self._outcome(number, waits.patience_s + 5))
         return Pending(kept, lambda: self._is_blocked(number))
 
     def _outcome(self, number: int, within: float) -> Outcome:
@@ -140,7 +140,7 @@ class Ranks:
 
     def begin(self, method: str, each: Callable[[int], Sequence[Any]], **given: Any) -> list[Pending]:
         """The same call at every rank; ``each(rank)`` gives its arguments."""
-        given.setdefault("timeout", base.patience_s)
+        given.setdefault("timeout", waits.patience_s)
         return [rank.begin(method, *each(rank.number), **given) for rank in self.every]
 
     def outcomes(self, method: str, each: Callable[[int], Sequence[Any]], **given: Any) -> list[Outcome]:
@@ -215,7 +215,11 @@ class CommunicatorSuite(Contract):
         def make(number: int) -> Near:
             address = listener.contact if number else listener
             group = StatelessGroup.create(
-                address, rank=number, world_size=world_size, timeout=base.patience_s, timeout_s=self.timeout_s
+                address,
+                rank=number,
+                world_size=world_size,
+                timeout=waits.patience_s,
+                timeout_s=self.timeout_s,
             )
             self.later(group.abort)
             made = Near(number, group, self.made(group, **context))
@@ -223,7 +227,7 @@ class CommunicatorSuite(Contract):
             return made
 
         calls = [Call(lambda number=number: make(number)) for number in range(world_size)]  # type: ignore[misc]
-        return Ranks([call.result(2 * base.patience_s) for call in calls])
+        return Ranks([call.result(2 * waits.patience_s) for call in calls])
 
     def _far_ranks(self, world_size: int, context: dict[str, Any]) -> Ranks:
         target = f"{__name__}:_far_rank"

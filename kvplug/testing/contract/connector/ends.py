@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from kvplug.errors import KvplugError
-from kvplug.testing import peers
-from kvplug.testing.contract import base
-from kvplug.testing.contract.base import Call, law
+from kvplug.testing import peers, waits
+from kvplug.testing.contract.base import law
 from kvplug.testing.contract.connector.suite import ConnectorSuite
 from kvplug.testing.contract.recipes import judged_by
 from kvplug.testing.engine import EngineDouble, request_of
+from kvplug.testing.waits import Call
 
 _POINTS = (
     "new",
@@ -119,7 +119,7 @@ class Ends(ConnectorSuite):
         """What ``load`` returned, if it did; that it raised one of kvplug's errors is as good."""
         with self.holding_up() as is_held:
             loading = Call(lambda: load(is_held))
-            base.until(lambda: is_held.is_set() or loading.ended, what="a load that is held up")
+            waits.until(lambda: is_held.is_set() or loading.ended, what="a load that is held up")
             if not is_held.is_set():
                 loading.result()
                 pytest.skip(f"no load of {self.called} is held up in a pipe (override holding_up)")
@@ -158,7 +158,7 @@ class Ends(ConnectorSuite):
     @law("ALL-1")
     def test_an_engine_whose_peer_never_came_can_be_shut_down(self) -> None:
         decode = self.engine("consumer")
-        waiting = Call(lambda: decode.worker.wait_until_ready(base.patience_s))
+        waiting = Call(lambda: decode.worker.wait_until_ready(waits.patience_s))
         waiting.is_blocked()
         self._end(decode, is_worker_first=True)
         waiting.end()
@@ -193,9 +193,9 @@ class Ends(ConnectorSuite):
         """What was promised does not come, which is said within the time that the config gives."""
         began = time.monotonic()
         scheduled = [(prompt, blocks, found, 100 - found)]
-        report = Call(lambda: decode.step(scheduled)).result(self.timeout_s + base.patience_s)
+        report = Call(lambda: decode.step(scheduled)).result(self.timeout_s + waits.patience_s)
         took = time.monotonic() - began
-        limit = self.timeout_s + base.patience_s / 2
+        limit = self.timeout_s + waits.patience_s / 2
         assert took < limit, f"the step took {took:.1f} s, and timeout_s is {self.timeout_s}"
         wrong = decode.cache.wrong_blocks(prompt.token_ids, blocks, 0, found)
         assert wrong <= report.invalid_block_ids, "what did not come is not reported"
@@ -215,8 +215,8 @@ class Ends(ConnectorSuite):
             asking = request_of(f"ask{next(names)}", range(2000, 2100), params=params)
             return bool(decode.matched(asking)[0])
 
-        Call(lambda: base.until(is_promised, what="a promise of what the new peer has")).result(
-            2 * base.patience_s
+        Call(lambda: waits.until(is_promised, what="a promise of what the new peer has")).result(
+            2 * waits.patience_s
         )
         prompt = request_of("a", range(2000, 2100), params=params)
         blocks, _, report = Call(lambda: decode.load(prompt)).result()
@@ -243,8 +243,8 @@ class Ends(ConnectorSuite):
             Call(decode.worker.start_load_kv).result()
             child.kill()
             for layer in range(len(decode.layer_names)):
-                self.run(decode.visit, layer, planned, within=self.timeout_s + base.patience_s)
-            Call(decode.worker.wait_for_save).result(self.timeout_s + base.patience_s)
+                self.run(decode.visit, layer, planned, within=self.timeout_s + waits.patience_s)
+            Call(decode.worker.wait_for_save).result(self.timeout_s + waits.patience_s)
             report = decode.report(planned)
             decode.worker.clear_connector_metadata()
             decode.hear(report)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from kvplug.connector.values import RequestEnd
-from kvplug.testing.contract.base import Call, law
+from kvplug.testing.contract.base import law
 from kvplug.testing.contract.connector.suite import ConnectorSuite
 from kvplug.testing.engine import CallOrder, EngineDouble, request_of
+from kvplug.testing.waits import Call
 
 _NEEDING = pytest.mark.parametrize("drafts", [False, True], ids=["usual", "drafting"])
 

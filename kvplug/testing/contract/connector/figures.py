@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from kvplug.testing.contract.base import Call, law
+from kvplug.testing.contract.base import law
 from kvplug.testing.contract.connector.suite import KV_OF_A_TOKEN, ConnectorSuite
 from kvplug.testing.engine import EngineDouble, request_of
+from kvplug.testing.waits import Call
 
 
 def done(figures: Mapping[str, Any] | None, op: str) -> int:

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from kvplug.connector.values import RequestEnd
-from kvplug.testing import peers
-from kvplug.testing.contract import base
-from kvplug.testing.contract.base import Call, law
+from kvplug.testing import peers, waits
+from kvplug.testing.contract.base import law
 from kvplug.testing.contract.connector.spoiling import SpoiledPipe
 from kvplug.testing.contract.connector.suite import ConnectorSuite
 from kvplug.testing.contract.recipes import judged_by
 from kvplug.testing.engine import CallOrder, EngineDouble, request_of
+from kvplug.testing.waits import Call
 
 _ORDERS = [CallOrder(), CallOrder(loads_after_forward=True), CallOrder(drafts=True)]
 _any_order = pytest.mark.parametrize("order", _ORDERS, ids=["usual", "loads-late", "drafting"])
@@ -63,7 +63,7 @@ class Lending(ConnectorSuite):
                 self._note_sent(engine, named)
             return name in named
 
-        base.until(is_named, what=f"a step that names {name}, whose blocks are kept")
+        waits.until(is_named, what=f"a step that names {name}, whose blocks are kept")
         for _ in range(3):
             named.extend(sorted(Call(lambda: engine.step([])).result().finished_sending))
         assert named == [name], f"named as sent are {named}"
@@ -120,7 +120,7 @@ class Lending(ConnectorSuite):
                 decode.scheduler.update_state_after_alloc(prompt, (theirs,), found)
             return True
 
-        base.until(is_known, what="an answer other than 'not yet'")
+        waits.until(is_known, what="an answer other than 'not yet'")
         self.shut(decode)
         self._are_free_again(prefill, blocks, keeps, named)
 
@@ -140,7 +140,7 @@ class Lending(ConnectorSuite):
                 self._note_sent(prefill, named)
                 return asking.ended
 
-            base.until(is_promised, what="a consumer that is promised what its peer has")
+            waits.until(is_promised, what="a consumer that is promised what its peer has")
             asking.result()
         child.kill()
         self._are_free_again(prefill, blocks, keeps, named)
@@ -180,7 +180,7 @@ class Lending(ConnectorSuite):
             named.extend(sorted(report.finished_recving))
             return bool(named)
 
-        base.until(is_named, what="a step that names the request that loads")
+        waits.until(is_named, what="a step that names the request that loads")
         wrong = decode.cache.wrong_blocks(prompt.token_ids, blocks, 0, found)
         assert not wrong, f"it is named as received, and its blocks {sorted(wrong)} are wrong"
         for _ in range(4):
@@ -214,7 +214,7 @@ class Lending(ConnectorSuite):
             named = any("a" in report.finished_recving for report in (*reports, *late))
             return len(late) >= 5 and (named or not keeps)
 
-        base.until(is_done, what="a step that names the request, whose blocks are kept")
+        waits.until(is_done, what="a step that names the request, whose blocks are kept")
         named = [name for report in (*reports, *late) for name in report.finished_recving]
         sent = [name for report in (*reports, *late) for name in report.finished_sending]
         assert not sent, f"{sent} is named as sent; it ended while it was loading"
@@ -234,8 +234,8 @@ def _consume(parent: peers.Parent, recipe: Any, host: str, when: str) -> None:
         wrap_pipe=lambda pipe: SpoiledPipe(pipe, suite.switch),
         seed=2,
     )
-    engine.scheduler.wait_until_ready(base.patience_s)
-    engine.worker.wait_until_ready(base.patience_s)
+    engine.scheduler.wait_until_ready(waits.patience_s)
+    engine.worker.wait_until_ready(waits.patience_s)
     parent.send("met")
     params, found = parent.recv(timeout=None), 0
     while not found:  # it may have been asked before its peer has stored anything

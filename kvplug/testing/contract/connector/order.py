@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 from kvplug.connector.values import Request
-from kvplug.testing import orders
-from kvplug.testing.contract import base
-from kvplug.testing.contract.base import Call, law
+from kvplug.testing import orders, waits
+from kvplug.testing.contract.base import law
 from kvplug.testing.contract.connector.suite import ConnectorSuite
 from kvplug.testing.engine import CallOrder, Departed, EngineDouble, replay, request_of
 from kvplug.testing.engine.cache import layout_of
+from kvplug.testing.waits import Call
 
 RUNS = [
     pytest.param(name, run, id=f"{name}: {run}") for name in orders.names() for run in orders.load(name).runs
@@ -49,7 +49,7 @@ class Order(ConnectorSuite):
         if spoils:
             self.spoil("fail")
         try:
-            ledger = Call(lambda: replay(run, double, prompts)).result(2 * base.patience_s)
+            ledger = Call(lambda: replay(run, double, prompts)).result(2 * waits.patience_s)
         except Departed as e:
             self.spoil("")
             if e.is_nothing:

@@ -6,9 +6,10 @@ from typing import Any
 
 import attrs
 
-from kvplug.testing.contract.base import Call, law
+from kvplug.testing.contract.base import law
 from kvplug.testing.contract.connector.suite import ConnectorSuite
 from kvplug.testing.engine import EngineDouble, PlannedStep, request_of
+from kvplug.testing.waits import Call
 
 _PREEMPTED = frozenset({"a"})
 

@@ -7,10 +7,11 @@ from typing import Any
 import attrs
 import pytest
 
-from kvplug.testing.contract.base import Call, law
+from kvplug.testing.contract.base import law
 from kvplug.testing.contract.connector.suite import BLOCK, KV_OF_A_TOKEN, ConnectorSuite
 from kvplug.testing.engine import MODEL, request_of
 from kvplug.testing.engine.cache import AXES
+from kvplug.testing.waits import Call
 
 _LAYOUTS = [(axes, BLOCK, "") for axes in AXES] + [
     ("KBTHD", 2 * BLOCK, ""),

@@ -11,10 +11,11 @@ from typing import Any
 import attrs
 import pytest
 
-from kvplug.testing.contract.base import Call, law
+from kvplug.testing.contract.base import law
 from kvplug.testing.contract.connector.figures import failed
 from kvplug.testing.contract.connector.suite import ConnectorSuite
 from kvplug.testing.engine import EngineDouble, request_of
+from kvplug.testing.waits import Call
 
 _dialled: list[list[Any]] = []
 _is_listening = False

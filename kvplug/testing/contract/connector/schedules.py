@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 
 from kvplug.connector.values import RequestEnd
-from kvplug.testing.contract import base
-from kvplug.testing.contract.base import Call, law
+from kvplug.testing import waits
+from kvplug.testing.contract.base import law
 from kvplug.testing.contract.connector.suite import ConnectorSuite
 from kvplug.testing.engine import Arrival, EngineDouble, Schedule, request_of
+from kvplug.testing.waits import Call
 
 QUICK, _FULL = range(4), range(4, 60)
 
@@ -59,13 +60,13 @@ class Schedules(ConnectorSuite):
         theirs = self._scheduled(decode, chance, spoils)
         coming = arrivals(chance, "p", 8)
         ours.submit(*coming)
-        Call(ours.run).result(4 * base.patience_s)
+        Call(ours.run).result(4 * waits.patience_s)
         # The consumer's requests: some are the producer's, with what it handed them; some only begin alike.
         again = [self._again(each, params.get((each.extra, each.prompt))) for each in coming]
         chance.shuffle(again)
         ours.submit(*arrivals(chance, "p", 4, first=100))
         theirs.submit(*again, *arrivals(chance, "d", 4, first=200))
-        Call(lambda: theirs.run_with(ours)).result(4 * base.patience_s)
+        Call(lambda: theirs.run_with(ours)).result(4 * waits.patience_s)
         self.spoil("")
         return theirs
 
@@ -139,12 +140,12 @@ class Schedules(ConnectorSuite):
         self._forget_blocks(double, schedule)
         coming = arrivals(chance, "r", 16)
         schedule.submit(*coming)
-        Call(schedule.run).result(4 * base.patience_s)
+        Call(schedule.run).result(4 * waits.patience_s)
         self.spoil("")
         # Whatever it has saved meanwhile is right: another request gets it.
         fresh = scheduled(double, chance)
         fresh.submit(*(self._again(each, None) for each in coming))
-        Call(fresh.run).result(4 * base.patience_s)
+        Call(fresh.run).result(4 * waits.patience_s)
         return schedule
 
     @staticmethod
@@ -191,13 +192,13 @@ class Schedules(ConnectorSuite):
             schedule.run()
             return True
 
-        if not Call(run).result(4 * base.patience_s):
+        if not Call(run).result(4 * waits.patience_s):
             pytest.skip(f"{self.called} says that it cannot forget: reset_cache returned false")
         schedule.ledger.must_arrive = True
         # Those that come now see nothing old: each of their tokens is checked.
         fresh = scheduled(double, chance)
         fresh.submit(*arrivals(chance, "fresh", 8, first=900))
-        Call(fresh.run).result(4 * base.patience_s)
+        Call(fresh.run).result(4 * waits.patience_s)
 
     @law("CONN-7")
     @pytest.mark.parametrize("seed", QUICK)

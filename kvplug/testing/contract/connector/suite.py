@@ -18,10 +18,12 @@ from kvplug.config import Config
 from kvplug.connector.values import Request
 from kvplug.registry import Registry
 from kvplug.spec import ConnectorSpec, Kind
+from kvplug.testing import waits
 from kvplug.testing.contract import base
-from kvplug.testing.contract.base import Call, Contract
+from kvplug.testing.contract.base import Contract
 from kvplug.testing.contract.connector.spoiling import SpoiledPipe, Switch
 from kvplug.testing.engine import EngineDouble, request_of
+from kvplug.testing.waits import Call
 
 _numbers = itertools.count(1)
 
@@ -163,8 +165,8 @@ class ConnectorSuite(Contract):
 
     def meet(self, decode: EngineDouble) -> None:
         """It has found its peer."""
-        Call(lambda: decode.scheduler.wait_until_ready(base.patience_s)).result()
-        Call(lambda: decode.worker.wait_until_ready(base.patience_s)).result()
+        Call(lambda: decode.scheduler.wait_until_ready(waits.patience_s)).result()
+        Call(lambda: decode.worker.wait_until_ready(waits.patience_s)).result()
 
     def both(self, **given: Any) -> EngineDouble:
         """An engine that loads what it has saved itself."""
@@ -200,7 +202,7 @@ class ConnectorSuite(Contract):
             reports.append(Call(lambda: engine.step([])).result())
             return name in reports[-1].finished_recving
 
-        base.until(is_named, what=f"a step that names {name} as received")
+        waits.until(is_named, what=f"a step that names {name} as received")
         return reports
 
     # -- faults --------------------------------------------------------------------------------

@@ -7,8 +7,8 @@ from functools import partial
 from kvplug.errors import EntryGoneError, KvplugError, TimeoutError
 from kvplug.events import RemovalReason, Removed, Snapshot, Stored
 from kvplug.lookup import LookupBuffer
-from kvplug.testing.contract import base
-from kvplug.testing.contract.base import Call, law, raises
+from kvplug.testing import waits
+from kvplug.testing.contract.base import law
 from kvplug.testing.contract.lookup.entries import Sink, entry, room_for, sized, unlike
 from kvplug.testing.contract.lookup.model import Replica
 from kvplug.testing.contract.lookup.suite import (
@@ -21,6 +21,7 @@ from kvplug.testing.contract.lookup.suite import (
     missed,
     taken,
 )
+from kvplug.testing.waits import Call, raises
 
 
 class Clearing(LookupSuite):
@@ -68,9 +69,9 @@ class Clearing(LookupSuite):
         inserted(store, put)
         heard = Replica()
         sink = Sink(wait_at=1)
-        within = base.patience_s
+        within = waits.patience_s
         reading = Call(lambda: buffer.select([1, 2, 3], sink=sink, timeout=within))
-        assert sink.waits.wait(base.patience_s), "the sink was not given a second layer"
+        assert sink.waits.wait(waits.patience_s), "the sink was not given a second layer"
         store.subscribe(heard)
         Call(store.clear).result()
         assert not heard.held, "a cleared entry that is being read was not announced as removed"
@@ -90,7 +91,7 @@ class Clearing(LookupSuite):
         buffer, gate = self.reach_gated(store)
         put = sized([1, 2, 3], layers=8)
         inserted(store, put)
-        within = base.patience_s
+        within = waits.patience_s
         taking = self.hold_up(gate, lambda: buffer.drop_select([1, 2, 3], timeout=within))
         Call(store.clear).result()
         gate.open()
@@ -103,7 +104,7 @@ class Clearing(LookupSuite):
         for how in ("its time is up", "it is gone"):
             buffer, gate = self.reach_gated(store)
             inserted(store, sized([1, 2, 3], layers=8))
-            within = SOON_S if how == "its time is up" else base.patience_s
+            within = SOON_S if how == "its time is up" else waits.patience_s
             taking = self.hold_up(gate, partial(buffer.drop_select, [1, 2, 3], timeout=within))
             heard = Replica()
             store.subscribe(heard)
@@ -123,7 +124,7 @@ class Clearing(LookupSuite):
     @at_both_ends
     def test_who_waits_for_an_entry_waits_on_and_gets_one_that_comes_later(self, end: str) -> None:
         store, buffer = self.ends(end)
-        within = base.patience_s
+        within = waits.patience_s
         waiting = Call(lambda: buffer.drop_select([1, 2], timeout=within))
         assert waiting.is_blocked()
         inserted(store, entry([9]))
@@ -218,7 +219,7 @@ class Events(LookupSuite):
         assert not heard.held, "an entry that is being handed over is not to be had, and was not removed"
         taking.raised(TimeoutError)
         gate.open()
-        base.until(lambda: heard.held, what="the word that the entry is back")
+        waits.until(lambda: heard.held, what="the word that the entry is back")
         assert [type(event) for event in heard.events[1:]] == [Stored, Removed, Stored]
         assert {event.entry_id for event in heard.events[1:]} == {entry_id}
         assert heard.is_complete

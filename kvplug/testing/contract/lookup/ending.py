@@ -11,8 +11,8 @@ import pytest
 
 from kvplug.errors import ClosedError, EntryGoneError, KvplugError, PeerGoneError, TimeoutError
 from kvplug.lookup import LookupBuffer, LookupStore
-from kvplug.testing.contract import base
-from kvplug.testing.contract.base import Call, law, raises, until
+from kvplug.testing import waits
+from kvplug.testing.contract.base import law
 from kvplug.testing.contract.lookup.entries import Sink, entry, room_for, sized, unlike
 from kvplug.testing.contract.lookup.suite import (
     SOON_S,
@@ -24,6 +24,7 @@ from kvplug.testing.contract.lookup.suite import (
     missed,
     taken,
 )
+from kvplug.testing.waits import Call, raises, until
 
 at_once_and_politely = pytest.mark.parametrize("verb", ["close", "abort"])
 
@@ -102,7 +103,7 @@ class Ending(LookupSuite):
         buffer, gate = self.reach_gated(store)
         put = entry([1, 2, 3], layers=8)
         inserted(store, put)
-        within = base.patience_s
+        within = waits.patience_s
         reading = self.hold_up(gate, lambda: buffer.select([1, 2, 3], timeout=within))
         Call(lambda: getattr(buffer, verb)()).result()
         reading.end()
@@ -132,9 +133,9 @@ class Ending(LookupSuite):
         put = entry([1, 2, 3], layers=5)
         inserted(store, put)
         sink = Sink(wait_at=2)
-        within = base.patience_s
+        within = waits.patience_s
         reading = Call(lambda: buffer.select([1, 2, 3], sink=sink, timeout=within))
-        assert sink.waits.wait(base.patience_s)
+        assert sink.waits.wait(waits.patience_s)
         closing = Call(lambda: store.close(timeout=within))
         assert closing.is_blocked(), "it did not wait for a reader that had begun"
         raises(ClosedError, lambda: store.match([1]))
@@ -149,7 +150,7 @@ class Ending(LookupSuite):
         buffer, gate = self.reach_gated(store)
         put = entry([1, 2, 3], layers=8)
         inserted(store, put)
-        within = base.patience_s
+        within = waits.patience_s
         reading = self.hold_up(gate, lambda: buffer.select([1, 2, 3], timeout=within))
         closing = Call(lambda: store.close(timeout=SOON_S)).end()
         assert closing.error is None, f"close raised {closing.error!r}"
@@ -179,7 +180,7 @@ class Ending(LookupSuite):
     def test_the_end_of_one_reaching_end_disturbs_no_other(self, verb: str) -> None:
         store = self.hold()
         one, other = self.reach(store), self.reach(store)
-        within = base.patience_s
+        within = waits.patience_s
         waiting = Call(lambda: other.drop_select([1], timeout=within))
         assert waiting.is_blocked(0.1)
         Call(getattr(one, verb)).result()
@@ -232,7 +233,7 @@ class Ending(LookupSuite):
         store, buffer = self.ends(end)
         put = entry([1])
         inserted(store, put)
-        within = base.patience_s
+        within = waits.patience_s
         waiting = Call(lambda: buffer.drop_select([9], timeout=within))
         assert waiting.is_blocked(0.1)
         said = _in_a_fork(lambda: _what_a_child_finds(buffer))
@@ -268,8 +269,8 @@ class Ending(LookupSuite):
         puts = [sized([number, 1]), sized([number, 2])]
         for put in puts:
             insert(store, put)
-        assert not unlike(puts[0], buffer.drop_select([number], timeout=base.patience_s))
-        assert not unlike(puts[1], buffer.select([number], timeout=base.patience_s))
+        assert not unlike(puts[0], buffer.drop_select([number], timeout=waits.patience_s))
+        assert not unlike(puts[1], buffer.select([number], timeout=waits.patience_s))
         ends = [store, buffer] if number % 2 else [buffer, store]
         for end in ends:
             if number % 3:
@@ -285,7 +286,7 @@ class Ending(LookupSuite):
         listener = end.listen()
         try:
             connecting = Call(lambda: end.connect(listener.contact))
-            return listener.accept(timeout=base.patience_s), connecting.result()
+            return listener.accept(timeout=waits.patience_s), connecting.result()
         finally:
             listener.close()
 
@@ -319,7 +320,7 @@ def _in_a_fork(look: Callable[[], str]) -> str:
     os.close(theirs)
     try:
         reading = Call(lambda: os.read(ours, 4000).decode())
-        if reading.is_blocked(base.patience_s):
+        if reading.is_blocked(waits.patience_s):
             os.kill(pid, 9)
             return "a call is blocked for ever"
         return reading.result()  # type: ignore[no-any-return]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvplug.errors import EntryGoneError
-from kvplug.testing.contract.base import Call, law, raises
+from kvplug.testing.contract.base import law
 from kvplug.testing.contract.lookup.entries import entry, unlike
 from kvplug.testing.contract.lookup.suite import (
     LookupSuite,
@@ -19,6 +19,7 @@ from kvplug.testing.contract.lookup.suite import (
     read,
     taken,
 )
+from kvplug.testing.waits import Call, raises
 
 _M61 = (1 << 61) - 1
 NEIGHBOURS = [

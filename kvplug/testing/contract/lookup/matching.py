@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from kvplug.testing.contract import base
-from kvplug.testing.contract.base import Call, law
+from kvplug.testing import waits
+from kvplug.testing.contract.base import law
 from kvplug.testing.contract.lookup.entries import entry, unlike
 from kvplug.testing.contract.lookup.model import Replica
 from kvplug.testing.contract.lookup.suite import (
@@ -19,6 +19,7 @@ from kvplug.testing.contract.lookup.suite import (
     read,
     taken,
 )
+from kvplug.testing.waits import Call
 
 
 class Matching(LookupSuite):
@@ -130,7 +131,7 @@ class Matching(LookupSuite):
         buffer, gate = self.reach_gated(store)
         put = entry([1, 2, 3], layers=8, hidden=30_000)  # more than the data pipe holds
         inserted(store, put)
-        within = base.patience_s
+        within = waits.patience_s
         waiting = Call(lambda: buffer.drop_select([9], timeout=within))
         receiving = self.hold_up(gate, lambda: buffer.select([1, 2, 3], timeout=within))
         assert matched(buffer, [1, 2, 9]) == 2

@@ -9,9 +9,8 @@ import pytest
 
 from kvplug.errors import PeerGoneError, TimeoutError
 from kvplug.lookup import LookupBuffer
-from kvplug.testing import peers
-from kvplug.testing.contract import base
-from kvplug.testing.contract.base import Call, law, raises, until
+from kvplug.testing import peers, waits
+from kvplug.testing.contract.base import law
 from kvplug.testing.contract.lookup.entries import Sink, room_for, sized, unlike
 from kvplug.testing.contract.lookup.gate import Gate
 from kvplug.testing.contract.lookup.suite import (
@@ -23,6 +22,7 @@ from kvplug.testing.contract.lookup.suite import (
     missed,
     taken,
 )
+from kvplug.testing.waits import Call, raises, until
 
 
 def stop_in_the_middle(
@@ -124,7 +124,7 @@ class Processes(LookupSuite):
         else:
             sink = Sink(wait_at=1)
             call = Call(lambda: end.select([7, 8, 9], sink=sink, timeout=None))
-            assert sink.waits.wait(base.patience_s)
+            assert sink.waits.wait(waits.patience_s)
             holder.kill()
             sink.go_on.set()
         call.end()

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from kvplug.errors import EntryGoneError, TimeoutError
-from kvplug.testing.contract import base
-from kvplug.testing.contract.base import Call, law, raises
+from kvplug.testing import waits
+from kvplug.testing.contract.base import law
 from kvplug.testing.contract.lookup.entries import Sink, SinkError, entry, room_for, sized, unlike
 from kvplug.testing.contract.lookup.suite import (
     SOON_S,
@@ -22,6 +22,7 @@ from kvplug.testing.contract.lookup.suite import (
     read,
     taken,
 )
+from kvplug.testing.waits import Call, raises
 
 
 class Reading(LookupSuite):
@@ -69,9 +70,9 @@ class Reading(LookupSuite):
         put = entry([1, 2, 3])
         inserted(store, put)
         sink = Sink(wait_at=1)
-        within = base.patience_s
+        within = waits.patience_s
         reading = Call(lambda: buffer.select([1, 2, 3], sink=sink, timeout=within))
-        assert sink.waits.wait(base.patience_s), "the sink was not given a second layer"
+        assert sink.waits.wait(waits.patience_s), "the sink was not given a second layer"
         for each in (store, other):
             assert matched(each, [1, 2, 3]) == 3
             assert not unlike(put, read(each, [1, 2, 3]))
@@ -91,9 +92,9 @@ class Reading(LookupSuite):
         put = sized([1, 2, 3], layers=3)
         inserted(store, put)
         sink = Sink(wait_at=1)
-        within = base.patience_s
+        within = waits.patience_s
         reading = Call(lambda: buffer.select([1, 2, 3], sink=sink, timeout=within))
-        assert sink.waits.wait(base.patience_s), "the sink was not given a second layer"
+        assert sink.waits.wait(waits.patience_s), "the sink was not given a second layer"
         call = Call(lambda: insert(store, sized([7]), timeout=0.05)).end()
         still = matched(store, [1, 2, 3])
         sink.go_on.set()
@@ -139,7 +140,7 @@ class Reading(LookupSuite):
         buffer, gate = self.reach_gated(store)
         put = sized([1, 2, 3], layers=8)
         inserted(store, put)
-        within = base.patience_s
+        within = waits.patience_s
         reading = self.hold_up(gate, lambda: buffer.select([1, 2, 3], timeout=within))
         missed(store, [1], timeout=0.1)
         buffer.abort()
@@ -158,12 +159,12 @@ class Reading(LookupSuite):
 
         def read_all(which: Any, number: int) -> str:
             for _ in range(6):
-                wrong = unlike(puts[number], which.select([number, number + 1], timeout=base.patience_s))
+                wrong = unlike(puts[number], which.select([number, number + 1], timeout=waits.patience_s))
                 if wrong:
                     return wrong
             return ""
 
         calls = [Call(partial(read_all, which, number)) for which in (buffer, other) for number in range(6)]
         for call in calls:
-            wrong = call.result(base.patience_s * 2)
+            wrong = call.result(waits.patience_s * 2)
             assert not wrong, f"one of many readers got something else: {wrong}"

@@ -7,8 +7,8 @@ from functools import partial
 import pytest
 
 from kvplug.errors import CapacityError, TimeoutError, UnsupportedError
-from kvplug.testing.contract import base
-from kvplug.testing.contract.base import Call, law, raises
+from kvplug.testing import waits
+from kvplug.testing.contract.base import law
 from kvplug.testing.contract.lookup.entries import Sink, entry, room_for, sized, unlike
 from kvplug.testing.contract.lookup.suite import (
     SOON_S,
@@ -20,6 +20,7 @@ from kvplug.testing.contract.lookup.suite import (
     missed,
     taken,
 )
+from kvplug.testing.waits import Call, raises
 
 
 class Room(LookupSuite):
@@ -92,7 +93,7 @@ class Room(LookupSuite):
         store, buffer = self.ends(end, room_for(2))
         for number in range(rounds):
             for each in (1, 2):
-                call = Call(partial(insert, store, sized([1, each]))).end(base.patience_s + 1)
+                call = Call(partial(insert, store, sized([1, each]))).end(waits.patience_s + 1)
                 assert call.error is None, f"in round {number} of taking everything: {call.error}"
             for each in (1, 2):
                 assert taken(buffer, [1, each]).header.num_layers == 2
@@ -105,9 +106,9 @@ class Room(LookupSuite):
         for put in puts[:3]:
             inserted(store, put)
         sink = Sink(wait_at=0)
-        within = base.patience_s
+        within = waits.patience_s
         reading = Call(lambda: reader.select([0], sink=sink, timeout=within))
-        assert sink.waits.wait(base.patience_s)
+        assert sink.waits.wait(waits.patience_s)
         try:
             for put in puts[3:5]:
                 call = Call(partial(insert, store, put, 0)).end()
@@ -126,9 +127,9 @@ class Room(LookupSuite):
         inserted(store, sized([1]))
         inserted(store, sized([2]))
         sink = Sink(wait_at=0)
-        within = base.patience_s
+        within = waits.patience_s
         reading = Call(lambda: reader.select([2], sink=sink, timeout=within))
-        assert sink.waits.wait(base.patience_s)
+        assert sink.waits.wait(waits.patience_s)
         try:
             large = entry([3], hidden=room_for(2) // 4 - 1024)
             raises(TimeoutError, lambda: insert(store, large, timeout=0.05))
@@ -143,7 +144,7 @@ class Room(LookupSuite):
         (slow, gate), quick = self.reach_gated(store), self.reach(store)
         put = entry([1, 2, 3], layers=8, hidden=30_000)  # more than the data pipe holds
         inserted(store, put)
-        within = base.patience_s
+        within = waits.patience_s
         receiving = self.hold_up(gate, lambda: slow.select([1, 2, 3], timeout=within))
         for number in range(10):
             other = entry([5, number])
@@ -159,7 +160,7 @@ class Room(LookupSuite):
         store = self.hold()
         buffer = self.reach(store)
         put = entry([1, 2])
-        call = Call(lambda: insert(buffer, put)).end(base.patience_s + 1)
+        call = Call(lambda: insert(buffer, put)).end(waits.patience_s + 1)
         if isinstance(call.error, UnsupportedError):
             missed(store, None, timeout=0)
             return

@@ -14,12 +14,13 @@ from kvplug.errors import TimeoutError
 from kvplug.lookup import Entry, LookupBuffer, LookupEndpoint, LookupStore
 from kvplug.pipe import Pipe, PipeEndpoint
 from kvplug.spec import Kind
-from kvplug.testing import peers
+from kvplug.testing import peers, waits
 from kvplug.testing.contract import base
-from kvplug.testing.contract.base import Call, Contract
+from kvplug.testing.contract.base import Contract
 from kvplug.testing.contract.lookup.entries import Put
 from kvplug.testing.contract.lookup.gate import Gate
 from kvplug.testing.contract.recipes import judged_by
+from kvplug.testing.waits import Call
 from kvplug.trust.credentials import Credentials
 
 SOON_S = 0.3
@@ -93,7 +94,7 @@ class LookupSuite(Contract):
         listener = end.listen()
         try:
             connecting = Call(lambda: end.connect(listener.contact))
-            accepted = listener.accept(timeout=base.patience_s)
+            accepted = listener.accept(timeout=waits.patience_s)
             self.later(accepted.abort)
             connected: Pipe = connecting.result()
             self.later(connected.abort)
@@ -105,7 +106,7 @@ class LookupSuite(Contract):
         """Make a call that receives an entry, and stop it in the middle."""
         gate.shut(self.passes)
         held_up = Call(call)
-        assert gate.holds(base.patience_s), (
+        assert gate.holds(waits.patience_s), (
             "the second tensor of an entry is not received over the data pipe that was given"
             f" (passes = {self.passes}); the call ended with {held_up.error!r}"
         )
@@ -125,7 +126,7 @@ class LookupSuite(Contract):
         listener = pipe_endpoint(self.far_pipes, self.timeout_s, self.data_pipe_options).listen()
         self.later(listener.close)
         peer = make(listener.contact)
-        pipes = [listener.accept(timeout=base.patience_s) for _ in range(2)]
+        pipes = [listener.accept(timeout=waits.patience_s) for _ in range(2)]
         for pipe in pipes:
             self.later(pipe.abort)
         return peer, pipes[0], pipes[1]
@@ -151,7 +152,7 @@ class LookupSuite(Contract):
         )
         end = self.endpoint().reach(signal, data)
         self.later(end.abort)
-        assert peer.recv(base.patience_s) == "it holds"
+        assert peer.recv(waits.patience_s) == "it holds"
         return peer, end
 
     def import_all(self) -> None:
@@ -221,11 +222,11 @@ def known_entry() -> Put:
 
 def inserted(store: LookupBuffer, put: Put, timeout: float | None = None) -> int:
     """The id of an entry for which there must be room, or will be."""
-    return Call(lambda: insert(store, put, timeout)).result(base.patience_s + 1)  # type: ignore[no-any-return]
+    return Call(lambda: insert(store, put, timeout)).result(waits.patience_s + 1)  # type: ignore[no-any-return]
 
 
 def insert(store: LookupBuffer, put: Put, timeout: float | None = None) -> int:
-    """The bare call. ``timeout=None`` is :data:`base.patience_s`."""
+    """The bare call. ``timeout=None`` is :data:`waits.patience_s`."""
     return store.insert(
         put.tokens,
         put.roi,
@@ -234,20 +235,20 @@ def insert(store: LookupBuffer, put: Put, timeout: float | None = None) -> int:
         put.hidden,
         extra=put.extra,
         metadata=put.metadata,
-        timeout=base.patience_s if timeout is None else timeout,
+        timeout=waits.patience_s if timeout is None else timeout,
     )
 
 
 def taken(end: LookupBuffer, tokens: Any, roi: Any = None, *, extra: bytes = b"") -> Entry:
     """An entry that must be there, or come."""
-    within = base.patience_s
+    within = waits.patience_s
     call = Call(lambda: end.drop_select(tokens, roi, extra=extra, timeout=within))
     return call.result(within + 1)  # type: ignore[no-any-return]
 
 
 def read(end: LookupBuffer, tokens: Any, roi: Any = None, **given: Any) -> Entry:
     """An entry that must be there."""
-    within = base.patience_s
+    within = waits.patience_s
     return Call(lambda: end.select(tokens, roi, timeout=within, **given)).result(within + 1)  # type: ignore[no-any-return]
 
 

@@ -11,8 +11,8 @@ import pytest
 
 from kvplug.errors import EntryGoneError, KvplugError, TimeoutError
 from kvplug.lookup import LookupBuffer
-from kvplug.testing.contract import base
-from kvplug.testing.contract.base import Call, law, raises, until
+from kvplug.testing import waits
+from kvplug.testing.contract.base import law
 from kvplug.testing.contract.lookup.entries import entry, room_for, sized, unlike
 from kvplug.testing.contract.lookup.suite import (
     SOON_S,
@@ -23,6 +23,7 @@ from kvplug.testing.contract.lookup.suite import (
     missed,
     taken,
 )
+from kvplug.testing.waits import Call, raises, until
 
 
 def take_until_quiet(end: LookupBuffer, query: Any, quiet_s: float = 1.0) -> list[int]:
@@ -52,7 +53,7 @@ class Taking(LookupSuite):
     @at_both_ends
     def test_it_gets_an_entry_that_comes_while_it_waits(self, end: str) -> None:
         store, buffer = self.ends(end)
-        within = base.patience_s
+        within = waits.patience_s
         waiting = Call(lambda: buffer.drop_select([1, 2], timeout=within))
         assert waiting.is_blocked()
         inserted(store, entry([9]))
@@ -78,7 +79,7 @@ class Taking(LookupSuite):
     @at_both_ends
     def test_all_kinds_of_those_who_wait_are_woken_by_what_they_wait_for(self, end: str) -> None:
         store, buffer = self.ends(end, room_for(1))
-        within = base.patience_s
+        within = waits.patience_s
         full = sized([8], extra=b"full")
         inserted(store, full)
         waiting = {
@@ -105,7 +106,7 @@ class Taking(LookupSuite):
     @at_both_ends
     def test_no_wake_up_is_lost_where_room_and_entries_are_waited_for(self, end: str) -> None:
         store, buffer = self.ends(end, room_for(1))
-        within = base.patience_s
+        within = waits.patience_s
         takers = [Call(lambda: buffer.drop_select([1], timeout=within)) for _ in range(8)]
         putters = [Call(lambda: inserted(store, sized([1, 2]))) for _ in range(8)]
         put = sorted(putter.result() for putter in putters)
@@ -169,7 +170,7 @@ class Taking(LookupSuite):
         self.later(buffer.abort)
         put = sized([1, 2, 3], layers=8)
         entry_id = inserted(store, put)
-        within = base.patience_s
+        within = waits.patience_s
         taking = self.hold_up(gate, lambda: buffer.drop_select([1, 2, 3], timeout=within))
         assert matched(store, [1, 2, 3]) == 0, "it is being handed over, and others find it"
         end_it = {
@@ -189,7 +190,7 @@ class Taking(LookupSuite):
     def test_who_waits_for_a_caller_that_is_gone_takes_nothing(self) -> None:
         store = self.hold()
         buffer = self.reach(store)
-        within = base.patience_s
+        within = waits.patience_s
         waiting = Call(lambda: buffer.drop_select([1], timeout=within))
         assert waiting.is_blocked()
         buffer.abort()

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 
 from kvplug.pipe import Pipe
-from kvplug.testing.contract import base
-from kvplug.testing.contract.base import Call, law
+from kvplug.testing import waits
+from kvplug.testing.contract.base import law
 from kvplug.testing.contract.pipe import far
 from kvplug.testing.contract.pipe.content import difference, dtypes, tensor_of
 from kvplug.testing.contract.pipe.suite import MIB, PipeSuite, received
+from kvplug.testing.waits import Call
 
 SHAPES: list[tuple[int, ...]] = [(), (0,), (3, 0, 2), (7,), (2, 3, 4), (300, 50)]
 
@@ -42,7 +43,7 @@ class Across(PipeSuite):
         self._exchange(pipe, child, 5_000, 60_000, within=300)
 
     def _exchange(self, pipe: Pipe, child: Any, count: int, nbytes: int, within: float | None = None) -> None:
-        within = 2 * base.patience_s if within is None else within
+        within = 2 * waits.patience_s if within is None else within
         wrong = Call(lambda: far.exchange(pipe, count, nbytes)).result(within)
         assert not wrong, wrong
         assert child.recv(within) == "received"
@@ -56,7 +57,7 @@ class Across(PipeSuite):
         for number in range(2):
             transfer = pipe.send_tensor(far.content(number, nbytes))
             assert not (wrong := far.unlike(received(pipe), number, nbytes)), wrong
-            transfer.wait(base.patience_s)
+            transfer.wait(waits.patience_s)
 
     @law("ALL-1", needs="other_processes")
     def test_what_was_sent_before_a_polite_close_is_received_by_another_process(self) -> None:
@@ -65,7 +66,7 @@ class Across(PipeSuite):
         child.recv()
         for number, nbytes in enumerate(sizes):
             pipe.send_tensor(far.content(number, nbytes))
-        closing = Call(partial(pipe.close, timeout=base.patience_s))
+        closing = Call(partial(pipe.close, timeout=waits.patience_s))
         child.send("go")
         closing.result()
         assert not (wrong := child.result()), wrong

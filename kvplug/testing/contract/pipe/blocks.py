@@ -11,11 +11,12 @@ import pytest
 
 from kvplug.errors import LayoutError, PeerGoneError, TensorMismatchError
 from kvplug.pipe import Blocks, Pipe
-from kvplug.testing.contract import base
-from kvplug.testing.contract.base import Call, law, raises
+from kvplug.testing import waits
+from kvplug.testing.contract.base import law
 from kvplug.testing.contract.pipe.content import difference, dtypes, tensor_of
 from kvplug.testing.contract.pipe.suite import MIB, PipeSuite, received, sent
 from kvplug.testing.peers import Parent
+from kvplug.testing.waits import Call, raises
 
 _DTYPES = ("float16", "bfloat16", "float8_e4m3fn", "uint8", "float32", "bool")
 _ROW = (4, 3, 8)  # tokens, heads, head size
@@ -43,26 +44,26 @@ def expected(cache: Any, block_ids: Sequence[int]) -> Any:
 
 def receive_blocks(pipe: Pipe, cache: Any, block_ids: Sequence[int]) -> None:
     """Which must come in time."""
-    within = base.patience_s
+    within = waits.patience_s
     Call(lambda: pipe.recv_blocks(views_of(cache), block_ids, timeout=within)).result(within + 1)
 
 
 def receive_rows(pipe: Pipe, view: Any, block_ids: Sequence[int]) -> None:
     """The same for one view."""
-    within = base.patience_s
+    within = waits.patience_s
     Call(lambda: pipe.recv_blocks([view], block_ids, timeout=within)).result(within + 1)
 
 
 def send_blocks(pipe: Pipe, cache: Any, block_ids: Sequence[int]) -> Any:
-    within = base.patience_s
+    within = waits.patience_s
     return Call(lambda: pipe.send_blocks(views_of(cache), block_ids, timeout=within)).result(within + 1)
 
 
 def send_and_wait(parent: Parent, pipe: Pipe, num_blocks: int) -> None:
     """Blocks of a large cache, in the order of a shuffle that both ends know."""
     cache = _large(num_blocks)
-    pipe.send_blocks([cache], _shuffled(num_blocks), timeout=base.patience_s).wait(base.patience_s)
-    parent.recv(timeout=base.patience_s)
+    pipe.send_blocks([cache], _shuffled(num_blocks), timeout=waits.patience_s).wait(waits.patience_s)
+    parent.recv(timeout=waits.patience_s)
 
 
 def _between_tensors(pipe: Pipe, source: Any, small: Any) -> None:
@@ -129,10 +130,10 @@ class BlockMessages(PipeSuite):
         source, target = cache_of("float16", 6), cache_of("float16", 6, seed=2)
         wanted = expected(source, [5, 1])
         transfer = send_blocks(one, source, [5, 1])
-        call = Call(lambda: other.recv_blocks(views_of(target), [2, 3], timeout=base.patience_s))
-        transfer.wait(base.patience_s)
+        call = Call(lambda: other.recv_blocks(views_of(target), [2, 3], timeout=waits.patience_s))
+        transfer.wait(waits.patience_s)
         source.fill_(0)
-        call.result(base.patience_s + 1)
+        call.result(waits.patience_s + 1)
         assert not difference(wanted, expected(target, [2, 3]))
 
     @law("PIPE-1", "PIPE-5")
@@ -207,7 +208,7 @@ class BlockMessages(PipeSuite):
         pipe, child = self.far(send_and_wait, 20_000)  # 120 MB, which nobody reads at first
         child.kill()
         cache = torch.zeros(20_000, 1500, dtype=torch.int32)
-        within = base.patience_s
+        within = waits.patience_s
         end = Call(lambda: pipe.recv_blocks([cache], range(20_000), timeout=within)).end(within + 1)
         assert isinstance(end.error, PeerGoneError), f"PeerGoneError was expected, not {end.error!r}"
 

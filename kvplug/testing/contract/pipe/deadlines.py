@@ -12,10 +12,11 @@ import pytest
 
 from kvplug.errors import KvplugError, TimeoutError
 from kvplug.pipe import Pipe
-from kvplug.testing.contract import base
-from kvplug.testing.contract.base import Call, law, raises
+from kvplug.testing import waits
+from kvplug.testing.contract.base import law
 from kvplug.testing.contract.pipe.content import difference, tensor_of
 from kvplug.testing.contract.pipe.suite import LIMIT, PipeSuite, fill, received, sent
+from kvplug.testing.waits import Call, raises
 
 _EARLY_S = 0.05
 """How much before its time a deadline may pass: clocks are read with less than that."""
@@ -70,7 +71,7 @@ class Deadlines(PipeSuite):
         receiving = Call(lambda: other.recv_tensor(timeout=timeout))
         assert receiving.is_blocked(0.1), f"recv_tensor(timeout={timeout}) did not wait: {receiving.error!r}"
         message = tensor_of("int32", (3,))
-        Call(lambda: one.send_tensor(message, timeout=timeout)).result().wait(base.patience_s)
+        Call(lambda: one.send_tensor(message, timeout=timeout)).result().wait(waits.patience_s)
         assert not difference(message, receiving.result())
 
     @law("ALL-4")
@@ -78,7 +79,7 @@ class Deadlines(PipeSuite):
         one, other = self.pair()
         message = tensor_of("int32", (3,))
         Call(lambda: one.send_tensor(message, timeout=0)).result()
-        base.until(lambda: _try(other), what="a small message that was sent")
+        waits.until(lambda: _try(other), what="a small message that was sent")
         sent(one, message)
         assert not difference(message, received(other))
 
@@ -128,7 +129,7 @@ class Deadlines(PipeSuite):
         transfers = fill(one)
         Call(lambda: one.close(timeout=timeout)).result()
         assert one.closed
-        base.until(lambda: all(transfer.done() for transfer in transfers), what="the end of each transfer")
+        waits.until(lambda: all(transfer.done() for transfer in transfers), what="the end of each transfer")
 
     # -- what a receive that ran out of time leaves --------------------------------------------
 
@@ -161,14 +162,14 @@ class Deadlines(PipeSuite):
         }[into]
         sending = Call(lambda: [one.send_tensor(message) for message in messages])
         for number, message in enumerate(messages):
-            call = Call(lambda: _with_short_deadlines(other, outs)).end(base.patience_s + 20)
+            call = Call(lambda: _with_short_deadlines(other, outs)).end(waits.patience_s + 20)
             if call.error is not None:
                 _is_broken(other, call.error)
                 return
             lost = difference(message, call.value)
             assert not lost, f"message {number}, received with many short deadlines: {lost}"
         for transfer in sending.result():
-            transfer.wait(base.patience_s)
+            transfer.wait(waits.patience_s)
         raises(TimeoutError, lambda: other.recv_tensor(timeout=0.05))
 
 
@@ -187,7 +188,7 @@ def _is_broken(pipe: Pipe, error: BaseException) -> None:
     """The other thing that the law allows: the pipe says that it is broken, and goes on saying so."""
     if isinstance(error, AssertionError) or not isinstance(error, KvplugError):
         raise error
-    again = raises(KvplugError, lambda: pipe.recv_tensor(timeout=base.patience_s))
+    again = raises(KvplugError, lambda: pipe.recv_tensor(timeout=waits.patience_s))
     assert not isinstance(again, TimeoutError), f"it was broken ({error!r}), and then waited"
 
 

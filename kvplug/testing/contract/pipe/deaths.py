@@ -16,11 +16,11 @@ import pytest
 
 from kvplug.errors import PeerGoneError
 from kvplug.pipe import Pipe, Transfer
-from kvplug.testing import peers
-from kvplug.testing.contract import base
-from kvplug.testing.contract.base import Call, law, raises, until
+from kvplug.testing import peers, waits
+from kvplug.testing.contract.base import law
 from kvplug.testing.contract.pipe import far
 from kvplug.testing.contract.pipe.suite import LIMIT, MIB, PipeSuite, fill
+from kvplug.testing.waits import Call, raises, until
 
 SIZES = (0, 1, 100, 5_000, 70_000, MIB, 3 * MIB, 24 * MIB)
 """Of the messages in which a peer is killed: within one read and one buffer, and far beyond."""
@@ -42,16 +42,16 @@ def end(child: peers.Peer, how: str) -> None:
 def assert_gone(pipe: Pipe) -> None:
     """Every call raises, again and again. What was sent to a dead peer before that may have been taken."""
     for _ in range(2):
-        raises(PeerGoneError, partial(pipe.recv_tensor, timeout=base.patience_s))
+        raises(PeerGoneError, partial(pipe.recv_tensor, timeout=waits.patience_s))
     raises(PeerGoneError, lambda: _send_until_told(pipe))
     for _ in range(2):
-        raises(PeerGoneError, partial(pipe.send_tensor, None, timeout=base.patience_s))
+        raises(PeerGoneError, partial(pipe.send_tensor, None, timeout=waits.patience_s))
 
 
 def _send_until_told(pipe: Pipe) -> None:
-    limit = time.monotonic() + base.patience_s
+    limit = time.monotonic() + waits.patience_s
     while time.monotonic() < limit:
-        pipe.send_tensor(None, timeout=base.patience_s)
+        pipe.send_tensor(None, timeout=waits.patience_s)
         time.sleep(0.001)
 
 
@@ -63,8 +63,8 @@ def receive_until_gone(pipe: Pipe, size_of: Callable[[int], int], with_out: bool
     while True:
         nbytes = size_of(number)
         out = torch.zeros(nbytes, dtype=torch.uint8) if with_out else None
-        receiving = Call(partial(pipe.recv_tensor, out, timeout=base.patience_s))
-        if isinstance(receiving.end(base.patience_s + 1).error, PeerGoneError):
+        receiving = Call(partial(pipe.recv_tensor, out, timeout=waits.patience_s))
+        if isinstance(receiving.end(waits.patience_s + 1).error, PeerGoneError):
             return number
         message = receiving.result()
         assert not (wrong := far.unlike(message, number, nbytes)), f"the peer was killed, and then {wrong}"
@@ -134,7 +134,7 @@ class Deaths(PipeSuite):
         pipe, child = self.far(far.wait)
         child.recv()
         transfer = pipe.send_tensor(far.content(1, 40 * MIB))
-        closing = Call(partial(pipe.close, timeout=10 * base.patience_s))
+        closing = Call(partial(pipe.close, timeout=10 * waits.patience_s))
         time.sleep(0.05)
         child.kill()
         closing.result()

@@ -9,10 +9,11 @@ import pytest
 
 from kvplug.errors import AuthenticationError, PeerGoneError, TimeoutError, TransportError, WireError
 from kvplug.pipe import Pipe, PipeEndpoint, PipeListener
-from kvplug.testing.contract import base
-from kvplug.testing.contract.base import Call, law, raises
+from kvplug.testing import waits
+from kvplug.testing.contract.base import law
 from kvplug.testing.contract.pipe.content import difference, tensor_of
 from kvplug.testing.contract.pipe.suite import MIB, PipeSuite, received, sent
+from kvplug.testing.waits import Call, raises
 from kvplug.trust.credentials import Credentials, Secret
 
 _LONGEST_CONTACT = 2000
@@ -63,7 +64,7 @@ class Endpoints(PipeSuite):
     def test_whoever_accepts_first_waits_for_whoever_connects_later(self) -> None:
         end = self.endpoint()
         listener = self.listen(end)
-        accepting = Call(lambda: listener.accept(timeout=10 * base.patience_s))
+        accepting = Call(lambda: listener.accept(timeout=10 * waits.patience_s))
         assert accepting.is_blocked(0.1)
         connected = self._kept(Call(lambda: end.connect(listener.contact)))
         _greet(connected, self._kept(accepting))
@@ -81,7 +82,7 @@ class Endpoints(PipeSuite):
     @law("END-1")
     @pytest.mark.parametrize("kind", list(_GARBAGE))
     def test_what_is_no_contact_is_refused_with_a_wire_error(self, kind: str) -> None:
-        raises(WireError, lambda: self.endpoint().connect(_GARBAGE[kind], timeout=base.patience_s))
+        raises(WireError, lambda: self.endpoint().connect(_GARBAGE[kind], timeout=waits.patience_s))
 
     @law("END-1")
     def test_a_damaged_contact_connects_to_nobody(self) -> None:
@@ -118,7 +119,7 @@ class Endpoints(PipeSuite):
         for end in (theirs, nobody):
             raises(
                 AuthenticationError,
-                lambda end=end: end.connect(listener.contact, timeout=base.patience_s),  # type: ignore[misc]
+                lambda end=end: end.connect(listener.contact, timeout=waits.patience_s),  # type: ignore[misc]
             )
         connecting = Call(lambda: ours.connect(listener.contact))
         accepted = self._accepted(listener)
@@ -129,19 +130,19 @@ class Endpoints(PipeSuite):
         end = self.endpoint()
         listener = end.listen()
         Call(listener.close).result()
-        raises(PeerGoneError, lambda: end.connect(listener.contact, timeout=base.patience_s))
+        raises(PeerGoneError, lambda: end.connect(listener.contact, timeout=waits.patience_s))
 
     @law("END-1", "ALL-2")
     def test_whom_nobody_has_accepted_learns_that_the_listener_is_closed(self) -> None:
         end = self.endpoint()
         listener = self.listen(end)
-        connecting = Call(lambda: end.connect(listener.contact, timeout=10 * base.patience_s))
+        connecting = Call(lambda: end.connect(listener.contact, timeout=10 * waits.patience_s))
         connecting.is_blocked(0.3)
         Call(listener.close).result()
         call = connecting.end()
         if call.error is None:
             self.later(call.value.abort)
-            raises(PeerGoneError, lambda: call.value.recv_tensor(timeout=10 * base.patience_s))
+            raises(PeerGoneError, lambda: call.value.recv_tensor(timeout=10 * waits.patience_s))
         else:
             call.raised(PeerGoneError)
 
@@ -158,10 +159,10 @@ class Endpoints(PipeSuite):
         listener, pairs = self._meet(4)
         leaving = pairs.pop(1)
         sent(leaving[0], tensor_of("uint8", (3 * MIB,)))
-        waiting = [Call(lambda p=a: p.recv_tensor(timeout=10 * base.patience_s)) for a, _ in pairs]  # type: ignore[misc]
+        waiting = [Call(lambda p=a: p.recv_tensor(timeout=10 * waits.patience_s)) for a, _ in pairs]  # type: ignore[misc]
         going = Call(lambda: _go(pairs[0][0], pairs[0][1], 200))
         Call(leaving[which].abort if how == "abort" else lambda: leaving[which].close(timeout=0.1)).result()
-        going.result(base.patience_s + 20)
+        going.result(waits.patience_s + 20)
         for (one, other), call in zip(pairs, waiting, strict=True):
             assert call.is_blocked(0.0), f"a receiver of another pair was disturbed: {call.error!r}"
             message = tensor_of("int32", (4,))
@@ -173,7 +174,7 @@ class Endpoints(PipeSuite):
     @law("END-2")
     def test_pipes_live_on_when_their_listener_is_closed(self) -> None:
         listener, pairs = self._meet(3)
-        waiting = Call(lambda: pairs[0][0].recv_tensor(timeout=10 * base.patience_s))
+        waiting = Call(lambda: pairs[0][0].recv_tensor(timeout=10 * waits.patience_s))
         assert waiting.is_blocked(0.1)
         Call(listener.close).result()
         assert waiting.is_blocked(0.2), f"a receiver ended with its listener: {waiting.error!r}"
@@ -190,7 +191,7 @@ class Endpoints(PipeSuite):
             _, [(a, b)] = self._meet(1, listener)
             for pipe in (a, b)[:: 1 if number % 2 else -1]:
                 Call(pipe.abort if number % 3 else pipe.close).result()
-        working.result(base.patience_s + 30)
+        working.result(waits.patience_s + 30)
 
     def _meet(
         self, count: int, listener: PipeListener | None = None
@@ -213,11 +214,11 @@ class Endpoints(PipeSuite):
         return listener, [(pipe, by_number[number]) for number, pipe in enumerate(connected)]
 
     def _accepted(self, listener: PipeListener) -> Pipe:
-        within = base.patience_s
+        within = waits.patience_s
         return self._kept(Call(lambda: listener.accept(timeout=within)))
 
     def _kept(self, call: Call) -> Pipe:
-        pipe: Any = call.result(base.patience_s + 1)
+        pipe: Any = call.result(waits.patience_s + 1)
         assert isinstance(pipe, Pipe), f"{pipe!r} is no kvplug.Pipe"
         self.later(pipe.abort)
         return pipe
@@ -235,6 +236,6 @@ def _go(one: Pipe, other: Pipe, count: int) -> None:
     """Many messages one way."""
     for number in range(count):
         message = tensor_of("uint8", (number % 50 * 1000,), seed=number)
-        one.send_tensor(message, timeout=base.patience_s)
-        lost = difference(message, other.recv_tensor(timeout=base.patience_s))
+        one.send_tensor(message, timeout=waits.patience_s)
+        lost = difference(message, other.recv_tensor(timeout=waits.patience_s))
         assert not lost, f"message {number} of a pair that nobody has ended: {lost}"

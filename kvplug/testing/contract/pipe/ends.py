@@ -9,10 +9,11 @@ import pytest
 
 from kvplug.errors import ClosedError, PeerGoneError, TimeoutError
 from kvplug.pipe import Pipe
-from kvplug.testing.contract import base
-from kvplug.testing.contract.base import Call, law, raises, until
+from kvplug.testing import waits
+from kvplug.testing.contract.base import law
 from kvplug.testing.contract.pipe.content import difference, tensor_of
 from kvplug.testing.contract.pipe.suite import LIMIT, MIB, PipeSuite, fill, received, sent
+from kvplug.testing.waits import Call, raises, until
 
 ENDS = ("close", "abort")
 _LONG_S = 600.0
@@ -80,7 +81,7 @@ class Ends(PipeSuite):
         one, other = self.pair()
         sent(other, tensor_of("int8", (3,)))  # what waits to be received changes nothing
         _end(one, how)
-        for timeout in (0, None, base.patience_s):
+        for timeout in (0, None, waits.patience_s):
             for call in (
                 lambda t=timeout: one.send_tensor(None, timeout=t),
                 lambda t=timeout: one.send_tensor(tensor_of("int8", (3,)), timeout=t),
@@ -97,7 +98,7 @@ class Ends(PipeSuite):
         listener = end.listen()
         for _ in range(3):
             Call(listener.close).result()
-        for timeout in (0, None, base.patience_s):
+        for timeout in (0, None, waits.patience_s):
             raises(ClosedError, lambda t=timeout: listener.accept(timeout=t))  # type: ignore[misc]
 
     @law("ALL-1")
@@ -109,7 +110,7 @@ class Ends(PipeSuite):
         assert one.peer.strip(), "peer says nothing"
         _end(one, how)
         assert one.closed, f"closed is false after {how}()"
-        raises(PeerGoneError, lambda: other.recv_tensor(timeout=base.patience_s))
+        raises(PeerGoneError, lambda: other.recv_tensor(timeout=waits.patience_s))
         assert not other.closed, "nobody has closed the other end"
         assert other.peer.strip()
 
@@ -125,7 +126,7 @@ class Ends(PipeSuite):
                 assert not lost, f"after a polite close: {lost}"
             closing.result()
             assert [transfer.error() for transfer in transfers if transfer.done()] == [None] * len(transfers)
-            raises(PeerGoneError, lambda p=other: p.recv_tensor(timeout=base.patience_s))  # type: ignore[misc]
+            raises(PeerGoneError, lambda p=other: p.recv_tensor(timeout=waits.patience_s))  # type: ignore[misc]
 
     @law("ALL-1")
     def test_while_it_closes_calls_are_refused(self) -> None:
@@ -163,7 +164,7 @@ class Ends(PipeSuite):
         assert not difference(message, received(other))
         using.result()
         assert one.closed
-        raises(PeerGoneError, lambda: other.recv_tensor(timeout=base.patience_s))
+        raises(PeerGoneError, lambda: other.recv_tensor(timeout=waits.patience_s))
 
     @law("ALL-1")
     def test_an_exception_in_a_with_block_aborts_and_comes_out(self) -> None:
@@ -190,7 +191,7 @@ class Ends(PipeSuite):
             sent(one, message)
         closing = Call(lambda: one.close(timeout=_LONG_S))
         for number, message in enumerate(messages):
-            call = Call(lambda: other.recv_tensor(timeout=base.patience_s)).end(base.patience_s + 1)
+            call = Call(lambda: other.recv_tensor(timeout=waits.patience_s)).end(waits.patience_s + 1)
             assert call.error is None, f"message {number} of 50 was sent before the close: {call.error!r}"
             assert not difference(message, call.value)
         closing.result()

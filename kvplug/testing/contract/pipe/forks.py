@@ -12,11 +12,11 @@ from typing import Any
 
 from kvplug.errors import ClosedError, PeerGoneError
 from kvplug.pipe import Pipe, PipeListener
-from kvplug.testing import peers
-from kvplug.testing.contract import base
-from kvplug.testing.contract.base import Call, law, raises
+from kvplug.testing import peers, waits
+from kvplug.testing.contract.base import law
 from kvplug.testing.contract.pipe import far
 from kvplug.testing.contract.pipe.suite import MIB, PipeSuite, fill, received
+from kvplug.testing.waits import Call, raises
 
 
 def in_forked_child(call: Callable[[], str]) -> str:
@@ -38,9 +38,9 @@ def in_forked_child(call: Callable[[], str]) -> str:
             os._exit(0)
     os.close(writable)
     try:
-        if not select.select([readable], [], [], base.patience_s)[0]:
+        if not select.select([readable], [], [], waits.patience_s)[0]:
             os.kill(pid, signal.SIGKILL)
-            return f"it has not ended after {base.patience_s} s"
+            return f"it has not ended after {waits.patience_s} s"
         said = os.read(readable, 60_000).decode()
         return "" if said == "-" else said or "it died"
     finally:
@@ -119,8 +119,8 @@ class Forks(PipeSuite):
         for _ in range(5):
             assert not (wrong := in_forked_child(lambda: not_closed([one, other], [listener]))), wrong
         for transfer in transfers:
-            other.recv_tensor(timeout=base.patience_s)
-            transfer.wait(base.patience_s)
+            other.recv_tensor(timeout=waits.patience_s)
+            transfer.wait(waits.patience_s)
         sending.result()
         self._receive(other, 7, MIB)
         other.send_tensor(far.content(8, 1000))
@@ -182,15 +182,15 @@ class Forks(PipeSuite):
         contact = listener.contact
 
         def connect() -> str:
-            with self.endpoint().connect(contact, timeout=base.patience_s) as pipe:
+            with self.endpoint().connect(contact, timeout=waits.patience_s) as pipe:
                 pipe.send_tensor(far.content(3, 1000))
-                return far.unlike(pipe.recv_tensor(timeout=base.patience_s), 4, 1000)
+                return far.unlike(pipe.recv_tensor(timeout=waits.patience_s), 4, 1000)
 
         child = Call(lambda: in_forked_child(connect))
         pipe = self.accept(listener)
         self._receive(pipe, 3, 1000)
         pipe.send_tensor(far.content(4, 1000))
-        assert not (wrong := child.result(2 * base.patience_s)), wrong
+        assert not (wrong := child.result(2 * waits.patience_s)), wrong
         self._go_on(one, other)
 
     @law("ALL-6", "ALL-2", needs="other_and_forked_processes")
@@ -201,7 +201,7 @@ class Forks(PipeSuite):
         pipe.send_tensor(far.content(1, 1000))
         self._receive(pipe, 1, 1000)
         child.kill()
-        raises(PeerGoneError, partial(pipe.recv_tensor, timeout=base.patience_s))
+        raises(PeerGoneError, partial(pipe.recv_tensor, timeout=waits.patience_s))
 
     def _go_on(self, one: Pipe, other: Pipe) -> None:
         for number, (source, target) in enumerate([(one, other), (other, one)]):

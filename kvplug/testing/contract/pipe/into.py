@@ -8,10 +8,11 @@ from typing import Any, Final
 import pytest
 
 from kvplug.errors import TensorMismatchError, UnsupportedError
-from kvplug.testing.contract import base
-from kvplug.testing.contract.base import Call, law
+from kvplug.testing import waits
+from kvplug.testing.contract.base import law
 from kvplug.testing.contract.pipe.content import difference, dtypes, tensor_of
 from kvplug.testing.contract.pipe.suite import MIB, PipeSuite, received, sent
+from kvplug.testing.waits import Call
 from kvplug.wire.tensors import DTYPES, memory_of
 
 _PEAK: Final = Path("/proc/self/clear_refs")
@@ -93,7 +94,7 @@ class Into(PipeSuite):
             sending = Call(lambda: one.send_tensor(message))
             assert received(other, out) is out
             assert not difference(message, out)
-            sending.result().wait(base.patience_s)
+            sending.result().wait(waits.patience_s)
 
     @property
     def received_in_place(self) -> str:
@@ -114,7 +115,7 @@ class Into(PipeSuite):
         received(other, out)
         more = (_kilobytes("VmHWM") - before) << 10
         assert bool((out == 1).all())
-        transfer.wait(base.patience_s)
+        transfer.wait(waits.patience_s)
         assert more < message.nbytes // 2, f"{more >> 20} MiB more were used for a message of 64 MiB"
 
     @law("PIPE-5")
@@ -148,7 +149,7 @@ class Into(PipeSuite):
         assert not difference(message, got), "the refused message did not stay as it was"
         assert not difference(following, received(other)), "the message after the refused one is another"
         for transfer in sending.result():
-            transfer.wait(base.patience_s)
+            transfer.wait(waits.patience_s)
 
     @law("PIPE-5")
     def test_a_refused_message_can_be_received_without_out(self) -> None:
@@ -179,5 +180,5 @@ def _kilobytes(name: str) -> int:
 
 def _refusal(pipe: Any, out: Any) -> BaseException | None:
     """What receiving into ``out`` raises."""
-    within = base.patience_s
+    within = waits.patience_s
     return Call(lambda: pipe.recv_tensor(out, timeout=within)).end(within + 1).error

@@ -14,12 +14,12 @@ from functools import partial
 
 from kvplug.errors import PeerGoneError
 from kvplug.pipe import Pipe
-from kvplug.testing import peers
-from kvplug.testing.contract import base
-from kvplug.testing.contract.base import Call, law, raises
+from kvplug.testing import peers, waits
+from kvplug.testing.contract.base import law
 from kvplug.testing.contract.pipe import far
 from kvplug.testing.contract.pipe.footprint import Footprint
 from kvplug.testing.contract.pipe.suite import MIB, PipeSuite, received
+from kvplug.testing.waits import Call, raises
 
 WARM_UP = 10
 NBYTES = MIB
@@ -79,7 +79,7 @@ class Leaks(PipeSuite):
                 _echo(pipe, number)
                 if number % 4 == 0:
                     child.kill()
-                    raises(PeerGoneError, partial(pipe.recv_tensor, timeout=base.patience_s))
+                    raises(PeerGoneError, partial(pipe.recv_tensor, timeout=waits.patience_s))
                 if number % 4 == 1:
                     child.kill()  # and nobody looks
                 if number % 2:
@@ -116,7 +116,7 @@ class Leaks(PipeSuite):
                 here, there = self.join(end, listener)
                 transfer = here.send_tensor(far.content(number, NBYTES))
                 assert not (wrong := far.unlike(received(there), number, NBYTES)), wrong
-                transfer.wait(base.patience_s)
+                transfer.wait(waits.patience_s)
                 for pipe in (here, there):
                     if number % 3:
                         pipe.close()
@@ -151,7 +151,7 @@ def _repeat(one: Callable[[int], None], rounds: int, child: peers.Peer | None, s
 
 def _held(growth: Callable[[], str], who: str) -> str:
     """What has grown, in words; empty if nothing has. What is ending gets a moment."""
-    limit = time.monotonic() + base.patience_s / 4
+    limit = time.monotonic() + waits.patience_s / 4
     while more := growth():
         if time.monotonic() > limit:
             return f"{who} holds {more}"
@@ -175,4 +175,4 @@ def _growth_of(child: peers.Peer, before: Footprint, rounds: int) -> str:
 def _echo(pipe: Pipe, number: int) -> None:
     transfer = pipe.send_tensor(far.content(number, NBYTES))
     assert not (wrong := far.unlike(received(pipe), number, NBYTES)), wrong
-    transfer.wait(base.patience_s)
+    transfer.wait(waits.patience_s)

@@ -13,10 +13,11 @@ import pytest
 
 from kvplug.errors import AuthenticationError, PeerGoneError
 from kvplug.pipe import Pipe, PipeListener
-from kvplug.testing.contract import base
-from kvplug.testing.contract.base import Call, law, raises, until
+from kvplug.testing import waits
+from kvplug.testing.contract.base import law
 from kvplug.testing.contract.pipe import far
 from kvplug.testing.contract.pipe.suite import PipeSuite, received
+from kvplug.testing.waits import Call, raises, until
 
 
 class Meetings(PipeSuite):
@@ -32,7 +33,7 @@ class Meetings(PipeSuite):
             pipe = self.accept(listener)
             assert not (wrong := _hello(pipe, number)), wrong
             child.kill()
-            raises(PeerGoneError, partial(pipe.recv_tensor, timeout=base.patience_s))
+            raises(PeerGoneError, partial(pipe.recv_tensor, timeout=waits.patience_s))
             if number % 2:
                 pipe.close()
         contact, child = self.far_listener(far.accept_one)
@@ -69,8 +70,8 @@ class Meetings(PipeSuite):
         """Accept until the living one is there; a dead one's pipe says at once that its peer is gone."""
         for _ in range(2):
             pipe = self.accept(listener)
-            receiving = Call(partial(pipe.recv_tensor, timeout=base.patience_s))
-            receiving.end(base.patience_s + 1)
+            receiving = Call(partial(pipe.recv_tensor, timeout=waits.patience_s))
+            receiving.end(waits.patience_s + 1)
             if receiving.error is None:
                 assert not (wrong := far.unlike(receiving.value, number, 1000)), wrong
                 return pipe.abort()
@@ -92,7 +93,7 @@ class Meetings(PipeSuite):
             if number % 2:
                 assert not (wrong := _hello(self.accept(listener), number)), wrong
             child.kill()
-        assert not (wrong := exchanging.result(2 * base.patience_s)), wrong
+        assert not (wrong := exchanging.result(2 * waits.patience_s)), wrong
         working.recv()
         working.send("go")
         assert not (wrong := working.result()), wrong
@@ -107,11 +108,11 @@ class Meetings(PipeSuite):
                 threading.Timer(chance.uniform(0, 0.01), os.kill, (child.pid, signal.SIGKILL)).start()
             else:
                 child.kill()
-            connecting = Call(partial(end.connect, contact, timeout=base.patience_s))
-            connecting.end(base.patience_s / 2)
+            connecting = Call(partial(end.connect, contact, timeout=waits.patience_s))
+            connecting.end(waits.patience_s / 2)
             if connecting.error is None:
                 self.later(connecting.value.abort)
-                raises(PeerGoneError, partial(connecting.value.recv_tensor, timeout=base.patience_s))
+                raises(PeerGoneError, partial(connecting.value.recv_tensor, timeout=waits.patience_s))
             else:
                 # Where the listener proves itself first, one that hangs up has not.
                 assert isinstance(connecting.error, PeerGoneError | AuthenticationError), connecting.error

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from kvplug.pipe import Pipe
-from kvplug.testing.contract import base
-from kvplug.testing.contract.base import Call, law
+from kvplug.testing import waits
+from kvplug.testing.contract.base import law
 from kvplug.testing.contract.pipe.content import said
 from kvplug.testing.contract.pipe.suite import MIB, PipeSuite
+from kvplug.testing.waits import Call
 
 _SMALL = (0, 1, 0, 7, 100, 1000, 5000)
 _LARGE = (1000, 0, MIB - 1, 70_000, 4096, MIB + 1, 1, 3 * MIB)
@@ -60,7 +61,7 @@ def numbered(number: int, sizes: tuple[int, ...]) -> Any:
 def _load(ways: list[tuple[Pipe, Pipe]], count: int, sizes: tuple[int, ...], within: float = 50.0) -> None:
     calls = [Call(lambda s=sender: _send(s, count, sizes)) for sender, _ in ways]  # type: ignore[misc]
     calls += [Call(lambda r=receiver: _receive(r, count, sizes)) for _, receiver in ways]  # type: ignore[misc]
-    base.until(lambda: all(call.ended or call.error for call in calls) or _failed(calls), within, "the end")
+    waits.until(lambda: all(call.ended or call.error for call in calls) or _failed(calls), within, "the end")
     for call in sorted(calls, key=lambda call: call.error is None):
         call.result()
 
@@ -72,13 +73,13 @@ def _failed(calls: list[Call]) -> bool:
 def _send(pipe: Pipe, count: int, sizes: tuple[int, ...]) -> None:
     transfers = [pipe.send_tensor(numbered(number, sizes)) for number in range(1, count + 1)]
     for transfer in transfers:
-        transfer.wait(base.patience_s)
+        transfer.wait(waits.patience_s)
 
 
 def _receive(pipe: Pipe, count: int, sizes: tuple[int, ...]) -> None:
     for number in range(1, count + 1):
         try:
-            got = pipe.recv_tensor(timeout=base.patience_s)
+            got = pipe.recv_tensor(timeout=waits.patience_s)
         except Exception as e:
             raise AssertionError(f"message {number:,} of {count:,} never came: {e!r}") from e
         wanted = numbered(number, sizes)

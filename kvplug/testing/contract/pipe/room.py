@@ -8,10 +8,11 @@ import pytest
 
 from kvplug.errors import TimeoutError
 from kvplug.pipe import Pipe
-from kvplug.testing.contract import base
-from kvplug.testing.contract.base import Call, law, raises
+from kvplug.testing import waits
+from kvplug.testing.contract.base import law
 from kvplug.testing.contract.pipe.content import difference, tensor_of
 from kvplug.testing.contract.pipe.suite import LIMIT, MIB, PipeSuite, fill, received, sent
+from kvplug.testing.waits import Call, raises
 
 _MOST_EMPTY = 100_000
 """Messages without content that fit into 64 KiB by nobody's count."""
@@ -32,7 +33,7 @@ class Room(PipeSuite):
         assert transfers, "not even one message was accepted"
         for number, transfer in enumerate(transfers):
             _check_filled(received(other), number % 251, nbytes)
-            transfer.wait(base.patience_s)
+            transfer.wait(waits.patience_s)
 
     @law("PIPE-2", needs="a_limit")
     def test_as_much_as_the_limit_is_accepted_at_once(self) -> None:
@@ -69,7 +70,7 @@ class Room(PipeSuite):
         transfer = sent(one, message)
         raises(TimeoutError, lambda: one.send_tensor(tensor_of("uint8", (10,)), timeout=0.2))
         assert not difference(message, received(other))
-        transfer.wait(base.patience_s)
+        transfer.wait(waits.patience_s)
         sent(one, tensor_of("uint8", (10,)))
         assert not difference(tensor_of("uint8", (10,)), received(other))
 
@@ -93,7 +94,7 @@ class Room(PipeSuite):
             sent(other, None)  # the other direction is not concerned
             assert received(one) is None
         last = Call(
-            lambda: one.send_tensor(torch.full((3,), 251, dtype=torch.uint8), timeout=base.patience_s)
+            lambda: one.send_tensor(torch.full((3,), 251, dtype=torch.uint8), timeout=waits.patience_s)
         )
         for number in accepted:
             _check_filled(received(other), number, MIB // 4)
@@ -106,13 +107,13 @@ class Room(PipeSuite):
         one, other = self.limited_pair()
         count = len(fill(one))
         message = tensor_of("uint8", (MIB // 4,))
-        waiting = Call(lambda: one.send_tensor(message, timeout=5 * base.patience_s))
+        waiting = Call(lambda: one.send_tensor(message, timeout=5 * waits.patience_s))
         assert waiting.is_blocked(), "it was accepted although there was no room"
         for number in range(count):
             _check_filled(received(other), number % 251, MIB // 4)
         transfer = waiting.result()
         assert not difference(message, received(other))
-        transfer.wait(base.patience_s)
+        transfer.wait(waits.patience_s)
 
     @law("PIPE-2", needs="both_ways_and_a_limit")
     def test_one_direction_that_is_clogged_does_not_stop_the_other(self) -> None:
@@ -120,7 +121,7 @@ class Room(PipeSuite):
         fill(one)
         for number in range(20):
             message = tensor_of("uint8", (100_000,), seed=number)
-            sending = Call(lambda message=message: other.send_tensor(message, timeout=base.patience_s))  # type: ignore[misc]
+            sending = Call(lambda message=message: other.send_tensor(message, timeout=waits.patience_s))  # type: ignore[misc]
             assert not difference(message, received(one))
             sending.result()
 
@@ -131,7 +132,7 @@ class Room(PipeSuite):
 
         def send(pipe: Pipe) -> None:
             for number in range(150):
-                pipe.send_tensor(None if number % 5 == 0 else message, timeout=base.patience_s)
+                pipe.send_tensor(None if number % 5 == 0 else message, timeout=waits.patience_s)
 
         sending = Call(lambda: send(one))
         for number in range(150):

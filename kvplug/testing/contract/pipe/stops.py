@@ -10,10 +10,11 @@ import pytest
 
 from kvplug.errors import KvplugError, TimeoutError
 from kvplug.pipe import Pipe
-from kvplug.testing.contract import base
-from kvplug.testing.contract.base import Call, law, raises, until
+from kvplug.testing import waits
+from kvplug.testing.contract.base import law
 from kvplug.testing.contract.pipe import far
 from kvplug.testing.contract.pipe.suite import LIMIT, MIB, MOST_ACCEPTED, PipeSuite, received
+from kvplug.testing.waits import Call, raises, until
 
 HEARTBEAT_S = 0.5
 """``heartbeat_timeout_s`` of a peer that is stopped for longer: on this host it is not to count."""
@@ -40,7 +41,7 @@ class Stops(PipeSuite):
         for number in numbers:
             _receive(pipe, number, 100_000)
         for transfer in transfers:
-            transfer.wait(base.patience_s)
+            transfer.wait(waits.patience_s)
 
     @law("ALL-3", needs="other_processes")
     def test_a_call_that_is_blocked_while_the_peer_is_stopped_goes_on_with_it(self) -> None:
@@ -74,7 +75,7 @@ class Stops(PipeSuite):
                 count += 1
             return count
 
-        taken = Call(clog).result(base.patience_s + 10)
+        taken = Call(clog).result(waits.patience_s + 10)
         assert taken * nbytes <= most, f"{taken * nbytes:,} bytes were taken for a stopped peer, not {most:,}"
         child.cont()
         for number in range(taken):
@@ -110,7 +111,7 @@ class Stops(PipeSuite):
     def test_a_receive_that_runs_out_of_time_again_and_again_is_not_skipped(self) -> None:
         sizes = [LARGE, 1000, LARGE // 2, 2000]
         pipe, child = self.far(far.send, sizes)
-        limit = time.monotonic() + base.patience_s
+        limit = time.monotonic() + waits.patience_s
         number = 0
         while number < len(sizes):
             # Moments of work between stops: the peer gets on by some part of a message each time.
@@ -132,8 +133,8 @@ class Stops(PipeSuite):
         """All messages from ``number`` on, each whole; or the pipe is broken, and says so for good."""
         for each in range(number, len(sizes)):
             out = _memory(sizes[each]) if with_out else None
-            receiving = Call(partial(pipe.recv_tensor, out, timeout=base.patience_s))
-            receiving.end(base.patience_s + 1)
+            receiving = Call(partial(pipe.recv_tensor, out, timeout=waits.patience_s))
+            receiving.end(waits.patience_s + 1)
             if receiving.error is not None and each == number:
                 return self._assert_broken(pipe, receiving.error)
             assert not (wrong := far.unlike(receiving.result(), each, sizes[each])), wrong
@@ -142,7 +143,7 @@ class Stops(PipeSuite):
     def _assert_broken(self, pipe: Pipe, error: BaseException) -> None:
         assert isinstance(error, KvplugError), f"not an error of kvplug: {error!r}"
         assert not isinstance(error, TimeoutError), "the rest of a message did not come when the peer went on"
-        again = raises(KvplugError, partial(pipe.recv_tensor, timeout=base.patience_s))
+        again = raises(KvplugError, partial(pipe.recv_tensor, timeout=waits.patience_s))
         assert not isinstance(again, TimeoutError), f"a pipe that was broken ({error}) waits: {again}"
 
     @law("ALL-3", "ALL-4", needs="other_processes")
@@ -160,11 +161,13 @@ class Stops(PipeSuite):
             connecting.raised(TimeoutError)
             child.cont()
             # The one that gave up may be taken for the first who comes; then the listener's end is over.
-            pipe = Call(partial(end.connect, contact, timeout=base.patience_s)).end(base.patience_s + 1).value
+            pipe = (
+                Call(partial(end.connect, contact, timeout=waits.patience_s)).end(waits.patience_s + 1).value
+            )
             if pipe is None:
                 return
             self.later(pipe.abort)
-        answer = Call(lambda: _echoed(pipe)).end(2 * base.patience_s)
+        answer = Call(lambda: _echoed(pipe)).end(2 * waits.patience_s)
         assert not isinstance(answer.error, TimeoutError), answer.error
 
     @law("END-2", "ALL-3", needs="other_processes")
@@ -202,8 +205,8 @@ def _receive(pipe: Pipe, number: int, nbytes: int) -> None:
 
 
 def _echoed(pipe: Pipe) -> Any:
-    pipe.send_tensor(None, timeout=base.patience_s)
-    return pipe.recv_tensor(timeout=base.patience_s)
+    pipe.send_tensor(None, timeout=waits.patience_s)
+    return pipe.recv_tensor(timeout=waits.patience_s)
 
 
 def _memory(nbytes: int) -> Any:

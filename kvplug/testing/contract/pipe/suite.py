@@ -12,10 +12,10 @@ from kvplug.context import PipeContext
 from kvplug.errors import TimeoutError
 from kvplug.pipe import Pipe, PipeEndpoint, PipeListener, Transfer
 from kvplug.spec import Kind
-from kvplug.testing import peers
-from kvplug.testing.contract import base
-from kvplug.testing.contract.base import Call, Contract
+from kvplug.testing import peers, waits
+from kvplug.testing.contract.base import Contract
 from kvplug.testing.contract.recipes import judged_by
+from kvplug.testing.waits import Call
 from kvplug.trust.credentials import Credentials
 
 MIB = 1 << 20
@@ -82,8 +82,8 @@ class PipeSuite(Contract):
 
     def join(self, end: PipeEndpoint, listener: PipeListener) -> Ends:
         """The same over a listener that is there, at which nobody else is connecting."""
-        connecting = Call(lambda: end.connect(listener.contact, timeout=base.patience_s))
-        accepted = Call(lambda: listener.accept(timeout=base.patience_s)).result(base.patience_s + 1)
+        connecting = Call(lambda: end.connect(listener.contact, timeout=waits.patience_s))
+        accepted = Call(lambda: listener.accept(timeout=waits.patience_s)).result(waits.patience_s + 1)
         self.later(accepted.abort)
         connected = connecting.result()
         self.later(connected.abort)
@@ -189,7 +189,7 @@ class PipeSuite(Contract):
 
     def accept(self, listener: PipeListener) -> Pipe:
         """The next pipe, which must come in time; aborted when the test is over."""
-        within = base.patience_s
+        within = waits.patience_s
         pipe: Pipe = Call(lambda: listener.accept(timeout=within)).result(within + 1)
         self.later(pipe.abort)
         return pipe
@@ -208,7 +208,7 @@ class PipeSuite(Contract):
                 list(args),
                 timeout_s=CHILD_S,
             )
-            pipe = listener.accept(timeout=base.patience_s)
+            pipe = listener.accept(timeout=waits.patience_s)
         finally:
             listener.close()
         self.later(pipe.abort)
@@ -261,13 +261,13 @@ def _named(name: str) -> Callable[..., Any]:
 
 def received(pipe: Pipe, out: Any = None) -> Any:
     """The next message of a pipe, which must come in time."""
-    within = base.patience_s
+    within = waits.patience_s
     return Call(lambda: pipe.recv_tensor(out, timeout=within)).result(within + 1)
 
 
 def sent(pipe: Pipe, message: Any) -> Transfer:
     """The transfer of a message that must be accepted in time."""
-    within = base.patience_s
+    within = waits.patience_s
     return Call(lambda: pipe.send_tensor(message, timeout=within)).result(within + 1)  # type: ignore[no-any-return]
 
 
@@ -289,5 +289,5 @@ def fill(pipe: Pipe, nbytes: int = MIB // 4, timeout: float = 0.2) -> list[Trans
                 return
         pytest.fail(f"{MOST_ACCEPTED} bytes were taken, and nobody has received anything: there is no bound")
 
-    Call(clog).result(base.patience_s + 10)
+    Call(clog).result(waits.patience_s + 10)
     return transfers

@@ -11,10 +11,11 @@ import attrs
 import pytest
 
 from kvplug.errors import UnsupportedError
-from kvplug.testing.contract import base
-from kvplug.testing.contract.base import Call, law, raises
+from kvplug.testing import waits
+from kvplug.testing.contract.base import law
 from kvplug.testing.contract.pipe.content import difference, dtypes, tensor_of
 from kvplug.testing.contract.pipe.suite import MIB, PipeSuite, received, sent
+from kvplug.testing.waits import Call, raises
 from kvplug.wire.tensors import DTYPES, MAX_DIMS
 
 SHAPES: Final = [(), (0,), (3, 0, 2), (1,), (7,), (3, 5), (2, 3, 4)]
@@ -69,7 +70,7 @@ class Tensors(PipeSuite):
             message = tensor_of(dtype, shape)
             transfer = sent(one, message)
             assert not difference(message, received(other))
-            transfer.wait(base.patience_s)
+            transfer.wait(waits.patience_s)
 
     @law("PIPE-1", "PIPE-5")
     @pytest.mark.parametrize("device", [*DEVICES, "any other"])
@@ -94,7 +95,7 @@ class Tensors(PipeSuite):
             got = received(other, out)
             assert out is None or got is out, "something else than out was returned"
             assert not difference(message.cpu(), got.cpu())
-            transfer.wait(base.patience_s)
+            transfer.wait(waits.patience_s)
 
     @law("PIPE-1")
     @pytest.mark.parametrize("kind", list(STRIDED))
@@ -105,7 +106,7 @@ class Tensors(PipeSuite):
         message = STRIDED[kind](torch)
         transfer = sent(one, message)
         assert not difference(message.detach(), received(other))
-        transfer.wait(base.patience_s)
+        transfer.wait(waits.patience_s)
 
     @law("PIPE-1")
     def test_none_is_a_message_among_others(self) -> None:
@@ -124,7 +125,7 @@ class Tensors(PipeSuite):
                 message = tensor_of("uint8", (size,), seed=size)
                 sending = Call(lambda sender=sender, message=message: sender.send_tensor(message))  # type: ignore[misc]
                 assert not difference(message, received(receiver))
-                sending.result().wait(base.patience_s)
+                sending.result().wait(waits.patience_s)
 
     @law("PIPE-1")
     def test_a_message_larger_than_any_internal_buffer_arrives_whole(self) -> None:
@@ -132,7 +133,7 @@ class Tensors(PipeSuite):
         message = tensor_of("uint8", (32 * MIB + 3,))
         sending = Call(lambda: one.send_tensor(message))
         assert not difference(message, received(other))
-        sending.result().wait(base.patience_s)
+        sending.result().wait(waits.patience_s)
 
     @law("PIPE-1")
     def test_what_was_received_stays_as_it_is_when_more_arrives(self) -> None:
@@ -183,7 +184,7 @@ class Tensors(PipeSuite):
         one, other = self.pair()
         before, after = tensor_of("int32", (2,)), tensor_of("int32", (3,))
         sent(one, before)
-        raises(UnsupportedError, lambda: one.send_tensor(tensor, timeout=base.patience_s))
+        raises(UnsupportedError, lambda: one.send_tensor(tensor, timeout=waits.patience_s))
         sent(one, after)
         for message in (before, after):
             changed = difference(message, received(other))

@@ -9,10 +9,11 @@ import pytest
 
 from kvplug.errors import ClosedError, KvplugError, PeerGoneError, TimeoutError
 from kvplug.pipe import Transfer
-from kvplug.testing.contract import base
-from kvplug.testing.contract.base import Call, law, raises, until
+from kvplug.testing import waits
+from kvplug.testing.contract.base import law
 from kvplug.testing.contract.pipe.content import difference, tensor_of
 from kvplug.testing.contract.pipe.suite import MIB, PipeSuite, fill, received, sent
+from kvplug.testing.waits import Call, raises, until
 
 
 class Transfers(PipeSuite):
@@ -29,8 +30,8 @@ class Transfers(PipeSuite):
         transfer = sent(one, source)
         receiving = None
         if Call(lambda: transfer.wait(0.2)).end().error is not None:  # not before somebody receives, then
-            receiving = Call(lambda: other.recv_tensor(timeout=base.patience_s))
-            transfer.wait(base.patience_s)
+            receiving = Call(lambda: other.recv_tensor(timeout=waits.patience_s))
+            transfer.wait(waits.patience_s)
         source.fill_(0xEE)
         got = received(other) if receiving is None else receiving.result()
         changed = difference(wanted, got)
@@ -46,7 +47,7 @@ class Transfers(PipeSuite):
         def send() -> None:
             for number in range(100):
                 buffer.fill_(number)
-                one.send_tensor(buffer, timeout=base.patience_s).wait(base.patience_s)
+                one.send_tensor(buffer, timeout=waits.patience_s).wait(waits.patience_s)
 
         sending = Call(send)
         for number in range(100):
@@ -70,7 +71,7 @@ class Transfers(PipeSuite):
             got = received(other)
             assert got.numel() == MIB // 4 + number
             assert bool((got == number).all()), f"message {number} was not kept alive: {got[:3].tolist()}..."
-            transfer.wait(base.patience_s)
+            transfer.wait(waits.patience_s)
 
     # -- how they end --------------------------------------------------------------------------
 
@@ -104,7 +105,7 @@ class Transfers(PipeSuite):
         for _ in transfers:
             received(other)
         for transfer in transfers:
-            transfer.wait(base.patience_s)
+            transfer.wait(waits.patience_s)
             raises(ValueError, lambda t=transfer: t.wait(-1))  # type: ignore[misc]
 
     @law("ALL-5")
@@ -115,7 +116,7 @@ class Transfers(PipeSuite):
         transfer = sent(one, tensor_of("uint8", (nbytes,)))
         transfer.add_done_callback(lambda t: calls.append(("before", t, t.done())))
         received(other)
-        transfer.wait(base.patience_s)
+        transfer.wait(waits.patience_s)
         transfer.add_done_callback(lambda t: calls.append(("after", t, t.done())))
         until(lambda: len(calls) >= 2, what="a callback of a transfer that has ended")
         sent(one, None)  # whoever would call again has had the time to
@@ -136,7 +137,7 @@ class Transfers(PipeSuite):
             assert transfer.done(), "a callback was called before the end"  # at once, in this thread
         transfer.add_done_callback(lambda _: called.set())
         assert not difference(message, received(other))
-        transfer.wait(base.patience_s)
+        transfer.wait(waits.patience_s)
         until(called.is_set, what="the second callback, after one that raised,")
         sent(one, None)
         assert received(other) is None
@@ -162,7 +163,7 @@ class Transfers(PipeSuite):
         adding.result()
         assert not raised, f"{end}() in a callback raised {raised[0]!r}"
         raises(ClosedError, lambda: one.send_tensor(None))
-        raises(PeerGoneError, lambda: other.recv_tensor(timeout=base.patience_s))
+        raises(PeerGoneError, lambda: other.recv_tensor(timeout=waits.patience_s))
 
     @law("ALL-5", needs="a_limit")
     @pytest.mark.parametrize("who", ["this end", "the other end"])
@@ -173,7 +174,7 @@ class Transfers(PipeSuite):
         transfers = fill(one)
         for transfer in transfers:
             transfer.add_done_callback(called.append)
-        waiting = [Call(lambda t=transfer: t.wait(4 * base.patience_s)) for transfer in transfers[-3:]]  # type: ignore[misc]
+        waiting = [Call(lambda t=transfer: t.wait(4 * waits.patience_s)) for transfer in transfers[-3:]]  # type: ignore[misc]
         ending = one if who == "this end" else other
         Call(ending.abort if how == "aborts" else lambda: ending.close(timeout=0.1)).result()
         kinds = (ClosedError,) if who == "this end" else (PeerGoneError,)

@@ -8,10 +8,11 @@ from collections.abc import Callable
 from typing import Any
 
 from kvplug.errors import BusyError, ClosedError, TimeoutError
-from kvplug.testing.contract import base
-from kvplug.testing.contract.base import Call, law
+from kvplug.testing import waits
+from kvplug.testing.contract.base import law
 from kvplug.testing.contract.pipe.content import difference, tensor_of
 from kvplug.testing.contract.pipe.suite import LIMIT, MIB, PipeSuite, fill, received, sent
+from kvplug.testing.waits import Call
 
 
 class Turns(PipeSuite):
@@ -22,7 +23,7 @@ class Turns(PipeSuite):
         one, other = self.pair()
         first = _refused(
             "receiver",
-            lambda: other.recv_tensor(timeout=10 * base.patience_s),
+            lambda: other.recv_tensor(timeout=10 * waits.patience_s),
             lambda: other.recv_tensor(timeout=0),
         )
         messages = [tensor_of("int32", (3,), seed=number) for number in range(2)]
@@ -38,7 +39,7 @@ class Turns(PipeSuite):
         message, refused = (tensor_of("uint8", (LIMIT // 2,), seed=seed) for seed in (1, 2))
         first = _refused(
             "sender",
-            lambda: one.send_tensor(message, timeout=10 * base.patience_s),
+            lambda: one.send_tensor(message, timeout=10 * waits.patience_s),
             # As large as the other one: where that is late, there is no room for this one either.
             lambda: one.send_tensor(refused, timeout=0),
         )
@@ -52,10 +53,10 @@ class Turns(PipeSuite):
     @law("PIPE-7", needs="both_ways_and_a_limit")
     def test_one_thread_sends_while_another_receives(self) -> None:
         one, other = self.limited_pair()
-        receiving = Call(lambda: one.recv_tensor(timeout=10 * base.patience_s))
+        receiving = Call(lambda: one.recv_tensor(timeout=10 * waits.patience_s))
         assert receiving.is_blocked(0.1)
         count = len(fill(one))  # its other end receives nothing meanwhile
-        sending = Call(lambda: one.send_tensor(tensor_of("uint8", (LIMIT,)), timeout=10 * base.patience_s))
+        sending = Call(lambda: one.send_tensor(tensor_of("uint8", (LIMIT,)), timeout=10 * waits.patience_s))
         assert sending.is_blocked(0.1), f"a sender beside a receiver: {sending.error!r}"
         message = tensor_of("int32", (3,))
         sent(other, message)
@@ -130,7 +131,7 @@ class Turns(PipeSuite):
         receivers = [Call(receive) for _ in range(4)]
         for number in range(count):
             sent(one, torch.full(((3, 20_000)[number % 2],), number, dtype=torch.int32))
-        base.until(
+        waits.until(
             lambda: len(got) == count or any(call.error for call in receivers),
             what=f"{count} messages at four receivers",
         )
@@ -143,7 +144,7 @@ class Turns(PipeSuite):
 def _refused(who: str, first: Callable[[], Any], second: Callable[[], Any]) -> Call:
     """The call that waits in its turn, after one beside it was refused with BusyError."""
     waiting = Call(first)
-    limit = time.monotonic() + base.patience_s
+    limit = time.monotonic() + waits.patience_s
     while time.monotonic() < limit:
         if waiting.ended and isinstance(waiting.error, BusyError):
             waiting = Call(first)  # it came while the other one was inside

@@ -8,9 +8,10 @@ import pytest
 
 from kvplug.errors import CapacityError, TimeoutError, UnsupportedError
 from kvplug.queue import MessageQueue
-from kvplug.testing.contract import base
-from kvplug.testing.contract.base import Call, law, raises
+from kvplug.testing import waits
+from kvplug.testing.contract.base import law
 from kvplug.testing.contract.queue.suite import CHUNK, CHUNKS, QueueSuite, fill, received, sent, wrong
+from kvplug.testing.waits import Call, raises
 
 
 class FaultOfTheBlockError(Exception):
@@ -21,24 +22,24 @@ def write(writer: MessageQueue, data: bytes, fault: bool = False) -> None:
     """Send one chunk, which must be had in time."""
 
     def block() -> None:
-        with writer.acquire_write(len(data), timeout=base.patience_s) as view:
+        with writer.acquire_write(len(data), timeout=waits.patience_s) as view:
             view[:] = data
             if fault:
                 raise FaultOfTheBlockError
 
-    Call(block).result(base.patience_s + 1)
+    Call(block).result(waits.patience_s + 1)
 
 
 def read(reader: MessageQueue, fault: bool = False) -> bytes:
     """A copy of the next chunk, which must come in time."""
 
     def block() -> bytes:
-        with reader.acquire_read(timeout=base.patience_s) as view:
+        with reader.acquire_read(timeout=waits.patience_s) as view:
             if fault:
                 raise FaultOfTheBlockError
             return bytes(view)
 
-    return Call(block).result(base.patience_s + 1)  # type: ignore[no-any-return]
+    return Call(block).result(waits.patience_s + 1)  # type: ignore[no-any-return]
 
 
 class Chunks(QueueSuite):
@@ -76,7 +77,7 @@ class Chunks(QueueSuite):
         write(writer, b"original")
 
         def spoil() -> None:
-            with readers[0].acquire_read(timeout=base.patience_s) as view:
+            with readers[0].acquire_read(timeout=waits.patience_s) as view:
                 view[:] = b"spoiled!"
 
         raises(TypeError, spoil)
@@ -86,10 +87,10 @@ class Chunks(QueueSuite):
     def test_a_view_is_not_valid_after_its_block(self) -> None:
         writer, (reader,) = self.queue()
         kept: list[Any] = []
-        with writer.acquire_write(4, timeout=base.patience_s) as view:
+        with writer.acquire_write(4, timeout=waits.patience_s) as view:
             view[:] = b"abcd"
             kept.append(view)
-        with reader.acquire_read(timeout=base.patience_s) as view:
+        with reader.acquire_read(timeout=waits.patience_s) as view:
             kept.append(view)
         for view, which in zip(kept, ("writer", "reader"), strict=True):
             with pytest.raises(ValueError, match="released"):
@@ -165,7 +166,7 @@ class Chunks(QueueSuite):
     def test_a_message_that_waited_for_room_goes_on_when_there_is_some(self) -> None:
         writer, (reader,) = self.queue()
         held = fill(writer)
-        waiting = Call(lambda: writer.enqueue("last", timeout=base.patience_s))
+        waiting = Call(lambda: writer.enqueue("last", timeout=waits.patience_s))
         assert waiting.is_blocked(), "it did not wait for room"
         assert received(reader) == 0
         waiting.result()

@@ -11,13 +11,13 @@ import pytest
 
 from kvplug.errors import ClosedError, PeerGoneError
 from kvplug.queue import MessageQueue
-from kvplug.testing import peers
-from kvplug.testing.contract import base
-from kvplug.testing.contract.base import Call, law, raises, until
+from kvplug.testing import peers, waits
+from kvplug.testing.contract.base import law
 from kvplug.testing.contract.queue.chunks import read, write
 from kvplug.testing.contract.queue.suite import CHUNKS, QueueSuite, fill, received, sent, wrong
 from kvplug.testing.contract.queue.waiting import acquire_read, acquire_write
 from kvplug.testing.contract.recipes import judged_by
+from kvplug.testing.waits import Call, raises, until
 
 ROUNDS = 1_000
 
@@ -110,7 +110,7 @@ class Endings(QueueSuite):
         Call(writer.close).result()
         for reader in readers:
             assert not wrong([received(reader) for _ in range(held)], range(held))
-            raises(PeerGoneError, lambda reader=reader: reader.dequeue(timeout=base.patience_s))  # type: ignore[misc]
+            raises(PeerGoneError, lambda reader=reader: reader.dequeue(timeout=waits.patience_s))  # type: ignore[misc]
 
     @law("ALL-2")
     def test_a_writer_that_is_aborted_is_gone_after_what_it_had_sent(self) -> None:
@@ -153,7 +153,7 @@ class Endings(QueueSuite):
     ) -> None:
         writer, readers = self.queue(2)
         fill(writer)
-        waiting = Call(lambda: writer.enqueue("more", timeout=base.patience_s))
+        waiting = Call(lambda: writer.enqueue("more", timeout=waits.patience_s))
         for _ in range(CHUNKS):
             received(readers[0])
         assert waiting.is_blocked()
@@ -191,7 +191,7 @@ class Endings(QueueSuite):
         fill(writer)
         for _ in range(CHUNKS):
             received(readers[0])
-        call = Call(lambda: writer.enqueue("on", timeout=base.patience_s))
+        call = Call(lambda: writer.enqueue("on", timeout=waits.patience_s))
         assert call.is_blocked()
         Call(readers[1].abort).result()
         call.result()
@@ -200,7 +200,7 @@ class Endings(QueueSuite):
     @law("QUEUE-2")
     def test_a_reader_that_died_is_not_waited_for_to_be_ready(self) -> None:
         writer, readers = self.queue(2)
-        within = base.patience_s
+        within = waits.patience_s
         calls = [Call(lambda end=end: end.wait_until_ready(within)) for end in (writer, readers[0])]  # type: ignore[misc]
         assert calls[0].is_blocked()
         Call(readers[1].abort).result()
@@ -214,8 +214,8 @@ class Endings(QueueSuite):
             Call(reader.abort).result()
         until(lambda: all(each.gone for each in writer.readers), what="the eviction of both readers")
         for call in (
-            lambda: writer.enqueue(1, timeout=base.patience_s),
-            lambda: acquire_write(writer, timeout=base.patience_s),
+            lambda: writer.enqueue(1, timeout=waits.patience_s),
+            lambda: acquire_write(writer, timeout=waits.patience_s),
         ):
             error = raises(PeerGoneError, call)
             assert "rank 0" in str(error) and "rank 1" in str(error), f"it does not name them: {error}"

@@ -9,9 +9,10 @@ import pytest
 from kvplug.errors import KvplugError, TransportError
 from kvplug.group.group import StatelessGroup
 from kvplug.queue import MessageQueue
-from kvplug.testing.contract import base
-from kvplug.testing.contract.base import Call, law
+from kvplug.testing import waits
+from kvplug.testing.contract.base import law
 from kvplug.testing.contract.queue.suite import CHUNKS, QueueSuite, received, sent, wrong
+from kvplug.testing.waits import Call
 
 WORLD: Final = 3
 REFUSAL: Final = "no room for another reader"
@@ -24,7 +25,7 @@ class Groups(QueueSuite):
     @pytest.mark.parametrize("writer_rank", [0, 2])
     def test_a_queue_over_a_group_goes_from_one_rank_to_all_others(self, writer_rank: int) -> None:
         calls = [self._making(group, writer_rank) for group in self._groups()]
-        ends: list[MessageQueue] = [call.result(base.patience_s + 5) for call in calls]
+        ends: list[MessageQueue] = [call.result(waits.patience_s + 5) for call in calls]
         for end in ends:
             self.later(end.abort)
         wanted = [None if rank == writer_rank else rank for rank in range(WORLD)]
@@ -46,13 +47,13 @@ class Groups(QueueSuite):
 
         groups = self._groups()
         calls = [self._making(group, 0, refuse if group.rank == 1 else None) for group in groups]
-        calls[1].end(base.patience_s + 5)
+        calls[1].end(waits.patience_s + 5)
         if not asked:
             for call in calls:
-                call.result(base.patience_s + 5).abort()
+                call.result(waits.patience_s + 5).abort()
             pytest.skip(f"{self.called} makes a queue over a group without create_from_handle")
         for rank, call in enumerate(calls):
-            error = call.raised(TransportError, base.patience_s + 5)
+            error = call.raised(TransportError, waits.patience_s + 5)
             assert "rank 1" in str(error) and REFUSAL in str(error), (
                 f"what rank {rank} raises does not name rank 1 and its reason: {error}"
             )
@@ -61,7 +62,7 @@ class Groups(QueueSuite):
     @pytest.mark.parametrize("writer_rank", [0, 2])
     def test_over_a_group_a_rank_that_leaves_is_not_waited_for_without_end(self, writer_rank: int) -> None:
         groups = self._groups()
-        groups[2].close(base.patience_s)
+        groups[2].close(waits.patience_s)
         for call in [self._making(group, writer_rank, timeout=1.0) for group in groups[:2]]:
             call.raised(KvplugError)
 
@@ -71,13 +72,13 @@ class Groups(QueueSuite):
 
         def make(rank: int) -> StatelessGroup:
             address = listener.contact if rank else listener
-            within = base.patience_s
+            within = waits.patience_s
             return StatelessGroup.create(
                 address, rank=rank, world_size=WORLD, timeout=within, timeout_s=within
             )
 
         calls = [Call(lambda rank=rank: make(rank)) for rank in range(WORLD)]  # type: ignore[misc]
-        groups = [call.result(base.patience_s + 5) for call in calls]
+        groups = [call.result(waits.patience_s + 5) for call in calls]
         for group in groups:
             self.later(group.abort)
         return groups
@@ -89,5 +90,5 @@ class Groups(QueueSuite):
         end = self.endpoint(n_reader=WORLD - 1)
         if attach is not None:
             end.create_from_handle = attach  # type: ignore[method-assign]
-        within = base.patience_s if timeout is None else timeout
+        within = waits.patience_s if timeout is None else timeout
         return Call(lambda: end.create_from_process_group(group, writer_rank, within))

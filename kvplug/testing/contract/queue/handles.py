@@ -15,11 +15,12 @@ import pytest
 
 from kvplug.errors import ConfigError, KvplugError, WireError
 from kvplug.queue import MessageQueue, QueueHandle
-from kvplug.testing.contract import base
-from kvplug.testing.contract.base import law, raises
+from kvplug.testing import waits
+from kvplug.testing.contract.base import law
 from kvplug.testing.contract.queue.suite import QueueSuite, received, sent
 from kvplug.testing.contract.recipes import judged_by
 from kvplug.testing.peers import Parent
+from kvplug.testing.waits import raises
 from kvplug.wire.values import decode, encode
 
 CARRIERS: dict[str, Callable[[Any], Any]] = {
@@ -121,7 +122,7 @@ def _opens_little(
     ranks = iter(range(ROOMS + 1))  # one that has failed in the middle may have been used up
 
     def attach() -> MessageQueue:
-        made: MessageQueue = endpoint.create_from_handle(attached, next(ranks), timeout=base.patience_s)
+        made: MessageQueue = endpoint.create_from_handle(attached, next(ranks), timeout=waits.patience_s)
         return made
 
     attach().close()  # whatever is imported, or opened once and kept

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 
 from kvplug.queue import MessageQueue
-from kvplug.testing.contract import base
-from kvplug.testing.contract.base import Call, law
+from kvplug.testing import waits
+from kvplug.testing.contract.base import law
 from kvplug.testing.contract.queue.suite import CHUNK, CHUNKS, MIB, QueueSuite, all_received, sent, wrong
 from kvplug.testing.peers import Parent
+from kvplug.testing.waits import Call
 from kvplug.wire.tensors import memory_of
 
 READERS = 3
@@ -48,7 +49,7 @@ def digests(parent: Parent | None, reader: MessageQueue, count: int) -> list[Any
     """A reader that takes ``count`` of them."""
     if parent is not None:
         parent.send("attached")
-    return [digest(reader.dequeue(timeout=base.patience_s)) for _ in range(count)]
+    return [digest(reader.dequeue(timeout=waits.patience_s)) for _ in range(count)]
 
 
 class Large(QueueSuite):

@@ -10,8 +10,8 @@ import pytest
 
 from kvplug.errors import TransportError, UnsupportedError
 from kvplug.queue import MessageQueue
-from kvplug.testing.contract import base
-from kvplug.testing.contract.base import Call, law, raises, until
+from kvplug.testing import waits
+from kvplug.testing.contract.base import law
 from kvplug.testing.contract.queue.suite import (
     CHUNK,
     KIB,
@@ -22,6 +22,7 @@ from kvplug.testing.contract.queue.suite import (
     sent,
     wrong,
 )
+from kvplug.testing.waits import Call, raises, until
 from kvplug.wire.values import encode
 
 PLAIN: dict[str, Any] = {
@@ -118,7 +119,7 @@ class Messages(QueueSuite):
         count = 30_000
         writer, readers = self.queue(2)
         calls = [all_received(reader, count) for reader in readers]
-        sending = Call(lambda: [writer.enqueue(number, timeout=base.patience_s) for number in range(count)])
+        sending = Call(lambda: [writer.enqueue(number, timeout=waits.patience_s) for number in range(count)])
         sending.result(240)
         for reader, call in zip(readers, calls, strict=True):
             fault = wrong(call.result(240), range(count))
@@ -132,7 +133,7 @@ class Messages(QueueSuite):
         def slowly(reader: Any) -> list[Any]:
             got = []
             for _ in range(100):
-                got.append(reader.dequeue(timeout=base.patience_s))
+                got.append(reader.dequeue(timeout=waits.patience_s))
                 time.sleep(pauses[reader.rank])
             return got
 
@@ -155,7 +156,7 @@ class Messages(QueueSuite):
     def _pausing(self, count: int, pause_s: float) -> None:
         """One reader of two sleeps after its tenth message."""
         writer, (busy, sleepy) = self.queue(2)
-        within = base.patience_s + pause_s
+        within = waits.patience_s + pause_s
         calls = [
             Call(lambda reader=reader, pause_s=pause: taken(reader, count, pause_s, within))  # type: ignore[misc]
             for reader, pause in ((busy, 0.0), (sleepy, pause_s))
@@ -244,7 +245,7 @@ class Messages(QueueSuite):
     def test_getting_ready_late_loses_nothing(self) -> None:
         writer, readers = self.queue(2)
         sent(writer, "first")
-        within = base.patience_s
+        within = waits.patience_s
         calls = [Call(lambda end=end: end.wait_until_ready(within)) for end in (writer, *readers)]  # type: ignore[misc]
         for call in calls:
             call.result(within + 1)
@@ -255,7 +256,7 @@ class Messages(QueueSuite):
     @law("QUEUE-1")
     def test_broadcast_object_gives_all_ends_the_same(self) -> None:
         writer, readers = self.queue(2)
-        within = base.patience_s
+        within = waits.patience_s
         for value in (None, {"step": 1}, [1, 2]):
             calls = [Call(lambda end=end: end.broadcast_object(timeout=within)) for end in readers]  # type: ignore[misc]
             assert Call(lambda value=value: writer.broadcast_object(value, within)).result() == value  # type: ignore[misc]

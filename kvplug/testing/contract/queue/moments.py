@@ -15,10 +15,11 @@ import pytest
 
 from kvplug.errors import PeerGoneError, TimeoutError
 from kvplug.queue import MessageQueue
-from kvplug.testing.contract import base
-from kvplug.testing.contract.base import Call, law, until
+from kvplug.testing import waits
+from kvplug.testing.contract.base import law
 from kvplug.testing.contract.queue.suite import CHUNK, QueueSuite
 from kvplug.testing.peers import Parent, Peer
+from kvplug.testing.waits import Call, until
 
 SIZES = (10, CHUNK // 2, 3000, 3 * CHUNK, 100)
 """Bytes of the messages, in turn."""
@@ -59,7 +60,7 @@ def read_all(parent: Parent | None, reader: MessageQueue, timeout: float | None 
     number = 0
     while True:
         try:
-            got = reader.dequeue(timeout=base.patience_s if timeout is None else timeout)
+            got = reader.dequeue(timeout=waits.patience_s if timeout is None else timeout)
         except TimeoutError:
             if timeout is None:
                 raise
@@ -75,15 +76,15 @@ def write_until(writer: MessageQueue, over: Callable[[], bool]) -> int:
     """Send messages until it is over, then some more and the last. Returns how many."""
     number, more = 0, MORE
     while more:
-        writer.enqueue(message(number), timeout=base.patience_s)
+        writer.enqueue(message(number), timeout=waits.patience_s)
         number += 1
         more -= over()
-    writer.enqueue(LAST, timeout=base.patience_s)
+    writer.enqueue(LAST, timeout=waits.patience_s)
     return number
 
 
 def write_until_told(parent: Parent, writer: MessageQueue) -> int:
-    parent.recv(timeout=base.patience_s)
+    parent.recv(timeout=waits.patience_s)
     over = threading.Event()
 
     def listen() -> None:
@@ -96,11 +97,11 @@ def write_until_told(parent: Parent, writer: MessageQueue) -> int:
 
 def write_and_note(parent: Parent, writer: MessageQueue, path: str) -> str:
     """A writer that sends without an end; a file says how many messages it has enqueued."""
-    parent.recv(timeout=base.patience_s)
+    parent.recv(timeout=waits.patience_s)
     noted = os.open(path, os.O_WRONLY)
     number = 0
     while True:
-        writer.enqueue(message(number), timeout=base.patience_s)
+        writer.enqueue(message(number), timeout=waits.patience_s)
         number += 1
         os.pwrite(noted, number.to_bytes(_NUMBER, "little"), 0)
 
@@ -110,7 +111,7 @@ def until_the_writer_is_gone(reader: MessageQueue) -> tuple[int, str]:
     number = 0
     while True:
         try:
-            got = reader.dequeue(timeout=base.patience_s)
+            got = reader.dequeue(timeout=waits.patience_s)
         except PeerGoneError:
             return number, ""
         if fault := fault_of(got, number):
@@ -138,7 +139,7 @@ class Moments(QueueSuite):
                 _end(child, delay_s)
                 enqueued = int.from_bytes(os.pread(noted.fileno(), _NUMBER, 0), "little")
                 for reader, call in zip(readers, calls, strict=True):
-                    came, fault = call.result(base.patience_s + 5)
+                    came, fault = call.result(waits.patience_s + 5)
                     assert not fault, f"killed after {delay_s:.4f} s: {fault}"
                     # One more may have been on its way out of the call.
                     assert enqueued <= came <= enqueued + 1, (

@@ -9,25 +9,26 @@ from typing import Any
 
 from kvplug.errors import ConfigError, PeerGoneError, TimeoutError
 from kvplug.queue import MessageQueue, QueueHandle
-from kvplug.testing.contract import base
-from kvplug.testing.contract.base import Call, law, raises, until
+from kvplug.testing import waits
+from kvplug.testing.contract.base import law
 from kvplug.testing.contract.queue.chunks import read
 from kvplug.testing.contract.queue.suite import CHUNKS, QueueSuite, fill, received, sent, wrong
 from kvplug.testing.contract.queue.waiting import check_named
 from kvplug.testing.peers import Parent
+from kvplug.testing.waits import Call, raises, until
 
 
 def drain(parent: Parent, reader: MessageQueue, count: int) -> Any:
     """A reader that takes ``count`` values and returns them."""
     parent.send("attached")
-    return [reader.dequeue(timeout=base.patience_s) for _ in range(count)]
+    return [reader.dequeue(timeout=waits.patience_s) for _ in range(count)]
 
 
 def add_up(parent: Parent, reader: MessageQueue, count: int) -> Any:
     """A reader that takes numbers, and says whether they came in order."""
     parent.send("attached")
     for number in range(count):
-        got = reader.dequeue(timeout=base.patience_s)
+        got = reader.dequeue(timeout=waits.patience_s)
         if got != number:
             return f"{got!r} came where {number} was expected"
     return ""
@@ -36,11 +37,11 @@ def add_up(parent: Parent, reader: MessageQueue, count: int) -> Any:
 def sit(parent: Parent, queue: MessageQueue) -> Any:
     """An end that does nothing until it is told, then what it is told."""
     parent.send(os.getpid())
-    while (word := parent.recv(timeout=base.patience_s)) != "end":
+    while (word := parent.recv(timeout=waits.patience_s)) != "end":
         if word == "read":
-            parent.send(queue.dequeue(timeout=base.patience_s))
+            parent.send(queue.dequeue(timeout=waits.patience_s))
         elif word == "hold":
-            with queue.acquire_read(timeout=base.patience_s):
+            with queue.acquire_read(timeout=waits.patience_s):
                 parent.send("holding")
                 time.sleep(1000)
     return "ended"
@@ -48,29 +49,29 @@ def sit(parent: Parent, queue: MessageQueue) -> Any:
 
 def give(parent: Parent, writer: MessageQueue, count: int, pause_s: float = 0.0) -> Any:
     """A writer that enqueues numbers, says so, and waits for its end."""
-    parent.recv(timeout=base.patience_s)
+    parent.recv(timeout=waits.patience_s)
     for number in range(count):
-        writer.enqueue(number, timeout=base.patience_s)
+        writer.enqueue(number, timeout=waits.patience_s)
         time.sleep(pause_s)
     parent.send("enqueued")
-    parent.recv(timeout=base.patience_s)
+    parent.recv(timeout=waits.patience_s)
     return "ended"
 
 
 def give_without_end(parent: Parent, writer: MessageQueue) -> Any:
     number = 0
     while True:
-        writer.enqueue((number, b"x" * 3000), timeout=base.patience_s)
+        writer.enqueue((number, b"x" * 3000), timeout=waits.patience_s)
         number += 1
 
 
 def give_chunks(parent: Parent, writer: MessageQueue) -> Any:
     """A writer that sends chunks, each of its number, and stays within one more that it has half written."""
-    parent.recv(timeout=base.patience_s)
+    parent.recv(timeout=waits.patience_s)
     for number in range(CHUNKS - 1):
-        with writer.acquire_write(1000, timeout=base.patience_s) as view:
+        with writer.acquire_write(1000, timeout=waits.patience_s) as view:
             view[:] = bytes([number]) * 1000
-    with writer.acquire_write(1000, timeout=base.patience_s) as view:
+    with writer.acquire_write(1000, timeout=waits.patience_s) as view:
         view[:500] = b"h" * 500
         parent.send("half written")
         time.sleep(1000)
@@ -91,7 +92,7 @@ class Processes(QueueSuite):
         far = [self.far_reader(writer, rank, add_up, count) for rank in (1, 2)]
         for child in far:
             assert child.recv() == "attached"
-        call = Call(lambda: [near.dequeue(timeout=base.patience_s) for _ in range(count)])
+        call = Call(lambda: [near.dequeue(timeout=waits.patience_s) for _ in range(count)])
         for number in range(count):
             sent(writer, number)
         assert not wrong(call.result(), range(count))
@@ -140,10 +141,10 @@ class Processes(QueueSuite):
         held = fill(writer)
         for _ in range(held):
             received(near)
-        call = Call(lambda: writer.enqueue("on", timeout=base.patience_s))
+        call = Call(lambda: writer.enqueue("on", timeout=waits.patience_s))
         assert call.is_blocked()
         victim.kill()
-        call.result(base.patience_s + 1)
+        call.result(waits.patience_s + 1)
         assert received(near) == "on"
 
     @law("QUEUE-2", needs="other_processes")
@@ -152,12 +153,12 @@ class Processes(QueueSuite):
         near = self.reader(writer, 0)
         victim = self.far_reader(writer, 1, sit)
         victim.recv()
-        with writer.acquire_write(8, timeout=base.patience_s) as view:
+        with writer.acquire_write(8, timeout=waits.patience_s) as view:
             view[:] = b"in place"
         victim.send("hold")
         assert victim.recv() == "holding"
         victim.kill()
-        with near.acquire_read(timeout=base.patience_s) as view:
+        with near.acquire_read(timeout=waits.patience_s) as view:
             assert bytes(view) == b"in place"
         for number in range(3 * CHUNKS):
             sent(writer, number)
@@ -169,10 +170,10 @@ class Processes(QueueSuite):
         child = self.far_reader(writer, 0, sit)
         child.recv()
         fill(writer)
-        call = Call(lambda: writer.enqueue("for nobody", timeout=base.patience_s))
+        call = Call(lambda: writer.enqueue("for nobody", timeout=waits.patience_s))
         assert call.is_blocked()
         child.kill()
-        call.raised(PeerGoneError, base.patience_s + 1)
+        call.raised(PeerGoneError, waits.patience_s + 1)
 
     @law("ALL-2", "ALL-5", needs="other_processes")
     def test_of_a_writer_that_is_killed_everything_it_had_enqueued_is_received_first(self) -> None:
@@ -185,8 +186,8 @@ class Processes(QueueSuite):
         child.kill()
         for reader in readers:
             assert not wrong([received(reader) for _ in range(CHUNKS)], range(CHUNKS))
-            raises(PeerGoneError, lambda reader=reader: reader.dequeue(timeout=base.patience_s))  # type: ignore[misc]
-            raises(PeerGoneError, lambda reader=reader: reader.dequeue(timeout=base.patience_s))  # type: ignore[misc]
+            raises(PeerGoneError, lambda reader=reader: reader.dequeue(timeout=waits.patience_s))  # type: ignore[misc]
+            raises(PeerGoneError, lambda reader=reader: reader.dequeue(timeout=waits.patience_s))  # type: ignore[misc]
 
     @law("ALL-2", needs="other_processes")
     def test_a_reader_that_waits_hears_that_the_writer_was_killed(self) -> None:
@@ -207,7 +208,7 @@ class Processes(QueueSuite):
             self.later(reader.abort)
         child.send("go")
         assert child.recv() == "half written"
-        with readers[0].acquire_read(timeout=base.patience_s) as view:
+        with readers[0].acquire_read(timeout=waits.patience_s) as view:
             child.kill()
             assert bytes(view) == bytes(1000), "what is being read went away with its writer"
         assert [read(readers[0]) for _ in range(2)] == [bytes([at]) * 1000 for at in (1, 2)]
@@ -229,13 +230,13 @@ class Processes(QueueSuite):
             number = 50
             while True:
                 try:
-                    got = reader.dequeue(timeout=base.patience_s)
+                    got = reader.dequeue(timeout=waits.patience_s)
                 except PeerGoneError:
                     return number
                 assert got == (number, b"x" * 3000), f"{got!r} came where message {number} was expected"
                 number += 1
 
-        assert Call(rest).result(base.patience_s + 5) <= 50 + 1000
+        assert Call(rest).result(waits.patience_s + 5) <= 50 + 1000
 
     @law("ALL-3", "QUEUE-3", needs="other_processes")
     def test_a_reader_that_is_stopped_is_named_with_its_process_and_not_evicted(self) -> None:
@@ -275,7 +276,7 @@ class Processes(QueueSuite):
             handle, child = self.far_writer(1, give, 1)
             reader = self.attach(handle)
             child.kill()
-            raises(PeerGoneError, lambda reader=reader: reader.dequeue(timeout=base.patience_s))  # type: ignore[misc]
+            raises(PeerGoneError, lambda reader=reader: reader.dequeue(timeout=waits.patience_s))  # type: ignore[misc]
             reader.close()
             writer = self.writer(1)
             child = self.far_reader(writer, 0, sit)

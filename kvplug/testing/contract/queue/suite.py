@@ -10,10 +10,10 @@ from typing import Any, ClassVar, NamedTuple
 from kvplug.context import QueueContext
 from kvplug.queue import MessageQueue, QueueEndpoint, QueueHandle
 from kvplug.spec import Kind
-from kvplug.testing import peers
-from kvplug.testing.contract import base
-from kvplug.testing.contract.base import Call, Contract
+from kvplug.testing import peers, waits
+from kvplug.testing.contract.base import Contract
 from kvplug.testing.contract.recipes import judged_by
+from kvplug.testing.waits import Call
 from kvplug.trust.credentials import Credentials
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -81,7 +81,7 @@ class QueueSuite(Contract):
     def attach(self, handle: QueueHandle, rank: int = 0, **context: Any) -> MessageQueue:
         """The same, which must come in time; who calls it ends it."""
         end = self.endpoint(**context)
-        within = base.patience_s
+        within = waits.patience_s
         call = Call(lambda: end.create_from_handle(handle, rank, timeout=within))
         return call.result(within + 1)  # type: ignore[no-any-return]
 
@@ -160,19 +160,19 @@ def _named(where: str) -> Any:
 
 def sent(writer: MessageQueue, value: object) -> None:
     """Enqueue, which must end in time."""
-    within = base.patience_s
+    within = waits.patience_s
     Call(lambda: writer.enqueue(value, timeout=within)).result(within + 1)
 
 
 def received(reader: MessageQueue) -> Any:
     """The next value, which must come in time."""
-    within = base.patience_s
+    within = waits.patience_s
     return Call(lambda: reader.dequeue(timeout=within)).result(within + 1)
 
 
 def all_received(reader: MessageQueue, count: int) -> Call:
     """``count`` values, in a thread of its own; fewer if one does not come in time."""
-    within = base.patience_s
+    within = waits.patience_s
     return Call(lambda: [reader.dequeue(timeout=within) for _ in range(count)])
 
 
@@ -188,7 +188,7 @@ def fill(writer: MessageQueue, most: int = 10_000) -> int:
                 return number
         raise AssertionError(f"{most} messages were taken, and nobody has read any: there is no bound")
 
-    return Call(clog).result(base.patience_s + 10)  # type: ignore[no-any-return]
+    return Call(clog).result(waits.patience_s + 10)  # type: ignore[no-any-return]
 
 
 def wrong(got: Iterable[Any], wanted: Iterable[Any]) -> str:

@@ -15,9 +15,10 @@ import pytest
 
 from kvplug.errors import BusyError, CancelledError, TimeoutError
 from kvplug.queue import MessageQueue
-from kvplug.testing.contract import base
-from kvplug.testing.contract.base import Call, law, raises, until
+from kvplug.testing import waits
+from kvplug.testing.contract.base import law
 from kvplug.testing.contract.queue.suite import CHUNKS, QueueSuite, fill, received, sent
+from kvplug.testing.waits import Call, raises, until
 
 DEADLINE_S = 0.3
 
@@ -125,7 +126,7 @@ class Waiting(QueueSuite):
     @law("ALL-4")
     def test_a_second_thread_is_refused_and_nothing_gets_mixed(self) -> None:
         writer, (reader,) = self.queue()
-        first = Call(lambda: reader.dequeue(timeout=base.patience_s))
+        first = Call(lambda: reader.dequeue(timeout=waits.patience_s))
         assert first.is_blocked()
         raises(BusyError, lambda: reader.dequeue(timeout=0.1))
         sent(writer, "for the first")
@@ -206,7 +207,7 @@ class Waiting(QueueSuite):
     @law("QUEUE-4")
     def test_readers_that_wait_cost_next_to_no_processor_time(self) -> None:
         writer, readers = self.queue(2)
-        calls = [Call(lambda end=end: end.dequeue(timeout=base.patience_s)) for end in readers]  # type: ignore[misc]
+        calls = [Call(lambda end=end: end.dequeue(timeout=waits.patience_s)) for end in readers]  # type: ignore[misc]
         assert all(call.is_blocked() for call in calls)
         began, used = time.monotonic(), time.process_time()
         time.sleep(1.0)
