@@ -39,6 +39,8 @@ _NEWS_S = 5.0
 """News follows at once on what announces it; a machine may be busy."""
 _VERDICT_S = 0.5
 """How long ranks that were stopped in a collective wait to hear from each other whose fault it is."""
+_OWN_S = 0.1
+"""How long a rank whose own error it is looks whether another one is gone, before it says so."""
 _DRAIN_S = 0.5
 """How long whoever leaves an exchange waits for what others are about to take."""
 _KINDS: dict[str, type[KvplugError]] = {
@@ -250,10 +252,13 @@ class Mesh:
                 raise next((error for error in known if isinstance(error, PeerGoneError)), known[0])
 
     @contextlib.contextmanager
-    def judged(self, among: Collection[int] | None = None) -> Iterator[None]:
+    def judged(
+        self, among: Collection[int] | None = None, *, own: tuple[type[KvplugError], ...] = ()
+    ) -> Iterator[None]:
         """Around an operation of the library, which says that it failed and not because of whom: the ranks
         find out, and whoever knows tells the others at once. ``among``: those it was with; all, where nothing
-        is said.
+        is said. ``own``: errors that arose at this rank. It raises them whatever others believe, unless a
+        rank is gone, and blames nobody who is silent.
 
         Raises:
             TimeoutError: names the ranks that do not answer.
@@ -264,7 +269,10 @@ class Mesh:
         except (TimeoutError, TransportError) as e:
             self.give_up()
             try:
-                self._find_fault(e, among)
+                if isinstance(e, own):
+                    self._find_loss()
+                else:
+                    self._find_fault(e, among)
                 raise
             except KvplugError as verdict:
                 self.give_up(verdict)
@@ -281,6 +289,15 @@ class Mesh:
             raise TimeoutError(
                 f"{_all(missed)} began a collective, did not go on, and does not answer"
             ) from error
+
+    def _find_loss(self) -> None:
+        """Raises PeerGoneError if a rank is gone."""
+        try:
+            self.silent(Deadline.after(_OWN_S), reason_wanted=True)
+        except (PeerGoneError, ClosedError):
+            raise
+        except (TimeoutError, TransportError):
+            return  # what another rank takes for the reason
 
     # -- beneath ---------------------------------------------------------------------------------
 

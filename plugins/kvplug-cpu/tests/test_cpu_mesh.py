@@ -12,6 +12,11 @@ import torch
 
 from kvplug import ClosedError, Deadline, Mesh, PeerGoneError, TimeoutError, TransportError, WireError
 
+
+class OwnError(TransportError):
+    """Of this rank's system."""
+
+
 SOON = 30.0
 AT_ONCE = 0.2
 
@@ -191,3 +196,22 @@ def test_whoever_knows_why_the_library_failed_tells_the_others_at_once(meshes: l
     meshes[1].give_up(TransportError("said once is said"))
     with pytest.raises(TimeoutError, match="rank 1 has given up: too late"):
         meshes[2].silent(within(SOON), reason_wanted=True)
+
+
+def test_an_error_of_a_ranks_own_is_raised_whatever_others_take_for_the_reason(meshes: list[Mesh]) -> None:
+    meshes[1].give_up(TransportError("rank 0 failed"))
+    with pytest.raises(OwnError, match="the device failed"), meshes[0].judged(own=(OwnError,)):
+        raise OwnError("the device failed")
+
+
+def test_nobody_who_is_silent_is_blamed_for_an_error_of_a_ranks_own(meshes: list[Mesh]) -> None:
+    with pytest.raises(OwnError, match="the device failed"), meshes[0].judged(own=(OwnError,)):
+        raise OwnError("the device failed")
+    with pytest.raises(TransportError, match="rank 0 has given up: the device failed"):
+        meshes[2].silent(within(SOON), reason_wanted=True)
+
+
+def test_a_rank_that_is_gone_may_be_behind_an_error_of_ones_own(meshes: list[Mesh]) -> None:
+    meshes[2].abort()
+    with pytest.raises(PeerGoneError, match="rank 2 is gone"), meshes[0].judged(own=(OwnError,)):
+        raise OwnError("a connection broke")

@@ -167,6 +167,18 @@ def test_an_asynchronous_error_is_raised_with_nccls_words_and_new_ones_work(
     assert sums(near(2)) == [[3, 3]] * 2
 
 
+@pytest.mark.parametrize("result", [Result.INTERNAL_ERROR, Result.UNHANDLED_CUDA_ERROR, Result.SYSTEM_ERROR])
+def test_an_error_of_this_rank_is_not_blamed_on_one_that_is_slow(
+    near: Any, controls: Any, result: Result
+) -> None:
+    made = near(2, check_order=False)
+    controls.set(fail_after=controls.get("operations"), fail_result=result)
+    with pytest.raises(TransportError, match="asked to fail"):
+        made[0].all_reduce(torch.ones(2), timeout=PATIENCE_S)
+    with pytest.raises(TransportError, match=r"rank 0 has given up.*asked to fail"):
+        made[1].all_reduce(torch.ones(2), timeout=PATIENCE_S)
+
+
 def test_what_nccl_refuses_is_not_another_ranks_fault(near: Any, controls: Any) -> None:
     made = near(2)
     controls.set(call_result=Result.INVALID_ARGUMENT)

@@ -23,7 +23,13 @@ import attrs
 
 from kvplug import ClosedError, Deadline, KvplugError, Mesh, PeerGoneError, TimeoutError, TransportError
 from kvplug_pynccl.device import Device
-from kvplug_pynccl.nccl.errors import NcclInvalidArgumentError, NcclInvalidUsageError
+from kvplug_pynccl.nccl.errors import (
+    NcclCudaError,
+    NcclInternalError,
+    NcclInvalidArgumentError,
+    NcclInvalidUsageError,
+    NcclSystemError,
+)
 from kvplug_pynccl.operation import Operation
 from kvplug_pynccl.watched import Communicator
 
@@ -46,8 +52,14 @@ _ABORT_PATIENCE_S: Final = 2.0
 
 
 _KINDS: Final[tuple[type[KvplugError], ...]] = (TimeoutError, PeerGoneError, ClosedError, TransportError)
-_OWN: Final = (NcclInvalidArgumentError, NcclInvalidUsageError)
-"""What NCCL says of the call itself is no other rank's fault."""
+_OWN: Final = (
+    NcclInvalidArgumentError,
+    NcclInvalidUsageError,
+    NcclCudaError,
+    NcclSystemError,
+    NcclInternalError,
+)
+"""What NCCL says of the call, of itself, of this rank's GPU or system; it has another for other ranks."""
 
 
 @attrs.frozen(eq=False)
@@ -213,18 +225,13 @@ class Works:
         """After a failure: abort, find out with the other ranks whose fault it is, and wait until the
         caller's memory is the caller's again.
         """
-        own: list[KvplugError] = []
         try:
-            with self._mesh.judged(among):
+            with self._mesh.judged(among, own=_OWN):
                 try:
                     yield
-                except BaseException as e:
+                except BaseException:
                     self.abort()
-                    if not isinstance(e, _OWN):
-                        raise
-                    own.append(e)
-            if own:
-                raise own.pop()
+                    raise
         except BaseException:
             if self.abort().wait(_ABORT_PATIENCE_S):
                 self._under_way.clear()
