@@ -11,9 +11,7 @@ import collections
 import contextlib
 import errno
 import functools
-import ipaddress
 import logging
-import secrets
 import selectors
 import socket
 import threading
@@ -23,31 +21,15 @@ from typing import Self
 import attrs
 
 from kvplug.deadline import Deadline, Timeout
-from kvplug.errors import (
-    AddressInUseError,
-    ClosedError,
-    ConfigError,
-    PeerGoneError,
-    TimeoutError,
-    TransportError,
-)
+from kvplug.errors import ClosedError, TimeoutError
 from kvplug.fork import close_after_fork
-from kvplug.trust.addresses import (
-    HAS_ABSTRACT_SOCKETS,
-    Address,
-    Contact,
-    Resolved,
-    TcpAddress,
-    UnixAddress,
-    generated_name,
-    parse_address,
-    resolve,
-)
+from kvplug.trust.addresses import Address, Contact, UnixAddress
+from kvplug.trust.binding import bound, cannot_bind
 from kvplug.trust.challenge import Mode, Refusal, RefusedError, ServerChallenge
 from kvplug.trust.connection import Connection, dial, dial_until, tune
 from kvplug.trust.credentials import Credentials
 from kvplug.trust.identity import encode_identity, this_process
-from kvplug.trust.peercred import HAS_PROC_NET, owner_of, same_user, tcp_peer_uid, unix_peer_uid
+from kvplug.trust.peercred import HAS_PROC_NET, same_user, tcp_peer_uid, unix_peer_uid
 
 __all__ = ["Connection", "Listener", "dial", "dial_until"]
 
@@ -133,29 +115,13 @@ class Listener:
             TransportError: it cannot be bound for another reason.
             ConfigError: it is not an address, or not one of this platform's or host's.
         """
-        if isinstance(address, str):
-            address = parse_address(address)
-        if isinstance(address, UnixAddress) and not HAS_ABSTRACT_SOCKETS:
-            if address.name:
-                raise ConfigError(
-                    f"{address} cannot be used: there are no abstract Unix sockets here; use 127.0.0.1:port"
-                )
-            address = TcpAddress("127.0.0.1", 0)
-        if isinstance(address, UnixAddress):
-            sock, contact = _bind_unix(UnixAddress(address.name or generated_name()))
-        else:
-            try:
-                resolved = resolve(address)
-            except PeerGoneError as e:
-                raise ConfigError(f"cannot listen at {address}: {e}") from e
-            credentials.require_secret(address, resolved)
-            sock, contact = _bind_tcp(address, resolved[0], with_token=credentials.secret is None)
+        sock, contact = bound(address, credentials)
         try:
             sock.listen(backlog)
             return cls(sock, contact, credentials, purpose, label, proof_timeout_s, max_unproven)
         except OSError as e:
             sock.close()
-            raise _cannot_bind(contact.address, e) from e
+            raise cannot_bind(contact.address, e) from e
         except BaseException:
             sock.close()
             raise
@@ -404,55 +370,3 @@ def _attest_dialler(sock: socket.socket) -> None:
         raise RefusedError(Refusal.UNKNOWN_USER, "the kernel does not say which user it belongs to")
     if not same_user(uid):
         raise RefusedError(Refusal.OTHER_USER, f"it belongs to another user of this host (uid {uid})")
-
-
-def _bind_unix(address: UnixAddress) -> tuple[socket.socket, Contact]:
-    sock = _new_socket(socket.AF_UNIX, address)
-    try:
-        sock.bind(address.sockaddr)
-    except OSError as e:
-        sock.close()
-        raise _cannot_bind(address, e) from e
-    return sock, Contact(address)
-
-
-def _bind_tcp(address: TcpAddress, end: Resolved, *, with_token: bool) -> tuple[socket.socket, Contact]:
-    sock = _new_socket(end.family, address)
-    try:
-        # Only lets a port be used again whose old connections linger; two listeners still collide.
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind(end.sockaddr)
-    except OSError as e:
-        sock.close()
-        raise _cannot_bind(address, e) from e
-    host, port = sock.getsockname()[:2]
-    if ipaddress.ip_address(host.partition("%")[0]).is_unspecified:
-        host = _own_address(end.family)
-    token = secrets.token_urlsafe(24) if with_token else ""
-    return sock, Contact(TcpAddress(host, port), token)
-
-
-def _new_socket(family: int, address: Address) -> socket.socket:
-    try:
-        return socket.socket(family, socket.SOCK_STREAM)
-    except OSError as e:  # no descriptor is left, or the system has no such family
-        raise _cannot_bind(address, e) from e
-
-
-def _own_address(family: int) -> str:
-    """An address other hosts can dial, for a listener on every interface: that of the default route."""
-    with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
-        # Connecting a datagram socket sends nothing; it only makes the kernel choose a source.
-        probe.connect(("192.0.2.1", 9) if family == socket.AF_INET else ("2001:db8::1", 9))
-        return str(probe.getsockname()[0])
-    return socket.gethostname()
-
-
-def _cannot_bind(address: Address, e: OSError) -> ConfigError | AddressInUseError | TransportError:
-    if e.errno == errno.EADDRINUSE:
-        owner = owner_of(address)
-        by = f" by {owner}" if owner else ""
-        return AddressInUseError(f"{address} is in use{by}; stop it or choose another address")
-    if e.errno == errno.EADDRNOTAVAIL:
-        return ConfigError(f"cannot listen at {address}: this host has no such address")
-    return TransportError(f"cannot listen at {address}: {e.strerror or e}")

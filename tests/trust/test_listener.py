@@ -659,7 +659,7 @@ def test_mutated_messages_never_hurt_the_listener() -> None:
 def test_where_there_are_no_abstract_sockets_the_token_on_loopback_serves(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("kvplug.trust.listener.HAS_ABSTRACT_SOCKETS", False)
+    monkeypatch.setattr("kvplug.trust.binding.HAS_ABSTRACT_SOCKETS", False)
     monkeypatch.setattr("kvplug.trust.listener.HAS_PROC_NET", False)
     with Listener.open("unix:", OPEN, "test") as listener:
         assert listener.contact.startswith("tcp://127.0.0.1:") and "token=" in listener.contact
