@@ -213,3 +213,19 @@ def writer_that_does_not_look(parent: Any) -> str:
     held.set()
     writing.far.join(None)
     return "ended"
+
+
+WHO = {
+    "boot_id": "another host",
+    "pid_ns": "",
+    "net_ns": "",
+    "pid": 77,
+    "start_time": 0,
+    "host": "example",
+    "label": "",
+}
+
+
+def joining(**given: Any) -> dict[str, Any]:
+    """What a reader says first."""
+    return {"version": 1, "who": WHO, "patience_s": 10.0, **given}

@@ -4,17 +4,11 @@ from __future__ import annotations
 
 import gc
 import mmap
-import os
-import queue
-import random
 import resource
-import signal
-import subprocess
-import sys
-import threading
-import time
-import weakref
 from collections.abc import Callable
+from pathlib import Path
+from runpy import run_path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,26 +22,9 @@ from kvplug_shm.memory.pool import POOLED_FROM, Pool
 MIB = 1 << 20
 PLENTY = 256 * MIB
 HUGE_PAGE = 2 * MIB
-
-
-def of(nbytes: int) -> TensorMeta:
-    return TensorMeta("uint8", (nbytes,))
-
-
-def fill(tensor: torch.Tensor, value: int) -> None:
-    memory = memory_of_writable(tensor)
-    memory[:] = bytes([value]) * memory.nbytes
-
-
-def holds(tensor: torch.Tensor, value: int) -> bool:
-    memory = memory_of(tensor)
-    return bytes(memory[:100]) == bytes([value]) * 100 and memory[-1] == value
-
-
-def is_mapped(address: int) -> bool:
-    with open("/proc/self/maps", encoding="ascii") as f:
-        spans = (line.split(" ", 1)[0].split("-") for line in f)
-        return any(int(begin, 16) <= address < int(end, 16) for begin, end in spans)
+ends = SimpleNamespace(**run_path(str(Path(__file__).with_name("pool_memory.py"))))
+of, fill, holds, is_mapped = ends.of, ends.fill, ends.holds, ends.is_mapped
+idle, in_forked_child = ends.idle, ends.in_forked_child
 
 
 # -- what is lent ----------------------------------------------------------------------------------------
@@ -140,15 +117,6 @@ def test_a_graph_gives_it_back_from_its_own_threads() -> None:
 # -- which block, and how many of them -------------------------------------------------------------------
 
 
-def idle(pool: Pool, *sizes: int) -> list[int]:
-    """Have blocks of these sizes come back, in this order; their addresses."""
-    tensors = [pool.tensor(of(size)) for size in sizes]
-    addresses = [tensor.data_ptr() for tensor in tensors]
-    while tensors:
-        del tensors[0]
-    return addresses
-
-
 @pytest.mark.parametrize(
     ("wanted", "found"),
     [(8 * MIB, 8), (7 * MIB, 8), (5 * MIB, 8), (4 * MIB, 4), (3 * MIB, 4), (9 * MIB, 16), (17 * MIB, None)],
@@ -224,211 +192,6 @@ def test_memory_that_is_used_again_costs_no_pages() -> None:
     for _ in range(20):
         memory_of_writable(pool.tensor(of(16 * MIB)))[:] = source
     assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < 1000  # of 81920 pages
-
-
-# -- threads, finalizers, forks and ends -----------------------------------------------------------------
-
-
-class Taken:
-    """A lock that somebody has."""
-
-    def __init__(self) -> None:
-        self.tried: list[bool] = []
-
-    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
-        self.tried.append(blocking)
-        return False
-
-
-def test_a_finalizer_never_waits_for_its_own_thread() -> None:
-    pool = Pool(4 * MIB)
-    tensors = [pool.tensor(of(2 * MIB)) for _ in range(4)]
-    own, taken = pool._lock, Taken()
-    pool._lock = taken  # type: ignore[assignment]  # the collector runs in the middle of the pool's own work
-    tensors.clear()
-    assert taken.tried == [False] * 4
-    assert pool.lent_bytes == 0
-    pool._lock = own
-    assert pool.idle_bytes == 4 * MIB
-
-
-def test_what_comes_back_meanwhile_is_not_forgotten() -> None:
-    """Whoever holds the lock looks again after it: nobody else needs to come along."""
-    pool = Pool(2 * MIB)
-    late = pool.tensor(of(4 * MIB))
-    address = late.data_ptr()
-    first = pool.tensor(of(2 * MIB))
-    put_away, held = pool._put_away, [late]
-    del late
-
-    def interrupted() -> Any:
-        dropped = put_away()
-        held.clear()
-        return dropped
-
-    pool._put_away = interrupted  # type: ignore[method-assign]
-    del first
-    assert not pool._back
-    assert not is_mapped(address)
-
-
-def test_memory_may_be_dropped_in_any_thread() -> None:
-    pool = Pool(64 * MIB)
-    shelf: queue.SimpleQueue[tuple[torch.Tensor, int] | None] = queue.SimpleQueue()
-    wrong: list[int] = []
-
-    def receive(seed: int) -> None:
-        chance = random.Random(seed)
-        for number in range(60):
-            value = (seed * 60 + number) % 251
-            tensor = pool.tensor(of(chance.choice([1, 2, 3, 5]) * MIB))
-            fill(tensor, value)
-            if chance.random() < 0.5:
-                cycle: list[Any] = [tensor]
-                cycle.append(cycle)
-                shelf.put((tensor, value))
-            elif not holds(tensor, value):
-                wrong.append(value)
-
-    def consume() -> None:
-        kept: list[tuple[torch.Tensor, int]] = []
-        while (found := shelf.get()) is not None:
-            kept.append(found)
-            if len(kept) > 5:
-                tensor, value = kept.pop(0)
-                if not holds(tensor, value):
-                    wrong.append(value)
-
-    receivers = [threading.Thread(target=receive, args=(seed,)) for seed in range(3)]
-    consumer = threading.Thread(target=consume)
-    for thread in (*receivers, consumer):
-        thread.start()
-    for thread in receivers:
-        thread.join()
-    shelf.put(None)
-    consumer.join()
-    gc.collect()
-    assert wrong == []
-    assert pool.lent_bytes == 0
-    assert 0 < pool.idle_bytes <= 64 * MIB
-
-
-def test_closing_leaves_what_is_lent_alone() -> None:
-    pool = Pool(PLENTY)
-    tensor = pool.tensor(of(4 * MIB))
-    fill(tensor, 9)
-    [address] = idle(pool, 2 * MIB)
-    pool.close()
-    pool.close()
-    assert not is_mapped(address)
-    assert holds(tensor, 9)
-    assert (pool.idle_bytes, pool.lent_bytes) == (0, 4 * MIB)
-    address = tensor.data_ptr()
-    del tensor
-    assert (pool.idle_bytes, pool.lent_bytes) == (0, 0)
-    assert not is_mapped(address)
-    late = pool.tensor(of(2 * MIB))
-    fill(late, 3)
-    assert holds(late, 3)
-    del late
-    assert pool.idle_bytes == 0
-
-
-def test_a_tensor_outlives_its_pool_and_does_not_keep_it() -> None:
-    pool = Pool(PLENTY)
-    tensor = pool.tensor(of(4 * MIB))
-    [address] = idle(pool, 2 * MIB)
-    gone = weakref.ref(pool)
-    del pool
-    assert gone() is None
-    assert not is_mapped(address)
-    fill(tensor, 5)
-    assert holds(tensor, 5)
-    address = tensor.data_ptr()
-    del tensor
-    assert not is_mapped(address)
-
-
-def in_forked_child(call: Callable[[], object]) -> str:
-    """What ``call`` returns or raises in a forked child."""
-    readable, writable = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            said = str(call())
-        except BaseException as e:
-            said = repr(e)
-        os.write(writable, said.encode())
-        os._exit(0)
-    os.close(writable)
-    limit = time.monotonic() + 30
-    while os.waitpid(pid, os.WNOHANG)[0] == 0:
-        if time.monotonic() > limit:
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
-            os.close(readable)
-            return "it hung"
-        time.sleep(0.01)
-    with os.fdopen(readable) as f:
-        return f.read()
-
-
-@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
-@pytest.mark.parametrize("busy", [False, True])
-def test_a_forked_child_has_memory_of_its_own(busy: bool) -> None:
-    pool = Pool(PLENTY)
-    lent = [pool.tensor(of(2 * MIB))]
-    fill(lent[0], 1)
-    addresses = idle(pool, 4 * MIB, 4 * MIB)
-
-    def child() -> object:
-        fill(lent[0], 2)
-        lent.clear()
-        tensors = [pool.tensor(of(4 * MIB)) for _ in range(3)]
-        for tensor in tensors:
-            fill(tensor, 3)
-        reused = {tensor.data_ptr() for tensor in tensors} >= set(addresses)
-        del tensor
-        tensors.clear()
-        return reused, pool.lent_bytes, pool.idle_bytes // MIB
-
-    if busy:
-        release = threading.Event()
-        taken = threading.Event()
-
-        def hold() -> None:
-            with pool._lock:
-                taken.set()
-                release.wait()
-
-        holder = threading.Thread(target=hold)
-        holder.start()
-        taken.wait()
-    said = in_forked_child(child)
-    if busy:
-        release.set()
-        holder.join()
-    assert said == "(True, 0, 14)"
-    assert holds(lent[0], 1)
-    assert (pool.lent_bytes, pool.idle_bytes) == (2 * MIB, 8 * MIB)
-
-
-AT_EXIT = """
-import sys
-from kvplug.wire.tensors import TensorMeta
-from kvplug_shm.memory.pool import Pool
-
-pool = Pool(64 << 20)
-kept = [pool.tensor(TensorMeta("uint8", (2 << 20,))) for _ in range(3)]
-cycle = [pool.tensor(TensorMeta("uint8", (2 << 20,)))]
-cycle.append(cycle)
-sys.modules["kept for ever"] = pool.tensor(TensorMeta("uint8", (2 << 20,)))
-"""
-
-
-def test_a_process_may_end_with_memory_lent() -> None:
-    done = subprocess.run([sys.executable, "-c", AT_EXIT], capture_output=True, text=True, timeout=100)
-    assert (done.returncode, done.stderr) == (0, "")
 
 
 # -- no memory -------------------------------------------------------------------------------------------
