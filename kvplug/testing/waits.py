@@ -11,7 +11,7 @@ from kvplug.testing import peers
 
 __all__ = ["Call", "patience_s", "raises", "until"]
 
-patience_s = 30.0
+patience_s = 20.0
 """How long what must come is waited for. Machines under test are busy; a law's own deadlines are not this.
 Who judges what is known to hang, as the tests of the kit itself do, sets it lower."""
 

@@ -161,9 +161,8 @@ class Stops(PipeSuite):
             connecting.raised(TimeoutError)
             child.cont()
             # The one that gave up may be taken for the first who comes; then the listener's end is over.
-            pipe = (
-                Call(partial(end.connect, contact, timeout=waits.patience_s)).end(waits.patience_s + 1).value
-            )
+            within = waits.patience_s
+            pipe = Call(partial(end.connect, contact, timeout=within)).end(within + 1).value
             if pipe is None:
                 return
             self.later(pipe.abort)
