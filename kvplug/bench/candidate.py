@@ -12,7 +12,9 @@ from kvplug.bench.place import CPU, burst_bytes, kind_of
 from kvplug.config.units import format_bytes
 
 INTO: Final = "into"
-"""Tensors are received into memory that is there."""
+"""Tensors are received into memory that is there, one right after the other: streaming."""
+ALONE: Final = "alone"
+"""One tensor is received into memory that is there, after a pause in which both ends did nothing."""
 OWNED: Final = "owned"
 """Each is received into a tensor of its own, after the one before it was dropped."""
 KEPT: Final = "kept"
@@ -26,12 +28,12 @@ WAKE: Final = "wake"
 
 PIPE, QUEUE, COPY = "pipe", "queue", "copy"
 OPS: Final = {
-    COPY: (INTO,),
-    PIPE: (INTO, OWNED, LATENCY, WAKE),
+    COPY: (INTO, ALONE),
+    PIPE: (INTO, ALONE, OWNED, LATENCY, WAKE),
     QUEUE: (KEPT, LOOKED, LATENCY, WAKE),
 }
 """What is measured of each kind. A copy is made by one process, and nothing crosses."""
-BULK: Final = (INTO, OWNED, KEPT, LOOKED)
+BULK: Final = (INTO, ALONE, OWNED, KEPT, LOOKED)
 """Those that are measured for each size; the others move one small message."""
 
 

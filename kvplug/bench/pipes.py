@@ -6,9 +6,9 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from kvplug.bench.candidate import INTO, LATENCY, WAKE
+from kvplug.bench.candidate import ALONE, LATENCY, OWNED, WAKE
 from kvplug.bench.content import SMALLEST, check, content, stamp
-from kvplug.bench.stopwatch import BURSTS, Stopwatch, in_burst
+from kvplug.bench.stopwatch import BURSTS, PAUSE_S, Stopwatch, in_burst
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,11 +26,13 @@ def run_sender(link: Link, task: Mapping[str, Any], place: Place) -> dict[str, A
     figures: dict[str, Any] = {}
     for op, nbytes in task["bulk"]:
         source, watch = content(nbytes, place.name), Stopwatch()
-        count = in_burst(nbytes, task["burst_bytes"])
+        count = 1 if op == ALONE else in_burst(nbytes, task["burst_bytes"])
         for number in range(BURSTS):
             stamp(source, number)
             place.finish()
             link.receive(answer)  # the receiver is ready
+            if op == ALONE:
+                time.sleep(PAUSE_S)
             watch.start()
             for _ in range(count):
                 link.send(source)
@@ -54,7 +56,7 @@ def run_receiver(link: Link, task: Mapping[str, Any], place: Place) -> dict[str,
     figures: dict[str, Any] = {}
     for op, nbytes in task["bulk"]:
         expected, watch = content(nbytes, place.name), Stopwatch()
-        count, out = in_burst(nbytes, task["burst_bytes"]), expected.clone()
+        count, out = 1 if op == ALONE else in_burst(nbytes, task["burst_bytes"]), expected.clone()
         for number in range(BURSTS):
             stamp(expected, number)
             out.zero_()
@@ -87,11 +89,11 @@ def _burst(link: Link, op: str, out: Tensor, count: int) -> Tensor:
     """The last message of so many."""
     got = out
     for _ in range(count):
-        if op == INTO:
-            link.receive(out)
-        else:
+        if op == OWNED:
             del got
             got = link.receive_new(out)
+        else:
+            link.receive(out)
     return got
 
 

@@ -6,7 +6,7 @@ import importlib.util
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from kvplug.bench.candidate import BULK, COPY
+from kvplug.bench.candidate import BULK, COPY, INTO
 from kvplug.bench.rows import Row
 from kvplug.config.units import format_bytes
 from kvplug.errors import UnsupportedError
@@ -65,7 +65,7 @@ def _lines(rows: Sequence[Row], kind: str) -> Iterator[tuple[str, list[tuple[int
     points: dict[tuple[str, str], list[tuple[int, float]]] = {}
     for row in sorted(rows, key=lambda row: row.kind != COPY):
         if row.kind in (kind, COPY) and row.op and row.bytes is not None and row.gb_per_s is not None:
-            key = (row.name, "" if row.kind == COPY else row.op)
+            key = (row.name, "" if (row.kind, row.op) == (COPY, INTO) else row.op)
             points.setdefault(key, []).append((row.bytes, row.gb_per_s))
     names = list(dict.fromkeys(name for name, op in points if op))
     for (name, op), each in points.items():

@@ -14,7 +14,7 @@ from typing import Any
 
 import attrs
 
-from kvplug.bench.candidate import BULK, COPY, LATENCY, QUEUE, WAKE, Candidate
+from kvplug.bench.candidate import ALONE, BULK, COPY, LATENCY, QUEUE, WAKE, Candidate
 from kvplug.bench.content import SMALLEST
 from kvplug.bench.interrupts import Interrupts, held_back
 from kvplug.bench.links import UnavailableError
@@ -216,7 +216,7 @@ def _small_bytes(op: str, candidate: Candidate, plan: Plan) -> int:
 
 def _bulk(op: str, nbytes: int, ends: Sequence[dict[str, Any]], burst_bytes: int) -> Figures:
     seconds = ends[0]["seconds"]
-    gb = nbytes * in_burst(nbytes, burst_bytes) / 1e9
+    gb = nbytes * (1 if op == ALONE else in_burst(nbytes, burst_bytes)) / 1e9
     return Figures(
         op=op,
         nbytes=nbytes,

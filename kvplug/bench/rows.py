@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import attrs
 
-from kvplug.bench.candidate import COPY, INTO, KEPT, LATENCY, LOOKED, WAKE
+from kvplug.bench.candidate import ALONE, COPY, INTO, KEPT, LATENCY, LOOKED, WAKE
 from kvplug.bench.rounds import Figures, Outcome
 
 _COMPARED = {LOOKED: KEPT}
@@ -115,7 +115,8 @@ def _speeds(outcome: Outcome, op: str, nbytes: int) -> list[float]:
 def _of_memcpy(outcome: Outcome, figures: Figures, others: Sequence[Outcome]) -> float | None:
     if outcome.candidate.kind == COPY or figures.gb_per_s is None:
         return None
-    copies = [_speeds(each, INTO, figures.nbytes) for each in others if each.candidate.kind == COPY]
+    op = ALONE if figures.op == ALONE else INTO
+    copies = [_speeds(each, op, figures.nbytes) for each in others if each.candidate.kind == COPY]
     ours = _speeds(outcome, figures.op, figures.nbytes)
     return _ratio(ours, copies[0]) if copies else None
 

@@ -11,6 +11,8 @@ from kvplug.bench.place import BURST_BYTES
 MOST_IN_BURST = 256
 WARM_BURSTS = 2
 TIMED_BURSTS = 5
+PAUSE_S = 0.1
+"""Before a message that comes alone: long enough that both ends sleep."""
 BURSTS = WARM_BURSTS + TIMED_BURSTS
 
 

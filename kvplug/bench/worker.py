@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from typing import Any
 
-from kvplug.bench.candidate import COPY, PIPE
+from kvplug.bench.candidate import ALONE, COPY, PIPE
 from kvplug.bench.content import check, content, stamp
 from kvplug.bench.links import MEETING_S, Meeting, UnavailableError
 from kvplug.bench.pipes import run_receiver, run_sender
 from kvplug.bench.place import Place, place
 from kvplug.bench.queues import Answers, run_reader, run_writer
-from kvplug.bench.stopwatch import BURSTS, Stopwatch, in_burst
+from kvplug.bench.stopwatch import BURSTS, PAUSE_S, Stopwatch, in_burst
 from kvplug.errors import KvplugError
 from kvplug.spec import load_target
 from kvplug.testing.peers import Parent
@@ -77,8 +78,10 @@ def _copy(task: Mapping[str, Any], where: Place) -> dict[str, Any]:
         for number in range(BURSTS):
             stamp(source, number)
             where.finish()
+            if op == ALONE:
+                time.sleep(PAUSE_S)
             watch.start()
-            for _ in range(in_burst(nbytes, task["burst_bytes"])):
+            for _ in range(1 if op == ALONE else in_burst(nbytes, task["burst_bytes"])):
                 out.copy_(source)
             where.finish()
             watch.stop()

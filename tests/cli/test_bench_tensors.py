@@ -91,7 +91,7 @@ def by_op(figures: list[Figures]) -> dict[tuple[str, int], Figures]:
 def test_a_pipe_is_measured_in_every_op(links: Any) -> None:
     with nothing_left():
         found = by_op(one_turn(links("well"), PLAN))
-    sizes = [("into", 64), ("into", 64 * KIB), ("owned", 64), ("owned", 64 * KIB)]
+    sizes = [(op, nbytes) for op in ("into", "alone", "owned") for nbytes in (64, 64 * KIB)]
     assert list(found) == [*sizes, ("latency", 64), ("wake", 64)]
     for key in sizes:
         assert found[key].gb_per_s and found[key].cpu_s_per_gb
@@ -105,7 +105,8 @@ def test_a_pipe_is_measured_in_every_op(links: Any) -> None:
 
 def test_a_copy_is_made_by_one_process() -> None:
     found = one_turn(MEMCPY, PLAN)
-    assert [(each.op, each.nbytes) for each in found] == [("into", 64), ("into", 64 * KIB)]
+    sizes = [(op, nbytes) for op in ("into", "alone") for nbytes in (64, 64 * KIB)]
+    assert [(each.op, each.nbytes) for each in found] == sizes
     assert all(each.gb_per_s for each in found)
 
 
@@ -118,7 +119,7 @@ def test_a_baseline_is_measured_or_says_what_it_lacks(name: str, kind: str) -> N
         assert outcome.skipped_because in ("zmq is not installed", "this torch is built without gloo")
         return
     ops = [each.op for each in outcome.rounds[0]]
-    assert ops == (["into", "owned", "latency"] if kind == "pipe" else ["kept", "latency"])
+    assert ops == (["into", "alone", "owned", "latency"] if kind == "pipe" else ["kept", "latency"])
 
 
 @pytest.mark.parametrize(
@@ -188,10 +189,12 @@ def test_rows_for_programs_have_every_figure_and_nothing_else(site: Any) -> None
     measured = [(row["name"], row["op"], row["bytes"]) for row in rows if not row["skipped_because"]]
     assert measured == [
         ("cpu", "into", 64 * KIB),
+        ("cpu", "alone", 64 * KIB),
         ("cpu", "owned", 64 * KIB),
         ("cpu", "latency", 64),
         ("cpu", "wake", 64),
         ("memcpy", "into", 64 * KIB),
+        ("memcpy", "alone", 64 * KIB),
     ]
     skipped = {(row["name"], row["kind"]): row["skipped_because"] for row in rows if row["skipped_because"]}
     apart = "each process is alone with it: its two ends meet inside of one process only"
@@ -204,7 +207,7 @@ def test_a_pipe_around_another_is_measured_with_what_it_adds(site: Any) -> None:
     options = ["options.faulty.over=cpu", "options.faulty.plan=rules = []"]
     done = bench(site, *arguments, "--rounds", "1", *options)
     assert done.returncode == 0, done.stderr
-    assert [row["op"] for row in json.loads(done.stdout)] == ["into", "owned", "latency"]
+    assert [row["op"] for row in json.loads(done.stdout)] == ["into", "alone", "owned", "latency"]
 
 
 def test_a_queue_is_measured_with_its_readers(site: Any) -> None:

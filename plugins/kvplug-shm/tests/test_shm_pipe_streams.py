@@ -180,6 +180,38 @@ def test_received_memory_is_used_again_and_never_while_somebody_has_it(near_pair
     assert other.recv_tensor().data_ptr() in addresses
 
 
+@pytest.mark.parametrize("start", [0, 1, 33, 63])
+def test_a_message_that_passes_the_caches_fills_its_target_and_nothing_beside(
+    near_pair: Any, start: int
+) -> None:
+    one, other = near_pair()
+    source = bytes_of(5 * MIB + 37, start)
+    around = torch.full((source.nbytes + 128,), 0xA5, dtype=torch.uint8)
+    target = around[start : start + source.nbytes]
+    sending = Call(lambda: one.send_tensor(source))
+    other.recv_tensor(target)
+    sending.outcome().wait(ends.PATIENCE_S)
+    assert bool((target == source).all())
+    assert bool((around[:start] == 0xA5).all())
+    assert bool((around[start + source.nbytes :] == 0xA5).all())
+
+
+@pytest.mark.parametrize("row_bytes", [2048, 2049, 6000])
+def test_blocks_that_pass_the_caches_fill_their_rows_and_nothing_beside(
+    near_pair: Any, row_bytes: int
+) -> None:
+    one, other = near_pair()
+    count = 5 * MIB // row_bytes
+    source = bytes_of(count * row_bytes, 1).view(count, row_bytes)
+    target = torch.full((count + 1, row_bytes + 3), 0xA5, dtype=torch.uint8)
+    sending = Call(lambda: one.send_blocks([source], range(count)))
+    other.recv_blocks([target[:, :row_bytes]], range(count, 0, -1))
+    sending.outcome().wait(ends.PATIENCE_S)
+    assert bool((target[1:, :row_bytes].flip(0) == source).all())
+    assert bool((target[0] == 0xA5).all())
+    assert bool((target[:, row_bytes:] == 0xA5).all())
+
+
 def test_a_pipe_says_how_much_memory_it_holds(near_pair: Any) -> None:
     one, other = near_pair(slots=2, slot_bytes=MIB)
     assert attrs.astuple(one.held) == (4 * MIB, 0, 0, 0)

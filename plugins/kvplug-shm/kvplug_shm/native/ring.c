@@ -16,6 +16,9 @@
 #include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
+#if defined(__SSE2__)
+#include <emmintrin.h>
+#endif
 
 #define LINE 64
 #define HEAD 0
@@ -27,6 +30,11 @@
 /* Between two looks at the clock while waiting, and how long is looked before the processor is offered. */
 #define LOOKS 16
 #define LONELY_NS 2000
+
+/* A message of this size or more, received into rows of at least so many bytes, is stored past the caches: see
+ * `stream`. Measured on 2 cores with 1 MiB of L2 each; smaller messages are faster to use while they are cached. */
+#define STREAM_FROM (4 << 20)
+#define STREAM_ROW 2048
 
 typedef _Atomic uint64_t word_t;
 
@@ -221,12 +229,53 @@ static void write_at(struct end *end, uint64_t at, const void *source, uint64_t 
         memcpy(end->bytes, (const unsigned char *)source + first, nbytes - first);
 }
 
-static void read_at(const struct end *end, uint64_t at, void *target, uint64_t nbytes) {
+/* memcpy with non-temporal stores: the target's lines are not read from memory before they are overwritten, which
+ * is a third of the traffic of a copy larger than the caches, and the ring stays in them. A store fence must follow
+ * before another thread is told. */
+static void stream(void *target, const void *source, uint64_t nbytes) {
+#if defined(__SSE2__)
+    unsigned char *to = target;
+    const unsigned char *from = source;
+    uint64_t head = -(uintptr_t)to & (LINE - 1);
+    head = head < nbytes ? head : nbytes;
+    memcpy(to, from, head);
+    uint64_t done = head;
+    for (; done + LINE <= nbytes; done += LINE) {
+        const __m128i *in = (const __m128i *)(from + done);
+        __m128i *out = (__m128i *)(to + done);
+        __m128i a = _mm_loadu_si128(in), b = _mm_loadu_si128(in + 1);
+        __m128i c = _mm_loadu_si128(in + 2), d = _mm_loadu_si128(in + 3);
+        _mm_stream_si128(out, a);
+        _mm_stream_si128(out + 1, b);
+        _mm_stream_si128(out + 2, c);
+        _mm_stream_si128(out + 3, d);
+    }
+    memcpy(to + done, from + done, nbytes - done);
+#else
+    memcpy(target, source, nbytes);
+#endif
+}
+
+static void stream_fence(void) {
+#if defined(__SSE2__)
+    _mm_sfence();
+#endif
+}
+
+typedef void copy_t(void *target, const void *source, uint64_t nbytes);
+
+static void copy(void *target, const void *source, uint64_t nbytes) { memcpy(target, source, nbytes); }
+
+static void read_by(copy_t *by, const struct end *end, uint64_t at, void *target, uint64_t nbytes) {
     uint64_t first = end->places - at < nbytes ? end->places - at : nbytes;
     if (first)
-        memcpy(target, end->bytes + at, first);
+        by(target, end->bytes + at, first);
     if (first < nbytes)
-        memcpy((unsigned char *)target + first, end->bytes, nbytes - first);
+        by((unsigned char *)target + first, end->bytes, nbytes - first);
+}
+
+static void read_at(const struct end *end, uint64_t at, void *target, uint64_t nbytes) {
+    read_by(copy, end, at, target, nbytes);
 }
 
 /* Whether there is room for a whole message now, with `limit` units unread at most. */
@@ -342,6 +391,7 @@ int kvplug_put_long(struct end *end, const struct message *message, const void *
 int64_t kvplug_pull(struct end *end, const struct span *span, int64_t done, int64_t nbytes,
                     int64_t unreleased, int64_t largest, int64_t spin_ns, int64_t most_ns) {
     int64_t begun = done, stop_ns = now_ns() + most_ns;
+    int streams = nbytes >= STREAM_FROM && (span->flat || span->row_bytes >= STREAM_ROW);
     while (done < nbytes) {
         int64_t left = nbytes - done, step = available_to(end);
         if (step < 0)
@@ -360,9 +410,11 @@ int64_t kvplug_pull(struct end *end, const struct span *span, int64_t done, int6
         for (int64_t got = 0; got < step;) {
             int64_t part = step - got;
             unsigned char *target = part_of(span, done + got, &part);
-            read_at(end, (at + got) % end->places, target, part);
+            read_by(streams ? stream : copy, end, (at + got) % end->places, target, part);
             got += part;
         }
+        if (streams)
+            stream_fence();
         kvplug_release(end, unreleased + lines(step));
         unreleased = 0;
         done += step;

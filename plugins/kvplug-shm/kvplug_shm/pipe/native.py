@@ -14,6 +14,16 @@ from kvplug_shm.pipe.head import Head
 from kvplug_shm.pipe.rings import LINE, Incoming, Outgoing, Pieces
 
 _ANY: Final = 2**63 - 1
+_LARGE: Final = 1024 * 1024
+"""Bytes of a message that are left, from which on an end spins for :data:`_WAKE_UP_NS` before it sleeps."""
+_WAKE_UP_NS: Final = 1_000_000
+"""How long a peer that slept may need until it copies: half a millisecond on an idle virtual machine.
+Sleeping in the middle of a large message costs two wake-ups, in which nothing is copied."""
+
+
+def _spin_ns(configured_ns: int, left: int) -> int:
+    """How long an end spins for the other one with ``left`` bytes of a message to go; 0 if it never spins."""
+    return max(configured_ns, _WAKE_UP_NS) if configured_ns and left >= _LARGE else configured_ns
 
 
 class NativeOutgoing(Outgoing):
@@ -52,7 +62,7 @@ class NativeOutgoing(Outgoing):
         """
         small = nbytes - done < LETS_GO_FROM
         push = self._push if small else self._long_push
-        spin_ns = self._spin_ns if patient and not small else 0
+        spin_ns = _spin_ns(self._spin_ns, nbytes - done) if patient and not small else 0
         return push(
             self._end,
             prefix,
@@ -103,7 +113,7 @@ class NativeIncoming(Incoming):
         """
         small = nbytes - done < LETS_GO_FROM
         pull = self._pull if small else self._long_pull
-        spin_ns = self._spin_ns if patient and not small else 0
+        spin_ns = _spin_ns(self._spin_ns, nbytes - done) if patient and not small else 0
         return pull(self._end, span.pointer, done, nbytes, unreleased, largest, spin_ns, LONGEST_NS)
 
 
