@@ -20,7 +20,7 @@ def kvplug_transports() -> list[TransportSpec]:
             probe="kvplug.testing.memory.options:describe",
             summary="For tests: both ends in one process, nothing but Python",
             capabilities=Capabilities(cost=Cost(latency_us=10.0, gb_per_s=5.0)),
-            auto=False,
+            for_tests=True,
         ),
         TransportSpec(
             kind=Kind.PIPE,
@@ -28,7 +28,7 @@ def kvplug_transports() -> list[TransportSpec]:
             factory="kvplug.testing.faults.transport:faulty",
             options="kvplug.testing.faults.options:FaultyOptions",
             summary="Another pipe, to which happens what a plan of faults says",
-            auto=False,
+            for_tests=True,
             wraps=True,
         ),
         TransportSpec(
@@ -38,7 +38,7 @@ def kvplug_transports() -> list[TransportSpec]:
             probe="kvplug.testing.memory.options:describe",
             summary="For tests: writer and readers in one process, nothing but Python",
             capabilities=Capabilities(cost=Cost(latency_us=10.0, gb_per_s=5.0)),
-            auto=False,
+            for_tests=True,
         ),
         TransportSpec(
             kind=Kind.QUEUE,
@@ -46,7 +46,7 @@ def kvplug_transports() -> list[TransportSpec]:
             factory="kvplug.testing.faults.queue:faulty",
             options="kvplug.testing.faults.options:FaultyOptions",
             summary="Another message queue, to whose values happens what a plan of faults says",
-            auto=False,
+            for_tests=True,
             wraps=True,
         ),
         TransportSpec(
@@ -56,7 +56,7 @@ def kvplug_transports() -> list[TransportSpec]:
             probe="kvplug.testing.memory.options:describe",
             summary="For tests: the ranks are threads of one process, nothing but Python",
             capabilities=Capabilities(cost=Cost(latency_us=100.0, gb_per_s=2.0)),
-            auto=False,
+            for_tests=True,
         ),
         TransportSpec(
             kind=Kind.LOOKUP_BUFFER,
@@ -65,7 +65,7 @@ def kvplug_transports() -> list[TransportSpec]:
             summary="For tests: entries in this process, reached over any pipes, nothing but Python",
             # It moves nothing itself: it has the reach of the pipes it is given.
             capabilities=Capabilities(cross_host=True, cost=Cost(latency_us=100.0, gb_per_s=2.0)),
-            auto=False,
+            for_tests=True,
         ),
     ]
 
@@ -79,6 +79,7 @@ def kvplug_connectors() -> list[ConnectorSpec]:
             worker_factory="kvplug.testing.memory.connector:MemoryWorker",
             options="kvplug.testing.memory.options:MemoryConnectorOptions",
             summary="For tests: engines of one process load what others of it have computed",
+            for_tests=True,
         ),
     ]
 

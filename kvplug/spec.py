@@ -147,6 +147,9 @@ class _Spec(_Offered):
     options: str | None = attrs.field(default=None, validator=_check_target)
     summary: str = ""
     """One line for ``kvplug list``."""
+    for_tests: bool = False
+    """A fake or an injector of faults. ``kvplug list`` shows it with ``--all`` only, and ``"auto"`` never
+    takes it; a config may name it."""
 
     def load_factory(self) -> Callable[..., Any]:
         """The factory itself: imports the plugin's code.
@@ -183,14 +186,21 @@ class TransportSpec(_Spec):
     """A function without arguments that returns a :class:`Probe`."""
     protocol: int = 1
     """Version of what the transport itself puts on the wire; both ends must have the same."""
-    auto: bool = True
-    """Whether ``"auto"`` considers it. False for what is used only where a config names it."""
+    auto: bool = attrs.field()
+    """Whether ``"auto"`` considers it. False for what is used only where a config names it, which is the
+    default of what is made for tests."""
     wraps: bool = False
     """It works over another pipe, or message queue, as it is one itself: the one that its option ``over``
     names (or leaves to ``"auto"``). It puts nothing of its own on the wire, and peers are offered the one
     beneath; the context's ``beneath`` makes it."""
 
+    @auto.default
+    def _unless_for_tests(self) -> bool:
+        return not self.for_tests
+
     def __attrs_post_init__(self) -> None:
+        if self.for_tests and self.auto:
+            raise PluginError(f"the {self.kind} {self.name!r} is made for tests, which 'auto' never takes")
         if self.kind not in TRANSPORTS:
             raise PluginError(
                 f"a {self.kind} is offered by a {self.kind.capitalize()}Spec, not a TransportSpec"

@@ -167,3 +167,11 @@ def test_a_fault_inside_of_a_lazy_module_is_no_misspelling(monkeypatch: Any) -> 
     with pytest.raises(PluginLoadError) as e:
         load_target("lazy:Endpont")
     assert "did you mean" not in str(e.value)
+
+
+def test_what_is_made_for_tests_is_never_taken_by_auto() -> None:
+    made: dict[str, Any] = {"kind": Kind.PIPE, "name": "fake", "factory": "a:B"}
+    assert TransportSpec(**made).auto
+    assert not TransportSpec(**made, for_tests=True).auto
+    with pytest.raises(PluginError, match="the pipe 'fake' is made for tests, which 'auto' never takes"):
+        TransportSpec(**made, for_tests=True, auto=True)

@@ -40,8 +40,9 @@ class Line:
 @click.option(
     "--options", "options_of", metavar="NAME", help="What can be set for NAME: type, unit, default."
 )
+@click.option("--all", "everything", is_flag=True, help="Also what is made for tests: fakes, and faults.")
 @click.option("--json", "as_json", is_flag=True, help="For programs.")
-def list_plugins(options_of: str | None, as_json: bool) -> None:
+def list_plugins(options_of: str | None, everything: bool, as_json: bool) -> None:
     """Show every plugin found, what it offers, and whether that can work on this host.
 
     Transports are asked by their probes; torch is not imported.
@@ -50,7 +51,7 @@ def list_plugins(options_of: str | None, as_json: bool) -> None:
     if options_of is not None:
         _show_options(registry, options_of, as_json)
         return
-    lines = lines_of(registry)
+    lines = lines_of(registry, everything=everything)
     if as_json:
         click.echo(json.dumps([_plain(line) for line in lines], indent=2))
     elif not lines:
@@ -60,9 +61,16 @@ def list_plugins(options_of: str | None, as_json: bool) -> None:
         show_table(columns, [_cells(line) for line in lines])
 
 
-def lines_of(registry: Registry) -> list[Line]:
-    """Everything offered, probed; then the plugins that are broken or blocked."""
-    offered = [_offer(registry, plugin, spec) for plugin, spec in registry]
+def lines_of(registry: Registry, *, everything: bool = False) -> list[Line]:
+    """What is offered, probed; then the plugins that are broken or blocked.
+
+    ``everything``: also what is made for tests.
+    """
+    offered = [
+        _offer(registry, plugin, spec)
+        for plugin, spec in registry
+        if everything or isinstance(spec, CommandSpec) or not spec.for_tests
+    ]
     failed = [
         Line(
             name=plugin.name,

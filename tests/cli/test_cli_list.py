@@ -116,6 +116,17 @@ def test_everything_offered_is_listed_for_programs(birds: Any) -> None:
     assert found["letter"]["capabilities"] is None
 
 
+def test_what_is_made_for_tests_is_listed_only_when_asked_for(birds: Any) -> None:
+    def names(*arguments: str) -> set[tuple[str, str]]:
+        done = birds.kvplug("list", "--json", *arguments)
+        return {(each["kind"], each["name"]) for each in json.loads(done.stdout)}
+
+    fakes = {("pipe", "memory"), ("pipe", "faulty"), ("queue", "faulty"), ("connector", "memory")}
+    assert not fakes & names()
+    assert fakes <= names("--all")
+    assert names() < names("--all")
+
+
 def test_what_cannot_work_on_this_host_says_why(birds: Any) -> None:
     found = listed(birds)
     assert (found["flock"]["status"], found["flock"]["reason"]) == ("unavailable", "it is night")

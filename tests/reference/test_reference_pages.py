@@ -70,11 +70,13 @@ MEANINGS = {
     "worker_factory": "what makes the worker side",
     "options": "an attrs class; see [](#options)",
     "summary": "one line for `kvplug list`",
+    "for_tests": "made for tests: `kvplug list` shows it with `--all` only, and `auto` never takes it",
     "kind": "`pipe`, `queue`, `lookup_buffer` or `communicator`",
     "capabilities": "a `Capabilities`: claims, which tests check and `auto` compares",
     "probe": "a function; see [](#probe)",
     "protocol": "version of what it puts on the wire itself; both ends must have the same",
-    "auto": "whether `auto` considers it; false for what is used only where a config names it",
+    "auto": "whether `auto` considers it; false for what is used only where a config names it, which "
+    "is the default of what is made for tests",
     "wraps": "whether it works over another one of its kind; see [](#around-another-transport)",
     "target": "a click command",
 }

@@ -304,7 +304,7 @@ def test_faulty_over_faulty_is_refused(registry: Registry) -> None:
 def test_it_is_listed_and_never_chosen_by_auto(registry: Registry) -> None:
     from kvplug.build.connector import Parts
 
-    lines = [line for line in lines_of(registry) if line.name == "faulty"]
+    lines = [line for line in lines_of(registry, everything=True) if line.name == "faulty"]
     assert [line.kind for line in lines] == ["pipe", "queue"]
     assert {(line.distribution, line.status, line.capabilities) for line in lines} == {("kvplug", "ok", None)}
     offered = Parts(Config.from_dict({"role": "both"}), registry).offers
