@@ -37,7 +37,7 @@ from kvplug.bench.plot import save_plot
 from kvplug.bench.rounds import Outcome, Plan, run_rounds
 from kvplug.bench.rows import COLUMNS, Comparison, cells, compare, medians, refused
 from kvplug.config.units import format_bytes, parse_bytes
-from kvplug.queue import MAX_CHUNK_BYTES, MAX_CHUNKS
+from kvplug.transport.queue import MAX_CHUNK_BYTES, MAX_CHUNKS
 
 HERE = Path(__file__).parent
 ARENA_BYTES = 256 << 20

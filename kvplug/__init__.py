@@ -35,14 +35,15 @@ _HOMES = {
         "UnsupportedError",
         "WireError",
     ),
-    "kvplug.deadline": (
+    "kvplug.net.deadline": (
         "DEFAULT_TIMEOUT",
         "Deadline",
         "Timeout",
     ),
-    "kvplug.fate": ("Fate",),
-    "kvplug.fork": ("close_after_fork",),
-    "kvplug.capabilities": (
+    "kvplug.net.fate": ("Fate",),
+    "kvplug.net.turn": ("Turn",),
+    "kvplug.net.fork": ("close_after_fork",),
+    "kvplug.transport.capabilities": (
         "Capabilities",
         "Cost",
         "Requirements",
@@ -55,11 +56,11 @@ _HOMES = {
         "describe_options",
         "option",
     ),
-    "kvplug.model": (
+    "kvplug.negotiation.model": (
         "ModelInfo",
         "positions_of",
     ),
-    "kvplug.layout": (
+    "kvplug.engine.layout": (
         "KVLayout",
         "blocks_of",
         "gather",
@@ -69,37 +70,36 @@ _HOMES = {
         "spans",
         "views",
     ),
-    "kvplug.checksum": (
+    "kvplug.net.checksum": (
         "digest",
         "verify",
     ),
-    "kvplug.pipe": (
+    "kvplug.transport.pipe": (
         "Blocks",
         "Pipe",
         "PipeEndpoint",
         "PipeListener",
         "Transfer",
-        "Turn",
     ),
-    "kvplug.acceptor": (
+    "kvplug.transport.acceptor": (
         "Acceptor",
         "PipeAcceptor",
     ),
-    "kvplug.queue": (
+    "kvplug.transport.queue": (
         "MessageQueue",
         "QueueEndpoint",
         "QueueHandle",
         "Reader",
         "Wait",
     ),
-    "kvplug.communicator": (
+    "kvplug.transport.communicator": (
         "All2AllManager",
         "DeviceCommunicator",
         "RecvOp",
         "SendOp",
         "TokenSplit",
     ),
-    "kvplug.lookup": (
+    "kvplug.transport.lookup": (
         "Entry",
         "EntryHeader",
         "EntrySink",
@@ -107,7 +107,7 @@ _HOMES = {
         "LookupEndpoint",
         "LookupStore",
     ),
-    "kvplug.spec": (
+    "kvplug.transport.spec": (
         "CommandSpec",
         "ConnectorSpec",
         "Kind",
@@ -115,16 +115,16 @@ _HOMES = {
         "SinkSpec",
         "TransportSpec",
     ),
-    "kvplug.select": (
+    "kvplug.negotiation.select": (
         "Candidate",
         "Offer",
         "Selection",
     ),
-    "kvplug.lease": (
+    "kvplug.transport.lease": (
         "Lease",
         "Leases",
     ),
-    "kvplug.events": (
+    "kvplug.transport.events": (
         "EventLog",
         "Follower",
         "Removed",
@@ -137,40 +137,40 @@ _HOMES = {
         "pack_tokens",
         "unpack_tokens",
     ),
-    "kvplug.liveness": (
+    "kvplug.net.liveness": (
         "Heartbeat",
         "Watch",
         "watch",
     ),
-    "kvplug.streams": (
+    "kvplug.net.streams": (
         "lend_stream",
         "take_back_stream",
     ),
-    "kvplug.trust.addresses": ("local_domain",),
-    "kvplug.trust.channel": ("Channel",),
-    "kvplug.trust.connection": (
+    "kvplug.net.trust.addresses": ("local_domain",),
+    "kvplug.net.trust.channel": ("Channel",),
+    "kvplug.net.trust.connection": (
         "Connection",
         "dial",
         "dial_until",
     ),
-    "kvplug.trust.credentials": (
+    "kvplug.net.trust.credentials": (
         "Credentials",
         "Secret",
     ),
-    "kvplug.trust.identity": (
+    "kvplug.net.trust.identity": (
         "PeerIdentity",
         "this_process",
     ),
-    "kvplug.trust.listener": ("Listener",),
-    "kvplug.handshake.agreement": (
+    "kvplug.net.trust.listener": ("Listener",),
+    "kvplug.negotiation.handshake.agreement": (
         "Agreement",
         "agree",
     ),
-    "kvplug.handshake.hello": ("Hello",),
-    "kvplug.group.group": ("StatelessGroup",),
-    "kvplug.group.over": ("group_from_process_group",),
-    "kvplug.group.mesh": ("Mesh",),
-    "kvplug.group.pipes": ("connect_ranks",),
+    "kvplug.negotiation.handshake.hello": ("Hello",),
+    "kvplug.transport.group.group": ("StatelessGroup",),
+    "kvplug.transport.group.over": ("group_from_process_group",),
+    "kvplug.transport.group.mesh": ("Mesh",),
+    "kvplug.transport.group.pipes": ("connect_ranks",),
     "kvplug.metrics.reasons": ("reason_of",),
     "kvplug.metrics.stats": ("TransferStats",),
     "kvplug.metrics.sinks": (
@@ -179,9 +179,9 @@ _HOMES = {
         "Sink",
     ),
     "kvplug.metrics.prometheus": ("prometheus_sinks",),
-    "kvplug.connector.scheduler": ("SchedulerConnector",),
-    "kvplug.connector.worker": ("WorkerConnector",),
-    "kvplug.connector.values": (
+    "kvplug.engine.connector.scheduler": ("SchedulerConnector",),
+    "kvplug.engine.connector.worker": ("WorkerConnector",),
+    "kvplug.engine.connector.values": (
         "BlockIds",
         "BlocksRemoved",
         "BlocksStored",
@@ -198,25 +198,27 @@ _HOMES = {
         "Side",
         "WorkerOutput",
     ),
-    "kvplug.context": (
+    "kvplug.transport.context": (
         "CommunicatorContext",
-        "ConnectorContext",
         "LookupContext",
-        "PeerLink",
-        "PeerListener",
-        "Peers",
         "PipeContext",
         "QueueContext",
     ),
-    "kvplug.hookspecs": (
+    "kvplug.engine.context": (
+        "ConnectorContext",
+        "PeerLink",
+        "PeerListener",
+        "Peers",
+    ),
+    "kvplug.transport.hookspecs": (
         "PLUGIN_API",
         "hookimpl",
     ),
-    "kvplug.registry": (
+    "kvplug.assembly.registry": (
         "PluginInfo",
         "Registry",
     ),
-    "kvplug.build": (
+    "kvplug.assembly": (
         "PipeServer",
         "build_communicator",
         "build_connector",
@@ -254,11 +256,7 @@ def __dir__() -> list[str]:
 
 TYPE_CHECKING = False  # as type checkers know it, without importing typing
 if TYPE_CHECKING:
-    from kvplug.acceptor import (
-        Acceptor as Acceptor,
-        PipeAcceptor as PipeAcceptor,
-    )
-    from kvplug.build import (
+    from kvplug.assembly import (
         PipeServer as PipeServer,
         build_communicator as build_communicator,
         build_connector as build_connector,
@@ -270,21 +268,9 @@ if TYPE_CHECKING:
         listen_pipe as listen_pipe,
         required_layout as required_layout,
     )
-    from kvplug.capabilities import (
-        Capabilities as Capabilities,
-        Cost as Cost,
-        Requirements as Requirements,
-    )
-    from kvplug.checksum import (
-        digest as digest,
-        verify as verify,
-    )
-    from kvplug.communicator import (
-        All2AllManager as All2AllManager,
-        DeviceCommunicator as DeviceCommunicator,
-        RecvOp as RecvOp,
-        SendOp as SendOp,
-        TokenSplit as TokenSplit,
+    from kvplug.assembly.registry import (
+        PluginInfo as PluginInfo,
+        Registry as Registry,
     )
     from kvplug.config import (
         Config as Config,
@@ -294,10 +280,10 @@ if TYPE_CHECKING:
         describe_options as describe_options,
         option as option,
     )
-    from kvplug.connector.scheduler import (
+    from kvplug.engine.connector.scheduler import (
         SchedulerConnector as SchedulerConnector,
     )
-    from kvplug.connector.values import (
+    from kvplug.engine.connector.values import (
         BlockIds as BlockIds,
         BlocksRemoved as BlocksRemoved,
         BlocksStored as BlocksStored,
@@ -314,23 +300,24 @@ if TYPE_CHECKING:
         Side as Side,
         WorkerOutput as WorkerOutput,
     )
-    from kvplug.connector.worker import (
+    from kvplug.engine.connector.worker import (
         WorkerConnector as WorkerConnector,
     )
-    from kvplug.context import (
-        CommunicatorContext as CommunicatorContext,
+    from kvplug.engine.context import (
         ConnectorContext as ConnectorContext,
-        LookupContext as LookupContext,
         PeerLink as PeerLink,
         PeerListener as PeerListener,
         Peers as Peers,
-        PipeContext as PipeContext,
-        QueueContext as QueueContext,
     )
-    from kvplug.deadline import (
-        DEFAULT_TIMEOUT as DEFAULT_TIMEOUT,
-        Deadline as Deadline,
-        Timeout as Timeout,
+    from kvplug.engine.layout import (
+        KVLayout as KVLayout,
+        blocks_of as blocks_of,
+        gather as gather,
+        permute as permute,
+        scatter as scatter,
+        slots as slots,
+        spans as spans,
+        views as views,
     )
     from kvplug.errors import (
         AddressInUseError as AddressInUseError,
@@ -360,75 +347,6 @@ if TYPE_CHECKING:
         UnsupportedError as UnsupportedError,
         WireError as WireError,
     )
-    from kvplug.events import (
-        EventLog as EventLog,
-        Follower as Follower,
-        RemovalReason as RemovalReason,
-        Removed as Removed,
-        Snapshot as Snapshot,
-        Stored as Stored,
-        StoreEvent as StoreEvent,
-        event_from_plain as event_from_plain,
-        event_to_plain as event_to_plain,
-        pack_tokens as pack_tokens,
-        unpack_tokens as unpack_tokens,
-    )
-    from kvplug.fate import (
-        Fate as Fate,
-    )
-    from kvplug.fork import (
-        close_after_fork as close_after_fork,
-    )
-    from kvplug.group.group import (
-        StatelessGroup as StatelessGroup,
-    )
-    from kvplug.group.mesh import (
-        Mesh as Mesh,
-    )
-    from kvplug.group.over import (
-        group_from_process_group as group_from_process_group,
-    )
-    from kvplug.group.pipes import (
-        connect_ranks as connect_ranks,
-    )
-    from kvplug.handshake.agreement import (
-        Agreement as Agreement,
-        agree as agree,
-    )
-    from kvplug.handshake.hello import (
-        Hello as Hello,
-    )
-    from kvplug.hookspecs import (
-        PLUGIN_API as PLUGIN_API,
-        hookimpl as hookimpl,
-    )
-    from kvplug.layout import (
-        KVLayout as KVLayout,
-        blocks_of as blocks_of,
-        gather as gather,
-        permute as permute,
-        scatter as scatter,
-        slots as slots,
-        spans as spans,
-        views as views,
-    )
-    from kvplug.lease import (
-        Lease as Lease,
-        Leases as Leases,
-    )
-    from kvplug.liveness import (
-        Heartbeat as Heartbeat,
-        Watch as Watch,
-        watch as watch,
-    )
-    from kvplug.lookup import (
-        Entry as Entry,
-        EntryHeader as EntryHeader,
-        EntrySink as EntrySink,
-        LookupBuffer as LookupBuffer,
-        LookupEndpoint as LookupEndpoint,
-        LookupStore as LookupStore,
-    )
     from kvplug.metrics.prometheus import (
         prometheus_sinks as prometheus_sinks,
     )
@@ -443,65 +361,151 @@ if TYPE_CHECKING:
     from kvplug.metrics.stats import (
         TransferStats as TransferStats,
     )
-    from kvplug.model import (
+    from kvplug.negotiation.handshake.agreement import (
+        Agreement as Agreement,
+        agree as agree,
+    )
+    from kvplug.negotiation.handshake.hello import (
+        Hello as Hello,
+    )
+    from kvplug.negotiation.model import (
         ModelInfo as ModelInfo,
         positions_of as positions_of,
     )
-    from kvplug.pipe import (
+    from kvplug.negotiation.select import (
+        Candidate as Candidate,
+        Offer as Offer,
+        Selection as Selection,
+    )
+    from kvplug.net.checksum import (
+        digest as digest,
+        verify as verify,
+    )
+    from kvplug.net.deadline import (
+        DEFAULT_TIMEOUT as DEFAULT_TIMEOUT,
+        Deadline as Deadline,
+        Timeout as Timeout,
+    )
+    from kvplug.net.fate import (
+        Fate as Fate,
+    )
+    from kvplug.net.fork import (
+        close_after_fork as close_after_fork,
+    )
+    from kvplug.net.liveness import (
+        Heartbeat as Heartbeat,
+        Watch as Watch,
+        watch as watch,
+    )
+    from kvplug.net.streams import (
+        lend_stream as lend_stream,
+        take_back_stream as take_back_stream,
+    )
+    from kvplug.net.trust.addresses import (
+        local_domain as local_domain,
+    )
+    from kvplug.net.trust.channel import (
+        Channel as Channel,
+    )
+    from kvplug.net.trust.connection import (
+        Connection as Connection,
+        dial as dial,
+        dial_until as dial_until,
+    )
+    from kvplug.net.trust.credentials import (
+        Credentials as Credentials,
+        Secret as Secret,
+    )
+    from kvplug.net.trust.identity import (
+        PeerIdentity as PeerIdentity,
+        this_process as this_process,
+    )
+    from kvplug.net.trust.listener import (
+        Listener as Listener,
+    )
+    from kvplug.net.turn import Turn as Turn
+    from kvplug.transport.acceptor import (
+        Acceptor as Acceptor,
+        PipeAcceptor as PipeAcceptor,
+    )
+    from kvplug.transport.capabilities import (
+        Capabilities as Capabilities,
+        Cost as Cost,
+        Requirements as Requirements,
+    )
+    from kvplug.transport.communicator import (
+        All2AllManager as All2AllManager,
+        DeviceCommunicator as DeviceCommunicator,
+        RecvOp as RecvOp,
+        SendOp as SendOp,
+        TokenSplit as TokenSplit,
+    )
+    from kvplug.transport.context import (
+        CommunicatorContext as CommunicatorContext,
+        LookupContext as LookupContext,
+        PipeContext as PipeContext,
+        QueueContext as QueueContext,
+    )
+    from kvplug.transport.events import (
+        EventLog as EventLog,
+        Follower as Follower,
+        RemovalReason as RemovalReason,
+        Removed as Removed,
+        Snapshot as Snapshot,
+        Stored as Stored,
+        StoreEvent as StoreEvent,
+        event_from_plain as event_from_plain,
+        event_to_plain as event_to_plain,
+        pack_tokens as pack_tokens,
+        unpack_tokens as unpack_tokens,
+    )
+    from kvplug.transport.group.group import (
+        StatelessGroup as StatelessGroup,
+    )
+    from kvplug.transport.group.mesh import (
+        Mesh as Mesh,
+    )
+    from kvplug.transport.group.over import (
+        group_from_process_group as group_from_process_group,
+    )
+    from kvplug.transport.group.pipes import (
+        connect_ranks as connect_ranks,
+    )
+    from kvplug.transport.hookspecs import (
+        PLUGIN_API as PLUGIN_API,
+        hookimpl as hookimpl,
+    )
+    from kvplug.transport.lease import (
+        Lease as Lease,
+        Leases as Leases,
+    )
+    from kvplug.transport.lookup import (
+        Entry as Entry,
+        EntryHeader as EntryHeader,
+        EntrySink as EntrySink,
+        LookupBuffer as LookupBuffer,
+        LookupEndpoint as LookupEndpoint,
+        LookupStore as LookupStore,
+    )
+    from kvplug.transport.pipe import (
         Blocks as Blocks,
         Pipe as Pipe,
         PipeEndpoint as PipeEndpoint,
         PipeListener as PipeListener,
         Transfer as Transfer,
-        Turn as Turn,
     )
-    from kvplug.queue import (
+    from kvplug.transport.queue import (
         MessageQueue as MessageQueue,
         QueueEndpoint as QueueEndpoint,
         QueueHandle as QueueHandle,
         Reader as Reader,
         Wait as Wait,
     )
-    from kvplug.registry import (
-        PluginInfo as PluginInfo,
-        Registry as Registry,
-    )
-    from kvplug.select import (
-        Candidate as Candidate,
-        Offer as Offer,
-        Selection as Selection,
-    )
-    from kvplug.spec import (
+    from kvplug.transport.spec import (
         CommandSpec as CommandSpec,
         ConnectorSpec as ConnectorSpec,
         Kind as Kind,
         Probe as Probe,
         SinkSpec as SinkSpec,
         TransportSpec as TransportSpec,
-    )
-    from kvplug.streams import (
-        lend_stream as lend_stream,
-        take_back_stream as take_back_stream,
-    )
-    from kvplug.trust.addresses import (
-        local_domain as local_domain,
-    )
-    from kvplug.trust.channel import (
-        Channel as Channel,
-    )
-    from kvplug.trust.connection import (
-        Connection as Connection,
-        dial as dial,
-        dial_until as dial_until,
-    )
-    from kvplug.trust.credentials import (
-        Credentials as Credentials,
-        Secret as Secret,
-    )
-    from kvplug.trust.identity import (
-        PeerIdentity as PeerIdentity,
-        this_process as this_process,
-    )
-    from kvplug.trust.listener import (
-        Listener as Listener,
     )

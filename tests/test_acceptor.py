@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from kvplug.acceptor import Acceptor, PipeAcceptor
 from kvplug.errors import ClosedError, PeerGoneError, TimeoutError, TransportError
+from kvplug.net.trust.credentials import Credentials
+from kvplug.net.trust.listener import Connection, Listener, dial
 from kvplug.testing import peers
 from kvplug.testing.waits import until
-from kvplug.trust.credentials import Credentials
-from kvplug.trust.listener import Connection, Listener, dial
+from kvplug.transport.acceptor import Acceptor, PipeAcceptor
 
 pytestmark = pytest.mark.timeout(60)
 PURPOSE = "test of acceptors"

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, strategies as st
 
 from kvplug import Blocks, LayoutError
-from kvplug.wire.tensors import dtype_of
+from kvplug.net.wire.tensors import dtype_of
 
 DTYPES = [
     "uint8",

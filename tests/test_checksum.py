@@ -10,8 +10,8 @@ from array import array
 import pytest
 from hypothesis import given, strategies as st
 
-from kvplug.checksum import NAMES, available, digest, verify
 from kvplug.errors import IntegrityError, KvplugError, UnsupportedError
+from kvplug.net.checksum import NAMES, available, digest, verify
 
 
 def test_the_preferred_hash_is_the_64_bit_one() -> None:
@@ -88,6 +88,6 @@ def test_without_xxhash_nothing_is_available_and_a_digest_says_why(monkeypatch: 
 
 
 def test_xxhash_is_imported_only_to_hash() -> None:
-    code = "import sys, kvplug.checksum as c; c.available(); print('xxhash' in sys.modules)"
+    code = "import sys, kvplug.net.checksum as c; c.available(); print('xxhash' in sys.modules)"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert found.stdout.strip() == "False", found.stderr

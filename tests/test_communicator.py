@@ -8,7 +8,7 @@ import attrs
 import pytest
 
 from kvplug import TensorMismatchError, UnsupportedError
-from kvplug.communicator.calls import (
+from kvplug.transport.communicator.calls import (
     check_dim,
     check_divisible,
     check_fillable,

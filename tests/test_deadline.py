@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from kvplug.deadline import DEFAULT_TIMEOUT, Deadline
+from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline
 
 
 @pytest.mark.parametrize("timeout", [None, math.inf, 1e10, 1e300, 2**63])

@@ -12,7 +12,7 @@ from hypothesis import given, settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvplug.errors import WireError
-from kvplug.events import (
+from kvplug.transport.events import (
     EventLog,
     Follower,
     RemovalReason,
@@ -281,7 +281,8 @@ def test_no_token_id_appears_in_a_repr() -> None:
 
 
 def test_events_need_no_torch_and_no_numpy() -> None:
-    code = "import sys, kvplug.events, kvplug.lease; print({'torch', 'numpy'} & set(sys.modules))"
+    rooms = "kvplug.transport.events, kvplug.transport.lease"
+    code = f"import sys, {rooms}; print({{'torch', 'numpy'}} & set(sys.modules))"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert found.stdout.strip() == "set()", found.stderr
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 from kvplug.errors import ClosedError, PeerGoneError, TransportError
-from kvplug.fate import Fate
+from kvplug.net.fate import Fate
 
 
 def test_what_lives_is_neither_closed_nor_sealed() -> None:

@@ -9,8 +9,8 @@ import sys
 import pytest
 from hypothesis import given, strategies as st
 
+from kvplug.engine.layout import KVLayout, blocks_of, dimensions, slots, spans
 from kvplug.errors import KvplugError, LayoutError
-from kvplug.layout import KVLayout, blocks_of, dimensions, slots, spans
 
 SIZES = {"L": 2, "K": 2, "B": 5, "T": 4, "H": 3, "D": 6}
 
@@ -263,6 +263,6 @@ def test_a_block_of_no_tokens_is_refused() -> None:
 
 
 def test_layouts_are_imported_without_torch() -> None:
-    code = "import sys; import kvplug.layout; print('torch' in sys.modules)"
+    code = "import sys; import kvplug.engine.layout; print('torch' in sys.modules)"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert found.stdout.strip() == "False", found.stderr

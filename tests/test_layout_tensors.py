@@ -10,8 +10,8 @@ from hypothesis import given, settings, strategies as st
 
 torch = pytest.importorskip("torch")
 
+from kvplug.engine.layout import KVLayout, dimensions, gather, permute, scatter, views  # noqa: E402
 from kvplug.errors import LayoutError  # noqa: E402  (torch decides first whether there is anything to test)
-from kvplug.layout import KVLayout, dimensions, gather, permute, scatter, views  # noqa: E402
 
 SIZES = {"L": 2, "K": 2, "B": 6, "T": 3, "H": 2, "D": 4}
 

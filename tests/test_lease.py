@@ -10,7 +10,7 @@ from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvplug.errors import LentError
-from kvplug.lease import Lease, Leases
+from kvplug.transport.lease import Lease, Leases
 
 
 class Clock:

@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from kvplug import liveness
 from kvplug.errors import ClosedError, PeerGoneError
-from kvplug.liveness import Heartbeat, watch
-from kvplug.trust.identity import PeerIdentity, decode_identity, encode_identity, this_process
+from kvplug.net import liveness
+from kvplug.net.liveness import Heartbeat, watch
+from kvplug.net.trust.identity import PeerIdentity, decode_identity, encode_identity, this_process
 
 pytestmark = pytest.mark.timeout(60)
 needs_pidfd = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="no pidfd on this platform")
@@ -159,7 +159,7 @@ def test_our_own_stop_is_not_taken_for_the_peers_silence(tmp_path: object) -> No
     """A process that was stopped for longer than the timeout finds the beats waiting for it."""
     program = """
 import os, signal, socket, sys, time
-from kvplug.liveness import Heartbeat, watch
+from kvplug.net.liveness import Heartbeat, watch
 peer, ours = socket.socket(fileno=int(sys.argv[1])), None
 said = []
 watch(heartbeat=Heartbeat(peer, interval_s=0.05, timeout_s=0.6), on_gone=said.append)

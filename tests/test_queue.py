@@ -32,8 +32,8 @@ from kvplug import (
     Wait,
     WireError,
 )
+from kvplug.net.wire import decode, encode
 from kvplug.testing.memory.queue import MemoryQueueEndpoint, _rings
-from kvplug.wire import decode, encode
 
 pytestmark = pytest.mark.timeout(60)
 

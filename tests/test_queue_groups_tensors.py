@@ -25,9 +25,9 @@ from kvplug import (  # noqa: E402
     UnsupportedError,
     WireError,
 )
-from kvplug.queue.meeting import TorchMeeting  # noqa: E402
 from kvplug.testing import peers  # noqa: E402
 from kvplug.testing.contract.recipes import module_at  # noqa: E402
+from kvplug.transport.queue.meeting import TorchMeeting  # noqa: E402
 
 pytestmark = pytest.mark.timeout(240)
 

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from hypothesis import given, strategies as st
 
-from kvplug.capabilities import Capabilities, Cost, Requirements
 from kvplug.errors import HandshakeError
-from kvplug.select import Candidate, Offer, Selection, select
-from kvplug.spec import Probe
+from kvplug.negotiation.select import Candidate, Offer, Selection, select
+from kvplug.transport.capabilities import Capabilities, Cost, Requirements
+from kvplug.transport.spec import Probe
 
 HERE = Requirements()
 APART = Requirements(cross_host=True)

@@ -19,7 +19,7 @@ from kvplug import (
     TransportSpec,
     hookimpl,
 )
-from kvplug.spec import load_target
+from kvplug.transport.spec import load_target
 
 KINDS = "allowed is pipe, queue, lookup_buffer or communicator"
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from kvplug import streams
 from kvplug.errors import TransportError
+from kvplug.net import streams
 
 GPU = torch.device("cuda", 0)
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from kvplug import ConfigError, TensorMismatchError, TokenSplit
-from kvplug.communicator.tokens import width_of
+from kvplug.transport.communicator.tokens import width_of
 
 
 def test_each_rank_has_its_own_rows_where_none_are_shared() -> None:

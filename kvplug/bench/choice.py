@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
+from kvplug.assembly.connector import Parts
+from kvplug.assembly.registry import Registry
+from kvplug.assembly.registry.discovery import not_found
 from kvplug.bench.candidate import Candidate
 from kvplug.bench.place import CPU, kind_of
-from kvplug.build.connector import Parts
-from kvplug.capabilities import Requirements
 from kvplug.config import Config
 from kvplug.config.faults import did_you_mean, listed
 from kvplug.errors import PluginLoadError, UnknownTransportError
-from kvplug.registry import Registry
-from kvplug.registry.discovery import not_found
-from kvplug.spec import TRANSPORTS, Kind, TransportSpec
+from kvplug.transport.capabilities import Requirements
+from kvplug.transport.spec import TRANSPORTS, Kind, TransportSpec
 
 _KEYS: Final = {Kind.PIPE: "transport", Kind.QUEUE: "queue"}
 """What a config calls the one that it names."""

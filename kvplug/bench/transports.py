@@ -6,19 +6,19 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from kvplug.assembly.connector import Parts, credentials_of
+from kvplug.assembly.queues import build_queue
+from kvplug.assembly.registry import Registry
 from kvplug.bench.links import MEETING_S, Lending, Link, Meeting, UnavailableError
 from kvplug.bench.place import kind_of
-from kvplug.build.connector import Parts, credentials_of
-from kvplug.build.queues import build_queue
-from kvplug.capabilities import Requirements
 from kvplug.config import Config
-from kvplug.context import PipeContext
 from kvplug.errors import PluginError
-from kvplug.pipe import PipeEndpoint
-from kvplug.queue import MessageQueue, QueueHandle
-from kvplug.registry import Registry
-from kvplug.select import AUTO
-from kvplug.spec import Kind, TransportSpec
+from kvplug.negotiation.select import AUTO
+from kvplug.transport.capabilities import Requirements
+from kvplug.transport.context import PipeContext
+from kvplug.transport.pipe import PipeEndpoint
+from kvplug.transport.queue import MessageQueue, QueueHandle
+from kvplug.transport.spec import Kind, TransportSpec
 
 if TYPE_CHECKING:
     from torch import Tensor

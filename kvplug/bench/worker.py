@@ -14,8 +14,8 @@ from kvplug.bench.place import Place, place
 from kvplug.bench.queues import Answers, run_reader, run_writer
 from kvplug.bench.stopwatch import BURSTS, PAUSE_S, Stopwatch, in_burst
 from kvplug.errors import KvplugError
-from kvplug.spec import load_target
 from kvplug.testing.peers import Parent
+from kvplug.transport.spec import load_target
 
 TOLD, UNAVAILABLE, FIGURES = "told", "unavailable", "figures"
 """What a measuring process says, with a value each."""

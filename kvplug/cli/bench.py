@@ -15,6 +15,7 @@ from typing import Any
 import attrs
 import click
 
+from kvplug.assembly.registry import Registry
 from kvplug.bench.candidate import BASELINES, Candidate, baseline
 from kvplug.bench.choice import transports
 from kvplug.bench.content import SMALLEST
@@ -29,8 +30,7 @@ from kvplug.config.faults import did_you_mean
 from kvplug.config.forms import DEVICE
 from kvplug.config.units import format_bytes, parse_bytes, parse_seconds
 from kvplug.errors import UnsupportedError
-from kvplug.queue import MAX_CHUNK_BYTES, MAX_CHUNKS
-from kvplug.registry import Registry
+from kvplug.transport.queue import MAX_CHUNK_BYTES, MAX_CHUNKS
 
 _TOLD = "failed; what its process said last:"
 _INTERRUPTED = 130

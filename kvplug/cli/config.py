@@ -11,11 +11,11 @@ from typing import Any
 import attrs
 import click
 
+from kvplug.assembly.registry import CHOSEN, Registry, name_faults, own_part
 from kvplug.cli.table import show_table
 from kvplug.config import KEYS, UNIT, Config, Draft, check_options, format_value, option_fields
 from kvplug.errors import ConfigError, InsecureAddressError, PluginError
-from kvplug.registry import CHOSEN, Registry, name_faults, own_part
-from kvplug.spec import CommandSpec, Spec
+from kvplug.transport.spec import CommandSpec, Spec
 
 
 @click.group()
@@ -87,7 +87,7 @@ def check(path: str) -> None:
 
 
 def _check_secret(draft: Draft) -> None:
-    from kvplug.trust.credentials import Credentials
+    from kvplug.net.trust.credentials import Credentials
 
     host = draft.values.get("host", "127.0.0.1")
     Credentials.for_host(host, secret_file=draft.values.get("secret_file"), environ=os.environ)

@@ -9,14 +9,14 @@ from typing import Any
 import attrs
 import click
 
-from kvplug.capabilities import Capabilities
+from kvplug.assembly.registry import PluginInfo, PluginStatus, Registry
+from kvplug.assembly.registry.discovery import normalised, not_found
 from kvplug.cli.table import show_table
 from kvplug.config import OptionRow, describe_options
 from kvplug.config.faults import did_you_mean
 from kvplug.errors import AmbiguousNameError, UnknownNameError
-from kvplug.registry import PluginInfo, PluginStatus, Registry
-from kvplug.registry.discovery import normalised, not_found
-from kvplug.spec import CommandSpec, Spec, TransportSpec
+from kvplug.transport.capabilities import Capabilities
+from kvplug.transport.spec import CommandSpec, Spec, TransportSpec
 
 
 @attrs.frozen(kw_only=True)

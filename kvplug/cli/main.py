@@ -12,10 +12,10 @@ import click
 import kvplug
 from kvplug.config.faults import did_you_mean
 from kvplug.errors import KvplugError
-from kvplug.spec import CommandSpec, Kind
+from kvplug.transport.spec import CommandSpec, Kind
 
 if TYPE_CHECKING:
-    from kvplug.registry import Registry
+    from kvplug.assembly.registry import Registry
 
 OWN = {
     "bench": CommandSpec(
@@ -41,7 +41,7 @@ OWN = {
 }
 """The commands of the core. No plugin can take their names."""
 
-_REGISTRY = "kvplug.registry"
+_REGISTRY = "kvplug.assembly.registry"
 _TRUE = ("1", "true", "yes", "on")
 _LEVELS = ("debug", "info", "warning", "error")
 
@@ -89,7 +89,7 @@ def _registry(ctx: click.Context) -> Registry:
     """What is installed, looked up once."""
     found: Registry | None = ctx.meta.get(_REGISTRY)
     if found is None:
-        from kvplug.registry import Registry
+        from kvplug.assembly.registry import Registry
 
         found = ctx.meta[_REGISTRY] = Registry.from_env()
     return found
@@ -97,7 +97,7 @@ def _registry(ctx: click.Context) -> Registry:
 
 def _version(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
     if wanted:
-        from kvplug.hookspecs import PLUGIN_API
+        from kvplug.transport.hookspecs import PLUGIN_API
 
         python = ".".join(str(part) for part in sys.version_info[:3])
         click.echo(

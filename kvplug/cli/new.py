@@ -11,10 +11,10 @@ import attrs
 import click
 
 import kvplug
+from kvplug.assembly.registry import Registry
 from kvplug.errors import PluginError
-from kvplug.hookspecs import PLUGIN_API
-from kvplug.registry import Registry
-from kvplug.spec import Kind, SinkSpec
+from kvplug.transport.hookspecs import PLUGIN_API
+from kvplug.transport.spec import Kind, SinkSpec
 
 TEMPLATES: Final = Path(__file__).with_name("templates")
 KINDS: Final = (Kind.PIPE,)

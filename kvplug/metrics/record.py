@@ -7,11 +7,11 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
-from kvplug.deadline import DEFAULT_TIMEOUT, Timeout
 from kvplug.errors import BusyError, ClosedError, LayoutError, TensorMismatchError, TimeoutError
 from kvplug.metrics.reasons import reason_of
 from kvplug.metrics.stats import TransferStats
-from kvplug.pipe import Pipe, Transfer
+from kvplug.net.deadline import DEFAULT_TIMEOUT, Timeout
+from kvplug.transport.pipe import Pipe, Transfer
 
 if TYPE_CHECKING:
     from torch import Tensor

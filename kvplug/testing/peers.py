@@ -39,8 +39,8 @@ from pathlib import Path
 from typing import IO, Any, Protocol, Self
 
 from kvplug.errors import KvplugError, PeerGoneError, TimeoutError
+from kvplug.net.wire.values import Limits, decode, encode
 from kvplug.testing.belongings import Belongings, abstract_sockets, children
-from kvplug.wire.values import Limits, decode, encode
 
 __all__ = [
     "DEFAULT_TIMEOUT_S",

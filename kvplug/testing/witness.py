@@ -117,8 +117,8 @@ def _missing(error: BaseException | None) -> str:
 
 def _look(witness: Witness, name: str) -> None:
     """What ``kvplug list`` does, and nothing else."""
+    from kvplug.assembly.registry.discovery import check_api, discover
     from kvplug.errors import PluginError
-    from kvplug.registry.discovery import check_api, discover
 
     found = discover()
     mine = [each for each in found if each.name == name]
@@ -164,8 +164,8 @@ def _use(witness: Witness, name: str) -> None:
 
 def _specs(witness: Witness, name: str, value: str) -> tuple[Any, ...]:
     """What the plugin offers, loaded while all others are blocked."""
-    from kvplug.registry import PluginStatus, Registry
-    from kvplug.registry.discovery import discover
+    from kvplug.assembly.registry import PluginStatus, Registry
+    from kvplug.assembly.registry.discovery import discover
 
     found = discover()
     blocked = ",".join({each.name for each in found} - {name})
@@ -182,7 +182,7 @@ def _specs(witness: Witness, name: str, value: str) -> tuple[Any, ...]:
 
 
 def _offer(spec: Any) -> dict[str, Any]:
-    from kvplug.capabilities import UNSTATED
+    from kvplug.transport.capabilities import UNSTATED
 
     plain = {"of": f"{spec.kind.replace('_', ' ')} {spec.name}", "name": spec.name, "summary": spec.summary}
     if not hasattr(spec, "capabilities") or spec.wraps:  # then they are those of what is beneath
@@ -198,7 +198,7 @@ def _offer(spec: Any) -> dict[str, Any]:
 
 def _look_at(witness: Witness, spec: Any) -> None:
     from kvplug.config import describe_options
-    from kvplug.spec import Probe, load_target
+    from kvplug.transport.spec import Probe, load_target
 
     of = f"{spec.kind.replace('_', ' ')} {spec.name}"
     if getattr(spec, "options", None) is not None:

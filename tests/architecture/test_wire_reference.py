@@ -7,12 +7,12 @@ from pathlib import Path
 
 import attrs
 
-from kvplug.handshake.exchange import MAX_HELLO_BYTES
-from kvplug.handshake.hello import Hello
-from kvplug.handshake.plain import MAX_LIST, MAX_TEXT
-from kvplug.model import ModelInfo
-from kvplug.wire import apart, frames, scan
-from kvplug.wire.tensors import DTYPES, MAX_DIMS
+from kvplug.negotiation.handshake.exchange import MAX_HELLO_BYTES
+from kvplug.negotiation.handshake.hello import Hello
+from kvplug.negotiation.handshake.plain import MAX_LIST, MAX_TEXT
+from kvplug.negotiation.model import ModelInfo
+from kvplug.net.wire import apart, frames, scan
+from kvplug.net.wire.tensors import DTYPES, MAX_DIMS
 
 REFERENCE = Path(__file__).parents[2] / "docs" / "reference"
 WIRE = (REFERENCE / "wire.md").read_text(encoding="utf-8")

@@ -48,7 +48,7 @@ from kvplug import (
     option,
     required_layout,
 )
-from kvplug.connector.values import CacheGroup
+from kvplug.engine.connector.values import CacheGroup
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -423,8 +423,8 @@ def test_the_layout_a_connector_insists_on_is_asked_without_building_it() -> Non
 
 
 def test_sinks_named_in_the_config_get_the_figures(caplog: pytest.LogCaptureFixture) -> None:
-    from kvplug import builtin
-    from kvplug.build.connector import Parts
+    from kvplug.assembly import builtin
+    from kvplug.assembly.connector import Parts
 
     registry = registry_of(transport(), connectors=True)
     registry.register(builtin, name="core", distribution="kvplug")

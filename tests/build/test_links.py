@@ -11,9 +11,9 @@ import attrs
 import pytest
 
 from kvplug import ClosedError, Config, Credentials, KvplugError, Listener, PeerGoneError, Registry, dial
-from kvplug.build.peers import CONTROL, ControlPeers, Wiring
-from kvplug.build.pipes import _parts, _wiring
-from kvplug.trust.channel import Channel
+from kvplug.assembly.peers import CONTROL, ControlPeers, Wiring
+from kvplug.assembly.pipes import _parts, _wiring
+from kvplug.net.trust.channel import Channel
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -141,7 +141,9 @@ def test_closing_a_link_ends_the_opening_of_a_pipe(monkeypatch: pytest.MonkeyPat
     theirs: list[Any] = []
     thread = threading.Thread(target=lambda: theirs.append(listener.accept(5)), daemon=True)
     thread.start()
-    monkeypatch.setattr("kvplug.handshake.agreement._transports", lambda *_: ({"cpu": Chosen()}, []))
+    monkeypatch.setattr(
+        "kvplug.negotiation.handshake.agreement._transports", lambda *_: ({"cpu": Chosen()}, [])
+    )
     ours = dialler.connect(0, "x", 5)
     thread.join(5)
     waiting = ends_with(ClosedError, lambda: theirs[0].open_pipe("p"))

@@ -115,7 +115,10 @@ def test_an_error_of_kvplug_is_one_message_and_a_traceback_on_demand(birds: Any)
 def test_the_log_is_shown_on_demand(birds: Any) -> None:
     birds.add("bad", HEADER + "import a_module_that_is_not_there")
     assert "did not load" not in birds.kvplug("list").stderr
-    assert "DEBUG kvplug.registry.registry: plugin bad" in birds.kvplug("list", KVPLUG_LOG="debug").stderr
+    assert (
+        "DEBUG kvplug.assembly.registry.registry: plugin bad"
+        in birds.kvplug("list", KVPLUG_LOG="debug").stderr
+    )
     done = birds.kvplug("list", KVPLUG_LOG="loud")
     assert done.returncode == 1
     assert "KVPLUG_LOG: 'loud' was given; allowed is one of debug, info, warning, error" in done.stderr

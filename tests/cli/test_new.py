@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvplug.cli.new import KINDS, TEMPLATES
-from kvplug.hookspecs import PLUGIN_API
+from kvplug.transport.hookspecs import PLUGIN_API
 
 SAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "kvplug-sample"
 

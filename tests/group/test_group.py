@@ -30,12 +30,12 @@ from kvplug.errors import (
     UnsupportedError,
     WireError,
 )
-from kvplug.group import server
-from kvplug.group.client import PURPOSE
-from kvplug.group.group import StatelessGroup
-from kvplug.trust.channel import Channel
-from kvplug.trust.credentials import Credentials, Secret
-from kvplug.trust.listener import Listener, dial
+from kvplug.net.trust.channel import Channel
+from kvplug.net.trust.credentials import Credentials, Secret
+from kvplug.net.trust.listener import Listener, dial
+from kvplug.transport.group import server
+from kvplug.transport.group.client import PURPOSE
+from kvplug.transport.group.group import StatelessGroup
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -361,7 +361,7 @@ def test_closing_wakes_who_waits_and_later_calls_are_refused() -> None:
 RANK = """
 import sys, time, os
 from kvplug.errors import *
-from kvplug.group.group import StatelessGroup
+from kvplug.transport.group.group import StatelessGroup
 contact, rank, world_size = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 group = StatelessGroup.create(contact, rank=rank, world_size=world_size, timeout=30, timeout_s=20)
 print("met", flush=True)

@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 
-from kvplug.deadline import DEFAULT_TIMEOUT, Timeout
 from kvplug.errors import ConfigError, KvplugError, TimeoutError, TransportError
-from kvplug.group.group import StatelessGroup
-from kvplug.group.pipes import connect_ranks
-from kvplug.pipe import Pipe, PipeEndpoint, PipeListener, Transfer
-from kvplug.trust.channel import Channel
-from kvplug.trust.credentials import Credentials
-from kvplug.trust.listener import Listener, dial
+from kvplug.net.deadline import DEFAULT_TIMEOUT, Timeout
+from kvplug.net.trust.channel import Channel
+from kvplug.net.trust.credentials import Credentials
+from kvplug.net.trust.listener import Listener, dial
+from kvplug.transport.group.group import StatelessGroup
+from kvplug.transport.group.pipes import connect_ranks
+from kvplug.transport.pipe import Pipe, PipeEndpoint, PipeListener, Transfer
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from kvplug.deadline import Deadline
 from kvplug.errors import WireError
-from kvplug.group.store import Store
-from kvplug.trust.identity import PeerIdentity
+from kvplug.net.deadline import Deadline
+from kvplug.net.trust.identity import PeerIdentity
+from kvplug.transport.group.store import Store
 
 
 def identity(rank: int) -> PeerIdentity:

@@ -10,14 +10,14 @@ import attrs
 import pytest
 from hypothesis import given, strategies as st
 
-from kvplug.capabilities import Capabilities, Cost
 from kvplug.errors import HandshakeError
-from kvplug.handshake.agreement import Agreement, agree
-from kvplug.handshake.hello import Hello
-from kvplug.model import ModelInfo
-from kvplug.select import Offer
-from kvplug.spec import Probe
-from kvplug.trust.identity import PeerIdentity
+from kvplug.negotiation.handshake.agreement import Agreement, agree
+from kvplug.negotiation.handshake.hello import Hello
+from kvplug.negotiation.model import ModelInfo
+from kvplug.negotiation.select import Offer
+from kvplug.net.trust.identity import PeerIdentity
+from kvplug.transport.capabilities import Capabilities, Cost
+from kvplug.transport.spec import Probe
 
 MODEL = ModelInfo(name="m", num_layers=30, num_kv_heads=3, head_size=64, dtype="float32")
 NET = Offer(name="net", capabilities=Capabilities(cross_host=True, cost=Cost(latency_us=50, gb_per_s=2)))

@@ -10,16 +10,16 @@ from typing import Any
 import attrs
 import pytest
 
-from kvplug.capabilities import Capabilities
-from kvplug.deadline import Deadline
 from kvplug.errors import HandshakeError, PeerGoneError, TimeoutError
-from kvplug.handshake.agreement import Agreement, agree
-from kvplug.handshake.exchange import exchange
-from kvplug.handshake.hello import Hello
-from kvplug.model import ModelInfo
-from kvplug.select import Offer
-from kvplug.trust.identity import PeerIdentity
-from kvplug.wire.values import decode, encode
+from kvplug.negotiation.handshake.agreement import Agreement, agree
+from kvplug.negotiation.handshake.exchange import exchange
+from kvplug.negotiation.handshake.hello import Hello
+from kvplug.negotiation.model import ModelInfo
+from kvplug.negotiation.select import Offer
+from kvplug.net.deadline import Deadline
+from kvplug.net.trust.identity import PeerIdentity
+from kvplug.net.wire.values import decode, encode
+from kvplug.transport.capabilities import Capabilities
 
 OURS = Hello(
     role="producer",

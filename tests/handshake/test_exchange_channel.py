@@ -11,17 +11,17 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvplug.capabilities import Capabilities
 from kvplug.errors import HandshakeError, PeerGoneError, TimeoutError
-from kvplug.handshake.exchange import exchange
-from kvplug.handshake.hello import Hello
-from kvplug.model import ModelInfo
-from kvplug.select import Offer
-from kvplug.trust.channel import Channel
-from kvplug.trust.credentials import Credentials
-from kvplug.trust.identity import this_process
-from kvplug.trust.listener import Listener
-from kvplug.wire.values import encode
+from kvplug.negotiation.handshake.exchange import exchange
+from kvplug.negotiation.handshake.hello import Hello
+from kvplug.negotiation.model import ModelInfo
+from kvplug.negotiation.select import Offer
+from kvplug.net.trust.channel import Channel
+from kvplug.net.trust.credentials import Credentials
+from kvplug.net.trust.identity import this_process
+from kvplug.net.trust.listener import Listener
+from kvplug.net.wire.values import encode
+from kvplug.transport.capabilities import Capabilities
 
 pytestmark = [
     pytest.mark.timeout(60),
@@ -43,13 +43,13 @@ CHILD = textwrap.dedent(
     import sys, time
     import attrs
     from kvplug.errors import HandshakeError
-    from kvplug.handshake.exchange import exchange
-    from kvplug.handshake.hello import Hello
-    from kvplug.trust.channel import Channel
-    from kvplug.trust.credentials import Credentials
-    from kvplug.trust.identity import this_process
-    from kvplug.trust.listener import dial
-    from kvplug.wire.values import decode
+    from kvplug.negotiation.handshake.exchange import exchange
+    from kvplug.negotiation.handshake.hello import Hello
+    from kvplug.net.trust.channel import Channel
+    from kvplug.net.trust.credentials import Credentials
+    from kvplug.net.trust.identity import this_process
+    from kvplug.net.trust.listener import dial
+    from kvplug.net.wire.values import decode
 
     what = sys.argv[1]
     lines = sys.stdin.buffer

@@ -7,15 +7,15 @@ from typing import Any
 import attrs
 import pytest
 
-from kvplug.capabilities import Capabilities, Cost
 from kvplug.errors import HandshakeError
-from kvplug.handshake.hello import Hello
-from kvplug.handshake.plain import MAX_LIST, MAX_TEXT
-from kvplug.model import ModelInfo
-from kvplug.select import Offer
-from kvplug.spec import Probe
-from kvplug.trust.identity import PeerIdentity
-from kvplug.wire.values import decode, encode
+from kvplug.negotiation.handshake.hello import Hello
+from kvplug.negotiation.handshake.plain import MAX_LIST, MAX_TEXT
+from kvplug.negotiation.model import ModelInfo
+from kvplug.negotiation.select import Offer
+from kvplug.net.trust.identity import PeerIdentity
+from kvplug.net.wire.values import decode, encode
+from kvplug.transport.capabilities import Capabilities, Cost
+from kvplug.transport.spec import Probe
 
 MODEL = ModelInfo(name="m", num_layers=30, num_kv_heads=3, head_size=64, dtype="float32", window=4096)
 FULL = Hello(

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from kvplug.connector.scheduler import SchedulerConnector
+from kvplug.engine.connector.scheduler import SchedulerConnector
 from kvplug.errors import ConfigError
 from kvplug.metrics.prometheus import COUNTERS, prometheus_sinks
 from kvplug.metrics.reasons import Op, Reason

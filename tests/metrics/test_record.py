@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from kvplug.deadline import DEFAULT_TIMEOUT, Timeout
 from kvplug.errors import (
     BusyError,
     ClosedError,
@@ -21,7 +20,8 @@ from kvplug.errors import (
 )
 from kvplug.metrics.record import RecordedPipe
 from kvplug.metrics.stats import TransferStats
-from kvplug.pipe import Pipe, Transfer
+from kvplug.net.deadline import DEFAULT_TIMEOUT, Timeout
+from kvplug.transport.pipe import Pipe, Transfer
 
 
 class Sized:

@@ -41,7 +41,7 @@ print(json.dumps(found))
 @cache
 def sections() -> tuple[str, ...]:
     """As they must stand on the page. Read from the tree: what is told of options needs no installation."""
-    modules, path = ["kvplug.builtin kvplug"], []
+    modules, path = ["kvplug.assembly.builtin kvplug"], []
     for plugin in PLUGINS:
         project = tomllib.loads((plugin / "pyproject.toml").read_text())["project"]
         for target in project["entry-points"].get("kvplug", {}).values():

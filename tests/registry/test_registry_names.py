@@ -22,7 +22,7 @@ from kvplug import (
     UnknownTransportError,
     hookimpl,
 )
-from kvplug.registry import PluginInfo, PluginStatus, name_faults, own_part
+from kvplug.assembly.registry import PluginInfo, PluginStatus, name_faults, own_part
 
 
 def transport(name: str, kind: str = "pipe", **more: Any) -> TransportSpec:

@@ -8,7 +8,6 @@ import attrs
 import pytest
 
 from kvplug import ConfigError, option
-from kvplug.context import CommunicatorContext, LookupContext, QueueContext
 from kvplug.testing import (
     ConnectorContract,
     DeviceCommunicatorContract,
@@ -16,6 +15,7 @@ from kvplug.testing import (
     MessageQueueContract,
     PipeContract,
 )
+from kvplug.transport.context import CommunicatorContext, LookupContext, QueueContext
 
 FAILED = pytest.fail.Exception
 

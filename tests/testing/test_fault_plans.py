@@ -15,10 +15,10 @@ from hypothesis import given, strategies as st
 from kvplug import Config, ConfigError, PluginError, Registry, build_queue
 from kvplug.cli.list import lines_of
 from kvplug.config import check_options, describe_options, option_fields
-from kvplug.spec import Kind, TransportSpec
 from kvplug.testing.faults import Course, Plan, Rule, read_plan, schedule
 from kvplug.testing.faults.options import FaultyOptions
 from kvplug.testing.faults.plan import PARAMETERS
+from kvplug.transport.spec import Kind, TransportSpec
 
 TEXT = """
 seed = 7
@@ -256,7 +256,7 @@ def config(faulty: dict[str, Any] | None, **more: Any) -> Config:
 
 
 def faults_of(config: Config, registry: Registry, *keys: str) -> tuple[str, ...]:
-    from kvplug.build.connector import Parts
+    from kvplug.assembly.connector import Parts
 
     with pytest.raises(ConfigError) as caught:
         Parts(config, registry).check(keys=keys or ("transport",))
@@ -270,7 +270,7 @@ def test_the_options_are_read_like_any_others() -> None:
 
 
 def test_a_plan_stands_in_a_config_as_a_table_too() -> None:
-    from kvplug.build.connector import Parts
+    from kvplug.assembly.connector import Parts
 
     table = TEXT.replace("[[rules", "[[options.faulty.plan.rules")
     found = Config.from_toml(f'transport = "faulty"\n[options.faulty.plan]\n{table}')
@@ -302,7 +302,7 @@ def test_faulty_over_faulty_is_refused(registry: Registry) -> None:
 
 
 def test_it_is_listed_and_never_chosen_by_auto(registry: Registry) -> None:
-    from kvplug.build.connector import Parts
+    from kvplug.assembly.connector import Parts
 
     lines = [line for line in lines_of(registry, everything=True) if line.name == "faulty"]
     assert [line.kind for line in lines] == ["pipe", "queue"]
@@ -312,7 +312,7 @@ def test_it_is_listed_and_never_chosen_by_auto(registry: Registry) -> None:
 
 
 def test_to_its_peer_an_end_with_faults_is_one_of_the_transport_beneath(registry: Registry) -> None:
-    from kvplug.build.connector import Parts
+    from kvplug.assembly.connector import Parts
 
     for over in ("memory", "auto"):
         parts = Parts(config({"over": over, "plan": {}}), registry)
@@ -365,7 +365,7 @@ def test_a_pipe_and_a_queue_share_one_table_and_its_faults_are_told_once(
 
 
 def test_a_name_beneath_both_has_to_be_one_of_both_kinds(registry: Registry) -> None:
-    from kvplug.build.connector import Parts
+    from kvplug.assembly.connector import Parts
 
     both = {"transport": "faulty", "queue": "faulty"}
     Parts(config({"over": "memory", "plan": {}}, queue="faulty"), registry).check(keys=both)

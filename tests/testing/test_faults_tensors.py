@@ -29,10 +29,10 @@ from kvplug import (  # noqa: E402 - after the skip
     Transfer,
     errors,
 )
-from kvplug.spec import Kind  # noqa: E402
 from kvplug.testing import PipeContract, peers  # noqa: E402
 from kvplug.testing.faults import FaultyEndpoint, FaultyPipe, Plan, Rule  # noqa: E402
 from kvplug.testing.waits import Call, raises  # noqa: E402
+from kvplug.transport.spec import Kind  # noqa: E402
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -13,7 +13,7 @@ import attrs
 import pytest
 
 from kvplug import SchedulerConnector, WorkerConnector
-from kvplug.connector.values import Side
+from kvplug.engine.connector.values import Side
 from kvplug.testing import orders
 from kvplug.testing.orders import Call, Run
 

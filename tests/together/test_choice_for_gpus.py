@@ -6,9 +6,9 @@ import attrs
 import pytest
 
 from kvplug import Kind, Offer, Probe, Registry
-from kvplug.capabilities import Requirements
 from kvplug.errors import HandshakeError
-from kvplug.select import select
+from kvplug.negotiation.select import select
+from kvplug.transport.capabilities import Requirements
 
 GPU = Requirements(device="cuda")
 

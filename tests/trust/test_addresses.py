@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from kvplug.errors import ConfigError, KvplugError, PeerGoneError, WireError
-from kvplug.trust.addresses import (
+from kvplug.net.trust.addresses import (
     Contact,
     TcpAddress,
     UnixAddress,

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from kvplug.errors import AuthenticationError
-from kvplug.trust.challenge import (
+from kvplug.net.trust.challenge import (
     OPENING_SIZE,
     PROOF_SIZE,
     REPLY_SIZE,
@@ -19,7 +19,7 @@ from kvplug.trust.challenge import (
     ServerChallenge,
     prove,
 )
-from kvplug.trust.identity import IDENTITY_SIZE, encode_identity, this_process
+from kvplug.net.trust.identity import IDENTITY_SIZE, encode_identity, this_process
 
 KEY, OTHER_KEY = b"k" * 32, b"o" * 32
 IDENTITY = encode_identity(this_process("test"))

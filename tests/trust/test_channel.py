@@ -24,14 +24,14 @@ from kvplug.errors import (
     UnsupportedError,
     WireError,
 )
-from kvplug.trust.challenge import Mode
-from kvplug.trust.channel import MAX_FRAME_BYTES, Channel
-from kvplug.trust.connection import Connection
-from kvplug.trust.credentials import Credentials
-from kvplug.trust.identity import PeerIdentity
-from kvplug.trust.listener import Listener, dial
-from kvplug.wire import values
-from kvplug.wire.frames import FrameKind, encode_header
+from kvplug.net.trust.challenge import Mode
+from kvplug.net.trust.channel import MAX_FRAME_BYTES, Channel
+from kvplug.net.trust.connection import Connection
+from kvplug.net.trust.credentials import Credentials
+from kvplug.net.trust.identity import PeerIdentity
+from kvplug.net.trust.listener import Listener, dial
+from kvplug.net.wire import values
+from kvplug.net.wire.frames import FrameKind, encode_header
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -249,9 +249,9 @@ def test_a_second_receiver_is_busy_and_senders_take_turns(pair: tuple[Channel, C
 
 CHILD = """
 import os, sys, time
-from kvplug.trust.channel import Channel
-from kvplug.trust.credentials import Credentials
-from kvplug.trust.listener import dial
+from kvplug.net.trust.channel import Channel
+from kvplug.net.trust.credentials import Credentials
+from kvplug.net.trust.listener import dial
 channel = Channel(dial(sys.argv[1], Credentials(), "test", 10))
 channel.send("here")
 """

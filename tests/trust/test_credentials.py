@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvplug.errors import ConfigError, InsecureAddressError
-from kvplug.trust.credentials import Credentials, Secret
+from kvplug.net.trust.credentials import Credentials, Secret
 
 HIDDEN = "correct horse battery staple"
 

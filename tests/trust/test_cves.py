@@ -27,13 +27,13 @@ import pytest
 
 import kvplug
 from kvplug.errors import InsecureAddressError, PeerGoneError, WireError
-from kvplug.group.client import PURPOSE
-from kvplug.group.group import StatelessGroup
-from kvplug.trust.channel import Channel
-from kvplug.trust.credentials import Credentials, Secret
-from kvplug.trust.listener import Connection, Listener, dial
-from kvplug.wire import values
-from kvplug.wire.frames import FrameKind, encode_header
+from kvplug.net.trust.channel import Channel
+from kvplug.net.trust.credentials import Credentials, Secret
+from kvplug.net.trust.listener import Connection, Listener, dial
+from kvplug.net.wire import values
+from kvplug.net.wire.frames import FrameKind, encode_header
+from kvplug.transport.group.client import PURPOSE
+from kvplug.transport.group.group import StatelessGroup
 
 pytestmark = pytest.mark.timeout(60)
 needs_proc = pytest.mark.skipif(not os.path.exists("/proc/self/net/tcp"), reason="no /proc/net")

@@ -18,7 +18,6 @@ from contextlib import ExitStack
 
 import pytest
 
-from kvplug.deadline import Deadline
 from kvplug.errors import (
     AddressInUseError,
     AuthenticationError,
@@ -29,11 +28,12 @@ from kvplug.errors import (
     TimeoutError,
     WireError,
 )
-from kvplug.trust.addresses import parse_contact
-from kvplug.trust.challenge import ClientChallenge, Mode
-from kvplug.trust.credentials import Credentials, Secret
-from kvplug.trust.identity import encode_identity, this_process
-from kvplug.trust.listener import Connection, Listener, dial, dial_until
+from kvplug.net.deadline import Deadline
+from kvplug.net.trust.addresses import parse_contact
+from kvplug.net.trust.challenge import ClientChallenge, Mode
+from kvplug.net.trust.credentials import Credentials, Secret
+from kvplug.net.trust.identity import encode_identity, this_process
+from kvplug.net.trust.listener import Connection, Listener, dial, dial_until
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -495,8 +495,8 @@ import encodings.idna, encodings.ascii, encodings.latin_1, os, socket, sys
 socket.getaddrinfo('127.0.0.1', 1); ''.encode('idna')
 os.setgid(65534); os.setuid(65534)
 from kvplug.errors import KvplugError
-from kvplug.trust.credentials import Credentials
-from kvplug.trust.listener import Listener, dial
+from kvplug.net.trust.credentials import Credentials
+from kvplug.net.trust.listener import Listener, dial
 def attempt(contact):
     try:
         dial(contact, Credentials(), "test", 5)
@@ -512,7 +512,7 @@ needs_root = pytest.mark.skipif(
 def as_nobody(program: str, *argv: str) -> subprocess.Popen[str]:
     # Everything is imported before it becomes somebody else, who may not be able to read our files.
     path = ";".join(f"sys.path.append({p!r})" for p in sys.path if p)
-    preload = "import sys;" + path + ";import kvplug.trust.listener, kvplug.trust.credentials\n"
+    preload = "import sys;" + path + ";import kvplug.net.trust.listener, kvplug.net.trust.credentials\n"
     return subprocess.Popen(
         [sys.executable, "-c", preload + AS_NOBODY + program, *argv],
         stdin=subprocess.PIPE,
@@ -540,7 +540,7 @@ def test_another_user_of_this_host_is_a_stranger(address: str) -> None:
 def test_another_user_who_lies_in_the_opening_is_still_a_stranger(address: str) -> None:
     """A client that skips its own check of the listener, and talks the protocol well."""
     program = """
-import kvplug.trust.connection as connection
+import kvplug.net.trust.connection as connection
 connection._attest_listener = lambda sock, target: None
 attempt(sys.argv[1])
 """
@@ -576,7 +576,7 @@ def test_a_socket_its_owner_has_closed_vouches_for_nobody() -> None:
     """The kernel shows orphaned sockets as root's: a stranger must not become root by hanging up."""
     program = """
 import socket
-from kvplug.trust.challenge import ClientChallenge, Mode
+from kvplug.net.trust.challenge import ClientChallenge, Mode
 host, port = sys.argv[1].rsplit(":", 1)
 for _ in range(50):
     s = socket.create_connection((host, int(port)))
@@ -659,8 +659,8 @@ def test_mutated_messages_never_hurt_the_listener() -> None:
 def test_where_there_are_no_abstract_sockets_the_token_on_loopback_serves(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("kvplug.trust.binding.HAS_ABSTRACT_SOCKETS", False)
-    monkeypatch.setattr("kvplug.trust.listener.HAS_PROC_NET", False)
+    monkeypatch.setattr("kvplug.net.trust.binding.HAS_ABSTRACT_SOCKETS", False)
+    monkeypatch.setattr("kvplug.net.trust.listener.HAS_PROC_NET", False)
     with Listener.open("unix:", OPEN, "test") as listener:
         assert listener.contact.startswith("tcp://127.0.0.1:") and "token=" in listener.contact
         meet(listener).close()
@@ -668,19 +668,19 @@ def test_where_there_are_no_abstract_sockets_the_token_on_loopback_serves(
             dial(listener.address, OPEN, "test", 5)
     with pytest.raises(ConfigError, match="no abstract Unix sockets"):
         Listener.open("unix:@named", OPEN, "test")
-    monkeypatch.setattr("kvplug.trust.connection.HAS_ABSTRACT_SOCKETS", False)
+    monkeypatch.setattr("kvplug.net.trust.connection.HAS_ABSTRACT_SOCKETS", False)
     with pytest.raises(WireError, match="does not have"):
         dial("unix:@named", OPEN, "test", 1)
 
 
 def test_a_kernel_that_does_not_tell_the_user_is_no_proof(monkeypatch: pytest.MonkeyPatch) -> None:
     with Listener.open("127.0.0.1:0", OPEN, "test") as listener:
-        monkeypatch.setattr("kvplug.trust.listener.tcp_peer_uid", lambda sock: None)
+        monkeypatch.setattr("kvplug.net.trust.listener.tcp_peer_uid", lambda sock: None)
         with pytest.raises(AuthenticationError, match="use its whole contact"):
             dial(listener.address, OPEN, "test", 5)
         assert eventually(lambda: listener.refusals == {"unknown user": 1})
         monkeypatch.undo()
-        monkeypatch.setattr("kvplug.trust.connection.tcp_peer_uid", lambda sock: None)
+        monkeypatch.setattr("kvplug.net.trust.connection.tcp_peer_uid", lambda sock: None)
         with pytest.raises(AuthenticationError, match="does not say which user"):
             dial(listener.address, OPEN, "test", 5)
 
@@ -690,9 +690,9 @@ def test_without_a_descriptor_left_listening_and_dialling_fail_in_words() -> Non
     program = """
 import os, resource
 from kvplug.errors import PeerGoneError, TransportError
-from kvplug.trust.connection import dial
-from kvplug.trust.credentials import Credentials
-from kvplug.trust.listener import Listener
+from kvplug.net.trust.connection import dial
+from kvplug.net.trust.credentials import Credentials
+from kvplug.net.trust.listener import Listener
 addresses = ("unix:", "127.0.0.1:0")
 listeners = [Listener.open(each, Credentials(), "test") for each in addresses]
 room = next(number for number in range(3, 1000) if not os.path.exists(f"/proc/self/fd/{number}"))
@@ -719,8 +719,8 @@ for address, listener in zip(addresses, listeners):
 def test_a_listener_out_of_descriptors_comes_back_when_there_are_some() -> None:
     program = """
 import os, resource, sys
-from kvplug.trust.credentials import Credentials
-from kvplug.trust.listener import Listener
+from kvplug.net.trust.credentials import Credentials
+from kvplug.net.trust.listener import Listener
 listener = Listener.open("unix:", Credentials(), "test")
 room = max(map(int, os.listdir("/proc/self/fd"))) + 4
 resource.setrlimit(resource.RLIMIT_NOFILE, (room, room))

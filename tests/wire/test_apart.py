@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, strategies as st
 
 from kvplug.errors import CapacityError, UnsupportedError, WireError
-from kvplug.wire.apart import ALIGNMENT, Apart, aligned, decode_apart, encode_apart
-from kvplug.wire.copying import LOCK_FREE_BYTES, copy_bytes
-from kvplug.wire.scan import Limits
-from kvplug.wire.values import decode, encode
+from kvplug.net.wire.apart import ALIGNMENT, Apart, aligned, decode_apart, encode_apart
+from kvplug.net.wire.copying import LOCK_FREE_BYTES, copy_bytes
+from kvplug.net.wire.scan import Limits
+from kvplug.net.wire.values import decode, encode
 
 NOTHING = memoryview(b"")
 PLAIN = st.recursive(

@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch")
 np = pytest.importorskip("numpy")
 
 from kvplug.errors import CapacityError, UnsupportedError, WireError  # noqa: E402 - after the skip
-from kvplug.wire import (  # noqa: E402
+from kvplug.net.wire import (  # noqa: E402
     ALIGNMENT,
     Apart,
     Limits,
@@ -28,7 +28,7 @@ from kvplug.wire import (  # noqa: E402
     memory_of,
     meta_of,
 )
-from kvplug.wire.tensors import DTYPES  # noqa: E402
+from kvplug.net.wire.tensors import DTYPES  # noqa: E402
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:ComplexHalf support"),

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from kvplug.errors import WireError
-from kvplug.wire.frames import HEADER_SIZE, MAJOR, FrameKind, decode_header, encode_header
+from kvplug.net.wire.frames import HEADER_SIZE, MAJOR, FrameKind, decode_header, encode_header
 
 KINDS = st.sampled_from(FrameKind)
 

@@ -12,7 +12,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from kvplug.errors import UnsupportedError  # noqa: E402 - after the skip
-from kvplug.wire.tensors import (  # noqa: E402
+from kvplug.net.wire.tensors import (  # noqa: E402
     DTYPES,
     TensorMeta,
     copy_into,

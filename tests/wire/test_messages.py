@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, strategies as st
 
 from kvplug.errors import UnsupportedError, WireError
-from kvplug.wire.frames import HEADER_SIZE, FrameKind, encode_header
-from kvplug.wire.messages import (
+from kvplug.net.wire.frames import HEADER_SIZE, FrameKind, encode_header
+from kvplug.net.wire.messages import (
     GOODBYE,
     MAX_LENGTH,
     NONE,
@@ -19,7 +19,7 @@ from kvplug.wire.messages import (
     read_prefix,
     tensor_prefix,
 )
-from kvplug.wire.tensors import TensorMeta, encode_meta
+from kvplug.net.wire.tensors import TensorMeta, encode_meta
 
 
 def prefix_of(dtype: str, shape: tuple[int, ...], flags: int = 0) -> bytes:

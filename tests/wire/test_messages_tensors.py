@@ -7,8 +7,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from kvplug.errors import TensorMismatchError, UnsupportedError  # noqa: E402 - after the skip
-from kvplug.wire.messages import check_fits, is_dense, read_prefix, tensor_prefix  # noqa: E402
-from kvplug.wire.tensors import meta_of  # noqa: E402
+from kvplug.net.wire.messages import check_fits, is_dense, read_prefix, tensor_prefix  # noqa: E402
+from kvplug.net.wire.tensors import meta_of  # noqa: E402
 
 
 def test_a_tensors_prefix_says_its_meta() -> None:

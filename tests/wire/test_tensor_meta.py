@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from kvplug.errors import UnsupportedError, WireError
-from kvplug.wire.tensors import (
+from kvplug.net.wire.tensors import (
     DTYPES,
     MAX_DIMS,
     META_PREFIX_SIZE,

@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given, strategies as st
 
 from kvplug.errors import CapacityError, UnsupportedError, WireError
-from kvplug.wire.scan import Limits
-from kvplug.wire.values import decode, encode
+from kvplug.net.wire.scan import Limits
+from kvplug.net.wire.values import decode, encode
 
 SCALARS = (
     st.none()

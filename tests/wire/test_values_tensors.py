@@ -12,8 +12,8 @@ torch = pytest.importorskip("torch")
 np = pytest.importorskip("numpy")
 
 from kvplug.errors import UnsupportedError, WireError  # noqa: E402 - after the skip
-from kvplug.wire.tensors import DTYPES, memory_of  # noqa: E402
-from kvplug.wire.values import decode, encode  # noqa: E402
+from kvplug.net.wire.tensors import DTYPES, memory_of  # noqa: E402
+from kvplug.net.wire.values import decode, encode  # noqa: E402
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:ComplexHalf support"),
@@ -97,7 +97,7 @@ def test_an_array_of_a_dtype_that_numpy_lacks_is_a_wire_error() -> None:
 
 def test_encoding_plain_values_imports_neither_torch_nor_numpy() -> None:
     code = (
-        "import sys; from kvplug.wire import frames, values, tensors;"
+        "import sys; from kvplug.net.wire import frames, values, tensors;"
         " values.decode(values.encode({'a': [(1, 2.0), {b'x'}]}));"
         " tensors.encode_meta(tensors.TensorMeta('bfloat16', (2,)));"
         " sys.exit(bool({'torch', 'numpy'} & set(sys.modules)))"

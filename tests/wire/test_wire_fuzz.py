@@ -12,11 +12,11 @@ from functools import partial
 import pytest
 
 from kvplug.errors import WireError
-from kvplug.wire.apart import aligned, decode_apart
-from kvplug.wire.frames import HEADER_SIZE, FrameKind, decode_header, encode_header
-from kvplug.wire.scan import Limits
-from kvplug.wire.tensors import TensorMeta, decode_meta, encode_meta
-from kvplug.wire.values import decode, encode
+from kvplug.net.wire.apart import aligned, decode_apart
+from kvplug.net.wire.frames import HEADER_SIZE, FrameKind, decode_header, encode_header
+from kvplug.net.wire.scan import Limits
+from kvplug.net.wire.tensors import TensorMeta, decode_meta, encode_meta
+from kvplug.net.wire.values import decode, encode
 
 LIMITS = Limits(max_bytes=64 << 10, max_depth=16, max_items=4096)
 

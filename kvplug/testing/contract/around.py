@@ -7,13 +7,13 @@ from typing import Any, ClassVar
 
 import attrs
 
-from kvplug.context import PipeContext, QueueContext
-from kvplug.pipe import PipeEndpoint
-from kvplug.queue import QueueEndpoint
-from kvplug.registry import Registry
-from kvplug.spec import Kind
+from kvplug.assembly.registry import Registry
 from kvplug.testing.contract.pipe import PipeContract
 from kvplug.testing.contract.queue import MessageQueueContract
+from kvplug.transport.context import PipeContext, QueueContext
+from kvplug.transport.pipe import PipeEndpoint
+from kvplug.transport.queue import QueueEndpoint
+from kvplug.transport.spec import Kind
 
 
 class AroundPipe(PipeContract):

@@ -21,13 +21,13 @@ from typing import Any, ClassVar, TypeVar
 
 import pytest
 
+from kvplug.assembly.registry import Registry
 from kvplug.config import check_options
-from kvplug.registry import Registry
-from kvplug.spec import Kind
 from kvplug.testing import peers
 from kvplug.testing.contract.recipes import judged_by
 from kvplug.testing.forkserver import ForkServer
 from kvplug.testing.laws import LAWS
+from kvplug.transport.spec import Kind
 
 LEVELS = ("quick", "full", "soak")
 TIMEOUT_S = 60.0

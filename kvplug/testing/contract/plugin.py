@@ -11,8 +11,8 @@ from typing import Any, ClassVar, Final
 import attrs
 import pytest
 
+from kvplug.assembly.registry.discovery import discover
 from kvplug.config.faults import did_you_mean
-from kvplug.registry.discovery import discover
 from kvplug.testing import waits
 from kvplug.testing.contract.base import Contract, law
 from kvplug.testing.inspection import USED, Inspection, inspect_plugin

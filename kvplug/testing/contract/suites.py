@@ -9,13 +9,13 @@ from collections.abc import Iterable, Mapping
 from importlib import metadata
 from typing import Any
 
+from kvplug.assembly.registry import Registry
 from kvplug.config import check_options
 from kvplug.errors import ConfigError, UnknownTransportError
-from kvplug.registry import Registry
-from kvplug.spec import TRANSPORTS, Kind
 from kvplug.testing import peers
 from kvplug.testing.contract.base import Contract
 from kvplug.testing.contract.plugin import PluginContract
+from kvplug.transport.spec import TRANSPORTS, Kind
 
 _SUITES = {
     Kind.PIPE: "kvplug.testing.contract.pipe:PipeContract",

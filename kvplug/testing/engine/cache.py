@@ -2,8 +2,8 @@
 
 What the KV of a token "is" depends on (token, position, layer, weights) alone, see :func:`kv_of`. What is
 computed upon wrong KV is wrong, as with a model. How the cache lies in memory is worked out here a second
-time, apart from :mod:`kvplug.layout`, so that neither can vouch for the other. Looking is done with numpy:
-torch would start threads for it.
+time, apart from :mod:`kvplug.engine.layout`, so that neither can vouch for the other. Looking is done with
+numpy: torch would start threads for it.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import attrs
 
-from kvplug.layout import KVLayout
-from kvplug.model import ModelInfo
+from kvplug.engine.layout import KVLayout
+from kvplug.negotiation.model import ModelInfo
 
 if TYPE_CHECKING:
     import numpy

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from kvplug.wire.scan import Limits
-from kvplug.wire.values import decode, encode
+from kvplug.net.wire.scan import Limits
+from kvplug.net.wire.values import decode, encode
 
 _LIMITS = Limits(max_bytes=64 << 20, max_items=1 << 24)
 
@@ -15,7 +15,7 @@ def crossed(value: Any, what: str) -> Any:
     """The value as the other side gets it.
 
     Raises:
-        AssertionError: it is not made of :data:`kvplug.connector.values.Plain` alone; says where not.
+        AssertionError: it is not made of :data:`kvplug.engine.connector.values.Plain` alone; says where not.
     """
     _check(value, what)
     return decode(encode(value, limits=_LIMITS), limits=_LIMITS)

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from kvplug.build import build_connector
+from kvplug.assembly import build_connector
 from kvplug.config import Config
-from kvplug.connector.values import (
+from kvplug.engine.connector.values import (
     CacheGroup,
     KVCacheConfig,
     Parallelism,
@@ -22,7 +22,7 @@ from kvplug.connector.values import (
     WorkerOutput,
 )
 from kvplug.metrics.stats import TransferStats
-from kvplug.model import ModelInfo
+from kvplug.negotiation.model import ModelInfo
 from kvplug.testing.engine.cache import NUM_LAYERS, PagedCache, model_of
 from kvplug.testing.engine.crossing import crossed
 

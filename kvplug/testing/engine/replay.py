@@ -8,7 +8,7 @@ from typing import Any
 
 import attrs
 
-from kvplug.connector.values import Request, RequestEnd, Side, WorkerOutput
+from kvplug.engine.connector.values import Request, RequestEnd, Side, WorkerOutput
 from kvplug.testing.engine import double as doubles
 from kvplug.testing.engine.double import EngineDouble, PlannedStep, Scheduled
 from kvplug.testing.engine.ledger import Ledger, Load

@@ -10,7 +10,7 @@ from typing import Any
 
 import attrs
 
-from kvplug.connector.values import RequestEnd, WorkerOutput
+from kvplug.engine.connector.values import RequestEnd, WorkerOutput
 from kvplug.testing.engine import double as doubles
 from kvplug.testing.engine.double import CallOrder, EngineDouble, PlannedStep, Scheduled
 from kvplug.testing.engine.ledger import Ledger, Load

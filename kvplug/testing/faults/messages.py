@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvplug.errors import TensorMismatchError
-from kvplug.wire.tensors import copy_into, empty_like_meta, memory_of, memory_of_writable, meta_of
+from kvplug.net.wire.tensors import copy_into, empty_like_meta, memory_of, memory_of_writable, meta_of
 
 if TYPE_CHECKING:
     from torch import Tensor

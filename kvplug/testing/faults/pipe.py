@@ -14,13 +14,14 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Final
 
 from kvplug import errors
-from kvplug.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
 from kvplug.errors import ClosedError, KvplugError, PeerGoneError, TimeoutError
-from kvplug.fork import close_after_fork
-from kvplug.pipe import Pipe, Transfer, Turn
+from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
+from kvplug.net.fork import close_after_fork
+from kvplug.net.turn import Turn
 from kvplug.testing.faults.course import Course, Hit
 from kvplug.testing.faults.messages import copied, fill, flipped, nbytes_of
 from kvplug.testing.faults.plan import BEFORE, Plan
+from kvplug.transport.pipe import Pipe, Transfer
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -8,16 +8,16 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Final
 
-from kvplug.context import QueueContext
-from kvplug.deadline import DEFAULT_TIMEOUT, Timeout
-from kvplug.pipe import Pipe, Transfer
-from kvplug.queue import MessageQueue, QueueEndpoint, QueueHandle, Reader
+from kvplug.net.deadline import DEFAULT_TIMEOUT, Timeout
+from kvplug.net.wire.values import Limits, decode, encode
 from kvplug.testing.faults.course import Hit
 from kvplug.testing.faults.messages import copied, flip, flipped, is_tensor, nbytes_of, parts, writable
 from kvplug.testing.faults.pipe import FaultyPipe
 from kvplug.testing.faults.plan import Plan
 from kvplug.testing.faults.transport import planned
-from kvplug.wire.values import Limits, decode, encode
+from kvplug.transport.context import QueueContext
+from kvplug.transport.pipe import Pipe, Transfer
+from kvplug.transport.queue import MessageQueue, QueueEndpoint, QueueHandle, Reader
 
 _LIMITS: Final = Limits(max_bytes=1 << 40)
 """The queue beneath has its own."""

@@ -7,12 +7,12 @@ import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from kvplug.context import PipeContext
-from kvplug.deadline import DEFAULT_TIMEOUT, Timeout
 from kvplug.errors import ConfigError
-from kvplug.pipe import Pipe, PipeEndpoint, PipeListener
+from kvplug.net.deadline import DEFAULT_TIMEOUT, Timeout
 from kvplug.testing.faults.pipe import FaultyPipe
 from kvplug.testing.faults.plan import Plan
+from kvplug.transport.context import PipeContext
+from kvplug.transport.pipe import Pipe, PipeEndpoint, PipeListener
 
 _log = logging.getLogger(__name__)
 

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from kvplug.deadline import Deadline
 from kvplug.errors import TimeoutError
-from kvplug.lookup import Entry, EntryHeader, EntrySink
-from kvplug.wire.tensors import copy_into, empty_like_meta, memory_of, meta_of
-from kvplug.wire.values import decode, encode
+from kvplug.net.deadline import Deadline
+from kvplug.net.wire.tensors import copy_into, empty_like_meta, memory_of, meta_of
+from kvplug.net.wire.values import decode, encode
+from kvplug.transport.lookup import Entry, EntryHeader, EntrySink
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -1,7 +1,7 @@
 """The lookup buffer "memory": entries in this process, under one lock and one condition.
 
 Whoever waits, for room, for an entry or for a reader to end, waits for "something has changed" and then looks
-again. An entry is lent while it is read or handed over; ``kvplug.lease`` says who has it.
+again. An entry is lent while it is read or handed over; ``kvplug.transport.lease`` says who has it.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from kvplug.context import LookupContext
-from kvplug.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
 from kvplug.errors import CapacityError, ClosedError, EntryGoneError, TimeoutError
-from kvplug.events import EventLog, RemovalReason, StoreEvent
-from kvplug.fork import close_after_fork
-from kvplug.lease import Lease, Leases
-from kvplug.lookup import Entry, EntrySink, LookupBuffer, LookupEndpoint, LookupStore
-from kvplug.pipe import Pipe
+from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
+from kvplug.net.fork import close_after_fork
 from kvplug.testing.memory.entries import copied, hand_over, header_of, nbytes_of, num_layers_of
 from kvplug.testing.memory.lookup_reach import MemoryReachingEnd
 from kvplug.testing.memory.lookup_session import Session
 from kvplug.testing.memory.tokens import Key, TokenTree, extra_bytes, key_under, roi_mask, token_ids
+from kvplug.transport.context import LookupContext
+from kvplug.transport.events import EventLog, RemovalReason, StoreEvent
+from kvplug.transport.lease import Lease, Leases
+from kvplug.transport.lookup import Entry, EntrySink, LookupBuffer, LookupEndpoint, LookupStore
+from kvplug.transport.pipe import Pipe
 
 if TYPE_CHECKING:
     from torch import Tensor

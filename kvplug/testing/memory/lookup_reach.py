@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from kvplug.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
 from kvplug.errors import (
     ClosedError,
     EntryGoneError,
@@ -26,12 +25,13 @@ from kvplug.errors import (
     TransportError,
     UnsupportedError,
 )
-from kvplug.fork import close_after_fork
-from kvplug.lookup import Entry, EntrySink, LookupBuffer
-from kvplug.pipe import Pipe
+from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
+from kvplug.net.fork import close_after_fork
 from kvplug.testing.memory.entries import hand_over
 from kvplug.testing.memory.lookup_session import SignalLine, header_from_plain
 from kvplug.testing.memory.tokens import extra_bytes, key_under
+from kvplug.transport.lookup import Entry, EntrySink, LookupBuffer
+from kvplug.transport.pipe import Pipe
 
 if TYPE_CHECKING:
     from torch import Tensor

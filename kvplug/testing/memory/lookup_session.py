@@ -21,12 +21,12 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from kvplug.deadline import Deadline
 from kvplug.errors import KvplugError, WireError
-from kvplug.lookup import EntryHeader
-from kvplug.pipe import Pipe, Transfer
-from kvplug.wire.tensors import memory_of
-from kvplug.wire.values import decode, encode
+from kvplug.net.deadline import Deadline
+from kvplug.net.wire.tensors import memory_of
+from kvplug.net.wire.values import decode, encode
+from kvplug.transport.lookup import EntryHeader
+from kvplug.transport.pipe import Pipe, Transfer
 
 if TYPE_CHECKING:
     from kvplug.testing.memory.lookup import Loan, MemoryStore

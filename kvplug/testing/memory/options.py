@@ -8,7 +8,7 @@ import uuid
 import attrs
 
 from kvplug.config import option
-from kvplug.spec import Probe
+from kvplug.transport.spec import Probe
 
 _THIS_PROCESS = uuid.uuid4().hex
 

@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING, Final
 
 import attrs
 
-from kvplug.context import PipeContext
-from kvplug.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
 from kvplug.errors import ClosedError, PeerGoneError, TensorMismatchError, TimeoutError, WireError
-from kvplug.fork import close_after_fork
-from kvplug.pipe import Pipe, PipeEndpoint, PipeListener, Transfer, Turn
-from kvplug.wire.tensors import TensorMeta, copy_into, empty_like_meta, memory_of, meta_of
+from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
+from kvplug.net.fork import close_after_fork
+from kvplug.net.turn import Turn
+from kvplug.net.wire.tensors import TensorMeta, copy_into, empty_like_meta, memory_of, meta_of
+from kvplug.transport.context import PipeContext
+from kvplug.transport.pipe import Pipe, PipeEndpoint, PipeListener, Transfer
 
 if TYPE_CHECKING:
     from torch import Tensor

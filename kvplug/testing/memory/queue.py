@@ -14,13 +14,13 @@ from typing import Any, ClassVar, Final, NamedTuple
 
 import attrs
 
-from kvplug.context import QueueContext
-from kvplug.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
 from kvplug.errors import CapacityError, ClosedError, ConfigError, PeerGoneError, UnsupportedError
-from kvplug.fork import close_after_fork
-from kvplug.pipe import Turn
-from kvplug.queue import MessageQueue, QueueEndpoint, QueueHandle, Reader, Wait
-from kvplug.wire.values import Limits, decode, encode
+from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
+from kvplug.net.fork import close_after_fork
+from kvplug.net.turn import Turn
+from kvplug.net.wire.values import Limits, decode, encode
+from kvplug.transport.context import QueueContext
+from kvplug.transport.queue import MessageQueue, QueueEndpoint, QueueHandle, Reader, Wait
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ import attrs
 
 from kvplug.errors import UnsupportedError
 from kvplug.metrics.reasons import Reason
-from kvplug.wire.values import encode
+from kvplug.net.wire.values import encode
 
 _KEY: Final = os.urandom(32)
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import attrs
 
-from kvplug.context import ConnectorContext
+from kvplug.engine.context import ConnectorContext
 from kvplug.errors import AddressInUseError, CapacityError, EntryGoneError, PeerGoneError, TimeoutError
 from kvplug.metrics.reasons import Reason
 from kvplug.testing.memory.reference import Reference, StaleError

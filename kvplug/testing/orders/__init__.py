@@ -50,7 +50,7 @@ from typing import Any
 
 import attrs
 
-from kvplug.connector.values import Side
+from kvplug.engine.connector.values import Side
 
 FORMAT = 1
 """Of the files. Another one is not read."""

@@ -12,15 +12,15 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
 from kvplug import Deadline, Fate, KvplugError, TensorMismatchError, TimeoutError, WireError
-from kvplug.wire.frames import HEADER_SIZE
-from kvplug.wire.messages import (
+from kvplug.net.wire.frames import HEADER_SIZE
+from kvplug.net.wire.messages import (
     SHORTEST_TENSOR_PREFIX,
     check_fits,
     is_dense,
     prefix_size,
     read_prefix,
 )
-from kvplug.wire.tensors import TensorMeta, copy_into, memory_of, memory_of_writable
+from kvplug.net.wire.tensors import TensorMeta, copy_into, memory_of, memory_of_writable
 from kvplug_cpu.lane import Lane
 from kvplug_cpu.memory import fresh
 from kvplug_cpu.message import SPLIT, parts

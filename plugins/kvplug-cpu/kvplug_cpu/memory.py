@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 
 from kvplug import CapacityError
-from kvplug.wire.tensors import TensorMeta, empty_like_meta
+from kvplug.net.wire.tensors import TensorMeta, empty_like_meta
 
 _HUGE_PAGE = 2 * 1024 * 1024
 _ALWAYS_FRESH_BYTES = 32 * 1024 * 1024

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 import attrs
 
-from kvplug.wire.messages import NONE, tensor_prefix
-from kvplug.wire.tensors import memory_of
+from kvplug.net.wire.messages import NONE, tensor_prefix
+from kvplug.net.wire.tensors import memory_of
 
 if TYPE_CHECKING:
     from torch import Tensor

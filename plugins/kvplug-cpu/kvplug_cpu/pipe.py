@@ -23,7 +23,7 @@ from kvplug import (
     close_after_fork,
     watch,
 )
-from kvplug.wire.messages import GOODBYE
+from kvplug.net.wire.messages import GOODBYE
 from kvplug_cpu.descriptors import Descriptors
 from kvplug_cpu.inbox import Inbox
 from kvplug_cpu.lane import Lane

@@ -26,8 +26,8 @@ from kvplug import (
     WireError,
     dial,
 )
+from kvplug.net.wire.messages import NONE, tensor_prefix
 from kvplug.testing.waits import Call, until
-from kvplug.wire.messages import NONE, tensor_prefix
 from kvplug_cuda_ipc.memory import GRAIN, Mapping, Ring, Staging
 from kvplug_cuda_ipc.pipe import joining
 from kvplug_cuda_ipc.pipe.contact import Contact

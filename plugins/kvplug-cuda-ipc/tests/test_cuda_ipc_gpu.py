@@ -24,10 +24,10 @@ from kvplug import (
     Transfer,
     UnsupportedError,
 )
+from kvplug.net.wire import copy_into, memory_of
+from kvplug.net.wire.tensors import as_bits, dense
 from kvplug.testing import PipeContract, peers
 from kvplug.testing.contract.pipe.content import difference, dtypes, tensor_of
-from kvplug.wire import copy_into, memory_of
-from kvplug.wire.tensors import as_bits, dense
 from kvplug_cuda_ipc.options import CudaIpcPipeOptions
 
 torch = pytest.importorskip("torch")

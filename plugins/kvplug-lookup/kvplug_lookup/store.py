@@ -27,7 +27,7 @@ from kvplug import (
     TimeoutError,
     close_after_fork,
 )
-from kvplug.wire import decode, encode
+from kvplug.net.wire import decode, encode
 from kvplug_lookup.lending import Lending, Waiter
 from kvplug_lookup.messages import layers_of
 from kvplug_lookup.parts import (

@@ -21,8 +21,8 @@ from kvplug import (
     lend_stream,
     take_back_stream,
 )
-from kvplug.wire import TensorMeta
-from kvplug.wire.tensors import dtype_of
+from kvplug.net.wire import TensorMeta
+from kvplug.net.wire.tensors import dtype_of
 
 if TYPE_CHECKING:
     import torch

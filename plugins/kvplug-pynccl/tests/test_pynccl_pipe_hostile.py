@@ -20,8 +20,8 @@ from kvplug import (
     WireError,
     dial,
 )
+from kvplug.net.wire.messages import NONE, tensor_prefix
 from kvplug.testing.waits import Call, until
-from kvplug.wire.messages import NONE, tensor_prefix
 from kvplug_pynccl.pipe import joining
 from kvplug_pynccl.pipe.contact import Contact
 from kvplug_pynccl.pipe.frames import WINDOW, Announcement, Frame, Frames, Kind

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import torch
 
-from kvplug.wire.tensors import TensorMeta, memory_of, memory_of_writable
+from kvplug.net.wire.tensors import TensorMeta, memory_of, memory_of_writable
 from kvplug_shm.memory.pool import Pool
 
 

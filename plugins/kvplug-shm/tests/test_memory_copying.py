@@ -10,7 +10,7 @@ import threading
 
 import pytest
 
-from kvplug.wire.copying import address_of
+from kvplug.net.wire.copying import address_of
 from kvplug_shm.memory.copying import LETS_GO_FROM, into, out_of
 from kvplug_shm.memory.segment import Segment
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from kvplug import CapacityError, UnsupportedError
-from kvplug.wire.tensors import DTYPES, TensorMeta, memory_of, memory_of_writable
+from kvplug.net.wire.tensors import DTYPES, TensorMeta, memory_of, memory_of_writable
 from kvplug_shm.memory import pool as room
 from kvplug_shm.memory.pool import POOLED_FROM, Pool
 

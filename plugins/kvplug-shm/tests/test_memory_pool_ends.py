@@ -188,7 +188,7 @@ def test_a_forked_child_has_memory_of_its_own(busy: bool) -> None:
 
 AT_EXIT = """
 import sys
-from kvplug.wire.tensors import TensorMeta
+from kvplug.net.wire.tensors import TensorMeta
 from kvplug_shm.memory.pool import Pool
 
 pool = Pool(64 << 20)

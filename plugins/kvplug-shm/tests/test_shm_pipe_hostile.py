@@ -26,10 +26,10 @@ from kvplug import (
     WireError,
     dial,
 )
+from kvplug.net.wire.frames import FrameKind, encode_header
+from kvplug.net.wire.messages import GOODBYE, tensor_prefix
 from kvplug.testing import peers
 from kvplug.testing.waits import Call
-from kvplug.wire.frames import FrameKind, encode_header
-from kvplug.wire.messages import GOODBYE, tensor_prefix
 from kvplug_shm.memory.handing import recv_fds, send_fd
 from kvplug_shm.pipe import joining
 from kvplug_shm.pipe.contact import Contact

@@ -17,9 +17,9 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from kvplug import TimeoutError
+from kvplug.net.wire.messages import tensor_prefix
 from kvplug.testing import peers
 from kvplug.testing.waits import Call, until
-from kvplug.wire.messages import tensor_prefix
 from kvplug_shm.pipe.rings import LINE, SMALLEST_BYTES, lines
 
 ends = SimpleNamespace(**run_path(str(Path(__file__).with_name("pipe_ends.py"))))

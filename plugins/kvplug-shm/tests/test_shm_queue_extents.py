@@ -6,7 +6,7 @@ from collections import deque
 
 from hypothesis import given, settings, strategies as st
 
-from kvplug.wire import aligned
+from kvplug.net.wire import aligned
 from kvplug_shm.queue.extents import Arena, Extents, small_nbytes
 
 CHUNK = 1024

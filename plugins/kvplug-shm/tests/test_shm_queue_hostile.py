@@ -26,8 +26,8 @@ from kvplug import (
     WireError,
     dial,
 )
+from kvplug.net.wire import encode
 from kvplug.testing.waits import Call, until
-from kvplug.wire import encode
 from kvplug_shm.memory.handing import recv_fds, send_fd
 from kvplug_shm.queue.joining import PURPOSE
 from kvplug_shm.ring import order

@@ -19,9 +19,9 @@ from kvplug import (
     WireError,
     this_process,
 )
+from kvplug.net.wire.frames import FrameKind, encode_header
+from kvplug.net.wire.messages import tensor_prefix
 from kvplug.testing import peers
-from kvplug.wire.frames import FrameKind, encode_header
-from kvplug.wire.messages import tensor_prefix
 from kvplug_shm.memory.attach import PeerMemory, Word, own_word
 from kvplug_shm.pipe import joining
 from kvplug_shm.pipe.announcement import OFFERED, address_line

@@ -18,7 +18,7 @@ from kvplug import (
     SchedulerOutput,
     WorkerOutput,
 )
-from kvplug.wire import decode
+from kvplug.net.wire import decode
 from kvplug_vllm.carried import (
     KvplugHandshakeMetadata,
     KvplugMetadata,

@@ -29,7 +29,7 @@ from kvplug import (
     hookimpl,
     option,
 )
-from kvplug.wire import decode, encode
+from kvplug.net.wire import decode, encode
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -57,7 +57,7 @@ def lines() -> Iterator[list[str]]:
 def test_the_core_and_every_plugin_log_where_vllm_does(registry: Registry, lines: Any) -> None:
     join_vllm(registry)
     join_vllm(registry)  # the second side of one process
-    names = ("kvplug.build.peers", "kvplug_vllm.worker", "some_plugin.deep.down", "some_module")
+    names = ("kvplug.assembly.peers", "kvplug_vllm.worker", "some_plugin.deep.down", "some_module")
     for name in names:
         logging.getLogger(name).info("hello")
         logging.getLogger(name).debug("too much")

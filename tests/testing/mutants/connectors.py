@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import attrs
 import pytest
 
-from kvplug.connector.values import RequestEnd
+from kvplug.engine.connector.values import RequestEnd
 from kvplug.errors import KvplugError, PeerGoneError, TransportError
 from kvplug.testing import ConnectorContract
 from kvplug.testing.memory.connector import PARAMS, MemoryScheduler, MemoryWorker

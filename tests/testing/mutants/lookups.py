@@ -10,13 +10,13 @@ from typing import Any, ClassVar
 
 import attrs
 
-from kvplug.deadline import DEFAULT_TIMEOUT, Deadline
 from kvplug.errors import CapacityError, KvplugError, TimeoutError
-from kvplug.events import RemovalReason, Removed
+from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline
 from kvplug.testing import LookupBufferContract
 from kvplug.testing.memory.lookup import Held, Loan, MemoryLookupEndpoint, MemoryStore
 from kvplug.testing.memory.lookup_reach import MemoryReachingEnd
 from kvplug.testing.memory.lookup_session import Session
+from kvplug.transport.events import RemovalReason, Removed
 
 
 class Mutant(LookupBufferContract):

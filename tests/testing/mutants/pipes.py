@@ -10,12 +10,12 @@ from typing import Any, ClassVar
 
 import attrs
 
-from kvplug.deadline import DEFAULT_TIMEOUT, Deadline
 from kvplug.errors import CapacityError, TensorMismatchError, TimeoutError
-from kvplug.pipe import Transfer
+from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline
 from kvplug.testing import PipeContract
 from kvplug.testing.memory import pipe as memory
 from kvplug.testing.memory.pipe import MemoryEndpoint, MemoryListener, MemoryPipe, Message
+from kvplug.transport.pipe import Transfer
 
 MIB = 1 << 20
 kept: list[Any] = []

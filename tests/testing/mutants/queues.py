@@ -22,10 +22,10 @@ from kvplug import (
     TransportError,
     Wait,
 )
+from kvplug.net.wire import encode
 from kvplug.testing import MessageQueueContract
 from kvplug.testing.contract.recipes import module_at
 from kvplug.testing.memory.queue import MemoryQueueEndpoint, MemoryReader, MemoryWriter, Message, Ring
-from kvplug.wire import encode
 
 socket_queue = module_at(str(Path(__file__).parents[1] / "subjects" / "socket_queue.py"))
 

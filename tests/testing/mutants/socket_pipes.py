@@ -11,10 +11,10 @@ from typing import Any
 # Where the sample is installed it is that one; the other processes import this file too.
 sys.path.append(str(Path(__file__).parents[3] / "docs" / "examples" / "kvplug-sample"))
 
-from kvplug.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
 from kvplug.errors import PeerGoneError, TimeoutError
+from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
+from kvplug.net.wire.frames import FrameKind, Header
 from kvplug.testing import PipeContract
-from kvplug.wire.frames import FrameKind, Header
 from kvplug_sample import pipe as sample
 from kvplug_sample.light import SampleOptions
 from kvplug_sample.pipe import SampleListener, SamplePipe

@@ -1,6 +1,6 @@
 """The pipe "sample": one authenticated socket, one thread that writes, and whoever receives reads.
 
-A message is a frame of kvplug.wire: a header, then for a tensor its meta and its bytes.
+A message is a frame of kvplug.net.wire: a header, then for a tensor its meta and its bytes.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from kvplug import (
     dial,
     watch,
 )
-from kvplug.wire.frames import HEADER_SIZE, FrameKind, Header, decode_header, encode_header
-from kvplug.wire.tensors import copy_into, empty_like_meta, encode_meta, memory_of, meta_of, split_meta
+from kvplug.net.wire.frames import HEADER_SIZE, FrameKind, Header, decode_header, encode_header
+from kvplug.net.wire.tensors import copy_into, empty_like_meta, encode_meta, memory_of, meta_of, split_meta
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -7,7 +7,7 @@ import contextlib
 import pytest
 
 import kvplug
-from kvplug.wire.frames import FrameKind, encode_header
+from kvplug.net.wire.frames import FrameKind, encode_header
 from kvplug_sample.light import SampleOptions, describe
 from kvplug_sample.pipe import SampleEndpoint
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from kvplug.communicator.member import MOVED, SUMMED
 from kvplug.testing import waits
 from kvplug.testing.contract.base import law
 from kvplug.testing.contract.communicator.calls import Strided
 from kvplug.testing.contract.communicator.suite import WORLD, CommunicatorSuite
+from kvplug.transport.communicator.member import MOVED, SUMMED
 
 SHAPES: list[tuple[int, ...]] = [(3,), (2, 3), (1, 1), (3, 6, 2), (0, 3), (4, 0)]
 

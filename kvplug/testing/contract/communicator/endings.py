@@ -132,7 +132,7 @@ def _forks(parent: peers.Parent, recipe: dict[str, Any]) -> list[str]:
     import os
     import warnings
 
-    from kvplug.group.group import StatelessGroup
+    from kvplug.transport.group.group import StatelessGroup
 
     suite = judged_by(recipe)
     with StatelessGroup.create("unix:", rank=0, world_size=1) as group, suite.made(group) as made:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-from kvplug.communicator import RecvOp, SendOp
 from kvplug.errors import ConfigError, TensorMismatchError, TimeoutError, UnsupportedError
 from kvplug.testing import waits
 from kvplug.testing.contract.base import law
@@ -13,6 +12,7 @@ from kvplug.testing.contract.communicator.calls import Strided
 from kvplug.testing.contract.communicator.collectives import check, differs, tensor_of
 from kvplug.testing.contract.communicator.refusals import still_works
 from kvplug.testing.contract.communicator.suite import WORLD, CommunicatorSuite, check_raised
+from kvplug.transport.communicator import RecvOp, SendOp
 
 
 class PointToPoint(CommunicatorSuite):

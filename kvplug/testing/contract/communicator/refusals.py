@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from kvplug.communicator import RecvOp, SendOp
 from kvplug.errors import ConfigError, KvplugError, TensorMismatchError, UnsupportedError
 from kvplug.testing import waits
 from kvplug.testing.contract.base import law
 from kvplug.testing.contract.communicator.calls import Elsewhere
 from kvplug.testing.contract.communicator.collectives import check, tensor_of, total
 from kvplug.testing.contract.communicator.suite import WORLD, CommunicatorSuite, Ranks, check_raised
+from kvplug.transport.communicator import RecvOp, SendOp
 
 Each = Callable[[int], Sequence[Any]]
 _F32 = "float32"

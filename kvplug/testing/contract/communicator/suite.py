@@ -15,17 +15,17 @@ from typing import Any, ClassVar
 import attrs
 
 from kvplug import errors
-from kvplug.communicator import DeviceCommunicator
-from kvplug.context import CommunicatorContext
 from kvplug.errors import KvplugError
-from kvplug.group.group import StatelessGroup
-from kvplug.spec import Kind
+from kvplug.net.trust.credentials import Credentials
 from kvplug.testing import peers, waits
 from kvplug.testing.contract.base import Contract
 from kvplug.testing.contract.communicator.calls import Outcome, carried, perform
 from kvplug.testing.contract.recipes import judged_by
 from kvplug.testing.waits import Call
-from kvplug.trust.credentials import Credentials
+from kvplug.transport.communicator import DeviceCommunicator
+from kvplug.transport.context import CommunicatorContext
+from kvplug.transport.group.group import StatelessGroup
+from kvplug.transport.spec import Kind
 
 WORLD = 3
 LIFE_S = 300.0

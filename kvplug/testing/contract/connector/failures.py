@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvplug.connector.values import RequestEnd
+from kvplug.engine.connector.values import RequestEnd
 from kvplug.testing.contract.base import law
 from kvplug.testing.contract.connector.suite import ConnectorSuite
 from kvplug.testing.engine import CallOrder, EngineDouble, request_of

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvplug.connector.values import Request
+from kvplug.engine.connector.values import Request
 from kvplug.testing import orders, waits
 from kvplug.testing.contract.base import law
 from kvplug.testing.contract.connector.suite import ConnectorSuite

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvplug.connector.values import RequestEnd
+from kvplug.engine.connector.values import RequestEnd
 from kvplug.testing import waits
 from kvplug.testing.contract.base import law
 from kvplug.testing.contract.connector.suite import ConnectorSuite

@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from kvplug.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
 from kvplug.errors import ClosedError, TimeoutError, TransportError
-from kvplug.pipe import Pipe, Transfer
+from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
+from kvplug.transport.pipe import Pipe, Transfer
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -13,17 +13,17 @@ from typing import Any, ClassVar
 
 import pytest
 
-from kvplug.build import build_connector
+from kvplug.assembly import build_connector
+from kvplug.assembly.registry import Registry
 from kvplug.config import Config
-from kvplug.connector.values import Request
-from kvplug.registry import Registry
-from kvplug.spec import ConnectorSpec, Kind
+from kvplug.engine.connector.values import Request
 from kvplug.testing import waits
 from kvplug.testing.contract import base
 from kvplug.testing.contract.base import Contract
 from kvplug.testing.contract.connector.spoiling import SpoiledPipe, Switch
 from kvplug.testing.engine import EngineDouble, request_of
 from kvplug.testing.waits import Call
+from kvplug.transport.spec import ConnectorSpec, Kind
 
 _numbers = itertools.count(1)
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from functools import partial
 
 from kvplug.errors import EntryGoneError, KvplugError, TimeoutError
-from kvplug.events import RemovalReason, Removed, Snapshot, Stored
-from kvplug.lookup import LookupBuffer
 from kvplug.testing import waits
 from kvplug.testing.contract.base import law
 from kvplug.testing.contract.lookup.entries import Sink, entry, room_for, sized, unlike
@@ -22,6 +20,8 @@ from kvplug.testing.contract.lookup.suite import (
     taken,
 )
 from kvplug.testing.waits import Call, raises
+from kvplug.transport.events import RemovalReason, Removed, Snapshot, Stored
+from kvplug.transport.lookup import LookupBuffer
 
 
 class Clearing(LookupSuite):

@@ -12,9 +12,9 @@ import time
 from collections.abc import Callable
 
 from kvplug.errors import EntryGoneError, TimeoutError
-from kvplug.lookup import LookupStore
 from kvplug.testing.contract.base import law
 from kvplug.testing.contract.lookup.suite import LookupSuite
+from kvplug.transport.lookup import LookupStore
 
 FEW, MANY, MOST_GROWTH = 100, 10_000, 10.0
 _LENGTH = 24

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from kvplug.errors import ClosedError, EntryGoneError, KvplugError, PeerGoneError, TimeoutError
-from kvplug.lookup import LookupBuffer, LookupStore
 from kvplug.testing import waits
 from kvplug.testing.contract.base import law
 from kvplug.testing.contract.lookup.entries import Sink, entry, room_for, sized, unlike
@@ -25,6 +24,7 @@ from kvplug.testing.contract.lookup.suite import (
     taken,
 )
 from kvplug.testing.waits import Call, raises, until
+from kvplug.transport.lookup import LookupBuffer, LookupStore
 
 at_once_and_politely = pytest.mark.parametrize("verb", ["close", "abort"])
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import attrs
 
-from kvplug.lookup import Entry, EntryHeader
-from kvplug.wire.tensors import TensorMeta, copy_into, empty_like_meta, memory_of, meta_of
+from kvplug.net.wire.tensors import TensorMeta, copy_into, empty_like_meta, memory_of, meta_of
+from kvplug.transport.lookup import Entry, EntryHeader
 
 KIB = 1 << 10
 SIZED = 32 * KIB

@@ -5,9 +5,9 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING
 
-from kvplug.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
 from kvplug.errors import TimeoutError
-from kvplug.pipe import Pipe, Transfer
+from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
+from kvplug.transport.pipe import Pipe, Transfer
 
 if TYPE_CHECKING:
     from torch import Tensor

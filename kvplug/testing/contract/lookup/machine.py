@@ -17,11 +17,11 @@ from hypothesis.stateful import (
 )
 
 from kvplug.errors import CapacityError, EntryGoneError, TimeoutError
-from kvplug.lookup import LookupBuffer, LookupStore
 from kvplug.testing.contract.lookup.entries import Put, room_for, sized, unlike
 from kvplug.testing.contract.lookup.model import Model, Replica
 from kvplug.testing.contract.lookup.suite import insert, inserted, matched, missed, read, taken
 from kvplug.testing.waits import raises
+from kvplug.transport.lookup import LookupBuffer, LookupStore
 
 ROOM = 5
 # Few, so that keys collide and are each other's prefixes; neighbours, so that a tolerance shows.

@@ -61,7 +61,7 @@ class Replica:
     """What a listener knows: the entries that can be had, as the store's events have it."""
 
     def __init__(self) -> None:
-        from kvplug.events import Follower
+        from kvplug.transport.events import Follower
 
         self.held: dict[int, tuple[Query, bytes]] = {}
         self.events: list[Any] = []
@@ -69,7 +69,7 @@ class Replica:
         self.gaps = 0
 
     def __call__(self, event: Any) -> None:
-        from kvplug.events import Removed, Snapshot, Stored
+        from kvplug.transport.events import Removed, Snapshot, Stored
 
         self.events.append(event)
         if not self._follower.accept(event):

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from kvplug.errors import PeerGoneError, TimeoutError
-from kvplug.lookup import LookupBuffer
 from kvplug.testing import peers, waits
 from kvplug.testing.contract.base import law
 from kvplug.testing.contract.lookup.entries import Sink, room_for, sized, unlike
@@ -23,6 +22,7 @@ from kvplug.testing.contract.lookup.suite import (
     taken,
 )
 from kvplug.testing.waits import Call, raises, until
+from kvplug.transport.lookup import LookupBuffer
 
 
 def stop_in_the_middle(

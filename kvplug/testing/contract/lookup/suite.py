@@ -9,11 +9,8 @@ from typing import Any, ClassVar
 import pytest
 
 from kvplug.config import check_options
-from kvplug.context import LookupContext, PipeContext
 from kvplug.errors import TimeoutError
-from kvplug.lookup import Entry, LookupBuffer, LookupEndpoint, LookupStore
-from kvplug.pipe import Pipe, PipeEndpoint
-from kvplug.spec import Kind
+from kvplug.net.trust.credentials import Credentials
 from kvplug.testing import peers, waits
 from kvplug.testing.contract import base
 from kvplug.testing.contract.base import Contract
@@ -21,7 +18,10 @@ from kvplug.testing.contract.lookup.entries import Put
 from kvplug.testing.contract.lookup.gate import Gate
 from kvplug.testing.contract.recipes import judged_by
 from kvplug.testing.waits import Call
-from kvplug.trust.credentials import Credentials
+from kvplug.transport.context import LookupContext, PipeContext
+from kvplug.transport.lookup import Entry, LookupBuffer, LookupEndpoint, LookupStore
+from kvplug.transport.pipe import Pipe, PipeEndpoint
+from kvplug.transport.spec import Kind
 
 SOON_S = 0.3
 """The timeout of a call that must not succeed."""

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from kvplug.errors import EntryGoneError, KvplugError, TimeoutError
-from kvplug.lookup import LookupBuffer
 from kvplug.testing import waits
 from kvplug.testing.contract.base import law
 from kvplug.testing.contract.lookup.entries import entry, room_for, sized, unlike
@@ -24,6 +23,7 @@ from kvplug.testing.contract.lookup.suite import (
     taken,
 )
 from kvplug.testing.waits import Call, raises, until
+from kvplug.transport.lookup import LookupBuffer
 
 
 def take_until_quiet(end: LookupBuffer, query: Any, quiet_s: float = 1.0) -> list[int]:

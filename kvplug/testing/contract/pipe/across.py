@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from kvplug.pipe import Pipe
 from kvplug.testing import waits
 from kvplug.testing.contract.base import law
 from kvplug.testing.contract.pipe import far
 from kvplug.testing.contract.pipe.content import difference, dtypes, tensor_of
 from kvplug.testing.contract.pipe.suite import MIB, PipeSuite, received
 from kvplug.testing.waits import Call
+from kvplug.transport.pipe import Pipe
 
 SHAPES: list[tuple[int, ...]] = [(), (0,), (3, 0, 2), (7,), (2, 3, 4), (300, 50)]
 

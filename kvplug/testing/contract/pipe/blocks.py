@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from kvplug.errors import LayoutError, PeerGoneError, TensorMismatchError
-from kvplug.pipe import Blocks, Pipe
 from kvplug.testing import waits
 from kvplug.testing.contract.base import law
 from kvplug.testing.contract.pipe.content import difference, dtypes, tensor_of
 from kvplug.testing.contract.pipe.suite import MIB, PipeSuite, received, sent
 from kvplug.testing.peers import Parent
 from kvplug.testing.waits import Call, raises
+from kvplug.transport.pipe import Blocks, Pipe
 
 _DTYPES = ("float16", "bfloat16", "float8_e4m3fn", "uint8", "float32", "bool")
 _ROW = (4, 3, 8)  # tokens, heads, head size

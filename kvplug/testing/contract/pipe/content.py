@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvplug.wire.tensors import DTYPES, TensorMeta, copy_into, empty_like_meta, memory_of, meta_of
+from kvplug.net.wire.tensors import DTYPES, TensorMeta, copy_into, empty_like_meta, memory_of, meta_of
 
 
 def tensor_of(dtype: str, shape: tuple[int, ...], seed: int = 1) -> Any:

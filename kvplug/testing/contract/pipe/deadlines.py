@@ -11,12 +11,12 @@ import attrs
 import pytest
 
 from kvplug.errors import KvplugError, TimeoutError
-from kvplug.pipe import Pipe
 from kvplug.testing import waits
 from kvplug.testing.contract.base import law
 from kvplug.testing.contract.pipe.content import difference, tensor_of
 from kvplug.testing.contract.pipe.suite import LIMIT, PipeSuite, fill, received, sent
 from kvplug.testing.waits import Call, raises
+from kvplug.transport.pipe import Pipe
 
 _EARLY_S = 0.05
 """How much before its time a deadline may pass: clocks are read with less than that."""

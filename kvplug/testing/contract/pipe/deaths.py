@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 
 from kvplug.errors import PeerGoneError
-from kvplug.pipe import Pipe, Transfer
 from kvplug.testing import peers, waits
 from kvplug.testing.contract.base import law
 from kvplug.testing.contract.pipe import far
 from kvplug.testing.contract.pipe.suite import LIMIT, MIB, PipeSuite, fill
 from kvplug.testing.waits import Call, raises, until
+from kvplug.transport.pipe import Pipe, Transfer
 
 SIZES = (0, 1, 100, 5_000, 70_000, MIB, 3 * MIB, 24 * MIB)
 """Of the messages in which a peer is killed: within one read and one buffer, and far beyond."""

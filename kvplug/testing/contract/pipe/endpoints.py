@@ -8,13 +8,13 @@ import attrs
 import pytest
 
 from kvplug.errors import AuthenticationError, PeerGoneError, TimeoutError, TransportError, WireError
-from kvplug.pipe import Pipe, PipeEndpoint, PipeListener
+from kvplug.net.trust.credentials import Credentials, Secret
 from kvplug.testing import waits
 from kvplug.testing.contract.base import law
 from kvplug.testing.contract.pipe.content import difference, tensor_of
 from kvplug.testing.contract.pipe.suite import MIB, PipeSuite, received, sent
 from kvplug.testing.waits import Call, raises
-from kvplug.trust.credentials import Credentials, Secret
+from kvplug.transport.pipe import Pipe, PipeEndpoint, PipeListener
 
 _LONGEST_CONTACT = 2000
 """Characters: it fits into a line of a log, an environment variable, a field of a store."""

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from kvplug.errors import ClosedError, PeerGoneError, TimeoutError
-from kvplug.pipe import Pipe
 from kvplug.testing import waits
 from kvplug.testing.contract.base import law
 from kvplug.testing.contract.pipe.content import difference, tensor_of
 from kvplug.testing.contract.pipe.suite import LIMIT, MIB, PipeSuite, fill, received, sent
 from kvplug.testing.waits import Call, raises, until
+from kvplug.transport.pipe import Pipe
 
 ENDS = ("close", "abort")
 _LONG_S = 600.0

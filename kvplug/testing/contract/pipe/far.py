@@ -11,10 +11,10 @@ from functools import cache
 from typing import Any
 
 from kvplug.errors import PeerGoneError
-from kvplug.pipe import Pipe, PipeListener, Transfer
 from kvplug.testing import peers
 from kvplug.testing.contract.pipe.footprint import Footprint
 from kvplug.testing.peers import Parent
+from kvplug.transport.pipe import Pipe, PipeListener, Transfer
 
 _BLOCK = (1 << 20) + 7
 

@@ -11,12 +11,12 @@ from functools import partial
 from typing import Any
 
 from kvplug.errors import ClosedError, PeerGoneError
-from kvplug.pipe import Pipe, PipeListener
 from kvplug.testing import peers, waits
 from kvplug.testing.contract.base import law
 from kvplug.testing.contract.pipe import far
 from kvplug.testing.contract.pipe.suite import MIB, PipeSuite, fill, received
 from kvplug.testing.waits import Call, raises
+from kvplug.transport.pipe import Pipe, PipeListener
 
 
 def in_forked_child(call: Callable[[], str]) -> str:

@@ -8,12 +8,12 @@ from typing import Any, Final
 import pytest
 
 from kvplug.errors import TensorMismatchError, UnsupportedError
+from kvplug.net.wire.tensors import DTYPES, memory_of
 from kvplug.testing import waits
 from kvplug.testing.contract.base import law
 from kvplug.testing.contract.pipe.content import difference, dtypes, tensor_of
 from kvplug.testing.contract.pipe.suite import MIB, PipeSuite, received, sent
 from kvplug.testing.waits import Call
-from kvplug.wire.tensors import DTYPES, memory_of
 
 _PEAK: Final = Path("/proc/self/clear_refs")
 _MISFITS: Final = {

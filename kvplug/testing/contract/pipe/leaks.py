@@ -13,13 +13,13 @@ from collections.abc import Callable
 from functools import partial
 
 from kvplug.errors import PeerGoneError
-from kvplug.pipe import Pipe
 from kvplug.testing import peers, waits
 from kvplug.testing.contract.base import law
 from kvplug.testing.contract.pipe import far
 from kvplug.testing.contract.pipe.footprint import Footprint
 from kvplug.testing.contract.pipe.suite import MIB, PipeSuite, received
 from kvplug.testing.waits import Call, raises
+from kvplug.transport.pipe import Pipe
 
 WARM_UP = 10
 NBYTES = MIB

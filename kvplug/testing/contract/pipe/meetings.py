@@ -12,12 +12,12 @@ from functools import partial
 import pytest
 
 from kvplug.errors import AuthenticationError, PeerGoneError
-from kvplug.pipe import Pipe, PipeListener
 from kvplug.testing import waits
 from kvplug.testing.contract.base import law
 from kvplug.testing.contract.pipe import far
 from kvplug.testing.contract.pipe.suite import PipeSuite, received
 from kvplug.testing.waits import Call, raises, until
+from kvplug.transport.pipe import Pipe, PipeListener
 
 
 class Meetings(PipeSuite):

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvplug.pipe import Pipe
 from kvplug.testing import waits
 from kvplug.testing.contract.base import law
 from kvplug.testing.contract.pipe.content import said
 from kvplug.testing.contract.pipe.suite import MIB, PipeSuite
 from kvplug.testing.waits import Call
+from kvplug.transport.pipe import Pipe
 
 _SMALL = (0, 1, 0, 7, 100, 1000, 5000)
 _LARGE = (1000, 0, MIB - 1, 70_000, 4096, MIB + 1, 1, 3 * MIB)

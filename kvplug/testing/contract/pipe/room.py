@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 from kvplug.errors import TimeoutError
-from kvplug.pipe import Pipe
 from kvplug.testing import waits
 from kvplug.testing.contract.base import law
 from kvplug.testing.contract.pipe.content import difference, tensor_of
 from kvplug.testing.contract.pipe.suite import LIMIT, MIB, PipeSuite, fill, received, sent
 from kvplug.testing.waits import Call, raises
+from kvplug.transport.pipe import Pipe
 
 _MOST_EMPTY = 100_000
 """Messages without content that fit into 64 KiB by nobody's count."""

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from kvplug.errors import KvplugError, TimeoutError
-from kvplug.pipe import Pipe
 from kvplug.testing import waits
 from kvplug.testing.contract.base import law
 from kvplug.testing.contract.pipe import far
 from kvplug.testing.contract.pipe.suite import LIMIT, MIB, MOST_ACCEPTED, PipeSuite, received
 from kvplug.testing.waits import Call, raises, until
+from kvplug.transport.pipe import Pipe
 
 HEARTBEAT_S = 0.5
 """``heartbeat_timeout_s`` of a peer that is stopped for longer: on this host it is not to count."""

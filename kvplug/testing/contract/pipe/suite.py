@@ -8,15 +8,15 @@ from typing import Any, ClassVar
 import pytest
 
 from kvplug.config import option_fields
-from kvplug.context import PipeContext
 from kvplug.errors import TimeoutError
-from kvplug.pipe import Pipe, PipeEndpoint, PipeListener, Transfer
-from kvplug.spec import Kind
+from kvplug.net.trust.credentials import Credentials
 from kvplug.testing import peers, waits
 from kvplug.testing.contract.base import Contract
 from kvplug.testing.contract.recipes import judged_by
 from kvplug.testing.waits import Call
-from kvplug.trust.credentials import Credentials
+from kvplug.transport.context import PipeContext
+from kvplug.transport.pipe import Pipe, PipeEndpoint, PipeListener, Transfer
+from kvplug.transport.spec import Kind
 
 MIB = 1 << 20
 LIMIT = 2 * MIB

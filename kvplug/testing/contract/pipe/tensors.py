@@ -11,12 +11,12 @@ import attrs
 import pytest
 
 from kvplug.errors import UnsupportedError
+from kvplug.net.wire.tensors import DTYPES, MAX_DIMS
 from kvplug.testing import waits
 from kvplug.testing.contract.base import law
 from kvplug.testing.contract.pipe.content import difference, dtypes, tensor_of
 from kvplug.testing.contract.pipe.suite import MIB, PipeSuite, received, sent
 from kvplug.testing.waits import Call, raises
-from kvplug.wire.tensors import DTYPES, MAX_DIMS
 
 SHAPES: Final = [(), (0,), (3, 0, 2), (1,), (7,), (3, 5), (2, 3, 4)]
 SIZES: Final = [1, 15, 4095, 4096, 4097, 65_535, 65_536, 65_537, MIB - 1, MIB, MIB + 1, 3 * MIB + 5]

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from kvplug.errors import ClosedError, KvplugError, PeerGoneError, TimeoutError
-from kvplug.pipe import Transfer
 from kvplug.testing import waits
 from kvplug.testing.contract.base import law
 from kvplug.testing.contract.pipe.content import difference, tensor_of
 from kvplug.testing.contract.pipe.suite import MIB, PipeSuite, fill, received, sent
 from kvplug.testing.waits import Call, raises, until
+from kvplug.transport.pipe import Transfer
 
 
 class Transfers(PipeSuite):

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from kvplug.errors import CapacityError, TimeoutError, UnsupportedError
-from kvplug.queue import MessageQueue
 from kvplug.testing import waits
 from kvplug.testing.contract.base import law
 from kvplug.testing.contract.queue.suite import CHUNK, CHUNKS, QueueSuite, fill, received, sent, wrong
 from kvplug.testing.waits import Call, raises
+from kvplug.transport.queue import MessageQueue
 
 
 class FaultOfTheBlockError(Exception):

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from kvplug.errors import ClosedError, PeerGoneError
-from kvplug.queue import MessageQueue
 from kvplug.testing import peers, waits
 from kvplug.testing.contract.base import law
 from kvplug.testing.contract.queue.chunks import read, write
@@ -18,6 +17,7 @@ from kvplug.testing.contract.queue.suite import CHUNKS, QueueSuite, fill, receiv
 from kvplug.testing.contract.queue.waiting import acquire_read, acquire_write
 from kvplug.testing.contract.recipes import judged_by
 from kvplug.testing.waits import Call, raises, until
+from kvplug.transport.queue import MessageQueue
 
 ROUNDS = 1_000
 

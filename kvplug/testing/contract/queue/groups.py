@@ -7,12 +7,12 @@ from typing import Any, Final
 import pytest
 
 from kvplug.errors import KvplugError, TransportError
-from kvplug.group.group import StatelessGroup
-from kvplug.queue import MessageQueue
 from kvplug.testing import waits
 from kvplug.testing.contract.base import law
 from kvplug.testing.contract.queue.suite import CHUNKS, QueueSuite, received, sent, wrong
 from kvplug.testing.waits import Call
+from kvplug.transport.group.group import StatelessGroup
+from kvplug.transport.queue import MessageQueue
 
 WORLD: Final = 3
 REFUSAL: Final = "no room for another reader"

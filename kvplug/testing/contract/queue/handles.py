@@ -14,17 +14,17 @@ from typing import Any
 import pytest
 
 from kvplug.errors import ConfigError, KvplugError, WireError
-from kvplug.queue import MessageQueue, QueueHandle
+from kvplug.net.wire.values import decode, encode
 from kvplug.testing import waits
 from kvplug.testing.contract.base import law
 from kvplug.testing.contract.queue.suite import QueueSuite, received, sent
 from kvplug.testing.contract.recipes import judged_by
 from kvplug.testing.peers import Parent
 from kvplug.testing.waits import raises
-from kvplug.wire.values import decode, encode
+from kvplug.transport.queue import MessageQueue, QueueHandle
 
 CARRIERS: dict[str, Callable[[Any], Any]] = {
-    "kvplug.wire": lambda plain: decode(encode(plain)),
+    "kvplug.net.wire": lambda plain: decode(encode(plain)),
     "JSON": lambda plain: json.loads(json.dumps(plain)),
 }
 ROOMS = 24

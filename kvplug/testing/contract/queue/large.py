@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from kvplug.queue import MessageQueue
+from kvplug.net.wire.tensors import memory_of
 from kvplug.testing import waits
 from kvplug.testing.contract.base import law
 from kvplug.testing.contract.queue.suite import CHUNK, CHUNKS, MIB, QueueSuite, all_received, sent, wrong
 from kvplug.testing.peers import Parent
 from kvplug.testing.waits import Call
-from kvplug.wire.tensors import memory_of
+from kvplug.transport.queue import MessageQueue
 
 READERS = 3
 ROUNDS = 3

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvplug.errors import TransportError, UnsupportedError
-from kvplug.queue import MessageQueue
+from kvplug.net.wire.values import encode
 from kvplug.testing import waits
 from kvplug.testing.contract.base import law
 from kvplug.testing.contract.queue.suite import (
@@ -23,7 +23,7 @@ from kvplug.testing.contract.queue.suite import (
     wrong,
 )
 from kvplug.testing.waits import Call, raises, until
-from kvplug.wire.values import encode
+from kvplug.transport.queue import MessageQueue
 
 PLAIN: dict[str, Any] = {
     "None": None,

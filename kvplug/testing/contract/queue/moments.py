@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 
 from kvplug.errors import PeerGoneError, TimeoutError
-from kvplug.queue import MessageQueue
 from kvplug.testing import waits
 from kvplug.testing.contract.base import law
 from kvplug.testing.contract.queue.suite import CHUNK, QueueSuite
 from kvplug.testing.peers import Parent, Peer
 from kvplug.testing.waits import Call, until
+from kvplug.transport.queue import MessageQueue
 
 SIZES = (10, CHUNK // 2, 3000, 3 * CHUNK, 100)
 """Bytes of the messages, in turn."""

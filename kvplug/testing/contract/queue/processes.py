@@ -8,7 +8,6 @@ import time
 from typing import Any
 
 from kvplug.errors import ConfigError, PeerGoneError, TimeoutError
-from kvplug.queue import MessageQueue, QueueHandle
 from kvplug.testing import waits
 from kvplug.testing.contract.base import law
 from kvplug.testing.contract.queue.chunks import read
@@ -16,6 +15,7 @@ from kvplug.testing.contract.queue.suite import CHUNKS, QueueSuite, fill, receiv
 from kvplug.testing.contract.queue.waiting import check_named
 from kvplug.testing.peers import Parent
 from kvplug.testing.waits import Call, raises, until
+from kvplug.transport.queue import MessageQueue, QueueHandle
 
 
 def drain(parent: Parent, reader: MessageQueue, count: int) -> Any:

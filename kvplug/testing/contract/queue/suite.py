@@ -7,14 +7,14 @@ import importlib
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, NamedTuple
 
-from kvplug.context import QueueContext
-from kvplug.queue import MessageQueue, QueueEndpoint, QueueHandle
-from kvplug.spec import Kind
+from kvplug.net.trust.credentials import Credentials
 from kvplug.testing import peers, waits
 from kvplug.testing.contract.base import Contract
 from kvplug.testing.contract.recipes import judged_by
 from kvplug.testing.waits import Call
-from kvplug.trust.credentials import Credentials
+from kvplug.transport.context import QueueContext
+from kvplug.transport.queue import MessageQueue, QueueEndpoint, QueueHandle
+from kvplug.transport.spec import Kind
 
 KIB, MIB = 1 << 10, 1 << 20
 CHUNK = 64 * KIB

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 from kvplug.errors import BusyError, CancelledError, TimeoutError
-from kvplug.queue import MessageQueue
 from kvplug.testing import waits
 from kvplug.testing.contract.base import law
 from kvplug.testing.contract.queue.suite import CHUNKS, QueueSuite, fill, received, sent
 from kvplug.testing.waits import Call, raises, until
+from kvplug.transport.queue import MessageQueue
 
 DEADLINE_S = 0.3
 

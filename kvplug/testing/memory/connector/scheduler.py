@@ -8,9 +8,9 @@ from typing import Any, ClassVar
 
 import attrs
 
-from kvplug.connector.scheduler import SchedulerConnector
-from kvplug.connector.values import BlockIds, Plain, Request, RequestEnd, SchedulerOutput, WorkerOutput
-from kvplug.context import ConnectorContext
+from kvplug.engine.connector.scheduler import SchedulerConnector
+from kvplug.engine.connector.values import BlockIds, Plain, Request, RequestEnd, SchedulerOutput, WorkerOutput
+from kvplug.engine.context import ConnectorContext
 from kvplug.errors import ConfigError, KvplugError, PeerGoneError
 from kvplug.metrics.reasons import Reason
 from kvplug.testing.memory.reference import Reference, StaleError

@@ -6,10 +6,10 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from kvplug.checksum import digest
-from kvplug.connector.values import Plain
-from kvplug.connector.worker import WorkerConnector
-from kvplug.context import ConnectorContext
+from kvplug.engine.connector.values import Plain
+from kvplug.engine.connector.worker import WorkerConnector
+from kvplug.engine.context import ConnectorContext
+from kvplug.engine.layout import gather, scatter
 from kvplug.errors import (
     ClosedError,
     EntryGoneError,
@@ -18,10 +18,10 @@ from kvplug.errors import (
     LayoutError,
     TimeoutError,
 )
-from kvplug.layout import gather, scatter
 from kvplug.metrics.reasons import Reason, reason_of
+from kvplug.net.checksum import digest
+from kvplug.net.wire.tensors import memory_of
 from kvplug.testing.memory.shelf import Entry, Shelf, form_of
-from kvplug.wire.tensors import memory_of
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from kvplug import Blocks, CapacityError, TensorMismatchError, UnsupportedError
-from kvplug.wire import TensorMeta
-from kvplug.wire.messages import NONE, is_dense, tensor_prefix
-from kvplug.wire.tensors import as_bits, dense, dtype_name, meta_of
+from kvplug.net.wire import TensorMeta
+from kvplug.net.wire.messages import NONE, is_dense, tensor_prefix
+from kvplug.net.wire.tensors import as_bits, dense, dtype_name, meta_of
 from kvplug_cuda_ipc.cudart.library import Event
 from kvplug_cuda_ipc.device import Device
 

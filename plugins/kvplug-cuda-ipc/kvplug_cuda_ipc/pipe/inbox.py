@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
 from kvplug import Deadline, Fate, PeerGoneError, TimeoutError, TransportError, WireError
-from kvplug.wire import TensorMeta
+from kvplug.net.wire import TensorMeta
 from kvplug_cuda_ipc.cudart.errors import CudaError
 from kvplug_cuda_ipc.cudart.library import Event
 from kvplug_cuda_ipc.device import Device, Stream

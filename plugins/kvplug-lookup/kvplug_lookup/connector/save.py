@@ -23,7 +23,7 @@ from kvplug import (
     digest,
     gather,
 )
-from kvplug.wire import memory_of
+from kvplug.net.wire import memory_of
 from kvplug_lookup.connector.device import Mark, wait_for_device
 from kvplug_lookup.connector.plan import SavePlan
 

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from kvplug import Blocks, CapacityError, Deadline, TensorMismatchError, UnsupportedError
-from kvplug.wire import TensorMeta, copy_into, memory_of
-from kvplug.wire.messages import NONE, is_dense, tensor_prefix
-from kvplug.wire.tensors import as_bits, dense, dtype_name, meta_of
+from kvplug.net.wire import TensorMeta, copy_into, memory_of
+from kvplug.net.wire.messages import NONE, is_dense, tensor_prefix
+from kvplug.net.wire.tensors import as_bits, dense, dtype_name, meta_of
 from kvplug_pynccl.device import Device, Event
 from kvplug_pynccl.pipe.frames import MOST_PIECES
 

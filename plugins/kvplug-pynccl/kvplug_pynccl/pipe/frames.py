@@ -17,8 +17,8 @@ from typing import Final
 import attrs
 
 from kvplug import WireError
-from kvplug.wire.messages import read_prefix
-from kvplug.wire.tensors import TensorMeta
+from kvplug.net.wire.messages import read_prefix
+from kvplug.net.wire.tensors import TensorMeta
 
 WINDOW: Final = 64
 """How many messages may be announced and not taken: what a receiver that stops has to remember."""

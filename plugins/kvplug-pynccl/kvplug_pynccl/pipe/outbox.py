@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable
 
 from kvplug import Deadline, Fate, KvplugError, TimeoutError, Transfer, WireError
-from kvplug.wire.messages import read_prefix
+from kvplug.net.wire.messages import read_prefix
 from kvplug_pynccl.operation import Operation
 from kvplug_pynccl.pipe.content import Content
 from kvplug_pynccl.pipe.frames import WINDOW, Announcement, Frame

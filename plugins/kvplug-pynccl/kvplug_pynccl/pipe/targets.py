@@ -6,8 +6,8 @@ import abc
 from typing import TYPE_CHECKING
 
 from kvplug import Blocks, Deadline
-from kvplug.wire import TensorMeta
-from kvplug.wire.tensors import as_bits
+from kvplug.net.wire import TensorMeta
+from kvplug.net.wire.tensors import as_bits
 from kvplug_pynccl.device import Device
 from kvplug_pynccl.pipe.content import Memory, check_blocks, check_out, fill, is_plain, runs
 

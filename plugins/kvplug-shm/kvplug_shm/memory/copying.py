@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from kvplug.wire.copying import copy_bytes
+from kvplug.net.wire.copying import copy_bytes
 
 LETS_GO_FROM: Final = 256 * 1024
 """Bytes from which memmove is called. It costs 1.6 microseconds more, a third of a copy of this size. With

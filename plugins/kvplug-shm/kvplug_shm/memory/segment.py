@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Final
 
 from kvplug import CapacityError, WireError
-from kvplug.wire.copying import address_of
+from kvplug.net.wire.copying import address_of
 from kvplug_shm.memory import memfd
 from kvplug_shm.memory.limits import in_words
 

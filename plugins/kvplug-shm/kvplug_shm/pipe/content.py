@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvplug.wire.copying import address_of
-from kvplug.wire.messages import is_dense
-from kvplug.wire.tensors import memory_of
+from kvplug.net.wire.copying import address_of
+from kvplug.net.wire.messages import is_dense
+from kvplug.net.wire.tensors import memory_of
 from kvplug_shm.native.spans import Span
 from kvplug_shm.pipe.head import OF_NONE, head_of
 from kvplug_shm.pipe.rings import Outgoing

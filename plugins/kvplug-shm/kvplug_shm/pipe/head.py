@@ -8,7 +8,7 @@ from typing import Final
 
 import torch
 
-from kvplug.wire.messages import NONE, tensor_prefix
+from kvplug.net.wire.messages import NONE, tensor_prefix
 from kvplug_shm.native import library
 from kvplug_shm.pipe.rings import LINE, SMALLEST_COST, lines
 

@@ -22,8 +22,8 @@ from kvplug import (
     TimeoutError,
     WireError,
 )
-from kvplug.wire.messages import check_fits, is_dense
-from kvplug.wire.tensors import copy_into, memory_of, memory_of_writable
+from kvplug.net.wire.messages import check_fits, is_dense
+from kvplug.net.wire.tensors import copy_into, memory_of, memory_of_writable
 from kvplug_shm.memory import waiting
 from kvplug_shm.memory.attach import PeerMemory
 from kvplug_shm.memory.pool import Pool

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 import attrs
 
-from kvplug.wire.messages import tensor_prefix
+from kvplug.net.wire.messages import tensor_prefix
 from kvplug_shm.memory.attach import PeerMemory
 from kvplug_shm.memory.huge_pages import in_huge_pages
 from kvplug_shm.pipe.announcement import OFFERED, address_line

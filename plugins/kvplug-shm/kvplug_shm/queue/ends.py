@@ -16,7 +16,7 @@ from kvplug import (
     Wait,
     close_after_fork,
 )
-from kvplug.wire import Limits
+from kvplug.net.wire import Limits
 from kvplug_shm.queue.stay import Stay
 
 

@@ -31,7 +31,7 @@ from kvplug import (
     WireError,
     watch,
 )
-from kvplug.wire import Limits, decode, encode
+from kvplug.net.wire import Limits, decode, encode
 from kvplug_shm.memory.handing import recv_fds, send_fd
 from kvplug_shm.memory.limits import in_words
 from kvplug_shm.queue.ring_buffer import ShmRingBuffer, Sizes

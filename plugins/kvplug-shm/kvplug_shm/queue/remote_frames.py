@@ -31,7 +31,7 @@ from typing import Any, Final, NamedTuple
 import zmq
 
 from kvplug import WireError
-from kvplug.wire import Limits, decode, encode
+from kvplug.net.wire import Limits, decode, encode
 from kvplug_shm.queue.far import Message
 
 VERSION: Final = 1

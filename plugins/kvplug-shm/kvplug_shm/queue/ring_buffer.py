@@ -17,7 +17,7 @@ from typing import Final
 import attrs
 
 from kvplug import ConfigError, WireError
-from kvplug.wire import aligned
+from kvplug.net.wire import aligned
 from kvplug_shm.memory.segment import Segment
 from kvplug_shm.memory.words import Words
 from kvplug_shm.queue.extents import small_nbytes

@@ -17,7 +17,7 @@ from kvplug import (
     Reader,
     Timeout,
 )
-from kvplug.wire import aligned, encode_apart
+from kvplug.net.wire import aligned, encode_apart
 from kvplug_shm.memory.copying import LETS_GO_FROM, into
 from kvplug_shm.memory.waiting import NAP_S, nap
 from kvplug_shm.options import ShmQueueOptions

@@ -1,4 +1,4 @@
-"""The pipe: a blocking socket, frames of kvplug.wire, the turns and deadlines of kvplug."""
+"""The pipe: a blocking socket, frames of kvplug.net.wire, the turns and deadlines of kvplug."""
 
 import contextlib
 import os
@@ -22,8 +22,8 @@ from kvplug import (
     dial,
     watch,
 )
-from kvplug.wire.frames import HEADER_SIZE, FrameKind, decode_header, encode_header
-from kvplug.wire.tensors import copy_into, empty_like_meta, encode_meta, memory_of, meta_of, split_meta
+from kvplug.net.wire.frames import HEADER_SIZE, FrameKind, decode_header, encode_header
+from kvplug.net.wire.tensors import copy_into, empty_like_meta, encode_meta, memory_of, meta_of, split_meta
 
 PURPOSE = "kvplug-kept pipe"
 

@@ -1,0 +1,29 @@
+"""The composition root: the only place where names become things.
+
+Config + Registry -> a connector side, a pipe, a message queue or a device communicator. Everything below is
+handed what it needs.
+"""
+
+from kvplug.assembly.communicators import build_communicator
+from kvplug.assembly.connector import (
+    build_connector,
+    check_config,
+    connector_class,
+    lacks_pipe,
+    required_layout,
+)
+from kvplug.assembly.pipes import PipeServer, connect_pipe, listen_pipe
+from kvplug.assembly.queues import build_queue
+
+__all__ = [
+    "PipeServer",
+    "build_communicator",
+    "build_connector",
+    "build_queue",
+    "check_config",
+    "connect_pipe",
+    "connector_class",
+    "lacks_pipe",
+    "listen_pipe",
+    "required_layout",
+]

@@ -1,0 +1,67 @@
+"""Config + Registry -> a device communicator."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from kvplug.assembly.chosen import chosen
+from kvplug.assembly.connector import Parts, credentials_of, must_authenticate
+from kvplug.assembly.registry import Registry
+from kvplug.config import Config
+from kvplug.errors import PluginError
+from kvplug.transport.capabilities import Requirements
+from kvplug.transport.communicator import DeviceCommunicator
+from kvplug.transport.context import CommunicatorContext
+from kvplug.transport.group.group import StatelessGroup
+from kvplug.transport.spec import Kind
+
+
+def build_communicator(
+    config: Config,
+    group: StatelessGroup,
+    *,
+    device: str | None = None,
+    device_group: Any = None,
+    unique_name: str = "",
+    ranks: Iterable[int] | None = None,
+    global_world_size: int | None = None,
+    data_parallel_size: int = 1,
+    all2all_backend: str = "",
+    registry: Registry | None = None,
+) -> DeviceCommunicator:
+    """This rank's end of the device communicator that the config's ``communicator`` names.
+
+    All ranks of the group call it. ``device`` is the config's where nothing is said; the other arguments are
+    those of :class:`~kvplug.transport.context.CommunicatorContext`.
+
+    Raises:
+        ConfigError: the options are wrong; every fault at once.
+        UnknownTransportError, AmbiguousNameError: the name is not there, or there twice.
+        PluginError: the named one cannot work here, or none is installed for "auto".
+        InsecureAddressError: other hosts can reach the config's host, and there is no secret.
+        TimeoutError, PeerGoneError: a rank did not come, or is gone; names it.
+    """
+    device = config.device if device is None else device
+    parts = Parts(config, Registry.from_env() if registry is None else registry)
+    parts.check(keys=("communicator",))
+    required = Requirements(device=device.partition(":")[0], authenticated=must_authenticate(config))
+    spec = chosen(parts, Kind.COMMUNICATOR, config.communicator, required)
+    context = CommunicatorContext(
+        options=parts.options_of(spec),
+        credentials=credentials_of(config),
+        host=config.host,
+        group=group,
+        device_group=device_group,
+        device=device,
+        unique_name=unique_name,
+        ranks=ranks,
+        global_world_size=global_world_size,
+        data_parallel_size=data_parallel_size,
+        all2all_backend=all2all_backend,
+        timeout_s=config.timeout_s,
+    )
+    made = spec.load_factory()(context)
+    if not isinstance(made, DeviceCommunicator):
+        raise PluginError(f"communicator {spec.name!r} made {made!r}, which is no DeviceCommunicator")
+    return made

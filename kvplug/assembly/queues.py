@@ -1,0 +1,69 @@
+"""Config + Registry -> a message queue's endpoint."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+
+import attrs
+
+from kvplug.assembly.chosen import chosen
+from kvplug.assembly.connector import Parts, credentials_of, must_authenticate
+from kvplug.assembly.registry import Registry
+from kvplug.config import Config
+from kvplug.errors import PluginError
+from kvplug.transport.capabilities import Requirements
+from kvplug.transport.context import QueueContext
+from kvplug.transport.queue import MAX_CHUNK_BYTES, MAX_CHUNKS, WARNING_INTERVAL_S, QueueEndpoint
+from kvplug.transport.spec import Kind, TransportSpec
+
+
+def build_queue(
+    config: Config,
+    *,
+    n_reader: int = 1,
+    local_reader_ranks: Iterable[int] | None = None,
+    max_chunk_bytes: int = MAX_CHUNK_BYTES,
+    max_chunks: int = MAX_CHUNKS,
+    warning_interval_s: float = WARNING_INTERVAL_S,
+    registry: Registry | None = None,
+) -> QueueEndpoint:
+    """What makes the ends of message queues: of the one that the config's ``queue`` names.
+
+    Where that one goes around another, the other must serve here as if it were named itself. The
+    arguments are those of :class:`~kvplug.transport.context.QueueContext`.
+
+    Raises:
+        ConfigError: the options are wrong; every fault at once.
+        UnknownTransportError, AmbiguousNameError: the name is not there, or there twice.
+        PluginError: the named one, or the one beneath it, cannot work here, or none is installed for "auto".
+        InsecureAddressError: other hosts can reach the config's host, and there is no secret.
+    """
+    parts = Parts(config, Registry.from_env() if registry is None else registry)
+    parts.check(keys=("queue",))
+    required = Requirements(authenticated=must_authenticate(config))
+    around = parts.around(Kind.QUEUE, config.queue)
+    spec = chosen(parts, Kind.QUEUE, config.queue if around is None else around.over, required)
+    context = QueueContext(
+        options=parts.options_of(spec),
+        credentials=credentials_of(config),
+        host=config.host,
+        n_reader=n_reader,
+        local_reader_ranks=local_reader_ranks,
+        max_chunk_bytes=max_chunk_bytes,
+        max_chunks=max_chunks,
+        timeout_s=config.timeout_s,
+        warning_interval_s=warning_interval_s,
+        heartbeat_timeout_s=config.heartbeat_timeout_s,
+    )
+    if around is None:
+        return _made(spec, context)
+    beneath = functools.partial(_made, spec, context)
+    return _made(around.spec, attrs.evolve(context, options=around.options, beneath=beneath))
+
+
+def _made(spec: TransportSpec, context: QueueContext) -> QueueEndpoint:
+    endpoint = spec.load_factory()(context)
+    if not isinstance(endpoint, QueueEndpoint):
+        raise PluginError(f"queue {spec.name!r} made {endpoint!r}, which is no QueueEndpoint; subclass it")
+    return endpoint

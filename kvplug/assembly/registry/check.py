@@ -1,0 +1,130 @@
+"""Faults of names and of plugins' options, all at once: what only those who know the plugins can see."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from kvplug.assembly.registry.registry import Registry
+from kvplug.config import check_options
+from kvplug.config.faults import did_you_mean, listed, shown
+from kvplug.config.options import option_fields
+from kvplug.errors import ConfigError, PluginError
+from kvplug.net import checksum
+from kvplug.transport.spec import CommandSpec, ConnectorSpec, Kind, SinkSpec, TransportSpec
+
+CHOSEN: Mapping[str, Kind] = {
+    "connector": Kind.CONNECTOR,
+    "transport": Kind.PIPE,
+    "queue": Kind.QUEUE,
+    "lookup_buffer": Kind.LOOKUP_BUFFER,
+    "communicator": Kind.COMMUNICATOR,
+}
+"""Keys of a config that name something, and what kind of thing."""
+
+
+def name_faults(
+    registry: Registry, names: Mapping[str, Any], options: Mapping[str, Mapping[str, Any]]
+) -> tuple[str, ...]:
+    """What is wrong with the names in a config, and with every table of options in it.
+
+    ``names`` holds the keys of :data:`CHOSEN`, ``sinks`` and ``integrity``, as far as their form is right.
+    """
+    faults: list[str] = []
+    for key, kind in CHOSEN.items():
+        name = names.get(key)
+        if name is None or name == "auto":
+            continue
+        try:
+            spec = registry.get(kind, name)
+        except PluginError as e:
+            faults.append(f"{key}: {e}")
+            continue
+        given = options.get(spec.name, {})
+        if not given and not isinstance(spec, CommandSpec):
+            faults += _spec_faults(spec, given)  # something may have to be given
+        if isinstance(spec, TransportSpec) and spec.wraps:
+            faults += _over_faults(registry, spec, given)
+    for name in names.get("sinks", ()):
+        try:
+            registry.get(Kind.SINK, name)
+        except PluginError as e:
+            faults.append(f"sinks: {e}")
+    integrity = names.get("integrity", "auto")
+    if integrity not in ("auto", "off", *checksum.NAMES):
+        allowed = f"allowed is {listed(['auto', 'off', *checksum.NAMES])}"
+        faults.append(
+            f"integrity: {shown(integrity)} was given; {allowed}{did_you_mean(integrity, checksum.NAMES)}"
+        )
+    for name, given in options.items():
+        faults += option_faults(registry, name, given)
+    return tuple(dict.fromkeys(faults))  # things of one name may share a class of options, and its faults
+
+
+def option_faults(registry: Registry, name: str, given: Mapping[str, Any]) -> list[str]:
+    """What is wrong with ``[options.<name>]``, for everything that is called so."""
+    specs = [spec for _, spec in registry if spec.name == name and not isinstance(spec, CommandSpec)]
+    if not specs:
+        known = {spec.name for _, spec in registry if not isinstance(spec, CommandSpec)}
+        return [f"options.{name}: nothing of that name is installed{did_you_mean(name, known)}"]
+    return [fault for spec in specs for fault in _spec_faults(spec, own_part(registry, spec, given))]
+
+
+def own_part(registry: Registry, spec: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+    """What of ``[options.<name>]`` is for ``spec``: without keys that only others of that name know.
+
+    A pipe and a connector may be called the same; each has its own options, in one table.
+    """
+    others = [
+        other
+        for _, other in registry
+        if other.name == spec.name and other != spec and not isinstance(other, CommandSpec)
+    ]
+    ours = _keys(spec) if others else set()
+    theirs = {key for other in others for key in _keys(other)} - ours
+    return {key: value for key, value in given.items() if key not in theirs}
+
+
+def _keys(spec: TransportSpec | ConnectorSpec | SinkSpec) -> set[str]:
+    try:
+        cls = spec.load_options()
+    except PluginError:
+        return set()  # a fault of its own, which is told there
+    return set() if cls is None else set(option_fields(cls))
+
+
+def _spec_faults(spec: TransportSpec | ConnectorSpec | SinkSpec, given: Mapping[str, Any]) -> tuple[str, ...]:
+    try:
+        cls = spec.load_options()
+        if cls is not None:
+            check_options(cls, given, where=f"options.{spec.name}")
+        elif given:
+            return (f"options.{spec.name}: the {spec.kind} {spec.name!r} takes no options",)
+    except ConfigError as e:
+        return e.faults
+    except PluginError as e:
+        return (f"options.{spec.name}: {e}",)
+    return ()
+
+
+def _default(spec: TransportSpec, key: str) -> Any:
+    try:
+        cls = spec.load_options()
+    except PluginError:
+        return None  # a fault of its own
+    field = None if cls is None else option_fields(cls).get(key)
+    return "auto" if field is None else field.default
+
+
+def _over_faults(registry: Registry, spec: TransportSpec, given: Mapping[str, Any]) -> tuple[str, ...]:
+    """What is wrong with the name of the transport beneath."""
+    key, name = f"options.{spec.name}.over", given.get("over", _default(spec, "over"))
+    if name == "auto" or not isinstance(name, str):
+        return ()
+    try:
+        beneath = registry.get(spec.kind, name)
+    except PluginError as e:
+        return (f"{key}: {e}",)
+    if isinstance(beneath, TransportSpec) and beneath.wraps:
+        return (f"{key}: {name!r} works over another transport itself; name that one",)
+    return ()

@@ -1,0 +1,217 @@
+"""What is installed: entry points of the group ``kvplug``, and the API each was written for.
+
+Nothing of a plugin is imported here, not even its package.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import importlib.machinery
+import importlib.util
+import logging
+import re
+from collections.abc import Iterator
+from importlib import metadata
+from typing import Any
+
+import attrs
+
+from kvplug.errors import PluginLoadError
+from kvplug.transport.hookspecs import PLUGIN_API, PROJECT
+
+_log = logging.getLogger(__name__)
+
+API_NAME = "KVPLUG_API"
+
+_CLOSE = 0.75
+"""How alike a group must be to be taken for a misspelt one: "kv_plugs" is, "plugins" is not."""
+
+
+@attrs.frozen(kw_only=True)
+class Found:
+    """One entry point, and the distribution that it belongs to."""
+
+    name: str
+    module: str
+    attribute: str
+    """What it names in its module; empty where it names the module."""
+    distribution: str
+    version: str
+    entry_point: metadata.EntryPoint = attrs.field(eq=False, repr=False)
+
+    @property
+    def module_alone(self) -> str:
+        """The line to write instead, where it names something in its module and should not; else empty."""
+        if not self.attribute:
+            return ""
+        return (
+            f"its entry point names {self.attribute} in the module, and must name the module alone:"
+            f' {self.name} = "{self.module}"'
+        )
+
+
+def discover() -> tuple[Found, ...]:
+    """Every plugin installed, sorted by name, each once.
+
+    A distribution that lies twice on the path (an editable install beside its build, say) counts as
+    Python imports it: the first one. One with unreadable metadata is left out and logged.
+    """
+    by_distribution: dict[str, list[Found]] = {}
+    for distribution in metadata.distributions():
+        try:
+            found = list(_entry_points(distribution))
+        except Exception as e:  # somebody's broken metadata must not hide everybody's plugins
+            _log.warning("unreadable metadata of a distribution, left out: %s", e)
+            continue
+        if found:
+            by_distribution.setdefault(normalised(found[0].distribution), found)
+    every = (each for found in by_distribution.values() for each in found)
+    return tuple(sorted(every, key=lambda each: (each.name, each.distribution, each.module)))
+
+
+def _entry_points(distribution: metadata.Distribution) -> Iterator[Found]:
+    text = distribution.read_text("entry_points.txt")
+    if not text or f"[{PROJECT}]" not in text:  # parsing the others would cost most of the time
+        return
+    seen = set()
+    for each in distribution.entry_points:
+        if each.group == PROJECT and (each.name, each.value) not in seen:
+            seen.add((each.name, each.value))
+            module, _, attribute = each.value.partition("[")[0].partition(":")
+            yield Found(
+                name=each.name,
+                module=module.strip(),
+                attribute=attribute.strip(),
+                distribution=distribution.metadata["Name"] or "unknown",
+                version=distribution.version or "unknown",
+                entry_point=each,
+            )
+
+
+def not_found(*, near: bool) -> tuple[str, ...]:
+    """Why a plugin that somebody looks for may not be found, a line each. Reads all metadata again.
+
+    ``near`` says that what is sought is likely another name of something found: then nothing general is said.
+    """
+    general = (
+        f"a plugin is found by its entry point in the group {PROJECT!r};"
+        " after a change of its pyproject.toml it must be installed again"
+    )
+    misspelt = tuple(
+        f"{distribution} declares entry points in the group {group!r}; did you mean {PROJECT!r}?"
+        for distribution, group in _groups_alike()
+    )
+    return misspelt if near else (general, *misspelt)
+
+
+def _groups_alike() -> list[tuple[str, str]]:
+    """Distributions that have no entry point for us, and a group whose name is close to ours."""
+    found = set()
+    for distribution in metadata.distributions():
+        try:
+            text = distribution.read_text("entry_points.txt") or ""
+            groups = re.findall(r"^\s*\[([^\]\s]+)\]", text, re.MULTILINE)
+            if PROJECT not in groups:
+                found |= {
+                    (distribution.metadata["Name"] or "unknown", group) for group in groups if _alike(group)
+                }
+        except Exception as e:  # somebody's broken metadata must not hide what was asked for
+            _log.debug("unreadable metadata of a distribution, left out: %s", e)
+    return sorted(found)
+
+
+def _alike(group: str) -> bool:
+    name = re.split(r"[.:/]", group)[0].lower()
+    return difflib.SequenceMatcher(None, PROJECT, name).ratio() >= _CLOSE
+
+
+def normalised(distribution: str) -> str:
+    """A distribution's name as packaging compares it."""
+    return re.sub(r"[-_.]+", "-", distribution).lower()
+
+
+def check_api(module: str) -> tuple[int, int]:
+    """The plugin API that a module states, if it is one this kvplug serves. Imports nothing.
+
+    Raises:
+        PluginLoadError: it cannot be found or read, states none, or states one that does not fit.
+    """
+    stated = stated_api(module)
+    here = f"this kvplug has {_dotted(PLUGIN_API)}"
+    if stated[0] != PLUGIN_API[0]:
+        which = "kvplug" if stated[0] > PLUGIN_API[0] else "the plugin"
+        raise PluginLoadError(f"written for plugin API {_dotted(stated)}, and {here}: upgrade {which}")
+    if stated[1] > PLUGIN_API[1]:
+        raise PluginLoadError(f"needs plugin API {_dotted(stated)}, and {here}: upgrade kvplug")
+    return stated
+
+
+def _dotted(api: tuple[int, int]) -> str:
+    return f"{api[0]}.{api[1]}"
+
+
+def stated_api(module: str) -> tuple[int, int]:
+    """``KVPLUG_API`` of a module, read from its source.
+
+    Raises:
+        PluginLoadError: there is no such module or source, or no literal pair of whole numbers in it.
+    """
+    example = f"{API_NAME} = ({PLUGIN_API[0]}, {PLUGIN_API[1]})"
+    try:
+        tree = ast.parse(_source(module))
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as e:
+        raise PluginLoadError(f"cannot read {module}: {type(e).__name__}: {e}") from e
+    stated = [value for node in tree.body if (value := _assigned(node)) is not None]
+    if not stated:
+        raise PluginLoadError(f"{module} does not state the plugin API it was written for; add {example}")
+    try:
+        pair: Any = ast.literal_eval(stated[-1])
+    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError) as e:
+        raise PluginLoadError(
+            f"{API_NAME} in {module} is not a literal; it is read without running the module: {example}"
+        ) from e
+    if not (isinstance(pair, tuple) and len(pair) == 2 and all(type(each) is int for each in pair)):
+        raise PluginLoadError(
+            f"{API_NAME} in {module} is {pair!r}; a pair of whole numbers is needed: {example}"
+        )
+    return pair
+
+
+def _assigned(node: ast.stmt) -> ast.expr | None:
+    """The value that a statement of the module gives ``KVPLUG_API``."""
+    targets: list[ast.expr]
+    if isinstance(node, ast.AnnAssign):
+        targets, value = [node.target], node.value
+    elif isinstance(node, ast.Assign):
+        targets, value = node.targets, node.value
+    else:
+        return None
+    named = any(isinstance(target, ast.Name) and target.id == API_NAME for target in targets)
+    return value if named else None
+
+
+def _source(module: str) -> str:
+    """The source of a module, found by way of its packages' search paths instead of by importing them."""
+    top, *rest = module.split(".")
+    name = top
+    try:
+        spec = importlib.util.find_spec(top)
+        for part in rest:
+            if spec is None or spec.submodule_search_locations is None:
+                raise PluginLoadError(
+                    f"there is no module {module}: {name} is not a package that is installed"
+                )
+            name = f"{name}.{part}"
+            spec = importlib.machinery.PathFinder.find_spec(name, list(spec.submodule_search_locations))
+        if spec is None:
+            raise PluginLoadError(f"there is no module {name}, which the entry point names")
+        read = getattr(spec.loader, "get_source", None)
+        source: str | None = read(name) if read is not None else None
+    except PluginLoadError:
+        raise
+    except (ImportError, ValueError, OSError, SyntaxError, UnicodeDecodeError) as e:
+        raise PluginLoadError(f"cannot find {module}: {type(e).__name__}: {e}") from e
+    if source is None:
+        raise PluginLoadError(f"{module} has no source to read {API_NAME} from")
+    return source

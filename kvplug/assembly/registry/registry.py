@@ -1,0 +1,301 @@
+"""The registry: every plugin loaded by itself, what each offers, and names resolved.
+
+pluggy collects, and that is all it does; then everything is a dict.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import importlib
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from typing import Literal, overload
+
+import attrs
+import pluggy
+
+from kvplug.assembly.registry.discovery import Found, check_api, discover, normalised, not_found
+from kvplug.assembly.registry.hooks import offers_of
+from kvplug.config.faults import did_you_mean, shown
+from kvplug.errors import (
+    AmbiguousNameError,
+    ConfigError,
+    PluginError,
+    PluginLoadError,
+    UnknownConnectorError,
+    UnknownNameError,
+    UnknownTransportError,
+)
+from kvplug.transport import hookspecs
+from kvplug.transport.spec import (
+    TRANSPORTS,
+    CommandSpec,
+    ConnectorSpec,
+    Kind,
+    SinkSpec,
+    Spec,
+    TransportSpec,
+    note_distribution,
+)
+
+_log = logging.getLogger(__name__)
+
+_CALLED = {
+    Kind.PIPE: "transport",
+    Kind.QUEUE: "message queue",
+    Kind.LOOKUP_BUFFER: "lookup buffer",
+}
+"""What an operator calls a kind, where that is not its value."""
+
+_TransportKind = Literal[Kind.PIPE, Kind.QUEUE, Kind.LOOKUP_BUFFER, Kind.COMMUNICATOR]
+
+
+class PluginStatus(enum.StrEnum):
+    """What became of an installed plugin."""
+
+    OK = "ok"
+    BROKEN = "broken"
+    BLOCKED = "blocked"
+
+
+@attrs.frozen(kw_only=True)
+class PluginInfo:
+    """One plugin that was found, loaded or not."""
+
+    name: str
+    """Of its entry point: what ``kvplug list`` prints and ``KVPLUG_DISABLE_PLUGINS`` blocks."""
+    distribution: str = ""
+    version: str = ""
+    status: PluginStatus = PluginStatus.OK
+    reason: str = ""
+    """Why it is broken or blocked; empty when it is neither."""
+    api: tuple[int, int] | None = None
+    """The plugin API it states; ``None`` where that was not read."""
+    specs: tuple[Spec, ...] = ()
+    error: BaseException | None = attrs.field(default=None, eq=False, repr=False)
+
+    def __str__(self) -> str:
+        return f"{self.distribution} {self.version}".strip() or self.name
+
+
+class Registry:
+    """Names and what they stand for. ``Registry()`` is empty, :meth:`from_env` loads what is installed."""
+
+    def __init__(self) -> None:
+        self._manager = pluggy.PluginManager(hookspecs.PROJECT)
+        self._manager.add_hookspecs(hookspecs)
+        self._plugins: list[PluginInfo] = []
+        self._owned: dict[tuple[Kind, str], list[tuple[PluginInfo, Spec]]] = {}
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str] | None = None) -> Registry:
+        """Everything installed. A plugin that does not load is kept with its reason and stops no other.
+
+        ``KVPLUG_DISABLE_PLUGINS`` blocks by name, before anything is imported.
+
+        Raises:
+            PluginLoadError: a plugin does not load, and ``KVPLUG_STRICT_PLUGINS`` is set.
+        """
+        environ = os.environ if environ is None else environ
+        blocked = _names(environ.get("KVPLUG_DISABLE_PLUGINS", ""))
+        strict = _flag("KVPLUG_STRICT_PLUGINS", environ)
+        registry = cls()
+        found = discover()
+        for each in found:
+            registry._keep(registry._blocked(each) if each.name in blocked else registry._load(each))
+        for name in sorted(blocked - {each.name for each in found}):
+            _log.warning("KVPLUG_DISABLE_PLUGINS names %r, and no such plugin is installed", name)
+        broken = [each for each in registry.plugins if each.status is PluginStatus.BROKEN]
+        if strict and broken:
+            lines = "".join(f"\n  - {each.name} ({each}): {each.reason}" for each in broken)
+            raise PluginLoadError(
+                f"{len(broken)} of the plugins installed do not load, and KVPLUG_STRICT_PLUGINS is set:"
+                f"{lines}"
+            ) from broken[0].error
+        return registry
+
+    # -- questions ------------------------------------------------------------------------------
+
+    @property
+    def plugins(self) -> tuple[PluginInfo, ...]:
+        """Every plugin found, also those that are blocked or broken, in the order of loading."""
+        return tuple(self._plugins)
+
+    def __iter__(self) -> Iterator[tuple[PluginInfo, Spec]]:
+        """Everything offered, each with its plugin; also names with two owners."""
+        for plugin in self._plugins:
+            for spec in plugin.specs:
+                yield plugin, spec
+
+    def specs(self, kind: Kind) -> tuple[Spec, ...]:
+        """What is offered of a kind, sorted by name, without names that have two owners."""
+        every = sorted(self._owned.items(), key=lambda item: item[0])
+        return tuple(owners[0][1] for (of, _), owners in every if of is kind and len(owners) == 1)
+
+    def failures(self) -> tuple[str, ...]:
+        """One line for each plugin that is broken or blocked: what an unknown name may be missing for."""
+        return tuple(
+            f"{plugin.status}: {plugin.name} ({plugin}): {plugin.reason}"
+            for plugin in self._plugins
+            if plugin.status is not PluginStatus.OK
+        )
+
+    def transports(self, kind: Kind) -> tuple[TransportSpec, ...]:
+        """:meth:`specs` of a kind of transport."""
+        return tuple(spec for spec in self.specs(kind) if isinstance(spec, TransportSpec))
+
+    def owners(self, kind: Kind, name: str) -> tuple[PluginInfo, ...]:
+        """The plugins that offer ``name``, which may be ``distribution:name``."""
+        return tuple(plugin for plugin, _ in self._offers(kind, name))
+
+    @overload
+    def get(self, kind: Literal[Kind.CONNECTOR], name: str) -> ConnectorSpec: ...
+    @overload
+    def get(self, kind: _TransportKind, name: str) -> TransportSpec: ...
+    @overload
+    def get(self, kind: Literal[Kind.SINK], name: str) -> SinkSpec: ...
+    @overload
+    def get(self, kind: Literal[Kind.COMMAND], name: str) -> CommandSpec: ...
+    @overload
+    def get(self, kind: Kind, name: str) -> Spec: ...
+    def get(self, kind: Kind, name: str) -> Spec:
+        """What ``name`` (or ``distribution:name``) stands for.
+
+        Raises:
+            UnknownConnectorError, UnknownTransportError, UnknownNameError: nothing; says what there is,
+                and which plugins did not load.
+            AmbiguousNameError: two plugins offer it, so neither is taken.
+        """
+        kind = Kind(kind)
+        offers = self._offers(kind, name)
+        if len(offers) == 1:
+            return offers[0][1]
+        raise self._ambiguous(kind, name, offers) if offers else self._unknown(kind, name)
+
+    # -- plugins --------------------------------------------------------------------------------
+
+    def register(self, plugin: object, *, name: str, distribution: str = "", version: str = "") -> PluginInfo:
+        """Add a plugin object (a module, or anything with marked functions) by hand, as tests do.
+
+        Raises:
+            PluginLoadError: it does not keep the rules; nothing of it is kept.
+        """
+        info = PluginInfo(name=name, distribution=distribution, version=version, api=hookspecs.PLUGIN_API)
+        try:
+            info = attrs.evolve(info, specs=self._collect(plugin, f"{distribution}:{name}"))
+        except (Exception, SystemExit) as e:
+            raise PluginLoadError(f"plugin {name}: {_reason(e)}") from e
+        self._keep(info)
+        return info
+
+    def _keep(self, info: PluginInfo) -> None:
+        self._plugins.append(info)
+        for spec in info.specs:
+            note_distribution(spec, info.distribution)
+            self._owned.setdefault((spec.kind, spec.name), []).append((info, spec))
+
+    @staticmethod
+    def _blocked(found: Found) -> PluginInfo:
+        return PluginInfo(
+            name=found.name,
+            distribution=found.distribution,
+            version=found.version,
+            status=PluginStatus.BLOCKED,
+            reason="named in KVPLUG_DISABLE_PLUGINS",
+        )
+
+    def _load(self, found: Found) -> PluginInfo:
+        """One plugin, all of it or nothing, whatever it does."""
+        info = PluginInfo(name=found.name, distribution=found.distribution, version=found.version)
+        try:
+            info = attrs.evolve(info, api=check_api(found.module))
+            key = f"{normalised(found.distribution)}:{found.name}"
+            specs = self._collect(_named(found), key, found.module_alone)
+        except (Exception, SystemExit) as e:
+            _log.debug("plugin %s of %s did not load", found.name, found.distribution, exc_info=True)
+            return attrs.evolve(info, status=PluginStatus.BROKEN, reason=_reason(e), error=e)
+        return attrs.evolve(info, specs=specs)
+
+    def _collect(self, plugin: object, key: str, no_hook: str = "") -> tuple[Spec, ...]:
+        """What a plugin's hooks return, each called alone. The plugin is unregistered if any is wrong."""
+        self._manager.register(plugin, name=key)
+        try:
+            specs = offers_of(self._manager, plugin, no_hook)
+            _check_once(specs)
+        except BaseException:
+            self._manager.unregister(plugin)
+            raise
+        return tuple(specs)
+
+    # -- names ----------------------------------------------------------------------------------
+
+    def _offers(self, kind: Kind, name: str) -> list[tuple[PluginInfo, Spec]]:
+        distribution, _, bare = name.rpartition(":")
+        offers = self._owned.get((kind, bare), [])
+        if not distribution:
+            return offers
+        wanted = normalised(distribution)
+        return [offer for offer in offers if normalised(offer[0].distribution) == wanted]
+
+    def _ambiguous(self, kind: Kind, name: str, offers: list[tuple[PluginInfo, Spec]]) -> AmbiguousNameError:
+        word, bare = _CALLED.get(kind, kind), name.rpartition(":")[2]
+        whose = " and ".join(f"{plugin} (plugin {plugin.name})" for plugin, _ in offers)
+        full = sorted({f"{plugin.distribution}:{bare}" for plugin, _ in offers})
+        plugins = " or ".join(sorted({plugin.name for plugin, _ in offers}))
+        say = f"say {' or '.join(full)}, or " if len(full) > 1 else ""
+        return AmbiguousNameError(
+            f"the {word} {bare!r} is offered by {whose}, so neither is taken;"
+            f" {say}name {plugins} in KVPLUG_DISABLE_PLUGINS"
+        )
+
+    def _unknown(self, kind: Kind, name: str) -> UnknownNameError:
+        word = _CALLED.get(kind, str(kind))
+        known = sorted({bare for (of, bare) in self._owned if of is kind})
+        hint = did_you_mean(name.rpartition(":")[2], known)
+        lines = [f"no {word} named {name!r}{hint}"]
+        lines.append(f"known: {', '.join(known)}" if known else f"no plugin that is loaded offers a {word}")
+        text = "\n  ".join([*lines, *self.failures(), *not_found(near=bool(hint))])
+        if kind is Kind.CONNECTOR:
+            return UnknownConnectorError(text)
+        return UnknownTransportError(text) if kind in TRANSPORTS else UnknownNameError(text)
+
+
+def _named(found: Found) -> object:
+    """What an entry point names: a module, or an object in it."""
+    module = importlib.import_module(found.module)
+    if not found.attribute:
+        return module
+    try:
+        return functools.reduce(getattr, found.attribute.split("."), module)
+    except AttributeError as e:
+        raise PluginLoadError(f"{e}; {found.module_alone}") from e
+
+
+def _check_once(specs: list[Spec]) -> None:
+    seen: set[tuple[Kind, str]] = set()
+    for spec in specs:
+        if (spec.kind, spec.name) in seen:
+            raise PluginLoadError(f"offers the {_CALLED.get(spec.kind, spec.kind)} {spec.name!r} twice")
+        seen.add((spec.kind, spec.name))
+
+
+def _reason(error: BaseException) -> str:
+    """In one line, what a plugin did wrong."""
+    if isinstance(error, (PluginError, pluggy.PluginValidationError)):
+        return " ".join(str(error).split())
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
+def _names(text: str) -> set[str]:
+    return {name for each in text.split(",") if (name := each.strip())}
+
+
+def _flag(variable: str, environ: Mapping[str, str]) -> bool:
+    text = environ.get(variable, "").strip().lower()
+    if text in ("", "0", "false", "no", "off"):
+        return False
+    if text in ("1", "true", "yes", "on"):
+        return True
+    raise ConfigError(f"{variable}: {shown(text)} was given; allowed is 1 or 0")

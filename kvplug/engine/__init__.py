@@ -1,0 +1,1 @@
+"""For authors of connectors and of adapters to engines."""

@@ -1,0 +1,193 @@
+"""The scheduler side of a connector: it decides what moves."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, ClassVar
+
+from kvplug.config import Config
+from kvplug.engine.connector.values import (
+    BlockIds,
+    CacheEvent,
+    Plain,
+    Request,
+    RequestEnd,
+    SchedulerOutput,
+    WorkerOutput,
+)
+from kvplug.metrics.sinks import Sink
+from kvplug.metrics.stats import TransferStats
+from kvplug.net.deadline import DEFAULT_TIMEOUT, Timeout
+
+
+class SchedulerConnector(abc.ABC):
+    """Decides which tokens' KV comes from outside and which goes there. It touches no tensor.
+
+    Law. Only tokens whose KV really can be loaded are promised. Wrong KV is never used: what fails to
+    load is reported by the worker side in the same step, and the engine recomputes it or fails the
+    request. Blocks lent to a transfer are not reused before ``get_finished`` names the request.
+
+    Callers. The engine's scheduler, from one thread, in this order: once at start
+    ``set_xfer_handshake_metadata`` and ``get_finished_count``; for a request ``on_new_request``, then
+    ``get_num_new_matched_tokens`` (any number of times), ``update_state_after_alloc`` (once; again
+    when an asynchronous load has ended); once a step ``build_connector_meta``, and after the step
+    ``update_connector_output`` and ``take_events``; at the end of a request ``request_finished`` or
+    ``request_finished_all_groups``, once; at the end ``shutdown``. Between steps ``has_pending_push_work``,
+    where no request is left, and ``reset_cache``.
+
+    An engine may have several steps in flight: ``build_connector_meta`` of step n+1, and
+    ``request_finished`` of a request that step n computes, may then come before
+    ``update_connector_output`` of step n. So step n+1 may still build on a load that has failed in step
+    n; the engine throws away what it computed there, and the connector must not keep it either. Worker
+    sides run the steps, and ``update_connector_output`` hears of them, in the order in which they were
+    built.
+
+    An engine may let a request wait for any load, also for one that its step needs: that step does not
+    schedule the request, and when it is over ``update_state_after_alloc`` comes again, with 0 tokens.
+
+    Not promised. That what matched is still there when the worker side comes to load it: then it is a
+    load error.
+    """
+
+    supports_hma: ClassVar[bool] = False
+    """It implements :meth:`request_finished_all_groups` for several KV cache groups (hybrid memory)."""
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """KV that is handed off at the end of a request must arrive. The same for a connector's whole life.
+
+        The engine then computes a request again that it preempted while its hand-off was still pending,
+        instead of letting it finish without its blocks. False: best effort, a lost save is a later miss.
+        """
+        return False
+
+    @classmethod
+    def get_required_kvcache_layout(cls, config: Config, options: Any) -> str | None:
+        """The axis string this connector insists on under this config; ``None`` where any will do.
+
+        Asked before anything is built. A connector composed of others asks them.
+        """
+        return None
+
+    @classmethod
+    def build_stats(cls, snapshot: Mapping[str, Any] | None = None) -> TransferStats:
+        """A stats object from plain data, for engines that carry stats between processes."""
+        return TransferStats.from_snapshot(snapshot) if snapshot else TransferStats()
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        label_names: Sequence[str],
+        label_values: Mapping[int, Sequence[str]],
+        registry: Any = None,
+        counter: Callable[..., Any] | None = None,
+    ) -> Mapping[int, Sink]:
+        """Prometheus metrics of this connector: one sink for each engine (by index), with its labels.
+
+        The default exports every figure of TransferStats. ``registry`` is a
+        ``prometheus_client.CollectorRegistry``; ``None`` is the global one. ``counter`` is the engine's
+        own class of counters, where it wraps Prometheus; see :func:`kvplug.prometheus_sinks`.
+        """
+        from kvplug.metrics.prometheus import prometheus_sinks
+
+        return prometheus_sinks(label_names, label_values, registry, counter)
+
+    def set_xfer_handshake_metadata(self, metadata: Mapping[int, Plain]) -> None:
+        """What each worker's ``get_handshake_metadata`` returned, by rank. May be empty."""
+        return None
+
+    def wait_until_ready(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
+        """Return once every peer that the config names is connected and agreed with.
+
+        An engine that would rather be refused at start than recompute later calls it; none has to.
+
+        Raises:
+            TimeoutError: a peer did not come; the message says who and where.
+            HandshakeError, AuthenticationError: the two ends cannot work together, and why.
+        """
+        return None
+
+    def get_finished_count(self) -> int | None:
+        """How many workers must name a request before it counts as finished; ``None``: all of them."""
+        return None
+
+    def on_new_request(self, request: Request) -> None:
+        """A request has come in. Nothing is decided yet."""
+        return None
+
+    @abc.abstractmethod
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """How many tokens beyond ``num_computed_tokens`` can be loaded now, and whether in the background.
+
+        Returns ``(n, is_async)``. ``None`` for ``n`` means "not yet, ask again"; ``is_async`` is never
+        true with 0. Counts only the longest prefix that can really be had. No side effects; may be
+        asked often.
+        """
+
+    @abc.abstractmethod
+    def update_state_after_alloc(
+        self, request: Request, block_ids: BlockIds, num_external_tokens: int
+    ) -> None:
+        """Blocks are allocated; ``num_external_tokens`` of them will be loaded (0: none will)."""
+
+    @abc.abstractmethod
+    def build_connector_meta(self, output: SchedulerOutput) -> Plain:
+        """What the worker sides must do in this step. Resets the step's state; leaves ``output`` alone."""
+
+    def update_connector_output(self, output: WorkerOutput) -> None:
+        """What the worker sides reported after the step."""
+        return None
+
+    @abc.abstractmethod
+    def request_finished(
+        self, request: Request, block_ids: BlockIds, end: RequestEnd
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """The request has ended. Called once.
+
+        Returns ``(keeps_blocks, kv_transfer_params)``. With ``keeps_blocks`` the engine frees the
+        blocks only when ``get_finished`` has named the request as sent or received. It names it once:
+        one that ended (aborted, say) while it was still loading in the background is named as received,
+        and not as sent as well.
+        """
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: BlockIds, end: RequestEnd
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """The same for models with several KV cache groups (hybrid memory).
+
+        Called instead of :meth:`request_finished` when the connector's spec has ``supports_hma``.
+        """
+        return self.request_finished(request, block_ids, end)
+
+    def has_pending_push_work(self) -> bool:
+        """Something is under way that only further steps can report or drive, though no request is active.
+
+        The engine goes on stepping while it is true.
+        """
+        return False
+
+    def take_events(self) -> Iterable[CacheEvent]:
+        """Events since the last call."""
+        return ()
+
+    def reset_cache(self) -> bool:
+        """Forget what is cached outside, so that nothing computed before this call is loaded by a request
+        that comes after it. Returns ``False`` where this side cannot make that so.
+
+        An engine calls it where KV is of no use any more, since the model's weights change, say, and forgets
+        what it caches itself: a connector cannot tell its older blocks from newer ones. Does not wait. Where
+        workers must be told, the next step tells them, and :meth:`has_pending_push_work` is true until then;
+        until that step has run, what other engines load from this one may be old.
+        """
+        return False
+
+    def get_stats(self) -> Mapping[str, Any] | None:
+        """Snapshot of this side's TransferStats since the last call; ``None`` when there is nothing."""
+        return None
+
+    @abc.abstractmethod
+    def shutdown(self) -> None:
+        """End everything. Idempotent, bounded in time. An engine that is killed never calls it."""

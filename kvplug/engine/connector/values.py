@@ -1,0 +1,159 @@
+"""The values that cross between an engine and a connector: frozen, neutral, without engine types.
+
+An adapter translates its engine's objects into these and back. What crosses between a connector's
+two sides (:data:`Plain`) is made of plain values only, so that any engine can carry it in any way.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import attrs
+
+from kvplug.engine.layout import KVLayout
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Plain = None | bool | int | float | str | bytes | Sequence[Any] | Mapping[Any, Any]
+"""None, bool, int, float, str, bytes, list, tuple, dict of these. Nothing else crosses."""
+
+BlockIds = tuple[tuple[int, ...], ...]
+"""Block ids of one request, one tuple for each KV cache group, in token order."""
+
+
+class Side(enum.StrEnum):
+    """The two sides of a connector: where the engine decides, and where it computes."""
+
+    SCHEDULER = "scheduler"
+    WORKER = "worker"
+
+
+@attrs.frozen(kw_only=True)
+class CacheGroup:
+    """Layers whose blocks are numbered together and lie in memory the same way."""
+
+    layer_names: tuple[str, ...]
+    """In the order in which the forward pass visits them."""
+    layout: KVLayout
+    """Of one layer's tensor as handed to ``register_kv_caches``."""
+
+    @property
+    def block_size(self) -> int:
+        """Tokens in a block."""
+        return self.layout.block_size
+
+
+@attrs.frozen(kw_only=True)
+class KVCacheConfig:
+    """The paged KV cache of one worker."""
+
+    groups: tuple[CacheGroup, ...]
+    num_blocks: int
+
+
+@attrs.frozen(kw_only=True)
+class Parallelism:
+    """Where this worker stands among those that share a model."""
+
+    worker_rank: int = 0
+    """Of this worker in its engine; its control address is the config's port plus this."""
+    num_workers: int = 1
+    """Of the engine: each loads from the peer engine's worker of the same rank."""
+    tensor_rank: int = 0
+    tensor_size: int = 1
+    first_layer: int = 0
+    """Of this pipeline stage."""
+    end_layer: int | None = None
+    """One past the last layer of this pipeline stage; ``None`` is the model's end."""
+
+
+@attrs.frozen(kw_only=True)
+class Request:
+    """One request as the scheduler side sees it."""
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    """The prompt, then what has been generated."""
+    num_prompt_tokens: int
+    extra: bytes = b""
+    """What besides the tokens decides the KV: adapter, media hashes, cache salt. Opaque, compared whole."""
+    generation: int = 0
+    """Grows each time the request is preempted or recomputed from scratch."""
+    params: Mapping[str, Any] = attrs.field(factory=dict)
+    """``kv_transfer_params`` of the client's request."""
+
+
+class RequestEnd(enum.StrEnum):
+    """How a request ended, as far as a connector cares."""
+
+    FINISHED = "finished"
+    ABORTED = "aborted"
+    FAILED = "failed"
+
+
+@attrs.frozen(kw_only=True)
+class ScheduledRequest:
+    """What one step does for one request."""
+
+    request_id: str
+    num_computed_tokens: int
+    """Tokens whose KV is in the blocks before this step, loaded ones included."""
+    num_scheduled_tokens: int
+    """Tokens this step computes."""
+
+
+@attrs.frozen(kw_only=True)
+class SchedulerOutput:
+    """One step's plan, as the engine's scheduler made it."""
+
+    step: int
+    """Grows with each step."""
+    scheduled: tuple[ScheduledRequest, ...]
+    block_ids: Callable[[str], BlockIds] = attrs.field(eq=False, repr=False)
+    """All blocks so far of a request that this step schedules, by its id; looked up on demand, and valid
+    during ``build_connector_meta`` only. Copying every table in every step would cost more than the step
+    saves."""
+    preempted_request_ids: frozenset[str] = frozenset()
+    """Their blocks may be overwritten in this very step."""
+    finished_request_ids: frozenset[str] = frozenset()
+    """Ended since the step before."""
+
+
+@attrs.frozen(kw_only=True)
+class WorkerOutput:
+    """What worker sides report to the scheduler side after a step, aggregated over workers."""
+
+    finished_sending: frozenset[str] = frozenset()
+    finished_recving: frozenset[str] = frozenset()
+    invalid_block_ids: frozenset[int] = frozenset()
+    worker_metadata: tuple[Plain, ...] = ()
+    """One from each worker that had something to say, in no promised order."""
+    stats: Mapping[str, Any] | None = None
+    """A snapshot of TransferStats, merged over workers."""
+
+
+@attrs.frozen(kw_only=True)
+class BlocksStored:
+    """An event for whoever routes requests by what is cached."""
+
+    block_hashes: tuple[bytes, ...]
+    token_ids: tuple[int, ...]
+    block_size: int
+    medium: str = ""
+
+
+@attrs.frozen(kw_only=True)
+class BlocksRemoved:
+    """The other event: these blocks are cached no more."""
+
+    block_hashes: tuple[bytes, ...]
+    medium: str = ""
+
+
+CacheEvent = BlocksStored | BlocksRemoved
+
+CopyBlocks = Callable[[Mapping[str, "Tensor"], Mapping[str, "Tensor"], Sequence[int], Sequence[int]], None]
+"""``copy(sources, destinations, source_block_ids, destination_block_ids)`` between host and device caches."""

@@ -1,0 +1,160 @@
+"""The worker side of a connector: it moves KV."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from kvplug.engine.connector.values import (
+    CacheEvent,
+    CopyBlocks,
+    Plain,
+)
+from kvplug.errors import UnsupportedError
+from kvplug.net.deadline import DEFAULT_TIMEOUT, Timeout
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kvplug.engine.layout import KVLayout
+
+
+class WorkerConnector(abc.ABC):
+    """Moves KV between this worker's paged cache and elsewhere.
+
+    Law. As for the scheduler side. A block whose load failed, for whatever reason, is named by
+    ``get_block_ids_with_load_errors`` no later than in the step in which its request is reported.
+
+    Callers. The engine's worker, from the thread that runs the model. At start exactly one of
+    ``register_kv_caches`` and ``register_cross_layers_kv_cache`` (the latter where the spec says
+    ``prefers_cross_layer_blocks``), ``set_host_xfer_buffer_ops`` where the engine has host buffers,
+    ``get_handshake_metadata``. Each step: ``handle_preemptions`` when there are any;
+    ``bind_connector_metadata``; ``start_load_kv``; inside each attention layer that the cache config
+    names ``wait_for_layer_load`` and ``save_kv_layer``; ``wait_for_save``; ``get_finished``;
+    ``get_block_ids_with_load_errors``; ``get_stats``; ``take_events``; ``build_worker_metadata``;
+    ``clear_connector_metadata``. At the end ``shutdown``.
+
+    Two calls of a step may come later, each for itself. ``start_load_kv`` comes before the forward pass
+    only where a request of this step needs its loads; otherwise, all of them being in the background, it
+    may come after it, or in a step without one. So nothing but loads begins there; whatever else a step
+    needs begins in ``bind_connector_metadata``. ``wait_for_save`` comes after ``build_worker_metadata`` in
+    an engine that drafts (speculative decoding), since its draft model's layers do. So the loads that the
+    step needs have ended by whichever comes first of ``wait_for_save``, ``get_finished`` and
+    ``get_block_ids_with_load_errors``. ``clear_connector_metadata`` is the last call in either case.
+
+    None of these raises because a transfer failed: that is a load error or a counted save failure.
+    """
+
+    prefer_cross_layer_blocks: ClassVar[bool] = False
+    """The engine should call ``register_cross_layers_kv_cache`` where it can, and nothing else."""
+
+    def __init__(self) -> None:
+        self._metadata: Plain = None
+
+    # -- at start ------------------------------------------------------------------------------
+
+    @abc.abstractmethod
+    def register_kv_caches(self, kv_caches: Mapping[str, Tensor]) -> None:
+        """The paged cache: layer name to tensor, laid out as the cache config's groups say.
+
+        Raises:
+            LayoutError, ConfigError: the tensors are not what the cache config promised.
+        """
+
+    def register_cross_layers_kv_cache(self, kv_cache: Tensor, layout: KVLayout) -> None:
+        """The paged cache as one tensor with a layer axis (``L`` in ``layout``).
+
+        Raises:
+            UnsupportedError: this connector takes one tensor for each layer only.
+        """
+        raise UnsupportedError(
+            f"{type(self).__name__} does not take cross-layer blocks; call register_kv_caches"
+        )
+
+    def set_host_xfer_buffer_ops(self, copy_blocks: CopyBlocks) -> None:
+        """How to copy blocks between the device cache and the engine's host buffers."""
+        return None
+
+    def get_handshake_metadata(self) -> Plain:
+        """What the scheduler sides of this and other engines must know to reach this worker."""
+        return None
+
+    def wait_until_ready(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
+        """Return once every peer that the config names is connected and agreed with.
+
+        Raises:
+            TimeoutError, HandshakeError, AuthenticationError: as at the scheduler side.
+        """
+        return None
+
+    # -- each step -----------------------------------------------------------------------------
+
+    def handle_preemptions(self, request_ids: frozenset[str]) -> None:
+        """These requests' blocks are about to be overwritten: stop reading and writing them, now."""
+        return None
+
+    def bind_connector_metadata(self, metadata: Plain) -> None:
+        """What ``build_connector_meta`` of the scheduler side returned for this step."""
+        self._metadata = metadata
+
+    def clear_connector_metadata(self) -> None:
+        """The step is over."""
+        self._metadata = None
+
+    def has_connector_metadata(self) -> bool:
+        """Whether a step's metadata is bound; the hooks in attention layers do nothing otherwise."""
+        return self._metadata is not None
+
+    @abc.abstractmethod
+    def start_load_kv(self) -> None:
+        """Begin this step's loads, and nothing else.
+
+        Does not wait for them, nor for the device: a load writes into its blocks once all is done that the
+        caller has queued by now, and a forward pass may be among that.
+        """
+
+    @abc.abstractmethod
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Return when this layer's KV is in the cache, or its load has failed and been noted."""
+
+    @abc.abstractmethod
+    def save_kv_layer(self, layer_name: str, kv_layer: Tensor) -> None:
+        """This layer's KV of the step's tokens is in the cache. Begin to save what must be saved."""
+
+    @abc.abstractmethod
+    def wait_for_save(self) -> None:
+        """Return when the step's blocks may be overwritten, by the caller or by what it queues next."""
+
+    @abc.abstractmethod
+    def get_finished(self, finished_request_ids: frozenset[str]) -> tuple[frozenset[str], frozenset[str]]:
+        """Requests whose asynchronous (sending, receiving) ended since the last call.
+
+        Only requests that were kept by ``request_finished``, or loaded asynchronously, are named; each
+        once. One that ended while its load was under way is named as received when the load has ended,
+        and that frees its blocks: it is not named as sent as well, even where ``request_finished`` kept
+        them.
+        """
+
+    @abc.abstractmethod
+    def get_block_ids_with_load_errors(self) -> frozenset[int]:
+        """Blocks whose load failed since the last call."""
+
+    def get_stats(self) -> Mapping[str, Any] | None:
+        """Snapshot of TransferStats since the last call; ``None`` when there is nothing."""
+        return None
+
+    def take_events(self) -> Iterable[CacheEvent]:
+        """Cache events that only the worker sees."""
+        return ()
+
+    def build_worker_metadata(self) -> Plain:
+        """What the scheduler side must know after this step; ``None`` for nothing.
+
+        It gets what each worker said, as ``WorkerOutput.worker_metadata``, and puts it together itself.
+        """
+        return None
+
+    @abc.abstractmethod
+    def shutdown(self) -> None:
+        """End everything. Idempotent, bounded in time. An engine that is killed never calls it."""

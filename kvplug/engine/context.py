@@ -1,0 +1,118 @@
+"""What the factory of a connector is handed: everything from outside that it may use.
+
+Nothing below the composition root (:mod:`kvplug.assembly`) looks anything up by itself; a plugin gets its
+options, its identity, its sinks and its door to other processes here.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+
+from kvplug.config import Config
+from kvplug.engine.connector.values import KVCacheConfig, Parallelism, Side
+from kvplug.metrics.stats import TransferStats
+from kvplug.negotiation.handshake.agreement import Agreement
+from kvplug.negotiation.model import ModelInfo
+from kvplug.net.deadline import DEFAULT_TIMEOUT, Timeout
+from kvplug.net.trust.channel import Channel
+from kvplug.transport.lookup import LookupEndpoint
+from kvplug.transport.pipe import Pipe
+
+
+class PeerLink(abc.ABC):
+    """An authenticated, agreed connection to one other process."""
+
+    agreement: Agreement
+    """What the two ends agreed on, and who the other is."""
+    channel: Channel
+    """Small plain values both ways; for the connector's own use."""
+
+    @abc.abstractmethod
+    def open_pipe(self, label: str, *, device: str = "cpu", timeout: Timeout = DEFAULT_TIMEOUT) -> Pipe:
+        """One pipe over the transport that was agreed on for tensors on ``device``.
+
+        Both ends call it, in the same order, with the same label; the contact crosses the channel.
+        """
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Close the channel; pipes live on. An ``open_pipe`` under way raises. Idempotent."""
+
+
+class PeerListener(abc.ABC):
+    """Waits for other processes on the control address."""
+
+    contact: str
+
+    @abc.abstractmethod
+    def accept(self, timeout: Timeout = DEFAULT_TIMEOUT) -> PeerLink:
+        """The next peer that proved itself and with which an agreement was reached.
+
+        A peer that is refused is told why and counted, and the wait goes on.
+
+        Raises:
+            TimeoutError, ClosedError.
+        """
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Idempotent."""
+
+
+class Peers(abc.ABC):
+    """A connector's door to other processes."""
+
+    @abc.abstractmethod
+    def listen(self) -> PeerListener:
+        """On the config's host and port (+ port offset + worker rank), or as the embedding program says."""
+
+    @abc.abstractmethod
+    def connect(
+        self, rank: int, purpose: str, timeout: Timeout = DEFAULT_TIMEOUT, *, retry: bool = True
+    ) -> PeerLink:
+        """To the peer engine's worker ``rank``; tries again until it listens or the deadline passes.
+
+        ``purpose`` is a word both connectors understand; the acceptor finds it in the agreement. Where
+        somebody must be there by now, ``retry=False`` does not wait for him to come up.
+
+        Raises:
+            TimeoutError: nobody came up there, and where "there" is.
+            PeerGoneError: nobody listens there, and ``retry`` is false.
+            HandshakeError, AuthenticationError: at once.
+            ClosedError: ``close`` was called, perhaps during the wait.
+        """
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Close every listener and wake whoever waits in ``connect``. Idempotent.
+
+        The first thing a connector does in ``shutdown``. Links and pipes belong to whoever opened them.
+        """
+
+
+@attrs.frozen(kw_only=True)
+class ConnectorContext:
+    """For the two factories of a connector."""
+
+    config: Config
+    options: Any
+    side: Side
+    model: ModelInfo
+    cache: KVCacheConfig
+    parallelism: Parallelism
+    peers: Peers
+    stats: TransferStats
+    """Where this connector counts. One object for each side; sinks read it."""
+    checksums: tuple[str, ...] = ()
+    """Hashes this side computes and verifies with, preferred ones first; empty when integrity is off."""
+    lookup_buffer: Callable[[], LookupEndpoint]
+    """Builds the lookup buffer that the config names."""
+    close: Callable[[], None]
+    """Ends what was built for this connector from outside it (listeners, links, reporters).
+
+    A connector calls it last in ``shutdown``. Idempotent.
+    """

@@ -1,0 +1,258 @@
+"""Token-granular copies between a paged cache and tensors of shape [tokens, heads, head size].
+
+Each copy is at most three operations for keys and three for values: a first block that is entered in
+the middle, all whole blocks at once, a last block that is left early. The cache is looked at through
+``as_strided`` as [block, token, head, element], which costs nothing and is the same for every layout.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from kvplug.engine.layout.axes import KVLayout, dimensions
+from kvplug.engine.layout.blocks import blocks_of
+from kvplug.errors import LayoutError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+
+def views(cache: Tensor, layout: KVLayout, *, layer: int | None = None) -> tuple[Tensor, Tensor | None]:
+    """Keys and values of one layer as views of the cache, each [blocks, tokens in a block, heads, head size].
+
+    Values are ``None`` and there is one head where the layout is latent. ``layer`` is the index on the
+    axis L, and is needed exactly where the layout has one.
+
+    Raises:
+        LayoutError: the cache's shape is not the layout's, or there is no such layer.
+    """
+    layout.check_shape(tuple(cache.shape))
+    sizes = layout.sizes
+    strides: dict[str, int] = {}
+    for name, stride in zip(dimensions(layout.axes), cache.stride(), strict=True):
+        if name == "KD":
+            strides["K"], strides["D"] = stride * sizes["D"], stride
+        else:
+            strides[name] = stride
+    offset = cache.storage_offset() + _layer_offset(layout, layer, strides)
+    num_blocks = cache.shape[dimensions(layout.axes).index("B")]
+    shape = (num_blocks, sizes["T"], sizes.get("H", 1), sizes["D"])
+    stride4 = (strides["B"], strides["T"], strides.get("H", strides["D"]), strides["D"])
+    key = cache.as_strided(shape, stride4, offset)
+    value = cache.as_strided(shape, stride4, offset + strides["K"]) if "K" in strides else None
+    return key, value
+
+
+def _layer_offset(layout: KVLayout, layer: int | None, strides: dict[str, int]) -> int:
+    num_layers = layout.num_layers
+    if num_layers is None:
+        if layer is not None:
+            raise LayoutError(f"axis L: layout {layout.axes!r} has none, and layer {layer} was asked for")
+        return 0
+    if layer is None:
+        raise LayoutError(f"axis L: layout {layout.axes!r} holds {num_layers} layers; say which one")
+    if not 0 <= layer < num_layers:
+        raise LayoutError(f"axis L: layout {layout.axes!r} holds {num_layers} layers, and none is {layer}")
+    return layer * strides["L"]
+
+
+def gather(
+    cache: Tensor,
+    layout: KVLayout,
+    block_ids: Sequence[int],
+    start: int,
+    end: int,
+    *,
+    out_key: Tensor | None = None,
+    out_value: Tensor | None = None,
+    layer: int | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Copy the KV of tokens ``start`` to ``end`` (exclusive) of one sequence out of the cache.
+
+    Args:
+        block_ids: the sequence's block table; its i-th block holds tokens i * block_size and on.
+        out_key, out_value: memory to copy into, shape [end - start, heads, head size], of the cache's
+            dtype and device; need not be contiguous. Allocated where not given.
+        layer: where the layout has an axis L.
+
+    Returns:
+        ``(key, value)``, each [tokens, heads, head size]; latent attention has one head, and ``None``.
+
+    Raises:
+        LayoutError: the cache is not of this layout; a block id is out of range or comes twice; there
+            are too few blocks; an ``out`` does not fit; part of a block is asked for that can only be moved
+            whole (``block_format``). Nothing was copied.
+    """
+    layout.check_range(start, end)
+    key_view, value_view = views(cache, layout, layer=layer)
+    index = _block_index(block_ids, layout.block_size, key_view.shape[0], start, end)
+    if value_view is None and out_value is not None:
+        raise LayoutError(f"layout {layout.axes!r} has no values, and memory for them was given")
+    key = _memory("out_key", out_key, key_view, end - start)
+    value = None if value_view is None else _memory("out_value", out_value, value_view, end - start)
+    if index is not None:
+        ids = _ids_on(index, key_view.device)
+        _copy(key_view, index, ids, start, key, into_cache=False)
+        if value_view is not None and value is not None:
+            _copy(value_view, index, ids, start, value, into_cache=False)
+    return key, value
+
+
+def scatter(
+    cache: Tensor,
+    layout: KVLayout,
+    block_ids: Sequence[int],
+    start: int,
+    key: Tensor,
+    value: Tensor | None = None,
+    *,
+    layer: int | None = None,
+) -> None:
+    """Copy the KV of a sequence's tokens, from token ``start`` on, into the cache: ``gather`` turned round.
+
+    Args:
+        key, value: [tokens, heads, head size], of the cache's dtype and device; need not be contiguous.
+            ``value`` is ``None`` exactly for latent attention.
+
+    Raises:
+        LayoutError: as for :func:`gather`. Nothing was copied.
+    """
+    key_view, value_view = views(cache, layout, layer=layer)
+    if (value is None) != (value_view is None):
+        given = "none were given" if value is None else "some were given"
+        raise LayoutError(f"layout {layout.axes!r} has {'no ' if value_view is None else ''}values; {given}")
+    num_tokens = key.shape[0] if key.dim() else 0
+    layout.check_range(start, start + num_tokens)
+    index = _block_index(block_ids, layout.block_size, key_view.shape[0], start, start + num_tokens)
+    _memory("key", key, key_view, num_tokens)
+    if value is not None and value_view is not None:
+        _memory("value", value, value_view, num_tokens)
+    if index is None:
+        return
+    ids = _ids_on(index, key_view.device)
+    _copy(key_view, index, ids, start, key, into_cache=True)
+    if value is not None and value_view is not None:
+        _copy(value_view, index, ids, start, value, into_cache=True)
+
+
+def permute(tensor: Tensor, from_axes: str, to_axes: str) -> Tensor:
+    """The same elements with their dimensions in another order: a view where there is one, else a copy.
+
+    Both strings have the same letters; ``KD`` is one dimension in either. It is a copy only where keys
+    and values are packed that were not side by side.
+
+    Raises:
+        LayoutError: other letters, another number of dimensions, an odd packed dimension.
+    """
+    from_dimensions, to_dimensions = dimensions(from_axes), dimensions(to_axes)
+    if set(from_axes) != set(to_axes):
+        raise LayoutError(f"{from_axes!r} and {to_axes!r} are not made of the same axes")
+    if tensor.dim() != len(from_dimensions):
+        raise LayoutError(
+            f"axes {from_axes!r} are {len(from_dimensions)} dimensions, and the tensor has {tensor.dim()}"
+        )
+    if from_dimensions == to_dimensions:
+        return tensor
+    if "KD" in from_dimensions:
+        at = from_dimensions.index("KD")
+        if tensor.shape[at] % 2:
+            raise LayoutError(f"axis KD: keys and values need an even size, got {tensor.shape[at]}")
+        tensor = tensor.unflatten(at, (2, -1))
+    tensor = tensor.permute([from_axes.index(letter) for letter in to_axes])
+    if "KD" in to_dimensions:
+        at = to_dimensions.index("KD")
+        tensor = tensor.flatten(at, at + 1)
+    return tensor
+
+
+# -- the pieces --------------------------------------------------------------------------------
+
+
+def _block_index(
+    block_ids: Sequence[int], block_size: int, num_blocks: int, start: int, end: int
+) -> array[int] | None:
+    """The ids of the blocks that hold the range, checked; ``None`` for no token."""
+    used = blocks_of(block_ids, block_size, start, end)
+    if not used:
+        return None
+    try:
+        index = array("q", used)  # refuses what is no integer, where a tensor would round it
+    except (TypeError, OverflowError) as e:
+        raise LayoutError(f"block ids are integers of 64 bits: {e}") from e
+    low, high = min(index), max(index)
+    if low < 0 or high >= num_blocks:
+        raise LayoutError(
+            f"axis B: block {low if low < 0 else high} is out of range, the cache has {num_blocks} blocks"
+        )
+    if len(set(index)) != len(index):
+        twice = next(block_id for block_id in index if index.count(block_id) > 1)
+        raise LayoutError(f"axis B: block {twice} comes twice in one sequence's table")
+    return index
+
+
+def _memory(name: str, given: Tensor | None, view: Tensor, num_tokens: int) -> Tensor:
+    """The tensor of the tokens' keys or values: the given one, checked, or a new one."""
+    wanted = (num_tokens, view.shape[2], view.shape[3])
+    if given is None:
+        return view.new_empty(wanted)
+    if tuple(given.shape) != wanted:
+        raise LayoutError(f"{name}: expected the shape {list(wanted)}, got {list(given.shape)}")
+    if given.dtype != view.dtype or given.device != view.device:
+        raise LayoutError(
+            f"{name}: expected {view.dtype} on {view.device}, as the cache has, got {given.dtype} on"
+            f" {given.device}"
+        )
+    return given
+
+
+def _ids_on(block_ids: array[int], device: torch.device) -> Tensor:
+    """Block ids as indices: on a CPU the same memory, on a GPU a copy that nobody waits for."""
+    import torch
+
+    ids = torch.frombuffer(block_ids, dtype=torch.int64)
+    if device.type == "cuda":  # from other memory the host would wait for all that the stream was given
+        ids = ids.pin_memory()
+    return ids.to(device, non_blocking=True)
+
+
+def _copy(
+    view: Tensor, block_ids: array[int], ids: Tensor, start: int, tokens: Tensor, *, into_cache: bool
+) -> None:
+    """Between blocks ``view`` [B, T, H, D] and ``tokens`` [N, H, D]; the first token has offset start % T.
+
+    ``ids`` are the ``block_ids`` where the cache is.
+    """
+    import torch
+
+    # as integers: bits stay bits, and torch indexes few of its float8 and unsigned types
+    raw = _raw_dtype(torch, view.dtype.itemsize)
+    if raw is not None:
+        view, tokens = view.view(raw), tokens.view(raw)
+    block_size, num_tokens = view.shape[1], tokens.shape[0]
+    offset = start % block_size
+    head = min(-offset % block_size, num_tokens)
+    whole, tail = divmod(num_tokens - head, block_size)
+    first = 0
+    if head:
+        in_cache, outside = view[block_ids[0], offset : offset + head], tokens[:head]
+        in_cache.copy_(outside) if into_cache else outside.copy_(in_cache)
+        first = 1
+    if whole:
+        index = ids[first : first + whole]
+        # splitting a dimension is a view whatever the strides are
+        outside = tokens[head : num_tokens - tail].view(whole, *view.shape[1:])
+        if into_cache:
+            view.index_copy_(0, index, outside)
+        else:
+            torch.index_select(view, 0, index, out=outside)
+    if tail:
+        in_cache, outside = view[block_ids[-1], :tail], tokens[num_tokens - tail :]
+        in_cache.copy_(outside) if into_cache else outside.copy_(in_cache)
+
+
+def _raw_dtype(torch: Any, itemsize: int) -> Any:
+    """The integer type of that many bytes; ``None`` where there is none."""
+    return {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(itemsize)

@@ -1,0 +1,1 @@
+"""What two ends agree on: handshake, selection of a transport, the facts of a model."""

@@ -1,0 +1,160 @@
+"""The handshake itself: Hello both ways, one function at each end, and a word on what came of it.
+
+Both ends do the same, so neither leads::
+
+    hello    ->      <-  hello
+    (each agrees, or not, by itself)
+    verdict  ->      <-  verdict
+
+A verdict is sent also by an end that refuses, and each waits for the other's, so that both know every
+reason before either hangs up (a socket closed with unread bytes takes the last words with it).
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, Protocol
+
+from kvplug.errors import (
+    CapacityError,
+    HandshakeError,
+    PeerGoneError,
+    TimeoutError,
+    UnsupportedError,
+    WireError,
+)
+from kvplug.negotiation.handshake.agreement import Agreement, agree
+from kvplug.negotiation.handshake.hello import Hello
+from kvplug.negotiation.handshake.plain import MAX_LIST, MAX_TEXT
+from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
+from kvplug.net.wire import values
+from kvplug.net.wire.scan import Limits
+
+MAX_HELLO_BYTES = 128 << 10
+"""Of an encoded Hello. Some twenty transports of twenty fields each fit in a tenth of it."""
+_LIMITS = Limits(max_bytes=MAX_HELLO_BYTES, max_depth=8, max_items=8192)
+_VERDICT_S = 5.0
+"""How long an end that refuses waits to hear why the other does too."""
+
+_log = logging.getLogger(__name__)
+
+
+class ValueChannel(Protocol):
+    """What is needed of a ``kvplug.net.trust.channel.Channel``."""
+
+    @property
+    def peer(self) -> object:
+        """Who is at the other end; its ``str`` goes into messages."""
+
+    def send(self, value: Any, timeout: Timeout = ...) -> None:
+        """One value to the peer."""
+
+    def recv(self, timeout: Timeout = ...) -> Any:
+        """The next value from the peer."""
+
+
+def exchange(
+    channel: ValueChannel,
+    local: Hello,
+    timeout: Timeout = DEFAULT_TIMEOUT,
+    *,
+    default_timeout_s: float = 30.0,
+) -> Agreement:
+    """Shake hands over an authenticated channel, which stays open in success and in failure.
+
+    Raises:
+        HandshakeError: what :func:`~kvplug.negotiation.handshake.agreement.agree` found, or what is wrong
+            with the peer's Hello, or what the peer found; the peer's ``exchange`` raises for the same
+            reasons.
+        TimeoutError, PeerGoneError, WireError: from the channel.
+    """
+    deadline = Deadline.after(timeout, default_timeout_s)
+    peer = str(channel.peer)
+    hello = local.to_plain()
+    fault = _too_large(hello)
+    if fault:
+        raise HandshakeError(f"hello: ours {fault}", peer=peer)
+    channel.send({"hello": hello}, timeout=deadline.remaining())
+    received = channel.recv(timeout=deadline.remaining())
+    try:
+        agreement = agree(local, _hello_in(received))
+    except HandshakeError as e:
+        _log.debug("handshake with %s refused: %s", peer, e)
+        _swap_verdicts(channel, _refusal(e.reasons), deadline, refusing=True)
+        raise HandshakeError(*e.reasons, peer=peer) from e
+    verdict = {"agreed": _result(agreement)}
+    theirs = _swap_verdicts(channel, verdict, deadline, refusing=False)
+    _compare(verdict, theirs, peer)
+    _log.debug("agreed with %s: %s", peer, verdict)
+    return agreement
+
+
+def _too_large(plain: object) -> str:
+    try:
+        values.encode(plain, limits=_LIMITS)
+    except (CapacityError, UnsupportedError) as e:
+        return f"cannot be sent: {e}"
+    return ""
+
+
+def _hello_in(received: object) -> Hello:
+    if type(received) is not dict or "hello" not in received:
+        raise HandshakeError("hello: the peer sent something else first; is it another kvplug version?")
+    fault = _too_large(received["hello"])
+    if fault:
+        raise HandshakeError(f"hello: theirs {fault.replace('sent', 'accepted', 1)}")
+    return Hello.from_plain(received["hello"])
+
+
+def _refusal(reasons: tuple[str, ...]) -> dict[str, Any]:
+    return {"refused": [reason[:MAX_TEXT] for reason in reasons[: 4 * MAX_LIST]]}
+
+
+def _result(agreement: Agreement) -> dict[str, Any]:
+    """What both ends must have come to, in plain values."""
+    return {
+        "wire_minor": agreement.wire_minor,
+        "checksum": agreement.checksum,
+        "transports": {device: chosen.chosen for device, chosen in sorted(agreement.transports.items())},
+    }
+
+
+def _swap_verdicts(
+    channel: ValueChannel, verdict: dict[str, Any], deadline: Deadline, *, refusing: bool
+) -> object:
+    if not refusing:
+        channel.send(verdict, timeout=deadline.remaining())
+        return channel.recv(timeout=deadline.remaining())
+    left = deadline.remaining()
+    last = Deadline.after(_VERDICT_S if left is None else min(left, _VERDICT_S))
+    try:
+        channel.send(verdict, timeout=last.remaining())
+        return channel.recv(timeout=last.remaining())
+    except (PeerGoneError, TimeoutError, WireError) as e:
+        _log.debug("%s did not hear or say why: %s", channel.peer, e)
+        return None
+
+
+def _compare(ours: dict[str, Any], theirs: object, peer: str) -> None:
+    """Return if the peer came to the same result.
+
+    Raises:
+        HandshakeError: the peer refuses, and why; or it agrees to something else, which two versions of
+            kvplug with different rules would do.
+    """
+    if theirs == ours:
+        return
+    if type(theirs) is dict and "refused" in theirs:
+        listed = theirs["refused"] if type(theirs["refused"]) is list else []
+        reasons = [_printable(reason) for reason in listed[: 4 * MAX_LIST] if type(reason) is str]
+        raise HandshakeError(*(reasons or ["the peer gave no reason"]), peer=f"{peer} (by the peer)")
+    raise HandshakeError(
+        "agreement: the two ends came to different results from the same facts, ours"
+        f" {ours['agreed']}; install the same version of kvplug at both ends",
+        peer=peer,
+    )
+
+
+def _printable(text: str) -> str:
+    """A peer's sentence, fit for a log."""
+    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text[:MAX_TEXT])

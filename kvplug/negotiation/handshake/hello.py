@@ -1,0 +1,223 @@
+"""What one side is: stated once, before anything else crosses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+
+from kvplug.negotiation.handshake.plain import MAX_TEXT, Reader
+from kvplug.negotiation.model import ModelInfo
+from kvplug.negotiation.select import AUTO, Offer
+from kvplug.net.trust.identity import PeerIdentity
+from kvplug.net.wire import frames
+from kvplug.transport.capabilities import Capabilities, Cost
+from kvplug.transport.spec import Probe
+
+PRODUCER, CONSUMER, BOTH = "producer", "consumer", "both"
+ROLES = (PRODUCER, CONSUMER, BOTH)
+
+
+@attrs.frozen(kw_only=True)
+class Hello:
+    """A side's statement about itself. Plain facts; what follows from two of them is ``agree``'s affair."""
+
+    wire: tuple[int, int] = (frames.MAJOR, frames.MINOR)
+    """Version of the wire format: major, minor."""
+    purpose: str = ""
+    """What the side that dialled came for, a word of the connector's; empty at the side that accepted."""
+    moves_kv: bool = True
+    """Whether KV will cross. Where either side says no, roles are not compared and no transport is sought."""
+
+    # must match (see agreement.py)
+    role: str = attrs.field(converter=str, validator=attrs.validators.in_(ROLES))
+    model: ModelInfo
+    layers: tuple[int, int] | None = None
+    """First layer and one past the last of its pipeline stage; ``None`` where it is of no one stage."""
+    cache_layers: int | None = None
+    """Layers in this side's cache, a draft model's included; ``None`` where it holds none."""
+    tensor_parallel_size: int = 1
+    tensor_parallel_rank: int | None = None
+    """Which shard of the heads this side holds; ``None`` where it is of no one shard (a scheduler's side)."""
+
+    # negotiated
+    layout: str
+    """Axis string of one layer's cache."""
+    block_size: int
+    """Tokens in a block."""
+    block_format: str = ""
+    """Name of the kernel's own order inside a block; empty where the layout says all."""
+    integrity: str = AUTO
+    """``"auto"``, ``"off"``, or the name of the one hash this side insists on."""
+    checksums: tuple[str, ...] = ()
+    """Hashes this side can use, the preferred one first; none when integrity is off."""
+    requested_transport: str = AUTO
+    transports: tuple[Offer, ...] = ()
+    device: str = "cpu"
+    """Type of the device whose memory the KV crosses from or to."""
+    require_authenticated: bool = False
+    """The data plane must authenticate: other hosts can reach this side, and its config permits no less."""
+
+    # informative
+    engine_id: str = ""
+    epoch: str = ""
+    """Changes when the engine restarts."""
+    rank: int = 0
+    world_size: int = 1
+    identity: PeerIdentity
+    versions: Mapping[str, str] = attrs.field(factory=dict)
+
+    @property
+    def dtype(self) -> str:
+        """Of the KV cache."""
+        return self.model.dtype
+
+    def to_plain(self) -> dict[str, Any]:
+        """Plain values, for the wire. A probe's reason, which may be any text, is made to fit."""
+        return {
+            "wire": list(self.wire),
+            "purpose": self.purpose,
+            "moves_kv": self.moves_kv,
+            "role": self.role,
+            "model": attrs.asdict(self.model),
+            "layers": None if self.layers is None else list(self.layers),
+            "cache_layers": self.cache_layers,
+            "tensor_parallel_size": self.tensor_parallel_size,
+            "tensor_parallel_rank": self.tensor_parallel_rank,
+            "layout": self.layout,
+            "block_size": self.block_size,
+            "block_format": self.block_format,
+            "integrity": self.integrity,
+            "checksums": list(self.checksums),
+            "requested_transport": self.requested_transport,
+            "transports": [_offer_to_plain(offer) for offer in self.transports],
+            "device": self.device,
+            "require_authenticated": self.require_authenticated,
+            "engine_id": self.engine_id,
+            "epoch": self.epoch,
+            "rank": self.rank,
+            "world_size": self.world_size,
+            "identity": attrs.asdict(self.identity),
+            "versions": dict(self.versions),
+        }
+
+    @classmethod
+    def from_plain(cls, plain: object) -> Hello:
+        """The Hello that :meth:`to_plain` gave, here or in another version.
+
+        Raises:
+            HandshakeError: every field that is missing, malformed or out of bounds, with what it must be.
+        """
+        read = Reader(plain)
+        major, minor = read.integers("wire", 2)
+        layout = read.text("layout")
+        if not set(layout) <= set("LKBTHD") or len(set(layout)) != len(layout):
+            read.faults.append(
+                f"layout: the peer sent {layout[:40]!a}, and it must be some of LKBTHD, once each"
+            )
+        layers = None
+        if read.is_set("layers"):
+            first, end = read.integers("layers", 2)
+            layers = (first, end)
+        hello = cls(
+            wire=(major, minor),
+            purpose=read.text("purpose"),
+            moves_kv=read.boolean("moves_kv"),
+            role=read.choice("role", ROLES, BOTH),
+            model=_read_model(read.part("model")),
+            layers=layers,
+            cache_layers=read.optional_integer("cache_layers", 1),
+            tensor_parallel_size=read.integer("tensor_parallel_size", 1),
+            tensor_parallel_rank=read.optional_integer("tensor_parallel_rank"),
+            layout=layout,
+            block_size=read.integer("block_size", 1),
+            block_format=read.text("block_format"),
+            integrity=read.text("integrity"),
+            checksums=read.texts("checksums"),
+            requested_transport=read.text("requested_transport"),
+            transports=read.each("transports", _read_offer),
+            device=read.text("device"),
+            require_authenticated=read.boolean("require_authenticated"),
+            engine_id=read.text("engine_id"),
+            epoch=read.text("epoch"),
+            rank=read.integer("rank"),
+            world_size=read.integer("world_size", 1),
+            identity=_read_identity(read.part("identity")),
+            versions=read.mapping_of_texts("versions"),
+        )
+        names = [offer.name for offer in hello.transports]
+        if len(set(names)) != len(names):
+            read.faults.append("transports: the peer offers one name twice")
+        read.check()
+        return hello
+
+
+def _read_model(read: Reader) -> ModelInfo:
+    return ModelInfo(
+        name=read.text("name"),
+        attention=read.text("attention"),
+        num_layers=read.integer("num_layers"),
+        num_kv_heads=read.integer("num_kv_heads"),
+        head_size=read.integer("head_size"),
+        dtype=read.text("dtype"),
+        rope=read.text("rope"),
+        window=read.optional_integer("window"),
+        quantisation=read.text("quantisation"),
+        weights=read.text("weights"),
+    )
+
+
+def _read_identity(read: Reader) -> PeerIdentity:
+    return PeerIdentity(
+        boot_id=read.text("boot_id"),
+        pid_ns=read.text("pid_ns"),
+        net_ns=read.text("net_ns"),
+        pid=read.integer("pid"),
+        start_time=read.integer("start_time"),
+        host=read.text("host"),
+        label=read.text("label"),
+    )
+
+
+def _one_line(text: str) -> str:
+    """Free text from a plugin or an operating system, as the other end accepts it."""
+    return "".join(c if c.isprintable() else " " for c in text[:MAX_TEXT])
+
+
+def _offer_to_plain(offer: Offer) -> dict[str, Any]:
+    able = offer.capabilities
+    return {
+        "name": offer.name,
+        "protocol": offer.protocol,
+        "devices": sorted(able.devices),
+        "cross_host": able.cross_host,
+        "authenticated": able.authenticated,
+        "receive_into": able.receive_into,
+        "full_duplex": able.full_duplex,
+        "max_dims": able.max_dims,
+        "latency_us": float(able.cost.latency_us),
+        "gb_per_s": float(able.cost.gb_per_s),
+        "viable": offer.probe.viable,
+        "reason": _one_line(offer.probe.reason),
+        "domain": offer.probe.domain,
+        "auto": offer.auto,
+    }
+
+
+def _read_offer(read: Reader) -> Offer:
+    return Offer(
+        name=read.text("name"),
+        protocol=read.integer("protocol"),
+        capabilities=Capabilities(
+            devices=frozenset(read.texts("devices")),
+            cross_host=read.boolean("cross_host"),
+            authenticated=read.boolean("authenticated"),
+            receive_into=read.boolean("receive_into"),
+            full_duplex=read.boolean("full_duplex"),
+            max_dims=read.optional_integer("max_dims"),
+            cost=Cost(latency_us=read.positive("latency_us"), gb_per_s=read.positive("gb_per_s")),
+        ),
+        probe=Probe(viable=read.boolean("viable"), reason=read.text("reason"), domain=read.text("domain")),
+        auto=read.boolean("auto"),
+    )

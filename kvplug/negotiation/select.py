@@ -1,0 +1,177 @@
+"""Which transport joins these two ends: every candidate, its reason, and the choice.
+
+Pure, and the same from both ends: what one end computes from (ours, theirs) the other computes from
+(theirs, ours). Nothing here knows the name of a transport; capabilities, probes and costs decide.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import attrs
+
+from kvplug.errors import HandshakeError
+from kvplug.transport.capabilities import Capabilities, Requirements
+from kvplug.transport.spec import Probe
+
+AUTO = "auto"
+REFERENCE_NBYTES = 16 << 20
+"""Size of the message for which costs are compared: a few layers of a prompt's KV."""
+
+
+@attrs.frozen(kw_only=True)
+class Offer:
+    """One transport as one end has it."""
+
+    name: str
+    protocol: int = 1
+    """Must be equal at both ends."""
+    capabilities: Capabilities = attrs.field(factory=Capabilities)
+    probe: Probe = attrs.field(factory=Probe)
+    """What it found out about this end's host."""
+    auto: bool = True
+    """Whether it is considered where nobody names it."""
+
+
+@attrs.frozen
+class Candidate:
+    """One transport, and why it is the one or not."""
+
+    name: str
+    chosen: bool
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.reason}"
+
+
+@attrs.frozen
+class Selection:
+    """The transport for one kind of device, with everything that was considered."""
+
+    chosen: str
+    protocol: int
+    candidates: tuple[Candidate, ...]
+    """The chosen one first, the others by name."""
+
+
+@attrs.frozen
+class _Considered:
+    name: str
+    obstacles: tuple[str, ...]
+    seconds: float = 0.0
+    protocol: int = 0
+
+
+def select(
+    local: Sequence[Offer],
+    remote: Sequence[Offer],
+    required: Requirements,
+    requested: tuple[str, str] = (AUTO, AUTO),
+    *,
+    nbytes: int = REFERENCE_NBYTES,
+) -> Selection:
+    """The transport both ends will use for tensors on ``required.device``.
+
+    Args:
+        local, remote: what each end offers; a name comes once in each.
+        requested: the transport each config names, ours first, or ``"auto"``. A name binds both ends.
+        nbytes: the size of message for which costs are compared.
+
+    Of those that can work the cheapest is taken: each has the cost claimed at the end where it is dearer,
+    and equal costs go by name.
+
+    Raises:
+        HandshakeError: two different names are requested, the requested one cannot work, or none can.
+            Its reasons are a headline and one sentence for each candidate.
+    """
+    ours = {offer.name: offer for offer in local}
+    theirs = {offer.name: offer for offer in remote}
+    named = sorted({name for name in requested if name != AUTO})
+    considered = [
+        _consider(name, ours.get(name), theirs.get(name), required, nbytes)
+        for name in sorted({*named, *(offer.name for offer in (*local, *remote) if offer.auto)})
+    ]
+    viable = {it.name: it for it in considered if not it.obstacles}
+    if len(named) > 1:
+        headline = (
+            f"ours {requested[0]!r}, theirs {requested[1]!r}; name the same one at both ends,"
+            f" or leave one of them at {AUTO!r}"
+        )
+        raise _refusal(headline, considered)
+    if named and named[0] not in viable:
+        headline = f"{named[0]!r} is named {_by_whom(requested)} and cannot be used; {_advice(viable)}"
+        raise _refusal(headline, considered)
+    if not viable:
+        headline = f"none can move {required.device} tensors between the two ends; {_advice(viable)}"
+        raise _refusal(headline, considered)
+
+    best = viable[named[0]] if named else min(viable.values(), key=lambda it: (it.seconds, it.name))
+    candidates = [Candidate(best.name, True, _why(best, requested, bool(named), nbytes))]
+    candidates += [
+        Candidate(it.name, False, _why_not(it, best, bool(named), nbytes))
+        for it in considered
+        if it is not best
+    ]
+    return Selection(best.name, best.protocol, tuple(candidates))
+
+
+def _consider(
+    name: str, ours: Offer | None, theirs: Offer | None, required: Requirements, nbytes: int
+) -> _Considered:
+    if ours is None or theirs is None:
+        where = "at either end" if ours is theirs else "here" if ours is None else "at the peer"
+        return _Considered(name, (f"not installed {where}",))
+    obstacles = []
+    for offer, where in ((ours, "here"), (theirs, "at the peer")):
+        if not offer.probe.viable:
+            obstacles.append(f"cannot work {where}: {offer.probe.reason or 'its probe gives no reason'}")
+    if ours.protocol != theirs.protocol:
+        obstacles.append(
+            f"speaks protocol {ours.protocol} here and {theirs.protocol} at the peer;"
+            " install the same version of it at both ends"
+        )
+    lacks_here = ours.capabilities.missing(required)
+    lacks_there = theirs.capabilities.missing(required)
+    obstacles += [lack if lack in lacks_there else f"{lack} (here)" for lack in lacks_here]
+    obstacles += [f"{lack} (at the peer)" for lack in lacks_there if lack not in lacks_here]
+    anywhere = ours.capabilities.cross_host and theirs.capabilities.cross_host
+    if not required.cross_host and not anywhere and ours.probe.domain != theirs.probe.domain:
+        obstacles.append("the two ends are on one host and still cannot reach each other (other namespaces?)")
+    seconds = max(ours.capabilities.cost.seconds(nbytes), theirs.capabilities.cost.seconds(nbytes))
+    return _Considered(name, tuple(obstacles), seconds, ours.protocol)
+
+
+def _refusal(headline: str, considered: Sequence[_Considered]) -> HandshakeError:
+    lines = [f"transport {it.name}: {'; '.join(it.obstacles) or 'could be used'}" for it in considered]
+    return HandshakeError(f"transport: {headline}", *lines)
+
+
+def _advice(viable: dict[str, _Considered]) -> str:
+    if viable:
+        return f"these could be: {', '.join(viable)}, or {AUTO!r} at both ends"
+    return "install one that can at both ends"
+
+
+def _by_whom(requested: tuple[str, str]) -> str:
+    if requested[0] == requested[1]:
+        return "at both ends"
+    return "here" if requested[1] == AUTO else "at the peer"
+
+
+def _takes(it: _Considered, nbytes: int) -> str:
+    return f"{it.seconds * 1e3:.3g} ms for {nbytes / (1 << 20):.3g} MiB"
+
+
+def _why(it: _Considered, requested: tuple[str, str], named: bool, nbytes: int) -> str:
+    if named:
+        return f"named {_by_whom(requested)}, and able to"
+    return f"the cheapest that can: {_takes(it, nbytes)}, by its own claim"
+
+
+def _why_not(it: _Considered, best: _Considered, named: bool, nbytes: int) -> str:
+    if it.obstacles:
+        return "; ".join(it.obstacles)
+    if named:
+        return f"could be used, but {best.name} is named"
+    return f"could be used, but claims {_takes(it, nbytes)}"

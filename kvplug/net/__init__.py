@@ -1,0 +1,1 @@
+"""How bytes and processes meet: wire format, trust, liveness, deadlines, forks, checksums, streams."""

@@ -1,0 +1,268 @@
+"""The mutual challenge, without any input or output: messages in, messages out.
+
+    client                                         server
+    OPENING  version, mode, purpose, nonce  ─────►  is that mode enough here? (refusal if not)
+                                            ◄─────  ANSWER   nonce
+    PROOF    HMAC(key, "client", …)         ─────►  compared in constant time (refusal if wrong)
+                                            ◄─────  VERDICT  HMAC(key, "server", …), then IDENTITY
+    IDENTITY                                ─────►  proven
+
+Every message has a fixed size, so a stranger can make nobody allocate. The client proves first: a
+listener never shows a keyed hash to somebody who does not know the key. Each proof covers both
+nonces (no replay), the prover's role (no reflection), the mode and the purpose (a proof made for one
+service is worth nothing at another).
+
+It proves who is at the other end when the connection is made. It does not protect the bytes that
+follow from somebody on the path, who may also relay the whole exchange.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import hmac
+import os
+import struct
+from collections.abc import Callable, Mapping
+
+from kvplug.errors import AuthenticationError, WireError
+from kvplug.net.trust.identity import IDENTITY_SIZE, PeerIdentity, decode_identity
+
+VERSION = 1
+NONCE_SIZE = 32
+_MAGIC = b"KVPT"
+_LABEL = b"kvplug trust 1"
+_OPENING = struct.Struct("<4sBBH32s32s")  # magic, version, mode, 0, digest of the purpose, nonce
+_REPLY = struct.Struct("<4sBBH32s")  # magic, version, refusal, 0, nonce or proof
+OPENING_SIZE = _OPENING.size
+REPLY_SIZE = _REPLY.size
+PROOF_SIZE = hashlib.sha256().digest_size
+
+
+class Mode(enum.IntEnum):
+    """What is proved."""
+
+    SECRET = 1
+    """Knowledge of the deployment's secret."""
+    TOKEN = 2
+    """Knowledge of the token in a loopback contact."""
+    SAME_USER = 3
+    """Nothing but what the kernel says: the same user, on the same host."""
+
+
+class Refusal(enum.IntEnum):
+    """Why a listener turned somebody away. The names, in lower case, are what it counts by."""
+
+    NONE = 0
+    GARBAGE = 1
+    VERSION = 2
+    PURPOSE = 3
+    SECRET_NEEDED = 4
+    NO_SECRET_HERE = 5
+    MODE = 6
+    WRONG_SECRET = 7
+    WRONG_TOKEN = 8
+    OTHER_USER = 9
+    UNKNOWN_USER = 10
+    CROWDED = 11
+    # Never sent, only counted:
+    SILENT = 64
+    LEFT = 65
+
+    @property
+    def reason(self) -> str:
+        return self.name.lower().replace("_", " ")
+
+
+_GIVE_BOTH = "give both ends the same (KVPLUG_SECRET or secret_file)"
+
+_ADVICE = {  # for the one who dials; "it" is the listener
+    Refusal.GARBAGE: "it could not read our first message",
+    Refusal.VERSION: "it speaks another version of the challenge; install the same kvplug on both ends",
+    Refusal.PURPOSE: "it serves another purpose than {purpose!r}; check that the port is the right one",
+    Refusal.SECRET_NEEDED: f"it has a secret and this end has none; {_GIVE_BOTH}",
+    Refusal.NO_SECRET_HERE: f"this end has a secret and the listener has none; {_GIVE_BOTH}, or neither",
+    Refusal.MODE: "it does not accept this way of proving; use its whole contact (with the token)",
+    Refusal.WRONG_SECRET: "the secrets differ; check KVPLUG_SECRET or secret_file on both ends",
+    Refusal.WRONG_TOKEN: "the token is not its own; the contact may be of an earlier run: get a new one",
+    Refusal.OTHER_USER: "it belongs to another user of this host; run both ends as one user or with a secret",
+    Refusal.UNKNOWN_USER: "the kernel does not tell it which user this end is; use its whole contact (with"
+    " the token) or give both ends a secret",
+    Refusal.CROWDED: "it has as many connections as it takes, and does not accept them fast enough",
+}
+
+_SEEN_HERE = {  # for the listener; "it" is whoever dialled
+    Refusal.GARBAGE: "it does not speak the challenge: no kvplug, or another one",
+    Refusal.SECRET_NEEDED: f"it has no secret, and this end has one; {_GIVE_BOTH}",
+    Refusal.NO_SECRET_HERE: f"it has a secret, and this end has none; {_GIVE_BOTH}, or neither",
+    Refusal.MODE: "it asked for a way of proving that is not enough here",
+    Refusal.WRONG_SECRET: "its secret is another one; check KVPLUG_SECRET or secret_file on both ends",
+    Refusal.WRONG_TOKEN: "its token is not ours: it may have the contact of an earlier run",
+    Refusal.CROWDED: "too many connections at once",
+    Refusal.SILENT: "it did not prove itself in time",
+    Refusal.LEFT: "it hung up before it had proved itself",
+}
+
+
+class RefusedError(AuthenticationError):
+    """A listener turned a client away; ``reply`` is what to tell it."""
+
+    def __init__(self, refusal: Refusal, text: str = "") -> None:
+        super().__init__(text or _SEEN_HERE.get(refusal, refusal.reason))
+        self.refusal = refusal
+
+    @property
+    def reply(self) -> bytes:
+        return _REPLY.pack(_MAGIC, VERSION, self.refusal, 0, bytes(NONCE_SIZE))
+
+
+def advice(refusal: int, purpose: str) -> str:
+    """What a refused client should check."""
+    try:
+        return _ADVICE[Refusal(refusal)].format(purpose=purpose)
+    except (ValueError, KeyError):
+        return f"for a reason this version does not know (number {refusal}); install the same kvplug"
+
+
+def prove(key: bytes, role: str, mode: Mode, purpose: str, client_nonce: bytes, server_nonce: bytes) -> bytes:
+    """The proof of one role. Every part has a fixed size, so no two inputs run together."""
+    derived = hmac.digest(key, _LABEL + b" key " + mode.name.encode(), "sha256")
+    transcript = b"".join(
+        (_LABEL, bytes([VERSION, mode]), _digest(role), _digest(purpose), client_nonce, server_nonce)
+    )
+    return hmac.digest(derived, transcript, "sha256")
+
+
+def _digest(text: str) -> bytes:
+    return hashlib.sha256(text.encode()).digest()
+
+
+class ServerChallenge:
+    """One unproven connection, seen by the listener.
+
+    ``keys`` are the modes this listener accepts. ``attest`` is asked in mode SAME_USER: it returns
+    normally if the kernel says that the peer is the same user, and raises :class:`RefusedError` if not.
+    """
+
+    def __init__(
+        self, purpose: str, keys: Mapping[Mode, bytes], identity: bytes, attest: Callable[[], None]
+    ) -> None:
+        self._purpose = purpose
+        self._keys = keys
+        self._identity = identity
+        self._attest = attest
+        self._nonce = os.urandom(NONCE_SIZE)
+        self._client_nonce = b""
+        self._proved = False
+        self.mode: Mode | None = None
+        self.peer: PeerIdentity | None = None
+        """Set when the peer is proven."""
+        self.need = OPENING_SIZE
+        """Size of the next message that :meth:`feed` takes."""
+
+    def feed(self, message: bytes) -> bytes:
+        """Take one message of exactly ``need`` bytes, return what to send back.
+
+        Raises:
+            RefusedError: the peer is turned away.
+        """
+        if self.mode is None:
+            return self._opening(message)
+        if not self._proved:
+            return self._proof(message)
+        try:
+            self.peer = decode_identity(message)
+        except WireError as e:
+            raise RefusedError(Refusal.GARBAGE, str(e)) from e
+        self.need = 0
+        return b""
+
+    def _opening(self, message: bytes) -> bytes:
+        magic, version, number, _, purpose, self._client_nonce = _OPENING.unpack(message)
+        if magic != _MAGIC:
+            raise RefusedError(Refusal.GARBAGE)
+        if version != VERSION:
+            raise RefusedError(
+                Refusal.VERSION, f"it speaks version {version} of the challenge, ours is {VERSION}"
+            )
+        if number not in self._keys:
+            if Mode.SECRET in self._keys:
+                raise RefusedError(Refusal.SECRET_NEEDED)
+            raise RefusedError(Refusal.NO_SECRET_HERE if number == Mode.SECRET else Refusal.MODE)
+        if not hmac.compare_digest(purpose, _digest(self._purpose)):
+            raise RefusedError(Refusal.PURPOSE, f"it came for something else than {self._purpose!r}")
+        mode = Mode(number)
+        if mode is Mode.SAME_USER:
+            self._attest()
+        self.mode = mode
+        self.need = PROOF_SIZE
+        return _REPLY.pack(_MAGIC, VERSION, Refusal.NONE, 0, self._nonce)
+
+    def _proof(self, message: bytes) -> bytes:
+        assert self.mode is not None
+        key = self._keys[self.mode]
+        nonces = self._client_nonce, self._nonce
+        if not hmac.compare_digest(message, prove(key, "client", self.mode, self._purpose, *nonces)):
+            raise RefusedError(Refusal.WRONG_TOKEN if self.mode is Mode.TOKEN else Refusal.WRONG_SECRET)
+        self._proved = True
+        self.need = IDENTITY_SIZE
+        ours = prove(key, "server", self.mode, self._purpose, *nonces)
+        return _REPLY.pack(_MAGIC, VERSION, Refusal.NONE, 0, ours) + self._identity
+
+
+class ClientChallenge:
+    """The same, seen by the one who dials. ``where`` names the listener in messages."""
+
+    def __init__(
+        self, purpose: str, mode: Mode, key: bytes, identity: bytes, attest: Callable[[], None], where: str
+    ) -> None:
+        self._purpose = purpose
+        self._mode = mode
+        self._key = key
+        self._identity = identity
+        self._attest = attest
+        self._where = where
+        self._nonce = os.urandom(NONCE_SIZE)
+        self._server_nonce = b""
+        self._verdict_seen = False
+        self.peer: PeerIdentity | None = None
+        self.need = REPLY_SIZE
+
+    def opening(self) -> bytes:
+        """The first message."""
+        return _OPENING.pack(_MAGIC, VERSION, self._mode, 0, _digest(self._purpose), self._nonce)
+
+    def feed(self, message: bytes) -> bytes:
+        """Take one message of exactly ``need`` bytes, return what to send back.
+
+        Raises:
+            AuthenticationError: we were refused, or the listener did not prove itself.
+        """
+        if self._verdict_seen:
+            try:
+                self.peer = decode_identity(message)
+            except WireError as e:
+                raise AuthenticationError(f"{self._where} proved itself and then sent {e}") from e
+            self.need = 0
+            return self._identity
+        magic, version, refusal, _, body = _REPLY.unpack(message)
+        if magic != _MAGIC:
+            raise AuthenticationError(f"what answers at {self._where} is not a kvplug listener")
+        if refusal:
+            raise AuthenticationError(f"{self._where} refused us: {advice(refusal, self._purpose)}")
+        if version != VERSION:
+            raise AuthenticationError(f"{self._where} refused us: {advice(Refusal.VERSION, self._purpose)}")
+        if not self._server_nonce:
+            if self._mode is Mode.SAME_USER:
+                self._attest()
+            self._server_nonce = body
+            return prove(self._key, "client", self._mode, self._purpose, self._nonce, body)
+        nonces = self._nonce, self._server_nonce
+        if not hmac.compare_digest(body, prove(self._key, "server", self._mode, self._purpose, *nonces)):
+            raise AuthenticationError(
+                f"{self._where} did not prove itself to us: it does not know our"
+                f" {'token' if self._mode is Mode.TOKEN else 'secret'}"
+            )
+        self._verdict_seen = True
+        self.need = IDENTITY_SIZE
+        return b""

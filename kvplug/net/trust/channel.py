@@ -1,0 +1,299 @@
+"""Small plain values over a proven connection, framed: what handshake and group talk over."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import select
+import socket
+import threading
+from collections.abc import Iterator
+from typing import Any, Self
+
+from kvplug.errors import CapacityError, ClosedError, PeerGoneError, TimeoutError, WireError
+from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
+from kvplug.net.fork import close_after_fork
+from kvplug.net.trust.connection import Connection
+from kvplug.net.trust.identity import PeerIdentity
+from kvplug.net.turn import Turn
+from kvplug.net.wire import values
+from kvplug.net.wire.frames import HEADER_SIZE, FrameKind, decode_header, encode_header
+
+MAX_FRAME_BYTES = 16 << 20
+"""Of one value, encoded."""
+_LAST_WORDS_S = 0.2  # what a dead peer wrote has reached our buffer within this
+_MAX_POLL_MS = 2**31 - 1
+
+
+class Channel:
+    """Values both ways, whole, in order, exactly once.
+
+    Law. When the peer ends, every call raises ``PeerGoneError``, also one already blocked and also while a
+    forked child of the peer keeps the socket open (a pidfd tells); values that had wholly arrived may be
+    received first. Bytes that are no frame raise ``WireError``, and the channel is broken: from then on both
+    directions raise it. ``close`` wakes calls blocked in other threads with ``ClosedError``.
+
+    Callers. Any threads. Senders take turns; a second receiver gets ``BusyError``.
+
+    Not promised. That the peer has read what was sent. A peer on another host that vanishes is noticed by
+    TCP's own probes when the line is idle (about 11 s), else by the deadline of the call.
+    """
+
+    def __init__(self, connection: Connection, *, timeout_s: float | None = 30.0) -> None:
+        """Takes over ``connection``. ``timeout_s`` applies where a call says nothing."""
+        self._sock = connection.sock
+        self._who = connection.describe
+        self._timeout_s = timeout_s
+        self.peer: PeerIdentity = connection.peer
+        self.purpose = connection.purpose
+        self._closed = False
+        self._broken: WireError | None = None
+        self._sending = threading.Lock()
+        self._receiving = Turn("receiving from this channel")
+        self._unsent = memoryview(b"")
+        self._frame = bytearray(HEADER_SIZE)
+        self._filled = 0
+        self._in_body = False
+        self._users = 0
+        self._users_lock = threading.Lock()
+        self._sock.setblocking(False)
+        self._dead = False
+        self._ended = False
+        self._pidfd: int | None = None
+        try:
+            self._pidfd = connection.peer.open_pidfd()
+        except PeerGoneError:
+            self._dead = True
+        close_after_fork(self)
+
+    def __repr__(self) -> str:
+        return f"<Channel to {self._who}{', closed' if self._closed else ''}>"
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    @property
+    def unsent(self) -> int:
+        """Bytes of a value that ``send`` has begun and not finished when its deadline passed."""
+        return len(self._unsent)
+
+    def fileno(self) -> int:
+        """For a watcher; -1 once closed."""
+        return self._sock.fileno()
+
+    def socket(self) -> socket.socket:
+        """For ``liveness.watch(sock=…)``. Nobody else reads or writes it."""
+        return self._sock
+
+    # -- sending -------------------------------------------------------------------------------
+
+    def send(self, value: object, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
+        """Send one value of the kinds that :mod:`kvplug.net.wire.values` carries.
+
+        Raises:
+            TimeoutError: the peer does not read. With ``unsent == 0`` nothing of the value went out;
+                otherwise it was begun, and ``flush`` or the next ``send`` finishes it first: do not send
+                it again.
+            UnsupportedError, CapacityError: it is not carried, or too large; nothing was sent.
+            PeerGoneError, ClosedError, WireError: as the law says.
+        """
+        data = values.encode(value)
+        if len(data) > MAX_FRAME_BYTES:
+            raise CapacityError(f"a value of {len(data)} bytes; a channel carries {MAX_FRAME_BYTES} at most")
+        deadline = Deadline.after(timeout, self._timeout_s)
+        with self._turn_to_send(deadline):
+            if self._ended or self._is_dead():
+                raise self._gone(None)
+            self._flush(deadline)
+            frame = memoryview(encode_header(FrameKind.VALUE, len(data)) + data)
+            self._unsent = frame
+            try:
+                self._flush(deadline)
+            except TimeoutError:
+                if len(self._unsent) == len(frame):
+                    self._unsent = memoryview(b"")
+                raise
+
+    def flush(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
+        """Finish a value that a ``send`` has begun. Raises as ``send`` does."""
+        deadline = Deadline.after(timeout, self._timeout_s)
+        with self._turn_to_send(deadline):
+            self._flush(deadline)
+
+    @contextlib.contextmanager
+    def _turn_to_send(self, deadline: Deadline) -> Iterator[None]:
+        remaining = deadline.remaining()
+        if not self._sending.acquire(
+            timeout=-1 if remaining is None else min(remaining, threading.TIMEOUT_MAX)
+        ):
+            self._check()
+            raise TimeoutError(f"another thread was still sending to {self._who} when the deadline passed")
+        try:
+            with self._in_use():
+                yield
+        finally:
+            self._sending.release()
+
+    def _flush(self, deadline: Deadline) -> None:
+        while self._unsent:
+            self._check()
+            try:
+                self._unsent = self._unsent[self._sock.send(self._unsent) :]
+                continue
+            except BlockingIOError:
+                pass
+            except OSError as e:
+                raise self._gone(e) from e
+            if not self._wait(select.POLLOUT, deadline):
+                begun = f"; {len(self._unsent)} bytes of a value are left"
+                raise TimeoutError(f"{self._who} did not read what was sent in time{begun}")
+
+    # -- receiving -----------------------------------------------------------------------------
+
+    def recv(self, timeout: Timeout = DEFAULT_TIMEOUT) -> Any:
+        """The next value.
+
+        Raises:
+            TimeoutError: it has not (or not wholly) arrived; the next call goes on with it.
+            WireError: what came is not a frame or not a value; the channel is broken.
+            BusyError: another thread is receiving.
+            PeerGoneError, ClosedError: as the law says.
+        """
+        deadline = Deadline.after(timeout, self._timeout_s)
+        with self._receiving.taken(), self._in_use():
+            if not self._in_body:
+                self._fill(deadline)
+                try:
+                    header = decode_header(self._frame, max_length=MAX_FRAME_BYTES)
+                    if header.kind is not FrameKind.VALUE:
+                        raise WireError(f"a {header.kind.name} frame where only values are expected")
+                except WireError as e:
+                    raise self._break(e) from e
+                self._frame = bytearray(header.length)
+                self._filled = 0
+                self._in_body = True
+            self._fill(deadline)
+            data = self._frame
+            self._frame = bytearray(HEADER_SIZE)
+            self._filled = 0
+            self._in_body = False
+            try:
+                return values.decode(data)
+            except WireError as e:
+                raise self._break(e) from e
+
+    def _fill(self, deadline: Deadline) -> None:
+        view = memoryview(self._frame)
+        while self._filled < len(view):
+            self._check()
+            try:
+                got = self._sock.recv_into(view[self._filled :])
+            except BlockingIOError:
+                if not self._wait(select.POLLIN, deadline):
+                    part = f" ({self._filled} of {len(view)} bytes are here)" if self._filled else ""
+                    raise TimeoutError(f"{self._who} sent nothing in time{part}") from None
+                continue
+            except OSError as e:
+                raise self._gone(e) from e
+            if not got:
+                # It may be seen before the pidfd, and TCP would still take what is sent after it.
+                self._ended = True
+                raise self._gone(None)
+            self._filled += got
+
+    # -- both ----------------------------------------------------------------------------------
+
+    def _wait(self, event: int, deadline: Deadline) -> bool:
+        """Until the socket may be ready, the peer has died or the channel is closed; False: too late."""
+        poller = select.poll()
+        try:
+            poller.register(self._sock, event)
+        except ValueError:  # closed meanwhile
+            self._check()
+            raise
+        if self._dead:
+            pause: float | None = _LAST_WORDS_S
+        else:
+            pause = deadline.remaining()
+            if self._pidfd is not None:
+                poller.register(self._pidfd, select.POLLIN)
+        ready = poller.poll(None if pause is None else min(math.ceil(pause * 1000), _MAX_POLL_MS))
+        self._check()
+        if any(fd == self._sock.fileno() for fd, _ in ready):
+            return True
+        if self._dead:
+            raise self._gone(None)
+        if ready:
+            self._dead = True  # look at the socket once more: the kernel may still be delivering
+            return True
+        return not deadline.expired
+
+    def _is_dead(self) -> bool:
+        if not self._dead and self._pidfd is not None:
+            poller = select.poll()
+            poller.register(self._pidfd, select.POLLIN)
+            self._dead = bool(poller.poll(0))
+        return self._dead
+
+    def _check(self) -> None:
+        if self._closed:
+            raise ClosedError(f"the channel to {self._who} is closed")
+        if self._broken is not None:
+            raise self._broken
+
+    def _gone(self, cause: OSError | None) -> Exception:
+        if self._closed:
+            return ClosedError(f"the channel to {self._who} is closed")
+        middle = " in the middle of a value" if self._filled or self._in_body else ""
+        why = f": {cause.strerror or cause}" if cause is not None else ""
+        return PeerGoneError(f"{self._who} is gone{middle}{why}")
+
+    def _break(self, error: WireError) -> WireError:
+        self._broken = WireError(f"{self._who} sent what is not a value, and the channel is broken: {error}")
+        return self._broken
+
+    @contextlib.contextmanager
+    def _in_use(self) -> Iterator[None]:
+        """Descriptors are closed by the last who uses them: a number must not be reused under a poll."""
+        with self._users_lock:
+            self._check()
+            self._users += 1
+        try:
+            yield
+        finally:
+            with self._users_lock:
+                self._users -= 1
+                if self._closed and not self._users:
+                    self._close_descriptors()
+
+    def close(self) -> None:
+        """End the channel; what was sent before still arrives. Idempotent, from any thread."""
+        with self._users_lock:
+            if self._closed:
+                return
+            self._closed = True
+            with contextlib.suppress(OSError):
+                self._sock.shutdown(socket.SHUT_RDWR)  # wakes whoever polls it
+            if not self._users:
+                self._close_descriptors()
+
+    def _close_descriptors(self) -> None:
+        self._sock.close()
+        if self._pidfd is not None:
+            os.close(self._pidfd)
+            self._pidfd = None
+
+    def _after_fork_in_child(self) -> None:
+        self._closed = True
+        self._sending = threading.Lock()
+        self._users_lock = threading.Lock()
+        self._receiving = Turn("receiving from this channel")
+        self._close_descriptors()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

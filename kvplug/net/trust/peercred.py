@@ -1,0 +1,149 @@
+"""Which user holds the other end of a connection on this host, on the kernel's word.
+
+Unix sockets carry it (``SO_PEERCRED``). For loopback TCP, Linux shows the owner of every socket in
+``/proc/net/tcp`` and ``tcp6``: the peer's socket is the row whose local address is our remote one.
+"""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import os
+import socket
+import struct
+import sys
+from collections.abc import Iterator
+
+import attrs
+
+from kvplug.net.trust.addresses import Address, UnixAddress
+
+_UCRED = struct.Struct("iII")
+_ESTABLISHED = "01"
+_LISTEN = "0A"
+HAS_PROC_NET = os.path.exists("/proc/self/net/tcp")
+
+
+def unix_peer_uid(sock: socket.socket) -> int | None:
+    """Effective uid of the process that connected, or that called ``listen``; ``None``: cannot be told."""
+    if not hasattr(socket, "SO_PEERCRED"):
+        return None
+    _, uid, _ = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
+    return int(uid)
+
+
+def tcp_peer_uid(sock: socket.socket) -> int | None:
+    """Uid that owns the socket at the other end of a loopback connection; ``None``: cannot be told.
+
+    Only an established socket that still has an inode counts: one whose owner has closed it is shown
+    as belonging to root. A listener's socket has an inode only once it was accepted, so a client asks
+    after it has heard the first bytes from there.
+    """
+    ours, theirs = _keys(sock.getsockname()), _keys(sock.getpeername())
+    for _ in range(3):  # the table may change under the reader, and a row be missed
+        for row in _rows():
+            if row.local in theirs and row.remote in ours and row.state == _ESTABLISHED and row.inode:
+                return row.uid
+    return None
+
+
+def same_user(uid: int) -> bool:
+    """Whether ``uid``, as the kernel showed it to us, is the user this process runs as.
+
+    In a user namespace every user without a mapping is shown as the overflow uid ("nobody"), so
+    there a process that itself is nobody cannot tell who another nobody is, and gets False.
+    """
+    if uid != os.geteuid():
+        return False
+    try:
+        with open("/proc/sys/kernel/overflowuid", encoding="utf-8") as f:
+            if int(f.read()) != uid:
+                return True
+        with open("/proc/self/uid_map", encoding="utf-8") as f:
+            return f.read().split() == ["0", "0", str(2**32 - 1)]
+    except OSError:
+        return True
+
+
+def owner_of(address: Address) -> str:
+    """ "pid 12 (name)" of whoever listens at ``address``, or ``""`` where /proc does not tell."""
+    inodes = set(
+        _unix_inodes(address.name) if isinstance(address, UnixAddress) else _tcp_inodes(address.port)
+    )
+    if not inodes:
+        return ""
+    wanted = {f"socket:[{inode}]" for inode in inodes}
+    for pid in filter(str.isdigit, _listdir("/proc")):
+        for fd in _listdir(f"/proc/{pid}/fd"):
+            try:
+                if os.readlink(f"/proc/{pid}/fd/{fd}") not in wanted:
+                    continue
+                with open(f"/proc/{pid}/comm", encoding="utf-8", errors="replace") as f:
+                    return f"pid {pid} ({f.read().strip()})"
+            except OSError as e:
+                if e.errno == errno.EACCES:
+                    break
+    return ""
+
+
+@attrs.frozen
+class _Row:
+    local: str
+    remote: str
+    state: str
+    uid: int
+    inode: int
+
+
+def _rows() -> Iterator[_Row]:
+    for table in ("tcp", "tcp6"):
+        try:
+            with open(f"/proc/self/net/{table}", encoding="utf-8") as f:
+                next(f, None)
+                for line in f:
+                    fields = line.split()
+                    yield _Row(fields[1], fields[2], fields[3], int(fields[7]), int(fields[9]))
+        except FileNotFoundError:
+            continue
+
+
+def _keys(sockaddr: tuple[str, int]) -> tuple[str, ...]:
+    """How the tables write an address: as itself, and an IPv4 one also as a mapped IPv6 one.
+
+    32-bit words in the machine's byte order, each printed as one hexadecimal number.
+    """
+    number = ipaddress.ip_address(sockaddr[0].partition("%")[0])
+    forms = [number.packed]
+    if isinstance(number, ipaddress.IPv4Address):
+        forms.append(b"\0" * 10 + b"\xff\xff" + number.packed)
+    elif number.ipv4_mapped is not None:
+        forms.append(number.ipv4_mapped.packed)
+    return tuple(
+        "".join(f"{int.from_bytes(form[i : i + 4], sys.byteorder):08X}" for i in range(0, len(form), 4))
+        + f":{sockaddr[1]:04X}"
+        for form in forms
+    )
+
+
+def _tcp_inodes(port: int) -> Iterator[int]:
+    for row in _rows():
+        if row.state == _LISTEN and row.local.endswith(f":{port:04X}"):
+            yield row.inode
+
+
+def _unix_inodes(name: str) -> Iterator[int]:
+    try:
+        with open("/proc/self/net/unix", encoding="utf-8", errors="replace") as f:
+            for line in f:
+                fields = line.split(maxsplit=7)
+                if len(fields) == 8 and fields[7].rstrip("\n") == "@" + name:
+                    yield int(fields[6])
+    except FileNotFoundError:
+        return
+
+
+def _listdir(path: str) -> list[str]:
+    try:
+        return os.listdir(path)
+    except OSError:
+        return []

@@ -1,0 +1,137 @@
+"""Values whose tensors' bytes lie apart: a small head, and memories that nothing is copied into first.
+
+For a transport that can put a tensor's bytes where the other end reads them. The head is the encoding of
+:mod:`kvplug.net.wire.values`, in which a tensor or array that lies apart is an extension of its own with its
+meta alone. Where its bytes are is not written anywhere: the memories come in the order of the head, each at
+the next multiple of :data:`ALIGNMENT`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import msgspec
+
+from kvplug.errors import CapacityError, UnsupportedError, WireError
+from kvplug.net.wire import tensors, values
+from kvplug.net.wire.scan import DEFAULT_LIMITS, Leaf, Limits, scan
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Buffer = bytes | bytearray | memoryview
+
+ALIGNMENT: Final = 64
+"""Each memory begins at a multiple of it: a cache line's length, and enough for every dtype."""
+MIN_BYTES: Final = 4096
+"""A smaller tensor costs less inside the head."""
+
+
+class Apart(NamedTuple):
+    """A value in two parts. The memories are those of its tensors, so they must not be written meanwhile."""
+
+    head: bytes
+    memories: list[memoryview]
+    """Flat bytes, in the order in which :func:`decode_apart` wants them."""
+
+    @property
+    def nbytes(self) -> int:
+        """What the memories take back to back, each of them :func:`aligned`."""
+        return sum(aligned(memory.nbytes) for memory in self.memories)
+
+
+def aligned(nbytes: int) -> int:
+    """The next multiple of :data:`ALIGNMENT`: what a memory of ``nbytes`` takes among others."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def encode_apart(value: object, *, min_bytes: int = MIN_BYTES, limits: Limits = DEFAULT_LIMITS) -> Apart:
+    """``value`` as a head and the memories of its tensors and arrays of at least ``min_bytes``.
+
+    No byte of them is copied, unless a tensor or array is not contiguous.
+
+    Raises:
+        UnsupportedError: something in it is not carried; the message names the path, the type and what is.
+        CapacityError: it is deeper, has more elements or, head and memories together, more bytes than
+            ``limits`` allow, so that the peer would refuse it.
+    """
+    if type(value) in values.AS_THEY_ARE:
+        return Apart(values.encode(value, limits=limits), [])
+    apart = values.Memories(min_bytes)
+    try:
+        head = values.pack(values.lower(value, limits.max_depth, [limits.max_items], apart))
+    except (UnsupportedError, UnicodeEncodeError) as e:
+        values.explain(value, limits.max_depth, e)
+    nbytes = len(head) + sum(memory.nbytes for memory in apart.found)
+    if nbytes > limits.max_bytes:
+        raise CapacityError(f"the value takes {nbytes} bytes, and at most {limits.max_bytes} are sent")
+    return Apart(head, apart.found)
+
+
+def decode_apart(
+    head: Buffer,
+    memories: memoryview,
+    *,
+    limits: Limits = DEFAULT_LIMITS,
+    make: Callable[[tensors.TensorMeta], Tensor] | None = None,
+) -> Any:
+    """The value of a head and its memories, which lie back to back, each of them :func:`aligned`.
+
+    What lies apart is copied out, a tensor into what ``make`` returns for its meta: one of that dtype and
+    shape. Without it, for numpy arrays always, and for what lies in the head, memory is taken anew.
+
+    Raises:
+        WireError: the bytes are not such a head, go beyond ``limits``, want other memories than these, or
+            hold a tensor, dtype or array while torch or numpy is not installed. Nothing else is raised,
+            whatever the bytes, but what ``make`` raises; and no more memory is taken than
+            ``limits.memory_bound`` of head and memories together (besides importing torch, and by ``make``).
+    """
+    nbytes = head.nbytes if isinstance(head, memoryview) else len(head)
+    if nbytes > limits.max_bytes:
+        raise WireError(f"a value of {nbytes} bytes; at most {limits.max_bytes} are accepted")
+    data = bytes(head)  # a private copy: shared memory could change between the check and the use
+    spans: list[slice] = []
+    try:
+        marked = scan(data, limits, spans)
+        leaves = deque(tensors.decode_meta(data[span]) for span in spans)
+        _check_memories(leaves, memories.nbytes, limits.max_bytes - nbytes)
+        if leaves:
+            extension = _from(memories.cast("B"), leaves, make or tensors.empty_like_meta)
+            value = msgspec.msgpack.decode(data, ext_hook=extension)
+        else:
+            value = values.unpack(data)
+        return values.resolve(value) if marked else value
+    except (msgspec.MsgspecError, UnicodeError, RecursionError, OverflowError) as e:
+        raise WireError(f"not the bytes of a value: {e}") from e
+
+
+def _check_memories(leaves: deque[tensors.TensorMeta], nbytes: int, most: int) -> None:
+    wanted = sum(meta.nbytes for meta in leaves)
+    if wanted > most:
+        raise WireError(f"a value whose tensors have {wanted} bytes; at most {most} are accepted")
+    lying = sum(aligned(meta.nbytes) for meta in leaves)
+    if lying != nbytes:
+        raise WireError(f"the value's {len(leaves)} memories take {lying} bytes, and {nbytes} came")
+
+
+def _from(
+    memories: memoryview, leaves: deque[tensors.TensorMeta], make: Callable[[tensors.TensorMeta], Tensor]
+) -> Callable[[int, memoryview], Any]:
+    """What msgspec calls for each extension, in the order in which they stand."""
+    at = 0
+
+    def extension(code: int, payload: memoryview) -> Any:
+        nonlocal at
+        if code not in _APART:
+            return values.extension(code, payload)
+        meta = leaves.popleft()
+        flat = memories[at : at + meta.nbytes]
+        at += aligned(meta.nbytes)
+        return values.build(code, meta, flat, make)
+
+    return extension
+
+
+_APART = frozenset((Leaf.TENSOR_APART, Leaf.ARRAY_APART))

@@ -1,0 +1,100 @@
+"""The header before every message: 16 bytes, little-endian.
+
+======  ====  =====================================================================
+offset  size  field
+======  ====  =====================================================================
+0       4     magic, ``b"KVPG"``
+4       1     major version; both ends must have the same
+5       1     minor version; the lower of the two is spoken
+6       1     kind, see :class:`FrameKind`
+7       1     flags, whose meaning belongs to the kind
+8       8     length of the payload that follows, in bytes
+======  ====  =====================================================================
+"""
+
+from __future__ import annotations
+
+import enum
+import struct
+from typing import Final
+
+import attrs
+
+from kvplug.errors import WireError
+
+MAGIC: Final = b"KVPG"
+MAJOR: Final = 1
+"""Changes when an old reader would misunderstand a new writer."""
+MINOR: Final = 0
+"""Grows when something is added that an old reader never sees unless it was agreed on."""
+
+_HEADER = struct.Struct("<4sBBBBQ")
+HEADER_SIZE: Final = _HEADER.size
+
+
+class FrameKind(enum.IntEnum):
+    """What the payload is."""
+
+    VALUE = 1
+    """One value, see :mod:`kvplug.net.wire.values`."""
+    TENSOR = 2
+    """A tensor's meta, then its bytes in row-major order, see :mod:`kvplug.net.wire.tensors`."""
+    NONE = 3
+    """The message ``None`` of a pipe. No payload."""
+    CREDIT = 4
+    """Room given back to a sender; the payload belongs to the transport."""
+    GOODBYE = 5
+    """The sender has closed politely and sends nothing more. No payload."""
+
+
+_KINDS = {int(kind): kind for kind in FrameKind}
+
+
+@attrs.frozen
+class Header:
+    """A decoded header, already checked against the reader's bounds."""
+
+    kind: FrameKind
+    length: int
+    """Bytes of payload that follow."""
+    flags: int
+    minor: int
+
+
+def encode_header(kind: FrameKind, length: int, flags: int = 0) -> bytes:
+    """The 16 bytes before a payload of ``length`` bytes.
+
+    Raises:
+        ValueError: length or flags do not fit their fields (a fault of the caller).
+    """
+    if not (0 <= length < 1 << 64 and 0 <= flags < 256):
+        raise ValueError(f"length {length} or flags {flags} do not fit a frame's header")
+    return _HEADER.pack(MAGIC, MAJOR, MINOR, kind, flags, length)
+
+
+def decode_header(buf: bytes | bytearray | memoryview, *, max_length: int) -> Header:
+    """What the first 16 bytes of ``buf`` say. More may follow; it is not looked at.
+
+    Raises:
+        WireError: too short, not kvplug's, another major version, an unknown kind, or a payload of more
+            than ``max_length`` bytes. The message names the field, what came and what is allowed.
+    """
+    try:
+        magic, major, minor, kind, flags, length = _HEADER.unpack_from(buf)
+    except (struct.error, TypeError, BufferError) as e:
+        raise WireError(f"a frame's header is {HEADER_SIZE} bytes: {e}") from e
+    if magic != MAGIC:
+        raise WireError(f"not a kvplug frame: it starts with {magic!r} instead of {MAGIC!r}")
+    if major != MAJOR:
+        raise WireError(
+            f"the peer speaks wire version {major}.{minor}, this is {MAJOR}.{MINOR};"
+            " the major versions must be equal, so upgrade the older side"
+        )
+    known = _KINDS.get(kind)
+    if known is None:
+        raise WireError(
+            f"unknown frame kind {kind}; known are {', '.join(f'{k} ({k.name})' for k in FrameKind)}"
+        )
+    if length > max_length:
+        raise WireError(f"a {known.name} frame claims {length} bytes, and at most {max_length} are accepted")
+    return Header(known, length, flags, minor)

@@ -1,0 +1,123 @@
+"""What a pipe puts before a tensor's bytes, and whether the memory that is offered for them fits.
+
+    header (16 bytes) | meta                         then the tensor's bytes, wherever the pipe puts them
+
+The header's length counts everything after it. ``None`` has neither meta nor bytes. GOODBYE is the last thing
+that comes of a pipe which was closed politely, where the connection itself does not say so.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Final
+
+import attrs
+
+from kvplug.errors import TensorMismatchError, UnsupportedError, WireError
+from kvplug.net.wire.frames import HEADER_SIZE, FrameKind, decode_header, encode_header
+from kvplug.net.wire.tensors import (
+    META_PREFIX_SIZE,
+    TensorMeta,
+    decode_meta,
+    dtype_name,
+    dtype_of,
+    encode_meta,
+    meta_of,
+    meta_size,
+)
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+MAX_LENGTH: Final = 2**56
+"""A bound on what a header may claim; memory is only taken when somebody calls ``recv_tensor``."""
+GOODBYE: Final = encode_header(FrameKind.GOODBYE, 0)
+NONE: Final = encode_header(FrameKind.NONE, 0)
+"""The whole message ``None``."""
+SHORTEST_TENSOR_PREFIX: Final = HEADER_SIZE + META_PREFIX_SIZE
+
+
+@functools.lru_cache(1024)
+def tensor_prefix(dtype: torch.dtype, shape: torch.Size, nbytes: int, flags: int = 0) -> bytes:
+    """What goes before the ``nbytes`` bytes of a tensor; ``flags`` are the transport's.
+
+    Raises:
+        UnsupportedError: the dtype is not carried.
+    """
+    # A pipe sees the same few shapes over and over.
+    meta = encode_meta(TensorMeta(dtype_name(dtype), tuple(shape)))
+    return encode_header(FrameKind.TENSOR, len(meta) + nbytes, flags) + meta
+
+
+@attrs.frozen
+class Announcement:
+    """What a prefix says: a tensor's meta, or ``None``, and the transport's flags."""
+
+    meta: TensorMeta | None
+    flags: int = 0
+    goodbye: bool = False
+
+
+@functools.lru_cache(1024)
+def prefix_size(start: bytes) -> int:
+    """How many bytes a prefix has, from its first ``SHORTEST_TENSOR_PREFIX`` or, if fewer came, 16.
+
+    Raises:
+        WireError: it is not a message of a pipe.
+    """
+    header = decode_header(start, max_length=MAX_LENGTH)
+    if header.kind in (FrameKind.NONE, FrameKind.GOODBYE):
+        return HEADER_SIZE
+    if header.kind != FrameKind.TENSOR:
+        raise WireError(f"a frame of kind {header.kind.name} in a pipe")
+    if len(start) < SHORTEST_TENSOR_PREFIX:
+        return SHORTEST_TENSOR_PREFIX
+    return HEADER_SIZE + meta_size(start[HEADER_SIZE:])
+
+
+@functools.lru_cache(1024)
+def read_prefix(prefix: bytes) -> Announcement:
+    """What a whole prefix says.
+
+    Raises:
+        WireError: it contradicts itself.
+    """
+    header = decode_header(prefix, max_length=MAX_LENGTH)
+    if header.kind != FrameKind.TENSOR:
+        if header.length:
+            raise WireError(f"a {header.kind.name} frame of {header.length} bytes; it has no payload")
+        return Announcement(None, header.flags, header.kind == FrameKind.GOODBYE)
+    meta = decode_meta(prefix[HEADER_SIZE:])
+    if header.length != len(prefix) - HEADER_SIZE + meta.nbytes:
+        raise WireError(f"a tensor of {meta.nbytes} bytes in a frame of {header.length}")
+    return Announcement(meta, header.flags)
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether its bytes lie in memory as they are sent."""
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+def check_fits(out: Tensor, meta: TensorMeta) -> None:
+    """Whether a message can be received into ``out``, a CPU tensor.
+
+    Raises:
+        TensorMismatchError: not this message, which stays.
+        UnsupportedError: it is no dense tensor in CPU memory.
+    """
+    import torch
+
+    if not isinstance(out, torch.Tensor):
+        raise UnsupportedError(f"out= must be a tensor, not {type(out).__name__}")
+    if not out.is_cpu or out.layout is not torch.strided:
+        raise UnsupportedError(f"out= must be a dense CPU tensor, not {out.device} {out.layout}")
+    if out.dtype is not _dtype(meta.dtype) or out.shape != meta.shape:
+        offered = meta_of(out)
+        raise TensorMismatchError(
+            f"the next message is {meta.dtype} of shape {list(meta.shape)}, and out= is {offered.dtype} of"
+            f" shape {list(offered.shape)}; it stays"
+        )
+
+
+_dtype = functools.cache(dtype_of)

@@ -1,0 +1,346 @@
+"""What a tensor's bytes mean, and those bytes themselves without a copy.
+
+The meta is ``code: u8, ndim: u8, ndim x u64`` (little-endian), see :data:`DTYPES`; the tensor's bytes
+follow it in row-major order, in the machine's (little-endian) byte order. Everything about the meta works
+without torch; torch is imported only by the functions that are handed a tensor or must make one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+import struct
+import sys
+from typing import TYPE_CHECKING, Any, Final
+
+import attrs
+
+from kvplug.errors import UnsupportedError, WireError
+from kvplug.net.wire.copying import copy_bytes
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+Buffer = bytes | bytearray | memoryview
+
+MAX_DIMS: Final = 64
+"""torch's own kernels stop there."""
+MAX_NBYTES: Final = (1 << 63) - 1
+
+DTYPES: Final[dict[str, tuple[int, int]]] = {
+    # name: (code on the wire, bytes per element). Codes are never given a second meaning.
+    "bool": (1, 1),
+    "uint8": (2, 1),
+    "int8": (3, 1),
+    "int16": (4, 2),
+    "int32": (5, 4),
+    "int64": (6, 8),
+    "uint16": (7, 2),
+    "uint32": (8, 4),
+    "uint64": (9, 8),
+    "float16": (10, 2),
+    "bfloat16": (11, 2),
+    "float32": (12, 4),
+    "float64": (13, 8),
+    "complex32": (14, 4),
+    "complex64": (15, 8),
+    "complex128": (16, 16),
+    "float8_e4m3fn": (17, 1),
+    "float8_e4m3fnuz": (18, 1),
+    "float8_e5m2": (19, 1),
+    "float8_e5m2fnuz": (20, 1),
+    "float8_e8m0fnu": (21, 1),
+    "float4_e2m1fn_x2": (22, 1),
+    **{f"uint{bits}": (31 + bits, 1) for bits in range(1, 8)},
+    **{f"int{bits}": (39 + bits, 1) for bits in range(1, 8)},
+    "bits8": (48, 1),
+    "bits16": (49, 2),
+    "bits1x8": (50, 1),
+    "bits2x4": (51, 1),
+    "bits4x2": (52, 1),
+}
+"""torch's names. The quantised dtypes are missing on purpose: their bytes mean nothing without a scale."""
+
+_WITH_KERNELS = {"bool", "uint8", "int8", "int16", "int32", "int64"}
+_WITH_KERNELS |= {"float16", "bfloat16", "float32", "float64", "complex64", "complex128"}
+
+# One type for every size: each array type of its own costs 3 KB, and only the garbage collector, which an
+# engine may have turned off, takes it back. Nothing is allocated, and nobody sees more than a slice.
+_Memory = ctypes.c_ubyte * (sys.maxsize // 2)
+
+_NAMES = {code: name for name, (code, _) in DTYPES.items()}
+_PREFIX = struct.Struct("<BB")
+_DIMS = tuple(struct.Struct(f"<{ndim}Q") for ndim in range(MAX_DIMS + 1))
+META_PREFIX_SIZE: Final = _PREFIX.size
+_LONGEST_META: Final = META_PREFIX_SIZE + 8 * MAX_DIMS
+"""The first bytes of a meta, enough for :func:`meta_size`."""
+
+
+def _check_dtype(_: Any, __: Any, dtype: str) -> None:
+    if dtype not in DTYPES:
+        raise UnsupportedError(f"dtype {dtype!r} is not carried; these are: {', '.join(DTYPES)}")
+
+
+def _check_shape(instance: TensorMeta, _: Any, shape: tuple[int, ...]) -> None:
+    if len(shape) > MAX_DIMS:
+        raise UnsupportedError(f"a tensor of {len(shape)} dimensions is not carried; at most {MAX_DIMS} are")
+    extent = DTYPES[instance.dtype][1]
+    for size in shape:
+        if type(size) is not int or size < 0:
+            raise UnsupportedError(f"a shape is of integers that are 0 or more, not {shape!r}")
+        extent *= size or 1  # an empty tensor's other sizes must not overflow anybody's strides either
+        if extent > MAX_NBYTES:
+            raise UnsupportedError(f"a tensor of shape {shape!r} has more than {MAX_NBYTES} bytes")
+
+
+@attrs.frozen
+class TensorMeta:
+    """What a run of bytes must be taken for."""
+
+    dtype: str = attrs.field(validator=_check_dtype)
+    """torch's name without ``torch.``."""
+    shape: tuple[int, ...] = attrs.field(converter=tuple, validator=_check_shape)
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one element."""
+        return DTYPES[self.dtype][1]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return DTYPES[self.dtype][1] * math.prod(self.shape)
+
+
+# -- the meta as bytes ---------------------------------------------------------------------------
+
+
+@functools.lru_cache(1024)  # a peer sees the same few shapes over and over: here, and below
+def encode_meta(meta: TensorMeta) -> bytes:
+    """``2 + 8 * ndim`` bytes."""
+    shape = meta.shape
+    return _PREFIX.pack(DTYPES[meta.dtype][0], len(shape)) + _DIMS[len(shape)].pack(*shape)
+
+
+def meta_size(prefix: Buffer) -> int:
+    """How long the meta is that starts with these bytes (``META_PREFIX_SIZE`` of them suffice).
+
+    Raises:
+        WireError: an unknown dtype code or too many dimensions.
+    """
+    try:
+        code, ndim = _PREFIX.unpack_from(prefix)
+    except (struct.error, TypeError, BufferError) as e:
+        raise WireError(f"a tensor's meta is cut short: {e}") from e
+    name_of_code(code)
+    if ndim > MAX_DIMS:
+        raise WireError(f"a tensor's meta claims {ndim} dimensions; at most {MAX_DIMS} are accepted")
+    return META_PREFIX_SIZE + 8 * int(ndim)
+
+
+def name_of_code(code: int) -> str:
+    """The dtype's name that a code on the wire stands for.
+
+    Raises:
+        WireError: there is no such code.
+    """
+    name = _NAMES.get(code)
+    if name is None:
+        raise WireError(f"unknown dtype code {code}")
+    return name
+
+
+def split_meta(buf: Buffer) -> tuple[TensorMeta, memoryview]:
+    """The meta at the start of ``buf``, and what follows it.
+
+    Raises:
+        WireError: these are not the bytes of a meta.
+    """
+    size = meta_size(buf)
+    view = memoryview(buf)
+    if view.nbytes < size:
+        raise WireError(f"a tensor's meta of {size} bytes is cut short after {view.nbytes}")
+    ndim = (size - META_PREFIX_SIZE) // 8
+    shape = _DIMS[ndim].unpack_from(view, META_PREFIX_SIZE)
+    try:
+        return TensorMeta(_NAMES[view[0]], shape), view[size:]
+    except UnsupportedError as e:
+        raise WireError(f"a tensor's meta is out of bounds: {e}") from e
+
+
+def decode_meta(buf: Buffer) -> TensorMeta:
+    """The meta that is exactly ``buf``. It says how much memory is wanted: compare ``nbytes`` first.
+
+    Raises:
+        WireError: these are not the bytes of a meta.
+    """
+    nbytes = memoryview(buf).nbytes
+    if nbytes > _LONGEST_META:
+        raise WireError(f"{nbytes} bytes are no tensor's meta; the longest has {_LONGEST_META}")
+    return _decoded(bytes(buf))
+
+
+@functools.lru_cache(1024)
+def _decoded(data: bytes) -> TensorMeta:
+    meta, rest = split_meta(data)
+    if rest.nbytes:
+        raise WireError(f"{rest.nbytes} bytes follow a tensor's meta")
+    return meta
+
+
+@functools.lru_cache(1024)
+def _meta_of(dtype: torch.dtype, shape: torch.Size) -> TensorMeta:
+    return TensorMeta(dtype_name(dtype), tuple(shape))
+
+
+# -- tensors -------------------------------------------------------------------------------------
+
+
+@functools.cache
+def dtype_name(dtype: torch.dtype) -> str:
+    """``torch.bfloat16`` is ``"bfloat16"``."""
+    return str(dtype).rpartition(".")[2]
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """The dtype of that name.
+
+    Raises:
+        UnsupportedError: the torch installed here has no such dtype, or there is no torch.
+    """
+    try:
+        import torch
+    except ImportError as e:
+        raise UnsupportedError(
+            f"a {name} tensor or dtype needs torch, which is not installed here: {e}"
+        ) from e
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise UnsupportedError(f"torch {torch.__version__} has no dtype {name!r}")
+    return found
+
+
+def meta_of(tensor: Tensor) -> TensorMeta:
+    """Dtype and shape of a tensor on any device.
+
+    Raises:
+        UnsupportedError: quantised, sparse, nested, or more than 64 dimensions.
+    """
+    _check_strided(tensor)
+    return _meta_of(tensor.dtype, tensor.shape)
+
+
+def memory_of(tensor: Tensor) -> memoryview:
+    """The bytes of a CPU tensor in row-major order, read-only, as a flat view that keeps them alive.
+
+    Not a copy, unless the tensor is non-contiguous or lazily conjugated or negated: then the view is of
+    a contiguous copy made now.
+
+    Raises:
+        UnsupportedError: not a dense tensor in CPU memory, or a dtype that is not carried.
+    """
+    _check_memory(tensor)
+    return _view(dense(tensor)).toreadonly()
+
+
+def memory_of_writable(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor, to be filled. It keeps the tensor alive.
+
+    Raises:
+        UnsupportedError: as :func:`memory_of`, or the tensor is not contiguous (fill another and
+            :func:`copy_into` it).
+    """
+    _check_memory(tensor)
+    if not _is_plain(tensor):
+        raise UnsupportedError("only a contiguous tensor can be filled in place; this one is not")
+    return _view(tensor)
+
+
+def empty_like_meta(meta: TensorMeta) -> Tensor:
+    """A contiguous CPU tensor with unset elements. The caller has checked that it wants that much.
+
+    Raises:
+        UnsupportedError: the torch installed here lacks the dtype, or there is no torch.
+    """
+    dtype = dtype_of(meta.dtype)
+    import torch
+
+    if meta.dtype in _WITH_KERNELS:
+        return torch.empty(meta.shape, dtype=dtype)
+    # From bytes: torch may have to fill what it makes, and has no kernels for the rest.
+    flat = torch.empty(meta.nbytes, dtype=torch.uint8)
+    return flat.view(dtype).view(meta.shape)
+
+
+def copy_into(out: Tensor, flat: Buffer) -> None:
+    """Fill ``out``, contiguous or not, with the row-major bytes of a tensor of its shape and dtype.
+
+    Raises:
+        UnsupportedError: ``out`` is not a dense tensor in CPU memory.
+        ValueError: ``flat`` has not exactly ``out``'s bytes.
+    """
+    source = memoryview(flat).cast("B")
+    _check_memory(out)
+    if source.nbytes != out.numel() * out.element_size():
+        raise ValueError(f"{source.nbytes} bytes do not fill a tensor of {tuple(out.shape)} {out.dtype}")
+    if _is_plain(out):
+        copy_bytes(_view(out), source)
+        return
+    whole = empty_like_meta(meta_of(out))
+    copy_bytes(_view(whole), source)
+    out = out.detach()
+    if out.is_conj() or out.is_neg():
+        out.copy_(whole)  # the caller sees out through its flag; copy_ writes what then reads as whole
+    else:
+        as_bits(out).copy_(as_bits(whole))
+
+
+def dense(tensor: Tensor) -> Tensor:
+    """The same elements one after the other in memory, on any device: if need be a copy, as integers."""
+    if _is_plain(tensor):
+        return tensor
+    return as_bits(tensor.detach().resolve_conj().resolve_neg()).contiguous()
+
+
+def as_bits(tensor: Tensor) -> Tensor:
+    """The same memory as integers, so that copying works for dtypes without kernels and keeps every NaN."""
+    import torch
+
+    by_size = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    as_dtype = by_size.get(tensor.element_size())
+    return tensor if as_dtype is None else tensor.view(as_dtype)
+
+
+def _check_strided(tensor: Tensor) -> None:
+    import torch
+
+    if not isinstance(tensor, torch.Tensor):
+        raise UnsupportedError(f"a torch.Tensor is needed, not a {type(tensor).__qualname__}")
+    if tensor.layout != torch.strided or tensor.is_nested:
+        raise UnsupportedError(f"only dense tensors are carried, not {tensor.layout} or nested ones")
+
+
+def _check_memory(tensor: Tensor) -> None:
+    _check_strided(tensor)
+    if tensor.device.type != "cpu":
+        raise UnsupportedError(
+            f"only memory of the CPU can be read here, and the tensor is on {tensor.device}"
+        )
+    _check_dtype(None, None, dtype_name(tensor.dtype))
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+def _view(tensor: Tensor) -> memoryview:
+    nbytes = tensor.numel() * tensor.element_size()
+    if nbytes == 0:
+        return memoryview(bytearray())
+    # By address, since torch offers no buffer protocol and numpy lacks half of the dtypes.
+    array = _Memory.from_address(tensor.data_ptr())
+    # The view keeps the array, and the array the memory: by its .data the tensor may be given another one.
+    array._owner = tensor, tensor.untyped_storage()  # type: ignore[attr-defined]
+    return memoryview(array).cast("B")[:nbytes]

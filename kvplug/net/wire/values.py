@@ -1,0 +1,279 @@
+"""Plain values as msgpack, with their exact types, within bounds, and nothing else.
+
+Carried: None, bool, int (-2**63 to 2**64 - 1), float, str, bytes, list, tuple, set, frozenset, dict,
+torch.dtype, CPU tensors and numpy arrays; subclasses of these are not, since they would come out as
+something else. What msgpack has no type for is tagged by an extension (the table is in
+``docs/reference/wire.md``): a tuple is an array whose first element is the mark "tuple", which no value
+can be.
+
+What comes in is looked over first (:mod:`kvplug.net.wire.scan`); only what passes is handed to msgspec.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, Final, NoReturn
+
+import msgspec
+
+from kvplug.errors import CapacityError, UnsupportedError, WireError
+from kvplug.net.wire import arrays, tensors
+from kvplug.net.wire.scan import DEFAULT_LIMITS, MARKS, Leaf, Limits, Mark, scan
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["CARRIED", "DEFAULT_LIMITS", "Limits", "decode", "encode"]
+
+Buffer = bytes | bytearray | memoryview
+
+_MIN_INT, _MAX_INT = -(1 << 63), (1 << 64) - 1
+_MARK_EXT = {mark: msgspec.msgpack.Ext(int(mark), b"") for mark in Mark}
+CARRIED: Final = (
+    "None, bool, int of 64 bits, float, str, bytes, list, tuple, set, frozenset, dict, torch.dtype,"
+    " CPU tensor, numpy array"
+)
+
+# -- encoding --------------------------------------------------------------------------------------
+
+pack: Final = msgspec.msgpack.Encoder().encode
+
+
+def encode(value: object, *, limits: Limits = DEFAULT_LIMITS) -> bytes:
+    """The bytes of ``value``.
+
+    Raises:
+        UnsupportedError: something in it is not carried; the message names the path, the type and what is.
+        CapacityError: it is deeper, has more elements or more bytes than ``limits`` allow, so that the
+            peer would refuse it.
+    """
+    try:
+        plain = type(value) in AS_THEY_ARE
+        data = pack(value if plain else lower(value, limits.max_depth, [limits.max_items]))
+    except (UnsupportedError, UnicodeEncodeError) as e:
+        explain(value, limits.max_depth, e)
+    if len(data) > limits.max_bytes:
+        raise CapacityError(f"the value takes {len(data)} bytes, and at most {limits.max_bytes} are sent")
+    return data
+
+
+class Memories:
+    """The memories of tensors and arrays that a value is written without."""
+
+    __slots__ = ("min_bytes", "found")
+
+    def __init__(self, min_bytes: int) -> None:
+        self.min_bytes = min_bytes
+        self.found: list[memoryview] = []
+
+
+def lower(value: Any, depth: int, count: list[int], apart: Memories | None = None) -> Any:
+    """What msgspec writes for ``value``: only types of its own, and marks."""
+    kind = type(value)
+    if kind is str or kind is bytes or kind is float or kind is bool or value is None:
+        return value
+    if kind is int:
+        if not _MIN_INT <= value <= _MAX_INT:
+            raise UnsupportedError(f"an integer of {value.bit_length()} bits does not fit into 64")
+        return value
+    if kind is list or kind is tuple or kind is set or kind is frozenset or kind is dict:
+        if depth == 0:
+            raise CapacityError("the value is nested too deeply to be sent (or contains itself)")
+        kinds = set(map(type, value))
+        native = kind is list or (kind is dict and kinds <= _NATIVE_KEYS)
+        count[0] -= len(value) * (2 if kind is dict else 1) + (not native)  # a mark is an element too
+        if count[0] < 0:
+            raise CapacityError("the value has too many elements to be sent")
+        depth -= 1
+        if kind is dict:
+            if native:
+                if int in kinds:
+                    for key in value:
+                        lower(key, depth, count)  # for its size alone
+                return {
+                    k: v if type(v) in AS_THEY_ARE else lower(v, depth, count, apart)
+                    for k, v in value.items()
+                }
+            pairs = [_MARK_EXT[Mark.DICT]]
+            for k, v in value.items():
+                pairs.append(lower(k, depth, count, apart))
+                pairs.append(lower(v, depth, count, apart))
+            return pairs
+        if kinds <= AS_THEY_ARE or (kinds == {int} and min(value) >= _MIN_INT and max(value) <= _MAX_INT):
+            lowered = list(value)
+        else:
+            lowered = [
+                item if type(item) in AS_THEY_ARE else lower(item, depth, count, apart) for item in value
+            ]
+        if kind is not list:
+            lowered.insert(0, _MARK_EXT[_CONTAINER_MARKS[kind]])
+        return lowered
+    return _lower_foreign(value, apart)
+
+
+AS_THEY_ARE = frozenset({type(None), bool, float, str, bytes})
+"""msgspec writes them, and no other type, as they are."""
+_NATIVE_KEYS = frozenset({type(None), bool, int, float, str, bytes})
+_CONTAINER_MARKS: dict[type, Mark] = {tuple: Mark.TUPLE, set: Mark.SET, frozenset: Mark.FROZENSET}
+
+
+def _lower_foreign(value: Any, apart: Memories | None) -> msgspec.msgpack.Ext:
+    torch = sys.modules.get("torch")
+    # An import under way in another thread shows a module without its names; then nothing is a tensor yet.
+    if torch is not None and hasattr(torch, "Tensor") and hasattr(torch, "dtype"):
+        if isinstance(value, torch.dtype):
+            name = tensors.dtype_name(value)
+            if name in tensors.DTYPES:
+                return msgspec.msgpack.Ext(int(Leaf.DTYPE), bytes([tensors.DTYPES[name][0]]))
+            raise UnsupportedError(f"the dtype {value} is not carried")
+        if type(value) is torch.Tensor:
+            return _leaf(Leaf.TENSOR, tensors.meta_of(value), tensors.memory_of(value), apart)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and hasattr(numpy, "ndarray") and type(value) is numpy.ndarray:
+        return _leaf(Leaf.ARRAY, *arrays.parts_of(value), apart)
+    kind = type(value)
+    where = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
+    raise UnsupportedError(f"a {where}{kind.__qualname__} is not carried")
+
+
+def _leaf(
+    leaf: Leaf, meta: tensors.TensorMeta, memory: memoryview, apart: Memories | None
+) -> msgspec.msgpack.Ext:
+    if apart is None or memory.nbytes < apart.min_bytes:
+        return msgspec.msgpack.Ext(int(leaf), b"".join((tensors.encode_meta(meta), memory)))
+    apart.found.append(memory)
+    return msgspec.msgpack.Ext(int(APART_OF[leaf]), tensors.encode_meta(meta))
+
+
+APART_OF: Final = {Leaf.TENSOR: Leaf.TENSOR_APART, Leaf.ARRAY: Leaf.ARRAY_APART}
+
+
+def explain(value: object, depth: int, error: Exception) -> NoReturn:
+    """Raise ``error`` again with the path to the value that caused it. Slow, and only ever run once."""
+    for path, item in _walk(value, "value", depth):
+        kind = type(item)
+        if kind in _CONTAINER_MARKS or kind is list or kind is dict:
+            continue
+        try:
+            pack(lower(item, 0, [0], Memories(0)))
+        except UnsupportedError as e:
+            raise UnsupportedError(f"{path}: {e}; carried are: {CARRIED}") from e
+        except UnicodeEncodeError as e:
+            raise UnsupportedError(f"{path}: a str with a lone surrogate has no UTF-8: {e}") from e
+    raise UnsupportedError(f"value: {error}") from error  # changed by another thread meanwhile
+
+
+def _walk(value: Any, path: str, depth: int) -> Iterator[tuple[str, Any]]:
+    yield path, value
+    if depth < 0:
+        return
+    kind = type(value)
+    if kind is dict:
+        for k, v in value.items():
+            yield from _walk(k, f"{path}, key {_short(k)}", depth - 1)
+            yield from _walk(v, f"{path}[{_short(k)}]", depth - 1)
+    elif kind is list or kind is tuple:
+        for i, item in enumerate(value):
+            yield from _walk(item, f"{path}[{i}]", depth - 1)
+    elif kind is set or kind is frozenset:
+        for item in value:
+            yield from _walk(item, f"{path}, member {_short(item)}", depth - 1)
+
+
+def _short(key: object) -> str:
+    text = ascii(key) if type(key) in _NATIVE_KEYS else f"of type {type(key).__qualname__}"
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+# -- decoding --------------------------------------------------------------------------------------
+
+
+def decode(buf: Buffer, *, limits: Limits = DEFAULT_LIMITS) -> Any:
+    """The value that ``buf`` is the encoding of. A key that comes twice in a dict counts once, the last.
+
+    Raises:
+        WireError: the bytes are not such an encoding, go beyond ``limits``, or hold a tensor, dtype or
+            array while torch or numpy is not installed. Nothing else is raised, whatever the bytes, and no
+            more memory is taken than ``limits.memory_bound(len(buf))`` (besides importing torch).
+    """
+    nbytes = buf.nbytes if isinstance(buf, memoryview) else len(buf)
+    if nbytes > limits.max_bytes:
+        raise WireError(f"a value of {nbytes} bytes; at most {limits.max_bytes} are accepted")
+    data = bytes(buf)  # a private copy: shared memory could change between the check and the use
+    try:
+        marked = scan(data, limits)
+        value = unpack(data)
+        return resolve(value) if marked else value
+    except (msgspec.MsgspecError, UnicodeError, RecursionError, OverflowError) as e:
+        raise WireError(f"not the bytes of a value: {e}") from e
+
+
+def extension(code: int, payload: memoryview) -> Any:
+    """What an extension that passed :func:`scan` stands for; called by msgspec."""
+    if not payload.nbytes:
+        return MARKS[code]
+    # msgspec 0.19 gives the view the shape of the whole message, so that slices of it reach past the end
+    # of memory (its issue 835); a cast makes the shape anew from the number of bytes, which is right.
+    payload = payload.cast("B")
+    if code != Leaf.DTYPE:
+        meta, flat = tensors.split_meta(payload)
+        if meta.nbytes != flat.nbytes:
+            raise WireError(
+                f"a {meta.dtype} tensor of shape {meta.shape} has {meta.nbytes} bytes, not {flat.nbytes}"
+            )
+        return build(code, meta, flat, tensors.empty_like_meta)
+    try:
+        return tensors.dtype_of(tensors.name_of_code(payload[0]))
+    except UnsupportedError as e:
+        raise WireError(f"a tensor or dtype cannot be made here: {e}") from e
+
+
+def build(
+    code: int, meta: tensors.TensorMeta, flat: memoryview, make: Callable[[tensors.TensorMeta], Tensor]
+) -> Any:
+    """The tensor or array of those bytes. The caller has checked that there are as many as there must be."""
+    if code in (Leaf.ARRAY, Leaf.ARRAY_APART):
+        return arrays.array_of(meta, flat)
+    try:
+        tensor = make(meta)
+        tensors.copy_into(tensor, flat)
+    except (UnsupportedError, RuntimeError) as e:
+        raise WireError(f"a tensor or dtype cannot be made here: {e}") from e
+    return tensor
+
+
+unpack: Final = msgspec.msgpack.Decoder(ext_hook=extension).decode
+
+
+def resolve(value: Any) -> Any:
+    """``value`` with its marked arrays turned into what they are; lists and dicts are changed in place."""
+    kind = type(value)
+    if kind is dict:
+        for key, item in value.items():
+            if type(item) in _BUILT:
+                value[key] = resolve(item)
+        return value
+    if kind is not list:
+        return value
+    for i, item in enumerate(value):
+        if type(item) in _BUILT:
+            value[i] = resolve(item)
+    if not value or type(value[0]) is not Mark:
+        return value
+    mark = value[0]
+    del value[0]
+    if mark is Mark.TUPLE:
+        return tuple(value)
+    try:
+        if mark is Mark.DICT:
+            return dict(zip(value[::2], value[1::2], strict=True))
+        members = set(value) if mark is Mark.SET else frozenset(value)
+    except (TypeError, ValueError, RuntimeError) as e:
+        raise WireError(f"what cannot be a key came as the key of a dict or the member of a set: {e}") from e
+    if len(members) != len(value):
+        raise WireError("a set has a member twice")
+    return members
+
+
+_BUILT = frozenset({list, dict})

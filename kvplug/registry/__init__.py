@@ -1,6 +1,0 @@
-"""Plugins found, loaded one by one, and resolved by name; one that is broken stops no other."""
-
-from kvplug.registry.check import CHOSEN, name_faults, option_faults, own_part
-from kvplug.registry.registry import PluginInfo, PluginStatus, Registry
-
-__all__ = ["CHOSEN", "PluginInfo", "PluginStatus", "Registry", "name_faults", "option_faults", "own_part"]

@@ -1,0 +1,228 @@
+"""Connections come in, and each becomes something else beside the others: a pipe, a reader of a queue.
+
+What a peer has to say before it is one end of a pipe takes time, and a peer that is stopped in the middle of
+it must delay nobody but itself. So one thread takes connections, and a short-lived one serves each.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import logging
+import socket
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Generic, Self, TypeVar
+
+from kvplug.errors import ClosedError, KvplugError, TimeoutError, TransportError
+from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
+from kvplug.net.fork import close_after_fork
+from kvplug.net.trust.listener import Connection, Listener
+from kvplug.transport.pipe import Pipe, PipeListener
+
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+
+class Acceptor(Generic[T]):
+    """Takes the proven connections of its listeners, and serves each in a thread of its own.
+
+    Any thread may call any method, also a signal's handler. In a forked child it is closed.
+    """
+
+    def __init__(
+        self,
+        listeners: Sequence[Listener],
+        make: Callable[[Connection], T],
+        take: Callable[[T], None],
+        *,
+        what: str,
+        name: str,
+    ) -> None:
+        """Owns the listeners from here on, also if it raises.
+
+        Args:
+            make: Makes of a connection what looks after it from then on. If it raises the connection is
+                closed: nobody here waits for it, and the other end sees that it hung up.
+            take: Is given that; the same thread.
+            what: What is made, for the warning if that fails: "a pipe".
+            name: What the threads' names begin with.
+
+        Raises:
+            TransportError: this process can have no more threads.
+        """
+        self._listeners = listeners
+        self._make = make
+        self._take = take
+        self._what = what
+        self._name = name
+        self._lock = threading.RLock()
+        self._closed = False
+        self._serving: set[Connection] = set()
+        self._threads = [
+            threading.Thread(target=self._accept, args=(each,), name=f"{name}-listen", daemon=True)
+            for each in listeners
+        ]
+        close_after_fork(self)
+        try:
+            for thread in self._threads:
+                thread.start()
+        except RuntimeError as e:
+            self.close()
+            raise TransportError(f"a listener needs a thread that takes connections: {e}") from e
+
+    def close(self) -> None:
+        """Nobody comes in any more, and those who are being served are hung up. Idempotent."""
+        with self._lock:
+            self._closed = True
+            serving = list(self._serving)
+        for listener in self._listeners:
+            listener.close()
+        for connection in serving:
+            with contextlib.suppress(OSError):  # it has gone, or was closed by the thread that serves it
+                connection.sock.shutdown(socket.SHUT_RDWR)
+        for thread in self._threads:
+            if thread.is_alive() and thread is not threading.current_thread():
+                thread.join(1.0)
+
+    def _after_fork_in_child(self) -> None:
+        # The listeners close themselves.
+        self._closed = True
+        self._lock = threading.RLock()  # somebody in the parent may have held it
+        for connection in list(self._serving):
+            connection.close()
+
+    def _accept(self, listener: Listener) -> None:
+        while True:
+            try:
+                connection = listener.accept(None)
+            except ClosedError:
+                return
+            with self._lock:
+                closed = self._closed
+                if not closed:
+                    self._serving.add(connection)
+            if closed:
+                connection.close()
+                return
+            thread = threading.Thread(
+                target=self._serve, args=(connection,), name=f"{self._name}-join", daemon=True
+            )
+            try:
+                thread.start()
+            except RuntimeError as e:  # no more threads just now; those who come later may be luckier
+                logger.warning("a connection from %s was dropped: %s", connection.describe, e)
+                connection.close()
+                self._release(connection)
+
+    def _serve(self, connection: Connection) -> None:
+        try:
+            made = self._make(connection)
+        except Exception as e:
+            foreign = not isinstance(e, KvplugError | OSError)  # out of threads, or a fault of ours
+            logger.warning(
+                "%s from %s was not completed: %s", self._what, connection.describe, e, exc_info=foreign
+            )
+            connection.close()
+            self._release(connection)
+            return
+        self._release(connection)  # not after it was taken: whoever has it then may outlive this
+        self._take(made)
+
+    def _release(self, connection: Connection) -> None:
+        with self._lock:
+            self._serving.discard(connection)
+
+
+class PipeAcceptor(PipeListener, abc.ABC):
+    """A pipe's listening end over connections: a transport says how one becomes a pipe.
+
+    In a forked child it is closed.
+    """
+
+    def __init__(
+        self, listeners: Sequence[Listener], *, transport: str, contact: str, timeout_s: float
+    ) -> None:
+        """Owns the listeners from here on, also if it raises. :meth:`_join` may be called at once.
+
+        ``timeout_s`` is what :meth:`accept` waits where its caller says nothing.
+
+        Raises:
+            TransportError: this process can have no more threads.
+        """
+        self._listeners = listeners
+        self._transport = transport
+        self._contact = contact
+        self._timeout_s = timeout_s
+        self._changed = threading.Condition()
+        self._closed = False
+        self._ready: deque[Pipe] = deque()
+        close_after_fork(self)
+        self._acceptor = Acceptor(
+            listeners, self._join, self._take, what="a pipe", name=f"kvplug-{transport}"
+        )
+
+    @abc.abstractmethod
+    def _join(self, connection: Connection) -> Pipe | None:
+        """The pipe to whoever has connected, or ``None``: the connection is part of another one's pipe.
+
+        In a thread of its own. If it raises, the connection is closed.
+        """
+
+    @property
+    def contact(self) -> str:
+        return self._contact
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    def accept(self, timeout: Timeout = DEFAULT_TIMEOUT) -> Pipe:
+        deadline = Deadline.after(timeout, self._timeout_s)
+        if self._closed:  # also in a forked child, whose lock may be anybody's
+            raise self._is_closed()
+        with self._changed:
+            while not self._ready:
+                if self._closed:
+                    raise self._is_closed()
+                if not self._changed.wait(deadline.remaining()) and deadline.expired:
+                    where = ", ".join(listener.address for listener in self._listeners)
+                    raise TimeoutError(f"nobody connected a pipe to {where} in time")
+            return self._ready.popleft()
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            unclaimed = list(self._ready)
+            self._ready.clear()
+            self._changed.notify_all()
+        self._acceptor.close()
+        for pipe in unclaimed:
+            pipe.abort()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _after_fork_in_child(self) -> None:
+        # The acceptor and the pipes close themselves.
+        self._closed = True
+        self._changed = threading.Condition()  # somebody in the parent may have been inside
+
+    def _is_closed(self) -> ClosedError:
+        return ClosedError(f"the listener of the pipe {self._transport!r} is closed")
+
+    def _take(self, pipe: Pipe | None) -> None:
+        if pipe is None:
+            return
+        with self._changed:
+            closed = self._closed
+            if not closed:
+                self._ready.append(pipe)
+                self._changed.notify_all()
+        if closed:
+            pipe.abort()

@@ -1,0 +1,195 @@
+"""Tokens to their experts and back, and what a model with experts is prepared with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from kvplug.errors import ConfigError, TensorMismatchError
+from kvplug.net.deadline import DEFAULT_TIMEOUT, Timeout
+from kvplug.transport.communicator.all2all import DEFAULT_BACKEND, MANAGERS, All2AllManager
+from kvplug.transport.communicator.attempts import Attempts
+from kvplug.transport.communicator.calls import check_same
+from kvplug.transport.communicator.tokens import TokenSplit, width_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kvplug.transport.context import CommunicatorContext
+
+
+class Experts(Attempts):
+    """Calls around the layers of a mixture of experts."""
+
+    all2all_managers: ClassVar[Mapping[str, type[All2AllManager]]] = MANAGERS
+    """By the words of ``all2all_backend``. A transport that knows more ways adds them."""
+
+    def __init__(self, context: CommunicatorContext) -> None:
+        super().__init__(context)
+        self.all2all_manager: All2AllManager | None = None
+        """What dispatch and combine go through; ``None`` where there is none, and they change nothing."""
+        self._split: TokenSplit | None = None
+        self._width = 1
+        if self.use_all2all:
+            self._width = width_of(self.world_size, context.data_parallel_size)
+            self.all2all_manager = self._manager(self.all2all_backend or DEFAULT_BACKEND)
+
+    def _manager(self, name: str) -> All2AllManager:
+        found = self.all2all_managers.get(name)
+        if found is None:
+            known = ", ".join(sorted(self.all2all_managers))
+            raise ConfigError(f"all2all_backend={name!r} is none that {type(self).__name__} knows: {known}")
+        return found(self)
+
+    def dispatch(
+        self,
+        hidden_states: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        is_sequence_parallel: bool = False,
+        extra_tensors: list[Tensor] | None = None,
+        *,
+        timeout: Timeout = DEFAULT_TIMEOUT,
+    ) -> tuple[Any, ...]:
+        """Bring tokens to their experts: the same three, and ``extra_tensors`` where given, with all ranks'
+        tokens.
+
+        A tensor has a row for each token, and ranks may have different numbers of them, also none. The ranks
+        of one data-parallel rank have the same tokens, which are brought once; with ``is_sequence_parallel``
+        each rank has its own. Without an all-to-all manager nothing is changed.
+
+        Raises:
+            TensorMismatchError: tensors without a row for each token, or ranks whose tensors differ in dtype
+                or in the shape of a row.
+            The rest as the collectives.
+        """
+        return self._dispatch(
+            "dispatch", [hidden_states, topk_weights, topk_ids], is_sequence_parallel, extra_tensors, timeout
+        )
+
+    def dispatch_router_logits(
+        self,
+        hidden_states: Tensor,
+        router_logits: Tensor,
+        is_sequence_parallel: bool = False,
+        extra_tensors: list[Tensor] | None = None,
+        *,
+        timeout: Timeout = DEFAULT_TIMEOUT,
+    ) -> tuple[Any, ...]:
+        """The same before experts are chosen: these two, and ``extra_tensors`` where given. Raises as
+        ``dispatch``.
+        """
+        return self._dispatch(
+            "dispatch_router_logits",
+            [hidden_states, router_logits],
+            is_sequence_parallel,
+            extra_tensors,
+            timeout,
+        )
+
+    def combine(
+        self,
+        hidden_states: Tensor,
+        is_sequence_parallel: bool = False,
+        *,
+        timeout: Timeout = DEFAULT_TIMEOUT,
+    ) -> Tensor:
+        """Bring what experts made back to the tokens' ranks: this rank's rows of the sum of all ranks'.
+
+        ``hidden_states`` has a row for each token that the last dispatch has brought: zeros where no expert
+        of this rank was wanted. The sum is whole: no rank adds anything to it. Without an all-to-all manager
+        nothing is changed.
+
+        Raises:
+            TensorMismatchError: it has not as many rows, or nothing was dispatched, or in the other way.
+            The rest as the collectives.
+        """
+        if self.all2all_manager is None:
+            self._check_usable()
+            return hidden_states
+        split = self._split
+
+        def check() -> dict[str, Any]:
+            said = self._said(hidden_states, summing=True, dim=0)
+            if split is None:
+                raise TensorMismatchError("combine takes back what was dispatched, and nothing was")
+            if hidden_states.shape[0] != split.total:
+                rows = hidden_states.shape[0]
+                raise TensorMismatchError(f"{split.total} tokens were dispatched, and {rows} rows come back")
+            self._check_way(split, is_sequence_parallel)
+            return {**said, "is_sequence_parallel": bool(is_sequence_parallel)}
+
+        with self._call("combine", timeout, check) as deadline:
+            if self.world_size > 1:
+                assert split is not None
+                hidden_states = self.all2all_manager.combine(hidden_states, split, deadline)
+            self._split = None
+        return hidden_states
+
+    def prepare_communication_buffer_for_model(self, model: Any) -> None:
+        """Once after a model was loaded: where this communicator serves experts, each of its modules that
+        has a method ``prepare_communication_buffer(communicator)`` is called with it.
+
+        Raises:
+            ClosedError, TransportError: as the law says.
+            Whatever a module raises.
+        """
+        self._check_usable()
+        if self.is_ep_communicator:
+            for module in model.modules():
+                prepare = getattr(module, "prepare_communication_buffer", None)
+                if callable(prepare):
+                    prepare(self)
+
+    # -- beneath -------------------------------------------------------------------------------
+
+    def _dispatch(
+        self,
+        name: str,
+        tensors: list[Tensor],
+        is_sequence_parallel: bool,
+        extra_tensors: list[Tensor] | None,
+        timeout: Timeout,
+    ) -> tuple[Any, ...]:
+        found = [*tensors, *(extra_tensors or ())]
+        if self.all2all_manager is None:
+            self._check_usable()
+        else:
+            with self._attempt(timeout) as deadline:
+                counts: list[int] = []
+                check = lambda: self._tokens_said(found, is_sequence_parallel)  # noqa: E731
+                with self._agreed(
+                    name, check, lambda call: self._compare(call, deadline), always=True
+                ) as calls:
+                    counts = [call.get("tokens", 0) for call in calls]
+                    check_same(name, [{**call, "tokens": "as each has"} for call in calls])
+                width = 1 if is_sequence_parallel else self._width
+                split = TokenSplit.of(counts, width if self.world_size > 1 else 1)
+                if self.world_size > 1:
+                    found = self.all2all_manager.dispatch(found, split, deadline)
+                self._split = split
+        if extra_tensors is None:
+            return tuple(found)
+        return (*found[: len(tensors)], found[len(tensors) :])
+
+    def _tokens_said(self, tensors: Sequence[Tensor], is_sequence_parallel: bool) -> dict[str, Any]:
+        said = [self._said(tensor, dim=0) for tensor in tensors]
+        counts = [tensor.shape[0] for tensor in tensors]
+        if len(set(counts)) > 1:
+            raise TensorMismatchError(f"tensors with a row for each token are wanted, and they have {counts}")
+        rows = [f"{each['dtype']} {each['shape'][1:]}" for each in said]
+        return {
+            "rows": rows,
+            "tokens": counts[0],
+            "is_sequence_parallel": bool(is_sequence_parallel),
+            "all2all_backend": self.all2all_backend or DEFAULT_BACKEND,
+            "data_parallel_size": self.context.data_parallel_size,
+        }
+
+    def _check_way(self, split: TokenSplit, is_sequence_parallel: bool) -> None:
+        if self._width > 1 and split.shared is bool(is_sequence_parallel):
+            raise TensorMismatchError(
+                f"is_sequence_parallel={is_sequence_parallel} was given to combine, and not to dispatch"
+                if is_sequence_parallel
+                else "is_sequence_parallel=True was given to dispatch, and not to combine"
+            )

@@ -1,0 +1,146 @@
+"""One rank among the ranks of its group: who it is, what it takes, and whether it can still be used."""
+
+from __future__ import annotations
+
+import re
+import threading
+from typing import TYPE_CHECKING, Any, ClassVar, Final
+
+from kvplug.errors import ClosedError, ConfigError, TransportError, UnsupportedError
+from kvplug.net.fork import close_after_fork
+from kvplug.transport.communicator.calls import dtype_name
+
+if TYPE_CHECKING:
+    import torch
+
+    from kvplug.transport.context import CommunicatorContext
+
+SUMMED: Final = frozenset(
+    {"uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64"}
+)
+MOVED: Final = SUMMED | {"bool", "complex64", "complex128", "float8_e4m3fn", "float8_e5m2"}
+
+_EP = re.compile(r"(?<![a-zA-Z0-9])ep(?![a-zA-Z0-9])")
+
+
+class Member:
+    """The attributes of a device communicator, and the checks that need nobody else."""
+
+    devices: ClassVar[frozenset[str]] = frozenset({"cpu"})
+    """Types of device whose tensors it takes."""
+    sums: ClassVar[frozenset[str]] = SUMMED
+    """dtypes, by torch's names, that ``all_reduce``, ``reduce_scatter``, ``reduce_scatterv`` and ``combine``
+    take."""
+    moves: ClassVar[frozenset[str]] = MOVED
+    """dtypes that all others take."""
+    compares: bool = True
+    """Whether ranks tell each other what they are about to do, so that what does not fit is refused at every
+    rank. Where it costs too much a transport makes it an option."""
+
+    def __init__(self, context: CommunicatorContext) -> None:
+        self.context = context
+        self.cpu_group: Any = context.group
+        """The ranks' :class:`~kvplug.StatelessGroup`."""
+        self.device_group: Any = context.device_group
+        """The group of the device's own library: the one that was given, or the one that was made."""
+        self.device = context.device
+        self.unique_name = context.unique_name
+        self.rank_in_group: int = context.group.rank
+        self.world_size: int = context.group.world_size
+        self.rank: int = self.rank_in_group
+        self.ranks: tuple[int, ...] = context.ranks or tuple(range(self.world_size))
+        """The members' ranks among all of the engine's."""
+        if len(self.ranks) != self.world_size:
+            raise ConfigError(
+                f"a group of {self.world_size} ranks, and the global ranks of {len(self.ranks)}: {self.ranks}"
+            )
+        self.global_rank = self.ranks[self.rank_in_group]
+        self.global_world_size = context.global_world_size or max(self.ranks) + 1
+        self.is_ep_communicator = bool(_EP.search(self.unique_name))
+        """Whether it serves expert parallelism: "ep" is a word of its name."""
+        self.use_all2all = self.is_ep_communicator and context.data_parallel_size > 1
+        self.all2all_backend = context.all2all_backend
+        self._busy = threading.Lock()
+        self._broken = ""
+        self._suspended = False
+        self._destroyed = False
+        close_after_fork(self)
+
+    def __repr__(self) -> str:
+        name = f" {self.unique_name!r}" if self.unique_name else ""
+        state = (
+            ", destroyed"
+            if self._destroyed
+            else ", broken"
+            if self._broken
+            else ", suspended"
+            if self._suspended
+            else ""
+        )
+        return f"<{type(self).__name__}{name}, rank {self.rank} of {self.world_size} on {self.device}{state}>"
+
+    @property
+    def destroyed(self) -> bool:
+        """Whether ``destroy`` was called here."""
+        return self._destroyed
+
+    @property
+    def suspended(self) -> bool:
+        """Whether ``suspend`` was called here, and ``resume`` not yet."""
+        return self._suspended
+
+    def supports(self, device: str, dtype: torch.dtype | str, *, summing: bool = False) -> bool:
+        """Whether tensors of ``dtype`` on ``device`` are taken; ``summing``: by what adds them up."""
+        names = self.sums if summing else self.moves
+        return device.partition(":")[0] in self.devices and dtype_name(dtype) in names
+
+    # -- checks --------------------------------------------------------------------------------
+
+    def _check_taken(self, tensor: Any, *, summing: bool = False) -> None:
+        if not hasattr(tensor, "dtype") or not hasattr(tensor, "device"):
+            raise UnsupportedError(f"a torch.Tensor is needed, not a {type(tensor).__qualname__}")
+        layout = str(getattr(tensor, "layout", "no layout"))  # a NumPy array has dtype and device, too
+        if layout != "torch.strided":
+            raise UnsupportedError(
+                f"a dense torch.Tensor is needed, not a {type(tensor).__qualname__} with {layout}"
+            )
+        self._check_dtype(tensor.dtype, str(tensor.device), summing=summing)
+
+    def _check_dtype(self, dtype: Any, device: str, *, summing: bool) -> None:
+        if not self._is_here(device) or not self.supports(device, dtype, summing=summing):
+            taken = ", ".join(sorted(self.sums if summing else self.moves))
+            raise UnsupportedError(
+                f"a {dtype_name(dtype)} tensor on {device} was given; {self!r} takes, on"
+                f" {self.device}{', to be summed' if summing else ''}: {taken}"
+            )
+
+    def _is_here(self, device: str) -> bool:
+        """Of the same type; and the same one, where both say which."""
+        kind, _, index = device.partition(":")
+        our_kind, _, our_index = self.device.partition(":")
+        return kind == our_kind and (not index or not our_index or index == our_index)
+
+    def _check_rank(self, what: str, rank: int, *, other: bool = False) -> None:
+        if type(rank) is not int or not 0 <= rank < self.world_size or (other and rank == self.rank_in_group):
+            which = "another rank" if other else "a rank"
+            raise ConfigError(
+                f"{what}={rank!r} was given, and {which} of this group is wanted: 0 to"
+                f" {self.world_size - 1}; this is rank {self.rank_in_group}"
+            )
+
+    def _check_usable(self) -> None:
+        if self._destroyed:
+            raise ClosedError(f"{self!r} is destroyed")
+        self._check_unbroken()
+        if self._suspended:
+            raise TransportError(f"{self!r}: call resume() at every rank first")
+
+    def _check_unbroken(self) -> None:
+        if self._broken:
+            raise TransportError(
+                f"{self!r}: ranks may be in different calls since one failed ({self._broken}); make another"
+            )
+
+    def _after_fork_in_child(self) -> None:
+        self._destroyed = True
+        self._busy = threading.Lock()

@@ -1,0 +1,288 @@
+"""The group itself: what ranks say to each other before, and beside, the transports."""
+
+from __future__ import annotations
+
+from typing import Any, Self
+
+from kvplug.errors import CapacityError, ClosedError, ConfigError, WireError
+from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
+from kvplug.net.fork import close_after_fork
+from kvplug.net.trust.credentials import Credentials
+from kvplug.net.trust.listener import Listener
+from kvplug.net.turn import Turn
+from kvplug.net.wire import values
+from kvplug.transport.group.client import PURPOSE, Access, RemoteStore
+from kvplug.transport.group.server import LocalStore, StoreServer
+from kvplug.transport.group.store import ERRORS, OK
+
+STORE_TIMEOUT_S = 300.0
+"""How long ranks wait for each other where nothing is said."""
+_CLOSE_TIMEOUT_S = 5.0
+
+
+class StatelessGroup:
+    """Ranks ``0 .. world_size - 1`` that exchange small plain values (16 MiB at most, pickle-free).
+
+    Rank 0 keeps the store at one address, and only there; the others hold one connection each, and one per
+    request under way.
+
+    Law. Every wait ends: in its result, in ``TimeoutError`` that names the ranks it waited for, or in
+    ``PeerGoneError`` when a rank it needs has ended or left. The end of rank 0 is the end of the group.
+    What was sent to a rank is kept until that rank has it; then it is deleted.
+
+    Callers. Any thread for ``set``, ``get``, ``delete``, ``add``. Collectives (``barrier``, ``broadcast``,
+    ``all_gather``) are called by all ranks in the same order, from one thread at a time, else ``BusyError``;
+    the same holds for ``send`` to, and ``recv`` from, one rank. After a ``TimeoutError`` the same call goes
+    on where it was: what was given the first time counts.
+
+    Not promised. Throughput: everything passes through rank 0. That is what transports are for.
+    """
+
+    def __init__(
+        self, access: Access, rank: int, world_size: int, timeout_s: float | None, listener: Listener | None
+    ) -> None:
+        self._access = access
+        self.rank = rank
+        self.world_size = world_size
+        self._timeout_s = timeout_s
+        self._listener = listener
+        self._closed = False
+        self._collective = Turn("in a collective of this group")
+        self._sending = {r: Turn(f"sending to rank {r}") for r in range(world_size)}
+        self._receiving = {r: Turn(f"receiving from rank {r}") for r in range(world_size)}
+        self._numbers: dict[tuple[str, int], int] = {}
+        close_after_fork(self)
+
+    def __repr__(self) -> str:
+        return f"<StatelessGroup, rank {self.rank} of {self.world_size}{', closed' if self._closed else ''}>"
+
+    @classmethod
+    def listen(cls, address: str, credentials: Credentials | None = None, *, label: str = "") -> Listener:
+        """For rank 0, to know the contact before the group exists: hand the listener to :meth:`create`.
+
+        Raises as ``Listener.open``.
+        """
+        return Listener.open(address, credentials or Credentials(), PURPOSE, label=label)
+
+    @classmethod
+    def create(
+        cls,
+        address: str | Listener,
+        *,
+        rank: int,
+        world_size: int,
+        credentials: Credentials | None = None,
+        timeout: Timeout = DEFAULT_TIMEOUT,
+        timeout_s: float | None = STORE_TIMEOUT_S,
+        label: str = "",
+    ) -> StatelessGroup:
+        """Meet the other ranks at ``address``; returns when all are there.
+
+        Rank 0 listens there (or takes over the listener it is given, also when this fails); the others dial
+        it, again and again until it is up. ``timeout`` bounds this call (``timeout_s`` where nothing is
+        said); ``timeout_s`` later ones. ``label`` is what the others' messages call this process.
+
+        Raises:
+            TimeoutError: names the ranks that did not come, or the address where nobody answered.
+            InsecureAddressError, AddressInUseError, AuthenticationError, ConfigError: as the listener does.
+            WireError: rank or world size do not fit the group's.
+        """
+        if not 0 <= rank < world_size:
+            raise ConfigError(
+                f"rank must be in 0..{world_size - 1} for a world size of {world_size}, got {rank}"
+            )
+        credentials = credentials or Credentials()
+        deadline = Deadline.after(timeout, timeout_s)
+        label = label or f"rank {rank}"
+        listener: Listener | None = None
+        access: Access
+        if rank == 0:
+            if isinstance(address, Listener):
+                listener = address
+            elif world_size > 1:
+                listener = cls.listen(address, credentials, label=label)
+            access = LocalStore(StoreServer(listener, world_size, label))
+        elif isinstance(address, Listener):
+            raise ConfigError(f"rank {rank} dials rank 0: give it the contact, not a listener")
+        else:
+            access = RemoteStore(address, credentials, rank, world_size, label, deadline, timeout_s)
+        group = cls(access, rank, world_size, timeout_s, listener)
+        try:
+            group._collect("meeting", b"", deadline)
+        except BaseException:
+            group.close(0)
+            raise
+        return group
+
+    @property
+    def contact(self) -> str:
+        """On rank 0, what the others dial; may carry a token. Empty on other ranks."""
+        return self._listener.contact if self._listener is not None else ""
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    # -- keys ----------------------------------------------------------------------------------
+
+    def set(self, key: str, value: object) -> None:
+        """Set a key of the group. It stays until it is deleted.
+
+        Raises:
+            UnsupportedError, CapacityError: the value is not carried.
+            PeerGoneError, TimeoutError, ClosedError: as the law says.
+        """
+        self._ask("set", key, values.encode(value))
+
+    def get(self, key: str, timeout: Timeout = DEFAULT_TIMEOUT) -> Any:
+        """The value of a key, waiting until somebody has set it.
+
+        Raises:
+            TimeoutError: nobody has.
+            PeerGoneError, ClosedError: as the law says.
+        """
+        return values.decode(self._ask("get", key, self._deadline(timeout).remaining()))
+
+    def delete(self, key: str) -> bool:
+        """Delete a key; whether it was there."""
+        return bool(self._ask("delete", key))
+
+    def add(self, key: str, amount: int = 1) -> int:
+        """Add to a number (0 if it is not there) in one step; the sum."""
+        return int(self._ask("add", key, amount))
+
+    # -- collectives ---------------------------------------------------------------------------
+
+    def barrier(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
+        """Return when all ranks have called it.
+
+        Raises:
+            TimeoutError: names the ranks that have not.
+            PeerGoneError: one of them never will.
+        """
+        with self._collective.taken():
+            self._collect("barrier", b"", self._deadline(timeout))
+
+    def all_gather(self, value: object, timeout: Timeout = DEFAULT_TIMEOUT) -> list[Any]:
+        """The values of all ranks, in the order of ranks. Raises as :meth:`barrier`."""
+        with self._collective.taken():
+            data = values.encode(value)
+            gathered = self._collect("all_gather", data, self._deadline(timeout))
+        return [values.decode(each) for each in gathered]
+
+    def broadcast(self, value: object, src: int, timeout: Timeout = DEFAULT_TIMEOUT) -> Any:
+        """The value that rank ``src`` gave; what the others give is ignored. ``src`` does not wait.
+
+        Raises:
+            TimeoutError: ``src`` has not called it.
+            PeerGoneError: it never will.
+        """
+        self._check_rank(src)
+        with self._collective.taken():
+            if src == self.rank:
+                self._post("broadcast", src, [r for r in range(self.world_size) if r != src], value)
+                return value
+            return self._take("broadcast", src, self._deadline(timeout))
+
+    # -- letters -------------------------------------------------------------------------------
+
+    def send(self, value: object, dst: int) -> None:
+        """Leave a value for another rank; does not wait until it is received.
+
+        Raises:
+            UnsupportedError, CapacityError: the value is not carried.
+            PeerGoneError, TimeoutError, ClosedError: rank 0 cannot take it.
+        """
+        self._check_rank(dst, other=True)
+        with self._sending[dst].taken():
+            self._post("send", dst, [dst], value)
+
+    def recv(self, src: int, timeout: Timeout = DEFAULT_TIMEOUT) -> Any:
+        """The next value from rank ``src``, in order.
+
+        Raises:
+            TimeoutError: it has sent nothing.
+            PeerGoneError: it is gone, and nothing of it is left to receive.
+        """
+        self._check_rank(src, other=True)
+        with self._receiving[src].taken():
+            return self._take("send", src, self._deadline(timeout))
+
+    # -- beneath -------------------------------------------------------------------------------
+
+    def _collect(self, kind: str, data: bytes, deadline: Deadline) -> list[bytes]:
+        number = self._numbers.get((kind, 0), 0)
+        name = f"{kind} {number}"
+        try:
+            gathered: list[bytes] = self._ask("collect", name, data, deadline.remaining())
+        except CapacityError:
+            self._collected(kind, number)  # the round was complete, only its result does not fit
+            raise
+        self._collected(kind, number)
+        return gathered
+
+    def _collected(self, kind: str, number: int) -> None:
+        self._numbers[kind, 0] = number + 1
+        self._access.tell(("collected", f"{kind} {number}"))
+
+    def _post(self, kind: str, other: int, receivers: list[int], value: object) -> None:
+        slot = (f"{kind} to", other)
+        number = self._numbers.get(slot, 0)
+        self._ask("post", kind, number, receivers, values.encode(value))
+        self._numbers[slot] = number + 1
+
+    def _take(self, kind: str, src: int, deadline: Deadline) -> Any:
+        slot = (f"{kind} from", src)
+        number = self._numbers.get(slot, 0)
+        data = self._ask("take", kind, number, src, deadline.remaining())
+        self._numbers[slot] = number + 1
+        self._access.tell(("taken", kind, number, src))
+        return values.decode(data)
+
+    def _ask(self, *request: Any) -> Any:
+        if self._closed:
+            raise ClosedError("the group is closed")
+        status, answer = self._access.ask(request)
+        if status == OK:
+            return answer
+        if self._closed:
+            raise ClosedError("the group was closed during the call")
+        raise ERRORS.get(status, WireError)(str(answer))
+
+    def _deadline(self, timeout: Timeout) -> Deadline:
+        return Deadline.after(timeout, self._timeout_s)
+
+    def _check_rank(self, rank: int, *, other: bool = False) -> None:
+        if not 0 <= rank < self.world_size or (other and rank == self.rank):
+            which = "another rank" if other else "a rank"
+            raise ConfigError(
+                f"expected {which} in 0..{self.world_size - 1}, got {rank} (this is {self.rank})"
+            )
+
+    def close(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
+        """Leave the group. Idempotent. On rank 0, let the others fetch what is theirs first (5 s at most).
+
+        Other ranks that wait for this one get ``PeerGoneError``; when rank 0 closes, so does every later call
+        of the others. Ranks that end together call ``barrier`` before.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        self._access.close(Deadline.after(timeout, _CLOSE_TIMEOUT_S))
+
+    def abort(self) -> None:
+        """Leave at once."""
+        self.close(0)
+
+    def _after_fork_in_child(self) -> None:
+        self._closed = True
+        self._access.after_fork_in_child()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.abort()

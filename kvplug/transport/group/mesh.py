@@ -1,0 +1,394 @@
+"""What the ranks of a communicator say to each other beside its library: a pipe between each two of them.
+
+A library of collectives (gloo, NCCL) neither knows who is missing nor can be told that a rank has given up.
+The pipes do both: each says when its peer's process has ended, and carries calls to be compared, tensors from
+one rank to another, and news.
+
+On a pipe there are calls (encoded values, as bytes), tensors that were announced by one, and news: a message
+``None``, which is neither, and then the encoded news.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import attrs
+
+from kvplug.errors import (
+    ClosedError,
+    KvplugError,
+    PeerGoneError,
+    TensorMismatchError,
+    TimeoutError,
+    TransportError,
+    WireError,
+)
+from kvplug.net.deadline import Deadline
+from kvplug.net.wire import decode, encode
+from kvplug.transport.pipe import Pipe
+
+if TYPE_CHECKING:
+    import torch
+
+_STEP_S = 0.05
+"""Whoever waits for one rank looks that often whether another is gone."""
+_NEWS_S = 5.0
+"""News follows at once on what announces it; a machine may be busy."""
+_VERDICT_S = 0.5
+"""How long ranks that were stopped in a collective wait to hear from each other whose fault it is."""
+_OWN_S = 0.1
+"""How long a rank whose own error it is looks whether another one is gone, before it says so."""
+_DRAIN_S = 0.5
+"""How long whoever leaves an exchange waits for what others are about to take."""
+_KINDS: dict[str, type[KvplugError]] = {
+    kind.__name__: kind for kind in (TimeoutError, PeerGoneError, TransportError)
+}
+
+
+@attrs.define
+class _End:
+    """One pipe."""
+
+    pipe: Pipe
+    early: deque[torch.Tensor] = attrs.field(factory=deque)
+    """Read while something else was waited for."""
+    bad: tuple[type[KvplugError], str] | None = None
+    """Why nothing more comes of it. No exception is kept: its traceback would keep what was going on."""
+    stopped: bool = False
+    """Its rank has given up the collective that is under way."""
+    left_after: int | None = None
+    """Its rank has left, with so many collectives done: it is missed in the next ones only."""
+
+    def error(self) -> KvplugError:
+        """Raises nothing; to be raised where ``bad`` is set."""
+        kind, why = self.bad or (TransportError, "the connection ended")
+        return kind(why)
+
+
+class Mesh:
+    """One rank's pipes to all others, as :func:`connect_ranks` makes them. One thread at a time, but for
+    :meth:`abort`.
+    """
+
+    def __init__(self, pipes: Mapping[int, Pipe]) -> None:
+        self._ends = {rank: _End(pipe) for rank, pipe in sorted(pipes.items())}
+        self._collectives = 0
+        """How many all ranks have agreed on, or are about to."""
+        self._given_up = False
+        self._said_why = False
+
+    def abort(self) -> None:
+        """Blocks nowhere. Whoever waits here gets ClosedError, and other ranks that this one is gone."""
+        for end in self._ends.values():
+            end.pipe.abort()
+
+    # -- calls -----------------------------------------------------------------------------------
+
+    def tell(self, calls: Mapping[int, Mapping[str, Any]], deadline: Deadline) -> None:
+        """Each of these ranks its call. Raises as :meth:`hear`."""
+        encoded: dict[int, torch.Tensor] = {}  # the same object is encoded once
+        for rank, call in calls.items():
+            message = encoded.get(id(call))
+            if message is None:
+                message = encoded[id(call)] = _bytes_of(dict(call))
+            with self._sending(rank):
+                self._ends[rank].pipe.send_tensor(message, timeout=deadline.remaining())
+
+    def hear(self, ranks: Iterable[int], deadline: Deadline) -> dict[int, Mapping[str, Any]]:
+        """The next call of each of these ranks.
+
+        Raises:
+            TimeoutError: names those that have said nothing; or for whom another rank has waited in vain.
+            PeerGoneError: a rank is gone, whichever it is; names it. Not one that left after it had done
+                its part, unless it is one of these.
+            ClosedError: ``abort`` was called.
+        """
+        missing = list(ranks)
+        found: dict[int, Mapping[str, Any]] = {}
+        while missing:
+            step = deadline if _soon(deadline) else Deadline.after(_STEP_S)
+            message = self._next(missing[0], step)
+            if message is not None:
+                found[missing.pop(0)] = _call_of(message)
+                continue
+            self._check_ends()
+            if deadline.expired:
+                missing = [rank for rank in missing if not self._ends[rank].early]
+                if missing:
+                    raise TimeoutError(f"{_all(missing)} did not come in time")
+        self._check_ends()  # who has given up before this rank came is not to be waited for in the library
+        return found
+
+    def compare(self, call: Mapping[str, Any], deadline: Deadline) -> list[Mapping[str, Any]]:
+        """Before a collective: every rank's call, in the order of ranks, this one's too. Raises as
+        :meth:`hear`.
+        """
+        self._collectives += 1
+        self.tell(dict.fromkeys(self._ends, call), deadline)
+        found = self.hear(self._ends, deadline)
+        ranks = range(len(self._ends) + 1)
+        return [found.get(rank, call) for rank in ranks]
+
+    def check(self) -> None:
+        """Whether all ranks are still there and take part.
+
+        Raises:
+            TransportError: a rank has given up the collective under way, and has not said why.
+            The rest as ``hear``.
+        """
+        self._check_ends()
+        stopped = [rank for rank, end in self._ends.items() if end.stopped]
+        if stopped:
+            raise TransportError(f"{_all(stopped)} gave up")
+
+    def _check_ends(self) -> None:
+        for rank, end in self._ends.items():
+            self._look(rank)
+            if end.bad is not None and not self._has_done_its_part(end):
+                raise end.error()
+
+    def _has_done_its_part(self, end: _End) -> bool:
+        """Its rank has left since, and nobody waits for it."""
+        return end.left_after is not None and end.left_after >= self._collectives
+
+    # -- tensors ---------------------------------------------------------------------------------
+
+    def exchange(
+        self,
+        sends: Sequence[tuple[torch.Tensor, int]],
+        recvs: Sequence[tuple[torch.Tensor, int]],
+        deadline: Deadline,
+    ) -> None:
+        """All of them at once; when it returns, what was sent may be overwritten. Raises as :meth:`hear`."""
+        transfers = []
+        try:
+            for tensor, rank in sends:
+                with self._sending(rank):
+                    transfers.append(
+                        (rank, self._ends[rank].pipe.send_tensor(tensor, timeout=deadline.remaining()))
+                    )
+            for tensor, rank in recvs:
+                self._receive(tensor, rank, deadline)
+            for rank, transfer in transfers:
+                with self._sending(rank):
+                    transfer.wait(deadline.remaining())
+        except BaseException:
+            # The caller may change what is still to be sent, and nobody is to get that. But a rank that is
+            # cut off in the middle of a tensor hears nothing more of this one, and takes it for gone.
+            soon = Deadline.after(_DRAIN_S)
+            for rank, transfer in transfers:
+                with contextlib.suppress(KvplugError):
+                    transfer.wait(soon.remaining())
+                if not transfer.done():
+                    self._ends[rank].pipe.abort()
+            raise
+
+    def _receive(self, tensor: torch.Tensor, rank: int, deadline: Deadline) -> None:
+        end = self._ends[rank]
+        if end.early:
+            tensor.copy_(end.early.popleft())
+            return
+        with self._named(rank):
+            try:
+                end.pipe.recv_tensor(tensor, timeout=deadline.remaining())
+            except TensorMismatchError:
+                self._look(rank)
+                if end.stopped and not end.bad:
+                    self._look(rank, Deadline.after(_NEWS_S))
+                raise (
+                    end.error() if end.bad else WireError("something else came than was announced")
+                ) from None
+
+    # -- news ------------------------------------------------------------------------------------
+
+    def give_up(self, error: BaseException | None = None) -> None:
+        """Tell all others: that this rank takes part no more; with ``error``, also why, unless that was said.
+        Waits for nobody.
+        """
+        if self._said_why:
+            return
+        self._given_up, self._said_why = True, error is not None
+        kind = type(error).__name__ if type(error).__name__ in _KINDS else "TransportError"
+        self._announce(["stopped"] if error is None else ["ended", kind, str(error)[:2000]])
+
+    def leave(self) -> None:
+        """Tell all others that this rank has done all that it began, unless it gave up. Waits for nobody."""
+        if not self._given_up:
+            self._announce(["left", self._collectives])
+
+    def _announce(self, news: list[Any]) -> None:
+        message = _bytes_of(news)
+        for end in self._ends.values():
+            with contextlib.suppress(KvplugError):
+                end.pipe.send_tensor(None, timeout=0)
+                end.pipe.send_tensor(message, timeout=0)
+
+    def silent(self, within: Deadline, *, reason_wanted: bool) -> list[int]:
+        """The ranks that have not given up when all had the time to: they are stopped, or cut off.
+
+        ``reason_wanted``: this rank does not know why the collective failed, and another one may.
+
+        Raises:
+            PeerGoneError: a rank is gone; names it.
+            The rest: why another rank has given up.
+        """
+        while True:
+            here = {rank: end for rank, end in self._ends.items() if not self._has_done_its_part(end)}
+            waiting = [rank for rank, end in here.items() if not end.stopped]
+            watched = list(here) if reason_wanted else waiting
+            if within.expired or not watched:
+                return waiting
+            for rank in watched:
+                self._look(rank, Deadline.after(min(_STEP_S, within.remaining() or 0.0) / len(watched)))
+            known = [
+                end.error()
+                for end in here.values()
+                if end.bad is not None and not self._has_done_its_part(end)
+            ]
+            if known:
+                raise next((error for error in known if isinstance(error, PeerGoneError)), known[0])
+
+    @contextlib.contextmanager
+    def judged(
+        self, among: Collection[int] | None = None, *, own: tuple[type[KvplugError], ...] = ()
+    ) -> Iterator[None]:
+        """Around an operation of the library, which says that it failed and not because of whom: the ranks
+        find out, and whoever knows tells the others at once. ``among``: those it was with; all, where nothing
+        is said. ``own``: errors that arose at this rank. It raises them whatever others believe, unless a
+        rank is gone, and blames nobody who is silent.
+
+        Raises:
+            TimeoutError: names the ranks that do not answer.
+            The rest as ``silent``, or as the operation.
+        """
+        try:
+            yield
+        except (TimeoutError, TransportError) as e:
+            self.give_up()
+            try:
+                if isinstance(e, own):
+                    self._find_loss()
+                else:
+                    self._find_fault(e, among)
+                raise
+            except KvplugError as verdict:
+                self.give_up(verdict)
+                raise
+
+    def _find_fault(self, error: KvplugError, among: Collection[int] | None) -> None:
+        """Raises whose fault it is, if that is known better than ``error`` says it."""
+        late = isinstance(error, TimeoutError)
+        silent = self.silent(Deadline.after(_VERDICT_S), reason_wanted=not late)
+        if late and not silent:
+            raise TimeoutError(f"{error}; every rank is there, and has given it up") from error
+        missed = [rank for rank in silent if among is None or rank in among]
+        if missed:
+            raise TimeoutError(
+                f"{_all(missed)} began a collective, did not go on, and does not answer"
+            ) from error
+
+    def _find_loss(self) -> None:
+        """Raises PeerGoneError if a rank is gone."""
+        try:
+            self.silent(Deadline.after(_OWN_S), reason_wanted=True)
+        except (PeerGoneError, ClosedError):
+            raise
+        except (TimeoutError, TransportError):
+            return  # what another rank takes for the reason
+
+    # -- beneath ---------------------------------------------------------------------------------
+
+    def _next(self, rank: int, deadline: Deadline) -> torch.Tensor | None:
+        """The next message of a rank, or ``None``: none has come by then, or it was news."""
+        end = self._ends[rank]
+        if not end.early:
+            self._look(rank, deadline)
+        if end.early:
+            return end.early.popleft()
+        if end.bad is not None:
+            raise end.error()
+        return None
+
+    def _look(self, rank: int, deadline: Deadline | None = None) -> None:
+        """Take what has come of a rank, at most one message."""
+        end = self._ends[rank]
+        if end.bad is not None:
+            return
+        try:
+            with self._named(rank):
+                message = end.pipe.recv_tensor(timeout=0 if deadline is None else deadline.remaining())
+                if message is not None:
+                    end.early.append(message)
+                    return
+                news = _value_of(end.pipe.recv_tensor(timeout=_NEWS_S))
+        except TimeoutError:
+            return
+        except ClosedError:
+            raise
+        except KvplugError as e:
+            end.bad = type(e), str(e)
+            return
+        match news:
+            case ["left", int(collectives)]:
+                end.left_after = collectives
+                return
+        end.stopped = True
+        match news:
+            case ["ended", str(kind), str(why)]:
+                end.bad = _KINDS.get(kind, TransportError), f"rank {rank} has given up: {why}"
+
+    @contextlib.contextmanager
+    def _sending(self, rank: int) -> Iterator[None]:
+        """A rank that takes nothing more may have said why, before it went."""
+        try:
+            with self._named(rank):
+                yield
+        except PeerGoneError:
+            end = self._ends[rank]
+            before = -1
+            while end.bad is None and len(end.early) > before:
+                before = len(end.early)
+                self._look(rank)
+            raise (end.error() if end.bad else PeerGoneError(f"rank {rank} is gone")) from None
+
+    @contextlib.contextmanager
+    def _named(self, rank: int) -> Iterator[None]:
+        try:
+            yield
+        except TimeoutError as e:
+            raise TimeoutError(f"rank {rank}: {e}") from e
+        except PeerGoneError as e:
+            raise PeerGoneError(f"rank {rank} is gone: {e}") from e
+
+
+def _soon(deadline: Deadline) -> bool:
+    left = deadline.remaining()
+    return left is not None and left < _STEP_S
+
+
+def _all(ranks: Sequence[int]) -> str:
+    return ", ".join(f"rank {rank}" for rank in ranks)
+
+
+def _bytes_of(value: object) -> torch.Tensor:
+    import torch
+
+    return torch.frombuffer(bytearray(encode(value)), dtype=torch.uint8)
+
+
+def _value_of(message: torch.Tensor | None) -> Any:
+    import torch
+
+    if message is None or message.dtype != torch.uint8 or message.dim() != 1:
+        raise WireError("a value was expected, and a tensor came")
+    return decode(memoryview(message.numpy()))
+
+
+def _call_of(message: torch.Tensor) -> Mapping[str, Any]:
+    found = _value_of(message)
+    if not isinstance(found, dict):
+        raise WireError(f"a call was expected, and {found!r:.60} came")
+    return found

@@ -1,0 +1,83 @@
+"""Pipes between the ranks of a group: the one place that carries contacts through it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from kvplug.errors import ConfigError, PeerGoneError, TimeoutError, TransportError
+from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
+from kvplug.transport.group.group import STORE_TIMEOUT_S
+
+if TYPE_CHECKING:
+    from kvplug.transport.group.group import StatelessGroup
+    from kvplug.transport.pipe import Pipe, PipeEndpoint
+
+
+def connect_ranks(
+    group: StatelessGroup,
+    endpoint: PipeEndpoint,
+    peers: Iterable[int] | None = None,
+    timeout: Timeout = DEFAULT_TIMEOUT,
+) -> dict[int, Pipe]:
+    """One pipe to each of ``peers`` (all other ranks where nothing is said), by rank.
+
+    Two ranks get a pipe if both name each other. The lower one listens. Every rank goes through its pairs in
+    the same order, lowest rank first, so that no circle of ranks waits for each other.
+
+    Raises:
+        TimeoutError: a peer did not come in time; names it.
+        PeerGoneError: a peer is gone; names it.
+        TransportError: a peer could not listen, and why.
+        Whatever the endpoint raises. Pipes made so far are aborted.
+    """
+    deadline = Deadline.after(timeout, STORE_TIMEOUT_S)
+    chosen = set(range(group.world_size)) - {group.rank} if peers is None else set(peers)
+    if not chosen <= set(range(group.world_size)) - {group.rank}:
+        raise ConfigError(
+            f"peers of rank {group.rank} must be other ranks of the group, got {sorted(chosen)}"
+        )
+    pipes: dict[int, Pipe] = {}
+    try:
+        for peer in sorted(chosen, key=lambda p: (min(p, group.rank), max(p, group.rank))):
+            with _named(peer):
+                if group.rank < peer:
+                    pipes[peer] = _listen_for(group, endpoint, peer, deadline)
+                else:
+                    pipes[peer] = _dial(group, endpoint, peer, deadline)
+    except BaseException:
+        for pipe in pipes.values():
+            pipe.abort()
+        raise
+    return pipes
+
+
+@contextmanager
+def _named(peer: int) -> Iterator[None]:
+    """A listener cannot know who it is that does not come."""
+    try:
+        yield
+    except (TimeoutError, PeerGoneError) as e:
+        raise type(e)(f"no pipe to rank {peer}: {e}") from e
+
+
+def _listen_for(group: StatelessGroup, endpoint: PipeEndpoint, peer: int, deadline: Deadline) -> Pipe:
+    try:
+        listener = endpoint.listen()
+    except Exception as e:
+        group.send(("failed", f"rank {group.rank} cannot listen: {e}"), peer)
+        raise
+    try:
+        # One listener for each peer: who comes there is who got its contact.
+        group.send(("contact", listener.contact), peer)
+        return listener.accept(deadline.remaining())
+    finally:
+        listener.close()
+
+
+def _dial(group: StatelessGroup, endpoint: PipeEndpoint, peer: int, deadline: Deadline) -> Pipe:
+    what, text = group.recv(peer, deadline.remaining())
+    if what != "contact":
+        raise TransportError(text)
+    return endpoint.connect(text, deadline.remaining())

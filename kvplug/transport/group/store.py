@@ -1,0 +1,295 @@
+"""What rank 0 keeps for a group: keys, letters between ranks, and rounds that all ranks take part in.
+
+Values are opaque bytes here. Whatever is meant for particular ranks (letters, results of rounds) is kept
+until each of them has confirmed it, or is gone, and then deleted: nothing grows with the number of rounds.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import attrs
+
+from kvplug.errors import CapacityError, KvplugError, PeerGoneError, TimeoutError, WireError
+from kvplug.net.deadline import Deadline
+from kvplug.net.trust.identity import PeerIdentity
+from kvplug.net.wire import values
+
+MAX_KEY = 512
+"""Characters."""
+
+# How an answer crosses to another rank, and what it becomes there.
+OK = "ok"
+ERRORS: dict[str, type[KvplugError]] = {
+    "timeout": TimeoutError,
+    "gone": PeerGoneError,
+    "large": CapacityError,
+    "refused": WireError,
+}
+
+
+@attrs.define
+class _Member:
+    identity: PeerIdentity
+    absent: str = ""
+    """How it went ("has left", "is gone"); empty while it is here."""
+
+
+@attrs.define
+class _Round:
+    contributions: dict[int, bytes] = attrs.field(factory=dict)
+    collected: set[int] = attrs.field(factory=set)
+
+
+class Store:
+    """Thread-safe, in memory. ``answer`` serves requests; every wait ends when its rank or the store does."""
+
+    def __init__(self, world_size: int) -> None:
+        self._world_size = world_size
+        self._changed = threading.Condition()
+        self._closed = False
+        self._members: dict[int, _Member] = {}
+        self._keys: dict[str, bytes] = {}
+        self._letters: dict[tuple[str, int, int, int], bytes] = {}  # kind, sender, receiver, number
+        self._rounds: dict[str, _Round] = {}
+
+    @property
+    def num_entries(self) -> int:
+        """Keys, letters and rounds that are held."""
+        return len(self._keys) + len(self._letters) + len(self._rounds)
+
+    # -- members -------------------------------------------------------------------------------
+
+    def join(self, rank: int, world_size: int, identity: PeerIdentity) -> None:
+        """Raises WireError: that rank cannot join, and why."""
+        with self._changed:
+            if world_size != self._world_size:
+                raise WireError(
+                    f"world_size: rank {rank} ({identity}) says {world_size}, rank 0 says"
+                    f" {self._world_size}; give all ranks the same"
+                )
+            if not 0 < rank < world_size:
+                raise WireError(f"rank {rank} ({identity}) is not in 1..{world_size - 1}")
+            if rank in self._members:
+                holder = self._members[rank]
+                state = holder.absent or "is here"
+                raise WireError(
+                    f"rank {rank} is taken: {holder.identity} {state}; {identity} needs another rank, or"
+                    " a new group"
+                )
+            self._members[rank] = _Member(identity)
+            self._changed.notify_all()
+
+    def add_self(self, identity: PeerIdentity) -> None:
+        """Rank 0 is a member too."""
+        self._members[0] = _Member(identity)
+
+    def is_member(self, rank: int, identity: PeerIdentity) -> bool:
+        """Whether that very process is that rank, and still here."""
+        member = self._members.get(rank)
+        if member is None or member.absent:
+            return False
+        return attrs.evolve(member.identity, label="") == attrs.evolve(identity, label="")
+
+    def part(self, rank: int, absent: str) -> None:
+        """A rank "has left" or "is gone": whoever waits for it is told."""
+        with self._changed:
+            member = self._members.get(rank)
+            if member is not None and not member.absent:
+                member.absent = absent
+                self._tidy()
+                self._changed.notify_all()
+
+    def name(self, rank: int) -> str:
+        """ "rank 2 (decode, pid 12)", or what is known."""
+        member = self._members.get(rank)
+        return f"rank {rank} ({member.identity if member else 'never came'})"
+
+    # -- requests ------------------------------------------------------------------------------
+
+    def answer(self, rank: int, request: Any) -> tuple[str, Any]:
+        """What ``rank`` gets for ``request``: ``(OK, value)`` or ``(key of ERRORS, message)``."""
+        try:
+            return OK, self._perform(rank, request)
+        except KvplugError as e:
+            for name, kind in ERRORS.items():
+                if isinstance(e, kind):
+                    return name, str(e)
+            return "refused", str(e)
+
+    def _perform(self, rank: int, request: Any) -> Any:
+        match request:
+            case ("set", str(key), bytes(data)):
+                return self._set(key, data)
+            case ("get", str(key), wait):
+                return self._get(rank, key, _deadline(wait))
+            case ("delete", str(key)):
+                return self._delete(key)
+            case ("add", str(key), int(amount)):
+                return self._add(key, amount)
+            case ("post", str(kind), int(number), [*receivers], bytes(data)) if _all_int(receivers):
+                return self._post(kind, rank, number, receivers, data)
+            case ("take", str(kind), int(number), int(sender), wait):
+                return self._take(kind, sender, rank, number, _deadline(wait))
+            case ("taken", str(kind), int(number), int(sender)):
+                return self._taken((kind, sender, rank, number))
+            case ("collect", str(name), bytes(data), wait):
+                return self._collect(name, rank, data, _deadline(wait))
+            case ("collected", str(name)):
+                return self._collected(name, rank)
+        raise WireError(f"{self.name(rank)} asked for something this store does not know; same kvplug?")
+
+    def _set(self, key: str, data: bytes) -> None:
+        _check_key(key)
+        with self._changed:
+            self._keys[key] = data
+            self._changed.notify_all()
+
+    def _get(self, rank: int, key: str, deadline: Deadline) -> bytes:
+        _check_key(key)
+        with self._changed:
+            self._wait(rank, lambda: key in self._keys, deadline, lambda: f"nobody has set {key!r} in time")
+            return self._keys[key]
+
+    def _delete(self, key: str) -> bool:
+        with self._changed:
+            return self._keys.pop(key, None) is not None
+
+    def _add(self, key: str, amount: int) -> int:
+        _check_key(key)
+        with self._changed:
+            held = values.decode(self._keys[key]) if key in self._keys else 0
+            if type(held) is not int:
+                raise WireError(f"{key!r} holds no number to add to")
+            self._keys[key] = values.encode(held + amount)
+            self._changed.notify_all()
+            return held + amount
+
+    def _post(self, kind: str, sender: int, number: int, receivers: Iterable[int], data: bytes) -> None:
+        with self._changed:
+            for receiver in receivers:
+                member = self._members.get(receiver)
+                if member is not None and not member.absent:
+                    self._letters.setdefault((kind, sender, receiver, number), data)
+            self._changed.notify_all()
+
+    def _take(self, kind: str, sender: int, receiver: int, number: int, deadline: Deadline) -> bytes:
+        key = (kind, sender, receiver, number)
+        with self._changed:
+
+            def arrived() -> bool:
+                if key in self._letters:
+                    return True
+                self._refuse_absent([sender], "sent nothing")
+                return False
+
+            self._wait(receiver, arrived, deadline, lambda: f"{self.name(sender)} has sent nothing in time")
+            return self._letters[key]
+
+    def _taken(self, key: tuple[str, int, int, int]) -> None:
+        with self._changed:
+            self._letters.pop(key, None)
+            self._changed.notify_all()
+
+    def _collect(self, name: str, rank: int, data: bytes, deadline: Deadline) -> list[bytes]:
+        with self._changed:
+            this = self._rounds.setdefault(name, _Round())
+            this.contributions.setdefault(rank, data)
+            self._changed.notify_all()
+
+            def missing() -> list[int]:
+                return [r for r in range(self._world_size) if r not in this.contributions]
+
+            def complete() -> bool:
+                absent = missing()
+                self._refuse_absent(absent, f"was not in {name}")
+                return not absent
+
+            self._wait(
+                rank,
+                complete,
+                deadline,
+                lambda: f"{name}: still missing {', '.join(map(self.name, missing()))}",
+            )
+            return [this.contributions[r] for r in range(self._world_size)]
+
+    def _collected(self, name: str, rank: int) -> None:
+        with self._changed:
+            this = self._rounds.get(name)
+            if this is not None:
+                this.collected.add(rank)
+                self._tidy()
+                self._changed.notify_all()
+
+    # -- waiting and ending --------------------------------------------------------------------
+
+    def _wait(
+        self, rank: int, ready: Callable[[], bool], deadline: Deadline, what: Callable[[], str]
+    ) -> None:
+        """Until ``ready()``, called with the lock held."""
+        while not ready():
+            if self._closed:
+                raise PeerGoneError(f"rank 0 has closed the group; until then, {what()}")
+            if rank in self._members and self._members[rank].absent:
+                raise PeerGoneError(f"{self.name(rank)} waits no longer")
+            if deadline.expired:
+                raise TimeoutError(what())
+            self._changed.wait(deadline.remaining())
+
+    def _refuse_absent(self, ranks: Iterable[int], what: str) -> None:
+        for rank in ranks:
+            member = self._members.get(rank)
+            if member is not None and member.absent:
+                raise PeerGoneError(f"{self.name(rank)} {member.absent} and {what}")
+
+    def _tidy(self) -> None:
+        """Drop what nobody who is here will fetch."""
+        here = self._here()
+        for key in [key for key in self._letters if key[2] not in here]:
+            del self._letters[key]
+        for name, this in list(self._rounds.items()):
+            if self._complete(this) and not here - this.collected:
+                del self._rounds[name]
+
+    def _here(self) -> set[int]:
+        return {rank for rank, member in self._members.items() if not member.absent}
+
+    def _complete(self, this: _Round) -> bool:
+        return len(this.contributions) == self._world_size
+
+    def drain(self, deadline: Deadline) -> bool:
+        """Rank 0 leaves. Wait until the others that are here have fetched all that is ready for them."""
+        self.part(0, "has left")
+        with self._changed:
+            while self._letters or any(map(self._complete, self._rounds.values())):
+                if self._closed or deadline.expired or not self._here():
+                    return False
+                self._changed.wait(deadline.remaining())
+            return True
+
+    def close(self) -> None:
+        """Whoever waits, or asks from now on, gets ``PeerGoneError`` that says what was missing."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def after_fork_in_child(self) -> None:
+        self._closed = True
+        self._changed = threading.Condition()
+
+
+def _all_int(ranks: Iterable[object]) -> bool:
+    return all(type(rank) is int for rank in ranks)
+
+
+def _check_key(key: str) -> None:
+    if not 0 < len(key) <= MAX_KEY:
+        raise WireError(f"a key has 1 to {MAX_KEY} characters, this one {len(key)}")
+
+
+def _deadline(wait: object) -> Deadline:
+    if wait is None or (isinstance(wait, int | float) and wait >= 0):
+        return Deadline.after(wait)
+    raise WireError(f"{wait!r} is no time to wait")

@@ -1,0 +1,23 @@
+"""The message queue: one writer, many readers, small values and tensors.
+
+The names are those of the family's shared-memory broadcast (``MessageQueue``, ``export_handle``,
+``create_from_handle``, ``create_from_process_group``); its defects (pickle, silence about who is slow, a dead
+reader that blocks everybody) are not. A transport of kind "queue" implements :class:`QueueEndpoint` and the
+two ends of :class:`MessageQueue`.
+"""
+
+from kvplug.transport.queue.end import MAX_CHUNK_BYTES, MAX_CHUNKS, MessageQueue
+from kvplug.transport.queue.endpoint import QueueEndpoint
+from kvplug.transport.queue.handle import QueueHandle, Reader
+from kvplug.transport.queue.wait import WARNING_INTERVAL_S, Wait
+
+__all__ = [
+    "MAX_CHUNKS",
+    "MAX_CHUNK_BYTES",
+    "WARNING_INTERVAL_S",
+    "MessageQueue",
+    "QueueEndpoint",
+    "QueueHandle",
+    "Reader",
+    "Wait",
+]

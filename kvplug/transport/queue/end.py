@@ -1,0 +1,185 @@
+"""The ends of a queue: what transports implement."""
+
+from __future__ import annotations
+
+import abc
+import threading
+from contextlib import AbstractContextManager
+from typing import Any, Final
+
+from kvplug.errors import UnsupportedError
+from kvplug.net.deadline import DEFAULT_TIMEOUT, Timeout
+from kvplug.transport.queue.handle import QueueHandle, Reader
+
+MAX_CHUNK_BYTES: Final = 24 << 20
+MAX_CHUNKS: Final = 10
+
+
+class MessageQueue(abc.ABC):
+    """One end of a queue: the writer's, or one reader's.
+
+    Law. Each reader named in the handle gets each message once, in order, from the first one on, whenever it
+    attaches, or an error that says how many it lost. Messages are values of the kinds that
+    :mod:`kvplug.net.wire` carries, CPU tensors and numpy arrays among them, or chunks of raw bytes. What is
+    enqueued is copied: the writer may change it afterwards, and each reader has its own.
+
+    ``max_chunks`` messages may lie unread by the slowest reader, each in a chunk of ``max_chunk_bytes``; then
+    the writer waits, and names whom it waits for. A value larger than a chunk passes too. A reader that ends
+    is evicted (:attr:`readers` says so, and a warning is logged if it died); the others go on. When the
+    writer ends, readers that have attached first get everything that it had enqueued, then ``PeerGoneError``.
+
+    Callers. One thread at a time at each end, else ``BusyError``; ``close`` and ``abort`` from any thread.
+
+    Not promised. That a message was read when ``enqueue`` returns.
+    """
+
+    @property
+    @abc.abstractmethod
+    def rank(self) -> int | None:
+        """Of this reader; ``None`` at the writer's end."""
+
+    @property
+    def is_writer(self) -> bool:
+        return self.rank is None
+
+    @property
+    @abc.abstractmethod
+    def closed(self) -> bool:
+        """Whether ``close`` or ``abort`` was called here."""
+
+    @property
+    @abc.abstractmethod
+    def readers(self) -> tuple[Reader, ...]:
+        """Everyone named in the handle, in its order. Only the writer's end knows.
+
+        Raises:
+            UnsupportedError: this is a reader's end.
+            ClosedError.
+        """
+
+    @abc.abstractmethod
+    def export_handle(self) -> QueueHandle:
+        """What :meth:`QueueEndpoint.create_from_handle` takes. At both ends.
+
+        Raises:
+            ClosedError.
+        """
+
+    @abc.abstractmethod
+    def wait_until_ready(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
+        """Return when the writer and all its readers have called this. May be left out, and may come late.
+
+        Raises:
+            TimeoutError: at the writer's end it names the readers that have not.
+            PeerGoneError, ClosedError, BusyError: as the law says. A reader that died is not waited for.
+        """
+
+    @abc.abstractmethod
+    def enqueue(self, value: object, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
+        """Send one value to every reader.
+
+        Raises:
+            TimeoutError: a reader did not make room; names it. Nothing was sent.
+            UnsupportedError: the value is not carried, or this is a reader's end.
+            CapacityError: the value is beyond what the transport carries at all.
+            PeerGoneError: there were readers, and none is left.
+            ClosedError, BusyError: as the law says.
+        """
+
+    @abc.abstractmethod
+    def dequeue(
+        self,
+        timeout: Timeout = DEFAULT_TIMEOUT,
+        cancel: threading.Event | None = None,
+        indefinite: bool = False,
+    ) -> Any:
+        """The next value.
+
+        Args:
+            cancel: the call gives up when it is set.
+            indefinite: a long wait is nothing unusual: without end unless ``timeout`` says otherwise, and
+                without warnings.
+
+        Raises:
+            TimeoutError: none came.
+            CancelledError: ``cancel`` was set.
+            UnsupportedError: the next message is a raw chunk, which stays; or this is the writer's end.
+            PeerGoneError: the writer has ended, and everything of it was received.
+            TransportError: messages were lost; says how many.
+            ClosedError, BusyError: as the law says.
+        """
+
+    @abc.abstractmethod
+    def acquire_write(
+        self, nbytes: int | None = None, timeout: Timeout = DEFAULT_TIMEOUT
+    ) -> AbstractContextManager[memoryview]:
+        """A chunk of ``nbytes`` (all of ``max_chunk_bytes`` where nothing is said) to be written in place.
+
+        It is sent when the block ends. If the block raises, nothing is sent and the chunk is free again.
+        The view is not valid after it. Nor is a tensor or an array made over it, and nothing stops its use:
+        what is written there later may damage a message, and ``torch.frombuffer`` keeps no memory alive, so
+        that a touch after :meth:`close` can end the process. Whatever :meth:`enqueue` raises comes from here
+        as well.
+
+        Raises:
+            CapacityError: ``nbytes`` do not fit a chunk.
+        """
+
+    @abc.abstractmethod
+    def acquire_read(
+        self,
+        timeout: Timeout = DEFAULT_TIMEOUT,
+        cancel: threading.Event | None = None,
+        indefinite: bool = False,
+    ) -> AbstractContextManager[memoryview]:
+        """The next chunk, read-only and in place. It has been read when the block ends, by an exception too.
+
+        The view is not valid after it. Nor is a tensor or an array made over it, and nothing stops its use:
+        it shows a later message, and ``torch.frombuffer`` keeps no memory alive, so that a look after
+        :meth:`close` can end the process. Copy what is to stay (``clone``) within the block.
+
+        Whatever else :meth:`dequeue` raises comes from here as well.
+
+        Raises:
+            UnsupportedError: the next message is a value, which stays; or this is the writer's end.
+        """
+
+    def broadcast_object(self, value: object = None, timeout: Timeout = DEFAULT_TIMEOUT) -> Any:
+        """The same call at every end: the writer's value, which it sends and the readers receive.
+
+        Raises what :meth:`enqueue` and :meth:`dequeue` do.
+        """
+        if self.is_writer:
+            self.enqueue(value, timeout)
+            return value
+        return self.dequeue(timeout)
+
+    @abc.abstractmethod
+    def close(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
+        """End politely: a reader has left; a writer's readers that have attached can still get everything.
+
+        Idempotent.
+        """
+
+    @abc.abstractmethod
+    def abort(self) -> None:
+        """End at once, as if this process had died. Idempotent, never blocks."""
+
+    def __enter__(self) -> MessageQueue:
+        return self
+
+    def __exit__(self, kind: object, *rest: Any) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.abort()
+
+    # -- for transports ------------------------------------------------------------------------
+
+    def _check_writer(self) -> None:
+        if not self.is_writer:
+            raise UnsupportedError(f"this is the end of reader rank {self.rank}; only the writer sends")
+
+    def _check_reader(self) -> None:
+        if self.is_writer:
+            raise UnsupportedError("this is the writer's end; only readers receive")

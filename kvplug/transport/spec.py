@@ -1,0 +1,286 @@
+"""What a plugin offers, as strings: nothing heavy is imported until a name is chosen.
+
+A plugin's entry-point module builds these; ``factory``, ``options`` and ``probe`` are
+``"package.module:Name"`` strings that are resolved only when used (:meth:`load_factory` is the only
+importer of transport code). ``options`` and ``probe`` must name light modules, since ``kvplug list``
+imports them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import importlib
+import re
+import types
+from collections.abc import Callable
+from typing import Any, Final
+
+import attrs
+
+from kvplug.errors import PluginError, PluginLoadError
+from kvplug.transport.capabilities import Capabilities
+
+_NAME = re.compile(r"[a-z][a-z0-9-]{0,39}")
+_MADE = (type, types.FunctionType)
+_TARGET = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+
+
+class Kind(enum.StrEnum):
+    """The kinds of things that are selected by name."""
+
+    CONNECTOR = "connector"
+    PIPE = "pipe"
+    QUEUE = "queue"
+    LOOKUP_BUFFER = "lookup_buffer"
+    COMMUNICATOR = "communicator"
+    SINK = "sink"
+    COMMAND = "command"
+
+
+TRANSPORTS: Final = (Kind.PIPE, Kind.QUEUE, Kind.LOOKUP_BUFFER, Kind.COMMUNICATOR)
+"""The kinds of transport."""
+
+
+def _kind(given: Any) -> Kind:
+    try:
+        return Kind(given)
+    except ValueError:
+        from kvplug.config.faults import bad_value, did_you_mean, listed
+
+        kinds = [kind.value for kind in TRANSPORTS]
+        hint = did_you_mean(str(given), kinds)
+        raise PluginError(f"{bad_value('kind', given, listed(kinds))}{hint}") from None
+
+
+def _check_name(_: Any, __: Any, name: Any) -> None:
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise PluginError(
+            f"{name!r} cannot be a name: use up to 40 lower-case letters, digits and hyphens, a letter first"
+        )
+    if name in ("auto", "none"):
+        raise PluginError(f"the name {name!r} has a meaning in configs and cannot be offered")
+
+
+def _check_target(_: Any, attribute: Any, target: Any) -> None:
+    if target is not None and not (isinstance(target, str) and _TARGET.fullmatch(target)):
+        raise PluginError(f"{attribute.name} must be a string 'package.module:Name', got {target!r}")
+
+
+def _meant(name: str, module: Any) -> str:
+    """The name in a module that a misspelt one is near, one that was made there before one imported there."""
+    from kvplug.config.faults import did_you_mean
+
+    made = {each: found for each, found in vars(module).items() if issubclass(type(found), _MADE)}
+    own = [each for each, found in made.items() if found.__module__ == module.__name__]
+    return did_you_mean(name, own) or did_you_mean(name, dir(module))
+
+
+def load_target(target: str) -> Any:
+    """What ``"package.module:Name"`` names.
+
+    Raises:
+        PluginLoadError: the module does not import or has no such name; the cause is chained.
+    """
+    module_name, _, attribute = target.partition(":")
+    module = None
+    try:
+        module = importlib.import_module(module_name)
+        return getattr(module, attribute)
+    except (Exception, SystemExit) as e:
+        absent = isinstance(e, AttributeError) and e.obj is module and e.name == attribute
+        hint = ""
+        with contextlib.suppress(Exception):  # a module may answer dir() as it likes
+            hint = _meant(attribute, module) if absent and module is not None else ""
+        raise PluginLoadError(f"cannot load {target}: {type(e).__name__}: {e}{hint}") from e
+
+
+@attrs.frozen(kw_only=True)
+class Probe:
+    """What a transport's probe found out about this host. Cheap, without heavy imports."""
+
+    viable: bool = True
+    reason: str = ""
+    """Why it cannot work here; empty when it can."""
+    domain: str = ""
+    """Opaque. Two ends of a transport that is not ``cross_host`` must show equal domains (say, boot
+    id and namespaces)."""
+
+
+class _Offered:
+    """What a spec says of itself when something of it does not load."""
+
+    __slots__ = ("_distribution",)  # no part of its value: two specs are equal whoever offers them
+
+    name: str
+    kind: Any
+
+    def _load(self, field: str) -> Any:
+        """What the target in ``field`` names; an error says of what it is, and whose."""
+        try:
+            return load_target(getattr(self, field))
+        except PluginLoadError as e:
+            raise PluginLoadError(f"{self._called(field)}: {e}") from e.__cause__
+
+    def _load_callable(self, field: str) -> Callable[..., Any]:
+        found = self._load(field)
+        if not callable(found):
+            raise PluginLoadError(f"{self._called(field)}: {getattr(self, field)} is not callable")
+        return found  # type: ignore[no-any-return]
+
+    def _called(self, field: str) -> str:
+        distribution = getattr(self, "_distribution", "")
+        whose = f" from {distribution}" if distribution else ""
+        kind, part = self.kind.replace("_", " "), field.replace("_", " ")
+        return f"the {part} of the {kind} {self.name!r}{whose}"
+
+
+def note_distribution(spec: _Offered, distribution: str) -> None:
+    """Let ``spec`` name the distribution that offers it in its errors."""
+    object.__setattr__(spec, "_distribution", distribution)
+
+
+@attrs.frozen(kw_only=True)
+class _Spec(_Offered):
+    name: str = attrs.field(validator=_check_name)
+    factory: str = attrs.field(validator=_check_target)
+    options: str | None = attrs.field(default=None, validator=_check_target)
+    summary: str = ""
+    """One line for ``kvplug list``."""
+    for_tests: bool = False
+    """A fake or an injector of faults. ``kvplug list`` shows it with ``--all`` only, and ``"auto"`` never
+    takes it; a config may name it."""
+
+    def load_factory(self) -> Callable[..., Any]:
+        """The factory itself: imports the plugin's code.
+
+        Raises:
+            PluginLoadError: it does not import, is not there, or cannot be called.
+        """
+        return self._load_callable("factory")
+
+    def load_options(self) -> type | None:
+        """The attrs class of this thing's options, or ``None`` when it has none.
+
+        Raises:
+            PluginLoadError: it does not import, is not there, or is no attrs class.
+        """
+        if self.options is None:
+            return None
+        found = self._load("options")
+        if not (isinstance(found, type) and attrs.has(found)):
+            raise PluginLoadError(f"{self._called('options')}: {self.options} is not an attrs class")
+        return found
+
+
+@attrs.frozen(kw_only=True)
+class TransportSpec(_Spec):
+    """One transport: a pipe, message queue, lookup buffer or device communicator.
+
+    ``factory`` is called with one argument, the kind's context (see ``kvplug.transport.context``).
+    """
+
+    kind: Kind = attrs.field(converter=_kind)
+    capabilities: Capabilities = attrs.field(factory=Capabilities)
+    probe: str | None = attrs.field(default=None, validator=_check_target)
+    """A function without arguments that returns a :class:`Probe`."""
+    protocol: int = 1
+    """Version of what the transport itself puts on the wire; both ends must have the same."""
+    auto: bool = attrs.field()
+    """Whether ``"auto"`` considers it. False for what is used only where a config names it, which is the
+    default of what is made for tests."""
+    wraps: bool = False
+    """It works over another pipe, or message queue, as it is one itself: the one that its option ``over``
+    names (or leaves to ``"auto"``). It puts nothing of its own on the wire, and peers are offered the one
+    beneath; the context's ``beneath`` makes it."""
+
+    @auto.default
+    def _unless_for_tests(self) -> bool:
+        return not self.for_tests
+
+    def __attrs_post_init__(self) -> None:
+        if self.for_tests and self.auto:
+            raise PluginError(f"the {self.kind} {self.name!r} is made for tests, which 'auto' never takes")
+        if self.kind not in TRANSPORTS:
+            raise PluginError(
+                f"a {self.kind} is offered by a {self.kind.capitalize()}Spec, not a TransportSpec"
+            )
+        if self.wraps and self.kind not in (Kind.PIPE, Kind.QUEUE):
+            raise PluginError(
+                f"only a pipe or a queue can be around another transport of its kind, not a {self.kind}"
+            )
+
+    def run_probe(self) -> Probe:
+        """The probe's answer; one that fails is an answer too: not viable, and why."""
+        if self.probe is None:
+            return Probe()
+        try:
+            probe = self._load("probe")
+        except PluginLoadError as e:
+            return Probe(viable=False, reason=str(e))
+        try:
+            found = probe()
+        except (Exception, SystemExit) as e:
+            return Probe(viable=False, reason=f"its probe failed: {type(e).__name__}: {e}")
+        if not isinstance(found, Probe):
+            return Probe(viable=False, reason=f"its probe returned {found!r}, not a Probe")
+        return found
+
+
+@attrs.frozen(kw_only=True)
+class ConnectorSpec(_Spec):
+    """One connector: a factory for each of its two sides.
+
+    ``factory`` makes the scheduler side, ``worker_factory`` the worker side; both are called with one
+    argument, a ``kvplug.engine.context.ConnectorContext``.
+    """
+
+    worker_factory: str = attrs.field(validator=_check_target)
+
+    @property
+    def kind(self) -> Kind:
+        return Kind.CONNECTOR
+
+    def load_worker_factory(self) -> Callable[..., Any]:
+        """The worker side's factory, as :meth:`load_factory` loads the scheduler side's."""
+        return self._load_callable("worker_factory")
+
+
+@attrs.frozen(kw_only=True)
+class SinkSpec(_Spec):
+    """One place for metrics to go.
+
+    ``factory`` is called with one argument, an instance of the options class (``None`` without one), and
+    returns a ``Sink``.
+    """
+
+    @property
+    def kind(self) -> Kind:
+        return Kind.SINK
+
+
+@attrs.frozen(kw_only=True)
+class CommandSpec(_Offered):
+    """One command of the program ``kvplug``."""
+
+    name: str = attrs.field(validator=_check_name)
+    target: str = attrs.field(validator=_check_target)
+    """A click command, ``"package.module:name"``. Imported when the command is used, not for help."""
+    summary: str = ""
+    """One line for ``kvplug --help``."""
+
+    @property
+    def kind(self) -> Kind:
+        return Kind.COMMAND
+
+    def load(self) -> Any:
+        """The click command itself: imports the plugin's code.
+
+        Raises:
+            PluginLoadError: it does not import or is not there.
+        """
+        return self._load("target")
+
+
+Spec = TransportSpec | ConnectorSpec | SinkSpec | CommandSpec
+"""Anything a plugin can offer."""
