@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import kvplug
+import kvplug.engine
+import kvplug.transport
 from kvplug.bench.content import check, content, stamp
 from kvplug.bench.links import MEETING_S, Meeting
 from kvplug.bench.place import Place, place
@@ -68,7 +70,7 @@ class OverFake(PipeLink):
             self.pipe = endpoint.connect(meeting.told(), MEETING_S)
 
 
-def _cuda_ipc(library: str) -> kvplug.PipeEndpoint:
+def _cuda_ipc(library: str) -> kvplug.transport.PipeEndpoint:
     from kvplug_cuda_ipc.options import CudaIpcPipeOptions
     from kvplug_cuda_ipc.pipe.endpoint import CudaIpcEndpoint
     from kvplug_cuda_ipc.testing.host import HostDevice
@@ -77,7 +79,7 @@ def _cuda_ipc(library: str) -> kvplug.PipeEndpoint:
     return CudaIpcEndpoint(_context(options), HostDevice(library))
 
 
-def _pynccl(library: str) -> kvplug.PipeEndpoint:
+def _pynccl(library: str) -> kvplug.transport.PipeEndpoint:
     from kvplug_pynccl.options import PyncclPipeOptions
     from kvplug_pynccl.pipe.endpoint import PyncclEndpoint
     from kvplug_pynccl.testing.host import HostDevice
@@ -85,8 +87,8 @@ def _pynccl(library: str) -> kvplug.PipeEndpoint:
     return PyncclEndpoint(_context(PyncclPipeOptions(library=library)), HostDevice(library))
 
 
-def _context(options: object) -> kvplug.PipeContext:
-    return kvplug.PipeContext(options=options, credentials=kvplug.Credentials())
+def _context(options: object) -> kvplug.transport.PipeContext:
+    return kvplug.transport.PipeContext(options=options, credentials=kvplug.transport.Credentials())
 
 
 _ENDPOINTS = {"cuda-ipc": _cuda_ipc, "pynccl": _pynccl}
@@ -136,7 +138,9 @@ def paged(parent: peers.Parent, device: str, layers: int, tokens: int, times: in
     found: Seconds = {}
     for axes, order in (("KBTHD", "tokens, heads"), ("KBHTD", "heads, tokens")):
         blocks = SPARE * (tokens // BLOCK_TOKENS)
-        layout = kvplug.KVLayout(axes, {"K": 2, "B": blocks, "T": BLOCK_TOKENS, "H": HEADS, "D": HEAD_SIZE})
+        layout = kvplug.engine.KVLayout(
+            axes, {"K": 2, "B": blocks, "T": BLOCK_TOKENS, "H": HEADS, "D": HEAD_SIZE}
+        )
         nbytes = paged_bytes(1, tokens)
         shape = [layout.sizes[axis] for axis in axes]
         caches = [content(SPARE * nbytes, where.name).roll(2 * n).view(shape) for n in range(layers)]
@@ -149,7 +153,7 @@ def paged(parent: peers.Parent, device: str, layers: int, tokens: int, times: in
             cache.zero_()
         calls["scatter"]()
         for cache, given, copy in zip(caches, flat, copies):
-            kvplug.gather(cache, layout, ids, 0, tokens, out_key=copy[0], out_value=copy[1])
+            kvplug.engine.gather(cache, layout, ids, 0, tokens, out_key=copy[0], out_value=copy[1])
             check(copy.view(-1), given.view(-1))
         found |= {f"{what}, {order}": took for what, took in timed(calls, where.finish, times).items()}
     return found
@@ -164,18 +168,18 @@ def _paged_calls(
     caches: Sequence[torch.Tensor],
     flat: Sequence[torch.Tensor],
     copies: Sequence[torch.Tensor],
-    layout: kvplug.KVLayout,
+    layout: kvplug.engine.KVLayout,
     ids: Sequence[int],
 ) -> dict[str, Callable[[], None]]:
     tokens = flat[0].shape[1]
 
     def gather() -> None:
         for cache, out in zip(caches, flat):
-            kvplug.gather(cache, layout, ids, 0, tokens, out_key=out[0], out_value=out[1])
+            kvplug.engine.gather(cache, layout, ids, 0, tokens, out_key=out[0], out_value=out[1])
 
     def scatter() -> None:
         for cache, given in zip(caches, flat):
-            kvplug.scatter(cache, layout, ids, 0, given[0], given[1])
+            kvplug.engine.scatter(cache, layout, ids, 0, given[0], given[1])
 
     def copy() -> None:
         for out, given in zip(copies, flat):
@@ -280,13 +284,15 @@ def all_reduce(
     return found
 
 
-def _communicator(group: kvplug.StatelessGroup, where: Place, library: str) -> kvplug.DeviceCommunicator:
+def _communicator(
+    group: kvplug.StatelessGroup, where: Place, library: str
+) -> kvplug.transport.DeviceCommunicator:
     from kvplug_pynccl.communicator.communicator import PyncclCommunicator
     from kvplug_pynccl.options import PyncclCommunicatorOptions
 
-    context = kvplug.CommunicatorContext(
+    context = kvplug.transport.CommunicatorContext(
         options=PyncclCommunicatorOptions(library=library),
-        credentials=kvplug.Credentials(),
+        credentials=kvplug.transport.Credentials(),
         group=group,
         device=where.name,
         timeout_s=MEETING_S,

@@ -9,8 +9,9 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from kvplug import Blocks, LayoutError
+from kvplug.engine import LayoutError
 from kvplug.net.wire.tensors import dtype_of
+from kvplug.transport import Blocks
 
 DTYPES = [
     "uint8",

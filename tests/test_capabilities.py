@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from kvplug import Capabilities, PluginError
+from kvplug import PluginError
+from kvplug.transport import Capabilities
 
 
 @pytest.mark.parametrize("given", ["cpu", "", 7, None, {"cpu", 7}, b"cpu"])

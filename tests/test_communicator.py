@@ -7,7 +7,8 @@ from typing import Any
 import attrs
 import pytest
 
-from kvplug import TensorMismatchError, UnsupportedError
+from kvplug import UnsupportedError
+from kvplug.transport import TensorMismatchError
 from kvplug.transport.communicator.calls import (
     check_dim,
     check_divisible,

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvplug import positions_of
+from kvplug.engine import positions_of
 from kvplug.negotiation.handshake.plain import MAX_TEXT
 
 LLAMA = {"model_type": "llama", "rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}

@@ -14,26 +14,28 @@ import attrs
 import pytest
 
 from kvplug import (
-    DEFAULT_TIMEOUT,
     AuthenticationError,
-    CancelledError,
     ConfigError,
-    Credentials,
-    Deadline,
-    MessageQueue,
     PeerGoneError,
-    QueueContext,
-    QueueHandle,
-    Reader,
     StatelessGroup,
-    Timeout,
     TransportError,
     UnsupportedError,
-    Wait,
-    WireError,
 )
 from kvplug.net.wire import decode, encode
 from kvplug.testing.memory.queue import MemoryQueueEndpoint, _rings
+from kvplug.transport import (
+    DEFAULT_TIMEOUT,
+    CancelledError,
+    Credentials,
+    Deadline,
+    MessageQueue,
+    QueueContext,
+    QueueHandle,
+    Reader,
+    Timeout,
+    Wait,
+    WireError,
+)
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -8,17 +8,9 @@ from typing import Any
 
 import pytest
 
-from kvplug import (
-    CommandSpec,
-    ConnectorSpec,
-    Kind,
-    PluginError,
-    PluginLoadError,
-    Registry,
-    SinkSpec,
-    TransportSpec,
-    hookimpl,
-)
+from kvplug import PluginError, Registry
+from kvplug.engine import CommandSpec, ConnectorSpec, SinkSpec
+from kvplug.transport import Kind, PluginLoadError, TransportSpec, hookimpl
 from kvplug.transport.spec import load_target
 
 KINDS = "allowed is pipe, queue, lookup_buffer or communicator"

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, strategies as st
 
-from kvplug import ConfigError, TensorMismatchError, TokenSplit
+from kvplug import ConfigError
+from kvplug.transport import TensorMismatchError, TokenSplit
 from kvplug.transport.communicator.tokens import width_of
 
 

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from kvplug import BusyError, Turn
+from kvplug.transport import BusyError, Turn
 
 
 def test_a_second_thread_is_told_what_is_going_on() -> None:
@@ -30,7 +30,7 @@ def test_a_block_that_raises_gives_the_turn_back() -> None:
 
 INTERRUPTED = """
 import signal
-from kvplug import Turn
+from kvplug.transport import Turn
 
 def interrupt(*_):
     raise KeyboardInterrupt

@@ -3,7 +3,7 @@
 A plugin's entry-point module states the API it was written for as a literal, which is read without
 importing it, and implements what it needs:
 
-    from kvplug import TransportSpec, hookimpl
+    from kvplug.transport import TransportSpec, hookimpl
 
     KVPLUG_API = (1, 0)
 

@@ -7,20 +7,8 @@ from typing import Any
 
 import pytest
 
-from kvplug import (
-    Capabilities,
-    Config,
-    ConfigError,
-    Kind,
-    PluginError,
-    Registry,
-    StatelessGroup,
-    TransportSpec,
-    UnknownTransportError,
-    build_communicator,
-    build_queue,
-    hookimpl,
-)
+from kvplug import Config, ConfigError, PluginError, Registry, StatelessGroup, build_communicator, build_queue
+from kvplug.transport import Capabilities, Kind, TransportSpec, UnknownTransportError, hookimpl
 
 pytestmark = pytest.mark.timeout(30)
 

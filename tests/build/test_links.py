@@ -10,10 +10,11 @@ from typing import Any
 import attrs
 import pytest
 
-from kvplug import ClosedError, Config, Credentials, KvplugError, Listener, PeerGoneError, Registry, dial
+from kvplug import ClosedError, Config, KvplugError, PeerGoneError, Registry
 from kvplug.assembly.peers import CONTROL, ControlPeers, Wiring
 from kvplug.assembly.pipes import _parts, _wiring
 from kvplug.net.trust.channel import Channel
+from kvplug.transport import Credentials, Listener, dial
 
 pytestmark = pytest.mark.timeout(30)
 

@@ -8,17 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvplug import (
-    AmbiguousNameError,
-    Capabilities,
-    ConfigError,
-    PeerGoneError,
-    Probe,
-    Registry,
-    TransportSpec,
-    UnknownTransportError,
-    hookimpl,
-)
+from kvplug import ConfigError, PeerGoneError, Registry
 from kvplug.bench import rounds
 from kvplug.bench.candidate import BASELINES, MEMCPY, Candidate, baseline
 from kvplug.bench.choice import transports
@@ -26,6 +16,14 @@ from kvplug.bench.links import UnavailableError
 from kvplug.bench.plot import save_plot
 from kvplug.bench.rounds import Figures, Outcome, Plan, run_rounds
 from kvplug.bench.rows import COLUMNS, Row, cells, compare, refused
+from kvplug.transport import (
+    AmbiguousNameError,
+    Capabilities,
+    Probe,
+    TransportSpec,
+    UnknownTransportError,
+    hookimpl,
+)
 
 MIB = 1 << 20
 PLAN = Plan(sizes=(MIB,), rounds=3)

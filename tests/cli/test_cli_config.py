@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 PLUGIN = """\
-from kvplug import ConnectorSpec, TransportSpec, hookimpl
+from kvplug.engine import ConnectorSpec
+from kvplug.transport import TransportSpec, hookimpl
 KVPLUG_API = (1, 0)
 
 @hookimpl
@@ -24,7 +25,7 @@ def kvplug_connectors():
 
 LIGHT = """
 import attrs
-from kvplug import option
+from kvplug.transport import option
 
 @attrs.frozen(kw_only=True)
 class Options:

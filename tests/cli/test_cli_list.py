@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 
 HEADER = """\
-from kvplug import (
-    Capabilities, CommandSpec, ConnectorSpec, Cost, SinkSpec, TransportSpec, hookimpl
-)
+from kvplug.engine import CommandSpec, ConnectorSpec, SinkSpec
+from kvplug.transport import Capabilities, Cost, TransportSpec, hookimpl
 KVPLUG_API = (1, 0)
 """
 
@@ -51,7 +50,7 @@ def kvplug_commands():
 
 LIGHT = """
 import attrs
-from kvplug import Probe, option
+from kvplug.transport import Probe, option
 
 @attrs.frozen(kw_only=True)
 class Options:

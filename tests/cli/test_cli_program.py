@@ -9,7 +9,8 @@ import pytest
 import kvplug
 
 HEADER = """\
-from kvplug import CommandSpec, hookimpl
+from kvplug.engine import CommandSpec
+from kvplug.transport import hookimpl
 KVPLUG_API = (1, 0)
 """
 

@@ -8,8 +8,9 @@ import attrs
 import pytest
 from hypothesis import given, strategies as st
 
-from kvplug import Config, ConfigError, Role
+from kvplug import Config, ConfigError
 from kvplug.config import KEYS, describe_config
+from kvplug.engine import Role
 
 
 def faults_of(data: object) -> tuple[str, ...]:

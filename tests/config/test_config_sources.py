@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 from hypothesis import given, strategies as st
 
-from kvplug import Config, ConfigError, Role
+from kvplug import Config, ConfigError
 from kvplug.config import RESERVED
+from kvplug.engine import Role
 
 TOML = """
 connector = "lookup"

@@ -11,9 +11,10 @@ import attrs
 import pytest
 from hypothesis import given, strategies as st
 
-from kvplug import ConfigError, OptionRow, PluginError, check_options, describe_options, option
+from kvplug import ConfigError, PluginError
 from kvplug.config import parse_bytes
 from kvplug.config.units import format_bytes
+from kvplug.transport import OptionRow, check_options, describe_options, option
 
 
 class Colour(enum.Enum):

@@ -7,14 +7,8 @@ from typing import Any
 import attrs
 import pytest
 
-from kvplug import (
-    ScheduledRequest,
-    SchedulerConnector,
-    SchedulerOutput,
-    UnsupportedError,
-    WorkerConnector,
-    WorkerOutput,
-)
+from kvplug import UnsupportedError
+from kvplug.engine import ScheduledRequest, SchedulerConnector, SchedulerOutput, WorkerConnector, WorkerOutput
 
 
 class Scheduler(SchedulerConnector):

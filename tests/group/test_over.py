@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from kvplug import StatelessGroup, UnsupportedError, WireError, group_from_process_group
+from kvplug import StatelessGroup, UnsupportedError, group_from_process_group
+from kvplug.transport import WireError
 
 
 @pytest.fixture

@@ -17,13 +17,14 @@ import click
 import pytest
 
 import kvplug.errors
-from kvplug import CommandSpec, ConnectorSpec, KvplugError, SinkSpec, TransportSpec
+from kvplug import KvplugError
 from kvplug.cli.main import OWN, program
 from kvplug.config import KEYS, RESERVED, RESERVED_PREFIXES, describe_config, describe_options
 from kvplug.config.layers import VLLM_IGNORED, VLLM_KEYS
+from kvplug.engine import CommandSpec, ConnectorSpec, SinkSpec
 from kvplug.testing.faults import Rule
 from kvplug.testing.faults.plan import BEFORE, CONTENT
-from kvplug.transport import hookspecs
+from kvplug.transport import TransportSpec, hookspecs
 from kvplug.transport.hookspecs import OFFERED
 
 ROOT = Path(__file__).parents[2]

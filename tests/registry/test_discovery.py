@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 HEADER = """\
-from kvplug import Capabilities, CommandSpec, ConnectorSpec, TransportSpec, hookimpl
+from kvplug.engine import CommandSpec, ConnectorSpec
+from kvplug.transport import Capabilities, TransportSpec, hookimpl
 KVPLUG_API = (1, 0)
 """
 
@@ -87,7 +88,10 @@ BROKEN = {
         "devices must be a set of names, such as {'cpu'}; got 'cpu'",
     ),
     "bad kind": (pipe("x").replace("pipe", "pip"), "kind: 'pip' was given; allowed is pipe, queue, "),
-    "unmarked hook": (HEADER + "def kvplug_transports():\n    return []", "not marked with kvplug.hookimpl"),
+    "unmarked hook": (
+        HEADER + "def kvplug_transports():\n    return []",
+        "not marked with kvplug.transport.hookimpl",
+    ),
     "argument": (HEADER + "@hookimpl\ndef kvplug_transports(config):\n    return []", "config"),
     "wrapper": (
         HEADER + "@hookimpl(wrapper=True)\ndef kvplug_transports():\n    return (yield)",
@@ -164,7 +168,7 @@ HINT = (
     " after a change of its pyproject.toml it must be installed again"
 )
 UNKNOWN = """
-from kvplug import Kind
+from kvplug.transport import Kind
 try:
     registry.get(Kind.PIPE, {name!r})
 except PluginError as e:

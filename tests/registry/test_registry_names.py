@@ -8,21 +8,18 @@ from typing import Any
 import attrs
 import pytest
 
-from kvplug import (
+from kvplug import Registry
+from kvplug.assembly.registry import PluginInfo, PluginStatus, name_faults, own_part
+from kvplug.engine import CommandSpec, ConnectorSpec, SinkSpec, UnknownConnectorError
+from kvplug.transport import (
     AmbiguousNameError,
-    CommandSpec,
-    ConnectorSpec,
     Kind,
     PluginLoadError,
-    Registry,
-    SinkSpec,
     TransportSpec,
-    UnknownConnectorError,
     UnknownNameError,
     UnknownTransportError,
     hookimpl,
 )
-from kvplug.assembly.registry import PluginInfo, PluginStatus, name_faults, own_part
 
 
 def transport(name: str, kind: str = "pipe", **more: Any) -> TransportSpec:

@@ -14,7 +14,7 @@ import pytest
 from kvplug.testing.scorecard import from_json
 
 SUITE = """
-from kvplug import Kind
+from kvplug.transport import Kind
 from kvplug.testing import law
 from kvplug.testing.contract.base import Contract
 

@@ -7,7 +7,7 @@ from typing import Any
 import attrs
 import pytest
 
-from kvplug import ConfigError, option
+from kvplug import ConfigError
 from kvplug.testing import (
     ConnectorContract,
     DeviceCommunicatorContract,
@@ -15,6 +15,7 @@ from kvplug.testing import (
     MessageQueueContract,
     PipeContract,
 )
+from kvplug.transport import option
 from kvplug.transport.context import CommunicatorContext, LookupContext, QueueContext
 
 FAILED = pytest.fail.Exception

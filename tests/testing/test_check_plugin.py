@@ -15,7 +15,8 @@ from kvplug.testing.contract.plugin import DEVICE_TYPES
 from kvplug.testing.laws import LAWS
 
 PLUGIN = """\
-from kvplug import Capabilities, CommandSpec, ConnectorSpec, Cost, SinkSpec, TransportSpec, hookimpl
+from kvplug.engine import CommandSpec, ConnectorSpec, SinkSpec
+from kvplug.transport import Capabilities, Cost, TransportSpec, hookimpl
 
 KVPLUG_API = (1, 0)
 
@@ -59,7 +60,7 @@ def kvplug_commands():
 
 LIGHT = """\
 import attrs
-from kvplug import Probe, option
+from kvplug.transport import Probe, option
 
 @attrs.frozen
 class Options:
@@ -125,7 +126,10 @@ FAULTS = {
         "PLUGIN-1", "kvplug_transprots", "def kvplug_transports", "def kvplug_transprots"
     ),
     "it has a hook without a mark": Fault(
-        "PLUGIN-1", "not marked with kvplug.hookimpl", "@hookimpl\ndef kvplug_sinks", "def kvplug_sinks"
+        "PLUGIN-1",
+        "not marked with kvplug.transport.hookimpl",
+        "@hookimpl\ndef kvplug_sinks",
+        "def kvplug_sinks",
     ),
     "a name is not well formed": Fault("PLUGIN-1", "'Smoke_1' cannot be a name", '"smoke"', '"Smoke_1"'),
     "a name is taken by a meaning": Fault("PLUGIN-1", "'auto' has a meaning", '"smoke"', '"auto"'),
@@ -220,7 +224,7 @@ FAULTS = {
         "the factory of the pipe smoke (kvplug_subject.heavy:Endpoint) is not what the spec says: TypeError:"
         " it cannot be made: abstract are connect",
         "class Endpoint:",
-        "import kvplug\n\nclass Endpoint(kvplug.PipeEndpoint):\n    def listen(self): ...",
+        "import kvplug\n\nclass Endpoint(kvplug.transport.PipeEndpoint):\n    def listen(self): ...",
     ),
     "its factory cannot be called": Fault(
         "PLUGIN-3", "is not callable", "class Ash:\n    def __init__(self, options): ...", "Ash = 7"

@@ -13,25 +13,20 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from kvplug import (  # noqa: E402 - after the skip
+from kvplug import ClosedError, KvplugError, PeerGoneError, Registry, TimeoutError, errors  # noqa: E402
+from kvplug.testing import PipeContract, peers  # noqa: E402
+from kvplug.testing.faults import FaultyEndpoint, FaultyPipe, Plan, Rule  # noqa: E402
+from kvplug.testing.waits import Call, raises  # noqa: E402
+from kvplug.transport import (  # noqa: E402
     BusyError,
-    ClosedError,
     Credentials,
-    KvplugError,
-    PeerGoneError,
     Pipe,
     PipeContext,
     PipeEndpoint,
     PipeListener,
-    Registry,
     TensorMismatchError,
-    TimeoutError,
     Transfer,
-    errors,
 )
-from kvplug.testing import PipeContract, peers  # noqa: E402
-from kvplug.testing.faults import FaultyEndpoint, FaultyPipe, Plan, Rule  # noqa: E402
-from kvplug.testing.waits import Call, raises  # noqa: E402
 from kvplug.transport.spec import Kind  # noqa: E402
 
 pytestmark = pytest.mark.timeout(60)

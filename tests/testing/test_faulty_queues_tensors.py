@@ -11,22 +11,14 @@ numpy = pytest.importorskip("numpy")
 torch = pytest.importorskip("torch")
 
 from kvplug import (  # noqa: E402
-    Capabilities,
     ClosedError,
     Config,
     ConfigError,
-    Cost,
-    Credentials,
-    Kind,
     PeerGoneError,
     PluginError,
-    QueueContext,
-    QueueEndpoint,
     Registry,
     TimeoutError,
-    TransportSpec,
     build_queue,
-    hookimpl,
 )
 from kvplug.testing import MessageQueueContract  # noqa: E402
 from kvplug.testing.faults import FaultyQueueEndpoint, Plan, Rule  # noqa: E402
@@ -34,6 +26,16 @@ from kvplug.testing.faults.messages import parts, writable  # noqa: E402
 from kvplug.testing.faults.queue import faulty  # noqa: E402
 from kvplug.testing.memory.queue import MemoryQueueEndpoint  # noqa: E402
 from kvplug.testing.waits import Call, raises  # noqa: E402
+from kvplug.transport import (  # noqa: E402
+    Capabilities,
+    Cost,
+    Credentials,
+    Kind,
+    QueueContext,
+    QueueEndpoint,
+    TransportSpec,
+    hookimpl,
+)
 
 pytestmark = pytest.mark.timeout(60)
 

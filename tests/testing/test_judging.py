@@ -37,7 +37,7 @@ def test_each_outcome_has_its_reason_in_the_scorecard(package: Any) -> None:
 def test_of_a_test_that_fails_twice_the_first_failure_is_told_first(package: Any) -> None:
     (package.folder / "tests" / "test_mine.py").write_text("""
 import os
-from kvplug import Kind
+from kvplug.transport import Kind
 from kvplug.testing import law
 from kvplug.testing.contract.base import Contract
 

@@ -8,7 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from kvplug import PeerGoneError  # noqa: E402 - after the skip
+from kvplug import PeerGoneError  # noqa: E402
 from kvplug.testing import PipeContract  # noqa: E402
 from kvplug.testing.contract.pipe.suite import PipeSuite  # noqa: E402
 

@@ -166,7 +166,7 @@ import threading
 
 import pytest
 
-from kvplug import Kind
+from kvplug.transport import Kind
 from kvplug.testing import law
 from kvplug.testing.waits import Call
 from kvplug.testing.contract.base import Contract

@@ -12,7 +12,7 @@ from importlib import resources
 import attrs
 import pytest
 
-from kvplug import SchedulerConnector, WorkerConnector
+from kvplug.engine import SchedulerConnector, WorkerConnector
 from kvplug.engine.connector.values import Side
 from kvplug.testing import orders
 from kvplug.testing.orders import Call, Run

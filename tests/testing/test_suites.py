@@ -7,10 +7,11 @@ from collections.abc import Iterable
 import attrs
 import pytest
 
-from kvplug import ConfigError, Kind
+from kvplug import ConfigError
 from kvplug.testing.contract import suites
 from kvplug.testing.contract.pipe.footprint import Footprint
 from kvplug.testing.peers import Belongings
+from kvplug.transport import Kind
 
 NOTHING = Belongings(frozenset(), frozenset(), frozenset(), frozenset(), frozenset())
 

@@ -27,7 +27,7 @@ def test_what_is_waived_is_told_and_the_run_is_green(package: Any) -> None:
 
 
 OTHER = """
-from kvplug import Kind
+from kvplug.transport import Kind
 from kvplug.testing import law
 from kvplug.testing.contract.base import Contract
 
@@ -73,7 +73,7 @@ class TestNarrower(Contract):
 
 PARAMETERS = """
 from pytest import mark
-from kvplug import Kind
+from kvplug.transport import Kind
 from kvplug.testing import law
 from kvplug.testing.contract.base import Contract
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import attrs
 import pytest
 
-from kvplug import Kind, Offer, Probe, Registry
+from kvplug import Registry
+from kvplug.engine import Offer
 from kvplug.errors import HandshakeError
 from kvplug.negotiation.select import select
+from kvplug.transport import Kind, Probe
 from kvplug.transport.capabilities import Requirements
 
 GPU = Requirements(device="cuda")

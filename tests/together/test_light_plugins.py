@@ -12,7 +12,8 @@ ENTRY_POINTS = sorted({entry.name for entry in entry_points(group="kvplug")})
 
 LOOK = """
 import sys
-from kvplug import Kind, Registry
+from kvplug import Registry
+from kvplug.transport import Kind
 registry = Registry.from_env()
 (plugin,) = [plugin for plugin in registry.plugins if plugin.name == sys.argv[1]]
 assert plugin.status == "ok", plugin.reason

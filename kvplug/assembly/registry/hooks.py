@@ -31,7 +31,7 @@ def offers_of(manager: pluggy.PluginManager, plugin: object, no_hook: str = "") 
     _check_marked(plugin)
     if not callers:
         raise PluginLoadError(
-            f"implements no hook; {no_hook or f'there are {_HOOKS}, marked with kvplug.hookimpl'}"
+            f"implements no hook; {no_hook or f'there are {_HOOKS}, marked with kvplug.transport.hookimpl'}"
         )
     return [spec for caller in callers for spec in _offered(caller, plugin)]
 
@@ -53,7 +53,7 @@ def _check_marked(plugin: object) -> None:
         if name.startswith(_PREFIX) and isinstance(found, types.FunctionType):
             if not hasattr(found, f"{_PREFIX}impl"):
                 raise PluginLoadError(
-                    f"{name} is not marked with kvplug.hookimpl, so it would never be called"
+                    f"{name} is not marked with kvplug.transport.hookimpl, so it would never be called"
                 )
 
 

@@ -7,10 +7,10 @@
         print(call.step, call.role, call.method, call.request, call.given, call.answer)
 
 A record is one JSON file beside this module, made by a test of the engine's adapter, which also fails when
-the engine calls otherwise. Methods are those of :class:`kvplug.SchedulerConnector` and
-:class:`kvplug.WorkerConnector`. Requests are called r0, r1, ... in the order in which they came; blocks are
-named by their request and their place in its table, layers by their place in the forward pass. What a call
-was given and what the connector answered is kept as far as a replay needs it:
+the engine calls otherwise. Methods are those of :class:`kvplug.engine.SchedulerConnector` and
+:class:`kvplug.engine.WorkerConnector`. Requests are called r0, r1, ... in the order in which they
+came; blocks are named by their request and their place in its table, layers by their place in the forward
+pass. What a call was given and what the connector answered is kept as far as a replay needs it:
 
 =================================  ===============================================  =========================
 method                             given                                            answer

@@ -8,15 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvplug import (
-    CommunicatorContext,
-    ConfigError,
-    Deadline,
-    DeviceCommunicator,
-    Mesh,
-    PipeContext,
-    connect_ranks,
-)
+from kvplug import ConfigError, connect_ranks
+from kvplug.transport import CommunicatorContext, Deadline, DeviceCommunicator, Mesh, PipeContext
 from kvplug_cpu.endpoint import CpuEndpoint
 from kvplug_cpu.gloo import Gloo
 from kvplug_cpu.interface import address_of

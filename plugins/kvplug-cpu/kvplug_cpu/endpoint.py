@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from kvplug import (
+from kvplug import ConfigError, PeerGoneError, TimeoutError
+from kvplug.transport import (
     DEFAULT_TIMEOUT,
-    ConfigError,
     Connection,
     Credentials,
     Deadline,
     InsecureAddressError,
     Listener,
-    PeerGoneError,
     Pipe,
     PipeContext,
     PipeEndpoint,
     PipeListener,
     Timeout,
-    TimeoutError,
     dial,
 )
 from kvplug_cpu import joining

@@ -16,15 +16,8 @@ import torch
 import torch.distributed
 from torch.distributed import AllreduceOptions, AllToAllOptions, BroadcastOptions
 
-from kvplug import (
-    ClosedError,
-    ConfigError,
-    Deadline,
-    KvplugError,
-    PluginError,
-    TimeoutError,
-    TransportError,
-)
+from kvplug import ClosedError, ConfigError, KvplugError, PluginError, TimeoutError, TransportError
+from kvplug.transport import Deadline
 
 _STEP_S = 0.05
 """How often whoever waits for gloo looks whether the other ranks are still there."""

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
-from kvplug import Deadline, Fate, KvplugError, TensorMismatchError, TimeoutError, WireError
+from kvplug import KvplugError, TimeoutError
 from kvplug.net.wire.frames import HEADER_SIZE
 from kvplug.net.wire.messages import (
     SHORTEST_TENSOR_PREFIX,
@@ -21,6 +21,7 @@ from kvplug.net.wire.messages import (
     read_prefix,
 )
 from kvplug.net.wire.tensors import TensorMeta, copy_into, memory_of, memory_of_writable
+from kvplug.transport import Deadline, Fate, TensorMismatchError, WireError
 from kvplug_cpu.lane import Lane
 from kvplug_cpu.memory import fresh
 from kvplug_cpu.message import SPLIT, parts

@@ -14,7 +14,8 @@ from collections.abc import Callable
 
 import attrs
 
-from kvplug import Connection, Deadline, PeerGoneError, TimeoutError, TransportError, WireError
+from kvplug import PeerGoneError, TimeoutError, TransportError
+from kvplug.transport import Connection, Deadline, WireError
 from kvplug_cpu.pipe import CpuPipe, Tuning
 
 PURPOSE = "pipe-cpu"

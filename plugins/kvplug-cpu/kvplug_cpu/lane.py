@@ -15,7 +15,7 @@ import struct
 import sys
 from collections.abc import Sequence
 
-from kvplug import Deadline
+from kvplug.transport import Deadline
 
 _NOT_NOW = socket.MSG_DONTWAIT
 _NO_SIGNAL = getattr(socket, "MSG_NOSIGNAL", 0)

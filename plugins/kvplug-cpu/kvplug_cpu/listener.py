@@ -8,17 +8,8 @@ import threading
 
 import attrs
 
-from kvplug import (
-    ClosedError,
-    Connection,
-    Deadline,
-    Listener,
-    PeerGoneError,
-    Pipe,
-    PipeAcceptor,
-    TimeoutError,
-    local_domain,
-)
+from kvplug import ClosedError, PeerGoneError, TimeoutError
+from kvplug.transport import Connection, Deadline, Listener, Pipe, PipeAcceptor, local_domain
 from kvplug_cpu.contact import Contact
 from kvplug_cpu.joining import CONTROL, Join, milliseconds, say_ready
 from kvplug_cpu.pipe import CpuPipe, Tuning

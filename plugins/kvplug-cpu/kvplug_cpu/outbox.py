@@ -11,7 +11,8 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
-from kvplug import Deadline, Fate, TimeoutError, Transfer
+from kvplug import TimeoutError
+from kvplug.transport import Deadline, Fate, Transfer
 from kvplug_cpu.lane import Lane
 from kvplug_cpu.message import Content, parts
 

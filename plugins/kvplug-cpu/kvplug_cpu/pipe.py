@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 import attrs
 
-from kvplug import (
+from kvplug.net.wire.messages import GOODBYE
+from kvplug.transport import (
     DEFAULT_TIMEOUT,
     Connection,
     Deadline,
@@ -23,7 +24,6 @@ from kvplug import (
     close_after_fork,
     watch,
 )
-from kvplug.net.wire.messages import GOODBYE
 from kvplug_cpu.descriptors import Descriptors
 from kvplug_cpu.inbox import Inbox
 from kvplug_cpu.lane import Lane

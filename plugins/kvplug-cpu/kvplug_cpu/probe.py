@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvplug import Probe, local_domain
+from kvplug.transport import Probe, local_domain
 
 
 def describe() -> Probe:

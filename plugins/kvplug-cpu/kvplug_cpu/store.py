@@ -8,7 +8,8 @@ from datetime import timedelta
 
 import torch.distributed
 
-from kvplug import ClosedError, Deadline, KvplugError, StatelessGroup, TimeoutError, UnsupportedError
+from kvplug import ClosedError, KvplugError, StatelessGroup, TimeoutError, UnsupportedError
+from kvplug.transport import Deadline
 
 _STEP_S = 0.2
 

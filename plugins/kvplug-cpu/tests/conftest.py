@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from kvplug import Credentials, PipeContext, StatelessGroup
+from kvplug import StatelessGroup
 from kvplug.testing import peers
 from kvplug.testing.forkserver import ForkServer
+from kvplug.transport import Credentials, PipeContext
 from kvplug_cpu.endpoint import CpuEndpoint
 from kvplug_cpu.options import CpuOptions
 from kvplug_cpu.pipe import CpuPipe

@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 
-from kvplug import PeerGoneError, Pipe
+from kvplug import PeerGoneError
 from kvplug.testing.peers import Parent
+from kvplug.transport import Pipe
 
 
 def echo(parent: Parent, pipe: Pipe) -> int:

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
-from kvplug import CommunicatorContext, Credentials, KvplugError, RecvOp, SendOp, StatelessGroup
+from kvplug import KvplugError, StatelessGroup
 from kvplug.testing.peers import Parent
+from kvplug.transport import CommunicatorContext, Credentials, RecvOp, SendOp
 from kvplug_cpu import communicator
 from kvplug_cpu.communicator import CpuCommunicator
 from kvplug_cpu.gloo import Gloo
@@ -110,7 +111,8 @@ def over_torch(parent: Parent, rank: int, world_size: int) -> Any:
     """torch's own front door meets through our store, and its group is the communicator's."""
     import torch.distributed as dist
 
-    from kvplug import Deadline, group_from_process_group
+    from kvplug import group_from_process_group
+    from kvplug.transport import Deadline
     from kvplug_cpu.store import GroupStore
 
     with met(parent, rank, world_size) as group:

@@ -12,17 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from kvplug import (
-    CommunicatorContext,
-    Credentials,
-    KvplugError,
-    PeerGoneError,
-    StatelessGroup,
-    TensorMismatchError,
-    TimeoutError,
-    TransportError,
-    UnsupportedError,
-)
+from kvplug import KvplugError, PeerGoneError, StatelessGroup, TimeoutError, TransportError, UnsupportedError
+from kvplug.transport import CommunicatorContext, Credentials, TensorMismatchError
 from kvplug_cpu.communicator import CpuCommunicator
 
 Make = Callable[..., list[CpuCommunicator]]

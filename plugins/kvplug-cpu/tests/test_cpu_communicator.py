@@ -23,8 +23,6 @@ from kvplug import (
     ClosedError,
     Config,
     ConfigError,
-    Credentials,
-    Deadline,
     PluginError,
     StatelessGroup,
     TimeoutError,
@@ -33,6 +31,7 @@ from kvplug import (
 )
 from kvplug.testing.forkserver import ForkServer
 from kvplug.testing.peers import Peer
+from kvplug.transport import Credentials, Deadline
 from kvplug_cpu.communicator import CpuCommunicator
 from kvplug_cpu.interface import address_of
 from kvplug_cpu.store import GroupStore
@@ -166,7 +165,8 @@ def test_a_process_group_of_torch_meets_through_our_store_and_is_used_and_left_a
 # -- processes that end ----------------------------------------------------------------------------
 
 ALONE = """
-from kvplug import Deadline, StatelessGroup, TimeoutError
+from kvplug import StatelessGroup, TimeoutError
+from kvplug.transport import Deadline
 from kvplug_cpu.gloo import Gloo
 from kvplug_cpu.store import GroupStore
 
@@ -180,7 +180,7 @@ except TimeoutError:
 """
 UNDER_WAY = """
 import threading, time, torch
-from kvplug import Deadline
+from kvplug.transport import Deadline
 from kvplug_cpu.gloo import Gloo
 
 store = torch.distributed.HashStore()
@@ -261,7 +261,7 @@ def test_gloo_listens_at_the_configured_interface_and_nowhere_else(
 
 
 def context(group: StatelessGroup, **given: Any) -> Any:
-    from kvplug import CommunicatorContext
+    from kvplug.transport import CommunicatorContext
 
     return CommunicatorContext(
         **{"options": None, "credentials": Credentials(), "group": group, "timeout_s": 30.0, **given}

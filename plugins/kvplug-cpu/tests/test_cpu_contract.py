@@ -5,8 +5,8 @@ from __future__ import annotations
 import socket
 from typing import Any, ClassVar
 
-from kvplug import local_domain
 from kvplug.testing import PipeContract
+from kvplug.transport import local_domain
 from kvplug_cpu.contact import Contact
 
 

@@ -39,7 +39,7 @@ def test_part_of_a_message_is_never_received_and_the_whole_one_before_it_may_be(
 
 
 def test_without_a_pidfd_silence_counts_as_death(far_pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvplug import PeerIdentity
+    from kvplug.transport import PeerIdentity
 
     monkeypatch.setattr(PeerIdentity, "open_pidfd", lambda self: None)
     pipe, child = far_pair("echo", heartbeat_timeout_s=1.0)

@@ -11,18 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from kvplug import (
-    AuthenticationError,
-    ConfigError,
-    InsecureAddressError,
-    PeerGoneError,
-    TimeoutError,
-    TransportError,
-    WireError,
-    dial,
-    local_domain,
-)
+from kvplug import AuthenticationError, ConfigError, PeerGoneError, TimeoutError, TransportError
 from kvplug.testing import peers
+from kvplug.transport import InsecureAddressError, WireError, dial, local_domain
 from kvplug_cpu.contact import Contact
 from kvplug_cpu.joining import PURPOSE, Join
 
@@ -88,7 +79,7 @@ def test_a_peer_that_vanishes_before_all_its_lanes_came_leaves_nothing(
 
 
 def test_a_secret_is_required_off_loopback_and_must_be_the_same(endpoint: Any) -> None:
-    from kvplug import Credentials, Secret
+    from kvplug.transport import Credentials, Secret
 
     open_end = endpoint("tcp", host="0.0.0.0")
     with pytest.raises(InsecureAddressError):
@@ -102,7 +93,7 @@ def test_a_secret_is_required_off_loopback_and_must_be_the_same(endpoint: Any) -
 
 
 def test_off_loopback_a_peer_on_this_host_still_gets_the_fast_socket(endpoint: Any) -> None:
-    from kvplug import Credentials, Secret
+    from kvplug.transport import Credentials, Secret
 
     end = endpoint("auto", host="0.0.0.0")
     object.__setattr__(end._context, "credentials", Credentials(Secret(b"x" * 32)))

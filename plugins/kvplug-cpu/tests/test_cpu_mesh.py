@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from kvplug import ClosedError, Deadline, Mesh, PeerGoneError, TimeoutError, TransportError, WireError
+from kvplug import ClosedError, PeerGoneError, TimeoutError, TransportError
+from kvplug.transport import Deadline, Mesh, WireError
 
 
 class OwnError(TransportError):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from kvplug import Kind
 from kvplug.testing import check_plugin
+from kvplug.transport import Kind
 from kvplug_cpu import plugin
 
 

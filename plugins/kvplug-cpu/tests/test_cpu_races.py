@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 import torch
 
-from kvplug import ClosedError, KvplugError, PeerGoneError, TensorMismatchError, TimeoutError, TransportError
+from kvplug import ClosedError, KvplugError, PeerGoneError, TimeoutError, TransportError
 from kvplug.testing import peers
 from kvplug.testing.waits import Call
+from kvplug.transport import TensorMismatchError
 from kvplug_cpu.message import Content, parts
 
 MIB = 1024 * 1024

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from kvplug import TensorMismatchError, TimeoutError, UnsupportedError
+from kvplug import TimeoutError, UnsupportedError
+from kvplug.transport import TensorMismatchError
 
 
 @pytest.mark.parametrize("connections", [1, 3])

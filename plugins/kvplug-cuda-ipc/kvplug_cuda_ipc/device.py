@@ -12,9 +12,10 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
-from kvplug import CapacityError, ConfigError, TransportError, lend_stream, take_back_stream
+from kvplug import CapacityError, ConfigError, TransportError
 from kvplug.net.wire import TensorMeta
 from kvplug.net.wire.tensors import dtype_of
+from kvplug.transport import lend_stream, take_back_stream
 from kvplug_cuda_ipc.cudart.abi import CaptureMode
 from kvplug_cuda_ipc.cudart.library import Runtime, load
 

@@ -13,7 +13,7 @@ import threading
 import weakref
 from typing import Final
 
-from kvplug import PeerIdentity
+from kvplug.transport import PeerIdentity
 from kvplug_cuda_ipc.cudart.library import Runtime
 
 GRAIN: Final = 2 << 20

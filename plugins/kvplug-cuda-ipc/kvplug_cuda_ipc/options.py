@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import attrs
 
-from kvplug import option
+from kvplug.transport import option
 
 
 @attrs.frozen(kw_only=True)

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Final
 
-from kvplug import Probe, local_domain
+from kvplug.transport import Probe, local_domain
 
 _DEV: Final = Path("/dev")
 _NAMESPACES: Final = Path("/proc/self/ns")

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from kvplug import Credentials, KvplugError, PeerGoneError, PipeContext
+from kvplug import KvplugError, PeerGoneError
 from kvplug.testing import peers
 from kvplug.testing.waits import until
+from kvplug.transport import Credentials, PipeContext
 from kvplug_cuda_ipc.options import CudaIpcPipeOptions
 from kvplug_cuda_ipc.pipe.endpoint import CudaIpcEndpoint
 from kvplug_cuda_ipc.pipe.pipe import CudaIpcPipe
@@ -107,7 +108,7 @@ def connects(parent: peers.Parent, path: str, contact: str) -> str:
 
 def mute(parent: peers.Parent, path: str, contact: str, heartbeat_s: float) -> None:
     """In a child that sees no process end: connect, and echo."""
-    from kvplug import PeerIdentity
+    from kvplug.transport import PeerIdentity
 
     PeerIdentity.open_pidfd = lambda self: None  # type: ignore[method-assign]
     with endpoint(path, heartbeat_timeout_s=heartbeat_s).connect(contact) as pipe:

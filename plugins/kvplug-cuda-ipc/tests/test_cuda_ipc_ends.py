@@ -15,19 +15,10 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from kvplug import (
-    Channel,
-    Credentials,
-    PeerGoneError,
-    TensorMismatchError,
-    TimeoutError,
-    TransportError,
-    UnsupportedError,
-    WireError,
-    dial,
-)
+from kvplug import PeerGoneError, TimeoutError, TransportError, UnsupportedError
 from kvplug.net.wire.messages import NONE, tensor_prefix
 from kvplug.testing.waits import Call, until
+from kvplug.transport import Channel, Credentials, TensorMismatchError, WireError, dial
 from kvplug_cuda_ipc.memory import GRAIN, Mapping, Ring, Staging
 from kvplug_cuda_ipc.pipe import joining
 from kvplug_cuda_ipc.pipe.contact import Contact

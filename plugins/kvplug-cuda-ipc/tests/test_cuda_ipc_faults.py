@@ -15,18 +15,10 @@ import attrs
 import pytest
 import torch
 
-from kvplug import (
-    CapacityError,
-    Channel,
-    Credentials,
-    KvplugError,
-    PeerGoneError,
-    TimeoutError,
-    TransportError,
-    dial,
-)
+from kvplug import CapacityError, KvplugError, PeerGoneError, TimeoutError, TransportError
 from kvplug.testing import peers
 from kvplug.testing.waits import Call, until
+from kvplug.transport import Channel, Credentials, dial
 from kvplug_cuda_ipc import memory
 from kvplug_cuda_ipc.cudart.errors import CudaError
 from kvplug_cuda_ipc.pipe import joining

@@ -11,23 +11,21 @@ from typing import Any, ClassVar
 import attrs
 import pytest
 
-from kvplug import (
+from kvplug import PeerGoneError, TimeoutError, UnsupportedError
+from kvplug.net.wire import copy_into, memory_of
+from kvplug.net.wire.tensors import as_bits, dense
+from kvplug.testing import PipeContract, peers
+from kvplug.testing.contract.pipe.content import difference, dtypes, tensor_of
+from kvplug.transport import (
     DEFAULT_TIMEOUT,
     Credentials,
-    PeerGoneError,
     Pipe,
     PipeContext,
     PipeEndpoint,
     PipeListener,
     Timeout,
-    TimeoutError,
     Transfer,
-    UnsupportedError,
 )
-from kvplug.net.wire import copy_into, memory_of
-from kvplug.net.wire.tensors import as_bits, dense
-from kvplug.testing import PipeContract, peers
-from kvplug.testing.contract.pipe.content import difference, dtypes, tensor_of
 from kvplug_cuda_ipc.options import CudaIpcPipeOptions
 
 torch = pytest.importorskip("torch")

@@ -13,16 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from kvplug import (
-    ConfigError,
-    Credentials,
-    KvplugError,
-    PipeContext,
-    TransportError,
-    UnsupportedError,
-    WireError,
-)
+from kvplug import ConfigError, KvplugError, TransportError, UnsupportedError
 from kvplug.testing import check_plugin
+from kvplug.transport import Credentials, PipeContext, WireError
 from kvplug_cuda_ipc import plugin, probe
 from kvplug_cuda_ipc.cudart.errors import CudaLibraryError
 from kvplug_cuda_ipc.device import CudaDevice

@@ -16,16 +16,8 @@ import attrs
 import torch
 from torch import Tensor
 
-from kvplug import (
-    Deadline,
-    Entry,
-    EntrySink,
-    KvplugError,
-    Pipe,
-    TensorMismatchError,
-    TimeoutError,
-    WireError,
-)
+from kvplug import KvplugError, TimeoutError
+from kvplug.transport import Deadline, Entry, EntrySink, Pipe, TensorMismatchError, WireError
 from kvplug_lookup.messages import Coming, PartMeta
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvplug import LookupEndpoint
+from kvplug.transport import LookupEndpoint
 from kvplug_lookup.options import SimpleOptions
 from kvplug_lookup.reach import ReachingEnd
 from kvplug_lookup.store import SimpleStore
 
 if TYPE_CHECKING:
-    from kvplug import LookupContext, Pipe
+    from kvplug.transport import LookupContext, Pipe
 
 
 class SimpleEndpoint(LookupEndpoint):

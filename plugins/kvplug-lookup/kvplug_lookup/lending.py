@@ -15,16 +15,9 @@ from contextlib import contextmanager
 
 import attrs
 
-from kvplug import (
-    ClosedError,
-    Deadline,
-    EntryGoneError,
-    EventLog,
-    KvplugError,
-    RemovalReason,
-    StoreEvent,
-    TimeoutError,
-)
+from kvplug import ClosedError, KvplugError, TimeoutError
+from kvplug.engine import EntryGoneError
+from kvplug.transport import Deadline, EventLog, RemovalReason, StoreEvent
 from kvplug_lookup.index import TokenArray
 from kvplug_lookup.shelf import Held, Loan, Shelf
 from kvplug_lookup.subscribers import Subscribers

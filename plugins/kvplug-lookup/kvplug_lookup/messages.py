@@ -25,8 +25,9 @@ import torch
 from attrs.validators import and_, deep_iterable, ge, instance_of, optional
 from torch import Tensor
 
-from kvplug import Deadline, EntryHeader, KvplugError, TimeoutError, WireError
+from kvplug import KvplugError, TimeoutError
 from kvplug.net.wire import decode, encode, memory_of
+from kvplug.transport import Deadline, EntryHeader, WireError
 from kvplug_lookup.index import TokenArray
 
 _number = and_(instance_of(int), ge(0))

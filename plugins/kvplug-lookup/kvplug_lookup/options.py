@@ -6,7 +6,7 @@ from typing import Literal
 
 import attrs
 
-from kvplug import option
+from kvplug.transport import option
 
 
 @attrs.frozen(kw_only=True)

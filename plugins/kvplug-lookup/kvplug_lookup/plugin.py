@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from kvplug import Capabilities, ConnectorSpec, Cost, Kind, TransportSpec, hookimpl
+from kvplug.engine import ConnectorSpec
+from kvplug.transport import Capabilities, Cost, Kind, TransportSpec, hookimpl
 
 KVPLUG_API = (1, 0)
 

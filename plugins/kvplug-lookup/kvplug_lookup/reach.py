@@ -19,21 +19,23 @@ import attrs
 import torch
 
 from kvplug import (
-    DEFAULT_TIMEOUT,
     CapacityError,
     ClosedError,
-    Deadline,
-    Entry,
-    EntryGoneError,
-    EntrySink,
     KvplugError,
-    LookupBuffer,
     PeerGoneError,
-    Pipe,
-    Timeout,
     TimeoutError,
     TransportError,
     UnsupportedError,
+)
+from kvplug.engine import EntryGoneError
+from kvplug.transport import (
+    DEFAULT_TIMEOUT,
+    Deadline,
+    Entry,
+    EntrySink,
+    LookupBuffer,
+    Pipe,
+    Timeout,
     WireError,
     close_after_fork,
 )

@@ -16,17 +16,9 @@ from collections.abc import Callable
 
 import attrs
 
-from kvplug import (
-    ClosedError,
-    Deadline,
-    EntryGoneError,
-    KvplugError,
-    Pipe,
-    TimeoutError,
-    Transfer,
-    UnsupportedError,
-    WireError,
-)
+from kvplug import ClosedError, KvplugError, TimeoutError, UnsupportedError
+from kvplug.engine import EntryGoneError
+from kvplug.transport import Deadline, Pipe, Transfer, WireError
 from kvplug_lookup.lending import Lending, Waiter
 from kvplug_lookup.messages import (
     Cancel,

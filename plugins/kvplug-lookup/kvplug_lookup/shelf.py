@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable
 import attrs
 from torch import Tensor
 
-from kvplug import EntryHeader, Lease, Leases, RemovalReason
+from kvplug.transport import EntryHeader, Lease, Leases, RemovalReason
 from kvplug_lookup.index import TokenArray, TokenIndex
 
 

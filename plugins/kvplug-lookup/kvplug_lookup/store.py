@@ -11,23 +11,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvplug import (
+from kvplug import CapacityError, ClosedError, TimeoutError
+from kvplug.engine import EntryGoneError
+from kvplug.net.wire import decode, encode
+from kvplug.transport import (
     DEFAULT_TIMEOUT,
-    CapacityError,
-    ClosedError,
     Deadline,
     Entry,
-    EntryGoneError,
     EntryHeader,
     EntrySink,
     LookupStore,
     Pipe,
     StoreEvent,
     Timeout,
-    TimeoutError,
     close_after_fork,
 )
-from kvplug.net.wire import decode, encode
 from kvplug_lookup.lending import Lending, Waiter
 from kvplug_lookup.messages import layers_of
 from kvplug_lookup.parts import (

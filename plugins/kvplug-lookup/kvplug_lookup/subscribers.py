@@ -7,7 +7,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 
-from kvplug import StoreEvent
+from kvplug.transport import StoreEvent
 
 _log = logging.getLogger(__name__)
 

@@ -7,17 +7,8 @@ from collections import deque
 import pytest
 import torch
 
-from kvplug import (
-    DEFAULT_TIMEOUT,
-    BusyError,
-    ClosedError,
-    Deadline,
-    PeerGoneError,
-    Pipe,
-    TensorMismatchError,
-    TimeoutError,
-    Transfer,
-)
+from kvplug import ClosedError, PeerGoneError, TimeoutError
+from kvplug.transport import DEFAULT_TIMEOUT, BusyError, Deadline, Pipe, TensorMismatchError, Transfer
 from kvplug_lookup.reach import ReachingEnd
 from kvplug_lookup.store import SimpleStore
 

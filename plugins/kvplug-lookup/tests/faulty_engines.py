@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from kvplug import Config, KVLayout, TransferStats
+from kvplug import Config
+from kvplug.engine import KVLayout, TransferStats
 from kvplug.testing.engine import EngineDouble
 from kvplug_lookup.connector.device import Mark
 from kvplug_lookup.connector.load import Load

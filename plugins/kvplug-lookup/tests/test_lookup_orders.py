@@ -9,15 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from kvplug import (
-    CacheGroup,
-    Config,
-    IntegrityError,
-    KVCacheConfig,
-    Parallelism,
-    Request,
-    build_connector,
-)
+from kvplug import Config, IntegrityError, build_connector
+from kvplug.engine import CacheGroup, KVCacheConfig, Parallelism, Request
 from kvplug.testing.engine import (
     MODEL,
     NUM_LAYERS,

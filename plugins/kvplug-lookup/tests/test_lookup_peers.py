@@ -11,15 +11,9 @@ from typing import Any
 
 import pytest
 
-from kvplug import (
-    DEFAULT_TIMEOUT,
-    PeerGoneError,
-    Pipe,
-    TimeoutError,
-    TransportError,
-    WireError,
-)
+from kvplug import PeerGoneError, TimeoutError, TransportError
 from kvplug.testing.engine import EngineDouble, request_of
+from kvplug.transport import DEFAULT_TIMEOUT, Pipe, WireError
 from kvplug_lookup.connector import serve
 from kvplug_lookup.connector.load import Load, Loader
 

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from kvplug import Config, RequestEnd
+from kvplug import Config
+from kvplug.engine import RequestEnd
 from kvplug.testing import peers
 from kvplug.testing.engine import EngineDouble, request_of
 from kvplug.testing.faults import FaultyPipe, Plan, Rule

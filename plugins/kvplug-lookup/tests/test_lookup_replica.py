@@ -11,15 +11,9 @@ from typing import Any
 
 import pytest
 
-from kvplug import (
-    ClosedError,
-    EventLog,
-    PeerGoneError,
-    Stored,
-    event_to_plain,
-    pack_tokens,
-)
+from kvplug import ClosedError, PeerGoneError
 from kvplug.testing.engine import EngineDouble
+from kvplug.transport import EventLog, Stored, event_to_plain, pack_tokens
 from kvplug_lookup.connector.replica import Replica
 
 engines = SimpleNamespace(**run_path(str(Path(__file__).with_name("faulty_engines.py"))))

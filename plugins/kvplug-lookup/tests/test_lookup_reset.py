@@ -11,18 +11,10 @@ from typing import Any
 import attrs
 import pytest
 
-from kvplug import (
-    Config,
-    Removed,
-    Request,
-    RequestEnd,
-    Snapshot,
-    Stored,
-    WorkerOutput,
-    event_to_plain,
-    pack_tokens,
-)
+from kvplug import Config
+from kvplug.engine import Request, RequestEnd, WorkerOutput
 from kvplug.testing.engine import EngineDouble, request_of
+from kvplug.transport import Removed, Snapshot, Stored, event_to_plain, pack_tokens
 from kvplug_lookup.connector.load import Load
 from kvplug_lookup.connector.replica import Replica
 

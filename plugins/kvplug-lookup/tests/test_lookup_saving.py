@@ -10,9 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvplug import (
-    ClosedError,
-)
+from kvplug import ClosedError
 from kvplug.testing.engine import EngineDouble, request_of
 
 engines = SimpleNamespace(**run_path(str(Path(__file__).with_name("faulty_engines.py"))))

@@ -10,14 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from kvplug import (
-    EntryHeader,
-    IntegrityError,
-    KVLayout,
-    LayoutError,
-    RequestEnd,
-)
+from kvplug import IntegrityError
+from kvplug.engine import KVLayout, LayoutError, RequestEnd
 from kvplug.testing.engine import EngineDouble, request_of
+from kvplug.transport import EntryHeader
 from kvplug_lookup.connector.load import Load
 from kvplug_lookup.connector.plan import LoadPlan
 

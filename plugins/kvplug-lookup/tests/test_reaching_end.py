@@ -7,13 +7,8 @@ import threading
 import pytest
 import torch
 
-from kvplug import (
-    CapacityError,
-    PeerGoneError,
-    TimeoutError,
-    UnsupportedError,
-    WireError,
-)
+from kvplug import CapacityError, PeerGoneError, TimeoutError, UnsupportedError
+from kvplug.transport import WireError
 from kvplug_lookup.messages import End, Failed, Granted, Match, pack, unpack
 
 

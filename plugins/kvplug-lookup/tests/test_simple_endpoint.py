@@ -3,8 +3,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvplug import ConfigError, Kind, LookupBuffer, LookupContext, LookupStore, Registry, TimeoutError
+from kvplug import ConfigError, Registry, TimeoutError
 from kvplug.config import check_options
+from kvplug.transport import Kind, LookupBuffer, LookupContext, LookupStore
 
 
 @pytest.fixture(scope="module")

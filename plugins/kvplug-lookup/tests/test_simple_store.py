@@ -7,17 +7,9 @@ import os
 import pytest
 import torch
 
-from kvplug import (
-    CapacityError,
-    ClosedError,
-    EntryGoneError,
-    RemovalReason,
-    Removed,
-    Snapshot,
-    Stored,
-    TimeoutError,
-    UnsupportedError,
-)
+from kvplug import CapacityError, ClosedError, TimeoutError, UnsupportedError
+from kvplug.engine import EntryGoneError
+from kvplug.transport import RemovalReason, Removed, Snapshot, Stored
 from kvplug_lookup import store as stores
 
 M61 = 2**61 - 1

@@ -8,15 +8,9 @@ import time
 import pytest
 import torch
 
-from kvplug import (
-    Credentials,
-    Kind,
-    LookupContext,
-    PipeContext,
-    Registry,
-    TimeoutError,
-)
+from kvplug import Registry, TimeoutError
 from kvplug.testing import peers
+from kvplug.transport import Credentials, Kind, LookupContext, PipeContext
 
 LAYERS, TOKENS, HEADS, SIZE = 12, 256, 4, 64
 PROMPT = list(range(1000, 1000 + TOKENS))

@@ -12,17 +12,10 @@ import time
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Final
 
-from kvplug import (
-    CapacityError,
-    ConfigError,
-    Deadline,
-    TimeoutError,
-    TransportError,
-    lend_stream,
-    take_back_stream,
-)
+from kvplug import CapacityError, ConfigError, TimeoutError, TransportError
 from kvplug.net.wire import TensorMeta
 from kvplug.net.wire.tensors import dtype_of
+from kvplug.transport import Deadline, lend_stream, take_back_stream
 
 if TYPE_CHECKING:
     import torch

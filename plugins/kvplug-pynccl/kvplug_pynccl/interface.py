@@ -16,14 +16,8 @@ import struct
 from pathlib import Path
 from typing import Final
 
-from kvplug import (
-    ConfigError,
-    Credentials,
-    InsecureAddressError,
-    PeerIdentity,
-    TransportError,
-    this_process,
-)
+from kvplug import ConfigError, TransportError
+from kvplug.transport import Credentials, InsecureAddressError, PeerIdentity, this_process
 
 logger = logging.getLogger(__name__)
 

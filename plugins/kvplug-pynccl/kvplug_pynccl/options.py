@@ -6,7 +6,7 @@ from typing import Any
 
 import attrs
 
-from kvplug import option
+from kvplug.transport import option
 
 
 def _library() -> Any:

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Final
 
-from kvplug import Probe, local_domain
+from kvplug.transport import Probe, local_domain
 from kvplug_pynccl.nccl.places import PACKAGE, SONAME, VARIABLE, places
 
 _DEV: Final = Path("/dev")

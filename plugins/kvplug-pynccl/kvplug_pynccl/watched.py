@@ -17,7 +17,8 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Final
 
-from kvplug import ClosedError, ConfigError, Deadline, TimeoutError
+from kvplug import ClosedError, ConfigError, TimeoutError
+from kvplug.transport import Deadline
 from kvplug_pynccl.nccl.abi import Result, UniqueId
 from kvplug_pynccl.nccl.errors import NcclError
 from kvplug_pynccl.nccl.library import Library

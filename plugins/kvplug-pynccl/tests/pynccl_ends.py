@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from kvplug import Credentials, KvplugError, PeerGoneError, PipeContext, connect_ranks
+from kvplug import KvplugError, PeerGoneError, connect_ranks
 from kvplug.testing import peers
+from kvplug.transport import Credentials, PipeContext
 from kvplug_pynccl.options import PyncclPipeOptions
 from kvplug_pynccl.pipe.endpoint import PyncclEndpoint
 from kvplug_pynccl.pipe.pipe import PyncclPipe
@@ -111,7 +112,7 @@ def connects(parent: peers.Parent, path: str, contact: str) -> str:
 
 def mute(parent: peers.Parent, path: str, contact: str, heartbeat_s: float) -> None:
     """In a child that sees no process end: connect, and do nothing."""
-    from kvplug import PeerIdentity
+    from kvplug.transport import PeerIdentity
 
     PeerIdentity.open_pidfd = lambda self: None  # type: ignore[method-assign]
     with endpoint(path, heartbeat_timeout_s=heartbeat_s).connect(contact) as pipe:

@@ -13,16 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from kvplug import (
-    CommunicatorContext,
-    Credentials,
-    KvplugError,
-    RecvOp,
-    SendOp,
-    StatelessGroup,
-)
+from kvplug import KvplugError, StatelessGroup
 from kvplug.testing import peers
 from kvplug.testing.forkserver import ForkServer
+from kvplug.transport import CommunicatorContext, Credentials, RecvOp, SendOp
 from kvplug_pynccl.communicator.communicator import PyncclCommunicator
 from kvplug_pynccl.options import PyncclCommunicatorOptions
 from kvplug_pynccl.testing.fake import Controls

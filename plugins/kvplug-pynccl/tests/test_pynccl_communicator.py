@@ -13,16 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from kvplug import (
-    ClosedError,
-    ConfigError,
-    PeerGoneError,
-    TensorMismatchError,
-    TimeoutError,
-    TransportError,
-    UnsupportedError,
-    WireError,
-)
+from kvplug import ClosedError, ConfigError, PeerGoneError, TimeoutError, TransportError, UnsupportedError
+from kvplug.transport import TensorMismatchError, WireError
 from kvplug_pynccl.communicator.communicator import PyncclCommunicator
 from kvplug_pynccl.communicator.line import LineEndpoint
 from kvplug_pynccl.communicator.memory import Part, are_one

@@ -6,8 +6,8 @@ from typing import Any, ClassVar
 
 import pytest
 
-from kvplug import CommunicatorContext, DeviceCommunicator
 from kvplug.testing import DeviceCommunicatorContract
+from kvplug.transport import CommunicatorContext, DeviceCommunicator
 from kvplug_pynccl.options import PyncclCommunicatorOptions
 
 

@@ -13,15 +13,9 @@ from typing import Any, ClassVar
 
 import pytest
 
-from kvplug import (
-    CommunicatorContext,
-    Credentials,
-    DeviceCommunicator,
-    KvplugError,
-    StatelessGroup,
-    UnsupportedError,
-)
+from kvplug import KvplugError, StatelessGroup, UnsupportedError
 from kvplug.testing import DeviceCommunicatorContract, peers
+from kvplug.transport import CommunicatorContext, Credentials, DeviceCommunicator
 from kvplug_pynccl.options import PyncclCommunicatorOptions
 
 torch = pytest.importorskip("torch")

@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 
 import pytest
 
-from kvplug import PipeContext, PipeEndpoint, local_domain
 from kvplug.testing import PipeContract
+from kvplug.transport import PipeContext, PipeEndpoint, local_domain
 from kvplug_pynccl.options import PyncclPipeOptions
 from kvplug_pynccl.pipe.contact import Contact
 

@@ -16,16 +16,10 @@ import attrs
 import pytest
 import torch
 
-from kvplug import (
-    ClosedError,
-    KvplugError,
-    PeerGoneError,
-    PeerIdentity,
-    TimeoutError,
-    TransportError,
-)
+from kvplug import ClosedError, KvplugError, PeerGoneError, TimeoutError, TransportError
 from kvplug.testing import peers
 from kvplug.testing.waits import Call, until
+from kvplug.transport import PeerIdentity
 from kvplug_pynccl.pipe import joining, link
 from kvplug_pynccl.testing.fake import environment
 

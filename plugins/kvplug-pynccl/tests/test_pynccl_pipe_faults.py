@@ -10,12 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvplug import (
-    ClosedError,
-    KvplugError,
-    PeerGoneError,
-    TransportError,
-)
+from kvplug import ClosedError, KvplugError, PeerGoneError, TransportError
 from kvplug.testing.waits import Call, until
 from kvplug_pynccl.nccl.abi import Result
 from kvplug_pynccl.pipe import link

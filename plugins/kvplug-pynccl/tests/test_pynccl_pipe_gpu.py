@@ -8,17 +8,10 @@ from typing import Any
 
 import pytest
 
-from kvplug import (
-    Credentials,
-    PeerGoneError,
-    Pipe,
-    PipeContext,
-    TimeoutError,
-    TransportError,
-    UnsupportedError,
-)
+from kvplug import PeerGoneError, TimeoutError, TransportError, UnsupportedError
 from kvplug.testing import peers
 from kvplug.testing.contract.pipe.content import difference, dtypes, tensor_of
+from kvplug.transport import Credentials, Pipe, PipeContext
 
 torch = pytest.importorskip("torch")
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0

@@ -12,16 +12,10 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from kvplug import (
-    Credentials,
-    KvplugError,
-    PeerGoneError,
-    TransportError,
-    WireError,
-    dial,
-)
+from kvplug import KvplugError, PeerGoneError, TransportError
 from kvplug.net.wire.messages import NONE, tensor_prefix
 from kvplug.testing.waits import Call, until
+from kvplug.transport import Credentials, WireError, dial
 from kvplug_pynccl.pipe import joining
 from kvplug_pynccl.pipe.contact import Contact
 from kvplug_pynccl.pipe.frames import WINDOW, Announcement, Frame, Frames, Kind

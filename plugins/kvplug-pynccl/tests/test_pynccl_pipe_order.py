@@ -14,10 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvplug import (
-    TimeoutError,
-    streams,
-)
+from kvplug import TimeoutError, streams
 from kvplug.testing.waits import Call, until
 from kvplug_pynccl.device import CudaStream
 from kvplug_pynccl.pipe import link

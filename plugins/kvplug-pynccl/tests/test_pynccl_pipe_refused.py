@@ -11,15 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from kvplug import (
-    Blocks,
-    CapacityError,
-    ConfigError,
-    Credentials,
-    PipeContext,
-    TransportError,
-    UnsupportedError,
-)
+from kvplug import CapacityError, ConfigError, TransportError, UnsupportedError
+from kvplug.transport import Blocks, Credentials, PipeContext
 from kvplug_pynccl import interface
 from kvplug_pynccl.device import CudaDevice
 from kvplug_pynccl.nccl.errors import NcclLibraryError

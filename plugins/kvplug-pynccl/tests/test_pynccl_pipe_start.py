@@ -14,16 +14,10 @@ import attrs
 import pytest
 import torch
 
-from kvplug import (
-    Credentials,
-    PeerGoneError,
-    TimeoutError,
-    TransportError,
-    dial,
-    this_process,
-)
+from kvplug import PeerGoneError, TimeoutError, TransportError
 from kvplug.testing import peers
 from kvplug.testing.waits import Call, until
+from kvplug.transport import Credentials, dial, this_process
 from kvplug_pynccl import interface
 from kvplug_pynccl.nccl.abi import Result
 from kvplug_pynccl.nccl.errors import NcclError

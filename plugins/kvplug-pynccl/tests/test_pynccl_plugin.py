@@ -11,9 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvplug import (
-    StatelessGroup,
-)
+from kvplug import StatelessGroup
 from kvplug.testing import check_plugin, peers
 from kvplug_pynccl import plugin, probe
 from kvplug_pynccl.options import PyncclPipeOptions

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvplug import Capabilities, Cost, Kind, TransportSpec, hookimpl
+from kvplug.transport import Capabilities, Cost, Kind, TransportSpec, hookimpl
 
 KVPLUG_API = (1, 0)
 

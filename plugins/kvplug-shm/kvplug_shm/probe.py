@@ -6,7 +6,7 @@ import os
 import platform
 import sys
 
-from kvplug import Probe, local_domain
+from kvplug.transport import Probe, local_domain
 from kvplug_shm.memory import memfd
 
 

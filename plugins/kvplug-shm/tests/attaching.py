@@ -7,8 +7,8 @@ from typing import Any
 import attrs
 import pytest
 
-from kvplug import PeerIdentity, this_process
 from kvplug.testing import peers
+from kvplug.transport import PeerIdentity, this_process
 from kvplug_shm.memory.attach import PeerMemory, UnreadableError, Word, own_word
 
 

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from kvplug import Credentials, PeerGoneError, PipeContext
+from kvplug import PeerGoneError
 from kvplug.testing import peers
+from kvplug.transport import Credentials, PipeContext
 from kvplug_shm.options import ShmPipeOptions
 from kvplug_shm.pipe.endpoint import ShmEndpoint
 from kvplug_shm.pipe.pipe import ShmPipe

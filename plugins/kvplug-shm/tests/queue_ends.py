@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from kvplug import Credentials, PeerGoneError, QueueContext, QueueHandle
+from kvplug import PeerGoneError
 from kvplug.testing import peers
+from kvplug.transport import Credentials, QueueContext, QueueHandle
 from kvplug_shm.memory import waiting
 from kvplug_shm.options import ShmQueueOptions
 from kvplug_shm.queue import near, writer as writer_module

@@ -9,7 +9,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from kvplug import Credentials, Deadline, KvplugError, QueueContext, Secret, Wait
+from kvplug import KvplugError
+from kvplug.transport import Credentials, Deadline, QueueContext, Secret, Wait
 from kvplug_shm.options import ShmQueueOptions
 from kvplug_shm.queue.far import Message, Source
 from kvplug_shm.queue.remote import attach, serve

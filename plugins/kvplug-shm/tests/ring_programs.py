@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from processes import Program, Turn
 
-from kvplug import WireError
+from kvplug.transport import WireError
 
 
 class LawError(AssertionError):

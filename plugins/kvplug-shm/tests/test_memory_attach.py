@@ -13,8 +13,9 @@ from types import SimpleNamespace
 import attrs
 import pytest
 
-from kvplug import PeerGoneError, this_process
+from kvplug import PeerGoneError
 from kvplug.testing import peers
+from kvplug.transport import this_process
 from kvplug_shm.memory import attach
 from kvplug_shm.memory.attach import NO_WORD, WORD_BYTES, PeerMemory, UnreadableError, Word, own_word
 

@@ -14,18 +14,9 @@ from typing import Any
 
 import pytest
 
-from kvplug import (
-    CapacityError,
-    Connection,
-    Credentials,
-    Deadline,
-    Listener,
-    PeerGoneError,
-    TimeoutError,
-    WireError,
-    dial,
-)
+from kvplug import CapacityError, PeerGoneError, TimeoutError
 from kvplug.testing import peers
+from kvplug.transport import Connection, Credentials, Deadline, Listener, WireError, dial
 from kvplug_shm.memory.handing import recv_fds, send_fd
 from kvplug_shm.memory.segment import Segment
 

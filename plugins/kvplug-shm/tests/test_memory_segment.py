@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 
-from kvplug import CapacityError, WireError
+from kvplug import CapacityError
 from kvplug.testing import peers
+from kvplug.transport import WireError
 from kvplug_shm.memory import segment as room
 from kvplug_shm.memory.segment import Segment
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given, strategies as st
 
-from kvplug import WireError
+from kvplug.transport import WireError
 from kvplug_shm.ring import order
 from kvplug_shm.ring.ends import ReadingEnd, WritingEnd
 

@@ -21,7 +21,8 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from kvplug import Blocks, TimeoutError, WireError
+from kvplug import TimeoutError
+from kvplug.transport import Blocks, WireError
 from kvplug_shm.memory.segment import Segment
 from kvplug_shm.memory.words import Words
 from kvplug_shm.native import library as native

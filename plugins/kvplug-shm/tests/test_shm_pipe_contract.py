@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 
 import pytest
 
-from kvplug import PipeContext, PipeEndpoint, local_domain
 from kvplug.testing import PipeContract
+from kvplug.transport import PipeContext, PipeEndpoint, local_domain
 from kvplug_shm.pipe import pipe
 from kvplug_shm.pipe.contact import Contact
 

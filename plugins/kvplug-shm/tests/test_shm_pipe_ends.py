@@ -20,19 +20,10 @@ import attrs
 import pytest
 import torch
 
-from kvplug import (
-    CapacityError,
-    ClosedError,
-    ConfigError,
-    PeerGoneError,
-    PeerIdentity,
-    TimeoutError,
-    TransportError,
-    WireError,
-    local_domain,
-)
+from kvplug import CapacityError, ClosedError, ConfigError, PeerGoneError, TimeoutError, TransportError
 from kvplug.testing import peers
 from kvplug.testing.waits import Call, until
+from kvplug.transport import PeerIdentity, WireError, local_domain
 from kvplug_shm.memory import waiting
 from kvplug_shm.pipe.contact import Contact
 from kvplug_shm.pipe.endpoint import ShmEndpoint
@@ -348,7 +339,8 @@ AS_NOBODY = """
 import os, sys
 {path}
 import kvplug_shm.pipe.endpoint
-from kvplug import Credentials, KvplugError, PipeContext, dial, local_domain
+from kvplug import KvplugError
+from kvplug.transport import Credentials, PipeContext, dial, local_domain
 local_domain()  # nothing more is read once this is somebody else, who may not be able to read our files
 os.setgid(65534); os.setuid(65534)
 end = kvplug_shm.pipe.endpoint.ShmEndpoint(PipeContext(options=None, credentials=Credentials()))
@@ -382,7 +374,8 @@ ELSEWHERE = """
 import os, sys
 {path}
 import torch
-from kvplug import Credentials, PeerGoneError, PipeContext
+from kvplug import PeerGoneError
+from kvplug.transport import Credentials, PipeContext
 from kvplug_shm.pipe.endpoint import ShmEndpoint
 end = ShmEndpoint(PipeContext(options=None, credentials=Credentials(), heartbeat_timeout_s=2.0))
 pipe = end.connect(sys.argv[1], timeout=20)

@@ -16,20 +16,12 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from kvplug import (
-    CapacityError,
-    Deadline,
-    KvplugError,
-    PeerGoneError,
-    TimeoutError,
-    TransportError,
-    WireError,
-    dial,
-)
+from kvplug import CapacityError, KvplugError, PeerGoneError, TimeoutError, TransportError
 from kvplug.net.wire.frames import FrameKind, encode_header
 from kvplug.net.wire.messages import GOODBYE, tensor_prefix
 from kvplug.testing import peers
 from kvplug.testing.waits import Call
+from kvplug.transport import Deadline, WireError, dial
 from kvplug_shm.memory.handing import recv_fds, send_fd
 from kvplug_shm.pipe import joining
 from kvplug_shm.pipe.contact import Contact
@@ -254,7 +246,7 @@ def test_a_peer_that_vanishes_with_the_memory_in_hand_leaves_nothing() -> None:
 
 def host(answer: Any, fds: Any) -> Any:
     """What a connecting end makes of a listener that answers so."""
-    from kvplug import Listener, local_domain
+    from kvplug.transport import Listener, local_domain
 
     end = ends.endpoint()
     with Listener.open("unix:", end._context.credentials, joining.PURPOSE) as listener:

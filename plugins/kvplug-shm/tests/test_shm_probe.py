@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from kvplug import local_domain
+from kvplug.transport import local_domain
 from kvplug_shm import probe
 
 

@@ -15,19 +15,10 @@ from typing import Any
 import pytest
 import torch
 
-from kvplug import (
-    ClosedError,
-    ConfigError,
-    Credentials,
-    KvplugError,
-    PeerGoneError,
-    QueueHandle,
-    TransportError,
-    WireError,
-    dial,
-)
+from kvplug import ClosedError, ConfigError, KvplugError, PeerGoneError, TransportError
 from kvplug.net.wire import encode
 from kvplug.testing.waits import Call, until
+from kvplug.transport import Credentials, QueueHandle, WireError, dial
 from kvplug_shm.memory.handing import recv_fds, send_fd
 from kvplug_shm.queue.joining import PURPOSE
 from kvplug_shm.ring import order
@@ -290,7 +281,7 @@ def test_who_joins_with_nonsense_has_not_come(writer: Any, said: bytes) -> None:
 
 
 def ends_in(seconds: float) -> Any:
-    from kvplug import Deadline
+    from kvplug.transport import Deadline
 
     return Deadline.after(seconds)
 
@@ -321,7 +312,7 @@ def test_a_handle_that_says_nothing_is_refused(data: dict[str, Any]) -> None:
 
 
 def test_an_answer_that_is_none_is_refused(writer: Any) -> None:
-    from kvplug import Listener
+    from kvplug.transport import Listener
 
     said: list[Any] = [
         frame("hello"),

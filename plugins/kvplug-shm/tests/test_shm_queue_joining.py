@@ -17,12 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvplug import (
-    CapacityError,
-    ConfigError,
-    PeerGoneError,
-    TransportError,
-)
+from kvplug import CapacityError, ConfigError, PeerGoneError, TransportError
 from kvplug.testing.waits import Call, until
 from kvplug_shm.queue.joining import hang_up
 from kvplug_shm.ring import order
@@ -159,7 +154,8 @@ ELSEWHERE = """
 import sys
 {path}
 import torch
-from kvplug import Credentials, PeerGoneError, QueueContext, QueueHandle
+from kvplug import PeerGoneError
+from kvplug.transport import Credentials, QueueContext, QueueHandle
 from kvplug_shm.queue.endpoint import ShmQueueEndpoint
 
 handle = QueueHandle(

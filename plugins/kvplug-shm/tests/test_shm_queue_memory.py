@@ -11,10 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvplug import (
-    CapacityError,
-    TimeoutError,
-)
+from kvplug import CapacityError, TimeoutError
 from kvplug.testing.waits import Call
 
 ends = SimpleNamespace(**run_path(str(Path(__file__).with_name("queue_ends.py"))))

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-from kvplug import CapacityError, ConfigError, WireError
+from kvplug import CapacityError, ConfigError
 from kvplug.testing import peers
+from kvplug.transport import WireError
 from kvplug_shm.queue.ring_buffer import CHUNK, VALUE, ShmRingBuffer, Sizes
 
 SIZES = Sizes(n_reader=2, max_chunks=4, max_chunk_bytes=1 << 16, max_message_bytes=1 << 20)
@@ -109,7 +110,7 @@ def test_what_is_given_back_is_zeroes_and_can_be_written_again(ring: ShmRingBuff
 
 def without_addresses(parent: peers.Parent) -> list[str]:
     """In a process of its own: with room for no more than it has."""
-    from kvplug import Credentials, QueueContext
+    from kvplug.transport import Credentials, QueueContext
     from kvplug_shm.options import ShmQueueOptions
     from kvplug_shm.queue.endpoint import ShmQueueEndpoint
 

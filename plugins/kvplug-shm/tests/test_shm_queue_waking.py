@@ -10,12 +10,9 @@ from typing import Any
 
 import pytest
 
-from kvplug import (
-    BusyError,
-    ClosedError,
-    PeerGoneError,
-)
+from kvplug import ClosedError, PeerGoneError
 from kvplug.testing.waits import Call, until
+from kvplug.transport import BusyError
 
 ends = SimpleNamespace(**run_path(str(Path(__file__).with_name("queue_ends.py"))))
 queue = ends.queue

@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 import zmq
 
-from kvplug import CancelledError, ConfigError, Deadline, PeerGoneError, TimeoutError, Wait
+from kvplug import ConfigError, PeerGoneError, TimeoutError
 from kvplug.testing import peers
+from kvplug.transport import CancelledError, Deadline, Wait
 from kvplug_shm.queue import remote_link
 from kvplug_shm.queue.remote_frames import PIECE_BYTES, Kind
 

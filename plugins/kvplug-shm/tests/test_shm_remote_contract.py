@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from kvplug import QueueEndpoint
 from kvplug.testing import MessageQueueContract
+from kvplug.transport import QueueEndpoint
 
 
 class TestShmQueueOverTheNetwork(MessageQueueContract):

@@ -17,8 +17,9 @@ from typing import Any
 import pytest
 import zmq
 
-from kvplug import Deadline, KvplugError, PeerGoneError, PeerIdentity, TransportError
+from kvplug import KvplugError, PeerGoneError, TransportError
 from kvplug.testing import peers
+from kvplug.transport import Deadline, PeerIdentity
 from kvplug_shm.queue import remote_link, remote_writer
 from kvplug_shm.queue.remote_frames import Kind
 

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from hypothesis import given, strategies
 
-from kvplug import AuthenticationError, PeerGoneError, WireError
+from kvplug import AuthenticationError, PeerGoneError
+from kvplug.transport import WireError
 from kvplug_shm.queue import remote_frames as frames
 from kvplug_shm.queue.remote_assembly import Assembly
 from kvplug_shm.queue.remote_frames import First, Kind, Piece, Plain

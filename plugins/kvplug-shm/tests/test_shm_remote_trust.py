@@ -17,8 +17,9 @@ from typing import Any
 import pytest
 import zmq
 
-from kvplug import AuthenticationError, InsecureAddressError, QueueHandle
+from kvplug import AuthenticationError
 from kvplug.testing import peers
+from kvplug.transport import InsecureAddressError, QueueHandle
 from kvplug_shm.queue import remote_frames as frames
 from kvplug_shm.queue.remote_contact import RemoteContact
 from kvplug_shm.queue.remote_frames import Kind

@@ -14,17 +14,14 @@ import attrs
 import pytest
 import torch
 
-from kvplug import (
-    CapacityError,
-    ConfigError,
+from kvplug import CapacityError, ConfigError, TimeoutError, TransportError
+from kvplug.transport import (
     Credentials,
     InsecureAddressError,
     MessageQueue,
     QueueContext,
     QueueHandle,
     Secret,
-    TimeoutError,
-    TransportError,
     WireError,
 )
 from kvplug_shm.options import ShmQueueOptions

@@ -14,14 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from kvplug import (
-    CapacityError,
-    ClosedError,
-    PeerGoneError,
-    TensorMismatchError,
-    TimeoutError,
-)
+from kvplug import CapacityError, ClosedError, PeerGoneError, TimeoutError
 from kvplug.testing.waits import Call, until
+from kvplug.transport import TensorMismatchError
 from kvplug_shm.memory import attach
 from kvplug_shm.memory.attach import LONGEST_BYTES
 from kvplug_shm.pipe.rings import LINE

@@ -16,11 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvplug import (
-    ClosedError,
-    PeerGoneError,
-    TimeoutError,
-)
+from kvplug import ClosedError, PeerGoneError, TimeoutError
 from kvplug.testing import peers
 from kvplug.testing.waits import until
 

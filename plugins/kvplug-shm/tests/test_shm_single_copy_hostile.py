@@ -12,16 +12,11 @@ import attrs
 import pytest
 import torch
 
-from kvplug import (
-    PeerIdentity,
-    TimeoutError,
-    TransportError,
-    WireError,
-    this_process,
-)
+from kvplug import TimeoutError, TransportError
 from kvplug.net.wire.frames import FrameKind, encode_header
 from kvplug.net.wire.messages import tensor_prefix
 from kvplug.testing import peers
+from kvplug.transport import PeerIdentity, WireError, this_process
 from kvplug_shm.memory.attach import PeerMemory, Word, own_word
 from kvplug_shm.pipe import joining
 from kvplug_shm.pipe.announcement import OFFERED, address_line

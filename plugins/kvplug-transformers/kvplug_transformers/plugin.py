@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from kvplug import CommandSpec, hookimpl
+from kvplug.engine import CommandSpec
+from kvplug.transport import hookimpl
 
 KVPLUG_API = (1, 0)
 

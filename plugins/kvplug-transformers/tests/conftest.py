@@ -20,7 +20,7 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from kvplug import (
+from kvplug.engine import (
     BlockIds,
     KVCacheConfig,
     Plain,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvplug import ScheduledRequest, SchedulerOutput
+from kvplug.engine import ScheduledRequest, SchedulerOutput
 from kvplug_transformers.engine.batch import Batch
 from kvplug_transformers.engine.step import Step
 

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.timeout(300)
 
 DYING = """
 import os, signal, sys
-from kvplug import Pipe
+from kvplug.transport import Pipe
 from kvplug_transformers.demo.worker import main
 
 class Dying(Pipe):

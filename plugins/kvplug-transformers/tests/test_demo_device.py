@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from kvplug import Config, Side
+from kvplug import Config
+from kvplug.engine import Side
 from kvplug_transformers.demo.worker import Worker
 from kvplug_transformers.model.facts import describe
 

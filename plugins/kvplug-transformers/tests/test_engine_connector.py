@@ -6,7 +6,8 @@ import re
 
 import pytest
 
-from kvplug import RequestEnd, TimeoutError
+from kvplug import TimeoutError
+from kvplug.engine import RequestEnd
 from kvplug_transformers.engine.engine import Engine
 from kvplug_transformers.engine.options import cache_config
 

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from kvplug import BlocksStored, RequestEnd
+from kvplug.engine import BlocksStored, RequestEnd
 
 pytestmark = pytest.mark.timeout(60)
 

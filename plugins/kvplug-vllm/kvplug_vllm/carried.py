@@ -11,7 +11,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 
-from kvplug import CacheEvent, Plain, TransferStats
+from kvplug.engine import CacheEvent, Plain, TransferStats
 from kvplug_vllm.ledger import Waits
 
 

@@ -15,14 +15,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
 )
 
-from kvplug import (
-    ConfigError,
-    Registry,
-    SchedulerConnector,
-    WorkerConnector,
-    build_connector,
-    required_layout,
-)
+from kvplug import ConfigError, Registry, build_connector, required_layout
+from kvplug.engine import SchedulerConnector, WorkerConnector
 from kvplug_vllm.carried import KvplugMetadata, KvplugStats, KvplugWorkerMetadata
 from kvplug_vllm.facts import cache_of, config_of, goes_back, model_of, parallelism_of, vllm_layout
 from kvplug_vllm.logs import join_vllm

@@ -8,16 +8,14 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import vllm
 
-from kvplug import (
+from kvplug import Config, ConfigError, UnsupportedError
+from kvplug.engine import (
     CacheGroup,
-    Config,
-    ConfigError,
     KVCacheConfig,
     KVLayout,
     LayoutError,
     ModelInfo,
     Parallelism,
-    UnsupportedError,
     positions_of,
 )
 from kvplug_vllm.weights import fingerprint_of

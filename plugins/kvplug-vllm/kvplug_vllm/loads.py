@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import attrs
 
-from kvplug import Request
+from kvplug.engine import Request
 
 
 @attrs.frozen

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 
-from kvplug import CommandSpec, Registry
+from kvplug import Registry
+from kvplug.engine import CommandSpec
 
 _VLLM = "vllm"
 

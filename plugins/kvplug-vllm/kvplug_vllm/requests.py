@@ -6,7 +6,7 @@ import hashlib
 import json
 from typing import TYPE_CHECKING, Any
 
-from kvplug import Request, RequestEnd
+from kvplug.engine import Request, RequestEnd
 from kvplug_vllm.weights import fingerprint_of_adapter
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from kvplug import (
+from kvplug.engine import (
     BlockIds,
     BlocksRemoved,
     BlocksStored,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvplug import KVCacheConfig, KVLayout, LayoutError, WorkerConnector
+from kvplug.engine import KVCacheConfig, KVLayout, LayoutError, WorkerConnector
 from kvplug.net.wire import encode
 from kvplug_vllm.carried import (
     KvplugHandshakeMetadata,

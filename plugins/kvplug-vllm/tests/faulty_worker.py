@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import kvplug_vllm.connector
-from kvplug import Parallelism, build_connector
+from kvplug import build_connector
+from kvplug.engine import Parallelism
 from kvplug.testing.faults import FaultyPipe, Plan, Rule
 
 SWITCH = Path(__file__).with_name("corrupt")

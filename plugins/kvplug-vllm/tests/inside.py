@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvplug import SchedulerConnector
+from kvplug.engine import SchedulerConnector
 from kvplug_vllm.plugin import register
 
 handshakes: list[dict[int, Any]] = []

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from kvplug import (
+from kvplug.engine import (
     BlockIds,
     ConnectorContext,
     ConnectorSpec,
@@ -26,10 +26,9 @@ from kvplug import (
     SchedulerOutput,
     WorkerConnector,
     WorkerOutput,
-    hookimpl,
-    option,
 )
 from kvplug.net.wire import decode, encode
+from kvplug.transport import hookimpl, option
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import kvplug_vllm.connector
-from kvplug import BlockIds, Request, Role, SchedulerConnector, WorkerConnector
+from kvplug.engine import BlockIds, Request, Role, SchedulerConnector, WorkerConnector
 
 WAIT_S = 60.0
 STEPS_TO_LOAD = 2

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from kvplug import (
+from kvplug.engine import (
     BlockIds,
     CacheEvent,
     Plain,

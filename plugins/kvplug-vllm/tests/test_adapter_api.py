@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvplug import BlocksRemoved, BlocksStored
+from kvplug.engine import BlocksRemoved, BlocksStored
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvplug import TransferStats
+from kvplug.engine import TransferStats
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvplug import BlocksStored, CacheGroup, KVCacheConfig, KVLayout, LayoutError, WorkerConnector
+from kvplug.engine import BlocksStored, CacheGroup, KVCacheConfig, KVLayout, LayoutError, WorkerConnector
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

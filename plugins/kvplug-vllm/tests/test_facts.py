@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from kvplug import ConfigError, KVLayout, LayoutError, UnsupportedError
+from kvplug import ConfigError, UnsupportedError
+from kvplug.engine import KVLayout, LayoutError
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

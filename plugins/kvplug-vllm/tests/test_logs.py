@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
-from kvplug import CommandSpec, Registry, SinkSpec, hookimpl
+from kvplug import Registry
+from kvplug.engine import CommandSpec, SinkSpec
+from kvplug.transport import hookimpl
 from kvplug_vllm.logs import join_vllm
 
 NAMES = ("vllm", "kvplug", "kvplug_vllm", "some_plugin", "some_module")

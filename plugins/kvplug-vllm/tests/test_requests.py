@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from kvplug import RequestEnd
+from kvplug.engine import RequestEnd
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

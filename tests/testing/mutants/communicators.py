@@ -9,10 +9,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from kvplug import ConfigError, Deadline, PeerGoneError, TensorMismatchError, TimeoutError, UnsupportedError
+from kvplug import ConfigError, PeerGoneError, TimeoutError, UnsupportedError
 from kvplug.testing import DeviceCommunicatorContract
 from kvplug.testing.contract.recipes import module_at
 from kvplug.testing.memory.communicator import MemoryCommunicator, Table
+from kvplug.transport import Deadline, TensorMismatchError
 
 group_communicator = module_at(str(Path(__file__).parents[1] / "subjects" / "group_communicator.py"))
 

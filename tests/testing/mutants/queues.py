@@ -12,20 +12,12 @@ from typing import Any
 
 import attrs
 
-from kvplug import (
-    DEFAULT_TIMEOUT,
-    Deadline,
-    PeerGoneError,
-    QueueHandle,
-    Reader,
-    Timeout,
-    TransportError,
-    Wait,
-)
+from kvplug import PeerGoneError, TransportError
 from kvplug.net.wire import encode
 from kvplug.testing import MessageQueueContract
 from kvplug.testing.contract.recipes import module_at
 from kvplug.testing.memory.queue import MemoryQueueEndpoint, MemoryReader, MemoryWriter, Message, Ring
+from kvplug.transport import DEFAULT_TIMEOUT, Deadline, QueueHandle, Reader, Timeout, Wait
 
 socket_queue = module_at(str(Path(__file__).parents[1] / "subjects" / "socket_queue.py"))
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from kvplug import Deadline, DeviceCommunicator
+from kvplug.transport import Deadline, DeviceCommunicator
 
 
 class GroupCommunicator(DeviceCommunicator):

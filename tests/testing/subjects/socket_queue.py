@@ -13,13 +13,12 @@ from typing import Any
 
 import attrs
 
-from kvplug import (
+from kvplug import ClosedError, ConfigError, KvplugError
+from kvplug.testing.memory.queue import MemoryQueueEndpoint, MemoryReader, MemoryWriter, Message, Ring
+from kvplug.transport import (
     DEFAULT_TIMEOUT,
     Channel,
-    ClosedError,
-    ConfigError,
     Deadline,
-    KvplugError,
     Listener,
     QueueHandle,
     Reader,
@@ -27,7 +26,6 @@ from kvplug import (
     WireError,
     dial,
 )
-from kvplug.testing.memory.queue import MemoryQueueEndpoint, MemoryReader, MemoryWriter, Message, Ring
 
 PURPOSE = "socket queue"
 HELLO_S = 5.0

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import attrs
 
-from kvplug import Probe, option
+from kvplug.transport import Probe, option
 
 
 @attrs.frozen(kw_only=True)

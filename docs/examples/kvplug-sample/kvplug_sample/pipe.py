@@ -13,21 +13,20 @@ from collections import deque
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from kvplug import (
+from kvplug import ClosedError, KvplugError, PeerGoneError, TimeoutError
+from kvplug.net.wire.frames import HEADER_SIZE, FrameKind, Header, decode_header, encode_header
+from kvplug.net.wire.tensors import copy_into, empty_like_meta, encode_meta, memory_of, meta_of, split_meta
+from kvplug.transport import (
     DEFAULT_TIMEOUT,
-    ClosedError,
     Connection,
     Deadline,
-    KvplugError,
     Listener,
-    PeerGoneError,
     Pipe,
     PipeContext,
     PipeEndpoint,
     PipeListener,
     TensorMismatchError,
     Timeout,
-    TimeoutError,
     Transfer,
     Turn,
     Watch,
@@ -36,8 +35,6 @@ from kvplug import (
     dial,
     watch,
 )
-from kvplug.net.wire.frames import HEADER_SIZE, FrameKind, Header, decode_header, encode_header
-from kvplug.net.wire.tensors import copy_into, empty_like_meta, encode_meta, memory_of, meta_of, split_meta
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from kvplug import Capabilities, Cost, Kind, TransportSpec, hookimpl
+from kvplug.transport import Capabilities, Cost, Kind, TransportSpec, hookimpl
 
 KVPLUG_API = (1, 0)
 """The plugin API this was written for. Read without importing anything, so it must be a literal."""

@@ -7,13 +7,16 @@ import contextlib
 import pytest
 
 import kvplug
+import kvplug.transport
 from kvplug.net.wire.frames import FrameKind, encode_header
 from kvplug_sample.light import SampleOptions, describe
 from kvplug_sample.pipe import SampleEndpoint
 
 
 def endpoint():
-    context = kvplug.PipeContext(options=SampleOptions(), credentials=kvplug.Credentials(), timeout_s=20.0)
+    context = kvplug.transport.PipeContext(
+        options=SampleOptions(), credentials=kvplug.transport.Credentials(), timeout_s=20.0
+    )
     return SampleEndpoint(context)
 
 
@@ -30,7 +33,7 @@ def test_a_receive_that_times_out_within_a_header_is_resumed():
 
 
 def test_a_listener_of_another_purpose_is_no_way_in():
-    other = kvplug.Listener.open("unix:", kvplug.Credentials(), "something else")
+    other = kvplug.transport.Listener.open("unix:", kvplug.transport.Credentials(), "something else")
     with other, pytest.raises(kvplug.AuthenticationError):
         endpoint().connect(f"sample:{other.contact}", timeout=5)
 

@@ -219,7 +219,7 @@ class Endpoints(PipeSuite):
 
     def _kept(self, call: Call) -> Pipe:
         pipe: Any = call.result(waits.patience_s + 1)
-        assert isinstance(pipe, Pipe), f"{pipe!r} is no kvplug.Pipe"
+        assert isinstance(pipe, Pipe), f"{pipe!r} is no kvplug.transport.Pipe"
         self.later(pipe.abort)
         return pipe
 

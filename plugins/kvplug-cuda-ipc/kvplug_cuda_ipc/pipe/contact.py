@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import attrs
 
-from kvplug import TransportError, WireError
+from kvplug import TransportError
+from kvplug.transport import WireError
 from kvplug_cuda_ipc.probe import domain
 
 _VERSION = "cudaipc1"

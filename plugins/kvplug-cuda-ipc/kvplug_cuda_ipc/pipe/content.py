@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from kvplug import Blocks, CapacityError, TensorMismatchError, UnsupportedError
+from kvplug import CapacityError, UnsupportedError
 from kvplug.net.wire import TensorMeta
 from kvplug.net.wire.messages import NONE, is_dense, tensor_prefix
 from kvplug.net.wire.tensors import as_bits, dense, dtype_name, meta_of
+from kvplug.transport import Blocks, TensorMismatchError
 from kvplug_cuda_ipc.cudart.library import Event
 from kvplug_cuda_ipc.device import Device
 

@@ -12,8 +12,9 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
-from kvplug import Deadline, Fate, PeerGoneError, TimeoutError, TransportError, WireError
+from kvplug import PeerGoneError, TimeoutError, TransportError
 from kvplug.net.wire import TensorMeta
+from kvplug.transport import Deadline, Fate, WireError
 from kvplug_cuda_ipc.cudart.errors import CudaError
 from kvplug_cuda_ipc.cudart.library import Event
 from kvplug_cuda_ipc.device import Device, Stream

@@ -14,15 +14,8 @@ from typing import Any, Final
 
 import attrs
 
-from kvplug import (
-    Channel,
-    Connection,
-    Deadline,
-    KvplugError,
-    PeerGoneError,
-    TransportError,
-    WireError,
-)
+from kvplug import KvplugError, PeerGoneError, TransportError
+from kvplug.transport import Channel, Connection, Deadline, WireError
 from kvplug_cuda_ipc.cudart.abi import IPC_HANDLE_BYTES
 from kvplug_cuda_ipc.cudart.errors import CudaError
 from kvplug_cuda_ipc.memory import TOKEN_BYTES, Borrower, Mapping, Staging

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvplug import Connection, Deadline, Listener, Pipe, PipeAcceptor
+from kvplug.transport import Connection, Deadline, Listener, Pipe, PipeAcceptor
 from kvplug_cuda_ipc.pipe import joining
 from kvplug_cuda_ipc.pipe.contact import Contact
 from kvplug_cuda_ipc.pipe.pipe import Tuning

@@ -15,7 +15,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from kvplug import Deadline, Fate, TimeoutError, Transfer, WireError
+from kvplug import TimeoutError
+from kvplug.transport import Deadline, Fate, Transfer, WireError
 from kvplug_cuda_ipc.cudart.library import Event
 from kvplug_cuda_ipc.device import Device, Stream
 from kvplug_cuda_ipc.memory import Ring, Staging

@@ -20,22 +20,17 @@ from typing import TYPE_CHECKING, Any, Final
 
 import attrs
 
-from kvplug import (
+from kvplug import ClosedError, KvplugError, PeerGoneError, TimeoutError, TransportError, UnsupportedError
+from kvplug.transport import (
     DEFAULT_TIMEOUT,
     Blocks,
     Channel,
-    ClosedError,
     Deadline,
     Fate,
-    KvplugError,
-    PeerGoneError,
     Pipe,
     Timeout,
-    TimeoutError,
     Transfer,
-    TransportError,
     Turn,
-    UnsupportedError,
     WireError,
     close_after_fork,
 )

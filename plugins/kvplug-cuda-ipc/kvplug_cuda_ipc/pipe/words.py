@@ -15,9 +15,10 @@ from typing import Any, Final
 
 import attrs
 
-from kvplug import UnsupportedError, WireError
+from kvplug import UnsupportedError
 from kvplug.net.wire import TensorMeta
 from kvplug.net.wire.messages import read_prefix
+from kvplug.transport import WireError
 
 WINDOW: Final = 64
 """How many pieces may lie there that were not taken: what a receiver that stops has to remember."""

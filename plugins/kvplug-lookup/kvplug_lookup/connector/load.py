@@ -10,18 +10,9 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from kvplug import (
-    ClosedError,
-    Deadline,
-    EntryHeader,
-    IntegrityError,
-    KVLayout,
-    LookupBuffer,
-    TimeoutError,
-    TransferStats,
-    reason_of,
-    scatter,
-)
+from kvplug import ClosedError, IntegrityError, TimeoutError
+from kvplug.engine import KVLayout, TransferStats, reason_of, scatter
+from kvplug.transport import Deadline, EntryHeader, LookupBuffer
 from kvplug_lookup.connector.device import Mark, wait_for_device
 from kvplug_lookup.connector.plan import LoadPlan
 from kvplug_lookup.connector.save import hash_of

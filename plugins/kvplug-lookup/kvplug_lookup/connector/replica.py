@@ -23,20 +23,9 @@ from typing import Any
 
 import attrs
 
-from kvplug import (
-    ClosedError,
-    Deadline,
-    Follower,
-    HandshakeError,
-    KvplugError,
-    PeerGoneError,
-    PeerLink,
-    Removed,
-    Snapshot,
-    Stored,
-    TimeoutError,
-    event_from_plain,
-)
+from kvplug import ClosedError, HandshakeError, KvplugError, PeerGoneError, TimeoutError
+from kvplug.engine import PeerLink
+from kvplug.transport import Deadline, Follower, Removed, Snapshot, Stored, event_from_plain
 from kvplug_lookup.index import TokenIndex
 
 _log = logging.getLogger(__name__)

@@ -12,18 +12,10 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import torch
 
-from kvplug import (
-    CapacityError,
-    ClosedError,
-    EntryGoneError,
-    KVLayout,
-    LookupStore,
-    TimeoutError,
-    TransferStats,
-    digest,
-    gather,
-)
+from kvplug import CapacityError, ClosedError, TimeoutError
+from kvplug.engine import EntryGoneError, KVLayout, TransferStats, gather
 from kvplug.net.wire import memory_of
+from kvplug.transport import LookupStore, digest
 from kvplug_lookup.connector.device import Mark, wait_for_device
 from kvplug_lookup.connector.plan import SavePlan
 

@@ -9,13 +9,10 @@ from typing import Any
 
 import attrs
 
-from kvplug import (
-    DEFAULT_TIMEOUT,
+from kvplug import ConfigError, KvplugError
+from kvplug.engine import (
     BlockIds,
-    ConfigError,
     ConnectorContext,
-    Deadline,
-    KvplugError,
     PeerLink,
     Plain,
     Request,
@@ -23,9 +20,9 @@ from kvplug import (
     Role,
     SchedulerConnector,
     SchedulerOutput,
-    Timeout,
     WorkerOutput,
 )
+from kvplug.transport import DEFAULT_TIMEOUT, Deadline, Timeout
 from kvplug_lookup.connector.plan import LoadPlan, SavePlan, StepPlan
 from kvplug_lookup.connector.replica import Fence, Replica
 

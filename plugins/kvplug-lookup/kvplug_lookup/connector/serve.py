@@ -8,20 +8,9 @@ import queue
 import threading
 from collections.abc import Callable
 
-from kvplug import (
-    ClosedError,
-    Deadline,
-    KvplugError,
-    LookupStore,
-    PeerLink,
-    PeerListener,
-    Pipe,
-    Stored,
-    StoreEvent,
-    TimeoutError,
-    WireError,
-    event_to_plain,
-)
+from kvplug import ClosedError, KvplugError, TimeoutError
+from kvplug.engine import PeerLink, PeerListener
+from kvplug.transport import Deadline, LookupStore, Pipe, Stored, StoreEvent, WireError, event_to_plain
 
 _log = logging.getLogger(__name__)
 

@@ -6,24 +6,9 @@ import threading
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from kvplug import (
-    DEFAULT_TIMEOUT,
-    ClosedError,
-    ConnectorContext,
-    Deadline,
-    HandshakeError,
-    KVLayout,
-    LayoutError,
-    LookupBuffer,
-    LookupStore,
-    PeerLink,
-    Pipe,
-    Plain,
-    Role,
-    Timeout,
-    TimeoutError,
-    WorkerConnector,
-)
+from kvplug import ClosedError, HandshakeError, TimeoutError
+from kvplug.engine import ConnectorContext, KVLayout, LayoutError, PeerLink, Plain, Role, WorkerConnector
+from kvplug.transport import DEFAULT_TIMEOUT, Deadline, LookupBuffer, LookupStore, Pipe, Timeout
 from kvplug_lookup.connector.device import Mark
 from kvplug_lookup.connector.load import Load, Loader
 from kvplug_lookup.connector.plan import StepPlan

@@ -9,16 +9,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import attrs
 
-from kvplug import (
-    ClosedError,
-    CommunicatorContext,
-    Deadline,
-    DeviceCommunicator,
-    KvplugError,
-    Mesh,
-    UnsupportedError,
-    connect_ranks,
-)
+from kvplug import ClosedError, KvplugError, UnsupportedError, connect_ranks
+from kvplug.transport import CommunicatorContext, Deadline, DeviceCommunicator, Mesh
 from kvplug_pynccl.communicator.line import LineEndpoint
 from kvplug_pynccl.communicator.memory import Part, are_one
 from kvplug_pynccl.communicator.start import Greeting, agreed, explained

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from kvplug import (
+from kvplug import UnsupportedError
+from kvplug.transport import (
     DEFAULT_TIMEOUT,
     Channel,
     CommunicatorContext,
@@ -16,7 +17,6 @@ from kvplug import (
     PipeListener,
     Timeout,
     Transfer,
-    UnsupportedError,
     WireError,
     dial,
     local_domain,

@@ -7,7 +7,8 @@ from typing import Any
 
 import attrs
 
-from kvplug import ConfigError, TransportError, WireError
+from kvplug import ConfigError, TransportError
+from kvplug.transport import WireError
 from kvplug_pynccl.device import Device
 from kvplug_pynccl.nccl.abi import UNIQUE_ID_BYTES, UniqueId, Version
 from kvplug_pynccl.nccl.errors import NcclInvalidUsageError

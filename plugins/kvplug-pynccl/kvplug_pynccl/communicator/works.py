@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Final
 
 import attrs
 
-from kvplug import ClosedError, Deadline, KvplugError, Mesh, PeerGoneError, TimeoutError, TransportError
+from kvplug import ClosedError, KvplugError, PeerGoneError, TimeoutError, TransportError
+from kvplug.transport import Deadline, Mesh
 from kvplug_pynccl.device import Device
 from kvplug_pynccl.nccl.errors import (
     NcclCudaError,

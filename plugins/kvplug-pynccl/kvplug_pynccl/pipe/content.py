@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from kvplug import Blocks, CapacityError, Deadline, TensorMismatchError, UnsupportedError
+from kvplug import CapacityError, UnsupportedError
 from kvplug.net.wire import TensorMeta, copy_into, memory_of
 from kvplug.net.wire.messages import NONE, is_dense, tensor_prefix
 from kvplug.net.wire.tensors import as_bits, dense, dtype_name, meta_of
+from kvplug.transport import Blocks, Deadline, TensorMismatchError
 from kvplug_pynccl.device import Device, Event
 from kvplug_pynccl.pipe.frames import MOST_PIECES
 

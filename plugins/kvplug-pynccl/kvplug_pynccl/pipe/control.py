@@ -9,7 +9,7 @@ import socket
 import threading
 from typing import Final
 
-from kvplug import Connection
+from kvplug.transport import Connection
 from kvplug_pynccl.pipe.frames import Frame, Frames
 
 _READ_BYTES: Final = 64 * 1024

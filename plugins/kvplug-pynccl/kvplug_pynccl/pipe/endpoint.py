@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from kvplug import (
+from kvplug import TimeoutError
+from kvplug.transport import (
     DEFAULT_TIMEOUT,
     Deadline,
     Listener,
@@ -11,7 +12,6 @@ from kvplug import (
     PipeEndpoint,
     PipeListener,
     Timeout,
-    TimeoutError,
     dial,
 )
 from kvplug_pynccl.device import CudaDevice, Device

@@ -16,9 +16,9 @@ from typing import Final
 
 import attrs
 
-from kvplug import WireError
 from kvplug.net.wire.messages import read_prefix
 from kvplug.net.wire.tensors import TensorMeta
+from kvplug.transport import WireError
 
 WINDOW: Final = 64
 """How many messages may be announced and not taken: what a receiver that stops has to remember."""

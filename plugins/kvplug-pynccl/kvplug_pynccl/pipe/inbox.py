@@ -13,7 +13,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
-from kvplug import Deadline, Fate, KvplugError, TimeoutError, TransportError, WireError
+from kvplug import KvplugError, TimeoutError, TransportError
+from kvplug.transport import Deadline, Fate, WireError
 from kvplug_pynccl.device import Device, Event
 from kvplug_pynccl.operation import Operation
 from kvplug_pynccl.pipe.content import Memory

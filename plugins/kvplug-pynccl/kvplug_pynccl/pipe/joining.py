@@ -17,15 +17,8 @@ from typing import Final
 
 import attrs
 
-from kvplug import (
-    Connection,
-    Deadline,
-    KvplugError,
-    PeerGoneError,
-    TimeoutError,
-    TransportError,
-    WireError,
-)
+from kvplug import KvplugError, PeerGoneError, TimeoutError, TransportError
+from kvplug.transport import Connection, Deadline, WireError
 from kvplug_pynccl.device import Stream
 from kvplug_pynccl.interface import check_reach
 from kvplug_pynccl.nccl.abi import UNIQUE_ID_BYTES, UniqueId, Version

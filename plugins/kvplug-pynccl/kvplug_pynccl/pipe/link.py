@@ -18,16 +18,8 @@ import time
 from contextlib import ExitStack, suppress
 from typing import Final
 
-from kvplug import (
-    Connection,
-    Deadline,
-    Fate,
-    TransportError,
-    UnsupportedError,
-    WireError,
-    close_after_fork,
-    watch,
-)
+from kvplug import TransportError, UnsupportedError
+from kvplug.transport import Connection, Deadline, Fate, WireError, close_after_fork, watch
 from kvplug_pynccl.device import Device
 from kvplug_pynccl.nccl.abi import Result
 from kvplug_pynccl.nccl.errors import NcclError

@@ -16,8 +16,9 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from kvplug import Deadline, Fate, KvplugError, TimeoutError, Transfer, WireError
+from kvplug import KvplugError, TimeoutError
 from kvplug.net.wire.messages import read_prefix
+from kvplug.transport import Deadline, Fate, Transfer, WireError
 from kvplug_pynccl.operation import Operation
 from kvplug_pynccl.pipe.content import Content
 from kvplug_pynccl.pipe.frames import WINDOW, Announcement, Frame

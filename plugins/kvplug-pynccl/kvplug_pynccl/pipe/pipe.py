@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import attrs
 
-from kvplug import DEFAULT_TIMEOUT, Blocks, Connection, Deadline, Pipe, Timeout, Transfer, Turn
+from kvplug.transport import DEFAULT_TIMEOUT, Blocks, Connection, Deadline, Pipe, Timeout, Transfer, Turn
 from kvplug_pynccl.device import Device
 from kvplug_pynccl.nccl.library import Library
 from kvplug_pynccl.pipe.content import content_of, content_of_blocks, nothing

@@ -5,9 +5,9 @@ from __future__ import annotations
 import abc
 from typing import TYPE_CHECKING
 
-from kvplug import Blocks, Deadline
 from kvplug.net.wire import TensorMeta
 from kvplug.net.wire.tensors import as_bits
+from kvplug.transport import Blocks, Deadline
 from kvplug_pynccl.device import Device
 from kvplug_pynccl.pipe.content import Memory, check_blocks, check_out, fill, is_plain, runs
 

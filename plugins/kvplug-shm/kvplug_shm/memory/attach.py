@@ -18,7 +18,8 @@ from typing import Final
 
 import attrs
 
-from kvplug import PeerGoneError, PeerIdentity
+from kvplug import PeerGoneError
+from kvplug.transport import PeerIdentity
 
 WORD_BYTES: Final = 16
 LONGEST_BYTES: Final = 4 * 1024 * 1024

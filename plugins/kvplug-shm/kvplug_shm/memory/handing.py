@@ -10,7 +10,8 @@ import socket
 from collections.abc import Sequence
 from typing import Final
 
-from kvplug import CapacityError, Connection, Deadline, PeerGoneError, TimeoutError, WireError
+from kvplug import CapacityError, PeerGoneError, TimeoutError
+from kvplug.transport import Connection, Deadline, WireError
 from kvplug_shm.memory.limits import in_words
 
 _SIZE_OF_ONE: Final = array.array("i").itemsize

@@ -17,9 +17,10 @@ from typing import Final
 
 import torch
 
-from kvplug import CapacityError, close_after_fork
+from kvplug import CapacityError
 from kvplug.net.wire.copying import address_of
 from kvplug.net.wire.tensors import TensorMeta, dtype_of, empty_like_meta
+from kvplug.transport import close_after_fork
 from kvplug_shm.memory.limits import in_words
 
 POOLED_FROM: Final = 1024 * 1024

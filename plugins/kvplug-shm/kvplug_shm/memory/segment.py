@@ -16,8 +16,9 @@ import os
 from collections.abc import Callable
 from typing import Final
 
-from kvplug import CapacityError, WireError
+from kvplug import CapacityError
 from kvplug.net.wire.copying import address_of
+from kvplug.transport import WireError
 from kvplug_shm.memory import memfd
 from kvplug_shm.memory.limits import in_words
 

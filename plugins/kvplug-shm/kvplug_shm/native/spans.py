@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from array import array
 
-from kvplug import Blocks
+from kvplug.transport import Blocks
 from kvplug_shm.native import library
 
 

@@ -6,9 +6,9 @@ import functools
 import struct
 from typing import TYPE_CHECKING, Final
 
-from kvplug import WireError
 from kvplug.net.wire.messages import SHORTEST_TENSOR_PREFIX, prefix_size, read_prefix
 from kvplug.net.wire.tensors import TensorMeta, dtype_of
+from kvplug.transport import WireError
 from kvplug_shm.pipe.rings import LINE
 
 if TYPE_CHECKING:

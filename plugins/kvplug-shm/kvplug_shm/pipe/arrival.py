@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kvplug import PeerGoneError, WireError
+from kvplug import PeerGoneError
 from kvplug.net.wire.messages import SHORTEST_TENSOR_PREFIX, prefix_size
 from kvplug.net.wire.tensors import TensorMeta, dtype_of
+from kvplug.transport import WireError
 from kvplug_shm.memory.attach import LONGEST_BYTES, PeerMemory, UnreadableError
 from kvplug_shm.native.spans import Span
 from kvplug_shm.pipe.announcement import address_in, meta_in, small_in

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kvplug import Blocks, UnsupportedError
+from kvplug import UnsupportedError
 from kvplug.net.wire import TensorMeta
 from kvplug.net.wire.tensors import dtype_name
+from kvplug.transport import Blocks
 from kvplug_shm.memory.pool import Pool
 from kvplug_shm.native.spans import Span
 from kvplug_shm.pipe.content import Content

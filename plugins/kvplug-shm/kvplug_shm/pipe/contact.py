@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import attrs
 
-from kvplug import TransportError, WireError, local_domain
+from kvplug import TransportError
+from kvplug.transport import WireError, local_domain
 
 _VERSION = "shm1"
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import errno
 from typing import Final
 
-from kvplug import (
+from kvplug import CapacityError, ConfigError, TimeoutError
+from kvplug.transport import (
     DEFAULT_TIMEOUT,
-    CapacityError,
-    ConfigError,
     Deadline,
     Listener,
     Pipe,
@@ -16,7 +15,6 @@ from kvplug import (
     PipeEndpoint,
     PipeListener,
     Timeout,
-    TimeoutError,
     dial,
 )
 from kvplug_shm.memory.limits import in_words

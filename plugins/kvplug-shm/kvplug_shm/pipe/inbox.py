@@ -13,17 +13,10 @@ from typing import TYPE_CHECKING, Final, Literal, TypeVar
 
 import torch
 
-from kvplug import (
-    Deadline,
-    Fate,
-    KvplugError,
-    PeerGoneError,
-    TensorMismatchError,
-    TimeoutError,
-    WireError,
-)
+from kvplug import KvplugError, PeerGoneError, TimeoutError
 from kvplug.net.wire.messages import check_fits, is_dense
 from kvplug.net.wire.tensors import copy_into, memory_of, memory_of_writable
+from kvplug.transport import Deadline, Fate, TensorMismatchError, WireError
 from kvplug_shm.memory import waiting
 from kvplug_shm.memory.attach import PeerMemory
 from kvplug_shm.memory.pool import Pool

@@ -15,7 +15,8 @@ from typing import Final, Self
 
 import attrs
 
-from kvplug import CapacityError, Connection, Deadline, WireError
+from kvplug import CapacityError
+from kvplug.transport import Connection, Deadline, WireError
 from kvplug_shm.memory.attach import NO_WORD, WORD_BYTES, PeerMemory, UnreadableError, Word, own_word
 from kvplug_shm.memory.handing import recv_fds, send_fd
 from kvplug_shm.memory.segment import Segment

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvplug import Connection, Deadline, Listener, Pipe, PipeAcceptor, local_domain
+from kvplug.transport import Connection, Deadline, Listener, Pipe, PipeAcceptor, local_domain
 from kvplug_shm.pipe import joining
 from kvplug_shm.pipe.contact import Contact
 from kvplug_shm.pipe.pipe import Tuning

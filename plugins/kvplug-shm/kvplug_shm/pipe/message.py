@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable
 
-from kvplug import Transfer
+from kvplug.transport import Transfer
 from kvplug_shm.native.spans import Span
 from kvplug_shm.pipe.content import Content
 from kvplug_shm.pipe.native import NativeOutgoing

@@ -11,7 +11,8 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
-from kvplug import Deadline, Fate, TimeoutError, Transfer, WireError
+from kvplug import TimeoutError
+from kvplug.transport import Deadline, Fate, Transfer, WireError
 from kvplug_shm.memory import waiting
 from kvplug_shm.pipe.head import Head
 from kvplug_shm.pipe.message import Message, NotTakenError, Step

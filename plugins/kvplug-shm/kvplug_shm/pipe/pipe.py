@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import attrs
 
-from kvplug import (
+from kvplug.transport import (
     DEFAULT_TIMEOUT,
     Blocks,
     Connection,

@@ -6,16 +6,8 @@ import os
 import threading
 from typing import Final
 
-from kvplug import (
-    Acceptor,
-    ClosedError,
-    Connection,
-    Credentials,
-    Deadline,
-    Listener,
-    Watch,
-    close_after_fork,
-)
+from kvplug import ClosedError
+from kvplug.transport import Acceptor, Connection, Credentials, Deadline, Listener, Watch, close_after_fork
 from kvplug_shm.queue import joining
 from kvplug_shm.queue.joining import PURPOSE, hang_up
 from kvplug_shm.queue.ring_buffer import Sizes

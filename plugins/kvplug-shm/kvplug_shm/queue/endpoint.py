@@ -7,7 +7,8 @@ from typing import Final
 
 import attrs
 
-from kvplug import (
+from kvplug import TransportError
+from kvplug.transport import (
     DEFAULT_TIMEOUT,
     Credentials,
     Deadline,
@@ -16,7 +17,6 @@ from kvplug import (
     QueueEndpoint,
     QueueHandle,
     Timeout,
-    TransportError,
     WireError,
     dial,
     local_domain,

@@ -6,7 +6,8 @@ import abc
 from collections.abc import Callable
 from typing import Any
 
-from kvplug import (
+from kvplug.net.wire import Limits
+from kvplug.transport import (
     DEFAULT_TIMEOUT,
     Deadline,
     MessageQueue,
@@ -16,7 +17,6 @@ from kvplug import (
     Wait,
     close_after_fork,
 )
-from kvplug.net.wire import Limits
 from kvplug_shm.queue.stay import Stay
 
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
-from kvplug import Deadline, Wait
+from kvplug.transport import Deadline, Wait
 
 
 class Message(NamedTuple):
@@ -43,7 +43,7 @@ class Feed(Protocol):
         """Reader ``rank`` takes part from now on, from message 0. Empty, or a sentence why it does not.
 
         The sentence is what the reader raises as ``ConfigError``. ``process`` is what messages call it, as
-        ``str`` of a :class:`kvplug.PeerIdentity` ("pid 12 on example").
+        ``str`` of a :class:`kvplug.transport.PeerIdentity` ("pid 12 on example").
         """
 
     def published(self) -> int:

@@ -20,18 +20,9 @@ from typing import Any, Final
 
 import attrs
 
-from kvplug import (
-    CapacityError,
-    ConfigError,
-    Connection,
-    Deadline,
-    Heartbeat,
-    TransportError,
-    Watch,
-    WireError,
-    watch,
-)
+from kvplug import CapacityError, ConfigError, TransportError
 from kvplug.net.wire import Limits, decode, encode
+from kvplug.transport import Connection, Deadline, Heartbeat, Watch, WireError, watch
 from kvplug_shm.memory.handing import recv_fds, send_fd
 from kvplug_shm.memory.limits import in_words
 from kvplug_shm.queue.ring_buffer import ShmRingBuffer, Sizes

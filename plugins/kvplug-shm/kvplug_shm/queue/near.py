@@ -7,7 +7,8 @@ import os
 import select
 from collections.abc import Callable
 
-from kvplug import PeerGoneError, TransportError, Wait, WireError, close_after_fork
+from kvplug import PeerGoneError, TransportError
+from kvplug.transport import Wait, WireError, close_after_fork
 from kvplug_shm.memory.waiting import NAP_S
 from kvplug_shm.native.ends import reading_end
 from kvplug_shm.queue.far import Message

@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from kvplug import DEFAULT_TIMEOUT, Deadline, QueueContext, QueueHandle, Reader, Timeout, UnsupportedError
+from kvplug import UnsupportedError
 from kvplug.net.wire import Limits, decode, decode_apart
+from kvplug.transport import DEFAULT_TIMEOUT, Deadline, QueueContext, QueueHandle, Reader, Timeout
 from kvplug_shm.memory.pool import Pool
 from kvplug_shm.options import ShmQueueOptions
 from kvplug_shm.queue.ends import ShmEnd

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from kvplug import Deadline, QueueContext
+from kvplug.transport import Deadline, QueueContext
 from kvplug_shm.queue.far import Far, Feed, Source
 from kvplug_shm.queue.remote_contact import RemoteContact
 from kvplug_shm.queue.remote_reader import RemoteReader

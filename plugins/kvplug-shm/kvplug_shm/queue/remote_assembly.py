@@ -8,7 +8,8 @@ from typing import Final
 
 import attrs
 
-from kvplug import TransportError, WireError
+from kvplug import TransportError
+from kvplug.transport import WireError
 from kvplug_shm.memory.copying import into
 from kvplug_shm.queue.far import Message
 from kvplug_shm.queue.remote_frames import First, Piece

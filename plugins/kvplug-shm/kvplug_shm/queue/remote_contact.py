@@ -11,7 +11,8 @@ from typing import Any, Final
 
 import attrs
 
-from kvplug import AuthenticationError, ConfigError, Credentials, WireError
+from kvplug import AuthenticationError, ConfigError
+from kvplug.transport import Credentials, WireError
 from kvplug_shm.queue.remote_keys import SALT_BYTES, Keys
 
 VERSION: Final = 1

@@ -30,8 +30,8 @@ from typing import Any, Final, NamedTuple
 
 import zmq
 
-from kvplug import WireError
 from kvplug.net.wire import Limits, decode, encode
+from kvplug.transport import WireError
 from kvplug_shm.queue.far import Message
 
 VERSION: Final = 1

@@ -8,7 +8,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from kvplug import Deadline, KvplugError, PeerGoneError, TimeoutError, Wait
+from kvplug import KvplugError, PeerGoneError, TimeoutError
+from kvplug.transport import Deadline, Wait
 from kvplug_shm.queue.far import Message
 
 

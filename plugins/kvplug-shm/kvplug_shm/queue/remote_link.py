@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import attrs
 
-from kvplug import PeerIdentity, Watch, WireError, watch
+from kvplug.transport import PeerIdentity, Watch, WireError, watch
 from kvplug_shm.queue.far import Feed
 from kvplug_shm.queue.remote_frames import PIECE_BYTES, Part, Taken, frames_of
 from kvplug_shm.queue.remote_thread import BEATS_IN_PATIENCE

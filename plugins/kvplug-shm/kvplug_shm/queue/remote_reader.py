@@ -13,18 +13,8 @@ from collections.abc import Callable
 import attrs
 import zmq
 
-from kvplug import (
-    ConfigError,
-    Deadline,
-    PeerGoneError,
-    PeerIdentity,
-    QueueContext,
-    TransportError,
-    Wait,
-    Watch,
-    WireError,
-    this_process,
-)
+from kvplug import ConfigError, PeerGoneError, TransportError
+from kvplug.transport import Deadline, PeerIdentity, QueueContext, Wait, Watch, WireError, this_process
 from kvplug_shm.queue import remote_frames as frames
 from kvplug_shm.queue.far import Message
 from kvplug_shm.queue.remote_assembly import Assembly

@@ -22,7 +22,8 @@ from typing import Any, Final
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from kvplug import TransportError, close_after_fork
+from kvplug import TransportError
+from kvplug.transport import close_after_fork
 
 logger = logging.getLogger(__name__)
 

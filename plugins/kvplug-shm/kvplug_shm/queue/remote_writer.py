@@ -19,7 +19,8 @@ from typing import Any, Final
 import attrs
 import zmq
 
-from kvplug import ClosedError, Deadline, PeerGoneError, QueueContext, WireError, this_process
+from kvplug import ClosedError, PeerGoneError
+from kvplug.transport import Deadline, QueueContext, WireError, this_process
 from kvplug_shm.queue import remote_frames as frames
 from kvplug_shm.queue.far import Feed
 from kvplug_shm.queue.remote_admission import Admission, descriptor_of, listen, rank_of

@@ -16,8 +16,9 @@ from typing import Final
 
 import attrs
 
-from kvplug import ConfigError, WireError
+from kvplug import ConfigError
 from kvplug.net.wire import aligned
+from kvplug.transport import WireError
 from kvplug_shm.memory.segment import Segment
 from kvplug_shm.memory.words import Words
 from kvplug_shm.queue.extents import small_nbytes

@@ -8,7 +8,8 @@ from collections.abc import Iterable, Sequence
 
 import attrs
 
-from kvplug import ClosedError, Reader
+from kvplug import ClosedError
+from kvplug.transport import Reader
 from kvplug_shm.queue.far import Message
 from kvplug_shm.queue.ring_buffer import ShmRingBuffer
 from kvplug_shm.ring.ends import ReadingEnd, WritingEnd

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Final
 
-from kvplug import BusyError, ClosedError, Deadline
+from kvplug import ClosedError
+from kvplug.transport import BusyError, Deadline
 
 _AGAIN_S: Final = 0.005
 

@@ -7,17 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Final
 
-from kvplug import (
-    DEFAULT_TIMEOUT,
-    CapacityError,
-    Deadline,
-    PeerGoneError,
-    QueueContext,
-    QueueHandle,
-    Reader,
-    Timeout,
-)
+from kvplug import CapacityError, PeerGoneError
 from kvplug.net.wire import aligned, encode_apart
+from kvplug.transport import DEFAULT_TIMEOUT, Deadline, QueueContext, QueueHandle, Reader, Timeout
 from kvplug_shm.memory.copying import LETS_GO_FROM, into
 from kvplug_shm.memory.waiting import NAP_S, nap
 from kvplug_shm.options import ShmQueueOptions

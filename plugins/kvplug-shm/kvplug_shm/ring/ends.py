@@ -10,7 +10,7 @@ import abc
 import os
 import time
 
-from kvplug import WireError
+from kvplug.transport import WireError
 from kvplug_shm.ring import order
 from kvplug_shm.ring.order import HEAD, OVER, WRITER_ASLEEP, Memory
 

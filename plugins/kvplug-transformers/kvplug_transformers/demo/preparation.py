@@ -9,7 +9,8 @@ from pathlib import Path
 
 import attrs
 
-from kvplug import Config, Registry, Role, check_config, lacks_pipe
+from kvplug import Config, Registry, check_config, lacks_pipe
+from kvplug.engine import Role
 from kvplug_transformers.demo.display import Display
 from kvplug_transformers.demo.orders import Orders
 from kvplug_transformers.demo.session import ALONE, CONVERT, PREFILL, DemoError, Session

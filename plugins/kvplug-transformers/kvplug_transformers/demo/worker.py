@@ -16,18 +16,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvplug import (
-    Config,
-    KvplugError,
-    Pipe,
-    Registry,
-    Request,
-    RequestEnd,
-    Side,
-    UnsupportedError,
-    build_connector,
-    required_layout,
-)
+from kvplug import Config, KvplugError, Registry, UnsupportedError, build_connector, required_layout
+from kvplug.engine import Request, RequestEnd, Side
+from kvplug.transport import Pipe
 from kvplug_transformers.demo.ties import Parent
 
 if TYPE_CHECKING:

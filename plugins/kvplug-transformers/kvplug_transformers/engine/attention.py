@@ -20,7 +20,8 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from kvplug import UnsupportedError, WorkerConnector
+from kvplug import UnsupportedError
+from kvplug.engine import WorkerConnector
 from kvplug_transformers.engine.batch import Batch
 from kvplug_transformers.engine.pages import Pages
 

@@ -10,7 +10,8 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from kvplug import CacheEvent, SchedulerConnector, TimeoutError, TransferStats, WorkerConnector
+from kvplug import TimeoutError
+from kvplug.engine import CacheEvent, SchedulerConnector, TransferStats, WorkerConnector
 from kvplug_transformers.engine.options import EngineOptions, cache_config
 from kvplug_transformers.engine.scheduler import Scheduler
 from kvplug_transformers.engine.sequence import Sequence, Token

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import attrs
 
-from kvplug import CacheGroup, KVCacheConfig, KVLayout
+from kvplug.engine import CacheGroup, KVCacheConfig, KVLayout
 from kvplug_transformers.model.facts import ModelFacts
 
 LAYOUTS = ("KBTHD", "KBHTD")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvplug import KVCacheConfig, KVLayout
+from kvplug.engine import KVCacheConfig, KVLayout
 
 
 class Pages:

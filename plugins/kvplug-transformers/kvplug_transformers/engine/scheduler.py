@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
-from kvplug import (
+from kvplug.engine import (
     CacheEvent,
     RequestEnd,
     ScheduledRequest,

@@ -8,7 +8,7 @@ from typing import Any
 
 import attrs
 
-from kvplug import BlockIds, Request
+from kvplug.engine import BlockIds, Request
 
 
 class Status(enum.StrEnum):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import attrs
 
-from kvplug import Plain, SchedulerOutput
+from kvplug.engine import Plain, SchedulerOutput
 
 
 @attrs.frozen(kw_only=True)

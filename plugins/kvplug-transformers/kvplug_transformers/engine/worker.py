@@ -7,7 +7,7 @@ import inspect
 import torch
 from transformers import PreTrainedModel
 
-from kvplug import CacheEvent, KVCacheConfig, WorkerConnector, WorkerOutput
+from kvplug.engine import CacheEvent, KVCacheConfig, WorkerConnector, WorkerOutput
 from kvplug_transformers.engine.attention import PagedCache, Pass, under_way
 from kvplug_transformers.engine.batch import Batch
 from kvplug_transformers.engine.pages import Pages

@@ -10,7 +10,8 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
-from kvplug import ModelInfo, UnsupportedError, positions_of
+from kvplug import UnsupportedError
+from kvplug.engine import ModelInfo, positions_of
 
 _NOT_KV = (
     # (in the class name of a cache layer, what it means), the first that fits is told

@@ -1,6 +1,6 @@
 """The two sides of a connector that moves nothing."""
 
-from kvplug import SchedulerConnector, WorkerConnector
+from kvplug.engine import SchedulerConnector, WorkerConnector
 
 
 class Scheduler(SchedulerConnector):

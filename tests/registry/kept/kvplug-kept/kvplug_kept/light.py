@@ -6,7 +6,7 @@ from typing import Literal
 
 import attrs
 
-from kvplug import Probe, option
+from kvplug.transport import Probe, option
 
 
 @attrs.frozen(kw_only=True)

@@ -4,17 +4,17 @@ import contextlib
 import os
 import select
 
-from kvplug import (
+from kvplug import ClosedError, PeerGoneError, TimeoutError
+from kvplug.net.wire.frames import HEADER_SIZE, FrameKind, decode_header, encode_header
+from kvplug.net.wire.tensors import copy_into, empty_like_meta, encode_meta, memory_of, meta_of, split_meta
+from kvplug.transport import (
     DEFAULT_TIMEOUT,
-    ClosedError,
     Deadline,
     Listener,
-    PeerGoneError,
     Pipe,
     PipeEndpoint,
     PipeListener,
     TensorMismatchError,
-    TimeoutError,
     Transfer,
     Turn,
     WireError,
@@ -22,8 +22,6 @@ from kvplug import (
     dial,
     watch,
 )
-from kvplug.net.wire.frames import HEADER_SIZE, FrameKind, decode_header, encode_header
-from kvplug.net.wire.tensors import copy_into, empty_like_meta, encode_meta, memory_of, meta_of, split_meta
 
 PURPOSE = "kvplug-kept pipe"
 

@@ -1,15 +1,7 @@
 """The entry point: every hook of plugin API 1.0."""
 
-from kvplug import (
-    Capabilities,
-    CommandSpec,
-    ConnectorSpec,
-    Cost,
-    Kind,
-    SinkSpec,
-    TransportSpec,
-    hookimpl,
-)
+from kvplug.engine import CommandSpec, ConnectorSpec, SinkSpec
+from kvplug.transport import Capabilities, Cost, Kind, TransportSpec, hookimpl
 
 KVPLUG_API = (1, 0)
 

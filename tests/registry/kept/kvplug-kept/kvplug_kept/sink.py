@@ -1,6 +1,6 @@
 """The sink."""
 
-from kvplug import Sink
+from kvplug.engine import Sink
 
 
 class Lines(Sink):

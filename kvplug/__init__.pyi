@@ -1,0 +1,45 @@
+# What this door shows, and from where: for type checkers, and read by kvplug.door.
+__version__: str
+
+from kvplug.assembly import (
+    PipeServer as PipeServer,
+    build_communicator as build_communicator,
+    build_connector as build_connector,
+    build_queue as build_queue,
+    check_config as check_config,
+    connect_pipe as connect_pipe,
+    connector_class as connector_class,
+    lacks_pipe as lacks_pipe,
+    listen_pipe as listen_pipe,
+    required_layout as required_layout,
+)
+from kvplug.assembly.registry import (
+    PluginInfo as PluginInfo,
+    Registry as Registry,
+)
+from kvplug.config import (
+    Config as Config,
+)
+from kvplug.errors import (
+    AuthenticationError as AuthenticationError,
+    CapacityError as CapacityError,
+    ClosedError as ClosedError,
+    ConfigError as ConfigError,
+    HandshakeError as HandshakeError,
+    IntegrityError as IntegrityError,
+    KvplugError as KvplugError,
+    PeerGoneError as PeerGoneError,
+    PluginError as PluginError,
+    TimeoutError as TimeoutError,
+    TransportError as TransportError,
+    UnsupportedError as UnsupportedError,
+)
+from kvplug.transport.group.group import (
+    StatelessGroup as StatelessGroup,
+)
+from kvplug.transport.group.over import (
+    group_from_process_group as group_from_process_group,
+)
+from kvplug.transport.group.pipes import (
+    connect_ranks as connect_ranks,
+)

@@ -1,0 +1,85 @@
+# What this door shows, and from where: for type checkers, and read by kvplug.door.
+
+from kvplug.config import (
+    Role as Role,
+)
+from kvplug.engine.connector.scheduler import (
+    SchedulerConnector as SchedulerConnector,
+)
+from kvplug.engine.connector.values import (
+    BlockIds as BlockIds,
+    BlocksRemoved as BlocksRemoved,
+    BlocksStored as BlocksStored,
+    CacheEvent as CacheEvent,
+    CacheGroup as CacheGroup,
+    CopyBlocks as CopyBlocks,
+    KVCacheConfig as KVCacheConfig,
+    Parallelism as Parallelism,
+    Plain as Plain,
+    Request as Request,
+    RequestEnd as RequestEnd,
+    ScheduledRequest as ScheduledRequest,
+    SchedulerOutput as SchedulerOutput,
+    Side as Side,
+    WorkerOutput as WorkerOutput,
+)
+from kvplug.engine.connector.worker import (
+    WorkerConnector as WorkerConnector,
+)
+from kvplug.engine.context import (
+    ConnectorContext as ConnectorContext,
+    PeerLink as PeerLink,
+    PeerListener as PeerListener,
+    Peers as Peers,
+)
+from kvplug.engine.layout import (
+    KVLayout as KVLayout,
+    blocks_of as blocks_of,
+    gather as gather,
+    permute as permute,
+    scatter as scatter,
+    slots as slots,
+    spans as spans,
+    views as views,
+)
+from kvplug.errors import (
+    EntryGoneError as EntryGoneError,
+    LayoutError as LayoutError,
+    LentError as LentError,
+    UnknownConnectorError as UnknownConnectorError,
+)
+from kvplug.metrics.prometheus import (
+    prometheus_sinks as prometheus_sinks,
+)
+from kvplug.metrics.reasons import (
+    reason_of as reason_of,
+)
+from kvplug.metrics.sinks import (
+    HookSink as HookSink,
+    LogSink as LogSink,
+    Sink as Sink,
+)
+from kvplug.metrics.stats import (
+    TransferStats as TransferStats,
+)
+from kvplug.negotiation.handshake.agreement import (
+    Agreement as Agreement,
+    agree as agree,
+)
+from kvplug.negotiation.handshake.hello import (
+    Hello as Hello,
+)
+from kvplug.negotiation.model import (
+    ModelInfo as ModelInfo,
+    positions_of as positions_of,
+)
+from kvplug.negotiation.select import (
+    Candidate as Candidate,
+    Offer as Offer,
+    Selection as Selection,
+)
+from kvplug.transport.spec import (
+    CommandSpec as CommandSpec,
+    ConnectorSpec as ConnectorSpec,
+    SinkSpec as SinkSpec,
+)

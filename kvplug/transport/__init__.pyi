@@ -1,0 +1,142 @@
+# What this door shows, and from where: for type checkers, and read by kvplug.door.
+
+from kvplug.config import (
+    OptionRow as OptionRow,
+    check_options as check_options,
+    describe_options as describe_options,
+    option as option,
+)
+from kvplug.errors import (
+    AddressInUseError as AddressInUseError,
+    AmbiguousNameError as AmbiguousNameError,
+    BusyError as BusyError,
+    CancelledError as CancelledError,
+    InsecureAddressError as InsecureAddressError,
+    PluginLoadError as PluginLoadError,
+    TensorMismatchError as TensorMismatchError,
+    UnknownNameError as UnknownNameError,
+    UnknownTransportError as UnknownTransportError,
+    WireError as WireError,
+)
+from kvplug.net.checksum import (
+    digest as digest,
+    verify as verify,
+)
+from kvplug.net.deadline import (
+    DEFAULT_TIMEOUT as DEFAULT_TIMEOUT,
+    Deadline as Deadline,
+    Timeout as Timeout,
+)
+from kvplug.net.fate import (
+    Fate as Fate,
+)
+from kvplug.net.fork import (
+    close_after_fork as close_after_fork,
+)
+from kvplug.net.liveness import (
+    Heartbeat as Heartbeat,
+    Watch as Watch,
+    watch as watch,
+)
+from kvplug.net.streams import (
+    lend_stream as lend_stream,
+    take_back_stream as take_back_stream,
+)
+from kvplug.net.trust.addresses import (
+    local_domain as local_domain,
+)
+from kvplug.net.trust.channel import (
+    Channel as Channel,
+)
+from kvplug.net.trust.connection import (
+    Connection as Connection,
+    dial as dial,
+    dial_until as dial_until,
+)
+from kvplug.net.trust.credentials import (
+    Credentials as Credentials,
+    Secret as Secret,
+)
+from kvplug.net.trust.identity import (
+    PeerIdentity as PeerIdentity,
+    this_process as this_process,
+)
+from kvplug.net.trust.listener import (
+    Listener as Listener,
+)
+from kvplug.net.turn import (
+    Turn as Turn,
+)
+from kvplug.transport.acceptor import (
+    Acceptor as Acceptor,
+    PipeAcceptor as PipeAcceptor,
+)
+from kvplug.transport.capabilities import (
+    Capabilities as Capabilities,
+    Cost as Cost,
+    Requirements as Requirements,
+)
+from kvplug.transport.communicator import (
+    All2AllManager as All2AllManager,
+    DeviceCommunicator as DeviceCommunicator,
+    RecvOp as RecvOp,
+    SendOp as SendOp,
+    TokenSplit as TokenSplit,
+)
+from kvplug.transport.context import (
+    CommunicatorContext as CommunicatorContext,
+    LookupContext as LookupContext,
+    PipeContext as PipeContext,
+    QueueContext as QueueContext,
+)
+from kvplug.transport.events import (
+    EventLog as EventLog,
+    Follower as Follower,
+    RemovalReason as RemovalReason,
+    Removed as Removed,
+    Snapshot as Snapshot,
+    Stored as Stored,
+    StoreEvent as StoreEvent,
+    event_from_plain as event_from_plain,
+    event_to_plain as event_to_plain,
+    pack_tokens as pack_tokens,
+    unpack_tokens as unpack_tokens,
+)
+from kvplug.transport.group.mesh import (
+    Mesh as Mesh,
+)
+from kvplug.transport.hookspecs import (
+    PLUGIN_API as PLUGIN_API,
+    hookimpl as hookimpl,
+)
+from kvplug.transport.lease import (
+    Lease as Lease,
+    Leases as Leases,
+)
+from kvplug.transport.lookup import (
+    Entry as Entry,
+    EntryHeader as EntryHeader,
+    EntrySink as EntrySink,
+    LookupBuffer as LookupBuffer,
+    LookupEndpoint as LookupEndpoint,
+    LookupStore as LookupStore,
+)
+from kvplug.transport.pipe import (
+    Blocks as Blocks,
+    Pipe as Pipe,
+    PipeEndpoint as PipeEndpoint,
+    PipeListener as PipeListener,
+    Transfer as Transfer,
+)
+from kvplug.transport.queue import (
+    MessageQueue as MessageQueue,
+    QueueEndpoint as QueueEndpoint,
+    QueueHandle as QueueHandle,
+    Reader as Reader,
+    Wait as Wait,
+)
+from kvplug.transport.spec import (
+    Kind as Kind,
+    Probe as Probe,
+    TransportSpec as TransportSpec,
+)
