@@ -97,6 +97,8 @@ class Site:
             [
                 "import json, sys, logging; logging.basicConfig()",
                 "from kvplug import *",
+                "from kvplug.engine import *",
+                "from kvplug.transport import *",
                 "registry = Registry.from_env()",
                 textwrap.dedent(code),
                 "print(json.dumps(answer))",

@@ -87,6 +87,8 @@ def test_its_connector_is_called_and_its_sink_hears_of_it(kept: Any) -> None:
     answer = kept.ask(
         """
         from kvplug import *
+        from kvplug.engine import *
+        from kvplug.transport import *
         config = Config.from_dict({
             "connector": "kept-connector", "role": "producer", "sinks": ["kept-sink"],
             "options": {"kept-sink": {"path": "lines"}, "kept-connector": {"folder": "nowhere"}},
