@@ -83,6 +83,7 @@ def test_a_reader_that_was_welcomed_and_cannot_be_watched_is_evicted(
 ) -> None:
     """It believes that it has joined: nobody else may have its place, and nobody else is told of an end."""
     writer, (reader,) = queue(2, attached=1)
+    until(lambda: len(writer._admission._joined) == 1)  # this one is looked after
 
     def refused(*_: Any) -> Any:
         raise CapacityError("no descriptors are left")

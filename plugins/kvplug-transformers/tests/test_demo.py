@@ -232,7 +232,7 @@ def test_without_json_the_text_is_streamed_and_a_table_follows(finished):
 def test_with_a_log_the_workers_steps_are_shown_too(finished, level, shown):
     done = finished(level)
     for worker in ("prefill", "decode"):
-        line = rf"^{worker}: .* DEBUG kvplug\.handshake\.exchange: agreed with "
+        line = rf"^{worker}: .* DEBUG kvplug\.negotiation\.handshake\.exchange: agreed with "
         assert bool(re.search(line, done.stderr, re.MULTILINE)) == shown, done.stderr
 
 
