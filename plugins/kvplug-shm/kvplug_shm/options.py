@@ -48,12 +48,6 @@ class ShmPipeOptions:
         help="Whether the compiled steps are used where they were built; without them Python takes the same"
         " ones, slower.",
     )
-    single_copy: bool = option(
-        default=False,
-        help="Whether a tensor of 1 MiB or more that lies in huge pages is copied by its receiver straight"
-        " out of the sender's memory, past the ring. Both ends have to say so, and the system has to let"
-        " them; else the ring is used, and the log says why.",
-    )
 
 
 @attrs.frozen(kw_only=True)

@@ -8,8 +8,7 @@ from typing import Any, ClassVar
 import pytest
 
 from kvplug.testing import PipeContract
-from kvplug.transport import PipeContext, PipeEndpoint, local_domain
-from kvplug_shm.pipe import pipe
+from kvplug.transport import local_domain
 from kvplug_shm.pipe.contact import Contact
 
 
@@ -29,21 +28,6 @@ class TestShmPipeInPython(PipeContract):
 
     transport = "shm"
     options: ClassVar[dict[str, Any]] = {"native": False}
-
-
-class TestShmPipeSingleCopy(PipeContract):
-    """Every tensor of 4 KiB or more is offered, whichever pages it lies in."""
-
-    transport = "shm"
-    options: ClassVar[dict[str, Any]] = {"single_copy": True}
-
-    @pytest.fixture(autouse=True)
-    def _in_this_process_only_for_these_tests(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(pipe, "worth_offering", pipe.worth_offering)
-
-    def make_endpoint(self, context: PipeContext) -> PipeEndpoint:
-        pipe.worth_offering = lambda tensor: tensor.nbytes >= 4096
-        return super().make_endpoint(context)
 
 
 @pytest.mark.slow

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-import struct
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from kvplug.net.wire.messages import SHORTEST_TENSOR_PREFIX, prefix_size, read_prefix
 from kvplug.net.wire.tensors import TensorMeta, dtype_of
@@ -13,10 +12,6 @@ from kvplug_shm.pipe.rings import LINE
 
 if TYPE_CHECKING:
     import torch
-
-OFFERED: Final = 1
-"""The flag of a prefix: not the tensor comes after it, but a line that says where it lies in the sender."""
-_ADDRESS: Final = struct.Struct("<Q")
 
 
 @functools.lru_cache(1024)
@@ -30,33 +25,17 @@ def small_in(line: bytes) -> tuple[TensorMeta | None, torch.dtype | None, int] |
     size = prefix_size(line[:SHORTEST_TENSOR_PREFIX])
     if size > LINE:
         return None
-    meta, offered = meta_in(line[:size])
-    if offered:
-        return None
+    meta = meta_in(line[:size])
     return meta, None if meta is None else dtype_of(meta.dtype), 0 if meta is None else meta.nbytes
 
 
-def meta_in(prefix: bytes) -> tuple[TensorMeta | None, bool]:
-    """What a whole prefix says, and whether the tensor is only offered.
+def meta_in(prefix: bytes) -> TensorMeta | None:
+    """What a whole prefix says: the meta of a tensor, or of ``None`` none.
 
     Raises:
         WireError: it is none of a message of this pipe.
     """
     announcement = read_prefix(prefix)
-    meta, flags = announcement.meta, announcement.flags
-    if announcement.goodbye or flags & ~OFFERED or (flags and (meta is None or not meta.nbytes)):
+    if announcement.goodbye or announcement.flags:
         raise WireError("a frame that this pipe does not use")
-    return meta, bool(flags)
-
-
-def address_in(line: bytes) -> int:
-    """Where an offered tensor lies. Raises WireError if none can lie there."""
-    (address,) = _ADDRESS.unpack_from(line)
-    if not 0 < address < 2**63:
-        raise WireError("a tensor that is offered at an address where none can be")
-    return address
-
-
-def address_line(address: int) -> bytes:
-    """What goes into the ring for it."""
-    return _ADDRESS.pack(address).ljust(LINE, b"\0")
+    return announcement.meta

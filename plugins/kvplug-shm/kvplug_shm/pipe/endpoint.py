@@ -52,7 +52,6 @@ class ShmEndpoint(PipeEndpoint):
             timeout_s=context.timeout_s,
             heartbeat_timeout_s=context.heartbeat_timeout_s,
             pool=Pool(options.pool_bytes),
-            single_copy=options.single_copy,
             library=library() if options.native else None,
         )
 

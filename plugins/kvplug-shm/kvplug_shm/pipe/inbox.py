@@ -13,12 +13,11 @@ from typing import TYPE_CHECKING, Final, Literal, TypeVar
 
 import torch
 
-from kvplug import KvplugError, PeerGoneError, TimeoutError
+from kvplug import KvplugError, TimeoutError
 from kvplug.net.wire.messages import check_fits, is_dense
 from kvplug.net.wire.tensors import copy_into, memory_of, memory_of_writable
 from kvplug.transport import Deadline, Fate, TensorMismatchError, WireError
 from kvplug_shm.memory import waiting
-from kvplug_shm.memory.attach import PeerMemory
 from kvplug_shm.memory.pool import Pool
 from kvplug_shm.pipe.announcement import small_in
 from kvplug_shm.pipe.arrival import Arrival, Flat, announced
@@ -55,7 +54,6 @@ class Inbox:
         ring: Incoming,
         *,
         pool: Pool,
-        theirs: PeerMemory | None,
         peer: str,
         pieces: Pieces,
         spin_s: float,
@@ -65,7 +63,6 @@ class Inbox:
     ) -> None:
         self._ring: Incoming | None = ring
         self._pool = pool
-        self._theirs = theirs
         self._peer = peer
         self._pieces = pieces
         self._spin_s = spin_s
@@ -263,9 +260,6 @@ class Inbox:
         return tensor
 
     def _scatter(self, ring: Incoming, message: Arrival, target: BlockTarget, deadline: Deadline) -> None:
-        if message.offered_at and message.own is None:
-            assert message.meta is not None
-            message.own = self._pool.tensor(message.meta)  # without memory nothing is lost: it stays offered
         if message.own is not None:
             if self._fill(ring, message, Flat(message.own), deadline):
                 target.fill(message.own)
@@ -302,9 +296,7 @@ class Inbox:
 
     def _announced(self, ring: Incoming, deadline: Deadline) -> Arrival:
         """A line of it is here."""
-        message = announced(
-            ring, lambda count: self._wait(ring, count, deadline), offers=self._theirs is not None
-        )
+        message = announced(ring, lambda count: self._wait(ring, count, deadline))
         if message is None:
             raise TimeoutError(f"the announcement of a message from {self._peer} has not wholly arrived")
         return message
@@ -312,10 +304,6 @@ class Inbox:
     def _fill(self, ring: Incoming, message: Arrival, memory: Flat | BlockTarget, deadline: Deadline) -> bool:
         """Have the tensor's bytes taken from where they lie; False at the deadline."""
         end, nbytes, piece = ring.end, message.nbytes, self._pieces.largest
-        if message.offered_at:
-            assert isinstance(memory, Flat)
-            if not self._fetch(ring, message, memory, deadline):
-                return False
         while message.got < nbytes:
             if self._stopped:
                 raise self._fate.error()
@@ -346,22 +334,6 @@ class Inbox:
         if message.unreleased:
             self._give_back(ring, message)
         return True
-
-    def _fetch(self, ring: Incoming, message: Arrival, memory: Flat, deadline: Deadline) -> bool:
-        """The same for a tensor that is offered: a step at least, however late it is."""
-        assert self._theirs is not None
-        while message.got < message.nbytes:
-            if self._stopped:
-                raise self._fate.error()
-            try:
-                message.fetch(self._theirs, memory, ring.end.evicted)
-            except PeerGoneError as e:
-                self._no_more = True
-                self._lost(f"a tensor that it had offered went with it: {e}")
-                raise self._fate.error() from e
-            if deadline.expired:
-                break
-        return message.got == message.nbytes
 
     def _give_back(self, ring: Incoming, message: Arrival) -> None:
         count, message.unreleased = message.unreleased, 0

@@ -1,15 +1,12 @@
 """How one proven connection becomes a pipe.
 
 The connecting end says how it watches. The accepting end makes the memory, hands it over with its answer, and
-waits to be told that it was mapped. Every message is one fixed struct. Where both are set to it, each also
-tries on the way whether it can read the other's memory, and says so.
+waits to be told that it was mapped. Every message is one fixed struct.
 """
 
 from __future__ import annotations
 
-import logging
 import os
-import socket
 import struct
 from typing import Final, Self
 
@@ -17,24 +14,19 @@ import attrs
 
 from kvplug import CapacityError
 from kvplug.transport import Connection, Deadline, WireError
-from kvplug_shm.memory.attach import NO_WORD, WORD_BYTES, PeerMemory, UnreadableError, Word, own_word
 from kvplug_shm.memory.handing import recv_fds, send_fd
 from kvplug_shm.memory.segment import Segment
-from kvplug_shm.pipe.offer import SingleCopy
 from kvplug_shm.pipe.pipe import Shared, ShmPipe, Tuning
 from kvplug_shm.pipe.rings import LARGEST_BYTES, LINE, SMALLEST_BYTES, Pieces, segment_size
 
-logger = logging.getLogger(__name__)
-
 PURPOSE: Final = "pipe-shm"
 _MAGIC: Final = b"KVS1"
-_STRUCT: Final = struct.Struct(f"<4sBBxxIIIQ{WORD_BYTES}s")
+_STRUCT: Final = struct.Struct("<4sBBxxIII")
 _HELLO, _MEMORY, _REFUSED, _READY = range(4)
-_SEES_DEATH, _READS_THEIRS = 1, 2
+_SEES_DEATH: Final = 1
 _BEATS_PER_TIMEOUT: Final = 5
 _SHORTEST_BEAT_S: Final = 0.01
 """However impatient a peer says it is, or this end is: a beat wakes both watchers."""
-_UCRED: Final = struct.Struct("iII")
 
 
 @attrs.frozen(kw_only=True)
@@ -48,28 +40,15 @@ class Join:
     """Silence that the sender takes for death, where heartbeats are needed."""
     slots: int = 0
     slot_bytes: int = 0
-    word: Word = NO_WORD
-    """By which the other end may read the sender's memory."""
-    reads_theirs: bool = False
-    """The sender can read the other end's memory, and takes what is offered there."""
 
     def pack(self) -> bytes:
-        flags = self.sees_death * _SEES_DEATH | self.reads_theirs * _READS_THEIRS
-        return _STRUCT.pack(
-            _MAGIC,
-            self.step,
-            flags,
-            self.heartbeat_ms,
-            self.slots,
-            self.slot_bytes,
-            self.word.address,
-            self.word.value,
-        )
+        flags = self.sees_death * _SEES_DEATH
+        return _STRUCT.pack(_MAGIC, self.step, flags, self.heartbeat_ms, self.slots, self.slot_bytes)
 
     @classmethod
     def unpack(cls, data: bytes, connection: Connection, *steps: int) -> Self:
         """Raises WireError if it is none of the ``steps`` that may come now."""
-        magic, step, flags, heartbeat_ms, slots, slot_bytes, address, value = _STRUCT.unpack(data)
+        magic, step, flags, heartbeat_ms, slots, slot_bytes = _STRUCT.unpack(data)
         if magic != _MAGIC or step not in steps:
             raise WireError(f"{connection.describe} does not join as this version does")
         return cls(
@@ -78,8 +57,6 @@ class Join:
             heartbeat_ms=heartbeat_ms,
             slots=slots,
             slot_bytes=slot_bytes,
-            word=Word(address, value),
-            reads_theirs=bool(flags & _READS_THEIRS),
         )
 
     def heartbeat_interval_s(self, tuning: Tuning) -> float | None:
@@ -107,7 +84,6 @@ def connect(control: Connection, tuning: Tuning, deadline: Deadline) -> ShmPipe:
             step=_HELLO,
             sees_death=pidfd is not None,
             heartbeat_ms=_milliseconds(tuning.heartbeat_timeout_s),
-            word=_word(tuning),
         )
         send_fd(control, hello.pack(), (), deadline)
         data, fds = recv_fds(control, _STRUCT.size, 1, deadline)
@@ -121,14 +97,12 @@ def connect(control: Connection, tuning: Tuning, deadline: Deadline) -> ShmPipe:
                 f" {answer.slot_bytes} bytes"
             )
         segment = Segment.attach(fds[0], segment_size(ring_bytes))
-        theirs = _memory_of(control, answer, tuning)
-        send_fd(control, Join(step=_READY, reads_theirs=theirs is not None).pack(), (), deadline)
+        send_fd(control, Join(step=_READY).pack(), (), deadline)
         owned, pidfd = pidfd, None
         return ShmPipe(
             control,
             _shared(segment, answer.slots, answer.slot_bytes, tuning, accepted=False),
             tuning,
-            SingleCopy(theirs, ours=tuning.single_copy and answer.reads_theirs),
             pidfd=owned,
             heartbeat_interval_s=answer.heartbeat_interval_s(tuning),
         )
@@ -147,7 +121,6 @@ def accept(control: Connection, tuning: Tuning, deadline: Deadline) -> ShmPipe:
         pidfd = control.peer.open_pidfd()
         data, _ = recv_fds(control, _STRUCT.size, 0, deadline)
         hello = Join.unpack(data, control, _HELLO)
-        theirs = _memory_of(control, hello, tuning)
         quiet = hello.sees_death and pidfd is not None
         patience_ms = min(hello.heartbeat_ms, _milliseconds(tuning.heartbeat_timeout_s))
         try:
@@ -161,19 +134,16 @@ def accept(control: Connection, tuning: Tuning, deadline: Deadline) -> ShmPipe:
             heartbeat_ms=patience_ms,
             slots=tuning.slots,
             slot_bytes=tuning.slot_bytes,
-            word=_word(tuning),
-            reads_theirs=theirs is not None,
         )
         # Zeroed memory is two rings in which nothing has happened: there is nothing to prepare.
         send_fd(control, answer.pack(), (fd,), deadline)
         data, _ = recv_fds(control, _STRUCT.size, 0, deadline)
-        ready = Join.unpack(data, control, _READY)
+        Join.unpack(data, control, _READY)
         owned, pidfd = pidfd, None
         return ShmPipe(
             control,
             _shared(segment, tuning.slots, tuning.slot_bytes, tuning, accepted=True),
             tuning,
-            SingleCopy(theirs, ours=tuning.single_copy and ready.reads_theirs),
             pidfd=owned,
             heartbeat_interval_s=answer.heartbeat_interval_s(tuning),
         )
@@ -188,39 +158,6 @@ def _shared(segment: Segment, slots: int, slot_bytes: int, tuning: Tuning, *, ac
     ring_bytes = slots * slot_bytes
     pieces = Pieces.of(ring_bytes, slot_bytes, native=tuning.library is not None)
     return Shared(segment=segment, ring_bytes=ring_bytes, pieces=pieces, accepted=accepted)
-
-
-def _word(tuning: Tuning) -> Word:
-    return own_word() if tuning.single_copy else NO_WORD
-
-
-def _memory_of(control: Connection, said: Join, tuning: Tuning) -> PeerMemory | None:
-    """The other end's memory, if both ends want to do without the ring, and it can be read.
-
-    Raises PeerGoneError: that process has ended.
-    """
-    if not tuning.single_copy:
-        return None
-    try:
-        _check_pid(control)
-        return PeerMemory(control.peer, said.word)
-    except UnreadableError as e:
-        logger.warning(
-            "single_copy is set, and what %s sends goes through the ring all the same: %s",
-            control.describe,
-            e,
-        )
-        return None
-
-
-def _check_pid(control: Connection) -> None:
-    """Raises UnreadableError if the kernel does not say that the peer has the pid that it says it has.
-
-    Another process's memory is not to be read for it, nor our own: not even its word is looked for there.
-    """
-    said = control.sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
-    if _UCRED.unpack(said)[0] != control.peer.pid:
-        raise UnreadableError("the connection was made by a process of another pid than it says it has")
 
 
 def _milliseconds(seconds: float) -> int:

@@ -147,8 +147,7 @@ class Outbox:
     def fail(self) -> None:
         """Everything queued fails with what the fate says; whoever waits is woken. Blocks nowhere.
 
-        What the writer is copying at this moment fails when it has let go of it. Nobody is told of a failure
-        before the reader can see that it was evicted: it may be copying what was offered.
+        What the writer is copying at this moment fails when it has let go of it.
         """
         with self._lock:
             if self._ring is not None:

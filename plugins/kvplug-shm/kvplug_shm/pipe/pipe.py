@@ -35,7 +35,6 @@ from kvplug_shm.pipe.head import OF_NONE, head_of
 from kvplug_shm.pipe.inbox import NOT_YET, Inbox
 from kvplug_shm.pipe.message import Message
 from kvplug_shm.pipe.native import incoming, outgoing
-from kvplug_shm.pipe.offer import Offer, SingleCopy, worth_offering
 from kvplug_shm.pipe.outbox import Outbox
 from kvplug_shm.pipe.rings import Pieces
 
@@ -56,8 +55,6 @@ class Tuning:
     timeout_s: float
     heartbeat_timeout_s: float
     pool: Pool
-    single_copy: bool
-    """Whether it offers tensors, and takes them, where the system lets it."""
     library: Library | None
     """The compiled steps, where they are used."""
 
@@ -100,7 +97,6 @@ class ShmPipe(Pipe):
         control: Connection,
         shared: Shared,
         tuning: Tuning,
-        single_copy: SingleCopy,
         *,
         pidfd: int | None,
         heartbeat_interval_s: float | None,
@@ -116,7 +112,6 @@ class ShmPipe(Pipe):
         self._control = control
         self._pool = tuning.pool
         self._native = tuning.library is not None
-        self._offers = single_copy.ours
         self._closing = threading.RLock()  # also for the handler of a signal
         self._over = False
         self._sending, self._receiving = Turn("sending"), Turn("receiving")
@@ -137,7 +132,6 @@ class ShmPipe(Pipe):
                 shared.segment, 1 if shared.accepted else 0, shared.ring_bytes, tuning.library, tuning.spin_s
             ),
             pool=tuning.pool,
-            theirs=single_copy.theirs,
             peer=self._peer,
             pieces=shared.pieces,
             spin_s=tuning.spin_s,
@@ -186,17 +180,14 @@ class ShmPipe(Pipe):
             raise self._fate.error()
         with self._sending.taken():
             deadline = None if timeout is DEFAULT_TIMEOUT else Deadline.after(timeout)
-            transfer = message = None
+            transfer = None
             if tensor is None:
                 transfer = self._outbox.send_at_once(OF_NONE, 0)
             elif is_plain(tensor):
-                if self._offers and worth_offering(tensor):
-                    message = Offer(tensor)
-                else:
-                    head = head_of(tensor.dtype, tensor.shape)
-                    transfer = self._outbox.send_at_once(head, tensor.data_ptr())
+                head = head_of(tensor.dtype, tensor.shape)
+                transfer = self._outbox.send_at_once(head, tensor.data_ptr())
             if transfer is None:
-                message = message or Message(Content(tensor))
+                message = Message(Content(tensor))
                 transfer = self._outbox.send(message, deadline or Deadline.after(self._timeout_s))
             return transfer
 
