@@ -27,8 +27,8 @@ from kvplug.net.deadline import (
     Deadline as Deadline,
     Timeout as Timeout,
 )
-from kvplug.net.fate import (
-    Fate as Fate,
+from kvplug.net.exclusive_use import (
+    ExclusiveUse as ExclusiveUse,
 )
 from kvplug.net.fork import (
     close_after_fork as close_after_fork,
@@ -64,9 +64,6 @@ from kvplug.net.trust.identity import (
 from kvplug.net.trust.listener import (
     Listener as Listener,
 )
-from kvplug.net.turn import (
-    Turn as Turn,
-)
 from kvplug.transport.acceptor import (
     Acceptor as Acceptor,
     PipeAcceptor as PipeAcceptor,
@@ -88,6 +85,39 @@ from kvplug.transport.context import (
     LookupContext as LookupContext,
     PipeContext as PipeContext,
     QueueContext as QueueContext,
+)
+from kvplug.transport.duplex.contact import (
+    Contact as Contact,
+)
+from kvplug.transport.duplex.descriptors import (
+    DescriptorGuard as DescriptorGuard,
+)
+from kvplug.transport.duplex.endpoint import (
+    ContactEndpoint as ContactEndpoint,
+    DuplexEndpoint as DuplexEndpoint,
+)
+from kvplug.transport.duplex.heartbeat import (
+    BEATS_PER_TIMEOUT as BEATS_PER_TIMEOUT,
+    HeartbeatTerms as HeartbeatTerms,
+    watch_peer as watch_peer,
+)
+from kvplug.transport.duplex.join import (
+    JoinStream as JoinStream,
+)
+from kvplug.transport.duplex.lifecycle import (
+    Lifecycle as Lifecycle,
+)
+from kvplug.transport.duplex.partial import (
+    INTERRUPTED as INTERRUPTED,
+    PartialMessage as PartialMessage,
+    mismatch as mismatch,
+)
+from kvplug.transport.duplex.pipe import (
+    DuplexPipe as DuplexPipe,
+    PipeSettings as PipeSettings,
+)
+from kvplug.transport.duplex.window import (
+    SendWindow as SendWindow,
 )
 from kvplug.transport.events import (
     EventLog as EventLog,

@@ -23,5 +23,5 @@ def parts() -> set[str]:
 def test_every_part_of_the_tutorials_transport_is_described() -> None:
     text = PAGE.read_text(encoding="utf-8")
     found = parts()
-    assert {"Listener", "Turn", "watch"} <= found
+    assert {"Listener", "ExclusiveUse", "watch"} <= found
     assert not {name for name in found if f".{name}\n" not in text and f"| `{name}` |" not in text}

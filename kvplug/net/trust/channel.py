@@ -13,10 +13,10 @@ from typing import Any, Self
 
 from kvplug.errors import CapacityError, ClosedError, PeerGoneError, TimeoutError, WireError
 from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
+from kvplug.net.exclusive_use import ExclusiveUse
 from kvplug.net.fork import close_after_fork
 from kvplug.net.trust.connection import Connection
 from kvplug.net.trust.identity import PeerIdentity
-from kvplug.net.turn import Turn
 from kvplug.net.wire import values
 from kvplug.net.wire.frames import HEADER_SIZE, FrameKind, decode_header, encode_header
 
@@ -50,7 +50,7 @@ class Channel:
         self._closed = False
         self._broken: WireError | None = None
         self._sending = threading.Lock()
-        self._receiving = Turn("receiving from this channel")
+        self._receiving = ExclusiveUse("receiving from this channel")
         self._unsent = memoryview(b"")
         self._frame = bytearray(HEADER_SIZE)
         self._filled = 0
@@ -289,7 +289,7 @@ class Channel:
         self._closed = True
         self._sending = threading.Lock()
         self._users_lock = threading.Lock()
-        self._receiving = Turn("receiving from this channel")
+        self._receiving = ExclusiveUse("receiving from this channel")
         self._close_descriptors()
 
     def __enter__(self) -> Self:

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Final
 from kvplug import errors
 from kvplug.errors import ClosedError, KvplugError, PeerGoneError, TimeoutError
 from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
+from kvplug.net.exclusive_use import ExclusiveUse
 from kvplug.net.fork import close_after_fork
-from kvplug.net.turn import Turn
 from kvplug.testing.faults.course import Course, Hit
 from kvplug.testing.faults.messages import copied, fill, flipped, nbytes_of
 from kvplug.testing.faults.plan import BEFORE, Plan
@@ -48,7 +48,7 @@ class _Direction:
 
     def __init__(self, what: str, course: Course) -> None:
         self.what = what
-        self.turn = Turn(what)
+        self.turn = ExclusiveUse(what)
         self.course = course
         self.until: dict[int, float] = {}
         """By the rule's position: the moment until which it holds this message up."""
@@ -338,7 +338,7 @@ class FaultyPipe(Pipe):
         self.pipe.abort()
 
     def _after_fork_in_child(self) -> None:
-        self._sending.turn, self._receiving.turn = Turn("sending"), Turn("receiving")
+        self._sending.turn, self._receiving.turn = ExclusiveUse("sending"), ExclusiveUse("receiving")
         self._over = threading.Event()
         self._over.set()
         self._closed = True

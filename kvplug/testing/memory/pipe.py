@@ -17,8 +17,8 @@ import attrs
 
 from kvplug.errors import ClosedError, PeerGoneError, TensorMismatchError, TimeoutError, WireError
 from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
+from kvplug.net.exclusive_use import ExclusiveUse
 from kvplug.net.fork import close_after_fork
-from kvplug.net.turn import Turn
 from kvplug.net.wire.tensors import TensorMeta, copy_into, empty_like_meta, memory_of, meta_of
 from kvplug.transport.context import PipeContext
 from kvplug.transport.pipe import Pipe, PipeEndpoint, PipeListener, Transfer
@@ -163,7 +163,7 @@ class MemoryPipe(Pipe):
         self._closed = False  # here: calls are refused
         self._ended = False  # and the other end has been told
         self._peer_ended = False
-        self._sending, self._receiving = Turn("sending"), Turn("receiving")
+        self._sending, self._receiving = ExclusiveUse("sending"), ExclusiveUse("receiving")
         self._other: MemoryPipe
         close_after_fork(self)
 
@@ -264,7 +264,7 @@ class MemoryPipe(Pipe):
 
     def _after_fork_in_child(self) -> None:
         self._changed = threading.Condition()  # the old one may be held by a thread that is not here
-        self._sending, self._receiving = Turn("sending"), Turn("receiving")
+        self._sending, self._receiving = ExclusiveUse("sending"), ExclusiveUse("receiving")
         self._closed = self._ended = True
         for message in self._inbox:
             message.transfer.inherit(ClosedError("it belongs to the process that this one was forked from"))

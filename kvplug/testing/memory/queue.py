@@ -16,8 +16,8 @@ import attrs
 
 from kvplug.errors import CapacityError, ClosedError, ConfigError, PeerGoneError, UnsupportedError
 from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
+from kvplug.net.exclusive_use import ExclusiveUse
 from kvplug.net.fork import close_after_fork
-from kvplug.net.turn import Turn
 from kvplug.net.wire.values import Limits, decode, encode
 from kvplug.transport.context import QueueContext
 from kvplug.transport.queue import MessageQueue, QueueEndpoint, QueueHandle, Reader, Wait
@@ -144,7 +144,7 @@ class MemoryEnd(MessageQueue):
         self._ring = ring
         self._rank = rank
         self._closed = False
-        self._turn = Turn("at this end of the queue")
+        self._turn = ExclusiveUse("at this end of the queue")
         close_after_fork(self)
 
     @property
@@ -219,7 +219,7 @@ class MemoryEnd(MessageQueue):
 
     def _after_fork_in_child(self) -> None:
         self._closed = True
-        self._turn = Turn("at this end of the queue")
+        self._turn = ExclusiveUse("at this end of the queue")
 
 
 class MemoryWriter(MemoryEnd):

@@ -6,10 +6,10 @@ from typing import Any, Self
 
 from kvplug.errors import CapacityError, ClosedError, ConfigError, WireError
 from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
+from kvplug.net.exclusive_use import ExclusiveUse
 from kvplug.net.fork import close_after_fork
 from kvplug.net.trust.credentials import Credentials
 from kvplug.net.trust.listener import Listener
-from kvplug.net.turn import Turn
 from kvplug.net.wire import values
 from kvplug.transport.group.client import PURPOSE, Access, RemoteStore
 from kvplug.transport.group.server import LocalStore, StoreServer
@@ -47,9 +47,9 @@ class StatelessGroup:
         self._timeout_s = timeout_s
         self._listener = listener
         self._closed = False
-        self._collective = Turn("in a collective of this group")
-        self._sending = {r: Turn(f"sending to rank {r}") for r in range(world_size)}
-        self._receiving = {r: Turn(f"receiving from rank {r}") for r in range(world_size)}
+        self._collective = ExclusiveUse("in a collective of this group")
+        self._sending = {r: ExclusiveUse(f"sending to rank {r}") for r in range(world_size)}
+        self._receiving = {r: ExclusiveUse(f"receiving from rank {r}") for r in range(world_size)}
         self._numbers: dict[tuple[str, int], int] = {}
         close_after_fork(self)
 

@@ -13,16 +13,10 @@ from typing import TYPE_CHECKING
 
 from kvplug import KvplugError, TimeoutError
 from kvplug.net.wire.frames import HEADER_SIZE
-from kvplug.net.wire.messages import (
-    SHORTEST_TENSOR_PREFIX,
-    check_fits,
-    is_dense,
-    prefix_size,
-    read_prefix,
-)
-from kvplug.net.wire.tensors import TensorMeta, copy_into, memory_of, memory_of_writable
-from kvplug.transport import Deadline, Fate, TensorMismatchError, WireError
-from kvplug_cpu.lane import Lane
+from kvplug.net.wire.messages import SHORTEST_TENSOR_PREFIX, prefix_size, read_prefix
+from kvplug.net.wire.tensors import TensorMeta, memory_of_writable
+from kvplug.transport import Deadline, DescriptorGuard, Lifecycle, PartialMessage, WireError
+from kvplug_cpu.data_connection import DataConnection
 from kvplug_cpu.memory import fresh
 from kvplug_cpu.message import SPLIT, parts
 
@@ -33,10 +27,10 @@ _STAGE_BYTES = 32 * 1024
 
 
 class _Stage:
-    """Bytes of lane 0 that were read before anybody knew where they belong."""
+    """Bytes of connection 0 that were read before it is known where they belong."""
 
-    def __init__(self, lane: Lane) -> None:
-        self._lane = lane
+    def __init__(self, connection: DataConnection) -> None:
+        self._connection = connection
         self._memory = memoryview(bytearray(_STAGE_BYTES))
         self._begin = self._end = 0
 
@@ -47,9 +41,9 @@ class _Stage:
                 rest = bytes(self._memory[self._begin : self._end])
                 self._memory[: len(rest)] = rest
                 self._begin, self._end = 0, len(rest)
-            n = self._lane.receive_now(self._memory[self._end :])
+            n = self._connection.receive_now(self._memory[self._end :])
             self._end += n
-            if not n and (self._lane.ended or not self._lane.wait_readable(deadline)):
+            if not n and (self._connection.ended or not self._connection.wait_readable(deadline)):
                 return False
         return True
 
@@ -68,57 +62,57 @@ class _Stage:
         return n
 
 
-class _Incoming:
-    """A message whose announcement has been read: what it is, and how much of it has arrived."""
+class _Incoming(PartialMessage):
+    """A message whose bytes come over one connection, or split over all of them."""
+
+    __slots__ = ("bounds", "got_by_share")
 
     def __init__(self, meta: TensorMeta | None, bounds: list[tuple[int, int]]) -> None:
-        self.meta = meta
+        """``bounds``: (start, stop) of each connection's share."""
+        super().__init__(meta)
         self.bounds = bounds
-        self.got = [0] * len(bounds)
-        self.own: Tensor | None = None
-        """Our own memory, where a part of it waits for the next call."""
+        self.got_by_share = [0] * len(bounds)
 
-    @property
-    def complete(self) -> bool:
-        return all(got == b - a for got, (a, b) in zip(self.got, self.bounds, strict=True))
+    def add(self, share: int, nbytes: int) -> None:
+        self.got_by_share[share] += nbytes
+        self.got += nbytes
 
-    def keep(self, memory: memoryview) -> None:
-        """Take what has arrived out of the caller's memory, which is the caller's again now."""
-        if self.meta is not None and any(self.got):
-            self.own = fresh(self.meta)
-            mine = memory_of_writable(self.own)
-            for got, (start, _) in zip(self.got, self.bounds, strict=True):
-                mine[start : start + got] = memory[start : start + got]
+    def left(self, share: int) -> tuple[int, int]:
+        """(start, stop) of what has not arrived of a share."""
+        start, stop = self.bounds[share]
+        return start + self.got_by_share[share], stop
+
+    def arrived(self) -> list[tuple[int, int]]:
+        return [(start, start + got) for got, (start, _) in zip(self.got_by_share, self.bounds, strict=True)]
 
 
 class _SideReader:
-    """Reads one lane's share while the caller's thread reads lane 0. Its thread starts when needed.
+    """Reads one connection's share while the caller reads connection 0. Its thread starts when needed.
 
     Every ``start`` is followed by one ``result``, which comes also when the reader was stopped before.
     """
 
     def __init__(
         self,
-        lane: Lane,
+        connection: DataConnection,
         index: int,
         *,
+        descriptors: DescriptorGuard,
         lost: Callable[[], object],
-        break_down: Callable[[str], None],
-        enter: Callable[[], bool],
-        leave: Callable[[], None],
+        fail: Callable[[str], None],
     ) -> None:
-        self.lane = lane
+        self.connection = connection
         self._index = index
+        self._descriptors = descriptors
         self._lost = lost
-        self._break_down = break_down
-        self._enter, self._leave = enter, leave
+        self._fail = fail
         self._jobs: SimpleQueue[tuple[memoryview, Deadline] | None] = SimpleQueue()
         self._results: SimpleQueue[int] = SimpleQueue()
         self.thread: threading.Thread | None = None
 
     def start(self, view: memoryview, deadline: Deadline) -> None:
         if self.thread is None:
-            if not self._enter():
+            if not self._descriptors.enter():
                 self._results.put(0)
                 return
             thread = threading.Thread(
@@ -127,7 +121,7 @@ class _SideReader:
             try:
                 thread.start()
             except BaseException:
-                self._leave()
+                self._descriptors.leave()
                 raise
             self.thread = thread
         self._jobs.put((view, deadline))
@@ -141,104 +135,67 @@ class _SideReader:
     def _read(self) -> None:
         try:
             while (job := self._jobs.get()) is not None:
-                got = self.lane.receive(*job)
-                if self.lane.ended:
-                    self._lost()  # in the middle of a message: nobody needs to wait for the other lanes
+                got = self.connection.receive(*job)
+                if self.connection.ended:
+                    self._lost()  # in the middle of a message: the other connections need not be waited for
                 self._results.put(got)
                 del job
         except Exception as e:
-            self._break_down(f"reading a lane failed: {e!r}")
+            self._fail(f"reading a connection failed: {e!r}")
         finally:
-            self._results.put(0)  # for whoever asked too late
-            self._leave()
+            self._results.put(0)  # for a caller that asked too late
+            self._descriptors.leave()
 
 
 class Inbox:
-    """``lost(reason)``: the peer is gone. ``break_down(reason)``: the stream has lost its place. Both
-    wake every thread that reads. ``enter`` and ``leave`` as in the outbox.
+    """``lost(reason)``: the peer is gone. ``fail(reason)``: the stream has lost its place.
+
+    Both wake every thread that reads.
     """
 
     def __init__(
         self,
-        lanes: list[Lane],
+        connections: list[DataConnection],
         *,
         peer: str,
-        fate: Fate,
+        lifecycle: Lifecycle,
+        descriptors: DescriptorGuard,
         lost: Callable[[str], None],
-        break_down: Callable[[str], None],
-        enter: Callable[[], bool],
-        leave: Callable[[], None],
+        fail: Callable[[str], None],
     ) -> None:
         self._peer = peer
-        self._fate = fate
+        self._lifecycle = lifecycle
         self._lost = lost
-        self._break_down = break_down
-        self._lane = lanes[0]
-        self._lanes = len(lanes)
-        self._stage = _Stage(lanes[0])
+        self._fail = fail
+        self._first = connections[0]
+        self._num_connections = len(connections)
+        self._stage = _Stage(connections[0])
         self._side = [
-            _SideReader(lane, k, lost=self._end_of_stream, break_down=break_down, enter=enter, leave=leave)
-            for k, lane in enumerate(lanes[1:], 1)
+            _SideReader(each, k, descriptors=descriptors, lost=self._end_of_stream, fail=fail)
+            for k, each in enumerate(connections[1:], 1)
         ]
         self._incoming: _Incoming | None = None
 
     def receive(self, out: Tensor | None, deadline: Deadline) -> Tensor | None:
         """Only one thread at a time. Raises as ``Pipe.recv_tensor``."""
-        incoming = self._incoming
-        if incoming is None:
-            incoming = self._incoming = self._announced(deadline)
-        meta = incoming.meta
-        if meta is None:
-            if out is not None:
-                raise TensorMismatchError("the next message is None, and out= was given; it stays")
-            self._incoming = None
-            return None
-        if out is not None:
-            check_fits(out, meta)
-        direct = incoming.own is None and out is not None and is_dense(out)
-        if direct:
-            tensor = out
-        elif incoming.own is not None:
-            tensor = incoming.own
-        else:
-            tensor = fresh(meta)
-        assert tensor is not None
-        memory = memory_of_writable(tensor)
-        try:
-            self._fill(incoming, memory, deadline)
-        except BaseException:
-            # Ctrl-C between the kernel's answer and our noting it: the stream's position is lost.
-            self._break_down("interrupted in the middle of a message")
-            for reader in self._side:
-                reader.stop()
-            raise
-        if not incoming.complete:
-            if self._lane.ended or any(reader.lane.ended for reader in self._side):
-                raise self._end_of_stream()
-            if self._fate.closed or self._fate.broken:
-                raise self._fate.error()
-            # Before anything is raised: what has arrived is part of the message that the next call returns.
-            # Also when the peer takes nothing more: it may be closing, and still sending what it has.
-            if direct:
-                self._keep(incoming, memory)
-            elif any(incoming.got):
-                incoming.own = tensor
-            raise TimeoutError(
-                f"{sum(incoming.got)} of {meta.nbytes} bytes of a tensor have arrived from {self._peer};"
-                " the next call goes on with it"
+        message = self._incoming
+        if message is None:
+            message = self._incoming = self._announced(deadline)
+        message.check_out(out)
+        tensor = None
+        if message.meta is not None:
+            tensor = message.receive(
+                out,
+                allocate=fresh,
+                fill=lambda memory: self._fill(message, memory_of_writable(memory), deadline),
+                fail=self._fail,
+                peer=self._peer,
             )
-        if out is not None and not direct:
-            incoming.own = tensor
-            try:
-                copy_into(out, memory_of(tensor))
-            except RuntimeError as e:
-                raise TensorMismatchError(f"out= cannot be written, and the message stays: {e}") from e
-            tensor = out
         self._incoming = None
         return tensor
 
     def stop(self) -> None:
-        """End the side readers' threads, after their lanes were stopped."""
+        """End the side readers' threads, after their connections were stopped."""
         for reader in self._side:
             reader.stop()
 
@@ -246,13 +203,6 @@ class Inbox:
         for reader in self._side:
             if reader.thread is not None and reader.thread is not threading.current_thread():
                 reader.thread.join(1.0)
-
-    def _keep(self, incoming: _Incoming, memory: memoryview) -> None:
-        try:
-            incoming.keep(memory)
-        except BaseException:
-            self._break_down("there was no memory for the part of a message that had arrived")
-            raise
 
     def _announced(self, deadline: Deadline) -> _Incoming:
         stage = self._stage
@@ -267,42 +217,62 @@ class Inbox:
                 size = wanted
             announcement = read_prefix(stage.peek(size))
         except WireError as e:
-            self._break_down(f"what arrives is not a message: {e}")
+            self._fail(f"what arrives is not a message: {e}")
             raise
         if announcement.goodbye:
             self._lost("the peer closed it")
-            raise self._fate.error()
+            raise self._lifecycle.error()
         stage.drop(size)
         meta = announcement.meta
         if meta is None:
             return _Incoming(None, [])
         nbytes = meta.nbytes
-        return _Incoming(meta, parts(nbytes, self._lanes) if announcement.flags & SPLIT else [(0, nbytes)])
+        return _Incoming(
+            meta, parts(nbytes, self._num_connections) if announcement.flags & SPLIT else [(0, nbytes)]
+        )
 
     def _need(self, count: int, deadline: Deadline) -> None:
         if self._stage.has(count, deadline):
             return
-        if self._lane.ended:
+        if self._first.ended:
             raise self._end_of_stream()
         raise TimeoutError(f"no message has arrived from {self._peer}; it is alive as far as can be seen")
 
-    def _fill(self, incoming: _Incoming, memory: memoryview, deadline: Deadline) -> None:
+    def _fill(self, message: _Incoming, memory: memoryview, deadline: Deadline) -> bool:
+        """Receive what is left; False at the deadline. Raises how the pipe ended, if that is why."""
+        try:
+            self._read(message, memory, deadline)
+        except BaseException:
+            for reader in self._side:
+                reader.stop()
+            raise
+        if message.got == message.nbytes:
+            return True
+        if self._first.ended or any(reader.connection.ended for reader in self._side):
+            raise self._end_of_stream()
+        if self._lifecycle.closed or self._lifecycle.broken:
+            raise self._lifecycle.error()
+        # Also when the peer takes nothing more: it may be closing, and still sending what it has.
+        return False
+
+    def _read(self, message: _Incoming, memory: memoryview, deadline: Deadline) -> None:
         started = []
-        for k, reader in enumerate(self._side[: len(incoming.bounds) - 1], 1):
-            start, stop = incoming.bounds[k]
-            if start + incoming.got[k] < stop:
-                reader.start(memory[start + incoming.got[k] : stop], deadline)
+        for k, reader in enumerate(self._side[: len(message.bounds) - 1], 1):
+            start, stop = message.left(k)
+            if start < stop:
+                reader.start(memory[start:stop], deadline)
                 started.append((k, reader))
-        start, stop = incoming.bounds[0]
-        incoming.got[0] += self._stage.move_into(memory[start + incoming.got[0] : stop])
-        if start + incoming.got[0] < stop:
-            incoming.got[0] += self._lane.receive(memory[start + incoming.got[0] : stop], deadline)
-            if self._lane.ended:
+        start, stop = message.left(0)
+        message.add(0, self._stage.move_into(memory[start:stop]))
+        start, stop = message.left(0)
+        if start < stop:
+            message.add(0, self._first.receive(memory[start:stop], deadline))
+            if self._first.ended:
                 self._end_of_stream()
         for k, reader in started:
-            incoming.got[k] += reader.result()
+            message.add(k, reader.result())
 
     def _end_of_stream(self) -> KvplugError:
-        """The lanes are over: whoever else waits on them is woken, and this is to be raised."""
+        """The connections are over: other threads that wait on them are woken, and this is to be raised."""
         self._lost("the connection ended")
-        return self._fate.error()
+        return self._lifecycle.error()

@@ -1,11 +1,11 @@
-"""What a pipe puts on its lanes.
+"""What a pipe puts on its data connections.
 
-    lane 0:  header (16 bytes) | meta | tensor bytes, or the first part of them
-    lane k:                             the k-th part of a split tensor
+    connection 0:  header (16 bytes) | meta | tensor bytes, or the first part of them
+    connection k:                             the k-th part of a split tensor
 
-The header's length counts everything after it, on all lanes. A tensor is split over all lanes when the
-header's flag says so; both ends compute the parts from its size and the number of lanes. GOODBYE is the last
-thing on lane 0 of a pipe that was closed politely.
+The header's length counts everything after it, on all connections. A tensor is split over all of them when
+the header's flag says so; both ends compute the parts from its size and the number of connections. GOODBYE is
+the last thing on connection 0 of a pipe that was closed politely.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 SPLIT = 1
-"""Flag: the tensor's bytes are spread over all lanes."""
+"""Flag: the tensor's bytes are spread over all data connections."""
 _NOTHING = memoryview(b"")
 _PAGE = 4096
 
@@ -49,7 +49,7 @@ class Content:
         return cls(prefix, memory, split)
 
 
-def parts(nbytes: int, lanes: int) -> list[tuple[int, int]]:
-    """(start, stop) of each lane's part of a split tensor: whole pages, as even as they come."""
-    share = -(-nbytes // (lanes * _PAGE)) * _PAGE
-    return [(min(k * share, nbytes), min((k + 1) * share, nbytes)) for k in range(lanes)]
+def parts(nbytes: int, count: int) -> list[tuple[int, int]]:
+    """(start, stop) of each connection's part of a split tensor: whole pages, as even as they come."""
+    share = -(-nbytes // (count * _PAGE)) * _PAGE
+    return [(min(k * share, nbytes), min((k + 1) * share, nbytes)) for k in range(count)]

@@ -24,18 +24,18 @@ def echo(parent: Parent, pipe: Pipe) -> int:
 
 
 def send_part(parent: Parent, pipe: Any, nbytes: int, before_death: int) -> None:
-    """One whole message, then ``before_death`` bytes of one of ``nbytes`` bytes on its lanes."""
+    """One whole message, then ``before_death`` bytes of one of ``nbytes`` bytes on its connections."""
     from kvplug_cpu.message import Content, parts
 
     pipe.send_tensor(torch.arange(10)).wait()
     content = Content.of(torch.ones(nbytes, dtype=torch.uint8), pipe._split_bytes)
-    bounds = parts(nbytes, len(pipe._lanes)) if content.split else [(0, nbytes)]
+    bounds = parts(nbytes, len(pipe._data)) if content.split else [(0, nbytes)]
     streams = [bytes(content.memory[a:b]) for a, b in bounds]
     streams[0] = content.prefix + streams[0]
-    for lane, stream in zip(pipe._lanes, streams, strict=False):
+    for connection, stream in zip(pipe._data, streams, strict=False):
         left = memoryview(stream[:before_death])
         while left:
-            left = left[lane.send([left]) :]
+            left = left[connection.send([left]) :]
         before_death = max(0, before_death - len(stream))
     parent.send("sent")
     parent.recv()

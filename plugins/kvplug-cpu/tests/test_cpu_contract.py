@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from kvplug.testing import PipeContract
 from kvplug.transport import local_domain
-from kvplug_cpu.contact import Contact
+from kvplug_cpu.contact import CpuContact
 
 
 class TestCpuPipe(PipeContract):
@@ -19,7 +19,7 @@ class TestCpuPipe(PipeContract):
         self.later(listening.close)
         listening.bind("")  # the kernel chooses an abstract name
         listening.listen()
-        return str(Contact(local_domain(), (f"unix:@{listening.getsockname()[1:].decode()}",)))
+        return str(CpuContact(local_domain(), (f"unix:@{listening.getsockname()[1:].decode()}",)))
 
 
 class TestCpuPipeOverTcp(PipeContract):

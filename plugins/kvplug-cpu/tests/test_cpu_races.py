@@ -23,9 +23,9 @@ from kvplug_cpu.message import Content, parts
 MIB = 1024 * 1024
 
 
-def send_all(lane: Any, view: memoryview) -> None:
+def send_all(connection: Any, view: memoryview) -> None:
     while view:
-        view = view[lane.send([view]) :]
+        view = view[connection.send([view]) :]
 
 
 # -- a message that is interrupted keeps its place ------------------------------------------------
@@ -38,12 +38,12 @@ def test_a_message_interrupted_while_the_peer_closes_goes_on_with_its_first_byte
     one, other = near_pair(split_bytes=64 * MIB)
     sent = torch.randint(1, 255, (MIB,), dtype=torch.uint8)
     content = Content.of(sent, 64 * MIB)
-    assert one._lanes[0].send_now([memoryview(content.prefix), content.memory[:50_000]])
+    assert one._data[0].send_now([memoryview(content.prefix), content.memory[:50_000]])
     other._sending_lost("the peer takes nothing more")  # as when it closes, and still sends what it has
     outs = [torch.zeros_like(sent) if with_out else None for _ in range(2)]
     with pytest.raises(TimeoutError):
         other.recv_tensor(outs[0], timeout=0.2)
-    sender = Call(lambda: send_all(one._lanes[0], content.memory[50_000:]))
+    sender = Call(lambda: send_all(one._data[0], content.memory[50_000:]))
     assert torch.equal(other.recv_tensor(outs[1], timeout=5), sent)
     sender.outcome()
 
@@ -56,7 +56,7 @@ def test_no_memory_to_keep_a_part_in_breaks_the_pipe_and_says_so(
 
     one, other = near_pair(split_bytes=64 * MIB)
     content = Content.of(torch.ones(MIB, dtype=torch.uint8), 64 * MIB)
-    assert one._lanes[0].send_now([memoryview(content.prefix), content.memory[:50_000]])
+    assert one._data[0].send_now([memoryview(content.prefix), content.memory[:50_000]])
 
     def none_left(meta: Any) -> Any:
         raise CapacityError("no memory")
@@ -83,7 +83,7 @@ def test_memory_that_cannot_be_written_is_refused_and_the_message_stays(near_pai
 def test_signals_do_not_move_the_deadline_of_a_receive(near_pair: Any) -> None:
     one, other = near_pair(split_bytes=64 * MIB)
     content = Content.of(torch.ones(MIB, dtype=torch.uint8), 64 * MIB)
-    assert one._lanes[0].send_now([memoryview(content.prefix), content.memory[:50_000]])
+    assert one._data[0].send_now([memoryview(content.prefix), content.memory[:50_000]])
     old = signal.signal(signal.SIGALRM, lambda *_: None)
     signal.setitimer(signal.ITIMER_REAL, 0.02, 0.02)
     threading.Timer(4.0, one.abort).start()
@@ -101,7 +101,7 @@ def test_signals_do_not_move_the_deadline_of_a_receive(near_pair: Any) -> None:
 
 
 @pytest.mark.parametrize("end", ["close", "abort"])
-def test_ending_just_before_a_message_is_read_from_all_lanes_wakes_its_receiver(
+def test_ending_just_before_a_message_is_read_from_all_connections_wakes_its_receiver(
     near_pair: Any, monkeypatch: pytest.MonkeyPatch, end: str
 ) -> None:
     from kvplug_cpu import inbox
@@ -127,7 +127,7 @@ def test_ending_just_before_a_message_is_read_from_all_lanes_wakes_its_receiver(
 def test_ending_in_the_middle_of_a_message_wakes_its_receiver(near_pair: Any, end: str) -> None:
     one, other = near_pair()
     content = Content.of(torch.zeros(4 * MIB, dtype=torch.uint8), MIB)
-    one._lanes[0].send_now([memoryview(content.prefix), content.memory[:1000]])
+    one._data[0].send_now([memoryview(content.prefix), content.memory[:1000]])
     receiving = Call(lambda: other.recv_tensor(timeout=10))
     time.sleep(0.05)
     getattr(other, end)()
@@ -137,14 +137,14 @@ def test_ending_in_the_middle_of_a_message_wakes_its_receiver(near_pair: Any, en
             one.send_tensor(torch.zeros(MIB), timeout=2)
 
 
-def test_a_lane_that_breaks_alone_ends_a_receive_at_once(near_pair: Any) -> None:
+def test_a_connection_that_breaks_alone_ends_a_receive_at_once(near_pair: Any) -> None:
     one, other = near_pair(split_bytes=4096)
     content = Content.of(torch.ones(MIB, dtype=torch.uint8), 4096)
     a, _ = parts(MIB, 2)[0]
-    assert one._lanes[0].send_now([memoryview(content.prefix), content.memory[a : a + 1000]])
+    assert one._data[0].send_now([memoryview(content.prefix), content.memory[a : a + 1000]])
     receiving = Call(lambda: other.recv_tensor(timeout=10))
     time.sleep(0.1)
-    one._lanes[1]._sock.shutdown(socket.SHUT_RDWR)
+    one._data[1]._sock.shutdown(socket.SHUT_RDWR)
     assert isinstance(receiving.outcome(3), PeerGoneError)
 
 
@@ -154,7 +154,7 @@ def test_what_has_failed_is_not_sent_any_further(near_pair: Any) -> None:
     source = torch.ones(20 * MIB, dtype=torch.uint8)
     first = one.send_tensor(source)
     time.sleep(0.1)
-    one._lanes[1]._sock.shutdown(socket.SHUT_RDWR)
+    one._data[1]._sock.shutdown(socket.SHUT_RDWR)
     one.send_tensor(torch.ones(40 * MIB, dtype=torch.uint8))
     with pytest.raises(PeerGoneError):
         first.wait(5)
@@ -241,7 +241,7 @@ def test_a_writer_that_fails_ends_its_transfers(near_pair: Any, monkeypatch: pyt
     def fail(views: Any) -> int:
         raise MemoryError
 
-    monkeypatch.setattr(one._lanes[0], "send", fail)
+    monkeypatch.setattr(one._data[0], "send", fail)
     transfer = one.send_tensor(torch.ones(20 * MIB))
     with pytest.raises(TransportError):
         transfer.wait(3)
@@ -253,7 +253,7 @@ def test_a_side_reader_that_fails_breaks_the_pipe(near_pair: Any, monkeypatch: p
     def fail(*_: Any) -> int:
         raise MemoryError
 
-    monkeypatch.setattr(other._lanes[1], "receive", fail)
+    monkeypatch.setattr(other._data[1], "receive", fail)
     one.send_tensor(torch.ones(10_000))
     for _ in range(2):
         assert isinstance(Call(lambda: other.recv_tensor(timeout=1)).outcome(), TransportError)
@@ -278,7 +278,7 @@ def test_a_connection_that_is_reset_before_it_becomes_a_pipe_leaves_nothing(endp
 
     pidfd = os.pidfd_open(os.getpid())
     proven: Any = Proven()
-    pipe = CpuPipe(proven, [proven], endpoint()._tuning, pidfd=pidfd, heartbeat_interval_s=None)
+    pipe = CpuPipe(proven, [proven], endpoint()._settings, pidfd=pidfd, heartbeat_interval_s=None)
     with pytest.raises(OSError, match="Bad file"):
         os.fstat(pidfd)
     with pytest.raises(PeerGoneError):

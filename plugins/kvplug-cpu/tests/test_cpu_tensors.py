@@ -76,7 +76,7 @@ def test_a_receive_that_times_out_in_the_middle_goes_on_in_the_next_call(
     content = Content.of(sent, 100_000)
     assert content.split
     (a, b), (c, d) = parts(2_000_000, 2)
-    first, second = one._lanes
+    first, second = one._data
     assert first.send_now([memoryview(content.prefix), content.memory[a : a + 50_000]])
     assert second.send_now([content.memory[c : c + 20_000]])
     out = torch.zeros_like(sent)
@@ -100,6 +100,6 @@ def test_a_receive_that_times_out_in_the_middle_goes_on_in_the_next_call(
     assert bool((out == 99).all()), "memory was written to after its call had ended"
 
 
-def send_all(lane: Any, view: memoryview) -> None:
+def send_all(connection: Any, view: memoryview) -> None:
     while view:
-        view = view[lane.send([view]) :]
+        view = view[connection.send([view]) :]

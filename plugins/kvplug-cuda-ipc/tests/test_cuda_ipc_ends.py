@@ -100,7 +100,7 @@ def test_messages_of_a_peer_that_has_aborted_are_received_and_its_memory_is_give
     for n in range(3):
         one.send_tensor(torch.full((MIB,), n, dtype=torch.uint8)).wait(PATIENCE_S)
     one.abort()
-    until(lambda: other._fate.sealed)
+    until(lambda: other._lifecycle.ended)
     for n in range(3):
         assert bool((other.recv_tensor(timeout=PATIENCE_S) == n).all())
     with pytest.raises(PeerGoneError):
@@ -274,7 +274,7 @@ def test_a_peer_that_says_what_cannot_be_ends_the_pipe_and_nothing_else(near_pai
     one, other = near_pair()
     for value in LIES[what]:
         one._channel.send(value)
-    until(lambda: other._fate.sealed)
+    until(lambda: other._lifecycle.ended)
     for call in (lambda: other.recv_tensor(timeout=PATIENCE_S), lambda: other.send_tensor(None)):
         with pytest.raises(TransportError, match="what its peer says cannot be"):
             call()

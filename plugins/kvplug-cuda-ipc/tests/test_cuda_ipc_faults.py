@@ -72,7 +72,7 @@ def test_a_copy_that_comes_to_its_end_after_its_peer_is_no_message(far_pair: Any
     until(lambda: pipe._inbox._message)
     time.sleep(0.2)  # the copy is enqueued
     child.kill()
-    until(lambda: pipe._fate.peer_lost)
+    until(lambda: pipe._lifecycle.peer_lost)
     time.sleep(0.2)  # the call has seen it
     controls.set(hold=0)
     assert isinstance(receiving.outcome(), PeerGoneError)
@@ -88,7 +88,7 @@ def test_ends_in_one_process_that_are_cut_apart_give_everything_back_at_once(
         one.send_tensor(noise(MIB)).wait(PATIENCE_S)
         one._channel.socket().shutdown(socket.SHUT_RDWR)
         for pipe in (one, other):
-            until(lambda pipe=pipe: pipe._fate.sealed)
+            until(lambda pipe=pipe: pipe._lifecycle.ended)
             pipe.abort()
             until(lambda pipe=pipe: not pipe._mover.is_alive())
     assert controls.get("allocations") == 0

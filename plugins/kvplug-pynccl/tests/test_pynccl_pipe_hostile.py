@@ -49,7 +49,7 @@ def test_a_peer_that_says_what_cannot_be_ends_the_pipe_and_nothing_else(near_pai
     receiving = Call(lambda: other.recv_tensor(timeout=None))
     one._link.control.say(LIES[what])
     assert isinstance(receiving.outcome(), TransportError | None)  # a None may have come first
-    until(lambda: other._link.fate.sealed)
+    until(lambda: other._link.lifecycle.ended)
     with pytest.raises(TransportError, match="cannot be"):
         other.send_tensor(None)
     with pytest.raises(PeerGoneError):
@@ -83,7 +83,7 @@ def test_memory_is_taken_for_a_message_only_when_somebody_receives_it(near_pair:
     one._link.control.say(Announcement(0, HUGE, None).pack())
     with pytest.raises(KvplugError, match="no memory"):
         other.recv_tensor(timeout=PATIENCE_S)
-    assert not other._link.fate.sealed
+    assert not other._link.lifecycle.ended
 
 
 @given(st.lists(st.binary(max_size=200)))

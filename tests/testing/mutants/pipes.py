@@ -550,7 +550,7 @@ class TestLosesWhatComesTooLate(Mutant):
 # -- threads ---------------------------------------------------------------------------------------
 
 
-class NoTurn:
+class NoExclusiveUse:
     """Everybody may."""
 
     def taken(self) -> Any:
@@ -565,7 +565,7 @@ class TestLetsTwoSend(Mutant):
     class pipe(MemoryPipe):  # noqa: N801
         def __init__(self, *args: Any) -> None:
             super().__init__(*args)
-            self._sending: Any = NoTurn()
+            self._sending: Any = NoExclusiveUse()
 
 
 class TestLetsTwoReceive(Mutant):
@@ -576,7 +576,7 @@ class TestLetsTwoReceive(Mutant):
     class pipe(MemoryPipe):  # noqa: N801
         def __init__(self, *args: Any) -> None:
             super().__init__(*args)
-            self._receiving: Any = NoTurn()
+            self._receiving: Any = NoExclusiveUse()
 
 
 class TestHasOneTurnForBoth(Mutant):

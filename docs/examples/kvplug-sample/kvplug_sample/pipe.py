@@ -20,6 +20,7 @@ from kvplug.transport import (
     DEFAULT_TIMEOUT,
     Connection,
     Deadline,
+    ExclusiveUse,
     Listener,
     Pipe,
     PipeContext,
@@ -28,7 +29,6 @@ from kvplug.transport import (
     TensorMismatchError,
     Timeout,
     Transfer,
-    Turn,
     Watch,
     WireError,
     close_after_fork,
@@ -92,7 +92,7 @@ class SamplePipe(Pipe):
         self._closing = self._closed = False
         self._gone = ""  # why, once the peer is
         self._users = 0  # threads that may be inside a system call on the socket
-        self._sending, self._receiving = Turn("sending"), Turn("receiving")
+        self._sending, self._receiving = ExclusiveUse("sending"), ExclusiveUse("receiving")
         self._header: Header | None = None  # of the frame whose payload is being received
         self._frame, self._filled = bytearray(HEADER_SIZE), 0
         self._sock.setblocking(False)
@@ -227,7 +227,7 @@ class SamplePipe(Pipe):
         self._closed = True
         # What threads that are not here may hold is made anew, and what they work on ends.
         self._changed = threading.Condition()
-        self._sending, self._receiving = Turn("sending"), Turn("receiving")
+        self._sending, self._receiving = ExclusiveUse("sending"), ExclusiveUse("receiving")
         self._writer = None  # one that was about to start here never will
         for transfer in (self._writing, *(transfer for transfer, _ in self._queue)):
             if transfer is not None:

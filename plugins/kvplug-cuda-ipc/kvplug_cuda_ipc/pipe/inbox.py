@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from kvplug import PeerGoneError, TimeoutError, TransportError
 from kvplug.net.wire import TensorMeta
-from kvplug.transport import Deadline, Fate, WireError
+from kvplug.transport import Deadline, Lifecycle, WireError
 from kvplug_cuda_ipc.cudart.errors import CudaError
 from kvplug_cuda_ipc.cudart.library import Event
 from kvplug_cuda_ipc.device import Device, Stream
@@ -58,7 +58,7 @@ class Inbox:
         stream: Stream,
         *,
         peer: str,
-        fate: Fate,
+        lifecycle: Lifecycle,
         say: Callable[[Any], None],
         break_down: Callable[[str], None],
     ) -> None:
@@ -66,7 +66,7 @@ class Inbox:
         self._device = device
         self._stream = stream
         self._peer = peer
-        self._fate = fate
+        self._lifecycle = lifecycle
         self._say = say
         self._break_down = break_down
         self._lock = (
@@ -107,7 +107,7 @@ class Inbox:
             return value
 
     def wake(self) -> None:
-        """The fate is sealed: whoever waits looks at it. Blocks nowhere."""
+        """It has ended: whoever waits looks at it. Blocks nowhere."""
         with self._lock:
             self._changed.notify_all()
 
@@ -150,8 +150,8 @@ class Inbox:
             return _Message(meta_of_prefix(self._pieces[0].prefix))
 
     def _check(self, *, waits: bool = False) -> None:
-        if self._ended or self._fate.closed or self._fate.broken or (waits and self._no_more):
-            raise self._fate.error()
+        if self._ended or self._lifecycle.closed or self._lifecycle.broken or (waits and self._no_more):
+            raise self._lifecycle.error()
 
     def _empty(self, message: _Message) -> Tensor:
         assert message.meta is not None
@@ -174,7 +174,7 @@ class Inbox:
             self._message = None  # copies that came to their end since then make it no message after the end
             raise
         except BaseException as e:
-            if not self._fate.sealed:
+            if not self._lifecycle.ended:
                 self._break_down(f"it was interrupted in the middle of a message: {e!r}")
             raise
         return runs is not None

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvplug import TimeoutError
-from kvplug.transport import Deadline, Fate, Transfer, WireError
+from kvplug.transport import Deadline, Lifecycle, Transfer, WireError
 from kvplug_cuda_ipc.cudart.library import Event
 from kvplug_cuda_ipc.device import Device, Stream
 from kvplug_cuda_ipc.memory import Ring, Staging
@@ -67,7 +67,7 @@ class Outbox:
         peer: str,
         limit: int,
         piece_bytes: int,
-        fate: Fate,
+        lifecycle: Lifecycle,
         say: Callable[[Any], None],
         break_down: Callable[[str], None],
     ) -> None:
@@ -77,7 +77,7 @@ class Outbox:
         self._peer = peer
         self._limit = limit
         self._piece_bytes = min(piece_bytes, staging.nbytes // 2)
-        self._fate = fate
+        self._lifecycle = lifecycle
         self._say = say
         self._break_down = break_down
         self._ring = Ring(staging.nbytes)
@@ -128,7 +128,7 @@ class Outbox:
                     return
 
     def end(self) -> None:
-        """Nothing more is told; every transfer that has not ended fails with what the fate says."""
+        """Nothing more is told; every transfer that has not ended fails with how it ended."""
         with self._lock:
             self._ended = True
             lost = list(self._held.values())
@@ -137,13 +137,13 @@ class Outbox:
             self._room.notify_all()
             self._work.notify_all()
         for message in lost:
-            message.transfer.fail(self._fate.error())
+            message.transfer.fail(self._lifecycle.error())
 
     def inherit(self) -> None:
         """This is a forked child: its parent's transfers end here too. Takes no lock."""
         self._ended = True
         for message in list(self._held.values()):
-            message.transfer.inherit(self._fate.error())
+            message.transfer.inherit(self._lifecycle.error())
 
     def _look_after(self, message: _Message) -> None:
         """A small message is soon copied: for a moment this thread does what else the mover is woken for."""
@@ -153,8 +153,8 @@ class Outbox:
 
     def _wait_for_room(self, message: _Message, deadline: Deadline) -> None:
         while True:
-            if self._fate.sealed or self._ended:
-                raise self._fate.error()
+            if self._lifecycle.ended or self._ended:
+                raise self._lifecycle.error()
             if not self._in_flight or self._in_flight + message.cost <= self._limit:
                 return
             if not self._room.wait(deadline.remaining()) and deadline.expired:

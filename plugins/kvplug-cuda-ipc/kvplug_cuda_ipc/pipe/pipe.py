@@ -26,11 +26,11 @@ from kvplug.transport import (
     Blocks,
     Channel,
     Deadline,
-    Fate,
+    ExclusiveUse,
+    Lifecycle,
     Pipe,
     Timeout,
     Transfer,
-    Turn,
     WireError,
     close_after_fork,
 )
@@ -98,12 +98,12 @@ class CudaIpcPipe(Pipe):
         self._borrower = borrower
         self._staging = staging
         self._tuning = tuning
-        self._fate = Fate(f"the pipe to {peer}")
+        self._lifecycle = Lifecycle(f"the pipe to {peer}")
         self._heartbeat_s = heartbeat_s
         self._stopping = False
         self._unmapped = threading.Event()
         """The peer has nothing of ours open any more."""
-        self._sending, self._receiving = Turn("sending"), Turn("receiving")
+        self._sending, self._receiving = ExclusiveUse("sending"), ExclusiveUse("receiving")
         device = tuning.device
         self._streams = [device.new_stream(), device.new_stream()]
         self._outbox = Outbox(
@@ -113,7 +113,7 @@ class CudaIpcPipe(Pipe):
             peer=peer,
             limit=tuning.max_in_flight_bytes,
             piece_bytes=tuning.piece_bytes,
-            fate=self._fate,
+            lifecycle=self._lifecycle,
             say=self._say,
             break_down=self._break_down,
         )
@@ -122,7 +122,7 @@ class CudaIpcPipe(Pipe):
             device,
             self._streams[1],
             peer=peer,
-            fate=self._fate,
+            lifecycle=self._lifecycle,
             say=self._say,
             break_down=self._break_down,
         )
@@ -144,20 +144,20 @@ class CudaIpcPipe(Pipe):
             raise TransportError(f"a pipe needs threads: {e}") from e
 
     def __repr__(self) -> str:
-        state = "closed" if self._fate.closed else "ended" if self._fate.sealed else "open"
+        state = "closed" if self._lifecycle.closed else "ended" if self._lifecycle.ended else "open"
         return f"<CudaIpcPipe to {self._peer}, {state}>"
 
     @property
     def closed(self) -> bool:
-        return self._fate.closed
+        return self._lifecycle.closed
 
     @property
     def peer(self) -> str:
         return self._peer
 
     def send_tensor(self, tensor: Tensor | None, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Transfer:
-        if self._fate.sealed:
-            raise self._fate.error()
+        if self._lifecycle.ended:
+            raise self._lifecycle.error()
         with self._sending.taken():
             deadline = Deadline.after(timeout, self._tuning.timeout_s)
             with self._on_device():
@@ -174,8 +174,8 @@ class CudaIpcPipe(Pipe):
     def send_blocks(
         self, views: Sequence[Tensor], block_ids: Sequence[int], *, timeout: Timeout = DEFAULT_TIMEOUT
     ) -> Transfer:
-        if self._fate.sealed:
-            raise self._fate.error()
+        if self._lifecycle.ended:
+            raise self._lifecycle.error()
         with self._sending.taken():
             deadline = Deadline.after(timeout, self._tuning.timeout_s)
             with self._on_device():
@@ -195,7 +195,7 @@ class CudaIpcPipe(Pipe):
 
     def close(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
         deadline = Deadline.after(timeout, self._tuning.timeout_s)
-        if not self._fate.close("is closed"):
+        if not self._lifecycle.close("is closed"):
             return
         here = threading.current_thread()
         self._inbox.wake()
@@ -207,7 +207,7 @@ class CudaIpcPipe(Pipe):
 
     def abort(self) -> None:
         # Also ends a close() that is still draining in another thread.
-        if self._fate.close("was aborted") or not self._stopping:
+        if self._lifecycle.close("was aborted") or not self._stopping:
             self._end()
 
     @contextlib.contextmanager
@@ -222,8 +222,8 @@ class CudaIpcPipe(Pipe):
 
     def _check_open(self) -> None:
         # A peer that has closed the pipe may have left whole messages behind.
-        if self._fate.closed or self._fate.broken:
-            raise self._fate.error()
+        if self._lifecycle.closed or self._lifecycle.broken:
+            raise self._lifecycle.error()
 
     def _end(self) -> None:
         """Wake everybody; the mover gives everything back. Blocks nowhere."""
@@ -234,7 +234,7 @@ class CudaIpcPipe(Pipe):
     def _after_fork_in_child(self) -> None:
         # The channel closes itself.
         self._stopping = True
-        self._fate.inherit()
+        self._lifecycle.after_fork()
         self._borrower.close()
         self._outbox.inherit()
 
@@ -246,21 +246,21 @@ class CudaIpcPipe(Pipe):
         except (ClosedError, PeerGoneError, WireError):
             pass  # the reader hears it, and says so
         except TimeoutError as e:
-            self._fate.break_down(f"it does not read what it is told: {e}")  # the reader ends it
+            self._lifecycle.fail(f"it does not read what it is told: {e}")  # the reader ends it
 
     def _peer_over(self) -> None:
         """What it has wholly told of stays where it is, and can be received."""
-        self._fate.lose_peer("it closed the pipe")
+        self._lifecycle.lose_peer("it closed the pipe")
         self._inbox.expect_no_more()
         self._outbox.end()
 
     def _peer_gone(self, reason: str) -> None:
-        if self._fate.lose_peer(reason):
+        if self._lifecycle.lose_peer(reason):
             logger.debug("%r: %s", self, reason)
         self._end()
 
     def _break_down(self, reason: str) -> None:
-        if self._fate.break_down(reason):
+        if self._lifecycle.fail(reason):
             logger.warning("%r: %s", self, reason)
         self._end()
 
@@ -302,7 +302,7 @@ class CudaIpcPipe(Pipe):
                 elif now >= next_beat:
                     next_beat = now + pause
                     self._say([Kind.BEAT.value])
-            if self._fate.broken and not self._stopping:
+            if self._lifecycle.broken and not self._stopping:
                 self._end()
 
     def _hear(self, value: Any) -> Kind | None:
@@ -311,7 +311,7 @@ class CudaIpcPipe(Pipe):
             kind, about = read(value)
             if kind in (Kind.OVER, Kind.UNMAPPED):
                 self._peer_over()
-            elif self._stopping or self._fate.peer_lost:
+            elif self._stopping or self._lifecycle.peer_lost:
                 pass
             elif kind is Kind.PIECE:
                 self._inbox.told(about)

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
 from kvplug import KvplugError, TimeoutError, TransportError
-from kvplug.transport import Deadline, Fate, WireError
+from kvplug.transport import Deadline, Lifecycle, WireError
 from kvplug_pynccl.device import Device, Event
 from kvplug_pynccl.operation import Operation
 from kvplug_pynccl.pipe.content import Memory
@@ -58,7 +58,7 @@ class Inbox:
         *,
         peer: str,
         check_order: bool,
-        fate: Fate,
+        lifecycle: Lifecycle,
         say: Callable[[bytes], None],
         wake: Callable[[], None],
         break_down: Callable[[str], None],
@@ -67,7 +67,7 @@ class Inbox:
         self._device = device
         self._peer = peer
         self._check_order = check_order
-        self._fate = fate
+        self._lifecycle = lifecycle
         self._say = say
         self._wake = wake
         self._break_down = break_down
@@ -85,7 +85,7 @@ class Inbox:
         reception = self._active
         if reception is not None and reception.own is None:
             self._break_down("a receive into the caller's memory was interrupted")
-            raise self._fate.error()
+            raise self._lifecycle.error()
         if reception is None:
             said = self._first(deadline)
             target.check(said.meta)
@@ -102,7 +102,7 @@ class Inbox:
         return value
 
     def wake_callers(self) -> None:
-        """The fate is sealed: whoever waits looks at it. Blocks nowhere."""
+        """It has ended: whoever waits looks at it. Blocks nowhere."""
         with self._lock:
             self._changed.notify_all()
 
@@ -124,8 +124,8 @@ class Inbox:
             return self._announced[0]
 
     def _check(self) -> None:
-        if self._ended or self._fate.sealed:
-            raise self._fate.error()
+        if self._ended or self._lifecycle.ended:
+            raise self._lifecycle.error()
 
     def _take_empty(self, said: Announcement) -> None:
         try:
@@ -178,7 +178,7 @@ class Inbox:
                 return True
         if isinstance(error, TimeoutError):
             self._break_down("a receive into the caller's memory ran out of time in the middle of a message")
-        elif not self._fate.sealed:
+        elif not self._lifecycle.ended:
             self._break_down("a receive into the caller's memory was interrupted")
         over = self._way.comm.abort(reception.memory)
         if not over.wait(_ABORT_PATIENCE_S):

@@ -19,7 +19,7 @@ from contextlib import ExitStack, suppress
 from typing import Final
 
 from kvplug import TransportError, UnsupportedError
-from kvplug.transport import Connection, Deadline, Fate, WireError, close_after_fork, watch
+from kvplug.transport import Connection, Deadline, Lifecycle, WireError, close_after_fork, watch
 from kvplug_pynccl.device import Device
 from kvplug_pynccl.nccl.abi import Result
 from kvplug_pynccl.nccl.errors import NcclError
@@ -70,7 +70,7 @@ class Link:
         long a silence is death.
         """
         self.peer = connection.describe
-        self.fate = Fate(f"the pipe to {self.peer}")
+        self.lifecycle = Lifecycle(f"the pipe to {self.peer}")
         self.control = Control(connection)
         self._device = device
         self._ways = (outgoing, incoming)
@@ -81,7 +81,7 @@ class Link:
             outgoing,
             peer=self.peer,
             limit=max_in_flight_bytes,
-            fate=self.fate,
+            lifecycle=self.lifecycle,
             say=self.control.say,
             wake=self.control.wake,
             break_down=self._break_down,
@@ -91,7 +91,7 @@ class Link:
             device,
             peer=self.peer,
             check_order=check_order,
-            fate=self.fate,
+            lifecycle=self.lifecycle,
             say=self.control.say,
             wake=self.control.wake,
             break_down=self._break_down,
@@ -114,11 +114,11 @@ class Link:
 
     @property
     def state(self) -> str:
-        return "closed" if self.fate.closed else "ended" if self.fate.sealed else "open"
+        return "closed" if self.lifecycle.closed else "ended" if self.lifecycle.ended else "open"
 
     def close(self, deadline: Deadline) -> None:
         """What is queued is sent until then. Idempotent."""
-        if not self.fate.close("is closed"):
+        if not self.lifecycle.close("is closed"):
             return
         self.inbox.wake_callers()
         if not self._is_inside():  # in a callback of a transfer nobody else would send
@@ -129,7 +129,7 @@ class Link:
 
     def abort(self) -> None:
         """At once, beside the caller. Also ends a :meth:`close` that is still draining in another thread."""
-        if self.fate.close("was aborted") or not self._stopping:
+        if self.lifecycle.close("was aborted") or not self._stopping:
             self._end()
 
     def _is_inside(self) -> bool:
@@ -158,19 +158,19 @@ class Link:
 
     def _after_fork_in_child(self) -> None:
         self._stopping = True
-        self.fate.inherit()
+        self.lifecycle.after_fork()
         self.control.inherit()
         self.outbox.inherit()
 
     # -- bad news, from any thread -------------------------------------------------------------------
 
     def _peer_gone(self, reason: str) -> None:
-        if self.fate.lose_peer(reason):
+        if self.lifecycle.lose_peer(reason):
             logger.debug("%r: %s", self, reason)
         self._end()
 
     def _break_down(self, reason: str) -> None:
-        if self.fate.break_down(reason):
+        if self.lifecycle.fail(reason):
             logger.warning("%r: %s", self, reason)
         self._end()
 
@@ -199,7 +199,7 @@ class Link:
                 self._break_down(f"its thread failed: {e!r}")
         finally:
             try:
-                if not self.fate.closed and not self.fate.broken:
+                if not self.lifecycle.closed and not self.lifecycle.broken:
                     self._hear_last_words()
             finally:
                 self._let_go()
@@ -271,8 +271,8 @@ class Link:
 
     def _let_go(self) -> None:
         """Whoever waits has been woken. NCCL has some time to end what is under way: its memory is in use."""
-        if not self.fate.sealed:
-            self.fate.lose_peer("its thread ended")
+        if not self.lifecycle.ended:
+            self.lifecycle.lose_peer("its thread ended")
         self._end()
         self._watch.close()
         self.control.hang_up()

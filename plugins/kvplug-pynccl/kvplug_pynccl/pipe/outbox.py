@@ -18,7 +18,7 @@ from collections.abc import Callable
 
 from kvplug import KvplugError, TimeoutError
 from kvplug.net.wire.messages import read_prefix
-from kvplug.transport import Deadline, Fate, Transfer, WireError
+from kvplug.transport import Deadline, Lifecycle, Transfer, WireError
 from kvplug_pynccl.operation import Operation
 from kvplug_pynccl.pipe.content import Content
 from kvplug_pynccl.pipe.frames import WINDOW, Announcement, Frame
@@ -63,7 +63,7 @@ class Outbox:
         *,
         peer: str,
         limit: int,
-        fate: Fate,
+        lifecycle: Lifecycle,
         say: Callable[[bytes], None],
         wake: Callable[[], None],
         break_down: Callable[[str], None],
@@ -71,7 +71,7 @@ class Outbox:
         self._way = way
         self._peer = peer
         self._limit = limit
-        self._fate = fate
+        self._lifecycle = lifecycle
         self._say = say
         self._wake = wake
         self._break_down = break_down
@@ -117,13 +117,13 @@ class Outbox:
                     return
 
     def end(self) -> None:
-        """The fate is sealed: whoever waits looks at it. Blocks nowhere."""
+        """It has ended: whoever waits looks at it. Blocks nowhere."""
         with self._lock:
             self._ended = True
             self._room.notify_all()
 
     def fail(self) -> None:
-        """Everything that is not sent and taken fails with what the fate says; what is done stays so."""
+        """Everything that is not sent and taken fails with how it ended; what is done stays so."""
         with self._lock:
             self._ended = True
             lost = list(self._held.values())
@@ -134,19 +134,19 @@ class Outbox:
             self._room.notify_all()
         for message in lost:
             try:
-                message.transfer.fail(self._fate.error())
+                message.transfer.fail(self._lifecycle.error())
             except BaseException:  # of a callback; the others are told, too
                 logger.exception("a callback of %r ended it", message.transfer)
 
     def inherit(self) -> None:
         """This is a forked child: its parent's transfers end here too. Takes no lock."""
         for message in list(self._held.values()):
-            message.transfer.inherit(self._fate.error())
+            message.transfer.inherit(self._lifecycle.error())
 
     def _wait_for_room(self, message: _Message, deadline: Deadline) -> None:
         while True:
-            if self._fate.sealed or self._ended:
-                raise self._fate.error()
+            if self._lifecycle.ended or self._ended:
+                raise self._lifecycle.error()
             if not self._in_flight or self._in_flight + message.cost <= self._limit:
                 return
             if not self._room.wait(deadline.remaining()) and deadline.expired:

@@ -13,7 +13,16 @@ from typing import TYPE_CHECKING
 
 import attrs
 
-from kvplug.transport import DEFAULT_TIMEOUT, Blocks, Connection, Deadline, Pipe, Timeout, Transfer, Turn
+from kvplug.transport import (
+    DEFAULT_TIMEOUT,
+    Blocks,
+    Connection,
+    Deadline,
+    ExclusiveUse,
+    Pipe,
+    Timeout,
+    Transfer,
+)
 from kvplug_pynccl.device import Device
 from kvplug_pynccl.nccl.library import Library
 from kvplug_pynccl.pipe.content import content_of, content_of_blocks, nothing
@@ -54,7 +63,7 @@ class PyncclPipe(Pipe):
     ) -> None:
         """Takes what :class:`Link` takes."""
         self._tuning = tuning
-        self._sending, self._receiving = Turn("sending"), Turn("receiving")
+        self._sending, self._receiving = ExclusiveUse("sending"), ExclusiveUse("receiving")
         self._link = Link(
             connection,
             outgoing,
@@ -65,22 +74,22 @@ class PyncclPipe(Pipe):
             pidfd=pidfd,
             heartbeat_s=heartbeat_s,
         )
-        self._fate = self._link.fate
+        self._lifecycle = self._link.lifecycle
 
     def __repr__(self) -> str:
         return f"<PyncclPipe to {self.peer}, {self._link.state}>"
 
     @property
     def closed(self) -> bool:
-        return self._fate.closed
+        return self._lifecycle.closed
 
     @property
     def peer(self) -> str:
         return self._link.peer
 
     def send_tensor(self, tensor: Tensor | None, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Transfer:
-        if self._fate.sealed:
-            raise self._fate.error()
+        if self._lifecycle.ended:
+            raise self._lifecycle.error()
         with self._sending.taken():
             deadline = Deadline.after(timeout, self._tuning.timeout_s)
             if tensor is None:
@@ -102,8 +111,8 @@ class PyncclPipe(Pipe):
     def send_blocks(
         self, views: Sequence[Tensor], block_ids: Sequence[int], *, timeout: Timeout = DEFAULT_TIMEOUT
     ) -> Transfer:
-        if self._fate.sealed:
-            raise self._fate.error()
+        if self._lifecycle.ended:
+            raise self._lifecycle.error()
         with self._sending.taken():
             deadline = Deadline.after(timeout, self._tuning.timeout_s)
             content = content_of_blocks(
@@ -114,16 +123,16 @@ class PyncclPipe(Pipe):
     def recv_blocks(
         self, views: Sequence[Tensor], block_ids: Sequence[int], *, timeout: Timeout = DEFAULT_TIMEOUT
     ) -> None:
-        if self._fate.closed or self._fate.broken:
-            raise self._fate.error()
+        if self._lifecycle.closed or self._lifecycle.broken:
+            raise self._lifecycle.error()
         blocks = Blocks(views, block_ids)
         blocks.check_distinct()
         self._receive(IntoBlocks(blocks, self._tuning.device), timeout)
 
     def _receive(self, target: Target, timeout: Timeout) -> Tensor | None:
         # A peer that is gone may have left a whole message here: only a pipe closed here is over.
-        if self._fate.closed or self._fate.broken:
-            raise self._fate.error()
+        if self._lifecycle.closed or self._lifecycle.broken:
+            raise self._lifecycle.error()
         with self._receiving.taken():
             return self._link.inbox.receive(target, Deadline.after(timeout, self._tuning.timeout_s))
 

@@ -16,7 +16,7 @@ import torch
 from kvplug import KvplugError, TimeoutError
 from kvplug.net.wire.messages import check_fits, is_dense
 from kvplug.net.wire.tensors import copy_into, memory_of, memory_of_writable
-from kvplug.transport import Deadline, Fate, TensorMismatchError, WireError
+from kvplug.transport import Deadline, Lifecycle, TensorMismatchError, WireError
 from kvplug_shm.memory import waiting
 from kvplug_shm.memory.pool import Pool
 from kvplug_shm.pipe.announcement import small_in
@@ -57,7 +57,7 @@ class Inbox:
         peer: str,
         pieces: Pieces,
         spin_s: float,
-        fate: Fate,
+        lifecycle: Lifecycle,
         lost: Callable[[str], None],
         break_down: Callable[[str], None],
     ) -> None:
@@ -66,7 +66,7 @@ class Inbox:
         self._peer = peer
         self._pieces = pieces
         self._spin_s = spin_s
-        self._fate = fate
+        self._lifecycle = lifecycle
         self._lost = lost
         self._break_down = break_down
         self._message: Arrival | None = None
@@ -145,7 +145,7 @@ class Inbox:
             ring.end.evict_writer()
 
     def stop(self) -> None:
-        """Nothing is received any more. Wakes whoever waits, after the fate was sealed. Blocks nowhere."""
+        """Nothing is received any more. Wakes whoever waits, after it has ended. Blocks nowhere."""
         self._stopped = True
         self.expect_no_more()  # changes the word that is waited for
         self._say_that_it_stopped()
@@ -158,11 +158,11 @@ class Inbox:
         """What ``read`` returns, with the begin of a message in the ring, or the rest of one that is here."""
         ring = self._ring
         if ring is None:
-            raise self._fate.error()
+            raise self._lifecycle.error()
         try:
             with self._reading:
                 if self._stopped or self._no_more:
-                    raise self._fate.error()
+                    raise self._lifecycle.error()
                 if self._message is None and not self._wait(ring, LINE, deadline, looked=looked):
                     raise TimeoutError(
                         f"no message has arrived from {self._peer}; it is alive as far as can be seen"
@@ -306,7 +306,7 @@ class Inbox:
         end, nbytes, piece = ring.end, message.nbytes, self._pieces.largest
         while message.got < nbytes:
             if self._stopped:
-                raise self._fate.error()
+                raise self._lifecycle.error()
             if memory.span is not None and isinstance(ring, NativeIncoming):
                 step = ring.pull(
                     memory.span,
@@ -355,11 +355,11 @@ class Inbox:
             return True
         while (awaited := end.awaited(count)) is not None:
             if self._stopped:
-                raise self._fate.error()
+                raise self._lifecycle.error()
             if end.writer_over(count):
                 self._no_more = True
                 self._lost("the peer closed it")
-                raise self._fate.error()
+                raise self._lifecycle.error()
             left = deadline.remaining()
             if left == 0.0:
                 return False

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable
 
 from kvplug import TimeoutError
-from kvplug.transport import Deadline, Fate, Transfer, WireError
+from kvplug.transport import Deadline, Lifecycle, Transfer, WireError
 from kvplug_shm.memory import waiting
 from kvplug_shm.pipe.head import Head
 from kvplug_shm.pipe.message import Message, NotTakenError, Step
@@ -36,7 +36,7 @@ class Outbox:
         limit: int,
         pieces: Pieces,
         spin_s: float,
-        fate: Fate,
+        lifecycle: Lifecycle,
         lost: Callable[[str], None],
         break_down: Callable[[str], None],
     ) -> None:
@@ -45,7 +45,7 @@ class Outbox:
         self._limit = limit
         self._pieces = pieces
         self._spin_s = spin_s
-        self._fate = fate
+        self._lifecycle = lifecycle
         self._lost = lost
         self._break_down = break_down
         # Re-entrant: a signal's handler may abort the pipe while its own thread is in here.
@@ -97,7 +97,7 @@ class Outbox:
         """Only one thread at a time. Raises as ``Pipe.send_tensor``."""
         ring = self._ring
         if ring is None:
-            raise self._fate.error()
+            raise self._lifecycle.error()
         try:
             if not self._queued_bytes:
                 ring.end.spun(self._room_for(message, ring), self._spin_s)
@@ -133,7 +133,7 @@ class Outbox:
     def drain(self, deadline: Deadline) -> bool:
         """Refuse whoever waits for room, then wait until nothing is queued.
 
-        False at the deadline, when the ring has ended, and to the writer itself. The fate is sealed already.
+        False at the deadline, when the ring has ended, and to the writer itself. The pipe has ended already.
         """
         if threading.current_thread() is self._thread:
             return False  # in a callback of a transfer: nobody would do what is waited for
@@ -145,7 +145,7 @@ class Outbox:
             return not self._ended
 
     def fail(self) -> None:
-        """Everything queued fails with what the fate says; whoever waits is woken. Blocks nowhere.
+        """Everything queued fails with how it ended; whoever waits is woken. Blocks nowhere.
 
         What the writer is copying at this moment fails when it has let go of it.
         """
@@ -165,7 +165,7 @@ class Outbox:
         """This is a forked child: its parent's transfers end here too. Takes no lock."""
         self._ended, self._ring = True, None
         for message in [*self._queue, *self._untold]:
-            message.transfer.inherit(self._fate.error())
+            message.transfer.inherit(self._lifecycle.error())
 
     def join(self) -> None:
         """Wait for the writer to be gone, after ``fail``."""
@@ -178,8 +178,8 @@ class Outbox:
     def _wait_for_room(self, ring: Outgoing, message: Message, deadline: Deadline) -> None:
         """Under the lock, which is let go meanwhile."""
         while True:
-            if self._fate.sealed or self._ended:
-                raise self._fate.error()
+            if self._lifecycle.ended or self._ended:
+                raise self._lifecycle.error()
             held = self._queued_bytes + ring.nbytes - ring.end.room()
             if not held or held + message.cost <= self._limit:
                 return
@@ -233,8 +233,8 @@ class Outbox:
             message.transfer.finish()
         elif ended:
             if not message.announced:
-                raise self._fate.error()
-            message.transfer.fail(self._fate.error())
+                raise self._lifecycle.error()
+            message.transfer.fail(self._lifecycle.error())
         return message.transfer
 
     # -- the ring ------------------------------------------------------------------------------------
@@ -267,7 +267,7 @@ class Outbox:
                 if len(self._untold) <= but:
                     return
                 message = self._untold.pop(but)
-            message.transfer.fail(self._fate.error())
+            message.transfer.fail(self._lifecycle.error())
 
     # -- the writer ----------------------------------------------------------------------------------
 

@@ -17,12 +17,12 @@ from kvplug.transport import (
     Blocks,
     Connection,
     Deadline,
-    Fate,
+    ExclusiveUse,
     Heartbeat,
+    Lifecycle,
     Pipe,
     Timeout,
     Transfer,
-    Turn,
     close_after_fork,
     watch,
 )
@@ -108,13 +108,13 @@ class ShmPipe(Pipe):
         """
         self._peer = control.describe
         self._timeout_s = tuning.timeout_s
-        self._fate = Fate(f"the pipe to {self._peer}")
+        self._lifecycle = Lifecycle(f"the pipe to {self._peer}")
         self._control = control
         self._pool = tuning.pool
         self._native = tuning.library is not None
         self._closing = threading.RLock()  # also for the handler of a signal
         self._over = False
-        self._sending, self._receiving = Turn("sending"), Turn("receiving")
+        self._sending, self._receiving = ExclusiveUse("sending"), ExclusiveUse("receiving")
         self._outbox = Outbox(
             outgoing(
                 shared.segment, 0 if shared.accepted else 1, shared.ring_bytes, tuning.library, tuning.spin_s
@@ -123,7 +123,7 @@ class ShmPipe(Pipe):
             limit=tuning.max_in_flight_bytes,
             pieces=shared.pieces,
             spin_s=tuning.spin_s,
-            fate=self._fate,
+            lifecycle=self._lifecycle,
             lost=self._sending_lost,
             break_down=self._break_down,
         )
@@ -135,7 +135,7 @@ class ShmPipe(Pipe):
             peer=self._peer,
             pieces=shared.pieces,
             spin_s=tuning.spin_s,
-            fate=self._fate,
+            lifecycle=self._lifecycle,
             lost=self._peer_gone,
             break_down=self._break_down,
         )
@@ -154,12 +154,12 @@ class ShmPipe(Pipe):
                 os.close(pidfd)  # the watch has its own
 
     def __repr__(self) -> str:
-        state = "closed" if self._fate.closed else "ended" if self._fate.sealed else "open"
+        state = "closed" if self._lifecycle.closed else "ended" if self._lifecycle.ended else "open"
         return f"<ShmPipe to {self._peer}, {state}>"
 
     @property
     def closed(self) -> bool:
-        return self._fate.closed
+        return self._lifecycle.closed
 
     @property
     def peer(self) -> str:
@@ -176,8 +176,8 @@ class ShmPipe(Pipe):
         )
 
     def send_tensor(self, tensor: Tensor | None, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Transfer:
-        if self._fate.sealed:
-            raise self._fate.error()
+        if self._lifecycle.ended:
+            raise self._lifecycle.error()
         with self._sending.taken():
             deadline = None if timeout is DEFAULT_TIMEOUT else Deadline.after(timeout)
             transfer = None
@@ -193,8 +193,8 @@ class ShmPipe(Pipe):
 
     def recv_tensor(self, out: Tensor | None = None, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Tensor | None:
         # A peer that is gone may have left whole messages behind: only a pipe closed here is over.
-        if self._fate.closed or self._fate.broken:
-            raise self._fate.error()
+        if self._lifecycle.closed or self._lifecycle.broken:
+            raise self._lifecycle.error()
         with self._receiving.taken():
             deadline = None if timeout is DEFAULT_TIMEOUT else Deadline.after(timeout)
             plain = out is None or is_plain(out)
@@ -207,8 +207,8 @@ class ShmPipe(Pipe):
     def send_blocks(
         self, views: Sequence[Tensor], block_ids: Sequence[int], *, timeout: Timeout = DEFAULT_TIMEOUT
     ) -> Transfer:
-        if self._fate.sealed:
-            raise self._fate.error()
+        if self._lifecycle.ended:
+            raise self._lifecycle.error()
         with self._sending.taken():
             deadline = Deadline.after(timeout, self._timeout_s)
             return self._outbox.send(Message(BlockContent(Blocks(views, block_ids), self._pool)), deadline)
@@ -216,8 +216,8 @@ class ShmPipe(Pipe):
     def recv_blocks(
         self, views: Sequence[Tensor], block_ids: Sequence[int], *, timeout: Timeout = DEFAULT_TIMEOUT
     ) -> None:
-        if self._fate.closed or self._fate.broken:
-            raise self._fate.error()
+        if self._lifecycle.closed or self._lifecycle.broken:
+            raise self._lifecycle.error()
         with self._receiving.taken():
             blocks = Blocks(views, block_ids)
             blocks.check_distinct()
@@ -226,7 +226,7 @@ class ShmPipe(Pipe):
 
     def close(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
         deadline = Deadline.after(timeout, self._timeout_s)
-        if not self._fate.close("is closed"):
+        if not self._lifecycle.close("is closed"):
             return
         try:
             self._inbox.stop()
@@ -237,7 +237,7 @@ class ShmPipe(Pipe):
 
     def abort(self) -> None:
         # Also ends a close() that is still draining in another thread.
-        if self._fate.close("was aborted") or not self._over:
+        if self._lifecycle.close("was aborted") or not self._over:
             self._end()
 
     def _end(self) -> None:
@@ -251,7 +251,7 @@ class ShmPipe(Pipe):
 
     def _after_fork_in_child(self) -> None:
         self._over = True
-        self._fate.inherit()
+        self._lifecycle.after_fork()
         self._control.close()
         self._outbox.inherit()
         self._inbox.inherit()
@@ -260,7 +260,7 @@ class ShmPipe(Pipe):
 
     def _peer_gone(self, reason: str) -> None:
         """What the peer has published can still be received: the pipe ends only after it."""
-        if self._fate.lose_peer(reason):
+        if self._lifecycle.lose_peer(reason):
             logger.debug("%r: %s", self, reason)
         self._outbox.fail()
         self._inbox.expect_no_more()
@@ -268,11 +268,11 @@ class ShmPipe(Pipe):
 
     def _sending_lost(self, reason: str) -> None:
         """The peer reads nothing more. What it sent before is not thrown away."""
-        self._fate.lose_peer(reason)
+        self._lifecycle.lose_peer(reason)
         self._outbox.fail()
 
     def _break_down(self, reason: str) -> None:
-        if self._fate.break_down(reason):
+        if self._lifecycle.fail(reason):
             logger.warning("%r: %s", self, reason)
         self._outbox.fail()
         self._inbox.stop()

@@ -10,13 +10,13 @@ from kvplug.net.wire.tensors import copy_into, empty_like_meta, encode_meta, mem
 from kvplug.transport import (
     DEFAULT_TIMEOUT,
     Deadline,
+    ExclusiveUse,
     Listener,
     Pipe,
     PipeEndpoint,
     PipeListener,
     TensorMismatchError,
     Transfer,
-    Turn,
     WireError,
     close_after_fork,
     dial,
@@ -58,7 +58,7 @@ class Kept(Pipe):
     def __init__(self, connection, context):
         self.connection, self.sock = connection, connection.sock
         self.options, self.timeout_s = context.options, context.timeout_s
-        self.sending, self.receiving = Turn("sending"), Turn("receiving")
+        self.sending, self.receiving = ExclusiveUse("sending"), ExclusiveUse("receiving")
         self.over = False
         self.pidfd = connection.peer.open_pidfd()
         self.watch = watch(pidfd=self.pidfd, sock=self.sock, on_gone=lambda reason: None)

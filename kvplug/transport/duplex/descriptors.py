@@ -1,17 +1,21 @@
 """Closing descriptors only when no thread is inside a system call on them.
 
-A descriptor closed under a blocked call may be given to another file, and the call goes on with that
-one. So ending a pipe shuts its sockets down, which wakes everybody, and the last one out closes them.
+A descriptor that is closed under a blocked call may be given to another file, and the call goes on with that
+one. So ending a pipe shuts its sockets down, which wakes every thread, and the last one out closes them.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from types import TracebackType
 
 
-class Descriptors:
-    """Counts who is inside. ``refusal`` makes the error for those who come too late."""
+class DescriptorGuard:
+    """Counts the threads that use descriptors, and closes them when the last has left after the end.
+
+    ``with guard:`` around a call that uses them; it raises what ``refusal`` makes once they are retired.
+    """
 
     def __init__(self, close: Callable[[], None], refusal: Callable[[], Exception]) -> None:
         self._close = close
@@ -23,10 +27,11 @@ class Descriptors:
 
     @property
     def retired(self) -> bool:
+        """Whether no thread enters any more."""
         return self._over
 
     def enter(self) -> bool:
-        """Whether the descriptors may be used; if so, ``leave`` afterwards."""
+        """Whether the descriptors may be used; if so, call :meth:`leave` afterwards."""
         with self._lock:
             if self._over:
                 return False
@@ -34,29 +39,30 @@ class Descriptors:
             return True
 
     def leave(self) -> None:
+        """The thread uses them no more."""
         with self._lock:
             self._inside -= 1
         if self._over:
             self._maybe_close()
 
     def retire(self) -> None:
-        """Nobody enters any more; close them when the last one has left."""
+        """No thread enters any more; close them when the last one has left. Idempotent."""
         with self._lock:
             self._over = True
         self._maybe_close()
 
-    def disown(self) -> None:
-        """In a forked child: close them now, whoever was inside in the parent. Takes no lock."""
+    def after_fork(self) -> None:
+        """This is a forked child: close them now, whichever threads were inside in the parent. No lock."""
         self._over = self._closed = True
         self._close()
 
-    def __enter__(self) -> bool:
-        """``enter`` for a ``with`` statement, which it makes raise when they may not be used."""
+    def __enter__(self) -> None:
         if not self.enter():
             raise self._refusal()
-        return True
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.leave()
 
     def _maybe_close(self) -> None:

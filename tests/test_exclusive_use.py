@@ -1,4 +1,4 @@
-"""One thread in each direction: who is second is told, and an interrupt leaves nothing taken."""
+"""One thread in each direction: a second one gets an error, and an interrupt leaves nothing taken."""
 
 from __future__ import annotations
 
@@ -9,39 +9,39 @@ import sys
 
 import pytest
 
-from kvplug.transport import BusyError, Turn
+from kvplug.transport import BusyError, ExclusiveUse
 
 
 def test_a_second_thread_is_told_what_is_going_on() -> None:
-    turn = Turn("sending")
-    with turn.taken(), pytest.raises(BusyError, match="already sending"), turn.taken():
+    use = ExclusiveUse("sending")
+    with use.taken(), pytest.raises(BusyError, match="already sending"), use.taken():
         pass
-    with turn.taken():
+    with use.taken():
         pass
 
 
-def test_a_block_that_raises_gives_the_turn_back() -> None:
-    turn = Turn("sending")
-    with pytest.raises(ZeroDivisionError), turn.taken():
+def test_a_block_that_raises_gives_it_back() -> None:
+    use = ExclusiveUse("sending")
+    with pytest.raises(ZeroDivisionError), use.taken():
         raise ZeroDivisionError
-    with turn.taken():
+    with use.taken():
         pass
 
 
 INTERRUPTED = """
 import signal
-from kvplug.transport import Turn
+from kvplug.transport import ExclusiveUse
 
 def interrupt(*_):
     raise KeyboardInterrupt
 
-turn = Turn("receiving")
+use = ExclusiveUse("receiving")
 signal.signal(signal.SIGALRM, interrupt)
 for _ in range(3000):
     try:
         signal.setitimer(signal.ITIMER_REAL, 0.0002)
         while True:
-            with turn.taken():
+            with use.taken():
                 pass
     except KeyboardInterrupt:
         pass
@@ -49,7 +49,7 @@ for _ in range(3000):
 
 
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="no timers here")
-def test_whenever_a_call_is_interrupted_the_turn_is_free_afterwards() -> None:
+def test_whenever_a_call_is_interrupted_the_use_is_free_afterwards() -> None:
     # In a process that nothing measures: an interrupt in the middle of coverage leaves its locks taken.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("COVERAGE_")}
     done = subprocess.run(

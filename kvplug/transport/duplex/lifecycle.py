@@ -7,13 +7,14 @@ import threading
 from kvplug.errors import ClosedError, KvplugError, PeerGoneError, TransportError
 
 
-class Fate:
-    """How a pipe, say, ended. The first reason is kept; closing it here goes before everything else.
+class Lifecycle:
+    """Whether a pipe, say, has ended, and why. The first reason is kept; closing it here goes before others.
 
-    Reading takes no lock, so that it is safe in a forked child. ``what`` is how its errors call it.
+    Reading takes no lock, so that it is safe in a forked child.
     """
 
     def __init__(self, what: str) -> None:
+        """``what`` its errors call it: "the pipe to pid 7"."""
         self._what = what
         self._lock = threading.Lock()
         self._error: type[KvplugError] = KvplugError
@@ -22,15 +23,17 @@ class Fate:
 
     @property
     def closed(self) -> bool:
+        """Whether it was closed here, or this is a forked child."""
         return bool(self._closed)
 
     @property
-    def sealed(self) -> bool:
+    def ended(self) -> bool:
         """Whether it ended, in whatever way."""
         return bool(self._closed or self._reason)
 
     @property
     def peer_lost(self) -> bool:
+        """Whether the peer ended it."""
         return self._error is PeerGoneError
 
     @property
@@ -38,10 +41,15 @@ class Fate:
         """Whether the stream lost its place: not even what has arrived can be received."""
         return self._error is TransportError
 
+    @property
+    def state(self) -> str:
+        """One of open, closed (here) and ended, for a ``repr``."""
+        return "closed" if self.closed else "ended" if self.ended else "open"
+
     def close(self, reason: str) -> bool:
         """It was closed here; False if it already was."""
         if self.closed:
-            return False  # without the lock: in a forked child nobody may ever give it back
+            return False  # without the lock: in a forked child no thread may ever give it back
         with self._lock:
             if self._closed:
                 return False
@@ -52,11 +60,11 @@ class Fate:
         """The peer is gone; False if it had ended before."""
         return self._end(PeerGoneError, reason)
 
-    def break_down(self, reason: str) -> bool:
-        """The stream cannot be trusted any more."""
+    def fail(self, reason: str) -> bool:
+        """The stream cannot be trusted any more; False if it had ended before."""
         return self._end(TransportError, reason)
 
-    def inherit(self) -> None:
+    def after_fork(self) -> None:
         """This is a forked child: it is its parent's. Takes no lock."""
         self._closed = self._closed or "belongs to the process that this one was forked from"
 

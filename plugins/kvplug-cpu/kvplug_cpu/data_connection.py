@@ -1,6 +1,6 @@
 """One data connection of a pipe: a stream socket, blocking, with single calls that may be told not to.
 
-Whole buffers are handed to the kernel in blocking calls, one thread per lane and direction. Measured
+Whole buffers are handed to the kernel in blocking calls, one thread per connection and direction. Measured
 against non-blocking sockets with ``poll`` this is a third to a half faster: the kernel lets sender and
 receiver alternate on one core while the bytes are still in its cache. Python drops the interpreter lock
 for the length of each call.
@@ -26,7 +26,7 @@ _LOOPBACK_TCP_BUFFER_BYTES = 64 * 1024
 """On loopback a small buffer stays in the cache: 7.4 GB/s against 4.0 with the kernel's tuning."""
 
 
-class Lane:
+class DataConnection:
     """A connected stream socket, owned from here on."""
 
     def __init__(self, sock: socket.socket, *, buffer_bytes: int = 0) -> None:
@@ -123,15 +123,15 @@ class Lane:
             return 0
 
     def stop_receiving(self) -> None:
-        """Wake whoever is receiving; what the kernel already has can still be read."""
+        """Wake the thread that is receiving; what the kernel already has can still be read."""
         self._shutdown(socket.SHUT_RD)
 
     def stop_sending(self) -> None:
-        """Wake whoever is sending; the peer sees the end of the stream after what the kernel has."""
+        """Wake the thread that is sending; the peer sees the end of the stream after what the kernel has."""
         self._shutdown(socket.SHUT_WR)
 
     def stop(self) -> None:
-        """Wake whoever is sending or receiving; what the kernel already has can still be read."""
+        """Wake threads that are sending or receiving; what the kernel already has can still be read."""
         self._shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:

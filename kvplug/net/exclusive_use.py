@@ -8,10 +8,11 @@ from contextlib import AbstractContextManager
 from kvplug.errors import BusyError
 
 
-class Turn:
-    """One direction of an endpoint: whoever is second gets :class:`BusyError` instead of a mixed stream."""
+class ExclusiveUse:
+    """One direction of an endpoint: a second thread gets :class:`BusyError` instead of a mixed stream."""
 
     def __init__(self, what: str) -> None:
+        """``what`` a thread does inside, for the error: "sending"."""
         self._what = what
         self._lock = threading.Lock()
 
@@ -26,5 +27,5 @@ class Turn:
         if self._lock.locked():
             raise BusyError(f"another thread is already {self._what}; one thread sends, one receives")
         # The lock itself: between its being taken and the block no signal is handled. An ``__enter__`` in
-        # Python is interrupted with the lock taken, and nobody would ever give it back.
+        # Python is interrupted with the lock taken, and no thread would ever give it back.
         return self._lock

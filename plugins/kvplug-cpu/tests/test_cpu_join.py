@@ -14,8 +14,8 @@ import torch
 from kvplug import AuthenticationError, ConfigError, PeerGoneError, TimeoutError, TransportError
 from kvplug.testing import peers
 from kvplug.transport import InsecureAddressError, WireError, dial, local_domain
-from kvplug_cpu.contact import Contact
-from kvplug_cpu.joining import PURPOSE, Join
+from kvplug_cpu.contact import CpuContact
+from kvplug_cpu.join import PURPOSE, Join
 
 
 def meets(end: Any, listener: Any) -> bool:
@@ -26,7 +26,7 @@ def meets(end: Any, listener: Any) -> bool:
 
 def knock(contact: str) -> socket.socket:
     """A stranger's connection to where a listener of this pipe listens."""
-    where = Contact.parse(contact).contacts[0]
+    where = CpuContact.parse(contact).addresses[0]
     if where.startswith("unix:@"):
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         sock.connect("\0" + where.removeprefix("unix:@"))
@@ -52,13 +52,13 @@ def test_strangers_silent_or_talking_garbage_delay_nobody(endpoint: Any, socket_
 def test_a_proven_peer_that_says_nothing_or_garbage_delays_nobody(endpoint: Any, socket_kind: str) -> None:
     end = endpoint(socket_kind)
     with end.listen() as listener:
-        where = Contact.parse(listener.contact).contacts[0]
+        where = CpuContact.parse(listener.contact).addresses[0]
         silent = [dial(where, end._context.credentials, PURPOSE, 5) for _ in range(5)]
         loud = [dial(where, end._context.credentials, PURPOSE, 5) for _ in range(5)]
         for connection in loud:
             connection.sock.sendall(secrets.token_bytes(1000))
         unknown = dial(where, end._context.credentials, PURPOSE, 5)
-        Join(index=1, lanes=2, sees_death=True, session=secrets.token_bytes(16)).send(unknown)
+        Join(index=1, connections=2, session=secrets.token_bytes(16)).send(unknown)
         began = time.monotonic()
         assert meets(end, listener)
         assert time.monotonic() - began < 3
@@ -66,14 +66,14 @@ def test_a_proven_peer_that_says_nothing_or_garbage_delays_nobody(endpoint: Any,
             connection.close()
 
 
-def test_a_peer_that_vanishes_before_all_its_lanes_came_leaves_nothing(
+def test_a_peer_that_vanishes_before_all_its_connections_came_leaves_nothing(
     endpoint: Any, socket_kind: str
 ) -> None:
     end = endpoint(socket_kind)
     with peers.nothing_left(), end.listen() as listener:
-        where = Contact.parse(listener.contact).contacts[0]
+        where = CpuContact.parse(listener.contact).addresses[0]
         control = dial(where, end._context.credentials, PURPOSE, 5)
-        Join(index=0, lanes=2, sees_death=True).send(control)
+        Join(index=0, connections=2).send(control)
         control.close()
         assert meets(end, listener)
 
@@ -98,20 +98,20 @@ def test_off_loopback_a_peer_on_this_host_still_gets_the_fast_socket(endpoint: A
     end = endpoint("auto", host="0.0.0.0")
     object.__setattr__(end._context, "credentials", Credentials(Secret(b"x" * 32)))
     with end.listen() as listener:
-        contact = Contact.parse(listener.contact)
-        assert contact.contacts[0].startswith("unix:")
-        assert contact.contacts[1].startswith("tcp:")
+        contact = CpuContact.parse(listener.contact)
+        assert contact.addresses[0].startswith("unix:")
+        assert contact.addresses[1].startswith("tcp:")
         with end.connect(listener.contact) as one, listener.accept(5):
-            assert not one._lanes[0].tcp
-        port = contact.contacts[1].rpartition(":")[2]
-        elsewhere = Contact("another-host/net", (contact.contacts[0], f"tcp://127.0.0.1:{port}"))
+            assert not one._data[0].tcp
+        port = contact.addresses[1].rpartition(":")[2]
+        elsewhere = CpuContact("another-host/net", (contact.addresses[0], f"tcp://127.0.0.1:{port}"))
         with end.connect(str(elsewhere)) as one, listener.accept(5):
-            assert one._lanes[0].tcp
+            assert one._data[0].tcp
 
 
 def test_a_socket_of_another_host_is_refused_with_advice(endpoint: Any) -> None:
     with pytest.raises(TransportError, match="socket to 'tcp'"):
-        endpoint().connect(str(Contact("another-host/net", ("unix:@kvplug-x",))))
+        endpoint().connect(str(CpuContact("another-host/net", ("unix:@kvplug-x",))))
 
 
 def test_what_is_not_a_contact_is_refused_without_repeating_it(endpoint: Any) -> None:
@@ -132,12 +132,12 @@ def test_what_is_not_a_contact_is_refused_without_repeating_it(endpoint: Any) ->
 def test_a_contact_of_nobody_is_gone(endpoint: Any) -> None:
     for contact in ("unix:@kvplug-nobody-here", "tcp://127.0.0.1:1"):
         with pytest.raises(PeerGoneError):
-            endpoint().connect(str(Contact(local_domain(), (contact,))), timeout=5)
+            endpoint().connect(str(CpuContact(local_domain(), (contact,))), timeout=5)
 
 
 def test_a_listener_that_never_answers_is_given_up_at_the_deadline(endpoint: Any) -> None:
     with socket.create_server(("127.0.0.1", 0)) as mute:
-        contact = Contact(local_domain(), (f"tcp://127.0.0.1:{mute.getsockname()[1]}?token={'t' * 32}",))
+        contact = CpuContact(local_domain(), (f"tcp://127.0.0.1:{mute.getsockname()[1]}?token={'t' * 32}",))
         began = time.monotonic()
         with pytest.raises(TimeoutError):
             endpoint().connect(str(contact), timeout=0.5)

@@ -1,0 +1,92 @@
+"""What a listening pipe gives out as its contact: addresses, and from where each can be reached.
+
+    <name><version> <domain> <address> [<address> ...]
+
+An abstract Unix socket is reachable in one network namespace of one host, which ``domain`` names.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, Self
+
+import attrs
+
+from kvplug.errors import TransportError, WireError
+from kvplug.net.trust.addresses import local_domain
+
+
+@attrs.frozen
+class Contact:
+    """Where a listener of one transport listens. The addresses may carry tokens: not for logs.
+
+    A transport subclasses it and says what its contacts look like; ``str`` writes one.
+    """
+
+    NAME: ClassVar[str]
+    """What a contact begins with, so that another transport's is recognised."""
+    VERSION: ClassVar[int] = 1
+    TRANSPORT: ClassVar[str]
+    """The transport's name, for errors."""
+    MAX_ADDRESSES: ClassVar[int] = 1
+    ONLY_UNIX: ClassVar[bool] = False
+    """Every address is a Unix socket: both ends must be in one domain."""
+    UNREACHABLE: ClassVar[str]
+    """The error where a listener has no address that can be reached from here: why, and the way out."""
+
+    domain: str
+    """In which the Unix sockets among the addresses can be reached."""
+    addresses: tuple[str, ...] = attrs.field(repr=False)
+    """Contacts of listeners; the first is to be tried first."""
+
+    @classmethod
+    def here(cls, *addresses: str) -> Self:
+        """The contact of a listener in this process."""
+        return cls(cls.local_domain(), addresses)
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """The contact that ``text`` was made from.
+
+        Raises:
+            WireError: it is not one of this transport's; the message does not repeat the text.
+        """
+        tag, *fields = text.split(" ")
+        if tag != cls._tag() or not 2 <= len(fields) <= 1 + cls.MAX_ADDRESSES or not all(fields):
+            raise cls._wrong()
+        domain, *addresses = fields
+        if cls.ONLY_UNIX and not all(each.startswith("unix:") for each in addresses):
+            raise cls._wrong()
+        return cls(domain, tuple(addresses))
+
+    def __str__(self) -> str:
+        return " ".join((self._tag(), self.domain, *self.addresses))
+
+    def reachable(self) -> tuple[str, ...]:
+        """The addresses that this process can dial, in order; at least one.
+
+        Raises:
+            TransportError: there is none; the message is ``UNREACHABLE``.
+        """
+        here = self.local_domain()
+        if here != "-" and here == self.domain:
+            return self.addresses
+        found = tuple(each for each in self.addresses if not each.startswith("unix:"))
+        if not found:
+            raise TransportError(self.UNREACHABLE)
+        return found
+
+    @classmethod
+    def local_domain(cls) -> str:
+        """The domain of this process; "-" where it has none. A transport may need more than sockets."""
+        return local_domain()
+
+    @classmethod
+    def _tag(cls) -> str:
+        return f"{cls.NAME}{cls.VERSION}"
+
+    @classmethod
+    def _wrong(cls) -> WireError:
+        return WireError(
+            f"that is not a contact of the pipe {cls.TRANSPORT!r} (version {cls.VERSION}); pass on what"
+            " listen() gave"
+        )

@@ -1,0 +1,115 @@
+"""The two verbs of a transport whose pipes begin with a proven connection."""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, ClassVar
+
+from kvplug.errors import PeerGoneError, TimeoutError
+from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
+from kvplug.net.trust.connection import Connection, dial
+from kvplug.net.trust.listener import Listener
+from kvplug.transport.acceptor import PipeAcceptor
+from kvplug.transport.duplex.contact import Contact
+from kvplug.transport.pipe import Pipe, PipeEndpoint, PipeListener
+
+if TYPE_CHECKING:
+    from kvplug.transport.context import PipeContext
+
+
+class ContactEndpoint(PipeEndpoint, abc.ABC):
+    """Listens where :meth:`_addresses` says, and dials what the contact of such a listener names."""
+
+    CONTACT: ClassVar[type[Contact]]
+    PURPOSE: ClassVar[str]
+    """What both ends prove that they mean; another protocol's listener refuses it."""
+
+    def __init__(self, context: PipeContext) -> None:
+        self._context = context
+
+    def listen(self) -> PipeListener:
+        listeners: list[Listener] = []
+        try:
+            listeners.extend(
+                Listener.open(address, self._context.credentials, self.PURPOSE)
+                for address in self._addresses()
+            )
+            return self._listener(listeners, str(self.CONTACT.here(*(each.contact for each in listeners))))
+        except BaseException:
+            for listener in listeners:
+                listener.close()
+            raise
+
+    def connect(self, contact: str, timeout: Timeout = DEFAULT_TIMEOUT) -> Pipe:
+        deadline = Deadline.after(timeout, self._context.timeout_s)
+        *others, last = self.CONTACT.parse(contact).reachable()
+        for address in others:
+            with contextlib.suppress(PeerGoneError):
+                return self._connect(address, deadline)
+        return self._connect(last, deadline)
+
+    def _dial(self, address: str, deadline: Deadline) -> Connection:
+        """A proven connection to one of a contact's addresses. Raises as :meth:`PipeEndpoint.connect`."""
+        if deadline.expired:
+            raise TimeoutError("no time was left to open the connection of a pipe")
+        return dial(address, self._context.credentials, self.PURPOSE, deadline.remaining())
+
+    def _addresses(self) -> Sequence[str]:
+        """Where to listen, for :meth:`kvplug.transport.Listener.open`; peers try the first one first."""
+        return ("unix:",)
+
+    @abc.abstractmethod
+    def _listener(self, listeners: list[Listener], contact: str) -> PipeListener:
+        """The listener whose contact this is. It owns ``listeners`` from here on, also if it raises."""
+
+    @abc.abstractmethod
+    def _connect(self, address: str, deadline: Deadline) -> Pipe:
+        """The pipe to a listener at one of its addresses. Raises as :meth:`PipeEndpoint.connect`."""
+
+
+class DuplexEndpoint(ContactEndpoint, abc.ABC):
+    """One connection becomes one pipe: :meth:`_join` makes it, at both ends."""
+
+    JOIN_TIMEOUT_S: ClassVar[float] = 10.0
+    """How long a peer may take to become the other end of a pipe, once it has proved itself."""
+
+    @abc.abstractmethod
+    def _join(self, connection: Connection, deadline: Deadline, *, accepted: bool) -> Pipe:
+        """The pipe over a proven connection, which it owns from here on, also if it raises.
+
+        ``accepted``: this is the listening end, and the call comes in a thread of its own.
+
+        Raises:
+            TimeoutError, PeerGoneError, WireError, TransportError: there is no pipe.
+        """
+
+    def _listener(self, listeners: list[Listener], contact: str) -> PipeListener:
+        return _Listener(
+            listeners,
+            lambda connection: self._join(connection, Deadline.after(self.JOIN_TIMEOUT_S), accepted=True),
+            transport=self.CONTACT.TRANSPORT,
+            contact=contact,
+            timeout_s=self._context.timeout_s,
+        )
+
+    def _connect(self, address: str, deadline: Deadline) -> Pipe:
+        return self._join(self._dial(address, deadline), deadline, accepted=False)
+
+
+class _Listener(PipeAcceptor):
+    def __init__(
+        self,
+        listeners: Sequence[Listener],
+        make: Callable[[Connection], Pipe],
+        *,
+        transport: str,
+        contact: str,
+        timeout_s: float,
+    ) -> None:
+        self._make = make
+        super().__init__(listeners, transport=transport, contact=contact, timeout_s=timeout_s)
+
+    def _join(self, connection: Connection) -> Pipe:
+        return self._make(connection)

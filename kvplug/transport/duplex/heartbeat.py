@@ -1,0 +1,86 @@
+"""How the two ends of a pipe agree to notice each other's death, and the watch that follows.
+
+An end that has a pidfd of the other's process sees it end. Where one of the two has none, on different hosts
+or in different pid namespaces, both send heartbeats, and silence counts as death. The more impatient end
+decides how long, so that neither takes the other's pace for silence.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+from typing import Final, Self
+
+import attrs
+
+from kvplug.net.liveness import Heartbeat, Watch, watch
+
+BEATS_PER_TIMEOUT: Final = 5
+"""An end beats this often in the silence that would count as its death."""
+_MAX_MS: Final = 2**32 - 1
+"""What fits the field of a join message."""
+
+
+@attrs.frozen
+class HeartbeatTerms:
+    """What one end says about itself when it joins; :meth:`agreed`: what holds for both."""
+
+    sees_death: bool
+    """The end has a pidfd of the other; agreed: both have, so no heartbeats are needed."""
+    heartbeat_ms: int
+    """Milliseconds of silence that the end takes for death, where heartbeats are needed."""
+
+    @classmethod
+    def of(cls, timeout_s: float, *, sees_death: bool) -> Self:
+        """Of an end whose config has ``timeout_s`` as its ``heartbeat_timeout_s``."""
+        return cls(sees_death, max(1, min(int(timeout_s * 1000), _MAX_MS)))
+
+    def agreed(self, theirs: HeartbeatTerms) -> HeartbeatTerms:
+        """What holds for both ends. The same whichever end computes it."""
+        return HeartbeatTerms(
+            self.sees_death and theirs.sees_death, min(self.heartbeat_ms, theirs.heartbeat_ms)
+        )
+
+    def silence_s(self, timeout_s: float | None = None, *, at_least_s: float = 0.0) -> float | None:
+        """Seconds of silence that both ends take for death; ``None``: they see it, and send no heartbeats.
+
+        At most ``timeout_s``, which milliseconds round.
+        """
+        if self.sees_death:
+            return None
+        agreed_s = self.heartbeat_ms / 1000
+        return max(at_least_s, agreed_s if timeout_s is None else min(agreed_s, timeout_s))
+
+    def interval_s(self, timeout_s: float, *, at_least_s: float) -> float | None:
+        """Seconds between two heartbeats of one end; ``None``: it sends none. For :func:`watch_peer`."""
+        silence_s = self.silence_s(timeout_s)
+        return None if silence_s is None else max(at_least_s, silence_s / BEATS_PER_TIMEOUT)
+
+
+def watch_peer(
+    sock: socket.socket,
+    *,
+    pidfd: int | None,
+    interval_s: float | None,
+    timeout_s: float,
+    on_gone: Callable[[str], None],
+) -> Watch:
+    """Watch the peer by its ``pidfd`` and its connection. Owns the pidfd from here on, also if it raises.
+
+    Args:
+        sock: A connection to the peer that carries nothing else if ``interval_s`` is given.
+        interval_s: Seconds between heartbeats on that connection; ``None``: there are none, and it is only
+            looked at for the peer hanging up.
+        timeout_s: Seconds of silence that count as death, with heartbeats.
+        on_gone: Called once with the reason, in the watcher's thread; it must not block.
+
+    Raises:
+        ValueError, ClosedError: as :func:`kvplug.transport.watch`.
+    """
+    try:
+        beat = None if interval_s is None else Heartbeat(sock, interval_s=interval_s, timeout_s=timeout_s)
+        return watch(pidfd=pidfd, sock=None if beat else sock, heartbeat=beat, on_gone=on_gone)
+    finally:
+        if pidfd is not None:
+            os.close(pidfd)  # the watch has its own

@@ -1,0 +1,63 @@
+"""What two ends say to each other over a proven connection before it is a pipe: messages of fixed size."""
+
+from __future__ import annotations
+
+import builtins
+
+from kvplug.errors import PeerGoneError, TimeoutError
+from kvplug.net.deadline import Deadline
+from kvplug.net.trust.connection import Connection
+
+
+class JoinStream:
+    """Sends and receives whole messages over ``connection`` until a deadline. It stays its owner's.
+
+    The texts end the sentence that begins with the peer: ``late`` after the deadline ("did not join in
+    time"), ``gone`` when it hung up.
+    """
+
+    def __init__(self, connection: Connection, *, late: str, gone: str) -> None:
+        self._connection = connection
+        self._late = late
+        self._gone = gone
+
+    def send(self, data: bytes, deadline: Deadline) -> None:
+        """Raises TimeoutError, PeerGoneError."""
+        sock = self._connection.sock
+        try:
+            sock.settimeout(_seconds(deadline))
+            sock.sendall(data)
+            sock.settimeout(None)
+        except OSError as e:
+            raise self._error(e) from e
+
+    def receive(self, nbytes: int, deadline: Deadline) -> bytes:
+        """Exactly so many bytes. Raises TimeoutError, PeerGoneError."""
+        data = b""
+        while len(data) < nbytes:
+            data += self.receive_some(nbytes - len(data), deadline)
+        self._connection.sock.settimeout(None)
+        return data
+
+    def receive_some(self, nbytes: int, deadline: Deadline) -> bytes:
+        """One byte at least, ``nbytes`` at most. Raises TimeoutError, PeerGoneError."""
+        sock = self._connection.sock
+        try:
+            sock.settimeout(_seconds(deadline))
+            chunk = sock.recv(nbytes)
+        except OSError as e:
+            raise self._error(e) from e
+        if not chunk:
+            raise PeerGoneError(f"{self._connection.describe} {self._gone}")
+        return chunk
+
+    def _error(self, error: OSError) -> Exception:
+        if isinstance(error, builtins.TimeoutError):
+            return TimeoutError(f"{self._connection.describe} {self._late}")
+        return PeerGoneError(f"{self._connection.describe} {self._gone}")
+
+
+def _seconds(deadline: Deadline) -> float | None:
+    """For ``settimeout``, where 0 would mean not to wait at all."""
+    left = deadline.remaining()
+    return None if left is None else max(0.001, left)

@@ -1,0 +1,140 @@
+"""The partly received message: what is known of it, and where a part of it waits for the next call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Final
+
+from kvplug.errors import KvplugError, TensorMismatchError, TimeoutError
+from kvplug.net.wire.messages import check_fits, is_dense
+from kvplug.net.wire.tensors import TensorMeta, copy_into, memory_of, memory_of_writable
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+INTERRUPTED: Final = "interrupted in the middle of a message"
+"""Why a pipe fails after Ctrl-C between a copy and its being noted: the stream's position is lost."""
+
+
+class PartialMessage:
+    """A message whose announcement has been read, and maybe a part of its bytes.
+
+    A receive call that runs out of time leaves it behind, and the next call goes on with it.
+    """
+
+    __slots__ = ("got", "meta", "nbytes", "own")
+
+    def __init__(self, meta: TensorMeta | None) -> None:
+        """``meta``: what the tensor is; ``None``: the message is ``None``, and has no bytes."""
+        self.meta = meta
+        self.nbytes = 0 if meta is None else meta.nbytes
+        self.got = 0
+        """How many bytes have arrived."""
+        self.own: Tensor | None = None
+        """A tensor of the pipe's, in which the part that has arrived waits for the next call."""
+
+    def late(self, peer: str) -> TimeoutError:
+        """What a call raises whose deadline has passed in the middle of the message."""
+        return TimeoutError(
+            f"{self.got} of {self.nbytes} bytes of a tensor have arrived from {peer};"
+            " the next call goes on with it"
+        )
+
+    def check_out(self, out: Tensor | None) -> None:
+        """Whether it can be received into ``out``, a CPU tensor; ``None``: into new memory.
+
+        Raises:
+            TensorMismatchError: not this message, which stays.
+            UnsupportedError: ``out`` is no dense tensor in CPU memory.
+        """
+        if out is None:
+            return
+        if self.meta is None:
+            raise TensorMismatchError("the next message is None, and out= was given; it stays")
+        check_fits(out, self.meta)
+
+    def receive(
+        self,
+        out: Tensor | None,
+        *,
+        allocate: Callable[[TensorMeta], Tensor],
+        fill: Callable[[Tensor], bool],
+        fail: Callable[[str], object],
+        peer: str,
+    ) -> Tensor:
+        """Receive a tensor in CPU memory: what is left of it, into ``out`` or memory of the pipe's.
+
+        Args:
+            out: What :meth:`check_out` has let pass.
+            allocate: New memory. If it raises the message stays.
+            fill: Receive what is left into a contiguous tensor whose first ``got`` bytes are there already,
+                and count ``got``; False at the deadline.
+            fail: The stream's position is lost: break the pipe.
+            peer: For the error.
+
+        Raises:
+            TimeoutError: not all has arrived; the next call goes on with it.
+            TensorMismatchError: ``out`` cannot be written; the message stays.
+            KvplugError: what ``allocate`` and ``fill`` raise.
+        """
+        assert self.meta is not None
+        tensor = out if self.own is None and out is not None and is_dense(out) else self.own
+        if tensor is None:
+            tensor = allocate(self.meta)
+        try:
+            if not fill(tensor):
+                # Before anything is raised: what has arrived is part of what the next call returns.
+                if tensor is out:
+                    self._keep(tensor, allocate, fail)
+                elif self.got:
+                    self.own = tensor
+                raise self.late(peer)
+        except KvplugError:
+            raise
+        except BaseException:
+            fail(INTERRUPTED)
+            raise
+        if out is None or tensor is out:
+            return tensor
+        self.own = tensor
+        try:
+            copy_into(out, memory_of(tensor))
+        except RuntimeError as e:
+            raise TensorMismatchError(f"out= cannot be written, and the message stays: {e}") from e
+        return out
+
+    def allocate_own(self, allocate: Callable[[TensorMeta], Tensor], fail: Callable[[str], object]) -> Tensor:
+        """Memory for the part that has arrived. Where there is none, the pipe fails, and this raises."""
+        assert self.meta is not None
+        try:
+            return allocate(self.meta)
+        except BaseException:
+            fail("there was no memory for the part of a message that had arrived")
+            raise
+
+    def arrived(self) -> Iterable[tuple[int, int]]:
+        """(start, stop) of the bytes that are here."""
+        return ((0, self.got),)
+
+    def _keep(
+        self, out: Tensor, allocate: Callable[[TensorMeta], Tensor], fail: Callable[[str], object]
+    ) -> None:
+        """Copy what has arrived out of the caller's memory, which is the caller's again now."""
+        if not self.got:
+            return
+        own = self.allocate_own(allocate, fail)
+        mine, theirs = memory_of_writable(own), memory_of(out)
+        for start, stop in self.arrived():
+            mine[start:stop] = theirs[start:stop]
+        self.own = own
+
+
+def mismatch(came: TensorMeta | None, given: str, wanted: TensorMeta) -> TensorMismatchError:
+    """The error of a receive whose memory does not fit the next message, which stays.
+
+    ``given`` names the memory: "out= is", "the blocks are".
+    """
+    what = "None" if came is None else f"{came.dtype} of shape {list(came.shape)}"
+    return TensorMismatchError(
+        f"the next message is {what}, and {given} {wanted.dtype} of shape {list(wanted.shape)}; it stays"
+    )

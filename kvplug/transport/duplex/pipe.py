@@ -1,0 +1,185 @@
+"""The life of a pipe: what every call checks first, and what happens when it ends."""
+
+from __future__ import annotations
+
+import abc
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import attrs
+
+from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
+from kvplug.net.exclusive_use import ExclusiveUse
+from kvplug.transport.duplex.lifecycle import Lifecycle
+from kvplug.transport.pipe import Blocks, Pipe, Transfer
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@attrs.frozen(kw_only=True)
+class PipeSettings:
+    """What every pipe of an endpoint is told. A transport adds its own."""
+
+    max_in_flight_bytes: int
+    """Bytes that may be sent and not yet taken, before ``send_tensor`` blocks."""
+    timeout_s: float
+    """Seconds that a call waits whose caller says nothing."""
+    heartbeat_timeout_s: float
+    """Seconds of silence that count as the peer's death, where it cannot be seen."""
+
+
+class DuplexPipe(Pipe, abc.ABC):
+    """A pipe of which a transport writes how bytes move, and what it has to let go of.
+
+    It checks each call, counts time, lets one thread send and one receive, and ends once, for one reason. A
+    transport writes the methods whose names begin with ``_``; it calls :meth:`_peer_gone` and :meth:`_fail`
+    from any thread, without locks, and registers itself with ``close_after_fork`` once it is whole.
+    """
+
+    def __init__(self, peer: str, timeout_s: float) -> None:
+        """``peer`` names the other end in messages; ``timeout_s`` is what a call waits by default."""
+        self._peer = peer
+        self._timeout_s = timeout_s
+        self._lifecycle = Lifecycle(f"the pipe to {peer}")
+        self._sending, self._receiving = ExclusiveUse("sending"), ExclusiveUse("receiving")
+        self._let_go = False
+        """Everything was let go of."""
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} to {self._peer}, {self._lifecycle.state}>"
+
+    @property
+    def closed(self) -> bool:
+        return self._lifecycle.closed
+
+    @property
+    def peer(self) -> str:
+        return self._peer
+
+    # -- the calls -------------------------------------------------------------------------------------
+
+    def send_tensor(self, tensor: Tensor | None, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Transfer:
+        self._check_sending()
+        with self._sending.taken():
+            return self._send(tensor, Deadline.after(timeout, self._timeout_s))
+
+    def recv_tensor(self, out: Tensor | None = None, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Tensor | None:
+        self._check_receiving()
+        with self._receiving.taken():
+            return self._receive(out, Deadline.after(timeout, self._timeout_s))
+
+    def send_blocks(
+        self, views: Sequence[Tensor], block_ids: Sequence[int], *, timeout: Timeout = DEFAULT_TIMEOUT
+    ) -> Transfer:
+        self._check_sending()
+        with self._sending.taken():
+            return self._send_blocks(Blocks(views, block_ids), Deadline.after(timeout, self._timeout_s))
+
+    def recv_blocks(
+        self, views: Sequence[Tensor], block_ids: Sequence[int], *, timeout: Timeout = DEFAULT_TIMEOUT
+    ) -> None:
+        self._check_receiving()
+        with self._receiving.taken():
+            blocks = Blocks(views, block_ids)
+            blocks.check_distinct()
+            self._receive_blocks(blocks, Deadline.after(timeout, self._timeout_s))
+
+    def close(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
+        deadline = Deadline.after(timeout, self._timeout_s)
+        if not self._lifecycle.close("is closed"):
+            return
+        try:
+            self._drain(deadline)
+        finally:
+            self._end()
+        self._join_threads()
+
+    def abort(self) -> None:
+        # Also ends a close() that is still draining in another thread.
+        if self._lifecycle.close("was aborted") or not self._let_go:
+            self._end()
+
+    def _check_sending(self) -> None:
+        if self._lifecycle.ended:
+            raise self._lifecycle.error()
+
+    def _check_receiving(self) -> None:
+        # A peer that is gone may have left whole messages behind: only a pipe closed here is over.
+        if self._lifecycle.closed or self._lifecycle.broken:
+            raise self._lifecycle.error()
+
+    # -- what a transport writes: moving bytes -----------------------------------------------------------
+
+    @abc.abstractmethod
+    def _send(self, tensor: Tensor | None, deadline: Deadline) -> Transfer:
+        """Queue one message. Only one thread at a time. Raises as :meth:`Pipe.send_tensor`."""
+
+    @abc.abstractmethod
+    def _receive(self, out: Tensor | None, deadline: Deadline) -> Tensor | None:
+        """The next message. Only one thread at a time. Raises as :meth:`Pipe.recv_tensor`."""
+
+    def _send_blocks(self, blocks: Blocks, deadline: Deadline) -> Transfer:
+        """The same for blocks of a cache, which are gathered first unless a transport does better."""
+        return self._send(blocks.gathered(), deadline)
+
+    def _receive_blocks(self, blocks: Blocks, deadline: Deadline) -> None:
+        """The same for blocks of a cache, scattered once all has come unless a transport does better."""
+        tensor = blocks.empty()
+        self._receive(tensor, deadline)
+        blocks.scatter(0, tensor.view(blocks.num_rows, *blocks.row_shape))
+
+    # -- what a transport writes: how it ends ------------------------------------------------------------
+
+    def _drain(self, deadline: Deadline) -> None:
+        """After ``close``: wake what receives, and send what is queued until the deadline. May raise."""
+
+    @abc.abstractmethod
+    def _release(self) -> None:
+        """Wake every thread, fail what is queued, let go of everything. Blocks nowhere. Idempotent.
+
+        In any thread, and maybe in a signal's handler.
+        """
+
+    def _join_threads(self) -> None:
+        """After ``close``: wait for the pipe's threads, for a moment, except for the calling one."""
+
+    def _on_peer_gone(self) -> None:
+        """The peer is gone: wake every thread. What has wholly arrived can still be received."""
+        self._end()
+
+    def _on_failure(self) -> None:
+        """The stream has lost its place: wake every thread. Nothing is received any more."""
+        self._end()
+
+    @abc.abstractmethod
+    def _release_in_child(self) -> None:
+        """In a forked child: close descriptors and end the parent's transfers here. Takes no lock."""
+
+    # -- how it ends, from any thread --------------------------------------------------------------------
+
+    def _end(self) -> None:
+        self._release()
+        self._let_go = True
+
+    def _peer_gone(self, reason: str) -> None:
+        """The peer is gone. Called without locks, by whatever notices first."""
+        if self._lifecycle.lose_peer(reason):
+            self._logger.debug("%r: %s", self, reason)
+        self._on_peer_gone()
+
+    def _fail(self, reason: str) -> None:
+        """What comes or goes cannot be trusted any more. Called without locks."""
+        if self._lifecycle.fail(reason):
+            self._logger.warning("%r: %s", self, reason)
+        self._on_failure()
+
+    @property
+    def _logger(self) -> logging.Logger:
+        return logging.getLogger(type(self).__module__)
+
+    def _after_fork_in_child(self) -> None:
+        self._let_go = True
+        self._lifecycle.after_fork()
+        self._release_in_child()
