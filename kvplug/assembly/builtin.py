@@ -62,9 +62,9 @@ def kvplug_transports() -> list[TransportSpec]:
             kind=Kind.LOOKUP_BUFFER,
             name="memory",
             factory="kvplug.testing.memory.lookup:MemoryLookupEndpoint",
-            summary="For tests: entries in this process, reached over any pipes, nothing but Python",
-            # It moves nothing itself: it has the reach of the pipes it is given.
-            capabilities=Capabilities(cross_host=True, cost=Cost(latency_us=100.0, gb_per_s=2.0)),
+            probe="kvplug.testing.memory.options:describe",
+            summary="For tests: entries in this process, reached within it, nothing but Python",
+            capabilities=Capabilities(cost=Cost(latency_us=100.0, gb_per_s=2.0)),
             for_tests=True,
         ),
     ]

@@ -1,20 +1,26 @@
-"""The laws by their ids, as docs/reference/laws.md has them: what a test names, and a failure quotes.
+"""The laws by their ids: what a test names, and a failure quotes. docs/reference/laws.md is made from here.
 
 ``python -m kvplug.testing.laws PIPE-5 PIPE-6`` prints those; without an id, all of them.
+``python -m kvplug.testing.laws --page docs/reference/laws.md`` writes them anew into the page.
 """
 
 from __future__ import annotations
 
-import re
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+from pathlib import Path
 from typing import Final
 
 import attrs
 
 _WIDTH = 100
-"""Of a law that is printed."""
+"""Columns of a law that is printed."""
+_PAGE_WIDTH = 118
+"""Columns of a law on the page."""
+_BEGIN = "<!-- Laws, made of laws.py: `python -m kvplug.testing.laws --page docs/reference/laws.md`. -->\n"
+_END = "<!-- The end of the laws. -->\n"
 
 
 @attrs.frozen
@@ -22,10 +28,12 @@ class Law:
     """One law."""
 
     id: str
-    """Also the heading's, in docs/reference/laws.md."""
+    """Also the anchor, in docs/reference/laws.md."""
     title: str
     text: str
     """What it says, in Markdown, on one line."""
+    section: str
+    """The heading it stands under."""
 
     @property
     def page(self) -> str:
@@ -43,6 +51,8 @@ class Law:
 
 
 _WRITTEN = """
+## Everything with an end
+
 ALL-1, closing
 : `close()` is polite: within its timeout it lets finish what was started. `abort()` ends at once and never
   blocks. Both may be called twice. Afterwards every call raises `ClosedError`. A communicator's `destroy()`
@@ -64,7 +74,7 @@ ALL-4, time
 
 ALL-5, every transfer ends
 : In success or in an error, also when the peer is killed or its host disappears. A failure is reported to
-  whoever waits, not only logged.
+  the caller that waits, not only logged.
 
 ALL-6, forks
 : In a forked child whatever was open is closed: its calls raise `ClosedError`, and the child holds none of
@@ -75,12 +85,16 @@ ALL-7, nothing left behind
   that it did not hold before, and no more memory however often that is repeated. Nothing of a killed process
   outlives it.
 
+## Endpoints
+
 END-1, two verbs
 : `listen()` gives something with a contact, a short opaque string; `connect(contact)` gives a pipe. A
   transport implements no other way of meeting.
 
 END-2, coming and going
 : Peers arrive and leave while others work, and do not disturb them.
+
+## Pipe
 
 PIPE-1, what arrives
 : Each tensor arrives whole, once, in the order of sending, with its shape, its dtype and its bits: every
@@ -112,6 +126,8 @@ PIPE-7, threads
 : One thread sends while one receives. Another one in the same direction gets `BusyError`, never a mixed
   stream.
 
+## Message queue
+
 QUEUE-1, every reader, every message
 : Each reader named in the handle gets each message once, in order, from the first one on, or an error that
   says how many it lost. Nothing is dropped in silence, on a network neither.
@@ -120,7 +136,7 @@ QUEUE-2, dead readers
 : A reader that died is evicted, named and reported. The others go on.
 
 QUEUE-3, waiting
-: A writer that has to wait names whom it waits for: rank, process, and how far behind.
+: A writer that has to wait names the readers it waits for: rank, process, and how far behind.
 
 QUEUE-4, idling
 : A reader that waits costs next to no processor time.
@@ -130,6 +146,8 @@ QUEUE-5, chunks
   call that ran out of time has sent nothing. A chunk is written and read in place, and comes back when its
   block ends, by an exception too: what the writer's block left that way was never sent, what the reader's
   left has been read.
+
+## Device communicator
 
 COMM-1, what a collective gives
 : Every rank gets what the collective's documentation says, whatever order the ranks come in: the sum of all
@@ -160,13 +178,15 @@ COMM-5, sleep
 : Between `suspend` and `resume` every call raises `TransportError`; afterwards all is as before. Both may be
   called twice.
 
+## Lookup buffer
+
 LOOKUP-1, the key
 : An entry's key is its `extra` bytes and its tokens under the roi. `extra` must be equal. Token ids are
   compared exactly, as integers, whatever a hash said before.
 
 LOOKUP-2, matching
 : An entry matches a query when one token sequence is a prefix of the other and not empty. Of several the
-  oldest wins. A miss is a miss, never somebody else's data.
+  oldest wins. A miss is a miss, never another key's data.
 
 LOOKUP-3, `match`
 : The length of the longest prefix that the query shares with any entry that is held, whatever follows in
@@ -189,12 +209,14 @@ LOOKUP-7, `select`
 
 LOOKUP-8, `clear`
 : What was handed to `insert` before is not to be had after it: entries are announced as removed, an insert
-  that has not returned raises `EntryGoneError`, and an entry that was lent is not put up again. Whoever has
-  it may go on reading.
+  that has not returned raises `EntryGoneError`, and an entry that was lent is not put up again. A reader
+  that has it may go on reading.
 
 LOOKUP-9, events
 : A listener gets a snapshot of what can be had, and then every change of it, in the order of their numbers
   and without a gap. When a call that changed something returns, every listener has been told.
+
+## Connector
 
 CONN-1, order
 : An engine calls the methods in the documented order; a connector may rely on it and says which call broke
@@ -228,6 +250,8 @@ CONN-8, figures
 : What a connector counts adds up: every transfer that was started is counted once, as done or as failed with
   its reason.
 
+## References to blocks
+
 REF-1, what they carry
 : A reference to another engine's blocks carries the engine's id, its epoch (which changes with each start),
   the lease and the request's generation.
@@ -235,6 +259,8 @@ REF-1, what they carry
 REF-2, through strangers' hands
 : One that travels through a client's request carries a ticket: a keyed hash with an expiry over all of it. A
   stale, forged or out-of-range one is a miss with a counted reason, and nothing is dialled.
+
+## Plugins
 
 PLUGIN-1, being found
 : A plugin states its API as a literal, is found through one entry point, loads on its own, and offers each
@@ -254,23 +280,61 @@ PLUGIN-4, documented
 
 
 def _read(written: str) -> dict[str, Law]:
-    found = re.findall(r"^([A-Z]+-\d+), (.+)\n: ((?:.+\n)+)", written, re.MULTILINE)
-    return {id_: Law(id_, title, " ".join(text.split())) for id_, title, text in found}
+    laws, section = {}, ""
+    for paragraph in written.strip().split("\n\n"):
+        if paragraph.startswith("## "):
+            section = paragraph.removeprefix("## ")
+        else:
+            heading, text = paragraph.split("\n: ")
+            id_, title = heading.split(", ", 1)
+            laws[id_] = Law(id_, title, " ".join(text.split()), section)
+    return laws
 
 
 LAWS: Final = _read(_WRITTEN)
 """By id, in the order of the page."""
 
 
-def main(ids: Sequence[str]) -> None:
+def with_laws(page: str) -> str:
+    """The page with the laws as they are here; what stands before and after them is kept.
+
+    Raises:
+        ValueError: the page has no place for laws.
+    """
+    before, _, rest = page.partition(_BEGIN)
+    _, end, after = rest.partition(_END)
+    if not end:
+        raise ValueError(f"the laws stand between the lines {_BEGIN!r} and {_END!r}, which this page lacks")
+    sections = groupby(LAWS.values(), lambda law: law.section)
+    made = "".join(f"\n## {section}\n\n{_as_definitions(laws)}" for section, laws in sections)
+    return f"{before}{_BEGIN}{made}\n{_END}{after}"
+
+
+def _as_definitions(laws: Iterable[Law]) -> str:
+    """Markdown's definition lists, each with a target for links."""
+
+    def indented(text: str) -> str:
+        return textwrap.fill(
+            text, _PAGE_WIDTH, initial_indent=": ", subsequent_indent="  ", break_on_hyphens=False
+        )
+
+    return "\n".join(f"({law.id})=\n{law.id}, {law.title}\n{indented(law.text)}\n" for law in laws)
+
+
+def main(arguments: Sequence[str]) -> None:
     """The program.
 
     Raises:
         SystemExit: an id is no law's; says which there are.
     """
-    if unknown := [id_ for id_ in ids if id_ not in LAWS]:
-        sys.exit(f"no law: {', '.join(unknown)}; these are: {', '.join(LAWS)}")
-    sys.stdout.writelines(f"{LAWS[id_].quoted}\n" for id_ in ids or LAWS)
+    match arguments:
+        case ["--page", path]:
+            page = Path(path)
+            page.write_text(with_laws(page.read_text()))
+        case ids:
+            if unknown := [id_ for id_ in ids if id_ not in LAWS]:
+                sys.exit(f"no law: {', '.join(unknown)}; these are: {', '.join(LAWS)}")
+            sys.stdout.writelines(f"{LAWS[id_].quoted}\n" for id_ in ids or LAWS)
 
 
 if __name__ == "__main__":

@@ -1,39 +1,25 @@
-"""The lookup buffer "memory" keeps the laws; and how its entries are found."""
+"""The lookup buffer "memory" keeps the laws; and what it takes for a key."""
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 import pytest
 
 from kvplug.errors import UnsupportedError
 from kvplug.testing import LookupBufferContract
-from kvplug.testing.memory.tokens import TokenTree, extra_bytes, key_under, roi_mask, token_ids
+from kvplug.testing.memory.entries import checked_tokens, extra_bytes, key_under
 
 
 class TestMemory(LookupBufferContract):
     transport = "memory"
-
-
-def test_a_tree_that_is_emptied_keeps_no_node() -> None:
-    tree, held, order = TokenTree(), {}, random.Random(3)
-    for entry_id in range(200):
-        held[entry_id] = tuple(order.choices((1, 2, 3), k=order.randrange(1, 6)))
-        tree.add(entry_id, held[entry_id])
-    for entry_id in order.sample(sorted(held), len(held)):
-        tree.keep(entry_id, held[entry_id])
-        assert tree.longest(held[entry_id])[0] == len(held[entry_id])
-        tree.remove(entry_id, held[entry_id])
-    assert tree.oldest() is None
-    assert tree.longest((1, 2, 3)) == (0, None)
-    assert not tree._root.children
+    across_processes = False
 
 
 @pytest.mark.parametrize("tokens", [[1.5], [True], [1 << 63], [[1], [2]], "12", 5, [None]])
 def test_what_is_no_row_of_token_ids_is_refused(tokens: Any) -> None:
     with pytest.raises((TypeError, ValueError)):
-        token_ids(tokens)
+        checked_tokens(tokens, None)
 
 
 @pytest.mark.parametrize(
@@ -41,7 +27,7 @@ def test_what_is_no_row_of_token_ids_is_refused(tokens: Any) -> None:
 )
 def test_what_is_no_roi_of_two_tokens_is_refused(roi: Any, error: type[Exception]) -> None:
     with pytest.raises(error):
-        roi_mask(roi, 2)
+        checked_tokens([1, 2], roi)
 
 
 def test_tensors_and_arrays_mean_what_lists_mean() -> None:

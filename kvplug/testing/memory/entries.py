@@ -1,13 +1,12 @@
-"""The parts of an entry of the lookup buffer "memory": checked, measured, copied, handed over."""
+"""Keys and the parts of an entry of the lookup buffer "memory": checked, measured, copied."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from kvplug.errors import TimeoutError
+from kvplug.errors import TimeoutError, UnsupportedError
 from kvplug.net.deadline import Deadline
 from kvplug.net.wire.tensors import copy_into, empty_like_meta, memory_of, meta_of
 from kvplug.net.wire.values import decode, encode
@@ -16,20 +15,57 @@ from kvplug.transport.lookup import Entry, EntryHeader, EntrySink
 if TYPE_CHECKING:
     from torch import Tensor
 
+Key = tuple[int, ...]
+"""The token ids that count, those under the roi."""
 
-def header_of(
-    entry_id: int, ids: Sequence[int], mask: Sequence[bool], num_layers: int, metadata: dict[str, Any]
-) -> EntryHeader:
-    """Everything in it is its own: nothing is shared with who gave it."""
+
+def checked_tokens(tokens: Any, roi: Any) -> tuple[Tensor, Tensor]:
+    """Token ids (int64) and the roi (bool; ``None`` is every token), each a tensor of its own.
+
+    Raises:
+        UnsupportedError: they are not integers of 64 bits and booleans.
+        ValueError: they have not one dimension, or not the same length.
+    """
     import torch
 
-    return EntryHeader(
-        entry_id=entry_id,
-        tokens=torch.tensor(ids, dtype=torch.int64),
-        roi=torch.tensor(mask, dtype=torch.bool),
-        num_layers=num_layers,
-        metadata=decode(encode(metadata)),  # refuses what could not travel
-    )
+    ids = _row(tokens, torch.int64, "token ids")
+    mask = torch.ones_like(ids, dtype=torch.bool) if roi is None else _row(roi, torch.bool, "a roi")
+    if mask.shape != ids.shape:
+        raise ValueError(f"a roi of {len(mask)} does not fit {len(ids)} tokens")
+    return ids, mask
+
+
+def _row(given: Any, dtype: Any, what: str) -> Tensor:
+    import torch
+
+    plain = given.tolist() if hasattr(given, "tolist") else list(given)
+    try:
+        row = torch.tensor(plain) if plain else torch.tensor([], dtype=dtype)
+    except (RuntimeError, TypeError, ValueError) as e:
+        raise UnsupportedError(f"{what} must be {dtype}: {e}") from e
+    if row.ndim != 1:
+        raise ValueError(f"{what} must have one dimension, not {row.ndim}")
+    if row.dtype != dtype:
+        raise UnsupportedError(f"{what} must be {dtype}, not {row.dtype}")
+    return row
+
+
+def key_under(tokens: Any, roi: Any) -> Key:
+    """The tokens that count. Raises as :func:`checked_tokens`."""
+    ids, mask = checked_tokens(tokens, roi)
+    return tuple(ids[mask].tolist())
+
+
+def extra_bytes(extra: Any) -> bytes:
+    """What is the key besides the tokens.
+
+    Raises:
+        UnsupportedError: not bytes (``bytes`` of an int would be so many zeros).
+    """
+    try:
+        return bytes(memoryview(extra))
+    except TypeError as e:
+        raise UnsupportedError(f"extra must be bytes, not {type(extra).__name__}") from e
 
 
 def num_layers_of(num_tokens: int, key: Tensor | None, value: Tensor | None) -> int:
@@ -51,8 +87,21 @@ def nbytes_of(num_tokens: int, *parts: Tensor | None) -> int:
     return 9 * num_tokens + sum(meta_of(part).nbytes for part in parts if part is not None)
 
 
-def copied(tensor: Tensor | None) -> Tensor | None:
-    """Of the same shape, dtype and bits, contiguous, and sharing nothing."""
+def copy_of(entry: Entry) -> Entry:
+    """An entry that shares nothing with this one."""
+    header = entry.header
+    copy = EntryHeader(
+        entry_id=header.entry_id,
+        tokens=header.tokens.clone(),
+        roi=header.roi.clone(),
+        num_layers=header.num_layers,
+        metadata=decode(encode(header.metadata)),  # refuses what could not travel
+    )
+    parts = {name: _copied(getattr(entry, name)) for name in ("key", "value", "hidden")}
+    return Entry(header=copy, tokens=copy.tokens, roi=copy.roi, **parts)
+
+
+def _copied(tensor: Tensor | None) -> Tensor | None:
     if tensor is None:
         return None
     copy = empty_like_meta(meta_of(tensor))
@@ -60,25 +109,17 @@ def copied(tensor: Tensor | None) -> Tensor | None:
     return copy
 
 
-def hand_over(entry: Entry, sink: EntrySink | None, deadline: Deadline) -> Entry:
-    """A copy of an entry for who reads it; to a sink layer by layer, and the rest is returned.
+def give_layers(entry: Entry, sink: EntrySink, deadline: Deadline) -> Entry:
+    """Hand key and value to a sink layer by layer, and return the rest.
 
     Raises:
         TimeoutError: the sink was too slow.
         Exception: the sink's own.
     """
-    header = attrs.evolve(
-        entry.header,
-        tokens=copied(entry.tokens),
-        roi=copied(entry.roi),
-        metadata=decode(encode(entry.header.metadata)),
-    )
-    key, value, hidden = copied(entry.key), copied(entry.value), copied(entry.hidden)
-    if sink is not None:
-        sink.begin(header)
-        for index in range(header.num_layers):
-            if deadline.expired:
-                raise TimeoutError(f"the sink took {index} of {header.num_layers} layers in time")
-            sink.layer(index, None if key is None else key[index], None if value is None else value[index])
-        key = value = None
-    return Entry(header=header, tokens=header.tokens, roi=header.roi, key=key, value=value, hidden=hidden)
+    sink.begin(entry.header)
+    for index in range(entry.header.num_layers):
+        if deadline.expired:
+            raise TimeoutError(f"the sink took {index} of {entry.header.num_layers} layers in time")
+        key, value = (None if part is None else part[index] for part in (entry.key, entry.value))
+        sink.layer(index, key, value)
+    return attrs.evolve(entry, key=None, value=None)

@@ -1,14 +1,17 @@
-"""The lookup buffer "memory": entries in this process, under one lock and one condition.
+"""The lookup buffer "memory": a fake of one process, under one lock and one condition.
 
-Whoever waits, for room, for an entry or for a reader to end, waits for "something has changed" and then looks
-again. An entry is lent while it is read or handed over; ``kvplug.transport.lease`` says who has it.
+A call that waits, for room, for an entry or for a reader to end, waits for "something has changed" and then
+looks again. An entry is lent while it is read or handed over. The index is two dicts, of whole keys and of
+all their prefixes: few lines, and much memory for long prompts.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -16,14 +19,12 @@ import attrs
 from kvplug.errors import CapacityError, ClosedError, EntryGoneError, TimeoutError
 from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
 from kvplug.net.fork import close_after_fork
-from kvplug.testing.memory.entries import copied, hand_over, header_of, nbytes_of, num_layers_of
-from kvplug.testing.memory.lookup_reach import MemoryReachingEnd
-from kvplug.testing.memory.lookup_session import Session
-from kvplug.testing.memory.tokens import Key, TokenTree, extra_bytes, key_under, roi_mask, token_ids
+from kvplug.testing.memory.entries import Key, checked_tokens, copy_of, extra_bytes, nbytes_of, num_layers_of
+from kvplug.testing.memory.lookup_ends import Attached, MemoryLookupBuffer, MemoryReachingEnd
 from kvplug.transport.context import LookupContext
 from kvplug.transport.events import EventLog, RemovalReason, StoreEvent
 from kvplug.transport.lease import Lease, Leases
-from kvplug.transport.lookup import Entry, EntrySink, LookupBuffer, LookupEndpoint, LookupStore
+from kvplug.transport.lookup import Entry, EntryHeader, LookupBuffer, LookupEndpoint, LookupStore
 from kvplug.transport.pipe import Pipe
 
 if TYPE_CHECKING:
@@ -54,9 +55,9 @@ class Held:
     key: Key
     nbytes: int
     is_up: bool = False
-    """Whether it is in the tree, where it can be found. One that is being handed over is not."""
+    """Whether it can be found. One that is being handed over cannot."""
     is_gone: bool = False
-    """Evicted or cleared: it goes when the last who has it is done."""
+    """Evicted or cleared: its bytes are given back when the last lease on it ends."""
 
     @property
     def entry_id(self) -> int:
@@ -71,8 +72,8 @@ class Loan:
     lease: Lease
 
 
-class MemoryStore(LookupStore):
-    """The end that holds the entries. As a cache, a full one drops the oldest that nobody is reading."""
+class MemoryStore(MemoryLookupBuffer, LookupStore):
+    """The end that holds the entries. As a cache, a full one drops the oldest that are not lent."""
 
     def __init__(self, context: LookupContext, *, as_cache: bool) -> None:
         self._budget = context.buffer_size
@@ -80,14 +81,15 @@ class MemoryStore(LookupStore):
         self._as_cache = as_cache
         self._changed = threading.Condition()  # guards all that follows
         self._held: dict[int, Held] = {}  # oldest first; those lent are in it
-        self._trees: dict[bytes, TokenTree] = {}
+        self._by_prefix: dict[tuple[bytes, Key], dict[int, Held]] = defaultdict(dict)
+        self._by_key: dict[tuple[bytes, Key], dict[int, Held]] = defaultdict(dict)
         self._leases = Leases()
         self._used = 0  # bytes of the budget
         self._next_id = 1
         self._num_clears = 0
         self._events = EventLog()
         self._listeners: list[Callable[[StoreEvent], None]] = []
-        self._sessions: list[Session] = []
+        self._attached: list[Attached] = []
         self._closed = False
         close_after_fork(self)
 
@@ -110,28 +112,26 @@ class MemoryStore(LookupStore):
         timeout: Timeout = DEFAULT_TIMEOUT,
     ) -> int:
         num_clears = self._num_clears
-        deadline = Deadline.after(timeout, self._timeout_s)
-        ids = token_ids(input_tokens)
-        mask = roi_mask(roi, len(ids))
-        if not any(mask):
+        deadline = self._deadline(timeout)
+        tokens, mask = checked_tokens(input_tokens, roi)
+        if not mask.any():
             raise ValueError("no token of the entry is under its roi: it could never be found")
-        num_layers = num_layers_of(len(ids), key, value)
-        nbytes = nbytes_of(len(ids), key, value, hidden)
+        num_layers = num_layers_of(len(tokens), key, value)
+        nbytes = nbytes_of(len(tokens), key, value, hidden)
         extra = extra_bytes(extra)
         if nbytes > self._budget:
             raise CapacityError(f"an entry of {nbytes} bytes does not fit into a buffer of {self._budget}")
         with self._changed:
             self._wait_for_room(nbytes, num_clears, deadline)
-            header = header_of(self._next_id, ids, mask, num_layers, metadata or {})
-            entry = Entry(
-                header=header,
-                tokens=header.tokens,
-                roi=header.roi,
-                key=copied(key),
-                value=copied(value),
-                hidden=copied(hidden),
+            header = EntryHeader(
+                entry_id=self._next_id,
+                tokens=tokens,
+                roi=mask,
+                num_layers=num_layers,
+                metadata=metadata or {},
             )
-            held = Held(entry=entry, extra=extra, key=key_under(ids, mask), nbytes=nbytes)
+            given = Entry(header=header, tokens=tokens, roi=mask, key=key, value=value, hidden=hidden)
+            held = Held(entry=copy_of(given), extra=extra, key=tuple(tokens[mask].tolist()), nbytes=nbytes)
             self._next_id += 1
             self._used += nbytes
             self._held[held.entry_id] = held
@@ -148,67 +148,33 @@ class MemoryStore(LookupStore):
                 return
             if deadline.expired:
                 raise TimeoutError(
-                    f"no room for {nbytes} bytes in time: {self._used} of {self._budget} are used by"
-                    f" {len(self._held)} entries"
+                    f"no room for {nbytes} bytes in time: {self._used} of {self._budget} are used"
                 )
             self._changed.wait(deadline.remaining())
 
     def _make_room(self, nbytes: int) -> bool:
         """Whether there is room. A cache makes some if it can; none goes where that would not do."""
-        missing = self._used + nbytes - self._budget
-        going = []
-        if self._as_cache:
-            for held in self._held.values():
-                if missing > 0 and self._may_be_evicted(held):
-                    going.append(held)
-                    missing -= held.nbytes
-        if missing > 0:
-            return False
-        for held in going:
-            self._let_go(held, RemovalReason.EVICTED)
-        return True
+        missing, going = self._used + nbytes - self._budget, []
+        for held in self._held.values() if self._as_cache else ():
+            if missing > 0 and self._may_be_evicted(held):
+                going.append(held)
+                missing -= held.nbytes
+        if missing <= 0:
+            for held in going:
+                self._let_go(held, RemovalReason.EVICTED)
+        return missing <= 0
 
     def _may_be_evicted(self, held: Held) -> bool:
         return not self._leases.is_lent(held.entry_id)
 
-    # -- finding -------------------------------------------------------------------------------
+    # -- for callers at both ends --------------------------------------------------------------
 
-    def match(self, input_tokens: Any, roi: Any = None, *, extra: bytes = b"") -> int:
-        return self.count_shared(key_under(input_tokens, roi), extra_bytes(extra))
+    @contextmanager
+    def _calling(self, deadline: Deadline) -> Iterator[MemoryStore]:
+        yield self
 
-    def drop_select(
-        self,
-        input_tokens: Any,
-        roi: Any = None,
-        *,
-        extra: bytes = b"",
-        timeout: Timeout = DEFAULT_TIMEOUT,
-    ) -> Entry:
-        deadline = Deadline.after(timeout, self._timeout_s)
-        key = None if input_tokens is None else key_under(input_tokens, roi)
-        loan = self.lend_oldest(key, extra_bytes(extra), "a thread of this process", deadline)
-        self.end(loan, taken=True)
-        return loan.held.entry
-
-    def select(
-        self,
-        input_tokens: Any,
-        roi: Any = None,
-        *,
-        extra: bytes = b"",
-        min_tokens: int = 1,
-        sink: EntrySink | None = None,
-        timeout: Timeout = DEFAULT_TIMEOUT,
-    ) -> Entry:
-        deadline = Deadline.after(timeout, self._timeout_s)
-        key = key_under(input_tokens, roi)
-        loan = self.lend_longest(key, extra_bytes(extra), min_tokens, "a thread of this process")
-        try:
-            return hand_over(loan.held.entry, sink, deadline)
-        finally:
-            self.end(loan, taken=False)
-
-    # -- for both ends: a caller here, or one that a session serves ------------------------------
+    def _carried(self, entry: Entry, deadline: Deadline) -> Entry:
+        return copy_of(entry)
 
     def count_shared(self, key: Key, extra: bytes) -> int:
         with self._changed:
@@ -216,12 +182,7 @@ class MemoryStore(LookupStore):
             return self._find_longest(key, extra)[0]
 
     def lend_oldest(
-        self,
-        key: Key | None,
-        extra: bytes,
-        holder: str,
-        deadline: Deadline,
-        given_up: Callable[[], bool] = lambda: False,
+        self, key: Key | None, extra: bytes, deadline: Deadline, given_up: Callable[[], bool]
     ) -> Loan:
         """Hand over the oldest match (any entry where ``key`` is ``None``), now or when one comes.
 
@@ -236,12 +197,12 @@ class MemoryStore(LookupStore):
                     raise TimeoutError("the caller has given up")
                 held = self._find_oldest(key, extra)
                 if held is not None:
-                    return self._lend(held, holder, exclusive=True)
+                    return self._lend(held, exclusive=True)
                 if deadline.expired:
                     raise TimeoutError("no entry that matches came in time")
                 self._changed.wait(deadline.remaining())
 
-    def lend_longest(self, key: Key, extra: bytes, min_tokens: int, holder: str) -> Loan:
+    def lend_longest(self, key: Key, extra: bytes, min_tokens: int) -> Loan:
         """Lend the entry that shares the longest prefix, to be read.
 
         Raises:
@@ -250,14 +211,20 @@ class MemoryStore(LookupStore):
         with self._changed:
             self._check_open()
             shared, held = self._find_longest(key, extra)
-            if held is None or shared < max(1, min_tokens):
+            if held is None or shared < min_tokens:
                 raise EntryGoneError(
                     f"nothing that is held shares {max(1, min_tokens)} tokens with the query"
                 )
-            return self._lend(held, holder, exclusive=False)
+            return self._lend(held, exclusive=False)
+
+    def _lend(self, held: Held, *, exclusive: bool) -> Loan:
+        lease = self._leases.take(held.entry_id, "a caller", exclusive=exclusive)
+        if exclusive:
+            self._take_down(held, RemovalReason.TAKEN)
+        return Loan(held, lease)
 
     def end(self, loan: Loan, *, taken: bool) -> None:
-        """Whoever had it is done: with it (``taken``), or it goes back."""
+        """The lease ends. What was lent to be taken is gone if it was ``taken``, else it is back."""
         held = loan.held
         with self._changed:
             self._leases.release(loan.lease)
@@ -265,61 +232,60 @@ class MemoryStore(LookupStore):
                 self._let_go(held, RemovalReason.TAKEN)
             elif loan.lease.exclusive and not held.is_gone:
                 self._put_up(held)
-            elif not self._leases.is_lent(held.entry_id):
-                if held.is_gone:
-                    self._used -= held.nbytes
-                else:
-                    self._trees[held.extra].free(held.entry_id, held.key)
-            self._changed.notify_all()
-
-    def wait_until(self, condition: Callable[[], bool]) -> None:
-        """Until it is true; it is looked at whenever something changes."""
-        with self._changed:
-            self._changed.wait_for(condition)
-
-    def wake(self) -> None:
-        """Something that somebody may be waiting for has changed."""
-        with self._changed:
+            elif held.is_gone and not self._leases.is_lent(held.entry_id):
+                self._used -= held.nbytes
             self._changed.notify_all()
 
     def _find_oldest(self, key: Key | None, extra: bytes) -> Held | None:
-        tree = self._trees.get(extra)
-        if tree is None:
+        """The oldest that may be taken: any, one that begins with the key, or one that is a prefix of it."""
+        if key == ():
             return None
-        found = tree.oldest() if key is None else tree.oldest_match(key)
-        return None if found is None else self._held[found]
+        found = [self._by_prefix.get((extra, key or ()), {})]
+        found += [self._by_key.get((extra, key[:end]), {}) for end in range(1, len(key))] if key else []
+        may_be_taken = [self._first(each, lambda h: not self._leases.is_lent(h.entry_id)) for each in found]
+        return min((held for held in may_be_taken if held), key=lambda held: held.entry_id, default=None)
 
     def _find_longest(self, key: Key, extra: bytes) -> tuple[int, Held | None]:
-        """How many tokens are shared, and with whom."""
-        tree = self._trees.get(extra)
-        shared, found = (0, None) if tree is None else tree.longest(key)
-        return shared, None if found is None else self._held[found]
+        """How many tokens are shared, and with which entry."""
+        for end in range(len(key), 0, -1):
+            held = self._first(self._by_prefix.get((extra, key[:end]), {}), lambda held: True)
+            if held is not None:
+                return end, held
+        return 0, None
 
-    def _lend(self, held: Held, holder: str, *, exclusive: bool) -> Loan:
-        lease = self._leases.take(held.entry_id, holder, exclusive=exclusive)
-        if exclusive:
-            self._take_down(held, RemovalReason.TAKEN)
-        else:
-            self._trees[held.extra].keep(held.entry_id, held.key)
-        return Loan(held, lease)
+    @staticmethod
+    def _first(of: dict[int, Held], is_right: Callable[[Held], bool]) -> Held | None:
+        return next((held for held in of.values() if held.is_up and is_right(held)), None)
 
-    # -- what can be found, and who hears of it ------------------------------------------------
+    # -- what can be found, and its listeners --------------------------------------------------
+
+    def _places(
+        self, held: Held
+    ) -> Iterator[tuple[dict[tuple[bytes, Key], dict[int, Held]], tuple[bytes, Key]]]:
+        """Each index that has it, and where."""
+        yield self._by_key, (held.extra, held.key)
+        for end in range(len(held.key) + 1):
+            yield self._by_prefix, (held.extra, held.key[:end])
 
     def _put_up(self, held: Held) -> None:
         held.is_up = True
-        self._trees.setdefault(held.extra, TokenTree()).add(held.entry_id, held.key)
+        for index, place in self._places(held):
+            index[place].setdefault(held.entry_id, held)  # one that is back keeps its place
         self._tell(self._events.stored(held.entry_id, held.key, extra=held.extra))
 
     def _take_down(self, held: Held, reason: RemovalReason) -> None:
         if held.is_up:
             held.is_up = False
-            self._trees[held.extra].remove(held.entry_id, held.key)
             self._tell(self._events.removed(held.entry_id, reason))
 
     def _let_go(self, held: Held, reason: RemovalReason) -> None:
-        """It is nobody's any more; its room is given back when nobody has it."""
+        """It cannot be had any more; its room is given back when it is not lent."""
         self._take_down(held, reason)
         self._held.pop(held.entry_id, None)
+        for index, place in self._places(held):
+            index[place].pop(held.entry_id, None)
+            if not index[place]:
+                del index[place]
         held.is_gone = True
         if not self._leases.is_lent(held.entry_id):
             self._used -= held.nbytes
@@ -355,36 +321,28 @@ class MemoryStore(LookupStore):
             self._changed.notify_all()
             return len(going)
 
-    # -- reaching ends -------------------------------------------------------------------------
+    # -- reaching ends, and ending -------------------------------------------------------------
 
     def attach(self, signal: Pipe, data: Pipe) -> None:
+        attached = Attached(self, signal, data)
         with self._changed:
             self._check_open()
-            session = self._session(signal, data)
-            self._sessions.append(session)
-        session.start()
+            self._attached.append(attached)
+        attached.announce()
 
-    def _session(self, signal: Pipe, data: Pipe) -> Session:
-        return Session(self, signal, data)
-
-    def forget(self, session: Session) -> None:
-        """For a session that has ended."""
+    def forget(self, attached: Attached) -> None:
+        """It has ended. A call of its own that waits here looks again."""
         with self._changed:
-            if session in self._sessions:
-                self._sessions.remove(session)
+            if attached in self._attached:
+                self._attached.remove(attached)
             self._changed.notify_all()
 
-    # -- ending --------------------------------------------------------------------------------
-
     def close(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
-        deadline = Deadline.after(timeout, self._timeout_s)
+        deadline = self._deadline(timeout)
         with self._changed:
             self._closed = True
             self._changed.notify_all()
             self._changed.wait_for(lambda: not self._leases, deadline.remaining())
-            sessions = list(self._sessions)
-        for session in sessions:
-            session.close(deadline)
         self.abort()
 
     def abort(self) -> None:
@@ -393,10 +351,10 @@ class MemoryStore(LookupStore):
             self._listeners.clear()
             for held in list(self._held.values()):
                 self._let_go(held, RemovalReason.CLEARED)
-            sessions = list(self._sessions)
             self._changed.notify_all()
-        for session in sessions:
-            session.end()
+            attached = list(self._attached)
+        for each in attached:
+            each.end()
 
     def _check_open(self) -> None:
         if self._closed:
@@ -405,4 +363,4 @@ class MemoryStore(LookupStore):
     def _after_fork_in_child(self) -> None:
         self._changed = threading.Condition()  # the old one may be held by a thread that is not here
         self._closed = True
-        self._listeners, self._sessions = [], []
+        self._listeners, self._attached = [], []

@@ -10,35 +10,29 @@ from typing import Any, ClassVar
 
 import attrs
 
-from kvplug.errors import CapacityError, KvplugError, TimeoutError
+from kvplug.errors import CapacityError, ClosedError, KvplugError, TimeoutError
 from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline
 from kvplug.testing import LookupBufferContract
 from kvplug.testing.memory.lookup import Held, Loan, MemoryLookupEndpoint, MemoryStore
-from kvplug.testing.memory.lookup_reach import MemoryReachingEnd
-from kvplug.testing.memory.lookup_session import Session
+from kvplug.testing.memory.lookup_ends import Job, MemoryReachingEnd
 from kvplug.transport.events import RemovalReason, Removed
 
 
 class Mutant(LookupBufferContract):
-    """One fault, of ``store``, ``session`` or ``reaching``. ``breaks`` are the laws that it breaks."""
+    """One fault, of ``store`` or ``reaching``. ``breaks`` are the laws that it breaks."""
 
     transport = "memory"
     across_processes = False
     store: type[MemoryStore] = MemoryStore
-    session: type[Session] = Session
     reaching: type[MemoryReachingEnd] = MemoryReachingEnd
     breaks: tuple[str, ...] = ()
 
     def make_endpoint(self, context: Any) -> Any:
-        store, session, reaching = self.store, self.session, self.reaching
-
-        class Store(store):  # type: ignore[misc, valid-type]
-            def _session(self, signal: Any, data: Any) -> Any:
-                return session(self, signal, data)
+        store, reaching = self.store, self.reaching
 
         class Endpoint(MemoryLookupEndpoint):
             def hold(self, *, as_cache: bool = False) -> Any:
-                return Store(self._context, as_cache=as_cache)
+                return store(self._context, as_cache=as_cache)
 
             def reach(self, signal: Any, data: Any) -> Any:
                 return reaching(signal, data, timeout_s=self._context.timeout_s)
@@ -214,14 +208,22 @@ class TestMatchWaits(Mutant):
 
 
 class TestMatchWaitsForWhatIsSent(Mutant):
-    """Requests are answered by the thread that sends entries."""
+    """While an entry is on its way a match is not answered."""
 
     breaks = ("LOOKUP-3",)
 
-    class session(Session):  # noqa: N801
-        def _serve(self, verb: str, number: int, *asked: Any) -> None:
-            with self._sending:
-                super()._serve(verb, number, *asked)
+    class reaching(MemoryReachingEnd):  # noqa: N801
+        def __init__(self, *args: Any, **given: Any) -> None:
+            self._carrying = threading.Lock()
+            super().__init__(*args, **given)
+
+        def _carry(self, job: Job) -> None:
+            with self._carrying:
+                super()._carry(job)
+
+        def match(self, *args: Any, **given: Any) -> int:
+            with self._carrying:
+                return super().match(*args, **given)
 
 
 # -- taking ----------------------------------------------------------------------------------------
@@ -269,11 +271,9 @@ class TestBelievesTheDead(Mutant):
     breaks = ("LOOKUP-4",)
     caught_by = "test_the_entry_of_a_caller_that_is_gone_in_the_middle_is_back"
 
-    class session(Session):  # noqa: N801
-        def end(self) -> None:
-            for call in list(self._calls.values()):
-                call.has_it = True
-            super().end()
+    class reaching(MemoryReachingEnd):  # noqa: N801
+        def _let_go_of(self, store: MemoryStore, loan: Loan, has_it: bool) -> None:
+            super()._let_go_of(store, loan, has_it or self._signal.closed)
 
 
 class TestNeverNoticesThatACallerIsGone(Mutant):
@@ -282,16 +282,10 @@ class TestNeverNoticesThatACallerIsGone(Mutant):
     breaks = ("LOOKUP-4",)
     caught_by = "test_the_entry_of_a_caller_that_is_gone_in_the_middle_is_back"
 
-    class session(Session):  # noqa: N801
-        def end(self) -> None:
-            if self._store.is_lost:
-                super().end()
-
-        def _send(self, *args: Any) -> Any:
-            try:
-                return super()._send(*args)
-            except KvplugError:
-                return []
+    class reaching(MemoryReachingEnd):  # noqa: N801
+        def _let_go_of(self, store: MemoryStore, loan: Loan, has_it: bool) -> None:
+            if not self._signal.closed:
+                super()._let_go_of(store, loan, has_it)
 
 
 class TestWakesOneOfThoseWhoWait(Mutant):
@@ -385,10 +379,11 @@ class TestSendsUnderItsLock(Mutant):
     breaks = ("LOOKUP-5",)
     caught_by = "test_one_who_takes_its_time_holds_up_neither_inserts_nor_others"
 
-    class session(Session):  # noqa: N801
-        def _send(self, *args: Any) -> Any:
-            with self._store._changed:
-                return super()._send(*args)
+    class reaching(MemoryReachingEnd):  # noqa: N801
+        def _carry(self, job: Job) -> None:
+            assert self._other is not None
+            with self._other.store._changed:
+                super()._carry(job)
 
 
 # -- cost ------------------------------------------------------------------------------------------
@@ -432,11 +427,11 @@ class TestSelectWaits(Mutant):
     breaks = ("LOOKUP-7",)
 
     class store(MemoryStore):  # noqa: N801
-        def lend_longest(self, key: Any, extra: bytes, min_tokens: int, holder: str) -> Loan:
+        def lend_longest(self, key: Any, extra: bytes, min_tokens: int) -> Loan:
             with self._changed:
                 enough = lambda: self._closed or self._find_longest(key, extra)[0] >= min_tokens  # noqa: E731
                 self._changed.wait_for(enough, self._timeout_s)
-            return super().lend_longest(key, extra, min_tokens, holder)
+            return super().lend_longest(key, extra, min_tokens)
 
 
 class TestEvictsUnderAReader(Mutant):
@@ -456,10 +451,10 @@ class TestTakesUnderAReader(Mutant):
     breaks = ("LOOKUP-7",)
 
     class store(MemoryStore):  # noqa: N801
-        def _lend(self, held: Held, holder: str, *, exclusive: bool) -> Loan:
+        def _lend(self, held: Held, *, exclusive: bool) -> Loan:
             if exclusive:
-                return super()._lend(held, holder, exclusive=True)
-            return Loan(held, self._leases.take(-held.entry_id, holder, exclusive=False))
+                return super()._lend(held, exclusive=True)
+            return Loan(held, self._leases.take(-held.entry_id, "a reader", exclusive=False))
 
         def end(self, loan: Loan, *, taken: bool) -> None:
             if loan.lease.exclusive:
@@ -502,14 +497,17 @@ class TestReadersGetTheEntryItself(Mutant):
             return got if held is None or given.get("sink") is not None else held.entry
 
 
-class TestAnswersWhoAskedFirst(Mutant):
-    """What comes is given to the oldest call of a reaching end, whosever it is."""
+class TestGivesACallWhatCameForAnother(Mutant):
+    """What comes over the data pipe is given to the call before."""
 
     breaks = ("LOOKUP-7",)
 
     class reaching(MemoryReachingEnd):  # noqa: N801
-        def _put(self, number: int, answer: Any) -> None:
-            super()._put(min(self._calls, default=number), answer)
+        last: Any = None
+
+        def _put(self, job: Job, parts: Any) -> None:
+            last, self.last = self.last, parts
+            super()._put(job, parts if last is None else last)
 
 
 # -- clearing and telling --------------------------------------------------------------------------
@@ -572,7 +570,7 @@ class TestClearTakesFromReaders(Mutant):
             sink = given.get("sink")
             if sink is None:
                 return super().select(input_tokens, *args, **given)
-            loan = self.lend_longest(tuple(input_tokens), b"", 1, "a thread of this process")
+            loan = self.lend_longest(tuple(input_tokens), b"", 1)
             try:
                 sink.begin(loan.held.entry.header)
                 for index in range(loan.held.entry.header.num_layers):
@@ -667,8 +665,9 @@ class TestTheStoresEndIsNotHeardOf(Mutant):
     breaks = ("ALL-2",)
 
     class reaching(MemoryReachingEnd):  # noqa: N801
-        def _lose(self, error: KvplugError) -> None:
-            pass
+        def _end(self, error: KvplugError) -> None:
+            if isinstance(error, ClosedError):
+                super()._end(error)
 
 
 class TestIgnoresTimeouts(Mutant):
@@ -677,8 +676,8 @@ class TestIgnoresTimeouts(Mutant):
     breaks = ("ALL-4", "LOOKUP-4")
 
     class store(MemoryStore):  # noqa: N801
-        def lend_oldest(self, key: Any, extra: bytes, holder: str, deadline: Deadline, *given: Any) -> Loan:
-            return super().lend_oldest(key, extra, holder, Deadline.after(None), *given)
+        def lend_oldest(self, key: Any, extra: bytes, deadline: Deadline, *given: Any) -> Loan:
+            return super().lend_oldest(key, extra, Deadline.after(None), *given)
 
 
 class TestGivesUpEarly(Mutant):
@@ -698,8 +697,8 @@ class TestWaitsForAnAnswerForEver(Mutant):
     breaks = ("ALL-4",)
 
     class reaching(MemoryReachingEnd):  # noqa: N801
-        def _answer(self, call: Any, deadline: Deadline) -> Any:
-            return super()._answer(call, Deadline.after(None))
+        def _carried(self, entry: Any, deadline: Deadline) -> Any:
+            return super()._carried(entry, Deadline.after(None))
 
 
 class TestWorksInAForkedChild(Mutant):
