@@ -6,15 +6,22 @@ import gc
 import os
 import sys
 import time
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
 
-# How long an example takes depends on what else the machine does; a test of speed measures that itself.
+from kvplug.testing.forkserver import ForkServer
+
+# How long an example takes depends on what else the machine does; a test of speed measures that itself. A
+# test that wants more or fewer examples takes a multiple of settings.default.max_examples, which each profile
+# has its own of.
 settings.register_profile("kvplug", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("kvplug")
+settings.register_profile("dev", settings.get_profile("kvplug"), max_examples=20)
+settings.load_profile("kvplug")  # `--hypothesis-profile dev`, which `make test` gives, comes after this
 
 
 # tox says it, for the recap at the very end of the matrix; pytest runs that tests start are not meant.
@@ -30,6 +37,85 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
         Path(_failed_to).parent.mkdir(parents=True, exist_ok=True)
         with Path(_failed_to).open("a") as file:
             file.writelines(f"{line[:300]}\n" for line in lines)
+
+
+# -- tests in several processes ----------------------------------------------------------------------
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests marked ``timing`` run one after the other: they are one group for pytest-xdist."""
+    for item in items:
+        if item.get_closest_marker("timing") is not None:
+            item.add_marker(pytest.mark.xdist_group("timing"))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With ``--dist loadgroup`` a test without a group runs in the same process as the others of its file:
+    they share fixtures and fork servers."""
+    if config.getvalue("dist") != "loadgroup":
+        return None
+    from xdist.scheduler import LoadGroupScheduling
+
+    class ByGroupOrFile(LoadGroupScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            group = super()._split_scope(nodeid)
+            return nodeid.partition("::")[0] if group == nodeid else str(group)
+
+    return ByGroupOrFile(config, log)
+
+
+# -- processes that tests start ----------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def fork_server() -> Iterator[ForkServer]:
+    """Forks children that need torch: milliseconds, where a fresh process takes a second to import it.
+
+    ``peers.start`` is for a child that gets descriptors, flags or variables of its own, or that must not have
+    been forked.
+    """
+    server = ForkServer.of("torch", "pytest")
+    yield server
+    server.close()
+
+
+_STARTS = {
+    "subprocess.Popen": "new",
+    "os.fork": "forks of the tests' own",
+    "kvplug.testing.forkserver.fork": "forks of fork servers",
+}
+"""Events that Python audits, and what they start. Processes that children start are not counted."""
+_started: Counter[str] = Counter()
+
+
+def _count_starts(event: str, _: object) -> None:
+    if event in _STARTS:
+        _started[event] += 1
+
+
+def pytest_configure() -> None:
+    sys.addaudithook(_count_starts)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    output = getattr(session.config, "workeroutput", None)
+    if output is not None:
+        output["started"] = dict(_started)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    _started.update((getattr(node, "workeroutput", None) or {}).get("started", {}))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if _started:
+        said = ", ".join(f"{_started[event]} {what}" for event, what in _STARTS.items())
+        terminalreporter.write_line(f"processes that the tests started: {said}")
+
+
+# -- memory and coverage -----------------------------------------------------------------------------
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
+import runpy
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import kvplug
+from kvplug.testing.forkserver import ForkServer
+from kvplug.testing.peers import Parent
+
 
 class Site:
     """A folder of installed packages, and processes that have it on their path."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, server: Callable[[], ForkServer]) -> None:
         self.folder = folder
+        self._server = server
         self.marks = folder / "marks"
         self.marks.mkdir(parents=True)
         self.path = [folder / "site"]
@@ -92,7 +102,10 @@ class Site:
         return self.run("-m", "kvplug.cli", *arguments, timeout_s=timeout_s, **environment)
 
     def ask(self, code: str, **environment: str) -> Any:
-        """What ``code`` assigns to ``answer``, which it does with ``registry`` at hand."""
+        """What ``code`` assigns to ``answer``, which it does with ``registry`` at hand.
+
+        It runs in a fork of a process that has imported kvplug and looked at no plugin.
+        """
         program = "\n".join(
             [
                 "import json, sys, logging; logging.basicConfig()",
@@ -101,12 +114,13 @@ class Site:
                 "from kvplug.transport import *",
                 "registry = Registry.from_env()",
                 textwrap.dedent(code),
-                "print(json.dumps(answer))",
             ]
         )
-        done = self.run("-c", program, **environment)
-        assert done.returncode == 0, done.stderr
-        return json.loads(done.stdout)
+        path = [str(each) for each in self.path]
+        with self._server().start(
+            f"{__file__}:answer", program, path, str(self.folder), environment
+        ) as child:
+            return json.loads(child.result(60.0))
 
     def plugin(self, name: str, **environment: str) -> dict[str, Any]:
         """The plugin of that name, as the registry of a child process has it."""
@@ -126,6 +140,33 @@ class Site:
         return plugin
 
 
+def answer(parent: Parent, program: str, path: list[str], folder: str, environment: dict[str, str]) -> str:
+    """In a child: set everything up as ``PYTHONPATH`` and a new process would, and run the program."""
+    for name in [name for name in os.environ if name.startswith("KVPLUG_")]:
+        del os.environ[name]
+    os.environ.update(environment)
+    os.chdir(folder)
+    sys.path[1:1] = path
+    importlib.invalidate_caches()
+    file = Path(folder, "program.py")
+    file.write_text(program)
+    return json.dumps(runpy.run_path(str(file))["answer"])
+
+
+@pytest.fixture(scope="session")
+def core_server() -> Iterator[Callable[[], ForkServer]]:
+    """What forks children that need the core and nothing heavy, such as torch; the first use starts it."""
+    with ExitStack() as stack:
+
+        @cache
+        def server() -> ForkServer:
+            made = ForkServer.of(*kvplug._HOMES)  # all rooms that the front door leads to
+            stack.callback(made.close)
+            return made
+
+        yield server
+
+
 @pytest.fixture
-def site(tmp_path: Path) -> Site:
-    return Site(tmp_path)
+def site(tmp_path: Path, core_server: Callable[[], ForkServer]) -> Site:
+    return Site(tmp_path, core_server)

@@ -385,4 +385,6 @@ class Following(RuleBasedStateMachine):
 
 
 TestFollowing = Following.TestCase
-TestFollowing.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestFollowing.settings = settings(
+    max_examples=3 * settings.default.max_examples // 2, stateful_step_count=40, deadline=None
+)

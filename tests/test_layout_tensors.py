@@ -110,7 +110,7 @@ def test_scatter_agrees_with_the_reference_in_every_axis_order_and_touches_nothi
         assert torch.equal(cache, expected)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=3 * settings.default.max_examples // 2, deadline=None)
 @given(data=st.data())
 def test_what_is_scattered_is_gathered_again_from_any_layout(data: st.DataObject) -> None:
     axes = data.draw(st.sampled_from(ALL))

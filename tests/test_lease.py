@@ -224,4 +224,6 @@ class Lending(RuleBasedStateMachine):
 
 
 TestLending = Lending.TestCase
-TestLending.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestLending.settings = settings(
+    max_examples=3 * settings.default.max_examples // 5, stateful_step_count=30, deadline=None
+)

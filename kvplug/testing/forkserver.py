@@ -14,11 +14,12 @@ import signal
 import socket
 import struct
 import subprocess
+import sys
 import tempfile
 import threading
 import warnings
 from collections.abc import Callable, Sequence
-from typing import IO, Any
+from typing import IO, Any, Self
 
 from kvplug.testing import peers
 from kvplug.testing.peers import DEFAULT_TIMEOUT_S
@@ -47,6 +48,11 @@ class ForkServer:
             self.close()
             raise
 
+    @classmethod
+    def of(cls, *modules: str) -> Self:
+        """One that has imported these modules."""
+        return cls(f"{__name__}:_import_all", *modules)
+
     @staticmethod
     def works() -> bool:
         """Whether it does on this system."""
@@ -54,6 +60,7 @@ class ForkServer:
 
     def start(self, target: str, *args: Any, timeout_s: float = DEFAULT_TIMEOUT_S) -> peers.Peer:
         """``target(parent, *args)`` in a forked child; ``target`` as ``peers.start`` takes it, in words."""
+        sys.audit("kvplug.testing.forkserver.fork", target)
         ours, theirs = socket.socketpair()
         stderr = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the peer
         with theirs:
@@ -133,9 +140,17 @@ class _Process:
             self._pidfd = -1
 
 
+def _import_all(*modules: str) -> None:
+    import importlib
+
+    for module in modules:
+        importlib.import_module(module)
+
+
 def _serve(parent: peers.Parent, fd: int, prepare: str, args: list[Any]) -> None:
     """The server, until the process that started it is gone."""
     import faulthandler
+    import gc
     import importlib
 
     control = socket.socket(fileno=fd)
@@ -144,6 +159,9 @@ def _serve(parent: peers.Parent, fd: int, prepare: str, args: list[Any]) -> None
     # It lives as long as it is wanted; and a timer that runs here could never be set anew in a child, whose
     # copy of the timer's thread does not exist.
     faulthandler.cancel_dump_traceback_later()
+    # A collection in a child would touch, and so copy, the memory of all that has been imported.
+    gc.collect()
+    gc.freeze()
     parent.send("ready")
     while True:
         data, fds, _, _ = socket.recv_fds(control, 64, 2)

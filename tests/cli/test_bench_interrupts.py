@@ -23,7 +23,7 @@ from kvplug.bench.rounds import Plan, one_turn
 from kvplug.cli.bench import bench
 from kvplug.testing import peers
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.full, pytest.mark.timeout(300)]
 
 PLAN = Plan(sizes=(64,))
 PIPE = Candidate(name="cat", kind="pipe", ops=())

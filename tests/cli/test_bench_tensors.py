@@ -21,7 +21,7 @@ from kvplug.bench.candidate import MEMCPY, Candidate, baseline
 from kvplug.bench.rounds import Figures, Outcome, Plan, one_turn, run_rounds
 from kvplug.testing.peers import nothing_left
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.full, pytest.mark.timeout(300)]
 
 KIB = 1 << 10
 LONGEST_S = 280.0

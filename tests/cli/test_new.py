@@ -11,6 +11,8 @@ import pytest
 from kvplug.cli.new import KINDS, TEMPLATES
 from kvplug.transport.hookspecs import PLUGIN_API
 
+pytestmark = pytest.mark.full
+
 SAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "kvplug-sample"
 
 

@@ -299,6 +299,7 @@ def test_a_plugin_that_keeps_the_laws_passes(site: Any) -> None:
     assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
 
 
+@pytest.mark.mutant
 @pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
 def test_a_breach_is_told_with_its_law_and_no_other_law(site: Any, fault: Fault) -> None:
     hangs = "had not come" in fault.said

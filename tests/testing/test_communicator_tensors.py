@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from kvplug.testing import DeviceCommunicatorContract
 from kvplug.testing.contract.recipes import module_at
 from kvplug.testing.memory.communicator import MemoryCommunicator
@@ -21,6 +23,7 @@ class Uncompared(MemoryCommunicator):
     compares = False
 
 
+@pytest.mark.variant
 class TestMemoryCommunicatorThatComparesNothing(DeviceCommunicatorContract):
     """Ranks tell each other nothing, but for the numbers of tokens."""
 
@@ -33,6 +36,7 @@ class TestMemoryCommunicatorThatComparesNothing(DeviceCommunicatorContract):
         assert "do not compare" in self.compared_calls
 
 
+@pytest.mark.variant
 class TestGroupCommunicator(DeviceCommunicatorContract):
     """Threads, each with its own end of the group."""
 

@@ -39,6 +39,7 @@ NEVER = Plan(rules=[Rule(do="drop", direction=way, message=1 << 40) for way in (
 """A rule does nothing to messages that it does not hit, and yet each one is looked at."""
 
 
+@pytest.mark.variant
 class TestTransparent(PipeContract):
     """It is the pipe beneath: at one end without rules, at the other with rules that hit nothing."""
 
@@ -49,7 +50,7 @@ class TestTransparent(PipeContract):
         return Different(super().make_endpoint(context))
 
 
-@pytest.mark.slow
+@pytest.mark.variant
 class TestWithoutRules(PipeContract):
     transport = "memory"
     across_processes = False
@@ -58,7 +59,7 @@ class TestWithoutRules(PipeContract):
         return FaultyEndpoint(super().make_endpoint(context), Plan())
 
 
-@pytest.mark.slow
+@pytest.mark.variant
 class TestWithRulesThatHitNothing(PipeContract):
     transport = "memory"
     across_processes = False

@@ -43,6 +43,7 @@ PATIENCE_S = 20.0
 NEVER = Plan(rules=[Rule(do="drop", direction=way, message=1 << 40) for way in ("send", "recv")])
 
 
+@pytest.mark.variant
 class TestTransparent(MessageQueueContract):
     """With rules that hit nothing a faulty queue is the queue beneath."""
 

@@ -66,6 +66,8 @@ def test_a_law_on_a_test_outside_of_any_suite_is_refused_by_name(package: Any) -
     (package.folder / "tests" / "test_mine.py").write_text("""
 from kvplug.testing import law
 
+pytestmark = pytest.mark.full
+
 @law("PIPE-1")
 def test_alone():
     pass

@@ -19,6 +19,7 @@ class TestMemoryPipe(PipeContract):
     beyond_limit_bytes = 0
 
 
+@pytest.mark.variant
 class TestLateMemoryPipe(TestMemoryPipe):
     """Transfers are under way until their messages are received, as a device's are."""
 

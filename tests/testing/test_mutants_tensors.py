@@ -20,6 +20,8 @@ import pytest
 from kvplug.testing.laws import LAWS
 from kvplug.testing.scorecard import Outcome, Scorecard, from_json
 
+pytestmark = pytest.mark.mutant
+
 FOLDER = Path(__file__).with_name("mutants")
 FILES = sorted(path for path in FOLDER.glob("*.py") if path.name != "conftest.py")
 ROOT = Path(__file__).parents[2]

@@ -19,6 +19,7 @@ class TestMemoryQueue(MessageQueueContract):
     transport = "memory"
 
 
+@pytest.mark.variant
 class TestSocketQueue(MessageQueueContract):
     most_bytes = 8 << 20  # a channel's frame is bounded
 

@@ -77,6 +77,8 @@ from kvplug.transport import Kind
 from kvplug.testing import law
 from kvplug.testing.contract.base import Contract
 
+pytestmark = pytest.mark.full
+
 class TestMine(Contract):
     kind = Kind.PIPE
     transport = "memory"

@@ -308,6 +308,7 @@ def test_more_strangers_than_there_are_places_push_each_other_out_not_us() -> No
         assert socks[0].recv(100) == b""
 
 
+@pytest.mark.timing
 def test_a_stranger_that_dribbles_is_dropped_at_its_deadline() -> None:
     with Listener.open("unix:", OPEN, "test", proof_timeout_s=0.4) as listener:
         with stranger(listener) as slow:

@@ -89,7 +89,7 @@ VALUES = st.recursive(
 
 
 @given(VALUES, st.sampled_from([0, 1, 32, 1 << 40]))
-@settings(max_examples=200)
+@settings(max_examples=2 * settings.default.max_examples)
 def test_a_value_comes_back_as_from_its_whole_encoding_whatever_lies_apart(
     value: Any, min_bytes: int
 ) -> None:

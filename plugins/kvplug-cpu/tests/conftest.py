@@ -72,14 +72,6 @@ def near_pair(socket_kind: str) -> Iterator[Callable[..., tuple[CpuPipe, CpuPipe
         yield make
 
 
-@pytest.fixture(scope="session")
-def fork_server() -> Iterator[ForkServer]:
-    """What the other processes are forked from: milliseconds, where a fresh one takes seconds."""
-    server = ForkServer("importlib:import_module", "torch")
-    yield server
-    server.close()
-
-
 @pytest.fixture
 def far_pair(socket_kind: str, fork_server: ForkServer) -> Iterator[Callable[..., Any]]:
     """Makes a pipe whose other end is in a child that runs a function of far_ends.py: (pipe, child)."""

@@ -144,6 +144,7 @@ def test_a_rank_that_is_struck_while_the_ranks_make_their_pipes_is_named(ranks: 
     children[-1].kill()
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize("when", ["gloo", "ready"])
 def test_the_rank_that_keeps_the_groups_store_is_not_waited_for_longer(ranks: Start, when: str) -> None:
     children = ranks("joiner", 3, 3.0, int(signal.SIGSTOP), when, 0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from kvplug.testing import DeviceCommunicatorContract
 
 
@@ -9,6 +11,7 @@ class TestCpuCommunicator(DeviceCommunicatorContract):
     transport = "cpu"
 
 
+@pytest.mark.variant
 class TestCpuCommunicatorInProcesses(DeviceCommunicatorContract):
     transport = "cpu"
     ends_are_processes = True

@@ -5,6 +5,8 @@ from __future__ import annotations
 import socket
 from typing import Any, ClassVar
 
+import pytest
+
 from kvplug.testing import PipeContract
 from kvplug.transport import local_domain
 from kvplug_cpu.contact import CpuContact
@@ -22,6 +24,7 @@ class TestCpuPipe(PipeContract):
         return str(CpuContact(local_domain(), (f"unix:@{listening.getsockname()[1:].decode()}",)))
 
 
+@pytest.mark.variant
 class TestCpuPipeOverTcp(PipeContract):
     transport = "cpu"
     options: ClassVar[dict[str, Any]] = {"socket": "tcp"}

@@ -7,6 +7,7 @@ import threading
 import time
 from typing import Any
 
+import pytest
 import torch
 
 from kvplug import TimeoutError
@@ -14,6 +15,7 @@ from kvplug.testing.contract.pipe.suite import fill
 from kvplug.testing.waits import Call
 
 
+@pytest.mark.timing
 def test_waiting_costs_no_processor_time(near_pair: Any) -> None:
     one, _ = near_pair(max_in_flight_bytes=1000)
     fill(one)

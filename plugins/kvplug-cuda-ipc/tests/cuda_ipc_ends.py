@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 
 from kvplug import KvplugError, PeerGoneError
 from kvplug.testing import peers
+from kvplug.testing.forkserver import ForkServer
 from kvplug.testing.waits import until
 from kvplug.transport import Credentials, PipeContext
 from kvplug_cuda_ipc.options import CudaIpcPipeOptions
@@ -62,7 +64,9 @@ def near_pair(fake_path: str, controls: Any) -> Iterator[Callable[..., tuple[Cud
 
 
 @pytest.fixture
-def far_pair(fake_path: str, controls: Any) -> Iterator[Callable[..., tuple[CudaIpcPipe, peers.Peer]]]:
+def far_pair(
+    fake_path: str, controls: Any, fork_server: ForkServer
+) -> Iterator[Callable[..., tuple[CudaIpcPipe, peers.Peer]]]:
     """Makes a pipe whose other end is in a child that runs a function of this file: (pipe, child)."""
     with ExitStack() as stack:
 
@@ -70,12 +74,12 @@ def far_pair(fake_path: str, controls: Any) -> Iterator[Callable[..., tuple[Cuda
             listener = endpoint(fake_path, **options).listen()
             stack.callback(listener.close)
             options.pop("device", None)
+            start = fork_server.start if env is None else partial(peers.start, env=env)
             child = stack.enter_context(
-                peers.start(
+                start(
                     f"{__file__}:far_end",
                     *(fake_path, listener.contact, options, what, list(args)),
                     timeout_s=4 * PATIENCE_S,
-                    env=env,
                 )
             )
             pipe = listener.accept()

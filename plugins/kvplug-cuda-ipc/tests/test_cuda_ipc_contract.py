@@ -43,7 +43,7 @@ class TestCudaIpcPipe(PipeContract):
         return str(Contact(domain(), f"unix:@{listening.getsockname()[1:].decode()}"))
 
 
-@pytest.mark.slow
+@pytest.mark.variant
 class TestCudaIpcPipeWithMuchMemory(TestCudaIpcPipe):
     options: ClassVar[dict[str, Any]] = {}
     beyond_limit_bytes = 64 << 20

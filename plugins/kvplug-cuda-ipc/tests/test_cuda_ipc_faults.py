@@ -174,10 +174,14 @@ def test_a_receive_that_runs_out_of_time_inside_a_message_is_gone_on_with(
     assert late
 
 
-def test_where_no_death_is_seen_silence_is_one_and_a_quiet_peer_is_not(fake_path: str, controls: Any) -> None:
+def test_where_no_death_is_seen_silence_is_one_and_a_quiet_peer_is_not(
+    fake_path: str, controls: Any, fork_server: Any
+) -> None:
     with (
         ends.endpoint(fake_path, heartbeat_timeout_s=2.0).listen() as listener,
-        peers.start(f"{ENDS}:mute", fake_path, listener.contact, 2.0, timeout_s=4 * PATIENCE_S) as child,
+        fork_server.start(
+            f"{ENDS}:mute", fake_path, listener.contact, 2.0, timeout_s=4 * PATIENCE_S
+        ) as child,
         listener.accept() as pipe,
     ):
         time.sleep(3.0)
@@ -278,18 +282,18 @@ def test_a_transfer_that_has_failed_sends_nothing_more(near_pair: Any, controls:
 
 
 def test_no_memory_is_said_at_both_ends_and_the_listener_goes_on(
-    fake_path: str, controls: Any, caplog: Any
+    fake_path: str, controls: Any, caplog: Any, fork_server: Any
 ) -> None:
     with ends.endpoint(fake_path).listen() as listener:
         controls.set(malloc_result=2)
         with pytest.raises(CapacityError, match="has not so much memory left"):
             ends.endpoint(fake_path).connect(listener.contact)
-        with peers.start(f"{ENDS}:connects", fake_path, listener.contact) as child:
+        with fork_server.start(f"{ENDS}:connects", fake_path, listener.contact) as child:
             said = child.result(PATIENCE_S)
         assert said.startswith("TransportError") and "cudaMalloc gave cudaErrorMemoryAllocation" in said
         assert "was not completed" in caplog.text
         controls.set(malloc_result=0)
-        with peers.start(f"{ENDS}:connects", fake_path, listener.contact) as child:
+        with fork_server.start(f"{ENDS}:connects", fake_path, listener.contact) as child:
             with listener.accept() as pipe:
                 assert torch.equal(pipe.recv_tensor(timeout=PATIENCE_S), torch.arange(3))
             assert child.result(PATIENCE_S) == "connected"
@@ -331,11 +335,11 @@ def test_memory_that_went_with_its_process_is_a_peer_that_is_gone(
 
 
 def test_a_peer_that_is_stopped_while_a_pipe_is_made_keeps_what_it_may_have_mapped(
-    fake_path: str, controls: Any
+    fake_path: str, controls: Any, fork_server: Any
 ) -> None:
     with ends.endpoint(fake_path).listen() as listener:
         for moment in range(6):
-            with peers.start(f"{ENDS}:connects", fake_path, listener.contact) as child:
+            with fork_server.start(f"{ENDS}:connects", fake_path, listener.contact) as child:
                 time.sleep(0.002 * moment)
                 child.stop()
                 time.sleep(0.05)

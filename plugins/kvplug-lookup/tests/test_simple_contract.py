@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from kvplug.testing import LookupBufferContract
 
 
@@ -9,6 +11,7 @@ class TestSimple(LookupBufferContract):
     transport = "simple"
 
 
+@pytest.mark.variant
 class TestSimpleOverSockets(LookupBufferContract):
     transport = "simple"
     pipes = "cpu"

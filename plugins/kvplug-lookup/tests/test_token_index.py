@@ -296,4 +296,6 @@ class IndexAgainstList(RuleBasedStateMachine):
 
 
 TestIndexAgainstList = IndexAgainstList.TestCase
-TestIndexAgainstList.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestIndexAgainstList.settings = settings(
+    max_examples=3 * settings.default.max_examples // 2, stateful_step_count=40, deadline=None
+)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 
 from kvplug import KvplugError, PeerGoneError, connect_ranks
 from kvplug.testing import peers
+from kvplug.testing.forkserver import ForkServer
 from kvplug.transport import Credentials, PipeContext
 from kvplug_pynccl.options import PyncclPipeOptions
 from kvplug_pynccl.pipe.endpoint import PyncclEndpoint
@@ -56,19 +58,21 @@ def near_pair(fake_path: str, controls: Any) -> Iterator[Callable[..., tuple[Pyn
 
 
 @pytest.fixture
-def far_pair(fake_path: str, controls: Any) -> Iterator[Callable[..., tuple[PyncclPipe, peers.Peer]]]:
+def far_pair(
+    fake_path: str, controls: Any, fork_server: ForkServer
+) -> Iterator[Callable[..., tuple[PyncclPipe, peers.Peer]]]:
     """Makes a pipe whose other end is in a child that runs a function of this file: (pipe, child)."""
     with ExitStack() as stack:
 
         def make(what: str, *args: Any, env: Any = None, **options: Any) -> tuple[PyncclPipe, peers.Peer]:
             listener = endpoint(fake_path, **options).listen()
             stack.callback(listener.close)
+            start = fork_server.start if env is None else partial(peers.start, env=env)
             child = stack.enter_context(
-                peers.start(
+                start(
                     f"{__file__}:far_end",
                     *(fake_path, listener.contact, options, what, list(args)),
                     timeout_s=4 * PATIENCE_S,
-                    env=env,
                 )
             )
             pipe = listener.accept()

@@ -96,14 +96,6 @@ def near(fake_path: str, controls: Any, groups: Any) -> Iterator[Callable[..., l
         yield start
 
 
-@pytest.fixture(scope="session")
-def fork_server() -> Iterator[ForkServer]:
-    """What the ranks are forked from: milliseconds, where a fresh process takes seconds."""
-    server = ForkServer("importlib:import_module", "torch")
-    yield server
-    server.close()
-
-
 @pytest.fixture
 def far(fake_path: str, fork_server: ForkServer) -> Iterator[Callable[..., list[peers.Peer]]]:
     """Starts a function of this file at each rank, and carries the first rank's contact to the others."""

@@ -35,14 +35,16 @@ class TestPyncclCommunicator(DeviceCommunicatorContract):
         super().import_all()
 
 
+@pytest.mark.variant
 class TestPyncclCommunicatorThatCompares(TestPyncclCommunicator):
     options: ClassVar[dict[str, Any]] = {"check_order": True}
 
 
+@pytest.mark.variant
 class TestPyncclCommunicatorInProcesses(TestPyncclCommunicator):
     ends_are_processes = True
 
 
-@pytest.mark.slow
+@pytest.mark.variant
 class TestPyncclCommunicatorThatComparesInProcesses(TestPyncclCommunicatorThatCompares):
     ends_are_processes = True

@@ -21,7 +21,7 @@ from kvplug_pynccl.testing.host import HostDevice
 
 ENDS = Path(__file__).with_name("pynccl_group.py")
 ends = SimpleNamespace(**run_path(str(ENDS)))
-groups, near, far, fork_server = ends.groups, ends.near, ends.far, ends.fork_server
+groups, near, far = ends.groups, ends.near, ends.far
 at_all, carry = ends.at_all, ends.carry
 PATIENCE_S, STOP, KILL = ends.PATIENCE_S, ends.STOP, ends.KILL
 METHODS = [

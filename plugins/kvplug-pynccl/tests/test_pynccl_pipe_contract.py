@@ -41,6 +41,6 @@ class TestPyncclPipe(PipeContract):
         return str(Contact(local_domain(), f"unix:@{listening.getsockname()[1:].decode()}"))
 
 
-@pytest.mark.slow
+@pytest.mark.variant
 class TestPyncclPipeThatComparesAndCopiesLittle(TestPyncclPipe):
     options: ClassVar[dict[str, Any]] = {"check_order": True, "copy_bytes": 4096}

@@ -17,7 +17,6 @@ import pytest
 import torch
 
 from kvplug import ClosedError, KvplugError, PeerGoneError, TimeoutError, TransportError
-from kvplug.testing import peers
 from kvplug.testing.waits import Call, until
 from kvplug.transport import PeerIdentity
 from kvplug_pynccl.pipe import joining, link
@@ -208,11 +207,15 @@ def test_no_patience_of_a_peer_makes_a_pipe_beat_without_end() -> None:
     assert attrs.evolve(hello, sees_death=True).longest_silence_s(10.0) is None
 
 
-def test_where_no_death_is_seen_silence_is_one_and_a_quiet_peer_is_not(fake_path: str, controls: Any) -> None:
+def test_where_no_death_is_seen_silence_is_one_and_a_quiet_peer_is_not(
+    fake_path: str, controls: Any, fork_server: Any
+) -> None:
     end = ends.endpoint(fake_path, heartbeat_timeout_s=1.0)
     with (
         end.listen() as listener,
-        peers.start(f"{ENDS}:mute", *(fake_path, listener.contact, 1.0), timeout_s=2 * PATIENCE_S) as child,
+        fork_server.start(
+            f"{ENDS}:mute", *(fake_path, listener.contact, 1.0), timeout_s=2 * PATIENCE_S
+        ) as child,
     ):
         with listener.accept() as pipe:
             with pytest.raises(TimeoutError):

@@ -11,6 +11,7 @@ import torch
 
 from kvplug import PeerGoneError
 from kvplug.testing import peers
+from kvplug.testing.forkserver import ForkServer
 from kvplug.transport import Credentials, PipeContext
 from kvplug_shm.options import ShmPipeOptions
 from kvplug_shm.pipe.endpoint import ShmEndpoint
@@ -50,13 +51,13 @@ def near_pair(request: pytest.FixtureRequest) -> Iterator[Callable[..., tuple[Sh
 
 
 @pytest.fixture
-def far_pair() -> Iterator[Callable[..., tuple[ShmPipe, peers.Peer]]]:
+def far_pair(fork_server: ForkServer) -> Iterator[Callable[..., tuple[ShmPipe, peers.Peer]]]:
     """Makes a pipe whose other end is in a child that runs a function of this file: (pipe, child)."""
     with ExitStack() as stack:
 
         def make(what: str, *args: Any, **options: Any) -> tuple[ShmPipe, peers.Peer]:
             child = stack.enter_context(
-                peers.start(f"{__file__}:far_end", what, list(args), timeout_s=4 * PATIENCE_S)
+                fork_server.start(f"{__file__}:far_end", what, list(args), timeout_s=4 * PATIENCE_S)
             )
             listener = endpoint(**options).listen()
             stack.callback(listener.close)

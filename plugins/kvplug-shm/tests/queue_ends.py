@@ -10,6 +10,7 @@ import pytest
 
 from kvplug import PeerGoneError
 from kvplug.testing import peers
+from kvplug.testing.forkserver import ForkServer
 from kvplug.transport import Credentials, QueueContext, QueueHandle
 from kvplug_shm.memory import waiting
 from kvplug_shm.options import ShmQueueOptions
@@ -50,14 +51,14 @@ def queue() -> Iterator[Callable[..., Any]]:
 
 
 @pytest.fixture
-def far_reader() -> Iterator[Callable[..., peers.Peer]]:
+def far_reader(fork_server: ForkServer) -> Iterator[Callable[..., peers.Peer]]:
     """Starts a child that reads as one rank what this file's function says."""
     with ExitStack() as stack:
 
         def start(writer: Any, rank: int, what: str, *args: Any, **given: Any) -> peers.Peer:
             plain = writer.export_handle().as_plain()
             child = stack.enter_context(
-                peers.start(
+                fork_server.start(
                     f"{__file__}:far_end", plain, rank, what, list(args), given, timeout_s=4 * PATIENCE_S
                 )
             )

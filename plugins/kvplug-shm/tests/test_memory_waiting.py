@@ -69,6 +69,7 @@ def test_one_nap_is_never_long(pause: float | None, longest: float) -> None:
     assert end.dozes == [longest]
 
 
+@pytest.mark.timing
 def test_a_sleeper_uses_no_processor_to_speak_of() -> None:
     end = Counting()
 

@@ -27,6 +27,7 @@ def explore(programs: Programs, **how: Any) -> int:
     return Explorer(programs.num_words, programs.all(), **how).explore(programs.check)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "case",
     [

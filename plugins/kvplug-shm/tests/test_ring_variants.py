@@ -67,11 +67,13 @@ def test_the_ring_as_it_is_breaks_no_law(case: Case) -> None:
     assert breach(Variant("none", order, ends), case) is None
 
 
+@pytest.mark.mutant
 @pytest.mark.parametrize("name", [name for name in VARIANTS if name not in HARMLESS])
 def test_a_ring_with_a_step_missing_or_swapped_breaks_a_law(name: str) -> None:
     assert any(breach(VARIANTS[name], case) for case in CASES)
 
 
+@pytest.mark.mutant
 @pytest.mark.parametrize("name", HARMLESS)
 def test_a_ring_that_is_told_to_be_as_good_breaks_none(name: str) -> None:
     assert [breach(VARIANTS[name], case) for case in CASES] == [None] * len(CASES), HARMLESS[name]
@@ -85,6 +87,7 @@ def test_every_access_of_the_announcement_and_the_sleep_is_a_step() -> None:
     assert set(names) <= set(VARIANTS)
 
 
+@pytest.mark.mutant
 def test_without_late_stores_nobody_would_miss_the_fence() -> None:
     """It is the model of the processor that finds the missing one."""
     variant = VARIANTS["announce: without `memory.fence()`"]

@@ -138,7 +138,7 @@ STEPS = st.one_of(
 
 
 @compiled
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=3 * settings.default.max_examples, deadline=None)
 @given(st.lists(STEPS, max_size=12))
 def test_whatever_is_put_taken_and_said_both_leave_the_same(steps: list[tuple[Any, ...]]) -> None:
     python, compiled = Ring(False), Ring(True)
@@ -147,7 +147,7 @@ def test_whatever_is_put_taken_and_said_both_leave_the_same(steps: list[tuple[An
 
 
 @compiled
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=3 * settings.default.max_examples, deadline=None)
 @given(st.lists(WORD, min_size=8, max_size=8), st.integers(0, 20), st.integers(1, 9))
 def test_both_agree_on_what_is_awaited(values: list[int], at: int, count: int) -> None:
     words = Words(segment(4096), 0, order.num_words(2))
@@ -175,7 +175,7 @@ def test_both_agree_on_what_is_awaited(values: list[int], at: int, count: int) -
 
 
 @compiled
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=2 * settings.default.max_examples, deadline=None)
 @given(st.lists(st.booleans(), min_size=3, max_size=3), st.integers(1, 5))
 def test_whoever_sleeps_is_woken_and_nobody_else(sleeping: list[bool], count: int) -> None:
     steps = native.library()
@@ -197,7 +197,6 @@ def test_whoever_sleeps_is_woken_and_nobody_else(sleeping: list[bool], count: in
 
 
 @compiled
-@settings(max_examples=100, deadline=None)
 @given(st.integers(0, RING // LINE), st.integers(101, RING // 2), st.integers(0, 2 * RING))
 def test_what_is_put_in_pieces_lies_there_as_what_is_put_at_once(shift: int, nbytes: int, limit: int) -> None:
     left = []

@@ -38,7 +38,7 @@ def views(cache: Any) -> list[Any]:
     return [cache[:, 0], cache[:, 1]]
 
 
-@settings(max_examples=60)
+@settings(max_examples=3 * settings.default.max_examples // 5)
 @given(
     rows=st.tuples(st.integers(1, 5), st.integers(1, 40)),
     dtype=st.sampled_from([torch.uint8, torch.float16, torch.float32, torch.complex64]),

@@ -23,6 +23,7 @@ class TestShmPipe(PipeContract):
         return str(Contact(local_domain(), f"unix:@{listening.getsockname()[1:].decode()}"))
 
 
+@pytest.mark.variant
 class TestShmPipeInPython(PipeContract):
     """Without the compiled steps."""
 
@@ -30,7 +31,7 @@ class TestShmPipeInPython(PipeContract):
     options: ClassVar[dict[str, Any]] = {"native": False}
 
 
-@pytest.mark.slow
+@pytest.mark.variant
 class TestShmPipeThatNeverSpins(PipeContract):
     """Everybody who waits sleeps, and most messages are larger than a ring."""
 

@@ -189,6 +189,7 @@ def test_a_polite_close_leaves_what_was_sent_to_be_received_after_it(near_pair: 
 # -- an idle end -----------------------------------------------------------------------------------
 
 
+@pytest.mark.timing
 def test_waiting_costs_no_processor_time(near_pair: Any) -> None:
     one, _ = near_pair(max_in_flight_bytes=1000)
     one.send_tensor(torch.zeros(900, dtype=torch.uint8))

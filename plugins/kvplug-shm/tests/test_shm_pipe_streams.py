@@ -69,7 +69,7 @@ def test_the_longest_prefix_may_begin_at_every_place_of_the_smallest_ring(near_p
     exchange(one, other, [tensor, tensor[..., :0], tensor])
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=3 * settings.default.max_examples // 10, deadline=None)
 @given(
     sizes=st.lists(st.none() | st.integers(0, 5000), min_size=1, max_size=25),
     slots=st.integers(1, 3),

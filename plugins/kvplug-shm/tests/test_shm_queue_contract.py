@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+import pytest
+
 from kvplug.testing import MessageQueueContract
 
 
@@ -12,6 +14,7 @@ class TestShmQueue(MessageQueueContract):
     options: ClassVar[dict[str, Any]] = {"keep_bytes": "1 MiB", "pool_bytes": "4 MiB"}
 
 
+@pytest.mark.variant
 class TestShmQueueInPython(MessageQueueContract):
     """Without the compiled steps."""
 

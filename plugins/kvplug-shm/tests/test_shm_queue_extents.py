@@ -38,7 +38,7 @@ def test_a_place_that_was_only_looked_for_is_nobodys() -> None:
     assert extents.find(128) == extents.find(128) == 0
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=3 * settings.default.max_examples)
 @given(
     max_chunks=st.integers(1, 6),
     steps=st.lists(st.tuples(st.integers(0, CHUNK), st.integers(0, 6)), max_size=80),

@@ -50,7 +50,11 @@ def test_the_parts_do_not_lie_on_each_other() -> None:
     assert SIZES.arena_nbytes >= 7 * SIZES.chunk_nbytes + SIZES.max_message_bytes
 
 
-@settings(deadline=None, max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    deadline=None,
+    max_examples=3 * settings.default.max_examples,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 @given(words=st.lists(st.integers(0, 2**64 - 1), min_size=5, max_size=5), number=st.integers(0, 2**40))
 def test_whatever_an_entry_says_nothing_beyond_the_arena_is_looked_at(
     ring: ShmRingBuffer, words: list[int], number: int

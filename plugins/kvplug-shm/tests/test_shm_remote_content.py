@@ -16,7 +16,6 @@ import pytest
 import zmq
 
 from kvplug import ConfigError, PeerGoneError, TimeoutError
-from kvplug.testing import peers
 from kvplug.transport import CancelledError, Deadline, Wait
 from kvplug_shm.queue import remote_link
 from kvplug_shm.queue.remote_frames import PIECE_BYTES, Kind
@@ -161,9 +160,9 @@ def test_a_message_has_arrived_when_the_writer_goes_on(writing: Any) -> None:
     reader.leave(died=False)
 
 
-def test_a_reader_that_is_stopped_holds_the_writer_up_once_and_costs_bounded_memory() -> None:
+def test_a_reader_that_is_stopped_holds_the_writer_up_once_and_costs_bounded_memory(fork_server: Any) -> None:
     writer = ends.Writing(context(), places=200)
-    with peers.start(f"{FAR}:idle_reader", dict(writer.far.data)) as child:
+    with fork_server.start(f"{FAR}:idle_reader", dict(writer.far.data)) as child:
         child.recv()
         child.stop()
         began = time.monotonic()
@@ -181,10 +180,10 @@ def test_a_reader_that_is_stopped_holds_the_writer_up_once_and_costs_bounded_mem
         assert len(messages) == 100 and end.startswith("PeerGoneError")
 
 
-def test_a_reader_that_pauses_4_s_under_20_000_messages_gets_all_of_them() -> None:
+def test_a_reader_that_pauses_4_s_under_20_000_messages_gets_all_of_them(fork_server: Any) -> None:
     count = 20_000
     writer = ends.Writing(context(), places=10)
-    with peers.start(f"{FAR}:far_reader", dict(writer.far.data), count, timeout_s=100) as child:
+    with fork_server.start(f"{FAR}:far_reader", dict(writer.far.data), count, timeout_s=100) as child:
         child.recv()
         sending = threading.Thread(target=lambda: [writer.send(b"%d" % at) for at in range(count)])
         sending.start()
@@ -256,6 +255,7 @@ def test_a_wait_ends_by_its_deadline_its_cancelling_and_its_end(writing: Any) ->
     reader.leave(died=False)
 
 
+@pytest.mark.timing
 def test_an_end_where_nothing_happens_costs_nothing(writing: Any) -> None:
     writer = writing(context())
     reader = joined(context(), writer.far.data)

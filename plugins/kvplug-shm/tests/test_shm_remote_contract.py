@@ -10,6 +10,7 @@ from kvplug.testing import MessageQueueContract
 from kvplug.transport import QueueEndpoint
 
 
+@pytest.mark.variant
 class TestShmQueueOverTheNetwork(MessageQueueContract):
     transport = "shm"
 
@@ -17,7 +18,7 @@ class TestShmQueueOverTheNetwork(MessageQueueContract):
         return super().endpoint(**{"local_reader_ranks": (), **context})
 
 
-@pytest.mark.slow
+@pytest.mark.variant
 class TestShmQueueOverTheNetworkInIPv6(MessageQueueContract):
     transport = "shm"
 

@@ -69,9 +69,11 @@ class Relay:
             end.close()
 
 
-def test_a_reader_that_is_killed_is_evicted_by_name_and_the_others_go_on(writer: Any) -> None:
+def test_a_reader_that_is_killed_is_evicted_by_name_and_the_others_go_on(
+    writer: Any, fork_server: Any
+) -> None:
     near = joined(context(), writer.far.data, 1)
-    with peers.start(f"{FAR}:idle_reader", dict(writer.far.data)) as child:
+    with fork_server.start(f"{FAR}:idle_reader", dict(writer.far.data)) as child:
         child.recv()
         assert writer.feed.came[0] == f"pid {child.pid}"
         writer.send(b"0")
@@ -94,8 +96,8 @@ def test_a_reader_that_leaves_is_told_from_one_that_died(writer: Any, died: bool
     assert writer.feed.gone == {0: (why, died), 1: (why, died)}
 
 
-def test_a_reader_that_says_goodbye_and_exits_at_once_has_left(writer: Any) -> None:
-    with peers.start(f"{FAR}:far_reader", dict(writer.far.data), 1) as child:
+def test_a_reader_that_says_goodbye_and_exits_at_once_has_left(writer: Any, fork_server: Any) -> None:
+    with fork_server.start(f"{FAR}:far_reader", dict(writer.far.data), 1) as child:
         child.recv()
         writer.send(b"0")
         assert child.result() == ""
@@ -104,11 +106,11 @@ def test_a_reader_that_says_goodbye_and_exits_at_once_has_left(writer: Any) -> N
 
 
 def test_a_reader_on_this_host_that_is_stopped_is_alive_and_not_buried_in_beats(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, fork_server: Any
 ) -> None:
     monkeypatch.setattr(remote_writer, "BEATS", 4)
     writer = ends.Writing(context(heartbeat_timeout_s=0.5))
-    with peers.start(f"{FAR}:idle_reader", dict(writer.far.data), 0.5) as child:
+    with fork_server.start(f"{FAR}:idle_reader", dict(writer.far.data), 0.5) as child:
         child.recv()
         child.stop()
         (link,) = writer.far._links.values()
@@ -124,10 +126,10 @@ def test_a_reader_on_this_host_that_is_stopped_is_alive_and_not_buried_in_beats(
 
 
 def test_a_stopped_reader_is_not_waited_for_beyond_the_callers_deadline(
-    writer: Any, monkeypatch: pytest.MonkeyPatch
+    writer: Any, monkeypatch: pytest.MonkeyPatch, fork_server: Any
 ) -> None:
     monkeypatch.setattr(remote_writer, "ARRIVAL_S", 1000.0)
-    with peers.start(f"{FAR}:idle_reader", dict(writer.far.data)) as child:
+    with fork_server.start(f"{FAR}:idle_reader", dict(writer.far.data)) as child:
         child.recv()
         child.stop()
         sending = threading.Thread(target=writer.send, args=(b"late",), kwargs={"timeout_s": 0.1})
@@ -141,11 +143,11 @@ def test_a_stopped_reader_is_not_waited_for_beyond_the_callers_deadline(
 
 
 def test_where_its_process_cannot_be_seen_a_silent_reader_is_evicted_and_hears_what_it_lost(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, fork_server: Any
 ) -> None:
     monkeypatch.setattr(PeerIdentity, "open_pidfd", lambda self: None)
     writer = ends.Writing(context(heartbeat_timeout_s=1.0), places=10)
-    with peers.start(f"{FAR}:idle_reader", dict(writer.far.data), 1.0) as child:
+    with fork_server.start(f"{FAR}:idle_reader", dict(writer.far.data), 1.0) as child:
         child.recv()
         time.sleep(2.0)
         assert not writer.feed.gone  # beats keep it alive
@@ -165,14 +167,14 @@ def test_where_its_process_cannot_be_seen_a_silent_reader_is_evicted_and_hears_w
 
 @pytest.mark.parametrize("error", [OSError(errno.EMFILE, "no descriptors"), RuntimeError("no thread")])
 def test_a_process_that_cannot_be_watched_is_told_by_its_silence(
-    monkeypatch: pytest.MonkeyPatch, error: Exception
+    monkeypatch: pytest.MonkeyPatch, error: Exception, fork_server: Any
 ) -> None:
     def fail(**_: Any) -> None:
         raise error
 
     monkeypatch.setattr(remote_link, "watch", fail)
     writer = ends.Writing(context(heartbeat_timeout_s=1.0))
-    with peers.start(f"{FAR}:idle_reader", dict(writer.far.data), 1.0) as child:
+    with fork_server.start(f"{FAR}:idle_reader", dict(writer.far.data), 1.0) as child:
         child.recv()
         child.stop()
         writer.feed.until(lambda: writer.feed.gone)
@@ -193,8 +195,8 @@ def test_the_more_impatient_end_says_how_often_both_say_something(monkeypatch: p
         writer.far.abort()
 
 
-def test_of_a_writer_that_is_killed_everything_it_had_sent_is_received_first() -> None:
-    with peers.start(f"{FAR}:far_writer", 50) as child:
+def test_of_a_writer_that_is_killed_everything_it_had_sent_is_received_first(fork_server: Any) -> None:
+    with fork_server.start(f"{FAR}:far_writer", 50) as child:
         data = child.recv()
         reader = joined(context(), data)
         child.send("go")
@@ -209,8 +211,8 @@ def test_of_a_writer_that_is_killed_everything_it_had_sent_is_received_first() -
             joined(context(), data)
 
 
-def test_who_waits_hears_of_the_writers_death() -> None:
-    with peers.start(f"{FAR}:far_writer", 1) as child:
+def test_who_waits_hears_of_the_writers_death(fork_server: Any) -> None:
+    with fork_server.start(f"{FAR}:far_writer", 1) as child:
         reader = joined(context(), child.recv())
         errors: list[BaseException] = []
 
@@ -229,12 +231,12 @@ def test_who_waits_hears_of_the_writers_death() -> None:
 
 
 def test_a_writer_on_this_host_that_is_stopped_is_alive_and_elsewhere_it_is_not(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, fork_server: Any
 ) -> None:
     for seen in (True, False):
         if not seen:
             monkeypatch.setattr(PeerIdentity, "open_pidfd", lambda self: None)
-        with peers.start(f"{FAR}:far_writer", 1, 0.5) as child:
+        with fork_server.start(f"{FAR}:far_writer", 1, 0.5) as child:
             reader = joined(context(heartbeat_timeout_s=0.5), child.recv())
             child.stop()
             try:
@@ -358,8 +360,8 @@ def test_ends_leave_nothing() -> None:
         time.sleep(0.02)
 
 
-def test_a_connection_does_not_live_on_in_a_forked_child(writer: Any) -> None:
-    with peers.start(f"{FAR}:forking_reader", dict(writer.far.data)) as child:
+def test_a_connection_does_not_live_on_in_a_forked_child(writer: Any, fork_server: Any) -> None:
+    with fork_server.start(f"{FAR}:forking_reader", dict(writer.far.data)) as child:
         forked = child.recv()
         try:
             writer.feed.until(lambda: writer.feed.gone)
@@ -369,8 +371,8 @@ def test_a_connection_does_not_live_on_in_a_forked_child(writer: Any) -> None:
             os.kill(forked, signal.SIGKILL)
 
 
-def test_too_few_descriptors_are_an_error_and_not_the_end_of_the_process() -> None:
-    with peers.start(f"{FAR}:without_descriptors") as child:
+def test_too_few_descriptors_are_an_error_and_not_the_end_of_the_process(fork_server: Any) -> None:
+    with fork_server.start(f"{FAR}:without_descriptors") as child:
         assert "Too many open files" in child.result()
 
 
@@ -415,8 +417,8 @@ def test_a_handler_may_come_in_while_the_thread_is_woken() -> None:
     assert not aborting.is_alive()
 
 
-def test_a_writer_that_is_stopped_takes_readers_in_when_it_goes_on() -> None:
-    with peers.start(f"{FAR}:far_writer", 1) as child:
+def test_a_writer_that_is_stopped_takes_readers_in_when_it_goes_on(fork_server: Any) -> None:
+    with fork_server.start(f"{FAR}:far_writer", 1) as child:
         data = child.recv()
         child.stop()
         with pytest.raises(TimeoutError, match="did not answer"):

@@ -18,7 +18,6 @@ import pytest
 import zmq
 
 from kvplug import AuthenticationError
-from kvplug.testing import peers
 from kvplug.transport import InsecureAddressError, QueueHandle
 from kvplug_shm.queue import remote_frames as frames
 from kvplug_shm.queue.remote_contact import RemoteContact
@@ -224,8 +223,8 @@ def test_what_strangers_send_is_harmless(writer: Any) -> None:
         stranger.close()
 
 
-def test_strangers_that_take_every_descriptor_hold_it_up_until_their_time_is_over() -> None:
-    with peers.start(f"{FAR}:writer_with_few_descriptors", timeout_s=100) as child:
+def test_strangers_that_take_every_descriptor_hold_it_up_until_their_time_is_over(fork_server: Any) -> None:
+    with fork_server.start(f"{FAR}:writer_with_few_descriptors", timeout_s=100) as child:
         data = child.recv()
         strangers = [socket.socket() for _ in range(200)]
         for stranger in strangers:
@@ -266,9 +265,9 @@ def test_strangers_that_come_and_go_make_the_writer_say_nothing_to_its_readers(
     writing.far.abort()
 
 
-def test_strangers_that_nobody_looks_at_do_not_keep_it_from_ending() -> None:
+def test_strangers_that_nobody_looks_at_do_not_keep_it_from_ending(fork_server: Any) -> None:
     """ZeroMQ's thread must not wait for room for what it tells of them: it holds what closing needs."""
-    with peers.start(f"{FAR}:writer_that_does_not_look", timeout_s=100) as child:
+    with fork_server.start(f"{FAR}:writer_that_does_not_look", timeout_s=100) as child:
         data = child.recv()
         for _ in range(1500):  # two events each and more, where 2000 have room
             with socket.create_connection((data["host"], data["port"]), 10.0) as stranger:

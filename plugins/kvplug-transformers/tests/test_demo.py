@@ -18,7 +18,7 @@ import pytest
 
 from kvplug.testing.peers import children, nothing_left
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.full, pytest.mark.timeout(300)]
 
 KEYS = {
     "prompt_tokens",

@@ -14,7 +14,7 @@ from kvplug_transformers.demo.processes import REFERENCE
 from kvplug_transformers.demo.runs import run
 from kvplug_transformers.demo.session import ALONE, DECODE, PREFILL, DemoError
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.full, pytest.mark.timeout(300)]
 
 DYING = """
 import os, signal, sys
