@@ -13,7 +13,7 @@ JOBS ?= logical
 ARGS ?=
 
 # The development environment is .venv: the core and its plugins are imported from this checkout.
-PLUGINS = cpu shm lookup pynccl cuda-ipc transformers
+PLUGINS = testing bench cpu shm lookup pynccl cuda-ipc transformers
 EDITABLE = $(PLUGINS:%=plugins/kvplug-%) docs/examples/kvplug-sample
 SHM = plugins/kvplug-shm
 INSTALLED = .venv/installed-for-tests
@@ -48,8 +48,8 @@ $(TOX):
 
 # Plugins come without what they ask for: the core is there, and NCCL's library, 350 MB, is for `make test-all`.
 $(INSTALLED): $(TOX) $(INSTALLED_FROM)
-	$(IN_VENV) -e ".[bench,prometheus,scaffold,testing]" \
-		accelerate coverage editables gguf hatchling numpy psutil pytest-xdist torch transformers
+	$(IN_VENV) -e ".[prometheus,scaffold]" accelerate coverage editables gguf hatchling \
+		hypothesis matplotlib numpy psutil pytest pytest-timeout pytest-xdist pyzmq torch transformers
 	$(IN_VENV) --no-deps --no-build-isolation $(EDITABLE:%=-e ./%)
 	touch $@
 

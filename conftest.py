@@ -7,14 +7,18 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
 
-from kvplug.testing.forkserver import ForkServer
+import kvplug
+from kvplug_testing.forkserver import ForkServer
+from kvplug_testing.site import Site
 
 # How long an example takes depends on what else the machine does; a test of speed measures that itself. A
 # test that wants more or fewer examples takes a multiple of settings.default.max_examples, which each profile
@@ -80,10 +84,29 @@ def fork_server() -> Iterator[ForkServer]:
     server.close()
 
 
+@pytest.fixture(scope="session")
+def core_server() -> Iterator[Callable[[], ForkServer]]:
+    """What forks children that need the core and nothing heavy, such as torch; the first use starts it."""
+    with ExitStack() as stack:
+
+        @cache
+        def server() -> ForkServer:
+            made = ForkServer.of(*{*kvplug._door.homes().values()})  # all rooms that the front door leads to
+            stack.callback(made.close)
+            return made
+
+        yield server
+
+
+@pytest.fixture
+def site(tmp_path: Path, core_server: Callable[[], ForkServer]) -> Site:
+    return Site(tmp_path, core_server)
+
+
 _STARTS = {
     "subprocess.Popen": "new",
     "os.fork": "forks of the tests' own",
-    "kvplug.testing.forkserver.fork": "forks of fork servers",
+    "kvplug_testing.forkserver.fork": "forks of fork servers",
 }
 """Events that Python audits, and what they start. Processes that children start are not counted."""
 _started: Counter[str] = Counter()

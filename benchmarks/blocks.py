@@ -17,10 +17,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvplug.bench.content import SMALLEST, content
-from kvplug.bench.links import Meeting
-from kvplug.bench.stopwatch import BURSTS, Stopwatch
-from kvplug.testing import peers
+from kvplug_bench.content import SMALLEST, content
+from kvplug_bench.links import Meeting
+from kvplug_bench.stopwatch import BURSTS, Stopwatch
+from kvplug_testing import peers
 
 MODELS = {
     # layers, heads, head size
@@ -121,7 +121,7 @@ def run_copy(parent: peers.Parent, model: str, block_size: int) -> dict[str, Any
 def _link(parent: peers.Parent, name: str, rank: int) -> Any:
     import torch
 
-    from kvplug.bench.transports import PipeLink
+    from kvplug_bench.transports import PipeLink
 
     torch.set_num_threads(1)
     meeting = Meeting(rank=rank, size=2, folder="", tell=parent.send, told=parent.recv)

@@ -22,8 +22,8 @@ from typing import Any
 
 import torch
 
-from kvplug.bench.stopwatch import BURSTS, Stopwatch, in_burst
-from kvplug.testing import peers
+from kvplug_bench.stopwatch import BURSTS, Stopwatch, in_burst
+from kvplug_testing import peers
 
 SIZES = {"4 KiB": 4 << 10, "1 MiB": 1 << 20, "16 MiB": 16 << 20}
 OPS = ("all_reduce", "all_gather", "broadcast")

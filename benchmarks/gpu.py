@@ -30,10 +30,10 @@ import gpu_programs
 from gpu_parts import NEVER_RUN, Row, Setting, not_run
 
 from kvplug import KvplugError
-from kvplug.bench.plot import check_plot, save_plot
 from kvplug.config.units import format_bytes
 from kvplug.errors import UnsupportedError
-from kvplug.testing import peers
+from kvplug_bench.plot import check_plot, save_plot
+from kvplug_testing import peers
 
 Part = Callable[[Setting, float], Iterator[Row]]
 PARTS: dict[str, tuple[Part, float]] = {

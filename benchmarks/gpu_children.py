@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 import kvplug
 import kvplug.engine
 import kvplug.transport
-from kvplug.bench.content import check, content, stamp
-from kvplug.bench.links import MEETING_S, Meeting
-from kvplug.bench.place import Place, place
-from kvplug.bench.stopwatch import BURSTS, Stopwatch, in_burst
-from kvplug.bench.transports import PipeLink
-from kvplug.testing import peers
+from kvplug_bench.content import check, content, stamp
+from kvplug_bench.links import MEETING_S, Meeting
+from kvplug_bench.place import Place, place
+from kvplug_bench.stopwatch import BURSTS, Stopwatch, in_burst
+from kvplug_bench.transports import PipeLink
+from kvplug_testing import peers
 
 if TYPE_CHECKING:
     import torch

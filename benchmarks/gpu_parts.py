@@ -16,11 +16,11 @@ import gpu_children
 from gpu_children import TWO_HOSTS, paged_bytes
 
 from kvplug import KvplugError
-from kvplug.bench.candidate import INTO, LATENCY, PIPE, Candidate, copy_on
-from kvplug.bench.rounds import Outcome, Plan, run_rounds
-from kvplug.bench.rows import Row as BenchRow, compare
-from kvplug.bench.stopwatch import in_burst
-from kvplug.testing import peers
+from kvplug_bench.candidate import INTO, LATENCY, PIPE, Candidate, copy_on
+from kvplug_bench.rounds import Outcome, Plan, run_rounds
+from kvplug_bench.rows import Row as BenchRow, compare
+from kvplug_bench.stopwatch import in_burst
+from kvplug_testing import peers
 
 HERE = Path(__file__).parent
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
@@ -123,7 +123,7 @@ def _pipe(setting: Setting, transport: str, burst_bytes: int = 4 * GIB, **more: 
     given: dict[str, Any] = {
         "name": transport,
         "kind": PIPE,
-        "link": "kvplug.bench.transports:PipeLink",
+        "link": "kvplug_bench.transports:PipeLink",
         "arguments": {"path": None, "overrides": [f"transport={transport}"]},
         "ops": (INTO, LATENCY),
         "devices": (setting.device,),

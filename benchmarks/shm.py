@@ -20,7 +20,9 @@ from typing import Any
 import attrs
 
 from kvplug import Registry
-from kvplug.bench.candidate import (
+from kvplug.config.units import format_bytes, parse_bytes
+from kvplug.transport.queue import MAX_CHUNK_BYTES, MAX_CHUNKS
+from kvplug_bench.candidate import (
     BASELINES,
     INTO,
     KEPT,
@@ -32,12 +34,10 @@ from kvplug.bench.candidate import (
     Candidate,
     baseline,
 )
-from kvplug.bench.choice import transports
-from kvplug.bench.plot import save_plot
-from kvplug.bench.rounds import Outcome, Plan, run_rounds
-from kvplug.bench.rows import COLUMNS, Comparison, cells, compare, medians, refused
-from kvplug.config.units import format_bytes, parse_bytes
-from kvplug.transport.queue import MAX_CHUNK_BYTES, MAX_CHUNKS
+from kvplug_bench.choice import transports
+from kvplug_bench.plot import save_plot
+from kvplug_bench.rounds import Outcome, Plan, run_rounds
+from kvplug_bench.rows import COLUMNS, Comparison, cells, compare, medians, refused
 
 HERE = Path(__file__).parent
 ARENA_BYTES = 256 << 20

@@ -13,9 +13,9 @@ import pytest
 from kvplug.errors import ClosedError, PeerGoneError, TimeoutError, TransportError
 from kvplug.net.trust.credentials import Credentials
 from kvplug.net.trust.listener import Connection, Listener, dial
-from kvplug.testing import peers
-from kvplug.testing.waits import until
 from kvplug.transport.acceptor import Acceptor, PipeAcceptor
+from kvplug_testing import peers
+from kvplug_testing.waits import until
 
 pytestmark = pytest.mark.timeout(60)
 PURPOSE = "test of acceptors"

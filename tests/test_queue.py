@@ -22,7 +22,6 @@ from kvplug import (
     UnsupportedError,
 )
 from kvplug.net.wire import decode, encode
-from kvplug.testing.memory.queue import MemoryQueueEndpoint, _rings
 from kvplug.transport import (
     DEFAULT_TIMEOUT,
     CancelledError,
@@ -36,6 +35,7 @@ from kvplug.transport import (
     Wait,
     WireError,
 )
+from kvplug_testing.memory.queue import MemoryQueueEndpoint, _rings
 
 pytestmark = pytest.mark.timeout(60)
 

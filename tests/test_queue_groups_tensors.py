@@ -18,10 +18,10 @@ if not torch.distributed.is_available():
 import torch.distributed as dist  # noqa: E402
 
 from kvplug import AuthenticationError, ConfigError, UnsupportedError  # noqa: E402
-from kvplug.testing import peers  # noqa: E402
-from kvplug.testing.contract.recipes import module_at  # noqa: E402
 from kvplug.transport import Credentials, QueueContext, WireError  # noqa: E402
 from kvplug.transport.queue.meeting import TorchMeeting  # noqa: E402
+from kvplug_testing import peers  # noqa: E402
+from kvplug_testing.contract.recipes import module_at  # noqa: E402
 
 pytestmark = pytest.mark.timeout(240)
 

@@ -6,7 +6,7 @@ import os
 
 import torch
 
-from kvplug.bench.links import Link, Meeting, UnavailableError
+from kvplug_bench.links import Link, Meeting, UnavailableError
 
 SMALL_BYTES = 64
 """Such messages land in memory of their own and are copied out: the same memory serves them all."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import multiprocessing  # noqa: TID251 - it is what is measured
 
-from kvplug.bench.links import Link, Meeting
+from kvplug_bench.links import Link, Meeting
 
 
 class TorchQueue(Link):

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from kvplug.bench.links import Link, Meeting
+from kvplug_bench.links import Link, Meeting
 
 SPLIT_BYTES = 1 << 20
 

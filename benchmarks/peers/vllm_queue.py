@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from kvplug.bench.links import Lending, Link, Meeting
+from kvplug_bench.links import Lending, Link, Meeting
 
 
 def _queue(**more: Any) -> Any:

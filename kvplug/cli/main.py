@@ -18,11 +18,6 @@ if TYPE_CHECKING:
     from kvplug.assembly.registry import Registry
 
 OWN = {
-    "bench": CommandSpec(
-        name="bench",
-        target="kvplug.cli.bench:bench",
-        summary="How fast transports are on this host.",
-    ),
     "config": CommandSpec(
         name="config",
         target="kvplug.cli.config:config",

@@ -61,7 +61,7 @@ class Trusting:
     @hookimpl
     def kvplug_transports() -> list[TransportSpec]:
         able = Capabilities(authenticated=False, cross_host=True)
-        memory = "kvplug.testing.memory.queue:MemoryQueueEndpoint"
+        memory = "kvplug_testing.memory.queue:MemoryQueueEndpoint"
         return [TransportSpec(kind=Kind.QUEUE, name="trusting", factory=memory, capabilities=able)]
 
 

@@ -22,10 +22,10 @@ from kvplug.cli.main import OWN, program
 from kvplug.config import KEYS, RESERVED, RESERVED_PREFIXES, describe_config, describe_options
 from kvplug.config.layers import VLLM_IGNORED, VLLM_KEYS
 from kvplug.engine import CommandSpec, ConnectorSpec, SinkSpec
-from kvplug.testing.faults import Rule
-from kvplug.testing.faults.plan import BEFORE, CONTENT
 from kvplug.transport import TransportSpec, hookspecs
 from kvplug.transport.hookspecs import OFFERED
+from kvplug_testing.faults import Rule
+from kvplug_testing.faults.plan import BEFORE, CONTENT
 
 ROOT = Path(__file__).parents[2]
 PAGES = ROOT / "docs" / "reference"
@@ -177,8 +177,12 @@ def test_the_plugin_api_has_a_row_and_every_hook_and_spec_has_a_version() -> Non
 
 def test_every_module_that_the_pages_name_is_there() -> None:
     pages = [*PAGES.parent.rglob("*.md"), PAGES.parents[1] / "README.md"]
-    named = {name for page in pages for name in re.findall(r"`(kvplug(?:\.[a-z_]+)+)`", page.read_text())}
-    assert "kvplug.testing.peers" in named
+    named = {
+        name
+        for page in pages
+        for name in re.findall(r"`(kvplug(?:_testing|_bench)?(?:\.[a-z_]+)+)`", page.read_text())
+    }
+    assert "kvplug_testing.peers" in named
     named -= {"kvplug.toml", "kvplug.json"}  # files
     missing = set()
     for name in named:

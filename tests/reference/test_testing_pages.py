@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from kvplug import testing
-from kvplug.testing import pytest_plugin
-from kvplug.testing.contract.base import LEVELS
-from kvplug.testing.laws import LAWS
+import kvplug_testing
+from kvplug_testing import pytest_plugin
+from kvplug_testing.contract.base import LEVELS
+from kvplug_testing.laws import LAWS
 
 PAGES = Path(__file__).parents[2] / "docs" / "reference"
 HEADING = re.compile(r"^\(([A-Z]+-\d+)\)=\n([A-Z]+-\d+), (.+)\n: ", re.MULTILINE)
@@ -53,7 +53,7 @@ def option_rows() -> list[str]:
 
 
 def name_rows() -> list[str]:
-    return [f"| `{name}` |" for name in testing.__all__]
+    return [f"| `{name}` |" for name in kvplug_testing.__all__]
 
 
 @pytest.mark.parametrize("rows", [option_rows, name_rows])
@@ -66,7 +66,7 @@ def test_every_option_of_pytest_and_every_public_name_is_on_the_page(rows: Any) 
 def test_nothing_is_on_the_page_that_is_gone() -> None:
     known = [*option_rows(), *name_rows(), *(f"| `{level}` |" for level in LEVELS)]
     table = [line for line in (PAGES / "testing.md").read_text().splitlines() if line.startswith("| `")]
-    gone = [line for line in table if not line.startswith(tuple(known)) and "kvplug.testing." not in line]
+    gone = [line for line in table if not line.startswith(tuple(known)) and "kvplug_testing." not in line]
     assert not gone, "docs/reference/testing.md has too much:\n" + "\n".join(gone)
 
 

@@ -75,7 +75,10 @@ def test_the_tutorial_shows_or_makes_every_file_of_its_layout_and_the_sample_has
 
 
 def kit_and_sample() -> set[str]:
-    sources = [*(ROOT / "kvplug" / "testing" / "contract").rglob("*.py"), *SAMPLE.rglob("test_*.py")]
+    sources = [
+        *(ROOT / "plugins/kvplug-testing/kvplug_testing/contract").rglob("*.py"),
+        *SAMPLE.rglob("test_*.py"),
+    ]
     return {name for source in sources for name in DEFINED.findall(source.read_text(encoding="utf-8"))}
 
 

@@ -131,5 +131,5 @@ def test_its_connector_is_called_and_its_sink_hears_of_it(kept: Any) -> None:
 
 
 def test_it_keeps_the_laws_of_plugins(kept: Any) -> None:
-    done = kept.run("-c", "from kvplug.testing import check_plugin; print(check_plugin('kept'))")
+    done = kept.run("-c", "from kvplug_testing import check_plugin; print(check_plugin('kept'))")
     assert done.returncode == 0, done.stderr

@@ -184,4 +184,4 @@ def test_ends_on_two_gpus_are_measured_where_there_are_two(script: Any, setting:
     )
     assert [between.device(rank) for rank in (0, 1)] == ["cuda:0", "cuda:1"]
     assert between.burst_bytes == 4 << 30
-    assert between.link == "kvplug.bench.transports:PipeLink"
+    assert between.link == "kvplug_bench.transports:PipeLink"

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from kvplug import StatelessGroup
-from kvplug.testing import peers
-from kvplug.testing.forkserver import ForkServer
 from kvplug.transport import Credentials, PipeContext
 from kvplug_cpu.endpoint import CpuEndpoint
 from kvplug_cpu.options import CpuOptions
 from kvplug_cpu.pipe import CpuPipe
+from kvplug_testing import peers
+from kvplug_testing.forkserver import ForkServer
 
 
 def make_endpoint(

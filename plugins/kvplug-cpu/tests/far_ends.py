@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from kvplug import PeerGoneError
-from kvplug.testing.peers import Parent
 from kvplug.transport import Pipe
+from kvplug_testing.peers import Parent
 
 
 def echo(parent: Parent, pipe: Pipe) -> int:

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from kvplug import KvplugError, StatelessGroup
-from kvplug.testing.peers import Parent
 from kvplug.transport import CommunicatorContext, Credentials, RecvOp, SendOp
 from kvplug_cpu import communicator
 from kvplug_cpu.communicator import CpuCommunicator
 from kvplug_cpu.gloo import Gloo
+from kvplug_testing.peers import Parent
 
 LARGE = 1 << 24
 

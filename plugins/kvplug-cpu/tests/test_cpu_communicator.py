@@ -29,12 +29,12 @@ from kvplug import (
     UnsupportedError,
     build_communicator,
 )
-from kvplug.testing.forkserver import ForkServer
-from kvplug.testing.peers import Peer
 from kvplug.transport import Credentials, Deadline
 from kvplug_cpu.communicator import CpuCommunicator
 from kvplug_cpu.interface import address_of
 from kvplug_cpu.store import GroupStore
+from kvplug_testing.forkserver import ForkServer
+from kvplug_testing.peers import Peer
 
 RANKS = Path(__file__).with_name("ranks.py")
 Start = Callable[..., list[Peer]]

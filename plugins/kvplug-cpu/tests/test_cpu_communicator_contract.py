@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvplug.testing import DeviceCommunicatorContract
+from kvplug_testing import DeviceCommunicatorContract
 
 
 class TestCpuCommunicator(DeviceCommunicatorContract):

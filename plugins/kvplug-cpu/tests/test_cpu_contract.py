@@ -7,9 +7,9 @@ from typing import Any, ClassVar
 
 import pytest
 
-from kvplug.testing import PipeContract
 from kvplug.transport import local_domain
 from kvplug_cpu.contact import CpuContact
+from kvplug_testing import PipeContract
 
 
 class TestCpuPipe(PipeContract):

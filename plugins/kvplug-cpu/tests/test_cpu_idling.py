@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from kvplug import TimeoutError
-from kvplug.testing.contract.pipe.suite import fill
-from kvplug.testing.waits import Call
+from kvplug_testing.contract.pipe.suite import fill
+from kvplug_testing.waits import Call
 
 
 @pytest.mark.timing

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from kvplug import AuthenticationError, ConfigError, PeerGoneError, TimeoutError, TransportError
-from kvplug.testing import peers
 from kvplug.transport import InsecureAddressError, WireError, dial, local_domain
 from kvplug_cpu.contact import CpuContact
 from kvplug_cpu.join import PURPOSE, Join
+from kvplug_testing import peers
 
 
 def meets(end: Any, listener: Any) -> bool:

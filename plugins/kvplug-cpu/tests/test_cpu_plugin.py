@@ -5,9 +5,9 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from kvplug.testing import check_plugin
 from kvplug.transport import Kind
 from kvplug_cpu import plugin
+from kvplug_testing import check_plugin
 
 
 def test_it_keeps_the_laws_of_plugins() -> None:

@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from kvplug import ClosedError, KvplugError, PeerGoneError, TimeoutError, TransportError
-from kvplug.testing import peers
-from kvplug.testing.waits import Call
 from kvplug.transport import TensorMismatchError
 from kvplug_cpu.message import Content, parts
+from kvplug_testing import peers
+from kvplug_testing.waits import Call
 
 MIB = 1024 * 1024
 

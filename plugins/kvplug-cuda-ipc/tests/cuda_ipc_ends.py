@@ -12,15 +12,15 @@ import pytest
 import torch
 
 from kvplug import KvplugError, PeerGoneError
-from kvplug.testing import peers
-from kvplug.testing.forkserver import ForkServer
-from kvplug.testing.waits import until
 from kvplug.transport import Credentials, PipeContext
 from kvplug_cuda_ipc.options import CudaIpcPipeOptions
 from kvplug_cuda_ipc.pipe.endpoint import CudaIpcEndpoint
 from kvplug_cuda_ipc.pipe.pipe import CudaIpcPipe
 from kvplug_cuda_ipc.testing import fake
 from kvplug_cuda_ipc.testing.host import HostDevice
+from kvplug_testing import peers
+from kvplug_testing.forkserver import ForkServer
+from kvplug_testing.waits import until
 
 PATIENCE_S = 40.0
 MIB = 1 << 20

@@ -7,11 +7,11 @@ from typing import Any, ClassVar
 
 import pytest
 
-from kvplug.testing import PipeContract
 from kvplug.transport import PipeContext, PipeEndpoint
 from kvplug_cuda_ipc.options import CudaIpcPipeOptions
 from kvplug_cuda_ipc.pipe.contact import Contact
 from kvplug_cuda_ipc.probe import domain
+from kvplug_testing import PipeContract
 
 
 class TestCudaIpcPipe(PipeContract):

@@ -17,7 +17,6 @@ from hypothesis import given, strategies as st
 
 from kvplug import PeerGoneError, TimeoutError, TransportError, UnsupportedError
 from kvplug.net.wire.messages import NONE, tensor_prefix
-from kvplug.testing.waits import Call, until
 from kvplug.transport import Channel, Credentials, TensorMismatchError, WireError, dial
 from kvplug_cuda_ipc.memory import GRAIN, Mapping, Ring, Staging
 from kvplug_cuda_ipc.pipe import joining
@@ -25,6 +24,7 @@ from kvplug_cuda_ipc.pipe.contact import Contact
 from kvplug_cuda_ipc.pipe.content import Runs
 from kvplug_cuda_ipc.pipe.words import WINDOW, Kind, Piece, read
 from kvplug_cuda_ipc.testing.host import HostDevice
+from kvplug_testing.waits import Call, until
 
 ENDS = Path(__file__).with_name("cuda_ipc_ends.py")
 ends = SimpleNamespace(**run_path(str(ENDS)))

@@ -16,8 +16,6 @@ import pytest
 import torch
 
 from kvplug import CapacityError, KvplugError, PeerGoneError, TimeoutError, TransportError
-from kvplug.testing import peers
-from kvplug.testing.waits import Call, until
 from kvplug.transport import Channel, Credentials, dial
 from kvplug_cuda_ipc import memory
 from kvplug_cuda_ipc.cudart.errors import CudaError
@@ -25,6 +23,8 @@ from kvplug_cuda_ipc.pipe import joining
 from kvplug_cuda_ipc.pipe.contact import Contact
 from kvplug_cuda_ipc.testing.fake import environment
 from kvplug_cuda_ipc.testing.host import HostDevice
+from kvplug_testing import peers
+from kvplug_testing.waits import Call, until
 
 ENDS = Path(__file__).with_name("cuda_ipc_ends.py")
 ends = SimpleNamespace(**run_path(str(ENDS)))

@@ -14,8 +14,6 @@ import pytest
 from kvplug import PeerGoneError, TimeoutError, UnsupportedError
 from kvplug.net.wire import copy_into, memory_of
 from kvplug.net.wire.tensors import as_bits, dense
-from kvplug.testing import PipeContract, peers
-from kvplug.testing.contract.pipe.content import difference, dtypes, tensor_of
 from kvplug.transport import (
     DEFAULT_TIMEOUT,
     Credentials,
@@ -27,6 +25,8 @@ from kvplug.transport import (
     Transfer,
 )
 from kvplug_cuda_ipc.options import CudaIpcPipeOptions
+from kvplug_testing import PipeContract, peers
+from kvplug_testing.contract.pipe.content import difference, dtypes, tensor_of
 
 torch = pytest.importorskip("torch")
 # Without asking CUDA: this module is imported in the process that children are forked from.

@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from kvplug import ConfigError, KvplugError, TransportError, UnsupportedError
-from kvplug.testing import check_plugin
 from kvplug.transport import Credentials, PipeContext, WireError
 from kvplug_cuda_ipc import plugin, probe
 from kvplug_cuda_ipc.cudart.errors import CudaLibraryError
@@ -24,6 +23,7 @@ from kvplug_cuda_ipc.pipe.contact import Contact
 from kvplug_cuda_ipc.pipe.content import Target, content_of
 from kvplug_cuda_ipc.pipe.endpoint import CudaIpcEndpoint
 from kvplug_cuda_ipc.testing.host import HostDevice
+from kvplug_testing import check_plugin
 
 ENDS = Path(__file__).with_name("cuda_ipc_ends.py")
 ends = SimpleNamespace(**run_path(str(ENDS)))

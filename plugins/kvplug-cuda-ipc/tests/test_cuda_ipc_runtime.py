@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 
 from kvplug import CapacityError
-from kvplug.testing import peers
-from kvplug.testing.waits import until
 from kvplug_cuda_ipc.cudart.errors import CudaError, CudaLibraryError, CudaMemoryError
 from kvplug_cuda_ipc.cudart.library import Runtime, load
 from kvplug_cuda_ipc.cudart.places import VARIABLE, loaded, places
 from kvplug_cuda_ipc.testing import fake
+from kvplug_testing import peers
+from kvplug_testing.waits import until
 
 PACKAGE = "nvidia-cuda-runtime-cu12"
 PATIENCE_S = 40.0

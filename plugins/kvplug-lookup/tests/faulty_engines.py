@@ -11,10 +11,10 @@ import torch
 
 from kvplug import Config
 from kvplug.engine import KVLayout, TransferStats
-from kvplug.testing.engine import EngineDouble
 from kvplug_lookup.connector.device import Mark
 from kvplug_lookup.connector.load import Load
 from kvplug_lookup.connector.plan import LoadPlan
+from kvplug_testing.engine import EngineDouble
 
 BASE: dict[str, Any] = {"connector": "lookup", "connect_timeout_s": 20, "timeout_s": 10}
 KV_OF_100_TOKENS = 2 * 3 * 100 * 2 * 8 * 4

@@ -10,8 +10,8 @@ import attrs
 import pytest
 
 from kvplug import Config, ConfigError, HandshakeError, TimeoutError
-from kvplug.testing.engine import MODEL, EngineDouble, request_of
-from kvplug.testing.faults import FaultyPipe, Plan, Rule
+from kvplug_testing.engine import MODEL, EngineDouble, request_of
+from kvplug_testing.faults import FaultyPipe, Plan, Rule
 
 pytestmark = pytest.mark.timeout(60)
 

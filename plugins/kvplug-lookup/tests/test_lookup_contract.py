@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from kvplug import IntegrityError
-from kvplug.testing import ConnectorContract
 from kvplug_lookup.connector.load import Load
+from kvplug_testing import ConnectorContract
 
 
 class TestLookup(ConnectorContract):

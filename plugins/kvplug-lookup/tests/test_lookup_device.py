@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from kvplug import Config
-from kvplug.testing.engine import CallOrder, EngineDouble, request_of
 from kvplug_lookup.connector import device, save, worker
+from kvplug_testing.engine import CallOrder, EngineDouble, request_of
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -11,7 +11,9 @@ import torch
 
 from kvplug import Config, IntegrityError, build_connector
 from kvplug.engine import CacheGroup, KVCacheConfig, Parallelism, Request
-from kvplug.testing.engine import (
+from kvplug_lookup.connector.load import Load
+from kvplug_lookup.connector.plan import LoadPlan, SavePlan, StepPlan
+from kvplug_testing.engine import (
     MODEL,
     NUM_LAYERS,
     CallOrder,
@@ -19,8 +21,6 @@ from kvplug.testing.engine import (
     layout_of,
     request_of,
 )
-from kvplug_lookup.connector.load import Load
-from kvplug_lookup.connector.plan import LoadPlan, SavePlan, StepPlan
 
 pytestmark = pytest.mark.timeout(60)
 

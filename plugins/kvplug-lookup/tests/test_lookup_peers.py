@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from kvplug import PeerGoneError, TimeoutError, TransportError
-from kvplug.testing.engine import EngineDouble, request_of
 from kvplug.transport import DEFAULT_TIMEOUT, Pipe, WireError
 from kvplug_lookup.connector import serve
 from kvplug_lookup.connector.load import Load, Loader
+from kvplug_testing.engine import EngineDouble, request_of
 
 engines = SimpleNamespace(**run_path(str(Path(__file__).with_name("faulty_engines.py"))))
 config, pair, tokens, promised = engines.config, engines.pair, engines.tokens, engines.promised

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from kvplug import Config, ConfigError, HandshakeError
-from kvplug.testing import peers
-from kvplug.testing.engine import EngineDouble, request_of
+from kvplug_testing import peers
+from kvplug_testing.engine import EngineDouble, request_of
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -13,9 +13,9 @@ import pytest
 
 from kvplug import Config
 from kvplug.engine import RequestEnd
-from kvplug.testing import peers
-from kvplug.testing.engine import EngineDouble, request_of
-from kvplug.testing.faults import FaultyPipe, Plan, Rule
+from kvplug_testing import peers
+from kvplug_testing.engine import EngineDouble, request_of
+from kvplug_testing.faults import FaultyPipe, Plan, Rule
 
 pytestmark = pytest.mark.timeout(90)
 

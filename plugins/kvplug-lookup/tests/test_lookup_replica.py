@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from kvplug import ClosedError, PeerGoneError
-from kvplug.testing.engine import EngineDouble
 from kvplug.transport import EventLog, Stored, event_to_plain, pack_tokens
 from kvplug_lookup.connector.replica import Replica
+from kvplug_testing.engine import EngineDouble
 
 engines = SimpleNamespace(**run_path(str(Path(__file__).with_name("faulty_engines.py"))))
 config, pair = engines.config, engines.pair

@@ -13,10 +13,10 @@ import pytest
 
 from kvplug import Config
 from kvplug.engine import Request, RequestEnd, WorkerOutput
-from kvplug.testing.engine import EngineDouble, request_of
 from kvplug.transport import Removed, Snapshot, Stored, event_to_plain, pack_tokens
 from kvplug_lookup.connector.load import Load
 from kvplug_lookup.connector.replica import Replica
+from kvplug_testing.engine import EngineDouble, request_of
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from kvplug import ClosedError
-from kvplug.testing.engine import EngineDouble, request_of
+from kvplug_testing.engine import EngineDouble, request_of
 
 engines = SimpleNamespace(**run_path(str(Path(__file__).with_name("faulty_engines.py"))))
 config, pair, tokens = engines.config, engines.pair, engines.tokens

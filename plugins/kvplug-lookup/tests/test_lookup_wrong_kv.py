@@ -12,10 +12,10 @@ import torch
 
 from kvplug import IntegrityError
 from kvplug.engine import KVLayout, LayoutError, RequestEnd
-from kvplug.testing.engine import EngineDouble, request_of
 from kvplug.transport import EntryHeader
 from kvplug_lookup.connector.load import Load
 from kvplug_lookup.connector.plan import LoadPlan
+from kvplug_testing.engine import EngineDouble, request_of
 
 engines = SimpleNamespace(**run_path(str(Path(__file__).with_name("faulty_engines.py"))))
 config, pair, tokens, promised = engines.config, engines.pair, engines.tokens, engines.promised

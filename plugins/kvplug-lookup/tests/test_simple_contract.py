@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvplug.testing import LookupBufferContract
+from kvplug_testing import LookupBufferContract
 
 
 class TestSimple(LookupBufferContract):

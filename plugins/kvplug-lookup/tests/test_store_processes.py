@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from kvplug import Registry, TimeoutError
-from kvplug.testing import peers
 from kvplug.transport import Credentials, Kind, LookupContext, PipeContext
+from kvplug_testing import peers
 
 LAYERS, TOKENS, HEADS, SIZE = 12, 256, 4, 64
 PROMPT = list(range(1000, 1000 + TOKENS))

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from kvplug.testing import peers
 from kvplug_pynccl.nccl.library import Library, load
 from kvplug_pynccl.testing import fake
+from kvplug_testing import peers
 
 RANKS = Path(__file__).with_name("ranks.py")
 

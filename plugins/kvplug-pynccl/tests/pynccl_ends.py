@@ -13,13 +13,13 @@ import pytest
 import torch
 
 from kvplug import KvplugError, PeerGoneError, connect_ranks
-from kvplug.testing import peers
-from kvplug.testing.forkserver import ForkServer
 from kvplug.transport import Credentials, PipeContext
 from kvplug_pynccl.options import PyncclPipeOptions
 from kvplug_pynccl.pipe.endpoint import PyncclEndpoint
 from kvplug_pynccl.pipe.pipe import PyncclPipe
 from kvplug_pynccl.testing.host import HostDevice
+from kvplug_testing import peers
+from kvplug_testing.forkserver import ForkServer
 
 PATIENCE_S = 40.0
 LARGE = 3 << 20

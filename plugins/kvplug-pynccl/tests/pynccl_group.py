@@ -14,13 +14,13 @@ import pytest
 import torch
 
 from kvplug import KvplugError, StatelessGroup
-from kvplug.testing import peers
-from kvplug.testing.forkserver import ForkServer
 from kvplug.transport import CommunicatorContext, Credentials, RecvOp, SendOp
 from kvplug_pynccl.communicator.communicator import PyncclCommunicator
 from kvplug_pynccl.options import PyncclCommunicatorOptions
 from kvplug_pynccl.testing.fake import Controls
 from kvplug_pynccl.testing.host import HostDevice
+from kvplug_testing import peers
+from kvplug_testing.forkserver import ForkServer
 
 PATIENCE_S = 60.0
 LARGE = 1 << 20

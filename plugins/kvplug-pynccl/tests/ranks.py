@@ -7,10 +7,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from kvplug.testing import peers
 from kvplug_pynccl.nccl.abi import DataType, RedOp, Result, UniqueId
 from kvplug_pynccl.nccl.library import Library, load
 from kvplug_pynccl.testing.fake import Controls, Stream
+from kvplug_testing import peers
 
 PATIENCE_S = 60.0
 

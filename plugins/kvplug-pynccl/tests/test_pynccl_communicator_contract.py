@@ -6,9 +6,9 @@ from typing import Any, ClassVar
 
 import pytest
 
-from kvplug.testing import DeviceCommunicatorContract
 from kvplug.transport import CommunicatorContext, DeviceCommunicator
 from kvplug_pynccl.options import PyncclCommunicatorOptions
+from kvplug_testing import DeviceCommunicatorContract
 
 
 class TestPyncclCommunicator(DeviceCommunicatorContract):

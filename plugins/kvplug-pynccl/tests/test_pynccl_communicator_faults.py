@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from kvplug import ConfigError, PeerGoneError, TimeoutError, TransportError
-from kvplug.testing.waits import until
 from kvplug_pynccl.nccl.abi import Result
 from kvplug_pynccl.nccl.errors import NcclInvalidArgumentError, NcclInvalidUsageError
 from kvplug_pynccl.testing.fake import GPU_VARIABLE
 from kvplug_pynccl.testing.host import HostDevice
+from kvplug_testing.waits import until
 
 ENDS = Path(__file__).with_name("pynccl_group.py")
 ends = SimpleNamespace(**run_path(str(ENDS)))

@@ -14,9 +14,9 @@ from typing import Any, ClassVar
 import pytest
 
 from kvplug import KvplugError, StatelessGroup, UnsupportedError
-from kvplug.testing import DeviceCommunicatorContract, peers
 from kvplug.transport import CommunicatorContext, Credentials, DeviceCommunicator
 from kvplug_pynccl.options import PyncclCommunicatorOptions
+from kvplug_testing import DeviceCommunicatorContract, peers
 
 torch = pytest.importorskip("torch")
 GPUS = torch.cuda.device_count()  # by NVML: a process that has asked CUDA itself could not be forked

@@ -10,7 +10,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvplug.testing import peers
 from kvplug_pynccl.nccl.abi import DataType, RedOp, Result
 from kvplug_pynccl.nccl.errors import (
     NcclRemoteError,
@@ -18,6 +17,7 @@ from kvplug_pynccl.nccl.errors import (
 )
 from kvplug_pynccl.nccl.library import Library
 from kvplug_pynccl.testing import fake
+from kvplug_testing import peers
 
 ranks = SimpleNamespace(**run_path(str(Path(__file__).with_name("ranks.py"))))
 StartRanks = Callable[..., list[peers.Peer]]

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from kvplug import ClosedError
-from kvplug.testing import peers
 from kvplug_pynccl.nccl.abi import DataType, RedOp, Result
 from kvplug_pynccl.nccl.dtypes import reduced_as
 from kvplug_pynccl.nccl.errors import (
@@ -21,6 +20,7 @@ from kvplug_pynccl.nccl.errors import (
 )
 from kvplug_pynccl.nccl.library import Library
 from kvplug_pynccl.testing import fake
+from kvplug_testing import peers
 
 ranks = SimpleNamespace(**run_path(str(Path(__file__).with_name("ranks.py"))))
 StartRanks = Callable[..., list[peers.Peer]]

@@ -19,7 +19,6 @@ from typing import Any
 import pytest
 
 from kvplug import UnsupportedError
-from kvplug.testing import peers
 from kvplug_pynccl.nccl.abi import HEADER, Config, Properties, Result, UniqueId, Version
 from kvplug_pynccl.nccl.errors import (
     NcclError,
@@ -29,6 +28,7 @@ from kvplug_pynccl.nccl.library import Library, load
 from kvplug_pynccl.nccl.places import PACKAGE, SONAME, VARIABLE
 from kvplug_pynccl.nccl.prototypes import MIN_VERSION, OPTIONAL, PROTOTYPES
 from kvplug_pynccl.testing import fake
+from kvplug_testing import peers
 
 ranks = SimpleNamespace(**run_path(str(Path(__file__).with_name("ranks.py"))))
 

@@ -7,10 +7,10 @@ from typing import Any, ClassVar
 
 import pytest
 
-from kvplug.testing import PipeContract
 from kvplug.transport import PipeContext, PipeEndpoint, local_domain
 from kvplug_pynccl.options import PyncclPipeOptions
 from kvplug_pynccl.pipe.contact import Contact
+from kvplug_testing import PipeContract
 
 
 class TestPyncclPipe(PipeContract):

@@ -17,10 +17,10 @@ import pytest
 import torch
 
 from kvplug import ClosedError, KvplugError, PeerGoneError, TimeoutError, TransportError
-from kvplug.testing.waits import Call, until
 from kvplug.transport import PeerIdentity
 from kvplug_pynccl.pipe import joining, link
 from kvplug_pynccl.testing.fake import environment
+from kvplug_testing.waits import Call, until
 
 ENDS = Path(__file__).with_name("pynccl_ends.py")
 ends = SimpleNamespace(**run_path(str(ENDS)))

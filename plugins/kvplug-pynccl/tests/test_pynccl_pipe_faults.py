@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from kvplug import ClosedError, KvplugError, PeerGoneError, TransportError
-from kvplug.testing.waits import Call, until
 from kvplug_pynccl.nccl.abi import Result
 from kvplug_pynccl.pipe import link
+from kvplug_testing.waits import Call, until
 
 ENDS = Path(__file__).with_name("pynccl_ends.py")
 ends = SimpleNamespace(**run_path(str(ENDS)))

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from kvplug import PeerGoneError, TimeoutError, TransportError, UnsupportedError
-from kvplug.testing import peers
-from kvplug.testing.contract.pipe.content import difference, dtypes, tensor_of
 from kvplug.transport import Credentials, Pipe, PipeContext
+from kvplug_testing import peers
+from kvplug_testing.contract.pipe.content import difference, dtypes, tensor_of
 
 torch = pytest.importorskip("torch")
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0

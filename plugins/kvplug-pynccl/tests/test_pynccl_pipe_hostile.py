@@ -14,11 +14,11 @@ from hypothesis import given, strategies as st
 
 from kvplug import KvplugError, PeerGoneError, TransportError
 from kvplug.net.wire.messages import NONE, tensor_prefix
-from kvplug.testing.waits import Call, until
 from kvplug.transport import Credentials, WireError, dial
 from kvplug_pynccl.pipe import joining
 from kvplug_pynccl.pipe.contact import Contact
 from kvplug_pynccl.pipe.frames import WINDOW, Announcement, Frame, Frames, Kind
+from kvplug_testing.waits import Call, until
 
 ENDS = Path(__file__).with_name("pynccl_ends.py")
 ends = SimpleNamespace(**run_path(str(ENDS)))

@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from kvplug import TimeoutError, streams
-from kvplug.testing.waits import Call, until
 from kvplug_pynccl.device import CudaStream
 from kvplug_pynccl.pipe import link
 from kvplug_pynccl.testing.host import HostDevice
+from kvplug_testing.waits import Call, until
 
 ENDS = Path(__file__).with_name("pynccl_ends.py")
 ends = SimpleNamespace(**run_path(str(ENDS)))

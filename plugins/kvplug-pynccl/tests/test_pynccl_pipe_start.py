@@ -15,8 +15,6 @@ import pytest
 import torch
 
 from kvplug import PeerGoneError, TimeoutError, TransportError
-from kvplug.testing import peers
-from kvplug.testing.waits import Call, until
 from kvplug.transport import Credentials, dial, this_process
 from kvplug_pynccl import interface
 from kvplug_pynccl.nccl.abi import Result
@@ -24,6 +22,8 @@ from kvplug_pynccl.nccl.errors import NcclError
 from kvplug_pynccl.pipe import joining
 from kvplug_pynccl.pipe.contact import Contact
 from kvplug_pynccl.testing.fake import GPU_VARIABLE, environment
+from kvplug_testing import peers
+from kvplug_testing.waits import Call, until
 
 ENDS = Path(__file__).with_name("pynccl_ends.py")
 ends = SimpleNamespace(**run_path(str(ENDS)))

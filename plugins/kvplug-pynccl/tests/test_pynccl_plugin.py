@@ -12,10 +12,10 @@ from types import SimpleNamespace
 import pytest
 
 from kvplug import StatelessGroup
-from kvplug.testing import check_plugin, peers
 from kvplug_pynccl import plugin, probe
 from kvplug_pynccl.options import PyncclPipeOptions
 from kvplug_pynccl.pipe.endpoint import PyncclEndpoint
+from kvplug_testing import check_plugin, peers
 
 ENDS = Path(__file__).with_name("pynccl_ends.py")
 ends = SimpleNamespace(**run_path(str(ENDS)))

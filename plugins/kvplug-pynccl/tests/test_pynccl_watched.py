@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from kvplug import ConfigError, TimeoutError
-from kvplug.testing.waits import until
 from kvplug.transport import Deadline
 from kvplug_pynccl import watched
 from kvplug_pynccl.nccl.abi import Result
 from kvplug_pynccl.nccl.errors import NcclError, NcclInternalError, error_of
 from kvplug_pynccl.nccl.library import Library
 from kvplug_pynccl.watched import Communicator
+from kvplug_testing.waits import until
 
 
 class Held:

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from kvplug import PeerGoneError
-from kvplug.testing import peers
-from kvplug.testing.forkserver import ForkServer
 from kvplug.transport import Credentials, PipeContext
 from kvplug_shm.options import ShmPipeOptions
 from kvplug_shm.pipe.endpoint import ShmEndpoint
 from kvplug_shm.pipe.pipe import ShmPipe
+from kvplug_testing import peers
+from kvplug_testing.forkserver import ForkServer
 
 TINY = {"slots": 1, "slot_bytes": 1024}
 PATIENCE_S = 30.0

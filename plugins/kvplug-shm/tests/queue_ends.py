@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from kvplug import PeerGoneError
-from kvplug.testing import peers
-from kvplug.testing.forkserver import ForkServer
 from kvplug.transport import Credentials, QueueContext, QueueHandle
 from kvplug_shm.memory import waiting
 from kvplug_shm.options import ShmQueueOptions
 from kvplug_shm.queue import near, writer as writer_module
 from kvplug_shm.queue.endpoint import ShmQueueEndpoint
+from kvplug_testing import peers
+from kvplug_testing.forkserver import ForkServer
 
 PATIENCE_S = 30.0
 CHUNK = 1 << 16

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 
 from kvplug import CapacityError, PeerGoneError, TimeoutError
-from kvplug.testing import peers
 from kvplug.transport import Connection, Credentials, Deadline, Listener, WireError, dial
 from kvplug_shm.memory.handing import recv_fds, send_fd
 from kvplug_shm.memory.segment import Segment
+from kvplug_testing import peers
 
 SIZE = 64 << 10
 PURPOSE = "pipe-shm"

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 
 from kvplug import CapacityError
-from kvplug.testing import peers
 from kvplug.transport import WireError
 from kvplug_shm.memory import segment as room
 from kvplug_shm.memory.segment import Segment
+from kvplug_testing import peers
 
 SIZE = 1 << 20
 HUGE_PAGES = 0x4

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from kvplug.testing import peers
 from kvplug_shm.memory import futex
 from kvplug_shm.memory.segment import Segment
 from kvplug_shm.memory.words import Words
+from kvplug_testing import peers
 
 SIZE = 4096
 

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from kvplug import TimeoutError, UnsupportedError
-from kvplug.testing.waits import Call
+from kvplug_testing.waits import Call
 
 ends = SimpleNamespace(**run_path(str(Path(__file__).with_name("pipe_ends.py"))))
 near_pair = ends.near_pair

@@ -21,12 +21,12 @@ import pytest
 import torch
 
 from kvplug import CapacityError, ClosedError, ConfigError, PeerGoneError, TimeoutError, TransportError
-from kvplug.testing import peers
-from kvplug.testing.waits import Call, until
 from kvplug.transport import PeerIdentity, WireError, local_domain
 from kvplug_shm.memory import waiting
 from kvplug_shm.pipe.contact import Contact
 from kvplug_shm.pipe.endpoint import ShmEndpoint
+from kvplug_testing import peers
+from kvplug_testing.waits import Call, until
 
 ends = SimpleNamespace(**run_path(str(Path(__file__).with_name("pipe_ends.py"))))
 near_pair, far_pair = ends.near_pair, ends.far_pair

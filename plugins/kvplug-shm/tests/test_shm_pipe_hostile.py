@@ -19,8 +19,6 @@ from hypothesis import given, settings, strategies as st
 from kvplug import CapacityError, KvplugError, PeerGoneError, TimeoutError, TransportError
 from kvplug.net.wire.frames import FrameKind, encode_header
 from kvplug.net.wire.messages import GOODBYE, tensor_prefix
-from kvplug.testing import peers
-from kvplug.testing.waits import Call
 from kvplug.transport import Deadline, WireError, dial
 from kvplug_shm.memory.handing import recv_fds, send_fd
 from kvplug_shm.pipe import joining
@@ -28,6 +26,8 @@ from kvplug_shm.pipe.contact import Contact
 from kvplug_shm.pipe.joining import Join
 from kvplug_shm.pipe.rings import LINE, segment_size
 from kvplug_shm.ring.order import HEAD, tail
+from kvplug_testing import peers
+from kvplug_testing.waits import Call
 
 ends = SimpleNamespace(**run_path(str(Path(__file__).with_name("pipe_ends.py"))))
 near_pair = ends.near_pair

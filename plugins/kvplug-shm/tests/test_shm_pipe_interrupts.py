@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from kvplug import ClosedError, KvplugError, PeerGoneError, TransportError
-from kvplug.testing.waits import Call, until
 from kvplug_shm.pipe.content import Content
 from kvplug_shm.pipe.message import Message
 from kvplug_shm.ring import order
+from kvplug_testing.waits import Call, until
 
 ends = SimpleNamespace(**run_path(str(Path(__file__).with_name("pipe_ends.py"))))
 near_pair = ends.near_pair

@@ -5,8 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from kvplug.testing import check_plugin
 from kvplug.transport import Kind
+from kvplug_testing import check_plugin
 
 
 def test_it_keeps_the_laws_of_plugins() -> None:

@@ -18,9 +18,9 @@ from hypothesis import given, settings, strategies as st
 
 from kvplug import TimeoutError
 from kvplug.net.wire.messages import tensor_prefix
-from kvplug.testing import peers
-from kvplug.testing.waits import Call, until
 from kvplug_shm.pipe.rings import LINE, SMALLEST_BYTES, lines
+from kvplug_testing import peers
+from kvplug_testing.waits import Call, until
 
 ends = SimpleNamespace(**run_path(str(Path(__file__).with_name("pipe_ends.py"))))
 near_pair = ends.near_pair

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from kvplug.testing import MessageQueueContract
+from kvplug_testing import MessageQueueContract
 
 
 class TestShmQueue(MessageQueueContract):

@@ -12,9 +12,9 @@ from typing import Any, ClassVar
 import pytest
 
 from kvplug import ClosedError, PeerGoneError, TimeoutError
-from kvplug.testing.waits import Call, until
 from kvplug_shm.queue.admission import Admission
 from kvplug_shm.queue.roster import Roster
+from kvplug_testing.waits import Call, until
 
 ends = SimpleNamespace(**run_path(str(Path(__file__).with_name("queue_ends.py"))))
 queue = ends.queue

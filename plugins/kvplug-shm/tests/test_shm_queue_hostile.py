@@ -17,11 +17,11 @@ import torch
 
 from kvplug import ClosedError, ConfigError, KvplugError, PeerGoneError, TransportError
 from kvplug.net.wire import encode
-from kvplug.testing.waits import Call, until
 from kvplug.transport import Credentials, QueueHandle, WireError, dial
 from kvplug_shm.memory.handing import recv_fds, send_fd
 from kvplug_shm.queue.joining import PURPOSE
 from kvplug_shm.ring import order
+from kvplug_testing.waits import Call, until
 
 ends = SimpleNamespace(**run_path(str(Path(__file__).with_name("queue_ends.py"))))
 queue = ends.queue

@@ -18,9 +18,9 @@ import pytest
 import torch
 
 from kvplug import CapacityError, ConfigError, PeerGoneError, TransportError
-from kvplug.testing.waits import Call, until
 from kvplug_shm.queue.joining import hang_up
 from kvplug_shm.ring import order
+from kvplug_testing.waits import Call, until
 
 ends = SimpleNamespace(**run_path(str(Path(__file__).with_name("queue_ends.py"))))
 queue, far_reader, sound_sleep, asleep = ends.queue, ends.far_reader, ends.sound_sleep, ends.asleep

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from kvplug import CapacityError, TimeoutError
-from kvplug.testing.waits import Call
+from kvplug_testing.waits import Call
 
 ends = SimpleNamespace(**run_path(str(Path(__file__).with_name("queue_ends.py"))))
 queue, far_reader = ends.queue, ends.far_reader

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from kvplug import CapacityError, ConfigError
-from kvplug.testing import peers
 from kvplug.transport import WireError
 from kvplug_shm.queue.ring_buffer import CHUNK, VALUE, ShmRingBuffer, Sizes
+from kvplug_testing import peers
 
 SIZES = Sizes(n_reader=2, max_chunks=4, max_chunk_bytes=1 << 16, max_message_bytes=1 << 20)
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from kvplug import ClosedError, PeerGoneError
-from kvplug.testing.waits import Call, until
 from kvplug.transport import BusyError
+from kvplug_testing.waits import Call, until
 
 ends = SimpleNamespace(**run_path(str(Path(__file__).with_name("queue_ends.py"))))
 queue = ends.queue

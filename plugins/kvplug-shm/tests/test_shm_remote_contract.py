@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from kvplug.testing import MessageQueueContract
 from kvplug.transport import QueueEndpoint
+from kvplug_testing import MessageQueueContract
 
 
 @pytest.mark.variant

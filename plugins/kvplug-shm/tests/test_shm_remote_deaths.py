@@ -18,10 +18,10 @@ import pytest
 import zmq
 
 from kvplug import KvplugError, PeerGoneError, TransportError
-from kvplug.testing import peers
 from kvplug.transport import Deadline, PeerIdentity
 from kvplug_shm.queue import remote_link, remote_writer
 from kvplug_shm.queue.remote_frames import Kind
+from kvplug_testing import peers
 
 FAR = str(Path(__file__).with_name("remote_ends.py"))
 ends = SimpleNamespace(**run_path(FAR))

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from kvplug.testing.peers import children, nothing_left
+from kvplug_testing.peers import children, nothing_left
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(300)]
 

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from kvplug.testing.peers import nothing_left
+from kvplug_testing.peers import nothing_left
 from kvplug_transformers.demo.display import Display
 from kvplug_transformers.demo.orders import Orders
 from kvplug_transformers.demo.processes import REFERENCE

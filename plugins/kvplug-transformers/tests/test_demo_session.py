@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from kvplug.testing.peers import nothing_left
+from kvplug_testing.peers import nothing_left
 from kvplug_transformers.demo import session as module
 from kvplug_transformers.demo.display import Display
 from kvplug_transformers.demo.session import DECODE, PREFILL, Session, WorkerSilentError

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvplug.testing import check_plugin
+from kvplug_testing import check_plugin
 
 
 def test_it_keeps_the_laws_of_plugins() -> None:

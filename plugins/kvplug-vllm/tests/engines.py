@@ -19,7 +19,7 @@ from typing import Any
 import attrs
 import psutil
 
-from kvplug.testing import peers
+from kvplug_testing import peers
 
 START_S = 240.0
 """An engine starts in 20 s; on a machine that does three other things, in a minute or two."""

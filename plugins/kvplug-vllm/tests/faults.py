@@ -8,7 +8,7 @@ from typing import Any
 
 import kvplug_vllm.connector
 from kvplug import build_connector
-from kvplug.testing.faults import FaultyPipe, Plan, Rule
+from kvplug_testing.faults import FaultyPipe, Plan, Rule
 
 HELD_S = 60.0
 """What is held is let go then: no test ends hanging."""

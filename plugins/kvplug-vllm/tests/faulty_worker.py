@@ -11,7 +11,7 @@ from typing import Any
 import kvplug_vllm.connector
 from kvplug import build_connector
 from kvplug.engine import Parallelism
-from kvplug.testing.faults import FaultyPipe, Plan, Rule
+from kvplug_testing.faults import FaultyPipe, Plan, Rule
 
 SWITCH = Path(__file__).with_name("corrupt")
 """While this is there, what the worker sends is not what it has hashed."""

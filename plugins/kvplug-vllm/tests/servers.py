@@ -18,7 +18,7 @@ from typing import Any, Self
 import attrs
 import psutil
 
-from kvplug.testing.peers import abstract_sockets
+from kvplug_testing.peers import abstract_sockets
 
 HOST = "127.0.0.1"
 QUIET = {

@@ -16,7 +16,7 @@ import attrs
 import pytest
 import vllm
 
-from kvplug.testing import orders
+from kvplug_testing import orders
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -208,7 +208,9 @@ def test_the_recorded_order_is_that_of_vllm(
 ) -> None:
     text = orders.to_text(recorded)
     if pytestconfig.getoption("--record-order"):
-        (pytestconfig.rootpath / f"kvplug/testing/orders/{NAME}.json").write_text(text, encoding="utf-8")
+        (pytestconfig.rootpath / f"plugins/kvplug-testing/kvplug_testing/orders/{NAME}.json").write_text(
+            text, encoding="utf-8"
+        )
         return
     shipped = orders.load(NAME)
     assert list(recorded.runs) == list(shipped.runs)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvplug.testing import PipeContract
+from kvplug_testing import PipeContract
 
 
 class TestSamplePipe(PipeContract):

@@ -116,7 +116,7 @@ class Worker:
         cache = cache_config(self._facts, options)
         wrap_pipe = self._wrap_pipe
         if corrupt:
-            from kvplug.testing.faults import FaultyPipe, Plan, Rule
+            from kvplug_testing.faults import FaultyPipe, Plan, Rule
 
             flips = Rule(do="flip", bits=_FLIPPED_BITS, min_bytes=_SIGNAL_BYTES)
             wrap_pipe = functools.partial(FaultyPipe, plan=Plan(rules=[flips]))

@@ -1,7 +1,0 @@
-"""What ``kvplug bench`` does: how fast transports are on this host, beside what else moves tensors there.
-
-A :class:`~kvplug.bench.candidate.Candidate` is one thing that is measured. Its ends are
-:mod:`~kvplug.bench.links` in fresh processes, where :mod:`~kvplug.bench.worker` times them;
-:mod:`~kvplug.bench.rounds` starts those and lets all candidates take turns, and :mod:`~kvplug.bench.rows`
-says what came out. The scripts in ``benchmarks/`` measure more candidates in the same way.
-"""

@@ -1,1 +1,0 @@
-"""The suites of the conformance kit: a room for each ABC, called like it. ``kvplug.testing`` names them."""

@@ -1,7 +1,0 @@
-"""What ``pytest --kvplug-transport NAME`` collects: the suites of what was named, and nothing else."""
-
-from __future__ import annotations
-
-from kvplug.testing.contract import suites
-
-globals().update({suite.__name__: suite for suite in suites.chosen})

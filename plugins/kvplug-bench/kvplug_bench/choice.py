@@ -1,0 +1,112 @@
+"""Which transports are meant, and what stands against measuring them here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from kvplug.assembly.connector import Parts
+from kvplug.assembly.registry import Registry
+from kvplug.assembly.registry.discovery import not_found
+from kvplug.config import Config
+from kvplug.config.faults import did_you_mean, listed
+from kvplug.errors import PluginLoadError, UnknownTransportError
+from kvplug.transport.capabilities import Requirements
+from kvplug.transport.spec import TRANSPORTS, Kind, TransportSpec
+from kvplug_bench.candidate import Candidate
+from kvplug_bench.place import CPU, kind_of
+
+_KEYS: Final = {Kind.PIPE: "transport", Kind.QUEUE: "queue"}
+"""What a config calls the one that it names."""
+_LINKS: Final = {
+    Kind.PIPE: "kvplug_bench.transports:PipeLink",
+    Kind.QUEUE: "kvplug_bench.transports:QueueLink",
+}
+
+
+def transports(
+    registry: Registry,
+    names: Sequence[str],
+    *,
+    path: str | None,
+    overrides: Sequence[str],
+    max_chunk_bytes: int,
+    max_chunks: int,
+    devices: tuple[str, ...] = (CPU,),
+) -> list[Candidate]:
+    """The pipes and message queues of these names (``NAME`` or ``KIND:NAME``), or all that "auto" considers.
+
+    ``path`` and ``overrides`` say of what configuration their options are, ``devices`` where the tensors of
+    each end lie.
+
+    Raises:
+        UnknownTransportError: no pipe and no queue is called so; says what is, and which is near.
+        AmbiguousNameError: two plugins offer it.
+        ConfigError: that configuration is wrong, or their options are; every fault of the first.
+    """
+    parts = Parts(Config.load(path, overrides=overrides), registry)
+    chosen = []
+    for kind, name in _named(registry, names):
+        arguments: dict[str, object] = {
+            "path": path,
+            "overrides": [*overrides, f"{_KEYS[kind]}={name}"],
+        }
+        if kind is Kind.QUEUE:
+            arguments |= {"max_chunk_bytes": max_chunk_bytes, "max_chunks": max_chunks}
+        spec = registry.get(kind, name)
+        assert isinstance(spec, TransportSpec)
+        chosen.append(
+            Candidate(
+                name=spec.name,
+                kind=str(kind),
+                link=_LINKS[kind],
+                arguments=arguments,
+                largest_looked=max_chunk_bytes,
+                devices=devices,
+                skipped_because=_against(spec, parts, kind_of(devices[0])),
+            )
+        )
+    return chosen
+
+
+def _named(registry: Registry, names: Sequence[str]) -> list[tuple[Kind, str]]:
+    if not names:
+        every = [spec for kind in _KEYS for spec in registry.transports(kind)]
+        return [(spec.kind, spec.name) for spec in every if spec.auto and not spec.wraps]
+    found: list[tuple[Kind, str]] = []
+    for name in names:
+        word, _, rest = name.partition(":")
+        kinds = [kind for kind in _KEYS if word == kind and rest] or list(_KEYS)
+        bare = rest if len(kinds) == 1 else name
+        offering = [(kind, bare) for kind in kinds if registry.owners(kind, bare)]
+        if not offering:
+            raise _unknown(registry, bare, kinds)
+        found += [each for each in offering if each not in found]
+    return found
+
+
+def _unknown(registry: Registry, name: str, kinds: Sequence[Kind]) -> UnknownTransportError:
+    what = listed(f"no {kind}" if kind is kinds[0] else kind for kind in kinds)
+    other = [kind for kind in TRANSPORTS if kind not in kinds and registry.owners(kind, name)]
+    if other:
+        end = "" if other[0] in _KEYS else "; kvplug bench measures pipes and queues"
+        return UnknownTransportError(
+            f"{what} is named {name!r}, which is a {other[0].replace('_', ' ')}{end}"
+        )
+    known = sorted({spec.name for kind in kinds for spec in registry.transports(kind)})
+    hint = did_you_mean(name.rpartition(":")[2], known)
+    lines = [f"{what} is named {name!r}{hint}", f"known: {', '.join(known) or 'none'}"]
+    return UnknownTransportError("\n  ".join([*lines, *registry.failures(), *not_found(near=bool(hint))]))
+
+
+def _against(spec: TransportSpec, parts: Parts, device: str) -> str:
+    """Why it cannot be measured; a transport that goes around another shares what stands against that one."""
+    try:
+        parts.options_of(spec)
+    except PluginLoadError as e:
+        return str(e)
+    if spec.kind is Kind.QUEUE and device != CPU:
+        return "queues are measured with CPU tensors"
+    probe = spec.run_probe()
+    lacks = () if spec.wraps else spec.capabilities.missing(Requirements(device=device))
+    return "; ".join([*(() if probe.viable else (probe.reason or "its probe gives no reason",)), *lacks])

@@ -1,0 +1,19 @@
+"""The entry point of kvplug-bench: imports nothing heavy."""
+
+from __future__ import annotations
+
+from kvplug.engine import CommandSpec
+from kvplug.transport import hookimpl
+
+KVPLUG_API = (1, 0)
+
+
+@hookimpl
+def kvplug_commands() -> list[CommandSpec]:
+    return [
+        CommandSpec(
+            name="bench",
+            target="kvplug_bench.command:bench",
+            summary="How fast transports are on this host.",
+        )
+    ]

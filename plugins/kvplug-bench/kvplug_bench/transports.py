@@ -1,0 +1,160 @@
+"""Ends of kvplug's own: any pipe or message queue that is installed, as a configuration names it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from kvplug.assembly.connector import Parts, credentials_of
+from kvplug.assembly.queues import build_queue
+from kvplug.assembly.registry import Registry
+from kvplug.config import Config
+from kvplug.errors import PluginError
+from kvplug.negotiation.select import AUTO
+from kvplug.transport.capabilities import Requirements
+from kvplug.transport.context import PipeContext
+from kvplug.transport.pipe import PipeEndpoint
+from kvplug.transport.queue import MessageQueue, QueueHandle
+from kvplug.transport.spec import Kind, TransportSpec
+from kvplug_bench.links import MEETING_S, Lending, Link, Meeting, UnavailableError
+from kvplug_bench.place import kind_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_APART = "each process is alone with it: its two ends meet inside of one process only"
+
+
+class PipeLink(Link):
+    """The pipe that a configuration names, without anything that counts around it.
+
+    Its calls wait without end, as a receiver is idle for as long as it is told to be: how long a measuring
+    process lives is bounded.
+    """
+
+    def __init__(self, meeting: Meeting, path: str | None, overrides: Sequence[str]) -> None:
+        config = Config.load(path, overrides=overrides)
+        spec, endpoint = _pipe_endpoint(config, meeting.device)
+        domain = _domain(spec)
+        if meeting.is_first:
+            with contextlib.closing(endpoint.listen()) as listener:
+                meeting.tell([listener.contact, domain])
+                self.pipe = listener.accept(MEETING_S)
+        else:
+            contact, other_domain = meeting.told()
+            if domain != other_domain:
+                raise UnavailableError(_APART)
+            self.pipe = endpoint.connect(contact, MEETING_S)
+
+    def send(self, tensor: Tensor) -> None:
+        self.pipe.send_tensor(tensor, timeout=None)
+
+    def receive(self, out: Tensor) -> None:
+        self.pipe.recv_tensor(out, timeout=None)
+
+    def receive_new(self, like: Tensor) -> Tensor:
+        got = self.pipe.recv_tensor(timeout=None)
+        assert got is not None
+        return got
+
+    def close(self) -> None:
+        self.pipe.close()
+
+
+class QueueLink(Lending):
+    """The message queue that a configuration names. Its calls wait without end, as a pipe's."""
+
+    def __init__(
+        self,
+        meeting: Meeting,
+        path: str | None,
+        overrides: Sequence[str],
+        max_chunk_bytes: int,
+        max_chunks: int,
+    ) -> None:
+        config = Config.load(path, overrides=overrides)
+        endpoint = build_queue(
+            config,
+            n_reader=meeting.size - 1,
+            max_chunk_bytes=max_chunk_bytes,
+            max_chunks=max_chunks,
+        )
+        domain = _domain(Registry.from_env().get(Kind.QUEUE, config.queue))
+        self._queue: MessageQueue
+        if meeting.is_first:
+            self._queue = endpoint.create()
+            meeting.tell([self._queue.export_handle().as_plain(), domain])
+        else:
+            plain, other_domain = meeting.told()
+            if domain != other_domain:
+                raise UnavailableError(_APART)
+            handle = QueueHandle.from_plain(plain)
+            self._queue = endpoint.create_from_handle(handle, meeting.rank - 1, MEETING_S)
+        self._queue.wait_until_ready(MEETING_S)
+
+    def send(self, tensor: Tensor) -> None:
+        self._queue.enqueue(tensor, None)
+
+    def receive(self, like: Tensor) -> Tensor:
+        got: Tensor = self._queue.dequeue(indefinite=True)
+        return got
+
+    def send_value(self, value: bytes) -> None:
+        self._queue.enqueue(value, None)
+
+    def receive_value(self, nbytes: int) -> None:
+        self._queue.dequeue(indefinite=True)
+
+    def lend(self, tensor: Tensor) -> None:
+        import torch
+
+        with self._queue.acquire_write(tensor.nbytes, None) as memory:
+            torch.frombuffer(memory, dtype=tensor.dtype, count=tensor.numel()).copy_(tensor)
+
+    @contextlib.contextmanager
+    def look(self, like: Tensor) -> Iterator[Tensor]:
+        import torch
+
+        with self._queue.acquire_read(indefinite=True) as memory:
+            there = torch.frombuffer(memory, dtype=like.dtype, count=like.numel())
+            yield there
+            del there  # the memory is given back without a view of it
+
+    def close(self) -> None:
+        self._queue.close()
+
+
+def _domain(spec: TransportSpec) -> str:
+    """What both ends have in common; nothing where they may be on different hosts."""
+    return "" if spec.capabilities.cross_host or spec.wraps else spec.run_probe().domain
+
+
+def _pipe_endpoint(config: Config, device: str) -> tuple[TransportSpec, PipeEndpoint]:
+    """The endpoint of the config's transport for that device, and the spec of what moves the bytes.
+
+    Raises:
+        PluginError: it goes around whatever can be had, and nothing can.
+    """
+    parts = Parts(config, Registry.from_env())
+    parts.check(keys=("transport",))
+    name = parts.requested_transport
+    if name == AUTO:
+        required = Requirements(device=kind_of(device))
+        able = [
+            offer
+            for offer in parts.offers
+            if offer.auto and offer.probe.viable and not offer.capabilities.missing(required)
+        ]
+        if not able:
+            raise PluginError("no pipe can be had beneath it")
+        name = min(able, key=lambda offer: (offer.capabilities.cost.seconds(1 << 24), offer.name)).name
+    context = PipeContext(
+        options=parts.pipe_options(name),
+        credentials=credentials_of(config),
+        host=config.host,
+        device=device,
+        timeout_s=config.timeout_s,
+        heartbeat_timeout_s=config.heartbeat_timeout_s,
+    )
+    return parts.pipes[name], parts.pipe_endpoint(name, context)

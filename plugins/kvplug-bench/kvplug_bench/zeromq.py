@@ -1,0 +1,78 @@
+"""ZeroMQ over its Unix sockets, without copies where it can."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from kvplug_bench.links import MEETING_S, Broadcast, Link, Meeting, UnavailableError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def _tensor(frame: Any) -> Tensor:
+    """A frame's memory, which is the receiver's own."""
+    import torch
+
+    return torch.frombuffer(frame.buffer, dtype=torch.float16)
+
+
+class ZeroMQ(Link):
+    """A pair of sockets. What is received into memory is copied once, from the frame."""
+
+    def __init__(self, meeting: Meeting) -> None:
+        import zmq
+
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.PAIR)
+        address = f"ipc://{meeting.folder}/zmq"
+        self._socket.bind(address) if meeting.is_first else self._socket.connect(address)
+
+    def send(self, tensor: Tensor) -> None:
+        self._socket.send(tensor.numpy(), copy=False)
+
+    def receive(self, out: Tensor) -> None:
+        out.copy_(_tensor(self._socket.recv(copy=False)))
+
+    def receive_new(self, like: Tensor) -> Tensor:
+        return _tensor(self._socket.recv(copy=False))
+
+    def close(self) -> None:
+        self._context.destroy(linger=1000)
+
+
+class ZeroMQBroadcast(Broadcast):
+    """Publish and subscribe, with no limit on what waits: nothing is dropped."""
+
+    def __init__(self, meeting: Meeting) -> None:
+        import zmq
+
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.XPUB if meeting.is_first else zmq.SUB)
+        self._socket.set_hwm(0)
+        address = f"ipc://{meeting.folder}/zmq"
+        if not meeting.is_first:
+            self._socket.connect(address)
+            self._socket.subscribe(b"")
+            return
+        self._socket.setsockopt(zmq.XPUB_VERBOSE, 1)
+        self._socket.bind(address)
+        for _ in range(meeting.size - 1):  # each reader subscribes once
+            if not self._socket.poll(MEETING_S * 1000):
+                raise UnavailableError("a reader did not subscribe")
+            self._socket.recv()
+
+    def send(self, tensor: Tensor) -> None:
+        self._socket.send(tensor.numpy(), copy=False)
+
+    def receive(self, like: Tensor) -> Tensor:
+        return _tensor(self._socket.recv(copy=False))
+
+    def send_value(self, value: bytes) -> None:
+        self._socket.send(value)
+
+    def receive_value(self, nbytes: int) -> None:
+        self._socket.recv()
+
+    def close(self) -> None:
+        self._context.destroy(linger=1000)

@@ -1,0 +1,353 @@
+"""``kvplug bench`` without measuring: what is chosen, what is refused, and what is made of the figures."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvplug import ConfigError, PeerGoneError, Registry
+from kvplug.transport import (
+    AmbiguousNameError,
+    Capabilities,
+    Probe,
+    TransportSpec,
+    UnknownTransportError,
+    hookimpl,
+)
+from kvplug_bench import rounds
+from kvplug_bench.candidate import BASELINES, MEMCPY, Candidate, baseline
+from kvplug_bench.choice import transports
+from kvplug_bench.links import UnavailableError
+from kvplug_bench.plot import save_plot
+from kvplug_bench.rounds import Figures, Outcome, Plan, run_rounds
+from kvplug_bench.rows import COLUMNS, Row, cells, compare, refused
+
+MIB = 1 << 20
+PLAN = Plan(sizes=(MIB,), rounds=3)
+
+
+def dark() -> Probe:
+    return Probe(viable=False, reason="it is night")
+
+
+HERE = ModuleType("kvplug_bench_tests")  # a name that a spec can hold, which this module's own is not
+HERE.dark = dark  # type: ignore[attr-defined]
+sys.modules[HERE.__name__] = HERE
+
+
+def offering(*specs: TransportSpec, distribution: str = "kvplug-birds") -> Any:
+    plugin = SimpleNamespace()
+    plugin.kvplug_transports = hookimpl(_function(specs), specname="kvplug_transports")
+    return plugin
+
+
+def _function(specs: tuple[TransportSpec, ...]) -> Any:
+    def kvplug_transports() -> list[TransportSpec]:
+        return list(specs)
+
+    return kvplug_transports
+
+
+def spec(kind: str, name: str, **more: Any) -> TransportSpec:
+    return TransportSpec(kind=kind, name=name, factory="kvplug_birds.heavy:Endpoint", **more)
+
+
+@pytest.fixture
+def birds() -> Registry:
+    registry = Registry()
+    plugin = offering(
+        spec("pipe", "pigeon"),
+        spec("queue", "pigeon"),
+        spec("pipe", "owl", probe=f"{HERE.__name__}:dark"),
+        spec("queue", "flock", capabilities=Capabilities(devices={"cuda"})),
+        spec("pipe", "parrot", auto=False),
+        spec("lookup_buffer", "nest"),
+    )
+    registry.register(plugin, name="birds", distribution="kvplug-birds")
+    return registry
+
+
+def chosen(registry: Registry, *names: str, **more: Any) -> list[Candidate]:
+    given: dict[str, Any] = {"path": None, "overrides": (), "max_chunk_bytes": MIB, "max_chunks": 8} | more
+    return transports(registry, names, **given)
+
+
+# -- what is meant ---------------------------------------------------------------------------------
+
+
+def test_a_name_is_measured_as_everything_that_is_called_so(birds: Registry) -> None:
+    assert [(each.name, each.kind) for each in chosen(birds, "pigeon")] == [
+        ("pigeon", "pipe"),
+        ("pigeon", "queue"),
+    ]
+
+
+@pytest.mark.parametrize("name", ["queue:pigeon", "queue:kvplug-birds:pigeon"])
+def test_a_kind_before_the_name_singles_one_out(birds: Registry, name: str) -> None:
+    (found,) = chosen(birds, name)
+    assert (found.name, found.kind) == ("pigeon", "queue")
+    assert found.arguments["overrides"] == [f"queue={name.partition(':')[2]}"]
+    assert found.arguments["max_chunks"] == 8
+
+
+def test_a_distribution_before_the_name_is_none(birds: Registry) -> None:
+    assert len(chosen(birds, "kvplug-birds:pigeon")) == 2
+    with pytest.raises(UnknownTransportError):
+        chosen(birds, "kvplug-fish:pigeon")
+
+
+def test_without_names_all_that_auto_considers_are_measured(birds: Registry) -> None:
+    assert [each.name for each in chosen(birds)] == ["owl", "pigeon", "flock", "pigeon"]
+
+
+def test_a_name_that_comes_twice_is_measured_once(birds: Registry) -> None:
+    assert len(chosen(birds, "pigeon", "pipe:pigeon")) == 2
+
+
+def test_an_unknown_name_suggests_the_nearest_of_both_kinds(birds: Registry) -> None:
+    with pytest.raises(UnknownTransportError, match="no pipe or queue is named 'flok'; did you mean 'flock'"):
+        chosen(birds, "flok")
+    with pytest.raises(UnknownTransportError, match="no pipe is named 'cat'\n  known: owl, parrot, pigeon"):
+        chosen(birds, "pipe:cat")
+
+
+def test_a_name_of_another_kind_says_so(birds: Registry) -> None:
+    with pytest.raises(UnknownTransportError, match="'nest', which is a lookup buffer; kvplug bench"):
+        chosen(birds, "nest")
+    with pytest.raises(UnknownTransportError, match="no pipe is named 'flock', which is a queue"):
+        chosen(birds, "pipe:flock")
+
+
+def test_a_name_of_two_owners_is_refused(birds: Registry) -> None:
+    birds.register(offering(spec("pipe", "owl")), name="more", distribution="kvplug-more")
+    with pytest.raises(AmbiguousNameError, match="say kvplug-birds:owl or kvplug-more:owl"):
+        chosen(birds, "owl")
+
+
+def test_what_cannot_work_here_is_skipped_with_the_reason(birds: Registry) -> None:
+    assert [each.skipped_because for each in chosen(birds, "owl", "flock")] == [
+        "it is night",
+        "moves cuda tensors, and cpu ones are needed",
+    ]
+
+
+def test_a_fault_of_the_configuration_is_told_before_anything_is_measured(birds: Registry) -> None:
+    with pytest.raises(ConfigError, match="'pigeon' takes no options"):
+        chosen(birds, "pigeon", overrides=["options.pigeon.speed=3"])
+    with pytest.raises(ConfigError, match="not a known key"):
+        chosen(birds, "pigeon", overrides=["wings=2"])
+
+
+def test_a_baseline_is_measured_as_each_kind_that_it_is_compared_with() -> None:
+    assert baseline("memcpy", {"pipe", "queue"}) == (MEMCPY,)
+    assert [each.kind for each in baseline("zmq", {"pipe", "queue"})] == ["pipe", "queue"]
+    assert [each.kind for each in baseline("gloo", {"queue"})] == ["queue"]
+    assert all(each.baseline for name in BASELINES for each in baseline(name, {"pipe"}))
+
+
+def test_on_a_gpu_what_moves_cpu_tensors_is_skipped_and_bursts_are_larger(birds: Registry) -> None:
+    devices = ("cuda:0", "cuda:1")
+    skipped = {(each.name, each.kind): each.skipped_because for each in chosen(birds, devices=devices)}
+    assert skipped == {
+        ("owl", "pipe"): "it is night; moves cpu tensors, and cuda ones are needed",
+        ("pigeon", "pipe"): "moves cpu tensors, and cuda ones are needed",
+        ("pigeon", "queue"): "queues are measured with CPU tensors",
+        ("flock", "queue"): "queues are measured with CPU tensors",
+    }
+    (copy,) = baseline("memcpy", {"pipe"}, devices)
+    assert (copy.device(0), copy.skipped_because) == ("cuda:0", "")
+    assert copy.burst_bytes > MEMCPY.burst_bytes
+    (gloo,) = baseline("gloo", {"pipe"}, devices)
+    assert gloo.skipped_because == "it moves CPU tensors"
+    assert [gloo.device(rank) for rank in range(3)] == ["cuda:0", "cuda:1", "cuda:1"]
+
+
+# -- turns -----------------------------------------------------------------------------------------
+
+
+def candidate(name: str, **more: Any) -> Candidate:
+    return Candidate(**({"name": name, "kind": "pipe"} | more))
+
+
+def test_everything_takes_its_turn_in_each_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    turns: list[str] = []
+    monkeypatch.setattr(rounds, "one_turn", lambda candidate, plan: turns.append(candidate.name) or [])
+    told: list[tuple[str, int]] = []
+    names = [candidate("a"), candidate("b"), candidate("c")]
+    run_rounds(names, PLAN, lambda each, number: told.append((each.name, number)))
+    assert "".join(turns) == "abcbcacab"
+    assert told[0] == ("a", 0) and told[-1] == ("b", 2)
+
+
+def test_no_round_is_begun_that_would_not_end_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([100.0, 104.0, 109.0])
+    monkeypatch.setattr(rounds.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(rounds, "one_turn", lambda candidate, plan: [])
+    (outcome,) = run_rounds([candidate("a")], Plan(sizes=(MIB,), rounds=5, limit_s=10.0))
+    assert len(outcome.rounds) == 2  # of 4 s and 5 s: three would take 13.5 s
+
+
+def test_what_is_skipped_or_fails_is_left_out_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    turns: list[str] = []
+
+    def turn(candidate: Candidate, plan: Plan) -> list[Figures]:
+        turns.append(candidate.name)
+        if candidate.name == "lacks":
+            raise UnavailableError("zmq is not installed")
+        if candidate.name == "dies" and turns.count("dies") == 2:
+            raise PeerGoneError("it is gone; it wrote:\nTraceback\nBoom\n")
+        return [Figures(op="into", nbytes=MIB, gb_per_s=1.0)]
+
+    monkeypatch.setattr(rounds, "one_turn", turn)
+    known = candidate("known", skipped_because="it is night")
+    outcomes = run_rounds([known, candidate("lacks"), candidate("dies"), candidate("works")], PLAN)
+    assert [turns.count(name) for name in ("known", "lacks", "dies", "works")] == [0, 1, 2, 3]
+    assert [each.skipped_because for each in outcomes] == [
+        "it is night",
+        "zmq is not installed",
+        "failed: Boom",
+        "",
+    ]
+    assert [each.failed for each in outcomes] == [False, False, True, False]
+    assert "Traceback" in outcomes[2].last_words
+    assert not outcomes[2].rounds
+
+
+# -- rows ------------------------------------------------------------------------------------------
+
+
+def outcome(name: str, *speeds: float, op: str = "into", **more: Any) -> Outcome:
+    figures = [[Figures(op=op, nbytes=MIB, gb_per_s=speed, cpu_s_per_gb=0.5)] for speed in speeds]
+    return Outcome(candidate=candidate(name, **more), rounds=figures)
+
+
+def test_figures_are_medians_and_ratios_those_within_the_rounds() -> None:
+    every = [
+        outcome("ours", 2.0, 4.0, 9.0),
+        outcome("memcpy", 4.0, 16.0, 10.0, kind="copy", baseline=True),
+        outcome("slow", 1.0, 1.0, 1.0, baseline=True),
+        outcome("fast", 2.0, 1.0, 3.0, baseline=True),
+        outcome("other kind", 99.0, 99.0, 99.0, baseline=True, kind="queue"),
+    ]
+    (ours,) = compare(every[0], every)
+    assert (ours.row.gb_per_s, ours.row.cpu_s_per_gb, ours.row.latency_us_p50) == (4.0, 0.5, None)
+    assert ours.of_memcpy == 0.5
+    assert (ours.best_baseline, ours.over_best) == ("fast", 3.0)
+    (fast,) = compare(every[3], every)
+    assert (fast.best_baseline, fast.over_best) == ("", None)
+
+
+def test_of_a_latency_less_is_more() -> None:
+    def waits(name: str, us: float, **more: Any) -> Outcome:
+        latency = Figures(op="latency", nbytes=64, latency_us_p50=us, latency_us_p99=2 * us)
+        woken = Figures(op="wake", nbytes=64, latency_us_p50=us, idle_cpu_percent=0.1)
+        return Outcome(candidate=candidate(name, **more), rounds=[[latency, woken]])
+
+    every = [waits("ours", 10.0), waits("gloo", 50.0, baseline=True), waits("zmq", 40.0, baseline=True)]
+    latency, woken = compare(every[0], every)
+    assert (latency.best_baseline, latency.over_best) == ("zmq", pytest.approx(4.0))
+    assert (latency.row.latency_us_p99, latency.row.idle_cpu_percent) == (20.0, 0.1)
+    assert woken.row.idle_cpu_percent == 0.1
+
+
+def test_looking_is_compared_with_what_baselines_keep() -> None:
+    every = [
+        outcome("ours", 8.0, op="looked", kind="queue"),
+        outcome("zmq", 2.0, op="kept", kind="queue", baseline=True),
+    ]
+    (ours,) = compare(every[0], every)
+    assert (ours.best_baseline, ours.over_best) == ("zmq", 4.0)
+
+
+def test_what_was_not_measured_is_one_row_that_says_why() -> None:
+    skipped = Outcome(candidate=candidate("zmq"), skipped_because="zmq is not installed")
+    (only,) = compare(skipped, [skipped])
+    assert only.row == Row(
+        name="zmq", kind="pipe", op=None, bytes=None, skipped_because="zmq is not installed"
+    )
+    assert cells(only, "")[-1] == "skipped: zmq is not installed"
+    assert len(cells(only, "")) == len(COLUMNS)
+    assert not refused(skipped, [MIB])
+
+
+def test_a_size_that_does_not_fit_a_chunk_is_a_row_that_says_so() -> None:
+    looking = Candidate(name="shm", kind="queue", largest_looked=MIB)
+    measured = Outcome(candidate=looking, rounds=[[Figures(op="kept", nbytes=MIB)]])
+    (only,) = refused(measured, [MIB, 2 * MIB])
+    assert (only.row.op, only.row.bytes) == ("looked", 2 * MIB)
+    assert only.row.skipped_because == "larger than one of its chunks, 1 MiB"
+
+
+# -- the program -----------------------------------------------------------------------------------
+
+
+def test_what_is_called_wrongly_is_told_before_anything_is_measured(site: Any) -> None:
+    for arguments, part in (
+        (["--baseline", "memcpy,glo"], "no baseline is called 'glo'; did you mean 'gloo'?"),
+        (["--baseline", "rdma"], "no baseline is called 'rdma'; known are memcpy, gloo, zmq"),
+        (["--sizes", "1MiB,64M"], "'M' is not a unit of size"),
+        (["--sizes", "16"], "a message has 64 bytes at least, and a multiple of 4; 16 B was given"),
+        (["--sizes", ""], "a message has 64 bytes at least"),
+        (["--idle", "soon"], "'soon' is not a number with a unit"),
+        (["--device", "GPU"], "'GPU' is no device such as"),
+        (["--device", ","], "',' is no device such as"),
+        (["--device", "cpu,cuda"], "'cpu,cuda' is not one device, and not two of a kind"),
+        (["--device", "cuda:0,cuda:1,cuda:2"], "is not one device, and not two of a kind"),
+        (["--plot", "a.jpg"], "'a.jpg' is no .png or .svg file"),
+    ):
+        done = site.kvplug("bench", *arguments)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert part in done.stderr
+
+
+def test_an_unknown_transport_is_one_message(site: Any) -> None:
+    done = site.kvplug("bench", "--transport", "memroy")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("kvplug: no pipe or queue is named 'memroy'; did you mean 'memory'?")
+
+
+@pytest.mark.parametrize(
+    ("lacking", "arguments", "part"),
+    [
+        ("torch", [], "torch is not installed: pip install torch"),
+        ("matplotlib", ["--plot", "a.svg"], "a plot needs matplotlib: pip install matplotlib"),
+    ],
+)
+def test_what_is_missing_is_told_with_how_to_get_it(
+    site: Any, lacking: str, arguments: list[str], part: str
+) -> None:
+    given = ["bench", "--transport", "memory", *arguments]
+    done = site.run(
+        "-c",
+        f"import sys; sys.modules[{lacking!r}] = None\nfrom kvplug.cli.main import main; main({given!r})",
+    )
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("kvplug: ")
+    assert part in done.stderr
+
+
+@pytest.mark.parametrize("name", ["speed.svg", "speed.png"])
+def test_a_plot_is_drawn(tmp_path: Path, name: str) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    rows = [
+        Row(name="memcpy", kind="copy", op="into", bytes=MIB, gb_per_s=40.0),
+        Row(name="memcpy", kind="copy", op="into", bytes=64 * MIB, gb_per_s=18.0),
+        Row(name="pigeon", kind="pipe", op="into", bytes=64 * MIB, gb_per_s=9.0),
+        Row(name="pigeon", kind="pipe", op="into", bytes=MIB, gb_per_s=11.0),
+        Row(name="pigeon", kind="pipe", op="latency", bytes=64, latency_us_p50=11.0),
+        Row(name="pigeon", kind="queue", op="kept", bytes=MIB, gb_per_s=11.0),
+        Row(name="owl", kind="pipe", op=None, bytes=None, skipped_because="it is night"),
+    ]
+    save_plot(rows, str(tmp_path / name))
+    data = (tmp_path / name).read_bytes()
+    assert data.startswith(b"<?xml" if name.endswith("svg") else b"\x89PNG")
+
+
+def test_a_plot_of_nothing_is_drawn_too(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    save_plot([Row(name="owl", kind="pipe", op=None, bytes=None)], str(tmp_path / "none.svg"))
+    assert (tmp_path / "none.svg").exists()

@@ -1,0 +1,175 @@
+"""SIGINT while ``kvplug bench`` measures: it ends wherever that comes, and no process is left."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from queue import SimpleQueue
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from kvplug_bench import rounds
+from kvplug_bench.candidate import Candidate
+from kvplug_bench.command import bench
+from kvplug_bench.interrupts import Interrupts, held_back
+from kvplug_bench.rounds import Plan, one_turn
+from kvplug_testing import peers
+
+pytestmark = [pytest.mark.full, pytest.mark.timeout(300)]
+
+PLAN = Plan(sizes=(64,))
+PIPE = Candidate(name="cat", kind="pipe", ops=())
+LIMIT_S = 280.0
+LOCKS = 4
+"""A turn takes more of them than that: those of its threads and of their futures."""
+
+MEASURE_NOTHING = 'def measure(parent, task):\n    parent.send(["figures", {}])\n'
+
+
+@pytest.fixture(autouse=True)
+def heard() -> Iterator[None]:
+    """SIGINT is: what a shell without job control starts in its background ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@contextlib.contextmanager
+def interrupted(nth: int) -> Iterator[SimpleNamespace]:
+    """SIGINT as soon as this thread has taken the ``nth`` lock of a condition."""
+    before, thread, seen = threading.Condition.__enter__, threading.get_ident(), SimpleNamespace(taken=0)
+
+    def enter(condition: threading.Condition) -> bool:
+        got = before(condition)
+        if threading.get_ident() == thread:
+            seen.taken += 1
+            if seen.taken == nth:
+                signal.raise_signal(signal.SIGINT)
+        return got
+
+    threading.Condition.__enter__ = enter  # type: ignore[method-assign]
+    try:
+        yield seen
+    finally:
+        threading.Condition.__enter__ = before  # type: ignore[method-assign]
+
+
+def interrupt_each_lock(parent: peers.Parent, file: str) -> int:
+    """One turn for each lock that a turn takes. Returns how many turns were ended."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rounds, "take_part", SimpleNamespace(__module__=file, __name__="measure"))
+        for nth in itertools.count(1):
+            with interrupted(nth) as seen:
+                try:
+                    one_turn(PIPE, PLAN)
+                except KeyboardInterrupt:
+                    continue
+            assert seen.taken < nth
+            return nth - 1
+    raise AssertionError
+
+
+def test_no_lock_stays_taken_wherever_an_interrupt_comes(tmp_path: Path) -> None:
+    file = tmp_path / "nothing.py"
+    file.write_text(MEASURE_NOTHING)
+    with peers.start(interrupt_each_lock, str(file), timeout_s=LIMIT_S) as child:
+        assert child.result(LIMIT_S) > LOCKS
+
+
+def test_a_process_that_has_just_been_started_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    start, started = peers.start, []
+
+    def start_and_interrupt(*args: Any, **more: Any) -> peers.Peer:
+        started.append(start(*args, **more))
+        signal.raise_signal(signal.SIGINT)
+        return started[-1]
+
+    monkeypatch.setattr(peers, "start", start_and_interrupt)
+    with peers.nothing_left(), pytest.raises(KeyboardInterrupt):
+        one_turn(PIPE, PLAN)
+    (only,) = started
+    assert only.exit_code == -signal.SIGKILL
+
+
+def test_it_says_so_and_its_exit_code_is_that_of_a_shell(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: Any, **__: Any) -> list[Candidate]:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("kvplug_bench.command.transports", interrupt)
+    ended = CliRunner().invoke(bench, [])
+    assert (ended.exit_code, ended.output) == (130, "stopped\n")
+
+
+def test_whoever_waits_is_woken() -> None:
+    interrupt = threading.Thread(target=os.kill, args=(os.getpid(), signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt), held_back() as interrupts:
+        interrupt.start()
+        interrupts.get(SimpleQueue())
+    interrupt.join()
+
+
+def test_it_is_raised_where_it_is_asked_for_and_at_the_end() -> None:
+    reached = []
+    with pytest.raises(KeyboardInterrupt), held_back() as interrupts:
+        interrupts.check()
+        signal.raise_signal(signal.SIGINT)
+        reached.append("after it")
+        with pytest.raises(KeyboardInterrupt):
+            interrupts.check()
+        with pytest.raises(KeyboardInterrupt), held_back():
+            reached.append("a block that begins later")
+        reached.append("the end")
+    assert reached == ["after it", "the end"]
+
+
+def test_it_takes_the_place_of_what_it_caused() -> None:
+    with pytest.raises(KeyboardInterrupt), held_back():
+        signal.raise_signal(signal.SIGINT)
+        raise EOFError("the end is gone, since its terminal has interrupted it, too")
+
+
+def test_a_second_one_does_not_wait() -> None:
+    with pytest.raises(KeyboardInterrupt), held_back():
+        signal.raise_signal(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+
+
+def test_a_block_in_a_block_is_the_same_one() -> None:
+    with held_back() as outer:
+        with held_back() as inner:
+            assert inner is outer
+        assert signal.getsignal(signal.SIGINT) is outer
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_handler_of_somebody_else_stays() -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with held_back():
+            assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_another_thread_than_the_main_one_holds_nothing_back() -> None:
+    found: list[Any] = []
+
+    def look() -> None:
+        with held_back():
+            found.append(signal.getsignal(signal.SIGINT))
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    thread.join()
+    assert found == [signal.default_int_handler]
+    assert not isinstance(signal.getsignal(signal.SIGINT), Interrupts)

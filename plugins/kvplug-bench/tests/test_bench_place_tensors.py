@@ -1,0 +1,134 @@
+"""When a device is waited for while it is measured: its calls only enqueue."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+from kvplug_bench import pipes, worker
+from kvplug_bench.links import Link, UnavailableError
+from kvplug_bench.place import Cpu, burst_bytes, place
+from kvplug_bench.stopwatch import BURSTS, Stopwatch
+
+pytestmark = pytest.mark.timeout(60)
+
+KIB = 1 << 10
+TASK = {"bulk": [("into", 4 * KIB), ("owned", 4 * KIB)], "burst_bytes": 8 * KIB, "latency_bytes": KIB}
+
+
+class Noted(Cpu):
+    """The CPU, as a device that would have to be waited for."""
+
+    def __init__(self, events: list[str]) -> None:
+        self._events = events
+
+    def finish(self) -> None:
+        self._events.append("finish")
+
+
+class End(Link):
+    """One of two in this process."""
+
+    def __init__(self, ours: Any, theirs: Any, events: list[str]) -> None:
+        self._ours, self._theirs, self._events = ours, theirs, events
+
+    def send(self, tensor: torch.Tensor) -> None:
+        self._events.append(f"send {tensor.nbytes}")
+        self._theirs.put(tensor.clone())
+
+    def receive(self, out: torch.Tensor) -> None:
+        out.copy_(self.receive_new(out))
+
+    def receive_new(self, like: torch.Tensor) -> torch.Tensor:
+        got: torch.Tensor = self._ours.get(timeout=30)
+        assert got.nbytes == like.nbytes
+        self._events.append(f"received {got.nbytes}")
+        return got
+
+    def close(self) -> None: ...
+
+
+@pytest.fixture
+def noted(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """``noted(module)``: what is noted there, the clock's start and stop too."""
+
+    def make(module: Any, events: list[str]) -> None:
+        class Watch(Stopwatch):
+            def start(self) -> None:
+                events.append("start")
+                super().start()
+
+            def stop(self) -> None:
+                super().stop()
+                events.append("stop")
+
+        monkeypatch.setattr(module, "Stopwatch", Watch)
+
+    return make
+
+
+def test_a_copy_is_timed_until_the_device_has_made_it(noted: Any) -> None:
+    events: list[str] = []
+    noted(worker, events)
+    figures = worker._copy({"bulk": [("into", 4 * KIB)], "burst_bytes": 8 * KIB}, Noted(events))
+    assert events == ["finish", "start", "finish", "stop"] * BURSTS
+    assert list(figures) == ["into 4096"]
+
+
+def test_a_receiver_answers_when_its_device_has_the_messages() -> None:
+    sender, receiver = list[str](), list[str]()
+    one, other = queue.SimpleQueue[Any](), queue.SimpleQueue[Any]()
+    task = {**TASK, "small": []}
+    far = threading.Thread(
+        target=pipes.run_sender, args=(End(one, other, sender), task, Noted(sender)), daemon=True
+    )
+    far.start()
+    pipes.run_receiver(End(other, one, receiver), task, Noted(receiver))
+    far.join(30)
+    assert not far.is_alive()
+    burst = ["received 4096"] * 2
+    assert receiver == ["finish", "send 64", *burst, "finish", "send 64"] * (2 * BURSTS)
+    assert sender == ["finish", "received 64", "send 4096", "send 4096", "received 64"] * (2 * BURSTS)
+
+
+def test_the_message_of_a_latency_has_the_size_that_was_asked_for() -> None:
+    events = list[str]()
+    one, other = queue.SimpleQueue[Any](), queue.SimpleQueue[Any]()
+    task = {**TASK, "bulk": [], "small": ["latency"]}
+    far = threading.Thread(
+        target=pipes.run_receiver, args=(End(other, one, []), task, Noted([])), daemon=True
+    )
+    far.start()
+    figures = pipes.run_sender(End(one, other, events), task, Noted(events))
+    far.join(30)
+    assert len(figures["latency"]["seconds"]) == pipes.TRIPS
+    assert events == ["finish", *["send 1024", "received 1024"] * (pipes.WARM_TRIPS + pipes.TRIPS)]
+
+
+def test_a_device_that_cannot_be_measured_says_why() -> None:
+    assert place("cpu").name == "cpu"
+    with pytest.raises(UnavailableError, match="device 'cuda:99' cannot be used on this machine"):
+        place("cuda:99")
+    with pytest.raises(UnavailableError, match="what a device 'npu' does cannot be timed"):
+        place("npu:1")
+
+
+def test_what_is_timed_together_on_a_gpu_is_more() -> None:
+    assert burst_bytes("cuda:1") > burst_bytes("cpu")
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_clock_stops_when_the_kernels_have_ended() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("there is no GPU here")
+    where = place("cuda")
+    assert where.name == "cuda:0"
+    torch.cuda._sleep(200_000_000)
+    ended = torch.cuda.Event()
+    ended.record()
+    where.finish()
+    assert ended.query()

@@ -1,0 +1,23 @@
+# What this package shows, and from where: for type checkers, and read by kvplug.door.
+
+from kvplug_testing.contract.base import (
+    law as law,
+)
+from kvplug_testing.contract.communicator import (
+    DeviceCommunicatorContract as DeviceCommunicatorContract,
+)
+from kvplug_testing.contract.connector import (
+    ConnectorContract as ConnectorContract,
+)
+from kvplug_testing.contract.lookup import (
+    LookupBufferContract as LookupBufferContract,
+)
+from kvplug_testing.contract.pipe import (
+    PipeContract as PipeContract,
+)
+from kvplug_testing.contract.plugin import (
+    check_plugin as check_plugin,
+)
+from kvplug_testing.contract.queue import (
+    MessageQueueContract as MessageQueueContract,
+)

@@ -1,0 +1,42 @@
+"""Suites of transports that go around another one of their kind: that one is the kit's own."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, ClassVar
+
+import attrs
+
+from kvplug.assembly.registry import Registry
+from kvplug.transport.context import PipeContext, QueueContext
+from kvplug.transport.pipe import PipeEndpoint
+from kvplug.transport.queue import QueueEndpoint
+from kvplug.transport.spec import Kind
+from kvplug_testing.contract.pipe import PipeContract
+from kvplug_testing.contract.queue import MessageQueueContract
+
+
+class AroundPipe(PipeContract):
+    """Around the pipe "memory", which lives in one process. The bound of what is unsent is that one's."""
+
+    across_processes: ClassVar[bool] = False
+    limit_option: ClassVar[str] = ""
+
+    def make_endpoint(self, context: PipeContext) -> PipeEndpoint:
+        return super().make_endpoint(_over_memory(self.kind, context))
+
+
+class AroundQueue(MessageQueueContract):
+    """Around the message queue "memory", which lives in one process."""
+
+    across_processes: ClassVar[bool] = False
+
+    def make_endpoint(self, context: QueueContext) -> QueueEndpoint:
+        return super().make_endpoint(_over_memory(self.kind, context))
+
+
+def _over_memory(kind: Kind, context: Any) -> Any:
+    spec: Any = Registry.from_env().get(kind, "memory")
+    cls = spec.load_options()
+    inner = attrs.evolve(context, options=None if cls is None else cls())
+    return attrs.evolve(context, beneath=partial(spec.load_factory(), inner))

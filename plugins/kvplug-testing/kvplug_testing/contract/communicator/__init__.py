@@ -1,0 +1,28 @@
+"""The suite of device communicators: :class:`DeviceCommunicatorContract`."""
+
+from __future__ import annotations
+
+from kvplug_testing.contract.communicator.collectives import Collectives
+from kvplug_testing.contract.communicator.endings import Endings
+from kvplug_testing.contract.communicator.experts import ExpertLayers
+from kvplug_testing.contract.communicator.identity import Identity
+from kvplug_testing.contract.communicator.missing import Missing
+from kvplug_testing.contract.communicator.point_to_point import PointToPoint
+from kvplug_testing.contract.communicator.refusals import Refusals
+
+
+class DeviceCommunicatorContract(
+    Collectives, PointToPoint, ExpertLayers, Refusals, Missing, Endings, Identity
+):
+    """Judges a transport of kind "communicator" by the laws ALL and COMM.
+
+    A test file for an installed transport is this::
+
+        from kvplug_testing import DeviceCommunicatorContract
+
+        class TestMine(DeviceCommunicatorContract):
+            transport = "mine"
+
+    Its ranks are threads of one process; with ``ends_are_processes = True`` they are processes. What else it
+    may set or override is in :class:`~kvplug_testing.contract.communicator.suite.CommunicatorSuite`.
+    """

@@ -1,0 +1,283 @@
+"""What a collective gives (law COMM-1), against a slow model, whatever order the ranks come in."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from kvplug.transport.communicator.member import MOVED, SUMMED
+from kvplug_testing import waits
+from kvplug_testing.contract.base import law
+from kvplug_testing.contract.communicator.calls import Strided
+from kvplug_testing.contract.communicator.suite import WORLD, CommunicatorSuite
+
+SHAPES: list[tuple[int, ...]] = [(3,), (2, 3), (1, 1), (3, 6, 2), (0, 3), (4, 0)]
+
+
+def tensor_of(dtype: str, shape: Sequence[int], rank: int) -> Any:
+    """Small whole numbers, so that sums are exact in every dtype; another one for each rank and place."""
+    import torch
+
+    count = 1
+    for size in shape:
+        count *= size
+    numbers = (torch.arange(count) * 3 + rank * 5) % 11
+    return (numbers % 2 == 0 if dtype == "bool" else numbers.to(getattr(torch, dtype))).reshape(tuple(shape))
+
+
+def differs(got: Any, wanted: Any) -> str:
+    """In words; empty if it is the same."""
+    import torch
+
+    if got is None or wanted is None:
+        return "" if got is wanted else f"{wanted} was expected, and {got} came"
+    if (got.dtype, tuple(got.shape)) != (wanted.dtype, tuple(wanted.shape)):
+        return f"{wanted.dtype} {list(wanted.shape)} was expected, and {got.dtype} {list(got.shape)} came"
+    ours, theirs = _comparable(wanted).reshape(-1), _comparable(got).reshape(-1)
+    if torch.equal(ours, theirs):
+        return ""
+    at = int((ours != theirs).nonzero()[0])
+    return f"element {at} of {len(ours)} was to be {ours[at].item()}, and is {theirs[at].item()}"
+
+
+def _comparable(tensor: Any) -> Any:
+    """The same numbers, in a dtype that can be compared and concatenated."""
+    import torch
+
+    return tensor.to(torch.complex128 if tensor.dtype.is_complex else torch.float64)
+
+
+def check(found: Sequence[Any], wanted: Sequence[Any], what: str) -> None:
+    for rank, (got, right) in enumerate(zip(found, wanted, strict=True)):
+        fault = differs(got, right)
+        assert not fault, f"{what}: at rank {rank}, {fault}"
+
+
+def total(parts: Sequence[Any]) -> Any:
+    """The sum, in the dtype of its parts."""
+    import torch
+
+    wide = torch.float64 if parts[0].dtype.is_floating_point else torch.int64
+    return torch.stack([part.to(wide) for part in parts]).sum(0).to(parts[0].dtype)
+
+
+def joined(parts: Sequence[Any], dim: int) -> Any:
+    """Concatenated element by element: not every dtype can be otherwise."""
+    import torch
+
+    return torch.cat([_comparable(part) for part in parts], dim).to(parts[0].dtype)
+
+
+class Collectives(CommunicatorSuite):
+    """Values."""
+
+    @law("COMM-1")
+    @pytest.mark.parametrize("dtype", sorted(SUMMED))
+    def test_all_reduce_is_the_sum_in_place_and_returns_its_input(self, dtype: str) -> None:
+        ranks = self.ranks()
+        if not self.takes(ranks[0], dtype, summing=True):
+            pytest.skip(f"{self.called} does not sum {dtype}")
+        for shape in [(), *SHAPES]:
+            given = [tensor_of(dtype, shape, rank) for rank in range(WORLD)]
+            found = ranks.outcomes("all_reduce", lambda rank: [given[rank]])  # noqa: B023
+            what = f"all_reduce of {dtype} {list(shape)}"
+            assert not [str(each) for each in found if each.error], f"{what}: {found[0]}"
+            check([each.value for each in found], [total(given)] * WORLD, what)
+            check([each.first for each in found], [total(given)] * WORLD, f"{what}, in place")
+            assert all(each.same for each in found), f"{what} did not return its input"
+
+    @law("COMM-1")
+    @pytest.mark.parametrize("dtype", sorted(MOVED))
+    def test_all_gather_concatenates_in_the_order_of_ranks(self, dtype: str) -> None:
+        ranks = self.ranks()
+        if not self.takes(ranks[0], dtype):
+            pytest.skip(f"{self.called} does not move {dtype}")
+        for shape in SHAPES:
+            given = [tensor_of(dtype, shape, rank) for rank in range(WORLD)]
+            for dim in range(-len(shape), len(shape)):
+                found = ranks.values("all_gather", lambda rank: [given[rank], dim])  # noqa: B023
+                check(found, [joined(given, dim)] * WORLD, f"all_gather of {dtype} {list(shape)} along {dim}")
+
+    @law("COMM-1")
+    def test_all_gather_takes_the_last_dimension_where_nothing_is_said(self) -> None:
+        ranks = self.ranks()
+        given = [tensor_of("float32", (2, 3), rank) for rank in range(WORLD)]
+        check(
+            ranks.values("all_gather", lambda rank: [given[rank]]), [joined(given, -1)] * WORLD, "all_gather"
+        )
+
+    @law("COMM-1")
+    def test_all_gatherv_takes_as_many_from_each_rank_as_sizes_say(self) -> None:
+        ranks = self.ranks()
+        for sizes, dim in itertools.product(([1, 2, 3], [0, 4, 1], [2, 0, 0], [0, 0, 0]), (0, 1, -1)):
+            shapes = [[2, 5] for _ in sizes]
+            for shape, size in zip(shapes, sizes, strict=True):
+                shape[dim] = size
+            given = [tensor_of("float32", shape, rank) for rank, shape in enumerate(shapes)]
+            found = ranks.values("all_gatherv", lambda rank: [given[rank], dim, sizes])  # noqa: B023
+            check(found, [joined(given, dim)] * WORLD, f"all_gatherv along {dim} of {sizes}")
+
+    @law("COMM-1")
+    def test_a_small_part_and_a_large_one_are_gathered_in_one_call(self) -> None:
+        ranks = self.ranks()
+        sizes = [3, 3 << 17, 0]
+        given = [tensor_of("float32", (size,), rank) for rank, size in enumerate(sizes)]
+        found = ranks.values("all_gatherv", lambda rank: [given[rank], 0, sizes])
+        check(found, [joined(given, 0)] * WORLD, f"all_gatherv of {sizes}")
+
+    @law("COMM-1")
+    def test_all_gatherv_without_sizes_takes_equal_parts(self) -> None:
+        ranks = self.ranks()
+        given = [tensor_of("int64", (2, 3), rank) for rank in range(WORLD)]
+        check(
+            ranks.values("all_gatherv", lambda rank: [given[rank]]), [joined(given, 0)] * WORLD, "all_gatherv"
+        )
+
+    @law("COMM-1")
+    def test_all_gatherv_of_a_list_gives_a_list(self) -> None:
+        ranks = self.ranks()
+        sizes = [2, 0, 3]
+        given = [
+            [tensor_of("float32", (size, 2), rank), tensor_of("int64", (size,), rank)]
+            for rank, size in enumerate(sizes)
+        ]
+        found = ranks.values("all_gatherv", lambda rank: [given[rank], 0, sizes])
+        assert all(type(each) is list and len(each) == 2 for each in found), f"a list of two gave {found[0]}"
+        for at in range(2):
+            wanted = joined([each[at] for each in given], 0)
+            check([each[at] for each in found], [wanted] * WORLD, f"all_gatherv, tensor {at} of a list")
+
+    @law("COMM-1")
+    @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int64"])
+    def test_reduce_scatter_gives_each_rank_its_part_of_the_sum(self, dtype: str) -> None:
+        ranks = self.ranks()
+        if not self.takes(ranks[0], dtype, summing=True):
+            pytest.skip(f"{self.called} does not sum {dtype}")
+        for shape, dim in (
+            ((6,), 0),
+            ((6,), -1),
+            ((3, 2), 0),
+            ((2, 6, 2), 1),
+            ((2, 3), -1),
+            ((0, 2), 0),
+            ((3, 0), 0),
+        ):
+            given = [tensor_of(dtype, shape, rank) for rank in range(WORLD)]
+            part = shape[dim] // WORLD
+            wanted = [piece.contiguous() for piece in total(given).split([part] * WORLD, dim)]
+            found = ranks.values("reduce_scatter", lambda rank: [given[rank], dim])  # noqa: B023
+            check(found, wanted, f"reduce_scatter of {dtype} {list(shape)} along {dim}")
+
+    @law("COMM-1")
+    def test_reduce_scatterv_gives_each_rank_as_much_as_sizes_say(self) -> None:
+        ranks = self.ranks()
+        for sizes, dim in itertools.product(([1, 2, 3], [0, 4, 2], [6, 0, 0]), (0, 1, -1)):
+            shape = [2, 2]
+            shape[dim] = 6
+            given = [tensor_of("float32", shape, rank) for rank in range(WORLD)]
+            wanted = list(total(given).split(sizes, dim))
+            found = ranks.values("reduce_scatterv", lambda rank: [given[rank], dim, sizes])  # noqa: B023
+            check(found, wanted, f"reduce_scatterv along {dim} of {sizes}")
+        found = ranks.values("reduce_scatterv", lambda rank: [tensor_of("int64", (3,), rank)])
+        wanted = list(total([tensor_of("int64", (3,), rank) for rank in range(WORLD)]).split(1))
+        check(found, wanted, "reduce_scatterv without sizes")
+
+    @law("COMM-1")
+    def test_gather_gives_all_to_one_rank_and_nothing_to_others(self) -> None:
+        ranks = self.ranks()
+        for shape, dim in (((2, 3), 0), ((2, 3), -1), ((0, 2), 0), ((4,), 0)):
+            given = [tensor_of("float32", shape, rank) for rank in range(WORLD)]
+            for dst in range(WORLD):
+                wanted: list[Any] = [None] * WORLD
+                wanted[dst] = joined(given, dim)
+                found = ranks.values("gather", lambda rank: [given[rank], dst, dim])  # noqa: B023
+                check(found, wanted, f"gather to rank {dst} of {list(shape)} along {dim}")
+
+    @law("COMM-1")
+    def test_broadcast_fills_every_ranks_tensor(self) -> None:
+        ranks = self.ranks()
+        for shape in [(), *SHAPES]:
+            for src in range(WORLD):
+                given = [tensor_of("float32", shape, rank) for rank in range(WORLD)]
+                found = ranks.outcomes("broadcast", lambda rank: [given[rank], src])  # noqa: B023
+                what = f"broadcast from rank {src} of {list(shape)}"
+                check([each.first for each in found], [given[src]] * WORLD, what)
+                assert all(each.same for each in found), f"{what} did not return its input"
+
+    @law("COMM-1")
+    @pytest.mark.parametrize("method", ["all_reduce", "all_gather", "reduce_scatter", "gather", "broadcast"])
+    def test_a_tensor_that_is_not_contiguous_gives_the_same(self, method: str) -> None:
+        ranks = self.ranks()
+        given = [tensor_of("float32", (3, 6), rank) for rank in range(WORLD)]
+        plain = ranks.values(method, lambda rank: [given[rank]])
+        found = ranks.outcomes(method, lambda rank: [Strided(given[rank])])
+        check([each.value for each in found], plain, f"{method} of a tensor that is not contiguous")
+        if method in ("all_reduce", "broadcast"):
+            check([each.first for each in found], plain, f"{method} in place of one that is not contiguous")
+
+    @law("COMM-1")
+    def test_inputs_are_left_as_they_were(self) -> None:
+        ranks = self.ranks()
+        given = [tensor_of("float32", (3, 6), rank) for rank in range(WORLD)]
+        for method in ("all_gather", "all_gatherv", "reduce_scatter", "reduce_scatterv", "gather"):
+            found = ranks.outcomes(method, lambda rank: [given[rank]])
+            check([each.first for each in found], given, f"the input of {method} after it")
+
+    @law("COMM-1")
+    def test_large_tensors_give_the_same(self) -> None:
+        import torch
+
+        ranks = self.ranks()
+        seeds = [torch.Generator().manual_seed(rank) for rank in range(WORLD)]
+        given = [torch.randint(0, 2**40, (100, 1000), generator=seed) for seed in seeds]
+        sizes = [0, 1, 999]
+        check(ranks.values("all_reduce", lambda rank: [given[rank]]), [total(given)] * WORLD, "all_reduce")
+        check(
+            ranks.values("all_gather", lambda rank: [given[rank]]),
+            [torch.cat(given, -1)] * WORLD,
+            "all_gather",
+        )
+        found = ranks.values("reduce_scatterv", lambda rank: [given[rank], -1, sizes])
+        check(found, list(total(given).split(sizes, -1)), "reduce_scatterv")
+
+    @law("COMM-1")
+    def test_ranks_may_come_in_any_order(self) -> None:
+        ranks = self.ranks()
+        given = [tensor_of("int64", (3,), rank) for rank in range(WORLD)]
+        for method, wanted in (("all_reduce", total(given)), ("all_gather", joined(given, 0))):
+            for order in itertools.permutations(range(WORLD)):
+                pending = {}
+                for rank in order:
+                    pending[rank] = ranks[rank].begin(method, given[rank], timeout=waits.patience_s)
+                    time.sleep(0.02)
+                found = [pending[rank].outcome().value for rank in range(WORLD)]
+                check(found, [wanted] * WORLD, f"{method} with ranks in the order {order}")
+
+    @law("COMM-1")
+    def test_many_collectives_one_after_the_other_do_not_get_mixed(self) -> None:
+        import torch
+
+        ranks = self.ranks(2)
+        for number in range(100):
+            given = [tensor_of("int64", (4,), rank + number) for rank in range(2)]
+            method, wanted = ("all_reduce", total) if number % 2 else ("all_gather", torch.cat)
+            found = ranks.values(method, lambda rank: [given[rank]])  # noqa: B023
+            check(found, [wanted(given)] * 2, f"{method}, call {number}")
+
+    # -- alone ---------------------------------------------------------------------------------------
+
+    @law("COMM-1")
+    def test_with_one_rank_everything_is_its_own_input(self) -> None:
+        ranks = self.ranks(1)
+        given = tensor_of("float32", (2, 3), 1)
+        for method in ("all_reduce", "all_gather", "all_gatherv", "reduce_scatter", "gather", "broadcast"):
+            check(ranks.values(method, lambda _: [given]), [given], f"{method} with one rank")
+        check(
+            ranks.values("reduce_scatterv", lambda _: [given, 0, [2]]),
+            [given],
+            "reduce_scatterv with one rank",
+        )

@@ -1,0 +1,304 @@
+"""What the tests of communicators share: ranks, as threads or as processes, that are told what to call.
+
+A test says in plain values what each rank is to call, so that it does not matter where the rank is.
+"""
+
+from __future__ import annotations
+
+import abc
+import functools
+import os
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+import attrs
+
+from kvplug import errors
+from kvplug.errors import KvplugError
+from kvplug.net.trust.credentials import Credentials
+from kvplug.transport.communicator import DeviceCommunicator
+from kvplug.transport.context import CommunicatorContext
+from kvplug.transport.group.group import StatelessGroup
+from kvplug.transport.spec import Kind
+from kvplug_testing import peers, waits
+from kvplug_testing.contract.base import Contract
+from kvplug_testing.contract.communicator.calls import Outcome, carried, perform
+from kvplug_testing.contract.recipes import judged_by
+from kvplug_testing.waits import Call
+
+WORLD = 3
+LIFE_S = 300.0
+"""Of a process that is a rank: no test is longer. It ends with its test."""
+
+
+class Rank(abc.ABC):
+    """One rank of a group under test."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    @abc.abstractmethod
+    def begin(self, method: str, *args: Any, **given: Any) -> Pending:
+        """Call it, and do not wait."""
+
+    @abc.abstractmethod
+    def leave(self) -> None:
+        """End without a word to the others: as if it had died, where it is a process."""
+
+    @property
+    def pid(self) -> int:
+        return os.getpid()
+
+
+@attrs.frozen
+class Pending:
+    """A call of a rank that was begun."""
+
+    outcome: Callable[[], Outcome]
+    """Waits for its end."""
+    is_blocked: Callable[[], bool]
+    """Whether it is still there after a moment."""
+
+    def check_blocked(self, why: str = "") -> None:
+        """That it is; how it ended if it did not wait."""
+        assert self.is_blocked(), f"it did not wait{why}: {self.outcome()}"
+
+
+class Near(Rank):
+    """A rank that is a thread of this process."""
+
+    def __init__(self, number: int, group: StatelessGroup, made: DeviceCommunicator) -> None:
+        super().__init__(number)
+        self.group, self.made = group, made
+
+    def begin(self, method: str, *args: Any, **given: Any) -> Pending:
+        plain = [carried(arg) for arg in args]
+        call = Call(lambda: perform(self.made, self.number, method, plain, given))
+        return Pending(lambda: call.result(waits.patience_s + 5), lambda: call.is_blocked(0.3))
+
+    def leave(self) -> None:
+        self.made.destroy()
+
+    def end(self) -> None:
+        self.made.destroy()
+        self.group.abort()
+
+
+class Far(Rank):
+    """A rank that is a process."""
+
+    def __init__(self, number: int, child: peers.Peer) -> None:
+        super().__init__(number)
+        self.child = child
+        self._begun = 0
+        self._heard: dict[int, Outcome] = {}
+
+    def begin(self, method: str, *args: Any, **given: Any) -> Pending:
+        plain = [carried(arg) for arg in args]
+        self._begun += 1
+        number = self._begun
+        self.child.send((number, method, plain, given))
+        kept = functools.cache(lambda: self._outcome(number, waits.patience_s + 5))
+        return Pending(kept, lambda: self._is_blocked(number))
+
+    def _outcome(self, number: int, within: float) -> Outcome:
+        while number not in self._heard:
+            self._hear(within)
+        return self._heard.pop(number)
+
+    def _is_blocked(self, number: int) -> bool:
+        while number not in self._heard:
+            if not self.child.poll(0.3):
+                return True
+            self._hear(0.0)
+        return False
+
+    def _hear(self, within: float) -> None:
+        heard, plain = self.child.recv(timeout=within)
+        self._heard[heard] = Outcome(**plain)
+
+    def leave(self) -> None:
+        self.child.kill()
+
+    @property
+    def pid(self) -> int:
+        return self.child.pid
+
+
+@attrs.frozen
+class Ranks:
+    """A group under test."""
+
+    every: Sequence[Rank]
+
+    def __len__(self) -> int:
+        return len(self.every)
+
+    def __getitem__(self, number: int) -> Rank:
+        return self.every[number]
+
+    def begin(self, method: str, each: Callable[[int], Sequence[Any]], **given: Any) -> list[Pending]:
+        """The same call at every rank; ``each(rank)`` gives its arguments."""
+        given.setdefault("timeout", waits.patience_s)
+        return [rank.begin(method, *each(rank.number), **given) for rank in self.every]
+
+    def outcomes(self, method: str, each: Callable[[int], Sequence[Any]], **given: Any) -> list[Outcome]:
+        return [pending.outcome() for pending in self.begin(method, each, **given)]
+
+    def values(self, method: str, each: Callable[[int], Sequence[Any]], **given: Any) -> list[Any]:
+        """What each rank's call returned; fails if one raised."""
+        found = self.outcomes(method, each, **given)
+        failed = [str(outcome) for outcome in found if outcome.error]
+        assert not failed, f"{method}: {'; '.join(failed)}"
+        return [outcome.value for outcome in found]
+
+    def refused(
+        self, method: str, each: Callable[[int], Sequence[Any]], *kinds: type[KvplugError], **given: Any
+    ) -> list[Outcome]:
+        """A call that every rank must refuse, with one of ``kinds``."""
+        found = self.outcomes(method, each, **given)
+        for outcome in found:
+            check_raised(outcome, *kinds)
+        return found
+
+
+def check_raised(outcome: Outcome, *kinds: type[KvplugError]) -> None:
+    """That a call raised one of these, or what inherits it."""
+    wanted = " or ".join(kind.__name__ for kind in kinds)
+    assert outcome.error, (
+        f"{wanted} was expected at rank {outcome.rank}, and its call returned {outcome.value}"
+    )
+    cls = getattr(errors, outcome.error, None)
+    assert cls is not None and issubclass(cls, kinds), f"{wanted} was expected, and {outcome}"
+
+
+class CommunicatorSuite(Contract):
+    """What is judged, and how its ranks are made. The class attributes are an author's to set."""
+
+    kind: ClassVar[Kind] = Kind.COMMUNICATOR
+    device: ClassVar[str] = "cpu"
+    """The device of the tensors that are tried."""
+    timeout_s: ClassVar[float] = 20.0
+    """The context's ``timeout_s``: what counts where a call says nothing."""
+    compares: ClassVar[bool] = True
+    """Whether the ranks are judged by comparing what they are about to do; not where an end of one rank says
+    that it does not, since an option decides, say."""
+    _compares: ClassVar[dict[str, bool]] = {}
+    """What ends have said, by the options of their suite."""
+
+    def make_communicator(self, context: CommunicatorContext) -> DeviceCommunicator:
+        """The transport's factory, called. Override it for a transport that is not installed."""
+        return self.installed("make_communicator").load_factory()(context)  # type: ignore[no-any-return]
+
+    def made(self, group: StatelessGroup, **context: Any) -> DeviceCommunicator:
+        """One rank's end. ``context``: fields that differ from this suite's usual ones."""
+        usual = {"device": self.device, "timeout_s": self.timeout_s}
+        options = self.made_options(**context.pop("options", {}))
+        return self.make_communicator(
+            CommunicatorContext(
+                options=options, credentials=Credentials(), group=group, **{**usual, **context}
+            )
+        )
+
+    def ranks(self, world_size: int = WORLD, **context: Any) -> Ranks:
+        """A group of ranks, each with its end: threads, or processes where :attr:`ends_are_processes`."""
+        return (
+            self._far_ranks(world_size, context)
+            if self.ends_are_processes
+            else self._near_ranks(world_size, context)
+        )
+
+    def _near_ranks(self, world_size: int, context: dict[str, Any]) -> Ranks:
+        listener = StatelessGroup.listen("unix:")
+
+        def make(number: int) -> Near:
+            address = listener.contact if number else listener
+            group = StatelessGroup.create(
+                address,
+                rank=number,
+                world_size=world_size,
+                timeout=waits.patience_s,
+                timeout_s=self.timeout_s,
+            )
+            self.later(group.abort)
+            made = Near(number, group, self.made(group, **context))
+            self.later(made.end)
+            return made
+
+        calls = [Call(lambda number=number: make(number)) for number in range(world_size)]  # type: ignore[misc]
+        return Ranks([call.result(2 * waits.patience_s) for call in calls])
+
+    def _far_ranks(self, world_size: int, context: dict[str, Any]) -> Ranks:
+        target = f"{__name__}:_far_rank"
+        children = [
+            self.start_forked(target, self.recipe(), number, world_size, context, timeout_s=LIFE_S)
+            for number in range(world_size)
+        ]
+        contact = children[0].recv()
+        for child in children[1:]:
+            child.send(contact)
+        for child in children:
+            assert child.recv() == "ready"
+        return Ranks([Far(number, child) for number, child in enumerate(children)])
+
+    def takes(self, rank: Rank, dtype: str, *, summing: bool = False) -> bool:
+        """Whether the transport claims that dtype on the device under test."""
+        return bool(rank.begin("supports", self.device, dtype, summing=summing).outcome().value)
+
+    def warm_up(self) -> None:
+        """torch's own threads are made by its first large operation, and stay."""
+        import torch
+
+        torch.ones(1 << 20).add_(1)
+
+    def import_all(self) -> None:
+        import torch  # noqa: F401
+
+        super().import_all()
+
+    @property
+    def compared_calls(self) -> str:
+        """For ``needs``."""
+        if self.compares and self._end_compares():
+            return ""
+        return f"the ranks of {self.called} do not compare what they are about to do (compares)"
+
+    def _end_compares(self) -> bool:
+        recipe = str(self.recipe())
+        if recipe not in self._compares:
+            with StatelessGroup.create("unix:", rank=0, world_size=1) as group, self.made(group) as alone:
+                self._compares[recipe] = alone.compares
+        return self._compares[recipe]
+
+    @property
+    def far_processes(self) -> str:
+        """For ``needs``."""
+        return (
+            ""
+            if self.ends_are_processes
+            else f"the ranks of {self.called} are threads here (ends_are_processes)"
+        )
+
+
+def _far_rank(
+    parent: peers.Parent, recipe: dict[str, Any], number: int, world_size: int, context: dict[str, Any]
+) -> Any:
+    """A rank: makes its end, and calls what it is told, each in a thread of its own."""
+    suite = judged_by(recipe)
+    if number == 0:
+        address: Any = StatelessGroup.listen("unix:")
+        parent.send(address.contact)
+    else:
+        address = parent.recv()
+    group = StatelessGroup.create(
+        address, rank=number, world_size=world_size, timeout=20.0, timeout_s=suite.timeout_s
+    )
+    made = suite.made(group, **context)
+    parent.send("ready")
+
+    def call(at: int, method: str, args: list[Any], given: dict[str, Any]) -> None:
+        parent.send((at, attrs.asdict(perform(made, number, method, args, given), recurse=False)))
+
+    while True:
+        threading.Thread(target=call, args=parent.recv(timeout=None), daemon=True).start()

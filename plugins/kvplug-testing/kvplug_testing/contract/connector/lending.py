@@ -1,0 +1,258 @@
+"""Blocks in use, and who is named (laws CONN-4 and CONN-5)."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+
+from kvplug.engine.connector.values import RequestEnd
+from kvplug_testing import peers, waits
+from kvplug_testing.contract.base import law
+from kvplug_testing.contract.connector.spoiling import SpoiledPipe
+from kvplug_testing.contract.connector.suite import ConnectorSuite
+from kvplug_testing.contract.recipes import judged_by
+from kvplug_testing.engine import CallOrder, EngineDouble, request_of
+from kvplug_testing.waits import Call
+
+_ORDERS = [CallOrder(), CallOrder(loads_after_forward=True), CallOrder(drafts=True)]
+_any_order = pytest.mark.parametrize("order", _ORDERS, ids=["usual", "loads-late", "drafting"])
+
+
+class Lending(ConnectorSuite):
+    """An engine that gives blocks to the next one at the first moment it may."""
+
+    @law("CONN-4")
+    @pytest.mark.parametrize("num_ahead", [0, 1, 3])
+    def test_blocks_are_another_requests_as_soon_as_they_are_free(self, num_ahead: int) -> None:
+        """The producer has room for one prompt; each gets the blocks of the one before."""
+        prefill, decode = self.pair(producer={"num_blocks": 7}, consumer={"num_blocks": 64})
+        params = []
+        for number in range(4):
+            prompt = request_of(f"s{number}", range(1000 * number, 1000 * number + 100))
+            blocks = prefill.allocate(100)
+            prefill.scheduler.on_new_request(prompt)
+            prefill.scheduler.update_state_after_alloc(prompt, (blocks,), 0)
+            self.run(prefill.step, [(prompt, blocks, 0, 100)])
+            keeps, given = prefill.finish(prompt, blocks)
+            params.append(given)
+            if keeps:
+                self._wait_for(prefill, prompt.request_id)
+            elif num_ahead:
+                for _ in range(num_ahead):
+                    Call(lambda: prefill.step([])).result()
+            prefill.cache.free(blocks)
+            prefill.free_blocks = [*blocks, *prefill.free_blocks]
+        for number in range(4):
+            tokens = range(1000 * number, 1000 * number + 100)
+            prompt = request_of(f"r{number}", tokens, params=params[number])
+            blocks, found, report = self.run(decode.load, prompt)
+            wrong = decode.cache.wrong_blocks(prompt.token_ids, blocks, 0, 100) - report.invalid_block_ids
+            assert not wrong, (
+                f"{found} tokens of prompt {number} of 4 came, and {len(wrong)} blocks are another's: they"
+                " were read after they were said to be free"
+            )
+
+    def _wait_for(self, engine: EngineDouble, name: str, named: list[str] | None = None) -> None:
+        """Steps until it is named as sent, once. ``named``: by earlier ones."""
+        named = [] if named is None else named
+
+        def is_named() -> bool:
+            if name not in named:
+                self._note_sent(engine, named)
+            return name in named
+
+        waits.until(is_named, what=f"a step that names {name}, whose blocks are kept")
+        for _ in range(3):
+            named.extend(sorted(Call(lambda: engine.step([])).result().finished_sending))
+        assert named == [name], f"named as sent are {named}"
+
+    def _note_sent(self, engine: EngineDouble, named: list[str]) -> None:
+        """A step of an engine that loads nothing."""
+        report = Call(lambda: engine.step([])).result()
+        named.extend(sorted(report.finished_sending))
+        assert not report.finished_recving, "nothing was loaded, and something is named as received"
+
+    # -- a consumer that is gone ---------------------------------------------------------------
+
+    def _finished(self, prefill: EngineDouble) -> tuple[tuple[int, ...], bool, dict[str, Any] | None]:
+        """A prompt has been computed: its blocks, whether they are kept, and what its consumer is given."""
+        prompt = request_of("s", range(100))
+        blocks = prefill.allocate(100)
+        prefill.scheduler.on_new_request(prompt)
+        prefill.scheduler.update_state_after_alloc(prompt, (blocks,), 0)
+        Call(lambda: prefill.step([(prompt, blocks, 0, 100)])).result()
+        return (blocks, *prefill.finish(prompt, blocks))
+
+    def _are_free_again(
+        self, prefill: EngineDouble, blocks: tuple[int, ...], keeps: bool, named: list[str]
+    ) -> None:
+        """The prompt is named if its blocks are kept. They are another's then, and a new consumer gets it."""
+        if keeps:
+            self._wait_for(prefill, "s", named)
+        prefill.cache.free(blocks)
+        prefill.free_blocks = [*blocks, *prefill.free_blocks]
+        params = self.stored(prefill, range(5000, 5100), "other")
+        decode = self.engine("consumer", seed=3)
+        self.meet(decode)
+        prompt = request_of("b", range(5000, 5100), params=params)
+        loaded, found, report = Call(lambda: decode.load(prompt)).result()
+        assert found and not report.invalid_block_ids, "one consumer is gone, and the next one gets nothing"
+        assert decode.is_right(prompt.token_ids, loaded, 100), "the KV is wrong"
+
+    @law("CONN-4", "CONN-5")
+    @pytest.mark.parametrize("when", ["asked", "promised"])
+    def test_blocks_that_were_kept_for_a_consumer_that_is_shut_down_are_free_again(self, when: str) -> None:
+        prefill, decode = self.pair()
+        blocks, keeps, params = self._finished(prefill)
+        prompt = request_of("a", range(100), params=params)
+        decode.scheduler.on_new_request(prompt)
+        named: list[str] = []
+
+        def is_known() -> bool:
+            found, _ = Call(lambda: decode.scheduler.get_num_new_matched_tokens(prompt, 0)).result()
+            if found is None and when == "promised":
+                self._note_sent(prefill, named)
+                return False
+            if found:
+                theirs = decode.allocate(100)
+                decode.scheduler.update_state_after_alloc(prompt, (theirs,), found)
+            return True
+
+        waits.until(is_known, what="an answer other than 'not yet'")
+        self.shut(decode)
+        self._are_free_again(prefill, blocks, keeps, named)
+
+    @law("CONN-4", "CONN-5", "ALL-2", needs="other_processes")
+    @pytest.mark.parametrize("when", ["met", "promised", "loading"])
+    def test_blocks_that_were_kept_for_a_consumer_that_is_killed_are_free_again(self, when: str) -> None:
+        prefill = self.engine("producer", seed=1)
+        child = self.start(_consume, self.recipe(), self._host, when)
+        child.recv()
+        blocks, keeps, params = self._finished(prefill)
+        named: list[str] = []
+        if when != "met":
+            child.send(params or {})
+            asking = Call(child.recv)
+
+            def is_promised() -> bool:  # what is kept may need steps before it can be promised
+                self._note_sent(prefill, named)
+                return asking.ended
+
+            waits.until(is_promised, what="a consumer that is promised what its peer has")
+            asking.result()
+        child.kill()
+        self._are_free_again(prefill, blocks, keeps, named)
+
+    # -- names ---------------------------------------------------------------------------------
+
+    @law("CONN-5")
+    def test_a_request_whose_blocks_are_kept_is_named_once(self) -> None:
+        prefill = self.engine("producer")
+        prompt = request_of("a", range(100))
+        blocks = prefill.allocate(100)
+        prefill.scheduler.on_new_request(prompt)
+        prefill.scheduler.update_state_after_alloc(prompt, (blocks,), 0)
+        Call(lambda: prefill.step([(prompt, blocks, 0, 100)])).result()
+        keeps, _ = prefill.finish(prompt, blocks)
+        if keeps:
+            self._wait_for(prefill, "a")
+        else:
+            reports = [Call(lambda: prefill.step([])).result() for _ in range(5)]
+            named = [name for report in reports for name in report.finished_sending]
+            assert not named, f"{named} is named as sent, though its blocks were not kept"
+
+    @law("CONN-5", "CONN-4", needs="background")
+    @_any_order
+    def test_a_background_load_is_named_once_when_it_is_there(self, order: CallOrder) -> None:
+        prefill, decode = self.pair(background=True)
+        prompt = request_of("a", range(100), params=self.stored(prefill, range(100)))
+        blocks, found, is_async = self.promised(decode, prompt)
+        assert is_async, "it was told to load in the background"
+        other, theirs = request_of("other", range(5000, 5040)), decode.allocate(40)
+        decode.scheduler.on_new_request(other)
+        decode.scheduler.update_state_after_alloc(other, (theirs,), 0)
+        named: list[str] = []
+
+        def is_named() -> bool:  # beside a request that computes, so that there is a forward pass
+            report = Call(lambda: decode.step([(other, theirs, 0, 40)], order=order)).result()
+            named.extend(sorted(report.finished_recving))
+            return bool(named)
+
+        waits.until(is_named, what="a step that names the request that loads")
+        wrong = decode.cache.wrong_blocks(prompt.token_ids, blocks, 0, found)
+        assert not wrong, f"it is named as received, and its blocks {sorted(wrong)} are wrong"
+        for _ in range(4):
+            named += sorted(Call(lambda: decode.step([], order=order)).result().finished_recving)
+        assert named == ["a"], f"named as received are {named}"
+
+    @law("CONN-5", "CONN-4", needs="background")
+    @pytest.mark.parametrize("num_steps", [0, 1, 2])
+    @pytest.mark.parametrize("is_heard", [True, False])
+    def test_a_request_that_ends_while_it_loads_is_named_once_as_received(
+        self, num_steps: int, is_heard: bool
+    ) -> None:
+        prefill, decode = self.pair(background=True)
+        prompt = request_of("a", range(100), params=self.stored(prefill, range(100)))
+        blocks, _, _ = self.promised(decode, prompt)
+        reports: list[Any] = []
+        for _ in range(num_steps):
+            reports.append(Call(lambda: decode.execute(decode.plan([]))).result())
+            if is_heard:
+                decode.hear(reports[-1])
+        received = [name for report in reports for name in report.finished_recving]
+        keeps, _ = decode.finish(prompt, blocks, RequestEnd.ABORTED)
+        if not keeps:  # they are free: nothing may be written into them any more
+            decode.cache.free(blocks)
+        for report in () if is_heard else reports:
+            decode.hear(report)
+        late: list[Any] = []
+
+        def is_done() -> bool:
+            late.append(Call(lambda: decode.step([])).result())
+            named = any("a" in report.finished_recving for report in (*reports, *late))
+            return len(late) >= 5 and (named or not keeps)
+
+        waits.until(is_done, what="a step that names the request, whose blocks are kept")
+        named = [name for report in (*reports, *late) for name in report.finished_recving]
+        sent = [name for report in (*reports, *late) for name in report.finished_sending]
+        assert not sent, f"{sent} is named as sent; it ended while it was loading"
+        assert named.count("a") == 1 if keeps or received else named.count("a") <= 1, f"named are {named}"
+        if not keeps:
+            written = decode.cache.written(blocks)
+            assert not written, f"blocks {sorted(written)} were written after they were said to be free"
+
+
+def _consume(parent: peers.Parent, recipe: Any, host: str, when: str) -> None:
+    """In a child: an engine that asks for a prompt, loads it perhaps, and lives until it is killed."""
+    suite = judged_by(recipe)
+    suite._host = host
+    engine = EngineDouble(
+        suite.config_of("consumer"),
+        make=suite.make_side,
+        wrap_pipe=lambda pipe: SpoiledPipe(pipe, suite.switch),
+        seed=2,
+    )
+    engine.scheduler.wait_until_ready(waits.patience_s)
+    engine.worker.wait_until_ready(waits.patience_s)
+    parent.send("met")
+    params, found = parent.recv(timeout=None), 0
+    while not found:  # it may have been asked before its peer has stored anything
+        prompt = request_of(f"a{time.monotonic_ns()}", range(100), params=params)
+        found, _ = engine.matched(prompt)
+        if not found:
+            engine.scheduler.request_finished(prompt, ((),), RequestEnd.ABORTED)
+            time.sleep(0.01)
+
+    def stay(*_: Any) -> None:
+        parent.send(found)
+        parent.recv(timeout=None)
+
+    if when == "loading":
+        suite.switch.before_receiving = stay
+    blocks = engine.allocate(100)
+    engine.scheduler.update_state_after_alloc(prompt, (blocks,), found)
+    if when == "loading":
+        engine.step([(prompt, blocks, found, 100 - found)])
+    stay()

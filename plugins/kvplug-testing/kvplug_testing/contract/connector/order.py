@@ -1,0 +1,197 @@
+"""The order of calls: wherever a call may come it is right there, and a breach is named (law CONN-1)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvplug.engine.connector.values import Request
+from kvplug_testing import orders, waits
+from kvplug_testing.contract.base import law
+from kvplug_testing.contract.connector.suite import ConnectorSuite
+from kvplug_testing.engine import CallOrder, Departed, EngineDouble, replay, request_of
+from kvplug_testing.engine.cache import layout_of
+from kvplug_testing.waits import Call
+
+RUNS = [
+    pytest.param(name, run, id=f"{name}: {run}") for name in orders.names() for run in orders.load(name).runs
+]
+_ORDERS = [
+    CallOrder(drafts=drafts, loads_after_forward=late) for drafts in (False, True) for late in (False, True)
+]
+
+
+class Order(ConnectorSuite):
+    """Recorded orders, open places, and calls that come where none may."""
+
+    @law("CONN-1", "CONN-2", "CONN-3", "CONN-5")
+    @pytest.mark.parametrize(("record", "name"), RUNS)
+    def test_what_engines_were_seen_to_do_is_done_rightly(self, record: str, name: str) -> None:
+        run = orders.load(record).runs[name]
+        if run.is_async and self.background:
+            pytest.skip(self.background)
+        size: dict[str, Any] = {"block_size": run.block_size, "num_layers": run.num_layers}
+        prompts = {
+            request: tuple(range(10_000 * number, 10_000 * number + prompt.num_tokens + 16))
+            for number, (request, prompt) in enumerate(run.prompts.items())
+        }
+        if run.role == "producer":
+            double = self.engine("producer", **size)
+        else:
+            prefill = self.engine("producer", **size)
+            double = self.engine("consumer", background=run.is_async, **size)
+            self.meet(double)
+            for request, prompt in run.prompts.items():
+                if prompt.num_stored:
+                    self.stored(prefill, prompts[request][: prompt.num_stored], f"stored-{request}")
+        spoils = any(prompt.spoilt for prompt in run.prompts.values())
+        if spoils:
+            self.spoil("fail")
+        try:
+            ledger = Call(lambda: replay(run, double, prompts)).result(2 * waits.patience_s)
+        except Departed as e:
+            self.spoil("")
+            if e.is_nothing:
+                self._promises_as_little(run, run.prompts[e.request], prompts[e.request], size)
+            if spoils:
+                self.skip_unless_spoilt()
+            pytest.skip(f"the record ends to fit: {e}")
+        finally:
+            self.spoil("")
+        if spoils:
+            self.skip_unless_spoilt()
+            aborted = any(
+                call.given["end"] == "aborted" for call in run.calls if call.method == "request_finished"
+            )
+            assert ledger.num_failed or aborted, "its load was made to fail, and did not"
+
+    def _promises_as_little(
+        self, run: orders.Run, prompt: orders.Prompt, tokens: tuple[int, ...], size: dict[str, Any]
+    ) -> None:
+        """Nothing is a lawful promise where engines that do nothing else get no other for this prompt."""
+        self._host = ""
+        prefill, decode = self.pair(background=run.is_async, **size)
+        self.stored(prefill, tokens[: prompt.num_stored])
+        found, _ = self.run(decode.matched, request_of("alone", tokens[: prompt.num_tokens]))
+        assert not found, (
+            f"nothing is promised in an order of calls that an engine was seen to make, and {found} tokens of"
+            " the same prompt where it is the only one"
+        )
+
+    @law("CONN-1")
+    @pytest.mark.parametrize("order", _ORDERS, ids=str)
+    @pytest.mark.parametrize("chunk", [None, 37])
+    def test_a_prompt_is_handed_off_whole_wherever_its_engine_makes_the_calls(
+        self, order: CallOrder, chunk: int | None
+    ) -> None:
+        prefill, decode = self.pair()
+        prompt = request_of("s", range(100))
+        _, params = Call(lambda: prefill.hand_off(prompt, chunk=chunk, order=order)).result()
+        again = request_of("a", range(100), params=params)
+        blocks, found, report = Call(lambda: decode.load(again)).result()
+        assert found and not report.invalid_block_ids, "what was computed cannot be had"
+        assert decode.is_right(again.token_ids, blocks, 100), "the KV is wrong"
+
+    @law("CONN-1")
+    @pytest.mark.parametrize("drafts", [False, True], ids=["usual", "drafting"])
+    def test_a_load_that_its_step_needs_is_there_in_either_order(self, drafts: bool) -> None:
+        prefill, decode = self.pair()
+        prompt = request_of("a", range(100), params=self.stored(prefill, range(100)))
+        blocks, found, report = Call(lambda: decode.load(prompt, order=CallOrder(drafts=drafts))).result()
+        assert found and not report.invalid_block_ids
+        assert decode.is_right(prompt.token_ids, blocks, 100), "the KV is wrong"
+
+    @law("CONN-1", "CONN-3")
+    @pytest.mark.parametrize("first", ["wait_for_save", "get_finished", "get_block_ids_with_load_errors"])
+    def test_the_steps_loads_have_ended_with_whichever_call_comes_first(self, first: str) -> None:
+        prefill, decode = self.pair()
+        prompt = request_of("a", range(100), params=self.stored(prefill, range(100)))
+        blocks, found, _ = self.promised(decode, prompt)
+        planned = decode.plan([(prompt, blocks, found, 100 - found)])
+        worker = decode.worker
+        Call(lambda: worker.bind_connector_metadata(planned.metadata)).result()
+        Call(worker.start_load_kv).result()
+        given: list[Any] = [frozenset()] if first == "get_finished" else []
+        Call(lambda: getattr(worker, first)(*given)).result()
+        wrong = decode.cache.wrong_blocks(prompt.token_ids, blocks, 0, found)
+        assert not wrong, f"after {first} the step's loads have not ended: blocks {sorted(wrong)} are wrong"
+
+    @law("CONN-1")
+    def test_block_tables_are_looked_up_while_a_step_is_planned_and_not_later(self) -> None:
+        """The double empties them then, as an engine that has moved on; and a consumer gets what it wants."""
+        prefill, decode = self.pair()
+        prompt = request_of("s", range(100))
+        _, params = Call(lambda: prefill.hand_off(prompt, chunk=16)).result()
+        again = request_of("a", range(100), params=params)
+        blocks, found, _ = Call(lambda: decode.load(again)).result()
+        assert found, "nothing was saved"
+        assert decode.is_right(again.token_ids, blocks, 100), "the KV is wrong"
+
+    @law("CONN-1")
+    def test_the_hooks_of_layers_do_nothing_outside_of_a_step(self) -> None:
+        engine = self.engine("producer")
+        worker = engine.worker
+        assert not worker.has_connector_metadata(), "metadata is bound before any step"
+        before = {name: cache.clone() for name, cache in engine.kv_caches.items()}
+        for name in engine.layer_names:
+            self.run(worker.wait_for_layer_load, name)
+            self.run(worker.save_kv_layer, name, engine.kv_caches[name])
+        planned = engine.plan([])
+        worker.bind_connector_metadata(planned.metadata)
+        assert worker.has_connector_metadata(), "metadata is bound, and has_connector_metadata says no"
+        worker.clear_connector_metadata()
+        assert not worker.has_connector_metadata(), "the step is over, and its metadata is still bound"
+        for name, cache in engine.kv_caches.items():
+            assert cache.equal(before[name]), "a hook outside of a step wrote into the cache"
+
+    @law("CONN-1")
+    def test_a_load_into_a_cache_that_was_not_registered_is_refused_by_name(self) -> None:
+        prefill = self.engine("producer")
+        decode = _Unregistered.made(self)
+        self.meet(decode)
+        prompt = request_of("a", range(100), params=self.stored(prefill, range(100)))
+        blocks, found, _ = self.promised(decode, prompt)
+        self._is_named("register_kv_caches", lambda: decode.step([(prompt, blocks, found, 100 - found)]))
+
+    @law("CONN-1")
+    def test_blocks_for_tokens_that_were_never_promised_are_refused_by_name(self) -> None:
+        decode = self.engine("consumer")
+        prompt: Request = request_of("a", range(100))
+        decode.scheduler.on_new_request(prompt)
+        blocks = decode.allocate(100)
+        self._is_named(
+            "update_state_after_alloc",
+            lambda: decode.scheduler.update_state_after_alloc(prompt, (blocks,), 96),
+        )
+
+    @staticmethod
+    def _is_named(method: str, breach: Any) -> None:
+        error = Call(breach).end().error
+        assert error is not None, f"{method} is missing or comes where it may not, and nobody says so"
+        assert method in str(error), (
+            f"the call that broke the order is {method}, and the error says: {error!r}"
+        )
+
+    @law("CONN-1")
+    def test_a_cache_that_is_not_what_the_config_says_is_refused(self) -> None:
+        import torch
+
+        engine = self.engine("producer")
+        others = {name: torch.zeros(layout_of("KBTHD", 8, 3).shape) for name in engine.layer_names}
+        error = Call(lambda: engine.worker.register_kv_caches(others)).end().error
+        assert isinstance(error, ValueError), f"tensors of another shape were registered: {error!r}"
+
+
+class _Unregistered(EngineDouble):
+    """An engine that forgets to hand its cache over."""
+
+    def _begin(self) -> None:
+        self.scheduler.get_finished_count()
+
+    @classmethod
+    def made(cls, suite: ConnectorSuite) -> EngineDouble:
+        double = Call(lambda: cls(suite.config_of("consumer"), make=suite.make_side, seed=2)).result()
+        suite.later(lambda: suite.shut(double))
+        assert isinstance(double, EngineDouble)
+        return double

@@ -1,0 +1,147 @@
+"""What is promised is there (law CONN-2): on every layout, for every prompt, and no more than that."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+import pytest
+
+from kvplug_testing.contract.base import law
+from kvplug_testing.contract.connector.suite import BLOCK, KV_OF_A_TOKEN, ConnectorSuite
+from kvplug_testing.engine import MODEL, request_of
+from kvplug_testing.engine.cache import AXES
+from kvplug_testing.waits import Call
+
+_LAYOUTS = [(axes, BLOCK, "") for axes in AXES] + [
+    ("KBTHD", 2 * BLOCK, ""),
+    ("BHTKD", 8, ""),
+    ("KBHTD", BLOCK, "transposed"),
+]
+_CASES = [
+    (range(64), range(100), 64),  # shorter than the query
+    (range(100), range(64), 64),  # longer
+    (range(64), range(64), 64),  # equal
+    (range(70), range(100), 64),  # ends inside a block
+    (range(15), range(100), 0),  # under a block
+    (range(100), range(15), 0),
+    ([*range(40), 7, 7, 7], [*range(40), 8, 8, 8], 32),  # they part inside a block
+    ([1, 2, 120001] * 20, [1, 2, 120002] * 20, 0),  # ids that a tolerance would confuse
+]
+
+
+class Promises(ConnectorSuite):
+    """One prompt at a time."""
+
+    @law("CONN-2")
+    @pytest.mark.parametrize(("axes", "block_size", "block_format"), _LAYOUTS)
+    def test_what_was_stored_is_loaded_into_its_blocks_on_each_layout(
+        self, axes: str, block_size: int, block_format: str
+    ) -> None:
+        layout: dict[str, Any] = {"axes": axes, "block_size": block_size, "block_format": block_format}
+        prefill, decode = self.pair(**layout)
+        # A third prompt is between the two, so that block tables are no plain ranges.
+        params = [
+            self.stored(prefill, range(1000 * n, 1000 * n + count), f"stored{n}")
+            for n, count in enumerate((100, 7, 90))
+        ]
+        layers = range(len(decode.layer_names))
+        before = [decode.cache.by_token(layer).copy() for layer in layers]
+        used: set[int] = set()
+        for n, count in ((0, 100), (2, 90)):
+            prompt = request_of(f"r{n}", range(1000 * n, 1000 * n + count), params=params[n])
+            blocks, found, report = self.run(decode.load, prompt)
+            assert found, f"nothing of {count} tokens that were stored is promised"
+            assert found % block_size == 0, f"{found} tokens are promised: no whole blocks of {block_size}"
+            assert not report.invalid_block_ids, "what was promised did not come"
+            wrong = decode.cache.wrong_blocks(prompt.token_ids, blocks, 0, count)
+            assert not wrong, f"the KV is wrong in blocks {sorted(wrong)} of {blocks} (layout {axes})"
+            used |= set(blocks)
+        others = sorted(set(range(decode.cache.num_blocks)) - used)
+        for layer in layers:
+            same = before[layer][others] == decode.cache.by_token(layer)[others]
+            assert same.all(), "blocks that belong to no request were written"
+
+    @law("CONN-2")
+    @pytest.mark.parametrize(("ours", "theirs"), [(16, 32), (32, 16), (8, 16)])
+    def test_engines_with_blocks_of_other_sizes_load_what_they_can(self, ours: int, theirs: int) -> None:
+        prefill, decode = self.pair(producer={"block_size": ours}, consumer={"block_size": theirs})
+        prompt = request_of("a", range(100), params=self.stored(prefill, range(100)))
+        blocks, found, report = Call(lambda: decode.load(prompt)).result()
+        assert found % theirs == 0 and not report.invalid_block_ids
+        assert decode.is_right(prompt.token_ids, blocks, 100), "the KV is wrong"
+
+    @law("CONN-2")
+    @pytest.mark.parametrize(("stored", "asked", "most"), _CASES)
+    def test_no_more_is_promised_than_the_common_prefix_in_whole_blocks(
+        self, stored: list[int], asked: list[int], most: int
+    ) -> None:
+        prefill, decode = self.pair()
+        prompt = request_of("a", asked, params=self.stored(prefill, stored))
+        blocks, found, report = Call(lambda: decode.load(prompt)).result()
+        assert found <= most, f"{found} tokens are promised, and {most} can be had"
+        assert found % BLOCK == 0, f"{found} tokens are promised: no whole blocks of {BLOCK}"
+        assert not report.invalid_block_ids, "what was promised did not come"
+        assert decode.is_right(prompt.token_ids, blocks, len(prompt.token_ids)), "the KV is wrong"
+
+    @law("CONN-2")
+    def test_the_same_tokens_with_another_extra_are_another_prompt(self) -> None:
+        prefill, decode = self.pair()
+        params = self.stored(prefill, range(64), extra=b"one adapter")
+        for number, extra in enumerate((b"another adapter", b"", b"one adapter\0")):
+            prompt = request_of(f"r{number}", range(64), extra=extra, params=params)
+            found = self.run(decode.matched, prompt)[0]
+            assert found == 0, f"{found} tokens computed with another extra are promised"
+        self.promised(decode, request_of("a", range(64), extra=b"one adapter", params=params))
+
+    @law("CONN-2")
+    def test_what_has_gone_for_want_of_room_is_not_promised(self) -> None:
+        small = {"buffer_size": int(2.5 * 100 * KV_OF_A_TOKEN)}
+        prefill, decode = self.pair(producer={"config": small, "num_blocks": 128}, num_blocks=128)
+        params = [self.stored(prefill, range(1000 * n, 1000 * n + 100), f"s{n}") for n in range(6)]
+        found = {}
+        for number in range(6):
+            tokens = range(1000 * number, 1000 * number + 100)
+            prompt = request_of(f"r{number}", tokens, params=params[number])
+            blocks, found[number], report = self.run(decode.load, prompt)
+            said = f"{found[number]} tokens of prompt {number} of 6 were promised"
+            assert not report.invalid_block_ids, f"{said}, and did not come"
+            assert decode.is_right(prompt.token_ids, blocks, 100), f"{said}, and others came"
+            decode.finish(prompt, blocks)
+            decode.free_blocks += blocks
+        assert sum(map(bool, found.values())) <= 2, f"there is room for two prompts: {found}"
+
+    @law("CONN-2")
+    def test_nothing_of_another_model_is_promised(self) -> None:
+        prefill = self.engine("producer")
+        other = attrs.evolve(MODEL, rope="base=1e6")
+        decode = self.engine("consumer", model=other)
+        params = self.stored(prefill, range(100))
+        prompt = request_of("a", range(100), params=params)
+        assert Call(lambda: decode.matched(prompt)).result()[0] == 0, "its KV means something else"
+
+    @law("CONN-2", "ALL-4")
+    def test_without_a_peer_nothing_is_promised(self) -> None:
+        decode = self.engine("consumer")
+        prompt = request_of("a", range(100))
+        assert Call(lambda: decode.matched(prompt)).result()[0] == 0
+
+    @law("CONN-2")
+    def test_asking_often_changes_nothing(self) -> None:
+        prefill, decode = self.pair()
+        params = self.stored(prefill, range(100))
+        prompt = request_of("a", range(100), params=params)
+        other = request_of("b", range(100), params=params)
+        first = Call(lambda: decode.matched(prompt)).result()
+        Call(lambda: decode.matched(other)).result()
+        for num_computed in (64, 96, 99, 0, 48, 0):
+            self.run(decode.ask, prompt, num_computed)
+        assert Call(lambda: decode.ask(prompt)).result() == first, "asked again, it answers otherwise"
+        report = decode.step([])
+        assert not report.finished_recving and not report.invalid_block_ids, "a question began a load"
+        decode.compute(prompt.token_ids, blocks := decode.allocate(100), 0, BLOCK)
+        found, is_async = Call(lambda: decode.ask(prompt, BLOCK)).result()
+        assert (found, is_async) == (first[0] - BLOCK, first[1])
+        decode.scheduler.update_state_after_alloc(prompt, (blocks,), found)
+        report = decode.step([(prompt, blocks, BLOCK + found, 100 - BLOCK - found)])
+        assert not report.invalid_block_ids and decode.is_right(prompt.token_ids, blocks, 100)

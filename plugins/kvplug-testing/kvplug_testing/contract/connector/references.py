@@ -1,0 +1,225 @@
+"""References that travel through clients' requests, good ones and others (laws REF-1 and REF-2)."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import attrs
+import pytest
+
+from kvplug_testing.contract.base import law
+from kvplug_testing.contract.connector.figures import failed
+from kvplug_testing.contract.connector.suite import ConnectorSuite
+from kvplug_testing.engine import EngineDouble, request_of
+from kvplug_testing.waits import Call
+
+_dialled: list[list[Any]] = []
+_is_listening = False
+
+Path = tuple[Any, ...]
+
+
+def _hear(event: str, args: tuple[Any, ...]) -> None:
+    if event == "socket.connect":
+        for each in _dialled:
+            each.append(args[1])
+
+
+@contextmanager
+def dialled() -> Iterator[list[Any]]:
+    """Addresses that this process connects to while the block runs."""
+    global _is_listening
+    if not _is_listening:
+        sys.addaudithook(_hear)  # for ever: it cannot be taken away
+        _is_listening = True
+    found: list[Any] = []
+    _dialled.append(found)
+    try:
+        yield found
+    finally:
+        _dialled.remove(found)
+
+
+def leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """Every value within that holds no others, and how to get there."""
+    if isinstance(value, dict):
+        for key, each in value.items():
+            yield from leaves(each, (*path, key))
+    elif isinstance(value, list | tuple):
+        for index, each in enumerate(value):
+            yield from leaves(each, (*path, index))
+    else:
+        yield path, value
+
+
+def with_leaf(params: Any, path: Path, value: Any) -> Any:
+    """The same with another value there."""
+    made = copy.deepcopy(params)
+    at = made
+    for step in path[:-1]:
+        if isinstance(at[step], tuple):
+            at[step] = list(at[step])
+        at = at[step]
+    at[path[-1]] = value
+    return made
+
+
+def forged(value: Any) -> Iterator[Any]:
+    """Other values, each near to this one, and some that have no business there."""
+    if isinstance(value, bool):
+        yield not value
+    elif isinstance(value, int):
+        yield from (value + 1, value - 1, value + 1000, -value - 1, 0 if value else 2, 1 << 62, float(value))
+        yield from (value ^ 1 << bit for bit in range(0, 40, 3))
+    elif isinstance(value, str):
+        for at in range(len(value)):  # bit by bit
+            for bit in range(0, 7, 3):
+                yield value[:at] + chr(ord(value[at]) ^ 1 << bit) + value[at + 1 :]
+        yield from (value.upper() + "x", value + " ", value[:-1], "", "\ud800", "é" * len(value))
+    elif isinstance(value, bytes):
+        for at in range(len(value)):
+            for bit in range(8):
+                yield value[:at] + bytes([value[at] ^ 1 << bit]) + value[at + 1 :]
+        yield value + b"\0"
+        yield value[:-1]
+    yield from (None, [], {}, [value], {"a": value}, b"", 2**63, -1.5, float("nan"))
+
+
+class References(ConnectorSuite):
+    """A reference that is good, and everything that it is not."""
+
+    def _lent(self, **consumer: Any) -> tuple[EngineDouble, EngineDouble, dict[str, Any]]:
+        prefill, decode = self.pair(num_blocks=64, consumer=consumer)
+        params = self.stored(prefill, range(100))
+        if not params:
+            pytest.skip(f"{self.called} hands out no references: request_finished returned no params")
+        return prefill, decode, params
+
+    def _is_a_miss(self, decode: EngineDouble, name: str, params: Any, what: str) -> None:
+        prompt = request_of(name, range(100), params=params)
+        with dialled() as addresses:
+            asked = Call(lambda: decode.matched(prompt)).end()
+        assert asked.error is None, f"{what}: {asked.error!r} instead of a miss"
+        assert asked.value[0] == 0, f"{what}: {asked.value[0]} tokens are promised"
+        assert not addresses, f"{what}: {addresses} were dialled"
+        decode.scheduler.request_finished(prompt, ((),), "aborted")
+
+    def _is_counted(self, decode: EngineDouble, before: int, count: int, what: str) -> None:
+        now = self._misses(decode)
+        assert now - before >= count, f"{what}: {count} misses, and {now - before} are counted with a reason"
+
+    _counted = 0
+
+    def _misses(self, decode: EngineDouble) -> int:
+        for side in (decode.scheduler, decode.worker):
+            said = side.get_stats()
+            self._counted += sum(failed(said, op) for op in ("match", "load", "other"))
+        return self._counted
+
+    @law("REF-1", "REF-2")
+    def test_one_that_is_good_is_good_in_another_engine(self) -> None:
+        _, decode, params = self._lent()
+        prompt = request_of("a", range(100), params=params)
+        blocks, found, report = Call(lambda: decode.load(prompt)).result()
+        assert found and not report.invalid_block_ids, "a good reference gets nothing"
+        assert decode.is_right(prompt.token_ids, blocks, 100), "the KV is wrong"
+
+    @law("REF-1")
+    def test_one_of_an_earlier_start_of_its_engine_is_a_miss(self) -> None:
+        prefill, decode, params = self._lent()
+        self.shut(prefill)
+        prefill = self.engine("producer", seed=1, config={"engine_id": "the-same"})
+        again = self.stored(prefill, range(100))
+        before = self._misses(decode)
+        self._is_a_miss(decode, "a", params, "a reference of an engine that is no more")
+        self.shut(prefill)
+        prefill = self.engine("producer", seed=1, config={"engine_id": "the-same"})
+        self.stored(prefill, range(100))
+        self._is_a_miss(decode, "b", again, "a reference of an earlier start of this engine")
+        self._is_counted(decode, before, 2, "references of earlier starts")
+
+    @law("REF-1")
+    def test_one_of_another_engine_is_a_miss(self) -> None:
+        prefill, decode, params = self._lent()
+        self.shut(prefill)
+        other = self.engine("producer", seed=1)
+        fresh = self.stored(other, range(100))
+        before = self._misses(decode)
+        self._is_a_miss(decode, "a", params, "a reference of another engine")
+        self._is_counted(decode, before, 1, "a reference of another engine")
+        found = Call(lambda: decode.matched(request_of("b", range(100), params=fresh))).result()[0]
+        assert found, "the engine's own reference is good, and a miss"
+
+    @law("REF-1")
+    def test_one_whose_lease_is_over_is_a_miss(self) -> None:
+        prefill, decode, params = self._lent()
+        if Call(prefill.scheduler.reset_cache).result() is not True:
+            pytest.skip(f"{self.called} cannot end a lease by reset_cache")
+        before = self._misses(decode)
+        self._is_a_miss(decode, "a", params, "a reference whose lease is over")
+        self._is_counted(decode, before, 1, "a reference whose lease is over")
+
+    @law("REF-1")
+    def test_one_of_an_earlier_generation_of_its_request_is_a_miss(self) -> None:
+        prefill, decode, params = self._lent()
+        prompt = attrs.evolve(request_of("stored", range(100)), generation=1)
+        _, again = Call(lambda: prefill.hand_off(prompt)).result()
+        before = self._misses(decode)
+        self._is_a_miss(decode, "a", params, "a reference of an earlier generation of its request")
+        self._is_counted(decode, before, 1, "a reference of an earlier generation")
+        fresh = request_of("b", range(100), params=again)
+        blocks, found, report = Call(lambda: decode.load(fresh)).result()
+        assert found and not report.invalid_block_ids, "the later generation's reference gets nothing"
+        assert decode.is_right(fresh.token_ids, blocks, 100), "the KV is wrong"
+
+    @law("REF-2")
+    def test_one_whose_time_is_over_is_a_miss(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        _, decode, params = self._lent()
+        before = self._misses(decode)
+        import time
+
+        now = time.time
+        monkeypatch.setattr(time, "time", lambda: now() + 10 * 365 * 86400)
+        self._is_a_miss(decode, "a", params, "a reference of ten years ago")
+        monkeypatch.undo()
+        self._is_counted(decode, before, 1, "a reference of ten years ago")
+
+    @law("REF-2")
+    def test_one_in_which_anything_was_changed_is_a_miss(self) -> None:
+        _, decode, params = self._lent()
+        before, count = self._misses(decode), 0
+        for path, value in leaves(params):
+            for other in forged(value):
+                if type(other) is type(value) and other == value:
+                    continue
+                said = f"{'.'.join(map(str, path))} is {other!r:.80} in the place of {value!r:.80}"
+                self._is_a_miss(decode, f"r{count}", with_leaf(params, path, other), said)
+                count += 1
+        assert count > 50, f"params of {count} places hold no ticket: {params!r:.200}"
+        self._is_counted(decode, before, count, "forged references")
+
+    @law("REF-2")
+    def test_one_for_another_prompt_gets_nothing_of_it(self) -> None:
+        _, decode, params = self._lent()
+        other = request_of("a", range(5000, 5100), params=params)
+        found = Call(lambda: decode.matched(other)).result()[0]
+        assert found == 0, f"{found} tokens of another prompt are promised"
+
+    @law("REF-2")
+    def test_parts_of_two_references_make_none(self) -> None:
+        prefill, decode, params = self._lent()
+        others = self.stored(prefill, range(1000, 1050), "other")
+        theirs = dict(leaves(others))
+        before, count = self._misses(decode), 0
+        for path, value in leaves(params):
+            if path in theirs and theirs[path] != value:
+                mixed = with_leaf(params, path, theirs[path])
+                self._is_a_miss(
+                    decode, f"r{count}", mixed, f"{'.'.join(map(str, path))} is another reference's"
+                )
+                count += 1
+        self._is_counted(decode, before, count, "references made of two")

@@ -1,0 +1,250 @@
+"""Random schedules: whatever an engine may do, its KV is right (laws CONN-2 to CONN-7)."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from kvplug.engine.connector.values import RequestEnd
+from kvplug_testing import waits
+from kvplug_testing.contract.base import law
+from kvplug_testing.contract.connector.suite import ConnectorSuite
+from kvplug_testing.engine import Arrival, EngineDouble, Schedule, request_of
+from kvplug_testing.waits import Call
+
+QUICK, _FULL = range(4), range(4, 60)
+
+
+def arrivals(chance: random.Random, name: str, count: int, first: int = 0) -> list[Arrival]:
+    """Requests whose prompts begin alike, and some of which end before they are done."""
+    made = []
+    for number in range(first, first + count):
+        start, common = chance.choice([0, 1000]), chance.choice([48, 96, 100])
+        own = 9000 + 100 * number
+        ends = [RequestEnd.FINISHED] * 4 + [RequestEnd.ABORTED, RequestEnd.FAILED]
+        made.append(
+            Arrival(
+                request_id=f"{name}{number}",
+                prompt=(*range(start, start + common), *range(own, own + chance.randrange(40))),
+                generated=tuple(
+                    range(500_000 + 10 * number, 500_000 + 10 * number + chance.choice([0, 1, 5]))
+                ),
+                extra=chance.choice([b"", b"", b"adapter"]),
+                end=chance.choice(ends),
+            )
+        )
+    return made
+
+
+def scheduled(double: EngineDouble, chance: random.Random, **given: Any) -> Schedule:
+    """A schedule of some engine: how far it plans ahead, and whether it drafts, is chance."""
+    return Schedule(double, chance, depth=chance.choice([1, 2, 2, 4]), drafts=chance.random() < 0.3, **given)
+
+
+class Schedules(ConnectorSuite):
+    """Seeds, each an engine's life; all its promises are held against the connector after each move."""
+
+    # -- a producer and a consumer ---------------------------------------------------------------
+
+    def _run_pair(self, seed: int, *, background: bool = False, spoils: bool = False) -> Schedule:
+        chance = random.Random(seed)
+        prefill, decode = self.pair(background=background, num_blocks=64)
+        params: dict[tuple[Any, Any], dict[str, Any] | None] = {}
+
+        def note(arrival: Arrival, given: dict[str, Any] | None) -> None:
+            params[arrival.extra, arrival.prompt] = given
+
+        ours = scheduled(prefill, chance, on_end=note)
+        theirs = self._scheduled(decode, chance, spoils)
+        coming = arrivals(chance, "p", 8)
+        ours.submit(*coming)
+        Call(ours.run).result(4 * waits.patience_s)
+        # The consumer's requests: some are the producer's, with what it handed them; some only begin alike.
+        again = [self._again(each, params.get((each.extra, each.prompt))) for each in coming]
+        chance.shuffle(again)
+        ours.submit(*arrivals(chance, "p", 4, first=100))
+        theirs.submit(*again, *arrivals(chance, "d", 4, first=200))
+        Call(lambda: theirs.run_with(ours)).result(4 * waits.patience_s)
+        self.spoil("")
+        return theirs
+
+    def _scheduled(self, double: EngineDouble, chance: random.Random, spoils: bool) -> Schedule:
+        """``spoils``: the first load fails, and some of those that follow."""
+
+        def before_step() -> None:
+            if spoils:
+                self.spoil("fail" if not schedule.ledger.num_failed or chance.random() < 0.4 else "")
+
+        schedule = scheduled(double, chance, before_step=before_step)
+        schedule.ledger.must_arrive = not spoils
+        return schedule
+
+    @staticmethod
+    def _again(each: Arrival, params: dict[str, Any] | None) -> Arrival:
+        return Arrival(
+            request_id=each.request_id.replace("p", "d"),
+            prompt=each.prompt,
+            generated=each.generated,
+            extra=each.extra,
+            params=params or {},
+            end=each.end,
+        )
+
+    def _check_pair(self, seed: int, **given: bool) -> None:
+        done = self._run_pair(seed, **given)
+        assert done.ledger.num_loaded, "nothing was loaded, though much was stored"
+
+    @law("CONN-2", "CONN-1", "CONN-4", "CONN-5")
+    @pytest.mark.parametrize("seed", QUICK)
+    def test_whatever_two_engines_do_what_arrives_is_right(self, seed: int) -> None:
+        self._check_pair(seed)
+
+    @law("CONN-2", "CONN-1", "CONN-4", "CONN-5", level="full")
+    @pytest.mark.parametrize("seed", _FULL)
+    def test_whatever_two_engines_do_for_long_what_arrives_is_right(self, seed: int) -> None:
+        self._check_pair(seed)
+
+    @law("CONN-4", "CONN-5", "CONN-2", "CONN-1", needs="background")
+    @pytest.mark.parametrize("seed", QUICK)
+    def test_whatever_goes_on_beside_a_load_its_blocks_are_its_own(self, seed: int) -> None:
+        self._check_pair(1000 + seed, background=True)
+
+    @law("CONN-4", "CONN-5", "CONN-2", "CONN-1", needs="background", level="full")
+    @pytest.mark.parametrize("seed", _FULL)
+    def test_whatever_goes_on_for_long_beside_a_load_its_blocks_are_its_own(self, seed: int) -> None:
+        self._check_pair(1000 + seed, background=True)
+
+    @law("CONN-3")
+    @pytest.mark.parametrize("seed", QUICK)
+    def test_whatever_fails_is_reported_and_never_used(self, seed: int) -> None:
+        done = self._run_pair(2000 + seed, spoils=True)
+        self.skip_unless_spoilt()
+        assert done.ledger.num_failed, "no load failed, though many were made to"
+
+    @law("CONN-3", "CONN-4", "CONN-5", needs="background")
+    @pytest.mark.parametrize("seed", QUICK)
+    def test_whatever_fails_in_the_background_is_reported_and_never_used(self, seed: int) -> None:
+        self._run_pair(3000 + seed, background=True, spoils=True)
+        self.skip_unless_spoilt()
+
+    # -- one engine that saves and loads ---------------------------------------------------------
+
+    def _run_both(self, seed: int, *, spoils: bool = False, background: bool = False) -> Schedule:
+        chance = random.Random(seed)
+        double = self.both(num_blocks=96, background=background)
+        schedule = self._scheduled(double, chance, spoils)
+        for first in (0, 1000):  # there is something to load from the beginning
+            self.stored(double, range(first, first + 96), f"stored{first}")
+        self._forget_blocks(double, schedule)
+        coming = arrivals(chance, "r", 16)
+        schedule.submit(*coming)
+        Call(schedule.run).result(4 * waits.patience_s)
+        self.spoil("")
+        # Whatever it has saved meanwhile is right: another request gets it.
+        fresh = scheduled(double, chance)
+        fresh.submit(*(self._again(each, None) for each in coming))
+        Call(fresh.run).result(4 * waits.patience_s)
+        return schedule
+
+    @staticmethod
+    def _forget_blocks(double: EngineDouble, schedule: Schedule) -> None:
+        """The blocks of prompts that are done are for others."""
+        known = set(double.free_blocks)
+        for block in range(double.cache.num_blocks):
+            if block not in known:
+                double.free_blocks.append(block)
+                schedule.add_free(block)
+
+    @law("CONN-2", "CONN-4", "CONN-5")
+    @pytest.mark.parametrize("seed", QUICK)
+    def test_whatever_an_engine_does_what_it_gets_back_is_right(self, seed: int) -> None:
+        self._run_both(4000 + seed, background=not self.background and seed % 2 == 1)
+
+    @law("CONN-6", "CONN-3", needs="own_faults")
+    @pytest.mark.parametrize("seed", QUICK)
+    def test_whatever_fails_with_steps_in_flight_nothing_wrong_is_saved(self, seed: int) -> None:
+        self._run_both(5000 + seed, spoils=True)
+
+    @law("CONN-6", "CONN-3", needs="own_faults", level="full")
+    @pytest.mark.parametrize("seed", _FULL)
+    def test_whatever_fails_for_long_with_steps_in_flight_nothing_wrong_is_saved(self, seed: int) -> None:
+        self._run_both(5000 + seed, spoils=True)
+
+    # -- forgetting ------------------------------------------------------------------------------
+
+    def _run_resets(self, seed: int) -> None:
+        chance = random.Random(seed)
+        double = self.both(num_blocks=128)
+        schedule = scheduled(double, chance)
+        schedule.ledger.must_arrive = False  # what was promised before may have been forgotten since
+        schedule.submit(*arrivals(chance, "r", 10))
+
+        def run() -> bool:
+            for number in range(4):
+                for _ in range(chance.randrange(10, 60)):
+                    if schedule.has_work:
+                        schedule.move()
+                if not schedule.change_weights():
+                    return False
+                schedule.submit(*arrivals(chance, "r", 4, first=100 * (number + 1)))
+            schedule.run()
+            return True
+
+        if not Call(run).result(4 * waits.patience_s):
+            pytest.skip(f"{self.called} says that it cannot forget: reset_cache returned false")
+        schedule.ledger.must_arrive = True
+        # Those that come now see nothing old: each of their tokens is checked.
+        fresh = scheduled(double, chance)
+        fresh.submit(*arrivals(chance, "fresh", 8, first=900))
+        Call(fresh.run).result(4 * waits.patience_s)
+
+    @law("CONN-7")
+    @pytest.mark.parametrize("seed", QUICK)
+    def test_whenever_it_is_reset_nothing_old_is_loaded(self, seed: int) -> None:
+        self._run_resets(6000 + seed)
+
+    @law("CONN-7", level="full")
+    @pytest.mark.parametrize("seed", _FULL)
+    def test_however_often_it_is_reset_nothing_old_is_loaded(self, seed: int) -> None:
+        self._run_resets(6000 + seed)
+
+    @law("CONN-7")
+    def test_what_was_stored_before_a_reset_is_not_had_after_it(self) -> None:
+        engine = self.both()
+        self.stored(engine, range(100))
+        if Call(engine.scheduler.reset_cache).result() is not True:
+            pytest.skip(f"{self.called} says that it cannot forget: reset_cache returned false")
+        engine.weights = 1
+        found = Call(lambda: engine.matched(request_of("at-once", range(100)))).result()[0]
+        assert found == 0, f"{found} tokens that were computed before the reset are promised"
+        Call(engine.settle).result()
+        engine.step([])
+        found = Call(lambda: engine.matched(request_of("later", range(100)))).result()[0]
+        assert found == 0, f"{found} tokens that were computed before the reset are promised"
+        self.stored(engine, range(100), "again")
+        blocks, found, report = Call(lambda: engine.load(request_of("last", range(100)))).result()
+        assert found and not report.invalid_block_ids, "what was computed since cannot be had"
+        assert engine.is_right(tuple(range(100)), blocks, 100), "it loads what was computed before the reset"
+
+    @law("CONN-7")
+    def test_a_prompt_begun_before_a_reset_is_not_had_after_it(self) -> None:
+        engine = self.both()
+        prompt = request_of("a", range(100))
+        blocks = engine.allocate(100)
+        engine.scheduler.on_new_request(prompt)
+        engine.scheduler.update_state_after_alloc(prompt, (blocks,), 0)
+        planned = [engine.plan([(prompt, blocks, 0, 40)]), engine.plan([(prompt, blocks, 40, 30)])]
+        engine.hear(engine.execute(planned[0]))
+        if Call(engine.scheduler.reset_cache).result() is not True:
+            pytest.skip(f"{self.called} says that it cannot forget: reset_cache returned false")
+        engine.hear(engine.execute(planned[1]))  # a step that was under way
+        engine.weights = 1
+        engine.step([(prompt, blocks, 70, 30)])
+        engine.finish(prompt, blocks)
+        Call(engine.settle).result()
+        again = request_of("b", range(100))
+        loaded, found, report = Call(lambda: engine.load(again)).result()
+        wrong = engine.cache.wrong_blocks(again.token_ids, loaded, 0, 100) - report.invalid_block_ids
+        assert not wrong, f"{found} tokens were promised, and some were computed before the reset"

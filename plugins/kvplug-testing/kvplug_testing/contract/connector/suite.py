@@ -1,0 +1,280 @@
+"""What the tests of connectors share: engines that know each other, faults on demand, and their end."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from types import MappingProxyType
+from typing import Any, ClassVar
+
+import pytest
+
+from kvplug.assembly import build_connector
+from kvplug.assembly.registry import Registry
+from kvplug.config import Config
+from kvplug.engine.connector.values import Request
+from kvplug.transport.spec import ConnectorSpec, Kind
+from kvplug_testing import waits
+from kvplug_testing.contract import base
+from kvplug_testing.contract.base import Contract
+from kvplug_testing.contract.connector.spoiling import SpoiledPipe, Switch
+from kvplug_testing.engine import EngineDouble, request_of
+from kvplug_testing.waits import Call
+
+_numbers = itertools.count(1)
+
+BLOCK = 16
+KV_OF_A_TOKEN = 2 * 3 * 2 * 8 * 4
+"""Bytes, in the double's cache as it is made here: keys and values, layers, heads, elements, float32."""
+
+
+class _Overriding:
+    """The installed plugins, and a suite's own factories in the place of one connector's."""
+
+    def __init__(self, suite: ConnectorSuite, registry: Registry) -> None:
+        self._suite, self._registry = suite, registry
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._registry, name)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._registry)
+
+    def get(self, kind: Kind, name: str) -> Any:
+        found = self._registry.get(kind, name)
+        return _Own(found, self._suite) if isinstance(found, ConnectorSpec) else found
+
+
+class _Own:
+    """A spec with other factories."""
+
+    def __init__(self, spec: ConnectorSpec, suite: ConnectorSuite) -> None:
+        self._spec, self._suite = spec, suite
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._spec, name)
+
+    def load_factory(self) -> Any:
+        return type(self._suite).scheduler_factory or self._spec.load_factory()
+
+    def load_worker_factory(self) -> Any:
+        return type(self._suite).worker_factory or self._spec.load_worker_factory()
+
+
+class ConnectorSuite(Contract):
+    """What is judged, and how its engines are made. The class attributes are an author's to set."""
+
+    kind: ClassVar[Kind] = Kind.CONNECTOR
+    _named_by: ClassVar[str] = "connector"
+    connector: ClassVar[str] = ""
+    """Name of an installed connector."""
+    config: ClassVar[Mapping[str, Any]] = MappingProxyType({})
+    """More keys of both engines' configs: ``transport``, ``lookup_buffer``, ``options`` of these, ..."""
+    async_option: ClassVar[str] = "async_load"
+    """The connector's option that makes it load in the background. Empty, or not among its options: there is
+    none, and the tests of that are skipped."""
+    scheduler_factory: ClassVar[Callable[..., Any] | None] = None
+    """What makes the scheduler side, in the place of the installed connector's factory."""
+    worker_factory: ClassVar[Callable[..., Any] | None] = None
+    """What makes the worker side, in the place of the installed connector's."""
+    spoils_own: ClassVar[bool] = False
+    """:meth:`spoil` works for what an engine loads from itself, too, in the role "both"."""
+    timeout_s: ClassVar[float] = 10.0
+    """``timeout_s`` of the configs."""
+
+    _switch: Switch | None = None
+    _host = ""
+
+    def __init_subclass__(cls, **given: Any) -> None:
+        super().__init_subclass__(**given)
+        if cls.__dict__.get("connector"):
+            cls.transport = cls.connector
+        elif cls.__dict__.get("transport"):
+            cls.connector = cls.transport
+
+    def warm_up(self) -> None:
+        """torch's own threads are made by its first large operation, and stay."""
+        import torch
+
+        torch.ones(1 << 20).add_(1)
+
+    def import_all(self) -> None:
+        super().import_all()
+        if self.spec is not None:
+            self.spec.load_worker_factory()
+
+    # -- engines -------------------------------------------------------------------------------
+
+    def config_of(self, role: str, *, background: bool = False, **more: Any) -> Config:
+        """Of one engine. All engines of one test have one address."""
+        self.installed()
+        self._host = self._host or f"unix:@kvplug-judged-{os.getpid()}-{next(_numbers)}"
+        given = {**self.config, **more}
+        options = {name: dict(table) for name, table in given.pop("options", {}).items()}
+        own = {**options.get(self.connector, {}), **self.options}
+        if background and self.async_option:
+            own[self.async_option] = True
+        if own:
+            options[self.connector] = own
+        known = {"connector": self.connector, "host": self._host, "timeout_s": self.timeout_s}
+        return Config.from_dict({**known, **given, "role": role, "options": options})
+
+    def make_side(self, config: Config, side: str, **given: Any) -> Any:
+        """One side of the connector."""
+        registry: Any = _Overriding(self, base._registry())
+        return build_connector(config, side, registry=registry, **given)
+
+    def engine(
+        self, role: str, *, background: bool = False, config: Mapping[str, Any] | None = None, **given: Any
+    ) -> EngineDouble:
+        """An engine of this process, which ends with the test. ``given``: arguments of the double."""
+        made = Call(
+            lambda: EngineDouble(
+                self.config_of(role, background=background, **(config or {})),
+                make=self.make_side,
+                wrap_pipe=lambda pipe: SpoiledPipe(pipe, self.switch) if role != "producer" else pipe,
+                **given,
+            )
+        ).result()
+        self.later(lambda: self.shut(made))
+        assert isinstance(made, EngineDouble)
+        return made
+
+    def shut(self, engine: EngineDouble) -> None:
+        """Both sides are shut down, in time."""
+        Call(engine.scheduler.shutdown).result()
+        Call(engine.worker.shutdown).result()
+
+    def pair(
+        self,
+        *,
+        background: bool = False,
+        producer: Mapping[str, Any] | None = None,
+        consumer: Mapping[str, Any] | None = None,
+        **given: Any,
+    ) -> tuple[EngineDouble, EngineDouble]:
+        """An engine that produces and one that consumes, and that know each other."""
+        prefill = self.engine("producer", **{"seed": 1, **given, **(producer or {})})
+        decode = self.engine("consumer", background=background, **{"seed": 2, **given, **(consumer or {})})
+        self.meet(decode)
+        return prefill, decode
+
+    def meet(self, decode: EngineDouble) -> None:
+        """It has found its peer."""
+        Call(lambda: decode.scheduler.wait_until_ready(waits.patience_s)).result()
+        Call(lambda: decode.worker.wait_until_ready(waits.patience_s)).result()
+
+    def both(self, **given: Any) -> EngineDouble:
+        """An engine that loads what it has saved itself."""
+        return self.engine("both", **{"num_blocks": 256, **given})
+
+    # -- requests ------------------------------------------------------------------------------
+
+    @staticmethod
+    def run(call: Callable[..., Any], *args: Any, within: float | None = None, **given: Any) -> Any:
+        """What the call returns, which must come in time."""
+        return Call(functools.partial(call, *args, **given)).result(within)
+
+    def stored(self, engine: EngineDouble, tokens: Any, name: str = "stored", **given: Any) -> dict[str, Any]:
+        """A prompt is computed, handed off and done with. What a request that wants it carries along."""
+        _, params = Call(lambda: engine.hand_off(request_of(name, tokens, **given))).result()
+        return params or {}
+
+    def promised(
+        self, engine: EngineDouble, request: Request, num_computed: int = 0
+    ) -> tuple[tuple[int, ...], int, bool]:
+        """It comes in, and is promised something: its blocks, how many tokens, whether in the background."""
+        found, is_async = Call(lambda: engine.matched(request, num_computed)).result()
+        assert found > 0, f"nothing is promised to {request.request_id}, though its tokens were stored"
+        blocks = engine.allocate(len(request.token_ids))
+        engine.scheduler.update_state_after_alloc(request, (blocks,), found)
+        return blocks, found, is_async
+
+    def run_until_named(self, engine: EngineDouble, name: str) -> list[Any]:
+        """Steps without requests, until one names this request as received. Their reports."""
+        reports: list[Any] = []
+
+        def is_named() -> bool:
+            reports.append(Call(lambda: engine.step([])).result())
+            return name in reports[-1].finished_recving
+
+        waits.until(is_named, what=f"a step that names {name} as received")
+        return reports
+
+    # -- faults --------------------------------------------------------------------------------
+
+    @property
+    def switch(self) -> Switch:
+        """What happens to tensors that an engine of this test receives."""
+        if self._switch is None:
+            self._switch = Switch()
+        return self._switch
+
+    def spoil(self, how: str) -> None:
+        """From now on what is loaded fails (``"fail"``), is changed (``"corrupt"``), or is right (``""``).
+
+        The default does it in the pipes of an engine that consumes. Override it for a connector that loads
+        without any.
+        """
+        self.switch.how = how
+
+    @contextmanager
+    def spoiling(self, how: str = "fail") -> Iterator[None]:
+        """While the block runs."""
+        self.spoil(how)
+        try:
+            yield
+        finally:
+            self.spoil("")
+
+    @contextmanager
+    def holding_up(self) -> Iterator[threading.Event]:
+        """While the block runs, what is loaded comes in part, and the rest does not; the event is set once a
+        load waits for it.
+
+        The default does it in the pipes of an engine that consumes, until they are closed or the receive has
+        run out of time. Override it for a connector that loads without any; the load must end by itself, too.
+        """
+        self.switch.how = "hold"
+        try:
+            yield self.switch.is_held
+        finally:
+            self.switch.how = ""
+
+    def skip_unless_spoilt(self) -> None:
+        """A load was to fail. Skip the test if none can have."""
+        if type(self).spoil is ConnectorSuite.spoil and not self.switch.num_pipes:
+            pytest.skip(f"no load of {self.called} crosses a pipe: nothing was spoilt (override spoil)")
+
+    # -- what tests need -----------------------------------------------------------------------
+
+    @property
+    def background(self) -> str:
+        """For ``needs``: loads in the background."""
+        fields = getattr(self.installed().load_options(), "__attrs_attrs__", ())
+        if self.async_option and self.async_option in {field.name for field in fields}:
+            return ""
+        return f"{self.called} has no option that makes it load in the background (async_option)"
+
+    @property
+    def own_faults(self) -> str:
+        """For ``needs``: loads of the role "both" can be made to fail."""
+        return (
+            ""
+            if self.spoils_own
+            else f"what {self.called} loads from itself cannot be made to fail (spoil, spoils_own)"
+        )
+
+    @property
+    def other_processes(self) -> str:
+        """For ``needs``. A scheduler side's class may say ``in_one_process``, as the fake of the kit does."""
+        if self.spec is not None and getattr(self.spec.load_factory(), "in_one_process", False):
+            return f"the engines of {self.called} are in one process (in_one_process)"
+        return super().other_processes
+
+    def recipe(self) -> dict[str, Any]:
+        return {**super().recipe(), "transport": self.connector}

@@ -1,0 +1,87 @@
+"""A lookup buffer as slow and as simple as can be: a list, looked through from its beginning each time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvplug_testing.contract.lookup.entries import Put
+
+Query = tuple[int, ...]
+
+
+class Model:
+    """What is held, oldest first. It says what an answer may be, not what bytes are."""
+
+    def __init__(self, room: int) -> None:
+        self.room = room
+        self.held: dict[int, Put] = {}
+
+    @property
+    def is_full(self) -> bool:
+        return len(self.held) >= self.room
+
+    def oldest(self, query: Query | None, extra: bytes) -> int | None:
+        """What ``drop_select`` hands out."""
+        for entry_id, put in self.held.items():
+            if put.extra == extra and (query is None or _is_prefix(query, put.counts)):
+                return entry_id
+        return None
+
+    def match(self, query: Query, extra: bytes) -> int:
+        return max((shared(query, put.counts) for put in self.held.values() if put.extra == extra), default=0)
+
+    def longest(self, query: Query, extra: bytes, min_tokens: int) -> set[int]:
+        """What ``select`` may read: any of those that share the longest prefix."""
+        longest = self.match(query, extra)
+        if longest < min_tokens:
+            return set()
+        return {
+            entry_id
+            for entry_id, put in self.held.items()
+            if put.extra == extra and shared(query, put.counts) == longest
+        }
+
+
+def shared(one: Query, other: Query) -> int:
+    """Length of the common prefix."""
+    count = 0
+    for a, b in zip(one, other, strict=False):
+        if a != b:
+            break
+        count += 1
+    return count
+
+
+def _is_prefix(one: Query, other: Query) -> bool:
+    """Whether one of them is a prefix of the other, and not empty."""
+    return shared(one, other) == min(len(one), len(other)) > 0
+
+
+class Replica:
+    """What a listener knows: the entries that can be had, as the store's events have it."""
+
+    def __init__(self) -> None:
+        from kvplug.transport.events import Follower
+
+        self.held: dict[int, tuple[Query, bytes]] = {}
+        self.events: list[Any] = []
+        self._follower = Follower()
+        self.gaps = 0
+
+    def __call__(self, event: Any) -> None:
+        from kvplug.transport.events import Removed, Snapshot, Stored
+
+        self.events.append(event)
+        if not self._follower.accept(event):
+            self.gaps += 1
+        match event:
+            case Snapshot():
+                self.held.clear()
+            case Stored():
+                self.held[event.entry_id] = (tuple(event.token_ids), event.extra)
+            case Removed():
+                self.held.pop(event.entry_id, None)
+
+    @property
+    def is_complete(self) -> bool:
+        return self._follower.ready and not self.gaps

@@ -1,0 +1,168 @@
+"""The budget (law LOOKUP-5): an insert waits for room, or is refused; what goes gives its bytes back."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+
+from kvplug.errors import CapacityError, TimeoutError, UnsupportedError
+from kvplug_testing import waits
+from kvplug_testing.contract.base import law
+from kvplug_testing.contract.lookup.entries import Sink, entry, room_for, sized, unlike
+from kvplug_testing.contract.lookup.suite import (
+    SOON_S,
+    LookupSuite,
+    at_both_ends,
+    insert,
+    inserted,
+    matched,
+    missed,
+    taken,
+)
+from kvplug_testing.waits import Call, raises
+
+
+class Room(LookupSuite):
+    """Budgets for a few entries."""
+
+    @law("LOOKUP-5")
+    @at_both_ends
+    def test_an_insert_waits_for_room_and_goes_on_when_there_is_some(self, end: str) -> None:
+        store, buffer = self.ends(end, room_for(2))
+        puts = [sized([number]) for number in (1, 2, 3)]
+        for put in puts[:2]:
+            inserted(store, put)
+        waiting = Call(lambda: inserted(store, puts[2]))
+        assert waiting.is_blocked(), "a third entry was stored where there is room for two"
+        assert not unlike(puts[0], taken(buffer, [1]))
+        waiting.result()
+        assert not unlike(puts[2], taken(buffer, [3]))
+
+    @law("LOOKUP-5", "ALL-4")
+    def test_an_insert_that_finds_no_room_in_time_stores_nothing(self) -> None:
+        store = self.hold(room_for(1))
+        inserted(store, sized([1]))
+        call = Call(lambda: insert(store, sized([2]), timeout=SOON_S))
+        call.raised(TimeoutError)
+        assert call.took_s > 0.9 * SOON_S, f"it gave up after {call.took_s:.2f} s of {SOON_S}"
+        raises(TimeoutError, lambda: insert(store, sized([2]), timeout=0))
+        assert matched(store, [2]) == 0, "an insert that raised TimeoutError has stored its entry"
+        taken(store, [1])
+        missed(store, None)
+        assert matched(store, [2]) == 0, "an insert that raised TimeoutError has stored its entry later"
+
+    @law("LOOKUP-5")
+    @pytest.mark.parametrize("as_cache", [False, True])
+    def test_an_entry_larger_than_the_budget_is_refused_at_once(self, as_cache: bool) -> None:
+        store = self.hold(room_for(2), as_cache=as_cache)
+        inserted(store, sized([1]))
+        call = Call(
+            lambda: store.insert(
+                [5], None, None, None, entry([5], hidden=room_for(2) // 4 + 1).hidden, timeout=None
+            )
+        )
+        call.raised(CapacityError)
+        assert matched(store, [1]) == 1, "entries went for one that could not be stored"
+
+    @law("LOOKUP-5")
+    def test_an_insert_that_is_refused_takes_no_room(self) -> None:
+        store = self.hold(room_for(1))
+        good = sized([1, 2])
+        for _ in range(3):
+            for key, value in (
+                (good.hidden, None),
+                (good.key, good.value[:1]),
+                (good.key[:, :1], good.value),
+            ):
+                raises(ValueError, partial(store.insert, [1, 2], None, key, value, good.hidden))
+        inserted(store, good)
+        assert not unlike(good, taken(store, [1, 2]))
+
+    @law("LOOKUP-5")
+    @at_both_ends
+    def test_what_was_taken_gives_its_bytes_back(self, end: str) -> None:
+        self._fill_and_empty(end, rounds=20)
+
+    @law("LOOKUP-5", "ALL-7", level="full", timeout_s=300)
+    @at_both_ends
+    def test_what_was_taken_gives_its_bytes_back_a_thousand_times(self, end: str) -> None:
+        self._fill_and_empty(end, rounds=1000)
+
+    def _fill_and_empty(self, end: str, rounds: int) -> None:
+        store, buffer = self.ends(end, room_for(2))
+        for number in range(rounds):
+            for each in (1, 2):
+                call = Call(partial(insert, store, sized([1, each]))).end(waits.patience_s + 1)
+                assert call.error is None, f"in round {number} of taking everything: {call.error}"
+            for each in (1, 2):
+                assert taken(buffer, [1, each]).header.num_layers == 2
+
+    @law("LOOKUP-5")
+    def test_a_cache_drops_the_oldest_entries_that_nobody_is_reading(self) -> None:
+        store = self.hold(room_for(3), as_cache=True)
+        reader = self.reach(store)
+        puts = [sized([number]) for number in range(6)]
+        for put in puts[:3]:
+            inserted(store, put)
+        sink = Sink(wait_at=0)
+        within = waits.patience_s
+        reading = Call(lambda: reader.select([0], sink=sink, timeout=within))
+        assert sink.waits.wait(waits.patience_s)
+        try:
+            for put in puts[3:5]:
+                call = Call(partial(insert, store, put, 0)).end()
+                assert call.error is None, f"a cache that is full did not make room: {call.error}"
+            held = [number for number in range(5) if matched(store, [number])]
+            assert held == [0, 3, 4], f"{held} are held: 0 is being read, and 1 and 2 are the oldest others"
+        finally:
+            sink.go_on.set()
+        reading.result()
+        assert not sink.unlike(puts[0])
+
+    @law("LOOKUP-5")
+    def test_a_cache_drops_nothing_for_an_entry_that_would_not_fit_even_so(self) -> None:
+        store = self.hold(room_for(2), as_cache=True)
+        reader = self.reach(store)
+        inserted(store, sized([1]))
+        inserted(store, sized([2]))
+        sink = Sink(wait_at=0)
+        within = waits.patience_s
+        reading = Call(lambda: reader.select([2], sink=sink, timeout=within))
+        assert sink.waits.wait(waits.patience_s)
+        try:
+            large = entry([3], hidden=room_for(2) // 4 - 1024)
+            raises(TimeoutError, lambda: insert(store, large, timeout=0.05))
+            assert matched(store, [1]) == 1, "an entry went for one that was not stored"
+        finally:
+            sink.go_on.set()
+        reading.result()
+
+    @law("LOOKUP-5", "ALL-5")
+    def test_one_who_takes_its_time_holds_up_neither_inserts_nor_others(self) -> None:
+        store = self.hold()
+        (slow, gate), quick = self.reach_gated(store), self.reach(store)
+        put = entry([1, 2, 3], layers=8, hidden=30_000)  # more than the data pipe holds
+        inserted(store, put)
+        within = waits.patience_s
+        receiving = self.hold_up(gate, lambda: slow.select([1, 2, 3], timeout=within))
+        for number in range(10):
+            other = entry([5, number])
+            inserted(store, other)
+            assert not unlike(other, taken(quick, [5, number])), "another end was held up, or given another's"
+            assert matched(quick, [1, 2]) == 2
+        assert not receiving.ended
+        gate.open()
+        assert not unlike(put, receiving.result())
+
+    @law("LOOKUP-5")
+    def test_an_insert_at_a_reaching_end_stores_or_says_that_it_cannot(self) -> None:
+        store = self.hold()
+        buffer = self.reach(store)
+        put = entry([1, 2])
+        call = Call(lambda: insert(buffer, put)).end(waits.patience_s + 1)
+        if isinstance(call.error, UnsupportedError):
+            missed(store, None, timeout=0)
+            return
+        assert call.error is None, f"{call.error!r} is neither an entry stored nor UnsupportedError"
+        assert not unlike(put, taken(store, [1, 2]))

@@ -1,0 +1,266 @@
+"""What the tests of lookup buffers share: stores, ends that reach them, and calls that must end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, ClassVar
+
+import pytest
+
+from kvplug.config import check_options
+from kvplug.errors import TimeoutError
+from kvplug.net.trust.credentials import Credentials
+from kvplug.transport.context import LookupContext, PipeContext
+from kvplug.transport.lookup import Entry, LookupBuffer, LookupEndpoint, LookupStore
+from kvplug.transport.pipe import Pipe, PipeEndpoint
+from kvplug.transport.spec import Kind
+from kvplug_testing import peers, waits
+from kvplug_testing.contract import base
+from kvplug_testing.contract.base import Contract
+from kvplug_testing.contract.lookup.entries import Put
+from kvplug_testing.contract.lookup.gate import Gate
+from kvplug_testing.contract.recipes import judged_by
+from kvplug_testing.waits import Call
+
+SOON_S = 0.3
+"""The timeout of a call that must not succeed."""
+
+at_both_ends = pytest.mark.parametrize("end", ["holding", "reaching"])
+"""The law is the same at the end that holds the entries and at one that reaches it."""
+
+
+class LookupSuite(Contract):
+    """What is judged, and how its ends are made. The class attributes are an author's to set."""
+
+    kind: ClassVar[Kind] = Kind.LOOKUP_BUFFER
+    pipes: ClassVar[str] = "memory"
+    """The pipe transport over which reaching ends of this process are connected."""
+    far_pipes: ClassVar[str] = "cpu"
+    """The pipe transport for reaching ends in other processes. Where it is not installed, their tests are
+    skipped."""
+    data_pipe_options: ClassVar[Mapping[str, Any]] = MappingProxyType({"max_in_flight_bytes": 2048})
+    """Options of the pipes that carry the entries: narrow, so that an entry stops in the middle when nobody
+    receives."""
+    passes: ClassVar[int] = 1
+    """How many messages of an entry pass on the data pipe before it is held up in the middle. 0 where an
+    entry is a single message."""
+    timeout_s: ClassVar[float] = 20.0
+    """The context's ``timeout_s``: what counts where a call says nothing."""
+
+    def make_endpoint(self, context: LookupContext) -> LookupEndpoint:
+        """The transport's factory, called. Override it for a transport that is not installed."""
+        return self.installed("make_endpoint").load_factory()(context)  # type: ignore[no-any-return]
+
+    # -- ends in this process ------------------------------------------------------------------
+
+    def endpoint(self, buffer_size: int = 64 << 20, timeout_s: float | None = None) -> LookupEndpoint:
+        return self.make_endpoint(
+            LookupContext(
+                options=self.made_options(), buffer_size=buffer_size, timeout_s=timeout_s or self.timeout_s
+            )
+        )
+
+    def hold(self, buffer_size: int = 64 << 20, *, as_cache: bool = False, **given: Any) -> LookupStore:
+        """An empty store, aborted when the test is over."""
+        store = self.endpoint(buffer_size, **given).hold(as_cache=as_cache)
+        self.later(store.abort)
+        return store
+
+    def reach(self, store: LookupStore, **given: Any) -> LookupBuffer:
+        """An end of this process that reaches it, aborted when the test is over."""
+        return self.reach_gated(store, **given)[0]
+
+    def reach_gated(self, store: LookupStore, **given: Any) -> tuple[LookupBuffer, Gate]:
+        """The same, and the gate in its data pipe."""
+        our_signal, their_signal = self.pipe_pair()
+        our_data, their_data = self.pipe_pair(**self.data_pipe_options)
+        store.attach(their_signal, their_data)
+        gate = Gate(our_data)
+        end = self.endpoint(**given).reach(our_signal, gate)
+        self.later(end.abort)
+        return end, gate
+
+    def ends(
+        self, end: str, buffer_size: int = 64 << 20, *, as_cache: bool = False
+    ) -> tuple[LookupStore, LookupBuffer]:
+        """A store, and the end that is judged: itself, or one that reaches it."""
+        store = self.hold(buffer_size, as_cache=as_cache)
+        return store, store if end == "holding" else self.reach(store)
+
+    def pipe_pair(self, **options: Any) -> tuple[Pipe, Pipe]:
+        """Two connected pipes of this process. Whoever is handed them closes them."""
+        end = pipe_endpoint(self.pipes, self.timeout_s, options)
+        listener = end.listen()
+        try:
+            connecting = Call(lambda: end.connect(listener.contact))
+            accepted = listener.accept(timeout=waits.patience_s)
+            self.later(accepted.abort)
+            connected: Pipe = connecting.result()
+            self.later(connected.abort)
+        finally:
+            listener.close()
+        return connected, accepted
+
+    def hold_up(self, gate: Gate, call: Callable[[], Any]) -> Call:
+        """Make a call that receives an entry, and stop it in the middle."""
+        gate.shut(self.passes)
+        held_up = Call(call)
+        assert gate.holds(waits.patience_s), (
+            "the second tensor of an entry is not received over the data pipe that was given"
+            f" (passes = {self.passes}); the call ended with {held_up.error!r}"
+        )
+        return held_up
+
+    # -- ends in other processes ---------------------------------------------------------------
+
+    @property
+    def other_processes(self) -> str:
+        reason = super().other_processes
+        if not reason and not base._registry().owners(Kind.PIPE, self.far_pipes):
+            return f"the pipe {self.far_pipes!r}, which reaches other processes, is not installed (far_pipes)"
+        return reason
+
+    def far_listener(self, make: Callable[[str], peers.Peer]) -> tuple[peers.Peer, Pipe, Pipe]:
+        """Another process, made by ``make(contact)``, and the two pipes to it."""
+        listener = pipe_endpoint(self.far_pipes, self.timeout_s, self.data_pipe_options).listen()
+        self.later(listener.close)
+        peer = make(listener.contact)
+        pipes = [listener.accept(timeout=waits.patience_s) for _ in range(2)]
+        for pipe in pipes:
+            self.later(pipe.abort)
+        return peer, pipes[0], pipes[1]
+
+    def far_reach(self, store: LookupStore, what: Callable[..., Any], *args: Any) -> peers.Peer:
+        """Another process that reaches the store, and runs ``what(parent, end, gate, *args)``.
+
+        ``what`` is a function of an importable module's top level.
+        """
+        where = f"{what.__module__}:{what.__qualname__}"
+        peer, signal, data = self.far_listener(
+            lambda contact: self.start_forked(
+                f"{__name__}:reach_from_afar", self.recipe(), contact, where, list(args)
+            )
+        )
+        store.attach(signal, data)
+        return peer
+
+    def far_store(self) -> tuple[peers.Peer, LookupBuffer]:
+        """A store in another process that holds a well-known entry, and an end here that reaches it."""
+        peer, signal, data = self.far_listener(
+            lambda contact: self.start_forked(f"{__name__}:hold_far_away", self.recipe(), contact)
+        )
+        end = self.endpoint().reach(signal, data)
+        self.later(end.abort)
+        assert peer.recv(waits.patience_s) == "it holds"
+        return peer, end
+
+    def import_all(self) -> None:
+        import torch  # noqa: F401
+
+        import kvplug_testing.contract.lookup.processes  # noqa: F401
+
+        if not self.other_processes:
+            far_pipes: Any = base._registry().get(Kind.PIPE, self.far_pipes)
+            far_pipes.load_factory()
+        super().import_all()
+
+    def warm_up(self) -> None:
+        """torch's own threads are made by its first large operation, and stay."""
+        import torch
+
+        torch.ones(1 << 20).add_(1)
+
+
+def pipe_endpoint(name: str, timeout_s: float, options: Mapping[str, Any]) -> PipeEndpoint:
+    spec: Any = base._registry().get(Kind.PIPE, name)
+    cls = spec.load_options()
+    made = None if cls is None else check_options(cls, dict(options), where=f"options.{name}")
+    context = PipeContext(options=made, credentials=Credentials(), timeout_s=timeout_s)
+    return spec.load_factory()(context)  # type: ignore[no-any-return]
+
+
+def reach_from_afar(
+    parent: peers.Parent, recipe: dict[str, Any], contact: str, where: str, args: list[Any]
+) -> Any:
+    """In another process: reach the store, and run the function."""
+    import importlib
+
+    module, _, name = where.rpartition(":")
+    what = getattr(importlib.import_module(module), name)
+    suite = judged_by(recipe)
+    pipes = pipe_endpoint(suite.far_pipes, suite.timeout_s, suite.data_pipe_options)
+    signal = pipes.connect(contact)
+    gate = Gate(pipes.connect(contact))
+    return what(parent, suite.endpoint().reach(signal, gate), gate, *args)
+
+
+def hold_far_away(parent: peers.Parent, recipe: dict[str, Any], contact: str) -> None:
+    """In another process: a store with one entry, until the parent says that it is enough."""
+    suite = judged_by(recipe)
+    pipes = pipe_endpoint(suite.far_pipes, suite.timeout_s, suite.data_pipe_options)
+    signal, data = pipes.connect(contact), pipes.connect(contact)
+    store = suite.endpoint().hold()
+    put = known_entry()
+    store.insert(put.tokens, put.roi, put.key, put.value, put.hidden)
+    store.attach(signal, data)
+    parent.send("it holds")
+    parent.recv(None)
+    store.close(5)
+
+
+def known_entry() -> Put:
+    """One that is the same in every process."""
+    import torch
+
+    key = torch.arange(4 * 3 * 2 * 64, dtype=torch.float32).reshape(4, 3, 2, 64)
+    return Put(tokens=[7, 8, 9], key=key, value=key + 1, hidden=key[0] + 2)
+
+
+# -- calls that must come to an end ----------------------------------------------------------------
+
+
+def inserted(store: LookupBuffer, put: Put, timeout: float | None = None) -> int:
+    """The id of an entry for which there must be room, or will be."""
+    return Call(lambda: insert(store, put, timeout)).result(waits.patience_s + 1)  # type: ignore[no-any-return]
+
+
+def insert(store: LookupBuffer, put: Put, timeout: float | None = None) -> int:
+    """The bare call. ``timeout=None`` is :data:`waits.patience_s`."""
+    return store.insert(
+        put.tokens,
+        put.roi,
+        put.key,
+        put.value,
+        put.hidden,
+        extra=put.extra,
+        metadata=put.metadata,
+        timeout=waits.patience_s if timeout is None else timeout,
+    )
+
+
+def taken(end: LookupBuffer, tokens: Any, roi: Any = None, *, extra: bytes = b"") -> Entry:
+    """An entry that must be there, or come."""
+    within = waits.patience_s
+    call = Call(lambda: end.drop_select(tokens, roi, extra=extra, timeout=within))
+    return call.result(within + 1)  # type: ignore[no-any-return]
+
+
+def read(end: LookupBuffer, tokens: Any, roi: Any = None, **given: Any) -> Entry:
+    """An entry that must be there."""
+    within = waits.patience_s
+    return Call(lambda: end.select(tokens, roi, timeout=within, **given)).result(within + 1)  # type: ignore[no-any-return]
+
+
+def matched(end: LookupBuffer, tokens: Any, roi: Any = None, *, extra: bytes = b"") -> int:
+    return Call(lambda: end.match(tokens, roi, extra=extra)).result()  # type: ignore[no-any-return]
+
+
+def missed(
+    end: LookupBuffer, tokens: Any, roi: Any = None, *, extra: bytes = b"", timeout: float = SOON_S
+) -> None:
+    """Nothing that matches may be handed out."""
+    call = Call(lambda: end.drop_select(tokens, roi, extra=extra, timeout=timeout)).end()
+    if call.error is None:
+        raise AssertionError(f"a query that matches nothing was given the entry {call.value.header.entry_id}")
+    call.raised(TimeoutError)

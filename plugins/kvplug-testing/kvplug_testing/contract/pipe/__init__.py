@@ -1,0 +1,51 @@
+"""The suite of pipes: :class:`PipeContract`."""
+
+from __future__ import annotations
+
+from kvplug_testing.contract.pipe.across import Across
+from kvplug_testing.contract.pipe.blocks import BlockMessages
+from kvplug_testing.contract.pipe.deadlines import Deadlines
+from kvplug_testing.contract.pipe.deaths import Deaths
+from kvplug_testing.contract.pipe.endpoints import Endpoints
+from kvplug_testing.contract.pipe.ends import Ends
+from kvplug_testing.contract.pipe.forks import Forks
+from kvplug_testing.contract.pipe.into import Into
+from kvplug_testing.contract.pipe.leaks import Leaks
+from kvplug_testing.contract.pipe.meetings import Meetings
+from kvplug_testing.contract.pipe.order import Order
+from kvplug_testing.contract.pipe.room import Room
+from kvplug_testing.contract.pipe.stops import Stops
+from kvplug_testing.contract.pipe.tensors import Tensors
+from kvplug_testing.contract.pipe.transfers import Transfers
+from kvplug_testing.contract.pipe.turns import Turns
+
+
+class PipeContract(
+    Tensors,
+    Order,
+    Into,
+    BlockMessages,
+    Room,
+    Transfers,
+    Deadlines,
+    Turns,
+    Ends,
+    Endpoints,
+    Across,
+    Deaths,
+    Stops,
+    Meetings,
+    Forks,
+    Leaks,
+):
+    """Judges a transport of kind "pipe" by the laws ALL, END and PIPE.
+
+    A test file for an installed transport is this::
+
+        from kvplug_testing import PipeContract
+
+        class TestMine(PipeContract):
+            transport = "mine"
+
+    What it may set or override is in :class:`~kvplug_testing.contract.pipe.suite.PipeSuite`.
+    """

@@ -1,0 +1,208 @@
+"""Deadlines (law ALL-4), and what a receive that ran out of time leaves (law PIPE-6)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import attrs
+import pytest
+
+from kvplug.errors import KvplugError, TimeoutError
+from kvplug.transport.pipe import Pipe
+from kvplug_testing import waits
+from kvplug_testing.contract.base import law
+from kvplug_testing.contract.pipe.content import difference, tensor_of
+from kvplug_testing.contract.pipe.suite import LIMIT, PipeSuite, fill, received, sent
+from kvplug_testing.waits import Call, raises
+
+_EARLY_S = 0.05
+"""How much before its time a deadline may pass: clocks are read with less than that."""
+_Blocking = dict[str, Callable[..., Any]]
+
+
+class Deadlines(PipeSuite):
+    """Every call that can block."""
+
+    def blocking(self, **context: Any) -> _Blocking:
+        """Calls that would block for ever, by their names; each takes ``timeout`` by its name."""
+        options = self.limited() if not self.a_limit else {}
+        end = self.make_endpoint(attrs.evolve(self.context(**options), **context))
+        one, other = self.pair_of(end)
+        listener = end.listen()
+        self.later(listener.close)
+        calls: _Blocking = {
+            "recv_tensor": lambda **given: one.recv_tensor(**given),
+            "recv_tensor(out)": lambda **given: other.recv_tensor(tensor_of("int8", (2,)), **given),
+            "accept": listener.accept,
+        }
+        if not self.a_limit:
+            clogged, _ = self.pair_of(end)
+            fill(clogged)
+            message = tensor_of("uint8", (LIMIT,))
+            calls["send_tensor"] = lambda **given: clogged.send_tensor(message, **given)
+        return calls
+
+    @law("ALL-4")
+    @pytest.mark.parametrize("timeout", [0, 0.0, 0.3])
+    def test_a_call_that_waits_in_vain_ends_at_its_deadline(self, timeout: float) -> None:
+        for name, call in self.blocking().items():
+            for _ in range(2):  # the second time as well
+                _ends_after(name, lambda call=call: call(timeout=timeout), timeout)  # type: ignore[misc]
+
+    @law("ALL-4")
+    def test_where_nothing_is_said_the_contexts_timeout_counts(self) -> None:
+        for name, call in self.blocking(timeout_s=0.4).items():
+            _ends_after(f"{name} without timeout", call, 0.4)
+
+    @law("ALL-4")
+    def test_none_waits_on_whatever_the_context_says(self) -> None:
+        blocking = self.blocking(timeout_s=0.1)
+        calls = {name: Call(partial(call, timeout=None)) for name, call in blocking.items()}
+        for name, call in calls.items():
+            assert call.is_blocked(0.5), f"{name}(timeout=None) has ended: {call.error!r}"
+
+    @law("ALL-4")
+    @pytest.mark.parametrize("timeout", [None, 1e10, 1e300, math.inf, 3600])
+    def test_what_comes_while_somebody_waits_long_is_received(self, timeout: float | None) -> None:
+        one, other = self.pair()
+        receiving = Call(lambda: other.recv_tensor(timeout=timeout))
+        assert receiving.is_blocked(0.1), f"recv_tensor(timeout={timeout}) did not wait: {receiving.error!r}"
+        message = tensor_of("int32", (3,))
+        Call(lambda: one.send_tensor(message, timeout=timeout)).result().wait(waits.patience_s)
+        assert not difference(message, receiving.result())
+
+    @law("ALL-4")
+    def test_no_time_is_enough_for_what_is_there(self) -> None:
+        one, other = self.pair()
+        message = tensor_of("int32", (3,))
+        Call(lambda: one.send_tensor(message, timeout=0)).result()
+        waits.until(lambda: _try(other), what="a small message that was sent")
+        sent(one, message)
+        assert not difference(message, received(other))
+
+    @law("ALL-4")
+    @pytest.mark.parametrize("timeout", [-1, -0.001, -math.inf, math.nan])
+    def test_a_timeout_below_zero_is_a_value_error_and_nothing_else_happens(self, timeout: float) -> None:
+        end = self.endpoint()
+        one, other = self.pair_of(end)
+        listener = end.listen()
+        self.later(listener.close)
+        message = tensor_of("int32", (3,))
+        for call in (
+            lambda: one.send_tensor(None, timeout=timeout),
+            lambda: other.recv_tensor(timeout=timeout),
+            lambda: listener.accept(timeout=timeout),
+            lambda: end.connect(listener.contact, timeout=timeout),
+            lambda: one.close(timeout=timeout),
+        ):
+            error = raises(ValueError, call)
+            assert not isinstance(error, KvplugError), f"the pipe blames itself or its peer: {error!r}"
+        assert not one.closed
+        sent(one, message)
+        raises(ValueError, lambda: other.recv_tensor(timeout=timeout))
+        assert not difference(message, received(other))
+
+    @law("ALL-4")
+    def test_connecting_ends_in_time_also_with_no_time(self) -> None:
+        end = self.endpoint()
+        listener = end.listen()
+        self.later(listener.close)
+        call = Call(lambda: end.connect(listener.contact, timeout=0)).end()
+        if isinstance(call.value, Pipe):
+            self.later(call.value.abort)
+        else:
+            call.raised(TimeoutError)
+
+    @law("ALL-4", needs="a_silent_contact")
+    def test_connecting_to_somebody_who_does_not_answer_ends_at_its_deadline(self) -> None:
+        contact = self.silent_contact()
+        for timeout in (0, 0.3):
+            _ends_after("connect", lambda t=timeout: self.endpoint().connect(contact, timeout=t), timeout)  # type: ignore[misc]
+
+    @law("ALL-4", "ALL-1", needs="a_limit")
+    @pytest.mark.parametrize("timeout", [0, 0.3])
+    def test_closing_ends_at_its_deadline_with_the_receiver_stopped(self, timeout: float) -> None:
+        one, _ = self.limited_pair()
+        transfers = fill(one)
+        Call(lambda: one.close(timeout=timeout)).result()
+        assert one.closed
+        waits.until(lambda: all(transfer.done() for transfer in transfers), what="the end of each transfer")
+
+    # -- what a receive that ran out of time leaves --------------------------------------------
+
+    @law("PIPE-6")
+    def test_a_receive_that_times_out_before_the_first_byte_loses_nothing(self) -> None:
+        one, other = self.pair()
+        for number in range(10):
+            out = tensor_of("int32", (4,), seed=77) if number % 2 else None
+            for timeout in (0, 0.01):
+                raises(TimeoutError, lambda o=out, t=timeout: other.recv_tensor(o, timeout=t))  # type: ignore[misc]
+            messages = [tensor_of("int32", (4,), seed=number), None]
+            for message in messages:
+                sent(one, message)
+            for message in messages:
+                lost = difference(message, received(other))
+                assert not lost, f"after receives that had timed out: {lost}"
+
+    @law("PIPE-6")
+    @pytest.mark.parametrize("into", ["new memory", "out", "out that is not contiguous", "one and the other"])
+    def test_a_receive_that_times_out_within_a_message_goes_on_with_it(self, into: str) -> None:
+        import torch
+
+        one, other = self.pair()
+        messages = [tensor_of("uint8", (4096, 4096), seed=number) for number in range(3)]
+        outs = {
+            "new memory": [None],
+            "out": [torch.zeros(4096, 4096, dtype=torch.uint8)],
+            "out that is not contiguous": [torch.zeros(4096, 4096, dtype=torch.uint8).t()],
+            "one and the other": [None, torch.zeros(4096, 4096, dtype=torch.uint8)],
+        }[into]
+        sending = Call(lambda: [one.send_tensor(message) for message in messages])
+        for number, message in enumerate(messages):
+            call = Call(lambda: _with_short_deadlines(other, outs)).end(waits.patience_s + 20)
+            if call.error is not None:
+                _is_broken(other, call.error)
+                return
+            lost = difference(message, call.value)
+            assert not lost, f"message {number}, received with many short deadlines: {lost}"
+        for transfer in sending.result():
+            transfer.wait(waits.patience_s)
+        raises(TimeoutError, lambda: other.recv_tensor(timeout=0.05))
+
+
+def _with_short_deadlines(pipe: Pipe, outs: list[Any]) -> Any:
+    for number in range(20_000):
+        out = outs[number % len(outs)]
+        try:
+            return pipe.recv_tensor(out, timeout=(0.0, 0.0005, 0.002)[number % 3])
+        except TimeoutError:
+            if out is not None:
+                out.fill_(0xAA)  # it is the caller's again
+    raise AssertionError("20,000 receives in a row timed out, and a message was on its way")
+
+
+def _is_broken(pipe: Pipe, error: BaseException) -> None:
+    """The other thing that the law allows: the pipe says that it is broken, and goes on saying so."""
+    if isinstance(error, AssertionError) or not isinstance(error, KvplugError):
+        raise error
+    again = raises(KvplugError, lambda: pipe.recv_tensor(timeout=waits.patience_s))
+    assert not isinstance(again, TimeoutError), f"it was broken ({error!r}), and then waited"
+
+
+def _ends_after(name: str, call: Callable[[], Any], timeout: float) -> None:
+    watched = Call(call)
+    error = watched.raised(TimeoutError)
+    assert watched.took_s >= timeout - _EARLY_S, f"{name} gave up after {watched.took_s:.3f} s of {timeout}"
+    assert len(str(error)) > 10, f"{name} does not say what it waited for: {error!r}"
+
+
+def _try(pipe: Pipe) -> bool:
+    """Whether there is something to receive at once."""
+    try:
+        Call(lambda: pipe.recv_tensor(timeout=0)).result()
+    except TimeoutError:
+        return False
+    return True

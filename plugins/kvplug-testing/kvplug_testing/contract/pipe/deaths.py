@@ -1,0 +1,237 @@
+"""The process at the other end dies: before, during and after what it sends (laws ALL-2, ALL-5)."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvplug.errors import PeerGoneError
+from kvplug.transport.pipe import Pipe, Transfer
+from kvplug_testing import peers, waits
+from kvplug_testing.contract.base import law
+from kvplug_testing.contract.pipe import far
+from kvplug_testing.contract.pipe.suite import LIMIT, MIB, PipeSuite, fill
+from kvplug_testing.waits import Call, raises, until
+
+SIZES = (0, 1, 100, 5_000, 70_000, MIB, 3 * MIB, 24 * MIB)
+"""Of the messages in which a peer is killed: within one read and one buffer, and far beyond."""
+CUT_BYTES = 3 * MIB
+"""Of messages so large that of many kills of their sender some cut one."""
+ENDS = ["is killed", "is killed and not reaped", "exits"]
+
+
+def end(child: peers.Peer, how: str) -> None:
+    """A process ends without a word to anybody. It is in :func:`far.leave`."""
+    if how == "is killed":
+        child.kill()
+    elif how == "is killed and not reaped":
+        os.kill(child.pid, signal.SIGKILL)
+    else:
+        child.send("go")
+
+
+def assert_gone(pipe: Pipe) -> None:
+    """Every call raises, again and again. What was sent to a dead peer before that may have been taken."""
+    for _ in range(2):
+        raises(PeerGoneError, partial(pipe.recv_tensor, timeout=waits.patience_s))
+    raises(PeerGoneError, lambda: _send_until_told(pipe))
+    for _ in range(2):
+        raises(PeerGoneError, partial(pipe.send_tensor, None, timeout=waits.patience_s))
+
+
+def _send_until_told(pipe: Pipe) -> None:
+    limit = time.monotonic() + waits.patience_s
+    while time.monotonic() < limit:
+        pipe.send_tensor(None, timeout=waits.patience_s)
+        time.sleep(0.001)
+
+
+def receive_until_gone(pipe: Pipe, size_of: Callable[[int], int], with_out: bool = False) -> int:
+    """How many numbered messages came before the end, each of them whole."""
+    import torch
+
+    number = 0
+    while True:
+        nbytes = size_of(number)
+        out = torch.zeros(nbytes, dtype=torch.uint8) if with_out else None
+        receiving = Call(partial(pipe.recv_tensor, out, timeout=waits.patience_s))
+        if isinstance(receiving.end(waits.patience_s + 1).error, PeerGoneError):
+            return number
+        message = receiving.result()
+        assert not (wrong := far.unlike(message, number, nbytes)), f"the peer was killed, and then {wrong}"
+        number += 1
+
+
+def assert_ended(transfers: list[Transfer]) -> None:
+    """Each in success or with the news that the peer is gone."""
+    for number, transfer in enumerate(transfers):
+        until(transfer.done, what=f"the end of transfer {number} of {len(transfers)}")
+        assert transfer.error() is None or isinstance(transfer.error(), PeerGoneError), transfer
+
+
+class Deaths(PipeSuite):
+    """A process at the other end dies."""
+
+    @law("ALL-2", needs="other_processes")
+    @pytest.mark.parametrize("how", ENDS)
+    def test_a_blocked_receive_wakes_when_the_peer_ends(self, how: str) -> None:
+        pipe, child = self.far(far.leave)
+        child.recv()
+        receiving = Call(partial(pipe.recv_tensor, timeout=None))
+        assert receiving.is_blocked(0.1)
+        end(child, how)
+        receiving.raised(PeerGoneError)
+        assert_gone(pipe)
+        pipe.close()
+
+    @law("ALL-2", needs="other_processes")
+    @pytest.mark.parametrize("how", ENDS)
+    def test_the_next_calls_raise_when_the_peer_ends_while_nobody_calls(self, how: str) -> None:
+        pipe, child = self.far(far.leave)
+        child.recv()
+        end(child, how)
+        assert_gone(pipe)
+
+    @law("ALL-2", "ALL-5", needs="other_processes")
+    def test_a_blocked_send_wakes_and_every_transfer_ends_when_the_peer_is_killed(self) -> None:
+        pipe, child = self.far(far.wait, **self.limited())
+        child.recv()
+        transfers = fill(pipe) if self.limit_option else []
+        sending = Call(lambda: _send_until_gone(pipe, transfers))
+        child.kill()
+        sending.raised(PeerGoneError)
+        assert_ended(transfers)
+        assert_gone(pipe)
+
+    @law("ALL-5", needs="other_processes")
+    @pytest.mark.parametrize("nbytes", [100, MIB, 24 * MIB])
+    def test_every_transfer_ends_when_the_peer_is_killed_and_whoever_waits_is_told(self, nbytes: int) -> None:
+        pipe, child = self.far(far.wait)
+        child.recv()
+        transfers = [pipe.send_tensor(far.content(n, nbytes)) for n in range(2)]
+        called: list[Transfer] = []
+        for transfer in transfers:
+            transfer.add_done_callback(called.append)
+        waiting = [Call(transfer.wait) for transfer in transfers]
+        child.kill()
+        assert_ended(transfers)
+        for call, transfer in zip(waiting, transfers, strict=True):
+            call.end()
+            assert call.error is transfer.error(), f"{transfer} ended, and whoever waited got {call.error!r}"
+        until(lambda: len(called) == len(transfers), what="the callback of each transfer")
+
+    @law("ALL-2", "ALL-5", needs="other_processes")
+    def test_a_close_that_is_still_sending_ends_when_the_peer_is_killed(self) -> None:
+        pipe, child = self.far(far.wait)
+        child.recv()
+        transfer = pipe.send_tensor(far.content(1, 40 * MIB))
+        closing = Call(partial(pipe.close, timeout=10 * waits.patience_s))
+        time.sleep(0.05)
+        child.kill()
+        closing.result()
+        assert transfer.done(), "the pipe is closed, and a transfer is still under way"
+
+    @law("ALL-2", needs="other_processes")
+    @pytest.mark.parametrize("nbytes", SIZES)
+    def test_of_a_message_in_which_the_peer_is_killed_nothing_is_received(
+        self, nbytes: int, tmp_path: Path
+    ) -> None:
+        """At many places of the message, with the receiver in the middle of it and with the receiver away."""
+        self._kill_at_many_places(nbytes, 4, tmp_path / "begun")
+
+    @law("ALL-2", level="full", needs="other_processes", timeout_s=600)
+    @pytest.mark.parametrize("nbytes", SIZES)
+    def test_of_a_message_in_which_the_peer_is_killed_nothing_is_received_at_any_place(
+        self, nbytes: int, tmp_path: Path
+    ) -> None:
+        cut = self._kill_at_many_places(nbytes, 50, tmp_path / "begun")
+        assert cut or nbytes < CUT_BYTES, f"of 50 kills none has cut a message of {nbytes:,} bytes"
+
+    def _kill_at_many_places(self, nbytes: int, rounds: int, count: Path) -> int:
+        """In how many rounds the peer had begun a message, had not sent it, and it did not come whole.
+
+        Only those where messages go singly count: in the others one may just wait for its turn.
+        """
+        chance = random.Random(nbytes)
+        cut = 0
+        for round_ in range(rounds):
+            count.write_bytes(bytes(8))
+            singly = round_ % 8 >= 4
+            pipe, child = self.far(far.send_without_end, nbytes, str(count), singly)
+            child.recv()
+            if round_ % 2:  # nobody receives: the peer is stuck in the middle of something
+                until(partial(_number_in, count), what="the first message of a peer")
+                time.sleep(chance.uniform(0, 0.03))
+                child.kill()
+            else:
+                threading.Timer(chance.uniform(0, 0.03), os.kill, (child.pid, signal.SIGKILL)).start()
+            came = receive_until_gone(pipe, lambda _: nbytes, with_out=round_ % 4 >= 2)
+            child.wait()
+            begun = _number_in(count)
+            assert came <= begun, f"{came} messages came of a peer that had begun {begun}"
+            cut += singly and came < begun
+            assert_gone(pipe)
+            pipe.abort()
+            child.close()
+        return cut
+
+    @law("ALL-2", needs="other_processes")
+    @pytest.mark.parametrize("count", [1, 20])
+    def test_whole_messages_of_a_peer_that_was_killed_come_first_or_not_at_all(self, count: int) -> None:
+        sizes = [1000 + n for n in range(count)]
+        pipe, child = self.far(far.send, sizes)
+        assert [child.recv(), child.recv()] == ["queued", "sent"]
+        child.kill()
+        came = receive_until_gone(pipe, lambda number: sizes[min(number, count - 1)])
+        assert came <= count
+        assert_gone(pipe)
+
+    @law("ALL-2", needs="both_ways_and_other_processes")
+    @pytest.mark.parametrize("round_", range(3))
+    def test_a_peer_killed_under_load_both_ways_ends_both_directions(self, round_: int) -> None:
+        pipe, child = self.far(far.both_ways, 1_000_000, 100_000, **self.limited())
+        transfers: list[Transfer] = []
+        sending = Call(lambda: _send_until_gone(pipe, transfers))
+        receiving = Call(lambda: receive_until_gone(pipe, lambda number: far.size_of(number, 100_000)))
+        time.sleep(0.05 + 0.03 * round_)
+        child.kill()
+        receiving.result()
+        sending.raised(PeerGoneError)
+        assert_ended(transfers)
+
+    @law("ALL-2", needs="other_and_forked_processes")
+    def test_a_child_of_the_dead_peer_that_still_holds_its_descriptors_does_not_hide_its_death(self) -> None:
+        pipe, child = self.far(far.leave_a_child, **self.limited())
+        grandchild = child.recv()
+        self.later(lambda: os.kill(grandchild, signal.SIGKILL))
+        transfers = fill(pipe) if self.limit_option else []
+        receiving = Call(partial(pipe.recv_tensor, timeout=None))
+        sending = Call(lambda: _send_until_gone(pipe, transfers))
+        assert receiving.is_blocked(0.1)
+        child.kill()
+        receiving.raised(PeerGoneError)
+        sending.raised(PeerGoneError)
+        assert_ended(transfers)
+        assert_gone(pipe)
+
+
+def _number_in(count: Path) -> int:
+    return int.from_bytes(count.read_bytes(), "little")
+
+
+def _send_until_gone(pipe: Pipe, transfers: list[Any]) -> None:
+    number = len(transfers)
+    while True:
+        message = far.content(number, far.size_of(number, LIMIT // 8))
+        transfers.append(pipe.send_tensor(message, timeout=None))
+        number += 1
+        transfers[:-200] = [each for each in transfers[:-200] if not each.done() or each.error()]

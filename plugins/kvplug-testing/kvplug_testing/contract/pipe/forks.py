@@ -1,0 +1,212 @@
+"""A process with open pipes forks: in the child they are closed, in the parent they go on (law ALL-6)."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from kvplug.errors import ClosedError, PeerGoneError
+from kvplug.transport.pipe import Pipe, PipeListener
+from kvplug_testing import peers, waits
+from kvplug_testing.contract.base import law
+from kvplug_testing.contract.pipe import far
+from kvplug_testing.contract.pipe.suite import MIB, PipeSuite, fill, received
+from kvplug_testing.waits import Call, raises
+
+
+def in_forked_child(call: Callable[[], str]) -> str:
+    """What ``call()`` returns in a forked child of this process, or what it raised there, in words."""
+    readable, writable = os.pipe()
+    with warnings.catch_warnings():
+        # Python 3.12 warns of forks in processes with threads: that is what is judged here.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        pid = os.fork()
+    if pid == 0:
+        try:
+            os.close(readable)
+            try:
+                said = call()
+            except BaseException as e:
+                said = f"it raised {e!r}"
+            os.write(writable, said.encode()[:60_000] or b"-")
+        finally:
+            os._exit(0)
+    os.close(writable)
+    try:
+        if not select.select([readable], [], [], waits.patience_s)[0]:
+            os.kill(pid, signal.SIGKILL)
+            return f"it has not ended after {waits.patience_s} s"
+        said = os.read(readable, 60_000).decode()
+        return "" if said == "-" else said or "it died"
+    finally:
+        os.close(readable)
+        os.waitpid(pid, 0)
+
+
+def not_closed(pipes: list[Pipe], listeners: list[PipeListener]) -> str:
+    """Which calls do not raise ``ClosedError``, in words; empty if all do, and ending is nothing."""
+    calls: dict[str, Callable[[], Any]] = {}
+    for n, pipe in enumerate(pipes):
+        calls[f"send_tensor of pipe {n}"] = partial(pipe.send_tensor, None, timeout=1)
+        calls[f"recv_tensor of pipe {n}"] = partial(pipe.recv_tensor, timeout=1)
+    for n, listener in enumerate(listeners):
+        calls[f"accept of listener {n}"] = partial(listener.accept, timeout=1)
+    wrong = []
+    for _ in range(2):
+        for name, call in calls.items():
+            try:
+                wrong.append(f"{name} returned {call()!r}")
+            except ClosedError:
+                pass
+            except BaseException as e:
+                wrong.append(f"{name} raised {e!r}")
+        wrong += [f"pipe {n} is not closed" for n, pipe in enumerate(pipes) if not pipe.closed]
+        for listener in listeners:
+            listener.close()
+        for pipe in pipes:
+            pipe.close()
+            pipe.abort()
+    return "; ".join(wrong)
+
+
+def held() -> str:
+    """The descriptors of this process."""
+    return "\n".join(sorted(peers.Belongings.of().descriptors))
+
+
+class Forks(PipeSuite):
+    """``os.fork()`` in a process that holds pipes and listeners."""
+
+    @law("ALL-6", needs="forked_processes")
+    def test_in_a_forked_child_every_call_raises_closed_and_the_parents_pipe_goes_on(self) -> None:
+        one, other = self.pair()
+        end = self.endpoint()
+        listener = end.listen()
+        self.later(listener.close)
+        assert not (wrong := in_forked_child(lambda: not_closed([one, other], [listener]))), wrong
+        self._go_on(one, other)
+        self._go_on(*self.join(end, listener))
+
+    @law("ALL-6", needs="forked_processes")
+    def test_a_forked_child_holds_none_of_the_descriptors(self) -> None:
+        before = set(in_forked_child(held).splitlines())
+        one, other = self.pair()
+        one.send_tensor(far.content(1, 8 * MIB))  # whatever a transport opens for large messages
+        self._receive(other, 1, 8 * MIB)
+        listener = self.endpoint().listen()
+        self.later(listener.close)
+        # The pipe that tells of it has numbers of its own each time.
+        after = {line for line in in_forked_child(held).splitlines() if " -> pipe:" not in line}
+        assert not (more := after - before), f"a forked child holds {', '.join(sorted(more))}"
+        self._go_on(one, other)
+
+    @law("ALL-6", needs="forked_processes")
+    def test_in_a_forked_child_calls_raise_closed_though_a_thread_was_inside_one(self) -> None:
+        one, other = self.pair(**self.limited()) if self.limit_option else self.pair()
+        transfers = fill(one) if self.limit_option else []
+        end = self.endpoint()
+        listener = end.listen()
+        self.later(listener.close)
+        receiving = Call(partial(one.recv_tensor, timeout=None))
+        sending = Call(lambda: one.send_tensor(far.content(7, MIB), timeout=None))
+        accepting = Call(partial(listener.accept, timeout=None))
+        assert receiving.is_blocked(0.1)
+        for _ in range(5):
+            assert not (wrong := in_forked_child(lambda: not_closed([one, other], [listener]))), wrong
+        for transfer in transfers:
+            other.recv_tensor(timeout=waits.patience_s)
+            transfer.wait(waits.patience_s)
+        sending.result()
+        self._receive(other, 7, MIB)
+        other.send_tensor(far.content(8, 1000))
+        assert not (wrong := far.unlike(receiving.result(), 8, 1000)), wrong
+        connecting = Call(partial(end.connect, listener.contact))
+        for call in (accepting, connecting):
+            self.later(call.result().abort)
+
+    @law("ALL-6", "ALL-5", needs="forked_processes")
+    def test_transfers_under_way_have_failed_in_a_forked_child_and_go_on_in_the_parent(self) -> None:
+        one, other = self.pair()
+        sizes = [40 * MIB, 1000, 2 * MIB]
+        transfers = [one.send_tensor(far.content(n, nbytes)) for n, nbytes in enumerate(sizes)]
+        called: list[int] = []
+        for transfer in transfers:
+            transfer.add_done_callback(lambda _: called.append(os.getpid()))
+        waiting = [Call(transfer.wait) for transfer in transfers]
+
+        def look() -> str:
+            wrong = []
+            for number, transfer in enumerate(transfers):
+                try:
+                    transfer.wait(1)
+                except ClosedError:
+                    pass
+                except BaseException as e:
+                    wrong.append(f"waiting for transfer {number} raised {e!r}")
+                if not transfer.done():
+                    wrong.append(f"transfer {number} is under way")
+            if os.getpid() in called:
+                wrong.append("a callback of the parent's was called")
+            return "; ".join(wrong)
+
+        for _ in range(5):
+            assert not (wrong := in_forked_child(look)), f"in a forked child {wrong}"
+        for number, nbytes in enumerate(sizes):
+            self._receive(other, number, nbytes)
+        for call in waiting:
+            call.result()
+
+    @law("ALL-6", needs="both_ways_and_forked_processes")
+    def test_forks_under_load_disturb_neither_side(self) -> None:
+        one, other = self.pair()
+        here = Call(lambda: far.exchange(one, 60, 200_000))
+        there = Call(lambda: far.exchange(other, 60, 200_000))
+        count = 0
+        while not (here.ended and there.ended) and count < 20:
+            assert not (wrong := in_forked_child(lambda: not_closed([one, other], []))), wrong
+            count += 1
+        for call in (here, there):
+            assert not (wrong := call.result()), wrong
+
+    @law("ALL-6", needs="other_and_forked_processes")
+    def test_a_forked_child_connects_anew_and_the_pipe_it_inherited_stays_its_parents(self) -> None:
+        one, other = self.pair()
+        end = self.endpoint()
+        listener = end.listen()
+        self.later(listener.close)
+        contact = listener.contact
+
+        def connect() -> str:
+            with self.endpoint().connect(contact, timeout=waits.patience_s) as pipe:
+                pipe.send_tensor(far.content(3, 1000))
+                return far.unlike(pipe.recv_tensor(timeout=waits.patience_s), 4, 1000)
+
+        child = Call(lambda: in_forked_child(connect))
+        pipe = self.accept(listener)
+        self._receive(pipe, 3, 1000)
+        pipe.send_tensor(far.content(4, 1000))
+        assert not (wrong := child.result(2 * waits.patience_s)), wrong
+        self._go_on(one, other)
+
+    @law("ALL-6", "ALL-2", needs="other_and_forked_processes")
+    def test_a_forked_child_of_the_peer_neither_ends_the_pipe_nor_keeps_it_open(self) -> None:
+        pipe, child = self.far(far.fork_and_echo)
+        grandchild = child.recv()
+        self.later(lambda: os.kill(grandchild, signal.SIGKILL))
+        pipe.send_tensor(far.content(1, 1000))
+        self._receive(pipe, 1, 1000)
+        child.kill()
+        raises(PeerGoneError, partial(pipe.recv_tensor, timeout=waits.patience_s))
+
+    def _go_on(self, one: Pipe, other: Pipe) -> None:
+        for number, (source, target) in enumerate([(one, other), (other, one)]):
+            source.send_tensor(far.content(number, 50_000))
+            self._receive(target, number, 50_000)
+
+    def _receive(self, pipe: Pipe, number: int, nbytes: int) -> None:
+        assert not (wrong := far.unlike(received(pipe), number, nbytes)), wrong

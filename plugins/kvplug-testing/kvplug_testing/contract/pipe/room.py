@@ -1,0 +1,146 @@
+"""Back pressure (laws PIPE-2 and PIPE-3): what is accepted with nobody receiving, and what happens then."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvplug.errors import TimeoutError
+from kvplug.transport.pipe import Pipe
+from kvplug_testing import waits
+from kvplug_testing.contract.base import law
+from kvplug_testing.contract.pipe.content import difference, tensor_of
+from kvplug_testing.contract.pipe.suite import LIMIT, MIB, PipeSuite, fill, received, sent
+from kvplug_testing.waits import Call, raises
+
+_MOST_EMPTY = 100_000
+"""Messages without content that fit into 64 KiB by nobody's count."""
+
+
+class Room(PipeSuite):
+    """Pairs that may have little unsent, and nobody receives."""
+
+    @law("PIPE-3", "PIPE-2", needs="a_limit")
+    @pytest.mark.parametrize("nbytes", [2000, 100_000, MIB, 3 * MIB])
+    def test_with_the_receiver_stopped_what_is_held_is_bounded(self, nbytes: int) -> None:
+        one, other = self.limited_pair()
+        transfers = fill(one, nbytes)
+        accepted = len(transfers) * nbytes
+        bound = LIMIT + nbytes + self.beyond_limit_bytes
+        said = f"{LIMIT} may be unsent, {nbytes} are one message, {self.beyond_limit_bytes} lie beyond"
+        assert accepted <= bound, f"{accepted} bytes were accepted with nobody receiving: {said}"
+        assert transfers, "not even one message was accepted"
+        for number, transfer in enumerate(transfers):
+            _check_filled(received(other), number % 251, nbytes)
+            transfer.wait(waits.patience_s)
+
+    @law("PIPE-2", needs="a_limit")
+    def test_as_much_as_the_limit_is_accepted_at_once(self) -> None:
+        one, other = self.limited_pair()
+        count = LIMIT // (MIB // 4)
+        accepted = Call(lambda: fill(one, MIB // 4, timeout=0)).result()
+        assert len(accepted) >= count - 1, f"only {len(accepted)} of {count} messages that the limit allows"
+        for number in range(len(accepted)):
+            _check_filled(received(other), number % 251, MIB // 4)
+
+    @law("PIPE-3", needs="a_limit")
+    @pytest.mark.parametrize("kind", ["None", "empty tensors"])
+    def test_messages_without_content_do_not_pile_up_without_bound(self, kind: str) -> None:
+        one, _ = self.limited_pair(64 << 10)
+        message = None if kind == "None" else tensor_of("float32", (0, 3))
+
+        def pile() -> int:
+            for number in range(_MOST_EMPTY):
+                try:
+                    one.send_tensor(message, timeout=0.1)
+                except TimeoutError:
+                    return number
+            return _MOST_EMPTY
+
+        count = Call(pile).result(50.0)
+        assert count < _MOST_EMPTY, f"{count:,} were accepted, and nobody has received any"
+
+    @law("PIPE-2", needs="a_limit")
+    def test_a_message_larger_than_the_limit_passes_alone(self) -> None:
+        one, other = self.limited_pair(1000)
+        message = tensor_of("uint8", (self.beyond_limit_bytes + 8 * MIB,))
+        sent(one, tensor_of("uint8", (10,)))
+        received(other)
+        transfer = sent(one, message)
+        raises(TimeoutError, lambda: one.send_tensor(tensor_of("uint8", (10,)), timeout=0.2))
+        assert not difference(message, received(other))
+        transfer.wait(waits.patience_s)
+        sent(one, tensor_of("uint8", (10,)))
+        assert not difference(tensor_of("uint8", (10,)), received(other))
+
+    @law("PIPE-2", needs="a_limit")
+    def test_a_send_that_timed_out_has_queued_nothing(self) -> None:
+        import torch
+
+        one, other = self.limited_pair()
+        accepted = [number % 251 for number in range(len(fill(one)))]
+        for number in range(1000, 1030):
+            message = torch.full((MIB // 4,), number % 251, dtype=torch.uint8)
+            timeout = (0, 0.01)[number % 2]
+            call = Call(lambda m=message, t=timeout: one.send_tensor(m, timeout=t)).end()  # type: ignore[misc]
+            if call.error is None:
+                accepted.append(number % 251)
+            elif not isinstance(call.error, TimeoutError):
+                raise call.error
+            if number % 10 == 9:  # room for some of them
+                _check_filled(received(other), accepted.pop(0), MIB // 4)
+        if not self.both_ways:
+            sent(other, None)  # the other direction is not concerned
+            assert received(one) is None
+        last = Call(
+            lambda: one.send_tensor(torch.full((3,), 251, dtype=torch.uint8), timeout=waits.patience_s)
+        )
+        for number in accepted:
+            _check_filled(received(other), number, MIB // 4)
+        last.result()
+        _check_filled(received(other), 251, 3)
+        raises(TimeoutError, lambda: other.recv_tensor(timeout=0.2))
+
+    @law("PIPE-2", needs="a_limit")
+    def test_a_sender_that_waits_goes_on_when_there_is_room(self) -> None:
+        one, other = self.limited_pair()
+        count = len(fill(one))
+        message = tensor_of("uint8", (MIB // 4,))
+        waiting = Call(lambda: one.send_tensor(message, timeout=5 * waits.patience_s))
+        assert waiting.is_blocked(), "it was accepted although there was no room"
+        for number in range(count):
+            _check_filled(received(other), number % 251, MIB // 4)
+        transfer = waiting.result()
+        assert not difference(message, received(other))
+        transfer.wait(waits.patience_s)
+
+    @law("PIPE-2", needs="both_ways_and_a_limit")
+    def test_one_direction_that_is_clogged_does_not_stop_the_other(self) -> None:
+        one, other = self.limited_pair()
+        fill(one)
+        for number in range(20):
+            message = tensor_of("uint8", (100_000,), seed=number)
+            sending = Call(lambda message=message: other.send_tensor(message, timeout=waits.patience_s))  # type: ignore[misc]
+            assert not difference(message, received(one))
+            sending.result()
+
+    @law("PIPE-2", needs="a_limit")
+    def test_room_is_given_back_for_every_message_of_many(self) -> None:
+        one, other = self.limited_pair(MIB)
+        message: Any = tensor_of("uint8", (300_000,))
+
+        def send(pipe: Pipe) -> None:
+            for number in range(150):
+                pipe.send_tensor(None if number % 5 == 0 else message, timeout=waits.patience_s)
+
+        sending = Call(lambda: send(one))
+        for number in range(150):
+            assert not difference(None if number % 5 == 0 else message, received(other)), f"message {number}"
+        sending.result()
+
+
+def _check_filled(message: Any, value: int, nbytes: int) -> None:
+    assert message is not None, f"None came where the message of {value}s was expected"
+    assert message.numel() == nbytes, f"{message.numel()} bytes came where {nbytes} were sent"
+    assert bool((message == value).all()), f"the message of {int(message[0])}s came for that of {value}s"

@@ -1,0 +1,214 @@
+"""The process at the other end is stopped and resumed: it is alive (laws ALL-3, PIPE-3, PIPE-6)."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from typing import Any
+
+import pytest
+
+from kvplug.errors import KvplugError, TimeoutError
+from kvplug.transport.pipe import Pipe
+from kvplug_testing import waits
+from kvplug_testing.contract.base import law
+from kvplug_testing.contract.pipe import far
+from kvplug_testing.contract.pipe.suite import LIMIT, MIB, MOST_ACCEPTED, PipeSuite, received
+from kvplug_testing.waits import Call, raises, until
+
+HEARTBEAT_S = 0.5
+"""``heartbeat_timeout_s`` of a peer that is stopped for longer: on this host it is not to count."""
+LARGE = 24 * MIB
+"""More than the operating system and any buffer hold: a peer that is stopped has sent a part of it."""
+
+
+class Stops(PipeSuite):
+    """A process at the other end gets SIGSTOP, and SIGCONT."""
+
+    @law("ALL-3", needs="other_processes")
+    def test_calls_to_a_stopped_peer_time_out_and_everything_arrives_when_it_goes_on(self) -> None:
+        pipe, child = self.far(far.echo, heartbeat_timeout_s=HEARTBEAT_S)
+        pipe.send_tensor(far.content(0, 1000))
+        _receive(pipe, 0, 1000)
+        child.stop()
+        pipe.send_tensor(far.content(1, 1000))
+        for _ in range(3):
+            raises(TimeoutError, partial(pipe.recv_tensor, timeout=HEARTBEAT_S))
+        numbers = range(2, 6)
+        transfers = [pipe.send_tensor(far.content(n, 100_000)) for n in numbers]
+        child.cont()
+        _receive(pipe, 1, 1000)
+        for number in numbers:
+            _receive(pipe, number, 100_000)
+        for transfer in transfers:
+            transfer.wait(waits.patience_s)
+
+    @law("ALL-3", needs="other_processes")
+    def test_a_call_that_is_blocked_while_the_peer_is_stopped_goes_on_with_it(self) -> None:
+        pipe, child = self.far(far.echo, heartbeat_timeout_s=HEARTBEAT_S)
+        pipe.send_tensor(far.content(0, 1000))
+        _receive(pipe, 0, 1000)
+        receiving = Call(partial(pipe.recv_tensor, timeout=None))
+        child.stop()
+        pipe.send_tensor(far.content(1, 1000))
+        assert receiving.is_blocked(3 * HEARTBEAT_S), receiving.error
+        child.cont()
+        assert not (wrong := far.unlike(receiving.result(), 1, 1000)), wrong
+
+    @law("PIPE-3", "ALL-3", needs="bounded_and_other_processes")
+    @pytest.mark.parametrize("nbytes", [1000, 100_000, 3 * MIB])
+    def test_with_the_peer_stopped_no_more_is_taken_than_the_limit_and_nothing_is_lost(
+        self, nbytes: int
+    ) -> None:
+        pipe, child = self.far(far.echo, heartbeat_timeout_s=HEARTBEAT_S, **self.limited())
+        child.stop()
+        most = LIMIT + nbytes + self.beyond_limit_bytes
+        taken = 0
+
+        def clog() -> int:
+            count = 0
+            while (count + 1) * nbytes <= min(most + 8 * MIB, MOST_ACCEPTED):
+                try:
+                    pipe.send_tensor(far.content(count, nbytes), timeout=0.3)
+                except TimeoutError:
+                    break
+                count += 1
+            return count
+
+        taken = Call(clog).result(waits.patience_s + 10)
+        assert taken * nbytes <= most, f"{taken * nbytes:,} bytes were taken for a stopped peer, not {most:,}"
+        child.cont()
+        for number in range(taken):
+            _receive(pipe, number, nbytes)
+
+    @law("PIPE-6", "ALL-3", needs="other_processes")
+    @pytest.mark.parametrize("first_out", [False, True])
+    @pytest.mark.parametrize("second_out", [False, True])
+    def test_a_receive_that_runs_out_of_time_in_a_message_of_a_stopped_peer_is_not_skipped(
+        self, first_out: bool, second_out: bool
+    ) -> None:
+        sizes = [1000, LARGE, 2000, 3000]
+        pipe, child = self.far(far.send, sizes, heartbeat_timeout_s=HEARTBEAT_S)
+        _receive(pipe, 0, 1000)
+        assert child.recv() == "queued"
+        child.stop()
+        out = _memory(LARGE) if first_out else None
+        receiving = Call(partial(pipe.recv_tensor, out, timeout=2 * HEARTBEAT_S)).end()
+        number = 1
+        if receiving.error is None:  # it held all of it already
+            assert not (wrong := far.unlike(receiving.value, number, LARGE)), wrong
+            number += 1
+        else:
+            receiving.raised(TimeoutError)
+            if out is not None:
+                out.fill_(99)  # the caller's again
+        child.cont()
+        self._rest(pipe, sizes, number, second_out)
+        if out is not None and number == 1:
+            assert bool((out == 99).all()), "memory was written to after the call that lent it had ended"
+
+    @law("PIPE-6", needs="other_processes")
+    def test_a_receive_that_runs_out_of_time_again_and_again_is_not_skipped(self) -> None:
+        sizes = [LARGE, 1000, LARGE // 2, 2000]
+        pipe, child = self.far(far.send, sizes)
+        limit = time.monotonic() + waits.patience_s
+        number = 0
+        while number < len(sizes):
+            # Moments of work between stops: the peer gets on by some part of a message each time.
+            child.stop()
+            receiving = Call(partial(pipe.recv_tensor, timeout=0.02)).end()
+            child.cont()
+            if receiving.error is None:
+                assert not (wrong := far.unlike(receiving.value, number, sizes[number])), wrong
+                number += 1
+            elif not isinstance(receiving.error, TimeoutError):
+                return self._assert_broken(pipe, receiving.error)
+            if time.monotonic() > limit:
+                break
+            time.sleep(0.002)
+        self._rest(pipe, sizes, number)
+        return None
+
+    def _rest(self, pipe: Pipe, sizes: list[int], number: int, with_out: bool = False) -> None:
+        """All messages from ``number`` on, each whole; or the pipe is broken, and says so for good."""
+        for each in range(number, len(sizes)):
+            out = _memory(sizes[each]) if with_out else None
+            receiving = Call(partial(pipe.recv_tensor, out, timeout=waits.patience_s))
+            receiving.end(waits.patience_s + 1)
+            if receiving.error is not None and each == number:
+                return self._assert_broken(pipe, receiving.error)
+            assert not (wrong := far.unlike(receiving.result(), each, sizes[each])), wrong
+        return None
+
+    def _assert_broken(self, pipe: Pipe, error: BaseException) -> None:
+        assert isinstance(error, KvplugError), f"not an error of kvplug: {error!r}"
+        assert not isinstance(error, TimeoutError), "the rest of a message did not come when the peer went on"
+        again = raises(KvplugError, partial(pipe.recv_tensor, timeout=waits.patience_s))
+        assert not isinstance(again, TimeoutError), f"a pipe that was broken ({error}) waits: {again}"
+
+    @law("ALL-3", "ALL-4", needs="other_processes")
+    def test_connecting_to_a_stopped_listener_ends_in_time_and_succeeds_when_it_goes_on(self) -> None:
+        contact, child = self.far_listener(far.accept_one)
+        child.stop()
+        end = self.endpoint()
+        connecting = Call(partial(end.connect, contact, timeout=0.5)).end()
+        if connecting.error is None:  # the operating system met for it
+            pipe = connecting.value
+            self.later(pipe.abort)
+            raises(TimeoutError, partial(pipe.recv_tensor, timeout=0.2))
+            child.cont()
+        else:
+            connecting.raised(TimeoutError)
+            child.cont()
+            # The one that gave up may be taken for the first who comes; then the listener's end is over.
+            within = waits.patience_s
+            pipe = Call(partial(end.connect, contact, timeout=within)).end(within + 1).value
+            if pipe is None:
+                return
+            self.later(pipe.abort)
+        answer = Call(lambda: _echoed(pipe)).end(2 * waits.patience_s)
+        assert not isinstance(answer.error, TimeoutError), answer.error
+
+    @law("END-2", "ALL-3", needs="other_processes")
+    @pytest.mark.parametrize("moment", range(5))
+    def test_a_peer_that_is_stopped_while_it_connects_holds_up_nobody(self, moment: int) -> None:
+        listener = self.endpoint().listen()
+        self.later(listener.close)
+        slow = self.connecting(listener.contact, far.hello, 1)
+        time.sleep(0.004 * moment)
+        slow.stop()
+        self.connecting(listener.contact, far.hello, 2)
+        heard: list[int] = []
+
+        def hear(pipe: Pipe) -> None:
+            message = pipe.recv_tensor(timeout=None)
+            heard.append(1 if far.unlike(message, 2, 1000) else 2)
+
+        def take() -> None:
+            for _ in range(2):
+                pipe = listener.accept(timeout=None)
+                self.later(pipe.abort)
+                Call(partial(hear, pipe))
+
+        Call(take)
+        until(lambda: 2 in heard, what="the message of a peer that came after one that is stopped")
+
+    @property
+    def bounded_and_other_processes(self) -> str:
+        """For ``needs``."""
+        return self.a_limit or self.other_processes
+
+
+def _receive(pipe: Pipe, number: int, nbytes: int) -> None:
+    assert not (wrong := far.unlike(received(pipe), number, nbytes)), wrong
+
+
+def _echoed(pipe: Pipe) -> Any:
+    pipe.send_tensor(None, timeout=waits.patience_s)
+    return pipe.recv_tensor(timeout=waits.patience_s)
+
+
+def _memory(nbytes: int) -> Any:
+    import torch
+
+    return torch.zeros(nbytes, dtype=torch.uint8)

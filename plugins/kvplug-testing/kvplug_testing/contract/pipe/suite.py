@@ -1,0 +1,293 @@
+"""What the tests of pipes share: endpoints, connected pairs, clogged pairs, and ends in other processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import pytest
+
+from kvplug.config import option_fields
+from kvplug.errors import TimeoutError
+from kvplug.net.trust.credentials import Credentials
+from kvplug.transport.context import PipeContext
+from kvplug.transport.pipe import Pipe, PipeEndpoint, PipeListener, Transfer
+from kvplug.transport.spec import Kind
+from kvplug_testing import peers, waits
+from kvplug_testing.contract.base import Contract
+from kvplug_testing.contract.recipes import judged_by
+from kvplug_testing.waits import Call
+
+MIB = 1 << 20
+LIMIT = 2 * MIB
+"""``max_in_flight_bytes`` of pairs whose room is judged."""
+
+MOST_ACCEPTED = 128 * MIB
+"""A pipe that takes so much, and nobody has received anything, has no bound."""
+
+CHILD_S = 900.0
+"""The life of another process: longer than any test, which has a limit of its own."""
+
+Ends = tuple[Pipe, Pipe]
+
+
+class PipeSuite(Contract):
+    """What is judged, and how its ends are made. The class attributes are an author's to set."""
+
+    kind: ClassVar[Kind] = Kind.PIPE
+    limit_option: ClassVar[str] = "max_in_flight_bytes"
+    """The option that bounds what is unsent (law PIPE-2). Empty where there is none: the tests of the bound
+    are skipped then."""
+    beyond_limit_bytes: ClassVar[int] = 4 * MIB
+    """What the operating system or the device may hold besides, with the receiver stopped (law PIPE-3)."""
+    timeout_s: ClassVar[float] = 20.0
+    """The context's ``timeout_s``: what counts where a call says nothing."""
+    device: ClassVar[str] = ""
+    """The context's ``device``. Empty is ``cpu`` where the transport claims it, else the first by name that
+    it claims. A tensor of each claimed device is sent whatever this says; all others are CPU tensors."""
+
+    def make_endpoint(self, context: PipeContext) -> PipeEndpoint:
+        """The transport's factory, called. Override it for a transport that is not installed."""
+        return self.installed("make_endpoint").load_factory()(context)  # type: ignore[no-any-return]
+
+    def silent_contact(self) -> str:
+        """A contact at which somebody takes connections and never answers. Override it where there is one."""
+        return ""
+
+    # -- ends in this process ------------------------------------------------------------------
+
+    def context(self, heartbeat_timeout_s: float = 10.0, **options: Any) -> PipeContext:
+        return PipeContext(
+            options=self.made_options(**options),
+            credentials=Credentials(),
+            device=self.device or next(iter(self.devices), "cpu"),
+            timeout_s=self.timeout_s,
+            heartbeat_timeout_s=heartbeat_timeout_s,
+        )
+
+    def endpoint(self, **options: Any) -> PipeEndpoint:
+        return self.make_endpoint(self.context(**options))
+
+    def pair(self, **options: Any) -> Ends:
+        """Two connected pipes of this process, aborted when the test is over."""
+        return self.pair_of(self.endpoint(**options))
+
+    def pair_of(self, end: PipeEndpoint) -> Ends:
+        """The same over an endpoint that is there."""
+        listener = end.listen()
+        try:
+            return self.join(end, listener)
+        finally:
+            listener.close()
+
+    def join(self, end: PipeEndpoint, listener: PipeListener) -> Ends:
+        """The same over a listener that is there, at which nobody else is connecting."""
+        connecting = Call(lambda: end.connect(listener.contact, timeout=waits.patience_s))
+        accepted = Call(lambda: listener.accept(timeout=waits.patience_s)).result(waits.patience_s + 1)
+        self.later(accepted.abort)
+        connected = connecting.result()
+        self.later(connected.abort)
+        return connected, accepted
+
+    def limited_pair(self, limit: int = LIMIT) -> Ends:
+        """A pair that may have ``limit`` bytes unsent."""
+        return self.pair(**self.limited(limit))
+
+    def limited(self, limit: int = LIMIT) -> dict[str, int]:
+        """The option that says so.
+
+        Raises:
+            pytest.fail.Exception: there is no such option. It says what to set.
+        """
+        makes_own = any(
+            getattr(type(self), name) is not getattr(PipeSuite, name)
+            for name in ("made_options", "context", "endpoint")
+        )
+        known = [] if self._takes is None else [*option_fields(self._takes)]
+        if not makes_own and self.limit_option not in known:
+            there = f"these are: {', '.join(known)}" if known else "it takes none (options_class)"
+            pytest.fail(
+                f"{self.called} has no option {self.limit_option!r}, {there}: set `limit_option` to the one"
+                ' that bounds what is unsent, or to "" where there is none',
+                pytrace=False,
+            )
+        return {self.limit_option: limit}
+
+    @property
+    def a_limit(self) -> str:
+        """For ``needs``."""
+        return (
+            ""
+            if self.limit_option
+            else f"{self.called} has no option that bounds what is unsent (limit_option)"
+        )
+
+    @property
+    def devices(self) -> list[str]:
+        """What is claimed, by name, "cpu" first. A class that makes its own claims "cpu" alone."""
+        claimed = {"cpu"} if self.spec is None else self.spec.capabilities.devices
+        return sorted(claimed, key=lambda name: (name != "cpu", name))
+
+    @property
+    def both_ways(self) -> str:
+        """For ``needs``."""
+        duplex = self.spec is None or self.spec.capabilities.full_duplex
+        return "" if duplex else f"{self.called} does not claim full_duplex"
+
+    @property
+    def both_ways_and_a_limit(self) -> str:
+        """For ``needs``."""
+        return self.both_ways or self.a_limit
+
+    @property
+    def both_ways_and_other_processes(self) -> str:
+        """For ``needs``."""
+        return self.both_ways or self.other_processes
+
+    @property
+    def both_ways_and_forked_processes(self) -> str:
+        """For ``needs``."""
+        return self.both_ways or self.forked_processes
+
+    @property
+    def a_silent_contact(self) -> str:
+        """For ``needs``."""
+        overridden = type(self).silent_contact is not PipeSuite.silent_contact
+        return (
+            ""
+            if overridden
+            else f"nobody says who takes connections of {self.called} and never answers:"
+            " override `silent_contact()` to have this judged"
+        )
+
+    # -- ends in other processes ---------------------------------------------------------------
+
+    def far(self, what: Callable[..., Any], *args: Any, **options: Any) -> tuple[Pipe, peers.Peer]:
+        """A pipe whose other end is in another process, which runs ``what(parent, pipe, *args)``.
+
+        ``what`` is a function of an importable module's top level (:mod:`kvplug_testing.contract.pipe.far`).
+        ``options`` are the transport's, at both ends; ``heartbeat_timeout_s`` is the context's.
+        """
+        return self._far(self.start_forked, what, args, options)
+
+    def far_spawned(self, what: Callable[..., Any], *args: Any, **options: Any) -> tuple[Pipe, peers.Peer]:
+        """The same with a fresh interpreter: seconds, where the other takes milliseconds."""
+        return self._far(self.start, what, args, options)
+
+    def far_listener(self, what: Callable[..., Any], *args: Any, **options: Any) -> tuple[str, peers.Peer]:
+        """The contact of a listener in another process, which runs ``what(parent, listener, *args)``."""
+        child = self.start_forked(
+            f"{__name__}:far_listens", self.recipe(), options, _name(what), list(args), timeout_s=CHILD_S
+        )
+        return child.recv(), child
+
+    def connecting(self, contact: str, what: Callable[..., Any], *args: Any, **options: Any) -> peers.Peer:
+        """Another process, which connects to ``contact`` and runs ``what(parent, pipe, *args)``."""
+        return self.start_forked(
+            f"{__name__}:far_end", self.recipe(), options, contact, _name(what), list(args), timeout_s=CHILD_S
+        )
+
+    def accept(self, listener: PipeListener) -> Pipe:
+        """The next pipe, which must come in time; aborted when the test is over."""
+        within = waits.patience_s
+        pipe: Pipe = Call(lambda: listener.accept(timeout=within)).result(within + 1)
+        self.later(pipe.abort)
+        return pipe
+
+    def _far(
+        self, start: Callable[..., peers.Peer], what: Callable[..., Any], args: Any, options: dict[str, Any]
+    ) -> tuple[Pipe, peers.Peer]:
+        listener = self.endpoint(**options).listen()
+        try:
+            child = start(
+                f"{__name__}:far_end",
+                self.recipe(),
+                options,
+                listener.contact,
+                _name(what),
+                list(args),
+                timeout_s=CHILD_S,
+            )
+            pipe = listener.accept(timeout=waits.patience_s)
+        finally:
+            listener.close()
+        self.later(pipe.abort)
+        return pipe, child
+
+    def import_all(self) -> None:
+        import torch  # noqa: F401
+
+        import kvplug_testing.contract.pipe.far  # noqa: F401
+
+        super().import_all()
+
+    def warm_up(self) -> None:
+        """torch's own threads are made by its first large operation, and stay."""
+        import torch
+
+        torch.ones(1 << 20).add_(1)
+
+
+def far_end(
+    parent: peers.Parent, recipe: dict[str, Any], options: dict[str, Any], contact: str, what: str, args: Any
+) -> Any:
+    """In another process: connect, run the function, and end politely."""
+    with judged_by(recipe).endpoint(**options).connect(contact) as pipe:
+        return _named(what)(parent, pipe, *args)
+
+
+def far_listens(
+    parent: peers.Parent, recipe: dict[str, Any], options: dict[str, Any], what: str, args: Any
+) -> Any:
+    """In another process: listen, say where, and run the function."""
+    listener = judged_by(recipe).endpoint(**options).listen()
+    try:
+        parent.send(listener.contact)
+        return _named(what)(parent, listener, *args)
+    finally:
+        listener.close()
+
+
+def _name(what: Callable[..., Any]) -> str:
+    return f"{what.__module__}:{what.__qualname__}"
+
+
+def _named(name: str) -> Callable[..., Any]:
+    import importlib
+
+    module, _, function = name.rpartition(":")
+    return getattr(importlib.import_module(module), function)  # type: ignore[no-any-return]
+
+
+def received(pipe: Pipe, out: Any = None) -> Any:
+    """The next message of a pipe, which must come in time."""
+    within = waits.patience_s
+    return Call(lambda: pipe.recv_tensor(out, timeout=within)).result(within + 1)
+
+
+def sent(pipe: Pipe, message: Any) -> Transfer:
+    """The transfer of a message that must be accepted in time."""
+    within = waits.patience_s
+    return Call(lambda: pipe.send_tensor(message, timeout=within)).result(within + 1)  # type: ignore[no-any-return]
+
+
+def fill(pipe: Pipe, nbytes: int = MIB // 4, timeout: float = 0.2) -> list[Transfer]:
+    """Clog a pipe: send until there is no room. Returns the transfers of what was accepted.
+
+    Every byte of message n is ``n % 251``.
+    """
+    import torch
+
+    transfers: list[Transfer] = []
+
+    def clog() -> None:
+        while len(transfers) * nbytes < MOST_ACCEPTED:
+            message = torch.full((nbytes,), len(transfers) % 251, dtype=torch.uint8)
+            try:
+                transfers.append(pipe.send_tensor(message, timeout=timeout))
+            except TimeoutError:
+                return
+        pytest.fail(f"{MOST_ACCEPTED} bytes were taken, and nobody has received anything: there is no bound")
+
+    Call(clog).result(waits.patience_s + 10)
+    return transfers

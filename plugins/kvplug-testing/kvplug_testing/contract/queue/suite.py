@@ -1,0 +1,202 @@
+"""What the tests of queues share: queues with readers in this process, and ends in other processes."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar, NamedTuple
+
+from kvplug.net.trust.credentials import Credentials
+from kvplug.transport.context import QueueContext
+from kvplug.transport.queue import MessageQueue, QueueEndpoint, QueueHandle
+from kvplug.transport.spec import Kind
+from kvplug_testing import peers, waits
+from kvplug_testing.contract.base import Contract
+from kvplug_testing.contract.recipes import judged_by
+from kvplug_testing.waits import Call
+
+KIB, MIB = 1 << 10, 1 << 20
+CHUNK = 64 * KIB
+CHUNKS = 4
+"""What the queues under test are made with, unless a test is about it."""
+QUICK_BYTES = 8 * MIB
+"""The largest value at level quick."""
+
+
+LIFE_S = 300.0
+"""Of a process that has an end: no test is longer. It ends with its test."""
+
+
+class Ends(NamedTuple):
+    """The ends of one queue in this process."""
+
+    writer: MessageQueue
+    readers: list[MessageQueue]
+
+
+class QueueSuite(Contract):
+    """What is judged, and how its ends are made. The class attributes are an author's to set."""
+
+    kind: ClassVar[Kind] = Kind.QUEUE
+    timeout_s: ClassVar[float] = 20.0
+    """The context's ``timeout_s``: what counts where a call says nothing."""
+    most_bytes: ClassVar[int] = 64 * MIB
+    """The largest value that is tried, at level quick no more than 8 MiB; a queue that carries no more says
+    so here."""
+    over_network: ClassVar[bool] = False
+    """Whether readers are reached as if memory did not reach them: the context's `local_reader_ranks` are
+    none."""
+
+    def make_endpoint(self, context: QueueContext) -> QueueEndpoint:
+        """The transport's factory, called. Override it for a transport that is not installed."""
+        return self.installed("make_endpoint").load_factory()(context)  # type: ignore[no-any-return]
+
+    # -- ends in this process ------------------------------------------------------------------
+
+    def endpoint(self, **context: Any) -> QueueEndpoint:
+        """``context``: fields of the :class:`QueueContext` that differ from this suite's usual ones."""
+        usual = {
+            "max_chunk_bytes": CHUNK,
+            "max_chunks": CHUNKS,
+            "timeout_s": self.timeout_s,
+            "local_reader_ranks": () if self.over_network else None,
+        }
+        return self.make_endpoint(
+            QueueContext(options=self.made_options(), credentials=Credentials(), **{**usual, **context})
+        )
+
+    def writer(self, n_reader: int = 1, **context: Any) -> MessageQueue:
+        """The writer's end of a new queue."""
+        made = self.endpoint(n_reader=n_reader, **context).create()
+        self.later(made.abort)
+        return made
+
+    def reader(self, writer: MessageQueue, rank: int = 0, **context: Any) -> MessageQueue:
+        """Another end of it, in this process."""
+        made = self.attach(writer.export_handle(), rank, **context)
+        self.later(made.abort)
+        return made
+
+    def attach(self, handle: QueueHandle, rank: int = 0, **context: Any) -> MessageQueue:
+        """The same, which must come in time; who calls it ends it."""
+        end = self.endpoint(**context)
+        within = waits.patience_s
+        call = Call(lambda: end.create_from_handle(handle, rank, timeout=within))
+        return call.result(within + 1)  # type: ignore[no-any-return]
+
+    def queue(self, n_reader: int = 1, **context: Any) -> Ends:
+        """A queue whose readers have all attached."""
+        writer = self.writer(n_reader, **context)
+        return Ends(writer, [self.reader(writer, rank, **context) for rank in range(n_reader)])
+
+    def warm_up(self) -> None:
+        """torch's own threads are made by its first large operation, and stay."""
+        with contextlib.suppress(ImportError):
+            import torch
+
+            torch.ones(1 << 20).add_(1)
+
+    # -- ends in other processes ---------------------------------------------------------------
+
+    @property
+    def other_processes(self) -> str:
+        """For ``needs``. An endpoint's class may say ``in_one_process``, as the fake of the kit does."""
+        if self.spec is not None and getattr(self.spec.load_factory(), "in_one_process", False):
+            return f"the ends of {self.called} are in one process (in_one_process)"
+        return super().other_processes
+
+    def far_reader(
+        self, writer: MessageQueue, rank: int, what: Callable[..., Any], *args: Any, **context: Any
+    ) -> peers.Peer:
+        """A child process that attaches as reader ``rank`` and runs ``what(parent, queue, *args)``.
+
+        ``what`` is a function of a file's top level.
+        """
+        handle = writer.export_handle().as_plain()
+        where = f"{what.__module__}:{what.__qualname__}"
+        of_it = (self.recipe(), context, handle, rank)
+        return self.start_forked(f"{__name__}:_far_reader", *of_it, where, list(args), timeout_s=LIFE_S)
+
+    def far_writer(
+        self, n_reader: int, what: Callable[..., Any], *args: Any, **context: Any
+    ) -> tuple[QueueHandle, peers.Peer]:
+        """A child process that has the writer's end and runs ``what(parent, queue, *args)``; its handle."""
+        where = f"{what.__module__}:{what.__qualname__}"
+        of_it = (self.recipe(), {"n_reader": n_reader, **context})
+        child = self.start_forked(f"{__name__}:_far_writer", *of_it, where, list(args), timeout_s=LIFE_S)
+        return QueueHandle.from_plain(child.recv()), child
+
+
+def _far_reader(
+    parent: peers.Parent,
+    recipe: dict[str, Any],
+    context: dict[str, Any],
+    handle: dict[str, Any],
+    rank: int,
+    where: str,
+    args: list[Any],
+) -> Any:
+    suite = judged_by(recipe)
+    with suite.endpoint(**context).create_from_handle(QueueHandle.from_plain(handle), rank) as queue:
+        return _named(where)(parent, queue, *args)
+
+
+def _far_writer(
+    parent: peers.Parent, recipe: dict[str, Any], context: dict[str, Any], where: str, args: list[Any]
+) -> Any:
+    with judged_by(recipe).endpoint(**context).create() as queue:
+        parent.send(queue.export_handle().as_plain())
+        return _named(where)(parent, queue, *args)
+
+
+def _named(where: str) -> Any:
+    module, _, name = where.rpartition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+# -- calls that must come to an end ------------------------------------------------------------
+
+
+def sent(writer: MessageQueue, value: object) -> None:
+    """Enqueue, which must end in time."""
+    within = waits.patience_s
+    Call(lambda: writer.enqueue(value, timeout=within)).result(within + 1)
+
+
+def received(reader: MessageQueue) -> Any:
+    """The next value, which must come in time."""
+    within = waits.patience_s
+    return Call(lambda: reader.dequeue(timeout=within)).result(within + 1)
+
+
+def all_received(reader: MessageQueue, count: int) -> Call:
+    """``count`` values, in a thread of its own; fewer if one does not come in time."""
+    within = waits.patience_s
+    return Call(lambda: [reader.dequeue(timeout=within) for _ in range(count)])
+
+
+def fill(writer: MessageQueue, most: int = 10_000) -> int:
+    """Enqueue 0, 1, 2, ... until there is no room. Returns how many were taken."""
+    from kvplug.errors import TimeoutError
+
+    def clog() -> int:
+        for number in range(most):
+            try:
+                writer.enqueue(number, timeout=0.2)
+            except TimeoutError:
+                return number
+        raise AssertionError(f"{most} messages were taken, and nobody has read any: there is no bound")
+
+    return Call(clog).result(waits.patience_s + 10)  # type: ignore[no-any-return]
+
+
+def wrong(got: Iterable[Any], wanted: Iterable[Any]) -> str:
+    """What is not as it was sent, in words; empty if all is."""
+    got, wanted = list(got), list(wanted)
+    for at, (ours, theirs) in enumerate(zip(wanted, got, strict=False)):
+        if ours != theirs or type(ours) is not type(theirs):
+            return f"message {at + 1:,} of {len(wanted):,} was {ours!r}, and {theirs!r} was received"
+    if len(got) != len(wanted):
+        return f"{len(wanted):,} messages were sent, and {len(got):,} received"
+    return ""

@@ -1,0 +1,239 @@
+"""Waiting: deadlines, whom a writer waits for, warnings, cancelling, and what it costs."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from kvplug.errors import BusyError, CancelledError, TimeoutError
+from kvplug.transport.queue import MessageQueue
+from kvplug_testing import waits
+from kvplug_testing.contract.base import law
+from kvplug_testing.contract.queue.suite import CHUNKS, QueueSuite, fill, received, sent
+from kvplug_testing.waits import Call, raises, until
+
+DEADLINE_S = 0.3
+
+
+def acquire_write(queue: MessageQueue, **given: Any) -> None:
+    with queue.acquire_write(8, **given):
+        pass
+
+
+def acquire_read(queue: MessageQueue, **given: Any) -> None:
+    with queue.acquire_read(**given):
+        pass
+
+
+def in_time(call: Callable[[], Any]) -> TimeoutError:
+    """The ``TimeoutError`` of a call with :data:`DEADLINE_S`, which it must have waited for."""
+    made = Call(call)
+    error = made.raised(TimeoutError)
+    took = f"a deadline of {DEADLINE_S} s, and it ended after {made.took_s:.3f} s"
+    assert made.took_s > DEADLINE_S * 0.9, took
+    return error  # type: ignore[return-value]
+
+
+class Waiting(QueueSuite):
+    """Calls that wait."""
+
+    @law("ALL-4")
+    @pytest.mark.parametrize("verb", ["dequeue", "acquire_read", "broadcast_object", "wait_until_ready"])
+    def test_a_reader_waits_as_long_as_it_is_told(self, verb: str) -> None:
+        writer, readers = self.queue(2)
+        reader = readers[0]
+        calls: dict[str, Callable[[], Any]] = {
+            "dequeue": lambda: reader.dequeue(timeout=DEADLINE_S),
+            "acquire_read": lambda: acquire_read(reader, timeout=DEADLINE_S),
+            "broadcast_object": lambda: reader.broadcast_object(timeout=DEADLINE_S),
+            "wait_until_ready": lambda: reader.wait_until_ready(DEADLINE_S),
+        }
+        assert "writer" in str(in_time(calls[verb])), "it does not say whom it waited for"
+        sent(writer, "late")
+        assert received(reader) == "late"
+
+    @law("ALL-4")
+    @pytest.mark.parametrize("verb", ["enqueue", "acquire_write", "broadcast_object", "wait_until_ready"])
+    def test_a_writer_waits_as_long_as_it_is_told(self, verb: str) -> None:
+        writer, (reader,) = self.queue()
+        calls: dict[str, Callable[[], Any]] = {
+            "enqueue": lambda: writer.enqueue("late", timeout=DEADLINE_S),
+            "acquire_write": lambda: acquire_write(writer, timeout=DEADLINE_S),
+            "broadcast_object": lambda: writer.broadcast_object("late", timeout=DEADLINE_S),
+            "wait_until_ready": lambda: writer.wait_until_ready(DEADLINE_S),
+        }
+        held = fill(writer)
+        in_time(calls[verb])
+        got = [received(reader) for _ in range(held)]
+        assert got == list(range(held))
+        raises(TimeoutError, lambda: reader.dequeue(timeout=0.2))
+
+    @law("ALL-4")
+    def test_where_nothing_is_said_the_contexts_time_applies(self) -> None:
+        writer, (reader,) = self.queue(timeout_s=DEADLINE_S)
+        in_time(reader.dequeue)
+        fill(writer)
+        in_time(lambda: writer.enqueue("x"))
+
+    @law("ALL-4")
+    def test_a_timeout_of_nothing_looks_and_does_not_wait(self) -> None:
+        writer, (reader,) = self.queue()
+        raises(TimeoutError, lambda: reader.dequeue(timeout=0))
+        sent(writer, 1)
+        until(lambda: _polled(reader) == 1, what="a message that was enqueued")
+
+    @law("ALL-4")
+    def test_a_negative_timeout_is_refused(self) -> None:
+        writer, (reader,) = self.queue()
+        raises(ValueError, lambda: reader.dequeue(timeout=-1))
+        raises(ValueError, lambda: writer.enqueue(1, timeout=-1))
+
+    @law("ALL-4")
+    def test_without_a_deadline_a_call_waits_on(self) -> None:
+        writer, (reader,) = self.queue(timeout_s=0.1)
+        call = Call(lambda: reader.dequeue(timeout=None))
+        assert call.is_blocked(0.5), f"it ended: {call.error!r}"
+        sent(writer, "at last")
+        assert call.result() == "at last"
+
+    @law("ALL-4")
+    def test_who_cancels_is_heard(self) -> None:
+        writer, (reader,) = self.queue()
+        for verb in (reader.dequeue, lambda **given: acquire_read(reader, **given)):
+            cancel = threading.Event()
+            call = Call(lambda verb=verb, cancel=cancel: verb(timeout=None, cancel=cancel))  # type: ignore[misc]
+            assert call.is_blocked()
+            cancel.set()
+            call.raised(CancelledError)
+        sent(writer, "after")
+        assert received(reader) == "after"
+
+    @law("ALL-4")
+    def test_a_call_that_is_cancelled_before_it_begins_takes_no_long_wait(self) -> None:
+        _, (reader,) = self.queue()
+        cancel = threading.Event()
+        cancel.set()
+        raises(CancelledError, lambda: reader.dequeue(timeout=None, cancel=cancel))
+
+    @law("ALL-4")
+    def test_a_second_thread_is_refused_and_nothing_gets_mixed(self) -> None:
+        writer, (reader,) = self.queue()
+        first = Call(lambda: reader.dequeue(timeout=waits.patience_s))
+        assert first.is_blocked()
+        raises(BusyError, lambda: reader.dequeue(timeout=0.1))
+        sent(writer, "for the first")
+        assert first.result() == "for the first"
+
+    # -- whom for --------------------------------------------------------------------------------
+
+    @law("QUEUE-3")
+    def test_a_writers_timeout_names_the_reader_its_process_and_its_lag(self) -> None:
+        writer, readers = self.queue(3)
+        for number in range(CHUNKS):
+            sent(writer, number)
+            received(readers[0])
+            received(readers[2])
+        error = raises(TimeoutError, lambda: writer.enqueue("no room", timeout=0.2))
+        check_named(error, 1, f"pid {os.getpid()}", CHUNKS)
+        assert not re.search(r"\brank [02]\b", str(error)), (
+            f"it names readers that are not waited for: {error}"
+        )
+
+    @law("QUEUE-3")
+    def test_a_reader_that_has_not_come_is_named(self) -> None:
+        writer = self.writer(2)
+        self.reader(writer, 0)
+        error = raises(TimeoutError, lambda: writer.wait_until_ready(0.2))
+        assert re.search(r"\brank 1\b.*not come", str(error)), f"it does not name who has not come: {error}"
+
+    @law("QUEUE-3")
+    def test_how_far_each_reader_has_come_can_be_asked(self) -> None:
+        writer, readers = self.queue(2)
+        for number in range(3):
+            sent(writer, number)
+        received(readers[1])
+        until(lambda: [each.lag for each in writer.readers] == [3, 2], what="lags of 3 and 2 messages")
+        assert [each.rank for each in writer.readers] == [0, 1]
+        assert not any(each.gone or each.died for each in writer.readers)
+
+    @law("QUEUE-3")
+    def test_a_long_wait_is_warned_of_again_and_again_and_says_whom_for(
+        self, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        writer, readers = self.queue(2, warning_interval_s=0.1)
+        for number in range(CHUNKS):
+            sent(writer, number)
+            received(readers[0])
+        with caplog.at_level(logging.WARNING):
+            raises(TimeoutError, lambda: writer.enqueue("no room", timeout=0.55))
+        warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+        assert 2 <= len(warnings) <= 6, f"0.55 s at an interval of 0.1 s, and these warnings: {warnings}"
+        for warning in warnings:
+            check_named(warning, 1, f"pid {os.getpid()}", CHUNKS)
+
+    @law("QUEUE-3")
+    def test_a_reader_warns_that_it_waits_for_the_writer(self, caplog: pytest.LogCaptureFixture) -> None:
+        _, (reader,) = self.queue(warning_interval_s=0.1)
+        with caplog.at_level(logging.WARNING):
+            raises(TimeoutError, lambda: reader.dequeue(timeout=0.35))
+        warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+        assert warnings, "0.35 s at an interval of 0.1 s, and nothing was logged"
+        assert all("writer" in warning for warning in warnings), f"they name nobody: {warnings}"
+
+    @law("QUEUE-3")
+    def test_who_waits_indefinitely_is_not_warned_and_waits_without_end(
+        self, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        writer, (reader,) = self.queue(warning_interval_s=0.1, timeout_s=0.2)
+        with caplog.at_level(logging.WARNING):
+            call = Call(lambda: reader.dequeue(indefinite=True))
+            assert call.is_blocked(0.6), f"it ended: {call.error!r}"
+            sent(writer, "at last")
+            assert call.result() == "at last"
+            raises(TimeoutError, lambda: reader.dequeue(timeout=0.3, indefinite=True))
+        warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+        assert not warnings, f"an indefinite wait was warned of: {warnings}"
+
+    # -- what it costs -----------------------------------------------------------------------------
+
+    @law("QUEUE-4")
+    def test_readers_that_wait_cost_next_to_no_processor_time(self) -> None:
+        writer, readers = self.queue(2)
+        calls = [Call(lambda end=end: end.dequeue(timeout=waits.patience_s)) for end in readers]  # type: ignore[misc]
+        assert all(call.is_blocked() for call in calls)
+        began, used = time.monotonic(), time.process_time()
+        time.sleep(1.0)
+        took, used = time.monotonic() - began, time.process_time() - used
+        sent(writer, "wake up")
+        assert [call.result() for call in calls] == ["wake up", "wake up"]
+        assert used < 0.2 * took, f"two readers waited {took:.2f} s and used {used:.2f} s of processor time"
+
+
+def _polled(reader: MessageQueue) -> Any:
+    with contextlib.suppress(TimeoutError):
+        return reader.dequeue(timeout=0)
+
+
+def check_named(said: object, rank: int, process: str, lag: int) -> None:
+    """Whether a text names a reader by all that it must be named by."""
+    text = str(said)
+    missing = [
+        what
+        for what, pattern in (
+            (f"its rank, {rank}", rf"\brank {rank}\b"),
+            (f"its process, {process}", rf"{re.escape(process)}\b"),
+            (f"its lag, {lag} messages", rf"\b{lag} messages? behind\b"),
+        )
+        if not re.search(pattern, text)
+    ]
+    assert not missing, (
+        f"a reader that is waited for is to be named, and {', '.join(missing)} is not in: {text}"
+    )

@@ -1,0 +1,191 @@
+"""The suites by kind, and classes made for what the command line names."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import sys
+from collections.abc import Iterable, Mapping
+from importlib import metadata
+from typing import Any
+
+from kvplug.assembly.registry import Registry
+from kvplug.config import check_options
+from kvplug.errors import ConfigError, UnknownTransportError
+from kvplug.transport.spec import TRANSPORTS, Kind
+from kvplug_testing import peers
+from kvplug_testing.contract.base import Contract
+from kvplug_testing.contract.plugin import PluginContract
+
+_SUITES = {
+    Kind.PIPE: "kvplug_testing.contract.pipe:PipeContract",
+    Kind.QUEUE: "kvplug_testing.contract.queue:MessageQueueContract",
+    Kind.LOOKUP_BUFFER: "kvplug_testing.contract.lookup:LookupBufferContract",
+    Kind.COMMUNICATOR: "kvplug_testing.contract.communicator:DeviceCommunicatorContract",
+    Kind.CONNECTOR: "kvplug_testing.contract.connector:ConnectorContract",
+}
+_AROUND = {
+    Kind.PIPE: "kvplug_testing.contract.around:AroundPipe",
+    Kind.QUEUE: "kvplug_testing.contract.around:AroundQueue",
+}
+"""Where the transport goes around another one."""
+
+chosen: list[type[Contract]] = []
+"""What the command line names, for the module ``judged``, which pytest collects."""
+
+
+def suite_of(kind: Kind) -> type[Contract]:
+    """The suite of a kind."""
+    return _loaded(_SUITES[kind])
+
+
+def _loaded(source: str) -> type[Contract]:
+    module, _, name = source.partition(":")
+    return getattr(importlib.import_module(module), name)  # type: ignore[no-any-return]
+
+
+def every() -> tuple[type[Contract], ...]:
+    return (*(suite_of(kind) for kind in _SUITES), PluginContract)
+
+
+def installed(
+    transports: Iterable[str], connectors: Iterable[str], options: Iterable[str] = ()
+) -> list[type[Contract]]:
+    """A suite for each name, as an author would have written it, and one for each plugin that offers them.
+
+    ``options`` are ``"NAME.KEY=VALUE"``; the name is one of what is judged, or ``KIND:NAME``.
+
+    Raises:
+        UnknownTransportError, UnknownConnectorError, AmbiguousNameError: nothing, or more than one thing, has
+            the name.
+        ConfigError: with every fault of the options, or one is not of what is named.
+    """
+    registry = Registry.from_env()
+    given = _by_name(options)
+    named = [(kind, name) for each in transports for kind, name in _kinds(registry, each)]
+    for name in connectors:
+        registry.get(Kind.CONNECTOR, name)
+        named.append((Kind.CONNECTOR, name))
+    if strange := {*given} - {each for kind, name in named for each in (name, f"{kind.value}:{name}")}:
+        raise ConfigError(f"options of {', '.join(sorted(strange))} were given, and no such thing is judged")
+    plugins = [plugin.name for kind, name in named for plugin in registry.owners(kind, name)]
+    options_of = {
+        (kind, name): given.get(name, {}) | given.get(f"{kind.value}:{name}", {}) for kind, name in named
+    }
+    return [
+        *(_made(registry, kind, name, options_of[kind, name]) for kind, name in named),
+        *(_made_of_plugin(name) for name in dict.fromkeys(plugins)),
+    ]
+
+
+def _by_name(options: Iterable[str]) -> dict[str, dict[str, str]]:
+    """What was given for each name. As in the environment, a value that is empty counts as not given.
+
+    Raises:
+        ConfigError: with each that has another form.
+    """
+    found: dict[str, dict[str, str]] = {}
+    faults: list[str] = []
+    for each in options:
+        path, equals, value = each.partition("=")
+        name, dot, key = path.strip().rpartition(".")
+        if not (equals and dot and name and key):
+            faults.append(f"{each!r} was given; allowed is NAME.KEY=VALUE")
+        elif value.strip():
+            found.setdefault(name, {})[key] = value
+    if faults:
+        raise ConfigError(*faults, source="--kvplug-option")
+    return found
+
+
+def made_names() -> set[str]:
+    """Of the classes that :func:`installed` makes of whatever is installed."""
+    registry = Registry.from_env()
+    offered = {_called(spec.name, suite_of(spec.kind)) for _, spec in registry if spec.kind in _SUITES}
+    return offered | {_called(plugin.name, PluginContract) for plugin in registry.plugins}
+
+
+def _kinds(registry: Registry, given: str) -> list[tuple[Kind, str]]:
+    """The kinds that have a transport of this name. ``KIND:NAME`` asks for one of them."""
+    word, _, name = given.partition(":")
+    word = word.replace(" ", "_")  # as a list prints it
+    if name and word in {kind.value for kind in TRANSPORTS}:
+        registry.get(Kind(word), name)
+        return [(Kind(word), name)]
+    kinds = [kind for kind in TRANSPORTS if registry.owners(kind, given)]
+    if not kinds:
+        try:
+            registry.get(Kind.PIPE, given)
+        except UnknownTransportError as e:
+            others = {spec.name for kind in TRANSPORTS for spec in registry.transports(kind)}
+            raise UnknownTransportError(f"{e}; of any kind there are: {', '.join(sorted(others))}") from e
+    for kind in kinds:
+        registry.get(kind, given)
+    return [(kind, given) for kind in kinds]
+
+
+def _made(registry: Registry, kind: Kind, name: str, options: Mapping[str, str]) -> type[Contract]:
+    """The suite of what has the name.
+
+    Raises:
+        ConfigError: with every fault of the options.
+    """
+    spec: Any = registry.get(kind, name)
+    goes_around = kind in TRANSPORTS and spec.wraps
+    if options or goes_around:
+        _check(spec, options)
+    source = (_AROUND if goes_around else _SUITES)[kind]
+    suite = _loaded(source)
+    said: dict[str, Any] = {"transport": name, "options": options, "made_from": source}
+    if suite.across_processes:
+        said["across_processes"] = _reaches_other_processes(spec, name)
+    return type(_called(name, suite_of(kind)), (suite,), said)
+
+
+def _check(spec: Any, options: Mapping[str, str]) -> None:
+    cls = spec.load_options()
+    if cls is not None:
+        check_options(cls, options, where=f"options.{spec.name}")
+    elif options:
+        raise ConfigError(f"{spec.name} takes no options; {', '.join(options)} was given")
+
+
+def _reaches_other_processes(spec: Any, name: str) -> bool:
+    """Whether a transport's probe names the same domain in another process of this host as here.
+
+    ``name`` is as it was given: with its distribution, perhaps, where two offer one of that name.
+    """
+    if spec.kind not in TRANSPORTS:
+        return True
+    here = spec.run_probe().domain
+    if not here or spec.capabilities.cross_host:
+        return True
+    with peers.start(f"{__name__}:domain_of", spec.kind.value, name) as child:
+        return bool(child.result() == here)
+
+
+def domain_of(parent: peers.Parent, kind: str, name: str) -> str:
+    """In another process."""
+    spec: Any = Registry.from_env().get(Kind(kind), name)
+    return spec.run_probe().domain  # type: ignore[no-any-return]
+
+
+def _made_of_plugin(name: str) -> type[Contract]:
+    return type(_called(name, PluginContract), (PluginContract,), {"plugin": name})
+
+
+def _called(name: str, suite: type[Contract]) -> str:
+    """A name that pytest collects."""
+    words = re.split(r"[^A-Za-z0-9]+", name)
+    return "Test" + "".join(word.capitalize() for word in words) + suite.__name__
+
+
+def versions() -> dict[str, str]:
+    """Of what takes part in every run; what is judged says its own."""
+    found = {"python": sys.version.split()[0]}
+    for name in ("kvplug", "torch"):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found

@@ -1,0 +1,43 @@
+"""An engine without a model: a paged cache, and the calls that a real one makes to its connector.
+
+:class:`EngineDouble` makes them one step at a time, as a test says. :class:`Schedule` decides by itself, at
+random and by the rules, and holds the connector to its promises after each step. :func:`replay` makes the
+calls that a real engine was seen to make (:mod:`kvplug_testing.orders`).
+"""
+
+from __future__ import annotations
+
+from kvplug_testing.engine.cache import (
+    HEAD_SIZE,
+    MODEL,
+    NUM_HEADS,
+    NUM_LAYERS,
+    PagedCache,
+    kv_of,
+    layout_of,
+    model_of,
+)
+from kvplug_testing.engine.double import CallOrder, EngineDouble, PlannedStep, Scheduled, request_of
+from kvplug_testing.engine.replay import Departed, replay
+from kvplug_testing.engine.requests import Arrival
+from kvplug_testing.engine.schedule import Schedule
+
+__all__ = [
+    "HEAD_SIZE",
+    "MODEL",
+    "NUM_HEADS",
+    "NUM_LAYERS",
+    "Arrival",
+    "CallOrder",
+    "Departed",
+    "EngineDouble",
+    "PagedCache",
+    "PlannedStep",
+    "Schedule",
+    "Scheduled",
+    "kv_of",
+    "layout_of",
+    "model_of",
+    "replay",
+    "request_of",
+]

@@ -1,0 +1,372 @@
+"""A model-free engine: enough of one to drive both sides of the connector in the documented order."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import attrs
+
+from kvplug.assembly import build_connector
+from kvplug.config import Config
+from kvplug.engine.connector.values import (
+    CacheGroup,
+    KVCacheConfig,
+    Parallelism,
+    Plain,
+    Request,
+    RequestEnd,
+    ScheduledRequest,
+    SchedulerOutput,
+    WorkerOutput,
+)
+from kvplug.metrics.stats import TransferStats
+from kvplug.negotiation.model import ModelInfo
+from kvplug_testing.engine.cache import NUM_LAYERS, PagedCache, model_of
+from kvplug_testing.engine.crossing import crossed
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+PATIENCE_S = 30.0
+"""How long a connector may take for what needs further steps, or for an answer that is "not yet"."""
+
+Scheduled = tuple[Request, tuple[int, ...], int, int]
+"""A request in a step: itself, its blocks, the tokens computed before it and those that it computes."""
+
+
+@attrs.frozen(kw_only=True)
+class CallOrder:
+    """Where an engine makes those calls of a step that have no fixed place; see ``WorkerConnector``."""
+
+    loads_after_forward: bool = False
+    """``start_load_kv`` comes after the forward pass; for a step whose loads are all in the background."""
+    drafts: bool = False
+    """The last layer is a draft model's: it, ``wait_for_save`` and ``clear_connector_metadata`` come after
+    the step's reports."""
+
+
+@attrs.frozen(kw_only=True)
+class PlannedStep:
+    """What passes from the scheduler side to the worker side, connector and engine alike."""
+
+    scheduled: tuple[Scheduled, ...]
+    preempted: frozenset[str]
+    metadata: Plain
+    finished: frozenset[str] = frozenset()
+    number: int = 0
+
+
+class EngineDouble:
+    """Both sides of one engine's connector around a paged cache of random numbers.
+
+    :func:`~kvplug_testing.engine.kv_of` says what the KV of a token "is", so that what is loaded can be
+    checked against what should have been computed; what is computed upon wrong KV is wrong. Whatever passes
+    between the two sides is turned into bytes and back on its way, so that nothing but plain values can.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        axes: str = "KBTHD",
+        block_size: int = 16,
+        num_blocks: int = 64,
+        block_format: str = "",
+        num_layers: int = NUM_LAYERS,
+        model: ModelInfo | None = None,
+        seed: int = 0,
+        make: Callable[..., Any] = build_connector,
+        **build: Any,
+    ) -> None:
+        """
+        Args:
+            block_format: its kernel keeps each head's block transposed (axes KBHTD only).
+            make: builds a side of the connector, like ``build_connector``.
+            build: more arguments of it.
+        """
+        self.cache = PagedCache(
+            axes=axes,
+            block_size=block_size,
+            num_blocks=num_blocks,
+            block_format=block_format,
+            num_layers=num_layers,
+            seed=seed,
+        )
+        self.block_size = block_size
+        self.layer_names, self.layout = self.cache.layer_names, self.cache.layout
+        self.kv_caches: dict[str, Tensor] = self.cache.tensors
+        groups = (CacheGroup(layer_names=self.layer_names, layout=self.layout),)
+        arguments: dict[str, Any] = {
+            "model": model or model_of(axes, num_layers),
+            "cache": KVCacheConfig(groups=groups, num_blocks=num_blocks),
+            "parallelism": Parallelism(),
+            **build,
+        }
+        import torch
+
+        self.free_blocks: list[int] = torch.randperm(num_blocks, generator=self.cache.random).tolist()
+        self.step_number = 0
+        self._stats = TransferStats()
+        self._ended: set[str] = set()
+        self._kept: dict[str, tuple[int, ...]] = {}
+        self.worker: Any = make(config, "worker", **arguments)
+        try:
+            self.scheduler: Any = make(config, "scheduler", **arguments)
+        except BaseException:
+            self.worker.shutdown()
+            raise
+        try:
+            self._begin()
+        except BaseException:
+            self.__exit__()
+            raise
+
+    def _begin(self) -> None:
+        """The calls at start."""
+        self.worker.register_kv_caches(self.kv_caches)
+        said = crossed(self.worker.get_handshake_metadata(), "what get_handshake_metadata returned")
+        self.scheduler.set_xfer_handshake_metadata({} if said is None else {0: said})
+        self.scheduler.get_finished_count()
+
+    def __enter__(self) -> EngineDouble:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.scheduler.shutdown()
+        self.worker.shutdown()
+
+    # -- the cache -----------------------------------------------------------------------------
+
+    @property
+    def weights(self) -> float:
+        """What the KV depends on besides its tokens. Who changes it resets the scheduler side's cache."""
+        return self.cache.weights
+
+    @weights.setter
+    def weights(self, weights: float) -> None:
+        self.cache.weights = weights
+
+    def compute(self, token_ids: tuple[int, ...], block_ids: tuple[int, ...], start: int, end: int) -> None:
+        for layer in range(len(self.layer_names)):
+            self.cache.compute(layer, token_ids, block_ids, start, end)
+
+    def is_right(self, token_ids: tuple[int, ...], block_ids: tuple[int, ...], end: int) -> bool:
+        """Whether the first ``end`` tokens' KV is in the blocks, in every layer."""
+        return self.cache.is_right(token_ids, block_ids, end)
+
+    # -- requests ------------------------------------------------------------------------------
+
+    def allocate(self, num_tokens: int) -> tuple[int, ...]:
+        count = -(-num_tokens // self.block_size)
+        blocks, self.free_blocks = self.free_blocks[:count], self.free_blocks[count:]
+        if len(blocks) < count:
+            raise ValueError(f"{count} blocks are wanted, and there are {len(blocks)}: give the double more")
+        return tuple(blocks)
+
+    def matched(self, request: Request, num_computed: int = 0) -> tuple[int, bool]:
+        """A request comes in. Ask about it until the answer is no longer "not yet"."""
+        self.scheduler.on_new_request(request)
+        return self.ask(request, num_computed)
+
+    def ask(self, request: Request, num_computed: int = 0) -> tuple[int, bool]:
+        """How many tokens can be loaded, and whether in the background; asks until it is known."""
+        limit = time.monotonic() + PATIENCE_S
+        while True:
+            found, is_async = self.scheduler.get_num_new_matched_tokens(request, num_computed)
+            if found is not None:
+                return found, is_async
+            if time.monotonic() > limit:
+                raise AssertionError(f"get_num_new_matched_tokens answers 'not yet' for {PATIENCE_S} s")
+            time.sleep(0.0005)
+
+    def finish(
+        self, request: Request, block_ids: tuple[int, ...], end: RequestEnd = RequestEnd.FINISHED
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """The request has ended. What ``request_finished`` answers."""
+        keeps, params = self.scheduler.request_finished(request, (block_ids,), end)
+        self._ended.add(request.request_id)
+        if keeps:
+            self._kept[request.request_id] = block_ids
+        return keeps, crossed(params, "the kv_transfer_params of request_finished")
+
+    def settle(self) -> None:
+        """Step without requests until the connector has no more to do and has named all whose blocks it kept.
+
+        Raises:
+            AssertionError: it does not come to an end.
+        """
+        limit = time.monotonic() + PATIENCE_S
+        while self._kept or self.scheduler.has_pending_push_work():
+            if time.monotonic() > limit:
+                raise AssertionError(
+                    f"after {PATIENCE_S} s of steps the blocks of {', '.join(self._kept) or 'nobody'} are"
+                    f" still kept, and has_pending_push_work is {self.scheduler.has_pending_push_work()}"
+                )
+            self.step([])
+
+    # -- steps ---------------------------------------------------------------------------------
+
+    def step(
+        self,
+        scheduled: list[Scheduled],
+        *,
+        compute: bool = True,
+        preempted: frozenset[str] = frozenset(),
+        order: CallOrder = CallOrder(),
+    ) -> WorkerOutput:
+        """One engine step over (request, block_ids, num_computed, num_scheduled)."""
+        report = self.execute(self.plan(scheduled, preempted=preempted), compute=compute, order=order)
+        self.hear(report)
+        return report
+
+    def plan(self, scheduled: list[Scheduled], *, preempted: frozenset[str] = frozenset()) -> PlannedStep:
+        """The scheduler side's half of a step. Several may be planned before the first is executed."""
+        self.step_number += 1
+        tables = {request.request_id: (blocks,) for request, blocks, *_ in scheduled}
+        ended, self._ended = frozenset(self._ended), set()
+        output = SchedulerOutput(
+            step=self.step_number,
+            scheduled=tuple(
+                ScheduledRequest(
+                    request_id=request.request_id, num_computed_tokens=computed, num_scheduled_tokens=new
+                )
+                for request, _, computed, new in scheduled
+            ),
+            block_ids=tables.__getitem__,
+            preempted_request_ids=preempted,
+            finished_request_ids=ended,
+        )
+        metadata = self.scheduler.build_connector_meta(output)
+        tables.clear()  # who looks later finds nothing, as with an engine that has moved on
+        return PlannedStep(
+            scheduled=tuple(scheduled),
+            preempted=preempted,
+            metadata=crossed(metadata, "what build_connector_meta returned"),
+            finished=ended,
+            number=self.step_number,
+        )
+
+    def execute(
+        self, planned: PlannedStep, *, compute: bool = True, order: CallOrder = CallOrder()
+    ) -> WorkerOutput:
+        """The worker side's half: what it reports, for :meth:`hear`.
+
+        Without anything scheduled there is no forward pass, and no layer is visited.
+        """
+        worker, num_layers = self.worker, len(self.layer_names)
+        if planned.preempted:
+            worker.handle_preemptions(planned.preempted)
+        worker.bind_connector_metadata(planned.metadata)
+        drafting = num_layers - 1 if order.drafts else num_layers
+        if not order.loads_after_forward:
+            worker.start_load_kv()
+        self._forward(planned, range(drafting), compute)
+        if order.loads_after_forward:
+            worker.start_load_kv()
+        if not order.drafts:
+            worker.wait_for_save()
+        report = self.report(planned)
+        if order.drafts:
+            self._forward(planned, range(drafting, num_layers), compute)
+            worker.wait_for_save()
+        worker.clear_connector_metadata()
+        return report
+
+    def report(self, planned: PlannedStep) -> WorkerOutput:
+        """What the worker side says at the end of a step."""
+        worker = self.worker
+        sending, receiving = worker.get_finished(planned.finished)
+        invalid = worker.get_block_ids_with_load_errors()
+        stats = crossed(worker.get_stats(), "what get_stats returned")
+        if stats is not None:
+            self._stats.merge(stats)
+        list(worker.take_events())
+        said = crossed(worker.build_worker_metadata(), "what build_worker_metadata returned")
+        return WorkerOutput(
+            finished_sending=frozenset(sending),
+            finished_recving=frozenset(receiving),
+            invalid_block_ids=frozenset(invalid),
+            worker_metadata=() if said is None else (said,),
+            stats=stats,
+        )
+
+    def hear(self, report: WorkerOutput) -> None:
+        """The scheduler side is told what the worker side said after a step."""
+        self.scheduler.update_connector_output(report)
+        list(self.scheduler.take_events())
+        for request_id in report.finished_sending | report.finished_recving:
+            self._kept.pop(request_id, None)
+
+    def figures(self) -> Mapping[str, Any] | None:
+        """What the worker side has counted since the last call, as a snapshot; ``None`` if nothing."""
+        left = self.worker.get_stats()
+        if left is not None:
+            self._stats.merge(left)
+        found, self._stats = self._stats.take(), TransferStats()
+        return found
+
+    def visit(self, layer: int, planned: PlannedStep, *, compute: bool = True) -> None:
+        """One attention layer of the forward pass."""
+        name = self.layer_names[layer]
+        self.worker.wait_for_layer_load(name)
+        for request, blocks, computed, new in planned.scheduled if compute else ():
+            self.cache.compute(layer, request.token_ids, blocks, computed, computed + new)
+        self.worker.save_kv_layer(name, self.kv_caches[name])
+
+    def _forward(self, planned: PlannedStep, layers: range, compute: bool) -> None:
+        for layer in layers if planned.scheduled else ():
+            self.visit(layer, planned, compute=compute)
+
+    # -- whole lives of requests ---------------------------------------------------------------
+
+    def prefill(
+        self, request: Request, *, chunk: int | None = None, order: CallOrder = CallOrder()
+    ) -> tuple[int, ...]:
+        """Compute a whole prompt, in chunks, and end the request. Returns its blocks."""
+        return self.hand_off(request, chunk=chunk, order=order)[0]
+
+    def hand_off(
+        self, request: Request, *, chunk: int | None = None, order: CallOrder = CallOrder()
+    ) -> tuple[tuple[int, ...], dict[str, Any] | None]:
+        """The same; returns the ``kv_transfer_params`` beside the blocks."""
+        total = len(request.token_ids)
+        blocks = self.allocate(total)
+        self.scheduler.on_new_request(request)
+        self.scheduler.update_state_after_alloc(request, (blocks,), 0)
+        for start in range(0, total, chunk or total):
+            self.step([(request, blocks, start, min(chunk or total, total - start))], order=order)
+        _, params = self.finish(request, blocks)
+        self.settle()
+        return blocks, params
+
+    def load(
+        self, request: Request, *, order: CallOrder = CallOrder()
+    ) -> tuple[tuple[int, ...], int, WorkerOutput]:
+        """Match, allocate, and run the step that loads. Returns (blocks, tokens loaded, report)."""
+        num_loaded, is_async = self.matched(request)
+        blocks = self.allocate(len(request.token_ids))
+        self.scheduler.update_state_after_alloc(request, (blocks,), num_loaded)
+        if is_async:
+            return blocks, num_loaded, self.step([], order=order)
+        rest = len(request.token_ids) - num_loaded
+        return blocks, num_loaded, self.step([(request, blocks, num_loaded, rest)], order=order)
+
+
+def request_of(
+    request_id: str,
+    token_ids: Iterable[int],
+    *,
+    extra: bytes = b"",
+    params: Mapping[str, Any] | None = None,
+) -> Request:
+    """A request that is all prompt."""
+    tokens = tuple(token_ids)
+    return Request(
+        request_id=request_id,
+        token_ids=tokens,
+        num_prompt_tokens=len(tokens),
+        extra=extra,
+        params=dict(params or {}),
+    )

@@ -1,0 +1,135 @@
+"""What an engine remembers to hold its connector to account: loads that were promised, kept blocks."""
+
+from __future__ import annotations
+
+import attrs
+
+from kvplug.engine.connector.values import Request, WorkerOutput
+from kvplug_testing.engine.cache import PagedCache
+
+
+@attrs.define(eq=False)
+class Load:
+    """Tokens that the connector has promised to load."""
+
+    request: Request
+    blocks: tuple[int, ...]
+    start: int
+    end: int
+    is_async: bool
+    step: int = 0
+    """The first that was planned since; 0: none yet."""
+    invalid: set[int] = attrs.field(factory=set)
+    """Of its blocks, those that were reported."""
+    is_checked: bool = True
+    """Its content is known: neither has its request ended, nor have the weights changed since it came."""
+
+
+class Ledger:
+    """Judges each report of a worker side, when the step is over."""
+
+    def __init__(self, cache: PagedCache) -> None:
+        self._cache = cache
+        self.loads: dict[str, Load] = {}
+        """By request, until they have ended."""
+        self.kept: set[str] = set()
+        """Requests that have ended, whose blocks are kept until they are named."""
+        self._may_be_named: set[str] = set()
+        self._named: dict[str, str] = {}
+        self.must_arrive = True
+        """Nothing was done that could make a load fail."""
+        self.num_loaded = 0
+        """Tokens that came."""
+        self.num_failed = 0
+        """Loads of which something was reported."""
+
+    def promise(self, request: Request, num_computed: int, found: int | None, is_async: bool) -> None:
+        """What ``get_num_new_matched_tokens`` answered."""
+        total, end = len(request.token_ids), num_computed + (found or 0)
+        if found is None or (found == 0 and not is_async):
+            return
+        said = (
+            f"{found} tokens beyond {num_computed} are promised to request {request.request_id}, of {total}"
+        )
+        assert found > 0, f"{said}, in the background: {is_async}"
+        assert end <= total, f"{said}: more than it has"
+        assert end == total or end % self._cache.block_size == 0, f"{said}: no whole blocks"
+
+    def begin(self, load: Load) -> None:
+        """Blocks are allocated for a load."""
+        self._named.pop(load.request.request_id, None)
+        self.loads[load.request.request_id] = load
+
+    def drop(self, request_id: str) -> None:
+        """The request has lost its blocks before any step was told of them."""
+        self.loads.pop(request_id, None)
+
+    def plan(self, step: int) -> bool:
+        """The loads that were begun since the last plan are this step's. Whether it must wait for one."""
+        fresh = [load for load in self.loads.values() if not load.step]
+        for load in fresh:
+            load.step = step
+        return any(not load.is_async for load in fresh)
+
+    def end(self, request_id: str, keeps: bool, *, is_reported: bool) -> None:
+        """Its request has ended. ``is_reported``: a report that names it is on its way to the scheduler."""
+        load = self.loads.get(request_id)
+        if load is not None:
+            load.is_checked = False
+            if load.is_async and load.step and not keeps:
+                self._may_be_named.add(request_id)  # a report of it may be under way
+            if not load.step or (load.is_async and not keeps):
+                del self.loads[request_id]
+        if keeps and not is_reported:
+            self.kept.add(request_id)
+
+    def judge(self, step: int, report: WorkerOutput) -> None:
+        """The step has been executed, and this is what its worker side says.
+
+        Raises:
+            AssertionError: it broke a promise; says which.
+        """
+        for load in [load for load in self.loads.values() if load.step and load.step <= step]:
+            load.invalid |= report.invalid_block_ids & set(load.blocks)
+            named = load.request.request_id in report.finished_recving
+            if named or not load.is_async:
+                self._check(load, step)
+                del self.loads[load.request.request_id]
+                if named:
+                    self._name(load.request.request_id, "received", step)
+        twice = report.finished_sending & report.finished_recving
+        assert not twice, f"step {step}: {', '.join(sorted(twice))} is named as sent and as received"
+        for name in sorted(report.finished_recving):
+            if self._named.get(name) != f"received in step {step}":
+                assert name in self._may_be_named, self._unexpected(name, "received", step)
+                self._may_be_named.discard(name)
+                self._name(name, "received", step)
+        for name in sorted(report.finished_sending):
+            assert name in self.kept or name in self._may_be_named, self._unexpected(name, "sent", step)
+            assert name not in self.loads, f"step {step}: {name} is named as sent while it loads"
+            self._may_be_named.discard(name)
+            self._name(name, "sent", step)
+
+    def _name(self, request_id: str, how: str, step: int) -> None:
+        self._named[request_id] = f"{how} in step {step}"
+        self.kept.discard(request_id)
+
+    def _unexpected(self, name: str, how: str, step: int) -> str:
+        before = self._named.get(name)
+        if before:
+            return f"step {step}: {name} is named as {how}, and it was named before: as {before}"
+        return f"step {step}: {name} is named as {how}, and it was neither kept nor loaded in the background"
+
+    def _check(self, load: Load, step: int) -> None:
+        """A load has ended: every block of it is right or was reported."""
+        who = f"request {load.request.request_id}, tokens {load.start} to {load.end}"
+        if not load.is_checked:
+            return
+        wrong = self._cache.wrong_blocks(load.request.token_ids, load.blocks, load.start, load.end)
+        unsaid = sorted(wrong - load.invalid)
+        assert not unsaid, f"step {step}: wrong KV was loaded into blocks {unsaid} ({who}), and not reported"
+        if load.invalid:
+            self.num_failed += 1
+            assert not self.must_arrive, f"step {step}: what was promised did not come ({who})"
+        else:
+            self.num_loaded += load.end - load.start

@@ -1,0 +1,371 @@
+"""Random schedules that keep the rules: what engines do, in an order that none may have tried."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import attrs
+
+from kvplug.engine.connector.values import RequestEnd, WorkerOutput
+from kvplug_testing.engine import double as doubles
+from kvplug_testing.engine.double import CallOrder, EngineDouble, PlannedStep, Scheduled
+from kvplug_testing.engine.ledger import Ledger, Load
+from kvplug_testing.engine.requests import Arrival, Running, State
+
+
+@attrs.frozen(kw_only=True)
+class _Step:
+    planned: PlannedStep
+    weights: float
+    computed: tuple[tuple[Running, int, int], ...]
+    """Request, its life then, and as far as this step computes."""
+    held: tuple[tuple[Running, int], ...]
+    """Request and its generation then: waiting for the load that this step makes."""
+    needs_loads: bool
+
+
+class Schedule:
+    """One engine's work, done one random move at a time; the same seed gives the same moves.
+
+    It shares prefixes, computes prompts in chunks, preempts, aborts, plans steps before others have been
+    executed or reported, goes back after failed loads, and gives freed blocks to others at once. Meanwhile it
+    asks: is everything that the engine takes for computed right? Has anybody written into a free block?
+
+    Args:
+        chance: where the randomness comes from.
+        depth: steps that may be planned and not yet reported.
+        drafts: the engine ends its steps after their reports, see :class:`CallOrder`.
+        before_step: called in front of each step's execution; to make its loads fail, say.
+    """
+
+    def __init__(
+        self,
+        double: EngineDouble,
+        chance: random.Random,
+        *,
+        depth: int = 1,
+        drafts: bool = False,
+        before_step: Callable[[], Any] = lambda: None,
+        on_end: Callable[[Arrival, dict[str, Any] | None], Any] = lambda arrival, params: None,
+    ) -> None:
+        self.double, self.chance, self.depth, self.drafts = double, chance, depth, drafts
+        self.before_step, self.on_end = before_step, on_end
+        self.ledger = Ledger(double.cache)
+        self.counts: Counter[str] = Counter()
+        """How often it has preempted, aborted, computed a part of a prompt (``"chunked"``), planned a step
+        while another was under way (``"ahead"``), and begun a load in the background (``"async"``)."""
+        self.coming: deque[Running] = deque()
+        self.active: list[Running] = []
+        self._planned: deque[_Step] = deque()
+        self._reports: deque[tuple[_Step, WorkerOutput]] = deque()
+        self._users: Counter[int] = Counter()
+        self._kept: dict[str, tuple[int, ...]] = {}
+        self._blank: set[int] = set()
+        self._freed: dict[int, int] = {}
+        """Blocks that nobody has, each with the last step that was planned when it was freed."""
+        for block in double.free_blocks:
+            self._freed[block] = 0
+        self._to_preempt: list[Running] = []
+
+    def add_free(self, block: int) -> None:
+        """The engine has one more block: whoever had it is done."""
+        self._freed[block] = self.double.step_number
+
+    def submit(self, *arrivals: Arrival) -> None:
+        """Requests that come, in this order, whenever chance lets them in."""
+        self.coming += (Running(arrival) for arrival in arrivals)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(
+            self.coming
+            or self.active
+            or self._planned
+            or self._reports
+            or self._kept
+            or self.ledger.loads
+            or self.double.scheduler.has_pending_push_work()
+        )
+
+    def run(self) -> None:
+        """Until all is done.
+
+        Raises:
+            AssertionError: a promise was broken, or it comes to no end.
+        """
+        self.run_with()
+
+    def run_with(self, *others: Schedule) -> None:
+        """The same, taking turns with other engines' schedules at random."""
+        limit = time.monotonic() + doubles.PATIENCE_S
+        every = (self, *others)
+        while busy := [each for each in every if each.has_work]:
+            self.chance.choice(busy).move()
+            if time.monotonic() > limit:
+                raise AssertionError(f"no end after {doubles.PATIENCE_S} s: {'; '.join(map(str, busy))}")
+
+    def __str__(self) -> str:
+        states = ", ".join(f"{each.name} {each.state.value}" for each in (*self.coming, *self.active))
+        return f"{states or 'no request'}; kept: {sorted(self._kept)}; loads: {sorted(self.ledger.loads)}"
+
+    # -- moves ---------------------------------------------------------------------------------
+
+    def move(self) -> None:
+        """One random move, and a look at everything."""
+        moves: list[tuple[int, Callable[[], Any]]] = []
+        in_flight = len(self._planned) + len(self._reports)
+        waiting = [
+            each for each in self.active if each.state is State.WAITING and each not in self._to_preempt
+        ]
+        if self.coming:
+            moves.append((2, self._let_in))
+        if waiting:
+            moves.append((3, lambda: self._admit(self.chance.choice(waiting))))
+        if in_flight < self.depth:
+            moves.append((3, self._plan))
+        if self._planned:
+            moves.append((3, self._execute))
+        if self._reports:
+            moves.append((2, self._hear))
+        if ending := [each for each in self.active if self._may_end(each)]:
+            moves.append((2, lambda: self._end(self.chance.choice(ending))))
+        weights, calls = zip(*moves, strict=True)
+        chosen = self.chance.choices(calls, weights)[0]
+        chosen()
+        if chosen in (self._execute, self._hear):
+            self._look()
+
+    def _let_in(self) -> None:
+        each = self.coming.popleft()
+        self.active.append(each)
+        self.double.scheduler.on_new_request(each.request())
+
+    def _admit(self, each: Running) -> None:
+        """Ask, and allocate blocks if there are enough."""
+        shared = self._shared(each)
+        start, request = len(shared) * self._block_size, each.request()
+        found: int | None = None
+        for _ in range(self.chance.randrange(1, 4)):  # it may be asked often
+            found, is_async = self.double.scheduler.get_num_new_matched_tokens(request, start)
+            self.ledger.promise(request, start, found, is_async)
+        if found is None:
+            time.sleep(0.0002)
+            return
+        end = min(start + found, len(request.token_ids) - 1)
+        wanted = start + found if is_async else len(request.token_ids)
+        if not self._take(each, shared, wanted):
+            return
+        self.double.scheduler.update_state_after_alloc(request, (each.blocks,), found)
+        each.num_computed = end
+        each.state = State.RUNNING
+        if found:
+            self.ledger.begin(Load(request, each.blocks, start, end, is_async))
+            holds = self.chance.random() < 0.1
+            each.state = State.LOADING if is_async else State.HELD if holds else State.RUNNING
+            self.counts["async"] += is_async
+        each.must_run = each.state is State.RUNNING
+
+    def _shared(self, each: Running) -> tuple[int, ...]:
+        """Blocks of others that begin with the same tokens; or none, as without a prefix cache."""
+        best: tuple[int, ...] = ()
+        tokens = each.arrival.tokens[: len(each.request().token_ids) - 1]
+        for other in self.active if self.chance.random() < 0.5 else ():
+            if other.state is not State.RUNNING or other.must_run or other.is_mixed:
+                continue
+            if other.arrival.extra != each.arrival.extra:
+                continue
+            same = 0
+            for ours, theirs in zip(tokens, other.arrival.tokens[: other.num_computed], strict=False):
+                if ours != theirs:
+                    break
+                same += 1
+            best = max(best, other.blocks[: same // self._block_size], key=len)
+        return best
+
+    def _plan(self) -> None:
+        scheduled: list[Scheduled] = []
+        computed = []
+        if self.chance.random() < 0.05 and (victims := self._victims()):
+            self._preempt(self.chance.choice(victims))
+        for each in list(self.active):
+            if each.state is not State.RUNNING or each.rest <= 0:
+                continue
+            if not each.must_run and self.chance.random() < 0.2:
+                continue
+            prompt_left = len(each.arrival.prompt) - each.num_computed
+            new = min(self.chance.choice([7, 16, 40, 200]), each.rest, max(1, prompt_left))
+            if not self._grow(each, each.num_computed + new):
+                continue
+            each.must_run = False
+            scheduled.append((each.request(each.num_computed + new), each.blocks, each.num_computed, new))
+            each.num_computed += new
+            self.counts["chunked"] += each.num_computed < len(each.arrival.prompt)
+            computed.append((each, each.life, each.num_computed))
+        preempted = frozenset(each.name for each in self._to_preempt)
+        scheduled = [one for one in scheduled if one[0].request_id not in preempted]
+        self._to_preempt.clear()
+        held = tuple((each, each.generation) for each in self.active if each.state is State.HELD)
+        self.counts["ahead"] += bool(self._planned or self._reports)
+        planned = self.double.plan(scheduled, preempted=preempted)
+        self._planned.append(
+            _Step(
+                planned=planned,
+                weights=self.double.weights,
+                computed=tuple(one for one in computed if one[0].name not in preempted),
+                held=held,
+                needs_loads=self.ledger.plan(planned.number),
+            )
+        )
+
+    def _execute(self) -> None:
+        step = self._planned.popleft()
+        late = not step.needs_loads and self.chance.random() < 0.3
+        order = CallOrder(loads_after_forward=late, drafts=self.drafts)
+        self.before_step()
+        now, self.double.weights = self.double.weights, step.weights
+        report = self.double.execute(step.planned, order=order)
+        self.ledger.judge(step.planned.number, report)
+        self.double.weights = now
+        self._reports.append((step, report))
+        blank = [block for block, last in self._freed.items() if last <= step.planned.number]
+        fresh = [block for block in blank if block not in self._blank]
+        self.double.cache.free(fresh)
+        self._blank.update(fresh)
+        if not step.planned.scheduled:
+            time.sleep(0.0002)  # what goes on in the background gets its turn
+
+    def _hear(self) -> None:
+        step, report = self._reports.popleft()
+        self.double.hear(report)
+        for each in self.active:
+            for index, block in enumerate(each.blocks):
+                if block in report.invalid_block_ids:
+                    each.back_to(index * self._block_size)
+                    break
+        for name in report.finished_sending | report.finished_recving:
+            self._release(self._kept.pop(name, ()))
+        loaded = [
+            each
+            for each in self.active
+            if (each.state is State.LOADING and each.name in report.finished_recving)
+            or (each.state is State.HELD and (each, each.generation) in step.held)
+        ]
+        for each in loaded:
+            each.state = State.RUNNING
+            each.num_right = each.num_computed
+            self.double.scheduler.update_state_after_alloc(each.request(), (each.blocks,), 0)
+        for each, life, end in step.computed:
+            if each in self.active and each.life == life and each.state is State.RUNNING:
+                each.num_right = max(each.num_right, end)
+
+    def _may_end(self, each: Running) -> bool:
+        if each.arrival.end is not RequestEnd.FINISHED:
+            return self.chance.random() < 0.1
+        return each.rest == 0 and (each.num_right == len(each.arrival.tokens) or self.chance.random() < 0.05)
+
+    def _end(self, each: Running) -> None:
+        request = each.request()
+        self.counts["aborted"] += each.arrival.end is RequestEnd.ABORTED
+        keeps, params = self.double.finish(request, each.blocks, each.arrival.end)
+        reported = any(each.name in report.finished_recving for _, report in self._reports)
+        self.ledger.end(each.name, keeps, is_reported=keeps and reported)
+        self.active.remove(each)
+        if each in self._to_preempt:
+            self._to_preempt.remove(each)
+        if keeps:
+            assert each.blocks, f"{each.name} has no blocks, and they are kept"
+            self._kept[each.name] = each.blocks
+        else:
+            self._release(each.blocks)
+        each.blocks = ()
+        self.on_end(each.arrival, params)
+
+    def change_weights(self, restart: float = 0.5) -> bool:
+        """The model gets other weights, if the connector can forget. Who runs starts over, or goes on."""
+        if self.double.scheduler.reset_cache() is not True:
+            return False
+        self.double.weights += 1
+        for load in self.ledger.loads.values():
+            load.is_checked = False
+        for each in list(self.active):
+            each.is_mixed = True  # it came before, and may load what is older than it
+            if each.state is State.RUNNING and self.chance.random() < restart:
+                self._preempt(each)
+        return True
+
+    # -- blocks --------------------------------------------------------------------------------
+
+    @property
+    def _block_size(self) -> int:
+        return self.double.block_size
+
+    def _take(self, each: Running, shared: tuple[int, ...], num_tokens: int) -> bool:
+        """Blocks for so many tokens, the shared ones first."""
+        count = -(-num_tokens // self._block_size) - len(shared)
+        if count > len(self.double.free_blocks):
+            return False
+        blocks = self.double.allocate(count * self._block_size) if count > 0 else ()
+        for block in blocks:
+            del self._freed[block]
+            self._blank.discard(block)
+        each.blocks = shared + blocks
+        self._users.update(each.blocks)
+        return True
+
+    def _grow(self, each: Running, num_tokens: int) -> bool:
+        missing = -(-num_tokens // self._block_size) - len(each.blocks)
+        while missing > len(self.double.free_blocks):
+            victims = [one for one in self._victims() if one is not each]
+            if not victims:
+                return False
+            self._preempt(victims[-1])
+        if missing > 0:
+            blocks = self.double.allocate(missing * self._block_size)
+            for block in blocks:
+                del self._freed[block]
+                self._blank.discard(block)
+            self._users.update(blocks)
+            each.blocks += blocks
+        return True
+
+    def _victims(self) -> list[Running]:
+        return [each for each in self.active if each.state is State.RUNNING and not each.must_run]
+
+    def _preempt(self, each: Running) -> None:
+        """It loses its blocks, and waits. The connector hears of it with the next plan."""
+        load = self.ledger.loads.get(each.name)
+        if load is not None and not load.step:
+            self.ledger.drop(each.name)
+        self._release(each.blocks)
+        each.blocks, each.state, each.must_run = (), State.WAITING, False
+        each.back_to(0)
+        each.generation += 1
+        self._to_preempt.append(each)
+        self.counts["preempted"] += 1
+
+    def _release(self, blocks: Iterable[int]) -> None:
+        for block in blocks:
+            self._users[block] -= 1
+            if not self._users[block]:
+                del self._users[block]
+                self._freed[block] = self.double.step_number
+                # Whoever comes next gets what was freed last.
+                self.double.free_blocks.insert(0, block)
+
+    # -- looking -------------------------------------------------------------------------------
+
+    def _look(self) -> None:
+        """Everything that the engine relies on is right, and what is free was left alone."""
+        for each in self.active:
+            if each.state is not State.RUNNING or each.is_mixed:
+                continue
+            wrong = self.double.cache.wrong_blocks(each.arrival.tokens, each.blocks, 0, each.num_right)
+            assert not wrong, (
+                f"the KV of {each.name} is wrong in blocks {sorted(wrong)} of {each.blocks}, and it is used"
+            )
+        written = self.double.cache.written(self._blank)
+        assert not written, f"somebody wrote into blocks {sorted(written)}, which nobody has"

@@ -1,0 +1,94 @@
+"""Which messages are hit: pure arithmetic on a plan, message numbers and sizes. No clock comes into it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+
+import attrs
+
+from kvplug_testing.faults.plan import Plan, Rule
+
+
+@attrs.frozen
+class Hit:
+    """One rule and one message that it hits."""
+
+    rule: Rule
+    position: int
+    """The rule's place in the plan, from 1."""
+    number: int
+    """The message's, as the rule counts."""
+    seed: int
+
+    def __str__(self) -> str:
+        return f"rule {self.position} ({self.rule.do}), message {self.number}"
+
+    def random(self) -> random.Random:
+        """For what is left to chance about this message: the same for the same seed, rule and number."""
+        return _random(self.seed, self.position, self.number, self.rule.do)
+
+
+class Course:
+    """What a plan does to the messages of one direction of one pipe, one after another."""
+
+    def __init__(self, plan: Plan, direction: str, pipe: int = 1) -> None:
+        self._seed = plan.seed
+        self._rules = [
+            (position, rule)
+            for position, rule in enumerate(plan.rules, start=1)
+            if rule.direction == direction and rule.pipe in (None, pipe)
+        ]
+        self._counted = dict.fromkeys((position for position, _ in self._rules), 0)
+        self._hit = dict(self._counted)
+        self._passed = 0
+
+    def __bool__(self) -> bool:
+        """Whether any rule is for this direction of this pipe."""
+        return bool(self._rules)
+
+    def hits(self, nbytes: int | None) -> list[Hit]:
+        """The rules that hit the next message, in the plan's order, and nothing moves on.
+
+        ``nbytes``: its size; ``None`` while nobody knows it, and then what could hit it.
+        """
+        return [
+            Hit(rule, position, self._counted[position] + 1, self._seed)
+            for position, rule in self._rules
+            if (nbytes is None or nbytes >= rule.min_bytes) and self._is_hit(rule, position)
+        ]
+
+    def advance(self, nbytes: int) -> list[Hit]:
+        """The next message has that size and passes: the rules that hit it."""
+        hits = self.hits(nbytes)
+        for hit in hits:
+            self._hit[hit.position] += 1
+        for position, rule in self._rules:
+            self._counted[position] += nbytes >= rule.min_bytes
+        self._passed += nbytes
+        return hits
+
+    def _is_hit(self, rule: Rule, position: int) -> bool:
+        number = self._counted[position] + 1
+        if rule.times is not None and self._hit[position] >= rule.times:
+            return False
+        if rule.message is not None and number != rule.message:
+            return False
+        if rule.every is not None and number % rule.every:
+            return False
+        if rule.after is not None and self._passed < rule.after:
+            return False
+        return rule.probability >= 1 or _random(self._seed, position, number).random() < rule.probability
+
+
+def schedule(
+    plan: Plan, sizes: Iterable[int], direction: str = "send", pipe: int = 1
+) -> tuple[tuple[Hit, ...], ...]:
+    """What would hit each of these messages, if none broke the pipe."""
+    course = Course(plan, direction, pipe)
+    return tuple(tuple(course.advance(nbytes)) for nbytes in sizes)
+
+
+def _random(*of: int | str) -> random.Random:
+    # From text, which Python hashes the same way in every process.
+    return random.Random(" ".join(str(each) for each in ("kvplug", *of)))

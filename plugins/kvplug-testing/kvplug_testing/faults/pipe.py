@@ -1,0 +1,355 @@
+"""A pipe around any pipe, to which happens what a plan says."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import logging
+import math
+import signal
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Final
+
+from kvplug import errors
+from kvplug.errors import ClosedError, KvplugError, PeerGoneError, TimeoutError
+from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
+from kvplug.net.exclusive_use import ExclusiveUse
+from kvplug.net.fork import close_after_fork
+from kvplug.transport.pipe import Pipe, Transfer
+from kvplug_testing.faults.course import Course, Hit
+from kvplug_testing.faults.messages import copied, fill, flipped, nbytes_of
+from kvplug_testing.faults.plan import BEFORE, Plan
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_log = logging.getLogger(__name__)
+
+LEAVING_S: Final = 5.0
+"""How long ``disconnect`` and ``kill`` wait at most for what was sent before to have left."""
+
+
+class _Limit:
+    """The deadline of one call. Where the caller says nothing, the pipe beneath goes by its own default."""
+
+    def __init__(self, timeout: Timeout, timeout_s: float) -> None:
+        self.deadline = Deadline.after(timeout, timeout_s)
+        self._timeout = timeout
+
+    def left(self) -> Timeout:
+        return self._timeout if self._timeout is DEFAULT_TIMEOUT else self.deadline.remaining()
+
+
+class _Direction:
+    """How far one direction has come, and what has happened already to the message that is next."""
+
+    def __init__(self, what: str, course: Course) -> None:
+        self.what = what
+        self.turn = ExclusiveUse(what)
+        self.course = course
+        self.until: dict[int, float] = {}
+        """By the rule's position: the moment until which it holds this message up."""
+        self.happened: set[int] = set()
+        """Positions of the rules that have had their way with this message."""
+        self.late: list[Tensor | None] = []
+        """Swapped: what passes after the next message."""
+
+    def advance(self, nbytes: int) -> None:
+        self.course.advance(nbytes)
+        self.until.clear()
+        self.happened.clear()
+
+    def pass_late(self) -> list[Tensor | None]:
+        late, self.late = self.late, []
+        return late
+
+
+class FaultyPipe(Pipe):
+    """Another pipe, with faults. With a plan without rules it is that pipe, and keeps all of its laws.
+
+    Faults are made at this end alone. What crosses is what the pipe beneath puts on the wire, so that the
+    other end needs no plan and is told nothing.
+    """
+
+    def __init__(
+        self,
+        pipe: Pipe,
+        plan: Plan,
+        *,
+        number: int = 1,
+        when: Callable[[], bool] | None = None,
+        timeout_s: float = 30.0,
+    ) -> None:
+        """Put ``plan`` around ``pipe``.
+
+        Args:
+            number: this pipe's, for rules that name one.
+            when: asked before each fault whether it is to happen; for tests with a switch.
+            timeout_s: how long a rule may hold up a call that says nothing.
+        """
+        self.pipe = pipe
+        """The pipe beneath."""
+        self.hits: collections.Counter[str] = collections.Counter()
+        """How often each action has happened. A ``flip`` that found no bit has not."""
+        self._when = when
+        self._timeout_s = timeout_s
+        self._sending = _Direction("sending", Course(plan, "send", number))
+        self._receiving = _Direction("receiving", Course(plan, "recv", number))
+        self._last: Transfer | None = None
+        self._owed: deque[Tensor | None] = deque()
+        """To be sent before anything else: second copies, and what was swapped."""
+        self._inbox: deque[tuple[Tensor | None, float]] = deque()
+        """Received already, each with the moment from which the caller may have it."""
+        self._over = threading.Event()
+        self._closed = False
+        self._lost = False
+        close_after_fork(self)
+
+    def __repr__(self) -> str:
+        happened = ", ".join(f"{count} x {what}" for what, count in self.hits.items()) or "no fault yet"
+        return f"<FaultyPipe over {self.pipe!r}: {happened}>"
+
+    @property
+    def closed(self) -> bool:
+        return self._closed or (self.pipe.closed and not self._lost)
+
+    @property
+    def peer(self) -> str:
+        return self.pipe.peer
+
+    @property
+    def _name(self) -> str:
+        """Of this end, for messages."""
+        return f"pipe to {self.peer}"
+
+    # -- sending -------------------------------------------------------------------------------
+
+    def send_tensor(self, tensor: Tensor | None, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Transfer:
+        with self._sending.turn.taken():
+            self._check()
+            if not self._sending.course:
+                with self._beneath():
+                    self._last = self.pipe.send_tensor(tensor, timeout=timeout)
+                return self._last
+            limit = _Limit(timeout, self._timeout_s)
+            self._pay(limit)
+            transfer = self._send(tensor, limit)
+            with contextlib.suppress(KvplugError):  # the message was taken: the next call pays, or tells
+                self._pay(limit)
+            return transfer
+
+    def _send(self, tensor: Tensor | None, limit: _Limit) -> Transfer:
+        nbytes = self._nbytes_of(tensor)
+        hits = self._now(self._sending, nbytes)
+        for hit in hits:
+            if hit.rule.do in BEFORE:
+                self._before(self._sending, hit, limit.deadline)
+            elif held_s := _held_s(hit, nbytes):
+                self._wait(self._until(self._sending, hit, held_s), limit.deadline, hit)
+        copies = self._copies(tensor, hits)
+        transfer = Transfer(nbytes)
+        if copies and not (_swaps(hits) and not self._sending.late):
+            with self._beneath():
+                transfer = self.pipe.send_tensor(copies.pop(0), timeout=limit.left())
+            self._last = transfer
+            self._owed += [*copies, *self._sending.pass_late()]
+        else:
+            # The pipe keeps no more than a copy of it: the caller may overwrite the tensor.
+            self._sending.late += [self._copied(tensor) if each is tensor else each for each in copies]
+            transfer.finish()
+        self._sending.advance(nbytes)
+        self._note(hits, tensor, nbytes)
+        return transfer
+
+    def _pay(self, limit: _Limit) -> None:
+        """Send what is owed. Raises TimeoutError where there is no room in time."""
+        while self._owed:
+            with self._beneath():
+                self._last = self.pipe.send_tensor(self._owed[0], timeout=limit.left())
+            self._owed.popleft()
+
+    # -- receiving -----------------------------------------------------------------------------
+
+    def recv_tensor(self, out: Tensor | None = None, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Tensor | None:
+        with self._receiving.turn.taken():
+            self._check()
+            if not self._receiving.course:
+                with self._beneath():
+                    return self.pipe.recv_tensor(out, timeout=timeout)
+            limit = _Limit(timeout, self._timeout_s)
+            while not self._inbox:
+                possible = self._now(self._receiving, None)
+                for hit in possible:
+                    if hit.rule.do in BEFORE:
+                        self._before(self._receiving, hit, limit.deadline)
+                straight = all(hit.rule.do in BEFORE for hit in possible)
+                try:
+                    with self._beneath():
+                        message = self.pipe.recv_tensor(out if straight else None, timeout=limit.left())
+                except PeerGoneError:
+                    if not self._receiving.late:
+                        raise
+                    self._put(self._receiving.pass_late())  # the message to swap it with never came
+                    break
+                hits = [hit for hit in possible if self._nbytes_of(message) >= hit.rule.min_bytes]
+                self._receiving.advance(self._nbytes_of(message))
+                self._note(hits, message, self._nbytes_of(message))
+                if straight:
+                    self._put(self._receiving.pass_late())
+                    return message
+                self._take(message, hits)
+            return self._hand_over(out, limit.deadline)
+
+    def _take(self, message: Tensor | None, hits: list[Hit]) -> None:
+        """What happens to a message that is here: into the inbox with it, as often as it should come."""
+        copies = self._copies(message, hits)
+        if _swaps(hits) and not self._receiving.late:
+            self._receiving.late = copies
+            return
+        held_s = sum(_held_s(hit, self._nbytes_of(message)) for hit in hits if hit.rule.do not in BEFORE)
+        self._put([*copies, *self._receiving.pass_late()], time.monotonic() + held_s)
+
+    def _put(self, messages: list[Tensor | None], ready_at: float = 0.0) -> None:
+        self._inbox += [(message, ready_at) for message in messages]
+
+    def _hand_over(self, out: Tensor | None, deadline: Deadline) -> Tensor | None:
+        message, ready_at = self._inbox[0]
+        self._wait(ready_at, deadline)
+        received = message if out is None else fill(out, message)
+        self._inbox.popleft()
+        return received
+
+    # -- what both do --------------------------------------------------------------------------
+
+    def _now(self, direction: _Direction, nbytes: int | None) -> list[Hit]:
+        return [hit for hit in direction.course.hits(nbytes) if self._when is None or self._when()]
+
+    def _before(self, direction: _Direction, hit: Hit, deadline: Deadline) -> None:
+        if hit.position in direction.happened:
+            return
+        rule = hit.rule
+        if rule.do == "stop":
+            seconds = math.inf if rule.seconds is None else rule.seconds
+            self._wait(self._until(direction, hit, seconds), deadline, hit)
+        else:
+            with contextlib.suppress(KvplugError):
+                if self._last is not None and rule.do != "raise":  # what was sent before is not torn
+                    self._last.wait(min(max(0.0, deadline.at - time.monotonic()), LEAVING_S))
+        direction.happened.add(hit.position)
+        self._happens(hit, f"{direction.what}")
+        if rule.do == "raise":
+            raise getattr(errors, str(rule.error))(f"a planned fault: {hit}")
+        if rule.do == "kill":
+            # To this thread: one that goes to the process stops it when some thread of it takes the signal,
+            # and until then this one goes on with what must not be sent any more.
+            signal.pthread_kill(threading.get_ident(), getattr(signal, rule.signal or "SIGKILL"))
+        if rule.do == "disconnect":
+            self._lost = True
+            self._over.set()
+            self.pipe.abort()
+            self._check()
+
+    def _until(self, direction: _Direction, hit: Hit, seconds: float) -> float:
+        return direction.until.setdefault(hit.position, time.monotonic() + seconds)
+
+    def _wait(self, until: float, deadline: Deadline, hit: Hit | None = None) -> None:
+        """Until that moment.
+
+        Raises:
+            TimeoutError: the deadline comes first. The message is where it was.
+            ClosedError, PeerGoneError: this pipe was ended meanwhile.
+        """
+        left = min(until, deadline.at) - time.monotonic()
+        if left > 0:
+            self._over.wait(None if math.isinf(left) else left)
+            self._check()
+        if until > deadline.at:
+            raise TimeoutError(f"a planned fault holds a message up: {hit or 'one that was received'}")
+
+    def _note(self, hits: list[Hit], message: Tensor | None, nbytes: int) -> None:
+        for hit in hits:
+            if hit.rule.do == "flip" and not self._has_bits(message):
+                _log.info("planned fault: %s finds nothing to flip, %s", hit, self._name)
+            elif hit.rule.do not in BEFORE:
+                self._happens(hit, f"{nbytes} bytes")
+
+    def _happens(self, hit: Hit, what: str) -> None:
+        self.hits[hit.rule.do] += 1
+        _log.info("planned fault: %s (%s), %s", hit, what, self._name)
+
+    def _check(self) -> None:
+        if self._closed:
+            raise ClosedError(f"the {self._name} is closed")
+        if self._lost:
+            raise PeerGoneError(f"{self.peer} is gone: a planned fault")
+
+    @contextlib.contextmanager
+    def _beneath(self) -> Iterator[None]:
+        """Around calls of the pipe beneath: a disconnection that was planned looks like the peer's death."""
+        try:
+            yield
+        except ClosedError:
+            self._check()
+            raise
+
+    # -- what messages are ---------------------------------------------------------------------
+
+    def _nbytes_of(self, message: Tensor | None) -> int:
+        return nbytes_of(message)
+
+    def _copied(self, message: Tensor | None) -> Tensor | None:
+        return copied(message)
+
+    def _has_bits(self, message: Tensor | None) -> bool:
+        """Whether there is anything to flip."""
+        return nbytes_of(message) > 0
+
+    def _flipped(self, message: Tensor | None, hit: Hit) -> Tensor | None:
+        return None if message is None else flipped(message, hit.rule.bits or 1, hit.random())
+
+    def _copies(self, message: Tensor | None, hits: list[Hit]) -> list[Tensor | None]:
+        """What becomes of a message: nothing, itself or another, and how often."""
+        actions = [hit.rule.do for hit in hits]
+        if "drop" in actions:
+            return []
+        for hit in hits:
+            if hit.rule.do == "flip":
+                message = self._flipped(message, hit)
+        return [message, *(self._copied(message) for _ in range(actions.count("duplicate")))]
+
+    # -- ends ----------------------------------------------------------------------------------
+
+    def close(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
+        deadline = Deadline.after(timeout, self._timeout_s)
+        self._closed = True
+        self._over.set()
+        with contextlib.suppress(KvplugError), self._sending.turn.taken():
+            for message in (*self._owed, *self._sending.pass_late()):
+                self.pipe.send_tensor(message, timeout=deadline.remaining())
+        self._owed.clear()
+        self.pipe.close(deadline.remaining())
+
+    def abort(self) -> None:
+        self._closed = True
+        self._over.set()
+        self.pipe.abort()
+
+    def _after_fork_in_child(self) -> None:
+        self._sending.turn, self._receiving.turn = ExclusiveUse("sending"), ExclusiveUse("receiving")
+        self._over = threading.Event()
+        self._over.set()
+        self._closed = True
+
+
+def _held_s(hit: Hit, nbytes: int) -> float:
+    """For how long ``delay`` and ``slow`` hold a message up; 0 for anything else."""
+    if hit.rule.do == "delay":
+        return hit.rule.seconds or 0.0
+    return nbytes / (hit.rule.bytes_per_s or 1) if hit.rule.do == "slow" else 0.0
+
+
+def _swaps(hits: list[Hit]) -> bool:
+    return any(hit.rule.do == "swap" for hit in hits)

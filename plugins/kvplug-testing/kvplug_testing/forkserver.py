@@ -1,0 +1,201 @@
+"""Cheap children for tests: one process has imported everything, and forks one for each that is asked for.
+
+A fresh interpreter that imports torch takes seconds to start, a fork of one milliseconds. Nothing but imports
+has happened in the server, so its children are as good as fresh: they hold no transport, and no library has
+started a thread in them. Linux only, since it signals through pidfds: the number of a process that has ended
+may be another's.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import warnings
+from collections.abc import Callable, Sequence
+from typing import IO, Any, Self
+
+from kvplug_testing import peers
+from kvplug_testing.peers import DEFAULT_TIMEOUT_S
+
+_NUMBER = struct.Struct("<q")
+
+
+class ForkServer:
+    """A child that forks. Its own children are :class:`kvplug_testing.peers.Peer` objects, as those of
+    ``peers.start`` are.
+    """
+
+    def __init__(self, prepare: str, *args: Any) -> None:
+        """``prepare`` names a function, ``"module:function"``, that imports what the children will need;
+        ``args`` are plain values for it.
+        """
+        self._lock = threading.Lock()
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self._server = peers.start(
+                _serve, theirs.fileno(), prepare, list(args), pass_fds=[theirs.fileno()]
+            )
+        try:
+            self._server.recv()
+        except BaseException:
+            self.close()
+            raise
+
+    @classmethod
+    def of(cls, *modules: str) -> Self:
+        """One that has imported these modules."""
+        return cls(f"{__name__}:_import_all", *modules)
+
+    @staticmethod
+    def works() -> bool:
+        """Whether it does on this system."""
+        return hasattr(os, "fork") and hasattr(os, "pidfd_open") and hasattr(signal, "pidfd_send_signal")
+
+    def start(self, target: str, *args: Any, timeout_s: float = DEFAULT_TIMEOUT_S) -> peers.Peer:
+        """``target(parent, *args)`` in a forked child; ``target`` as ``peers.start`` takes it, in words."""
+        sys.audit("kvplug_testing.forkserver.fork", target)
+        ours, theirs = socket.socketpair()
+        stderr = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the peer
+        with theirs:
+            pid = self._ask(f"fork {timeout_s}", [theirs.fileno(), stderr.fileno()])
+        return _Forked(target, args, _Process(pid, self._status), ours, stderr)
+
+    def close(self) -> None:
+        """End it. Close its children first: nobody else can say how they ended."""
+        self._control.close()
+        self._server.close()
+
+    def _status(self, pid: int) -> int:
+        return os.waitstatus_to_exitcode(self._ask(f"wait {pid}"))
+
+    def _ask(self, question: str, fds: Sequence[int] = ()) -> int:
+        with self._lock:
+            socket.send_fds(self._control, [question.encode()], fds)
+            answer = self._control.recv(_NUMBER.size)
+        if not answer:
+            raise ChildProcessError(f"the fork server is gone; it wrote:\n{self._server.stderr}")
+        return int(_NUMBER.unpack(answer)[0])
+
+
+class _Forked(peers.Peer):
+    _process: _Process
+
+    def __init__(
+        self, target: str, args: Sequence[Any], process: _Process, wire: socket.socket, stderr: IO[bytes]
+    ) -> None:
+        super().__init__(target, args, process, wire, stderr)
+
+    def close(self) -> None:
+        super().close()
+        self._process.close()
+
+
+class _Process:
+    """A grandchild of this process, by its pidfd."""
+
+    def __init__(self, pid: int, status: Callable[[int], int]) -> None:
+        # Until the server is asked for its status it is a zombie at least: the number is not another's.
+        self.pid = pid
+        self._pidfd = os.pidfd_open(pid)
+        self._status = status
+        self._asking = threading.Lock()
+        self._code: int | None = None
+
+    def poll(self) -> int | None:
+        if self._code is None and select.select([self._pidfd], [], [], 0)[0]:
+            self._ended()
+        return self._code
+
+    def wait(self, timeout: float | None = None) -> int:
+        if self._code is None:
+            if not select.select([self._pidfd], [], [], timeout)[0]:
+                raise subprocess.TimeoutExpired(f"pid {self.pid}", timeout or 0.0)
+            self._ended()
+        assert self._code is not None
+        return self._code
+
+    def _ended(self) -> None:
+        # The server can be asked once: then the number is another's.
+        with self._asking:
+            if self._code is None:
+                self._code = self._status(self.pid)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def send_signal(self, sig: int) -> None:
+        if self._code is None:
+            signal.pidfd_send_signal(self._pidfd, sig)
+
+    def close(self) -> None:
+        if self._pidfd >= 0:
+            os.close(self._pidfd)
+            self._pidfd = -1
+
+
+def _import_all(*modules: str) -> None:
+    import importlib
+
+    for module in modules:
+        importlib.import_module(module)
+
+
+def _serve(parent: peers.Parent, fd: int, prepare: str, args: list[Any]) -> None:
+    """The server, until the process that started it is gone."""
+    import faulthandler
+    import gc
+    import importlib
+
+    control = socket.socket(fileno=fd)
+    module, _, name = prepare.rpartition(":")
+    getattr(importlib.import_module(module), name)(*args)
+    # It lives as long as it is wanted; and a timer that runs here could never be set anew in a child, whose
+    # copy of the timer's thread does not exist.
+    faulthandler.cancel_dump_traceback_later()
+    # A collection in a child would touch, and so copy, the memory of all that has been imported.
+    gc.collect()
+    gc.freeze()
+    parent.send("ready")
+    while True:
+        data, fds, _, _ = socket.recv_fds(control, 64, 2)
+        if not data:
+            return
+        word, _, number = data.decode().partition(" ")
+        if word == "wait":
+            answer = os.waitpid(int(number), 0)[1]
+        else:
+            answer = _fork()
+            if answer == 0:
+                _be_a_child(parent, control, fds, float(number))
+        for each in fds:
+            os.close(each)
+        control.send(_NUMBER.pack(answer))
+
+
+def _fork() -> int:
+    with warnings.catch_warnings():
+        # Python 3.12 warns of forks in processes with threads. The one here only reads, and holds nothing
+        # that a child needs.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return os.fork()
+
+
+def _be_a_child(parent: peers.Parent, control: socket.socket, fds: Sequence[int], timeout_s: float) -> None:
+    code = 1
+    try:
+        wire, stderr = fds
+        os.dup2(stderr, 2)
+        os.close(stderr)
+        control.close()
+        parent.disown()
+        peers._live(wire, timeout_s)
+        code = 0
+    finally:
+        os._exit(code)

@@ -1,0 +1,123 @@
+"""What a fresh process finds of one installed plugin, and what each look at it loaded and opened.
+
+:func:`inspect_plugin` runs :mod:`kvplug_testing.witness` twice: once to load what ``kvplug list`` loads, and
+once to load what is used. It judges nothing; :mod:`kvplug_testing.contract.plugin` does.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import attrs
+
+from kvplug_testing import witness
+
+USED: Final = ("factory", "worker_factory", "command")
+"""Steps that choosing a name takes; the others are taken by looking."""
+
+
+@attrs.frozen(kw_only=True)
+class Step:
+    """One thing that was done with the plugin."""
+
+    what: str
+    """``entry point``, ``options``, ``probe``, ``factory``, ``worker_factory`` or ``command``."""
+    of: str = ""
+    """Kind and name of what it belongs to: ``"pipe cpu"``. Empty for the entry point."""
+    target: str = ""
+    error: str = ""
+    """What it raised; empty where it went well."""
+    missing: str = ""
+    """The top-level package that is not installed, where that was the error."""
+    heavy: tuple[str, ...] = ()
+    """Of :data:`kvplug_testing.witness.HEAVY`, what was loaded now and not before."""
+    devices: tuple[str, ...] = ()
+    """Paths in ``/dev`` that were opened."""
+    answer: Mapping[str, Any] = attrs.field(factory=dict)
+
+    def __str__(self) -> str:
+        whose = f" of the {self.of}" if self.of else ""
+        return f"the {self.what.replace('_', ' ')}{whose} ({self.target})"
+
+
+@attrs.frozen(kw_only=True)
+class Inspection:
+    """Everything that was found."""
+
+    name: str
+    installed: tuple[str, ...] = ()
+    """Names of all plugins that are installed."""
+    entry_points: tuple[str, ...] = ()
+    """``"distribution: name = module"``, of those with this name and of others that lead to its module."""
+    distribution: str = ""
+    api_fault: str = ""
+    """Why the API that it states cannot be read, or does not fit."""
+    readme: str = ""
+    offers: tuple[Mapping[str, Any], ...] = ()
+    """Of each spec: ``of`` ("pipe cpu"), ``name``, ``summary``, and of a transport ``devices``,
+    ``cross_host``, ``probe`` and ``cost_stated``."""
+    steps: tuple[Step, ...] = ()
+    cut_short: str = ""
+    """What was going on when the process died or its time was up, and how it ended."""
+
+    def of(self, *what: str) -> tuple[Step, ...]:
+        return tuple(step for step in self.steps if step.what in what)
+
+
+def inspect_plugin(name: str, timeout_s: float) -> Inspection:
+    """Look at the plugin whose entry point is called ``name``, in processes of their own.
+
+    ``timeout_s`` is the life of each of the two processes, in seconds.
+    """
+    looked = _run("look", name, timeout_s)
+    if looked.cut_short or not looked.offers:
+        return looked
+    used = _run("use", name, timeout_s)
+    steps = (*looked.steps, *used.of(*USED))
+    return attrs.evolve(looked, steps=steps, cut_short=used.cut_short)
+
+
+def _run(mode: str, name: str, timeout_s: float) -> Inspection:
+    environ = {key: value for key, value in os.environ.items() if not key.startswith("KVPLUG_")}
+    with tempfile.TemporaryDirectory(prefix="kvplug-") as folder:
+        told = Path(folder, "told")
+        told.touch()
+        command = [sys.executable, "-P", "-m", witness.__name__, mode, name, str(told)]
+        try:
+            done = subprocess.run(command, env=environ, capture_output=True, timeout=timeout_s, check=False)
+            said = done.stderr.decode("utf-8", "replace").strip()
+            ended = f"the process ended with exit code {done.returncode}{': ' if said else ''}{said[-2000:]}"
+        except subprocess.TimeoutExpired:
+            ended = f"it had not come to an end after {timeout_s:g} s"
+        return _read(name, told.read_text(encoding="utf-8"), ended)
+
+
+def _read(name: str, told: str, ended: str) -> Inspection:
+    facts: dict[str, Any] = {}
+    steps: list[Step] = []
+    began: Step | None = None
+    whole = False
+    for each in map(json.loads, told.splitlines()):
+        if "begins" in each:
+            began = Step(**each["begins"])
+        elif "step" in each:
+            steps.append(Step(**_tuples(each["step"])))
+            began = None
+        elif "end" in each:
+            whole = True
+        else:
+            facts |= _tuples(each)
+    during = f"{began}: " if began is not None else ""
+    return Inspection(name=name, steps=tuple(steps), cut_short="" if whole else f"{during}{ended}", **facts)
+
+
+def _tuples(plain: Mapping[str, Any]) -> dict[str, Any]:
+    """As the classes above have them."""
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in plain.items()}

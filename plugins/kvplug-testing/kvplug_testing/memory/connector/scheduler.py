@@ -1,0 +1,261 @@
+"""The scheduler side of the connector "memory"."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import attrs
+
+from kvplug.engine.connector.scheduler import SchedulerConnector
+from kvplug.engine.connector.values import BlockIds, Plain, Request, RequestEnd, SchedulerOutput, WorkerOutput
+from kvplug.engine.context import ConnectorContext
+from kvplug.errors import ConfigError, KvplugError, PeerGoneError
+from kvplug.metrics.reasons import Reason
+from kvplug_testing.memory.reference import Reference, StaleError
+from kvplug_testing.memory.shelf import Shelf, form_of
+
+PARAMS = "memory"
+"""The key of its reference among a request's params."""
+
+
+class OrderError(KvplugError, RuntimeError):
+    """A call came out of the documented order. The message says which."""
+
+
+@attrs.define
+class _Tracked:
+    """What is remembered of a request between its first call and its last."""
+
+    request: Request
+    answered: tuple[int, int] = (0, 0)
+    """Tokens computed when it was last asked about, and tokens promised then."""
+    num_planned: int = 0
+    """Tokens that the steps planned so far compute or have computed."""
+    is_loading: bool = False
+    has_failed: bool = False
+    """A load failed: it is computed from now on, without another try."""
+    is_refused: bool = False
+    """Its reference is good for nothing, and that was counted."""
+    is_old: bool = False
+    """It may hold KV from before a reset; until its first token is computed again."""
+
+
+class MemoryScheduler(SchedulerConnector):
+    """Decides; see the drawing in :mod:`kvplug_testing.memory.connector`."""
+
+    in_one_process: ClassVar[bool] = True
+    """The conformance kit need not look for its peer in another one."""
+
+    def __init__(self, context: ConnectorContext) -> None:
+        if len(context.cache.groups) != 1 or context.parallelism.num_workers != 1:
+            raise ConfigError("connector 'memory' serves one worker, and one KV cache group")
+        self._context = context
+        self._contact = context.config.control_address()
+        self._layout = context.cache.groups[0].layout
+        self._block_size = self._layout.block_size
+        role = context.config.require_role()
+        self._produces, self._consumes = role.produces, role.consumes
+        self._tracked: dict[str, _Tracked] = {}
+        self._loads: list[dict[str, Any]] = []
+        self._saves: list[dict[str, Any]] = []
+        self._unsent: set[str] = set()
+        """Requests whose blocks are kept until they are saved."""
+        self._references: dict[str, Reference] = {}
+        """By request; those whose time is not over."""
+        self._heard = 0
+        """The latest step that a failed load was reported of."""
+
+    # -- one request ---------------------------------------------------------------------------
+
+    def on_new_request(self, request: Request) -> None:
+        self._tracked[request.request_id] = _Tracked(request)
+
+    def _known(self, request: Request, call: str) -> _Tracked:
+        tracked = self._tracked.get(request.request_id)
+        if tracked is None:
+            raise OrderError(
+                f"{call} was called for request {request.request_id}, and on_new_request was not, or"
+                " request_finished was as well"
+            )
+        tracked.request = request
+        return tracked
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        tracked = self._known(request, "get_num_new_matched_tokens")
+        tracked.answered = (num_computed_tokens, 0)
+        if not self._consumes or tracked.has_failed or num_computed_tokens % self._layout.granule:
+            return 0, False
+        held = self._held(tracked)
+        if held is None:
+            return None, False
+        usable = min(held, len(request.token_ids) - 1)  # the last token is always computed
+        new = usable // self._block_size * self._block_size - num_computed_tokens
+        if new <= 0:
+            return 0, False
+        tracked.answered = (num_computed_tokens, new)
+        return new, self._context.options.async_load
+
+    def _held(self, tracked: _Tracked) -> int | None:
+        """How many leading tokens can be loaded; ``None``: not known yet."""
+        request = tracked.request
+        try:
+            if PARAMS not in request.params:
+                return self._peer().match(request.extra, request.token_ids)
+            reference = Reference.from_params(request.params[PARAMS])
+            if reference.contact != self._contact:
+                raise StaleError(Reason.REFUSED, "it is of an engine that is not this one's peer")
+            return self._peer().resolve(reference, request.extra, request.token_ids)
+        except StaleError as e:
+            return self._refused(tracked, e.reason)
+        except PeerGoneError:
+            return self._refused(tracked, Reason.PEER_GONE) if PARAMS in request.params else 0
+
+    def _refused(self, tracked: _Tracked, reason: Reason) -> int:
+        if not tracked.is_refused:
+            tracked.is_refused = True
+            self._context.stats.fail("match", reason)
+        return 0
+
+    def _peer(self) -> Shelf:
+        """Where loads come from.
+
+        Raises:
+            PeerGoneError: nobody keeps KV there, or none that means the same here.
+        """
+        shelf = Shelf.at(self._contact)
+        if shelf.form != form_of(self._context):
+            raise PeerGoneError(f"the engine at {self._contact} has another model or layout")
+        return shelf
+
+    def update_state_after_alloc(
+        self, request: Request, block_ids: BlockIds, num_external_tokens: int
+    ) -> None:
+        tracked = self._known(request, "update_state_after_alloc")
+        (start, promised), tracked.answered = tracked.answered, (0, 0)
+        if num_external_tokens == 0:
+            return
+        if num_external_tokens > promised:
+            raise OrderError(
+                f"update_state_after_alloc was called for {num_external_tokens} external tokens of request"
+                f" {request.request_id}, and get_num_new_matched_tokens had last promised {promised}"
+            )
+        end = start + num_external_tokens
+        tracked.is_loading = self._context.options.async_load
+        self._loads.append(
+            {
+                "request": request.request_id,
+                "extra": request.extra,
+                "tokens": request.token_ids[:end],
+                "start": start,
+                "blocks": block_ids[0][: -(-end // self._block_size)],
+                "in_background": tracked.is_loading,
+            }
+        )
+
+    def request_finished(
+        self, request: Request, block_ids: BlockIds, end: RequestEnd
+    ) -> tuple[bool, dict[str, Any] | None]:
+        tracked = self._known(request, "request_finished")
+        del self._tracked[request.request_id]
+        was_told = not self._drop_loads({request.request_id})
+        if end is not RequestEnd.FINISHED or tracked.is_loading:
+            return tracked.is_loading and was_told, None
+        computed = min(tracked.num_planned, request.num_prompt_tokens)
+        whole = computed // self._block_size * self._block_size
+        if not self._produces or tracked.is_old or whole == 0:
+            return False, None
+        shelf, tokens = Shelf.at(self._contact), request.token_ids[:whole]
+        reference = self._lend(shelf, request, tokens)
+        self._unsent.add(request.request_id)
+        self._saves.append(
+            {
+                "request": request.request_id,
+                "extra": request.extra,
+                "tokens": tokens,
+                "blocks": block_ids[0][: whole // self._block_size],
+                "lease": reference.lease,
+                "era": shelf.era,
+            }
+        )
+        return True, {PARAMS: reference.to_params()}
+
+    def _lend(self, shelf: Shelf, request: Request, tokens: tuple[int, ...]) -> Reference:
+        """A reference to what will be saved. What was lent under the same request id before is so no more."""
+        reference = shelf.lend(
+            (request.extra, tokens),
+            request_id=request.request_id,
+            generation=request.generation,
+            duration_s=self._context.options.lease_s,
+        )
+        now_ms = time.time() * 1000
+        earlier = self._references.get(request.request_id)
+        self._references = {
+            name: each for name, each in self._references.items() if each.expires_at_ms > now_ms
+        }
+        self._references[request.request_id] = reference
+        if earlier is not None:
+            shelf.settle(earlier.lease, is_stored=False)
+        return reference
+
+    def _drop_loads(self, request_ids: set[str] | frozenset[str]) -> bool:
+        """Loads that no step has been told of yet; whether there were any."""
+        kept = [load for load in self._loads if load["request"] not in request_ids]
+        dropped, self._loads = len(kept) < len(self._loads), kept
+        return dropped
+
+    # -- one step ------------------------------------------------------------------------------
+
+    def build_connector_meta(self, output: SchedulerOutput) -> Plain:
+        for request_id in output.preempted_request_ids & self._tracked.keys():
+            self._tracked[request_id].num_planned = 0
+        scheduled = {one.request_id for one in output.scheduled}
+        self._drop_loads(output.preempted_request_ids - scheduled)
+        for one in output.scheduled:
+            tracked = self._tracked.get(one.request_id)
+            if tracked is None:
+                raise OrderError(
+                    f"build_connector_meta schedules request {one.request_id}, and on_new_request was not"
+                    " called for it, or request_finished was as well"
+                )
+            tracked.is_old &= one.num_computed_tokens > 0
+            tracked.num_planned = one.num_computed_tokens + one.num_scheduled_tokens
+        plan = {"step": output.step, "heard": self._heard, "loads": self._loads, "saves": self._saves}
+        self._loads, self._saves = [], []
+        return plan
+
+    def update_connector_output(self, output: WorkerOutput) -> None:
+        self._unsent -= output.finished_sending
+        for request_id in output.finished_recving & self._tracked.keys():
+            self._tracked[request_id].is_loading = False
+        for save in self._saves:
+            if not output.invalid_block_ids.isdisjoint(save["blocks"]):
+                save["tokens"] = ()  # it ended before it was known that its KV is wrong
+        for part in output.worker_metadata:
+            assert isinstance(part, Mapping)
+            self._heard = max(self._heard, part["step"])
+            for request_id in part["failed"]:
+                if request_id in self._tracked:
+                    self._tracked[request_id].has_failed = True
+
+    def has_pending_push_work(self) -> bool:
+        return bool(self._unsent)
+
+    # -- the whole -----------------------------------------------------------------------------
+
+    def reset_cache(self) -> bool:
+        if not self._produces:
+            return False  # what it loads is another engine's, which does not forget by being asked here
+        Shelf.at(self._contact).clear()
+        for tracked in self._tracked.values():
+            tracked.is_old = True
+        return True
+
+    def get_stats(self) -> Mapping[str, Any] | None:
+        return self._context.stats.take()
+
+    def shutdown(self) -> None:
+        self._context.close()

@@ -1,0 +1,197 @@
+"""The worker side of the connector "memory"."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from kvplug.engine.connector.values import Plain
+from kvplug.engine.connector.worker import WorkerConnector
+from kvplug.engine.context import ConnectorContext
+from kvplug.engine.layout import gather, scatter
+from kvplug.errors import (
+    ClosedError,
+    EntryGoneError,
+    IntegrityError,
+    KvplugError,
+    LayoutError,
+    TimeoutError,
+)
+from kvplug.metrics.reasons import Reason, reason_of
+from kvplug.net.checksum import digest
+from kvplug.net.wire.tensors import memory_of
+from kvplug_testing.memory.shelf import Entry, Shelf, form_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class MemoryWorker(WorkerConnector):
+    """Moves; see the drawing in :mod:`kvplug_testing.memory.connector`."""
+
+    def __init__(self, context: ConnectorContext) -> None:
+        super().__init__()
+        self._context = context
+        group = context.cache.groups[0]
+        self._layout, self._layer_names = group.layout, group.layer_names
+        self._contact = context.config.control_address()
+        self._caches: tuple[Tensor, ...] = ()
+        self._plan: Mapping[str, Any] = {}
+        self._loading: list[Mapping[str, Any]] = []
+        """In the background; begun in earlier steps."""
+        self._saving: list[Mapping[str, Any]] = []
+        self._begun: tuple[list[Mapping[str, Any]], list[Mapping[str, Any]]] = ([], [])
+        """Loads and saves of this step."""
+        self._suspect: dict[int, int] = {}
+        """Blocks that nothing is saved from, each with the step in which its load failed."""
+        self._failed_blocks: set[int] = set()
+        self._failed: list[str] = []
+        self._shelf: Shelf | None = None
+        if context.config.require_role().produces:
+            self._shelf = Shelf(
+                self._contact,
+                engine_id=context.config.engine_id,
+                form=form_of(context),
+                max_bytes=context.config.buffer_size,
+            )
+
+    def register_kv_caches(self, kv_caches: Mapping[str, Tensor]) -> None:
+        missing = [name for name in self._layer_names if name not in kv_caches]
+        if missing:
+            raise LayoutError(f"register_kv_caches got no cache for {', '.join(missing)}")
+        for name in self._layer_names:
+            self._layout.check(kv_caches[name])
+        self._caches = tuple(kv_caches[name] for name in self._layer_names)
+
+    # -- one step ------------------------------------------------------------------------------
+
+    def handle_preemptions(self, request_ids: frozenset[str]) -> None:
+        for load in [load for load in self._loading if load["request"] in request_ids]:
+            self._loading.remove(load)
+            self._begun[0].append({**load, "tokens": ()})  # named as received, but nothing is written
+
+    def bind_connector_metadata(self, metadata: Plain) -> None:
+        super().bind_connector_metadata(metadata)
+        assert isinstance(metadata, Mapping)
+        self._plan = metadata
+        heard = metadata["heard"]
+        self._suspect = {block: step for block, step in self._suspect.items() if step > heard}
+        for save in metadata["saves"]:
+            is_spoilt = not self._suspect.keys().isdisjoint(save["blocks"])
+            self._begun[1].append({**save, "tokens": ()} if is_spoilt else save)
+
+    def clear_connector_metadata(self) -> None:
+        super().clear_connector_metadata()
+        self._plan = {}
+
+    def start_load_kv(self) -> None:
+        loads = self._plan.get("loads", ())
+        if loads and not self._caches:
+            raise LayoutError("start_load_kv was called, and register_kv_caches was not: there is no cache")
+        for load in loads:
+            if load["in_background"]:
+                self._begun[0].append(load)
+            else:
+                self._load(load)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        return None  # start_load_kv has loaded every layer
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Tensor) -> None:
+        return None  # saved is what has ended
+
+    def wait_for_save(self) -> None:
+        return None
+
+    def get_finished(self, finished_request_ids: frozenset[str]) -> tuple[frozenset[str], frozenset[str]]:
+        loads, self._loading = self._loading, []
+        saves, self._saving = self._saving, []
+        for load in loads:
+            self._load(load)
+        for save in saves:
+            self._save(save)
+        (self._loading, self._saving), self._begun = self._begun, ([], [])
+        return frozenset(save["request"] for save in saves), frozenset(load["request"] for load in loads)
+
+    def get_block_ids_with_load_errors(self) -> frozenset[int]:
+        failed, self._failed_blocks = frozenset(self._failed_blocks), set()
+        return failed
+
+    def build_worker_metadata(self) -> Plain:
+        failed, self._failed = self._failed, []
+        return {"step": self._plan["step"], "failed": failed} if failed else None
+
+    def get_stats(self) -> Mapping[str, Any] | None:
+        return self._context.stats.take()
+
+    def shutdown(self) -> None:
+        if self._shelf is not None:
+            self._shelf.close()
+        self._context.close()
+
+    # -- copies --------------------------------------------------------------------------------
+
+    def _load(self, load: Mapping[str, Any]) -> None:
+        """Copy an entry into a request's blocks. If anything is wrong with it, its blocks are reported."""
+        began, nbytes = time.perf_counter(), 0
+        start, end = load["start"], len(load["tokens"])
+        try:
+            if not load["tokens"]:
+                raise ClosedError("its request was preempted")
+            entry = Shelf.at(self._contact).find(load["extra"], tuple(load["tokens"]))
+            self._verify(entry)
+            for cache, (key, value) in zip(self._caches, entry.layers, strict=True):
+                part = key[start:end], None if value is None else value[start:end]
+                scatter(cache, self._layout, load["blocks"], start, *part)
+                nbytes += part[0].nbytes + (0 if part[1] is None else part[1].nbytes)
+        except KvplugError as e:
+            self._fail(load, e)
+        else:
+            took = time.perf_counter() - began
+            self._context.stats.record("load", nbytes, took, tokens=end - start)
+
+    def _fail(self, load: Mapping[str, Any], error: KvplugError) -> None:
+        self._context.stats.fail("load", reason_of(error))
+        blocks = load["blocks"][load["start"] // self._layout.block_size :]
+        self._failed_blocks.update(blocks)
+        self._suspect |= dict.fromkeys(blocks, self._plan["step"])
+        self._failed.append(load["request"])
+
+    def _save(self, save: Mapping[str, Any]) -> None:
+        """Copy the blocks of a request that has ended. It is named afterwards, and its blocks are free."""
+        shelf, tokens = self._shelf, tuple(save["tokens"])
+        assert shelf is not None
+        is_stored = False
+        if tokens and save["era"] == shelf.era:
+            began = time.perf_counter()
+            entry = self._entry((save["extra"], tokens), save["blocks"])
+            try:
+                shelf.put(entry, save["era"])
+            except EntryGoneError:
+                pass  # forgotten, as was wanted
+            except TimeoutError:
+                self._context.stats.fail("save", Reason.NO_ROOM)
+            except KvplugError as e:
+                self._context.stats.fail("save", reason_of(e))
+            else:
+                is_stored = True
+                took = time.perf_counter() - began
+                self._context.stats.record("save", entry.nbytes, took, tokens=len(tokens))
+        shelf.settle(save["lease"], is_stored=is_stored)
+
+    def _entry(self, key: tuple[bytes, tuple[int, ...]], blocks: tuple[int, ...]) -> Entry:
+        layers = tuple(gather(cache, self._layout, blocks, 0, len(key[1])) for cache in self._caches)
+        return Entry(key=key, layers=layers, digests=self._digests(layers))
+
+    def _digests(self, layers: tuple[tuple[Tensor, Tensor | None], ...]) -> tuple[bytes, ...]:
+        if not self._context.checksums:
+            return ()
+        name = self._context.checksums[0]
+        return tuple(
+            digest(name, *(memory_of(part) for part in layer if part is not None)) for layer in layers
+        )
+
+    def _verify(self, entry: Entry) -> None:
+        if entry.digests and self._digests(entry.layers) not in (entry.digests, ()):
+            raise IntegrityError("the entry does not hash to what its producer stated: it is not used")

@@ -1,0 +1,215 @@
+"""Where the connector "memory" keeps KV: a shelf for each engine that produces, known to all of this process.
+
+Whole prompts, found by (extra, tokens), compared one by one. The oldest goes first when there is no more
+room, unless it is lent.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+import uuid
+from collections.abc import Callable, Hashable
+from typing import TYPE_CHECKING, Any, Final
+
+import attrs
+
+from kvplug.engine.context import ConnectorContext
+from kvplug.errors import AddressInUseError, CapacityError, EntryGoneError, PeerGoneError, TimeoutError
+from kvplug.metrics.reasons import Reason
+from kvplug_testing.memory.reference import Reference, StaleError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Key = tuple[bytes, tuple[int, ...]]
+"""Extra, and the tokens of a prompt in whole blocks."""
+
+_shelves: Final[dict[str, Shelf]] = {}
+
+
+@attrs.frozen(eq=False, kw_only=True)
+class Entry:
+    """One prompt's KV."""
+
+    key: Key
+    layers: tuple[tuple[Tensor, Tensor | None], ...]
+    """Keys and values of each layer: [tokens, heads, head size]. Latent attention has no values."""
+    digests: tuple[bytes, ...] = ()
+    """Of each layer; empty where integrity is off."""
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for layer in self.layers for part in layer if part is not None)
+
+
+@attrs.define(eq=False, kw_only=True)
+class Lent:
+    """What a reference refers to."""
+
+    key: Key
+    request_id: str
+    generation: int
+    expires_at: float
+    """On the clock of ``time.time``, as tickets have it."""
+    is_stored: bool = False
+    """The request's KV has been copied out of its blocks."""
+
+
+class Shelf:
+    """What one engine has stored, and lent."""
+
+    def __init__(self, contact: str, *, engine_id: str, form: Hashable, max_bytes: int) -> None:
+        """``form``: what must be equal for its KV to mean the same to others.
+
+        Raises:
+            AddressInUseError: another engine of this process has this contact.
+        """
+        if _shelves.setdefault(contact, self) is not self:
+            raise AddressInUseError(f"another engine of this process keeps its KV at {contact}")
+        self.contact, self.engine_id, self.form = contact, engine_id, form
+        self.epoch = uuid.uuid4().hex
+        self.era = 0
+        """Grows with each reset: what was computed in an older one is not stored any more."""
+        self.fault: Callable[[Entry], Entry] | None = None
+        """For tests: what is read goes through it, and it may raise."""
+        self._max_bytes = max_bytes
+        self._lock = threading.Lock()
+        self._entries: dict[Key, Entry] = {}  # oldest first
+        self._lent: dict[int, Lent] = {}
+        self._numbers = itertools.count(1)
+
+    @staticmethod
+    def at(contact: str) -> Shelf:
+        """The shelf with this contact.
+
+        Raises:
+            PeerGoneError: there is none (any more).
+        """
+        shelf = _shelves.get(contact)
+        if shelf is None:
+            raise PeerGoneError(f"no engine of this process keeps KV at {contact}")
+        return shelf
+
+    def close(self) -> None:
+        if _shelves.get(self.contact) is self:
+            del _shelves[self.contact]
+        self.clear()
+
+    # -- entries -------------------------------------------------------------------------------
+
+    def put(self, entry: Entry, era: int) -> None:
+        """Keep it, in the place of what was there under this key.
+
+        Raises:
+            EntryGoneError: it was computed before the last reset.
+            CapacityError: it is larger than all the room there is.
+            TimeoutError: what is there is lent, and there is no room beside it.
+        """
+        if entry.nbytes > self._max_bytes:
+            raise CapacityError(f"{entry.nbytes} bytes do not fit into {self._max_bytes}")
+        with self._lock:
+            if era != self.era:
+                raise EntryGoneError("everything computed before was forgotten meanwhile")
+            kept = {lent.key for lent in self._lent.values() if lent.expires_at > time.time()}
+            others = {key: each for key, each in self._entries.items() if key != entry.key}
+            room = self._max_bytes - entry.nbytes - sum(each.nbytes for each in others.values())
+            for key in [key for key in others if key not in kept]:
+                if room >= 0:
+                    break
+                room += others.pop(key).nbytes
+            if room < 0:
+                raise TimeoutError("everything on the shelf is lent")
+            self._entries = {**others, entry.key: entry}
+
+    def match(self, extra: bytes, tokens: tuple[int, ...]) -> int:
+        """How many of the leading tokens are here."""
+        with self._lock:
+            prefixes = (_common(tokens, held) for key_extra, held in self._entries if key_extra == extra)
+            return max(prefixes, default=0)
+
+    def find(self, extra: bytes, tokens: tuple[int, ...]) -> Entry:
+        """An entry that begins with all of these tokens.
+
+        Raises:
+            EntryGoneError: there is none.
+        """
+        with self._lock:
+            for (key_extra, held), entry in self._entries.items():
+                if key_extra == extra and held[: len(tokens)] == tokens:
+                    return entry if self.fault is None else self.fault(entry)
+        raise EntryGoneError(f"{len(tokens)} tokens that were promised are not here any more")
+
+    def clear(self) -> None:
+        """Forget everything that was computed until now."""
+        with self._lock:
+            self.era += 1
+            self._entries.clear()
+            self._lent.clear()
+
+    # -- references ----------------------------------------------------------------------------
+
+    def lend(self, key: Key, *, request_id: str, generation: int, duration_s: float) -> Reference:
+        """A reference to what will be stored under this key. It is not evicted until the time is over."""
+        expires_at_ms = int((time.time() + duration_s) * 1000)
+        lent = Lent(key=key, request_id=request_id, generation=generation, expires_at=expires_at_ms / 1000)
+        with self._lock:
+            lease = next(self._numbers)
+            self._lent[lease] = lent
+        return Reference(
+            engine_id=self.engine_id,
+            epoch=self.epoch,
+            contact=self.contact,
+            request_id=request_id,
+            generation=generation,
+            lease=lease,
+            num_tokens=len(key[1]),
+            expires_at_ms=expires_at_ms,
+        )
+
+    def settle(self, lease: int, *, is_stored: bool) -> None:
+        """What was lent is here now, or never will be."""
+        with self._lock:
+            if not is_stored:
+                self._lent.pop(lease, None)
+            elif lease in self._lent:
+                self._lent[lease].is_stored = True
+
+    def resolve(self, reference: Reference, extra: bytes, tokens: tuple[int, ...]) -> int | None:
+        """How many of a prompt's leading tokens it refers to; ``None`` while those are still being stored.
+
+        Raises:
+            StaleError: it is of another start of the engine, is lent no more, or is about something else.
+        """
+        if (reference.engine_id, reference.epoch) != (self.engine_id, self.epoch):
+            raise StaleError(Reason.GONE, "it is of another engine, or of an earlier start of this one")
+        with self._lock:
+            lent = self._lent.get(reference.lease)
+            if lent is None or (lent.request_id, lent.generation) != (
+                reference.request_id,
+                reference.generation,
+            ):
+                raise StaleError(Reason.GONE, "what it refers to is lent no more")
+            held = lent.key[1]
+            if reference.num_tokens > len(held):
+                raise StaleError(Reason.REFUSED, f"it says {reference.num_tokens} tokens of {len(held)}")
+            common = _common(tokens, held[: reference.num_tokens]) if lent.key[0] == extra else 0
+            return common if lent.is_stored else None
+
+
+def _common(ours: tuple[int, ...], theirs: tuple[int, ...]) -> int:
+    """Length of the common prefix."""
+    count = 0
+    for one, other in zip(ours, theirs, strict=False):
+        if one != other:
+            break
+        count += 1
+    return count
+
+
+def form_of(context: ConnectorContext) -> tuple[Any, ...]:
+    """What must be equal at two engines for the KV of one to mean the same to the other."""
+    layout, model = context.cache.groups[0].layout, attrs.evolve(context.model, name="")
+    inside = (layout.axes, layout.block_format, layout.block_size) if layout.block_format else ()
+    return model, layout.num_kv_heads, layout.head_size, layout.has_values, inside

@@ -1,0 +1,432 @@
+"""Real child processes for tests: run a function there, talk to it, kill it, see what is left.
+
+The function is one of the test's own file (or of any module) and takes the :class:`Parent` first::
+
+    def echo(parent, times):
+        for _ in range(times):
+            parent.send(parent.recv())
+        return "done"
+
+    def test_a_child_answers():
+        with peers.start(echo, 1) as child:
+            child.send({"a": 1})
+            assert child.recv() == {"a": 1}
+            assert child.result() == "done"
+
+Values cross in kvplug's wire format: plain values only, nothing is pickled. Nothing waits for ever:
+whoever waits too long raises with the stacks of *both* processes, and a child whose time is up dumps its
+stacks and exits. A child also exits when its parent is gone.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import faulthandler
+import inspect
+import os
+import queue
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any, Protocol, Self
+
+from kvplug.errors import KvplugError, PeerGoneError, TimeoutError
+from kvplug.net.wire.values import Limits, decode, encode
+from kvplug_testing.belongings import Belongings, abstract_sockets, children
+
+__all__ = [
+    "DEFAULT_TIMEOUT_S",
+    "Belongings",
+    "ChildError",
+    "Parent",
+    "Peer",
+    "Process",
+    "abstract_sockets",
+    "children",
+    "nothing_left",
+    "stacks",
+    "start",
+]
+
+DEFAULT_TIMEOUT_S = 30.0
+_LIMITS = Limits()
+_SIZE = struct.Struct("<Q")
+_DUMP = signal.SIGUSR1
+_STDERR = 2
+_EXIT_ORPHANED = 86
+
+
+class ChildError(KvplugError):
+    """The function in the child raised; the message holds its traceback. ``kind`` is the error's class."""
+
+    def __init__(self, kind: str, text: str) -> None:
+        self.kind = kind
+        super().__init__(f"{kind} in the child:\n{text}")
+
+
+def start(
+    target: Callable[..., Any] | str,
+    *args: Any,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+    env: Mapping[str, str] | None = None,
+    python: str = sys.executable,
+    flags: Sequence[str] = (),
+    pass_fds: Sequence[int] = (),
+) -> Peer:
+    """Run ``target(parent, *args)`` in a new process.
+
+    ``target`` is a function at the top level of a file, ``"package.module:function"`` or
+    ``"/path/to/file.py:function"``. The file is imported there, so what it does at its top level happens
+    again. ``timeout_s`` is the child's whole life: then it dumps its stacks and exits. ``env`` is added to
+    this process's. ``flags`` go to the interpreter. ``pass_fds`` are descriptors that it inherits under their
+    numbers.
+    """
+    if not isinstance(target, str):
+        source = inspect.getsourcefile(target)
+        if source is None or "." in target.__qualname__:
+            raise ValueError(f"{target!r} cannot run in a child: it must be a function of a file's top level")
+        target = f"{os.path.abspath(source)}:{target.__qualname__}"
+    ours, theirs = socket.socketpair()
+    stderr = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the peer
+    boot = "from kvplug_testing.peers import _main; _main()"
+    with theirs:
+        process = subprocess.Popen(
+            [python, *flags, "-c", boot, str(theirs.fileno()), str(timeout_s)],
+            stdin=subprocess.DEVNULL,
+            stderr=stderr,
+            pass_fds=[theirs.fileno(), *pass_fds],
+            env={**os.environ, **(env or {})},
+        )
+    return Peer(target, args, process, ours, stderr)
+
+
+class Process(Protocol):
+    """What a :class:`Peer` asks of its process: a part of ``subprocess.Popen``."""
+
+    @property
+    def pid(self) -> int: ...
+    def poll(self) -> int | None: ...
+    def wait(self, timeout: float | None = None) -> int: ...
+    def kill(self) -> None: ...
+    def send_signal(self, sig: int) -> None: ...
+
+
+class Peer:
+    """A child process. Leaving the ``with`` block kills it if it still runs."""
+
+    def __init__(
+        self, target: str, args: Sequence[Any], process: Process, wire: socket.socket, stderr: IO[bytes]
+    ) -> None:
+        """For whoever has started the process: :func:`start`, or a fork server."""
+        self._target = target
+        self._process = process
+        self._wire = _Wire(wire)
+        self._unread: collections.deque[tuple[str, Any]] = collections.deque()
+        self._listens_to_signals = False
+        self._stderr = stderr
+        self._wire.send((target, list(args)))
+
+    def __repr__(self) -> str:
+        code = self._process.poll()
+        return f"<Peer {self._target} pid {self.pid}, {'running' if code is None else f'exit code {code}'}>"
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def exit_code(self) -> int | None:
+        """Negative: the signal it died of. ``None``: it runs."""
+        return self._process.poll()
+
+    @property
+    def stderr(self) -> str:
+        """What it has written there so far."""
+        end = self._stderr.seek(0, os.SEEK_END)
+        return os.pread(self._stderr.fileno(), end, 0).decode("utf-8", "replace")
+
+    def send(self, value: Any) -> None:
+        """Give it a value, which its ``parent.recv()`` returns."""
+        try:
+            self._wire.send(("value", value))
+        except OSError as e:
+            raise PeerGoneError(f"{self!r} is gone; it wrote:\n{self.stderr}") from e
+
+    def recv(self, timeout: float | None = DEFAULT_TIMEOUT_S) -> Any:
+        """The next value that it gave to ``parent.send``.
+
+        Raises:
+            TimeoutError: none came; the message holds both processes' stacks.
+            ChildError: its function raised.
+            PeerGoneError: it ended without a word.
+        """
+        return self._next("value", timeout)
+
+    def poll(self, timeout: float = 0.0) -> bool:
+        """Whether :meth:`recv` would have something to return or to raise, without a wait, within ``timeout``
+        seconds. Unlike a :meth:`recv` that is too long it leaves the child alone."""
+        if not self._unread:
+            try:
+                self._unread.append(self._receive(time.monotonic() + timeout))
+            except TimeoutError:
+                return False
+            except EOFError:
+                pass
+        return True
+
+    def result(self, timeout: float | None = DEFAULT_TIMEOUT_S) -> Any:
+        """What its function returned. Raises like :meth:`recv`."""
+        value = self._next("result", timeout)
+        self._process.wait(timeout)
+        return value
+
+    def kill(self) -> None:
+        """SIGKILL, and wait until it is gone."""
+        self._process.kill()
+        self.wait()
+
+    def stop(self) -> None:
+        """SIGSTOP, and wait until it has stopped."""
+        self._process.send_signal(signal.SIGSTOP)
+        limit = time.monotonic() + DEFAULT_TIMEOUT_S
+        while not self._is_stopped():
+            if time.monotonic() > limit:
+                raise TimeoutError(f"{self!r} does not stop")
+            time.sleep(0.001)
+
+    def cont(self) -> None:
+        """SIGCONT."""
+        self._process.send_signal(signal.SIGCONT)
+
+    def wait(self, timeout: float | None = DEFAULT_TIMEOUT_S) -> int:
+        """Wait for its end; returns the exit code."""
+        try:
+            return self._process.wait(timeout)
+        except subprocess.TimeoutExpired as e:
+            raise TimeoutError(f"{self!r} has not ended\n{self.both_stacks()}") from e
+
+    def both_stacks(self) -> str:
+        """The stacks of all threads of both processes, for a report."""
+        return f"-- this process --\n{stacks()}\n-- {self!r} --\n{self.stacks()}"
+
+    def stacks(self) -> str:
+        """The stacks of its threads, and whatever else it wrote to stderr."""
+        if self.exit_code is None and not self._is_stopped():
+            before = len(self.stderr)
+            with contextlib.suppress(OSError):
+                self._wire.send(("stacks", None))
+            # A signal's handler walks the frames of threads that run on meanwhile, and at times crashes the
+            # child. It is for one whose interpreter's lock is held by a call that does not return.
+            if not self._writes(before, 2.0) and self._may_be_signalled():
+                self._process.send_signal(_DUMP)
+                self._writes(before, 2.0)
+        return self.stderr
+
+    def _is_stopped(self) -> bool:
+        return _state_of(self.pid) in "Tt"
+
+    def _writes(self, before: int, within: float) -> bool:
+        """Wait until it has written more than it had ``before``, and has come to its end with that."""
+        limit = time.monotonic() + within
+        length = before
+        while length == before or length != len(self.stderr):
+            if time.monotonic() > limit or self.exit_code is not None:
+                break
+            length = len(self.stderr)
+            time.sleep(0.02)
+        return length != before
+
+    def close(self) -> None:
+        """Kill it if it still runs, reap it, and give back what belongs to it. Idempotent."""
+        if self._process.poll() is None:
+            self._process.kill()
+        self._process.wait()
+        self._wire.close()
+        self._stderr.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _next(self, wanted: str, timeout: float | None) -> Any:
+        limit = None if timeout is None else time.monotonic() + timeout
+        try:
+            kind, value = self._receive(limit)
+        except EOFError as e:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(2.0)
+            raise PeerGoneError(f"{self!r} ended without a word; it wrote:\n{self.stderr}") from e
+        except TimeoutError as e:
+            raise TimeoutError(f"no {wanted} from {self!r} in {timeout} s\n{self.both_stacks()}") from e
+        if kind == "error":
+            raise ChildError(*value)
+        if kind != wanted:
+            self._unread.appendleft((kind, value))
+            raise AssertionError(f"{self!r} gave a {kind} ({value!r}) where a {wanted} was expected")
+        return value
+
+    def _receive(self, limit: float | None) -> tuple[str, Any]:
+        if self._unread:
+            return self._unread.popleft()
+        while True:
+            left = None if limit is None else max(0.0, limit - time.monotonic())
+            kind, value = self._wire.recv(left)
+            if kind != "ready":
+                return kind, value
+            self._listens_to_signals = True
+
+    def _may_be_signalled(self) -> bool:
+        """Before its handler is in place the signal that asks for stacks would kill it."""
+        if not self._listens_to_signals:
+            self.poll()
+        return self._listens_to_signals
+
+
+class Parent:
+    """The child's door to the process that started it."""
+
+    def __init__(self, wire: _Wire) -> None:
+        self._wire = wire
+        self._values: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    def send(self, value: Any) -> None:
+        self._wire.send(("value", value))
+
+    def recv(self, timeout: float | None = DEFAULT_TIMEOUT_S) -> Any:
+        """The next value the parent sent. Raises TimeoutError."""
+        try:
+            return self._values.get(timeout=timeout)
+        except queue.Empty as e:
+            raise TimeoutError(f"no value from the parent in {timeout} s") from e
+
+    def disown(self) -> None:
+        """In a forked child of the child: that process has its own door, or none."""
+        self._wire.close()
+
+    def _listen(self) -> None:
+        """A thread of the child: also shows its stacks, and notices that the parent is gone."""
+        try:
+            while True:
+                kind, value = self._wire.recv(None)
+                if kind == "stacks":
+                    faulthandler.dump_traceback(_STDERR, all_threads=True)
+                else:
+                    self._values.put(value)
+        except (EOFError, OSError):
+            os._exit(_EXIT_ORPHANED)
+
+
+class _Wire:
+    """Length and value, both ways, over a socket pair."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._lock = threading.Lock()
+        self._unread = bytearray()
+
+    def send(self, value: Any) -> None:
+        data = encode(value, limits=_LIMITS)
+        with self._lock:
+            self._sock.sendall(_SIZE.pack(len(data)) + data)
+
+    def recv(self, timeout: float | None) -> Any:
+        limit = None if timeout is None else time.monotonic() + timeout
+        (size,) = _SIZE.unpack(self._read(_SIZE.size, limit, keep=True))
+        message = self._read(_SIZE.size + size, limit, keep=False)
+        return decode(message[_SIZE.size :], limits=_LIMITS)
+
+    def close(self) -> None:
+        self._sock.close()
+
+    def _read(self, size: int, limit: float | None, *, keep: bool) -> bytes:
+        while len(self._unread) < size:
+            self._sock.settimeout(None if limit is None else max(0.001, limit - time.monotonic()))
+            try:
+                chunk = self._sock.recv(1 << 16)
+            except OSError as e:
+                if isinstance(e, ConnectionError):
+                    raise EOFError from e
+                raise TimeoutError("nothing came in time") from e
+            if not chunk:
+                raise EOFError
+            self._unread += chunk
+        data = bytes(self._unread[:size])
+        if not keep:
+            del self._unread[:size]
+        return data
+
+
+def _main() -> None:
+    """The child: argv holds the descriptor of its end, and how long it may live."""
+    _live(int(sys.argv[1]), float(sys.argv[2]))
+
+
+def _live(fd: int, timeout_s: float) -> None:
+    """A child's whole life."""
+    import importlib.util
+    import traceback
+
+    faulthandler.enable()
+    faulthandler.register(_DUMP, all_threads=True)
+    faulthandler.dump_traceback_later(timeout_s, exit=True)
+    wire = _Wire(socket.socket(fileno=fd))
+    wire.send(("ready", None))
+    where, args = wire.recv(timeout_s)
+    parent = Parent(wire)
+    threading.Thread(target=parent._listen, name="kvplug_testing parent", daemon=True).start()
+    try:
+        path, _, name = where.rpartition(":")
+        if path.endswith(".py"):
+            spec = importlib.util.spec_from_file_location("kvplug_testing_target", path)
+            assert spec is not None
+            assert spec.loader is not None
+            module = importlib.util.module_from_spec(spec)
+            sys.modules[spec.name] = module
+            spec.loader.exec_module(module)
+        else:
+            module = importlib.import_module(path)
+        answer = ("result", getattr(module, name)(parent, *args))
+    except BaseException as e:
+        answer = ("error", [type(e).__name__, traceback.format_exc()])
+    faulthandler.cancel_dump_traceback_later()
+    wire.send(answer)
+
+
+def stacks() -> str:
+    """The stacks of all threads of this process."""
+    with tempfile.TemporaryFile() as f:
+        faulthandler.dump_traceback(f, all_threads=True)
+        f.seek(0)
+        return f.read().decode("utf-8", "replace")
+
+
+@contextlib.contextmanager
+def nothing_left(settle_s: float = 5.0) -> Iterator[None]:
+    """The block must leave this process with no more than it had; what is ending gets ``settle_s``.
+
+    Raises:
+        AssertionError: it has more; the message says what, and holds all stacks.
+    """
+    before = Belongings.of()
+    yield
+    limit = time.monotonic() + settle_s
+    while left := Belongings.of().beyond(before):
+        if time.monotonic() > limit:
+            raise AssertionError(f"left behind: {left}\n{stacks()}")
+        time.sleep(0.01)
+
+
+def _state_of(pid: int) -> str:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    return "X"

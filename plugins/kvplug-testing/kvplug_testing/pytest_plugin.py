@@ -1,0 +1,76 @@
+"""The pytest plugin of the conformance kit: options, levels, waivers, and failures that name the law.
+
+Installed with kvplug, so pytest loads it everywhere. Of kvplug it imports nothing but this file until an
+option is used or a suite is collected; then :mod:`kvplug_testing.judging` takes over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+
+import pytest
+
+_LEVELS = ("quick", "full", "soak")
+_MARKER = "kvplug_law(id, ..., level, needs): a test of kvplug's conformance kit, and the laws that it judges"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("kvplug", "kvplug's conformance kit")
+    group.addoption(
+        "--kvplug-transport",
+        metavar="NAME",
+        action="append",
+        default=[],
+        help="judge the installed transport NAME (or KIND:NAME), without any test file",
+    )
+    group.addoption(
+        "--kvplug-connector",
+        metavar="NAME",
+        action="append",
+        default=[],
+        help="judge the installed connector NAME, without any test file",
+    )
+    group.addoption(
+        "--kvplug-option",
+        metavar="NAME.KEY=VALUE",
+        action="append",
+        default=[],
+        help="set the option KEY of what is judged as NAME, as the variable KVPLUG_OPTIONS__NAME__KEY would",
+    )
+    group.addoption(
+        "--kvplug-level",
+        choices=_LEVELS,
+        default="quick",
+        help="quick: under two minutes a transport (the default); full: minutes; soak: gigabytes, an hour",
+    )
+    group.addoption(
+        "--kvplug-report",
+        metavar="FILE",
+        action="append",
+        default=[],
+        help="write the scorecard to FILE, which ends in .json or .md",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", _MARKER)
+    option = config.option
+    if option.kvplug_transport or option.kvplug_connector or option.kvplug_option or option.kvplug_report:
+        from kvplug_testing import judging
+
+        judge = judging.judge_of(config)
+        judge.choose(option.kvplug_transport, option.kvplug_connector, option.kvplug_option)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Generator[None]:
+    """Waivers are held against all that was collected; levels choose from what others leave of it."""
+    if not any(item.get_closest_marker("kvplug_law") for item in items):
+        return (yield)
+    from kvplug_testing import judging
+
+    judge = judging.judge_of(config)
+    judge.waive(items)
+    result = yield
+    judge.select(items)
+    return result

@@ -1,0 +1,96 @@
+"""Waits of tests, which all have an end: for calls that could block, and for what must come in time."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from kvplug_testing import peers
+
+__all__ = ["Call", "patience_s", "raises", "until"]
+
+patience_s = 20.0
+"""How long what must come is waited for. Machines under test are busy; a law's own deadlines are not this.
+Who judges what is known to hang, as the tests of the kit itself do, sets it lower."""
+
+
+class Call:
+    """A call in a thread of its own, which can be watched: is it blocked, how did it end, and when?
+
+    The thread is a daemon, so that a call that never returns ends its test and not the whole run.
+    """
+
+    def __init__(self, call: Callable[[], Any]) -> None:
+        self.value: Any = None
+        self.error: BaseException | None = None
+        self.took_s = 0.0
+        """Seconds from its start to its end."""
+        self._began = time.monotonic()
+        self._thread = threading.Thread(
+            target=self._run, args=(call,), name="kvplug_testing call", daemon=True
+        )
+        self._thread.start()
+
+    def _run(self, call: Callable[[], Any]) -> None:
+        try:
+            self.value = call()
+        except BaseException as e:
+            self.error = e
+        self.took_s = time.monotonic() - self._began
+
+    @property
+    def ended(self) -> bool:
+        return not self._thread.is_alive()
+
+    def end(self, within: float | None = None) -> Call:
+        """Wait for its end. Fails the test, with all stacks, if it does not come (:data:`patience_s`)."""
+        within = patience_s if within is None else within
+        self._thread.join(within)
+        if self._thread.is_alive():
+            raise AssertionError(f"a call is still blocked after {within} s\n{peers.stacks()}")
+        return self
+
+    def result(self, within: float | None = None) -> Any:
+        """What it returned; raises what it raised."""
+        self.end(within)
+        if self.error is not None:
+            raise self.error
+        return self.value
+
+    def outcome(self, within: float | None = None) -> Any:
+        """What it returned, or what it raised."""
+        self.end(within)
+        return self.value if self.error is None else self.error
+
+    def raised(self, kind: type[BaseException], within: float | None = None) -> BaseException:
+        """What it raised, which must be a ``kind``."""
+        self.end(within)
+        if self.error is None:
+            raise AssertionError(f"{kind.__name__} was expected, and the call returned {self.value!r:.300}")
+        if not isinstance(self.error, kind):
+            raise AssertionError(f"{kind.__name__} was expected, not {self.error!r}") from self.error
+        return self.error
+
+    def is_blocked(self, for_s: float = 0.2) -> bool:
+        """Whether it has not ended ``for_s`` seconds from now."""
+        self._thread.join(for_s)
+        return self._thread.is_alive()
+
+
+def raises(kind: type[BaseException], call: Callable[[], Any], within: float | None = None) -> BaseException:
+    """What ``call`` raised, which must be a ``kind`` and must come in time."""
+    return Call(call).raised(kind, within)
+
+
+def until(condition: Callable[[], Any], within: float | None = None, what: str = "") -> None:
+    """Wait until ``condition()`` is true."""
+    within = patience_s if within is None else within
+    limit = time.monotonic() + within
+    while not condition():
+        if time.monotonic() > limit:
+            raise AssertionError(
+                f"{what or 'what was waited for'} did not come in {within} s\n{peers.stacks()}"
+            )
+        time.sleep(0.002)

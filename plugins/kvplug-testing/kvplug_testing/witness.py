@@ -1,0 +1,246 @@
+"""The program that looks at one installed plugin, and writes down what happens.
+
+It has a process of its own, in which nothing but the plugin and what it needs has been loaded.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+import attrs
+
+HEAVY: Final = frozenset(
+    {
+        *(
+            "accelerate",
+            "cupy",
+            "cv2",
+            "flash_attn",
+            "flashinfer",
+            "gguf",
+            "jax",
+            "jaxlib",
+            "keras",
+            "lmcache",
+        ),
+        *("matplotlib", "mooncake", "mpi4py", "mxnet", "nixl", "numba", "numpy", "onnxruntime", "openvino"),
+        *("pandas", "polars", "pyarrow", "pycuda", "ray", "scipy", "sglang", "sklearn", "sympy"),
+        *("tensorflow", "tensorrt", "torch", "torchaudio", "torchvision", "transformers", "triton", "ucp"),
+        *("ucxx", "vllm", "xformers", "zmq"),
+    }
+)
+"""Top-level packages that no look at a plugin may load: slow to import, large, or the owners of a device."""
+
+_NO_DEVICE = re.compile(r"/dev/(null|zero|full|u?random|tty|ptmx|std(in|out|err)|(shm|pts|fd)(/.*)?)")
+_ERRORS = (Exception, SystemExit)
+
+
+class Witness:
+    """Writes down what happens, line by line, so that what was going on at a sudden end is known."""
+
+    def __init__(self, path: str) -> None:
+        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - as long as the process lives
+        self._opened: list[str] = []
+        sys.addaudithook(self._audit)
+
+    def _audit(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if event == "open" and arguments and isinstance(arguments[0], (str, bytes)):
+            path = os.fsdecode(arguments[0])
+            if path.startswith("/dev/") and not _NO_DEVICE.fullmatch(path):
+                self._opened.append(path)
+
+    def tell(self, **facts: Any) -> None:
+        self._file.write(json.dumps(facts) + "\n")
+        self._file.flush()
+
+    @contextmanager
+    def step(self, what: str, of: str, target: str) -> Iterator[dict[str, Any]]:
+        """Around one thing that is done; what it raises is an answer."""
+        named = {"what": what, "of": of, "target": target}
+        self.tell(begins=named)
+        self._opened.clear()
+        heavy, answer = _heavy(), dict[str, Any]()
+        error = missing = ""
+        try:
+            yield answer
+        except _ERRORS as e:
+            error, missing = _in_words(e), _missing(e)
+        opened = {*self._opened, *_open_devices()}
+        self.tell(
+            step=named
+            | {"error": error, "missing": missing, "answer": answer}
+            | {"heavy": sorted(_heavy() - heavy), "devices": sorted(opened)}
+        )
+
+
+def _heavy() -> set[str]:
+    return {_top(module) for module in list(sys.modules)} & HEAVY
+
+
+def _top(module: str) -> str:
+    return module.partition(".")[0]
+
+
+def _open_devices() -> Iterator[str]:
+    """What native code has opened shows here only."""
+    try:
+        numbers = os.listdir("/proc/self/fd")
+    except OSError:
+        return
+    for number in numbers:
+        try:
+            path = os.readlink(f"/proc/self/fd/{number}")
+        except OSError:
+            continue
+        if path.startswith("/dev/") and not _NO_DEVICE.fullmatch(path):
+            yield path
+
+
+def _in_words(error: BaseException) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())
+
+
+def _missing(error: BaseException | None) -> str:
+    """The package that a chain of errors began with."""
+    while error is not None:
+        if isinstance(error, ModuleNotFoundError) and error.name:
+            return error.name.partition(".")[0]
+        error = error.__cause__ or error.__context__
+    return ""
+
+
+def _look(witness: Witness, name: str) -> None:
+    """What ``kvplug list`` does, and nothing else."""
+    from kvplug.assembly.registry.discovery import check_api, discover
+    from kvplug.errors import PluginError
+
+    found = discover()
+    mine = [each for each in found if each.name == name]
+    modules = {each.module for each in mine}
+    witness.tell(
+        installed=sorted({each.name for each in found}),
+        entry_points=[
+            f"{each.distribution}: {each.name} = {each.entry_point.value}"
+            for each in found
+            if each.name == name or each.module in modules
+        ],
+        distribution=mine[0].distribution if mine else "",
+    )
+    if not mine:
+        return
+    try:
+        check_api(mine[0].module)
+    except PluginError as e:
+        witness.tell(api_fault=str(e))
+    witness.tell(readme=_readme(mine[0].distribution))
+    specs = _specs(witness, name, mine[0].entry_point.value)
+    witness.tell(offers=[_offer(spec) for spec in specs])
+    for spec in specs:
+        _look_at(witness, spec)
+
+
+def _use(witness: Witness, name: str) -> None:
+    """What choosing each of the names does."""
+    for spec in _specs(witness, name, ""):
+        of = f"{spec.kind.replace('_', ' ')} {spec.name}"
+        for what in ("factory", "worker_factory"):
+            if hasattr(spec, what):
+                with witness.step(what, of, getattr(spec, what)):
+                    _takes_one(getattr(spec, f"load_{what}")())
+        if hasattr(spec, "target"):
+            with witness.step("command", of, spec.target):
+                import click
+
+                command = spec.load()
+                if not isinstance(command, click.Command):
+                    raise TypeError(f"{command!r} is not a click command")
+
+
+def _specs(witness: Witness, name: str, value: str) -> tuple[Any, ...]:
+    """What the plugin offers, loaded while all others are blocked."""
+    from kvplug.assembly.registry import PluginStatus, Registry
+    from kvplug.assembly.registry.discovery import discover
+
+    found = discover()
+    blocked = ",".join({each.name for each in found} - {name})
+    mine, others = (
+        {_top(each.module) for each in found if (each.name == name) is it} for it in (True, False)
+    )
+    before = {_top(module) for module in sys.modules}  # the kit is a plugin, too
+    with witness.step("entry point", "", value) as answer:
+        registry = Registry.from_env({"KVPLUG_DISABLE_PLUGINS": blocked})
+        plugin = next(each for each in registry.plugins if each.name == name)
+        if plugin.status is not PluginStatus.OK:
+            answer["broken"] = plugin.reason
+        answer["others"] = sorted((others - mine) & {_top(module) for module in sys.modules} - before)
+    return plugin.specs
+
+
+def _offer(spec: Any) -> dict[str, Any]:
+    from kvplug.transport.capabilities import UNSTATED
+
+    plain = {"of": f"{spec.kind.replace('_', ' ')} {spec.name}", "name": spec.name, "summary": spec.summary}
+    if not hasattr(spec, "capabilities") or spec.wraps:  # then they are those of what is beneath
+        return plain
+    able = spec.capabilities
+    return plain | {
+        "devices": sorted(able.devices),
+        "cross_host": able.cross_host,
+        "probe": spec.probe,
+        "cost_stated": able.cost is not UNSTATED,
+    }
+
+
+def _look_at(witness: Witness, spec: Any) -> None:
+    from kvplug.config import describe_options
+    from kvplug.transport.spec import Probe, load_target
+
+    of = f"{spec.kind.replace('_', ' ')} {spec.name}"
+    if getattr(spec, "options", None) is not None:
+        with witness.step("options", of, spec.options) as answer:
+            rows = describe_options(spec.load_options())
+            answer["unexplained"] = [row.name for row in rows if not row.help.strip()]
+    if getattr(spec, "probe", None) is not None:
+        with witness.step("probe", of, spec.probe) as answer:
+            probe = load_target(spec.probe)()
+            if not isinstance(probe, Probe):
+                raise TypeError(f"it returned {probe!r}, not a Probe")
+            answer |= attrs.asdict(probe)
+
+
+def _takes_one(factory: Callable[..., Any]) -> None:
+    """A factory is called with one argument; a class that is one leaves nothing abstract."""
+    import inspect
+
+    if left := sorted(getattr(factory, "__abstractmethods__", ())):
+        raise TypeError(f"it cannot be made: abstract are {', '.join(left)}")
+    try:
+        signature = inspect.signature(factory)
+    except ValueError:  # of a callable that is not Python's
+        return
+    signature.bind(object())
+
+
+def _readme(distribution: str) -> str:
+    from importlib import metadata
+
+    headers = metadata.metadata(distribution)
+    payload = getattr(headers, "get_payload", lambda: "")()
+    return str(headers["Description"] or payload or "")
+
+
+def main(mode: str, name: str, path: str) -> None:
+    """The program."""
+    witness = Witness(path)
+    {"look": _look, "use": _use}[mode](witness, name)
+    witness.tell(end=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

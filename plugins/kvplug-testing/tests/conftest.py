@@ -1,0 +1,88 @@
+"""A plugin author's folder, and pytest run in it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvplug_testing.scorecard import from_json
+
+SUITE = """
+from kvplug.transport import Kind
+from kvplug_testing import law
+from kvplug_testing.contract.base import Contract
+
+class TestMine(Contract):
+    kind = Kind.PIPE
+    transport = "memory"
+    across_processes = False
+    settle_s = 0.2
+
+    @law("PIPE-1")
+    def test_that_is_kept(self):
+        pass
+
+    @law("PIPE-5", "PIPE-6")
+    def test_that_is_broken(self):
+        assert 1 + 1 == 3, "two and a half came"
+
+    @law("PIPE-7", needs="other_processes")
+    def test_of_what_is_not_claimed(self):
+        raise AssertionError("it ran")
+
+    @law("ALL-1", level="full")
+    def test_that_takes_longer(self):
+        pass
+
+    @law("ALL-4", level="soak")
+    def test_that_takes_for_ever(self):
+        pass
+
+    @law("ALL-7")
+    def test_that_leaves_something(self):
+        import os
+        self.left = os.dup(0)
+"""
+
+
+class Package:
+    """A plugin author's folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        (folder / "tests").mkdir()
+        self.waive()
+        (folder / "tests" / "test_mine.py").write_text(SUITE)
+
+    def waive(self, text: str = "") -> None:
+        head = (
+            '[project]\nname = "mine"\nversion = "1"\n\n[tool.pytest.ini_options]\n\n[tool.kvplug.waivers]\n'
+        )
+        (self.folder / "pyproject.toml").write_text(head + textwrap.dedent(text))
+
+    def judge(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments],
+            cwd=self.folder,
+            capture_output=True,
+            text=True,
+            timeout=100,
+            check=False,
+            env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "COLUMNS": "120"},
+        )
+
+    def outcomes(self, *arguments: str) -> dict[str, Any]:
+        report = self.folder / "report.json"
+        self.judge("--kvplug-report", str(report), *arguments)
+        return {result.test: result for result in from_json(report.read_text()).results}
+
+
+@pytest.fixture
+def package(tmp_path: Path) -> Package:
+    return Package(tmp_path)

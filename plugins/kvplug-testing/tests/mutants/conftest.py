@@ -1,0 +1,144 @@
+"""Each mutant is judged by the tests of the laws that it breaks, until one of them has caught it.
+
+The test that it names itself (``caught_by``) comes first, where others would take their time before.
+
+A control has no fault (``is_control``). It comes last, in the same process and with the same patience, and is
+judged by what is quick and has caught a mutant made as it is: one that has the control's first base.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvplug.errors import KvplugError
+from kvplug_testing import waits
+from kvplug_testing.contract import base
+
+BREACHES = (AssertionError, KvplugError, pytest.fail.Exception)
+"""What a test raises that has caught something; beside errors of its own making, such as a callback's, and
+what a mutant is said to raise (``raises``) where its law is broken."""
+SUITES = Path(base.__file__).parent
+MISTAKES = (AttributeError, NameError, ImportError, TypeError)
+"""What a mutant raises that no longer fits the class that it is made from."""
+
+_caught: set[tuple[Any, str]] = set()
+"""A mutant, and a law by whose tests it was caught."""
+_catching: set[tuple[Any, str]] = set()
+"""A mutant, and the name of a test that has caught it."""
+_dead: list[BaseException | None] = []
+"""Of the threads that have died in this test: what of."""
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _impatient() -> None:
+    """A mutant that hangs does so for ever, and what it has left stays."""
+    waits.patience_s = 2.0
+    base.Contract.settle_s = 1.0
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _listening() -> Iterator[None]:
+    told = threading.excepthook
+
+    def note(args: threading.ExceptHookArgs) -> None:
+        _dead.append(args.exc_value)
+        told(args)
+
+    threading.excepthook = note
+    yield
+    threading.excepthook = told
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # This file is read whenever the folder is seen.
+    others = [item for item in items if not _is_mutants(item)]
+    kept = [item for item in items if _is_mutants(item) and (_is_control(item) or _broken(item))]
+    kept.sort(  # stable: else their order stays
+        key=lambda item: (_is_control(item), item.cls.__name__, _level(item), not _is_named(item))
+    )
+    items[:] = others + kept
+
+
+def _is_mutants(item: pytest.Item) -> bool:
+    return item.path.parent == Path(__file__).parent
+
+
+def _is_control(item: Any) -> bool:
+    return getattr(item.cls, "is_control", False)
+
+
+def _is_named(item: Any) -> bool:
+    """By the mutant, as what catches it."""
+    return item.originalname == getattr(item.cls, "caught_by", "")
+
+
+def _broken(item: Any) -> set[tuple[Any, str]]:
+    """The laws that the mutant breaks and this test judges."""
+    return {(item.cls, id_) for id_ in {*item.cls.breaks} & {*item.get_closest_marker("kvplug_law").args}}
+
+
+def _level(item: Any) -> int:
+    """What is quick comes first: the other levels are left to those that it does not catch."""
+    return base.LEVELS.index(item.get_closest_marker("kvplug_law").kwargs["level"])
+
+
+def pytest_runtest_setup(item: Any) -> None:
+    _dead.clear()
+    if not _is_control(item):
+        if _broken(item) <= _caught:
+            pytest.skip("caught already")
+    elif _level(item):
+        pytest.skip("above quick")
+    elif not any(name == item.name and issubclass(cls, item.cls.__base__) for cls, name in _catching):
+        pytest.skip("has caught nothing")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: Any, call: Any) -> Any:
+    """What a mutant fails with and is no breach is told as skipped. A control may not fail at all."""
+    report = yield
+    if report.failed and not _is_control(item):
+        if reason := _no_breach(item, call):
+            path, line, _ = item.location
+            report.outcome, report.longrepr = "skipped", (path, line, f"Skipped: no breach: {reason}")
+        else:
+            _caught.update(_broken(item))
+            _catching.add((item.cls, item.name))
+    return report
+
+
+def _no_breach(item: Any, call: Any) -> str:
+    """Why a failure catches nothing; empty where it does."""
+    error = call.excinfo.value
+    said: str = call.excinfo.exconly().partition("\n")[0]
+    # What is left behind is told when the test is over, and is a breach of no other law.
+    if call.when != "call" and not (call.when == "teardown" and (item.cls, "ALL-7") in _broken(item)):
+        return f"in {call.when}: {said}"
+    breaches = (*BREACHES, *getattr(item.cls, "raises", ()))
+    if not isinstance(error, breaches) and SUITES not in Path(call.excinfo.traceback[-1].path).parents:
+        return said
+    for each in (error, *_dead):
+        for cause in _chain(each):
+            if _is_mistake(cause):
+                return f"{said}, because of {cause!r}"
+    return ""
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """An error, and what it came of."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+
+
+def _is_mistake(error: BaseException) -> bool:
+    """Itself, or in what a child has told."""
+    if isinstance(error, MISTAKES) and not isinstance(error, KvplugError):
+        return True
+    begins = tuple(f"{mistake.__name__}: " for mistake in MISTAKES)
+    return any(line.startswith(begins) for line in str(error).splitlines())

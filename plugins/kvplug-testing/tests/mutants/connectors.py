@@ -1,0 +1,766 @@
+"""The connector "memory" with one fault each, and the law that the fault breaks."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
+
+import attrs
+import pytest
+
+from kvplug.engine.connector.values import RequestEnd
+from kvplug.errors import KvplugError, PeerGoneError, TransportError
+from kvplug_testing import ConnectorContract
+from kvplug_testing.memory.connector import PARAMS, MemoryScheduler, MemoryWorker
+from kvplug_testing.memory.reference import Reference, StaleError
+from kvplug_testing.memory.shelf import Entry, Shelf
+
+
+def fail(entry: Entry) -> Entry:
+    raise TransportError("the test wants it so")
+
+
+def corrupt(entry: Entry) -> Entry:
+    key, value = entry.layers[-1]
+    key = key.clone()
+    key.view(-1)[-1] += 1
+    return attrs.evolve(entry, layers=(*entry.layers[:-1], (key, value)))
+
+
+wanted: dict[str, set[str]] = {}
+"""Of each contact, the requests whose KV somebody has asked for and not loaded."""
+
+
+class Mutant(ConnectorContract):
+    """One fault, in one of the two sides."""
+
+    connector = "memory"
+    across_processes = False
+    spoils_own = True
+    scheduler_factory: ClassVar[Callable[..., Any] | None] = MemoryScheduler
+    worker_factory: ClassVar[Callable[..., Any] | None] = MemoryWorker
+    breaks: tuple[str, ...] = ()
+
+    @pytest.fixture(autouse=True)
+    def _impatient_engines(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("kvplug_testing.engine.double.PATIENCE_S", 3.0)
+
+    def spoil(self, how: str) -> None:
+        self._fault({"fail": fail, "corrupt": corrupt, "": None}[how])
+
+    @contextlib.contextmanager
+    def holding_up(self) -> Iterator[threading.Event]:
+        is_held = threading.Event()
+
+        def hold(entry: Entry) -> Entry:
+            is_held.set()
+            threading.Event().wait(1.0)
+            return fail(entry)
+
+        self._fault(hold)
+        try:
+            yield is_held
+        finally:
+            self._fault(None)
+
+    def _fault(self, fault: Any) -> None:
+        with contextlib.suppress(PeerGoneError):
+            Shelf.at(self.config_of("both").control_address()).fault = fault
+
+
+# -- promises ----------------------------------------------------------------------------------------
+
+
+class TestPromisesABlockTooMany(Mutant):
+    """One block more than the peer holds is promised."""
+
+    breaks = ("CONN-2",)
+
+    class scheduler_factory(MemoryScheduler):  # noqa: N801
+        def _held(self, tracked: Any) -> int | None:
+            held = super()._held(tracked)
+            return held + self._block_size if held else held
+
+
+class TestPromisesATokenTooMany(Mutant):
+    """One token more than whole blocks is promised."""
+
+    breaks = ("CONN-2",)
+
+    class scheduler_factory(MemoryScheduler):  # noqa: N801
+        def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Any:
+            found, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens)
+            if not found:
+                return found, is_async
+            self._tracked[request.request_id].answered = (num_computed_tokens, found + 1)
+            return found + 1, is_async
+
+
+class TestPromisesWhatWasNotKept(Mutant):
+    """For what there was no room is promised all the same."""
+
+    breaks = ("CONN-2",)
+    caught_by = "test_what_has_gone_for_want_of_room_is_not_promised"
+
+    class worker_factory(MemoryWorker):  # noqa: N801
+        def __init__(self, context: Any) -> None:
+            super().__init__(context)
+            if self._shelf is not None:
+                settle = self._shelf.settle
+                self._shelf.settle = lambda lease, is_stored: settle(lease, is_stored=True)  # type: ignore[method-assign]
+
+
+class TestForgetsTheExtra(Mutant):
+    """Prompts that differ in their adapters are taken for one."""
+
+    breaks = ("CONN-2",)
+    caught_by = "test_the_same_tokens_with_another_extra_are_another_prompt"
+
+    class scheduler_factory(MemoryScheduler):  # noqa: N801
+        def _known(self, request: Any, call: str) -> Any:
+            tracked = super()._known(request, call)
+            tracked.request = attrs.evolve(request, extra=b"")
+            return tracked
+
+        def update_state_after_alloc(self, request: Any, *more: Any) -> None:
+            super().update_state_after_alloc(attrs.evolve(request, extra=b""), *more)
+
+        def request_finished(self, request: Any, *more: Any) -> Any:
+            return super().request_finished(attrs.evolve(request, extra=b""), *more)
+
+
+class TestRemembersItsBestAnswer(Mutant):
+    """What was promised once is promised again, however much has been computed meanwhile."""
+
+    breaks = ("CONN-2",)
+    caught_by = "test_whatever_goes_on_beside_a_load_its_blocks_are_its_own"
+
+    class scheduler_factory(MemoryScheduler):  # noqa: N801
+        def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Any:
+            tracked = self._tracked[request.request_id]
+            before = tracked.answered
+            answer = super().get_num_new_matched_tokens(request, num_computed_tokens)
+            tracked.answered = max(before, tracked.answered, key=lambda answered: answered[1])
+            return tracked.answered[1] or answer[0], answer[1]
+
+
+# -- bytes -------------------------------------------------------------------------------------------
+
+
+class TestLoadsIntoTheWrongBlock(Mutant):
+    """Two blocks of a load are taken for each other."""
+
+    breaks = ("CONN-2",)
+
+    class worker_factory(MemoryWorker):  # noqa: N801
+        def _load(self, load: Any) -> None:
+            blocks = list(load["blocks"])
+            super()._load({**load, "blocks": (*blocks[:-2], *reversed(blocks[-2:]))})
+
+
+class TestSwapsKeyAndValue(Mutant):
+    """Keys are stored as values, and values as keys."""
+
+    breaks = ("CONN-2",)
+
+    class worker_factory(MemoryWorker):  # noqa: N801
+        def _entry(self, key: Any, blocks: Any) -> Entry:
+            entry = super()._entry(key, blocks)
+            layers = tuple((key, None) if value is None else (value, key) for key, value in entry.layers)
+            return attrs.evolve(entry, layers=layers, digests=self._digests(layers))
+
+
+class TestIsRightOnOneLayoutOnly(Mutant):
+    """Where heads come before tokens, the last head is forgotten."""
+
+    breaks = ("CONN-2",)
+    caught_by = "test_what_was_stored_is_loaded_into_its_blocks_on_each_layout"
+
+    class worker_factory(MemoryWorker):  # noqa: N801
+        def _entry(self, key: Any, blocks: Any) -> Entry:
+            entry = super()._entry(key, blocks)
+            if self._layout.axes.find("H") > self._layout.axes.find("T"):
+                return entry
+            for tensor, _ in entry.layers:
+                tensor[:, -1] = 0
+            return attrs.evolve(entry, digests=self._digests(entry.layers))
+
+
+class TestWritesBesideItsBlocks(Mutant):
+    """One element of a block that is another's is written with each load."""
+
+    breaks = ("CONN-2",)
+
+    class worker_factory(MemoryWorker):  # noqa: N801
+        def _load(self, load: Any) -> None:
+            super()._load(load)
+            other = next(n for n in range(10_000) if n not in load["blocks"])
+            block = self._caches[0].select(self._layout.axes.replace("KD", "D").find("B"), other)
+            block[(0,) * block.dim()] = 1.0
+
+
+# -- failures ----------------------------------------------------------------------------------------
+
+
+class TestReportsNoFailure(Mutant):
+    """A load that fails is only counted."""
+
+    breaks = ("CONN-3",)
+
+    class worker_factory(MemoryWorker):  # noqa: N801
+        def _fail(self, load: Any, error: KvplugError) -> None:
+            super()._fail(load, error)
+            self._failed_blocks.clear()
+
+
+class TestReportsAStepLate(Mutant):
+    """Blocks whose load failed are named in the step after."""
+
+    breaks = ("CONN-3",)
+
+    class worker_factory(MemoryWorker):  # noqa: N801
+        _late: frozenset[int] = frozenset()
+
+        def get_block_ids_with_load_errors(self) -> frozenset[int]:
+            found, self._late = self._late, super().get_block_ids_with_load_errors()
+            return found
+
+
+class TestTrustsWhatArrives(Mutant):
+    """Hashes are sent and not compared."""
+
+    breaks = ("CONN-3",)
+    caught_by = "test_corrupted_kv_is_in_the_report_of_its_step"
+
+    class worker_factory(MemoryWorker):  # noqa: N801
+        def _verify(self, entry: Entry) -> None:
+            return None
+
+
+class TestNamesOneBlockOfAFailedLoad(Mutant):
+    """Of the blocks of a failed load only the first is named."""
+
+    breaks = ("CONN-3",)
+
+    class worker_factory(MemoryWorker):  # noqa: N801
+        def _fail(self, load: Any, error: KvplugError) -> None:
+            super()._fail({**load, "blocks": load["blocks"][: load["start"] // 16 + 1]}, error)
+
+
+# -- lent blocks -------------------------------------------------------------------------------------
+
+
+class TestSaysSentBeforeItHasRead(Mutant):
+    """A request is named as sent one step before its blocks are copied."""
+
+    breaks = ("CONN-4",)
+    caught_by = "test_what_is_preempted_before_a_step_was_told_of_its_load_is_not_loaded"
+
+    class worker_factory(MemoryWorker):  # noqa: N801
+        def get_finished(self, finished: frozenset[str]) -> Any:
+            sent = frozenset(save["request"] for save in self._begun[1])
+            return sent, super().get_finished(finished)[1]
+
+
+class TestKeepsNoBlocks(Mutant):
+    """Blocks that are saved in a later step are not kept."""
+
+    breaks = ("CONN-4",)
+
+    class scheduler_factory(MemoryScheduler):  # noqa: N801
+        def request_finished(self, *given: Any) -> Any:
+            return False, super().request_finished(*given)[1]
+
+    class worker_factory(MemoryWorker):  # noqa: N801
+        def get_finished(self, finished: frozenset[str]) -> Any:
+            return frozenset(), super().get_finished(finished)[1]
+
+
+class TestSaysReceivedBeforeItHasWritten(Mutant):
+    """A background load is named one step before it writes."""
+
+    breaks = ("CONN-4",)
+    caught_by = "test_whatever_goes_on_beside_a_load_its_blocks_are_its_own"
+
+    class worker_factory(MemoryWorker):  # noqa: N801
+        def get_finished(self, finished: frozenset[str]) -> Any:
+            received = frozenset(load["request"] for load in self._begun[0])
+            return super().get_finished(finished)[0], received
+
+
+class TestFreesWhatStillLoads(Mutant):
+    """The blocks of a request that ends while it loads are given back at once; the load goes on."""
+
+    breaks = ("CONN-4",)
+    caught_by = "test_whatever_fails_in_the_background_is_reported_and_never_used"
+
+    class scheduler_factory(MemoryScheduler):  # noqa: N801
+        def request_finished(self, request: Any, block_ids: Any, end: RequestEnd) -> Any:
+            keeps, params = super().request_finished(request, block_ids, end)
+            return keeps and end is RequestEnd.FINISHED, params
+
+
+class TestLoadsWhatWasPreempted(Mutant):
+    """A load stays planned when its request is preempted in the same step."""
+
+    breaks = ("CONN-4",)
+    caught_by = "test_what_is_preempted_before_a_step_was_told_of_its_load_is_not_loaded"
+
+    class scheduler_factory(MemoryScheduler):  # noqa: N801
+        def build_connector_meta(self, output: Any) -> Any:
+            return super().build_connector_meta(attrs.evolve(output, preempted_request_ids=frozenset()))
+
+
+class TestGoesOnLoadingIntoPreemptedBlocks(Mutant):
+    """A background load does not hear that its request was preempted."""
+
+    breaks = ("CONN-4",)
+    caught_by = "test_whatever_an_engine_does_what_it_gets_back_is_right"
+
+    class worker_factory(MemoryWorker):  # noqa: N801
+        def handle_preemptions(self, request_ids: frozenset[str]) -> None:
+            return None
+
+
+class TestReportsBlocksOfThePreempted(Mutant):
+    """The blocks of a load that failed are reported once more when its request is preempted."""
+
+    breaks = ("CONN-4",)
+    caught_by = "test_what_is_preempted_after_a_load_that_failed_is_not_reported_later"
+
+    class worker_factory(MemoryWorker):  # noqa: N801
+        def handle_preemptions(self, request_ids: frozenset[str]) -> None:
+            super().handle_preemptions(request_ids)
+            self._failed_blocks.update(self._suspect)
+
+
+class TestKeepsBlocksForWhoIsGone(Mutant):
+    """Blocks that a consumer has asked for are kept until it has loaded them, and it may be gone."""
+
+    breaks = ("CONN-4",)
+    caught_by = "test_whatever_two_engines_do_what_arrives_is_right"
+
+    class scheduler_factory(MemoryScheduler):  # noqa: N801
+        def _held(self, tracked: Any) -> int | None:
+            reference = tracked.request.params.get(PARAMS)
+            if reference is not None:
+                wanted.setdefault(self._contact, set()).add(reference["request_id"])
+            return super()._held(tracked)
+
+    class worker_factory(MemoryWorker):  # noqa: N801
+        def __init__(self, context: Any) -> None:
+            super().__init__(context)
+            self._unnamed: frozenset[str] = frozenset()
+
+        def _load(self, load: Any) -> None:
+            super()._load(load)
+            wanted.pop(self._contact, None)
+
+        def get_finished(self, finished: frozenset[str]) -> Any:
+            sent, received = super().get_finished(finished)
+            sent |= self._unnamed
+            self._unnamed = sent & wanted.get(self._contact, set())
+            return sent - self._unnamed, received
+
+
+# -- names -------------------------------------------------------------------------------------------
+
+
+class TestNamesARequestTwice(Mutant):
+    """What was named as sent is named again in the step after."""
+
+    breaks = ("CONN-5",)
+
+    class worker_factory(MemoryWorker):  # noqa: N801
+        _before: frozenset[str] = frozenset()
+
+        def get_finished(self, finished: frozenset[str]) -> Any:
+            sent, received = super().get_finished(finished)
+            before, self._before = self._before, sent
+            return sent | before, received
+
+
+class TestNamesAsSentAndReceived(Mutant):
+    """What has been received is named as sent as well."""
+
+    breaks = ("CONN-5",)
+
+    class worker_factory(MemoryWorker):  # noqa: N801
+        def get_finished(self, finished: frozenset[str]) -> Any:
+            sent, received = super().get_finished(finished)
+            return sent | received, received
+
+
+class TestNamesNobody(Mutant):
+    """A request whose blocks are kept is never named."""
+
+    breaks = ("CONN-5",)
+
+    class worker_factory(MemoryWorker):  # noqa: N801
+        def get_finished(self, finished: frozenset[str]) -> Any:
+            return frozenset(), super().get_finished(finished)[1]
+
+
+# -- steps in flight ---------------------------------------------------------------------------------
+
+
+class TestSavesWhatAFailedLoadSpoilt(Mutant):
+    """A step that was planned before a load failed saves what it was told to."""
+
+    breaks = ("CONN-6",)
+    caught_by = "test_a_step_that_was_planned_before_a_load_failed_stores_nothing_wrong"
+
+    class worker_factory(MemoryWorker):  # noqa: N801
+        def bind_connector_metadata(self, metadata: Any) -> None:
+            self._suspect.clear()
+            super().bind_connector_metadata(metadata)
+
+
+class TestSavesWhatOthersShareWithAFailedLoad(Mutant):
+    """What is not saved after a failed load is its own request, and not those that share its blocks."""
+
+    breaks = ("CONN-6",)
+    caught_by = "test_a_step_that_was_planned_before_a_load_failed_stores_nothing_wrong"
+
+    class worker_factory(MemoryWorker):  # noqa: N801
+        def __init__(self, context: Any) -> None:
+            super().__init__(context)
+            self._failed_ever: set[str] = set()
+
+        def _fail(self, load: Any, error: KvplugError) -> None:
+            super()._fail(load, error)
+            self._failed_ever.add(load["request"])
+
+        def bind_connector_metadata(self, metadata: Any) -> None:
+            self._suspect.clear()
+            super().bind_connector_metadata(metadata)
+            saves = self._begun[1]
+            saves[:] = [
+                {**each, "tokens": ()} if each["request"] in self._failed_ever else each for each in saves
+            ]
+
+
+# -- forgetting --------------------------------------------------------------------------------------
+
+
+class TestForgetsNothing(Mutant):
+    """A reset says yes, and that is all."""
+
+    breaks = ("CONN-7",)
+
+    class scheduler_factory(MemoryScheduler):  # noqa: N801
+        def reset_cache(self) -> bool:
+            return True
+
+
+class TestForgetsWhatIsStoredAndNotWhatIsUnderWay(Mutant):
+    """A prompt of which a part was computed before a reset is stored after it."""
+
+    breaks = ("CONN-7",)
+
+    class scheduler_factory(MemoryScheduler):  # noqa: N801
+        def reset_cache(self) -> bool:
+            done = super().reset_cache()
+            for tracked in self._tracked.values():
+                tracked.is_old = False
+            return done
+
+
+# -- figures -----------------------------------------------------------------------------------------
+
+
+class TestCountsAFailureAsDone(Mutant):
+    """A load that fails is counted like one that succeeds."""
+
+    breaks = ("CONN-8",)
+    caught_by = "test_each_load_that_fails_is_counted_once_with_a_reason"
+
+    class worker_factory(MemoryWorker):  # noqa: N801
+        def _fail(self, load: Any, error: KvplugError) -> None:
+            super()._fail(load, error)
+            self._context.stats.reset()
+            self._context.stats.record("load")
+
+
+class TestCountsEveryOther(Mutant):
+    """Of two loads one is counted."""
+
+    breaks = ("CONN-8",)
+
+    class worker_factory(MemoryWorker):  # noqa: N801
+        _num_loads = 0
+
+        def _load(self, load: Any) -> None:
+            super()._load(load)
+            self._num_loads += 1
+            if self._num_loads % 2 == 0:
+                self._context.stats.reset()
+
+
+class TestCountsAFailureTwice(Mutant):
+    """A load that fails is counted under two reasons."""
+
+    breaks = ("CONN-8",)
+
+    class worker_factory(MemoryWorker):  # noqa: N801
+        def _fail(self, load: Any, error: KvplugError) -> None:
+            super()._fail(load, error)
+            self._context.stats.fail("load", "other")
+
+
+# -- order -------------------------------------------------------------------------------------------
+
+
+class TestPromisesOnlyWhoComesAlone(Mutant):
+    """While there is another request nothing is promised."""
+
+    breaks = ("CONN-1",)
+
+    class scheduler_factory(MemoryScheduler):  # noqa: N801
+        def _held(self, tracked: Any) -> int | None:
+            return super()._held(tracked) if len(self._tracked) == 1 else 0
+
+
+class TestLoadsIntoNothing(Mutant):
+    """Without a cache nothing is loaded, and nobody hears of it."""
+
+    breaks = ("CONN-1",)
+    caught_by = "test_a_load_into_a_cache_that_was_not_registered_is_refused_by_name"
+
+    class worker_factory(MemoryWorker):  # noqa: N801
+        def start_load_kv(self) -> None:
+            if self._caches:
+                super().start_load_kv()
+
+
+class TestTakesBlocksForWhatWasNeverPromised(Mutant):
+    """An allocation that no promise came before is believed."""
+
+    breaks = ("CONN-1",)
+    caught_by = "test_blocks_for_tokens_that_were_never_promised_are_refused_by_name"
+
+    class scheduler_factory(MemoryScheduler):  # noqa: N801
+        def update_state_after_alloc(self, request: Any, block_ids: Any, num_external_tokens: int) -> None:
+            tracked = self._tracked[request.request_id]
+            tracked.answered = (tracked.answered[0], num_external_tokens)
+            super().update_state_after_alloc(request, block_ids, num_external_tokens)
+
+
+class TestLooksTablesUpLater(Mutant):
+    """Block tables are looked up when a request ends, in the plan of its last step."""
+
+    breaks = ("CONN-1",)
+    raises = (KeyError,)  # the engine has put the table away
+
+    class scheduler_factory(MemoryScheduler):  # noqa: N801
+        _output: Any = None
+
+        def build_connector_meta(self, output: Any) -> Any:
+            if output.scheduled:
+                self._output = output
+            return super().build_connector_meta(output)
+
+        def request_finished(self, request: Any, block_ids: Any, end: RequestEnd) -> Any:
+            if self._output is not None:
+                block_ids = self._output.block_ids(request.request_id)
+            return super().request_finished(request, block_ids, end)
+
+
+class TestPassesObjectsAcross(Mutant):
+    """What its scheduler side tells its worker side is no plain value."""
+
+    breaks = ("CONN-1",)
+
+    class scheduler_factory(MemoryScheduler):  # noqa: N801
+        def build_connector_meta(self, output: Any) -> Any:
+            return {**super().build_connector_meta(output), "preempted": output.preempted_request_ids}  # type: ignore[dict-item]
+
+
+class TestLoadsLaterThanItsStepNeeds(Mutant):
+    """A load has ended when the last layer is reached, and not for the first report after that."""
+
+    breaks = ("CONN-1",)
+
+    class worker_factory(MemoryWorker):  # noqa: N801
+        def start_load_kv(self) -> None:
+            return None
+
+        def get_block_ids_with_load_errors(self) -> frozenset[int]:
+            super().start_load_kv()
+            return super().get_block_ids_with_load_errors()
+
+
+# -- references --------------------------------------------------------------------------------------
+
+
+class TestTakesAnEarlierEpochForThisOne(Mutant):
+    """A reference of an earlier start of an engine is taken for one of this start."""
+
+    breaks = ("REF-1",)
+
+    class scheduler_factory(MemoryScheduler):  # noqa: N801
+        def _peer(self) -> Shelf:
+            shelf = super()._peer()
+            resolve = type(shelf).resolve
+
+            def believe(reference: Reference, *more: Any) -> Any:
+                ours = attrs.evolve(reference, engine_id=shelf.engine_id, epoch=shelf.epoch)
+                return resolve(shelf, ours, *more)
+
+            shelf.resolve = believe  # type: ignore[method-assign]
+            return shelf
+
+
+class TestTakesEveryGenerationForTheLast(Mutant):
+    """A reference is good for whatever its request has been lent last."""
+
+    breaks = ("REF-1",)
+
+    class scheduler_factory(MemoryScheduler):  # noqa: N801
+        def _peer(self) -> Shelf:
+            shelf = super()._peer()
+            resolve = type(shelf).resolve
+
+            def believe(reference: Reference, *more: Any) -> Any:
+                for lease, lent in shelf._lent.items():
+                    if lent.request_id == reference.request_id:
+                        reference = attrs.evolve(reference, lease=lease, generation=lent.generation)
+                return resolve(shelf, reference, *more)
+
+            shelf.resolve = believe  # type: ignore[method-assign]
+            return shelf
+
+
+class TestReadsTicketsAndBelievesWhatStandsBeside(Mutant):
+    """The ticket of a reference is not compared."""
+
+    breaks = ("REF-2",)
+
+    class scheduler_factory(MemoryScheduler):  # noqa: N801
+        def _held(self, tracked: Any) -> int | None:
+            params = tracked.request.params
+            with contextlib.suppress(Exception):
+                given = {key: value for key, value in params[PARAMS].items() if key != "ticket"}
+                better = {**params, PARAMS: Reference(**given).to_params()}
+                tracked.request = attrs.evolve(tracked.request, params=better)
+            return super()._held(tracked)
+
+
+class TestTakesTicketsOfAnyAge(Mutant):
+    """A ticket is good for ever."""
+
+    breaks = ("REF-2",)
+
+    class scheduler_factory(MemoryScheduler):  # noqa: N801
+        def _refused(self, tracked: Any, reason: Any) -> int:
+            refused = super()._refused(tracked, reason)
+            if reason != "expired":
+                return refused
+            given = {key: value for key, value in tracked.request.params[PARAMS].items() if key != "ticket"}
+            found = self._peer().resolve(Reference(**given), tracked.request.extra, tracked.request.token_ids)
+            return found or 0
+
+
+class TestDialsWhoeverIsNamed(Mutant):
+    """Before a reference is judged, its engine is called."""
+
+    breaks = ("REF-2",)
+
+    class scheduler_factory(MemoryScheduler):  # noqa: N801
+        def _refused(self, tracked: Any, reason: Any) -> int:
+            with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as sock:
+                sock.connect("\0kvplug-nobody-is-here")
+            return super()._refused(tracked, reason)
+
+
+class TestMissesInSilence(Mutant):
+    """A reference that is good for nothing is not counted."""
+
+    breaks = ("REF-2",)
+
+    class scheduler_factory(MemoryScheduler):  # noqa: N801
+        def _refused(self, tracked: Any, reason: Any) -> int:
+            return 0
+
+
+class TestRaisesAtForgedReferences(Mutant):
+    """A reference that is none stops the engine."""
+
+    breaks = ("REF-2",)
+
+    class scheduler_factory(MemoryScheduler):  # noqa: N801
+        def _refused(self, tracked: Any, reason: Any) -> int:
+            raise StaleError(reason, "that is no reference")
+
+
+# -- ends --------------------------------------------------------------------------------------------
+
+
+class TestShutdownWaitsForAStep(Mutant):
+    """Shutdown waits until what is in the background has ended, which no step is there for any more."""
+
+    breaks = ("ALL-1",)
+
+    class worker_factory(MemoryWorker):  # noqa: N801
+        def shutdown(self) -> None:
+            if any(self._begun) or self._loading or self._saving:
+                threading.Event().wait()
+            super().shutdown()
+
+
+class TestShutdownAndALoadWaitForEachOther(Mutant):
+    """Shutdown holds what a load that is under way needs for its end, and waits for that end."""
+
+    breaks = ("ALL-1",)
+
+    class worker_factory(MemoryWorker):  # noqa: N801
+        def __init__(self, context: Any) -> None:
+            super().__init__(context)
+            self._ending, self._idle = threading.Lock(), threading.Event()
+            self._idle.set()
+
+        def _load(self, load: Any) -> None:
+            self._idle.clear()
+            super()._load(load)
+            with self._ending:
+                self._idle.set()
+
+        def shutdown(self) -> None:
+            with self._ending:
+                self._idle.wait()
+            super().shutdown()
+
+
+class TestLeavesAThread(Mutant):
+    """A thread that waits for work is never told that there is none."""
+
+    breaks = ("ALL-7",)
+
+    class worker_factory(MemoryWorker):  # noqa: N801
+        def __init__(self, context: Any) -> None:
+            super().__init__(context)
+            threading.Thread(target=threading.Event().wait, daemon=True).start()
+
+
+class TestWaitsForAPeerThatIsGone(Mutant):
+    """A load whose peer is gone waits for it to come back."""
+
+    breaks = ("ALL-2", "ALL-4", "ALL-5")
+
+    class worker_factory(MemoryWorker):  # noqa: N801
+        def _fail(self, load: Any, error: KvplugError) -> None:
+            if isinstance(error, PeerGoneError):
+                threading.Event().wait()
+            super()._fail(load, error)
+
+
+# -- the control -------------------------------------------------------------------------------------
+
+
+class TestHasNoFault(Mutant):
+    """The connector "memory" as it is."""
+
+    is_control = True

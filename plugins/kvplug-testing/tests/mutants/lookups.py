@@ -1,0 +1,746 @@
+"""The lookup buffer "memory" with one fault each, and the laws that the fault breaks."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any, ClassVar
+
+import attrs
+
+from kvplug.errors import CapacityError, ClosedError, KvplugError, TimeoutError
+from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline
+from kvplug.transport.events import RemovalReason, Removed
+from kvplug_testing import LookupBufferContract
+from kvplug_testing.memory.lookup import Held, Loan, MemoryLookupEndpoint, MemoryStore
+from kvplug_testing.memory.lookup_ends import Job, MemoryReachingEnd
+
+
+class Mutant(LookupBufferContract):
+    """One fault, of ``store`` or ``reaching``. ``breaks`` are the laws that it breaks."""
+
+    transport = "memory"
+    across_processes = False
+    store: type[MemoryStore] = MemoryStore
+    reaching: type[MemoryReachingEnd] = MemoryReachingEnd
+    breaks: tuple[str, ...] = ()
+
+    def make_endpoint(self, context: Any) -> Any:
+        store, reaching = self.store, self.reaching
+
+        class Endpoint(MemoryLookupEndpoint):
+            def hold(self, *, as_cache: bool = False) -> Any:
+                return store(self._context, as_cache=as_cache)
+
+            def reach(self, signal: Any, data: Any) -> Any:
+                return reaching(signal, data, timeout_s=self._context.timeout_s)
+
+        return Endpoint(context)
+
+
+# -- the key ---------------------------------------------------------------------------------------
+
+
+class Blurred(MemoryStore):
+    """Token ids are compared by something else than themselves."""
+
+    blur: ClassVar[Callable[[int], int]]
+
+    def _blurred(self, key: Any) -> Any:
+        return None if key is None else tuple(type(self).blur(token) for token in key)
+
+    def _put_up(self, held: Held) -> None:
+        held.key = self._blurred(held.key)
+        super()._put_up(held)
+
+    def _find_oldest(self, key: Any, extra: bytes) -> Any:
+        return super()._find_oldest(self._blurred(key), extra)
+
+    def _find_longest(self, key: Any, extra: bytes) -> Any:
+        return super()._find_longest(self._blurred(key), extra)
+
+
+class TestToleratesSmallDifferences(Mutant):
+    """Ids that differ by a hundred-thousandth are equal, as they are for allclose."""
+
+    breaks = ("LOOKUP-1",)
+    caught_by = "test_ids_are_compared_exactly"
+
+    class store(Blurred):  # noqa: N801
+        blur = staticmethod(lambda token: token if token < 1 << 16 else token - token % 4)
+
+
+class TestComparesHashes(Mutant):
+    """Ids with the same hash are equal."""
+
+    breaks = ("LOOKUP-1",)
+    caught_by = "test_ids_are_compared_exactly"
+
+    class store(Blurred):  # noqa: N801
+        blur = staticmethod(hash)
+
+
+class TestKeepsThirtyTwoBits(Mutant):
+    """Of an id only the lower 32 bits are compared."""
+
+    breaks = ("LOOKUP-1",)
+    caught_by = "test_ids_are_compared_exactly"
+
+    class store(Blurred):  # noqa: N801
+        blur = staticmethod(lambda token: token & 0xFFFFFFFF)
+
+
+class TestIgnoresExtra(Mutant):
+    """What was computed with one adapter is found by another."""
+
+    breaks = ("LOOKUP-1",)
+
+    class store(MemoryStore):  # noqa: N801
+        def _put_up(self, held: Held) -> None:
+            held.extra = b""
+            super()._put_up(held)
+
+        def _find_oldest(self, key: Any, extra: bytes) -> Any:
+            return super()._find_oldest(key, b"")
+
+        def _find_longest(self, key: Any, extra: bytes) -> Any:
+            return super()._find_longest(key, b"")
+
+
+class TestIgnoresTheRoiOfAQuery(Mutant):
+    """A match counts tokens that are not under the roi."""
+
+    breaks = ("LOOKUP-1",)
+
+    class store(MemoryStore):  # noqa: N801
+        def match(self, input_tokens: Any, roi: Any = None, **given: Any) -> int:
+            return super().match(input_tokens, None, **given)
+
+
+# -- matching --------------------------------------------------------------------------------------
+
+
+class TestNewestWins(Mutant):
+    """Of several that match the newest is handed out."""
+
+    breaks = ("LOOKUP-2",)
+    caught_by = "test_of_several_the_oldest_wins_and_none_asks_for_the_oldest_of_all"
+
+    class store(MemoryStore):  # noqa: N801
+        def _find_oldest(self, key: Any, extra: bytes) -> Any:
+            found = super()._find_oldest(key, extra)
+            for held in self._held.values():
+                if found is not None and held.is_up and (held.key, held.extra) == (found.key, extra):
+                    found = held
+            return found
+
+
+class TestPrefixOnlyOneWay(Mutant):
+    """An entry that is longer than the query is not found."""
+
+    breaks = ("LOOKUP-2",)
+    caught_by = "test_tensors_that_are_not_contiguous_or_empty_come_out_as_they_read"
+
+    class store(MemoryStore):  # noqa: N801
+        def _find_oldest(self, key: Any, extra: bytes) -> Any:
+            found = super()._find_oldest(key, extra)
+            return None if found and key is not None and len(found.key) > len(key) else found
+
+
+class TestMixesEntriesUp(Mutant):
+    """An entry comes with the values of the one that was stored before it."""
+
+    breaks = ("LOOKUP-2",)
+    caught_by = "test_nothing_of_one_entry_is_found_in_another"
+
+    class store(MemoryStore):  # noqa: N801
+        last: Any = None
+
+        def _put_up(self, held: Held) -> None:
+            mine, last = held.entry.value, self.last
+            if mine is not None and last is not None and mine.shape == last.shape:
+                held.entry = attrs.evolve(held.entry, value=last)
+            self.last = mine
+            super()._put_up(held)
+
+
+class TestStoresTheCallersTensor(Mutant):
+    """The key is not copied, so that what the caller writes into its own comes out."""
+
+    breaks = ("LOOKUP-2",)
+
+    class store(MemoryStore):  # noqa: N801
+        def insert(self, input_tokens: Any, roi: Any, key: Any, *rest: Any, **given: Any) -> int:
+            with self._changed:
+                entry_id = super().insert(input_tokens, roi, key, *rest, **given)
+                held = self._held.get(entry_id)
+                if held is not None:
+                    held.entry = attrs.evolve(held.entry, key=key)
+            return entry_id
+
+
+class TestCountsOnlyWholeEntries(Mutant):
+    """A match is an entry that is wholly a prefix of the query, or nothing."""
+
+    breaks = ("LOOKUP-3",)
+
+    class store(MemoryStore):  # noqa: N801
+        def count_shared(self, key: Any, extra: bytes) -> int:
+            with self._changed:
+                self._check_open()
+                shared, held = self._find_longest(key, extra)
+                return shared if held is not None and shared == len(held.key) else 0
+
+
+class TestMatchWaits(Mutant):
+    """A match waits for an entry, as long as a call may."""
+
+    breaks = ("LOOKUP-3",)
+
+    class store(MemoryStore):  # noqa: N801
+        def count_shared(self, key: Any, extra: bytes) -> int:
+            with self._changed:
+                found = lambda: self._closed or self._find_longest(key, extra)[0]  # noqa: E731
+                self._changed.wait_for(found, self._timeout_s)
+            return super().count_shared(key, extra)
+
+
+class TestMatchWaitsForWhatIsSent(Mutant):
+    """While an entry is on its way a match is not answered."""
+
+    breaks = ("LOOKUP-3",)
+
+    class reaching(MemoryReachingEnd):  # noqa: N801
+        def __init__(self, *args: Any, **given: Any) -> None:
+            self._carrying = threading.Lock()
+            super().__init__(*args, **given)
+
+        def _carry(self, job: Job) -> None:
+            with self._carrying:
+                super()._carry(job)
+
+        def match(self, *args: Any, **given: Any) -> int:
+            with self._carrying:
+                return super().match(*args, **given)
+
+
+# -- taking ----------------------------------------------------------------------------------------
+
+
+class TestHandsOneEntryToTwo(Mutant):
+    """Between finding an entry and taking it out somebody else may find it."""
+
+    breaks = ("LOOKUP-4",)
+    caught_by = "test_no_wake_up_is_lost_where_room_and_entries_are_waited_for"
+
+    class store(MemoryStore):  # noqa: N801
+        def drop_select(self, input_tokens: Any, roi: Any = None, **given: Any) -> Any:
+            if roi is not None:
+                return super().drop_select(input_tokens, roi, **given)
+            key = None if input_tokens is None else tuple(input_tokens)
+            deadline = Deadline.after(given.get("timeout", DEFAULT_TIMEOUT), self._timeout_s)
+            find = lambda: self._closed or self._find_oldest(key, given.get("extra", b""))  # noqa: E731
+            with self._changed:
+                held = self._changed.wait_for(find, deadline.remaining())
+            if not isinstance(held, Held):
+                return super().drop_select(input_tokens, roi, **given | {"timeout": 0})
+            time.sleep(0.001)
+            with self._changed:
+                if held.is_up:
+                    self._let_go(held, RemovalReason.TAKEN)
+                    self._changed.notify_all()
+            return held.entry
+
+
+class TestLosesTheEntryOfWhoGivesUp(Mutant):
+    """What was lent to be taken is gone, whether it was received or not."""
+
+    breaks = ("LOOKUP-4",)
+    caught_by = "test_the_entry_of_a_caller_whose_time_is_up_in_the_middle_is_back"
+
+    class store(MemoryStore):  # noqa: N801
+        def end(self, loan: Loan, *, taken: bool) -> None:
+            super().end(loan, taken=loan.lease.exclusive)
+
+
+class TestBelievesTheDead(Mutant):
+    """A caller that is gone without a word has got its entry."""
+
+    breaks = ("LOOKUP-4",)
+    caught_by = "test_the_entry_of_a_caller_that_is_gone_in_the_middle_is_back"
+
+    class reaching(MemoryReachingEnd):  # noqa: N801
+        def _let_go_of(self, store: MemoryStore, loan: Loan, has_it: bool) -> None:
+            super()._let_go_of(store, loan, has_it or self._signal.closed)
+
+
+class TestNeverNoticesThatACallerIsGone(Mutant):
+    """What was lent to one that is gone stays lent."""
+
+    breaks = ("LOOKUP-4",)
+    caught_by = "test_the_entry_of_a_caller_that_is_gone_in_the_middle_is_back"
+
+    class reaching(MemoryReachingEnd):  # noqa: N801
+        def _let_go_of(self, store: MemoryStore, loan: Loan, has_it: bool) -> None:
+            if not self._signal.closed:
+                super()._let_go_of(store, loan, has_it)
+
+
+class TestWakesOneOfThoseWhoWait(Mutant):
+    """A change wakes one waiter, who may have waited for something else."""
+
+    breaks = ("LOOKUP-4",)
+
+    class store(MemoryStore):  # noqa: N801
+        def __init__(self, *args: Any, **given: Any) -> None:
+            super().__init__(*args, **given)
+            self.wake_all = self._changed.notify_all
+            self._changed.notify_all = partial(self._changed.notify, 1)  # type: ignore[method-assign]
+
+        def abort(self) -> None:
+            self._changed.notify_all = self.wake_all  # type: ignore[method-assign]
+            super().abort()
+
+
+# -- room ------------------------------------------------------------------------------------------
+
+
+class TestNeverGivesBytesBack(Mutant):
+    """The budget is used up by what was ever stored."""
+
+    breaks = ("LOOKUP-5",)
+
+    class store(MemoryStore):  # noqa: N801
+        def _let_go(self, held: Held, reason: RemovalReason) -> None:
+            super()._let_go(held, reason)
+            self._used += held.nbytes
+
+
+class TestStoresWhatTimedOut(Mutant):
+    """An insert that found no room in time raises, and has stored its entry."""
+
+    breaks = ("LOOKUP-5",)
+
+    class store(MemoryStore):  # noqa: N801
+        def insert(self, *args: Any, **given: Any) -> int:
+            try:
+                return super().insert(*args, **given)
+            except TimeoutError:
+                self._budget *= 2
+                super().insert(*args, **given)
+                raise
+
+
+class TestWaitsWhereWaitingCannotHelp(Mutant):
+    """An entry larger than the whole budget waits for room."""
+
+    breaks = ("LOOKUP-5",)
+
+    class store(MemoryStore):  # noqa: N801
+        def insert(self, *args: Any, **given: Any) -> int:
+            try:
+                return super().insert(*args, **given)
+            except CapacityError:
+                with self._changed:
+                    self._changed.wait_for(lambda: self._closed)
+                raise
+
+
+class TestForgetsTheBudget(Mutant):
+    """There is always room."""
+
+    breaks = ("LOOKUP-5",)
+
+    class store(MemoryStore):  # noqa: N801
+        def _make_room(self, nbytes: int) -> bool:
+            return True
+
+
+class TestEvictsTheNewest(Mutant):
+    """A full cache drops what was stored last."""
+
+    breaks = ("LOOKUP-5",)
+    caught_by = "test_a_cache_drops_the_oldest_entries_that_nobody_is_reading"
+
+    class store(MemoryStore):  # noqa: N801
+        def _make_room(self, nbytes: int) -> bool:
+            oldest_first = self._held
+            self._held = dict(reversed(oldest_first.items()))
+            has_room = super()._make_room(nbytes)
+            self._held = dict(reversed(self._held.items()))
+            return has_room
+
+
+class TestSendsUnderItsLock(Mutant):
+    """While an entry is on its way to one who is slow, nobody gets anything."""
+
+    breaks = ("LOOKUP-5",)
+    caught_by = "test_one_who_takes_its_time_holds_up_neither_inserts_nor_others"
+
+    class reaching(MemoryReachingEnd):  # noqa: N801
+        def _carry(self, job: Job) -> None:
+            assert self._other is not None
+            with self._other.store._changed:
+                super()._carry(job)
+
+
+# -- cost ------------------------------------------------------------------------------------------
+
+
+class TestLooksAtEveryEntry(Mutant):
+    """Finding is a walk through all that is held."""
+
+    breaks = ("LOOKUP-6",)
+
+    class store(MemoryStore):  # noqa: N801
+        def _find_oldest(self, key: Any, extra: bytes) -> Any:
+            for held in self._held.values():
+                size = len(held.key) if key is None else min(len(held.key), len(key))
+                matches = key is None or (size and held.key[:size] == key[:size])
+                lent = self._leases.is_lent(held.entry_id)
+                if matches and held.extra == extra and held.is_up and not lent:
+                    return held
+            return None
+
+
+# -- reading ---------------------------------------------------------------------------------------
+
+
+class TestSelectTakesTheEntryOut(Mutant):
+    """An entry that was read is gone."""
+
+    breaks = ("LOOKUP-7",)
+
+    class store(MemoryStore):  # noqa: N801
+        def end(self, loan: Loan, *, taken: bool) -> None:
+            with self._changed:
+                super().end(loan, taken=taken)
+                if not (loan.lease.exclusive or loan.held.is_gone):
+                    self._let_go(loan.held, RemovalReason.TAKEN)
+
+
+class TestSelectWaits(Mutant):
+    """Where nothing shares enough, select waits for an entry that does."""
+
+    breaks = ("LOOKUP-7",)
+
+    class store(MemoryStore):  # noqa: N801
+        def lend_longest(self, key: Any, extra: bytes, min_tokens: int) -> Loan:
+            with self._changed:
+                enough = lambda: self._closed or self._find_longest(key, extra)[0] >= min_tokens  # noqa: E731
+                self._changed.wait_for(enough, self._timeout_s)
+            return super().lend_longest(key, extra, min_tokens)
+
+
+class TestEvictsUnderAReader(Mutant):
+    """A full cache drops the oldest entry, whoever is reading it."""
+
+    breaks = ("LOOKUP-7", "LOOKUP-5")
+    caught_by = "test_while_it_is_read_an_entry_is_not_evicted"
+
+    class store(MemoryStore):  # noqa: N801
+        def _may_be_evicted(self, held: Held) -> bool:
+            return True
+
+
+class TestTakesUnderAReader(Mutant):
+    """An entry that is being read can be taken out."""
+
+    breaks = ("LOOKUP-7",)
+
+    class store(MemoryStore):  # noqa: N801
+        def _lend(self, held: Held, *, exclusive: bool) -> Loan:
+            if exclusive:
+                return super()._lend(held, exclusive=True)
+            return Loan(held, self._leases.take(-held.entry_id, "a reader", exclusive=False))
+
+        def end(self, loan: Loan, *, taken: bool) -> None:
+            if loan.lease.exclusive:
+                super().end(loan, taken=taken)
+                return
+            with self._changed:
+                self._leases.release(loan.lease)
+                self._changed.notify_all()
+
+
+class TestLosesTheEntryOfASinkThatRaises(Mutant):
+    """An entry that a sink refused is thrown away."""
+
+    breaks = ("LOOKUP-7",)
+    caught_by = "test_a_sink_that_raises_ends_the_transfer_and_the_entry_stays"
+
+    class store(MemoryStore):  # noqa: N801
+        def select(self, input_tokens: Any, *args: Any, **given: Any) -> Any:
+            try:
+                return super().select(input_tokens, *args, **given)
+            except KvplugError:
+                raise
+            except Exception:
+                with self._changed:
+                    found = self._find_longest(tuple(input_tokens), b"")[1]
+                    if found is not None:
+                        self._let_go(found, RemovalReason.OTHER)
+                raise
+
+
+class TestReadersGetTheEntryItself(Mutant):
+    """What a reader writes into its entry is read by the next one."""
+
+    breaks = ("LOOKUP-7",)
+
+    class store(MemoryStore):  # noqa: N801
+        def select(self, *args: Any, **given: Any) -> Any:
+            got = super().select(*args, **given)
+            held = self._held.get(got.header.entry_id)
+            return got if held is None or given.get("sink") is not None else held.entry
+
+
+class TestGivesACallWhatCameForAnother(Mutant):
+    """What comes over the data pipe is given to the call before."""
+
+    breaks = ("LOOKUP-7",)
+
+    class reaching(MemoryReachingEnd):  # noqa: N801
+        last: Any = None
+
+        def _put(self, job: Job, parts: Any) -> None:
+            last, self.last = self.last, parts
+            super()._put(job, parts if last is None else last)
+
+
+# -- clearing and telling --------------------------------------------------------------------------
+
+
+class TestClearForgetsWhatIsLent(Mutant):
+    """An entry that is lent while the store is cleared is put up again."""
+
+    breaks = ("LOOKUP-8",)
+
+    class store(MemoryStore):  # noqa: N801
+        def clear(self) -> int:
+            with self._changed:
+                lent = {e: h for e, h in self._held.items() if self._leases.is_lent(e)}
+                for entry_id in lent:
+                    del self._held[entry_id]
+                count = super().clear()
+                self._held.update(lent)
+                return count + len(lent)
+
+
+class TestClearLetsAWaitingInsertLand(Mutant):
+    """An insert that waits for room gets it from the clear, and stores what was handed in before."""
+
+    breaks = ("LOOKUP-8",)
+
+    class store(MemoryStore):  # noqa: N801
+        def clear(self) -> int:
+            with self._changed:
+                count = super().clear()
+                self._num_clears -= 1
+                return count
+
+
+class TestClearSaysNothing(Mutant):
+    """What a clear removes is not announced."""
+
+    breaks = ("LOOKUP-8",)
+
+    class store(MemoryStore):  # noqa: N801
+        def _tell(self, event: Any) -> None:
+            if not (isinstance(event, Removed) and event.reason is RemovalReason.CLEARED):
+                super()._tell(event)
+
+
+class TestClearTakesFromReaders(Mutant):
+    """Who reads an entry while the store is cleared gets zeros from there on."""
+
+    breaks = ("LOOKUP-8",)
+
+    class store(MemoryStore):  # noqa: N801
+        def clear(self) -> int:
+            with self._changed:
+                for held in self._held.values():
+                    if self._leases.is_lent(held.entry_id) and held.entry.key is not None:
+                        held.entry.key.zero_()
+                return super().clear()
+
+        def select(self, input_tokens: Any, *args: Any, **given: Any) -> Any:
+            sink = given.get("sink")
+            if sink is None:
+                return super().select(input_tokens, *args, **given)
+            loan = self.lend_longest(tuple(input_tokens), b"", 1)
+            try:
+                sink.begin(loan.held.entry.header)
+                for index in range(loan.held.entry.header.num_layers):
+                    sink.layer(index, loan.held.entry.key[index], loan.held.entry.value[index])
+                return attrs.evolve(loan.held.entry, key=None, value=None)
+            finally:
+                self.end(loan, taken=False)
+
+
+class TestSkipsAnEvent(Mutant):
+    """Every fourth event reaches nobody."""
+
+    breaks = ("LOOKUP-9",)
+
+    class store(MemoryStore):  # noqa: N801
+        def _tell(self, event: Any) -> None:
+            if event.seq % 4:
+                super()._tell(event)
+
+
+class TestTellsTooLate(Mutant):
+    """An event is told when the next one comes."""
+
+    breaks = ("LOOKUP-9",)
+
+    class store(MemoryStore):  # noqa: N801
+        kept: Any = None
+
+        def _tell(self, event: Any) -> None:
+            last, self.kept = self.kept, event
+            if last is not None:
+                super()._tell(last)
+
+
+class TestSnapshotsAreEmpty(Mutant):
+    """Who comes late is not told what is held already."""
+
+    breaks = ("LOOKUP-9",)
+
+    class store(MemoryStore):  # noqa: N801
+        def subscribe(self, listener: Any) -> Any:
+            with self._changed:
+                snapshot = self._events.snapshot
+                self._events.snapshot = lambda: [  # type: ignore[method-assign]
+                    attrs.evolve(snapshot()[0], count=0)
+                ]
+                try:
+                    return super().subscribe(listener)
+                finally:
+                    self._events.snapshot = snapshot  # type: ignore[method-assign]
+
+
+# -- everything with an end ------------------------------------------------------------------------
+
+
+class TestCloseLeavesThoseWhoWait(Mutant):
+    """Who waits when the store is closed goes on waiting."""
+
+    breaks = ("ALL-1",)
+
+    class store(MemoryStore):  # noqa: N801
+        def close(self, timeout: Any = 5.0) -> None:
+            wake_all, self._changed.notify_all = self._changed.notify_all, lambda: None  # type: ignore[method-assign]
+            super().close(timeout)
+            self._changed.notify_all = wake_all  # type: ignore[method-assign]
+
+
+class TestAnswersAfterItsEnd(Mutant):
+    """A store that is closed still says what it holds: nothing."""
+
+    breaks = ("ALL-1",)
+
+    class store(MemoryStore):  # noqa: N801
+        def count_shared(self, key: Any, extra: bytes) -> int:
+            return 0 if self._closed else super().count_shared(key, extra)
+
+
+class TestCannotBeClosedTwice(Mutant):
+    """The second close fails."""
+
+    breaks = ("ALL-1",)
+
+    class store(MemoryStore):  # noqa: N801
+        def close(self, *args: Any, **given: Any) -> None:
+            self._check_open()
+            super().close(*args, **given)
+
+
+class TestTheStoresEndIsNotHeardOf(Mutant):
+    """A reaching end does not notice that its store is gone."""
+
+    breaks = ("ALL-2",)
+
+    class reaching(MemoryReachingEnd):  # noqa: N801
+        def _end(self, error: KvplugError) -> None:
+            if isinstance(error, ClosedError):
+                super()._end(error)
+
+
+class TestIgnoresTimeouts(Mutant):
+    """Who waits for an entry waits for ever."""
+
+    breaks = ("ALL-4", "LOOKUP-4")
+
+    class store(MemoryStore):  # noqa: N801
+        def lend_oldest(self, key: Any, extra: bytes, deadline: Deadline, *given: Any) -> Loan:
+            return super().lend_oldest(key, extra, Deadline.after(None), *given)
+
+
+class TestGivesUpEarly(Mutant):
+    """Who waits for room waits half as long as it may."""
+
+    breaks = ("ALL-4",)
+
+    class store(MemoryStore):  # noqa: N801
+        def _wait_for_room(self, nbytes: int, num_clears: int, deadline: Deadline) -> None:
+            left = deadline.remaining()
+            super()._wait_for_room(nbytes, num_clears, Deadline.after(None if left is None else left / 2))
+
+
+class TestWaitsForAnAnswerForEver(Mutant):
+    """A reaching end waits for an answer as long as it takes."""
+
+    breaks = ("ALL-4",)
+
+    class reaching(MemoryReachingEnd):  # noqa: N801
+        def _carried(self, entry: Any, deadline: Deadline) -> Any:
+            return super()._carried(entry, Deadline.after(None))
+
+
+class TestWorksInAForkedChild(Mutant):
+    """A forked child goes on with a copy of the store."""
+
+    breaks = ("ALL-6",)
+
+    class store(MemoryStore):  # noqa: N801
+        def _after_fork_in_child(self) -> None:
+            self._changed = threading.Condition()
+
+
+class TestLeavesAThread(Mutant):
+    """Each reaching end leaves a thread behind."""
+
+    breaks = ("ALL-7",)
+
+    class reaching(MemoryReachingEnd):  # noqa: N801
+        def __init__(self, *args: Any, **given: Any) -> None:
+            super().__init__(*args, **given)
+            threading.Thread(target=threading.Event().wait, daemon=True).start()
+
+
+_kept: list[Any] = []
+
+
+class TestKeepsWhatWasTaken(Mutant):
+    """Entries that were taken stay in memory."""
+
+    breaks = ("ALL-7",)
+    caught_by = "test_a_thousand_of_them_leave_no_memory_either"
+
+    class store(MemoryStore):  # noqa: N801
+        def _let_go(self, held: Held, reason: RemovalReason) -> None:
+            _kept.append(held.entry.hidden)
+            super()._let_go(held, reason)
+
+
+# -- the control -----------------------------------------------------------------------------------
+
+
+class TestHasNoFault(Mutant):
+    """The lookup buffer "memory" as it is."""
+
+    is_control = True

@@ -1,0 +1,709 @@
+"""The queue "memory" with one fault each, and the law that the fault breaks; then some between processes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from kvplug import PeerGoneError, TransportError
+from kvplug.net.wire import encode
+from kvplug.transport import DEFAULT_TIMEOUT, Deadline, QueueHandle, Reader, Timeout, Wait
+from kvplug_testing import MessageQueueContract
+from kvplug_testing.contract.recipes import module_at
+from kvplug_testing.memory.queue import MemoryQueueEndpoint, MemoryReader, MemoryWriter, Message, Ring
+
+socket_queue = module_at(str(Path(__file__).parents[1] / "subjects" / "socket_queue.py"))
+
+
+class Mutant(MessageQueueContract):
+    """One fault, in the ring, the writer or the reader; ``breaks`` are the laws that it breaks."""
+
+    across_processes = False
+    ring: type[Ring] = Ring
+    writer_: type[MemoryWriter] = MemoryWriter
+    reader_: type[MemoryReader] = MemoryReader
+    breaks: tuple[str, ...] = ()
+
+    def make_endpoint(self, context: Any) -> Any:
+        suite = self
+
+        class Endpoint(MemoryQueueEndpoint):
+            ring = suite.ring
+
+            def make_writer(self, ring: Ring) -> MemoryWriter:
+                return suite.writer_(self, ring)
+
+            def make_reader(self, ring: Ring, rank: int) -> MemoryReader:
+                return suite.reader_(self, ring, rank)
+
+        return Endpoint(context)
+
+
+# -- QUEUE-1 ---------------------------------------------------------------------------------------
+
+
+class TestLosesEveryThousandth(Mutant):
+    """One of a thousand messages is not put into the ring."""
+
+    breaks = ("QUEUE-1",)
+    caught_by = "test_each_reader_gets_thousands_of_messages_once_and_in_order"
+
+    class ring(Ring):  # noqa: N801
+        count = 0
+
+        def put(self, message: Message) -> None:
+            self.count += 1
+            if self.count % 1000:
+                super().put(message)
+
+
+class TestSwapsTwo(Mutant):
+    """Every fiftieth message overtakes the one before it, if nobody has read that yet."""
+
+    breaks = ("QUEUE-1",)
+    caught_by = "test_each_reader_gets_thousands_of_messages_once_and_in_order"
+
+    class ring(Ring):  # noqa: N801
+        def put(self, message: Message) -> None:
+            super().put(message)
+            number = self.first + len(self.messages)
+            if number % 50 == 0 and len(self.messages) > 1 and max(self.taken.values()) < number - 1:
+                self.messages[-1], self.messages[-2] = self.messages[-2], self.messages[-1]
+
+
+class TestGivesOneMessageTwice(Mutant):
+    """Every hundredth message is received twice."""
+
+    breaks = ("QUEUE-1",)
+    caught_by = "test_each_reader_gets_thousands_of_messages_once_and_in_order"
+
+    class reader_(MemoryReader):  # noqa: N801
+        again = False
+
+        def _advance(self) -> None:
+            self.again = not self.again and self._ring.taken[self._rank] % 100 == 99
+            if not self.again:
+                super()._advance()
+
+
+class TestOverwritesTheOldest(Mutant):
+    """Where there is no room, the writer drops the oldest message for a reader that is late, in silence."""
+
+    breaks = ("QUEUE-1", "QUEUE-5")
+    caught_by = "test_values_and_chunks_come_in_one_order"
+
+    class ring(Ring):  # noqa: N801
+        def slow(self) -> list[int]:
+            for rank in super().slow():
+                self.taken[rank] += 1
+            self.drop_what_all_have_read()
+            return []
+
+
+class TestSharesOneObject(Mutant):
+    """A value is decoded once, and all readers get that object."""
+
+    breaks = ("QUEUE-1",)
+    caught_by = "test_what_the_writer_or_a_reader_changes_afterwards_changes_nothing_for_others"
+
+    class reader_(MemoryReader):  # noqa: N801
+        def dequeue(self, *args: Any, **given: Any) -> Any:
+            number = self._ring.taken[self._rank]
+            value = super().dequeue(*args, **given)
+            shared = self._ring.__dict__.setdefault("shared", {})
+            return shared.setdefault(number, value)
+
+
+class TestBeginsWhereItAttaches(Mutant):
+    """A reader that comes late gets what is sent from then on."""
+
+    breaks = ("QUEUE-1",)
+    caught_by = "test_a_reader_that_attaches_late_gets_messages_larger_than_a_chunk"
+
+    class reader_(MemoryReader):  # noqa: N801
+        def __init__(self, endpoint: Any, ring: Ring, rank: int) -> None:
+            super().__init__(endpoint, ring, rank)
+            with ring.changed:
+                ring.taken[rank] = ring.first + len(ring.messages)
+
+
+class TestDropsTheOldestOfWhoSleeps(Mutant):
+    """A reader that has made no room for half a second loses its oldest message, in silence."""
+
+    breaks = ("QUEUE-1",)
+    caught_by = "test_a_reader_that_pauses_gets_everything_or_hears_how_many_it_lost"
+
+    class ring(Ring):  # noqa: N801
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            self.full_since: dict[int, float] = {}
+            self.lost: dict[int, int] = {}
+
+        def slow(self) -> list[int]:
+            now = time.monotonic()
+            for rank in super().slow():
+                if now - self.full_since.setdefault(rank, now) > 0.5:
+                    self.taken[rank] += 1
+                    self.lost[rank] = self.lost.get(rank, 0) + 1
+                    self.drop_what_all_have_read()
+            found = super().slow()
+            self.full_since = {rank: self.full_since.get(rank, now) for rank in found}
+            return found
+
+    class writer_(MemoryWriter):  # noqa: N801
+        def wait(self, what: str, whom: Any, timeout: Timeout, **given: Any) -> Wait:
+            return Wait(what, whom, Deadline.after(timeout), 0.1, **given)  # it looks that often
+
+
+class TestSaysAWrongNumber(TestDropsTheOldestOfWhoSleeps):
+    """The same, and the reader is told of one message more than it has lost."""
+
+    class reader_(MemoryReader):  # noqa: N801
+        def dequeue(self, *args: Any, **given: Any) -> Any:
+            if lost := self._ring.lost.pop(self._rank, 0):  # type: ignore[attr-defined]
+                raise TransportError(f"reader rank {self._rank} lost {lost + 1} messages")
+            return super().dequeue(*args, **given)
+
+
+class TestKeepsNothingLargeForWhoIsLate(Mutant):
+    """What does not fit a chunk is empty for a reader that comes afterwards."""
+
+    breaks = ("QUEUE-1",)
+
+    class reader_(MemoryReader):  # noqa: N801
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            self.before = self._ring.first + len(self._ring.messages)
+
+        def _next(self, *args: Any) -> Message:
+            message = super()._next(*args)
+            late = self._ring.taken[self._rank] < self.before
+            if late and len(message.data) > self._context.max_chunk_bytes:
+                return Message(message.raw, encode(b""))
+            return message
+
+
+class TestReceivesIntoTheSameMemory(Mutant):
+    """A tensor of a reader is overwritten by the next one of its shape, if it is not a small one."""
+
+    breaks = ("QUEUE-1",)
+    caught_by = "test_what_was_received_stays_as_it_was_while_more_comes"
+
+    class reader_(MemoryReader):  # noqa: N801
+        def dequeue(self, *args: Any, **given: Any) -> Any:
+            value = super().dequeue(*args, **given)
+            if not hasattr(value, "copy_") or value.nbytes < 4096:
+                return value
+            kept = self.__dict__.setdefault("kept", {}).setdefault((value.shape, value.dtype), value)
+            return kept.copy_(value)
+
+
+class TestHasAHandleThatOnlyTheWireCarries(Mutant):
+    """There are bytes in the handle, and JSON has none."""
+
+    breaks = ("QUEUE-1",)
+
+    def make_endpoint(self, context: Any) -> Any:
+        class Endpoint(MemoryQueueEndpoint):
+            def handle_of(self, ring: Ring) -> QueueHandle:
+                handle = super().handle_of(ring)
+                return attrs.evolve(handle, data={"name": ring.name.encode()})
+
+            def create_from_handle(self, handle: QueueHandle, *args: Any, **given: Any) -> MemoryReader:
+                name = handle.data["name"].decode()
+                return super().create_from_handle(attrs.evolve(handle, data={"name": name}), *args, **given)
+
+        return Endpoint(context)
+
+
+class TestTurnsTuplesIntoLists(Mutant):
+    """Tuples arrive as lists, as they would in JSON."""
+
+    breaks = ("QUEUE-1",)
+    caught_by = "test_a_value_of_each_kind_arrives_as_it_was"
+
+    class reader_(MemoryReader):  # noqa: N801
+        def dequeue(self, *args: Any, **given: Any) -> Any:
+            value = super().dequeue(*args, **given)
+            return list(value) if isinstance(value, tuple) else value
+
+
+class TestLetsARankInTwice(Mutant):
+    """A second reader of a rank gets half of the messages of the first."""
+
+    breaks = ("QUEUE-1",)
+
+    class ring(Ring):  # noqa: N801
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            self.attached = _Forgetful()
+
+
+class _Forgetful(set[int]):
+    def __contains__(self, _: object) -> bool:
+        return False
+
+
+# -- QUEUE-2 ---------------------------------------------------------------------------------------
+
+
+class TestNeverEvicts(Mutant):
+    """A reader that has ended is waited for like any other."""
+
+    breaks = ("QUEUE-2",)
+
+    class ring(Ring):  # noqa: N801
+        def evict(self, rank: int, why: str, died: bool) -> None:
+            pass
+
+
+class TestEvictsInSilence(Mutant):
+    """Who died is forgotten: neither the log nor the writer names it."""
+
+    breaks = ("QUEUE-2",)
+
+    class ring(Ring):  # noqa: N801
+        def evict(self, rank: int, why: str, died: bool) -> None:
+            self.gone[rank] = Reader(rank=rank, process="", lag=0)
+            self.drop_what_all_have_read()
+
+
+class TestOneDeathIsEverybodys(Mutant):
+    """When one reader dies the writer raises as if all had."""
+
+    breaks = ("QUEUE-2",)
+
+    class writer_(MemoryWriter):  # noqa: N801
+        def _check_others(self) -> None:
+            super()._check_others()
+            if any(reader.died for reader in self._ring.gone.values()):
+                raise PeerGoneError("a reader is gone: rank 0, rank 1")
+
+
+class TestOneDeathEvictsTheOthers(Mutant):
+    """What the others have not read yet is dropped together with the dead reader."""
+
+    breaks = ("QUEUE-2",)
+
+    class ring(Ring):  # noqa: N801
+        def evict(self, rank: int, why: str, died: bool) -> None:
+            super().evict(rank, why, died)
+            for other in self.here():
+                self.taken[other] = self.first + len(self.messages)
+            self.drop_what_all_have_read()
+
+
+# -- QUEUE-3 and ALL-4 -----------------------------------------------------------------------------
+
+
+class TestNamesNobody(Mutant):
+    """A writer's TimeoutError says that time is up, and not whose fault it was."""
+
+    breaks = ("QUEUE-3",)
+
+    class ring(Ring):  # noqa: N801
+        def named(self, ranks: Any) -> str:
+            return f"{len(ranks)} readers"
+
+
+class TestNamesEverybody(Mutant):
+    """A writer that waits for one reader names all."""
+
+    breaks = ("QUEUE-3",)
+
+    class ring(Ring):  # noqa: N801
+        def named(self, ranks: Any) -> str:
+            return super().named(self.reader_ranks)
+
+
+class TestNeverWarns(Mutant):
+    """A wait of any length is silent."""
+
+    breaks = ("QUEUE-3",)
+    caught_by = "test_a_long_wait_is_warned_of_again_and_again_and_says_whom_for"
+
+    class writer_(MemoryWriter):  # noqa: N801
+        def wait(self, what: str, whom: Any, timeout: Timeout, **given: Any) -> Wait:
+            return super().wait(what, whom, timeout, **{**given, "indefinite": True})
+
+
+class TestWarnsOfWhatIsIndefinite(Mutant):
+    """Readers that wait indefinitely fill the log."""
+
+    breaks = ("QUEUE-3",)
+
+    class reader_(MemoryReader):  # noqa: N801
+        def wait(self, what: str, whom: Any, timeout: Timeout, **given: Any) -> Wait:
+            return super().wait(what, whom, timeout, **{**given, "indefinite": False})
+
+
+class TestIgnoresDeadlines(Mutant):
+    """A reader waits until something comes."""
+
+    breaks = ("ALL-4",)
+
+    class reader_(MemoryReader):  # noqa: N801
+        def wait(self, what: str, whom: Any, timeout: Timeout, **given: Any) -> Wait:
+            return super().wait(what, whom, None, **given)
+
+
+class TestIgnoresCancel(Mutant):
+    """The event that cancels is only looked at when something comes."""
+
+    breaks = ("ALL-4",)
+    caught_by = "test_who_cancels_is_heard"
+
+    class reader_(MemoryReader):  # noqa: N801
+        def wait(self, what: str, whom: Any, timeout: Timeout, **given: Any) -> Wait:
+            return super().wait(what, whom, timeout, **{**given, "cancel": None})
+
+
+class TestGivesUpTooEarly(Mutant):
+    """A writer that finds no room raises at once."""
+
+    breaks = ("ALL-4",)
+    caught_by = "test_a_writer_waits_as_long_as_it_is_told"
+
+    class writer_(MemoryWriter):  # noqa: N801
+        def _wait_for_room(self, timeout: Timeout) -> None:
+            super()._wait_for_room(min(0.05, timeout) if isinstance(timeout, float) else timeout)
+
+
+class TestSendsWhatTimedOut(Mutant):
+    """A message for which there was no room in time is sent all the same."""
+
+    breaks = ("ALL-4", "QUEUE-5")
+    caught_by = "test_a_writer_waits_as_long_as_it_is_told"
+
+    class writer_(MemoryWriter):  # noqa: N801
+        def enqueue(self, value: object, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
+            try:
+                super().enqueue(value, timeout)
+            except TimeoutError:
+                self._put(Message(False, encode(value)))
+                raise
+
+
+class TestMixesTwoThreads(Mutant):
+    """Two threads may wait at one reader, and which one gets the message is left to chance."""
+
+    breaks = ("ALL-4",)
+    caught_by = "test_a_second_thread_is_refused_and_nothing_gets_mixed"
+
+    class reader_(MemoryReader):  # noqa: N801
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            self._turn = _Anybody()  # type: ignore[assignment]
+
+
+class _Anybody:
+    def taken(self) -> Any:
+        return contextlib.nullcontext()
+
+
+# -- QUEUE-4 ---------------------------------------------------------------------------------------
+
+
+class TestSpins(Mutant):
+    """A reader asks again and again without a pause."""
+
+    breaks = ("QUEUE-4",)
+
+    class reader_(MemoryReader):  # noqa: N801
+        def _wait(self, ready: Any, wait: Wait) -> None:
+            while not ready():
+                self._check_others()
+                wait.pause()
+                self._ring.changed.wait(0.0)
+                self._check_open()
+
+
+# -- QUEUE-5 ---------------------------------------------------------------------------------------
+
+
+class TestHasNoBound(Mutant):
+    """There is always room."""
+
+    breaks = ("QUEUE-5",)
+
+    class ring(Ring):  # noqa: N801
+        def slow(self) -> list[int]:
+            return []
+
+
+class TestHasOneChunkLess(Mutant):
+    """The last chunk is never used."""
+
+    breaks = ("QUEUE-5",)
+
+    class ring(Ring):  # noqa: N801
+        def slow(self) -> list[int]:
+            return [rank for rank in self.here() if self.lag(rank) >= max(1, self.max_chunks - 1)]
+
+
+class TestKeepsTheChunkOfABlockThatRaises(Mutant):
+    """When the reader's block raises, its chunk stays taken, and comes again."""
+
+    breaks = ("QUEUE-5",)
+
+    class reader_(MemoryReader):  # noqa: N801
+        @contextlib.contextmanager
+        def acquire_read(self, *args: Any, **given: Any) -> Iterator[memoryview]:
+            advance, self._advance = self._advance, lambda: None  # type: ignore[method-assign]
+            try:
+                with super().acquire_read(*args, **given) as view:
+                    yield view
+                advance()
+            finally:
+                del self._advance
+
+
+class TestSendsHalfAChunk(Mutant):
+    """What the writer's block had written when it raised is sent."""
+
+    breaks = ("QUEUE-5",)
+
+    class writer_(MemoryWriter):  # noqa: N801
+        @contextlib.contextmanager
+        def acquire_write(self, *args: Any, **given: Any) -> Iterator[memoryview]:
+            error = None
+            with super().acquire_write(*args, **given) as view:
+                try:
+                    yield view
+                except Exception as e:
+                    error = e
+            if error is not None:
+                raise error
+
+
+class TestHandsOutMemoryForGood(Mutant):
+    """The reader's view stays valid after its block, while its chunk is used anew."""
+
+    breaks = ("QUEUE-5",)
+
+    class reader_(MemoryReader):  # noqa: N801
+        @contextlib.contextmanager
+        def acquire_read(self, *args: Any, **given: Any) -> Iterator[memoryview]:
+            with super().acquire_read(*args, **given) as view:
+                yield view[:]
+
+
+# -- ALL -------------------------------------------------------------------------------------------
+
+
+class TestSleepsThroughItsEnd(Mutant):
+    """A reader that waits is not woken when it is closed in another thread."""
+
+    breaks = ("ALL-1",)
+
+    class reader_(MemoryReader):  # noqa: N801
+        def _end(self, why: str, died: bool) -> None:
+            if not self._closed:
+                with self._ring.changed:
+                    self._closed = True
+                    self._ring.gone[self._rank] = self._ring.reader(self._rank)
+
+
+class TestWorksAfterItsEnd(Mutant):
+    """A writer that was closed takes messages."""
+
+    breaks = ("ALL-1",)
+
+    class writer_(MemoryWriter):  # noqa: N801
+        def _check_open(self) -> None:
+            pass
+
+
+class TestTakesItsMessagesAlong(Mutant):
+    """A writer that ends drops what has not been read."""
+
+    breaks = ("ALL-1", "ALL-2")
+    caught_by = "test_a_writer_that_closes_leaves_nothing_behind_unsent"
+
+    class writer_(MemoryWriter):  # noqa: N801
+        def _leave(self, why: str, died: bool) -> None:
+            super()._leave(why, died)
+            ring = self._ring
+            ring.taken = dict.fromkeys(ring.taken, ring.first + len(ring.messages))
+            ring.drop_what_all_have_read()
+
+
+class TestNeverSaysThatTheWriterIsGone(Mutant):
+    """Readers wait on when the writer has ended."""
+
+    breaks = ("ALL-2",)
+
+    class writer_(MemoryWriter):  # noqa: N801
+        def _leave(self, why: str, died: bool) -> None:
+            pass
+
+
+class TestLeaksADescriptor(Mutant):
+    """Each queue opens something that it does not close."""
+
+    breaks = ("ALL-7",)
+
+    class writer_(MemoryWriter):  # noqa: N801
+        def __init__(self, endpoint: Any, ring: Ring) -> None:
+            super().__init__(endpoint, ring)
+            self._leak = os.open("/dev/null", os.O_RDONLY)
+
+
+class TestLeaksAThread(Mutant):
+    """Each reader has a thread, which lives on."""
+
+    breaks = ("ALL-7",)
+
+    class reader_(MemoryReader):  # noqa: N801
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            threading.Thread(target=time.sleep, args=(30,), daemon=True).start()
+
+
+class TestWorksAfterAFork(Mutant):
+    """A forked child goes on with the parent's queue."""
+
+    breaks = ("ALL-6",)
+
+    class writer_(MemoryWriter):  # noqa: N801
+        def _after_fork_in_child(self) -> None:
+            pass
+
+
+# -- between processes -----------------------------------------------------------------------------
+
+
+class Apart(MessageQueueContract):
+    """One fault of a queue between processes."""
+
+    endpoint_: Any = socket_queue.SocketQueueEndpoint
+    breaks: tuple[str, ...] = ()
+
+    def make_endpoint(self, context: Any) -> Any:
+        return self.endpoint_(context)
+
+
+class TestDoesNotSeeAReaderDie(Apart):
+    """The writer's thread that hears a dead reader gives up, and tells nobody."""
+
+    breaks = ("QUEUE-2",)
+
+    class endpoint_(socket_queue.SocketQueueEndpoint):  # noqa: N801
+        class ring(socket_queue.SocketRing):  # noqa: N801
+            def evict(self, rank: int, why: str, died: bool) -> None:
+                if not died:
+                    super().evict(rank, why, died)
+
+
+class TestTakesAStoppedReaderForDead(Apart):
+    """A reader that has taken nothing for a quarter of a second is evicted."""
+
+    breaks = ("ALL-3", "QUEUE-3")
+
+    class endpoint_(socket_queue.SocketQueueEndpoint):  # noqa: N801
+        class ring(socket_queue.SocketRing):  # noqa: N801
+            full_since = 0.0
+
+            def slow(self) -> list[int]:
+                found = super().slow()
+                self.full_since = (self.full_since or time.monotonic()) if found else 0.0
+                if found and time.monotonic() - self.full_since > 0.25:
+                    for rank in found:
+                        self.evict(rank, "is silent", died=True)
+                return super().slow()
+
+
+class TestNamesNoProcess(Apart):
+    """A reader that is waited for is named by its rank alone."""
+
+    breaks = ("QUEUE-3",)
+
+    class endpoint_(socket_queue.SocketQueueEndpoint):  # noqa: N801
+        class ring(socket_queue.SocketRing):  # noqa: N801
+            def reader(self, rank: int) -> Reader:
+                return attrs.evolve(super().reader(rank), process="somewhere")
+
+
+class TestLosesWhatTheDeadWriterSent(Apart):
+    """A reader that sees its writer die drops what it has not handed out yet."""
+
+    breaks = ("ALL-2", "ALL-5")
+
+    class endpoint_(socket_queue.SocketQueueEndpoint):  # noqa: N801
+        def make_socket_reader(self, *args: Any) -> Any:
+            return _Dropping(self, *args)
+
+
+class _Dropping(socket_queue.SocketReader):  # type: ignore[misc, name-defined]
+    def _wait(self, ready: Any, wait: Wait) -> None:
+        if self._ring.writer_gone:
+            self._check_others()
+        super()._wait(ready, wait)
+
+
+class TestSendsAChunkBeforeItIsWritten(Apart):
+    """A chunk is on its way when the writer's block begins."""
+
+    breaks = ("ALL-2", "ALL-5")
+
+    class endpoint_(socket_queue.SocketQueueEndpoint):  # noqa: N801
+        def create(self, reader_ranks: Any = None) -> Any:
+            return _Hasty(self, self.ring(self._reader_ranks(reader_ranks), self.context.max_chunks))
+
+
+class _Hasty(socket_queue.SocketWriter):  # type: ignore[misc, name-defined]
+    @contextlib.contextmanager
+    def acquire_write(self, nbytes: Any = None, timeout: Any = DEFAULT_TIMEOUT) -> Iterator[memoryview]:
+        chunk = bytearray(nbytes)
+        self._wait_for_room(timeout)
+        self._put(Message(True, chunk))
+        with memoryview(chunk) as view:
+            yield view
+
+
+class TestLetsTheSystemsErrorThrough(Apart):
+    """Where no descriptor is left, an end is refused with what the system says, and no error of kvplug's."""
+
+    breaks = ("ALL-5",)
+
+    class endpoint_(socket_queue.SocketQueueEndpoint):  # noqa: N801
+        def create(self, reader_ranks: Any = None) -> Any:
+            os.close(os.dup(0))
+            return super().create(reader_ranks)
+
+
+class TestWaitsForADeadWriter(Apart):
+    """A reader takes the end of its connection for silence."""
+
+    breaks = ("ALL-2",)
+
+    class endpoint_(socket_queue.SocketQueueEndpoint):  # noqa: N801
+        def make_socket_reader(self, *args: Any) -> Any:
+            return _Hopeful(self, *args)
+
+
+class _Hopeful(socket_queue.SocketReader):  # type: ignore[misc, name-defined]
+    def _check_others(self) -> None:
+        pass
+
+
+# -- the controls ----------------------------------------------------------------------------------
+
+
+class TestHasNoFault(Mutant):
+    """The queue "memory" as it is."""
+
+    is_control = True
+
+
+class TestHasNoFaultApart(Apart):
+    """A queue between processes as it is."""
+
+    is_control = True

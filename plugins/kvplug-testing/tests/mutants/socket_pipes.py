@@ -1,0 +1,369 @@
+"""The sample's pipe with one fault each that only shows between processes, in forks, or in what is left."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+# Where the sample is installed it is that one; the other processes import this file too.
+sys.path.append(str(Path(__file__).parents[4] / "docs" / "examples" / "kvplug-sample"))
+
+from kvplug.errors import PeerGoneError, TimeoutError
+from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
+from kvplug.net.wire.frames import FrameKind, Header
+from kvplug_sample import pipe as sample
+from kvplug_sample.light import SampleOptions
+from kvplug_sample.pipe import SampleListener, SamplePipe
+from kvplug_testing import PipeContract
+
+kept: list[Any] = []
+
+
+class Mutant(PipeContract):
+    """One fault, in ``pipe`` or in ``listener``; ``breaks`` are the laws that it breaks."""
+
+    options_class = SampleOptions
+    pipe: type[SamplePipe] = SamplePipe
+    listener: type[SampleListener] = SampleListener
+    breaks: tuple[str, ...] = ()
+
+    def make_endpoint(self, context: Any) -> Any:
+        vars(sample).update(SamplePipe=self.pipe, SampleListener=self.listener)  # what endpoints make
+        return sample.SampleEndpoint(context)
+
+
+# -- deaths ----------------------------------------------------------------------------------------
+
+
+class TestSeesOnlyItsSocket(Mutant):
+    """Nobody watches the peer's process: while a child of it holds the socket it looks alive."""
+
+    breaks = ("ALL-2",)
+    caught_by = "test_a_child_of_the_dead_peer_that_still_holds_its_descriptors_does_not_hide_its_death"
+
+    class pipe(SamplePipe):  # noqa: N801
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            self._watch.close()
+
+
+class TestWakesNobody(Mutant):
+    """A death is noted for the next call, and whoever is blocked stays so."""
+
+    breaks = ("ALL-2",)
+    caught_by = "test_a_blocked_send_wakes_and_every_transfer_ends_when_the_peer_is_killed"
+
+    class pipe(SamplePipe):  # noqa: N801
+        def _lose(self, reason: str) -> None:
+            self._gone = self._gone or reason
+
+
+class TestReturnsWhatCameOfAMessage(Mutant):
+    """When the peer dies in the middle of a message, what came of it is returned, filled up with zeros."""
+
+    breaks = ("ALL-2",)
+    caught_by = "test_of_a_message_in_which_the_peer_is_killed_nothing_is_received"
+
+    class pipe(SamplePipe):  # noqa: N801
+        def _arrive(self, *args: Any) -> Any:
+            try:
+                return super()._arrive(*args)
+            except PeerGoneError:
+                if self._header is not None and self._filled > 200:
+                    return self._header
+                raise
+
+
+class ByteByByte(SamplePipe):
+    """No fault: the start of each message goes a byte at a time, so that a death can cut it anywhere."""
+
+    def _put(self, parts: list[memoryview]) -> None:
+        start, *rest = parts
+        super()._put([*(start[at : at + 1] for at in range(len(start))), *rest])
+
+    @property
+    def in_header(self) -> bool:
+        """Whether a part of a header is all that has come of the next message."""
+        return self._header is None and self._filled > 0
+
+
+class TestWaitsForTheRestOfAHeader(Mutant):
+    """When the peer dies in the middle of a header, the rest of it is waited for."""
+
+    breaks = ("ALL-2",)
+    caught_by = "test_of_a_message_in_which_the_peer_is_killed_nothing_is_received"
+
+    class pipe(ByteByByte):  # noqa: N801
+        def _arrive(self, deadline: Deadline) -> Any:
+            try:
+                return super()._arrive(deadline)
+            except PeerGoneError:
+                if self.in_header:
+                    threading.Event().wait(deadline.remaining())
+                    raise TimeoutError("the rest of a header did not come in time") from None
+                raise
+
+
+class TestTakesAPartOfAHeaderForNone(Mutant):
+    """When the peer dies in the middle of a header, what came of it is taken for the message ``None``."""
+
+    breaks = ("ALL-2",)
+    caught_by = "test_of_a_message_in_which_the_peer_is_killed_nothing_is_received"
+
+    class pipe(ByteByByte):  # noqa: N801
+        def _arrive(self, deadline: Deadline) -> Any:
+            try:
+                return super()._arrive(deadline)
+            except PeerGoneError:
+                if self.in_header:
+                    return Header(FrameKind.NONE, length=0, flags=0, minor=0)
+                raise
+
+
+class TestForgetsWhatWaited(Mutant):
+    """When the peer dies, transfers that were still queued are dropped and not failed."""
+
+    breaks = ("ALL-5",)
+
+    class pipe(SamplePipe):  # noqa: N801
+        def _lose(self, reason: str) -> None:
+            self._queue.clear()
+            super()._lose(reason)
+
+
+class TestTakesADeathForAClose(Mutant):
+    """When the peer dies, whoever calls is told that the pipe was closed here."""
+
+    breaks = ("ALL-2",)
+
+    class pipe(SamplePipe):  # noqa: N801
+        def _lose(self, reason: str) -> None:
+            self._closing = True
+            super()._lose(reason)
+
+
+class TestListenerEndsWithABadPeer(Mutant):
+    """A peer that is dead when it is accepted ends the listener."""
+
+    breaks = ("END-2",)
+
+    class listener(SampleListener):  # noqa: N801
+        def accept(self, timeout: Timeout = DEFAULT_TIMEOUT) -> Any:
+            connection = self._listener.accept(20.0)
+            try:
+                return SamplePipe(connection, self._context)
+            except PeerGoneError:
+                self.close()
+                raise
+
+
+class TestListenerServesOneAtATime(Mutant):
+    """Nobody is accepted before the peer that was accepted last has sent something, or has gone."""
+
+    breaks = ("END-2",)
+
+    class listener(SampleListener):  # noqa: N801
+        def accept(self, timeout: Timeout = DEFAULT_TIMEOUT) -> Any:
+            import select
+
+            last = vars(self).get("last")
+            if last is not None and last._sock.fileno() >= 0:
+                select.select([last._sock], [], [], 20.0)
+            self.last = super().accept(timeout)
+            return self.last
+
+
+# -- stops -----------------------------------------------------------------------------------------
+
+
+class TestTakesStoppedForDead(Mutant):
+    """A peer that is stopped when a receive runs out of time counts as dead."""
+
+    breaks = ("ALL-3",)
+
+    class pipe(SamplePipe):  # noqa: N801
+        def recv_tensor(self, *args: Any, **given: Any) -> Any:
+            try:
+                return super().recv_tensor(*args, **given)
+            except TimeoutError:
+                status = Path(f"/proc/{self._connection.peer.pid}/stat").read_text()
+                if status.rpartition(")")[2].split()[0] == "T":
+                    self._lose("it is silent")
+                    raise self._error() from None
+                raise
+
+
+class TestSkipsTheRest(Mutant):
+    """A message in which a receive ran out of time is thrown away when its rest comes."""
+
+    breaks = ("PIPE-6",)
+
+    class pipe(SamplePipe):  # noqa: N801
+        def recv_tensor(self, *args: Any, **given: Any) -> Any:
+            if self._header is not None:
+                super().recv_tensor(timeout=20.0)
+            return super().recv_tensor(*args, **given)
+
+
+class TestBeginsAgain(Mutant):
+    """A receive that ran out of time in a message forgets what it has of it, and goes on with the rest."""
+
+    breaks = ("PIPE-6",)
+
+    class pipe(SamplePipe):  # noqa: N801
+        def recv_tensor(self, *args: Any, **given: Any) -> Any:
+            self._filled = 0
+            return super().recv_tensor(*args, **given)
+
+
+class TestHasNoBound(Mutant):
+    """Whatever is sent to a stopped peer is queued."""
+
+    breaks = ("PIPE-3",)
+
+    class pipe(SamplePipe):  # noqa: N801
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            self._limit = 1 << 40
+
+
+# -- forks -----------------------------------------------------------------------------------------
+
+
+class TestTakesNoNoticeOfForks(Mutant):
+    """In a forked child the pipe is as open as in the parent."""
+
+    breaks = ("ALL-6",)
+
+    class pipe(SamplePipe):  # noqa: N801
+        def _after_fork_in_child(self) -> None:
+            pass
+
+
+class TestLeavesAForkedChildItsDescriptor(Mutant):
+    """In a forked child its calls raise, and the descriptor stays open."""
+
+    breaks = ("ALL-6",)
+
+    class pipe(SamplePipe):  # noqa: N801
+        def _after_fork_in_child(self) -> None:
+            os.dup(self._sock.fileno())
+            super()._after_fork_in_child()
+
+
+class TestForgetsTransfersInAForkedChild(Mutant):
+    """In a forked child the parent's transfers stay under way for ever."""
+
+    breaks = ("ALL-6",)
+    caught_by = "test_transfers_under_way_have_failed_in_a_forked_child_and_go_on_in_the_parent"
+
+    class pipe(SamplePipe):  # noqa: N801
+        def _after_fork_in_child(self) -> None:
+            self._queue.clear()
+            self._writing = None
+            super()._after_fork_in_child()
+
+
+class TestIsBusyInAForkedChild(Mutant):
+    """In a forked child a thread that is not there still has its turn."""
+
+    breaks = ("ALL-6",)
+    caught_by = "test_in_a_forked_child_calls_raise_closed_though_a_thread_was_inside_one"
+
+    class pipe(SamplePipe):  # noqa: N801
+        def _after_fork_in_child(self) -> None:
+            turns = self._sending, self._receiving
+            super()._after_fork_in_child()
+            self._sending, self._receiving = turns
+
+
+class TestHangsUpInAForkedChild(Mutant):
+    """A forked child shuts the socket down, and with it the parent's pipe."""
+
+    breaks = ("ALL-6",)
+
+    class pipe(SamplePipe):  # noqa: N801
+        def _after_fork_in_child(self) -> None:
+            self._sock.shutdown(2)
+            super()._after_fork_in_child()
+
+
+# -- what is left ----------------------------------------------------------------------------------
+
+
+class TestLeavesADescriptor(Mutant):
+    """A copy of the descriptor outlives each connection."""
+
+    breaks = ("ALL-7",)
+
+    class pipe(SamplePipe):  # noqa: N801
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            os.dup(self._sock.fileno())
+
+
+class TestLeavesAThread(Mutant):
+    """A thread outlives each connection."""
+
+    breaks = ("ALL-7",)
+
+    class pipe(SamplePipe):  # noqa: N801
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            threading.Thread(target=threading.Event().wait, daemon=True).start()
+
+
+class TestLeavesAName(Mutant):
+    """A listener that is closed goes on listening."""
+
+    breaks = ("ALL-7",)
+
+    class listener(SampleListener):  # noqa: N801
+        def close(self) -> None:
+            kept.append(self._listener)
+
+
+class TestKeepsEveryMessage(Mutant):
+    """What was received is never let go."""
+
+    breaks = ("ALL-7",)
+
+    class pipe(SamplePipe):  # noqa: N801
+        def recv_tensor(self, *args: Any, **given: Any) -> Any:
+            kept.append(super().recv_tensor(*args, **given))
+            return kept[-1]
+
+
+class TestKeepsEverySource(Mutant):
+    """What was sent is never let go, though its transfer is done."""
+
+    breaks = ("ALL-7",)
+    caught_by = "test_messages_that_came_and_went_leave_nothing_here_nor_there"
+
+    class pipe(SamplePipe):  # noqa: N801
+        def send_tensor(self, tensor: Any, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Any:
+            vars(self).setdefault("sent", []).append(tensor)
+            return super().send_tensor(tensor, timeout=timeout)
+
+
+class TestKeepsEveryPipe(Mutant):
+    """A pipe that was closed is never let go."""
+
+    breaks = ("ALL-7",)
+
+    class pipe(SamplePipe):  # noqa: N801
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            kept.append(self)
+
+
+# -- the control -----------------------------------------------------------------------------------
+
+
+class TestHasNoFault(Mutant):
+    """The sample's pipe as it is."""
+
+    is_control = True

@@ -1,0 +1,118 @@
+"""What an author's class says of itself: options of what is not installed, and what it forgot to say."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+import pytest
+
+from kvplug import ConfigError
+from kvplug.transport import option
+from kvplug.transport.context import CommunicatorContext, LookupContext, QueueContext
+from kvplug_testing import (
+    ConnectorContract,
+    DeviceCommunicatorContract,
+    LookupBufferContract,
+    MessageQueueContract,
+    PipeContract,
+)
+
+FAILED = pytest.fail.Exception
+
+
+@attrs.frozen(kw_only=True)
+class Options:
+    lanes: int = option(2, help="How many there are.", at_least=1)
+    max_in_flight_bytes: int = option(1 << 20, help="What may be unsent.", unit="bytes", at_least=1)
+
+
+class Pipe(PipeContract):
+    """Of a transport that is not installed: its endpoint is the context that it was made with."""
+
+    def make_endpoint(self, context: Any) -> Any:
+        return context
+
+
+class PipeWithOptions(Pipe):
+    options_class = Options
+    options = {"lanes": "3"}  # noqa: RUF012
+
+
+class PipeWithoutBound(Pipe):
+    limit_option = ""
+
+
+def test_options_of_what_is_not_installed_are_made_as_a_config_makes_them() -> None:
+    suite = PipeWithOptions()
+    made: Any = suite.endpoint(**suite.limited(2000))
+    assert made.options == Options(lanes=3, max_in_flight_bytes=2000)
+    with pytest.raises(ConfigError, match=r"options\.PipeWithOptions\.lane"):
+        suite.endpoint(lane=1)
+
+
+@pytest.mark.parametrize("kind", ["queue", "lookup", "communicator"])
+def test_the_options_class_is_for_every_kind_of_transport(kind: str) -> None:
+    said = {"options_class": Options, "make_endpoint": lambda _, c: c, "make_communicator": lambda _, c: c}
+    bases: dict[str, tuple[type, type]] = {
+        "queue": (MessageQueueContract, QueueContext),
+        "lookup": (LookupBufferContract, LookupContext),
+        "communicator": (DeviceCommunicatorContract, CommunicatorContext),
+    }
+    suite, context = bases[kind]
+    mine: Any = type("Mine", (suite,), said)()
+    made: Any = mine.made(object()) if kind == "communicator" else mine.endpoint()
+    assert isinstance(made, context)
+    assert made.options == Options()
+
+
+def test_what_takes_no_options_says_its_name_and_what_to_set() -> None:
+    assert Pipe().context().options is None
+    with pytest.raises(ValueError, match=r"Pipe takes no options \(where it does, set `options_class`\)"):
+        Pipe().context(lanes=3)
+
+
+def test_a_bound_that_is_not_among_the_options_is_told_with_what_to_set() -> None:
+    with pytest.raises(FAILED, match=r"Pipe has no option 'max_in_flight_bytes'.*set `limit_option`"):
+        Pipe().limited()
+    odd = type("Odd", (PipeWithOptions,), {"limit_option": "room"})
+    with pytest.raises(FAILED, match="Odd has no option 'room', these are: lanes, max_in_flight_bytes"):
+        odd().limited()
+
+
+def test_what_has_no_bound_or_nobody_who_is_silent_is_skipped_with_what_to_do() -> None:
+    assert not PipeWithOptions().a_limit
+    assert PipeWithoutBound().a_limit == (
+        "PipeWithoutBound has no option that bounds what is unsent (limit_option)"
+    )
+    assert "override `silent_contact()` to have this judged" in Pipe().a_silent_contact
+
+
+@pytest.mark.parametrize(
+    ("suite", "ask", "said"),
+    [
+        (PipeContract, lambda s: s.pair(), "`transport` .* an installed pipe, or override `make_endpoint`"),
+        (MessageQueueContract, lambda s: s.writer(), "installed queue, or override `make_endpoint`"),
+        (LookupBufferContract, lambda s: s.hold(), "installed lookup buffer, or override `make_endpoint`"),
+        (DeviceCommunicatorContract, lambda s: s.made(None), "communicator, or override `make_communicator`"),
+        (ConnectorContract, lambda s: s.both(), "set `connector` to the name of an installed connector$"),
+        (ConnectorContract, lambda s: s.background, "set `connector` to the name of an installed connector$"),
+    ],
+)
+def test_a_class_that_does_not_say_what_it_judges_is_told_what_to_set(
+    suite: Any, ask: str, said: str
+) -> None:
+    mine = type("TestMine", (suite,), {})()
+    with pytest.raises(FAILED, match=f"TestMine does not say what it judges: .*{said}"):
+        ask(mine)
+
+
+def test_in_a_run_it_is_the_failure_of_every_test(package: Any) -> None:
+    (package.folder / "tests" / "test_mine.py").write_text(
+        "from kvplug_testing import MessageQueueContract\n\nclass TestMine(MessageQueueContract): ...\n"
+    )
+    found = package.outcomes("-k", "test_a_value_of or test_each_reader or idle")
+    assert found
+    assert {result.outcome for result in found.values()} <= {"failed", "skipped"}
+    (told,) = {result.reason for result in found.values() if result.outcome == "failed"}
+    assert "TestMine does not say what it judges: set `transport` to the name of an installed queue" in told

@@ -1,0 +1,42 @@
+"""What a process holds, as /proc says it, which is not always all of it."""
+
+from __future__ import annotations
+
+import os
+import threading
+from typing import Any
+
+import pytest
+
+from kvplug_testing import belongings
+from kvplug_testing.belongings import Belongings
+
+OWN = f"/proc/{os.getpid()}/task"
+
+
+def test_a_thread_that_a_listing_leaves_out_was_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = threading.Event()
+    thread = threading.Thread(target=ended.wait)
+    thread.start()
+    whole, cut = os.listdir, iter([True, False, True])
+
+    def listdir(path: Any) -> list[str]:
+        found = whole(path)
+        return [
+            each for each in found if path != OWN or each != str(thread.native_id) or not next(cut, False)
+        ]
+
+    monkeypatch.setattr(belongings.os, "listdir", listdir)
+    try:
+        threads = {int(each.split()[0]) for each in Belongings.of().threads}
+    finally:
+        ended.set()
+        thread.join()
+    assert thread.native_id in threads
+    assert next(cut, None) is None
+
+
+def test_what_never_stays_as_it_is_is_read_often_and_no_more() -> None:
+    count = iter(range(10**6))
+    assert belongings._steady(lambda: [next(count)])
+    assert next(count) < 1000

@@ -1,0 +1,141 @@
+"""EngineDouble: it calls as it is told, it knows wrong KV from right, and its schedules can be had again."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from kvplug import Config
+from kvplug_testing.engine import Arrival, CallOrder, EngineDouble, PagedCache, Schedule, request_of
+from kvplug_testing.engine.cache import AXES
+from kvplug_testing.engine.crossing import crossed
+
+_numbers = itertools.count()
+
+
+@pytest.fixture
+def engine() -> Iterator[EngineDouble]:
+    config = Config.from_dict(
+        {"connector": "memory", "role": "both", "host": f"unix:@kvplug-test-double-{next(_numbers)}"}
+    )
+    with EngineDouble(config, num_blocks=48) as double:
+        yield double
+
+
+class Noting:
+    """Writes down the calls that an engine makes to one side of its connector."""
+
+    def __init__(self, side: Any, calls: list[str]) -> None:
+        self._side, self._calls = side, calls
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._side, name)
+
+        def noting(*args: Any) -> Any:
+            self._calls.append(name)
+            return found(*args)
+
+        return noting
+
+
+BEGINS, ENDS = ["bind_connector_metadata"], ["clear_connector_metadata"]
+LAYER = ["wait_for_layer_load", "save_kv_layer"]
+REPORTS = [
+    "get_finished",
+    "get_block_ids_with_load_errors",
+    "get_stats",
+    "take_events",
+    "build_worker_metadata",
+]
+
+
+@pytest.mark.parametrize(
+    ("order", "expected"),
+    [
+        (CallOrder(), ["start_load_kv", *3 * LAYER, "wait_for_save", *REPORTS]),
+        (CallOrder(loads_after_forward=True), [*3 * LAYER, "start_load_kv", "wait_for_save", *REPORTS]),
+        (CallOrder(drafts=True), ["start_load_kv", *2 * LAYER, *REPORTS, *LAYER, "wait_for_save"]),
+        (
+            CallOrder(loads_after_forward=True, drafts=True),
+            [*2 * LAYER, "start_load_kv", *REPORTS, *LAYER, "wait_for_save"],
+        ),
+    ],
+)
+def test_it_calls_in_the_order_it_is_told(
+    engine: EngineDouble, order: CallOrder, expected: list[str]
+) -> None:
+    calls: list[str] = []
+    worker, engine.worker = engine.worker, Noting(engine.worker, calls)
+    prompt, blocks = request_of("a", range(20)), engine.allocate(20)
+    engine.scheduler.on_new_request(prompt)
+    engine.step([(prompt, blocks, 0, 20)], order=order)
+    engine.step([], order=order)
+    engine.worker = worker
+    beside = [name for name in expected if name not in LAYER]
+    assert calls == [*BEGINS, *expected, *ENDS, *BEGINS, *beside, *ENDS]
+
+
+def test_block_tables_are_valid_while_a_step_is_planned_and_no_longer(engine: EngineDouble) -> None:
+    outputs: list[Any] = []
+    build = engine.scheduler.build_connector_meta
+    engine.scheduler.build_connector_meta = lambda output: (outputs.append(output), build(output))[1]
+    engine.prefill(request_of("a", range(20)))
+    with pytest.raises(KeyError):
+        outputs[0].block_ids("a")
+
+
+@pytest.mark.parametrize("axes", AXES)
+def test_its_cache_knows_right_from_wrong_on_every_layout(axes: str) -> None:
+    cache = PagedCache(axes=axes, num_blocks=8)
+    tokens, blocks = tuple(range(40)), (5, 2, 7)
+    for layer in range(3):
+        cache.compute(layer, tokens, blocks, 0, 40)
+    assert cache.is_right(tokens, blocks, 40)
+    assert not cache.is_right((*tokens[:-1], 99), blocks, 40)
+    assert not cache.is_right(tokens, (2, 5, 7), 40)
+    cache.by_token(1)[2, 3] += 1
+    assert cache.wrong_blocks(tokens, blocks, 0, 40) == {2}
+    cache.free([1, 3])
+    assert not cache.written([1, 3])
+    cache.by_token(2)[3, 0] = 0
+    assert cache.written([1, 3]) == {3}
+
+
+def test_what_is_computed_upon_wrong_kv_is_wrong() -> None:
+    cache = PagedCache(num_blocks=8)
+    tokens, blocks = tuple(range(40)), (5, 2, 7)
+    cache.compute(0, tokens, blocks, 16, 40)
+    cache.compute(0, tokens, blocks, 0, 16)
+    assert not cache.is_right(tokens, blocks, 40, start=16)
+
+
+@pytest.mark.parametrize("value", [{1}, (1, object()), {"a": frozenset()}, [range(3)]])
+def test_only_plain_values_cross(value: Any) -> None:
+    with pytest.raises(AssertionError, match="what it says"):
+        crossed(value, "what it says")
+    assert crossed({"a": (1, [b"x", None])}, "it") == {"a": (1, [b"x", None])}
+
+
+def test_the_same_seed_makes_the_same_moves() -> None:
+    def calls_of(seed: int) -> list[str]:
+        host = f"unix:@kvplug-test-double-{next(_numbers)}"
+        config = Config.from_dict({"connector": "memory", "role": "both", "host": host})
+        calls: list[str] = []
+        with EngineDouble(config, num_blocks=20) as double:
+            scheduler = double.scheduler
+            double.scheduler = Noting(scheduler, calls)
+            schedule = Schedule(double, random.Random(seed), depth=2)
+            schedule.submit(
+                *(Arrival(request_id=f"r{n}", prompt=tuple(range(60 + n)), generated=(7,)) for n in range(8))
+            )
+            schedule.run()
+            double.scheduler = scheduler
+            assert schedule.ledger.num_loaded
+        return calls
+
+    assert calls_of(1) == calls_of(1)
+    assert calls_of(1) != calls_of(2)

@@ -1,0 +1,117 @@
+"""The children of a fork server are like any others: they answer, fail, die, stop, and leave nothing."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from kvplug import PeerGoneError
+from kvplug_testing import peers
+from kvplug_testing.forkserver import ForkServer
+
+pytestmark = pytest.mark.skipif(not ForkServer.works(), reason="it works on Linux only")
+
+HERE = os.path.abspath(__file__)
+
+
+def echo(parent: peers.Parent, times: int) -> list[Any]:
+    for _ in range(times):
+        parent.send(parent.recv())
+    return [os.getpid(), os.getppid(), "calendar" in sys.modules]
+
+
+def fail(parent: peers.Parent) -> None:
+    raise KeyError("the reason")
+
+
+def wait_here(parent: peers.Parent) -> None:
+    print("a word", file=sys.stderr, flush=True)
+    parent.send("here")
+    time.sleep(60)
+
+
+def belongings(parent: peers.Parent) -> list[str]:
+    return sorted(each.partition(" -> ")[2] for each in peers.Belongings.of().descriptors)
+
+
+@pytest.fixture
+def server() -> Iterator[ForkServer]:
+    with peers.nothing_left():
+        started = ForkServer("calendar:isleap", 2000)
+        yield started
+        started.close()
+
+
+def test_a_child_answers_and_has_what_the_server_imported(server: ForkServer) -> None:
+    seen = set()
+    for _ in range(3):
+        with server.start(f"{HERE}:echo", 1) as child:
+            child.send({"a": [1, None]})
+            assert child.recv() == {"a": [1, None]}
+            pid, ppid, imported = child.result()
+            assert pid == child.pid
+            assert imported
+            assert child.wait() == 0
+            seen.add(ppid)
+    assert len(seen) == 1, "they are children of one server"
+
+
+def test_many_threads_wait_for_one_child_and_hear_the_same(server: ForkServer) -> None:
+    for _ in range(5):
+        with server.start(f"{HERE}:wait_here") as child, ThreadPoolExecutor(8) as pool:
+            assert child.recv() == "here"
+            waits = [pool.submit(child.wait) for _ in range(8)]
+            child.kill()
+            assert {wait.result(30) for wait in waits} == {-signal.SIGKILL}
+    with server.start(f"{HERE}:echo", 0) as child:  # the server lives
+        assert child.result()[0] == child.pid
+
+
+def test_several_live_at_once_and_end_on_their_own(server: ForkServer) -> None:
+    with server.start(f"{HERE}:echo", 1) as one, server.start(f"{HERE}:echo", 1) as other:
+        one.kill()
+        assert one.exit_code == -signal.SIGKILL
+        other.send("still there")
+        assert other.recv() == "still there"
+
+
+def test_a_child_that_fails_says_why(server: ForkServer) -> None:
+    with server.start(f"{HERE}:fail") as child, pytest.raises(peers.ChildError, match="the reason"):
+        child.result()
+
+
+def test_a_child_that_ends_without_a_word_is_missed_with_what_it_wrote(server: ForkServer) -> None:
+    with server.start(f"{HERE}:wait_here") as child:
+        assert child.recv() == "here"
+        child.kill()
+        with pytest.raises(PeerGoneError, match="a word"):
+            child.recv()
+
+
+def test_a_child_whose_time_is_up_ends_with_its_stacks(server: ForkServer) -> None:
+    with server.start(f"{HERE}:wait_here", timeout_s=0.5) as child:
+        assert child.wait() == 1
+        assert "wait_here" in child.stderr
+
+
+def test_a_child_can_be_stopped_and_resumed(server: ForkServer) -> None:
+    with server.start(f"{HERE}:echo", 1) as child:
+        child.stop()
+        child.send(1)
+        with pytest.raises(TimeoutError):
+            child.recv(0.2)
+        child.cont()
+        assert child.recv() == 1
+
+
+def test_a_child_holds_its_own_door_and_nothing_of_the_others(server: ForkServer) -> None:
+    with server.start(f"{HERE}:echo", 1), server.start(f"{HERE}:belongings") as child:
+        sockets = [each for each in child.result() if each.startswith("socket:")]
+        assert len(sockets) == 1

@@ -1,0 +1,298 @@
+"""Every fault that is known is caught by a test of the law that it breaks, and every law has one.
+
+A test has caught a fault when it fails with it, for a reason that is a breach (``mutants/conftest.py``), and
+passes without it in the same process. Tests above quick take long, and need only fail.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvplug_testing.laws import LAWS
+from kvplug_testing.scorecard import Outcome, Scorecard, from_json
+
+pytestmark = pytest.mark.mutant
+
+FOLDER = Path(__file__).with_name("mutants")
+FILES = sorted(path for path in FOLDER.glob("*.py") if path.name != "conftest.py")
+ROOT = Path(__file__).parents[3]
+LIFE_S = 900
+"""Of a process that judges a file of them."""
+
+
+@cache
+def classes(path: Path) -> dict[str, Any]:
+    """Those of a file."""
+    spec = importlib.util.spec_from_file_location(f"mutants_{path.stem}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return {name: cls for name, cls in vars(module).items() if isinstance(cls, type)}
+
+
+def mutants(path: Path) -> dict[str, Any]:
+    """The mutants of a file: classes that say which laws they break."""
+    return {name: cls for name, cls in classes(path).items() if getattr(cls, "breaks", ())}
+
+
+def controls(path: Path) -> dict[str, Any]:
+    """What has no fault in a file, and is judged as its mutants are."""
+    return {name: cls for name, cls in classes(path).items() if getattr(cls, "is_control", False)}
+
+
+BREACHES = [
+    pytest.param(path, name, id_, id=f"{path.stem}: {name} breaks {id_}")
+    for path in FILES
+    for name, cls in mutants(path).items()
+    for id_ in cls.breaks
+]
+
+
+def judge(path: Path, folder: Path) -> tuple[Scorecard, str]:
+    """Let the kit judge all mutants of a file, in a process of its own. Returns what it printed, too."""
+    report = folder / f"{path.stem}.json"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    command += ["-c", str(ROOT / "pyproject.toml"), "--rootdir", str(ROOT)]
+    command += ["--kvplug-level", "full", "--kvplug-report", str(report), str(path)]
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=LIFE_S,
+        check=False,
+        cwd=folder,
+        # What the mutants reach is measured by nobody: that takes as long again.
+        env={key: value for key, value in os.environ.items() if not key.startswith("COVERAGE_")},
+    )
+    assert report.exists(), done.stdout + done.stderr
+    return from_json(report.read_text()), done.stdout
+
+
+@pytest.fixture(scope="session")
+def judged(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """What the kit says of a file's mutants. They wait more than they work: four files are judged at once."""
+    asked = [getattr(item, "callspec", None) for item in request.session.items]
+    paths = {spec.params["path"]: None for spec in asked if spec is not None and "path" in spec.params}
+    with ThreadPoolExecutor(4) as pool:
+        verdicts = {
+            path: pool.submit(judge, path, tmp_path_factory.mktemp(path.stem))
+            for path in paths
+            if path in FILES
+        }
+        yield lambda path: verdicts[path].result()
+
+
+def check_caught(path: Path, name: str, id_: str, card: Scorecard, said: str) -> None:
+    """Raises:
+    AssertionError: no test of the law has caught the mutant, or what has would have caught anything.
+    """
+    mutant = mutants(path)[name]
+    mine = [result for result in card.results if result.suite == name]
+    assert mine, said
+    caught = {result.test for result in mine if result.outcome is Outcome.FAILED and id_ in result.laws}
+    assert caught, f"{mutant.__doc__} Nobody noticed:\n{said}"
+    like_it = [other for other, cls in controls(path).items() if issubclass(mutant, cls.__base__)]
+    assert like_it, f"{path}: no control has a base of {name}"
+    for control in like_it:
+        passed = {
+            each.test
+            for each in card.results
+            if each.suite == control and (each.outcome is Outcome.PASSED or each.reason == "above quick")
+        }
+        assert caught & passed, f"Without a fault {control} does not pass {', '.join(caught)} either:\n{said}"
+
+
+def check_controls(path: Path, card: Scorecard, said: str) -> None:
+    """Raises:
+    AssertionError: what has no fault failed, so that nothing is known of the file's mutants.
+    """
+    failed = [
+        f"{result.suite} has no fault and fails {result.test}: {result.reason}"
+        for result in card.results
+        if result.suite in controls(path) and result.outcome is Outcome.FAILED
+    ]
+    assert not failed, "\n".join([*failed, said])
+
+
+@pytest.mark.timeout(2 * LIFE_S)
+@pytest.mark.parametrize(("path", "name", "id_"), BREACHES)
+def test_a_mutant_is_caught_by_a_test_of_its_law(judged: Any, path: Path, name: str, id_: str) -> None:
+    check_caught(path, name, id_, *judged(path))
+
+
+@pytest.mark.timeout(2 * LIFE_S)
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_what_has_no_fault_passes_what_has_caught_one(judged: Any, path: Path) -> None:
+    check_controls(path, *judged(path))
+
+
+def test_there_are_at_least_thirty() -> None:
+    assert sum(len(mutants(path)) for path in FILES) >= 30
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_what_is_said_to_catch_a_mutant_is_a_test_of_a_law_that_it_breaks(path: Path) -> None:
+    for cls in mutants(path).values():
+        if name := vars(cls).get("caught_by"):
+            marks = getattr(cls, name).pytestmark
+            laws = {id_ for mark in marks if mark.name == "kvplug_law" for id_ in mark.args}
+            assert laws & {*cls.breaks}, f"{cls.__name__} is not caught by {name}"
+
+
+def is_of_plugins(id_: str) -> bool:
+    """A plugin is an installed package and no class: the faulty ones are in test_check_plugin.py."""
+    return id_.startswith("PLUGIN-")
+
+
+@pytest.mark.parametrize("id_", [id_ for id_ in LAWS if not is_of_plugins(id_)])
+def test_a_law_has_a_mutant(id_: str) -> None:
+    assert id_ in {law for path in FILES for cls in mutants(path).values() for law in cls.breaks}
+
+
+# -- of the judge itself ---------------------------------------------------------------------------
+
+MADE_UP = """
+import os
+import threading
+
+import pytest
+
+from kvplug.transport import Kind
+from kvplug_testing import law
+from kvplug_testing.waits import Call
+from kvplug_testing.contract.base import Contract
+
+
+class Made(Contract):
+    kind = Kind.PIPE
+    breaks = ("PIPE-1", "ALL-7")
+    prepare = work = lambda self: None
+
+    @pytest.fixture
+    def ready(self):
+        return self.prepare()
+
+    @law("PIPE-1")
+    def test_that_works(self, ready):
+        Call(self.work).result()
+
+    @law("ALL-7")
+    def test_that_leaves_nothing(self, ready):
+        Call(self.work).result()
+
+
+class TestIsWrong(Made):
+    def work(self):
+        assert 1 + 1 == 3
+
+
+class TestIsMisspelt(Made):
+    def work(self):
+        self.wrok()
+
+
+class TestIsMisspeltWhereThatMeansAnother(Made):
+    def work(self):
+        try:
+            self.wrok()
+        except AttributeError as e:
+            raise AssertionError("ValueError was expected") from e
+
+
+class TestIsMisspeltInAThread(Made):
+    def work(self):
+        thread = threading.Thread(target=lambda: self.wrok())
+        thread.start()
+        thread.join()
+        raise AssertionError("nothing came")
+
+
+class TestRaisesWhatNobodyKnows(Made):
+    def work(self):
+        {}["nothing"]
+
+
+class TestCannotBePrepared(Made):
+    def prepare(self):
+        raise AssertionError("too early")
+
+
+class TestLeavesSomething(Made):
+    def work(self):
+        self.left = os.dup(0)
+
+
+class TestHasNoFault(Made):
+    breaks = ()
+    is_control = True
+"""
+ALONE = """
+
+class TestIsAlone(Contract):
+    kind = Kind.PIPE
+    breaks = ("PIPE-1",)
+
+    @law("PIPE-1")
+    def test_that_works(self):
+        assert 1 + 1 == 3
+"""
+CAUGHT = {
+    "TestIsWrong": {"PIPE-1", "ALL-7"},
+    "TestIsMisspelt": set(),
+    "TestIsMisspeltWhereThatMeansAnother": set(),
+    "TestIsMisspeltInAThread": set(),
+    "TestRaisesWhatNobodyKnows": set(),
+    "TestCannotBePrepared": set(),
+    "TestLeavesSomething": {"ALL-7"},
+}
+
+
+def made_up(folder: Path, more: str = "") -> Path:
+    """A file of mutants, in a folder that is judged as theirs is."""
+    (folder / "conftest.py").write_text((FOLDER / "conftest.py").read_text())
+    path = folder / "made_up.py"
+    path.write_text(MADE_UP + more)
+    return path
+
+
+def test_only_a_breach_catches_a_mutant(tmp_path: Path) -> None:
+    path = made_up(tmp_path)
+    card, said = judge(path, tmp_path)
+    assert mutants(path).keys() - {"Made"} == CAUGHT.keys()
+    for name, laws in CAUGHT.items():
+        for id_ in ("PIPE-1", "ALL-7"):
+            if id_ in laws:
+                check_caught(path, name, id_, card, said)
+            else:
+                with pytest.raises(AssertionError, match="Nobody noticed"):
+                    check_caught(path, name, id_, card, said)
+    reasons = {result.suite: result.reason for result in card.results if "PIPE-1" in result.laws}
+    assert reasons["TestIsMisspelt"].startswith("no breach: AttributeError: 'TestIsMisspelt' object has no")
+    assert reasons["TestCannotBePrepared"] == "no breach: in setup: AssertionError: too early"
+    check_controls(path, card, said)
+
+
+def test_a_control_that_fails_is_told(tmp_path: Path) -> None:
+    path = made_up(tmp_path, "\n    def work(self):\n        assert 1 + 1 == 3\n")
+    card, said = judge(path, tmp_path)
+    with pytest.raises(AssertionError, match="TestHasNoFault has no fault and fails test_that_works: assert"):
+        check_controls(path, card, said)
+    with pytest.raises(AssertionError, match="Without a fault TestHasNoFault does not pass test_that_works"):
+        check_caught(path, "TestIsWrong", "PIPE-1", card, said)
+
+
+def test_a_mutant_without_a_control_is_told(tmp_path: Path) -> None:
+    path = made_up(tmp_path, ALONE)
+    with pytest.raises(AssertionError, match="no control has a base of TestIsAlone"):
+        check_caught(path, "TestIsAlone", "PIPE-1", *judge(path, tmp_path))

@@ -1,0 +1,288 @@
+"""Real children: they answer, fail, hang, die, and are missed when they leave something behind."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from multiprocessing import resource_tracker  # noqa: TID251 - what others leave
+from multiprocessing.shared_memory import SharedMemory  # noqa: TID251
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvplug import PeerGoneError, TimeoutError
+from kvplug_testing import peers
+
+
+def echo(parent: peers.Parent, times: int) -> str:
+    for _ in range(times):
+        parent.send(parent.recv())
+    return "done"
+
+
+def fail(parent: peers.Parent) -> None:
+    raise KeyError("the reason")
+
+
+def sleep_in_here(parent: peers.Parent) -> None:
+    parent.send("asleep")
+    time.sleep(60)
+
+
+def work_hard(parent: peers.Parent) -> None:
+    def climb(steps: int) -> Any:
+        return climb(steps - 1) if steps else signal.Signals(signal.SIGINT)
+
+    def work() -> None:
+        while True:
+            for steps in range(30):
+                climb(steps)
+
+    for _ in range(3):
+        threading.Thread(target=work, daemon=True).start()
+    parent.send("at work")
+    parent.recv(timeout=60)
+
+
+def sleep_with_the_interpreters_lock(parent: peers.Parent) -> None:
+    parent.send("soon")
+    ctypes.PyDLL(None).sleep(60)
+
+
+def send_twice(parent: peers.Parent) -> str:
+    parent.send(1)
+    parent.send(2)
+    return "done"
+
+
+def leave_at_once(parent: peers.Parent) -> None:
+    os._exit(7)
+
+
+def say_pid(parent: peers.Parent) -> None:
+    parent.send(os.getpid())
+    time.sleep(60)
+
+
+def test_a_child_gets_arguments_and_values_and_gives_some_back() -> None:
+    with peers.nothing_left(), peers.start(echo, 2) as child:
+        for value in ({"a": [1, 2.5, None]}, b"bytes"):
+            child.send(value)
+            assert child.recv() == value
+        assert child.result() == "done"
+        assert child.wait() == 0
+
+
+def test_a_function_may_be_named_by_its_module_or_its_file() -> None:
+    with (
+        peers.start("kvplug_testing.peers:stacks") as child,
+        pytest.raises(peers.ChildError, match="TypeError"),
+    ):
+        child.result()
+    with peers.start(f"{__file__}:echo", 0) as child:
+        assert child.result() == "done"
+
+
+def test_a_function_that_is_not_at_the_top_level_is_refused() -> None:
+    with pytest.raises(ValueError, match="top level"):
+        peers.start(lambda parent: None)
+
+
+def test_a_child_that_raises_shows_its_traceback_here() -> None:
+    with peers.start(fail) as child:
+        with pytest.raises(peers.ChildError, match="the reason") as caught:
+            child.result()
+        assert caught.value.kind == "KeyError"
+
+
+def test_a_wait_that_is_too_long_shows_the_stacks_of_both() -> None:
+    with peers.start(sleep_in_here) as child:
+        assert child.recv() == "asleep"
+        with pytest.raises(TimeoutError) as caught:
+            child.result(0.3)
+        assert "sleep_in_here" in str(caught.value)
+        assert "test_a_wait_that_is_too_long" in str(caught.value)
+
+
+def test_a_child_that_is_asked_for_its_stacks_while_it_works_survives() -> None:
+    with peers.start(work_hard) as child:
+        assert child.recv() == "at work"
+        for _ in range(20):
+            assert "climb" in child.stacks()
+        assert child.exit_code is None, child.stderr
+
+
+def test_a_child_that_holds_the_interpreters_lock_shows_where() -> None:
+    with peers.start(sleep_with_the_interpreters_lock) as child:
+        assert child.recv() == "soon"
+        assert "in sleep_with_the_interpreters_lock" in child.stacks()
+
+
+def test_a_child_that_is_stopped_is_not_waited_for_to_show_its_stacks() -> None:
+    with peers.start(echo, 1) as child:
+        child.stop()
+        assert child.stacks() == ""
+        child.cont()
+        child.send("x")
+        assert child.recv() == "x"
+        assert child.result() == "done"
+        assert child.stderr == ""
+
+
+def test_a_look_whether_something_came_takes_nothing_and_leaves_the_child_alone() -> None:
+    with peers.start(echo, 1) as child:
+        assert not child.poll(0.2)
+        assert child.stderr == ""
+        child.send("x")
+        assert child.poll(peers.DEFAULT_TIMEOUT_S)
+        assert child.poll()
+        assert child.recv(0.0) == "x"
+        assert child.result() == "done"
+        assert child.poll(peers.DEFAULT_TIMEOUT_S)
+        with pytest.raises(PeerGoneError):
+            child.recv()
+
+
+def test_a_value_where_a_result_was_expected_is_not_lost() -> None:
+    with peers.start(send_twice) as child:
+        with pytest.raises(AssertionError, match="gave a value"):
+            child.result()
+        assert [child.recv(), child.recv()] == [1, 2]
+        assert child.result() == "done"
+
+
+def test_a_child_whose_time_is_up_dumps_its_stacks_and_exits() -> None:
+    with peers.start(sleep_in_here, timeout_s=5.0) as child:
+        child.recv()
+        with pytest.raises(PeerGoneError, match="sleep_in_here"):
+            child.result()
+
+
+def test_a_child_that_ends_without_a_word_is_gone() -> None:
+    with peers.start(leave_at_once) as child:
+        with pytest.raises(PeerGoneError):
+            child.recv()
+        assert child.wait() == 7
+
+
+def test_a_child_is_killed_stopped_and_continued_by_its_pid() -> None:
+    with peers.start(echo, 5) as child:
+        child.stop()
+        child.send("x")
+        with pytest.raises(TimeoutError):
+            child.recv(0.2)
+        child.cont()
+        assert child.recv() == "x"
+        child.kill()
+        assert child.exit_code == -9
+        with pytest.raises(PeerGoneError):
+            child.recv()
+
+
+def test_leaving_the_block_kills_the_child() -> None:
+    with peers.start(sleep_in_here) as child:
+        child.recv()
+    assert child.exit_code == -9
+
+
+def test_a_child_whose_parent_is_gone_exits() -> None:
+    code = (
+        "import os; from kvplug_testing import peers;"
+        f"child = peers.start({__file__ + ':say_pid'!r}); print(child.recv(), flush=True); os._exit(0)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    pid = int(done.stdout)
+    limit = time.monotonic() + 10
+    while os.path.exists(f"/proc/{pid}/stat"):
+        assert time.monotonic() < limit
+        time.sleep(0.01)
+
+
+def test_what_is_left_behind_is_named() -> None:
+    kept: list[socket.socket] = []
+    with pytest.raises(AssertionError, match=r"descriptors: .*socket"), peers.nothing_left(0.1):
+        kept.append(socket.socket())
+    kept.pop().close()
+    stop = threading.Event()
+    thread = threading.Thread(target=stop.wait)
+    with pytest.raises(AssertionError, match="threads"), peers.nothing_left(0.1):
+        thread.start()
+    stop.set()
+    thread.join()
+    with pytest.raises(AssertionError, match="children"), peers.nothing_left(0.1):
+        child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    child.communicate()
+
+
+def test_abstract_sockets_are_found_by_who_holds_them() -> None:
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.bind("\0kvplug-test-name")
+        assert "@kvplug-test-name" in peers.abstract_sockets(os.getpid())
+    assert "@kvplug-test-name" not in peers.abstract_sockets(os.getpid())
+
+
+SHARED = Path("/dev/shm")
+has_names = pytest.mark.skipif(not SHARED.is_dir(), reason="shared memory has no names here")
+
+
+@pytest.fixture
+def shared() -> Iterator[Path]:
+    """A name in shared memory, as a library of whoever would choose it. It is gone after the test."""
+    path = SHARED / f"psm_{os.getpid()}"
+    yield path
+    path.unlink(missing_ok=True)
+
+
+def leave_a_name(parent: peers.Parent, path: str) -> None:
+    Path(path).write_bytes(b"left")
+
+
+@has_names
+def test_shared_memory_that_is_closed_and_not_unlinked_is_left_behind() -> None:
+    resource_tracker.ensure_running()  # a process, which stays
+    with pytest.raises(AssertionError, match="shared memory: psm_") as caught, peers.nothing_left(0.1):
+        segment = SharedMemory(create=True, size=100)
+        segment.close()
+    segment.unlink()
+    assert segment.name in str(caught.value)
+
+
+@has_names
+def test_shared_memory_of_a_child_that_has_ended_is_left_behind(shared: Path) -> None:
+    with (
+        pytest.raises(AssertionError, match=f"shared memory: .*{shared.name}"),
+        peers.nothing_left(0.1),
+        peers.start(leave_a_name, str(shared)) as child,
+    ):
+        child.result()
+
+
+@has_names
+def test_shared_memory_that_was_there_before_is_nobodys_fault(shared: Path) -> None:
+    shared.touch()
+    with peers.nothing_left(0.1):
+        shared.write_bytes(b"more")
+
+
+@has_names
+def test_shared_memory_of_a_process_that_is_no_child_is_its_own(shared: Path) -> None:
+    with peers.nothing_left(0.1):
+        command = f"sleep 100 3>{shared} >/dev/null 2>&1 & echo $!"
+        stranger = int(subprocess.run(["sh", "-c", command], stdout=subprocess.PIPE, check=True).stdout)
+        limit = time.monotonic() + 30
+        while not shared.exists():
+            assert time.monotonic() < limit
+            time.sleep(0.01)
+    before = peers.Belongings.of()
+    os.kill(stranger, signal.SIGKILL)
+    assert shared.name in before.shared_memory

@@ -1,0 +1,93 @@
+"""What a pipe claims decides which tests it gets, and for which device its ends are made."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+import pytest
+
+from kvplug_testing import PipeContract
+
+BOTH_WAYS = {
+    "test_a_hundred_thousand_messages_arrive_in_order_both_ways_at_once",
+    "test_a_peer_killed_under_load_both_ways_ends_both_directions",
+    "test_a_pipe_works_undisturbed_while_others_come_and_are_killed",
+    "test_a_thousand_large_and_small_messages_arrive_in_order_both_ways_at_once",
+    "test_an_end_that_has_much_to_receive_can_be_ended_and_so_can_the_other",
+    "test_forks_under_load_disturb_neither_side",
+    "test_large_and_small_messages_arrive_in_order_both_ways_at_once",
+    "test_one_direction_that_is_clogged_does_not_stop_the_other",
+    "test_one_thread_sends_while_another_receives",
+    "test_order_holds_for_many_messages_both_ways",
+    "test_order_holds_under_load_both_ways_with_another_process",
+    "test_thousands_of_messages_arrive_once_and_in_order_both_ways_at_once",
+}
+"""The tests in which both ends send at once."""
+
+
+class Claims(PipeContract):
+    """The pipe "memory" with other capabilities."""
+
+    transport = "memory"
+    claims: Any = {}  # noqa: RUF012
+
+    @property
+    def spec(self) -> Any:
+        spec: Any = super().spec
+        return attrs.evolve(spec, capabilities=attrs.evolve(spec.capabilities, **self.claims))
+
+
+class OneWay(Claims):
+    claims = {"full_duplex": False}  # noqa: RUF012
+
+
+def reasons(suite: PipeContract) -> dict[str, str]:
+    """Why tests are skipped."""
+    marks = {name: getattr(getattr(suite, name), "pytestmark", []) for name in dir(suite)}
+    needs = {
+        name: mark.kwargs["needs"]
+        for name, found in marks.items()
+        for mark in found
+        if "needs" in mark.kwargs
+    }
+    return {name: reason for name, need in needs.items() if need and (reason := getattr(suite, need))}
+
+
+def test_both_ways_at_once_is_for_those_that_claim_it() -> None:
+    skipped = {name for name, reason in reasons(OneWay()).items() if "full_duplex" in reason}
+    assert skipped == BOTH_WAYS
+    assert not BOTH_WAYS & {*reasons(Claims())}
+
+
+@pytest.mark.parametrize(
+    ("devices", "said", "device"),
+    [
+        ({"cpu"}, "", "cpu"),
+        ({"cuda", "cpu"}, "", "cpu"),
+        ({"xpu", "cuda"}, "", "cuda"),
+        ({"cuda", "cpu"}, "cuda", "cuda"),
+    ],
+)
+def test_ends_are_made_for_a_device_that_is_claimed(devices: set[str], said: str, device: str) -> None:
+    mine: Any = type("Mine", (Claims,), {"claims": {"devices": devices}, "device": said})()
+    assert mine.context().device == device
+
+
+def test_a_device_that_is_not_claimed_and_one_that_torch_has_not_are_skipped() -> None:
+    pytest.importorskip("torch")
+    mine: Any = type("Mine", (Claims,), {"claims": {"devices": {"cpu", "abacus"}}})()
+    with pytest.raises(pytest.skip.Exception, match="memory claims devices cpu, abacus, not cuda"):
+        mine.test_a_tensor_of_each_claimed_device_arrives_with_its_bits("cuda")
+    with pytest.raises(pytest.skip.Exception, match="torch has no device abacus here"):
+        mine.test_a_tensor_of_each_claimed_device_arrives_with_its_bits("any other")
+
+
+class ImportsMore(Claims):
+    def import_all(self) -> None:
+        super().import_all()
+
+
+def test_a_class_that_imports_more_has_a_fork_server_of_its_own() -> None:
+    assert Claims()._server_key == OneWay()._server_key
+    assert Claims()._server_key != ImportsMore()._server_key

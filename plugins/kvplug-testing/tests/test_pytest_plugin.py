@@ -1,0 +1,52 @@
+"""pytest loads the kit's plugin everywhere: one small module, until an option or a suite needs more."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+COLLECT = """
+import json, sys
+import pytest
+
+code = pytest.main(["--collect-only", "-q", "-p", "no:cacheprovider", *sys.argv[2:]])
+with open(sys.argv[1], "w") as file:
+    json.dump([int(code), sorted(sys.modules)], file)
+"""
+
+
+def loaded(folder: Path, *arguments: str) -> set[str]:
+    """The modules of a fresh process in which pytest has collected a file that knows nothing of kvplug."""
+    (folder / "test_nothing.py").write_text("def test_nothing(): pass\n")
+    (folder / "pytest.ini").write_text("[pytest]\n")
+    done = subprocess.run(
+        [sys.executable, "-c", COLLECT, str(folder / "loaded.json"), *arguments],
+        cwd=folder,
+        env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    code, modules = json.loads((folder / "loaded.json").read_text())
+    assert code == 0, done.stdout + done.stderr
+    return {*modules}
+
+
+def test_it_loads_nothing_but_itself(tmp_path: Path) -> None:
+    more = loaded(tmp_path) - loaded(tmp_path, "-p", "no:kvplug")
+    assert {module for module in more if module.partition(".")[0] == "kvplug"} == {
+        *("kvplug", "kvplug_testing", "kvplug_testing.pytest_plugin")
+    }
+    assert not {module.partition(".")[0] for module in more} & {
+        *("torch", "numpy", "hypothesis", "attrs", "attr", "msgspec", "pluggy", "rich", "click")
+    }
+
+
+def test_with_an_option_it_loads_what_that_needs(tmp_path: Path) -> None:
+    more = loaded(tmp_path, "--kvplug-report", "card.json")
+    assert "kvplug_testing.judging" in more
+    assert not {"torch", "kvplug_testing.contract.judged"} & more

@@ -1,0 +1,85 @@
+"""What the command line names is judged as its author would have said; and what counts as growth."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import attrs
+import pytest
+
+from kvplug import ConfigError
+from kvplug.transport import Kind
+from kvplug_testing.contract import suites
+from kvplug_testing.contract.pipe.footprint import Footprint
+from kvplug_testing.peers import Belongings
+
+NOTHING = Belongings(frozenset(), frozenset(), frozenset(), frozenset(), frozenset())
+
+
+def test_a_transport_that_does_not_leave_its_process_is_judged_in_one() -> None:
+    memory = suites.installed(["pipe:memory"], [])[0]
+    assert memory.transport == "memory"
+    assert not memory.across_processes
+
+
+@pytest.mark.parametrize("name", ["lookup_buffer:memory", "lookup buffer:memory"])
+def test_a_kind_is_named_as_in_a_config_or_as_a_list_prints_it(name: str) -> None:
+    assert suites.installed([name], [])[0].kind is Kind.LOOKUP_BUFFER
+
+
+def judged(*options: str, transports: Iterable[str] = ("pipe:memory",)) -> type[suites.Contract]:
+    return suites.installed(transports, [], options)[0]
+
+
+@pytest.mark.parametrize("name", ["memory", "pipe:memory"])
+def test_options_of_what_is_judged_are_given_by_its_name(name: str) -> None:
+    made = judged(f"{name}.max_in_flight_bytes=2 MiB", f"{name}.eager=false")().made_options()
+    assert made.max_in_flight_bytes == 2 * 1024 * 1024
+    assert not made.eager
+
+
+def test_an_option_without_a_value_counts_as_not_given() -> None:
+    assert judged("memory.eager=")().made_options().eager
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ("memory.eagr=false", "did you mean 'eager'"),
+        ("memory.eager=perhaps", "options.memory.eager"),
+        ("eager=false", "allowed is NAME.KEY=VALUE"),
+        ("memory.eager", "allowed is NAME.KEY=VALUE"),
+        ("cpu.lanes=2", "options of cpu were given, and no such thing is judged"),
+        ("queue:memory.eager=false", "options of queue:memory were given"),
+    ],
+)
+def test_an_option_that_cannot_be_is_told_at_once(option: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        judged(option)
+
+
+def test_what_takes_no_options_says_so() -> None:
+    with pytest.raises(ConfigError, match="memory takes no options; lanes was given"):
+        judged("memory.lanes=2", transports=("queue:memory",))
+
+
+def test_what_goes_around_another_one_is_judged_around_the_kits_own() -> None:
+    with pytest.raises(ConfigError, match=r"options\.faulty\.plan: must be given"):
+        judged(transports=("pipe:faulty",))
+    suite = judged("faulty.plan=seed = 1", transports=("pipe:faulty",))
+    assert suite.__name__ == "TestFaultyPipeContract"
+    assert not suite.across_processes
+
+
+def test_a_footprint_crosses_to_another_process_as_plain_values() -> None:
+    taken = Footprint.taken()
+    assert Footprint.from_plain(taken.plain()) == taken
+
+
+def test_growth_is_what_a_process_that_keeps_messages_or_objects_would_show() -> None:
+    before = Footprint(NOTHING, 100_000_000, 5000)
+    assert not attrs.evolve(before, resident_bytes=100_400_000, objects=5010).growth(before, 10, 100_000)
+    assert "bytes of memory" in attrs.evolve(before, resident_bytes=100_600_000).growth(before, 10, 100_000)
+    assert "objects" in attrs.evolve(before, objects=5021).growth(before, 10, 100_000)
+    held = attrs.evolve(NOTHING, threads=frozenset({"7 kvplug"}))
+    assert "7 kvplug" in attrs.evolve(before, belongings=held).growth(before, 1000, 100_000)
