@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 from hypothesis import given, strategies as st
 
-from kvplug import Config, ConfigError, PluginError, Registry, build_queue, builtin
+from kvplug import Config, ConfigError, PluginError, Registry, build_queue
 from kvplug.cli.list import lines_of
 from kvplug.config import check_options, describe_options, option_fields
 from kvplug.transport.spec import Kind, TransportSpec
+from kvplug_testing import plugin
 from kvplug_testing.faults import Course, Plan, Rule, read_plan, schedule
 from kvplug_testing.faults.options import FaultyOptions
 from kvplug_testing.faults.plan import PARAMETERS
@@ -306,7 +307,9 @@ def test_it_is_listed_and_never_chosen_by_auto(registry: Registry) -> None:
 
     lines = [line for line in lines_of(registry, everything=True) if line.name == "faulty"]
     assert [line.kind for line in lines] == ["pipe", "queue"]
-    assert {(line.distribution, line.status, line.capabilities) for line in lines} == {("kvplug", "ok", None)}
+    assert {(line.distribution, line.status, line.capabilities) for line in lines} == {
+        ("kvplug-testing", "ok", None)
+    }
     offered = Parts(Config.from_dict({"role": "both"}), registry).offers
     assert "faulty" not in [offer.name for offer in offered]
 
@@ -376,6 +379,6 @@ def test_a_name_beneath_both_has_to_be_one_of_both_kinds(registry: Registry) -> 
 
 def test_a_queue_beneath_is_chosen_with_auto_as_for_queues() -> None:
     registry = Registry()
-    registry.register(builtin, name="core")  # whatever else is installed
+    registry.register(plugin, name="testing")  # whatever else is installed
     with pytest.raises(PluginError, match="no message queue can be had"):
         build_queue(of_queue({"plan": {}}), registry=registry)

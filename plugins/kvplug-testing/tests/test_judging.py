@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.full
+
 
 def test_a_failure_names_the_law_what_was_observed_and_the_page(package: Any) -> None:
     done = package.judge("-q")
@@ -65,8 +67,6 @@ def test_a_level_runs_what_is_of_it_and_of_those_below(package: Any, level: str,
 def test_a_law_on_a_test_outside_of_any_suite_is_refused_by_name(package: Any) -> None:
     (package.folder / "tests" / "test_mine.py").write_text("""
 from kvplug_testing import law
-
-pytestmark = pytest.mark.full
 
 @law("PIPE-1")
 def test_alone():

@@ -71,13 +71,13 @@ class TestNarrower(Contract):
         pass
 """
 
+pytestmark = pytest.mark.full
+
 PARAMETERS = """
 from pytest import mark
 from kvplug.transport import Kind
 from kvplug_testing import law
 from kvplug_testing.contract.base import Contract
-
-pytestmark = pytest.mark.full
 
 class TestMine(Contract):
     kind = Kind.PIPE
