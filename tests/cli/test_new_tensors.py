@@ -13,6 +13,7 @@ import pytest
 pytest.importorskip("copier", reason='kvplug new needs copier (pip install "kvplug[scaffold]")')
 
 ROOT = Path(__file__).parents[2]
+KIT = ROOT / "plugins/kvplug-testing"
 PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet")
 
 
@@ -88,7 +89,7 @@ def test_what_is_generated_passes_its_own_tox(what: str, tmp_path: Path) -> None
     """With the wheel of this tree; everything else comes from where pip is told to look."""
     pytest.importorskip("tox", reason="tox is not installed in this environment")
     wheels = tmp_path / "wheels"
-    run(*PIP, "wheel", "--no-deps", "--no-build-isolation", "-w", wheels, ROOT, cwd=tmp_path)
+    run(*PIP, "wheel", "--no-deps", "--no-build-isolation", "-w", wheels, ROOT, KIT, cwd=tmp_path)
     python = f"py{sys.version_info[0]}{sys.version_info[1]}"
     said = run(
         *(sys.executable, "-m", "tox", "run", "-e", python),
