@@ -67,7 +67,7 @@ def test_without_copier_it_says_what_to_install(site: Any) -> None:
 def test_a_name_that_is_taken_is_refused(site: Any) -> None:
     done = new(site, "transport", "memory")
     assert done.returncode == 1
-    assert "the pipe 'memory' is offered by kvplug " in done.stderr
+    assert "the pipe 'memory' is offered by kvplug-testing " in done.stderr
     assert not (site.folder / "kvplug-memory").exists()
 
 

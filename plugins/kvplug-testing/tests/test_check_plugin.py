@@ -406,4 +406,4 @@ def test_a_factory_that_is_not_judged_is_a_skip_with_its_reason(site: Any) -> No
 
 def test_one_plugin_is_judged_once_whatever_is_named_of_it() -> None:
     made = suites.installed(["pipe:memory", "pipe:memory"], [])
-    assert [each.subject() for each in made].count("plugin core") == 1
+    assert [each.subject() for each in made].count("plugin testing") == 1

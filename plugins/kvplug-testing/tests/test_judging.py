@@ -102,7 +102,7 @@ def test_a_report_is_written_as_its_name_ends(package: Any) -> None:
     assert plain["platform"] in page
     assert plain["date"] in page
     assert plain["above"] == {"pipe memory": {"full": 1, "soak": 1}}
-    brought = f"kvplug {plain['versions']['kvplug']}"
+    brought = f"kvplug-testing {plain['versions']['kvplug']}"
     assert {each["distribution"] for each in plain["results"]} == {brought}
     assert f"\n{brought}; " in page
 
