@@ -359,6 +359,11 @@ def check_config(config: Config, registry: Registry | None = None) -> None:
 
     For programs that would rather refuse at once than after minutes of loading a model.
 
+    >>> check_config(Config.from_dict({"connector": "lookup"}))
+    Traceback (most recent call last):
+        ...
+    kvplug.errors.ConfigError: bad configuration: role: nothing was given; allowed is one of producer, ...
+
     Raises:
         ConfigError, UnknownConnectorError, UnknownTransportError, AmbiguousNameError,
         InsecureAddressError: as ``build_connector``.

@@ -75,6 +75,14 @@ class Config:
 
     Precedence, highest first: command line, environment, file, default. Only form is checked here; that
     a name exists, and a plugin's options, are checked where the plugins are known.
+
+    >>> config = Config.from_dict({"role": "producer", "timeout_s": "500 ms"})
+    >>> config.timeout_s
+    0.5
+    >>> Config.from_dict({"transprot": "cpu"})
+    Traceback (most recent call last):
+        ...
+    kvplug.errors.ConfigError: bad configuration: transprot: not a known key; did you mean 'transport'?
     """
 
     connector: str = option("lookup", help="What decides which KV moves, and when.", validator=chosen)

@@ -89,6 +89,10 @@ def option(
     With ``unit="bytes"`` an operator may write ``"64 MiB"``, with ``unit="seconds"`` ``"500 ms"``; other
     units are only shown. Choices are said by the type: ``Literal["never", "oldest"]`` or an enum. Without
     a default the option must be given. ``default`` may be an ``attrs.Factory``.
+
+    >>> @attrs.frozen(kw_only=True)
+    ... class MyOptions:
+    ...     slot_bytes: int = option(4096, unit="bytes", at_least=1, help="Bytes of one slot.")
     """
     bounds = _Bounds(at_least, above, at_most)
     return attrs.field(
@@ -115,6 +119,12 @@ def check_options(cls: type[T], values: Mapping[str, Any], where: str = "") -> T
 
     ``where`` goes before each key in a fault (``"options.cpu"``). Text is converted to the field's
     type, so that values from environment variables do.
+
+    >>> @attrs.frozen(kw_only=True)
+    ... class MyOptions:
+    ...     slot_bytes: int = option(4096, unit="bytes", at_least=1, help="Bytes of one slot.")
+    >>> check_options(MyOptions, {"slot_bytes": "1 MiB"}).slot_bytes
+    1048576
 
     Raises:
         ConfigError: an unknown key, a value of the wrong type or out of bounds, an option that must be
@@ -167,7 +177,15 @@ def convert_values(cls: type, values: Mapping[str, Any], where: str = "") -> tup
 
 
 def describe_options(cls: type) -> tuple[OptionRow, ...]:
-    """What there is to set, in the order of the class."""
+    """What there is to set, in the order of the class.
+
+    >>> @attrs.frozen(kw_only=True)
+    ... class MyOptions:
+    ...     slot_bytes: int = option(4096, unit="bytes", at_least=1, help="Bytes of one slot.")
+    >>> (row,) = describe_options(MyOptions)
+    >>> row.name, row.default, row.help
+    ('slot_bytes', '4 KiB', 'Bytes of one slot.')
+    """
     hints = _hints(cls)
     rows: list[OptionRow] = []
     for name, field in option_fields(cls).items():

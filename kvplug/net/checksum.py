@@ -30,6 +30,11 @@ def available() -> tuple[str, ...]:
 def digest(name: str, *buffers: Buffer) -> bytes:
     """The hash of the buffers' bytes, one after the other.
 
+    >>> digest("xxh3_64", b"key", b"value").hex()
+    'a986367d94cda23c'
+    >>> digest("xxh3_64", b"keyvalue") == digest("xxh3_64", b"key", b"value")
+    True
+
     Args:
         buffers: C-contiguous, of any format; nothing is copied.
 
@@ -51,6 +56,12 @@ def digest(name: str, *buffers: Buffer) -> bytes:
 
 def verify(name: str, expected: bytes, *buffers: Buffer, what: str) -> None:
     """Return if the buffers hash to ``expected``.
+
+    >>> verify("xxh3_64", digest("xxh3_64", b"value"), b"value", what="layer 3")
+    >>> verify("xxh3_64", digest("xxh3_64", b"value"), b"walue", what="layer 3")
+    Traceback (most recent call last):
+        ...
+    kvplug.errors.IntegrityError: layer 3 was corrupted on its way: ...
 
     Args:
         what: what it is that was received, for the message: "layer 3 of entry 17".

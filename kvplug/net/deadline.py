@@ -35,7 +35,16 @@ Timeout = float | None | Default
 
 @attrs.frozen
 class Deadline:
-    """A moment of the monotonic clock, or never (``math.inf``)."""
+    """A moment of the monotonic clock, or never (``math.inf``).
+
+    >>> deadline = Deadline.after(DEFAULT_TIMEOUT, 30.0)
+    >>> 29.0 < deadline.remaining() <= 30.0
+    True
+    >>> Deadline.after(None).remaining() is None
+    True
+    >>> Deadline.after(0).expired
+    True
+    """
 
     at: float
 

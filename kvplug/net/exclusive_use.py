@@ -9,7 +9,15 @@ from kvplug.errors import BusyError
 
 
 class ExclusiveUse:
-    """One direction of an endpoint: a second thread gets :class:`BusyError` instead of a mixed stream."""
+    """One direction of an endpoint: a second thread gets :class:`BusyError` instead of a mixed stream.
+
+    >>> use = ExclusiveUse("sending")
+    >>> with use.taken(), use.taken():
+    ...     pass
+    Traceback (most recent call last):
+        ...
+    kvplug.errors.BusyError: another thread is already sending; one thread sends, one receives
+    """
 
     def __init__(self, what: str) -> None:
         """``what`` a thread does inside, for the error: "sending"."""

@@ -20,6 +20,9 @@ class Cost:
     """What moving bytes costs, claimed by the transport, compared by ``transport = "auto"``.
 
     Claims are for the transport's usual case on common hardware; only their order matters.
+
+    >>> Cost(latency_us=100.0, gb_per_s=2.0).seconds(2_000_000_000)
+    1.0001
     """
 
     latency_us: float = attrs.field(validator=attrs.validators.gt(0))
@@ -46,6 +49,9 @@ def _devices(given: Any) -> frozenset[str]:
 @attrs.frozen(kw_only=True)
 class Capabilities:
     """What a transport can do. Every field has the meaning its conformance test gives it.
+
+    >>> Capabilities(devices={"cpu"}).missing(Requirements(device="cuda", cross_host=True))
+    ('moves cpu tensors, and cuda ones are needed', 'works on one host only, and the peer is on another')
 
     Raises:
         PluginError: ``devices`` is not a set of names; one name alone is none.
@@ -83,7 +89,11 @@ class Capabilities:
 
 @attrs.frozen(kw_only=True)
 class Requirements:
-    """What one pair of ends needs of a transport."""
+    """What one pair of ends needs of a transport.
+
+    >>> Capabilities(devices={"cpu", "cuda"}).missing(Requirements(device="cuda"))
+    ()
+    """
 
     device: str = "cpu"
     """Type of the device the tensors are on, without an index."""

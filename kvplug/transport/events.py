@@ -95,6 +95,9 @@ def pack_tokens(token_ids: Iterable[int]) -> bytes:
 
     An int64 buffer (an array, a numpy array, a memoryview) is taken over as a whole.
 
+    >>> pack_tokens([1, 258]).hex()
+    '01000000000000000201000000000000'
+
     Raises:
         TypeError: not integers, or bytes.
         OverflowError: more than 64 bits.
@@ -116,6 +119,9 @@ def pack_tokens(token_ids: Iterable[int]) -> bytes:
 def unpack_tokens(packed: bytes) -> Sequence[int]:
     """The inverse of :func:`pack_tokens`: a read-only sequence of ints (a memoryview where possible).
 
+    >>> list(unpack_tokens(pack_tokens([1, 258])))
+    [1, 258]
+
     Raises:
         WireError: not a whole number of ids.
     """
@@ -135,6 +141,13 @@ class EventLog:
     """Numbers a store's events, and knows what a follower needs in order to be complete.
 
     The store calls it under its own lock, and hands every event to its followers in the same order.
+
+    >>> log = EventLog("life 1")
+    >>> event = log.stored(7, [1, 2, 3])
+    >>> log.position
+    ('life 1', 1)
+    >>> log.since(("life 1", 0)) == [event]
+    True
 
     Args:
         epoch: of this store's life; a new random one by default.
@@ -227,6 +240,15 @@ class Follower:
             ask_for(log.since(follower.position))
 
         answer = copy.match(…) if follower.ready else None    # None: not yet
+
+    >>> log, follower = EventLog(), Follower()
+    >>> all(map(follower.accept, log.snapshot())), follower.ready
+    (True, True)
+    >>> missed, event = log.stored(7, [1, 2]), log.stored(8, [3])
+    >>> follower.accept(event), follower.ready
+    (False, False)
+    >>> all(map(follower.accept, log.since(follower.position))), follower.ready
+    (True, True)
     """
 
     def __init__(self) -> None:

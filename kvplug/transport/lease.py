@@ -40,6 +40,13 @@ class Lease:
 class Leases:
     """Every lease on the entries of one owner.
 
+    >>> leases = Leases()
+    >>> lease = leases.take(17, "worker 3", exclusive=True)
+    >>> leases.may_take(17, exclusive=False)
+    False
+    >>> leases.release(lease), leases.release(lease)
+    (True, False)
+
     Args:
         clock: seconds, never going back; only differences matter.
     """

@@ -23,5 +23,18 @@ def parts() -> set[str]:
 def test_every_part_of_the_tutorials_transport_is_described() -> None:
     text = PAGE.read_text(encoding="utf-8")
     found = parts()
-    assert {"Listener", "ExclusiveUse", "watch"} <= found
+    assert {"DuplexPipe", "SendWindow", "watch_peer"} <= found
     assert not {name for name in found if f".{name}\n" not in text and f"| `{name}` |" not in text}
+
+
+def test_every_part_that_pipes_share_is_described() -> None:
+    stub = (ROOT / "kvplug" / "transport" / "__init__.pyi").read_text(encoding="utf-8")
+    shared = {
+        each.name
+        for node in ast.parse(stub).body
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("kvplug.transport.duplex.")
+        for each in node.names
+    }
+    text = PAGE.read_text(encoding="utf-8")
+    assert "DuplexPipe" in shared
+    assert not {name for name in shared if f"| `{name}` |" not in text}

@@ -81,7 +81,12 @@ class PluginInfo:
 
 
 class Registry:
-    """Names and what they stand for. ``Registry()`` is empty, :meth:`from_env` loads what is installed."""
+    """Names and what they stand for. ``Registry()`` is empty, :meth:`from_env` loads what is installed.
+
+    >>> registry = Registry()
+    >>> registry.plugins, list(registry)
+    ((), [])
+    """
 
     def __init__(self) -> None:
         self._manager = pluggy.PluginManager(hookspecs.PROJECT)

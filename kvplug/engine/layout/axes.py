@@ -45,6 +45,12 @@ class KVLayout:
     ``KVLayout("BHTKD", {"T": 16, "H": 3, "D": 64})``. The number of blocks (``B``) may be left out, and
     is then whatever a tensor has; ``K`` is 2 and need not be said.
 
+    >>> layout = KVLayout("BHTKD", {"B": 1000, "T": 16, "H": 3, "D": 64})
+    >>> layout.shape
+    (1000, 3, 16, 128)
+    >>> layout.block_size, layout.is_packed
+    (16, True)
+
     Raises:
         LayoutError: not the axes of a KV cache, or a size that is missing, too much, or not positive.
     """

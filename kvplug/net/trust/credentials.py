@@ -26,6 +26,12 @@ class Secret:
 
     A listener that nobody has authenticated yet sees a keyed hash made with it (the client proves
     first), so a short one could be guessed offline: at least 16 bytes are required.
+
+    >>> secret = Secret("0123456789abcdef")
+    >>> secret
+    <Secret>
+    >>> secret.reveal()
+    b'0123456789abcdef'
     """
 
     __slots__ = ("_value",)
@@ -82,7 +88,14 @@ class Secret:
 
 @attrs.frozen
 class Credentials:
-    """What this process can prove itself with. Without a secret: that it is the same user, same host."""
+    """What this process can prove itself with. Without a secret: that it is the same user, same host.
+
+    >>> Credentials().require_secret("127.0.0.1:7000")
+    >>> Credentials().require_secret("192.0.2.1:7000")
+    Traceback (most recent call last):
+        ...
+    kvplug.errors.InsecureAddressError: bad configuration: 192.0.2.1:7000 can be reached from other hosts, ...
+    """
 
     secret: Secret | None = None
 

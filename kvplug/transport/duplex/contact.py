@@ -20,6 +20,11 @@ class Contact:
     """Where a listener of one transport listens. The addresses may carry tokens: not for logs.
 
     A transport subclasses it and says what its contacts look like; ``str`` writes one.
+
+    >>> class MyContact(Contact):
+    ...     NAME = TRANSPORT = "mine"
+    >>> MyContact.parse("mine1 - 127.0.0.1:7000").reachable()
+    ('127.0.0.1:7000',)
     """
 
     NAME: ClassVar[str]

@@ -24,7 +24,12 @@ _MAX_MS: Final = 2**32 - 1
 
 @attrs.frozen
 class HeartbeatTerms:
-    """What one end says about itself when it joins; :meth:`agreed`: what holds for both."""
+    """What one end says about itself when it joins; :meth:`agreed`: what holds for both.
+
+    >>> ours, theirs = HeartbeatTerms.of(10.0, sees_death=True), HeartbeatTerms.of(4.0, sees_death=False)
+    >>> ours.agreed(theirs).silence_s()
+    4.0
+    """
 
     sees_death: bool
     """The end has a pidfd of the other; agreed: both have, so no heartbeats are needed."""

@@ -11,6 +11,12 @@ class Lifecycle:
     """Whether a pipe, say, has ended, and why. The first reason is kept; closing it here goes before others.
 
     Reading takes no lock, so that it is safe in a forked child.
+
+    >>> pipe = Lifecycle("the pipe to pid 7")
+    >>> pipe.lose_peer("it was killed"), pipe.lose_peer("it hung up")
+    (True, False)
+    >>> pipe.error()
+    PeerGoneError('the pipe to pid 7: it was killed')
     """
 
     def __init__(self, what: str) -> None:

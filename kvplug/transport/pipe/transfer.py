@@ -16,6 +16,11 @@ class Transfer:
     """One ``send_tensor`` under way. It always ends, in success or in an error.
 
     Thread-safe. The transport calls :meth:`finish` or :meth:`fail` exactly once; users wait.
+
+    >>> transfer = Transfer(4096)
+    >>> transfer.finish()
+    >>> transfer
+    <Transfer of 4096 bytes, done>
     """
 
     # Most transfers of small messages have ended before anybody asks, so the event that a waiter needs

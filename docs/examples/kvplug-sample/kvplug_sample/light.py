@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
 import attrs
 
-from kvplug.transport import Probe, option
+from kvplug.transport import Probe, local_domain, option
 
 
 @attrs.frozen(kw_only=True)
@@ -24,9 +21,7 @@ class SampleOptions:
 
 def describe() -> Probe:
     """Abstract Unix sockets reach what runs under the same kernel in the same network namespace."""
-    try:
-        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        namespace = os.readlink("/proc/self/ns/net")
-    except OSError as e:
-        return Probe(viable=False, reason=f"works on Linux only, where /proc is mounted: {e}")
-    return Probe(domain=f"{boot_id} {namespace}")
+    domain = local_domain()
+    if domain == "-":
+        return Probe(viable=False, reason="works on Linux only, where /proc is mounted")
+    return Probe(domain=domain)

@@ -1,305 +1,240 @@
-"""The pipe "sample": one authenticated socket, one thread that writes, and whoever receives reads.
+"""The pipe "sample": one authenticated socket, one thread that writes, and the caller's thread that reads.
 
-A message is a frame of kvplug.net.wire: a header, then for a tensor its meta and its bytes.
+A message is a prefix of kvplug.net.wire, which says what it is, and for a tensor its bytes.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 import select
+import socket
 import threading
 from collections import deque
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from kvplug import ClosedError, KvplugError, PeerGoneError, TimeoutError
-from kvplug.net.wire.frames import HEADER_SIZE, FrameKind, Header, decode_header, encode_header
-from kvplug.net.wire.tensors import copy_into, empty_like_meta, encode_meta, memory_of, meta_of, split_meta
+from kvplug import TimeoutError
+from kvplug.net.wire.frames import HEADER_SIZE
+from kvplug.net.wire.messages import NONE, prefix_size, read_prefix, tensor_prefix
+from kvplug.net.wire.tensors import empty_like_meta, memory_of, memory_of_writable
 from kvplug.transport import (
-    DEFAULT_TIMEOUT,
     Connection,
+    Contact,
     Deadline,
-    ExclusiveUse,
-    Listener,
+    DescriptorGuard,
+    DuplexEndpoint,
+    DuplexPipe,
+    PartialMessage,
     Pipe,
     PipeContext,
-    PipeEndpoint,
-    PipeListener,
-    TensorMismatchError,
-    Timeout,
+    SendWindow,
     Transfer,
-    Watch,
     WireError,
     close_after_fork,
-    dial,
-    watch,
+    watch_peer,
 )
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-PURPOSE = "kvplug-sample pipe"  # both ends prove that they mean this; another protocol's listener refuses
-NAME = "sample"  # contacts begin with it, so that another transport's is known for one
-MAX_LENGTH = 2**40  # what a frame may claim; its sender has proved itself before we read a byte of it
+
+class SampleContact(Contact):
+    """What a listener gives out: ``sample1 <domain> <address>``."""
+
+    NAME = "sample"
+    TRANSPORT = "sample"
+    ONLY_UNIX = True
+    UNREACHABLE = "the peer listens on a Unix socket of another host or network namespace"
 
 
-class SampleEndpoint(PipeEndpoint):
+class SampleEndpoint(DuplexEndpoint):
     """What kvplug asks for: the factory of the spec, called with a context."""
 
-    def __init__(self, context: PipeContext) -> None:
-        self._context = context
+    CONTACT = SampleContact
+    PURPOSE = "kvplug-sample pipe"
 
-    def listen(self) -> PipeListener:
-        return SampleListener(Listener.open("unix:", self._context.credentials, PURPOSE), self._context)
-
-    def connect(self, contact: str, timeout: Timeout = DEFAULT_TIMEOUT) -> Pipe:
-        seconds = Deadline.after(timeout, self._context.timeout_s).remaining()
-        name, _, address = contact.partition(":")
-        if name != NAME:
-            raise WireError(f"this is no contact of the pipe {NAME!r}: pass on what listen() gave")
-        return SamplePipe(dial(address, self._context.credentials, PURPOSE, seconds), self._context)
-
-
-class SampleListener(PipeListener):
-    def __init__(self, listener: Listener, context: PipeContext) -> None:
-        self._listener, self._context = listener, context
-
-    @property
-    def contact(self) -> str:
-        return f"{NAME}:{self._listener.contact}"
-
-    def accept(self, timeout: Timeout = DEFAULT_TIMEOUT) -> Pipe:
-        deadline = Deadline.after(timeout, self._context.timeout_s)
-        while True:
-            connection = self._listener.accept(deadline.remaining())
-            with contextlib.suppress(PeerGoneError):  # it died while it waited: that is nobody else's trouble
-                return SamplePipe(connection, self._context)
-
-    def close(self) -> None:
-        self._listener.close()
-
-
-class SamplePipe(Pipe):
-    def __init__(self, connection: Connection, context: PipeContext) -> None:
-        self._connection, self._sock = connection, connection.sock
-        self._limit: int = context.options.max_in_flight_bytes
-        self._timeout_s = context.timeout_s
-        self._changed = threading.Condition()  # guards everything below but the half-received frame
-        self._queue: deque[tuple[Transfer, list[memoryview]]] = deque()  # not yet being written
-        self._writing: Transfer | None = None
-        self._unsent = 0  # bytes, of the one being written too
-        self._closing = self._closed = False
-        self._gone = ""  # why, once the peer is
-        self._users = 0  # threads that may be inside a system call on the socket
-        self._sending, self._receiving = ExclusiveUse("sending"), ExclusiveUse("receiving")
-        self._header: Header | None = None  # of the frame whose payload is being received
-        self._frame, self._filled = bytearray(HEADER_SIZE), 0
-        self._sock.setblocking(False)
-        self._writer: threading.Thread | None = None
-        self._pidfd: int | None = None
-        self._watch: Watch | None = None
-        close_after_fork(self)
+    def _join(self, connection: Connection, deadline: Deadline, *, accepted: bool) -> Pipe:
         try:
-            self._pidfd = connection.peer.open_pidfd()
-        except PeerGoneError:
+            return SamplePipe(connection, self._context)
+        except BaseException:
             connection.close()
             raise
-        self._watch = watch(pidfd=self._pidfd, sock=self._sock, on_gone=self._lose)
 
-    @property
-    def closed(self) -> bool:
-        return self._closed or self._closing
 
-    @property
-    def peer(self) -> str:
-        return self._connection.describe
+class SamplePipe(DuplexPipe):
+    def __init__(self, connection: Connection, context: PipeContext) -> None:
+        super().__init__(connection.describe, context.timeout_s)
+        self._sock = connection.sock
+        self._sock.settimeout(None)
+        self._readable = select.poll()
+        self._readable.register(self._sock, select.POLLIN)
+        self._descriptors = DescriptorGuard(connection.close, self._lifecycle.error)
+        self._window = SendWindow(
+            limit=context.options.max_in_flight_bytes, peer=self._peer, lifecycle=self._lifecycle
+        )
+        self._queue: deque[tuple[Transfer, list[memoryview]]] = deque()  # the first is being written
+        self._queued = threading.Condition(self._window.lock)
+        self._writer: threading.Thread | None = None
+        self._prefix = bytearray()  # what has come of the next message's
+        self._message: PartialMessage | None = None  # whose prefix has come
+        pidfd = connection.peer.open_pidfd()
+        close_after_fork(self)
+        self._watch = watch_peer(
+            self._sock,
+            pidfd=pidfd,
+            interval_s=None,
+            timeout_s=context.heartbeat_timeout_s,
+            on_gone=self._peer_gone,
+        )
 
-    def send_tensor(self, tensor: Tensor | None, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Transfer:
+    # -- sending -------------------------------------------------------------------------------
+
+    def _send(self, tensor: Tensor | None, deadline: Deadline) -> Transfer:
         parts = _parts(tensor)  # refuses what is not carried before anything is queued
-        transfer = Transfer(sum(map(len, parts)))
-        deadline = Deadline.after(timeout, self._timeout_s)
-        with self._sending.taken(), self._changed:
-            while self._unsent and self._unsent + transfer.nbytes > self._limit and not self._over:
-                if not self._changed.wait(deadline.remaining()):
-                    raise TimeoutError(f"{self.peer} did not take {self._unsent} bytes sent earlier in time")
-            if self._over or self._closing:
-                raise self._error()
-            self._unsent += transfer.nbytes
-            self._queue.append((transfer, parts))
-            self._changed.notify_all()
+        transfer = Transfer(0 if tensor is None else len(parts[1]))
+        with self._window.lock:
+            self._window.wait_for_room(transfer.nbytes, deadline)
             if self._writer is None:
-                self._users += 1
-                self._writer = threading.Thread(target=self._write, name="kvplug-sample", daemon=True)
-                self._writer.start()
+                writer = threading.Thread(target=self._write, name="kvplug-sample", daemon=True)
+                writer.start()
+                self._writer = writer
+            self._window.add(self._window.cost(transfer.nbytes))
+            self._queue.append((transfer, parts))
+            self._queued.notify()
+        if self._window.ended:  # by a signal's handler, after there was room
+            self._fail_queue()
         return transfer
 
-    def recv_tensor(self, out: Tensor | None = None, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Tensor | None:
-        deadline = Deadline.after(timeout, self._timeout_s)
-        with self._receiving.taken(), self._inside():
-            header = self._arrive(deadline)
-            tensor = out
-            if header.kind is FrameKind.TENSOR:
-                meta, flat = split_meta(self._frame)
-                if out is not None and meta_of(out) != meta:
-                    raise TensorMismatchError(f"the next message is {meta}, and out is {meta_of(out)}")
-                tensor = empty_like_meta(meta) if out is None else out
-                copy_into(tensor, flat)
-            elif header.kind is not FrameKind.NONE:
-                raise WireError(f"a pipe has no {header.kind.name} frames")
-            elif out is not None:
-                raise TensorMismatchError("the next message is None, and out was given")
-            self._header, self._frame, self._filled = None, bytearray(HEADER_SIZE), 0
+    def _write(self) -> None:
+        """The thread. A message stays in the queue until the kernel has all of it."""
+        with contextlib.suppress(OSError), self._descriptors:
+            while True:
+                with self._window.lock:
+                    while not self._queue:
+                        if self._window.ended:
+                            return
+                        self._queued.wait()
+                    transfer, parts = self._queue[0]
+                self._put(parts)
+                del parts  # or this thread would keep the last tensor alive
+                with self._window.lock:
+                    if self._window.ended:
+                        return
+                    self._queue.popleft()
+                    self._window.settle(self._window.cost(transfer.nbytes))
+                transfer.finish()
+
+    def _put(self, parts: list[memoryview]) -> None:
+        """Raises OSError: the peer is gone, or the pipe has ended here."""
+        try:
+            for part in parts:
+                self._sock.sendall(part)
+        except OSError as e:
+            self._peer_gone(f"the connection broke while sending: {e.strerror or e}")
+            raise
+
+    # -- receiving -----------------------------------------------------------------------------
+
+    def _receive(self, out: Tensor | None, deadline: Deadline) -> Tensor | None:
+        with self._descriptors:
+            message = self._message = self._message or self._next_message(deadline)
+            message.check_out(out)
+            tensor = None
+            if message.meta is not None:
+                tensor = message.receive(
+                    out,
+                    allocate=empty_like_meta,
+                    fill=lambda tensor: self._fill(message, tensor, deadline),
+                    fail=self._fail,
+                    peer=self._peer,
+                )
+            self._message = None
             return tensor
 
-    def close(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
-        deadline = Deadline.after(timeout, self._timeout_s)
-        with self._changed:
-            self._closing = True
-            self._changed.notify_all()
-            self._changed.wait_for(lambda: not self._unsent or self._over, deadline.remaining())
-        self.abort()
-        writer = self._writer
-        if writer is not None and writer is not threading.current_thread():  # a callback may close as well
-            writer.join()
+    def _next_message(self, deadline: Deadline) -> PartialMessage:
+        """What has come of its prefix is kept when the time is up."""
+        try:
+            while missing := self._missing():
+                rest = memoryview(bytearray(missing))
+                got = self._read(rest, deadline)
+                self._prefix += rest[:got]
+                if got < missing:
+                    raise TimeoutError(f"no message has arrived from {self._peer}")
+            announced = read_prefix(bytes(self._prefix))
+            if announced.goodbye:
+                raise WireError("this pipe says goodbye by closing its connection")
+        except WireError as e:
+            self._fail(f"what arrives is not a message: {e}")
+            raise
+        self._prefix = bytearray()
+        return PartialMessage(announced.meta)
 
-    def abort(self) -> None:
-        if not self._closed:
-            self._end(closed=True)
+    def _missing(self) -> int:
+        """Bytes of the prefix that have to come before more is known."""
+        here = len(self._prefix)
+        return (HEADER_SIZE if here < HEADER_SIZE else prefix_size(bytes(self._prefix))) - here
+
+    def _fill(self, message: PartialMessage, tensor: Tensor, deadline: Deadline) -> bool:
+        message.got += self._read(memory_of_writable(tensor)[message.got :], deadline)
+        return message.got == message.nbytes
+
+    def _read(self, view: memoryview, deadline: Deadline) -> int:
+        """Fill ``view``; fewer bytes than it has only at the deadline. Raises how the pipe ended."""
+        got = 0
+        while got < len(view):
+            seconds = deadline.remaining()
+            if not self._readable.poll(None if seconds is None else seconds * 1000):
+                break
+            try:
+                n = self._sock.recv_into(view[got:], 0, socket.MSG_DONTWAIT)
+            except OSError:
+                n = 0
+            if n == 0:
+                self._peer_gone("the connection ended")
+                raise self._lifecycle.error()
+            got += n
+        return got
 
     # -- how it ends ---------------------------------------------------------------------------
 
-    @property
-    def _over(self) -> bool:
-        return self._closed or bool(self._gone)
+    def _drain(self, deadline: Deadline) -> None:
+        self._window.drain(deadline)
 
-    def _error(self) -> KvplugError:
-        if self._closed or self._closing:
-            return ClosedError(f"the pipe to {self.peer} is closed")
-        return PeerGoneError(f"{self.peer} is gone: {self._gone}")
-
-    def _lose(self, reason: str) -> None:
-        """The peer is gone. Called by whoever notices first: the watcher, the writer or a receiver."""
-        if not self._over:
-            self._end(gone=reason)
-
-    def _end(self, *, closed: bool = False, gone: str = "") -> None:
-        with self._changed:
-            self._closed, self._gone = self._closed or closed, self._gone or gone
-            unsent, self._queue = self._queue, deque()
-            self._changed.notify_all()
+    def _stop(self) -> None:
+        """Wake every thread, and fail what is queued. What has arrived can still be received."""
+        if self._descriptors.enter():
             with contextlib.suppress(OSError):
-                self._sock.shutdown(2)  # wakes who is blocked; what has arrived stays readable
-        if self._watch is not None:
-            self._watch.close()
+                self._sock.shutdown(socket.SHUT_RDWR)
+            self._descriptors.leave()
+        self._fail_queue()
+
+    _on_peer_gone = _on_failure = _stop
+
+    def _fail_queue(self) -> None:
+        with self._window.lock:
+            unsent, self._queue = self._queue, deque()
+            self._window.end()
+            self._queued.notify()
         for transfer, _ in unsent:
-            transfer.fail(self._error())
-        self._release()
+            transfer.fail(self._lifecycle.error())
 
-    @contextlib.contextmanager
-    def _inside(self) -> Iterator[None]:
-        """Around receiving. What had wholly arrived before the peer died may still be received, and the
-        descriptor is not closed meanwhile: its number might be another file's by then.
-        """
-        with self._changed:
-            if self._closed or self._closing:
-                raise self._error()
-            self._users += 1
-        try:
-            yield
-        finally:
-            self._release(1)
+    def _release(self) -> None:
+        self._stop()
+        self._watch.close()
+        self._descriptors.retire()
 
-    def _release(self, users: int = 0) -> None:
-        """Close the descriptors once it is closed and nobody is inside."""
-        with self._changed:
-            self._users -= users
-            if self._closed and not self._users:
-                self._close_descriptors()
+    def _join_threads(self) -> None:
+        if self._writer is not None and self._writer is not threading.current_thread():
+            self._writer.join(1.0)
 
-    def _close_descriptors(self) -> None:
-        self._sock.close()
-        if self._pidfd is not None:
-            os.close(self._pidfd)
-            self._pidfd = None
-
-    def _after_fork_in_child(self) -> None:
-        self._closed = True
-        # What threads that are not here may hold is made anew, and what they work on ends.
-        self._changed = threading.Condition()
-        self._sending, self._receiving = ExclusiveUse("sending"), ExclusiveUse("receiving")
-        self._writer = None  # one that was about to start here never will
-        for transfer in (self._writing, *(transfer for transfer, _ in self._queue)):
-            if transfer is not None:
-                transfer.inherit(self._error())
-        self._close_descriptors()
-
-    # -- bytes ---------------------------------------------------------------------------------
-
-    def _write(self) -> None:
-        """The thread. It alone ends the transfer it works on: what the kernel took whole has succeeded."""
-        try:
-            while True:
-                with self._changed:
-                    self._changed.wait_for(lambda: self._queue or self._closing or self._over)
-                    if not self._queue:
-                        return
-                    transfer, parts = self._queue[0]
-                    self._writing = transfer  # before it leaves the queue: a fork may come in between
-                    self._queue.popleft()
-                try:
-                    self._put(parts)
-                except OSError as e:
-                    self._lose(e.strerror or str(e))
-                    transfer.fail(self._error())
-                    return
-                del parts  # or this thread would keep the last tensor alive
-                with self._changed:
-                    self._unsent -= transfer.nbytes
-                    self._changed.notify_all()
-                transfer.finish()
-                self._writing = None
-        finally:
-            self._release(1)
-
-    def _put(self, parts: list[memoryview]) -> None:
-        for part in parts:
-            while part:
-                try:
-                    part = part[self._sock.send(part) :]
-                except BlockingIOError:
-                    self._wait(select.POLLOUT, Deadline.after(None))
-
-    def _arrive(self, deadline: Deadline) -> Header:
-        """Receive the next frame, or the rest of it: what has arrived is kept when the time is up."""
-        while True:
-            while self._filled < len(self._frame):
-                try:
-                    n = self._sock.recv_into(memoryview(self._frame)[self._filled :])
-                except BlockingIOError:
-                    self._wait(select.POLLIN, deadline)
-                    continue
-                except OSError:
-                    n = 0
-                if n == 0:
-                    self._lose("it closed the connection")
-                    raise self._error()
-                self._filled += n
-            if self._header is not None:
-                return self._header
-            header = decode_header(self._frame, max_length=MAX_LENGTH)
-            self._header, self._frame, self._filled = header, bytearray(header.length), 0
-
-    def _wait(self, event: int, deadline: Deadline) -> None:
-        poll, seconds = select.poll(), deadline.remaining()
-        poll.register(self._sock, event)
-        if not poll.poll(None if seconds is None else seconds * 1000):
-            raise TimeoutError(f"nothing came from {self.peer} in time")
+    def _release_in_child(self) -> None:
+        self._descriptors.after_fork()
+        for transfer, _ in list(self._queue):
+            transfer.inherit(self._lifecycle.error())
 
 
 def _parts(tensor: Tensor | None) -> list[memoryview]:
-    """The frame of one message, the tensor's bytes uncopied."""
+    """The bytes of one message, the tensor's uncopied."""
     if tensor is None:
-        return [memoryview(encode_header(FrameKind.NONE, 0))]
-    meta, data = encode_meta(meta_of(tensor)), memory_of(tensor)
-    return [memoryview(encode_header(FrameKind.TENSOR, len(meta) + len(data)) + meta), data]
+        return [memoryview(NONE)]
+    memory = memory_of(tensor)
+    return [memoryview(tensor_prefix(tensor.dtype, tensor.shape, len(memory))), memory]

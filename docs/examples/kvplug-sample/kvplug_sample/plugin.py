@@ -25,7 +25,7 @@ def kvplug_transports() -> list[TransportSpec]:
             capabilities=Capabilities(
                 devices={"cpu"},
                 cross_host=False,
-                receive_into=False,  # every message is received into memory of our own first
+                receive_into=True,
                 cost=Cost(latency_us=100.0, gb_per_s=claimed),
             ),
         )

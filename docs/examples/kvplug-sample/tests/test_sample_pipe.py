@@ -10,7 +10,7 @@ import kvplug
 import kvplug.transport
 from kvplug.net.wire.frames import FrameKind, encode_header
 from kvplug_sample.light import SampleOptions, describe
-from kvplug_sample.pipe import SampleEndpoint
+from kvplug_sample.pipe import SampleContact, SampleEndpoint
 
 
 def endpoint():
@@ -35,7 +35,7 @@ def test_a_receive_that_times_out_within_a_header_is_resumed():
 def test_a_listener_of_another_purpose_is_no_way_in():
     other = kvplug.transport.Listener.open("unix:", kvplug.transport.Credentials(), "something else")
     with other, pytest.raises(kvplug.AuthenticationError):
-        endpoint().connect(f"sample:{other.contact}", timeout=5)
+        endpoint().connect(str(SampleContact.here(other.contact)), timeout=5)
 
 
 def test_the_probe_names_this_host():

@@ -12,14 +12,34 @@ from typing import Any
 sys.path.append(str(Path(__file__).parents[4] / "docs" / "examples" / "kvplug-sample"))
 
 from kvplug.errors import PeerGoneError, TimeoutError
-from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
-from kvplug.net.wire.frames import FrameKind, Header
+from kvplug.transport import DEFAULT_TIMEOUT, Deadline, PartialMessage, Pipe, PipeListener, Timeout
 from kvplug_sample import pipe as sample
 from kvplug_sample.light import SampleOptions
-from kvplug_sample.pipe import SampleListener, SamplePipe
+from kvplug_sample.pipe import SamplePipe
 from kvplug_testing import PipeContract
 
 kept: list[Any] = []
+
+
+class Wrapper(PipeListener):
+    """No fault: a listener of the sample."""
+
+    def __init__(self, inner: PipeListener) -> None:
+        self.inner = inner
+
+    @property
+    def contact(self) -> str:
+        return self.inner.contact
+
+    @property
+    def closed(self) -> bool:
+        return self.inner.closed
+
+    def accept(self, timeout: Timeout = DEFAULT_TIMEOUT) -> Pipe:
+        return self.inner.accept(timeout)
+
+    def close(self) -> None:
+        self.inner.close()
 
 
 class Mutant(PipeContract):
@@ -27,12 +47,15 @@ class Mutant(PipeContract):
 
     options_class = SampleOptions
     pipe: type[SamplePipe] = SamplePipe
-    listener: type[SampleListener] = SampleListener
+    listener: type[Wrapper] = Wrapper
     breaks: tuple[str, ...] = ()
 
     def make_endpoint(self, context: Any) -> Any:
-        vars(sample).update(SamplePipe=self.pipe, SampleListener=self.listener)  # what endpoints make
-        return sample.SampleEndpoint(context)
+        vars(sample).update(SamplePipe=self.pipe)  # what endpoints make
+        endpoint = sample.SampleEndpoint(context)
+        listen = endpoint.listen
+        vars(endpoint).update(listen=lambda: self.listener(listen()))
+        return endpoint
 
 
 # -- deaths ----------------------------------------------------------------------------------------
@@ -57,28 +80,26 @@ class TestWakesNobody(Mutant):
     caught_by = "test_a_blocked_send_wakes_and_every_transfer_ends_when_the_peer_is_killed"
 
     class pipe(SamplePipe):  # noqa: N801
-        def _lose(self, reason: str) -> None:
-            self._gone = self._gone or reason
+        def _peer_gone(self, reason: str) -> None:
+            self._lifecycle.lose_peer(reason)
 
 
 class TestReturnsWhatCameOfAMessage(Mutant):
-    """When the peer dies in the middle of a message, what came of it is returned, filled up with zeros."""
+    """When the peer dies in the middle of a message, what came of it is returned as if it were whole."""
 
     breaks = ("ALL-2",)
     caught_by = "test_of_a_message_in_which_the_peer_is_killed_nothing_is_received"
 
     class pipe(SamplePipe):  # noqa: N801
-        def _arrive(self, *args: Any) -> Any:
+        def _fill(self, *args: Any) -> bool:
             try:
-                return super()._arrive(*args)
+                return super()._fill(*args)
             except PeerGoneError:
-                if self._header is not None and self._filled > 200:
-                    return self._header
-                raise
+                return True
 
 
 class ByteByByte(SamplePipe):
-    """No fault: the start of each message goes a byte at a time, so that a death can cut it anywhere."""
+    """No fault: the start of a message goes and comes a byte at a time, so that a death cuts it anywhere."""
 
     def _put(self, parts: list[memoryview]) -> None:
         start, *rest = parts
@@ -87,7 +108,10 @@ class ByteByByte(SamplePipe):
     @property
     def in_header(self) -> bool:
         """Whether a part of a header is all that has come of the next message."""
-        return self._header is None and self._filled > 0
+        return bool(self._prefix)
+
+    def _missing(self) -> int:
+        return min(1, super()._missing())
 
 
 class TestWaitsForTheRestOfAHeader(Mutant):
@@ -97,9 +121,9 @@ class TestWaitsForTheRestOfAHeader(Mutant):
     caught_by = "test_of_a_message_in_which_the_peer_is_killed_nothing_is_received"
 
     class pipe(ByteByByte):  # noqa: N801
-        def _arrive(self, deadline: Deadline) -> Any:
+        def _next_message(self, deadline: Deadline) -> PartialMessage:
             try:
-                return super()._arrive(deadline)
+                return super()._next_message(deadline)
             except PeerGoneError:
                 if self.in_header:
                     threading.Event().wait(deadline.remaining())
@@ -114,12 +138,12 @@ class TestTakesAPartOfAHeaderForNone(Mutant):
     caught_by = "test_of_a_message_in_which_the_peer_is_killed_nothing_is_received"
 
     class pipe(ByteByByte):  # noqa: N801
-        def _arrive(self, deadline: Deadline) -> Any:
+        def _next_message(self, deadline: Deadline) -> PartialMessage:
             try:
-                return super()._arrive(deadline)
+                return super()._next_message(deadline)
             except PeerGoneError:
                 if self.in_header:
-                    return Header(FrameKind.NONE, length=0, flags=0, minor=0)
+                    return PartialMessage(None)
                 raise
 
 
@@ -129,9 +153,9 @@ class TestForgetsWhatWaited(Mutant):
     breaks = ("ALL-5",)
 
     class pipe(SamplePipe):  # noqa: N801
-        def _lose(self, reason: str) -> None:
+        def _peer_gone(self, reason: str) -> None:
             self._queue.clear()
-            super()._lose(reason)
+            super()._peer_gone(reason)
 
 
 class TestTakesADeathForAClose(Mutant):
@@ -140,9 +164,9 @@ class TestTakesADeathForAClose(Mutant):
     breaks = ("ALL-2",)
 
     class pipe(SamplePipe):  # noqa: N801
-        def _lose(self, reason: str) -> None:
-            self._closing = True
-            super()._lose(reason)
+        def _peer_gone(self, reason: str) -> None:
+            self._lifecycle.close("is closed")
+            super()._peer_gone(reason)
 
 
 class TestListenerEndsWithABadPeer(Mutant):
@@ -150,14 +174,13 @@ class TestListenerEndsWithABadPeer(Mutant):
 
     breaks = ("END-2",)
 
-    class listener(SampleListener):  # noqa: N801
+    class listener(Wrapper):  # noqa: N801
         def accept(self, timeout: Timeout = DEFAULT_TIMEOUT) -> Any:
-            connection = self._listener.accept(20.0)
-            try:
-                return SamplePipe(connection, self._context)
-            except PeerGoneError:
+            pipe = super().accept(timeout)
+            if pipe._lifecycle.ended:
                 self.close()
-                raise
+                raise pipe._lifecycle.error()
+            return pipe
 
 
 class TestListenerServesOneAtATime(Mutant):
@@ -165,7 +188,7 @@ class TestListenerServesOneAtATime(Mutant):
 
     breaks = ("END-2",)
 
-    class listener(SampleListener):  # noqa: N801
+    class listener(Wrapper):  # noqa: N801
         def accept(self, timeout: Timeout = DEFAULT_TIMEOUT) -> Any:
             import select
 
@@ -185,14 +208,18 @@ class TestTakesStoppedForDead(Mutant):
     breaks = ("ALL-3",)
 
     class pipe(SamplePipe):  # noqa: N801
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            self.pid = args[0].peer.pid
+
         def recv_tensor(self, *args: Any, **given: Any) -> Any:
             try:
                 return super().recv_tensor(*args, **given)
             except TimeoutError:
-                status = Path(f"/proc/{self._connection.peer.pid}/stat").read_text()
+                status = Path(f"/proc/{self.pid}/stat").read_text()
                 if status.rpartition(")")[2].split()[0] == "T":
-                    self._lose("it is silent")
-                    raise self._error() from None
+                    self._peer_gone("it is silent")
+                    raise self._lifecycle.error() from None
                 raise
 
 
@@ -203,7 +230,7 @@ class TestSkipsTheRest(Mutant):
 
     class pipe(SamplePipe):  # noqa: N801
         def recv_tensor(self, *args: Any, **given: Any) -> Any:
-            if self._header is not None:
+            if self._message is not None:
                 super().recv_tensor(timeout=20.0)
             return super().recv_tensor(*args, **given)
 
@@ -215,7 +242,8 @@ class TestBeginsAgain(Mutant):
 
     class pipe(SamplePipe):  # noqa: N801
         def recv_tensor(self, *args: Any, **given: Any) -> Any:
-            self._filled = 0
+            if self._message is not None:
+                self._message.got = 0
             return super().recv_tensor(*args, **given)
 
 
@@ -227,7 +255,7 @@ class TestHasNoBound(Mutant):
     class pipe(SamplePipe):  # noqa: N801
         def __init__(self, *args: Any) -> None:
             super().__init__(*args)
-            self._limit = 1 << 40
+            self._window.limit = 1 << 40
 
 
 # -- forks -----------------------------------------------------------------------------------------
@@ -263,7 +291,6 @@ class TestForgetsTransfersInAForkedChild(Mutant):
     class pipe(SamplePipe):  # noqa: N801
         def _after_fork_in_child(self) -> None:
             self._queue.clear()
-            self._writing = None
             super()._after_fork_in_child()
 
 
@@ -274,10 +301,13 @@ class TestIsBusyInAForkedChild(Mutant):
     caught_by = "test_in_a_forked_child_calls_raise_closed_though_a_thread_was_inside_one"
 
     class pipe(SamplePipe):  # noqa: N801
-        def _after_fork_in_child(self) -> None:
-            turns = self._sending, self._receiving
-            super()._after_fork_in_child()
-            self._sending, self._receiving = turns
+        def _check_sending(self) -> None:
+            with self._sending.taken():
+                super()._check_sending()
+
+        def _check_receiving(self) -> None:
+            with self._receiving.taken():
+                super()._check_receiving()
 
 
 class TestHangsUpInAForkedChild(Mutant):
@@ -321,9 +351,9 @@ class TestLeavesAName(Mutant):
 
     breaks = ("ALL-7",)
 
-    class listener(SampleListener):  # noqa: N801
+    class listener(Wrapper):  # noqa: N801
         def close(self) -> None:
-            kept.append(self._listener)
+            kept.append(self.inner)
 
 
 class TestKeepsEveryMessage(Mutant):
