@@ -21,7 +21,7 @@ from kvplug import AuthenticationError, ConfigError, UnsupportedError  # noqa: E
 from kvplug.transport import Credentials, QueueContext, WireError  # noqa: E402
 from kvplug.transport.queue.meeting import TorchMeeting  # noqa: E402
 from kvplug_testing import peers  # noqa: E402
-from kvplug_testing.contract.recipes import module_at  # noqa: E402
+from kvplug_testing.contract.suite_ref import module_at  # noqa: E402
 
 pytestmark = pytest.mark.timeout(240)
 

@@ -14,7 +14,7 @@ from kvplug.engine import KVLayout, TransferStats
 from kvplug_lookup.connector.device import Mark
 from kvplug_lookup.connector.load import Load
 from kvplug_lookup.connector.plan import LoadPlan
-from kvplug_testing.engine import EngineDouble
+from kvplug_testing.engine import FakeEngine
 
 BASE: dict[str, Any] = {"connector": "lookup", "connect_timeout_s": 20, "timeout_s": 10}
 KV_OF_100_TOKENS = 2 * 3 * 100 * 2 * 8 * 4
@@ -27,11 +27,11 @@ def config(role: str, **more: Any) -> Config:
 @contextlib.contextmanager
 def pair(
     *, producer: dict[str, Any] | None = None, consumer: dict[str, Any] | None = None, **build: Any
-) -> Iterator[tuple[EngineDouble, EngineDouble]]:
+) -> Iterator[tuple[FakeEngine, FakeEngine]]:
     """Engines that know each other; ``producer`` and ``consumer`` are more of their configs."""
     with (
-        EngineDouble(config("producer", **producer or {}), listen="unix:", seed=1, **build) as prefill,
-        EngineDouble(
+        FakeEngine(config("producer", **producer or {}), listen="unix:", seed=1, **build) as prefill,
+        FakeEngine(
             config("consumer", **consumer or {}), connect=prefill.worker.contact, seed=2, **build
         ) as decode,
     ):
@@ -42,7 +42,7 @@ def tokens(count: int, first: int = 0) -> range:
     return range(first, first + count)
 
 
-def promised(decode: EngineDouble, prompt: Any, expected: int) -> tuple[Any, Any, int, int]:
+def promised(decode: FakeEngine, prompt: Any, expected: int) -> tuple[Any, Any, int, int]:
     """A request to schedule, with the load it was promised."""
     found, _ = decode.matched(prompt)
     assert found == expected

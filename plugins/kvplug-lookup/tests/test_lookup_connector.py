@@ -10,7 +10,7 @@ import attrs
 import pytest
 
 from kvplug import Config, ConfigError, HandshakeError, TimeoutError
-from kvplug_testing.engine import MODEL, EngineDouble, request_of
+from kvplug_testing.engine import MODEL, FakeEngine, request_of
 from kvplug_testing.faults import FaultyPipe, Plan, Rule
 
 pytestmark = pytest.mark.timeout(60)
@@ -25,14 +25,14 @@ def config(role: str, **more: Any) -> Config:
 @contextlib.contextmanager
 def pair(
     *, producer: dict[str, Any] | None = None, consumer: dict[str, Any] | None = None, **build: Any
-) -> Iterator[tuple[EngineDouble, EngineDouble]]:
+) -> Iterator[tuple[FakeEngine, FakeEngine]]:
     """A producer and a consumer that know each other. ``producer``/``consumer``: config and engine."""
     ours, theirs = dict(producer or {}), dict(consumer or {})
     with (
-        EngineDouble(
+        FakeEngine(
             config("producer", **ours.pop("config", {})), listen="unix:", seed=1, **build, **ours
         ) as prefill,
-        EngineDouble(
+        FakeEngine(
             config("consumer", **theirs.pop("config", {})),
             connect=prefill.worker.contact,
             seed=2,
@@ -195,7 +195,7 @@ def test_an_entry_that_went_between_promise_and_load_is_a_load_error() -> None:
 
 def test_without_a_producer_nothing_is_promised_and_waiting_says_who_is_missing() -> None:
     fast = {"options": {"lookup": {"fence_timeout_s": 0.2}}}
-    with EngineDouble(config("consumer", **fast), connect="unix:@kvplug-test-nobody-is-here") as decode:
+    with FakeEngine(config("consumer", **fast), connect="unix:@kvplug-test-nobody-is-here") as decode:
         assert decode.matched(request_of("a", tokens(100))) == (0, False)
         with pytest.raises(TimeoutError, match="nobody-is-here"):
             decode.worker.wait_until_ready(0.5)
@@ -204,10 +204,10 @@ def test_without_a_producer_nothing_is_promised_and_waiting_says_who_is_missing(
 
 
 def test_a_consumer_that_comes_late_learns_what_was_stored_before() -> None:
-    with EngineDouble(config("producer"), listen="unix:") as prefill:
+    with FakeEngine(config("producer"), listen="unix:") as prefill:
         for n in range(3):
             prefill.prefill(request_of(f"p{n}", tokens(40, first=1000 * n)))
-        with EngineDouble(config("consumer"), connect=prefill.worker.contact) as decode:
+        with FakeEngine(config("consumer"), connect=prefill.worker.contact) as decode:
             for n in range(3):
                 assert decode.matched(request_of(f"d{n}", tokens(40, first=1000 * n))) == (32, False)
 
@@ -215,8 +215,8 @@ def test_a_consumer_that_comes_late_learns_what_was_stored_before() -> None:
 def test_a_different_model_is_refused_with_every_difference() -> None:
     other = attrs.evolve(MODEL, num_layers=4, dtype="bfloat16", rope="base=1e6")
     with (
-        EngineDouble(config("producer"), listen="unix:") as prefill,
-        EngineDouble(config("consumer"), connect=prefill.worker.contact, model=other) as decode,
+        FakeEngine(config("producer"), listen="unix:") as prefill,
+        FakeEngine(config("consumer"), connect=prefill.worker.contact, model=other) as decode,
     ):
         for side in (decode.worker, decode.scheduler):
             with pytest.raises(HandshakeError) as refused:
@@ -229,7 +229,7 @@ def test_a_different_model_is_refused_with_every_difference() -> None:
 
 def test_a_role_must_be_given() -> None:
     with pytest.raises(ConfigError, match="role"):
-        EngineDouble(Config.from_dict(BASE))
+        FakeEngine(Config.from_dict(BASE))
 
 
 def test_stats_add_up() -> None:

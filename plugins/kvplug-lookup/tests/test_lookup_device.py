@@ -15,7 +15,7 @@ import torch
 
 from kvplug import Config
 from kvplug_lookup.connector import device, save, worker
-from kvplug_testing.engine import CallOrder, EngineDouble, request_of
+from kvplug_testing.engine import CallOrder, FakeEngine, request_of
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -66,26 +66,26 @@ class Mark:
 
 
 @contextlib.contextmanager
-def pair(**consumer: Any) -> Iterator[tuple[EngineDouble, EngineDouble]]:
+def pair(**consumer: Any) -> Iterator[tuple[FakeEngine, FakeEngine]]:
     ours, theirs = ({**BASE, "role": "producer"}, {**BASE, "role": "consumer", **consumer})
     with (
-        EngineDouble(Config.from_dict(ours), listen="unix:", seed=1) as prefill,
-        EngineDouble(Config.from_dict(theirs), connect=prefill.worker.contact, seed=2) as decode,
+        FakeEngine(Config.from_dict(ours), listen="unix:", seed=1) as prefill,
+        FakeEngine(Config.from_dict(theirs), connect=prefill.worker.contact, seed=2) as decode,
     ):
         yield prefill, decode
 
 
-def copies(engine: EngineDouble) -> list[torch.Tensor]:
+def copies(engine: FakeEngine) -> list[torch.Tensor]:
     return [cache.clone() for cache in engine.kv_caches.values()]
 
 
-def fill(engine: EngineDouble, blocks: tuple[int, ...]) -> None:
+def fill(engine: FakeEngine, blocks: tuple[int, ...]) -> None:
     for cache in engine.kv_caches.values():
         cache[:, list(blocks)] = 7
 
 
 @pytest.fixture
-def loading(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[EngineDouble, Any, Any, Stream]]:
+def loading(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[FakeEngine, Any, Any, Stream]]:
     """An engine that has begun to load in the background into blocks that queued work still fills."""
     stream = Stream()
     monkeypatch.setattr(worker, "Mark", stream.mark)

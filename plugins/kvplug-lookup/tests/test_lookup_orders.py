@@ -17,7 +17,7 @@ from kvplug_testing.engine import (
     MODEL,
     NUM_LAYERS,
     CallOrder,
-    EngineDouble,
+    FakeEngine,
     layout_of,
     request_of,
 )
@@ -38,18 +38,18 @@ def config(role: str, **more: Any) -> Config:
 
 
 @contextlib.contextmanager
-def pair(**consumer: Any) -> Iterator[tuple[EngineDouble, EngineDouble]]:
+def pair(**consumer: Any) -> Iterator[tuple[FakeEngine, FakeEngine]]:
     with (
-        EngineDouble(config("producer"), listen="unix:", seed=1) as prefill,
-        EngineDouble(config("consumer", **consumer), connect=prefill.worker.contact, seed=2) as decode,
+        FakeEngine(config("producer"), listen="unix:", seed=1) as prefill,
+        FakeEngine(config("consumer", **consumer), connect=prefill.worker.contact, seed=2) as decode,
     ):
         yield prefill, decode
 
 
 @contextlib.contextmanager
-def both(name: str, **more: Any) -> Iterator[EngineDouble]:
+def both(name: str, **more: Any) -> Iterator[FakeEngine]:
     """An engine that saves for itself and loads what it saved."""
-    with EngineDouble(config("both", host=f"unix:@kvplug-test-{name}", **more)) as engine:
+    with FakeEngine(config("both", host=f"unix:@kvplug-test-{name}", **more)) as engine:
         yield engine
 
 
@@ -71,7 +71,7 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> Any:
     return Switch
 
 
-def admit(engine: EngineDouble, prompt: Request, expected: int) -> tuple[int, ...]:
+def admit(engine: FakeEngine, prompt: Request, expected: int) -> tuple[int, ...]:
     """A request comes in and is promised so many tokens. Returns its blocks."""
     found, _ = engine.matched(prompt)
     assert found == expected
@@ -80,7 +80,7 @@ def admit(engine: EngineDouble, prompt: Request, expected: int) -> tuple[int, ..
     return blocks
 
 
-def assert_loads(engine: EngineDouble, name: str, token_ids: tuple[int, ...]) -> None:
+def assert_loads(engine: FakeEngine, name: str, token_ids: tuple[int, ...]) -> None:
     """What the engine saved of these tokens is promised, and right."""
     whole = (len(token_ids) - 1) // BLOCK * BLOCK
     prompt = request_of(name, token_ids)

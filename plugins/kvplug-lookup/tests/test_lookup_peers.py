@@ -15,7 +15,7 @@ from kvplug import PeerGoneError, TimeoutError, TransportError
 from kvplug.transport import DEFAULT_TIMEOUT, Pipe, WireError
 from kvplug_lookup.connector import serve
 from kvplug_lookup.connector.load import Load, Loader
-from kvplug_testing.engine import EngineDouble, request_of
+from kvplug_testing.engine import FakeEngine, request_of
 
 engines = SimpleNamespace(**run_path(str(Path(__file__).with_name("faulty_engines.py"))))
 config, pair, tokens, promised = engines.config, engines.pair, engines.tokens, engines.promised
@@ -57,9 +57,9 @@ class Failing(Pipe):
 @pytest.mark.parametrize("error", [TransportError("odd"), PeerGoneError("odd"), WireError("odd")])
 def test_after_any_failure_of_the_pipes_the_next_load_dials_again(error: Exception) -> None:
     switch: dict[str, Any] = {}
-    with EngineDouble(config("producer"), listen="unix:", seed=1) as prefill:
+    with FakeEngine(config("producer"), listen="unix:", seed=1) as prefill:
         prefill.prefill(request_of("stored", tokens(100)))
-        with EngineDouble(
+        with FakeEngine(
             config("consumer"),
             connect=prefill.worker.contact,
             seed=2,
@@ -77,11 +77,11 @@ def test_after_any_failure_of_the_pipes_the_next_load_dials_again(error: Excepti
 def test_the_first_load_from_a_producer_that_came_back_succeeds() -> None:
     host = {"host": "unix:@kvplug-test-first-load"}
     with contextlib.ExitStack() as stack:
-        with EngineDouble(config("producer", **host), seed=1) as prefill:
-            decode = stack.enter_context(EngineDouble(config("consumer", **host), seed=2))
+        with FakeEngine(config("producer", **host), seed=1) as prefill:
+            decode = stack.enter_context(FakeEngine(config("consumer", **host), seed=2))
             decode.worker.wait_until_ready(10)
             decode.scheduler.wait_until_ready(10)
-        with EngineDouble(config("producer", **host), seed=1) as prefill:
+        with FakeEngine(config("producer", **host), seed=1) as prefill:
             prefill.prefill(request_of("stored", tokens(100)))
             until = time.monotonic() + 10
             while decode.matched(request_of(f"ask{time.monotonic()}", tokens(100)))[0] != 96:
@@ -95,8 +95,8 @@ def test_what_only_workers_know_to_differ_is_promised_once(caplog: pytest.LogCap
     """A kernel's own order of blocks, say. Otherwise each request would fail, one after the other."""
     host = {"host": "unix:@kvplug-test-refused"}
 
-    def engine(role: str, block_format: str) -> EngineDouble:
-        return EngineDouble(config(role, **host), axes="KBHTD", block_format=block_format)
+    def engine(role: str, block_format: str) -> FakeEngine:
+        return FakeEngine(config(role, **host), axes="KBHTD", block_format=block_format)
 
     with engine("consumer", "one kernel's") as decode:
         with engine("producer", "another one's") as prefill:
@@ -145,7 +145,7 @@ def test_what_is_promised_is_what_every_shard_holds() -> None:
         def match(self, token_ids: Any, extra: bytes) -> int | None:
             return self.held
 
-    with EngineDouble(config("consumer"), connect="unix:@kvplug-test-shards") as decode:
+    with FakeEngine(config("consumer"), connect="unix:@kvplug-test-shards") as decode:
         ours = decode.scheduler._replicas
         try:
             for number, (shards, expected) in enumerate(
@@ -160,10 +160,10 @@ def test_what_is_promised_is_what_every_shard_holds() -> None:
 
 def test_a_store_of_more_entries_than_a_follower_may_lag_is_followed(monkeypatch: Any) -> None:
     monkeypatch.setattr(serve, "_MAX_LAG_BYTES", 300)
-    with EngineDouble(config("producer"), listen="unix:") as prefill:
+    with FakeEngine(config("producer"), listen="unix:") as prefill:
         for n in range(10):
             prefill.prefill(request_of(f"p{n}", tokens(20, first=1000 * n)))
-        with EngineDouble(config("consumer"), connect=prefill.worker.contact) as decode:
+        with FakeEngine(config("consumer"), connect=prefill.worker.contact) as decode:
             decode.scheduler.wait_until_ready(5)
             assert decode.matched(request_of("a", tokens(20)))[0] == 16
 

@@ -12,7 +12,7 @@ import torch
 
 from kvplug import Config, ConfigError, HandshakeError
 from kvplug_testing import peers
-from kvplug_testing.engine import EngineDouble, request_of
+from kvplug_testing.engine import FakeEngine, request_of
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -40,16 +40,16 @@ def warm_up() -> None:
 
 
 @contextlib.contextmanager
-def pair(producer: Config, consumer: Config) -> Iterator[tuple[EngineDouble, EngineDouble]]:
+def pair(producer: Config, consumer: Config) -> Iterator[tuple[FakeEngine, FakeEngine]]:
     with (
         peers.nothing_left(),
-        EngineDouble(producer, listen="unix:", seed=1) as prefill,
-        EngineDouble(consumer, connect=prefill.worker.contact, seed=2) as decode,
+        FakeEngine(producer, listen="unix:", seed=1) as prefill,
+        FakeEngine(consumer, connect=prefill.worker.contact, seed=2) as decode,
     ):
         yield prefill, decode
 
 
-def loads(prefill: EngineDouble, decode: EngineDouble, name: str = "a") -> tuple[int, int, bool, Any]:
+def loads(prefill: FakeEngine, decode: FakeEngine, name: str = "a") -> tuple[int, int, bool, Any]:
     """Tokens promised, blocks that failed, whether what is loaded is right, and failures by reason."""
     prompt = request_of(name, PROMPT)
     blocks, loaded, report = decode.load(prompt)
@@ -163,6 +163,6 @@ def test_ends_with_different_transports_beneath_refuse_each_other_by_name() -> N
 def test_a_bad_plan_is_refused_before_anything_is_built() -> None:
     bad = config("producer", {"do": "delay"}, {"do": "flop"}, over="nothing-such")
     with pytest.raises(ConfigError) as caught:
-        EngineDouble(bad, listen="unix:")
+        FakeEngine(bad, listen="unix:")
     keys = [fault.partition(": ")[0] for fault in caught.value.faults]
     assert sorted(keys) == ["options.faulty.over", "options.faulty.plan", "options.faulty.plan"]

@@ -14,7 +14,7 @@ import pytest
 from kvplug import Config
 from kvplug.engine import RequestEnd
 from kvplug_testing import peers
-from kvplug_testing.engine import EngineDouble, request_of
+from kvplug_testing.engine import FakeEngine, request_of
 from kvplug_testing.faults import FaultyPipe, Plan, Rule
 
 pytestmark = pytest.mark.timeout(90)
@@ -29,7 +29,7 @@ def prefill_worker(parent: Any, rules: list[dict[str, Any]]) -> None:
     """Stores the prompt, hands out the contact, serves until told to end."""
     config = Config.from_dict({**BASE, "role": "producer"})
     plan = Plan(rules=[Rule(**rule) for rule in rules])
-    with EngineDouble(config, listen="unix:", wrap_pipe=lambda pipe: FaultyPipe(pipe, plan)) as prefill:
+    with FakeEngine(config, listen="unix:", wrap_pipe=lambda pipe: FaultyPipe(pipe, plan)) as prefill:
         prefill.prefill(request_of("stored", PROMPT))
         parent.send(prefill.worker.contact)
         parent.recv(timeout=60)
@@ -38,7 +38,7 @@ def prefill_worker(parent: Any, rules: list[dict[str, Any]]) -> None:
 def decode_worker(parent: Any, contact: str, number: int) -> None:
     """Loads the prompt, and dies when the n-th layer has come; with -1 it lives."""
     config = Config.from_dict({**BASE, "role": "consumer"})
-    with EngineDouble(config, connect=contact, seed=2) as decode:
+    with FakeEngine(config, connect=contact, seed=2) as decode:
         if number >= 0:
 
             def die(*_: Any) -> None:
@@ -54,13 +54,13 @@ def decode_worker(parent: Any, contact: str, number: int) -> None:
 
 
 @contextlib.contextmanager
-def engine(contact: str) -> Iterator[EngineDouble]:
+def engine(contact: str) -> Iterator[FakeEngine]:
     config = Config.from_dict({**BASE, "role": "consumer"})
-    with EngineDouble(config, connect=contact, seed=2) as decode:
+    with FakeEngine(config, connect=contact, seed=2) as decode:
         yield decode
 
 
-def promise(decode: EngineDouble, name: str = "a") -> Any:
+def promise(decode: FakeEngine, name: str = "a") -> Any:
     """A request for which a load was promised, its blocks, and how much."""
     prompt = request_of(name, PROMPT)
     found, _ = decode.matched(prompt)
@@ -136,15 +136,15 @@ def test_a_producer_that_comes_back_is_found_again() -> None:
     base = {**BASE, "host": address}
     consumer = Config.from_dict({**base, "role": "consumer"})
     with peers.nothing_left():
-        with EngineDouble(Config.from_dict({**base, "role": "producer"})) as prefill:
+        with FakeEngine(Config.from_dict({**base, "role": "producer"})) as prefill:
             prefill.prefill(request_of("stored", PROMPT))
-            decode = EngineDouble(consumer, seed=2)
+            decode = FakeEngine(consumer, seed=2)
             assert decode.matched(request_of("a", PROMPT)) == (96, False)
         with decode:
             deadline = time.monotonic() + 20
             while decode.matched(request_of(f"b{time.monotonic()}", PROMPT))[0] != 0:
                 assert time.monotonic() < deadline
-            with EngineDouble(Config.from_dict({**base, "role": "producer"})) as prefill:
+            with FakeEngine(Config.from_dict({**base, "role": "producer"})) as prefill:
                 prefill.prefill(request_of("stored", PROMPT))
                 while decode.matched(request_of(f"c{time.monotonic()}", PROMPT))[0] != 96:
                     assert time.monotonic() < deadline

@@ -14,7 +14,7 @@ import pytest
 from kvplug import ClosedError, PeerGoneError
 from kvplug.transport import EventLog, Stored, event_to_plain, pack_tokens
 from kvplug_lookup.connector.replica import Replica
-from kvplug_testing.engine import EngineDouble
+from kvplug_testing.engine import FakeEngine
 
 engines = SimpleNamespace(**run_path(str(Path(__file__).with_name("faulty_engines.py"))))
 config, pair = engines.config, engines.pair
@@ -155,7 +155,7 @@ def test_a_replica_survives_what_it_does_not_understand(odd: Any, eventually: An
 
 @pytest.mark.parametrize("odd", [5, {"ping": "x"}, {}, None])
 def test_a_publisher_ends_when_it_does_not_understand(odd: Any) -> None:
-    with EngineDouble(config("producer"), listen="unix:") as prefill:
+    with FakeEngine(config("producer"), listen="unix:") as prefill:
         service = prefill.worker._service
         link: Any = FakeLink()
         link.agreement = type("A", (), {"remote": type("R", (), {"engine_id": "x", "purpose": "events"})})

@@ -16,7 +16,7 @@ from kvplug.engine import Request, RequestEnd, WorkerOutput
 from kvplug.transport import Removed, Snapshot, Stored, event_to_plain, pack_tokens
 from kvplug_lookup.connector.load import Load
 from kvplug_lookup.connector.replica import Replica
-from kvplug_testing.engine import EngineDouble, request_of
+from kvplug_testing.engine import FakeEngine, request_of
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -31,24 +31,22 @@ def config(role: str, **more: Any) -> Config:
 
 
 @contextlib.contextmanager
-def pair(**producer: Any) -> Iterator[tuple[EngineDouble, EngineDouble]]:
+def pair(**producer: Any) -> Iterator[tuple[FakeEngine, FakeEngine]]:
     with (
-        EngineDouble(config("producer", **producer), listen="unix:", seed=1) as prefill,
-        EngineDouble(config("consumer"), connect=prefill.worker.contact, seed=2) as decode,
+        FakeEngine(config("producer", **producer), listen="unix:", seed=1) as prefill,
+        FakeEngine(config("consumer"), connect=prefill.worker.contact, seed=2) as decode,
     ):
         yield prefill, decode
 
 
 @contextlib.contextmanager
-def both(name: str, **more: Any) -> Iterator[EngineDouble]:
+def both(name: str, **more: Any) -> Iterator[FakeEngine]:
     """An engine that saves for itself and loads what it saved."""
-    with EngineDouble(
-        config("both", host=f"unix:@kvplug-test-reset-{name}", **more), num_blocks=512
-    ) as engine:
+    with FakeEngine(config("both", host=f"unix:@kvplug-test-reset-{name}", **more), num_blocks=512) as engine:
         yield engine
 
 
-def admit(engine: EngineDouble, prompt: Request) -> tuple[int, ...]:
+def admit(engine: FakeEngine, prompt: Request) -> tuple[int, ...]:
     """A request comes in that computes all of its tokens. Returns its blocks."""
     blocks = engine.allocate(len(prompt.token_ids))
     engine.scheduler.on_new_request(prompt)
@@ -56,18 +54,18 @@ def admit(engine: EngineDouble, prompt: Request) -> tuple[int, ...]:
     return blocks
 
 
-def num_stored(engine: EngineDouble) -> int:
+def num_stored(engine: FakeEngine) -> int:
     engine.worker._saver.settle()
     return len(engine.worker._store)
 
 
-def saves(engine: EngineDouble) -> tuple[int, dict[str, int]]:
+def saves(engine: FakeEngine) -> tuple[int, dict[str, int]]:
     """How many prompts were stored since the last call, and how many were not, by reason."""
     stats = engine.figures() or {"ops": {}, "failures": {}}
     return stats["ops"].get("save", {"count": 0})["count"], stats["failures"].get("save", {})
 
 
-def assert_loads(engine: EngineDouble, prompt: Request, count: int) -> None:
+def assert_loads(engine: FakeEngine, prompt: Request, count: int) -> None:
     """So many tokens are promised, and loaded as this engine would compute them."""
     blocks, loaded, report = engine.load(prompt)
     assert (loaded, report.invalid_block_ids) == (count, frozenset())
@@ -392,8 +390,8 @@ def test_a_load_under_way_goes_on_for_its_request_and_is_not_saved_again(
 
 
 def test_a_consumer_cannot_forget_for_its_producer_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    with EngineDouble(config("producer"), listen="unix:") as prefill:
-        decode = EngineDouble(config("consumer"), connect=prefill.worker.contact)
+    with FakeEngine(config("producer"), listen="unix:") as prefill:
+        decode = FakeEngine(config("consumer"), connect=prefill.worker.contact)
         with decode:
             decode.scheduler.wait_until_ready(10)
             assert decode.scheduler.reset_cache() is False
@@ -405,5 +403,5 @@ def test_a_consumer_cannot_forget_for_its_producer_and_says_so(caplog: pytest.Lo
 
 
 def test_a_consumer_without_a_producer_has_nothing_to_forget() -> None:
-    with EngineDouble(config("consumer"), connect="unix:@kvplug-test-reset-nobody") as decode:
+    with FakeEngine(config("consumer"), connect="unix:@kvplug-test-reset-nobody") as decode:
         assert decode.scheduler.reset_cache() is True

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from kvplug import ClosedError
-from kvplug_testing.engine import EngineDouble, request_of
+from kvplug_testing.engine import FakeEngine, request_of
 
 engines = SimpleNamespace(**run_path(str(Path(__file__).with_name("faulty_engines.py"))))
 config, pair, tokens = engines.config, engines.pair, engines.tokens
@@ -52,7 +52,7 @@ def test_a_prompt_that_comes_twice_in_a_step_is_stored_once() -> None:
 
 def test_what_is_gathered_and_not_yet_stored_is_bounded_in_bytes() -> None:
     options = {"lookup": {"max_unsaved": 3 * KV_OF_100_TOKENS}}
-    with EngineDouble(config("producer", options=options), listen="unix:", num_blocks=128) as prefill:
+    with FakeEngine(config("producer", options=options), listen="unix:", num_blocks=128) as prefill:
         requests = [request_of(f"p{n}", tokens(100, first=1000 * n)) for n in range(5)]
         blocks = [prefill.allocate(100) for _ in requests]
         for prompt, table in zip(requests, blocks, strict=True):
@@ -68,7 +68,7 @@ def test_what_is_gathered_and_not_yet_stored_is_bounded_in_bytes() -> None:
 
 def test_a_prompt_larger_than_the_store_is_not_even_gathered() -> None:
     small = {"buffer_size": KV_OF_100_TOKENS // 2}
-    with EngineDouble(config("producer", **small), listen="unix:") as prefill:
+    with FakeEngine(config("producer", **small), listen="unix:") as prefill:
         prefill.prefill(request_of("a", tokens(100)), chunk=50)
         assert prefill.worker._saver.bytes_unsaved == 0
         assert prefill.figures()["failures"]["save"] == {"too_large": 1}
@@ -78,7 +78,7 @@ def test_a_prompt_larger_than_the_store_is_not_even_gathered() -> None:
 
 
 def test_shutdown_does_not_wait_for_a_producer_that_never_comes() -> None:
-    decode = EngineDouble(config("consumer", connect_timeout_s=60), connect="unix:@kvplug-test-never-comes")
+    decode = FakeEngine(config("consumer", connect_timeout_s=60), connect="unix:@kvplug-test-never-comes")
     outcome: list[BaseException] = []
 
     def wait() -> None:
@@ -101,7 +101,7 @@ def test_shutdown_does_not_wait_for_a_producer_that_never_comes() -> None:
 def test_shutdown_does_not_wait_for_room_in_a_full_store() -> None:
     options = {"simple": {"evict": "never"}, "lookup": {"save_timeout_s": 30}}
     full = {"buffer_size": int(1.5 * KV_OF_100_TOKENS), "options": options}
-    with EngineDouble(config("producer", **full), listen="unix:") as prefill:
+    with FakeEngine(config("producer", **full), listen="unix:") as prefill:
         for n in range(3):
             prefill.prefill(request_of(f"p{n}", tokens(100, first=1000 * n)))
         time.sleep(0.2)

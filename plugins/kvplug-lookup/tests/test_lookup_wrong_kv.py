@@ -15,7 +15,7 @@ from kvplug.engine import KVLayout, LayoutError, RequestEnd
 from kvplug.transport import EntryHeader
 from kvplug_lookup.connector.load import Load
 from kvplug_lookup.connector.plan import LoadPlan
-from kvplug_testing.engine import EngineDouble, request_of
+from kvplug_testing.engine import FakeEngine, request_of
 
 engines = SimpleNamespace(**run_path(str(Path(__file__).with_name("faulty_engines.py"))))
 config, pair, tokens, promised = engines.config, engines.pair, engines.tokens, engines.promised
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.timeout(60)
 def test_what_was_computed_beside_a_failed_load_in_shared_blocks_is_not_saved() -> None:
     options = {"lookup": {"max_unsaved": 1 << 30}}
     small = {"buffer_size": int(1.2 * KV_OF_100_TOKENS), "options": options}
-    with EngineDouble(config("both", host="unix:@kvplug-test-shared", **small)) as engine:
+    with FakeEngine(config("both", host="unix:@kvplug-test-shared", **small)) as engine:
         engine.prefill(request_of("stored", tokens(100)))
         first = promised(engine, request_of("first", tokens(100)), 96)
         other = torch.zeros(3, 100, 2, 8)
@@ -124,7 +124,7 @@ def test_a_load_before_the_cache_is_known_is_refused() -> None:
 
 
 def test_a_layer_without_a_cache_is_named() -> None:
-    with EngineDouble(config("producer"), listen="unix:") as prefill:
+    with FakeEngine(config("producer"), listen="unix:") as prefill:
         missing = dict(prefill.kv_caches)
         del missing["layers.1"]
         with pytest.raises(LayoutError, match=r"layers\.1"):

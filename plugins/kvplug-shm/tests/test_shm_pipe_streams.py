@@ -246,11 +246,11 @@ def test_a_pipe_has_one_socket_and_a_pidfd_and_its_memory_goes_with_it(near_pair
     gc.collect()
     count = mappings()
     first = near_pair()  # the watcher and the listener have descriptors of their own
-    before = peers.Belongings.of().descriptors
+    before = peers.Resources.of().descriptors
     one, other = near_pair()
     one.send_tensor(bytes_of(20 * MIB, 1))
     other.recv_tensor()
-    more = peers.Belongings.of().descriptors - before
+    more = peers.Resources.of().descriptors - before
     assert not [each for each in more if "memfd" in each]
     assert sum("socket" in each for each in more) <= 2 + 3, more  # and those of its listener
     assert sum("pidfd" in each for each in more) <= 2, more

@@ -342,7 +342,7 @@ def test_nothing_is_read_from_the_ring_for_a_reader_that_is_gone(
 
 
 def test_ends_leave_nothing() -> None:
-    before = peers.Belongings.of()
+    before = peers.Resources.of()
     for politely in (True, False):
         for _ in range(5):
             each = ends.Writing(context())
@@ -355,7 +355,7 @@ def test_ends_leave_nothing() -> None:
             else:
                 each.far.abort()
     deadline = Deadline.after(ends.PATIENCE_S)
-    while left := peers.Belongings.of().beyond(before):
+    while left := peers.Resources.of().beyond(before):
         assert not deadline.expired, left
         time.sleep(0.02)
 
@@ -390,7 +390,7 @@ def test_an_end_that_cannot_be_made_is_a_transport_error_and_leaves_nothing(
     def no_socket(self: Any, *_: Any) -> None:
         raise zmq.ZMQError(errno.EMFILE)
 
-    before = peers.Belongings.of()
+    before = peers.Resources.of()
     for where, name, fail in ((threading.Thread, "start", no_thread), (zmq.Context, "socket", no_socket)):
         with monkeypatch.context() as patched:
             patched.setattr(where, name, fail)
@@ -399,7 +399,7 @@ def test_an_end_that_cannot_be_made_is_a_transport_error_and_leaves_nothing(
             with pytest.raises(TransportError, match="cannot be made"):
                 joined(context(), data)
     deadline = Deadline.after(ends.PATIENCE_S)
-    while left := peers.Belongings.of().beyond(before):
+    while left := peers.Resources.of().beyond(before):
         assert not deadline.expired, left
         time.sleep(0.02)
 

@@ -1,7 +1,7 @@
 """What a fresh process finds of one installed plugin, and what each look at it loaded and opened.
 
-:func:`inspect_plugin` runs :mod:`kvplug_testing.witness` twice: once to load what ``kvplug list`` loads, and
-once to load what is used. It judges nothing; :mod:`kvplug_testing.contract.plugin` does.
+:func:`inspect_plugin` runs :mod:`kvplug_testing.plugin_inspector` twice: once to load what ``kvplug list``
+loads, and once to load what is used. It judges nothing; :mod:`kvplug_testing.contract.plugin` does.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, Final
 
 import attrs
 
-from kvplug_testing import witness
+from kvplug_testing import plugin_inspector
 
 USED: Final = ("factory", "worker_factory", "command")
 """Steps that choosing a name takes; the others are taken by looking."""
@@ -37,7 +37,7 @@ class Step:
     missing: str = ""
     """The top-level package that is not installed, where that was the error."""
     heavy: tuple[str, ...] = ()
-    """Of :data:`kvplug_testing.witness.HEAVY`, what was loaded now and not before."""
+    """Of :data:`kvplug_testing.plugin_inspector.HEAVY`, what was loaded now and not before."""
     devices: tuple[str, ...] = ()
     """Paths in ``/dev`` that were opened."""
     answer: Mapping[str, Any] = attrs.field(factory=dict)
@@ -89,7 +89,7 @@ def _run(mode: str, name: str, timeout_s: float) -> Inspection:
     with tempfile.TemporaryDirectory(prefix="kvplug-") as folder:
         told = Path(folder, "told")
         told.touch()
-        command = [sys.executable, "-P", "-m", witness.__name__, mode, name, str(told)]
+        command = [sys.executable, "-P", "-m", plugin_inspector.__name__, mode, name, str(told)]
         try:
             done = subprocess.run(command, env=environ, capture_output=True, timeout=timeout_s, check=False)
             said = done.stderr.decode("utf-8", "replace").strip()

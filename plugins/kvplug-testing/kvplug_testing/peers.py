@@ -40,11 +40,11 @@ from typing import IO, Any, Protocol, Self
 
 from kvplug.errors import KvplugError, PeerGoneError, TimeoutError
 from kvplug.net.wire.values import Limits, decode, encode
-from kvplug_testing.belongings import Belongings, abstract_sockets, children
+from kvplug_testing.resources import Resources, abstract_sockets, children
 
 __all__ = [
     "DEFAULT_TIMEOUT_S",
-    "Belongings",
+    "Resources",
     "ChildError",
     "Parent",
     "Peer",
@@ -417,10 +417,10 @@ def nothing_left(settle_s: float = 5.0) -> Iterator[None]:
     Raises:
         AssertionError: it has more; the message says what, and holds all stacks.
     """
-    before = Belongings.of()
+    before = Resources.of()
     yield
     limit = time.monotonic() + settle_s
-    while left := Belongings.of().beyond(before):
+    while left := Resources.of().beyond(before):
         if time.monotonic() > limit:
             raise AssertionError(f"left behind: {left}\n{stacks()}")
         time.sleep(0.01)

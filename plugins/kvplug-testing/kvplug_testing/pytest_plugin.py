@@ -1,7 +1,7 @@
 """The pytest plugin of the conformance kit: options, levels, waivers, and failures that name the law.
 
 Installed with kvplug, so pytest loads it everywhere. Of kvplug it imports nothing but this file until an
-option is used or a suite is collected; then :mod:`kvplug_testing.judging` takes over.
+option is used or a suite is collected; then :mod:`kvplug_testing.reporting` takes over.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", _MARKER)
     option = config.option
     if option.kvplug_transport or option.kvplug_connector or option.kvplug_option or option.kvplug_report:
-        from kvplug_testing import judging
+        from kvplug_testing import reporting
 
-        judge = judging.judge_of(config)
+        judge = reporting.judge_of(config)
         judge.choose(option.kvplug_transport, option.kvplug_connector, option.kvplug_option)
 
 
@@ -67,9 +67,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Waivers are held against all that was collected; levels choose from what others leave of it."""
     if not any(item.get_closest_marker("kvplug_law") for item in items):
         return (yield)
-    from kvplug_testing import judging
+    from kvplug_testing import reporting
 
-    judge = judging.judge_of(config)
+    judge = reporting.judge_of(config)
     judge.waive(items)
     result = yield
     judge.select(items)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvplug_testing import DeviceCommunicatorContract
-from kvplug_testing.contract.recipes import module_at
+from kvplug_testing.contract.suite_ref import module_at
 from kvplug_testing.memory.communicator import MemoryCommunicator
 
 subject = module_at(str(Path(__file__).parent / "subjects" / "group_communicator.py"))

@@ -17,7 +17,7 @@ from kvplug.cli.list import lines_of
 from kvplug.config import check_options, describe_options, option_fields
 from kvplug.transport.spec import Kind, TransportSpec
 from kvplug_testing import plugin
-from kvplug_testing.faults import Course, Plan, Rule, read_plan, schedule
+from kvplug_testing.faults import FaultSchedule, Plan, Rule, read_plan, schedule
 from kvplug_testing.faults.options import FaultyOptions
 from kvplug_testing.faults.plan import PARAMETERS
 
@@ -187,7 +187,7 @@ def test_the_same_seed_hits_the_same_messages_with_the_same_bits(plan: Plan, siz
 @given(plans, sizes, st.lists(st.integers(0, 39)))
 def test_asking_does_not_change_what_is_hit(plan: Plan, sizes: list[int], asked: list[int]) -> None:
     """However often a call is tried again, with whatever in between."""
-    course, found = Course(plan, "send"), []
+    course, found = FaultSchedule(plan, "send"), []
     for number, nbytes in enumerate(sizes):
         for _ in range(asked.count(number)):
             course.hits(nbytes)
@@ -198,7 +198,7 @@ def test_asking_does_not_change_what_is_hit(plan: Plan, sizes: list[int], asked:
 
 @given(plans, sizes)
 def test_what_could_hit_a_message_of_unknown_size_holds_what_does(plan: Plan, sizes: list[int]) -> None:
-    course = Course(plan, "recv")
+    course = FaultSchedule(plan, "recv")
     for nbytes in sizes:
         possible = course.hits(None)
         assert [hit for hit in possible if nbytes >= hit.rule.min_bytes] == course.hits(nbytes)

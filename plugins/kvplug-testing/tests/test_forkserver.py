@@ -38,7 +38,7 @@ def wait_here(parent: peers.Parent) -> None:
 
 
 def belongings(parent: peers.Parent) -> list[str]:
-    return sorted(each.partition(" -> ")[2] for each in peers.Belongings.of().descriptors)
+    return sorted(each.partition(" -> ")[2] for each in peers.Resources.of().descriptors)
 
 
 @pytest.fixture

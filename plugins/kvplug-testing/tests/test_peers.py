@@ -283,6 +283,6 @@ def test_shared_memory_of_a_process_that_is_no_child_is_its_own(shared: Path) ->
         while not shared.exists():
             assert time.monotonic() < limit
             time.sleep(0.01)
-    before = peers.Belongings.of()
+    before = peers.Resources.of()
     os.kill(stranger, signal.SIGKILL)
     assert shared.name in before.shared_memory

@@ -10,7 +10,7 @@ import pytest
 from kvplug import TransportError
 from kvplug_testing import MessageQueueContract
 from kvplug_testing.contract.queue.messages import taken
-from kvplug_testing.contract.recipes import module_at
+from kvplug_testing.contract.suite_ref import module_at
 
 subject = module_at(str(Path(__file__).parent / "subjects" / "socket_queue.py"))
 

@@ -11,9 +11,9 @@ from kvplug import ConfigError
 from kvplug.transport import Kind
 from kvplug_testing.contract import suites
 from kvplug_testing.contract.pipe.footprint import Footprint
-from kvplug_testing.peers import Belongings
+from kvplug_testing.peers import Resources
 
-NOTHING = Belongings(frozenset(), frozenset(), frozenset(), frozenset(), frozenset())
+NOTHING = Resources(frozenset(), frozenset(), frozenset(), frozenset(), frozenset())
 
 
 def test_a_transport_that_does_not_leave_its_process_is_judged_in_one() -> None:

@@ -16,7 +16,7 @@ import attrs
 import pytest
 import vllm
 
-from kvplug_testing import orders
+from kvplug_testing import call_traces
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -46,7 +46,7 @@ class Recording:
         self._start = start
         self._config_for = config_for
         self._port = port
-        self.runs: dict[str, orders.Run] = {}
+        self.runs: dict[str, call_traces.Run] = {}
 
     @contextmanager
     def engine(
@@ -66,7 +66,7 @@ class Recording:
         for facts in runs.found:
             last = facts["calls"][-1][0]
             facts["calls"] += [[last, *rest] for _, *rest in at_end]
-            self.runs[facts["name"]] = orders.run_from_plain(facts)
+            self.runs[facts["name"]] = call_traces.run_from_plain(facts)
 
 
 class Runs:
@@ -78,7 +78,7 @@ class Runs:
         self.found: list[dict[str, Any]] = []
 
     @contextmanager
-    def run(self, name: str, about: str, *prompts: orders.Prompt) -> Iterator[Any]:
+    def run(self, name: str, about: str, *prompts: call_traces.Prompt) -> Iterator[Any]:
         named = {f"r{at}": attrs.asdict(prompt) for at, prompt in enumerate(prompts)}
         self.engine.ask("step", times=2)  # what came before is over
         self.engine.ask("call", where=f"{RECORDER}:begin")
@@ -99,7 +99,7 @@ def asked(prompts: Any) -> dict[str, list[int]]:
 
 
 @pytest.fixture(scope="module")
-def recorded(start: Any, config_for: Any, free_port: Any, asked: Any) -> orders.Order:
+def recorded(start: Any, config_for: Any, free_port: Any, asked: Any) -> call_traces.Order:
     recording = Recording(start, config_for, free_port())
     with recording.engine("producer", setup=f"{FAULTS}:switchable", num_gpu_blocks_override=64) as prefill:
         stored = [asked["two"], asked["half"][:96], asked["five"], asked["five more"]]
@@ -108,19 +108,19 @@ def recorded(start: Any, config_for: Any, free_port: Any, asked: Any) -> orders.
             "save in chunks",
             "Three prompts of an engine that prefills, one shorter than two blocks, in chunks that are no"
             " whole blocks; it generates another token after each.",
-            *(orders.Prompt(num_tokens=LENGTHS[name]) for name in ("short", "long", "longer")),
+            *(call_traces.Prompt(num_tokens=LENGTHS[name]) for name in ("short", "long", "longer")),
         ) as engine:
             engine.generate([asked["short"], asked["long"], asked["longer"]], max_tokens=2, ignore_eos=True)
         record_loads(recording, prefill.engine, asked)
     first = "save in chunks"  # of the engine that ended last
     runs = {name: recording.runs[name] for name in (first, *recording.runs)}
-    return orders.Order(name=NAME, engine=f"vllm {vllm.__version__}", runs=runs)
+    return call_traces.Order(name=NAME, engine=f"vllm {vllm.__version__}", runs=runs)
 
 
 def record_loads(recording: Recording, prefill: Any, asked: Any) -> None:
-    two = orders.Prompt(num_tokens=80, num_stored=64)
-    half = orders.Prompt(num_tokens=160, num_stored=96)
-    five = orders.Prompt(num_tokens=160, num_stored=160)
+    two = call_traces.Prompt(num_tokens=80, num_stored=64)
+    half = call_traces.Prompt(num_tokens=160, num_stored=96)
+    five = call_traces.Prompt(num_tokens=160, num_stored=160)
     spoilt = attrs.evolve(five, spoilt=True)
 
     def spoil(is_on: bool) -> None:
@@ -204,15 +204,15 @@ def record_loads(recording: Recording, prefill: Any, asked: Any) -> None:
 
 
 def test_the_recorded_order_is_that_of_vllm(
-    recorded: orders.Order, pytestconfig: pytest.Config, tmp_path: Path
+    recorded: call_traces.Order, pytestconfig: pytest.Config, tmp_path: Path
 ) -> None:
-    text = orders.to_text(recorded)
+    text = call_traces.to_text(recorded)
     if pytestconfig.getoption("--record-order"):
-        (pytestconfig.rootpath / f"plugins/kvplug-testing/kvplug_testing/orders/{NAME}.json").write_text(
+        (pytestconfig.rootpath / f"plugins/kvplug-testing/kvplug_testing/call_traces/{NAME}.json").write_text(
             text, encoding="utf-8"
         )
         return
-    shipped = orders.load(NAME)
+    shipped = call_traces.load(NAME)
     assert list(recorded.runs) == list(shipped.runs)
     for name, run in recorded.runs.items():
         assert run.calls == shipped.runs[name].calls, f"vLLM calls in another order: {name}"

@@ -25,7 +25,7 @@ from kvplug.assembly.registry import Registry
 from kvplug.config import check_options
 from kvplug.transport.spec import Kind
 from kvplug_testing import peers
-from kvplug_testing.contract.recipes import judged_by
+from kvplug_testing.contract.suite_ref import suite_from_ref
 from kvplug_testing.forkserver import ForkServer
 from kvplug_testing.laws import LAWS
 
@@ -212,7 +212,7 @@ class Contract:
         return check_options(cls, given, where=f"options.{self.called}")
 
     def recipe(self) -> dict[str, Any]:
-        """How another process makes this very suite again; plain values. See :func:`judged_by`."""
+        """How another process makes this very suite again; plain values. See :func:`suite_from_ref`."""
         cls = type(self)
         source = (
             getattr(cls, "made_from", None) or f"{os.path.abspath(inspect.getfile(cls))}:{cls.__qualname__}"
@@ -250,7 +250,7 @@ class Contract:
 
 def _prepare(recipe: Mapping[str, Any]) -> None:
     """In a fork server: import what its children will need, and make nothing."""
-    judged_by(recipe).import_all()
+    suite_from_ref(recipe).import_all()
 
 
 _servers: dict[tuple[str, str, Any], ForkServer] = {}

@@ -17,7 +17,7 @@ from kvplug_testing import waits
 from kvplug_testing.contract.base import Contract, law
 from kvplug_testing.inspection import USED, Inspection, inspect_plugin
 from kvplug_testing.laws import LAWS
-from kvplug_testing.witness import HEAVY
+from kvplug_testing.plugin_inspector import HEAVY
 
 DEVICE_TYPES: Final = (
     *("cpu", "cuda", "ipu", "xpu", "mkldnn", "opengl", "opencl", "ideep", "hip", "ve", "fpga", "maia", "xla"),

@@ -25,8 +25,8 @@ _SUITES = {
     Kind.CONNECTOR: "kvplug_testing.contract.connector:ConnectorContract",
 }
 _AROUND = {
-    Kind.PIPE: "kvplug_testing.contract.around:AroundPipe",
-    Kind.QUEUE: "kvplug_testing.contract.around:AroundQueue",
+    Kind.PIPE: "kvplug_testing.contract.wrapping:WrappingPipe",
+    Kind.QUEUE: "kvplug_testing.contract.wrapping:WrappingQueue",
 }
 """Where the transport goes around another one."""
 

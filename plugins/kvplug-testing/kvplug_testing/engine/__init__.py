@@ -1,8 +1,8 @@
 """An engine without a model: a paged cache, and the calls that a real one makes to its connector.
 
-:class:`EngineDouble` makes them one step at a time, as a test says. :class:`Schedule` decides by itself, at
+:class:`FakeEngine` makes them one step at a time, as a test says. :class:`Schedule` decides by itself, at
 random and by the rules, and holds the connector to its promises after each step. :func:`replay` makes the
-calls that a real engine was seen to make (:mod:`kvplug_testing.orders`).
+calls that a real engine was seen to make (:mod:`kvplug_testing.call_traces`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kvplug_testing.engine.cache import (
     layout_of,
     model_of,
 )
-from kvplug_testing.engine.double import CallOrder, EngineDouble, PlannedStep, Scheduled, request_of
+from kvplug_testing.engine.fake import CallOrder, FakeEngine, PlannedStep, Scheduled, request_of
 from kvplug_testing.engine.replay import Departed, replay
 from kvplug_testing.engine.requests import Arrival
 from kvplug_testing.engine.schedule import Schedule
@@ -30,7 +30,7 @@ __all__ = [
     "Arrival",
     "CallOrder",
     "Departed",
-    "EngineDouble",
+    "FakeEngine",
     "PagedCache",
     "PlannedStep",
     "Schedule",

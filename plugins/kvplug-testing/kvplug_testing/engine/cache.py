@@ -1,4 +1,4 @@
-"""The paged KV cache of :class:`EngineDouble`, in which right and wrong can be told apart.
+"""The paged KV cache of :class:`FakeEngine`, in which right and wrong can be told apart.
 
 What the KV of a token "is" depends on (token, position, layer, weights) alone, see :func:`kv_of`. What is
 computed upon wrong KV is wrong, as with a model. How the cache lies in memory is worked out here a second

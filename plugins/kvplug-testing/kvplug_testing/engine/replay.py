@@ -9,10 +9,10 @@ from typing import Any
 import attrs
 
 from kvplug.engine.connector.values import Request, RequestEnd, Side, WorkerOutput
-from kvplug_testing.engine import double as doubles
-from kvplug_testing.engine.double import EngineDouble, PlannedStep, Scheduled
-from kvplug_testing.engine.ledger import Ledger, Load
-from kvplug_testing.orders import Call, Run
+from kvplug_testing.call_traces import Call, Run
+from kvplug_testing.engine import fake
+from kvplug_testing.engine.fake import FakeEngine, PlannedStep, Scheduled
+from kvplug_testing.engine.load_audit import Load, LoadAudit
 
 
 class Departed(Exception):  # noqa: N818 - it is no fault of anybody's
@@ -24,7 +24,7 @@ class Departed(Exception):  # noqa: N818 - it is no fault of anybody's
         self.request, self.is_nothing = request, is_nothing
 
 
-def replay(run: Run, double: EngineDouble, prompts: Mapping[str, tuple[int, ...]]) -> Ledger:
+def replay(run: Run, double: FakeEngine, prompts: Mapping[str, tuple[int, ...]]) -> LoadAudit:
     """Make the calls of a recorded run, one by one, up to the last before ``shutdown``.
 
     Args:
@@ -44,9 +44,9 @@ def replay(run: Run, double: EngineDouble, prompts: Mapping[str, tuple[int, ...]
 
 
 class _Replay:
-    def __init__(self, run: Run, double: EngineDouble, prompts: Mapping[str, tuple[int, ...]]) -> None:
+    def __init__(self, run: Run, double: FakeEngine, prompts: Mapping[str, tuple[int, ...]]) -> None:
         self.run, self.double, self.prompts = run, double, prompts
-        self.ledger = Ledger(double.cache)
+        self.ledger = LoadAudit(double.cache)
         self.ledger.must_arrive = not any(prompt.spoilt for prompt in run.prompts.values())
         self._tables: dict[str, tuple[int, ...]] = {}
         self._answers: dict[str, tuple[int | None, bool]] = {}
@@ -203,7 +203,7 @@ class _Replay:
 
     def _step_until(self, condition: Callable[[], bool]) -> None:
         """Steps without requests, which an engine may always make: this connector takes longer."""
-        limit = time.monotonic() + doubles.PATIENCE_S
+        limit = time.monotonic() + fake.PATIENCE_S
         while not condition():
             assert time.monotonic() < limit, f"no step has named {sorted(self.ledger.loads)}"
             planned = self.double.plan([])

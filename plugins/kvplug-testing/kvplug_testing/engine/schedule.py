@@ -11,9 +11,9 @@ from typing import Any
 import attrs
 
 from kvplug.engine.connector.values import RequestEnd, WorkerOutput
-from kvplug_testing.engine import double as doubles
-from kvplug_testing.engine.double import CallOrder, EngineDouble, PlannedStep, Scheduled
-from kvplug_testing.engine.ledger import Ledger, Load
+from kvplug_testing.engine import fake
+from kvplug_testing.engine.fake import CallOrder, FakeEngine, PlannedStep, Scheduled
+from kvplug_testing.engine.load_audit import Load, LoadAudit
 from kvplug_testing.engine.requests import Arrival, Running, State
 
 
@@ -44,7 +44,7 @@ class Schedule:
 
     def __init__(
         self,
-        double: EngineDouble,
+        double: FakeEngine,
         chance: random.Random,
         *,
         depth: int = 1,
@@ -54,7 +54,7 @@ class Schedule:
     ) -> None:
         self.double, self.chance, self.depth, self.drafts = double, chance, depth, drafts
         self.before_step, self.on_end = before_step, on_end
-        self.ledger = Ledger(double.cache)
+        self.ledger = LoadAudit(double.cache)
         self.counts: Counter[str] = Counter()
         """How often it has preempted, aborted, computed a part of a prompt (``"chunked"``), planned a step
         while another was under way (``"ahead"``), and begun a load in the background (``"async"``)."""
@@ -101,12 +101,12 @@ class Schedule:
 
     def run_with(self, *others: Schedule) -> None:
         """The same, taking turns with other engines' schedules at random."""
-        limit = time.monotonic() + doubles.PATIENCE_S
+        limit = time.monotonic() + fake.PATIENCE_S
         every = (self, *others)
         while busy := [each for each in every if each.has_work]:
             self.chance.choice(busy).move()
             if time.monotonic() > limit:
-                raise AssertionError(f"no end after {doubles.PATIENCE_S} s: {'; '.join(map(str, busy))}")
+                raise AssertionError(f"no end after {fake.PATIENCE_S} s: {'; '.join(map(str, busy))}")
 
     def __str__(self) -> str:
         states = ", ".join(f"{each.name} {each.state.value}" for each in (*self.coming, *self.active))

@@ -7,19 +7,19 @@ connector reach each other over pipes, so that their faults are those of the pip
 collectives of a communicator.
 """
 
-from kvplug_testing.faults.course import Course, Hit, schedule
 from kvplug_testing.faults.pipe import FaultyPipe
 from kvplug_testing.faults.plan import Plan, Rule, read_plan
 from kvplug_testing.faults.queue import FaultyQueue, FaultyQueueEndpoint
+from kvplug_testing.faults.schedule import FaultSchedule, Injection, schedule
 from kvplug_testing.faults.transport import FaultyEndpoint
 
 __all__ = [
-    "Course",
+    "FaultSchedule",
     "FaultyEndpoint",
     "FaultyPipe",
     "FaultyQueue",
     "FaultyQueueEndpoint",
-    "Hit",
+    "Injection",
     "Plan",
     "Rule",
     "read_plan",

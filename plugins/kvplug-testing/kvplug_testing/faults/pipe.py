@@ -19,9 +19,9 @@ from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
 from kvplug.net.exclusive_use import ExclusiveUse
 from kvplug.net.fork import close_after_fork
 from kvplug.transport.pipe import Pipe, Transfer
-from kvplug_testing.faults.course import Course, Hit
 from kvplug_testing.faults.messages import copied, fill, flipped, nbytes_of
 from kvplug_testing.faults.plan import BEFORE, Plan
+from kvplug_testing.faults.schedule import FaultSchedule, Injection
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -46,7 +46,7 @@ class _Limit:
 class _Direction:
     """How far one direction has come, and what has happened already to the message that is next."""
 
-    def __init__(self, what: str, course: Course) -> None:
+    def __init__(self, what: str, course: FaultSchedule) -> None:
         self.what = what
         self.turn = ExclusiveUse(what)
         self.course = course
@@ -96,8 +96,8 @@ class FaultyPipe(Pipe):
         """How often each action has happened. A ``flip`` that found no bit has not."""
         self._when = when
         self._timeout_s = timeout_s
-        self._sending = _Direction("sending", Course(plan, "send", number))
-        self._receiving = _Direction("receiving", Course(plan, "recv", number))
+        self._sending = _Direction("sending", FaultSchedule(plan, "send", number))
+        self._receiving = _Direction("receiving", FaultSchedule(plan, "recv", number))
         self._last: Transfer | None = None
         self._owed: deque[Tensor | None] = deque()
         """To be sent before anything else: second copies, and what was swapped."""
@@ -203,7 +203,7 @@ class FaultyPipe(Pipe):
                 self._take(message, hits)
             return self._hand_over(out, limit.deadline)
 
-    def _take(self, message: Tensor | None, hits: list[Hit]) -> None:
+    def _take(self, message: Tensor | None, hits: list[Injection]) -> None:
         """What happens to a message that is here: into the inbox with it, as often as it should come."""
         copies = self._copies(message, hits)
         if _swaps(hits) and not self._receiving.late:
@@ -224,10 +224,10 @@ class FaultyPipe(Pipe):
 
     # -- what both do --------------------------------------------------------------------------
 
-    def _now(self, direction: _Direction, nbytes: int | None) -> list[Hit]:
+    def _now(self, direction: _Direction, nbytes: int | None) -> list[Injection]:
         return [hit for hit in direction.course.hits(nbytes) if self._when is None or self._when()]
 
-    def _before(self, direction: _Direction, hit: Hit, deadline: Deadline) -> None:
+    def _before(self, direction: _Direction, hit: Injection, deadline: Deadline) -> None:
         if hit.position in direction.happened:
             return
         rule = hit.rule
@@ -252,10 +252,10 @@ class FaultyPipe(Pipe):
             self.pipe.abort()
             self._check()
 
-    def _until(self, direction: _Direction, hit: Hit, seconds: float) -> float:
+    def _until(self, direction: _Direction, hit: Injection, seconds: float) -> float:
         return direction.until.setdefault(hit.position, time.monotonic() + seconds)
 
-    def _wait(self, until: float, deadline: Deadline, hit: Hit | None = None) -> None:
+    def _wait(self, until: float, deadline: Deadline, hit: Injection | None = None) -> None:
         """Until that moment.
 
         Raises:
@@ -269,14 +269,14 @@ class FaultyPipe(Pipe):
         if until > deadline.at:
             raise TimeoutError(f"a planned fault holds a message up: {hit or 'one that was received'}")
 
-    def _note(self, hits: list[Hit], message: Tensor | None, nbytes: int) -> None:
+    def _note(self, hits: list[Injection], message: Tensor | None, nbytes: int) -> None:
         for hit in hits:
             if hit.rule.do == "flip" and not self._has_bits(message):
                 _log.info("planned fault: %s finds nothing to flip, %s", hit, self._name)
             elif hit.rule.do not in BEFORE:
                 self._happens(hit, f"{nbytes} bytes")
 
-    def _happens(self, hit: Hit, what: str) -> None:
+    def _happens(self, hit: Injection, what: str) -> None:
         self.hits[hit.rule.do] += 1
         _log.info("planned fault: %s (%s), %s", hit, what, self._name)
 
@@ -307,10 +307,10 @@ class FaultyPipe(Pipe):
         """Whether there is anything to flip."""
         return nbytes_of(message) > 0
 
-    def _flipped(self, message: Tensor | None, hit: Hit) -> Tensor | None:
+    def _flipped(self, message: Tensor | None, hit: Injection) -> Tensor | None:
         return None if message is None else flipped(message, hit.rule.bits or 1, hit.random())
 
-    def _copies(self, message: Tensor | None, hits: list[Hit]) -> list[Tensor | None]:
+    def _copies(self, message: Tensor | None, hits: list[Injection]) -> list[Tensor | None]:
         """What becomes of a message: nothing, itself or another, and how often."""
         actions = [hit.rule.do for hit in hits]
         if "drop" in actions:
@@ -344,12 +344,12 @@ class FaultyPipe(Pipe):
         self._closed = True
 
 
-def _held_s(hit: Hit, nbytes: int) -> float:
+def _held_s(hit: Injection, nbytes: int) -> float:
     """For how long ``delay`` and ``slow`` hold a message up; 0 for anything else."""
     if hit.rule.do == "delay":
         return hit.rule.seconds or 0.0
     return nbytes / (hit.rule.bytes_per_s or 1) if hit.rule.do == "slow" else 0.0
 
 
-def _swaps(hits: list[Hit]) -> bool:
+def _swaps(hits: list[Injection]) -> bool:
     return any(hit.rule.do == "swap" for hit in hits)

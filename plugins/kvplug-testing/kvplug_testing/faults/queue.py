@@ -13,10 +13,10 @@ from kvplug.net.wire.values import Limits, decode, encode
 from kvplug.transport.context import QueueContext
 from kvplug.transport.pipe import Pipe, Transfer
 from kvplug.transport.queue import MessageQueue, QueueEndpoint, QueueHandle, Reader
-from kvplug_testing.faults.course import Hit
 from kvplug_testing.faults.messages import copied, flip, flipped, is_tensor, nbytes_of, parts, writable
 from kvplug_testing.faults.pipe import FaultyPipe
 from kvplug_testing.faults.plan import Plan
+from kvplug_testing.faults.schedule import Injection
 from kvplug_testing.faults.transport import planned
 
 _LIMITS: Final = Limits(max_bytes=1 << 40)
@@ -188,7 +188,7 @@ class _FaultyValues(FaultyPipe):
     def _has_bits(self, message: Any) -> bool:
         return any(part.nbytes for part in parts(message))
 
-    def _flipped(self, message: Any, hit: Hit) -> Any:
+    def _flipped(self, message: Any, hit: Injection) -> Any:
         bits, chance = hit.rule.bits or 1, hit.random()
         if is_tensor(message):
             return flipped(message, bits, chance)

@@ -12,7 +12,7 @@ from typing import Any
 from kvplug import ConfigError, PeerGoneError, TimeoutError, UnsupportedError
 from kvplug.transport import Deadline, TensorMismatchError
 from kvplug_testing import DeviceCommunicatorContract
-from kvplug_testing.contract.recipes import module_at
+from kvplug_testing.contract.suite_ref import module_at
 from kvplug_testing.memory.communicator import MemoryCommunicator, Table
 
 group_communicator = module_at(str(Path(__file__).parents[1] / "subjects" / "group_communicator.py"))

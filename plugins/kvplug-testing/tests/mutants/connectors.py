@@ -46,7 +46,7 @@ class Mutant(ConnectorContract):
 
     @pytest.fixture(autouse=True)
     def _impatient_engines(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("kvplug_testing.engine.double.PATIENCE_S", 3.0)
+        monkeypatch.setattr("kvplug_testing.engine.fake.PATIENCE_S", 3.0)
 
     def spoil(self, how: str) -> None:
         self._fault({"fail": fail, "corrupt": corrupt, "": None}[how])

@@ -16,7 +16,7 @@ from kvplug import PeerGoneError, TransportError
 from kvplug.net.wire import encode
 from kvplug.transport import DEFAULT_TIMEOUT, Deadline, QueueHandle, Reader, Timeout, Wait
 from kvplug_testing import MessageQueueContract
-from kvplug_testing.contract.recipes import module_at
+from kvplug_testing.contract.suite_ref import module_at
 from kvplug_testing.memory.queue import MemoryQueueEndpoint, MemoryReader, MemoryWriter, Message, Ring
 
 socket_queue = module_at(str(Path(__file__).parents[1] / "subjects" / "socket_queue.py"))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from kvplug_testing.contract.communicator.collectives import Collectives
 from kvplug_testing.contract.communicator.endings import Endings
-from kvplug_testing.contract.communicator.experts import ExpertLayers
 from kvplug_testing.contract.communicator.identity import Identity
 from kvplug_testing.contract.communicator.missing import Missing
+from kvplug_testing.contract.communicator.moe import ExpertLayers
 from kvplug_testing.contract.communicator.point_to_point import PointToPoint
 from kvplug_testing.contract.communicator.refusals import Refusals
 

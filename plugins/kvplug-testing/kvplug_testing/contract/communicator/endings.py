@@ -10,7 +10,7 @@ from kvplug_testing.contract.base import law
 from kvplug_testing.contract.communicator.collectives import check, tensor_of, total
 from kvplug_testing.contract.communicator.missing import METHODS
 from kvplug_testing.contract.communicator.suite import CommunicatorSuite, check_raised
-from kvplug_testing.contract.recipes import judged_by
+from kvplug_testing.contract.suite_ref import suite_from_ref
 from kvplug_testing.waits import Call, until
 
 
@@ -103,13 +103,13 @@ class Endings(CommunicatorSuite):
     def test_groups_that_have_ended_leave_nothing(self) -> None:
         with self.scope():
             self.ranks(2)  # what is made once and kept is made by this one
-        before = peers.Belongings.of()
+        before = peers.Resources.of()
         for _ in range(5):
             with self.scope():
                 ranks = self.ranks(2)
                 ranks.values("all_reduce", lambda rank: [tensor_of("float32", (1000,), rank)])
         until(
-            lambda: not peers.Belongings.of().beyond(before),
+            lambda: not peers.Resources.of().beyond(before),
             what="the end of everything that five groups had opened",
         )
 
@@ -134,7 +134,7 @@ def _forks(parent: peers.Parent, recipe: dict[str, Any]) -> list[str]:
 
     from kvplug.transport.group.group import StatelessGroup
 
-    suite = judged_by(recipe)
+    suite = suite_from_ref(recipe)
     with StatelessGroup.create("unix:", rank=0, world_size=1) as group, suite.made(group) as made:
         seen, told = os.pipe()
         with warnings.catch_warnings():

@@ -24,7 +24,7 @@ from kvplug.transport.spec import Kind
 from kvplug_testing import peers, waits
 from kvplug_testing.contract.base import Contract
 from kvplug_testing.contract.communicator.calls import Outcome, carried, perform
-from kvplug_testing.contract.recipes import judged_by
+from kvplug_testing.contract.suite_ref import suite_from_ref
 from kvplug_testing.waits import Call
 
 WORLD = 3
@@ -285,7 +285,7 @@ def _far_rank(
     parent: peers.Parent, recipe: dict[str, Any], number: int, world_size: int, context: dict[str, Any]
 ) -> Any:
     """A rank: makes its end, and calls what it is told, each in a thread of its own."""
-    suite = judged_by(recipe)
+    suite = suite_from_ref(recipe)
     if number == 0:
         address: Any = StatelessGroup.listen("unix:")
         parent.send(address.contact)

@@ -13,8 +13,8 @@ from kvplug.errors import KvplugError
 from kvplug_testing import peers, waits
 from kvplug_testing.contract.base import law
 from kvplug_testing.contract.connector.suite import ConnectorSuite
-from kvplug_testing.contract.recipes import judged_by
-from kvplug_testing.engine import EngineDouble, request_of
+from kvplug_testing.contract.suite_ref import suite_from_ref
+from kvplug_testing.engine import FakeEngine, request_of
 from kvplug_testing.waits import Call
 
 _POINTS = (
@@ -34,7 +34,7 @@ _POINTS = (
 class Ends(ConnectorSuite):
     """One side, or both, or the peer, ends where a request happens to be."""
 
-    def _go(self, decode: EngineDouble, point: str, params: Any) -> None:
+    def _go(self, decode: FakeEngine, point: str, params: Any) -> None:
         """A request is taken as far as that, and no further."""
         worker, scheduler = decode.worker, decode.scheduler
         prompt = request_of("a", range(100), params=params)
@@ -62,7 +62,7 @@ class Ends(ConnectorSuite):
             if reached > 8:
                 decode.finish(prompt, blocks)
 
-    def _end(self, engine: EngineDouble, is_worker_first: bool) -> None:
+    def _end(self, engine: FakeEngine, is_worker_first: bool) -> None:
         """Both sides, twice each, and each in time."""
         sides = [engine.worker, engine.scheduler] if is_worker_first else [engine.scheduler, engine.worker]
         for side in (*sides, *sides):
@@ -114,7 +114,7 @@ class Ends(ConnectorSuite):
         self._shut_down_while_it_waits(decode, load, is_worker_first=True)
 
     def _shut_down_while_it_waits(
-        self, decode: EngineDouble, load: Callable[[threading.Event], Any], is_worker_first: bool
+        self, decode: FakeEngine, load: Callable[[threading.Event], Any], is_worker_first: bool
     ) -> Any:
         """What ``load`` returned, if it did; that it raised one of kvplug's errors is as good."""
         with self.holding_up() as is_held:
@@ -189,7 +189,7 @@ class Ends(ConnectorSuite):
         wrong = decode.cache.wrong_blocks(late.token_ids, blocks, 0, 100)
         assert wrong <= report.invalid_block_ids, "its peer is gone, and it loaded something"
 
-    def _computes_by_itself(self, decode: EngineDouble, prompt: Any, blocks: Any, found: int) -> None:
+    def _computes_by_itself(self, decode: FakeEngine, prompt: Any, blocks: Any, found: int) -> None:
         """What was promised does not come, which is said within the time that the config gives."""
         began = time.monotonic()
         scheduled = [(prompt, blocks, found, 100 - found)]
@@ -256,9 +256,9 @@ class Ends(ConnectorSuite):
 
 def _produce(parent: peers.Parent, recipe: Any, host: str, config: Any) -> None:
     """In a child: an engine that has stored a prompt, and lives until it is killed."""
-    suite = judged_by(recipe)
+    suite = suite_from_ref(recipe)
     suite._host = host
-    engine = EngineDouble(suite.config_of("producer"), make=suite.make_side, seed=1)
+    engine = FakeEngine(suite.config_of("producer"), make=suite.make_side, seed=1)
     _, params = engine.hand_off(request_of("stored", range(100)))
     parent.send(params or {})
     parent.recv(timeout=None)

@@ -7,7 +7,7 @@ import pytest
 from kvplug.engine.connector.values import RequestEnd
 from kvplug_testing.contract.base import law
 from kvplug_testing.contract.connector.suite import ConnectorSuite
-from kvplug_testing.engine import CallOrder, EngineDouble, request_of
+from kvplug_testing.engine import CallOrder, FakeEngine, request_of
 from kvplug_testing.waits import Call
 
 _NEEDING = pytest.mark.parametrize("drafts", [False, True], ids=["usual", "drafting"])
@@ -16,7 +16,7 @@ _NEEDING = pytest.mark.parametrize("drafts", [False, True], ids=["usual", "draft
 class Failures(ConnectorSuite):
     """One load at a time, in either order of the end of a step."""
 
-    def _is_reported(self, decode: EngineDouble, how: str, drafts: bool) -> None:
+    def _is_reported(self, decode: FakeEngine, how: str, drafts: bool) -> None:
         """The load of this engine's first prompt, made to fail."""
         prompt = request_of("a", range(100), params=self._params)
         blocks, found, _ = self.promised(decode, prompt)

@@ -7,7 +7,7 @@ from typing import Any
 
 from kvplug_testing.contract.base import law
 from kvplug_testing.contract.connector.suite import KV_OF_A_TOKEN, ConnectorSuite
-from kvplug_testing.engine import EngineDouble, request_of
+from kvplug_testing.engine import FakeEngine, request_of
 from kvplug_testing.waits import Call
 
 
@@ -25,7 +25,7 @@ class Figures(ConnectorSuite):
     """Loads that are made and made to fail, and what is said of them afterwards."""
 
     @staticmethod
-    def _said(engine: EngineDouble) -> Any:
+    def _said(engine: FakeEngine) -> Any:
         figures = Call(engine.figures).result()
         if figures is not None:
             engine.scheduler.build_stats(figures).merge(figures)  # it is a snapshot

@@ -12,8 +12,8 @@ from kvplug_testing import peers, waits
 from kvplug_testing.contract.base import law
 from kvplug_testing.contract.connector.spoiling import SpoiledPipe
 from kvplug_testing.contract.connector.suite import ConnectorSuite
-from kvplug_testing.contract.recipes import judged_by
-from kvplug_testing.engine import CallOrder, EngineDouble, request_of
+from kvplug_testing.contract.suite_ref import suite_from_ref
+from kvplug_testing.engine import CallOrder, FakeEngine, request_of
 from kvplug_testing.waits import Call
 
 _ORDERS = [CallOrder(), CallOrder(loads_after_forward=True), CallOrder(drafts=True)]
@@ -54,7 +54,7 @@ class Lending(ConnectorSuite):
                 " were read after they were said to be free"
             )
 
-    def _wait_for(self, engine: EngineDouble, name: str, named: list[str] | None = None) -> None:
+    def _wait_for(self, engine: FakeEngine, name: str, named: list[str] | None = None) -> None:
         """Steps until it is named as sent, once. ``named``: by earlier ones."""
         named = [] if named is None else named
 
@@ -68,7 +68,7 @@ class Lending(ConnectorSuite):
             named.extend(sorted(Call(lambda: engine.step([])).result().finished_sending))
         assert named == [name], f"named as sent are {named}"
 
-    def _note_sent(self, engine: EngineDouble, named: list[str]) -> None:
+    def _note_sent(self, engine: FakeEngine, named: list[str]) -> None:
         """A step of an engine that loads nothing."""
         report = Call(lambda: engine.step([])).result()
         named.extend(sorted(report.finished_sending))
@@ -76,7 +76,7 @@ class Lending(ConnectorSuite):
 
     # -- a consumer that is gone ---------------------------------------------------------------
 
-    def _finished(self, prefill: EngineDouble) -> tuple[tuple[int, ...], bool, dict[str, Any] | None]:
+    def _finished(self, prefill: FakeEngine) -> tuple[tuple[int, ...], bool, dict[str, Any] | None]:
         """A prompt has been computed: its blocks, whether they are kept, and what its consumer is given."""
         prompt = request_of("s", range(100))
         blocks = prefill.allocate(100)
@@ -86,7 +86,7 @@ class Lending(ConnectorSuite):
         return (blocks, *prefill.finish(prompt, blocks))
 
     def _are_free_again(
-        self, prefill: EngineDouble, blocks: tuple[int, ...], keeps: bool, named: list[str]
+        self, prefill: FakeEngine, blocks: tuple[int, ...], keeps: bool, named: list[str]
     ) -> None:
         """The prompt is named if its blocks are kept. They are another's then, and a new consumer gets it."""
         if keeps:
@@ -226,9 +226,9 @@ class Lending(ConnectorSuite):
 
 def _consume(parent: peers.Parent, recipe: Any, host: str, when: str) -> None:
     """In a child: an engine that asks for a prompt, loads it perhaps, and lives until it is killed."""
-    suite = judged_by(recipe)
+    suite = suite_from_ref(recipe)
     suite._host = host
-    engine = EngineDouble(
+    engine = FakeEngine(
         suite.config_of("consumer"),
         make=suite.make_side,
         wrap_pipe=lambda pipe: SpoiledPipe(pipe, suite.switch),

@@ -7,15 +7,17 @@ from typing import Any
 import pytest
 
 from kvplug.engine.connector.values import Request
-from kvplug_testing import orders, waits
+from kvplug_testing import call_traces, waits
 from kvplug_testing.contract.base import law
 from kvplug_testing.contract.connector.suite import ConnectorSuite
-from kvplug_testing.engine import CallOrder, Departed, EngineDouble, replay, request_of
+from kvplug_testing.engine import CallOrder, Departed, FakeEngine, replay, request_of
 from kvplug_testing.engine.cache import layout_of
 from kvplug_testing.waits import Call
 
 RUNS = [
-    pytest.param(name, run, id=f"{name}: {run}") for name in orders.names() for run in orders.load(name).runs
+    pytest.param(name, run, id=f"{name}: {run}")
+    for name in call_traces.names()
+    for run in call_traces.load(name).runs
 ]
 _ORDERS = [
     CallOrder(drafts=drafts, loads_after_forward=late) for drafts in (False, True) for late in (False, True)
@@ -28,7 +30,7 @@ class Order(ConnectorSuite):
     @law("CONN-1", "CONN-2", "CONN-3", "CONN-5")
     @pytest.mark.parametrize(("record", "name"), RUNS)
     def test_what_engines_were_seen_to_do_is_done_rightly(self, record: str, name: str) -> None:
-        run = orders.load(record).runs[name]
+        run = call_traces.load(record).runs[name]
         if run.is_async and self.background:
             pytest.skip(self.background)
         size: dict[str, Any] = {"block_size": run.block_size, "num_layers": run.num_layers}
@@ -67,7 +69,7 @@ class Order(ConnectorSuite):
             assert ledger.num_failed or aborted, "its load was made to fail, and did not"
 
     def _promises_as_little(
-        self, run: orders.Run, prompt: orders.Prompt, tokens: tuple[int, ...], size: dict[str, Any]
+        self, run: call_traces.Run, prompt: call_traces.Prompt, tokens: tuple[int, ...], size: dict[str, Any]
     ) -> None:
         """Nothing is a lawful promise where engines that do nothing else get no other for this prompt."""
         self._host = ""
@@ -183,15 +185,15 @@ class Order(ConnectorSuite):
         assert isinstance(error, ValueError), f"tensors of another shape were registered: {error!r}"
 
 
-class _Unregistered(EngineDouble):
+class _Unregistered(FakeEngine):
     """An engine that forgets to hand its cache over."""
 
     def _begin(self) -> None:
         self.scheduler.get_finished_count()
 
     @classmethod
-    def made(cls, suite: ConnectorSuite) -> EngineDouble:
+    def made(cls, suite: ConnectorSuite) -> FakeEngine:
         double = Call(lambda: cls(suite.config_of("consumer"), make=suite.make_side, seed=2)).result()
         suite.later(lambda: suite.shut(double))
-        assert isinstance(double, EngineDouble)
+        assert isinstance(double, FakeEngine)
         return double

@@ -8,7 +8,7 @@ import attrs
 
 from kvplug_testing.contract.base import law
 from kvplug_testing.contract.connector.suite import ConnectorSuite
-from kvplug_testing.engine import EngineDouble, PlannedStep, request_of
+from kvplug_testing.engine import FakeEngine, PlannedStep, request_of
 from kvplug_testing.waits import Call
 
 _PREEMPTED = frozenset({"a"})
@@ -51,14 +51,14 @@ class Preemption(ConnectorSuite):
         self._is_left_alone(decode, blocks, planned, named=len(report.finished_recving), is_async=True)
 
     @staticmethod
-    def _preempt(decode: EngineDouble, blocks: tuple[int, ...]) -> None:
+    def _preempt(decode: FakeEngine, blocks: tuple[int, ...]) -> None:
         """Its blocks are free as soon as the worker side has heard of it."""
         Call(lambda: decode.worker.handle_preemptions(_PREEMPTED)).result()
         decode.cache.free(blocks)
 
     def _is_left_alone(
         self,
-        decode: EngineDouble,
+        decode: FakeEngine,
         blocks: tuple[int, ...],
         planned: PlannedStep,
         *,
@@ -81,7 +81,7 @@ class Preemption(ConnectorSuite):
         invalid = set() if is_async else {block for each in reports for block in each.invalid_block_ids}
         assert not invalid, f"blocks {sorted(invalid)} are reported, which a had before it was preempted"
 
-    def _comes_again(self, decode: EngineDouble, prompt: Any) -> None:
+    def _comes_again(self, decode: FakeEngine, prompt: Any) -> None:
         """Into other blocks, from the beginning."""
         prompt = attrs.evolve(prompt, generation=1)
         found, _ = Call(lambda: decode.ask(prompt)).result()

@@ -14,7 +14,7 @@ import pytest
 from kvplug_testing.contract.base import law
 from kvplug_testing.contract.connector.figures import failed
 from kvplug_testing.contract.connector.suite import ConnectorSuite
-from kvplug_testing.engine import EngineDouble, request_of
+from kvplug_testing.engine import FakeEngine, request_of
 from kvplug_testing.waits import Call
 
 _dialled: list[list[Any]] = []
@@ -92,14 +92,14 @@ def forged(value: Any) -> Iterator[Any]:
 class References(ConnectorSuite):
     """A reference that is good, and everything that it is not."""
 
-    def _lent(self, **consumer: Any) -> tuple[EngineDouble, EngineDouble, dict[str, Any]]:
+    def _lent(self, **consumer: Any) -> tuple[FakeEngine, FakeEngine, dict[str, Any]]:
         prefill, decode = self.pair(num_blocks=64, consumer=consumer)
         params = self.stored(prefill, range(100))
         if not params:
             pytest.skip(f"{self.called} hands out no references: request_finished returned no params")
         return prefill, decode, params
 
-    def _is_a_miss(self, decode: EngineDouble, name: str, params: Any, what: str) -> None:
+    def _is_a_miss(self, decode: FakeEngine, name: str, params: Any, what: str) -> None:
         prompt = request_of(name, range(100), params=params)
         with dialled() as addresses:
             asked = Call(lambda: decode.matched(prompt)).end()
@@ -108,13 +108,13 @@ class References(ConnectorSuite):
         assert not addresses, f"{what}: {addresses} were dialled"
         decode.scheduler.request_finished(prompt, ((),), "aborted")
 
-    def _is_counted(self, decode: EngineDouble, before: int, count: int, what: str) -> None:
+    def _is_counted(self, decode: FakeEngine, before: int, count: int, what: str) -> None:
         now = self._misses(decode)
         assert now - before >= count, f"{what}: {count} misses, and {now - before} are counted with a reason"
 
     _counted = 0
 
-    def _misses(self, decode: EngineDouble) -> int:
+    def _misses(self, decode: FakeEngine) -> int:
         for side in (decode.scheduler, decode.worker):
             said = side.get_stats()
             self._counted += sum(failed(said, op) for op in ("match", "load", "other"))

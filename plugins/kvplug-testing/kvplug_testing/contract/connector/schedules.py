@@ -11,7 +11,7 @@ from kvplug.engine.connector.values import RequestEnd
 from kvplug_testing import waits
 from kvplug_testing.contract.base import law
 from kvplug_testing.contract.connector.suite import ConnectorSuite
-from kvplug_testing.engine import Arrival, EngineDouble, Schedule, request_of
+from kvplug_testing.engine import Arrival, FakeEngine, Schedule, request_of
 from kvplug_testing.waits import Call
 
 QUICK, _FULL = range(4), range(4, 60)
@@ -38,7 +38,7 @@ def arrivals(chance: random.Random, name: str, count: int, first: int = 0) -> li
     return made
 
 
-def scheduled(double: EngineDouble, chance: random.Random, **given: Any) -> Schedule:
+def scheduled(double: FakeEngine, chance: random.Random, **given: Any) -> Schedule:
     """A schedule of some engine: how far it plans ahead, and whether it drafts, is chance."""
     return Schedule(double, chance, depth=chance.choice([1, 2, 2, 4]), drafts=chance.random() < 0.3, **given)
 
@@ -70,7 +70,7 @@ class Schedules(ConnectorSuite):
         self.spoil("")
         return theirs
 
-    def _scheduled(self, double: EngineDouble, chance: random.Random, spoils: bool) -> Schedule:
+    def _scheduled(self, double: FakeEngine, chance: random.Random, spoils: bool) -> Schedule:
         """``spoils``: the first load fails, and some of those that follow."""
 
         def before_step() -> None:
@@ -149,7 +149,7 @@ class Schedules(ConnectorSuite):
         return schedule
 
     @staticmethod
-    def _forget_blocks(double: EngineDouble, schedule: Schedule) -> None:
+    def _forget_blocks(double: FakeEngine, schedule: Schedule) -> None:
         """The blocks of prompts that are done are for others."""
         known = set(double.free_blocks)
         for block in range(double.cache.num_blocks):

@@ -22,7 +22,7 @@ from kvplug_testing import waits
 from kvplug_testing.contract import base
 from kvplug_testing.contract.base import Contract
 from kvplug_testing.contract.connector.spoiling import SpoiledPipe, Switch
-from kvplug_testing.engine import EngineDouble, request_of
+from kvplug_testing.engine import FakeEngine, request_of
 from kvplug_testing.waits import Call
 
 _numbers = itertools.count(1)
@@ -130,10 +130,10 @@ class ConnectorSuite(Contract):
 
     def engine(
         self, role: str, *, background: bool = False, config: Mapping[str, Any] | None = None, **given: Any
-    ) -> EngineDouble:
+    ) -> FakeEngine:
         """An engine of this process, which ends with the test. ``given``: arguments of the double."""
         made = Call(
-            lambda: EngineDouble(
+            lambda: FakeEngine(
                 self.config_of(role, background=background, **(config or {})),
                 make=self.make_side,
                 wrap_pipe=lambda pipe: SpoiledPipe(pipe, self.switch) if role != "producer" else pipe,
@@ -141,10 +141,10 @@ class ConnectorSuite(Contract):
             )
         ).result()
         self.later(lambda: self.shut(made))
-        assert isinstance(made, EngineDouble)
+        assert isinstance(made, FakeEngine)
         return made
 
-    def shut(self, engine: EngineDouble) -> None:
+    def shut(self, engine: FakeEngine) -> None:
         """Both sides are shut down, in time."""
         Call(engine.scheduler.shutdown).result()
         Call(engine.worker.shutdown).result()
@@ -156,19 +156,19 @@ class ConnectorSuite(Contract):
         producer: Mapping[str, Any] | None = None,
         consumer: Mapping[str, Any] | None = None,
         **given: Any,
-    ) -> tuple[EngineDouble, EngineDouble]:
+    ) -> tuple[FakeEngine, FakeEngine]:
         """An engine that produces and one that consumes, and that know each other."""
         prefill = self.engine("producer", **{"seed": 1, **given, **(producer or {})})
         decode = self.engine("consumer", background=background, **{"seed": 2, **given, **(consumer or {})})
         self.meet(decode)
         return prefill, decode
 
-    def meet(self, decode: EngineDouble) -> None:
+    def meet(self, decode: FakeEngine) -> None:
         """It has found its peer."""
         Call(lambda: decode.scheduler.wait_until_ready(waits.patience_s)).result()
         Call(lambda: decode.worker.wait_until_ready(waits.patience_s)).result()
 
-    def both(self, **given: Any) -> EngineDouble:
+    def both(self, **given: Any) -> FakeEngine:
         """An engine that loads what it has saved itself."""
         return self.engine("both", **{"num_blocks": 256, **given})
 
@@ -179,13 +179,13 @@ class ConnectorSuite(Contract):
         """What the call returns, which must come in time."""
         return Call(functools.partial(call, *args, **given)).result(within)
 
-    def stored(self, engine: EngineDouble, tokens: Any, name: str = "stored", **given: Any) -> dict[str, Any]:
+    def stored(self, engine: FakeEngine, tokens: Any, name: str = "stored", **given: Any) -> dict[str, Any]:
         """A prompt is computed, handed off and done with. What a request that wants it carries along."""
         _, params = Call(lambda: engine.hand_off(request_of(name, tokens, **given))).result()
         return params or {}
 
     def promised(
-        self, engine: EngineDouble, request: Request, num_computed: int = 0
+        self, engine: FakeEngine, request: Request, num_computed: int = 0
     ) -> tuple[tuple[int, ...], int, bool]:
         """It comes in, and is promised something: its blocks, how many tokens, whether in the background."""
         found, is_async = Call(lambda: engine.matched(request, num_computed)).result()
@@ -194,7 +194,7 @@ class ConnectorSuite(Contract):
         engine.scheduler.update_state_after_alloc(request, (blocks,), found)
         return blocks, found, is_async
 
-    def run_until_named(self, engine: EngineDouble, name: str) -> list[Any]:
+    def run_until_named(self, engine: FakeEngine, name: str) -> list[Any]:
         """Steps without requests, until one names this request as received. Their reports."""
         reports: list[Any] = []
 

@@ -20,7 +20,7 @@ from kvplug_testing.contract import base
 from kvplug_testing.contract.base import Contract
 from kvplug_testing.contract.lookup.entries import Put
 from kvplug_testing.contract.lookup.gate import Gate
-from kvplug_testing.contract.recipes import judged_by
+from kvplug_testing.contract.suite_ref import suite_from_ref
 from kvplug_testing.waits import Call
 
 SOON_S = 0.3
@@ -188,7 +188,7 @@ def reach_from_afar(
 
     module, _, name = where.rpartition(":")
     what = getattr(importlib.import_module(module), name)
-    suite = judged_by(recipe)
+    suite = suite_from_ref(recipe)
     pipes = pipe_endpoint(suite.far_pipes, suite.timeout_s, suite.data_pipe_options)
     signal = pipes.connect(contact)
     gate = Gate(pipes.connect(contact))
@@ -197,7 +197,7 @@ def reach_from_afar(
 
 def hold_far_away(parent: peers.Parent, recipe: dict[str, Any], contact: str) -> None:
     """In another process: a store with one entry, until the parent says that it is enough."""
-    suite = judged_by(recipe)
+    suite = suite_from_ref(recipe)
     pipes = pipe_endpoint(suite.far_pipes, suite.timeout_s, suite.data_pipe_options)
     signal, data = pipes.connect(contact), pipes.connect(contact)
     store = suite.endpoint().hold()

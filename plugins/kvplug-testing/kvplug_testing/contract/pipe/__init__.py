@@ -3,37 +3,37 @@
 from __future__ import annotations
 
 from kvplug_testing.contract.pipe.across import Across
+from kvplug_testing.contract.pipe.backpressure import Backpressure
 from kvplug_testing.contract.pipe.blocks import BlockMessages
 from kvplug_testing.contract.pipe.deadlines import Deadlines
-from kvplug_testing.contract.pipe.deaths import Deaths
 from kvplug_testing.contract.pipe.endpoints import Endpoints
 from kvplug_testing.contract.pipe.ends import Ends
 from kvplug_testing.contract.pipe.forks import Forks
-from kvplug_testing.contract.pipe.into import Into
 from kvplug_testing.contract.pipe.leaks import Leaks
 from kvplug_testing.contract.pipe.meetings import Meetings
 from kvplug_testing.contract.pipe.order import Order
-from kvplug_testing.contract.pipe.room import Room
-from kvplug_testing.contract.pipe.stops import Stops
+from kvplug_testing.contract.pipe.peer_death import PeerDeath
+from kvplug_testing.contract.pipe.recv_into import RecvInto
+from kvplug_testing.contract.pipe.sigstop import SigStop
 from kvplug_testing.contract.pipe.tensors import Tensors
+from kvplug_testing.contract.pipe.threads import Threads
 from kvplug_testing.contract.pipe.transfers import Transfers
-from kvplug_testing.contract.pipe.turns import Turns
 
 
 class PipeContract(
     Tensors,
     Order,
-    Into,
+    RecvInto,
     BlockMessages,
-    Room,
+    Backpressure,
     Transfers,
     Deadlines,
-    Turns,
+    Threads,
     Ends,
     Endpoints,
     Across,
-    Deaths,
-    Stops,
+    PeerDeath,
+    SigStop,
     Meetings,
     Forks,
     Leaks,

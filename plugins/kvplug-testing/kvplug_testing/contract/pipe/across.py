@@ -10,7 +10,7 @@ import pytest
 from kvplug.transport.pipe import Pipe
 from kvplug_testing import waits
 from kvplug_testing.contract.base import law
-from kvplug_testing.contract.pipe import far
+from kvplug_testing.contract.pipe import remote
 from kvplug_testing.contract.pipe.content import difference, dtypes, tensor_of
 from kvplug_testing.contract.pipe.suite import MIB, PipeSuite, received
 from kvplug_testing.waits import Call
@@ -23,7 +23,7 @@ class Across(PipeSuite):
 
     @law("PIPE-1", needs="other_processes")
     def test_every_dtype_and_shape_comes_back_from_another_process_with_its_bits(self) -> None:
-        pipe, _ = self.far(far.echo)
+        pipe, _ = self.far(remote.echo)
         messages = [tensor_of(dtype, shape) for dtype in dtypes() for shape in SHAPES]
         for message in [*messages, None, tensor_of("bfloat16", (1000, 300)).t(), None, None]:
             pipe.send_tensor(message)
@@ -34,17 +34,17 @@ class Across(PipeSuite):
     def test_order_holds_under_load_both_ways_with_another_process(self, kind: str) -> None:
         count, nbytes = 400, 60_000
         start = self.far_spawned if kind == "spawned" else self.far
-        pipe, child = start(far.both_ways, count, nbytes, **self.limited(MIB) if self.limit_option else {})
+        pipe, child = start(remote.both_ways, count, nbytes, **self.limited(MIB) if self.limit_option else {})
         self._exchange(pipe, child, count, nbytes)
 
     @law("PIPE-1", level="full", needs="both_ways_and_other_processes", timeout_s=600)
     def test_order_holds_for_many_messages_both_ways(self) -> None:
-        pipe, child = self.far(far.both_ways, 5_000, 60_000)
+        pipe, child = self.far(remote.both_ways, 5_000, 60_000)
         self._exchange(pipe, child, 5_000, 60_000, within=300)
 
     def _exchange(self, pipe: Pipe, child: Any, count: int, nbytes: int, within: float | None = None) -> None:
         within = 2 * waits.patience_s if within is None else within
-        wrong = Call(lambda: far.exchange(pipe, count, nbytes)).result(within)
+        wrong = Call(lambda: remote.exchange(pipe, count, nbytes)).result(within)
         assert not wrong, wrong
         assert child.recv(within) == "received"
         child.send("go")
@@ -53,19 +53,19 @@ class Across(PipeSuite):
     @law("PIPE-1", needs="other_processes")
     def test_what_is_larger_than_any_buffer_arrives_whole_from_another_process(self) -> None:
         nbytes = 40 * MIB + 3
-        pipe, _ = self.far(far.echo)
+        pipe, _ = self.far(remote.echo)
         for number in range(2):
-            transfer = pipe.send_tensor(far.content(number, nbytes))
-            assert not (wrong := far.unlike(received(pipe), number, nbytes)), wrong
+            transfer = pipe.send_tensor(remote.content(number, nbytes))
+            assert not (wrong := remote.unlike(received(pipe), number, nbytes)), wrong
             transfer.wait(waits.patience_s)
 
     @law("ALL-1", needs="other_processes")
     def test_what_was_sent_before_a_polite_close_is_received_by_another_process(self) -> None:
         sizes = [1000, 3 * MIB, 0, 10]
-        pipe, child = self.far(far.receive, sizes)
+        pipe, child = self.far(remote.receive, sizes)
         child.recv()
         for number, nbytes in enumerate(sizes):
-            pipe.send_tensor(far.content(number, nbytes))
+            pipe.send_tensor(remote.content(number, nbytes))
         closing = Call(partial(pipe.close, timeout=waits.patience_s))
         child.send("go")
         closing.result()

@@ -13,7 +13,7 @@ from typing import Any, Self
 
 import attrs
 
-from kvplug_testing.peers import Belongings
+from kvplug_testing.peers import Resources
 
 MOST_KEPT_BYTES = 32 << 20
 """What allocators may keep after any number of rounds."""
@@ -25,7 +25,7 @@ MOST_KEPT_OBJECTS = 100
 class Footprint:
     """Of one process, at one moment."""
 
-    belongings: Belongings
+    belongings: Resources
     resident_bytes: int
     objects: int
     """Objects that Python's collector knows. A pipe that is kept is dozens of them. 0 under a tracer, such as
@@ -41,7 +41,7 @@ class Footprint:
         gc.collect()
         _trim()(0)
         is_traced = threading.gettrace() is not None
-        return cls(Belongings.of(), _resident(), 0 if is_traced else len(gc.get_objects()))
+        return cls(Resources.of(), _resident(), 0 if is_traced else len(gc.get_objects()))
 
     def plain(self) -> dict[str, Any]:
         """As plain values, without what belongs to nobody else."""
@@ -55,7 +55,7 @@ class Footprint:
     @classmethod
     def from_plain(cls, plain: dict[str, Any]) -> Self:
         held = {name: frozenset(value) for name, value in plain["belongings"].items()}
-        return cls(Belongings(**held), plain["resident_bytes"], plain["objects"])
+        return cls(Resources(**held), plain["resident_bytes"], plain["objects"])
 
     def growth(self, before: Footprint, rounds: int, nbytes: int) -> str:
         """What has grown since ``before``, in words; empty if nothing has.

@@ -14,7 +14,7 @@ from kvplug.errors import ClosedError, PeerGoneError
 from kvplug.transport.pipe import Pipe, PipeListener
 from kvplug_testing import peers, waits
 from kvplug_testing.contract.base import law
-from kvplug_testing.contract.pipe import far
+from kvplug_testing.contract.pipe import remote
 from kvplug_testing.contract.pipe.suite import MIB, PipeSuite, fill, received
 from kvplug_testing.waits import Call, raises
 
@@ -76,7 +76,7 @@ def not_closed(pipes: list[Pipe], listeners: list[PipeListener]) -> str:
 
 def held() -> str:
     """The descriptors of this process."""
-    return "\n".join(sorted(peers.Belongings.of().descriptors))
+    return "\n".join(sorted(peers.Resources.of().descriptors))
 
 
 class Forks(PipeSuite):
@@ -96,7 +96,7 @@ class Forks(PipeSuite):
     def test_a_forked_child_holds_none_of_the_descriptors(self) -> None:
         before = set(in_forked_child(held).splitlines())
         one, other = self.pair()
-        one.send_tensor(far.content(1, 8 * MIB))  # whatever a transport opens for large messages
+        one.send_tensor(remote.content(1, 8 * MIB))  # whatever a transport opens for large messages
         self._receive(other, 1, 8 * MIB)
         listener = self.endpoint().listen()
         self.later(listener.close)
@@ -113,7 +113,7 @@ class Forks(PipeSuite):
         listener = end.listen()
         self.later(listener.close)
         receiving = Call(partial(one.recv_tensor, timeout=None))
-        sending = Call(lambda: one.send_tensor(far.content(7, MIB), timeout=None))
+        sending = Call(lambda: one.send_tensor(remote.content(7, MIB), timeout=None))
         accepting = Call(partial(listener.accept, timeout=None))
         assert receiving.is_blocked(0.1)
         for _ in range(5):
@@ -123,8 +123,8 @@ class Forks(PipeSuite):
             transfer.wait(waits.patience_s)
         sending.result()
         self._receive(other, 7, MIB)
-        other.send_tensor(far.content(8, 1000))
-        assert not (wrong := far.unlike(receiving.result(), 8, 1000)), wrong
+        other.send_tensor(remote.content(8, 1000))
+        assert not (wrong := remote.unlike(receiving.result(), 8, 1000)), wrong
         connecting = Call(partial(end.connect, listener.contact))
         for call in (accepting, connecting):
             self.later(call.result().abort)
@@ -133,7 +133,7 @@ class Forks(PipeSuite):
     def test_transfers_under_way_have_failed_in_a_forked_child_and_go_on_in_the_parent(self) -> None:
         one, other = self.pair()
         sizes = [40 * MIB, 1000, 2 * MIB]
-        transfers = [one.send_tensor(far.content(n, nbytes)) for n, nbytes in enumerate(sizes)]
+        transfers = [one.send_tensor(remote.content(n, nbytes)) for n, nbytes in enumerate(sizes)]
         called: list[int] = []
         for transfer in transfers:
             transfer.add_done_callback(lambda _: called.append(os.getpid()))
@@ -164,8 +164,8 @@ class Forks(PipeSuite):
     @law("ALL-6", needs="both_ways_and_forked_processes")
     def test_forks_under_load_disturb_neither_side(self) -> None:
         one, other = self.pair()
-        here = Call(lambda: far.exchange(one, 60, 200_000))
-        there = Call(lambda: far.exchange(other, 60, 200_000))
+        here = Call(lambda: remote.exchange(one, 60, 200_000))
+        there = Call(lambda: remote.exchange(other, 60, 200_000))
         count = 0
         while not (here.ended and there.ended) and count < 20:
             assert not (wrong := in_forked_child(lambda: not_closed([one, other], []))), wrong
@@ -183,30 +183,30 @@ class Forks(PipeSuite):
 
         def connect() -> str:
             with self.endpoint().connect(contact, timeout=waits.patience_s) as pipe:
-                pipe.send_tensor(far.content(3, 1000))
-                return far.unlike(pipe.recv_tensor(timeout=waits.patience_s), 4, 1000)
+                pipe.send_tensor(remote.content(3, 1000))
+                return remote.unlike(pipe.recv_tensor(timeout=waits.patience_s), 4, 1000)
 
         child = Call(lambda: in_forked_child(connect))
         pipe = self.accept(listener)
         self._receive(pipe, 3, 1000)
-        pipe.send_tensor(far.content(4, 1000))
+        pipe.send_tensor(remote.content(4, 1000))
         assert not (wrong := child.result(2 * waits.patience_s)), wrong
         self._go_on(one, other)
 
     @law("ALL-6", "ALL-2", needs="other_and_forked_processes")
     def test_a_forked_child_of_the_peer_neither_ends_the_pipe_nor_keeps_it_open(self) -> None:
-        pipe, child = self.far(far.fork_and_echo)
+        pipe, child = self.far(remote.fork_and_echo)
         grandchild = child.recv()
         self.later(lambda: os.kill(grandchild, signal.SIGKILL))
-        pipe.send_tensor(far.content(1, 1000))
+        pipe.send_tensor(remote.content(1, 1000))
         self._receive(pipe, 1, 1000)
         child.kill()
         raises(PeerGoneError, partial(pipe.recv_tensor, timeout=waits.patience_s))
 
     def _go_on(self, one: Pipe, other: Pipe) -> None:
         for number, (source, target) in enumerate([(one, other), (other, one)]):
-            source.send_tensor(far.content(number, 50_000))
+            source.send_tensor(remote.content(number, 50_000))
             self._receive(target, number, 50_000)
 
     def _receive(self, pipe: Pipe, number: int, nbytes: int) -> None:
-        assert not (wrong := far.unlike(received(pipe), number, nbytes)), wrong
+        assert not (wrong := remote.unlike(received(pipe), number, nbytes)), wrong

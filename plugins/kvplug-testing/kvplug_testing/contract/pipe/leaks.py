@@ -16,7 +16,7 @@ from kvplug.errors import PeerGoneError
 from kvplug.transport.pipe import Pipe
 from kvplug_testing import peers, waits
 from kvplug_testing.contract.base import law
-from kvplug_testing.contract.pipe import far
+from kvplug_testing.contract.pipe import remote
 from kvplug_testing.contract.pipe.footprint import Footprint
 from kvplug_testing.contract.pipe.suite import MIB, PipeSuite, received
 from kvplug_testing.waits import Call, raises
@@ -60,7 +60,7 @@ class Leaks(PipeSuite):
         The pipe is open all the while: a thread that it starts once, when a message first has to wait, is
         its own until it is closed.
         """
-        pipe, child = self.far(far.echo_and_look)
+        pipe, child = self.far(remote.echo_and_look)
 
         def one(number: int) -> None:
             child.send("echo")
@@ -74,7 +74,7 @@ class Leaks(PipeSuite):
 
         def one(number: int) -> None:
             with self.scope():
-                child = self.connecting(listener.contact, far.echo)
+                child = self.connecting(listener.contact, remote.echo)
                 pipe = self.accept(listener)
                 _echo(pipe, number)
                 if number % 4 == 0:
@@ -91,7 +91,7 @@ class Leaks(PipeSuite):
         _repeat(one, rounds, None)
 
     def _connect_again_and_again(self, rounds: int) -> None:
-        contact, child = self.far_listener(far.accept_without_end)
+        contact, child = self.far_listener(remote.accept_without_end)
         end = self.endpoint()
 
         def one(number: int) -> None:
@@ -114,8 +114,8 @@ class Leaks(PipeSuite):
         def one(number: int) -> None:
             with self.scope():
                 here, there = self.join(end, listener)
-                transfer = here.send_tensor(far.content(number, NBYTES))
-                assert not (wrong := far.unlike(received(there), number, NBYTES)), wrong
+                transfer = here.send_tensor(remote.content(number, NBYTES))
+                assert not (wrong := remote.unlike(received(there), number, NBYTES)), wrong
                 transfer.wait(waits.patience_s)
                 for pipe in (here, there):
                     if number % 3:
@@ -173,6 +173,6 @@ def _growth_of(child: peers.Peer, before: Footprint, rounds: int) -> str:
 
 
 def _echo(pipe: Pipe, number: int) -> None:
-    transfer = pipe.send_tensor(far.content(number, NBYTES))
-    assert not (wrong := far.unlike(received(pipe), number, NBYTES)), wrong
+    transfer = pipe.send_tensor(remote.content(number, NBYTES))
+    assert not (wrong := remote.unlike(received(pipe), number, NBYTES)), wrong
     transfer.wait(waits.patience_s)

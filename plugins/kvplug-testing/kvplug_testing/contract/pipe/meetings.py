@@ -15,7 +15,7 @@ from kvplug.errors import AuthenticationError, PeerGoneError
 from kvplug.transport.pipe import Pipe, PipeListener
 from kvplug_testing import waits
 from kvplug_testing.contract.base import law
-from kvplug_testing.contract.pipe import far
+from kvplug_testing.contract.pipe import remote
 from kvplug_testing.contract.pipe.suite import PipeSuite, received
 from kvplug_testing.waits import Call, raises, until
 
@@ -29,17 +29,17 @@ class Meetings(PipeSuite):
         listener = end.listen()
         self.later(listener.close)
         for number in range(6):
-            child = self.connecting(listener.contact, far.hello, number)
+            child = self.connecting(listener.contact, remote.hello, number)
             pipe = self.accept(listener)
             assert not (wrong := _hello(pipe, number)), wrong
             child.kill()
             raises(PeerGoneError, partial(pipe.recv_tensor, timeout=waits.patience_s))
             if number % 2:
                 pipe.close()
-        contact, child = self.far_listener(far.accept_one)
+        contact, child = self.far_listener(remote.accept_one)
         with end.connect(contact) as pipe:
-            pipe.send_tensor(far.content(1, 1000))
-            assert not (wrong := far.unlike(received(pipe), 1, 1000)), wrong
+            pipe.send_tensor(remote.content(1, 1000))
+            assert not (wrong := remote.unlike(received(pipe), 1, 1000)), wrong
 
     @law("END-2", needs="other_processes")
     @pytest.mark.parametrize("way", ["while it connects", "before it is accepted"])
@@ -55,14 +55,14 @@ class Meetings(PipeSuite):
         self.later(listener.close)
         chance = random.Random(rounds)
         for round_ in range(rounds):
-            dying = self.connecting(listener.contact, far.wait)
+            dying = self.connecting(listener.contact, remote.wait)
             if way == "before it is accepted":
                 dying.recv()
             else:
                 time.sleep(chance.uniform(0, 0.03))
             dying.kill()
             dying.close()
-            child = self.connecting(listener.contact, far.hello, round_)
+            child = self.connecting(listener.contact, remote.hello, round_)
             self._find(listener, round_)
             child.close()
 
@@ -73,7 +73,7 @@ class Meetings(PipeSuite):
             receiving = Call(partial(pipe.recv_tensor, timeout=waits.patience_s))
             receiving.end(waits.patience_s + 1)
             if receiving.error is None:
-                assert not (wrong := far.unlike(receiving.value, number, 1000)), wrong
+                assert not (wrong := remote.unlike(receiving.value, number, 1000)), wrong
                 return pipe.abort()
             receiving.raised(PeerGoneError)
             pipe.abort()
@@ -85,11 +85,11 @@ class Meetings(PipeSuite):
     def test_a_pipe_works_undisturbed_while_others_come_and_are_killed(self) -> None:
         listener = self.endpoint().listen()
         self.later(listener.close)
-        working = self.connecting(listener.contact, far.both_ways, 200, 100_000)
+        working = self.connecting(listener.contact, remote.both_ways, 200, 100_000)
         pipe = self.accept(listener)
-        exchanging = Call(lambda: far.exchange(pipe, 200, 100_000))
+        exchanging = Call(lambda: remote.exchange(pipe, 200, 100_000))
         for number in range(5):
-            child = self.connecting(listener.contact, far.hello, number)
+            child = self.connecting(listener.contact, remote.hello, number)
             if number % 2:
                 assert not (wrong := _hello(self.accept(listener), number)), wrong
             child.kill()
@@ -103,7 +103,7 @@ class Meetings(PipeSuite):
         end = self.endpoint()
         chance = random.Random(1)
         for round_ in range(8):
-            contact, child = self.far_listener(far.accept_one)
+            contact, child = self.far_listener(remote.accept_one)
             if round_:
                 threading.Timer(chance.uniform(0, 0.01), os.kill, (child.pid, signal.SIGKILL)).start()
             else:
@@ -125,15 +125,15 @@ class Meetings(PipeSuite):
         self.later(listener.close)
         count = 6
         for number in range(count):
-            self.connecting(listener.contact, far.hello, number)
+            self.connecting(listener.contact, remote.hello, number)
         heard = set()
         for _ in range(count):
             message = received(self.accept(listener))
-            heard |= {n for n in range(count) if not far.unlike(message, n, 1000)}
+            heard |= {n for n in range(count) if not remote.unlike(message, n, 1000)}
         until(lambda: len(heard) == count, 0, f"of {count} peers {count - len(heard)}")
 
 
 def _hello(pipe: Pipe, number: int) -> str:
-    wrong = far.unlike(received(pipe), number, 1000)
+    wrong = remote.unlike(received(pipe), number, 1000)
     pipe.send_tensor(None)
     return wrong

@@ -15,7 +15,7 @@ from kvplug.transport.pipe import Pipe, PipeEndpoint, PipeListener, Transfer
 from kvplug.transport.spec import Kind
 from kvplug_testing import peers, waits
 from kvplug_testing.contract.base import Contract
-from kvplug_testing.contract.recipes import judged_by
+from kvplug_testing.contract.suite_ref import suite_from_ref
 from kvplug_testing.waits import Call
 
 MIB = 1 << 20
@@ -165,7 +165,8 @@ class PipeSuite(Contract):
     def far(self, what: Callable[..., Any], *args: Any, **options: Any) -> tuple[Pipe, peers.Peer]:
         """A pipe whose other end is in another process, which runs ``what(parent, pipe, *args)``.
 
-        ``what`` is a function of an importable module's top level (:mod:`kvplug_testing.contract.pipe.far`).
+        ``what`` is a function of an importable module's top level, as in
+        :mod:`kvplug_testing.contract.pipe.remote`.
         ``options`` are the transport's, at both ends; ``heartbeat_timeout_s`` is the context's.
         """
         return self._far(self.start_forked, what, args, options)
@@ -217,7 +218,7 @@ class PipeSuite(Contract):
     def import_all(self) -> None:
         import torch  # noqa: F401
 
-        import kvplug_testing.contract.pipe.far  # noqa: F401
+        import kvplug_testing.contract.pipe.remote  # noqa: F401
 
         super().import_all()
 
@@ -232,7 +233,7 @@ def far_end(
     parent: peers.Parent, recipe: dict[str, Any], options: dict[str, Any], contact: str, what: str, args: Any
 ) -> Any:
     """In another process: connect, run the function, and end politely."""
-    with judged_by(recipe).endpoint(**options).connect(contact) as pipe:
+    with suite_from_ref(recipe).endpoint(**options).connect(contact) as pipe:
         return _named(what)(parent, pipe, *args)
 
 
@@ -240,7 +241,7 @@ def far_listens(
     parent: peers.Parent, recipe: dict[str, Any], options: dict[str, Any], what: str, args: Any
 ) -> Any:
     """In another process: listen, say where, and run the function."""
-    listener = judged_by(recipe).endpoint(**options).listen()
+    listener = suite_from_ref(recipe).endpoint(**options).listen()
     try:
         parent.send(listener.contact)
         return _named(what)(parent, listener, *args)

@@ -16,7 +16,7 @@ from kvplug_testing.contract.base import law
 from kvplug_testing.contract.queue.chunks import read, write
 from kvplug_testing.contract.queue.suite import CHUNKS, QueueSuite, fill, received, sent, wrong
 from kvplug_testing.contract.queue.waiting import acquire_read, acquire_write
-from kvplug_testing.contract.recipes import judged_by
+from kvplug_testing.contract.suite_ref import suite_from_ref
 from kvplug_testing.waits import Call, raises, until
 
 ROUNDS = 1_000
@@ -231,7 +231,7 @@ class Endings(QueueSuite):
 
     @law("ALL-7")
     def test_queues_that_have_ended_leave_nothing(self) -> None:
-        before = peers.Belongings.of()
+        before = peers.Resources.of()
         for politely in (True, False):
             for _ in range(5):
                 writer, readers = self.queue(2)
@@ -240,7 +240,7 @@ class Endings(QueueSuite):
                 for end in (*readers, writer):
                     Call(end.close if politely else end.abort).result()
         until(
-            lambda: not peers.Belongings.of().beyond(before),
+            lambda: not peers.Resources.of().beyond(before),
             what="the end of everything that ten queues had opened",
         )
 
@@ -270,7 +270,7 @@ def _forks(parent: peers.Parent, recipe: dict[str, Any]) -> dict[str, Any]:
     import os
     import warnings
 
-    suite = judged_by(recipe)
+    suite = suite_from_ref(recipe)
     end = suite.endpoint()
     with end.create() as writer, end.create_from_handle(writer.export_handle(), 0) as reader:
         seen, told = os.pipe()

@@ -19,7 +19,7 @@ from kvplug.transport.queue import MessageQueue, QueueHandle
 from kvplug_testing import waits
 from kvplug_testing.contract.base import law
 from kvplug_testing.contract.queue.suite import QueueSuite, received, sent
-from kvplug_testing.contract.recipes import judged_by
+from kvplug_testing.contract.suite_ref import suite_from_ref
 from kvplug_testing.peers import Parent
 from kvplug_testing.waits import raises
 
@@ -117,7 +117,7 @@ def _opens_little(
     parent: Parent, recipe: dict[str, Any], context: dict[str, Any], handle: dict[str, Any]
 ) -> dict[str, str]:
     """In a process of its own: make ends with hardly any descriptors left; what was wrong with each."""
-    endpoint = judged_by(recipe).endpoint(**context)
+    endpoint = suite_from_ref(recipe).endpoint(**context)
     attached = QueueHandle.from_plain(handle)
     ranks = iter(range(ROOMS + 1))  # one that has failed in the middle may have been used up
 

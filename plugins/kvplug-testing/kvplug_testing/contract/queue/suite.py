@@ -13,7 +13,7 @@ from kvplug.transport.queue import MessageQueue, QueueEndpoint, QueueHandle
 from kvplug.transport.spec import Kind
 from kvplug_testing import peers, waits
 from kvplug_testing.contract.base import Contract
-from kvplug_testing.contract.recipes import judged_by
+from kvplug_testing.contract.suite_ref import suite_from_ref
 from kvplug_testing.waits import Call
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -137,7 +137,7 @@ def _far_reader(
     where: str,
     args: list[Any],
 ) -> Any:
-    suite = judged_by(recipe)
+    suite = suite_from_ref(recipe)
     with suite.endpoint(**context).create_from_handle(QueueHandle.from_plain(handle), rank) as queue:
         return _named(where)(parent, queue, *args)
 
@@ -145,7 +145,7 @@ def _far_reader(
 def _far_writer(
     parent: peers.Parent, recipe: dict[str, Any], context: dict[str, Any], where: str, args: list[Any]
 ) -> Any:
-    with judged_by(recipe).endpoint(**context).create() as queue:
+    with suite_from_ref(recipe).endpoint(**context).create() as queue:
         parent.send(queue.export_handle().as_plain())
         return _named(where)(parent, queue, *args)
 

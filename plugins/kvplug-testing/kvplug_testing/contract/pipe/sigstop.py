@@ -12,7 +12,7 @@ from kvplug.errors import KvplugError, TimeoutError
 from kvplug.transport.pipe import Pipe
 from kvplug_testing import waits
 from kvplug_testing.contract.base import law
-from kvplug_testing.contract.pipe import far
+from kvplug_testing.contract.pipe import remote
 from kvplug_testing.contract.pipe.suite import LIMIT, MIB, MOST_ACCEPTED, PipeSuite, received
 from kvplug_testing.waits import Call, raises, until
 
@@ -22,20 +22,20 @@ LARGE = 24 * MIB
 """More than the operating system and any buffer hold: a peer that is stopped has sent a part of it."""
 
 
-class Stops(PipeSuite):
+class SigStop(PipeSuite):
     """A process at the other end gets SIGSTOP, and SIGCONT."""
 
     @law("ALL-3", needs="other_processes")
     def test_calls_to_a_stopped_peer_time_out_and_everything_arrives_when_it_goes_on(self) -> None:
-        pipe, child = self.far(far.echo, heartbeat_timeout_s=HEARTBEAT_S)
-        pipe.send_tensor(far.content(0, 1000))
+        pipe, child = self.far(remote.echo, heartbeat_timeout_s=HEARTBEAT_S)
+        pipe.send_tensor(remote.content(0, 1000))
         _receive(pipe, 0, 1000)
         child.stop()
-        pipe.send_tensor(far.content(1, 1000))
+        pipe.send_tensor(remote.content(1, 1000))
         for _ in range(3):
             raises(TimeoutError, partial(pipe.recv_tensor, timeout=HEARTBEAT_S))
         numbers = range(2, 6)
-        transfers = [pipe.send_tensor(far.content(n, 100_000)) for n in numbers]
+        transfers = [pipe.send_tensor(remote.content(n, 100_000)) for n in numbers]
         child.cont()
         _receive(pipe, 1, 1000)
         for number in numbers:
@@ -45,22 +45,22 @@ class Stops(PipeSuite):
 
     @law("ALL-3", needs="other_processes")
     def test_a_call_that_is_blocked_while_the_peer_is_stopped_goes_on_with_it(self) -> None:
-        pipe, child = self.far(far.echo, heartbeat_timeout_s=HEARTBEAT_S)
-        pipe.send_tensor(far.content(0, 1000))
+        pipe, child = self.far(remote.echo, heartbeat_timeout_s=HEARTBEAT_S)
+        pipe.send_tensor(remote.content(0, 1000))
         _receive(pipe, 0, 1000)
         receiving = Call(partial(pipe.recv_tensor, timeout=None))
         child.stop()
-        pipe.send_tensor(far.content(1, 1000))
+        pipe.send_tensor(remote.content(1, 1000))
         assert receiving.is_blocked(3 * HEARTBEAT_S), receiving.error
         child.cont()
-        assert not (wrong := far.unlike(receiving.result(), 1, 1000)), wrong
+        assert not (wrong := remote.unlike(receiving.result(), 1, 1000)), wrong
 
     @law("PIPE-3", "ALL-3", needs="bounded_and_other_processes")
     @pytest.mark.parametrize("nbytes", [1000, 100_000, 3 * MIB])
     def test_with_the_peer_stopped_no_more_is_taken_than_the_limit_and_nothing_is_lost(
         self, nbytes: int
     ) -> None:
-        pipe, child = self.far(far.echo, heartbeat_timeout_s=HEARTBEAT_S, **self.limited())
+        pipe, child = self.far(remote.echo, heartbeat_timeout_s=HEARTBEAT_S, **self.limited())
         child.stop()
         most = LIMIT + nbytes + self.beyond_limit_bytes
         taken = 0
@@ -69,7 +69,7 @@ class Stops(PipeSuite):
             count = 0
             while (count + 1) * nbytes <= min(most + 8 * MIB, MOST_ACCEPTED):
                 try:
-                    pipe.send_tensor(far.content(count, nbytes), timeout=0.3)
+                    pipe.send_tensor(remote.content(count, nbytes), timeout=0.3)
                 except TimeoutError:
                     break
                 count += 1
@@ -88,7 +88,7 @@ class Stops(PipeSuite):
         self, first_out: bool, second_out: bool
     ) -> None:
         sizes = [1000, LARGE, 2000, 3000]
-        pipe, child = self.far(far.send, sizes, heartbeat_timeout_s=HEARTBEAT_S)
+        pipe, child = self.far(remote.send, sizes, heartbeat_timeout_s=HEARTBEAT_S)
         _receive(pipe, 0, 1000)
         assert child.recv() == "queued"
         child.stop()
@@ -96,7 +96,7 @@ class Stops(PipeSuite):
         receiving = Call(partial(pipe.recv_tensor, out, timeout=2 * HEARTBEAT_S)).end()
         number = 1
         if receiving.error is None:  # it held all of it already
-            assert not (wrong := far.unlike(receiving.value, number, LARGE)), wrong
+            assert not (wrong := remote.unlike(receiving.value, number, LARGE)), wrong
             number += 1
         else:
             receiving.raised(TimeoutError)
@@ -110,7 +110,7 @@ class Stops(PipeSuite):
     @law("PIPE-6", needs="other_processes")
     def test_a_receive_that_runs_out_of_time_again_and_again_is_not_skipped(self) -> None:
         sizes = [LARGE, 1000, LARGE // 2, 2000]
-        pipe, child = self.far(far.send, sizes)
+        pipe, child = self.far(remote.send, sizes)
         limit = time.monotonic() + waits.patience_s
         number = 0
         while number < len(sizes):
@@ -119,7 +119,7 @@ class Stops(PipeSuite):
             receiving = Call(partial(pipe.recv_tensor, timeout=0.02)).end()
             child.cont()
             if receiving.error is None:
-                assert not (wrong := far.unlike(receiving.value, number, sizes[number])), wrong
+                assert not (wrong := remote.unlike(receiving.value, number, sizes[number])), wrong
                 number += 1
             elif not isinstance(receiving.error, TimeoutError):
                 return self._assert_broken(pipe, receiving.error)
@@ -137,7 +137,7 @@ class Stops(PipeSuite):
             receiving.end(waits.patience_s + 1)
             if receiving.error is not None and each == number:
                 return self._assert_broken(pipe, receiving.error)
-            assert not (wrong := far.unlike(receiving.result(), each, sizes[each])), wrong
+            assert not (wrong := remote.unlike(receiving.result(), each, sizes[each])), wrong
         return None
 
     def _assert_broken(self, pipe: Pipe, error: BaseException) -> None:
@@ -148,7 +148,7 @@ class Stops(PipeSuite):
 
     @law("ALL-3", "ALL-4", needs="other_processes")
     def test_connecting_to_a_stopped_listener_ends_in_time_and_succeeds_when_it_goes_on(self) -> None:
-        contact, child = self.far_listener(far.accept_one)
+        contact, child = self.far_listener(remote.accept_one)
         child.stop()
         end = self.endpoint()
         connecting = Call(partial(end.connect, contact, timeout=0.5)).end()
@@ -174,15 +174,15 @@ class Stops(PipeSuite):
     def test_a_peer_that_is_stopped_while_it_connects_holds_up_nobody(self, moment: int) -> None:
         listener = self.endpoint().listen()
         self.later(listener.close)
-        slow = self.connecting(listener.contact, far.hello, 1)
+        slow = self.connecting(listener.contact, remote.hello, 1)
         time.sleep(0.004 * moment)
         slow.stop()
-        self.connecting(listener.contact, far.hello, 2)
+        self.connecting(listener.contact, remote.hello, 2)
         heard: list[int] = []
 
         def hear(pipe: Pipe) -> None:
             message = pipe.recv_tensor(timeout=None)
-            heard.append(1 if far.unlike(message, 2, 1000) else 2)
+            heard.append(1 if remote.unlike(message, 2, 1000) else 2)
 
         def take() -> None:
             for _ in range(2):
@@ -200,7 +200,7 @@ class Stops(PipeSuite):
 
 
 def _receive(pipe: Pipe, number: int, nbytes: int) -> None:
-    assert not (wrong := far.unlike(received(pipe), number, nbytes)), wrong
+    assert not (wrong := remote.unlike(received(pipe), number, nbytes)), wrong
 
 
 def _echoed(pipe: Pipe) -> Any:

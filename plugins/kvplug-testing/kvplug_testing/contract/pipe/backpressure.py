@@ -18,7 +18,7 @@ _MOST_EMPTY = 100_000
 """Messages without content that fit into 64 KiB by nobody's count."""
 
 
-class Room(PipeSuite):
+class Backpressure(PipeSuite):
     """Pairs that may have little unsent, and nobody receives."""
 
     @law("PIPE-3", "PIPE-2", needs="a_limit")

@@ -41,7 +41,7 @@ _NO_DEVICE = re.compile(r"/dev/(null|zero|full|u?random|tty|ptmx|std(in|out|err)
 _ERRORS = (Exception, SystemExit)
 
 
-class Witness:
+class PluginInspector:
     """Writes down what happens, line by line, so that what was going on at a sudden end is known."""
 
     def __init__(self, path: str) -> None:
@@ -115,7 +115,7 @@ def _missing(error: BaseException | None) -> str:
     return ""
 
 
-def _look(witness: Witness, name: str) -> None:
+def _look(witness: PluginInspector, name: str) -> None:
     """What ``kvplug list`` does, and nothing else."""
     from kvplug.assembly.registry.discovery import check_api, discover
     from kvplug.errors import PluginError
@@ -145,7 +145,7 @@ def _look(witness: Witness, name: str) -> None:
         _look_at(witness, spec)
 
 
-def _use(witness: Witness, name: str) -> None:
+def _use(witness: PluginInspector, name: str) -> None:
     """What choosing each of the names does."""
     for spec in _specs(witness, name, ""):
         of = f"{spec.kind.replace('_', ' ')} {spec.name}"
@@ -162,7 +162,7 @@ def _use(witness: Witness, name: str) -> None:
                     raise TypeError(f"{command!r} is not a click command")
 
 
-def _specs(witness: Witness, name: str, value: str) -> tuple[Any, ...]:
+def _specs(witness: PluginInspector, name: str, value: str) -> tuple[Any, ...]:
     """What the plugin offers, loaded while all others are blocked."""
     from kvplug.assembly.registry import PluginStatus, Registry
     from kvplug.assembly.registry.discovery import discover
@@ -197,7 +197,7 @@ def _offer(spec: Any) -> dict[str, Any]:
     }
 
 
-def _look_at(witness: Witness, spec: Any) -> None:
+def _look_at(witness: PluginInspector, spec: Any) -> None:
     from kvplug.config import describe_options
     from kvplug.transport.spec import Probe, load_target
 
@@ -237,7 +237,7 @@ def _readme(distribution: str) -> str:
 
 def main(mode: str, name: str, path: str) -> None:
     """The program."""
-    witness = Witness(path)
+    witness = PluginInspector(path)
     {"look": _look, "use": _use}[mode](witness, name)
     witness.tell(end=True)
 

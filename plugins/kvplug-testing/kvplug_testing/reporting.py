@@ -29,7 +29,7 @@ _KEPT = pytest.StashKey[str]()
 _ABOVE = "kvplug_above"
 _NOTHING_JUDGED = (pytest.ExitCode.USAGE_ERROR, pytest.ExitCode.INTERNAL_ERROR)
 """Ends of a run that leave an earlier report as it is."""
-_JUDGED = Path(__file__).with_name("contract") / "judged.py"
+_JUDGED = Path(__file__).with_name("contract") / "collected_suites.py"
 
 
 def judge_of(config: pytest.Config) -> Judge:

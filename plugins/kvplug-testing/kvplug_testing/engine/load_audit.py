@@ -25,7 +25,7 @@ class Load:
     """Its content is known: neither has its request ended, nor have the weights changed since it came."""
 
 
-class Ledger:
+class LoadAudit:
     """Judges each report of a worker side, when the step is over."""
 
     def __init__(self, cache: PagedCache) -> None:

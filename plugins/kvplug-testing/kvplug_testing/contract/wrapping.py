@@ -16,7 +16,7 @@ from kvplug_testing.contract.pipe import PipeContract
 from kvplug_testing.contract.queue import MessageQueueContract
 
 
-class AroundPipe(PipeContract):
+class WrappingPipe(PipeContract):
     """Around the pipe "memory", which lives in one process. The bound of what is unsent is that one's."""
 
     across_processes: ClassVar[bool] = False
@@ -26,7 +26,7 @@ class AroundPipe(PipeContract):
         return super().make_endpoint(_over_memory(self.kind, context))
 
 
-class AroundQueue(MessageQueueContract):
+class WrappingQueue(MessageQueueContract):
     """Around the message queue "memory", which lives in one process."""
 
     across_processes: ClassVar[bool] = False

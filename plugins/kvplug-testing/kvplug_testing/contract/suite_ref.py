@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 
-def judged_by(recipe: Mapping[str, Any]) -> Any:
+def suite_from_ref(recipe: Mapping[str, Any]) -> Any:
     """The suite that :meth:`.Contract.recipe` describes, made in another process."""
     path, _, name = recipe["source"].rpartition(":")
     if path.endswith(".py"):

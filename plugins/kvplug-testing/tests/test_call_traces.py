@@ -14,13 +14,13 @@ import pytest
 
 from kvplug.engine import SchedulerConnector, WorkerConnector
 from kvplug.engine.connector.values import Side
-from kvplug_testing import orders
-from kvplug_testing.orders import Call, Run
+from kvplug_testing import call_traces
+from kvplug_testing.call_traces import Call, Run
 
 RUNS = [
     pytest.param(run, id=f"{name}: {run.name}")
-    for name in orders.names()
-    for run in orders.load(name).runs.values()
+    for name in call_traces.names()
+    for run in call_traces.load(name).runs.values()
 ]
 LAYER_HOOKS = ("wait_for_layer_load", "save_kv_layer")
 REPORTS = (
@@ -210,7 +210,7 @@ def test_a_run_is_what_its_facts_say(run: Run) -> None:
 
 
 def test_what_happens_to_requests_is_all_there() -> None:
-    runs = orders.load("vllm-0.32").runs
+    runs = call_traces.load("vllm-0.32").runs
     ends = {
         call.given["end"] for run in runs.values() for call in run.calls if call.method == "request_finished"
     }
@@ -259,11 +259,11 @@ def without(run: Run, method: str) -> Run:
 )
 def test_another_order_would_be_found(spoil: Callable[[Run], Run]) -> None:
     for name in ("load layer by layer", "preemption"):
-        assert list(faults_of(spoil(orders.load("vllm-0.32").runs[name])))
+        assert list(faults_of(spoil(call_traces.load("vllm-0.32").runs[name])))
 
 
 def test_a_load_that_ends_too_late_would_be_found() -> None:
-    run = orders.load("vllm-0.32").runs["load in the background"]
+    run = call_traces.load("vllm-0.32").runs["load in the background"]
     never = tuple(
         attrs.evolve(call, given={**call.given, "receiving": ()})
         if call.method == "update_connector_output"
@@ -279,25 +279,25 @@ def test_a_load_that_ends_too_late_would_be_found() -> None:
 # -- reading and writing ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", orders.names())
+@pytest.mark.parametrize("name", call_traces.names())
 def test_what_is_written_is_what_was_read(name: str) -> None:
-    text = (resources.files(orders) / f"{name}.json").read_text(encoding="utf-8")
-    assert orders.to_text(orders.load(name)) == text
+    text = (resources.files(call_traces) / f"{name}.json").read_text(encoding="utf-8")
+    assert call_traces.to_text(call_traces.load(name)) == text
 
 
 def test_an_order_that_is_not_known_is_refused_with_those_that_are() -> None:
     with pytest.raises(LookupError, match=r"'vllm-0\.1'.*vllm-0\.32"):
-        orders.load("vllm-0.1")
+        call_traces.load("vllm-0.1")
 
 
 def test_a_file_of_another_format_is_refused() -> None:
-    text = json.dumps({"format": orders.FORMAT + 1, "engine": "x", "runs": []})
-    with pytest.raises(ValueError, match=f"format {orders.FORMAT + 1}"):
-        orders.from_text("x", text)
+    text = json.dumps({"format": call_traces.FORMAT + 1, "engine": "x", "runs": []})
+    with pytest.raises(ValueError, match=f"format {call_traces.FORMAT + 1}"):
+        call_traces.from_text("x", text)
 
 
 def test_nothing_that_was_loaded_can_be_changed() -> None:
-    run = orders.load("vllm-0.32").runs["preemption"]
+    run = call_traces.load("vllm-0.32").runs["preemption"]
     with pytest.raises(attrs.exceptions.FrozenInstanceError):
         run.calls[0].step = 7  # type: ignore[misc]
     with pytest.raises(TypeError):

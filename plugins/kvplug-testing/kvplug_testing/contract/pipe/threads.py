@@ -15,7 +15,7 @@ from kvplug_testing.contract.pipe.suite import LIMIT, MIB, PipeSuite, fill, rece
 from kvplug_testing.waits import Call
 
 
-class Turns(PipeSuite):
+class Threads(PipeSuite):
     """Several threads of one process at one end."""
 
     @law("PIPE-7")

@@ -11,7 +11,7 @@ from kvplug_testing.faults.plan import Plan, Rule
 
 
 @attrs.frozen
-class Hit:
+class Injection:
     """One rule and one message that it hits."""
 
     rule: Rule
@@ -29,7 +29,7 @@ class Hit:
         return _random(self.seed, self.position, self.number, self.rule.do)
 
 
-class Course:
+class FaultSchedule:
     """What a plan does to the messages of one direction of one pipe, one after another."""
 
     def __init__(self, plan: Plan, direction: str, pipe: int = 1) -> None:
@@ -47,18 +47,18 @@ class Course:
         """Whether any rule is for this direction of this pipe."""
         return bool(self._rules)
 
-    def hits(self, nbytes: int | None) -> list[Hit]:
+    def hits(self, nbytes: int | None) -> list[Injection]:
         """The rules that hit the next message, in the plan's order, and nothing moves on.
 
         ``nbytes``: its size; ``None`` while nobody knows it, and then what could hit it.
         """
         return [
-            Hit(rule, position, self._counted[position] + 1, self._seed)
+            Injection(rule, position, self._counted[position] + 1, self._seed)
             for position, rule in self._rules
             if (nbytes is None or nbytes >= rule.min_bytes) and self._is_hit(rule, position)
         ]
 
-    def advance(self, nbytes: int) -> list[Hit]:
+    def advance(self, nbytes: int) -> list[Injection]:
         """The next message has that size and passes: the rules that hit it."""
         hits = self.hits(nbytes)
         for hit in hits:
@@ -83,9 +83,9 @@ class Course:
 
 def schedule(
     plan: Plan, sizes: Iterable[int], direction: str = "send", pipe: int = 1
-) -> tuple[tuple[Hit, ...], ...]:
+) -> tuple[tuple[Injection, ...], ...]:
     """What would hit each of these messages, if none broke the pipe."""
-    course = Course(plan, direction, pipe)
+    course = FaultSchedule(plan, direction, pipe)
     return tuple(tuple(course.advance(nbytes)) for nbytes in sizes)
 
 

@@ -18,7 +18,7 @@ from kvplug.errors import PeerGoneError
 from kvplug.transport.pipe import Pipe, Transfer
 from kvplug_testing import peers, waits
 from kvplug_testing.contract.base import law
-from kvplug_testing.contract.pipe import far
+from kvplug_testing.contract.pipe import remote
 from kvplug_testing.contract.pipe.suite import LIMIT, MIB, PipeSuite, fill
 from kvplug_testing.waits import Call, raises, until
 
@@ -30,7 +30,7 @@ ENDS = ["is killed", "is killed and not reaped", "exits"]
 
 
 def end(child: peers.Peer, how: str) -> None:
-    """A process ends without a word to anybody. It is in :func:`far.leave`."""
+    """A process ends without a word to anybody. It is in :func:`remote.leave`."""
     if how == "is killed":
         child.kill()
     elif how == "is killed and not reaped":
@@ -67,7 +67,7 @@ def receive_until_gone(pipe: Pipe, size_of: Callable[[int], int], with_out: bool
         if isinstance(receiving.end(waits.patience_s + 1).error, PeerGoneError):
             return number
         message = receiving.result()
-        assert not (wrong := far.unlike(message, number, nbytes)), f"the peer was killed, and then {wrong}"
+        assert not (wrong := remote.unlike(message, number, nbytes)), f"the peer was killed, and then {wrong}"
         number += 1
 
 
@@ -78,13 +78,13 @@ def assert_ended(transfers: list[Transfer]) -> None:
         assert transfer.error() is None or isinstance(transfer.error(), PeerGoneError), transfer
 
 
-class Deaths(PipeSuite):
+class PeerDeath(PipeSuite):
     """A process at the other end dies."""
 
     @law("ALL-2", needs="other_processes")
     @pytest.mark.parametrize("how", ENDS)
     def test_a_blocked_receive_wakes_when_the_peer_ends(self, how: str) -> None:
-        pipe, child = self.far(far.leave)
+        pipe, child = self.far(remote.leave)
         child.recv()
         receiving = Call(partial(pipe.recv_tensor, timeout=None))
         assert receiving.is_blocked(0.1)
@@ -96,14 +96,14 @@ class Deaths(PipeSuite):
     @law("ALL-2", needs="other_processes")
     @pytest.mark.parametrize("how", ENDS)
     def test_the_next_calls_raise_when_the_peer_ends_while_nobody_calls(self, how: str) -> None:
-        pipe, child = self.far(far.leave)
+        pipe, child = self.far(remote.leave)
         child.recv()
         end(child, how)
         assert_gone(pipe)
 
     @law("ALL-2", "ALL-5", needs="other_processes")
     def test_a_blocked_send_wakes_and_every_transfer_ends_when_the_peer_is_killed(self) -> None:
-        pipe, child = self.far(far.wait, **self.limited())
+        pipe, child = self.far(remote.wait, **self.limited())
         child.recv()
         transfers = fill(pipe) if self.limit_option else []
         sending = Call(lambda: _send_until_gone(pipe, transfers))
@@ -115,9 +115,9 @@ class Deaths(PipeSuite):
     @law("ALL-5", needs="other_processes")
     @pytest.mark.parametrize("nbytes", [100, MIB, 24 * MIB])
     def test_every_transfer_ends_when_the_peer_is_killed_and_whoever_waits_is_told(self, nbytes: int) -> None:
-        pipe, child = self.far(far.wait)
+        pipe, child = self.far(remote.wait)
         child.recv()
-        transfers = [pipe.send_tensor(far.content(n, nbytes)) for n in range(2)]
+        transfers = [pipe.send_tensor(remote.content(n, nbytes)) for n in range(2)]
         called: list[Transfer] = []
         for transfer in transfers:
             transfer.add_done_callback(called.append)
@@ -131,9 +131,9 @@ class Deaths(PipeSuite):
 
     @law("ALL-2", "ALL-5", needs="other_processes")
     def test_a_close_that_is_still_sending_ends_when_the_peer_is_killed(self) -> None:
-        pipe, child = self.far(far.wait)
+        pipe, child = self.far(remote.wait)
         child.recv()
-        transfer = pipe.send_tensor(far.content(1, 40 * MIB))
+        transfer = pipe.send_tensor(remote.content(1, 40 * MIB))
         closing = Call(partial(pipe.close, timeout=10 * waits.patience_s))
         time.sleep(0.05)
         child.kill()
@@ -166,7 +166,7 @@ class Deaths(PipeSuite):
         for round_ in range(rounds):
             count.write_bytes(bytes(8))
             singly = round_ % 8 >= 4
-            pipe, child = self.far(far.send_without_end, nbytes, str(count), singly)
+            pipe, child = self.far(remote.send_without_end, nbytes, str(count), singly)
             child.recv()
             if round_ % 2:  # nobody receives: the peer is stuck in the middle of something
                 until(partial(_number_in, count), what="the first message of a peer")
@@ -188,7 +188,7 @@ class Deaths(PipeSuite):
     @pytest.mark.parametrize("count", [1, 20])
     def test_whole_messages_of_a_peer_that_was_killed_come_first_or_not_at_all(self, count: int) -> None:
         sizes = [1000 + n for n in range(count)]
-        pipe, child = self.far(far.send, sizes)
+        pipe, child = self.far(remote.send, sizes)
         assert [child.recv(), child.recv()] == ["queued", "sent"]
         child.kill()
         came = receive_until_gone(pipe, lambda number: sizes[min(number, count - 1)])
@@ -198,10 +198,10 @@ class Deaths(PipeSuite):
     @law("ALL-2", needs="both_ways_and_other_processes")
     @pytest.mark.parametrize("round_", range(3))
     def test_a_peer_killed_under_load_both_ways_ends_both_directions(self, round_: int) -> None:
-        pipe, child = self.far(far.both_ways, 1_000_000, 100_000, **self.limited())
+        pipe, child = self.far(remote.both_ways, 1_000_000, 100_000, **self.limited())
         transfers: list[Transfer] = []
         sending = Call(lambda: _send_until_gone(pipe, transfers))
-        receiving = Call(lambda: receive_until_gone(pipe, lambda number: far.size_of(number, 100_000)))
+        receiving = Call(lambda: receive_until_gone(pipe, lambda number: remote.size_of(number, 100_000)))
         time.sleep(0.05 + 0.03 * round_)
         child.kill()
         receiving.result()
@@ -210,7 +210,7 @@ class Deaths(PipeSuite):
 
     @law("ALL-2", needs="other_and_forked_processes")
     def test_a_child_of_the_dead_peer_that_still_holds_its_descriptors_does_not_hide_its_death(self) -> None:
-        pipe, child = self.far(far.leave_a_child, **self.limited())
+        pipe, child = self.far(remote.leave_a_child, **self.limited())
         grandchild = child.recv()
         self.later(lambda: os.kill(grandchild, signal.SIGKILL))
         transfers = fill(pipe) if self.limit_option else []
@@ -231,7 +231,7 @@ def _number_in(count: Path) -> int:
 def _send_until_gone(pipe: Pipe, transfers: list[Any]) -> None:
     number = len(transfers)
     while True:
-        message = far.content(number, far.size_of(number, LIMIT // 8))
+        message = remote.content(number, remote.size_of(number, LIMIT // 8))
         transfers.append(pipe.send_tensor(message, timeout=None))
         number += 1
         transfers[:-200] = [each for each in transfers[:-200] if not each.done() or each.error()]

@@ -24,7 +24,7 @@ from kvplug.engine.connector.values import (
 from kvplug.metrics.stats import TransferStats
 from kvplug.negotiation.model import ModelInfo
 from kvplug_testing.engine.cache import NUM_LAYERS, PagedCache, model_of
-from kvplug_testing.engine.crossing import crossed
+from kvplug_testing.engine.roundtrip import roundtrip
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -58,7 +58,7 @@ class PlannedStep:
     number: int = 0
 
 
-class EngineDouble:
+class FakeEngine:
     """Both sides of one engine's connector around a paged cache of random numbers.
 
     :func:`~kvplug_testing.engine.kv_of` says what the KV of a token "is", so that what is loaded can be
@@ -126,11 +126,11 @@ class EngineDouble:
     def _begin(self) -> None:
         """The calls at start."""
         self.worker.register_kv_caches(self.kv_caches)
-        said = crossed(self.worker.get_handshake_metadata(), "what get_handshake_metadata returned")
+        said = roundtrip(self.worker.get_handshake_metadata(), "what get_handshake_metadata returned")
         self.scheduler.set_xfer_handshake_metadata({} if said is None else {0: said})
         self.scheduler.get_finished_count()
 
-    def __enter__(self) -> EngineDouble:
+    def __enter__(self) -> FakeEngine:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -189,7 +189,7 @@ class EngineDouble:
         self._ended.add(request.request_id)
         if keeps:
             self._kept[request.request_id] = block_ids
-        return keeps, crossed(params, "the kv_transfer_params of request_finished")
+        return keeps, roundtrip(params, "the kv_transfer_params of request_finished")
 
     def settle(self) -> None:
         """Step without requests until the connector has no more to do and has named all whose blocks it kept.
@@ -243,7 +243,7 @@ class EngineDouble:
         return PlannedStep(
             scheduled=tuple(scheduled),
             preempted=preempted,
-            metadata=crossed(metadata, "what build_connector_meta returned"),
+            metadata=roundtrip(metadata, "what build_connector_meta returned"),
             finished=ended,
             number=self.step_number,
         )
@@ -279,11 +279,11 @@ class EngineDouble:
         worker = self.worker
         sending, receiving = worker.get_finished(planned.finished)
         invalid = worker.get_block_ids_with_load_errors()
-        stats = crossed(worker.get_stats(), "what get_stats returned")
+        stats = roundtrip(worker.get_stats(), "what get_stats returned")
         if stats is not None:
             self._stats.merge(stats)
         list(worker.take_events())
-        said = crossed(worker.build_worker_metadata(), "what build_worker_metadata returned")
+        said = roundtrip(worker.build_worker_metadata(), "what build_worker_metadata returned")
         return WorkerOutput(
             finished_sending=frozenset(sending),
             finished_recving=frozenset(receiving),

@@ -37,7 +37,7 @@ def _out(dtype: str, shape: tuple[int, ...]) -> Any:
     return tensor_of(dtype, shape, seed=99)
 
 
-class Into(PipeSuite):
+class RecvInto(PipeSuite):
     """``recv_tensor(out=...)``."""
 
     @law("PIPE-5")

@@ -20,7 +20,7 @@ _T = TypeVar("_T")
 
 
 @attrs.frozen
-class Belongings:
+class Resources:
     """What a process holds: descriptors, threads, children, abstract sockets, shared-memory names."""
 
     descriptors: frozenset[str]
@@ -34,7 +34,7 @@ class Belongings:
     """Names in /dev/shm of this process's user, whoever made them."""
 
     @classmethod
-    def of(cls, pid: int | None = None) -> Belongings:
+    def of(cls, pid: int | None = None) -> Resources:
         """Of a process of this user; by default of this one. Linux only; empty elsewhere."""
         pid = os.getpid() if pid is None else pid
         descriptors = _descriptors(pid)
@@ -46,14 +46,14 @@ class Belongings:
             frozenset(_shared_memory()),
         )
 
-    def beyond(self, before: Belongings) -> str:
+    def beyond(self, before: Resources) -> str:
         """What is here and was not there, in words; empty if nothing is.
 
         Shared memory that only processes hold which this one has not started is theirs, and does not count.
         What nobody holds could be anybody's of this user, and does.
         """
         words = []
-        for field in attrs.fields(Belongings):
+        for field in attrs.fields(Resources):
             extra = getattr(self, field.name) - getattr(before, field.name)
             if extra and field.name == "shared_memory":
                 extra -= _of_strangers(extra)

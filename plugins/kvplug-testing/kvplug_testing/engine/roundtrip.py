@@ -11,7 +11,7 @@ from kvplug.net.wire.values import decode, encode
 _LIMITS = Limits(max_bytes=64 << 20, max_items=1 << 24)
 
 
-def crossed(value: Any, what: str) -> Any:
+def roundtrip(value: Any, what: str) -> Any:
     """The value as the other side gets it.
 
     Raises:

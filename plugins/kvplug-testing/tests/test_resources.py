@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from kvplug_testing import belongings
-from kvplug_testing.belongings import Belongings
+from kvplug_testing import resources
+from kvplug_testing.resources import Resources
 
 OWN = f"/proc/{os.getpid()}/task"
 
@@ -26,9 +26,9 @@ def test_a_thread_that_a_listing_leaves_out_was_there(monkeypatch: pytest.Monkey
             each for each in found if path != OWN or each != str(thread.native_id) or not next(cut, False)
         ]
 
-    monkeypatch.setattr(belongings.os, "listdir", listdir)
+    monkeypatch.setattr(resources.os, "listdir", listdir)
     try:
-        threads = {int(each.split()[0]) for each in Belongings.of().threads}
+        threads = {int(each.split()[0]) for each in Resources.of().threads}
     finally:
         ended.set()
         thread.join()
@@ -38,5 +38,5 @@ def test_a_thread_that_a_listing_leaves_out_was_there(monkeypatch: pytest.Monkey
 
 def test_what_never_stays_as_it_is_is_read_often_and_no_more() -> None:
     count = iter(range(10**6))
-    assert belongings._steady(lambda: [next(count)])
+    assert resources._steady(lambda: [next(count)])
     assert next(count) < 1000

@@ -1,4 +1,4 @@
-"""EngineDouble: it calls as it is told, it knows wrong KV from right, and its schedules can be had again."""
+"""FakeEngine: it calls as it is told, it knows wrong KV from right, and its schedules can be had again."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from typing import Any
 import pytest
 
 from kvplug import Config
-from kvplug_testing.engine import Arrival, CallOrder, EngineDouble, PagedCache, Schedule, request_of
+from kvplug_testing.engine import Arrival, CallOrder, FakeEngine, PagedCache, Schedule, request_of
 from kvplug_testing.engine.cache import AXES
-from kvplug_testing.engine.crossing import crossed
+from kvplug_testing.engine.roundtrip import roundtrip
 
 _numbers = itertools.count()
 
 
 @pytest.fixture
-def engine() -> Iterator[EngineDouble]:
+def engine() -> Iterator[FakeEngine]:
     config = Config.from_dict(
         {"connector": "memory", "role": "both", "host": f"unix:@kvplug-test-double-{next(_numbers)}"}
     )
-    with EngineDouble(config, num_blocks=48) as double:
+    with FakeEngine(config, num_blocks=48) as double:
         yield double
 
 
@@ -65,9 +65,7 @@ REPORTS = [
         ),
     ],
 )
-def test_it_calls_in_the_order_it_is_told(
-    engine: EngineDouble, order: CallOrder, expected: list[str]
-) -> None:
+def test_it_calls_in_the_order_it_is_told(engine: FakeEngine, order: CallOrder, expected: list[str]) -> None:
     calls: list[str] = []
     worker, engine.worker = engine.worker, Noting(engine.worker, calls)
     prompt, blocks = request_of("a", range(20)), engine.allocate(20)
@@ -79,7 +77,7 @@ def test_it_calls_in_the_order_it_is_told(
     assert calls == [*BEGINS, *expected, *ENDS, *BEGINS, *beside, *ENDS]
 
 
-def test_block_tables_are_valid_while_a_step_is_planned_and_no_longer(engine: EngineDouble) -> None:
+def test_block_tables_are_valid_while_a_step_is_planned_and_no_longer(engine: FakeEngine) -> None:
     outputs: list[Any] = []
     build = engine.scheduler.build_connector_meta
     engine.scheduler.build_connector_meta = lambda output: (outputs.append(output), build(output))[1]
@@ -116,8 +114,8 @@ def test_what_is_computed_upon_wrong_kv_is_wrong() -> None:
 @pytest.mark.parametrize("value", [{1}, (1, object()), {"a": frozenset()}, [range(3)]])
 def test_only_plain_values_cross(value: Any) -> None:
     with pytest.raises(AssertionError, match="what it says"):
-        crossed(value, "what it says")
-    assert crossed({"a": (1, [b"x", None])}, "it") == {"a": (1, [b"x", None])}
+        roundtrip(value, "what it says")
+    assert roundtrip({"a": (1, [b"x", None])}, "it") == {"a": (1, [b"x", None])}
 
 
 def test_the_same_seed_makes_the_same_moves() -> None:
@@ -125,7 +123,7 @@ def test_the_same_seed_makes_the_same_moves() -> None:
         host = f"unix:@kvplug-test-double-{next(_numbers)}"
         config = Config.from_dict({"connector": "memory", "role": "both", "host": host})
         calls: list[str] = []
-        with EngineDouble(config, num_blocks=20) as double:
+        with FakeEngine(config, num_blocks=20) as double:
             scheduler = double.scheduler
             double.scheduler = Noting(scheduler, calls)
             schedule = Schedule(double, random.Random(seed), depth=2)
