@@ -48,7 +48,7 @@ TESTS = {
         "plugins/kvplug-lookup/tests/test_lookup_device.py",
         "plugins/kvplug-transformers/tests/test_demo.py",
         "plugins/kvplug-bench/tests/test_bench_place_tensors.py",
-        "tests/test_layout_tensors.py",
+        "tests/engine/test_layout_tensors.py",
     ],
     "pynccl": ["plugins/kvplug-pynccl/tests"],
 }
