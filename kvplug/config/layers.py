@@ -127,6 +127,12 @@ def _from_vllm(data: Mapping[Any, Any], source: str) -> Layer:
     if extra is not None and not isinstance(extra, Mapping):
         faults.append(f"{VLLM_EXTRA}: {shown(extra)} was given; allowed is a table of kvplug's keys")
         extra = None
+    if extra is not None and "failure_policy" in extra:
+        faults.append(
+            "failure_policy: not for kv_connector_extra_config; vLLM itself decides what becomes of a failed"
+            " load, by kv_load_failure_policy beside it"
+        )
+        extra = {key: value for key, value in extra.items() if key != "failure_policy"}
     inner, more = _flattened(extra or {}, f"{source}: {VLLM_EXTRA}" if source else VLLM_EXTRA)
     faults += more
     theirs = values.get("connector")

@@ -241,6 +241,14 @@ def test_vllms_json_is_accepted_as_it_is() -> None:
     assert config.source_of("transport") == "kv_connector_extra_config"
 
 
+def test_a_failure_policy_in_vllms_extra_config_is_refused_with_all_other_faults() -> None:
+    extra = {"failure_policy": "recompute", "prot": 5}
+    with pytest.raises(ConfigError) as caught:
+        Config.from_dict({"kv_connector": "KvplugConnector", "kv_connector_extra_config": extra})
+    assert len(caught.value.faults) == 2
+    assert "by kv_load_failure_policy beside it" in str(caught.value)
+
+
 def test_what_vllm_leaves_out_is_written_as_null() -> None:
     config = Config.from_dict({"kv_connector": None, "kv_role": None, "kv_rank": None, "engine_id": None})
     assert (config.connector, config.role) == ("lookup", None)
