@@ -124,6 +124,9 @@ class Config:
         unit="seconds",
         above=0,
     )
+    queue_warning_interval_s: float = option(
+        60.0, help="A queue's call that waits logs a warning after each such time.", unit="seconds", above=0
+    )
     device: str = option(
         "cpu",
         help="Where the KV that moves lies: cpu, cuda, cuda:1.",
