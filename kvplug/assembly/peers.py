@@ -110,7 +110,7 @@ class Link(PeerLink):
 
     def open_pipe(self, label: str, *, device: str = "cpu", timeout: Timeout = DEFAULT_TIMEOUT) -> Pipe:
         deadline = Deadline.after(timeout, self._wiring.config.timeout_s)
-        # KV on different kinds of device at the two ends crosses through CPU memory.
+        # Ends on different kinds of device agreed on a pipe for CPU tensors only, which refuses all others.
         agreed = self.agreement.transports
         device = device if device.partition(":")[0] in agreed else "cpu"
         chosen = agreed[device.partition(":")[0]].chosen

@@ -14,7 +14,7 @@ from kvplug.config import Config
 from kvplug.errors import PluginError
 from kvplug.transport.capabilities import Requirements
 from kvplug.transport.context import QueueContext
-from kvplug.transport.queue import MAX_CHUNK_BYTES, MAX_CHUNKS, WARNING_INTERVAL_S, QueueEndpoint
+from kvplug.transport.queue import MAX_CHUNK_BYTES, MAX_CHUNKS, QueueEndpoint
 from kvplug.transport.spec import Kind, TransportSpec
 
 
@@ -25,13 +25,14 @@ def build_queue(
     local_reader_ranks: Iterable[int] | None = None,
     max_chunk_bytes: int = MAX_CHUNK_BYTES,
     max_chunks: int = MAX_CHUNKS,
-    warning_interval_s: float = WARNING_INTERVAL_S,
+    warning_interval_s: float | None = None,
     registry: Registry | None = None,
 ) -> QueueEndpoint:
     """What makes the ends of message queues: of the one that the config's ``queue`` names.
 
     Where that one goes around another, the other must serve here as if it were named itself. The
-    arguments are those of :class:`~kvplug.transport.context.QueueContext`.
+    arguments are those of :class:`~kvplug.transport.context.QueueContext`; ``warning_interval_s`` is the
+    config's ``queue_warning_interval_s`` where nothing is said.
 
     Raises:
         ConfigError: the options are wrong; every fault at once.
@@ -53,7 +54,9 @@ def build_queue(
         max_chunk_bytes=max_chunk_bytes,
         max_chunks=max_chunks,
         timeout_s=config.timeout_s,
-        warning_interval_s=warning_interval_s,
+        warning_interval_s=config.queue_warning_interval_s
+        if warning_interval_s is None
+        else warning_interval_s,
         heartbeat_timeout_s=config.heartbeat_timeout_s,
     )
     if around is None:

@@ -99,12 +99,6 @@ class Config:
         converter=_role,
         metadata={"kvplug.help": "Whether this process produces KV, consumes it, or both. Must be set."},
     )
-    rank: int = option(
-        0, help="Which of the world this process is.", at_least=0, validator=count("a whole number")
-    )
-    world_size: int = option(
-        1, help="How many ranks there are.", at_least=1, validator=count("a whole number")
-    )
     host: str = option(
         "127.0.0.1",
         help="Where to listen, or whom to dial: a host, or unix:@name for an abstract Unix socket."
@@ -125,9 +119,6 @@ class Config:
         at_most=LAST_PORT,
         validator=count("a whole number"),
     )
-    store_timeout_s: float = option(
-        300.0, help="How long ranks wait for each other in a group.", unit="seconds", above=0
-    )
     timeout_s: float = option(
         30.0, help="How long a call waits that was given no timeout.", unit="seconds", above=0
     )
@@ -140,6 +131,9 @@ class Config:
         " less.",
         unit="seconds",
         above=0,
+    )
+    queue_warning_interval_s: float = option(
+        60.0, help="A queue's call that waits logs a warning after each such time.", unit="seconds", above=0
     )
     device: str = option(
         "cpu",
@@ -263,9 +257,9 @@ class Config:
             )
         return self.role
 
-    def control_address(self, rank: int | None = None) -> str:
-        """Where worker ``rank`` (this one, if not said) listens: ``host:port`` or ``unix:@name-number``."""
-        number = self.port_offset + (self.rank if rank is None else rank)
+    def control_address(self, rank: int = 0) -> str:
+        """Where worker ``rank`` listens: ``host:port`` or ``unix:@name-number``."""
+        number = self.port_offset + rank
         if self.host.startswith("unix:"):
             return f"{self.host}-{number}"
         port = self.port + number

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
 
 _LONGEST = 60
+
+_GROUP = "a group's ranks are arguments of StatelessGroup.create"
+REMOVED: Final[Mapping[str, str]] = {
+    "rank": _GROUP,
+    "world_size": _GROUP,
+    "store_timeout_s": "a group's timeout is the argument timeout_s of StatelessGroup.create",
+}
+"""Keys that earlier configurations could have, and what replaces them."""
 
 
 def shown(value: Any) -> str:
@@ -44,6 +52,8 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 def unknown_key(key: str, known: Iterable[str]) -> str:
     """A key nobody knows. The value is not repeated: it may be a secret under a misspelt name."""
+    if key in REMOVED:
+        return f"{key}: not a known key any more; {REMOVED[key]}"
     names = sorted(known)
     hint = did_you_mean(key.rpartition(".")[2], names)
     return f"{key}: not a known key{hint or '; known are ' + ', '.join(names) if names else hint}"

@@ -56,16 +56,13 @@ def count(what: str) -> Any:
 def cross_faults(values: Mapping[str, Any]) -> list[str]:
     """Faults between keys. Keys that are missing in ``values`` had faults of their own."""
     faults = []
-    rank, world, port = values.get("rank"), values.get("world_size"), values.get("port")
-    offset, host = values.get("port_offset"), values.get("host", "")
-    if rank is not None and world is not None and rank >= world:
-        faults.append(f"rank: {rank} was given; allowed is 0 to {world - 1}, below world_size ({world})")
-    if port is not None and offset is not None and world is not None and not host.startswith("unix:"):
-        last = port + offset + world - 1
-        if last > LAST_PORT:
+    port, offset, host = values.get("port"), values.get("port_offset"), values.get("host", "")
+    if port is not None and offset is not None and not host.startswith("unix:"):
+        first = port + offset
+        if first > LAST_PORT:
             faults.append(
-                f"port: {port} was given; with port_offset {offset} and world_size {world} the last rank"
-                f" would listen at {last}, and the last port is {LAST_PORT}"
+                f"port: {port} was given; with port_offset {offset} rank 0 would listen at {first}, and the"
+                f" last port is {LAST_PORT}"
             )
     heartbeat, timeout = values.get("heartbeat_timeout_s"), values.get("timeout_s")
     if heartbeat is not None and timeout is not None and heartbeat > timeout:

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import attrs
 
-from kvplug.config.faults import did_you_mean, shown
+from kvplug.config.faults import REMOVED, did_you_mean, shown
 from kvplug.errors import ConfigError
 
 PREFIX: Final = "KVPLUG_"
@@ -43,8 +43,6 @@ _SECRET_WORDS = ("secret", "password", "token")
 VLLM_KEYS: Final[Mapping[str, str]] = {
     "kv_connector": "connector",
     "kv_role": "role",
-    "kv_rank": "rank",
-    "kv_parallel_size": "world_size",
     "kv_ip": "host",
     "kv_port": "port",
     "kv_buffer_device": "device",
@@ -55,8 +53,9 @@ VLLM_KEYS: Final[Mapping[str, str]] = {
 """Keys of vLLM's ``--kv-transfer-config``, and ours."""
 
 VLLM_EXTRA: Final = "kv_connector_extra_config"
-VLLM_IGNORED: Final = ("kv_connector_module_path", "enable_permute_local_kv")
-"""What only vLLM itself needs: where its connector class is, and a conversion that kvplug does by itself."""
+VLLM_IGNORED: Final = ("kv_connector_module_path", "enable_permute_local_kv", "kv_rank", "kv_parallel_size")
+"""What only vLLM itself needs: where its connector class is, a conversion that kvplug does by itself, and the
+number of this instance among the instances."""
 
 _OUR_NAME = re.compile(r"[a-z][a-z0-9-]*")
 
@@ -128,6 +127,12 @@ def _from_vllm(data: Mapping[Any, Any], source: str) -> Layer:
     if extra is not None and not isinstance(extra, Mapping):
         faults.append(f"{VLLM_EXTRA}: {shown(extra)} was given; allowed is a table of kvplug's keys")
         extra = None
+    if extra is not None and "failure_policy" in extra:
+        faults.append(
+            "failure_policy: not for kv_connector_extra_config; vLLM itself decides what becomes of a failed"
+            " load, by kv_load_failure_policy beside it"
+        )
+        extra = {key: value for key, value in extra.items() if key != "failure_policy"}
     inner, more = _flattened(extra or {}, f"{source}: {VLLM_EXTRA}" if source else VLLM_EXTRA)
     faults += more
     theirs = values.get("connector")
@@ -235,7 +240,9 @@ def from_environment(environ: Mapping[str, str], known: Iterable[str]) -> Layer:
             else:
                 faults.append(f"{name}: an option's variable is KVPLUG_OPTIONS__<NAME>__<OPTION>")
         else:
-            faults.append(f"{name}: not a variable of kvplug{did_you_mean(name, (*keys, *RESERVED))}")
+            key = name.removeprefix(PREFIX).lower()
+            hint = f"; {REMOVED[key]}" if key in REMOVED else did_you_mean(name, (*keys, *RESERVED))
+            faults.append(f"{name}: not a variable of kvplug{hint}")
     if services:
         faults.append(
             f"{', '.join(services)}: Kubernetes sets these for a service named kvplug; rename the service, or"

@@ -27,6 +27,13 @@ def test_a_queue_is_built_by_name_and_carries_the_contexts_numbers() -> None:
             reader.close()
 
 
+def test_the_warning_interval_is_the_configs_unless_the_call_says_another() -> None:
+    config = Config.from_dict({"queue": "memory", "queue_warning_interval_s": "5 s"})
+    assert build_queue(config).context.warning_interval_s == 5.0
+    assert build_queue(config, warning_interval_s=2.0).context.warning_interval_s == 2.0
+    assert build_queue(Config(queue="memory")).context.warning_interval_s == 60.0
+
+
 def test_auto_considers_no_memory_queue_or_communicator() -> None:
     every = {plugin.name for plugin in Registry.from_env().plugins} - {"core", "testing"}
     core = Registry.from_env({"KVPLUG_DISABLE_PLUGINS": ",".join(every)})

@@ -126,17 +126,25 @@ def test_every_key_has_a_variable_and_so_has_every_option() -> None:
 
 def test_an_unknown_variable_is_a_fault_with_a_suggestion_and_its_value_is_not_repeated() -> None:
     with pytest.raises(ConfigError) as caught:
-        Config.from_env({"KVPLUG_SECERT": "hunter2", "KVPLUG_RNK": "hunter2", "KVPLUG_OPTIONS__A": "hunter2"})
+        Config.from_env(
+            {
+                "KVPLUG_SECERT": "hunter2",
+                "KVPLUG_PRT": "hunter2",
+                "KVPLUG_WORLD_SIZE": "hunter2",
+                "KVPLUG_OPTIONS__A": "hunter2",
+            }
+        )
     text = str(caught.value)
     assert "KVPLUG_SECERT: not a variable of kvplug; did you mean 'KVPLUG_SECRET'?" in text
-    assert "KVPLUG_RNK: not a variable of kvplug; did you mean 'KVPLUG_RANK'?" in text
+    assert "KVPLUG_PRT: not a variable of kvplug; did you mean 'KVPLUG_PORT'?" in text
+    assert "KVPLUG_WORLD_SIZE: not a variable of kvplug; a group's ranks are arguments of" in text
     assert "KVPLUG_OPTIONS__A: an option's variable is KVPLUG_OPTIONS__<NAME>__<OPTION>" in text
     assert "hunter2" not in text
 
 
 def test_a_fault_names_the_variable() -> None:
-    with pytest.raises(ConfigError, match=r"rank: 'z' was given; .* \[KVPLUG_RANK\]"):
-        Config.from_env({"KVPLUG_RANK": "z"})
+    with pytest.raises(ConfigError, match=r"port_offset: 'z' was given; .* \[KVPLUG_PORT_OFFSET\]"):
+        Config.from_env({"KVPLUG_PORT_OFFSET": "z"})
 
 
 @pytest.mark.parametrize("name", [*RESERVED, "KVPLUG_LOG_FORMAT", "KVPLUG_TEST_INSTALLED"])
@@ -167,18 +175,16 @@ def test_variables_that_kubernetes_makes_of_a_service_named_kvplug_are_explained
 
 def test_the_command_line_goes_before_the_environment_before_the_file_before_defaults(tmp_path: Path) -> None:
     path = tmp_path / "kvplug.toml"
-    path.write_text(
-        "port = 1001\nrank = 1\nworld_size = 8\ntimeout_s = 11\n[options.cpu]\na = 1\nb = 1\nc = 1"
-    )
+    path.write_text("port = 1001\nport_offset = 1\ntimeout_s = 11\n[options.cpu]\na = 1\nb = 1\nc = 1")
     config = Config.load(
         path,
-        environ={"KVPLUG_PORT": "1002", "KVPLUG_RANK": "2", "KVPLUG_OPTIONS__CPU__B": "2"},
+        environ={"KVPLUG_PORT": "1002", "KVPLUG_PORT_OFFSET": "2", "KVPLUG_OPTIONS__CPU__B": "2"},
         overrides=["port=1003", "options.cpu.c=3"],
     )
-    assert (config.port, config.rank, config.timeout_s, config.connect_timeout_s) == (1003, 2, 11, 60)
+    assert (config.port, config.port_offset, config.timeout_s, config.connect_timeout_s) == (1003, 2, 11, 60)
     assert config.options == {"cpu": {"a": 1, "b": "2", "c": "3"}}
-    sources = [config.source_of(key) for key in ("port", "rank", "timeout_s", "connect_timeout_s")]
-    assert sources == ["command line", "KVPLUG_RANK", str(path), "default"]
+    sources = [config.source_of(key) for key in ("port", "port_offset", "timeout_s", "connect_timeout_s")]
+    assert sources == ["command line", "KVPLUG_PORT_OFFSET", str(path), "default"]
     assert config.source_of("options.cpu.b") == "KVPLUG_OPTIONS__CPU__B"
 
 
@@ -188,8 +194,8 @@ def test_a_fault_that_lies_beneath_a_right_value_is_no_fault() -> None:
 
 def test_the_file_may_be_named_by_a_variable(tmp_path: Path) -> None:
     path = tmp_path / "kvplug.toml"
-    path.write_text("rank = 1\nworld_size = 2")
-    assert Config.load(environ={"KVPLUG_CONFIG": str(path)}).rank == 1
+    path.write_text("port = 5001")
+    assert Config.load(environ={"KVPLUG_CONFIG": str(path)}).port == 5001
 
 
 @pytest.mark.parametrize(
@@ -227,17 +233,25 @@ VLLM: dict[str, Any] = {
 def test_vllms_json_is_accepted_as_it_is() -> None:
     config = Config.from_json(json.dumps(VLLM))
     assert (config.connector, config.transport, config.role) == ("p2p", "cpu", Role.BOTH)
-    assert (config.rank, config.world_size, config.host, config.port) == (1, 2, "127.0.0.1", 14579)
+    assert (config.host, config.port) == ("127.0.0.1", 14579)
     assert (config.device, config.buffer_size, config.engine_id) == ("cuda", 10**9, "abc")
     assert (config.failure_policy, config.timeout_s) == ("fail", 5.0)
     assert config.options == {"cpu": {"connections": 1}}
-    assert config.source_of("rank") == "kv_rank"
+    assert config.source_of("port") == "kv_port"
     assert config.source_of("transport") == "kv_connector_extra_config"
+
+
+def test_a_failure_policy_in_vllms_extra_config_is_refused_with_all_other_faults() -> None:
+    extra = {"failure_policy": "recompute", "prot": 5}
+    with pytest.raises(ConfigError) as caught:
+        Config.from_dict({"kv_connector": "KvplugConnector", "kv_connector_extra_config": extra})
+    assert len(caught.value.faults) == 2
+    assert "by kv_load_failure_policy beside it" in str(caught.value)
 
 
 def test_what_vllm_leaves_out_is_written_as_null() -> None:
     config = Config.from_dict({"kv_connector": None, "kv_role": None, "kv_rank": None, "engine_id": None})
-    assert (config.connector, config.role, config.rank) == ("lookup", None, 0)
+    assert (config.connector, config.role) == ("lookup", None)
 
 
 @pytest.mark.parametrize(

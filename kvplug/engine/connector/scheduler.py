@@ -51,7 +51,11 @@ class SchedulerConnector(abc.ABC):
     """
 
     supports_hma: ClassVar[bool] = False
-    """It implements :meth:`request_finished_all_groups` for several KV cache groups (hybrid memory)."""
+    """It implements :meth:`request_finished_all_groups` for several KV cache groups (hybrid memory).
+
+    Under vLLM it has no effect: the adapter does not declare support for vLLM's hybrid memory allocator, so
+    vLLM turns that off for every connector.
+    """
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -158,7 +162,7 @@ class SchedulerConnector(abc.ABC):
     ) -> tuple[bool, dict[str, Any] | None]:
         """The same for models with several KV cache groups (hybrid memory).
 
-        Called instead of :meth:`request_finished` when the connector's spec has ``supports_hma``.
+        Called instead of :meth:`request_finished` when the connector has ``supports_hma``.
         """
         return self.request_finished(request, block_ids, end)
 

@@ -223,7 +223,8 @@ def _device(side: Hello) -> str:
 def _transports(local: Hello, remote: Hello, cross_host: bool) -> tuple[dict[str, Selection], list[str]]:
     """One selection for signals and one for the KV, which is the same where the KV is in CPU memory.
 
-    KV on different kinds of device crosses through CPU memory. The names in the configs are for the KV.
+    Ends whose KV is on different kinds of device get the pipe for CPU tensors only, and nothing stages the KV
+    for it. The names in the configs are for the KV.
     """
     if not (local.moves_kv and remote.moves_kv):
         return {}, []

@@ -233,7 +233,7 @@ def test_a_queue_is_measured_with_its_readers(site: Any) -> None:
 def own_pipe(site: Any) -> Any:
     """A pipe whose ends say something and die."""
     source = (
-        "from kvplug import TransportSpec, hookimpl\nKVPLUG_API = (1, 0)\n"
+        "from kvplug.transport import TransportSpec, hookimpl\nKVPLUG_API = (1, 0)\n"
         "@hookimpl\ndef kvplug_transports():\n"
         "    return [TransportSpec(kind='pipe', name='cat', factory='kvplug_cat.pipe:cat')]\n"
     )

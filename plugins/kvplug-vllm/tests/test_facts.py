@@ -112,6 +112,11 @@ def test_every_fault_of_the_extra_config_is_told_at_once() -> None:
     assert "did you mean 'connector'" in str(e.value)
 
 
+def test_a_failure_policy_of_kvplugs_own_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"failure_policy: .* by kv_load_failure_policy beside it"):
+        config_of(vllm_config(transfer=transfer(failure_policy="recompute")))
+
+
 def test_each_data_parallel_rank_takes_ports_of_its_own() -> None:
     parallel = {"data_parallel_index": 3, "world_size": 2}
     config = config_of(vllm_config(transfer=transfer(port=5000), parallel=parallel))

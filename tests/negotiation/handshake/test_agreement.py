@@ -379,7 +379,7 @@ def test_kv_on_a_device_has_a_transport_of_its_own_beside_that_of_the_signals() 
     assert {device: it.chosen for device, it in named.items()} == {"cuda": "gpu", "cpu": "local"}
 
 
-def test_kv_on_different_kinds_of_device_crosses_through_cpu_memory() -> None:
+def test_kv_on_different_kinds_of_device_has_a_pipe_for_cpu_tensors_only() -> None:
     found = agree(attrs.evolve(OURS, device="cuda"), THEIRS)
     assert {device: it.chosen for device, it in found.transports.items()} == {"cpu": "local"}
     assert found.converts == ("device: ours cuda, theirs cpu",)
