@@ -5,6 +5,7 @@ from kvplug.assembly import (
     PipeServer as PipeServer,
     build_communicator as build_communicator,
     build_connector as build_connector,
+    build_lookup as build_lookup,
     build_queue as build_queue,
     check_config as check_config,
     connect_pipe as connect_pipe,

@@ -1,7 +1,7 @@
 """The composition root: the only place where names become things.
 
-Config + Registry -> a connector side, a pipe, a message queue or a device communicator. Everything below is
-handed what it needs.
+Config + Registry -> a connector side, a pipe, a message queue, a lookup buffer or a device communicator.
+Everything below is handed what it needs.
 """
 
 from kvplug.assembly.communicators import build_communicator
@@ -12,6 +12,7 @@ from kvplug.assembly.connector import (
     lacks_pipe,
     required_layout,
 )
+from kvplug.assembly.lookups import build_lookup
 from kvplug.assembly.pipes import PipeServer, connect_pipe, listen_pipe
 from kvplug.assembly.queues import build_queue
 
@@ -19,6 +20,7 @@ __all__ = [
     "PipeServer",
     "build_communicator",
     "build_connector",
+    "build_lookup",
     "build_queue",
     "check_config",
     "connect_pipe",

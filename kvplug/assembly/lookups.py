@@ -1,0 +1,24 @@
+"""Config + Registry -> a lookup buffer's endpoint."""
+
+from __future__ import annotations
+
+from kvplug.assembly.connector import Parts
+from kvplug.assembly.registry import Registry
+from kvplug.config import Config
+from kvplug.transport.lookup import LookupEndpoint
+
+
+def build_lookup(config: Config, *, registry: Registry | None = None) -> LookupEndpoint:
+    """What makes the ends of lookup buffers: of the one that the config's ``lookup_buffer`` names.
+
+    ``hold`` makes a store of the config's ``buffer_size``; ``reach`` makes an end that uses another process's
+    store over two pipes.
+
+    Raises:
+        ConfigError: the options are wrong; every fault at once.
+        UnknownTransportError, AmbiguousNameError: the name is not there, or there twice.
+        PluginError: none is installed for "auto", or the factory returned something else.
+    """
+    parts = Parts(config, Registry.from_env() if registry is None else registry)
+    parts.check(keys=("lookup_buffer",))
+    return parts.lookup_endpoint()
