@@ -49,7 +49,8 @@ $(TOX):
 # Plugins come without what they ask for: the core is there, and NCCL's library, 350 MB, is for `make test-all`.
 $(INSTALLED): $(TOX) $(INSTALLED_FROM)
 	$(IN_VENV) -e ".[bench,prometheus,scaffold,testing]" \
-		accelerate coverage editables gguf hatchling numpy psutil pytest-xdist torch transformers
+		accelerate coverage editables gguf hatchling import-linter mypy numpy pre-commit psutil pytest-xdist \
+		ruff torch transformers
 	$(IN_VENV) --no-deps --no-build-isolation $(EDITABLE:%=-e ./%)
 	touch $@
 
