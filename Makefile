@@ -48,8 +48,8 @@ $(TOX):
 
 # Plugins come without what they ask for: the core is there, and NCCL's library, 350 MB, is for `make test-all`.
 $(INSTALLED): $(TOX) $(INSTALLED_FROM)
-	$(IN_VENV) -e ".[prometheus,scaffold]" accelerate coverage editables gguf hatchling \
-		hypothesis matplotlib numpy psutil pytest pytest-timeout pytest-xdist pyzmq torch transformers
+	$(IN_VENV) -e ".[prometheus,scaffold]" accelerate coverage editables gguf hatchling hypothesis import-linter \
+		matplotlib mypy numpy pre-commit psutil pytest pytest-timeout pytest-xdist pyzmq ruff torch transformers
 	$(IN_VENV) --no-deps --no-build-isolation $(EDITABLE:%=-e ./%)
 	touch $@
 

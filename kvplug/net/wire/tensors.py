@@ -12,6 +12,7 @@ import functools
 import math
 import struct
 import sys
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Final
 
 import attrs
@@ -95,13 +96,17 @@ def _check_shape(instance: TensorMeta, _: Any, shape: tuple[int, ...]) -> None:
             raise UnsupportedError(f"a tensor of shape {shape!r} has more than {MAX_NBYTES} bytes")
 
 
+def _sizes(given: Iterable[int]) -> tuple[int, ...]:
+    return tuple(given)
+
+
 @attrs.frozen
 class TensorMeta:
     """What a run of bytes must be taken for."""
 
     dtype: str = attrs.field(validator=_check_dtype)
     """torch's name without ``torch.``."""
-    shape: tuple[int, ...] = attrs.field(converter=tuple, validator=_check_shape)
+    shape: tuple[int, ...] = attrs.field(converter=_sizes, validator=_check_shape)
 
     @property
     def itemsize(self) -> int:

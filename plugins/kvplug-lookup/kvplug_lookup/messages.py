@@ -227,7 +227,8 @@ def deadline_lock(lock: threading.Lock, deadline: Deadline) -> Iterator[None]:
 
 
 def key_to_bytes(key: TokenArray) -> bytes:
-    return key.astype("<i8", copy=False).tobytes()
+    data: bytes = key.astype("<i8", copy=False).tobytes()
+    return data
 
 
 def key_from_bytes(data: bytes) -> TokenArray:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
@@ -55,7 +56,7 @@ class KvplugStats(KVConnectorStats):
     """A snapshot of TransferStats. A dataclass because its base is one: vLLM makes it with ``data=``."""
 
     def reset(self) -> None:
-        self.data = {}
+        self.data: dict[str, Any] = {}
 
     def is_empty(self) -> bool:
         return not any(self.data.values())

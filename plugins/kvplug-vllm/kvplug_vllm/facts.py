@@ -41,7 +41,7 @@ def config_of(vllm_config: VllmConfig) -> Config:
     given = vllm_config.kv_transfer_config
     assert given is not None
     config = Config.from_dict(
-        {field.name: getattr(given, field.name) for field in dataclasses.fields(given)},  # type: ignore[arg-type]
+        {field.name: getattr(given, field.name) for field in dataclasses.fields(given)},
         source="kv-transfer-config",
     )
     parallel = vllm_config.parallel_config

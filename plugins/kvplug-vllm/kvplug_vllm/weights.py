@@ -114,7 +114,8 @@ def _files_of(folder: Path, load_format: str) -> tuple[Path, ...]:
 
     Beside a model's files there may be another copy of it, an adapter's, or what an older revision left.
     """
-    found, index = (), "consolidated.safetensors.index.json"
+    found: tuple[Path, ...] = ()
+    index = "consolidated.safetensors.index.json"
     if load_format in ("auto", "mistral"):
         found = tuple(sorted(folder.glob("consolidated*.safetensors")))
     if not found and load_format != "mistral":
@@ -134,7 +135,7 @@ def _hash_of(files: tuple[Path, ...], _: tuple[tuple[int, int], ...]) -> str:
         chosen[kinds[name][0]].append(name)
     values = {name: value for file, names in chosen.items() for name, value in _values(file, names)}
     digest = hashlib.blake2b(digest_size=16)
-    for name, (_, kind) in sorted(kinds.items()):
+    for name, (_file, kind) in sorted(kinds.items()):
         digest.update(f"{name} {kind} ".encode())
         digest.update(values.get(name, b""))
     return f"safetensors:{digest.hexdigest()}"

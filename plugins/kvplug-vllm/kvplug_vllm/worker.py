@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Set
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Set
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -22,6 +22,14 @@ if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import CopyBlocksOp
 
 _log = logging.getLogger(__name__)
+
+_Call = TypeVar("_Call", bound=Callable[..., Any])
+
+
+def _outside_inference_mode(call: _Call) -> _Call:
+    """torch's decorator, which keeps the type of what it decorates."""
+    wrapped: _Call = torch.inference_mode(False)(call)
+    return wrapped
 
 
 class WorkerSide:
@@ -48,7 +56,7 @@ class WorkerSide:
 
     # -- at start ------------------------------------------------------------------------------
 
-    @torch.inference_mode(False)
+    @_outside_inference_mode
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         missing = [name for name in self._layouts if name not in kv_caches]
         if missing:
@@ -59,7 +67,7 @@ class WorkerSide:
         }
         self.connector.register_kv_caches(self._caches)
 
-    @torch.inference_mode(False)
+    @_outside_inference_mode
     def set_host_xfer_buffer_ops(self, copy: CopyBlocksOp) -> None:
         def copy_blocks(
             sources: Mapping[str, torch.Tensor],
@@ -78,19 +86,19 @@ class WorkerSide:
 
         self.connector.set_host_xfer_buffer_ops(copy_blocks)
 
-    @torch.inference_mode(False)
+    @_outside_inference_mode
     def get_handshake_metadata(self) -> KvplugHandshakeMetadata | None:
         said = self.connector.get_handshake_metadata()
         return None if said is None else KvplugHandshakeMetadata(encode(said), self._which)
 
     # -- each step -----------------------------------------------------------------------------
 
-    @torch.inference_mode(False)
+    @_outside_inference_mode
     def handle_preemptions(self, metadata: KvplugMetadata) -> None:
         if metadata.preempted:
             self.connector.handle_preemptions(metadata.preempted)
 
-    @torch.inference_mode(False)
+    @_outside_inference_mode
     def bind(self, metadata: KvplugMetadata) -> None:
         self._running |= metadata.begun
         self._sends.add(metadata.waits.held)
@@ -100,46 +108,46 @@ class WorkerSide:
         if self._settling:  # now, since vLLM begins what it believes to be in the background after the step
             self.connector.start_load_kv()
 
-    @torch.inference_mode(False)
+    @_outside_inference_mode
     def clear(self) -> None:
         self.connector.clear_connector_metadata()
 
-    @torch.inference_mode(False)
+    @_outside_inference_mode
     def start_load_kv(self) -> None:
         if not self._settling:
             self.connector.start_load_kv()
 
-    @torch.inference_mode(False)
+    @_outside_inference_mode
     def wait_for_layer_load(self, layer_name: str) -> None:
         if layer_name in self._layouts:  # else a layer that uses another's cache
             self.connector.wait_for_layer_load(layer_name)
 
-    @torch.inference_mode(False)
+    @_outside_inference_mode
     def save_kv_layer(self, layer_name: str) -> None:
         if layer_name in self._caches:
             self.connector.save_kv_layer(layer_name, self._caches[layer_name])
 
-    @torch.inference_mode(False)
+    @_outside_inference_mode
     def wait_for_save(self) -> None:
         self.connector.wait_for_save()
 
-    @torch.inference_mode(False)
+    @_outside_inference_mode
     def get_finished(self, finished_request_ids: set[str]) -> tuple[set[str], set[str]]:
         self._running -= finished_request_ids
         sent, received = self.connector.get_finished(frozenset(finished_request_ids))
         received |= self._settling  # the connector has waited for what its step needs
         return self._sends.take(sent, early=self._running), self._receipts.take(received)
 
-    @torch.inference_mode(False)
+    @_outside_inference_mode
     def get_block_ids_with_load_errors(self) -> set[int]:
         return set(self.connector.get_block_ids_with_load_errors())
 
-    @torch.inference_mode(False)
+    @_outside_inference_mode
     def get_stats(self) -> KvplugStats | None:
         snapshot = self.connector.get_stats()
         return KvplugStats(data=dict(snapshot)) if snapshot else None
 
-    @torch.inference_mode(False)
+    @_outside_inference_mode
     def build_worker_metadata(self) -> KvplugWorkerMetadata | None:
         events, said = tuple(self.connector.take_events()), self.connector.build_worker_metadata()
         if said is None and not events:

@@ -79,7 +79,7 @@ def random_tensor(dtype: str, shape: tuple[int, ...], seed: int) -> Any:
     """Of random bits; ``bool`` holds 0 and 1 only."""
     import torch
 
-    meta = TensorMeta(dtype=dtype, shape=shape)  # type: ignore[arg-type]  # a converter's type
+    meta = TensorMeta(dtype=dtype, shape=shape)
     generator = torch.Generator().manual_seed(seed)
     bits = torch.randint(
         0, 2 if dtype == "bool" else 256, (meta.nbytes,), dtype=torch.uint8, generator=generator

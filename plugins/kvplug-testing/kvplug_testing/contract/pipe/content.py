@@ -14,7 +14,7 @@ def tensor_of(dtype: str, shape: tuple[int, ...], seed: int = 1) -> Any:
     """
     import torch
 
-    meta = TensorMeta(dtype=dtype, shape=shape)  # type: ignore[arg-type]  # attrs' converter
+    meta = TensorMeta(dtype=dtype, shape=shape)
     bits = torch.randint(
         0, 256, (meta.nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed)
     )
