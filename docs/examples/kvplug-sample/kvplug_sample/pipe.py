@@ -12,7 +12,7 @@ import threading
 from collections import deque
 from typing import TYPE_CHECKING
 
-from kvplug import TimeoutError
+from kvplug import KvplugError, TimeoutError
 from kvplug.net.wire.frames import HEADER_SIZE
 from kvplug.net.wire.messages import NONE, prefix_size, read_prefix, tensor_prefix
 from kvplug.net.wire.tensors import empty_like_meta, memory_of, memory_of_writable
@@ -71,7 +71,8 @@ class SamplePipe(DuplexPipe):
         self._window = SendWindow(
             limit=context.options.max_in_flight_bytes, peer=self._peer, lifecycle=self._lifecycle
         )
-        self._queue: deque[tuple[Transfer, list[memoryview]]] = deque()  # the first is being written
+        self._queue: deque[tuple[Transfer, list[memoryview]]] = deque()
+        self._written: Transfer | None = None  # the one that the thread is writing
         self._queued = threading.Condition(self._window.lock)
         self._writer: threading.Thread | None = None
         self._prefix = bytearray()  # what has come of the next message's
@@ -105,32 +106,30 @@ class SamplePipe(DuplexPipe):
         return transfer
 
     def _write(self) -> None:
-        """The thread. A message stays in the queue until the kernel has all of it."""
-        with contextlib.suppress(OSError), self._descriptors:
+        """The thread. A message is sent once the kernel has all of it, also if the peer then goes at once."""
+        with contextlib.suppress(KvplugError), self._descriptors:
             while True:
                 with self._window.lock:
                     while not self._queue:
                         if self._window.ended:
                             return
                         self._queued.wait()
-                    transfer, parts = self._queue[0]
-                self._put(parts)
+                    transfer, parts = self._queue.popleft()
+                    self._written = transfer
+                try:
+                    for part in parts:
+                        self._sock.sendall(part)
+                    error = None
+                except OSError as e:
+                    self._peer_gone(f"the connection broke while sending: {e.strerror or e}")
+                    error = self._lifecycle.error()
                 del parts  # or this thread would keep the last tensor alive
                 with self._window.lock:
-                    if self._window.ended:
-                        return
-                    self._queue.popleft()
                     self._window.settle(self._window.cost(transfer.nbytes))
-                transfer.finish()
-
-    def _put(self, parts: list[memoryview]) -> None:
-        """Raises OSError: the peer is gone, or the pipe has ended here."""
-        try:
-            for part in parts:
-                self._sock.sendall(part)
-        except OSError as e:
-            self._peer_gone(f"the connection broke while sending: {e.strerror or e}")
-            raise
+                if error is None:
+                    transfer.finish()
+                else:
+                    transfer.fail(error)
 
     # -- receiving -----------------------------------------------------------------------------
 
@@ -228,8 +227,9 @@ class SamplePipe(DuplexPipe):
 
     def _release_in_child(self) -> None:
         self._descriptors.after_fork()
-        for transfer, _ in list(self._queue):
-            transfer.inherit(self._lifecycle.error())
+        for transfer in (self._written, *(queued for queued, _ in list(self._queue))):
+            if transfer is not None:
+                transfer.inherit(self._lifecycle.error())
 
 
 def _parts(tensor: Tensor | None) -> list[memoryview]:
