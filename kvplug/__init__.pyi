@@ -6,6 +6,7 @@ from kvplug.assembly import (
     build_communicator as build_communicator,
     build_connector as build_connector,
     build_lookup as build_lookup,
+    build_pipe_endpoint as build_pipe_endpoint,
     build_queue as build_queue,
     check_config as check_config,
     connect_pipe as connect_pipe,

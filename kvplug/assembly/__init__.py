@@ -13,7 +13,7 @@ from kvplug.assembly.connector import (
     required_layout,
 )
 from kvplug.assembly.lookups import build_lookup
-from kvplug.assembly.pipes import PipeServer, connect_pipe, listen_pipe
+from kvplug.assembly.pipes import PipeServer, build_pipe_endpoint, connect_pipe, listen_pipe
 from kvplug.assembly.queues import build_queue
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "build_communicator",
     "build_connector",
     "build_lookup",
+    "build_pipe_endpoint",
     "build_queue",
     "check_config",
     "connect_pipe",

@@ -12,7 +12,10 @@ from kvplug.transport.spec import Kind, TransportSpec
 
 
 def chosen(
-    parts: Parts, kind: Literal[Kind.QUEUE, Kind.COMMUNICATOR], name: str, required: Requirements
+    parts: Parts,
+    kind: Literal[Kind.PIPE, Kind.QUEUE, Kind.COMMUNICATOR],
+    name: str,
+    required: Requirements,
 ) -> TransportSpec:
     """Which transport is meant.
 
@@ -27,7 +30,7 @@ def chosen(
     able = [spec for spec in specs if not reasons[spec.name]]
     if able:
         return min(able, key=lambda spec: (spec.capabilities.cost.latency_us, spec.name))
-    what = {Kind.QUEUE: "message queue", Kind.COMMUNICATOR: "device communicator"}[kind]
+    what = {Kind.PIPE: "pipe", Kind.QUEUE: "message queue", Kind.COMMUNICATOR: "device communicator"}[kind]
     lines = [f"{spec}: {'; '.join(why)}" for spec, why in reasons.items()] or ["none is installed"]
     raise PluginError("\n  - ".join([f"no {what} can be had:", *lines, *registry.failures()]))
 

@@ -8,16 +8,21 @@ from collections.abc import Callable
 
 import attrs
 
-from kvplug.assembly.connector import Parts, credentials_of, hello_of
+from kvplug.assembly.chosen import chosen
+from kvplug.assembly.connector import Parts, credentials_of, hello_of, must_authenticate
 from kvplug.assembly.peers import ControlPeers, LinkListener, Wiring
 from kvplug.assembly.registry import Registry
 from kvplug.config import Config, Role
 from kvplug.engine.connector.values import CacheGroup, KVCacheConfig, Parallelism, Side
 from kvplug.engine.layout import KVLayout
+from kvplug.errors import ConfigError
 from kvplug.metrics.stats import TransferStats
 from kvplug.negotiation.model import ModelInfo
+from kvplug.negotiation.select import AUTO
 from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
-from kvplug.transport.pipe import Pipe
+from kvplug.transport.capabilities import Requirements
+from kvplug.transport.pipe import Pipe, PipeEndpoint
+from kvplug.transport.spec import Kind
 
 logger = logging.getLogger(__name__)
 
@@ -103,6 +108,33 @@ def listen_pipe(
     if (lack := parts.lacks_pipe()) is not None:
         logger.warning("whoever connects will be refused: %s", lack)
     return PipeServer(wiring, ControlPeers(wiring, listen=address))
+
+
+def build_pipe_endpoint(
+    config: Config, *, device: str | None = None, registry: Registry | None = None
+) -> PipeEndpoint:
+    """The endpoint of the pipe that the config's ``transport`` names: for :func:`kvplug.connect_ranks`.
+
+    Its pipes are bare: nothing is negotiated between the ranks, so every rank's config names the same
+    transport, and nothing is counted. ``device`` is the config's where nothing is said.
+
+    Raises:
+        ConfigError: the transport is "auto", or its options are wrong; every fault at once.
+        UnknownTransportError, AmbiguousNameError: the name is not there, or there twice.
+        PluginError: the transport cannot work here, or its factory returned something else.
+        InsecureAddressError: other hosts can reach the config's host, and there is no secret.
+    """
+    if config.transport == AUTO:
+        raise ConfigError("transport: ranks of a group do not negotiate, so name one; 'auto' was given")
+    parts = _parts(config, registry)
+    wiring = _wiring(parts, None)
+    around = parts.around(Kind.PIPE, config.transport)
+    name = config.transport if around is None else around.over
+    if name == AUTO:
+        raise ConfigError(f"options.{config.transport}.over: ranks of a group do not negotiate, so name one")
+    device = config.device if device is None else device
+    required = Requirements(device=device.partition(":")[0], authenticated=must_authenticate(config))
+    return wiring.pipe_endpoint(chosen(parts, Kind.PIPE, name, required).name, device)
 
 
 def connect_pipe(

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from kvplug import TimeoutError, streams
+from kvplug import TimeoutError
+from kvplug.net import streams
 from kvplug_pynccl.device import CudaStream
 from kvplug_pynccl.pipe import link
 from kvplug_pynccl.testing.host import HostDevice

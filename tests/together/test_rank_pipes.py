@@ -1,0 +1,53 @@
+"""Pipes between the ranks of a group, over the transport that a config names."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+import pytest
+import torch
+
+import kvplug
+from kvplug import Config, ConfigError, PluginError, StatelessGroup, build_pipe_endpoint, connect_ranks
+from kvplug.transport import Kind
+from kvplug_testing import peers
+
+pytestmark = pytest.mark.timeout(60)
+
+WORLD = 3
+
+
+def rank_of(parent: peers.Parent, address: str, rank: int, transport: str) -> list[float]:
+    config = Config(transport=transport, timeout_s=20)
+    with StatelessGroup.create(address, rank=rank, world_size=WORLD) as group:
+        pipes = connect_ranks(group, build_pipe_endpoint(config))
+        sent = [pipe.send_tensor(torch.full((4,), float(rank))) for pipe in pipes.values()]
+        got = [float(pipes[peer].recv_tensor()[0]) for peer in sorted(pipes)]
+        for transfer in sent:
+            transfer.wait(20)
+        group.barrier()
+        for pipe in pipes.values():
+            pipe.close()
+    return got
+
+
+@pytest.mark.parametrize("transport", ["cpu", "shm"])
+def test_every_rank_has_a_pipe_to_every_other(transport: str) -> None:
+    if transport not in {spec.name for spec in kvplug.Registry.from_env().transports(Kind.PIPE)}:
+        pytest.skip(f"{transport} is not installed")
+    address = f"unix:@kvplug-test-ranks-{transport}"
+    with ExitStack() as stack:
+        children = [
+            stack.enter_context(peers.start(rank_of, address, rank, transport, timeout_s=50))
+            for rank in range(WORLD)
+        ]
+        assert [child.result(50) for child in children] == [[1.0, 2.0], [0.0, 2.0], [0.0, 1.0]]
+
+
+def test_what_ranks_cannot_agree_on_is_refused() -> None:
+    with pytest.raises(ConfigError, match="'auto' was given"):
+        build_pipe_endpoint(Config(transport="auto"))
+    with pytest.raises(ConfigError, match="name one"):
+        build_pipe_endpoint(Config(transport="faulty", options={"faulty": {"plan": {}}}))
+    with pytest.raises(PluginError, match="no pipe can be had"):
+        build_pipe_endpoint(Config(transport="cpu", device="cuda"))
