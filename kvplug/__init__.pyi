@@ -11,7 +11,7 @@ from kvplug.assembly import (
     check_config as check_config,
     connect_pipe as connect_pipe,
     connector_class as connector_class,
-    lacks_pipe as lacks_pipe,
+    explain_missing_pipe as explain_missing_pipe,
     listen_pipe as listen_pipe,
     required_layout as required_layout,
 )

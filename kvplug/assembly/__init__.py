@@ -9,7 +9,7 @@ from kvplug.assembly.connector import (
     build_connector,
     check_config,
     connector_class,
-    lacks_pipe,
+    explain_missing_pipe,
     required_layout,
 )
 from kvplug.assembly.lookups import build_lookup
@@ -26,7 +26,7 @@ __all__ = [
     "check_config",
     "connect_pipe",
     "connector_class",
-    "lacks_pipe",
+    "explain_missing_pipe",
     "listen_pipe",
     "required_layout",
 ]

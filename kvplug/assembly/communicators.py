@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from kvplug.assembly.chosen import chosen
-from kvplug.assembly.connector import Parts, credentials_of, must_authenticate
 from kvplug.assembly.registry import Registry
+from kvplug.assembly.resolve import ResolvedConfig, choose_transport, credentials_of, must_authenticate
 from kvplug.config import Config
 from kvplug.errors import PluginError
 from kvplug.transport.capabilities import Requirements
@@ -43,12 +42,12 @@ def build_communicator(
         TimeoutError, PeerGoneError: a rank did not come, or is gone; names it.
     """
     device = config.device if device is None else device
-    parts = Parts(config, Registry.from_env() if registry is None else registry)
-    parts.check(keys=("communicator",))
+    resolved = ResolvedConfig(config, Registry.from_env() if registry is None else registry)
+    resolved.check(keys=("communicator",))
     required = Requirements(device=device.partition(":")[0], authenticated=must_authenticate(config))
-    spec = chosen(parts, Kind.COMMUNICATOR, config.communicator, required)
+    spec = choose_transport(resolved, Kind.COMMUNICATOR, config.communicator, required)
     context = CommunicatorContext(
-        options=parts.options_of(spec),
+        options=resolved.options_of(spec),
         credentials=credentials_of(config),
         host=config.host,
         group=group,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from kvplug.assembly.connector import Parts
 from kvplug.assembly.registry import Registry
+from kvplug.assembly.resolve import ResolvedConfig
 from kvplug.config import Config
 from kvplug.transport.lookup import LookupEndpoint
 
@@ -19,6 +19,6 @@ def build_lookup(config: Config, *, registry: Registry | None = None) -> LookupE
         UnknownTransportError, AmbiguousNameError: the name is not there, or there twice.
         PluginError: none is installed for "auto", or the factory returned something else.
     """
-    parts = Parts(config, Registry.from_env() if registry is None else registry)
-    parts.check(keys=("lookup_buffer",))
-    return parts.lookup_endpoint()
+    resolved = ResolvedConfig(config, Registry.from_env() if registry is None else registry)
+    resolved.check(keys=("lookup_buffer",))
+    return resolved.lookup_endpoint()

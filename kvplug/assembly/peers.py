@@ -43,7 +43,7 @@ _CLOSE_S = 2.0
 
 
 @attrs.frozen(kw_only=True)
-class Wiring:
+class LinkSettings:
     """What every link of one built thing has in common."""
 
     config: Config
@@ -96,10 +96,12 @@ def _is_of_transports(refusal: HandshakeError) -> bool:
 class Link(PeerLink):
     """One agreed control channel, and the pipes that are opened over it."""
 
-    def __init__(self, wiring: Wiring, channel: Channel, agreement: Agreement, *, accepted: bool) -> None:
+    def __init__(
+        self, settings: LinkSettings, channel: Channel, agreement: Agreement, *, accepted: bool
+    ) -> None:
         self.channel = channel
         self.agreement = agreement
-        self._wiring = wiring
+        self._settings = settings
         self._accepted = accepted
         self._lock = threading.Lock()
         self._opening: PipeListener | None = None
@@ -109,7 +111,7 @@ class Link(PeerLink):
         return f"<Link with {self.channel.peer}>"
 
     def open_pipe(self, label: str, *, device: str = "cpu", timeout: Timeout = DEFAULT_TIMEOUT) -> Pipe:
-        deadline = Deadline.after(timeout, self._wiring.config.timeout_s)
+        deadline = Deadline.after(timeout, self._settings.config.timeout_s)
         # Ends on different kinds of device agreed on a pipe for CPU tensors only, which refuses all others.
         agreed = self.agreement.transports
         device = device if device.partition(":")[0] in agreed else "cpu"
@@ -118,11 +120,11 @@ class Link(PeerLink):
             pipe = self._serve(label, chosen, device, deadline)
         else:
             pipe = self._join(label, chosen, device, deadline)
-        return self._wiring.wrapped(pipe)
+        return self._settings.wrapped(pipe)
 
     def _serve(self, label: str, transport: str, device: str, deadline: Deadline) -> Pipe:
         try:
-            listener = self._wiring.pipe_endpoint(transport, device).listen()
+            listener = self._settings.pipe_endpoint(transport, device).listen()
         except KvplugError as e:
             self.channel.send({"pipe": label, "error": str(e)}, timeout=deadline.remaining())
             raise
@@ -145,7 +147,7 @@ class Link(PeerLink):
             raise HandshakeError(
                 f"it cannot listen on {transport!r}: {offer.get('error')}", peer=str(self.channel.peer)
             )
-        endpoint = self._wiring.pipe_endpoint(transport, device)
+        endpoint = self._settings.pipe_endpoint(transport, device)
         return endpoint.connect(str(offer["contact"]), timeout=deadline.remaining())
 
     def close(self) -> None:
@@ -162,9 +164,9 @@ class LinkListener(PeerListener):
     So a peer that is stopped in the middle of its handshake delays nobody but itself.
     """
 
-    def __init__(self, wiring: Wiring, listener: Listener) -> None:
+    def __init__(self, settings: LinkSettings, listener: Listener) -> None:
         self.contact = listener.contact
-        self._wiring = wiring
+        self._settings = settings
         self._listener = listener
         self._ready: queue.SimpleQueue[Link | None] = queue.SimpleQueue()
         self._closed = threading.Event()
@@ -175,7 +177,7 @@ class LinkListener(PeerListener):
         self._thread.start()
 
     def accept(self, timeout: Timeout = DEFAULT_TIMEOUT) -> Link:
-        deadline = Deadline.after(timeout, self._wiring.config.timeout_s)
+        deadline = Deadline.after(timeout, self._settings.config.timeout_s)
         seconds = deadline.remaining()  # as far as the message goes; without an end there is none
         try:
             link = None if self._closed.is_set() else self._ready.get(timeout=seconds)
@@ -223,7 +225,7 @@ class LinkListener(PeerListener):
                 self._begin(connection)
             except Exception as e:  # out of descriptors or threads, say: the listener outlives it
                 _log.warning("a control channel from %s is turned away: %s", connection.describe, e)
-                self._wiring.stats.fail("handshake", reason_of(e))
+                self._settings.stats.fail("handshake", reason_of(e))
                 connection.close()
 
     def _begin(self, connection: Connection) -> None:
@@ -254,8 +256,8 @@ class LinkListener(PeerListener):
     def _shake_hands(self, channel: Channel) -> None:
         link = None
         try:
-            agreement = self._wiring.agree(channel, "", self._wiring.config.timeout_s)
-            link = Link(self._wiring, channel, agreement, accepted=True)
+            agreement = self._settings.agree(channel, "", self._settings.config.timeout_s)
+            link = Link(self._settings, channel, agreement, accepted=True)
         except KvplugError as e:
             if not self._closed.is_set():
                 _log.warning("no agreement with %s: %s", channel.peer, e)
@@ -277,13 +279,13 @@ class ControlPeers(Peers):
 
     def __init__(
         self,
-        wiring: Wiring,
+        settings: LinkSettings,
         *,
         rank: int = 0,
         listen: str | None = None,
         connect: str | Mapping[int, str] | None = None,
     ) -> None:
-        self._wiring = wiring
+        self._settings = settings
         self._rank = rank
         self._listen = listen
         self._connect = {0: connect} if isinstance(connect, str) else connect
@@ -293,9 +295,9 @@ class ControlPeers(Peers):
         self._closed = threading.Event()
 
     def listen(self) -> LinkListener:
-        config = self._wiring.config
+        config = self._settings.config
         address = self._listen or config.control_address(self._rank)
-        listener = LinkListener(self._wiring, Listener.open(address, self._wiring.credentials, CONTROL))
+        listener = LinkListener(self._settings, Listener.open(address, self._settings.credentials, CONTROL))
         with self._lock:
             self._listeners.append(listener)
             closed = self._closed.is_set()
@@ -307,7 +309,7 @@ class ControlPeers(Peers):
     def address_of(self, rank: int) -> str:
         """Where the peer engine's worker ``rank`` is to be found."""
         if self._connect is None:
-            return self._wiring.config.control_address(rank)
+            return self._settings.config.control_address(rank)
         if rank not in self._connect:
             known = ", ".join(str(known) for known in sorted(self._connect))
             raise HandshakeError(f"no contact is known for rank {rank} of the peer engine, only for {known}")
@@ -318,8 +320,8 @@ class ControlPeers(Peers):
     ) -> Link:
         if self._closed.is_set():
             raise ClosedError("this connector was shut down")
-        deadline = Deadline.after(timeout, self._wiring.config.connect_timeout_s)
-        address, credentials = self.address_of(rank), self._wiring.credentials
+        deadline = Deadline.after(timeout, self._settings.config.connect_timeout_s)
+        address, credentials = self.address_of(rank), self._settings.credentials
         if retry:
             connection = dial_until(address, credentials, CONTROL, deadline, stop=self._closed)
         else:
@@ -330,14 +332,14 @@ class ControlPeers(Peers):
         try:
             if self._closed.is_set():
                 raise ClosedError("this connector was shut down")
-            agreement = self._wiring.agree(channel, purpose, deadline.remaining())
+            agreement = self._settings.agree(channel, purpose, deadline.remaining())
         except BaseException:
             channel.close()
             raise
         finally:
             with self._lock:
                 self._shaking.discard(channel)
-        return Link(self._wiring, channel, agreement, accepted=False)
+        return Link(self._settings, channel, agreement, accepted=False)
 
     def close(self) -> None:
         self._closed.set()

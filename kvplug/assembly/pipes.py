@@ -8,16 +8,18 @@ from collections.abc import Callable
 
 import attrs
 
-from kvplug.assembly.chosen import chosen
-from kvplug.assembly.connector import Parts, credentials_of, hello_of, must_authenticate
-from kvplug.assembly.peers import ControlPeers, LinkListener, Wiring
+from kvplug.assembly.peers import ControlPeers, LinkListener, LinkSettings
 from kvplug.assembly.registry import Registry
+from kvplug.assembly.resolve import (
+    ResolvedConfig,
+    choose_transport,
+    credentials_of,
+    make_hello,
+    must_authenticate,
+)
 from kvplug.config import Config, Role
-from kvplug.engine.connector.values import CacheGroup, KVCacheConfig, Parallelism, Side
-from kvplug.engine.layout import KVLayout
 from kvplug.errors import ConfigError
 from kvplug.metrics.stats import TransferStats
-from kvplug.negotiation.model import ModelInfo
 from kvplug.negotiation.select import AUTO
 from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
 from kvplug.transport.capabilities import Requirements
@@ -27,28 +29,25 @@ from kvplug.transport.spec import Kind
 logger = logging.getLogger(__name__)
 
 _LABEL = "pipe"
-_NO_MODEL = ModelInfo(name="none", attention="none", num_layers=0, num_kv_heads=0, head_size=0, dtype="none")
 
 
-def _parts(config: Config, registry: Registry | None) -> Parts:
+def _resolve(config: Config, registry: Registry | None) -> ResolvedConfig:
     registry = Registry.from_env() if registry is None else registry
-    parts = Parts(attrs.evolve(config, role=Role.BOTH), registry)
-    parts.check(keys=("transport",))
-    return parts
+    resolved = ResolvedConfig(attrs.evolve(config, role=Role.BOTH), registry)
+    resolved.check(keys=("transport",))
+    return resolved
 
 
-def _wiring(parts: Parts, wrap_pipe: Callable[[Pipe], Pipe] | None) -> Wiring:
-    config = parts.config
-    layout = KVLayout("BTD", {"B": 1, "T": 1, "D": 1})
-    cache = KVCacheConfig(groups=(CacheGroup(layer_names=(), layout=layout),), num_blocks=1)
-    return Wiring(
+def _link_settings(resolved: ResolvedConfig, wrap_pipe: Callable[[Pipe], Pipe] | None) -> LinkSettings:
+    config = resolved.config
+    return LinkSettings(
         config=config,
         credentials=credentials_of(config),
-        hello=functools.partial(hello_of, parts, _NO_MODEL, cache, Parallelism(), Side.WORKER),
-        endpoint=parts.pipe_endpoint,
-        pipe_options=parts.pipe_options,
+        hello=functools.partial(make_hello, resolved, None, True),
+        endpoint=resolved.pipe_endpoint,
+        pipe_options=resolved.pipe_options,
         stats=TransferStats(),
-        missing=parts.registry.failures(),
+        missing=resolved.registry.failures(),
         wrap_pipe=wrap_pipe,
     )
 
@@ -56,8 +55,8 @@ def _wiring(parts: Parts, wrap_pipe: Callable[[Pipe], Pipe] | None) -> Wiring:
 class PipeServer:
     """Waits for programs that want a pipe to this one; :func:`listen_pipe` makes it."""
 
-    def __init__(self, wiring: Wiring, peers: ControlPeers) -> None:
-        self._wiring = wiring
+    def __init__(self, settings: LinkSettings, peers: ControlPeers) -> None:
+        self._settings = settings
         self._peers = peers
         self._listener: LinkListener = peers.listen()
         self.contact: str = self._listener.contact
@@ -69,10 +68,10 @@ class PipeServer:
         Raises:
             TimeoutError, ClosedError.
         """
-        deadline = Deadline.after(timeout, self._wiring.config.timeout_s)
+        deadline = Deadline.after(timeout, self._settings.config.timeout_s)
         link = self._listener.accept(timeout=deadline.remaining())
         try:
-            return link.open_pipe(_LABEL, device=self._wiring.config.device, timeout=deadline.remaining())
+            return link.open_pipe(_LABEL, device=self._settings.config.device, timeout=deadline.remaining())
         finally:
             link.close()
 
@@ -103,11 +102,11 @@ def listen_pipe(
         ConfigError, InsecureAddressError, AddressInUseError.
         UnknownTransportError, AmbiguousNameError: the transport that the config names is not there.
     """
-    parts = _parts(config, registry)
-    wiring = _wiring(parts, wrap_pipe)
-    if (lack := parts.lacks_pipe()) is not None:
+    resolved = _resolve(config, registry)
+    settings = _link_settings(resolved, wrap_pipe)
+    if (lack := resolved.explain_missing_pipe()) is not None:
         logger.warning("whoever connects will be refused: %s", lack)
-    return PipeServer(wiring, ControlPeers(wiring, listen=address))
+    return PipeServer(settings, ControlPeers(settings, listen=address))
 
 
 def build_pipe_endpoint(
@@ -126,15 +125,15 @@ def build_pipe_endpoint(
     """
     if config.transport == AUTO:
         raise ConfigError("transport: ranks of a group do not negotiate, so name one; 'auto' was given")
-    parts = _parts(config, registry)
-    wiring = _wiring(parts, None)
-    around = parts.around(Kind.PIPE, config.transport)
-    name = config.transport if around is None else around.over
+    resolved = _resolve(config, registry)
+    settings = _link_settings(resolved, None)
+    wrapper = resolved.wrapper(Kind.PIPE, config.transport)
+    name = config.transport if wrapper is None else wrapper.inner
     if name == AUTO:
-        raise ConfigError(f"options.{config.transport}.over: ranks of a group do not negotiate, so name one")
+        raise ConfigError(f"options.{config.transport}.inner: ranks of a group do not negotiate, so name one")
     device = config.device if device is None else device
     required = Requirements(device=device.partition(":")[0], authenticated=must_authenticate(config))
-    return wiring.pipe_endpoint(chosen(parts, Kind.PIPE, name, required).name, device)
+    return settings.pipe_endpoint(choose_transport(resolved, Kind.PIPE, name, required).name, device)
 
 
 def connect_pipe(
@@ -151,9 +150,9 @@ def connect_pipe(
         TimeoutError: nobody listened there in time.
         HandshakeError, AuthenticationError: the two ends cannot work together, and why.
     """
-    wiring = _wiring(_parts(config, registry), wrap_pipe)
+    settings = _link_settings(_resolve(config, registry), wrap_pipe)
     deadline = Deadline.after(timeout, config.connect_timeout_s)
-    link = ControlPeers(wiring, connect=contact).connect(0, "pipe", timeout=deadline.remaining())
+    link = ControlPeers(settings, connect=contact).connect(0, "pipe", timeout=deadline.remaining())
     try:
         return link.open_pipe(_LABEL, device=config.device, timeout=deadline.remaining())
     finally:

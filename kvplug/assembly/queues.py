@@ -7,9 +7,8 @@ from collections.abc import Iterable
 
 import attrs
 
-from kvplug.assembly.chosen import chosen
-from kvplug.assembly.connector import Parts, credentials_of, must_authenticate
 from kvplug.assembly.registry import Registry
+from kvplug.assembly.resolve import ResolvedConfig, choose_transport, credentials_of, must_authenticate
 from kvplug.config import Config
 from kvplug.errors import PluginError
 from kvplug.transport.capabilities import Requirements
@@ -30,23 +29,25 @@ def build_queue(
 ) -> QueueEndpoint:
     """What makes the ends of message queues: of the one that the config's ``queue`` names.
 
-    Where that one goes around another, the other must serve here as if it were named itself. The
+    Where that one wraps another, the inner one must serve here as if it were named itself. The
     arguments are those of :class:`~kvplug.transport.context.QueueContext`; ``warning_interval_s`` is the
     config's ``queue_warning_interval_s`` where nothing is said.
 
     Raises:
         ConfigError: the options are wrong; every fault at once.
         UnknownTransportError, AmbiguousNameError: the name is not there, or there twice.
-        PluginError: the named one, or the one beneath it, cannot work here, or none is installed for "auto".
+        PluginError: the named one, or its inner one, cannot work here, or none is installed for "auto".
         InsecureAddressError: other hosts can reach the config's host, and there is no secret.
     """
-    parts = Parts(config, Registry.from_env() if registry is None else registry)
-    parts.check(keys=("queue",))
+    resolved = ResolvedConfig(config, Registry.from_env() if registry is None else registry)
+    resolved.check(keys=("queue",))
     required = Requirements(authenticated=must_authenticate(config))
-    around = parts.around(Kind.QUEUE, config.queue)
-    spec = chosen(parts, Kind.QUEUE, config.queue if around is None else around.over, required)
+    wrapper = resolved.wrapper(Kind.QUEUE, config.queue)
+    spec = choose_transport(
+        resolved, Kind.QUEUE, config.queue if wrapper is None else wrapper.inner, required
+    )
     context = QueueContext(
-        options=parts.options_of(spec),
+        options=resolved.options_of(spec),
         credentials=credentials_of(config),
         host=config.host,
         n_reader=n_reader,
@@ -59,10 +60,10 @@ def build_queue(
         else warning_interval_s,
         heartbeat_timeout_s=config.heartbeat_timeout_s,
     )
-    if around is None:
+    if wrapper is None:
         return _made(spec, context)
-    beneath = functools.partial(_made, spec, context)
-    return _made(around.spec, attrs.evolve(context, options=around.options, beneath=beneath))
+    make_inner = functools.partial(_made, spec, context)
+    return _made(wrapper.spec, attrs.evolve(context, options=wrapper.options, make_inner=make_inner))
 
 
 def _made(spec: TransportSpec, context: QueueContext) -> QueueEndpoint:

@@ -67,6 +67,7 @@ from kvplug.negotiation.handshake.agreement import (
     agree as agree,
 )
 from kvplug.negotiation.handshake.hello import (
+    EngineFacts as EngineFacts,
     Hello as Hello,
 )
 from kvplug.negotiation.model import (

@@ -29,8 +29,8 @@ class PipeContext:
     device: str = "cpu"
     timeout_s: float = 30.0
     heartbeat_timeout_s: float = 10.0
-    beneath: Callable[[], PipeEndpoint] | None = None
-    """For a transport that works over another one (``TransportSpec.wraps``): makes that one's endpoint, with
+    make_inner: Callable[[], PipeEndpoint] | None = None
+    """For a transport that wraps another one (``TransportSpec.wraps``): makes that one's endpoint, with
     its own options and the rest of this context. ``None`` for all others."""
 
 
@@ -70,8 +70,8 @@ class QueueContext:
     warning_interval_s: float = attrs.field(default=WARNING_INTERVAL_S, validator=attrs.validators.gt(0))
     """A call that waits for so long says whom it waits for, again and again."""
     heartbeat_timeout_s: float = 10.0
-    beneath: Callable[[], QueueEndpoint] | None = None
-    """For a queue that works over another one (``TransportSpec.wraps``): makes that one's endpoint, with
+    make_inner: Callable[[], QueueEndpoint] | None = None
+    """For a queue that wraps another one (``TransportSpec.wraps``): makes that one's endpoint, with
     its own options and the rest of this context. ``None`` for all others."""
 
 

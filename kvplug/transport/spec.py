@@ -190,9 +190,9 @@ class TransportSpec(_Spec):
     """Whether ``"auto"`` considers it. False for what is used only where a config names it, which is the
     default of what is made for tests."""
     wraps: bool = False
-    """It works over another pipe, or message queue, as it is one itself: the one that its option ``over``
-    names (or leaves to ``"auto"``). It puts nothing of its own on the wire, and peers are offered the one
-    beneath; the context's ``beneath`` makes it."""
+    """It wraps another transport of its kind, which its option ``inner`` names or leaves to ``"auto"`` and
+    which the context's ``make_inner`` makes. It puts nothing of its own on the wire; peers are offered the
+    inner one."""
 
     @auto.default
     def _unless_for_tests(self) -> bool:

@@ -8,7 +8,7 @@ from pathlib import Path
 import attrs
 
 from kvplug.negotiation.handshake.exchange import MAX_HELLO_BYTES
-from kvplug.negotiation.handshake.hello import Hello
+from kvplug.negotiation.handshake.hello import EngineFacts, Hello
 from kvplug.negotiation.handshake.plain import MAX_LIST, MAX_TEXT
 from kvplug.negotiation.model import ModelInfo
 from kvplug.net.wire import apart, frames, scan
@@ -61,7 +61,7 @@ def test_every_leaf_is_documented_with_its_number() -> None:
 
 
 def test_every_field_of_a_hello_is_documented() -> None:
-    fields = [field.name for field in attrs.fields(Hello)] + [field.name for field in attrs.fields(ModelInfo)]
+    fields = [field.name for cls in (Hello, EngineFacts, ModelInfo) for field in attrs.fields(cls)]
     table = HANDSHAKE[HANDSHAKE.index("## Fields") : HANDSHAKE.index("## Integrity")]
     missing = [name for name in fields if not re.search(rf"\b{name}\b", table)]
     assert not missing

@@ -22,7 +22,7 @@ from kvplug import (
     check_config,
     connect_pipe,
     connector_class,
-    lacks_pipe,
+    explain_missing_pipe,
     listen_pipe,
     required_layout,
 )
@@ -292,12 +292,14 @@ def test_who_listens_where_no_pipe_can_work_is_warned_at_once(caplog: pytest.Log
 )
 def test_one_end_alone_knows_what_no_peer_could_mend(given: Any, why: str | None) -> None:
     here = registry_of(transport(), transport("blocked", probe="test_build_parts:not_viable"))
-    said = lacks_pipe(config(**given), here)
+    said = explain_missing_pipe(config(**given), here)
     assert said == why or (why is not None and said is not None and why in said)
 
 
 def test_where_nothing_is_installed_that_is_said() -> None:
-    assert lacks_pipe(config(), Registry()) == "no pipe here can move cpu tensors (none is installed)"
+    assert (
+        explain_missing_pipe(config(), Registry()) == "no pipe here can move cpu tensors (none is installed)"
+    )
 
 
 def test_a_refusal_over_transports_says_which_plugins_are_blocked_or_broken_here() -> None:
@@ -428,11 +430,11 @@ def test_the_layout_a_connector_insists_on_is_asked_without_building_it() -> Non
 
 def test_sinks_named_in_the_config_get_the_figures(caplog: pytest.LogCaptureFixture) -> None:
     from kvplug.assembly import builtin
-    from kvplug.assembly.connector import Parts
+    from kvplug.assembly.resolve import ResolvedConfig
 
     registry = registry_of(transport(), connectors=True)
     registry.register(builtin, name="core", distribution="kvplug")
-    (sink,) = Parts(config(sinks=["log"]), registry).sinks()
+    (sink,) = ResolvedConfig(config(sinks=["log"]), registry).sinks()
     caplog.set_level("INFO")
     sink.emit({"ops": {"load": {"count": 3, "bytes": 0, "tokens": 0, "seconds": 0.0}}, "failures": {}}, {})
     assert "load: 3 done" in caplog.text

@@ -11,17 +11,17 @@ import attrs
 import pytest
 
 from kvplug import ClosedError, Config, KvplugError, PeerGoneError, Registry
-from kvplug.assembly.peers import CONTROL, ControlPeers, Wiring
-from kvplug.assembly.pipes import _parts, _wiring
+from kvplug.assembly.peers import CONTROL, ControlPeers, LinkSettings
+from kvplug.assembly.pipes import _link_settings, _resolve
 from kvplug.net.trust.channel import Channel
 from kvplug.transport import Credentials, Listener, dial
 
 pytestmark = pytest.mark.timeout(30)
 
 
-def wiring(**more: Any) -> Wiring:
+def settings(**more: Any) -> LinkSettings:
     config = Config.from_dict({"timeout_s": 20, "connect_timeout_s": 20, **more})
-    return _wiring(_parts(config, Registry()), None)
+    return _link_settings(_resolve(config, Registry()), None)
 
 
 @pytest.fixture(autouse=True)
@@ -56,7 +56,7 @@ def ends_with(expected: type[BaseException], call: Any) -> threading.Thread:
 
 
 def test_closing_ends_the_handshake_of_one_who_says_nothing() -> None:
-    peers = ControlPeers(wiring(), listen="unix:")
+    peers = ControlPeers(settings(), listen="unix:")
     listener = peers.listen()
     silent = Channel(dial(listener.contact, Credentials(), CONTROL))
     time.sleep(0.2)
@@ -68,7 +68,7 @@ def test_closing_ends_the_handshake_of_one_who_says_nothing() -> None:
 
 
 def test_closing_wakes_who_dials_somebody_that_never_comes() -> None:
-    peers = ControlPeers(wiring(), connect="unix:@kvplug-test-links-nobody")
+    peers = ControlPeers(settings(), connect="unix:@kvplug-test-links-nobody")
     waiting = ends_with(ClosedError, lambda: peers.connect(0, "x"))
     peers.close()
     waiting.join(1)
@@ -76,7 +76,7 @@ def test_closing_wakes_who_dials_somebody_that_never_comes() -> None:
 
 def test_closing_wakes_who_shakes_hands_with_somebody_silent() -> None:
     with Listener.open("unix:", Credentials(), CONTROL) as listener:
-        peers = ControlPeers(wiring(), connect=listener.contact)
+        peers = ControlPeers(settings(), connect=listener.contact)
         waiting = ends_with(ClosedError, lambda: peers.connect(0, "x"))
         accepted = listener.accept(5)
         peers.close()
@@ -85,7 +85,7 @@ def test_closing_wakes_who_shakes_hands_with_somebody_silent() -> None:
 
 
 def test_closed_peers_neither_dial_nor_listen() -> None:
-    peers = ControlPeers(wiring(), listen="unix:", connect="unix:@kvplug-test-links-nobody")
+    peers = ControlPeers(settings(), listen="unix:", connect="unix:@kvplug-test-links-nobody")
     peers.close()
     with pytest.raises(ClosedError):
         peers.connect(0, "x")
@@ -94,7 +94,7 @@ def test_closed_peers_neither_dial_nor_listen() -> None:
 
 
 def test_without_retry_nobody_there_is_told_at_once() -> None:
-    peers = ControlPeers(wiring(), connect="unix:@kvplug-test-links-nobody")
+    peers = ControlPeers(settings(), connect="unix:@kvplug-test-links-nobody")
     begun = time.monotonic()
     with pytest.raises(PeerGoneError, match="nobody"):
         peers.connect(0, "x", retry=False)
@@ -105,7 +105,7 @@ def test_a_handshake_that_fails_in_an_unforeseen_way_hangs_up() -> None:
     def broken(purpose: str) -> Any:
         raise ValueError("a probe that is wrong")
 
-    peers = ControlPeers(attrs.evolve(wiring(), hello=broken), listen="unix:")
+    peers = ControlPeers(attrs.evolve(settings(), hello=broken), listen="unix:")
     listener = peers.listen()
     for _ in range(2):  # and the listener goes on
         channel = Channel(dial(listener.contact, Credentials(), CONTROL))
@@ -116,7 +116,7 @@ def test_a_handshake_that_fails_in_an_unforeseen_way_hangs_up() -> None:
 
 
 def test_closing_a_link_ends_the_opening_of_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
-    both = wiring()
+    both = settings()
     opened = threading.Event()
 
     class NobodyComes:
@@ -135,7 +135,7 @@ def test_closing_a_link_ends_the_opening_of_a_pipe(monkeypatch: pytest.MonkeyPat
             self.closed.set()
 
     endpoint = type("Endpoint", (), {"listen": lambda self: NobodyComes()})()
-    monkeypatch.setattr(Wiring, "pipe_endpoint", lambda *_: endpoint)
+    monkeypatch.setattr(LinkSettings, "pipe_endpoint", lambda *_: endpoint)
     peers = ControlPeers(both, listen="unix:")
     listener = peers.listen()
     dialler = ControlPeers(both, connect=listener.contact)

@@ -44,7 +44,7 @@ def name_faults(
         if not given and not isinstance(spec, CommandSpec):
             faults += _spec_faults(spec, given)  # something may have to be given
         if isinstance(spec, TransportSpec) and spec.wraps:
-            faults += _over_faults(registry, spec, given)
+            faults += _inner_faults(registry, spec, given)
     for name in names.get("sinks", ()):
         try:
             registry.get(Kind.SINK, name)
@@ -116,15 +116,15 @@ def _default(spec: TransportSpec, key: str) -> Any:
     return "auto" if field is None else field.default
 
 
-def _over_faults(registry: Registry, spec: TransportSpec, given: Mapping[str, Any]) -> tuple[str, ...]:
-    """What is wrong with the name of the transport beneath."""
-    key, name = f"options.{spec.name}.over", given.get("over", _default(spec, "over"))
+def _inner_faults(registry: Registry, spec: TransportSpec, given: Mapping[str, Any]) -> tuple[str, ...]:
+    """What is wrong with the name of the inner transport."""
+    key, name = f"options.{spec.name}.inner", given.get("inner", _default(spec, "inner"))
     if name == "auto" or not isinstance(name, str):
         return ()
     try:
-        beneath = registry.get(spec.kind, name)
+        inner = registry.get(spec.kind, name)
     except PluginError as e:
         return (f"{key}: {e}",)
-    if isinstance(beneath, TransportSpec) and beneath.wraps:
-        return (f"{key}: {name!r} works over another transport itself; name that one",)
+    if isinstance(inner, TransportSpec) and inner.wraps:
+        return (f"{key}: {name!r} wraps another transport itself; name that one",)
     return ()

@@ -6,12 +6,12 @@ same fields, and both choose the same transport, checksum and wire version.
 ==============  =======================================================================================
 sort            fields
 ==============  =======================================================================================
-must match      wire major; role (complementary); the model's facts; dtype; layers, and how many are
-                cached; tensor-parallel size and rank; whether the layout has keys and values or one
-                latent
+must match      wire major; engine (both or neither); role (complementary); the model's facts; dtype;
+                layers, and how many are cached; tensor-parallel size and rank; whether the layout has
+                keys and values or one latent
 negotiated      wire minor (the lower); checksum; transport; block size and layout (may differ, and are
                 then converted; where a kernel orders blocks in its own way, all three must be equal)
-informative     model name, engine, epoch, rank, identity, versions
+informative     model name, engine id, epoch, rank, identity, versions
 ==============  =======================================================================================
 """
 
@@ -22,7 +22,7 @@ from collections.abc import Mapping
 import attrs
 
 from kvplug.errors import HandshakeError
-from kvplug.negotiation.handshake.hello import BOTH, PRODUCER, Hello
+from kvplug.negotiation.handshake.hello import BOTH, PRODUCER, EngineFacts, Hello
 from kvplug.negotiation.model import ModelInfo
 from kvplug.negotiation.select import AUTO, Selection, select
 from kvplug.transport.capabilities import Requirements
@@ -72,11 +72,7 @@ def agree(local: Hello, remote: Hello) -> Agreement:
     reasons = [
         *_wire(local, remote),
         *_purpose(local, remote),
-        *_role(local, remote),
-        *_model(local.model, remote.model),
-        *_shards(local, remote),
-        *_layout_kind(local, remote),
-        *_block_format(local, remote),
+        *_engines(local, remote),
     ]
     checksum, refused = _checksum(local, remote)
     reasons += refused
@@ -117,8 +113,26 @@ def _purpose(local: Hello, remote: Hello) -> list[str]:
     return [_differs("purpose", local.purpose, remote.purpose, "use the same connector at both ends")]
 
 
-def _role(local: Hello, remote: Hello) -> list[str]:
-    if not (local.moves_kv and remote.moves_kv) or local.role != remote.role or local.role == BOTH:
+def _engines(local: Hello, remote: Hello) -> list[str]:
+    """What the two engines must have in common; plain pipes have nothing of it."""
+    ours, theirs = local.engine, remote.engine
+    if ours is None and theirs is None:
+        return []
+    if ours is None or theirs is None:
+        mine, yours = ("a plain pipe" if facts is None else "an engine" for facts in (ours, theirs))
+        return [_differs("engine", mine, yours, "connect an engine to an engine, and a pipe to a pipe")]
+    kv_crosses = local.moves_kv and remote.moves_kv
+    return [
+        *(_role(ours, theirs) if kv_crosses else []),
+        *_model(ours.model, theirs.model),
+        *_shards(ours, theirs),
+        *_layout_kind(ours, theirs),
+        *_block_format(ours, theirs, kv_crosses),
+    ]
+
+
+def _role(local: EngineFacts, remote: EngineFacts) -> list[str]:
+    if local.role != remote.role or local.role == BOTH:
         return []
     other = "consumer" if local.role == PRODUCER else "producer"
     return [f"role: both sides are {local.role}s; set the role of one to {other!r}, or to {BOTH!r}"]
@@ -137,7 +151,7 @@ def _model(ours: ModelInfo, theirs: ModelInfo) -> list[str]:
     return reasons
 
 
-def _shards(local: Hello, remote: Hello) -> list[str]:
+def _shards(local: EngineFacts, remote: EngineFacts) -> list[str]:
     reasons = []
     if None not in (local.layers, remote.layers) and local.layers != remote.layers:
         change = "split the layers into the same pipeline stages at both ends"
@@ -157,14 +171,14 @@ def _shards(local: Hello, remote: Hello) -> list[str]:
     return reasons
 
 
-def _layout_kind(local: Hello, remote: Hello) -> list[str]:
+def _layout_kind(local: EngineFacts, remote: EngineFacts) -> list[str]:
     if ("K" in local.layout) == ("K" in remote.layout):
         return []
     change = "one has keys and values and the other one latent per token, which nothing converts"
     return [_differs("layout", local.layout, remote.layout, change)]
 
 
-def _block_format(local: Hello, remote: Hello) -> list[str]:
+def _block_format(local: EngineFacts, remote: EngineFacts, kv_crosses: bool) -> list[str]:
     """Blocks whose inside only a kernel understands: from one cache into another of the very same kind.
 
     Which kernel, a side that moves no KV may not know; what a block is, it does.
@@ -177,7 +191,7 @@ def _block_format(local: Hello, remote: Hello) -> list[str]:
         "block_size": "blocks in a kernel's own order are moved whole: set the same block size at both ends",
         "layout": "blocks in a kernel's own order are not rearranged: set the same layout at both ends",
     }
-    if not (local.moves_kv and remote.moves_kv):
+    if not kv_crosses:
         del changes["block_format"]
     pairs = ((field, getattr(local, field), getattr(remote, field)) for field in changes)
     return [_differs(field, ours, theirs, changes[field]) for field, ours, theirs in pairs if ours != theirs]
@@ -185,10 +199,11 @@ def _block_format(local: Hello, remote: Hello) -> list[str]:
 
 def _converts(local: Hello, remote: Hello) -> tuple[str, ...]:
     found = []
-    if local.block_size != remote.block_size:
-        found.append(f"block_size: ours {local.block_size}, theirs {remote.block_size}")
-    if local.layout != remote.layout:
-        found.append(f"layout: ours {local.layout}, theirs {remote.layout}")
+    if local.engine is not None and remote.engine is not None:
+        for field in ("block_size", "layout"):
+            ours, theirs = getattr(local.engine, field), getattr(remote.engine, field)
+            if ours != theirs:
+                found.append(f"{field}: ours {ours}, theirs {theirs}")
     if _device(local) != _device(remote):
         found.append(f"device: ours {_device(local)}, theirs {_device(remote)}")
     return tuple(found)

@@ -20,17 +20,9 @@ ROLES = (PRODUCER, CONSUMER, BOTH)
 
 
 @attrs.frozen(kw_only=True)
-class Hello:
-    """A side's statement about itself. Plain facts; what follows from two of them is ``agree``'s affair."""
+class EngineFacts:
+    """What an engine states about its model, its KV cache and its place among the workers."""
 
-    wire: tuple[int, int] = (frames.MAJOR, frames.MINOR)
-    """Version of the wire format: major, minor."""
-    purpose: str = ""
-    """What the side that dialled came for, a word of the connector's; empty at the side that accepted."""
-    moves_kv: bool = True
-    """Whether KV will cross. Where either side says no, roles are not compared and no transport is sought."""
-
-    # must match (see agreement.py)
     role: str = attrs.field(converter=str, validator=attrs.validators.in_(ROLES))
     model: ModelInfo
     layers: tuple[int, int] | None = None
@@ -40,14 +32,59 @@ class Hello:
     tensor_parallel_size: int = 1
     tensor_parallel_rank: int | None = None
     """Which shard of the heads this side holds; ``None`` where it is of no one shard (a scheduler's side)."""
-
-    # negotiated
     layout: str
     """Axis string of one layer's cache."""
     block_size: int
     """Tokens in a block."""
     block_format: str = ""
     """Name of the kernel's own order inside a block; empty where the layout says all."""
+    rank: int = 0
+    """Of this worker in its engine."""
+    world_size: int = 1
+    """Workers of its engine."""
+
+    def to_plain(self) -> dict[str, Any]:
+        """Plain values, for the wire."""
+        plain = attrs.asdict(self)
+        return plain if self.layers is None else {**plain, "layers": list(self.layers)}
+
+    @classmethod
+    def read(cls, read: Reader) -> EngineFacts:
+        """The facts that :meth:`to_plain` gave; what is wrong is noted in the reader's ``faults``."""
+        layers: tuple[int, int] | None = None
+        if read.is_set("layers"):
+            first, end = read.integers("layers", 2)
+            layers = (first, end)
+        return cls(
+            role=read.choice("role", ROLES, BOTH),
+            model=_read_model(read.part("model")),
+            layers=layers,
+            cache_layers=read.optional_integer("cache_layers", 1),
+            tensor_parallel_size=read.integer("tensor_parallel_size", 1),
+            tensor_parallel_rank=read.optional_integer("tensor_parallel_rank"),
+            layout=_read_layout(read),
+            block_size=read.integer("block_size", 1),
+            block_format=read.text("block_format"),
+            rank=read.integer("rank"),
+            world_size=read.integer("world_size", 1),
+        )
+
+
+@attrs.frozen(kw_only=True)
+class Hello:
+    """A side's statement about itself. ``agree`` decides what follows from two of them."""
+
+    wire: tuple[int, int] = (frames.MAJOR, frames.MINOR)
+    """Version of the wire format: major, minor."""
+    purpose: str = ""
+    """Why the side that dialled connects, a word of the connector's; empty at the side that accepted."""
+    moves_kv: bool = True
+    """Whether tensors will cross. Where either side says no, roles are not compared and no transport is
+    selected."""
+    engine: EngineFacts | None = None
+    """``None``: a plain pipe, with no engine behind it."""
+
+    # negotiated
     integrity: str = AUTO
     """``"auto"``, ``"off"``, or the name of the one hash this side insists on."""
     checksums: tuple[str, ...] = ()
@@ -55,23 +92,16 @@ class Hello:
     requested_transport: str = AUTO
     transports: tuple[Offer, ...] = ()
     device: str = "cpu"
-    """Type of the device whose memory the KV crosses from or to."""
+    """Type of the device whose memory the tensors cross from or to."""
     require_authenticated: bool = False
     """The data plane must authenticate: other hosts can reach this side, and its config permits no less."""
 
     # informative
     engine_id: str = ""
     epoch: str = ""
-    """Changes when the engine restarts."""
-    rank: int = 0
-    world_size: int = 1
+    """Changes when the process restarts."""
     identity: PeerIdentity
     versions: Mapping[str, str] = attrs.field(factory=dict)
-
-    @property
-    def dtype(self) -> str:
-        """Of the KV cache."""
-        return self.model.dtype
 
     def to_plain(self) -> dict[str, Any]:
         """Plain values, for the wire. A probe's reason, which may be any text, is made to fit."""
@@ -79,15 +109,7 @@ class Hello:
             "wire": list(self.wire),
             "purpose": self.purpose,
             "moves_kv": self.moves_kv,
-            "role": self.role,
-            "model": attrs.asdict(self.model),
-            "layers": None if self.layers is None else list(self.layers),
-            "cache_layers": self.cache_layers,
-            "tensor_parallel_size": self.tensor_parallel_size,
-            "tensor_parallel_rank": self.tensor_parallel_rank,
-            "layout": self.layout,
-            "block_size": self.block_size,
-            "block_format": self.block_format,
+            "engine": None if self.engine is None else self.engine.to_plain(),
             "integrity": self.integrity,
             "checksums": list(self.checksums),
             "requested_transport": self.requested_transport,
@@ -96,8 +118,6 @@ class Hello:
             "require_authenticated": self.require_authenticated,
             "engine_id": self.engine_id,
             "epoch": self.epoch,
-            "rank": self.rank,
-            "world_size": self.world_size,
             "identity": attrs.asdict(self.identity),
             "versions": dict(self.versions),
         }
@@ -111,28 +131,11 @@ class Hello:
         """
         read = Reader(plain)
         major, minor = read.integers("wire", 2)
-        layout = read.text("layout")
-        if not set(layout) <= set("LKBTHD") or len(set(layout)) != len(layout):
-            read.faults.append(
-                f"layout: the peer sent {layout[:40]!a}, and it must be some of LKBTHD, once each"
-            )
-        layers = None
-        if read.is_set("layers"):
-            first, end = read.integers("layers", 2)
-            layers = (first, end)
         hello = cls(
             wire=(major, minor),
             purpose=read.text("purpose"),
             moves_kv=read.boolean("moves_kv"),
-            role=read.choice("role", ROLES, BOTH),
-            model=_read_model(read.part("model")),
-            layers=layers,
-            cache_layers=read.optional_integer("cache_layers", 1),
-            tensor_parallel_size=read.integer("tensor_parallel_size", 1),
-            tensor_parallel_rank=read.optional_integer("tensor_parallel_rank"),
-            layout=layout,
-            block_size=read.integer("block_size", 1),
-            block_format=read.text("block_format"),
+            engine=EngineFacts.read(read.part("engine")) if read.is_set("engine") else None,
             integrity=read.text("integrity"),
             checksums=read.texts("checksums"),
             requested_transport=read.text("requested_transport"),
@@ -141,8 +144,6 @@ class Hello:
             require_authenticated=read.boolean("require_authenticated"),
             engine_id=read.text("engine_id"),
             epoch=read.text("epoch"),
-            rank=read.integer("rank"),
-            world_size=read.integer("world_size", 1),
             identity=_read_identity(read.part("identity")),
             versions=read.mapping_of_texts("versions"),
         )
@@ -151,6 +152,13 @@ class Hello:
             read.faults.append("transports: the peer offers one name twice")
         read.check()
         return hello
+
+
+def _read_layout(read: Reader) -> str:
+    layout = read.text("layout")
+    if not set(layout) <= set("LKBTHD") or len(set(layout)) != len(layout):
+        read.fault("layout", layout, "some of LKBTHD, once each")
+    return layout
 
 
 def _read_model(read: Reader) -> ModelInfo:

@@ -35,6 +35,10 @@ class Reader:
         if self._absent and plain is not _SAID_ALREADY:
             self._fault(where.rstrip(".") or "hello", plain, "a mapping")
 
+    def fault(self, key: str, found: object, wanted: str) -> None:
+        """Note what was found under ``key`` and what it must be."""
+        self._fault(f"{self._where}{key}", found, wanted)
+
     def _fault(self, field: str, found: object, wanted: str) -> None:
         self.faults.append(f"{field}: the peer sent {_short(found)}, and it must be {wanted}")
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from kvplug.assembly.connector import Parts
 from kvplug.assembly.registry import Registry
 from kvplug.assembly.registry.discovery import not_found
+from kvplug.assembly.resolve import ResolvedConfig
 from kvplug.config import Config
 from kvplug.config.faults import did_you_mean, listed
 from kvplug.errors import PluginLoadError, UnknownTransportError
@@ -44,7 +44,7 @@ def transports(
         AmbiguousNameError: two plugins offer it.
         ConfigError: that configuration is wrong, or their options are; every fault of the first.
     """
-    parts = Parts(Config.load(path, overrides=overrides), registry)
+    resolved = ResolvedConfig(Config.load(path, overrides=overrides), registry)
     chosen = []
     for kind, name in _named(registry, names):
         arguments: dict[str, object] = {
@@ -63,7 +63,7 @@ def transports(
                 arguments=arguments,
                 largest_looked=max_chunk_bytes,
                 devices=devices,
-                skipped_because=_against(spec, parts, kind_of(devices[0])),
+                skipped_because=_against(spec, resolved, kind_of(devices[0])),
             )
         )
     return chosen
@@ -99,10 +99,10 @@ def _unknown(registry: Registry, name: str, kinds: Sequence[Kind]) -> UnknownTra
     return UnknownTransportError("\n  ".join([*lines, *registry.failures(), *not_found(near=bool(hint))]))
 
 
-def _against(spec: TransportSpec, parts: Parts, device: str) -> str:
+def _against(spec: TransportSpec, resolved: ResolvedConfig, device: str) -> str:
     """Why it cannot be measured; a transport that goes around another shares what stands against that one."""
     try:
-        parts.options_of(spec)
+        resolved.options_of(spec)
     except PluginLoadError as e:
         return str(e)
     if spec.kind is Kind.QUEUE and device != CPU:

@@ -6,9 +6,9 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from kvplug.assembly.connector import Parts, credentials_of
 from kvplug.assembly.queues import build_queue
 from kvplug.assembly.registry import Registry
+from kvplug.assembly.resolve import ResolvedConfig, credentials_of
 from kvplug.config import Config
 from kvplug.errors import PluginError
 from kvplug.negotiation.select import AUTO
@@ -136,25 +136,25 @@ def _pipe_endpoint(config: Config, device: str) -> tuple[TransportSpec, PipeEndp
     Raises:
         PluginError: it goes around whatever can be had, and nothing can.
     """
-    parts = Parts(config, Registry.from_env())
-    parts.check(keys=("transport",))
-    name = parts.requested_transport
+    resolved = ResolvedConfig(config, Registry.from_env())
+    resolved.check(keys=("transport",))
+    name = resolved.requested_transport
     if name == AUTO:
         required = Requirements(device=kind_of(device))
         able = [
             offer
-            for offer in parts.offers
+            for offer in resolved.offers
             if offer.auto and offer.probe.viable and not offer.capabilities.missing(required)
         ]
         if not able:
-            raise PluginError("no pipe can be had beneath it")
+            raise PluginError("no inner pipe can be had")
         name = min(able, key=lambda offer: (offer.capabilities.cost.seconds(1 << 24), offer.name)).name
     context = PipeContext(
-        options=parts.pipe_options(name),
+        options=resolved.pipe_options(name),
         credentials=credentials_of(config),
         host=config.host,
         device=device,
         timeout_s=config.timeout_s,
         heartbeat_timeout_s=config.heartbeat_timeout_s,
     )
-    return parts.pipes[name], parts.pipe_endpoint(name, context)
+    return resolved.pipes[name], resolved.pipe_endpoint(name, context)

@@ -23,9 +23,9 @@ KV = {"min_bytes": 4096}
 """Layers of 100 tokens are larger, and requests, headers and token ids are not."""
 
 
-def config(role: str, *rules: dict[str, Any], over: str = "auto", seed: int = 1, **more: Any) -> Config:
+def config(role: str, *rules: dict[str, Any], inner: str = "auto", seed: int = 1, **more: Any) -> Config:
     """Without rules: a config that knows nothing of faults."""
-    faulty = {"transport": "faulty", "options": {"faulty": {"over": over, "plan": plan(rules, seed)}}}
+    faulty = {"transport": "faulty", "options": {"faulty": {"inner": inner, "plan": plan(rules, seed)}}}
     return Config.from_dict({**BASE, "role": role, **(faulty if rules else {}), **more})
 
 
@@ -58,13 +58,13 @@ def loads(prefill: FakeEngine, decode: FakeEngine, name: str = "a") -> tuple[int
     return loaded, len(report.invalid_block_ids), right, figures.get("failures", {}).get("load", {})
 
 
-@pytest.mark.parametrize("over", ["auto", "cpu"])
+@pytest.mark.parametrize("inner", ["auto", "cpu"])
 @pytest.mark.parametrize("there", ["at the producer", "at the consumer", "at both ends"])
-def test_a_plan_that_hits_nothing_changes_nothing_wherever_it_is(over: str, there: str) -> None:
+def test_a_plan_that_hits_nothing_changes_nothing_wherever_it_is(inner: str, there: str) -> None:
     never = {"do": "drop", "message": 1 << 40}
     ours = [] if there == "at the consumer" else [never]
     theirs = [] if there == "at the producer" else [{**never, "direction": "recv"}]
-    with pair(config("producer", *ours, over=over), config("consumer", *theirs, over=over)) as (
+    with pair(config("producer", *ours, inner=inner), config("consumer", *theirs, inner=inner)) as (
         prefill,
         decode,
     ):
@@ -144,14 +144,14 @@ def test_a_layer_that_is_lost_or_in_anothers_place_is_found_out(do: str) -> None
         assert (loaded, failed, reasons) == (96, 6, {"corrupt": 1})
 
 
-def test_ends_with_different_transports_beneath_refuse_each_other_by_name() -> None:
+def test_ends_with_different_inner_transports_refuse_each_other_by_name() -> None:
     from kvplug import connect_pipe, listen_pipe
 
     listening = Config.from_dict(
-        {**BASE, "transport": "faulty", "options": {"faulty": {"over": "cpu", "plan": {}}}}
+        {**BASE, "transport": "faulty", "options": {"faulty": {"inner": "cpu", "plan": {}}}}
     )
     calling = Config.from_dict(
-        {**BASE, "transport": "faulty", "options": {"faulty": {"over": "memory", "plan": {}}}}
+        {**BASE, "transport": "faulty", "options": {"faulty": {"inner": "memory", "plan": {}}}}
     )
     with (
         listen_pipe(listening, "unix:") as server,
@@ -161,8 +161,8 @@ def test_ends_with_different_transports_beneath_refuse_each_other_by_name() -> N
 
 
 def test_a_bad_plan_is_refused_before_anything_is_built() -> None:
-    bad = config("producer", {"do": "delay"}, {"do": "flop"}, over="nothing-such")
+    bad = config("producer", {"do": "delay"}, {"do": "flop"}, inner="nothing-such")
     with pytest.raises(ConfigError) as caught:
         FakeEngine(bad, listen="unix:")
     keys = [fault.partition(": ")[0] for fault in caught.value.faults]
-    assert sorted(keys) == ["options.faulty.over", "options.faulty.plan", "options.faulty.plan"]
+    assert sorted(keys) == ["options.faulty.inner", "options.faulty.plan", "options.faulty.plan"]

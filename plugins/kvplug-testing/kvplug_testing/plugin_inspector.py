@@ -186,7 +186,7 @@ def _offer(spec: Any) -> dict[str, Any]:
     from kvplug.transport.capabilities import UNSTATED
 
     plain = {"of": f"{spec.kind.replace('_', ' ')} {spec.name}", "name": spec.name, "summary": spec.summary}
-    if not hasattr(spec, "capabilities") or spec.wraps:  # then they are those of what is beneath
+    if not hasattr(spec, "capabilities") or spec.wraps:  # then they are those of the inner one
         return plain
     able = spec.capabilities
     return plain | {

@@ -257,26 +257,26 @@ def config(faulty: dict[str, Any] | None, **more: Any) -> Config:
 
 
 def faults_of(config: Config, registry: Registry, *keys: str) -> tuple[str, ...]:
-    from kvplug.assembly.connector import Parts
+    from kvplug.assembly.resolve import ResolvedConfig
 
     with pytest.raises(ConfigError) as caught:
-        Parts(config, registry).check(keys=keys or ("transport",))
+        ResolvedConfig(config, registry).check(keys=keys or ("transport",))
     return caught.value.faults
 
 
 def test_the_options_are_read_like_any_others() -> None:
     options = check_options(FaultyOptions, {"plan": TEXT}, where="options.faulty")
-    assert (options.over, options.rules) == ("auto", PLAN)
-    assert [row.name for row in describe_options(FaultyOptions)] == ["over", "plan"]
+    assert (options.inner, options.rules) == ("auto", PLAN)
+    assert [row.name for row in describe_options(FaultyOptions)] == ["inner", "plan"]
 
 
 def test_a_plan_stands_in_a_config_as_a_table_too() -> None:
-    from kvplug.assembly.connector import Parts
+    from kvplug.assembly.resolve import ResolvedConfig
 
     table = TEXT.replace("[[rules", "[[options.faulty.plan.rules")
     found = Config.from_toml(f'transport = "faulty"\n[options.faulty.plan]\n{table}')
     assert check_options(FaultyOptions, found.options["faulty"]).rules == PLAN
-    Parts(found, Registry.from_env()).check(keys=("transport",))
+    ResolvedConfig(found, Registry.from_env()).check(keys=("transport",))
 
 
 def test_a_plan_that_is_missing_is_told_at_config_time(registry: Registry) -> None:
@@ -284,43 +284,43 @@ def test_a_plan_that_is_missing_is_told_at_config_time(registry: Registry) -> No
     assert fault.startswith("options.faulty.plan: must be given")
 
 
-def test_faults_of_a_plan_and_of_the_transport_beneath_are_told_together(
+def test_faults_of_a_plan_and_of_the_inner_transport_are_told_together(
     registry: Registry, tmp_path: Path
 ) -> None:
     file = tmp_path / "faults.toml"
     file.write_text('[[rules]]\ndo = "delay"\n[[rules]]\ndo = "flop"\n')
-    faults = faults_of(config({"over": "nothing-such", "plan": str(file), "sed": 1}), registry)
+    faults = faults_of(config({"inner": "nothing-such", "plan": str(file), "sed": 1}), registry)
     assert len(faults) == 4
-    assert any(fault.startswith("options.faulty.over: ") and "nothing-such" in fault for fault in faults)
+    assert any(fault.startswith("options.faulty.inner: ") and "nothing-such" in fault for fault in faults)
     plans = [fault for fault in faults if fault.startswith("options.faulty.plan: ")]
     assert ["rule 1: seconds" in plans[0], "rule 2: do" in plans[1]] == [True, True]
     assert all(fault.endswith(f"[{file}]") for fault in plans)
 
 
 def test_faulty_over_faulty_is_refused(registry: Registry) -> None:
-    (fault,) = faults_of(config({"over": "faulty", "plan": {}}), registry)
-    assert fault.startswith("options.faulty.over: 'faulty' works over another transport itself")
+    (fault,) = faults_of(config({"inner": "faulty", "plan": {}}), registry)
+    assert fault.startswith("options.faulty.inner: 'faulty' wraps another transport itself")
 
 
 def test_it_is_listed_and_never_chosen_by_auto(registry: Registry) -> None:
-    from kvplug.assembly.connector import Parts
+    from kvplug.assembly.resolve import ResolvedConfig
 
     lines = [line for line in lines_of(registry, everything=True) if line.name == "faulty"]
     assert [line.kind for line in lines] == ["pipe", "queue"]
     assert {(line.distribution, line.status, line.capabilities) for line in lines} == {
         ("kvplug-testing", "ok", None)
     }
-    offered = Parts(Config.from_dict({"role": "both"}), registry).offers
+    offered = ResolvedConfig(Config.from_dict({"role": "both"}), registry).offers
     assert "faulty" not in [offer.name for offer in offered]
 
 
-def test_to_its_peer_an_end_with_faults_is_one_of_the_transport_beneath(registry: Registry) -> None:
-    from kvplug.assembly.connector import Parts
+def test_to_its_peer_an_end_with_faults_is_one_of_the_inner_transport(registry: Registry) -> None:
+    from kvplug.assembly.resolve import ResolvedConfig
 
-    for over in ("memory", "auto"):
-        parts = Parts(config({"over": over, "plan": {}}), registry)
-        assert parts.requested_transport == over
-        assert parts.offers == Parts(Config.from_dict({"role": "both"}), registry).offers
+    for inner in ("memory", "auto"):
+        parts = ResolvedConfig(config({"inner": inner, "plan": {}}), registry)
+        assert parts.requested_transport == inner
+        assert parts.offers == ResolvedConfig(Config.from_dict({"role": "both"}), registry).offers
 
 
 @pytest.mark.parametrize("kind", [Kind.LOOKUP_BUFFER, Kind.COMMUNICATOR])
@@ -336,26 +336,26 @@ def of_queue(faulty: dict[str, Any], **more: Any) -> Config:
     return Config.from_dict({"queue": "faulty", "options": {"faulty": faulty, **more}})
 
 
-def test_faults_of_a_plan_and_of_the_options_beneath_are_told_together(registry: Registry) -> None:
-    found = of_queue({"over": "memory", "plan": {"rules": [{"do": "delay"}]}}, memory={"spin": 1})
+def test_faults_of_a_plan_and_of_the_inner_options_are_told_together(registry: Registry) -> None:
+    found = of_queue({"inner": "memory", "plan": {"rules": [{"do": "delay"}]}}, memory={"spin": 1})
     faults = faults_of(found, registry, "queue")
     assert [fault for fault in faults if fault.startswith("options.faulty.plan: rule 1: seconds")]
     assert "options.memory: the queue 'memory' takes no options" in faults
 
 
 @pytest.mark.parametrize(
-    ("over", "told"),
+    ("inner", "told"),
     [
         ("memroy", "no message queue named 'memroy'; did you mean 'memory'?"),
         ("cpu", "no message queue named 'cpu'"),
-        ("faulty", "'faulty' works over another transport itself"),
+        ("faulty", "'faulty' wraps another transport itself"),
     ],
 )
-def test_what_cannot_be_beneath_a_queue_is_told_at_config_time(
-    registry: Registry, over: str, told: str
+def test_what_cannot_be_inside_a_queue_is_told_at_config_time(
+    registry: Registry, inner: str, told: str
 ) -> None:
-    (fault,) = faults_of(of_queue({"over": over, "plan": {}}), registry, "queue")
-    assert fault.startswith(f"options.faulty.over: {told}")
+    (fault,) = faults_of(of_queue({"inner": inner, "plan": {}}), registry, "queue")
+    assert fault.startswith(f"options.faulty.inner: {told}")
 
 
 @pytest.mark.parametrize("options", [{}, {"faulty": {}}])
@@ -367,17 +367,17 @@ def test_a_pipe_and_a_queue_share_one_table_and_its_faults_are_told_once(
     assert fault.startswith("options.faulty.plan: must be given")
 
 
-def test_a_name_beneath_both_has_to_be_one_of_both_kinds(registry: Registry) -> None:
-    from kvplug.assembly.connector import Parts
+def test_an_inner_name_of_both_has_to_be_one_of_both_kinds(registry: Registry) -> None:
+    from kvplug.assembly.resolve import ResolvedConfig
 
     both = {"transport": "faulty", "queue": "faulty"}
-    Parts(config({"over": "memory", "plan": {}}, queue="faulty"), registry).check(keys=both)
-    faults = faults_of(config({"over": "nothing-such", "plan": {}}, queue="faulty"), registry, *both)
+    ResolvedConfig(config({"inner": "memory", "plan": {}}, queue="faulty"), registry).check(keys=both)
+    faults = faults_of(config({"inner": "nothing-such", "plan": {}}, queue="faulty"), registry, *both)
     assert len(faults) == 2
     assert ["transport named" in faults[0], "message queue named" in faults[1]] == [True, True]
 
 
-def test_a_queue_beneath_is_chosen_with_auto_as_for_queues() -> None:
+def test_an_inner_queue_is_chosen_with_auto_as_for_queues() -> None:
     registry = Registry()
     registry.register(plugin, name="testing")  # whatever else is installed
     with pytest.raises(PluginError, match="no message queue can be had"):

@@ -41,7 +41,7 @@ NEVER = Plan(rules=[Rule(do="drop", direction=way, message=1 << 40) for way in (
 
 @pytest.mark.variant
 class TestTransparent(PipeContract):
-    """It is the pipe beneath: at one end without rules, at the other with rules that hit nothing."""
+    """It is the inner pipe: at one end without rules, at the other with rules that hit nothing."""
 
     transport = "memory"
     across_processes = False
@@ -71,9 +71,9 @@ class TestWithRulesThatHitNothing(PipeContract):
 class Different(FaultyEndpoint):
     """Who connects has no rules, who accepts has some."""
 
-    def __init__(self, beneath: PipeEndpoint) -> None:
-        super().__init__(beneath, Plan())
-        self._accepting = FaultyEndpoint(beneath, NEVER)
+    def __init__(self, inner: PipeEndpoint) -> None:
+        super().__init__(inner, Plan())
+        self._accepting = FaultyEndpoint(inner, NEVER)
 
     def listen(self) -> PipeListener:
         return self._accepting.listen()
@@ -99,10 +99,10 @@ def pair(request: pytest.FixtureRequest) -> Any:
     made: list[FaultyPipe] = []
 
     def make(near: list[Rule], far: list[Rule] = [], seed: int = 0, **options: Any) -> Any:  # noqa: B006
-        beneath = endpoint(request.param, **options)
-        listener = FaultyEndpoint(beneath, Plan(seed=seed, rules=far)).listen()
+        inner = endpoint(request.param, **options)
+        listener = FaultyEndpoint(inner, Plan(seed=seed, rules=far)).listen()
         connecting = Call(
-            lambda: FaultyEndpoint(beneath, Plan(seed=seed, rules=near)).connect(listener.contact)
+            lambda: FaultyEndpoint(inner, Plan(seed=seed, rules=near)).connect(listener.contact)
         )
         accepted = listener.accept(timeout=PATIENCE_S)
         made.extend([connecting.result(), accepted])
@@ -375,9 +375,9 @@ def test_several_rules_meet_in_one_message(pair: Pair) -> None:
 
 
 def test_a_rule_may_name_a_pipe(pair: Pair) -> None:
-    beneath = endpoint("memory")
-    listener = beneath.listen()
-    end = FaultyEndpoint(beneath, Plan(rules=[Rule(do="drop", pipe=2)]))
+    inner = endpoint("memory")
+    listener = inner.listen()
+    end = FaultyEndpoint(inner, Plan(rules=[Rule(do="drop", pipe=2)]))
     for expected in ([1], [], [1]):
         near = end.connect(listener.contact)
         far = listener.accept()
@@ -392,11 +392,11 @@ def test_a_rule_may_name_a_pipe(pair: Pair) -> None:
 
 
 def test_a_switch_decides_whether_a_fault_happens() -> None:
-    beneath = endpoint("memory")
-    listener = beneath.listen()
+    inner = endpoint("memory")
+    listener = inner.listen()
     on = False
     near = FaultyPipe(
-        beneath.connect(listener.contact), Plan(rules=[Rule(do="drop", every=2)]), when=lambda: on
+        inner.connect(listener.contact), Plan(rules=[Rule(do="drop", every=2)]), when=lambda: on
     )
     far = listener.accept()
     for number in range(1, 9):
@@ -450,10 +450,10 @@ def test_a_planned_death_comes_though_nobody_reads_and_no_deadline_is_set(
 
 
 def test_a_message_that_was_taken_has_its_transfer_though_its_second_copy_cannot_be_sent() -> None:
-    beneath = Unread(room=1)
-    pipe = FaultyPipe(beneath, Plan(rules=[Rule(do="duplicate")]))
+    inner = Unread(room=1)
+    pipe = FaultyPipe(inner, Plan(rules=[Rule(do="duplicate")]))
     transfer = pipe.send_tensor(tensor(1), timeout=PATIENCE_S)
-    assert [transfer] == beneath.taken
+    assert [transfer] == inner.taken
     raises(PeerGoneError, lambda: pipe.send_tensor(tensor(2), timeout=PATIENCE_S))
     assert pipe.hits == {"duplicate": 1}
 

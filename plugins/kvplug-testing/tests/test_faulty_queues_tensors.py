@@ -45,7 +45,7 @@ NEVER = Plan(rules=[Rule(do="drop", direction=way, message=1 << 40) for way in (
 
 @pytest.mark.variant
 class TestTransparent(MessageQueueContract):
-    """With rules that hit nothing a faulty queue is the queue beneath."""
+    """With rules that hit nothing a faulty queue is the inner queue."""
 
     transport = "memory"
     across_processes = False
@@ -191,8 +191,8 @@ def registry() -> Registry:
     return registry
 
 
-def config(over: str, *rules: dict[str, Any], **more: Any) -> Config:
-    faulty = {"over": over, "plan": {"seed": 3, "rules": list(rules)}}
+def config(inner: str, *rules: dict[str, Any], **more: Any) -> Config:
+    faulty = {"inner": inner, "plan": {"seed": 3, "rules": list(rules)}}
     return Config(queue="faulty", timeout_s=PATIENCE_S, options={"faulty": faulty}, **more)
 
 
@@ -225,20 +225,20 @@ def test_a_rule_may_name_one_end(registry: Registry) -> None:
             assert (read(first, 2), read(second, 1)) == ([1, 2], [2])
 
 
-def test_auto_beneath_is_the_queue_that_auto_would_be(registry: Registry) -> None:
+def test_an_inner_queue_auto_is_the_queue_that_auto_would_be(registry: Registry) -> None:
     endpoint = build_queue(config("auto"), registry=registry)
     assert isinstance(endpoint, FaultyQueueEndpoint)
-    assert isinstance(endpoint._beneath, MemoryQueueEndpoint)
+    assert isinstance(endpoint._inner, MemoryQueueEndpoint)
     assert isinstance(build_queue(Config(queue="auto"), registry=registry), MemoryQueueEndpoint)
 
 
-@pytest.mark.parametrize("over", ["trusting", "auto"])
-def test_where_strangers_reach_it_the_queue_beneath_must_authenticate(registry: Registry, over: str) -> None:
+@pytest.mark.parametrize("inner", ["trusting", "auto"])
+def test_where_strangers_reach_it_the_inner_queue_must_authenticate(registry: Registry, inner: str) -> None:
     with pytest.raises(PluginError, match="trusting: its data plane is not authenticated"):
-        build_queue(config(over, host="192.0.2.7"), registry=registry)
-    build_queue(config(over), registry=registry)
+        build_queue(config(inner, host="192.0.2.7"), registry=registry)
+    build_queue(config(inner), registry=registry)
 
 
-def test_without_a_queue_beneath_there_is_none() -> None:
-    with pytest.raises(ConfigError, match="nothing beneath it"):
+def test_without_an_inner_queue_there_is_none() -> None:
+    with pytest.raises(ConfigError, match="wraps nothing"):
         faulty(QueueContext(options=None, credentials=Credentials()))

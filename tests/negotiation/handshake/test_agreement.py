@@ -12,7 +12,7 @@ from hypothesis import given, strategies as st
 
 from kvplug.errors import HandshakeError
 from kvplug.negotiation.handshake.agreement import Agreement, agree
-from kvplug.negotiation.handshake.hello import Hello
+from kvplug.negotiation.handshake.hello import EngineFacts, Hello
 from kvplug.negotiation.model import ModelInfo
 from kvplug.negotiation.select import Offer
 from kvplug.net.trust.identity import PeerIdentity
@@ -31,17 +31,28 @@ GPU = Offer(
     ),
 )
 OURS = Hello(
-    role="producer",
-    model=MODEL,
-    layers=(0, 30),
-    layout="KBTHD",
-    block_size=16,
+    engine=EngineFacts(role="producer", model=MODEL, layers=(0, 30), layout="KBTHD", block_size=16),
     checksums=("xxh3_64", "xxh3_128"),
     transports=(NET, LOCAL, GPU),
     engine_id="prefill",
     identity=PeerIdentity(boot_id="boot", pid=1, label="prefill"),
 )
-THEIRS = attrs.evolve(
+
+
+def changed(hello: Hello, **change: Any) -> Hello:
+    """The statement with these facts: its own, its engine's or the model's, which have no name in common."""
+    engine = hello.engine
+    if engine is not None:
+        model = attrs.evolve(engine.model, **_of(ModelInfo, change))
+        engine = attrs.evolve(engine, model=model, **_of(EngineFacts, change))
+    return attrs.evolve(hello, **{"engine": engine, **_of(Hello, change)})
+
+
+def _of(cls: type, change: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in change.items() if key in attrs.fields_dict(cls)}
+
+
+THEIRS = changed(
     OURS, role="consumer", engine_id="decode", identity=PeerIdentity(boot_id="boot", pid=2, label="decode")
 )
 
@@ -82,11 +93,8 @@ MODELS = st.builds(
     window=st.sampled_from([None, None, 4096]),
     weights=st.sampled_from(["", "w1", "w2"]),
 )
-HELLOS = st.builds(
-    Hello,
-    wire=st.sampled_from([(1, 0), (1, 0), (1, 3), (2, 0)]),
-    purpose=st.sampled_from(["", "", "entries", "events"]),
-    moves_kv=st.sampled_from([True, True, False]),
+ENGINES = st.builds(
+    EngineFacts,
     role=st.sampled_from(["producer", "consumer", "both"]),
     model=st.just(MODEL) | MODELS,
     layers=st.sampled_from([None, (0, 30), (0, 30), (0, 15)]),
@@ -96,6 +104,13 @@ HELLOS = st.builds(
     layout=st.sampled_from(["KBTHD", "KBHTD", "BHTKD", "BTD"]),
     block_size=st.sampled_from([16, 32]),
     block_format=st.sampled_from(["", "", "", "engine/kernel", "engine/other"]),
+)
+HELLOS = st.builds(
+    Hello,
+    wire=st.sampled_from([(1, 0), (1, 0), (1, 3), (2, 0)]),
+    purpose=st.sampled_from(["", "", "entries", "events"]),
+    moves_kv=st.sampled_from([True, True, False]),
+    engine=ENGINES,
     integrity=st.sampled_from(["auto", "auto", "off", "xxh3_64", "xxh3_128"]),
     checksums=st.sampled_from(
         [(), ("xxh3_64",), ("xxh3_128",), ("xxh3_64", "xxh3_128"), ("xxh3_128", "xxh3_64")]
@@ -152,13 +167,14 @@ def test_what_is_agreed_holds_for_both(a: Hello, b: Hello) -> None:
     except HandshakeError:
         return
     assert found.remote is b
-    assert a.wire[0] == b.wire[0] and a.model.dtype == b.model.dtype
+    assert a.wire[0] == b.wire[0] and a.engine is not None and b.engine is not None
+    assert a.engine.model.dtype == b.engine.model.dtype
     if found.checksum is None:
         assert {a.integrity, b.integrity} <= {"auto", "off"}
     else:
         assert found.checksum in a.checksums and found.checksum in b.checksums
     if a.moves_kv and b.moves_kv:
-        assert {a.role, b.role} not in ({"producer"}, {"consumer"})
+        assert {a.engine.role, b.engine.role} not in ({"producer"}, {"consumer"})
         assert "cpu" in found.transports
         if a.device.startswith("cuda") and b.device.startswith("cuda"):
             assert "cuda" in found.transports
@@ -209,19 +225,13 @@ CHANGES: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-def changed(hello: Hello, change: dict[str, Any]) -> Hello:
-    model = {key: value for key, value in change.items() if key in attrs.fields_dict(ModelInfo)}
-    rest = {key: value for key, value in change.items() if key not in model}
-    return attrs.evolve(hello, model=attrs.evolve(hello.model, **model), **rest)
-
-
 @pytest.mark.parametrize(("change", "reason"), CHANGES.values(), ids=CHANGES)
 def test_a_field_that_must_match_is_refused_with_both_values_and_what_to_change(
     change: dict[str, Any], reason: str
 ) -> None:
-    found = refused(OURS, changed(THEIRS, change))
+    found = refused(OURS, changed(THEIRS, **change))
     assert len(found) == 1 and found[0].startswith(reason)
-    assert refused(changed(THEIRS, change), OURS) == (mirrored(found[0]),)
+    assert refused(changed(THEIRS, **change), OURS) == (mirrored(found[0]),)
 
 
 def test_every_fact_of_the_model_is_compared_or_known_to_be_informative() -> None:
@@ -231,7 +241,7 @@ def test_every_fact_of_the_model_is_compared_or_known_to_be_informative() -> Non
 
 def test_all_differing_fields_are_told_at_once() -> None:
     everything = {key: value for change, _ in CHANGES.values() for key, value in change.items()}
-    theirs = attrs.evolve(changed(THEIRS, everything), role="producer", requested_transport="rdma")
+    theirs = changed(changed(THEIRS, **everything), role="producer", requested_transport="rdma")
     found = set(fields(refused(OURS, theirs)))
     assert found == {
         *(reason.partition(":")[0] for _, reason in CHANGES.values()),
@@ -241,58 +251,64 @@ def test_all_differing_fields_are_told_at_once() -> None:
 
 @pytest.mark.parametrize("role", ["producer", "consumer"])
 def test_two_of_one_role_are_refused(role: str) -> None:
-    ours, theirs = attrs.evolve(OURS, role=role), attrs.evolve(THEIRS, role=role)
+    ours, theirs = changed(OURS, role=role), changed(THEIRS, role=role)
     assert refused(ours, theirs)[0].startswith(f"role: both sides are {role}s; set the role of one to ")
 
 
 @pytest.mark.parametrize("role", ["producer", "consumer", "both"])
 def test_both_works_with_anything(role: str) -> None:
-    assert agree(attrs.evolve(OURS, role="both"), attrs.evolve(THEIRS, role=role))
+    assert agree(changed(OURS, role="both"), changed(THEIRS, role=role))
 
 
 def test_where_no_kv_crosses_roles_and_transports_play_no_part_and_facts_do() -> None:
-    ours = attrs.evolve(OURS, moves_kv=False, transports=())
-    theirs = attrs.evolve(THEIRS, role="producer")
+    ours = changed(OURS, moves_kv=False, transports=())
+    theirs = changed(THEIRS, role="producer")
     assert agree(ours, theirs).transports == {} == agree(theirs, ours).transports
-    assert fields(refused(ours, changed(theirs, {"num_layers": 32}))) == ["model.num_layers"]
+    assert fields(refused(ours, changed(theirs, num_layers=32))) == ["model.num_layers"]
 
 
 def test_a_shard_of_the_heads_meets_only_its_like_and_a_scheduler_meets_all() -> None:
-    ours = attrs.evolve(OURS, tensor_parallel_size=2, tensor_parallel_rank=0)
-    theirs = attrs.evolve(THEIRS, tensor_parallel_size=2, tensor_parallel_rank=1)
+    ours = changed(OURS, tensor_parallel_size=2, tensor_parallel_rank=0)
+    theirs = changed(THEIRS, tensor_parallel_size=2, tensor_parallel_rank=1)
     assert fields(refused(ours, theirs)) == ["tensor_parallel_rank"]
-    scheduler = attrs.evolve(theirs, tensor_parallel_rank=None, layers=None)
+    scheduler = changed(theirs, tensor_parallel_rank=None, layers=None)
     assert agree(ours, scheduler) and agree(scheduler, ours)
 
 
 def test_a_draft_models_layers_are_in_the_caches_of_both_or_of_neither() -> None:
-    ours, theirs = attrs.evolve(OURS, cache_layers=30), attrs.evolve(THEIRS, cache_layers=31)
+    ours, theirs = changed(OURS, cache_layers=30), changed(THEIRS, cache_layers=31)
     assert fields(refused(ours, theirs)) == ["cache_layers"]
     (reason,) = refused(ours, theirs)
     assert "draft model" in reason
-    assert agree(ours, attrs.evolve(theirs, cache_layers=30))
-    assert agree(ours, attrs.evolve(theirs, cache_layers=None)), "a scheduler holds none"
-    other_stage = attrs.evolve(theirs, layers=(0, 15))
-    assert fields(refused(attrs.evolve(ours, layers=(0, 30)), other_stage)) == ["layers"]
+    assert agree(ours, changed(theirs, cache_layers=30))
+    assert agree(ours, changed(theirs, cache_layers=None)), "a scheduler holds none"
+    other_stage = changed(theirs, layers=(0, 15))
+    assert fields(refused(changed(ours, layers=(0, 30)), other_stage)) == ["layers"]
+
+
+def test_a_plain_pipe_meets_a_plain_pipe_and_no_engine() -> None:
+    ours, theirs = changed(OURS, engine=None), changed(THEIRS, engine=None)
+    assert agree(ours, theirs).transports["cpu"].chosen == "local"
+    (reason,) = refused(ours, THEIRS)
+    assert reason.startswith("engine: ours 'a plain pipe', theirs 'an engine'; connect an engine to")
+    assert refused(THEIRS, ours) == (mirrored(reason),)
 
 
 def test_fingerprints_of_weights_are_compared_where_both_have_one() -> None:
-    ours = changed(OURS, {"weights": "w1"})
+    ours = changed(OURS, weights="w1")
     assert agree(ours, THEIRS) and agree(THEIRS, ours)
-    assert fields(refused(ours, changed(THEIRS, {"weights": "w2"}))) == ["model.weights"]
+    assert fields(refused(ours, changed(THEIRS, weights="w2"))) == ["model.weights"]
 
 
 def test_what_is_informative_may_differ() -> None:
-    theirs = changed(
-        attrs.evolve(THEIRS, rank=3, world_size=4, epoch="x", versions={"x": "9"}), {"name": "n"}
-    )
-    assert agree(OURS, theirs).remote.rank == 3
+    theirs = changed(THEIRS, rank=3, world_size=4, epoch="x", versions={"x": "9"}, name="n")
+    assert agree(OURS, theirs).remote is theirs
 
 
 def test_blocks_in_a_kernels_own_order_go_only_where_all_is_equal() -> None:
-    packed = attrs.evolve(OURS, block_format="engine 1/kernel")
-    assert agree(packed, attrs.evolve(THEIRS, block_format="engine 1/kernel")).converts == ()
-    theirs = attrs.evolve(THEIRS, block_format="engine 2/kernel", block_size=32, layout="KBHTD")
+    packed = changed(OURS, block_format="engine 1/kernel")
+    assert agree(packed, changed(THEIRS, block_format="engine 1/kernel")).converts == ()
+    theirs = changed(THEIRS, block_format="engine 2/kernel", block_size=32, layout="KBHTD")
     for one, other in ((packed, theirs), (theirs, packed), (OURS, theirs)):
         with pytest.raises(HandshakeError) as refusal:
             agree(one, other)
@@ -305,16 +321,16 @@ def test_blocks_in_a_kernels_own_order_go_only_where_all_is_equal() -> None:
 
 @pytest.mark.parametrize("says", ["", "engine 1"])
 def test_a_side_that_moves_nothing_need_not_know_the_kernel_but_counts_in_the_same_blocks(says: str) -> None:
-    scheduler = attrs.evolve(OURS, moves_kv=False, block_format=says)
-    worker = attrs.evolve(THEIRS, block_format="engine 1/kernel")
+    scheduler = changed(OURS, moves_kv=False, block_format=says)
+    worker = changed(THEIRS, block_format="engine 1/kernel")
     assert agree(scheduler, worker) and agree(worker, scheduler)
     for change in ({"block_size": 32}, {"layout": "KBHTD"}, {"block_size": 32, "layout": "KBHTD"}):
-        other = attrs.evolve(worker, **change)
+        other = changed(worker, **change)
         assert fields(refused(scheduler, other)) == fields(refused(other, scheduler)) == list(change)
 
 
 def test_block_size_and_layout_may_differ_and_are_converted() -> None:
-    theirs = attrs.evolve(THEIRS, block_size=32, layout="KBHTD")
+    theirs = changed(THEIRS, block_size=32, layout="KBHTD")
     assert agree(OURS, theirs).converts == (
         "block_size: ours 16, theirs 32",
         "layout: ours KBTHD, theirs KBHTD",
@@ -322,13 +338,13 @@ def test_block_size_and_layout_may_differ_and_are_converted() -> None:
 
 
 def test_the_lower_minor_version_is_spoken() -> None:
-    assert agree(OURS, attrs.evolve(THEIRS, wire=(1, 7))).wire_minor == 0
+    assert agree(OURS, changed(THEIRS, wire=(1, 7))).wire_minor == 0
 
 
 def test_the_purpose_is_that_of_whoever_dialled() -> None:
-    dialled = attrs.evolve(OURS, purpose="entries")
+    dialled = changed(OURS, purpose="entries")
     assert agree(dialled, THEIRS).purpose == agree(THEIRS, dialled).purpose == "entries"
-    assert fields(refused(dialled, attrs.evolve(THEIRS, purpose="events"))) == ["purpose"]
+    assert fields(refused(dialled, changed(THEIRS, purpose="events"))) == ["purpose"]
 
 
 @pytest.mark.parametrize(
@@ -350,7 +366,7 @@ def test_a_hash_is_used_if_both_have_one_and_a_named_one_is_insisted_on(
     ours: tuple[str, str], theirs: tuple[str, str], expected: str | None
 ) -> None:
     def side(hello: Hello, integrity: tuple[str, str]) -> Hello:
-        return attrs.evolve(hello, integrity=integrity[0], checksums=tuple(integrity[1].split()))
+        return changed(hello, integrity=integrity[0], checksums=tuple(integrity[1].split()))
 
     a, b = side(OURS, ours), side(THEIRS, theirs)
     if expected == "refused":
@@ -363,53 +379,53 @@ def test_a_hash_is_used_if_both_have_one_and_a_named_one_is_insisted_on(
 
 
 def test_another_boot_of_a_kernel_is_another_host() -> None:
-    theirs = attrs.evolve(THEIRS, identity=PeerIdentity(boot_id="other", pid=2))
+    theirs = changed(THEIRS, identity=PeerIdentity(boot_id="other", pid=2))
     found = agree(OURS, theirs)
     assert found.cross_host and found.transports["cpu"].chosen == "net"
-    unknown = attrs.evolve(THEIRS, identity=PeerIdentity(pid=2))
+    unknown = changed(THEIRS, identity=PeerIdentity(pid=2))
     assert agree(OURS, unknown).cross_host
-    assert agree(unknown, attrs.evolve(unknown, role="producer")).cross_host
+    assert agree(unknown, changed(unknown, role="producer")).cross_host
 
 
 def test_kv_on_a_device_has_a_transport_of_its_own_beside_that_of_the_signals() -> None:
-    ours, theirs = attrs.evolve(OURS, device="cuda:0"), attrs.evolve(THEIRS, device="cuda:1")
+    ours, theirs = changed(OURS, device="cuda:0"), changed(THEIRS, device="cuda:1")
     found = agree(ours, theirs).transports
     assert {device: it.chosen for device, it in found.items()} == {"cuda": "gpu", "cpu": "local"}
-    named = agree(attrs.evolve(ours, requested_transport="gpu"), theirs).transports
+    named = agree(changed(ours, requested_transport="gpu"), theirs).transports
     assert {device: it.chosen for device, it in named.items()} == {"cuda": "gpu", "cpu": "local"}
 
 
 def test_kv_on_different_kinds_of_device_has_a_pipe_for_cpu_tensors_only() -> None:
-    found = agree(attrs.evolve(OURS, device="cuda"), THEIRS)
+    found = agree(changed(OURS, device="cuda"), THEIRS)
     assert {device: it.chosen for device, it in found.transports.items()} == {"cpu": "local"}
     assert found.converts == ("device: ours cuda, theirs cpu",)
 
 
 def test_a_device_that_no_transport_serves_is_refused() -> None:
-    ours, theirs = (attrs.evolve(it, device="cuda", transports=(NET, LOCAL)) for it in (OURS, THEIRS))
+    ours, theirs = (changed(it, device="cuda", transports=(NET, LOCAL)) for it in (OURS, THEIRS))
     reasons = refused(ours, theirs)
     assert reasons[0].startswith("transport: none can move cuda tensors")
     assert fields(reasons) == ["transport", "transport local", "transport net"]
 
 
 def test_an_unauthenticated_data_plane_is_refused_where_other_hosts_can_reach_either_end() -> None:
-    ours, theirs = attrs.evolve(OURS, device="cuda"), attrs.evolve(THEIRS, device="cuda")
-    exposed = attrs.evolve(theirs, require_authenticated=True)
+    ours, theirs = changed(OURS, device="cuda"), changed(THEIRS, device="cuda")
+    exposed = changed(theirs, require_authenticated=True)
     for a, b in ((ours, exposed), (exposed, ours)):
         assert "allow_unauthenticated_data_plane" in " ".join(refused(a, b))
 
 
 def test_a_name_in_either_config_is_honoured_and_two_names_conflict() -> None:
-    named = attrs.evolve(THEIRS, requested_transport="net")
+    named = changed(THEIRS, requested_transport="net")
     assert agree(OURS, named).transports["cpu"].chosen == "net"
     assert agree(named, OURS).transports["cpu"].chosen == "net"
-    other = attrs.evolve(OURS, requested_transport="local")
+    other = changed(OURS, requested_transport="local")
     assert refused(other, named)[0].startswith("transport: ours 'local', theirs 'net'; name the same one")
 
 
 def test_a_strangers_cheaper_transport_is_chosen_by_auto() -> None:
     stranger = Offer(name="warp", capabilities=Capabilities(cost=Cost(latency_us=1, gb_per_s=500)))
-    ours, theirs = (attrs.evolve(it, transports=(*it.transports, stranger)) for it in (OURS, THEIRS))
+    ours, theirs = (changed(it, transports=(*it.transports, stranger)) for it in (OURS, THEIRS))
     found = agree(ours, theirs).transports["cpu"]
     assert found.chosen == "warp" and {it.name for it in found.candidates} == {"warp", "net", "local", "gpu"}
     assert agree(ours, THEIRS).transports["cpu"].chosen == "local"

@@ -13,7 +13,7 @@ import pytest
 from kvplug.errors import HandshakeError, PeerGoneError, TimeoutError
 from kvplug.negotiation.handshake.agreement import Agreement, agree
 from kvplug.negotiation.handshake.exchange import exchange
-from kvplug.negotiation.handshake.hello import Hello
+from kvplug.negotiation.handshake.hello import EngineFacts, Hello
 from kvplug.negotiation.model import ModelInfo
 from kvplug.negotiation.select import Offer
 from kvplug.net.deadline import Deadline
@@ -22,15 +22,27 @@ from kvplug.net.wire.values import decode, encode
 from kvplug.transport.capabilities import Capabilities
 
 OURS = Hello(
-    role="producer",
-    model=ModelInfo(num_layers=30, num_kv_heads=3, head_size=64, dtype="float32"),
-    layout="KBTHD",
-    block_size=16,
+    engine=EngineFacts(
+        role="producer",
+        model=ModelInfo(num_layers=30, num_kv_heads=3, head_size=64, dtype="float32"),
+        layout="KBTHD",
+        block_size=16,
+    ),
     checksums=("xxh3_64",),
     transports=(Offer(name="net", capabilities=Capabilities(cross_host=True)),),
     identity=PeerIdentity(boot_id="boot", pid=1),
 )
-THEIRS = attrs.evolve(OURS, role="consumer", block_size=32, identity=PeerIdentity(boot_id="boot", pid=2))
+
+
+def changed(hello: Hello, identity: PeerIdentity = OURS.identity, **facts: Any) -> Hello:
+    """The statement of an engine with these facts."""
+    assert hello.engine is not None
+    return attrs.evolve(hello, identity=identity, engine=attrs.evolve(hello.engine, **facts))
+
+
+THEIRS = changed(OURS, role="consumer", block_size=32, identity=PeerIdentity(boot_id="boot", pid=2))
+
+ENGINE = THEIRS.to_plain()["engine"]
 
 
 class MemoryChannel:
@@ -92,7 +104,7 @@ def test_both_ends_get_the_agreement_that_the_pure_function_gives() -> None:
 
 def test_both_ends_raise_for_the_same_reasons() -> None:
     here, there = channels()
-    wrong = attrs.evolve(THEIRS, role="producer", tensor_parallel_size=2)
+    wrong = changed(THEIRS, role="producer", tensor_parallel_size=2)
     ours, theirs = together(
         lambda: exchange(here, OURS, timeout=10), lambda: exchange(there, wrong, timeout=10)
     )
@@ -136,7 +148,10 @@ def test_another_result_from_the_same_facts_is_refused(verdict: Any) -> None:
         (None, "hello: the peer sent something else"),
         ({"goodbye": 1}, "hello: the peer sent something else"),
         ({"hello": 5}, "hello: the peer sent 5"),
-        ({"hello": {**THEIRS.to_plain(), "rank": "0"}}, "rank: the peer sent '0'"),
+        (
+            {"hello": {**THEIRS.to_plain(), "engine": {**ENGINE, "rank": "0"}}},
+            "engine.rank: the peer sent '0'",
+        ),
         ({"hello": {**THEIRS.to_plain(), "padding": b"x" * (200 << 10)}}, "hello: theirs cannot be accepted"),
         ({"hello": {"deep": [[[[[[[[[1]]]]]]]]]}}, "hello: theirs cannot be accepted"),
     ],
@@ -156,7 +171,7 @@ def test_a_malformed_hello_is_refused_by_field_and_the_peer_is_told(first: Any, 
 
 def test_a_peer_that_vanishes_after_our_refusal_does_not_hide_it() -> None:
     here, there = channels()
-    there.send({"hello": attrs.evolve(THEIRS, role="producer").to_plain()})
+    there.send({"hello": changed(THEIRS, role="producer").to_plain()})
     there.vanish()
     with pytest.raises(HandshakeError, match="both sides are producers"):
         exchange(here, OURS, timeout=5)

@@ -13,7 +13,7 @@ import pytest
 
 from kvplug.errors import HandshakeError, PeerGoneError, TimeoutError
 from kvplug.negotiation.handshake.exchange import exchange
-from kvplug.negotiation.handshake.hello import Hello
+from kvplug.negotiation.handshake.hello import EngineFacts, Hello
 from kvplug.negotiation.model import ModelInfo
 from kvplug.negotiation.select import Offer
 from kvplug.net.trust.channel import Channel
@@ -29,10 +29,12 @@ pytestmark = [
 ]
 
 OURS = Hello(
-    role="producer",
-    model=ModelInfo(num_layers=30, num_kv_heads=3, head_size=64, dtype="float32"),
-    layout="KBTHD",
-    block_size=16,
+    engine=EngineFacts(
+        role="producer",
+        model=ModelInfo(num_layers=30, num_kv_heads=3, head_size=64, dtype="float32"),
+        layout="KBTHD",
+        block_size=16,
+    ),
     checksums=("xxh3_64",),
     transports=(Offer(name="net", capabilities=Capabilities(cross_host=True)),),
     identity=this_process("parent"),
@@ -54,15 +56,15 @@ CHILD = textwrap.dedent(
     what = sys.argv[1]
     lines = sys.stdin.buffer
     contact = lines.readline().decode().strip()
-    hello = attrs.evolve(
-        Hello.from_plain(decode(lines.read())), role="consumer", block_size=32, identity=this_process("child")
-    )
+    hello = Hello.from_plain(decode(lines.read()))
+    engine = attrs.evolve(hello.engine, role="consumer", block_size=32)
     channel = Channel(dial(contact, Credentials(), "test", 20, label="child"))
     if what == "stay silent":
         print("here", flush=True)
         time.sleep(60)
     if what == "differ":
-        hello = attrs.evolve(hello, layout="BTD", role="producer")
+        engine = attrs.evolve(engine, layout="BTD", role="producer")
+    hello = attrs.evolve(hello, engine=engine, identity=this_process("child"))
     try:
         found = exchange(channel, hello, timeout=20)
         print(found.transports["cpu"].chosen, found.checksum, *found.converts, sep="|", flush=True)

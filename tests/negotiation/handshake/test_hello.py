@@ -8,7 +8,7 @@ import attrs
 import pytest
 
 from kvplug.errors import HandshakeError
-from kvplug.negotiation.handshake.hello import Hello
+from kvplug.negotiation.handshake.hello import EngineFacts, Hello
 from kvplug.negotiation.handshake.plain import MAX_LIST, MAX_TEXT
 from kvplug.negotiation.model import ModelInfo
 from kvplug.negotiation.select import Offer
@@ -20,14 +20,18 @@ from kvplug.transport.spec import Probe
 MODEL = ModelInfo(name="m", num_layers=30, num_kv_heads=3, head_size=64, dtype="float32", window=4096)
 FULL = Hello(
     purpose="entries",
-    role="consumer",
-    model=MODEL,
-    layers=(0, 30),
-    cache_layers=31,
-    tensor_parallel_size=2,
-    tensor_parallel_rank=1,
-    layout="KBTHD",
-    block_size=16,
+    engine=EngineFacts(
+        role="consumer",
+        model=MODEL,
+        layers=(0, 30),
+        cache_layers=31,
+        tensor_parallel_size=2,
+        tensor_parallel_rank=1,
+        layout="KBTHD",
+        block_size=16,
+        rank=1,
+        world_size=2,
+    ),
     integrity="auto",
     checksums=("xxh3_64",),
     requested_transport="net",
@@ -52,15 +56,19 @@ FULL = Hello(
     require_authenticated=True,
     engine_id="e1",
     epoch="abc",
-    rank=1,
-    world_size=2,
     identity=PeerIdentity(boot_id="b", pid_ns="p", net_ns="n", pid=7, start_time=9, host="h", label="l"),
     versions={"kvplug": "0.1.0"},
 )
-BARE = Hello(role="both", model=MODEL, layout="BTD", block_size=1, identity=PeerIdentity(pid=1))
+BARE = Hello(
+    engine=EngineFacts(role="both", model=MODEL, layout="BTD", block_size=1), identity=PeerIdentity(pid=1)
+)
+PIPE = Hello(identity=PeerIdentity(pid=1))
 
 
-@pytest.mark.parametrize("hello", [FULL, BARE], ids=["full", "bare"])
+ENGINE = FULL.to_plain()["engine"]
+
+
+@pytest.mark.parametrize("hello", [FULL, BARE, PIPE], ids=["full", "bare", "pipe"])
 def test_a_hello_crosses_the_wire_unchanged(hello: Hello) -> None:
     assert Hello.from_plain(decode(encode(hello.to_plain()))) == hello
 
@@ -68,7 +76,7 @@ def test_a_hello_crosses_the_wire_unchanged(hello: Hello) -> None:
 def test_keys_of_a_newer_minor_version_are_passed_over() -> None:
     plain = FULL.to_plain()
     plain["colour"] = "blue"
-    plain["model"]["depth"] = [1]
+    plain["engine"]["model"]["depth"] = [1]
     plain["transports"][0]["weight"] = {"kg": 3}
     assert Hello.from_plain(plain) == FULL
 
@@ -104,23 +112,39 @@ def test_anything_in_any_place_is_a_hello_or_a_handshake_error_that_names_it(val
         assert all(reason.startswith(path[0]) for reason in reasons), (path, reasons)
 
 
+OPTIONAL = {("engine",)} | {("engine", key) for key in ("layers", "cache_layers", "tensor_parallel_rank")}
+
+
 @pytest.mark.parametrize(
-    "key", [key for key in FULL.to_plain() if key not in ("layers", "cache_layers", "tensor_parallel_rank")]
+    "path",
+    [
+        path
+        for path in (*((key,) for key in FULL.to_plain()), *(("engine", key) for key in ENGINE))
+        if path not in OPTIONAL
+    ],
+    ids=".".join,
 )
-def test_a_field_that_is_missing_is_named(key: str) -> None:
+def test_a_field_that_is_missing_is_named(path: tuple[str, ...]) -> None:
     plain = FULL.to_plain()
-    del plain[key]
+    del (plain["engine"] if len(path) == 2 else plain)[path[-1]]
     with pytest.raises(HandshakeError) as refusal:
         Hello.from_plain(plain)
-    assert any(reason.startswith(key) for reason in refusal.value.reasons)
+    assert any(reason.startswith(".".join(path)) for reason in refusal.value.reasons)
+
+
+def of_engine(**change: Any) -> dict[str, Any]:
+    return {"engine": {**ENGINE, **change}}
 
 
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"role": "boss"}, "role: the peer sent 'boss', and it must be one of producer, consumer, both"),
-        ({"rank": -1}, "rank: the peer sent -1, and it must be an integer from 0 to"),
-        ({"rank": True}, "rank: the peer sent True"),
+        (
+            of_engine(role="boss"),
+            "engine.role: the peer sent 'boss', and it must be one of producer, consumer, both",
+        ),
+        (of_engine(rank=-1), "engine.rank: the peer sent -1, and it must be an integer from 0 to"),
+        (of_engine(rank=True), "engine.rank: the peer sent True"),
         ({"wire": [1]}, "wire: the peer sent a list, and it must be a list of 2 integers"),
         ({"engine_id": "x" * (MAX_TEXT + 1)}, "engine_id: the peer sent 'xxxx"),
         (
@@ -131,8 +155,11 @@ def test_a_field_that_is_missing_is_named(key: str) -> None:
         ({"transports": [{}] * (MAX_LIST + 1)}, "transports: the peer sent a list"),
         ({"transports": [7]}, "transports[0]: the peer sent 7, and it must be a mapping"),
         ({"transports": FULL.to_plain()["transports"] * 2}, "transports: the peer offers one name twice"),
-        ({"model": 5}, "model: the peer sent 5, and it must be a mapping"),
-        ({"layout": "KBTTD"}, "layout: the peer sent 'KBTTD', and it must be some of LKBTHD, once each"),
+        (of_engine(model=5), "engine.model: the peer sent 5, and it must be a mapping"),
+        (
+            of_engine(layout="KBTTD"),
+            "engine.layout: the peer sent 'KBTTD', and it must be some of LKBTHD, once each",
+        ),
         ({"versions": {"kvplug": 1}}, "versions: the peer sent a dict"),
     ],
     ids=lambda v: next(iter(v)) if isinstance(v, dict) else None,
@@ -152,8 +179,12 @@ def test_what_is_no_mapping_is_one_fault(plain: object) -> None:
 
 def test_every_fault_is_told_at_once() -> None:
     with pytest.raises(HandshakeError) as refusal:
-        Hello.from_plain({**FULL.to_plain(), "rank": "1", "block_size": 0, "device": None})
-    assert [reason.partition(":")[0] for reason in refusal.value.reasons] == ["block_size", "device", "rank"]
+        Hello.from_plain({**FULL.to_plain(), **of_engine(rank="1", block_size=0), "device": None})
+    assert [reason.partition(":")[0] for reason in refusal.value.reasons] == [
+        "engine.block_size",
+        "engine.rank",
+        "device",
+    ]
 
 
 def test_a_probes_reason_of_any_text_is_made_to_fit() -> None:
@@ -164,4 +195,4 @@ def test_a_probes_reason_of_any_text_is_made_to_fit() -> None:
 
 def test_a_role_that_is_none_is_refused_where_it_is_written() -> None:
     with pytest.raises(ValueError, match="boss"):
-        attrs.evolve(BARE, role="boss")
+        attrs.evolve(BARE.engine, role="boss")

@@ -39,4 +39,4 @@ def _over_memory(kind: Kind, context: Any) -> Any:
     spec: Any = Registry.from_env().get(kind, "memory")
     cls = spec.load_options()
     inner = attrs.evolve(context, options=None if cls is None else cls())
-    return attrs.evolve(context, beneath=partial(spec.load_factory(), inner))
+    return attrs.evolve(context, make_inner=partial(spec.load_factory(), inner))

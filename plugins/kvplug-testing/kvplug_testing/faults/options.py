@@ -25,7 +25,7 @@ def _is_plan(_: Any, __: Any, given: str | Mapping[str, Any]) -> None:
 class FaultyOptions:
     """Options of the pipe "faulty", and of the message queue."""
 
-    over: str = option(
+    inner: str = option(
         "auto", help="The transport that moves the bytes, as it would be named without faults."
     )
     plan: str | Mapping[str, Any] = option(

@@ -33,7 +33,7 @@ LEAVING_S: Final = 5.0
 
 
 class _Limit:
-    """The deadline of one call. Where the caller says nothing, the pipe beneath goes by its own default."""
+    """The deadline of one call. Where the caller says nothing, the inner pipe goes by its own default."""
 
     def __init__(self, timeout: Timeout, timeout_s: float) -> None:
         self.deadline = Deadline.after(timeout, timeout_s)
@@ -70,7 +70,7 @@ class _Direction:
 class FaultyPipe(Pipe):
     """Another pipe, with faults. With a plan without rules it is that pipe, and keeps all of its laws.
 
-    Faults are made at this end alone. What crosses is what the pipe beneath puts on the wire, so that the
+    Faults are made at this end alone. What crosses is what the inner pipe puts on the wire, so that the
     other end needs no plan and is told nothing.
     """
 
@@ -91,7 +91,7 @@ class FaultyPipe(Pipe):
             timeout_s: how long a rule may hold up a call that says nothing.
         """
         self.pipe = pipe
-        """The pipe beneath."""
+        """The inner pipe."""
         self.hits: collections.Counter[str] = collections.Counter()
         """How often each action has happened. A ``flip`` that found no bit has not."""
         self._when = when
@@ -131,7 +131,7 @@ class FaultyPipe(Pipe):
         with self._sending.turn.taken():
             self._check()
             if not self._sending.course:
-                with self._beneath():
+                with self._inner_call():
                     self._last = self.pipe.send_tensor(tensor, timeout=timeout)
                 return self._last
             limit = _Limit(timeout, self._timeout_s)
@@ -152,7 +152,7 @@ class FaultyPipe(Pipe):
         copies = self._copies(tensor, hits)
         transfer = Transfer(nbytes)
         if copies and not (_swaps(hits) and not self._sending.late):
-            with self._beneath():
+            with self._inner_call():
                 transfer = self.pipe.send_tensor(copies.pop(0), timeout=limit.left())
             self._last = transfer
             self._owed += [*copies, *self._sending.pass_late()]
@@ -167,7 +167,7 @@ class FaultyPipe(Pipe):
     def _pay(self, limit: _Limit) -> None:
         """Send what is owed. Raises TimeoutError where there is no room in time."""
         while self._owed:
-            with self._beneath():
+            with self._inner_call():
                 self._last = self.pipe.send_tensor(self._owed[0], timeout=limit.left())
             self._owed.popleft()
 
@@ -177,7 +177,7 @@ class FaultyPipe(Pipe):
         with self._receiving.turn.taken():
             self._check()
             if not self._receiving.course:
-                with self._beneath():
+                with self._inner_call():
                     return self.pipe.recv_tensor(out, timeout=timeout)
             limit = _Limit(timeout, self._timeout_s)
             while not self._inbox:
@@ -187,7 +187,7 @@ class FaultyPipe(Pipe):
                         self._before(self._receiving, hit, limit.deadline)
                 straight = all(hit.rule.do in BEFORE for hit in possible)
                 try:
-                    with self._beneath():
+                    with self._inner_call():
                         message = self.pipe.recv_tensor(out if straight else None, timeout=limit.left())
                 except PeerGoneError:
                     if not self._receiving.late:
@@ -287,8 +287,8 @@ class FaultyPipe(Pipe):
             raise PeerGoneError(f"{self.peer} is gone: a planned fault")
 
     @contextlib.contextmanager
-    def _beneath(self) -> Iterator[None]:
-        """Around calls of the pipe beneath: a disconnection that was planned looks like the peer's death."""
+    def _inner_call(self) -> Iterator[None]:
+        """Around calls of the inner pipe: a disconnection that was planned looks like the peer's death."""
         try:
             yield
         except ClosedError:

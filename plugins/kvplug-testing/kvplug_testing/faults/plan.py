@@ -14,7 +14,7 @@ from kvplug.config.options import convert_values
 from kvplug.errors import ConfigError
 
 BEFORE: Final = ("stop", "raise", "disconnect", "kill")
-"""What happens to a call before it touches the pipe beneath."""
+"""What happens to a call before it touches the inner pipe."""
 CONTENT: Final = ("delay", "slow", "drop", "duplicate", "swap", "flip")
 """What happens to a message: to one that is received, once it is there."""
 PARAMETERS: Final[Mapping[str, tuple[str, bool]]] = {

@@ -20,28 +20,28 @@ from kvplug_testing.faults.schedule import Injection
 from kvplug_testing.faults.transport import planned
 
 _LIMITS: Final = Limits(max_bytes=1 << 40)
-"""The queue beneath has its own."""
+"""The inner queue has its own."""
 
 
 class FaultyQueueEndpoint(QueueEndpoint):
-    """Any queue's endpoint, and the ends that it makes with faults. The handle is that of the one beneath.
+    """Any queue's endpoint, and the ends that it makes with faults. The handle is that of the inner one.
 
     The ends are numbered from 1 as they are made, for rules that name one.
     """
 
-    def __init__(self, beneath: QueueEndpoint, plan: Plan) -> None:
-        super().__init__(beneath.context)
-        self._beneath = beneath
+    def __init__(self, inner: QueueEndpoint, plan: Plan) -> None:
+        super().__init__(inner.context)
+        self._inner = inner
         self._plan = plan
         self._numbers = itertools.count(1)
 
     def create(self, reader_ranks: Sequence[int] | None = None) -> FaultyQueue:
-        return self._wrapped(self._beneath.create(reader_ranks))
+        return self._wrapped(self._inner.create(reader_ranks))
 
     def create_from_handle(
         self, handle: QueueHandle, rank: int, timeout: Timeout = DEFAULT_TIMEOUT
     ) -> FaultyQueue:
-        return self._wrapped(self._beneath.create_from_handle(handle, rank, timeout))
+        return self._wrapped(self._inner.create_from_handle(handle, rank, timeout))
 
     def _wrapped(self, end: MessageQueue) -> FaultyQueue:
         return FaultyQueue(end, self._plan, number=next(self._numbers), timeout_s=self.context.timeout_s)
@@ -63,7 +63,7 @@ class FaultyQueue(MessageQueue):
             timeout_s: how long a rule may hold up a call that says nothing.
         """
         self.queue = queue
-        """The end beneath."""
+        """The inner queue's end."""
         self._values = _Values(queue)
         self._pipe = _FaultyValues(self._values, plan, number=number, timeout_s=timeout_s)
         self.hits = self._pipe.hits
@@ -127,7 +127,7 @@ def faulty(context: QueueContext) -> QueueEndpoint:
     """The factory of the spec.
 
     Raises:
-        ConfigError: the context has no queue beneath.
+        ConfigError: the context has no inner queue.
     """
     return FaultyQueueEndpoint(*planned(context, "queue"))
 

@@ -18,67 +18,67 @@ _log = logging.getLogger(__name__)
 
 
 class FaultyEndpoint(PipeEndpoint):
-    """Any endpoint, and its pipes with faults. The contact is that of the endpoint beneath."""
+    """Any endpoint, and its pipes with faults. The contact is the inner endpoint's."""
 
     def __init__(
         self,
-        beneath: PipeEndpoint,
+        inner: PipeEndpoint,
         plan: Plan,
         *,
         numbers: Iterator[int] | None = None,
         timeout_s: float = 30.0,
     ) -> None:
-        """Put ``plan`` around each pipe of ``beneath``. ``numbers``: theirs, from 1 unless given."""
-        self._beneath = beneath
+        """Apply ``plan`` to each pipe of ``inner``. ``numbers``: theirs, from 1 unless given."""
+        self._inner = inner
         self._plan = plan
         self._numbers = itertools.count(1) if numbers is None else numbers
         self._timeout_s = timeout_s
 
     def listen(self) -> PipeListener:
-        return _FaultyListener(self._beneath.listen(), self._wrapped)
+        return _FaultyListener(self._inner.listen(), self._wrapped)
 
     def connect(self, contact: str, timeout: Timeout = DEFAULT_TIMEOUT) -> Pipe:
-        return self._wrapped(self._beneath.connect(contact, timeout))
+        return self._wrapped(self._inner.connect(contact, timeout))
 
     def _wrapped(self, pipe: Pipe) -> Pipe:
         return FaultyPipe(pipe, self._plan, number=next(self._numbers), timeout_s=self._timeout_s)
 
 
 class _FaultyListener(PipeListener):
-    def __init__(self, beneath: PipeListener, wrapped: Callable[[Pipe], Pipe]) -> None:
-        self._beneath = beneath
+    def __init__(self, inner: PipeListener, wrapped: Callable[[Pipe], Pipe]) -> None:
+        self._inner = inner
         self._wrapped = wrapped
 
     @property
     def contact(self) -> str:
-        return self._beneath.contact
+        return self._inner.contact
 
     def accept(self, timeout: Timeout = DEFAULT_TIMEOUT) -> Pipe:
-        return self._wrapped(self._beneath.accept(timeout))
+        return self._wrapped(self._inner.accept(timeout))
 
     def close(self) -> None:
-        self._beneath.close()
+        self._inner.close()
 
 
 def faulty(context: PipeContext) -> PipeEndpoint:
     """The factory of the spec.
 
     Raises:
-        ConfigError: the context has no transport beneath.
+        ConfigError: the context has no inner transport.
     """
-    beneath, plan = planned(context, "transport")
-    return FaultyEndpoint(beneath, plan, numbers=context.options.numbers, timeout_s=context.timeout_s)
+    inner, plan = planned(context, "transport")
+    return FaultyEndpoint(inner, plan, numbers=context.options.numbers, timeout_s=context.timeout_s)
 
 
 def planned(context: Any, what: str) -> tuple[Any, Plan]:
-    """The endpoint beneath, and what is to happen to its ends, of which the log warns.
+    """The inner endpoint and the plan for its ends; the log warns of a plan with rules.
 
     Raises:
-        ConfigError: the context has nothing beneath.
+        ConfigError: the context has no inner transport.
     """
-    if context.beneath is None:
-        raise ConfigError(f'the {what} "faulty" has nothing beneath it: name it in a config, with over')
+    if context.make_inner is None:
+        raise ConfigError(f'the {what} "faulty" wraps nothing: name it in a config, with inner')
     plan: Plan = context.options.rules
     if plan.rules:
         _log.warning("faults are planned here: rules %d, seed %d", len(plan.rules), plan.seed)
-    return context.beneath(), plan
+    return context.make_inner(), plan

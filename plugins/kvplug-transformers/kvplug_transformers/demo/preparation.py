@@ -9,7 +9,7 @@ from pathlib import Path
 
 import attrs
 
-from kvplug import Config, Registry, check_config, lacks_pipe
+from kvplug import Config, Registry, check_config, explain_missing_pipe
 from kvplug.engine import Role
 from kvplug_transformers.demo.display import Display
 from kvplug_transformers.demo.orders import Orders
@@ -31,7 +31,7 @@ def check(config: Config, display: Display) -> None:
     registry = Registry.from_env()
     # Each worker gets a role of its own.
     check_config(attrs.evolve(config, role=Role.PRODUCER), registry)
-    if (lack := lacks_pipe(config, registry)) is not None:
+    if (lack := explain_missing_pipe(config, registry)) is not None:
         display.note(lack + (_FOR_GPUS if config.device.partition(":")[0] == "cuda" else ""))
 
 

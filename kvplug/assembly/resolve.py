@@ -1,0 +1,279 @@
+"""A config and a registry resolved together: every name that a config gives, and what it stands for.
+
+The modules beside this one build with it: a connector, a pipe, a message queue, a lookup buffer, a
+communicator.
+"""
+
+from __future__ import annotations
+
+import functools
+import uuid
+from collections.abc import Iterable
+from typing import Any, Literal
+
+import attrs
+
+import kvplug
+from kvplug.assembly.registry import CHOSEN, Registry, name_faults, own_part
+from kvplug.config import Config, Role, check_options
+from kvplug.errors import ConfigError, PluginError
+from kvplug.metrics.sinks import Sink
+from kvplug.negotiation.handshake.hello import EngineFacts, Hello
+from kvplug.negotiation.select import AUTO, Offer
+from kvplug.net.checksum import available
+from kvplug.net.trust.addresses import is_loopback
+from kvplug.net.trust.credentials import Credentials
+from kvplug.net.trust.identity import this_process
+from kvplug.transport.capabilities import Requirements
+from kvplug.transport.context import LookupContext, PipeContext
+from kvplug.transport.lookup import LookupEndpoint
+from kvplug.transport.pipe import PipeEndpoint
+from kvplug.transport.spec import Kind, TransportSpec
+
+EPOCH = uuid.uuid4().hex
+"""Of this process: changes at restart, so that a stale reference can be told from a live one."""
+
+
+@attrs.frozen(kw_only=True)
+class Wrapper:
+    """A transport that wraps another of its kind, as a config names it."""
+
+    spec: TransportSpec
+    options: Any
+
+    @property
+    def inner(self) -> str:
+        """The name of the inner one, or ``"auto"``."""
+        return str(getattr(self.options, "inner", AUTO))
+
+
+class ResolvedConfig:
+    """The names in one config, looked up in one registry."""
+
+    def __init__(self, config: Config, registry: Registry) -> None:
+        self.config = config
+        self.registry = registry
+
+    @functools.cached_property
+    def pipes(self) -> dict[str, TransportSpec]:
+        """Every pipe transport that moves bytes by its bare name; where two own a name, the one the config
+        singles out."""
+        specs = {spec.name: spec for spec in self.registry.transports(Kind.PIPE) if not spec.wraps}
+        if self._named != AUTO:
+            named = self.registry.get(Kind.PIPE, self._named)
+            specs[named.name] = named
+        return specs
+
+    @functools.cached_property
+    def _wrapper(self) -> Wrapper | None:
+        return self.wrapper(Kind.PIPE, self.config.transport)
+
+    @property
+    def _named(self) -> str:
+        """What the config says of the transport that moves the bytes."""
+        return self.config.transport if self._wrapper is None else self._wrapper.inner
+
+    @property
+    def requested_transport(self) -> str:
+        """The bare name of the transport the config asks for, or ``"auto"``."""
+        return self._named.rpartition(":")[2]
+
+    @functools.cached_property
+    def offers(self) -> tuple[Offer, ...]:
+        """What this host can offer a peer: every pipe transport, probed once."""
+        return tuple(
+            Offer(
+                name=spec.name,
+                protocol=spec.protocol,
+                capabilities=spec.capabilities,
+                probe=spec.run_probe(),
+                auto=spec.auto,
+            )
+            for spec in self.pipes.values()
+        )
+
+    def explain_missing_pipe(self) -> str | None:
+        """As :func:`explain_missing_pipe`."""
+        device, named = self.config.device.partition(":")[0], self.requested_transport
+        reasons = []
+        for offer in self.offers:
+            if not (offer.auto if named == AUTO else offer.name == named):
+                continue
+            lacks = offer.capabilities.missing(Requirements(device=device))
+            if not lacks and offer.probe.viable:
+                return None
+            reasons.append(f"{offer.name}: {'; '.join(lacks) or offer.probe.reason or 'it cannot work here'}")
+        return f"no pipe here can move {device} tensors ({'; '.join(reasons) or 'none is installed'})"
+
+    def options_of(self, spec: Any) -> Any:
+        """An instance of the spec's options class, filled from the config.
+
+        Raises:
+            ConfigError: with every fault of these options.
+        """
+        given = own_part(self.registry, spec, self.config.options.get(spec.name, {}))
+        cls = spec.load_options()
+        if cls is None:
+            if given:
+                raise ConfigError(f"options.{spec.name}: {spec.name!r} takes no options")
+            return None
+        return check_options(cls, given, where=f"options.{spec.name}")
+
+    def wrapper(self, kind: Literal[Kind.PIPE, Kind.QUEUE], name: str) -> Wrapper | None:
+        """The transport called ``name``, with its options, where it wraps another; else ``None``.
+
+        Raises:
+            UnknownTransportError, AmbiguousNameError: the name is not there, or there twice.
+            ConfigError: with every fault of its options.
+        """
+        if name == AUTO:
+            return None
+        spec = self.registry.get(kind, name)
+        return Wrapper(spec=spec, options=self.options_of(spec)) if spec.wraps else None
+
+    def pipe_options(self, name: str) -> Any:
+        return self.options_of(self.pipes[name])
+
+    def pipe_endpoint(self, name: str, context: PipeContext) -> PipeEndpoint:
+        """The endpoint of the transport that was agreed on, inside the wrapper that the config names."""
+        if self._wrapper is None:
+            return _made(self.pipes[name], context)
+        make_inner = functools.partial(_made, self.pipes[name], context)
+        return _made(
+            self._wrapper.spec, attrs.evolve(context, options=self._wrapper.options, make_inner=make_inner)
+        )
+
+    def lookup_endpoint(self) -> LookupEndpoint:
+        config = self.config
+        if config.lookup_buffer == AUTO:
+            specs = [spec for spec in self.registry.transports(Kind.LOOKUP_BUFFER) if spec.auto]
+            if not specs:
+                raise PluginError("no lookup buffer is installed; kvplug-lookup brings one")
+            spec = min(specs, key=lambda spec: (spec.capabilities.cost.latency_us, spec.name))
+        else:
+            spec = self.registry.get(Kind.LOOKUP_BUFFER, config.lookup_buffer)
+        context = LookupContext(
+            options=self.options_of(spec),
+            buffer_size=config.buffer_size,
+            device=config.device,
+            timeout_s=config.timeout_s,
+        )
+        endpoint = spec.load_factory()(context)
+        if not isinstance(endpoint, LookupEndpoint):
+            raise PluginError(f"lookup buffer {spec.name!r} made {endpoint!r}, which is no LookupEndpoint")
+        return endpoint
+
+    def sinks(self) -> tuple[Sink, ...]:
+        """What the config's ``sinks`` names, made."""
+        made = []
+        for name in self.config.sinks:
+            spec = self.registry.get(Kind.SINK, name)
+            sink = spec.load_factory()(self.options_of(spec))
+            if not isinstance(sink, Sink):
+                raise PluginError(f"sink {name!r} made {sink!r}, which is no Sink")
+            made.append(sink)
+        return tuple(made)
+
+    def check(self, keys: Iterable[str] = (*CHOSEN, "sinks", "integrity")) -> None:
+        """Resolve the names in the config and check every table of options.
+
+        ``keys``: those that matter to what is built.
+
+        Raises:
+            UnknownConnectorError, UnknownTransportError, AmbiguousNameError: a name that is not there,
+                with those that are, where it is the only fault.
+            ConfigError: with every fault, otherwise.
+        """
+        config = self.config
+        names = {key: getattr(config, key) for key in keys}
+        faults = name_faults(self.registry, names, config.options)
+        if len(faults) == 1:
+            for key in names.keys() & CHOSEN.keys():
+                if names[key] != AUTO:
+                    self.registry.get(CHOSEN[key], names[key])
+        if faults:
+            raise ConfigError(*faults, source=config.source)
+
+
+def _made(spec: TransportSpec, context: PipeContext) -> PipeEndpoint:
+    endpoint = spec.load_factory()(context)
+    if not isinstance(endpoint, PipeEndpoint):
+        raise PluginError(f"transport {spec.name!r} made {endpoint!r}, which is no PipeEndpoint; subclass it")
+    return endpoint
+
+
+def credentials_of(config: Config) -> Credentials:
+    """The secret from the config's file or the environment.
+
+    Raises:
+        InsecureAddressError: other hosts can reach the config's host, and there is none.
+    """
+    return Credentials.for_host(config.host, secret_file=config.secret_file)
+
+
+def must_authenticate(config: Config) -> bool:
+    """Whether data planes must prove their peers: strangers could reach them, and no config permits it."""
+    exposed = not config.host.startswith("unix:") and not is_loopback(config.host)
+    return exposed and not config.allow_unauthenticated_data_plane
+
+
+def checksums_of(config: Config) -> tuple[str, ...]:
+    """Hashes this end offers, preferred ones first; empty when integrity is off.
+
+    An end that saves offers the one hash that it puts into its entries; one that only loads offers all
+    that it can verify.
+    """
+    if config.integrity == "off":
+        return ()
+    if config.integrity != "auto":
+        return (config.integrity,)
+    return available() if config.role is Role.CONSUMER else available()[:1]
+
+
+def make_hello(resolved: ResolvedConfig, engine: EngineFacts | None, moves_kv: bool, purpose: str) -> Hello:
+    """What this end states about itself; ``engine`` is ``None`` for a plain pipe."""
+    config = resolved.config
+    return Hello(
+        purpose=purpose,
+        moves_kv=moves_kv,
+        engine=engine,
+        engine_id=config.engine_id,
+        epoch=EPOCH,
+        require_authenticated=must_authenticate(config),
+        checksums=checksums_of(config),
+        integrity=config.integrity,
+        transports=resolved.offers,
+        requested_transport=resolved.requested_transport,
+        device=config.device.partition(":")[0],
+        identity=this_process(),
+        versions={"kvplug": kvplug.__version__},
+    )
+
+
+def choose_transport(
+    resolved: ResolvedConfig,
+    kind: Literal[Kind.PIPE, Kind.QUEUE, Kind.COMMUNICATOR],
+    name: str,
+    required: Requirements,
+) -> TransportSpec:
+    """Which transport is meant.
+
+    Raises:
+        UnknownTransportError, AmbiguousNameError: the name is not there, or there twice.
+        PluginError: the named one does not serve, or none does; with every reason.
+    """
+    registry = resolved.registry
+    every = [spec for spec in registry.transports(kind) if spec.auto and not spec.wraps]
+    specs = every if name == AUTO else [registry.get(kind, name)]
+    reasons = {spec.name: _against(spec, required) for spec in specs}
+    able = [spec for spec in specs if not reasons[spec.name]]
+    if able:
+        return min(able, key=lambda spec: (spec.capabilities.cost.latency_us, spec.name))
+    what = {Kind.PIPE: "pipe", Kind.QUEUE: "message queue", Kind.COMMUNICATOR: "device communicator"}[kind]
+    lines = [f"{spec}: {'; '.join(why)}" for spec, why in reasons.items()] or ["none is installed"]
+    raise PluginError("\n  - ".join([f"no {what} can be had:", *lines, *registry.failures()]))
+
+
+def _against(spec: TransportSpec, required: Requirements) -> tuple[str, ...]:
+    probe = spec.run_probe()
+    return (*(() if probe.viable else (probe.reason,)), *spec.capabilities.missing(required))
