@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import abc
 import queue
-import random
+import secrets
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -39,7 +39,7 @@ class Attached:
     store: MemoryStore
     signal: Pipe
     data: Pipe
-    number: int = attrs.field(factory=lambda: random.getrandbits(62))
+    number: int = attrs.field(factory=lambda: secrets.randbits(62))
 
     def announce(self) -> None:
         import torch
