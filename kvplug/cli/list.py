@@ -13,7 +13,7 @@ from kvplug.assembly.registry import PluginInfo, PluginStatus, Registry
 from kvplug.assembly.registry.discovery import normalised, not_found
 from kvplug.cli.table import show_table
 from kvplug.config import OptionRow, describe_options
-from kvplug.config.faults import did_you_mean
+from kvplug.config.messages import did_you_mean
 from kvplug.errors import AmbiguousNameError, UnknownNameError
 from kvplug.transport.capabilities import Capabilities
 from kvplug.transport.spec import CommandSpec, Spec, TransportSpec

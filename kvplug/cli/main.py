@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 import kvplug
-from kvplug.config.faults import did_you_mean
+from kvplug.config.messages import did_you_mean
 from kvplug.errors import KvplugError
 from kvplug.transport.spec import CommandSpec, Kind
 

@@ -2,8 +2,8 @@
 
 from kvplug.config.config import KEYS, Config, Draft, Role, describe_config
 from kvplug.config.convert import format_value
-from kvplug.config.layers import RESERVED, RESERVED_PREFIXES
 from kvplug.config.options import UNIT, OptionRow, check_options, describe_options, option, option_fields
+from kvplug.config.sources import RESERVED, RESERVED_PREFIXES
 from kvplug.config.units import parse_bytes, parse_seconds
 
 __all__ = [

@@ -10,9 +10,10 @@ from typing import Any, Literal
 
 import attrs
 
-from kvplug.config import layers
-from kvplug.config.faults import bad_value, did_you_mean, unknown_key
-from kvplug.config.forms import (
+from kvplug.config import sources
+from kvplug.config.messages import bad_value, did_you_mean, unknown_key
+from kvplug.config.options import OptionRow, convert_values, describe_options, option, option_fields
+from kvplug.config.schema import (
     DEVICE,
     HASH,
     LAST_PORT,
@@ -24,7 +25,7 @@ from kvplug.config.forms import (
     matches,
     name_form,
 )
-from kvplug.config.options import OptionRow, convert_values, describe_options, option, option_fields
+from kvplug.config.sources import Given, Layer
 from kvplug.errors import ConfigError
 
 DEFAULT_PORT = 29555
@@ -199,7 +200,7 @@ class Config:
         Raises:
             ConfigError: every fault of form at once. So do the other makers.
         """
-        return Draft.of([layers.from_mapping(data, source)]).config()
+        return Draft.of([sources.from_mapping(data, source)]).config()
 
     @classmethod
     def from_toml(cls, document: str | os.PathLike[str]) -> Config:
@@ -208,22 +209,22 @@ class Config:
         A path with a ``=`` in it is handed over as a ``pathlib.Path``.
         """
         if isinstance(document, str) and ("=" in document or "\n" in document):
-            return Draft.of([layers.from_toml_text(document, "")]).config()
-        text = layers.read_text(document)
-        return Draft.of([layers.from_toml_text(text, os.fspath(document))]).config()
+            return Draft.of([sources.from_toml_text(document, "")]).config()
+        text = sources.read_text(document)
+        return Draft.of([sources.from_toml_text(text, os.fspath(document))]).config()
 
     @classmethod
     def from_json(cls, document: str | os.PathLike[str]) -> Config:
         """From a path, or from the document itself (text that starts with ``{``)."""
         if isinstance(document, str) and document.lstrip()[:1] in ("{", "["):
-            return Draft.of([layers.from_json_text(document, "")]).config()
-        text = layers.read_text(document)
-        return Draft.of([layers.from_json_text(text, os.fspath(document))]).config()
+            return Draft.of([sources.from_json_text(document, "")]).config()
+        text = sources.read_text(document)
+        return Draft.of([sources.from_json_text(text, os.fspath(document))]).config()
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> Config:
         """From the variables ``KVPLUG_<KEY>`` and ``KVPLUG_OPTIONS__<NAME>__<OPTION>`` alone."""
-        return Draft.of([layers.from_environment(_environment(environ), KEYS)]).config()
+        return Draft.of([sources.from_environment(_environment(environ), KEYS)]).config()
 
     @classmethod
     def load(
@@ -308,16 +309,16 @@ class Draft:
         """As :meth:`Config.load`. Raises only when the file cannot be read as what it is."""
         environment = _environment(environ)
         path = path if path is not None else environment.get("KVPLUG_CONFIG") or None
-        stack = [layers.from_file(path)] if path is not None else []
-        stack.append(layers.from_environment(environment, KEYS))
+        stack = [sources.from_file(path)] if path is not None else []
+        stack.append(sources.from_environment(environment, KEYS))
         if overrides:
-            stack.append(layers.from_overrides(overrides))
+            stack.append(sources.from_overrides(overrides))
         return cls.of(stack)
 
     @classmethod
-    def of(cls, stack: Iterable[layers.Layer]) -> Draft:
-        """Later layers lie on top of earlier ones, key by key."""
-        given: dict[str, layers.Given] = {}
+    def of(cls, stack: Iterable[Layer]) -> Draft:
+        """Later sources lie on top of earlier ones, key by key."""
+        given: dict[str, Given] = {}
         faults: list[str] = []
         names = []
         for layer in stack:
@@ -333,7 +334,7 @@ class Draft:
                 flat[key] = each.value
                 fault = None
             else:
-                fault = layers.secret_fault(key) or unknown_key(key, (*KEYS, "options"))
+                fault = sources.secret_fault(key) or unknown_key(key, (*KEYS, "options"))
             if fault is not None:
                 faults.append(_at(fault, each))
         values, wrong = _converted(flat, given)
@@ -359,9 +360,7 @@ class Draft:
         return Config(**self.values, options=self.options, sources=self.sources, source=self.source)
 
 
-def _converted(
-    flat: Mapping[str, Any], given: Mapping[str, layers.Given]
-) -> tuple[dict[str, Any], list[str]]:
+def _converted(flat: Mapping[str, Any], given: Mapping[str, Given]) -> tuple[dict[str, Any], list[str]]:
     """Key by key, so that each fault can say where its value was given."""
     values: dict[str, Any] = {}
     faults: list[str] = []
@@ -378,7 +377,7 @@ def _converted(
     return values, faults
 
 
-def _at(fault: str, given: layers.Given) -> str:
+def _at(fault: str, given: Given) -> str:
     """Name the variable, or the key of vLLM's, that the value came by."""
     return f"{fault} [{given.spelled}]" if given.spelled else fault
 

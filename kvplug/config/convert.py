@@ -9,7 +9,7 @@ import typing
 from collections.abc import Mapping
 from typing import Any, Final, Literal, Union
 
-from kvplug.config.faults import listed, nearest
+from kvplug.config.messages import listed, nearest
 from kvplug.config.units import format_bytes, format_seconds, parse_bytes, parse_seconds
 
 _TRUE: Final = ("true", "yes", "on", "1")

@@ -13,7 +13,7 @@ from typing import Any, Final, TypeVar
 import attrs
 
 from kvplug.config.convert import UnfitError, convert, describe_type, format_number, format_value
-from kvplug.config.faults import bad_value, shown, unknown_key
+from kvplug.config.messages import bad_value, shown, unknown_key
 from kvplug.errors import ConfigError, PluginError
 
 T = TypeVar("T")

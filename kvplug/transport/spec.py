@@ -46,7 +46,7 @@ def _kind(given: Any) -> Kind:
     try:
         return Kind(given)
     except ValueError:
-        from kvplug.config.faults import bad_value, did_you_mean, listed
+        from kvplug.config.messages import bad_value, did_you_mean, listed
 
         kinds = [kind.value for kind in TRANSPORTS]
         hint = did_you_mean(str(given), kinds)
@@ -69,7 +69,7 @@ def _check_target(_: Any, attribute: Any, target: Any) -> None:
 
 def _meant(name: str, module: Any) -> str:
     """The name in a module that a misspelt one is near, one that was made there before one imported there."""
-    from kvplug.config.faults import did_you_mean
+    from kvplug.config.messages import did_you_mean
 
     made = {each: found for each, found in vars(module).items() if issubclass(type(found), _MADE)}
     own = [each for each, found in made.items() if found.__module__ == module.__name__]

@@ -11,7 +11,7 @@ from kvplug.negotiation.handshake.exchange import MAX_HELLO_BYTES
 from kvplug.negotiation.handshake.hello import EngineFacts, Hello
 from kvplug.negotiation.handshake.plain import MAX_LIST, MAX_TEXT
 from kvplug.negotiation.model import ModelInfo
-from kvplug.net.wire import apart, frames, scan
+from kvplug.net.wire import frames, out_of_band, validate
 from kvplug.net.wire.tensors import DTYPES, MAX_DIMS
 
 REFERENCE = Path(__file__).parents[2] / "docs" / "reference"
@@ -40,12 +40,12 @@ def test_every_frame_kind_and_the_version_are_documented() -> None:
 
 
 def test_the_bounds_are_documented() -> None:
-    limits = scan.DEFAULT_LIMITS
+    limits = validate.DEFAULT_LIMITS
     for shown in (
         f"| {limits.max_bytes >> 20} MiB |",
         f"| {limits.max_depth} |",
         f"| {limits.max_items:,} |",
-        f"{scan.FIXED_COST >> 10} KiB + 6 bytes per byte of message + {scan.ITEM_COST} bytes per element",
+        f"{validate.FIXED_COST >> 10} KiB + 6 bytes per byte of message + {validate.ITEM_COST} bytes per el",
         f"at most {MAX_DIMS})",
     ):
         assert shown in WIRE, shown
@@ -54,10 +54,10 @@ def test_the_bounds_are_documented() -> None:
 
 
 def test_every_leaf_is_documented_with_its_number() -> None:
-    assert {int(code) for code in re.findall(r"\| extension (\d+)[:,]", WIRE)} == {*map(int, scan.Leaf)}
-    section = WIRE[WIRE.index("## Values with memories apart") : WIRE.index("## Tensors")]
-    assert f"at least {apart.MIN_BYTES:,} bytes" in section
-    assert f"multiple of {apart.ALIGNMENT} " in section
+    assert {int(code) for code in re.findall(r"\| extension (\d+)[:,]", WIRE)} == {*map(int, validate.Leaf)}
+    section = WIRE[WIRE.index("## Values with memories out of band") : WIRE.index("## Tensors")]
+    assert f"at least {out_of_band.MIN_BYTES:,} bytes" in section
+    assert f"multiple of {out_of_band.ALIGNMENT} " in section
 
 
 def test_every_field_of_a_hello_is_documented() -> None:

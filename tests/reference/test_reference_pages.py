@@ -20,7 +20,7 @@ import kvplug.errors
 from kvplug import KvplugError
 from kvplug.cli.main import OWN, program
 from kvplug.config import KEYS, RESERVED, RESERVED_PREFIXES, describe_config, describe_options
-from kvplug.config.layers import VLLM_IGNORED, VLLM_KEYS
+from kvplug.config.sources import VLLM_IGNORED, VLLM_KEYS
 from kvplug.engine import CommandSpec, ConnectorSpec, SinkSpec
 from kvplug.transport import TransportSpec, hookspecs
 from kvplug.transport.hookspecs import OFFERED
@@ -79,7 +79,7 @@ MEANINGS = {
     "protocol": "version of what it puts on the wire itself; both ends must have the same",
     "auto": "whether `auto` considers it; false for what is used only where a config names it, which "
     "is the default of what is made for tests",
-    "wraps": "whether it works over another one of its kind; see [](#around-another-transport)",
+    "wraps": "whether it wraps another one of its kind; see [](#a-wrapper-of-another-transport)",
     "target": "a click command",
 }
 

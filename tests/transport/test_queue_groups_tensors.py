@@ -19,7 +19,7 @@ import torch.distributed as dist  # noqa: E402
 
 from kvplug import AuthenticationError, ConfigError, UnsupportedError  # noqa: E402
 from kvplug.transport import Credentials, QueueContext, WireError  # noqa: E402
-from kvplug.transport.queue.meeting import TorchMeeting  # noqa: E402
+from kvplug.transport.queue.rendezvous import TorchRendezvous  # noqa: E402
 from kvplug_testing import peers  # noqa: E402
 from kvplug_testing.contract.suite_ref import module_at  # noqa: E402
 
@@ -141,27 +141,27 @@ def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 @pytest.mark.parametrize("value", [None, "", {"data": {"token": b"\0\xff", "ports": [1, -2]}}, "x" * 5000])
 def test_values_go_over_a_torch_group_as_they_are(alone: Any, value: Any) -> None:
-    meeting = TorchMeeting(alone)
-    assert (meeting.rank, meeting.world_size) == (0, 1)
-    assert meeting.broadcast(value, 0) == value
-    assert meeting.all_gather(value) == [value]
+    rendezvous = TorchRendezvous(alone)
+    assert (rendezvous.rank, rendezvous.world_size) == (0, 1)
+    assert rendezvous.broadcast(value, 0) == value
+    assert rendezvous.all_gather(value) == [value]
 
 
 @pytest.mark.parametrize("value", [(1, 2), {1, 2}, object(), 1 << 70, {"deep": [(1,)]}])
 def test_what_would_come_out_as_something_else_does_not_go_over_a_torch_group(alone: Any, value: Any) -> None:
     with pytest.raises(UnsupportedError, match="does not travel over a process group"):
-        TorchMeeting(alone).broadcast(value, 0)
+        TorchRendezvous(alone).broadcast(value, 0)
 
 
 def test_what_is_too_long_is_refused_by_who_sends_and_by_who_is_told_of_it(
     alone: Any, monkeypatch: Any
 ) -> None:
-    meeting = TorchMeeting(alone)
+    rendezvous = TorchRendezvous(alone)
     with pytest.raises(UnsupportedError, match="bytes, and 1048576 are the most"):
-        meeting.broadcast(bytes(1 << 20), 0)
-    monkeypatch.setattr(meeting, "_gathered", lambda data: [(1 << 60).to_bytes(8, "little")])
+        rendezvous.broadcast(bytes(1 << 20), 0)
+    monkeypatch.setattr(rendezvous, "_gathered", lambda data: [(1 << 60).to_bytes(8, "little")])
     with pytest.raises(WireError, match="1048576 are the most"):
-        meeting.all_gather("a value")
+        rendezvous.all_gather("a value")
 
 
 def test_a_torch_group_without_cpu_tensors_is_refused(alone: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from kvplug.assembly.registry.registry import Registry
 from kvplug.config import check_options
-from kvplug.config.faults import did_you_mean, listed, shown
+from kvplug.config.messages import did_you_mean, listed, shown
 from kvplug.config.options import option_fields
 from kvplug.errors import ConfigError, PluginError
 from kvplug.net import checksum

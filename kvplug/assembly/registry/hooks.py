@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import pluggy
 
-from kvplug.config.faults import nearest, shown
+from kvplug.config.messages import nearest, shown
 from kvplug.errors import PluginLoadError
 from kvplug.transport import hookspecs
 from kvplug.transport.spec import Spec

@@ -18,7 +18,7 @@ import pluggy
 
 from kvplug.assembly.registry.discovery import Found, check_api, discover, normalised, not_found
 from kvplug.assembly.registry.hooks import offers_of
-from kvplug.config.faults import did_you_mean, shown
+from kvplug.config.messages import did_you_mean, shown
 from kvplug.errors import (
     AmbiguousNameError,
     ConfigError,

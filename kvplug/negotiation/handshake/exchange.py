@@ -28,7 +28,7 @@ from kvplug.negotiation.handshake.hello import Hello
 from kvplug.negotiation.handshake.plain import MAX_LIST, MAX_TEXT
 from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
 from kvplug.net.wire import values
-from kvplug.net.wire.scan import Limits
+from kvplug.net.wire.validate import Limits
 
 MAX_HELLO_BYTES = 128 << 10
 """Of an encoded Hello. Some twenty transports of twenty fields each fit in a tenth of it."""

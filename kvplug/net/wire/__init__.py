@@ -1,14 +1,14 @@
 """Bytes to things and back, bounded and without running anything that came in.
 
 The modules are :mod:`~kvplug.net.wire.frames` (the 16-byte header before every message),
-:mod:`~kvplug.net.wire.values` (a closed list of plain values), :mod:`~kvplug.net.wire.scan` (what must hold
-of them before anything is built), :mod:`~kvplug.net.wire.apart` (the same values with their tensors' bytes
-apart), :mod:`~kvplug.net.wire.tensors` (what a tensor's bytes mean, and those bytes without a copy). The
-formats are written down in ``docs/reference/wire.md``.
+:mod:`~kvplug.net.wire.values` (a closed list of plain values), :mod:`~kvplug.net.wire.validate` (what must
+hold of them before anything is built), :mod:`~kvplug.net.wire.out_of_band` (the same values, their tensors'
+bytes out of band), :mod:`~kvplug.net.wire.tensors` (what a tensor's bytes mean, and those bytes without a
+copy). The formats are written down in ``docs/reference/wire.md``.
 """
 
-from kvplug.net.wire.apart import ALIGNMENT, Apart, aligned, decode_apart, encode_apart
 from kvplug.net.wire.frames import HEADER_SIZE, FrameKind, Header, decode_header, encode_header
+from kvplug.net.wire.out_of_band import ALIGNMENT, OutOfBand, aligned, decode_out_of_band, encode_out_of_band
 from kvplug.net.wire.tensors import (
     TensorMeta,
     copy_into,
@@ -24,22 +24,22 @@ from kvplug.net.wire.values import DEFAULT_LIMITS, Limits, decode, encode
 
 __all__ = [
     "ALIGNMENT",
-    "Apart",
     "DEFAULT_LIMITS",
     "HEADER_SIZE",
     "FrameKind",
     "Header",
     "Limits",
+    "OutOfBand",
     "TensorMeta",
     "aligned",
     "copy_into",
     "decode",
-    "decode_apart",
+    "decode_out_of_band",
     "decode_header",
     "decode_meta",
     "empty_like_meta",
     "encode",
-    "encode_apart",
+    "encode_out_of_band",
     "encode_header",
     "encode_meta",
     "memory_of",

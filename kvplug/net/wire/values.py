@@ -6,7 +6,7 @@ something else. What msgpack has no type for is tagged by an extension (the tabl
 ``docs/reference/wire.md``): a tuple is an array whose first element is the mark "tuple", which no value
 can be.
 
-What comes in is looked over first (:mod:`kvplug.net.wire.scan`); only what passes is handed to msgspec.
+What comes in is looked over first (:mod:`kvplug.net.wire.validate`); only what passes is handed to msgspec.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import msgspec
 
 from kvplug.errors import CapacityError, UnsupportedError, WireError
 from kvplug.net.wire import arrays, tensors
-from kvplug.net.wire.scan import DEFAULT_LIMITS, MARKS, Leaf, Limits, Mark, scan
+from kvplug.net.wire.validate import DEFAULT_LIMITS, MARKS, Leaf, Limits, Mark, validate
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -68,7 +68,7 @@ class Memories:
         self.found: list[memoryview] = []
 
 
-def lower(value: Any, depth: int, count: list[int], apart: Memories | None = None) -> Any:
+def lower(value: Any, depth: int, count: list[int], memories: Memories | None = None) -> Any:
     """What msgspec writes for ``value``: only types of its own, and marks."""
     kind = type(value)
     if kind is str or kind is bytes or kind is float or kind is bool or value is None:
@@ -92,24 +92,24 @@ def lower(value: Any, depth: int, count: list[int], apart: Memories | None = Non
                     for key in value:
                         lower(key, depth, count)  # for its size alone
                 return {
-                    k: v if type(v) in AS_THEY_ARE else lower(v, depth, count, apart)
+                    k: v if type(v) in AS_THEY_ARE else lower(v, depth, count, memories)
                     for k, v in value.items()
                 }
             pairs = [_MARK_EXT[Mark.DICT]]
             for k, v in value.items():
-                pairs.append(lower(k, depth, count, apart))
-                pairs.append(lower(v, depth, count, apart))
+                pairs.append(lower(k, depth, count, memories))
+                pairs.append(lower(v, depth, count, memories))
             return pairs
         if kinds <= AS_THEY_ARE or (kinds == {int} and min(value) >= _MIN_INT and max(value) <= _MAX_INT):
             lowered = list(value)
         else:
             lowered = [
-                item if type(item) in AS_THEY_ARE else lower(item, depth, count, apart) for item in value
+                item if type(item) in AS_THEY_ARE else lower(item, depth, count, memories) for item in value
             ]
         if kind is not list:
             lowered.insert(0, _MARK_EXT[_CONTAINER_MARKS[kind]])
         return lowered
-    return _lower_foreign(value, apart)
+    return _lower_foreign(value, memories)
 
 
 AS_THEY_ARE = frozenset({type(None), bool, float, str, bytes})
@@ -118,7 +118,7 @@ _NATIVE_KEYS = frozenset({type(None), bool, int, float, str, bytes})
 _CONTAINER_MARKS: dict[type, Mark] = {tuple: Mark.TUPLE, set: Mark.SET, frozenset: Mark.FROZENSET}
 
 
-def _lower_foreign(value: Any, apart: Memories | None) -> msgspec.msgpack.Ext:
+def _lower_foreign(value: Any, memories: Memories | None) -> msgspec.msgpack.Ext:
     torch = sys.modules.get("torch")
     # An import under way in another thread shows a module without its names; then nothing is a tensor yet.
     if torch is not None and hasattr(torch, "Tensor") and hasattr(torch, "dtype"):
@@ -128,25 +128,25 @@ def _lower_foreign(value: Any, apart: Memories | None) -> msgspec.msgpack.Ext:
                 return msgspec.msgpack.Ext(int(Leaf.DTYPE), bytes([tensors.DTYPES[name][0]]))
             raise UnsupportedError(f"the dtype {value} is not carried")
         if type(value) is torch.Tensor:
-            return _leaf(Leaf.TENSOR, tensors.meta_of(value), tensors.memory_of(value), apart)
+            return _leaf(Leaf.TENSOR, tensors.meta_of(value), tensors.memory_of(value), memories)
     numpy = sys.modules.get("numpy")
     if numpy is not None and hasattr(numpy, "ndarray") and type(value) is numpy.ndarray:
-        return _leaf(Leaf.ARRAY, *arrays.parts_of(value), apart)
+        return _leaf(Leaf.ARRAY, *arrays.parts_of(value), memories)
     kind = type(value)
     where = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
     raise UnsupportedError(f"a {where}{kind.__qualname__} is not carried")
 
 
 def _leaf(
-    leaf: Leaf, meta: tensors.TensorMeta, memory: memoryview, apart: Memories | None
+    leaf: Leaf, meta: tensors.TensorMeta, memory: memoryview, memories: Memories | None
 ) -> msgspec.msgpack.Ext:
-    if apart is None or memory.nbytes < apart.min_bytes:
+    if memories is None or memory.nbytes < memories.min_bytes:
         return msgspec.msgpack.Ext(int(leaf), b"".join((tensors.encode_meta(meta), memory)))
-    apart.found.append(memory)
+    memories.found.append(memory)
     return msgspec.msgpack.Ext(int(APART_OF[leaf]), tensors.encode_meta(meta))
 
 
-APART_OF: Final = {Leaf.TENSOR: Leaf.TENSOR_APART, Leaf.ARRAY: Leaf.ARRAY_APART}
+APART_OF: Final = {Leaf.TENSOR: Leaf.TENSOR_OUT_OF_BAND, Leaf.ARRAY: Leaf.ARRAY_OUT_OF_BAND}
 
 
 def explain(value: object, depth: int, error: Exception) -> NoReturn:
@@ -202,7 +202,7 @@ def decode(buf: Buffer, *, limits: Limits = DEFAULT_LIMITS) -> Any:
         raise WireError(f"a value of {nbytes} bytes; at most {limits.max_bytes} are accepted")
     data = bytes(buf)  # a private copy: shared memory could change between the check and the use
     try:
-        marked = scan(data, limits)
+        marked = validate(data, limits)
         value = unpack(data)
         return resolve(value) if marked else value
     except (msgspec.MsgspecError, UnicodeError, RecursionError, OverflowError) as e:
@@ -210,7 +210,7 @@ def decode(buf: Buffer, *, limits: Limits = DEFAULT_LIMITS) -> Any:
 
 
 def extension(code: int, payload: memoryview) -> Any:
-    """What an extension that passed :func:`scan` stands for; called by msgspec."""
+    """What an extension that passed :func:`validate` stands for; called by msgspec."""
     if not payload.nbytes:
         return MARKS[code]
     # msgspec 0.19 gives the view the shape of the whole message, so that slices of it reach past the end
@@ -233,7 +233,7 @@ def build(
     code: int, meta: tensors.TensorMeta, flat: memoryview, make: Callable[[tensors.TensorMeta], Tensor]
 ) -> Any:
     """The tensor or array of those bytes. The caller has checked that there are as many as there must be."""
-    if code in (Leaf.ARRAY, Leaf.ARRAY_APART):
+    if code in (Leaf.ARRAY, Leaf.ARRAY_OUT_OF_BAND):
         return arrays.array_of(meta, flat)
     try:
         tensor = make(meta)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kvplug.net.deadline import Deadline
-    from kvplug.transport.communicator.attempts import Attempts
+    from kvplug.transport.communicator.checked_calls import CheckedCalls
     from kvplug.transport.communicator.tokens import TokenSplit
 
 
@@ -27,7 +27,7 @@ class All2AllManager(abc.ABC):
     Both methods raise TimeoutError or PeerGoneError that names the ranks that are missing.
     """
 
-    def __init__(self, communicator: Attempts) -> None:
+    def __init__(self, communicator: CheckedCalls) -> None:
         self.communicator = communicator
 
     @abc.abstractmethod

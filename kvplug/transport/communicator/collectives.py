@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvplug.net.deadline import DEFAULT_TIMEOUT, Timeout
-from kvplug.transport.communicator.attempts import Attempts
 from kvplug.transport.communicator.calls import check_divisible, check_sum, empty, joined, plain, write_back
+from kvplug.transport.communicator.checked_calls import CheckedCalls
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-class Collectives(Attempts):
+class Collectives(CheckedCalls):
     """Sums, concatenations, and parts of either."""
 
     def all_reduce(self, input_: Tensor, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Tensor:

@@ -14,11 +14,11 @@ from typing import Self
 
 from kvplug.net.deadline import DEFAULT_TIMEOUT, Timeout
 from kvplug.transport.communicator.collectives import Collectives
-from kvplug.transport.communicator.experts import Experts
+from kvplug.transport.communicator.moe import MoE
 from kvplug.transport.communicator.point_to_point import PointToPoint
 
 
-class DeviceCommunicator(Collectives, PointToPoint, Experts):
+class DeviceCommunicator(Collectives, PointToPoint, MoE):
     """One rank's end of the collectives of a group.
 
     Law. Every rank gets what the collective's documentation says, whatever order the ranks come in. A

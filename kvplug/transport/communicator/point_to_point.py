@@ -9,8 +9,8 @@ import attrs
 
 from kvplug.errors import UnsupportedError
 from kvplug.net.deadline import DEFAULT_TIMEOUT, Timeout
-from kvplug.transport.communicator.attempts import Attempts
 from kvplug.transport.communicator.calls import plain, write_back
+from kvplug.transport.communicator.checked_calls import CheckedCalls
 
 if TYPE_CHECKING:
     import torch
@@ -33,7 +33,7 @@ class RecvOp:
     src: int
 
 
-class PointToPoint(Attempts):
+class PointToPoint(CheckedCalls):
     """Calls that only the ranks that are named take part in."""
 
     def send(self, tensor: Tensor, dst: int | None = None, *, timeout: Timeout = DEFAULT_TIMEOUT) -> None:

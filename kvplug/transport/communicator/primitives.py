@@ -6,7 +6,7 @@ import abc
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from kvplug.transport.communicator.member import Member
+from kvplug.transport.communicator.rank_info import RankInfo
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from kvplug.net.deadline import Deadline
 
 
-class Primitives(Member, abc.ABC):
+class Primitives(RankInfo, abc.ABC):
     """Tensors are contiguous, of one dtype, on ``self.device``, and there is more than one rank. Those of
     a list that is gathered into, or scattered, lie one behind the other, but for ``_gather``.
 

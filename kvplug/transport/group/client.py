@@ -24,7 +24,7 @@ class Access(Protocol):
     def ask(self, request: tuple[Any, ...]) -> tuple[str, Any]:
         """A request whose last item is the seconds to wait, or that is answered at once."""
 
-    def tell(self, request: tuple[Any, ...]) -> None:
+    def send(self, request: tuple[Any, ...]) -> None:
         """A request without an answer."""
 
     def close(self, deadline: Deadline) -> None: ...
@@ -75,7 +75,7 @@ class RemoteStore:
             channel.send(request, deadline.remaining())
             return _pair(channel.recv(deadline.remaining()))
 
-    def tell(self, request: tuple[Any, ...]) -> None:
+    def send(self, request: tuple[Any, ...]) -> None:
         with contextlib.suppress(KvplugError), self._connection(Deadline.after(_GRACE_S)) as channel:
             channel.send(request, _GRACE_S)
 

@@ -184,7 +184,7 @@ class StatelessGroup:
                 return value
             return self._take("broadcast", src, self._deadline(timeout))
 
-    # -- letters -------------------------------------------------------------------------------
+    # -- messages between ranks -----------------------------------------------------------------------
 
     def send(self, value: object, dst: int) -> None:
         """Leave a value for another rank; does not wait until it is received.
@@ -223,7 +223,7 @@ class StatelessGroup:
 
     def _collected(self, kind: str, number: int) -> None:
         self._numbers[kind, 0] = number + 1
-        self._access.tell(("collected", f"{kind} {number}"))
+        self._access.send(("collected", f"{kind} {number}"))
 
     def _post(self, kind: str, other: int, receivers: list[int], value: object) -> None:
         slot = (f"{kind} to", other)
@@ -236,7 +236,7 @@ class StatelessGroup:
         number = self._numbers.get(slot, 0)
         data = self._ask("take", kind, number, src, deadline.remaining())
         self._numbers[slot] = number + 1
-        self._access.tell(("taken", kind, number, src))
+        self._access.send(("taken", kind, number, src))
         return values.decode(data)
 
     def _ask(self, *request: Any) -> Any:

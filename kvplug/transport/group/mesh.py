@@ -87,8 +87,8 @@ class Mesh:
 
     # -- calls -----------------------------------------------------------------------------------
 
-    def tell(self, calls: Mapping[int, Mapping[str, Any]], deadline: Deadline) -> None:
-        """Each of these ranks its call. Raises as :meth:`hear`."""
+    def send(self, calls: Mapping[int, Mapping[str, Any]], deadline: Deadline) -> None:
+        """Each of these ranks its call. Raises as :meth:`recv`."""
         encoded: dict[int, torch.Tensor] = {}  # the same object is encoded once
         for rank, call in calls.items():
             message = encoded.get(id(call))
@@ -97,7 +97,7 @@ class Mesh:
             with self._sending(rank):
                 self._ends[rank].pipe.send_tensor(message, timeout=deadline.remaining())
 
-    def hear(self, ranks: Iterable[int], deadline: Deadline) -> dict[int, Mapping[str, Any]]:
+    def recv(self, ranks: Iterable[int], deadline: Deadline) -> dict[int, Mapping[str, Any]]:
         """The next call of each of these ranks.
 
         Raises:
@@ -124,11 +124,11 @@ class Mesh:
 
     def compare(self, call: Mapping[str, Any], deadline: Deadline) -> list[Mapping[str, Any]]:
         """Before a collective: every rank's call, in the order of ranks, this one's too. Raises as
-        :meth:`hear`.
+        :meth:`recv`.
         """
         self._collectives += 1
-        self.tell(dict.fromkeys(self._ends, call), deadline)
-        found = self.hear(self._ends, deadline)
+        self.send(dict.fromkeys(self._ends, call), deadline)
+        found = self.recv(self._ends, deadline)
         ranks = range(len(self._ends) + 1)
         return [found.get(rank, call) for rank in ranks]
 
@@ -137,7 +137,7 @@ class Mesh:
 
         Raises:
             TransportError: a rank has given up the collective under way, and has not said why.
-            The rest as ``hear``.
+            The rest as ``recv``.
         """
         self._check_ends()
         stopped = [rank for rank, end in self._ends.items() if end.stopped]
@@ -162,7 +162,7 @@ class Mesh:
         recvs: Sequence[tuple[torch.Tensor, int]],
         deadline: Deadline,
     ) -> None:
-        """All of them at once; when it returns, what was sent may be overwritten. Raises as :meth:`hear`."""
+        """All of them at once; when it returns, what was sent may be overwritten. Raises as :meth:`recv`."""
         transfers = []
         try:
             for tensor, rank in sends:
@@ -252,7 +252,7 @@ class Mesh:
                 raise next((error for error in known if isinstance(error, PeerGoneError)), known[0])
 
     @contextlib.contextmanager
-    def judged(
+    def diagnose(
         self, among: Collection[int] | None = None, *, own: tuple[type[KvplugError], ...] = ()
     ) -> Iterator[None]:
         """Around an operation of the library, which says that it failed and not because of whom: the ranks

@@ -166,7 +166,7 @@ class LocalStore:
     def ask(self, request: tuple[Any, ...]) -> tuple[str, Any]:
         return self._server.store.answer(0, request)
 
-    def tell(self, request: tuple[Any, ...]) -> None:
+    def send(self, request: tuple[Any, ...]) -> None:
         self._server.store.answer(0, request)
 
     def close(self, deadline: Deadline) -> None:

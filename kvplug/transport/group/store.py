@@ -1,6 +1,6 @@
-"""What rank 0 keeps for a group: keys, letters between ranks, and rounds that all ranks take part in.
+"""What rank 0 keeps for a group: keys, messages between ranks, and rounds that all ranks take part in.
 
-Values are opaque bytes here. Whatever is meant for particular ranks (letters, results of rounds) is kept
+Values are opaque bytes here. Whatever is meant for particular ranks (messages, results of rounds) is kept
 until each of them has confirmed it, or is gone, and then deleted: nothing grows with the number of rounds.
 """
 
@@ -52,13 +52,13 @@ class Store:
         self._closed = False
         self._members: dict[int, _Member] = {}
         self._keys: dict[str, bytes] = {}
-        self._letters: dict[tuple[str, int, int, int], bytes] = {}  # kind, sender, receiver, number
+        self._mailbox: dict[tuple[str, int, int, int], bytes] = {}  # kind, sender, receiver, number
         self._rounds: dict[str, _Round] = {}
 
     @property
     def num_entries(self) -> int:
-        """Keys, letters and rounds that are held."""
-        return len(self._keys) + len(self._letters) + len(self._rounds)
+        """Keys, messages and rounds that are held."""
+        return len(self._keys) + len(self._mailbox) + len(self._rounds)
 
     # -- members -------------------------------------------------------------------------------
 
@@ -172,7 +172,7 @@ class Store:
             for receiver in receivers:
                 member = self._members.get(receiver)
                 if member is not None and not member.absent:
-                    self._letters.setdefault((kind, sender, receiver, number), data)
+                    self._mailbox.setdefault((kind, sender, receiver, number), data)
             self._changed.notify_all()
 
     def _take(self, kind: str, sender: int, receiver: int, number: int, deadline: Deadline) -> bytes:
@@ -180,17 +180,17 @@ class Store:
         with self._changed:
 
             def arrived() -> bool:
-                if key in self._letters:
+                if key in self._mailbox:
                     return True
                 self._refuse_absent([sender], "sent nothing")
                 return False
 
             self._wait(receiver, arrived, deadline, lambda: f"{self.name(sender)} has sent nothing in time")
-            return self._letters[key]
+            return self._mailbox[key]
 
     def _taken(self, key: tuple[str, int, int, int]) -> None:
         with self._changed:
-            self._letters.pop(key, None)
+            self._mailbox.pop(key, None)
             self._changed.notify_all()
 
     def _collect(self, name: str, rank: int, data: bytes, deadline: Deadline) -> list[bytes]:
@@ -247,8 +247,8 @@ class Store:
     def _tidy(self) -> None:
         """Drop what nobody who is here will fetch."""
         here = self._here()
-        for key in [key for key in self._letters if key[2] not in here]:
-            del self._letters[key]
+        for key in [key for key in self._mailbox if key[2] not in here]:
+            del self._mailbox[key]
         for name, this in list(self._rounds.items()):
             if self._complete(this) and not here - this.collected:
                 del self._rounds[name]
@@ -263,7 +263,7 @@ class Store:
         """Rank 0 leaves. Wait until the others that are here have fetched all that is ready for them."""
         self.part(0, "has left")
         with self._changed:
-            while self._letters or any(map(self._complete, self._rounds.values())):
+            while self._mailbox or any(map(self._complete, self._rounds.values())):
                 if self._closed or deadline.expired or not self._here():
                     return False
                 self._changed.wait(deadline.remaining())

@@ -6,9 +6,9 @@ reader that blocks everybody) are not. A transport of kind "queue" implements :c
 two ends of :class:`MessageQueue`.
 """
 
-from kvplug.transport.queue.end import MAX_CHUNK_BYTES, MAX_CHUNKS, MessageQueue
 from kvplug.transport.queue.endpoint import QueueEndpoint
 from kvplug.transport.queue.handle import QueueHandle, Reader
+from kvplug.transport.queue.queue import MAX_CHUNK_BYTES, MAX_CHUNKS, MessageQueue
 from kvplug.transport.queue.wait import WARNING_INTERVAL_S, Wait
 
 __all__ = [

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from kvplug.errors import CapacityError, ConfigError, KvplugError, TransportError, UnsupportedError
 from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
-from kvplug.transport.queue.end import MessageQueue
 from kvplug.transport.queue.handle import QueueHandle, listed
-from kvplug.transport.queue.meeting import Meeting, meeting_of
+from kvplug.transport.queue.queue import MessageQueue
+from kvplug.transport.queue.rendezvous import Rendezvous, rendezvous_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -75,13 +75,13 @@ class QueueEndpoint(abc.ABC):
             ConfigError: ``writer_rank`` is no rank of the group.
             UnsupportedError: it is neither kind of group, or a torch process group without CPU tensors.
         """
-        meeting = meeting_of(group)
-        if not 0 <= writer_rank < meeting.world_size:
+        rendezvous = rendezvous_of(group)
+        if not 0 <= writer_rank < rendezvous.world_size:
             raise ConfigError(
-                f"the writer must be a rank in 0..{meeting.world_size - 1}, got {writer_rank}"
-                f" (this is {meeting.rank})"
+                f"the writer must be a rank in 0..{rendezvous.world_size - 1}, got {writer_rank}"
+                f" (this is {rendezvous.rank})"
             )
-        is_writer = meeting.rank == writer_rank
+        is_writer = rendezvous.rank == writer_rank
         deadline = Deadline.after(timeout, self.context.timeout_s)
         queue: MessageQueue | None = None
         error: Exception | None = None
@@ -89,24 +89,26 @@ class QueueEndpoint(abc.ABC):
         try:
             if is_writer:
                 try:
-                    queue = self.create([rank for rank in range(meeting.world_size) if rank != writer_rank])
+                    queue = self.create(
+                        [rank for rank in range(rendezvous.world_size) if rank != writer_rank]
+                    )
                     plain = queue.export_handle().as_plain()
                 except Exception as e:
                     error = e
             try:
-                plain = meeting.broadcast(plain, writer_rank, deadline.remaining())
+                plain = rendezvous.broadcast(plain, writer_rank, deadline.remaining())
             except (CapacityError, UnsupportedError) as e:
                 if not is_writer:
                     raise
                 error = e  # the handle is not carried, and nothing was sent
-                plain = meeting.broadcast(None, writer_rank, deadline.remaining())
+                plain = rendezvous.broadcast(None, writer_rank, deadline.remaining())
             if plain is not None and not is_writer:
                 try:
                     handle = QueueHandle.from_plain(plain)
-                    queue = self.create_from_handle(handle, meeting.rank, deadline.remaining())
+                    queue = self.create_from_handle(handle, rendezvous.rank, deadline.remaining())
                 except Exception as e:
                     error = e
-            made = _agreed(meeting, queue, error, deadline)
+            made = _agreed(rendezvous, queue, error, deadline)
             made.wait_until_ready(deadline.remaining())
         except BaseException:
             if queue is not None:
@@ -128,16 +130,16 @@ class QueueEndpoint(abc.ABC):
 
 
 def _agreed(
-    meeting: Meeting, queue: MessageQueue | None, error: Exception | None, deadline: Deadline
+    rendezvous: Rendezvous, queue: MessageQueue | None, error: Exception | None, deadline: Deadline
 ) -> MessageQueue:
     """``queue``, if every rank has made its end. Raises as ``create_from_process_group``."""
     why = "" if error is None else f"{type(error).__name__}: {error}"[:_MOST_WORDS]
     try:
-        told = meeting.all_gather(why, deadline.remaining())
+        told = rendezvous.all_gather(why, deadline.remaining())
     except KvplugError:
         if error is None:
             raise
-        told = [why if rank == meeting.rank else "" for rank in range(meeting.world_size)]
+        told = [why if rank == rendezvous.rank else "" for rank in range(rendezvous.world_size)]
     failed = [
         f"rank {rank} cannot make its end of the queue: {each}" for rank, each in enumerate(told) if each
     ]

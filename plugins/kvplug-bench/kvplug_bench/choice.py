@@ -9,7 +9,7 @@ from kvplug.assembly.registry import Registry
 from kvplug.assembly.registry.discovery import not_found
 from kvplug.assembly.resolve import ResolvedConfig
 from kvplug.config import Config
-from kvplug.config.faults import did_you_mean, listed
+from kvplug.config.messages import did_you_mean, listed
 from kvplug.errors import PluginLoadError, UnknownTransportError
 from kvplug.transport.capabilities import Requirements
 from kvplug.transport.spec import TRANSPORTS, Kind, TransportSpec

@@ -18,8 +18,8 @@ import click
 from kvplug.assembly.registry import Registry
 from kvplug.cli.table import show_table
 from kvplug.config import Config
-from kvplug.config.faults import did_you_mean
-from kvplug.config.forms import DEVICE
+from kvplug.config.messages import did_you_mean
+from kvplug.config.schema import DEVICE
 from kvplug.config.units import format_bytes, parse_bytes, parse_seconds
 from kvplug.errors import UnsupportedError
 from kvplug.transport.queue import MAX_CHUNK_BYTES, MAX_CHUNKS

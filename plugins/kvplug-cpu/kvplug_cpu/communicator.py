@@ -56,7 +56,7 @@ class CpuCommunicator(DeviceCommunicator):
             else:
                 store = GroupStore(group, prefix, deadline)
                 try:
-                    with self._mesh.judged():
+                    with self._mesh.diagnose():
                         self._gloo = Gloo.meet(
                             store, self.rank_in_group, self.world_size, address, deadline, self._mesh.check
                         )
@@ -87,7 +87,7 @@ class CpuCommunicator(DeviceCommunicator):
             return
         wider = _WIDER.get(tensor.dtype)
         work = tensor if wider is None else tensor.to(wider)
-        with self._mesh.judged():
+        with self._mesh.diagnose():
             self._gloo.all_reduce(work, deadline)
         if work is not tensor:
             tensor.copy_(work)
@@ -117,14 +117,14 @@ class CpuCommunicator(DeviceCommunicator):
         sizes = [each.nbytes for each in outputs]
         given = torch.cat([_bytes(each) for each in inputs])
         taken = given.new_empty(sum(sizes))
-        with self._mesh.judged():
+        with self._mesh.diagnose():
             self._gloo.all_to_all(taken, given, sizes, [each.nbytes for each in inputs], deadline)
         for output, part in zip(outputs, taken.split(sizes), strict=True):
             _bytes(output).copy_(part)
 
     def _broadcast(self, tensor: Tensor, src: int, deadline: Deadline) -> None:
         if tensor.numel():
-            with self._mesh.judged():
+            with self._mesh.diagnose():
                 self._gloo.broadcast(_bytes(tensor), src, deadline)
 
     # -- from one rank to another ----------------------------------------------------------------
@@ -148,8 +148,8 @@ class CpuCommunicator(DeviceCommunicator):
     def _compare_pairs(
         self, calls: Mapping[int, Mapping[str, Any]], deadline: Deadline
     ) -> Mapping[int, Mapping[str, Any]]:
-        self._mesh.tell(calls, deadline)
-        return self._mesh.hear(calls, deadline)
+        self._mesh.send(calls, deadline)
+        return self._mesh.recv(calls, deadline)
 
     def _give_up(self, error: BaseException) -> None:
         self._mesh.give_up(error)

@@ -150,7 +150,7 @@ def test_a_reader_that_was_evicted_and_lives_is_told_what_it_lost(queue: Any) ->
     assert writer.readers[1].died
 
 
-@pytest.mark.parametrize("decoder", ["decode", "decode_apart"])
+@pytest.mark.parametrize("decoder", ["decode", "decode_out_of_band"])
 def test_a_reader_that_was_evicted_amid_a_copy_is_told_so(
     queue: Any, monkeypatch: pytest.MonkeyPatch, decoder: str
 ) -> None:

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from kvplug.errors import CapacityError, UnsupportedError, WireError
-from kvplug.net.wire.scan import Limits
+from kvplug.net.wire.validate import Limits
 from kvplug.net.wire.values import decode, encode
 
 SCALARS = (

@@ -12,10 +12,10 @@ from functools import partial
 import pytest
 
 from kvplug.errors import WireError
-from kvplug.net.wire.apart import aligned, decode_apart
 from kvplug.net.wire.frames import HEADER_SIZE, FrameKind, decode_header, encode_header
-from kvplug.net.wire.scan import Limits
+from kvplug.net.wire.out_of_band import aligned, decode_out_of_band
 from kvplug.net.wire.tensors import TensorMeta, decode_meta, encode_meta
+from kvplug.net.wire.validate import Limits
 from kvplug.net.wire.values import decode, encode
 
 LIMITS = Limits(max_bytes=64 << 10, max_depth=16, max_items=4096)
@@ -201,7 +201,7 @@ def test_ten_thousand_mutated_heads_and_memories_raise_nothing_but_wire_error_an
     fine = 0
     for head, nbytes in HEADS.items():  # imports come before memory is counted
         try:
-            decode_apart(head, memoryview(bytes(nbytes)))
+            decode_out_of_band(head, memoryview(bytes(nbytes)))
         except WireError:  # neither torch nor numpy here
             pass
     gc.collect()
@@ -210,7 +210,7 @@ def test_ten_thousand_mutated_heads_and_memories_raise_nothing_but_wire_error_an
         for i in range(10_000):
             head, memories = mutated_apart(rng)
             fine += within_the_bound(
-                partial(decode_apart, head, memories, limits=LIMITS),
+                partial(decode_out_of_band, head, memories, limits=LIMITS),
                 len(head) + memories.nbytes,
                 f"head {i}, {memories.nbytes} bytes of memories: {head.hex()}",
             )
@@ -244,7 +244,7 @@ def test_the_most_that_a_head_of_arrays_can_become_is_within_the_bound(
     memories = memoryview(bytes(nbytes))
     tracemalloc.start()
     try:
-        value = decode_apart(head, memories, limits=LIMITS)
+        value = decode_out_of_band(head, memories, limits=LIMITS)
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()

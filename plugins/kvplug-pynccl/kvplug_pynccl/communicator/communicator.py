@@ -256,8 +256,8 @@ class PyncclCommunicator(DeviceCommunicator):
         self, calls: Mapping[int, Mapping[str, Any]], deadline: Deadline
     ) -> Mapping[int, Mapping[str, Any]]:
         with self._running().talking() as mesh:
-            mesh.tell(calls, deadline)
-            return mesh.hear(calls, deadline)
+            mesh.send(calls, deadline)
+            return mesh.recv(calls, deadline)
 
     def _give_up(self, error: BaseException) -> None:
         if self._works is not None:

@@ -227,7 +227,7 @@ class Works:
         caller's memory is the caller's again.
         """
         try:
-            with self._mesh.judged(among, own=_OWN):
+            with self._mesh.diagnose(among, own=_OWN):
                 try:
                     yield
                 except BaseException:

@@ -27,7 +27,7 @@ class Message(NamedTuple):
     raw: bool
     """A chunk of bytes; otherwise a value."""
     head: bytes | memoryview
-    """Of a value: what :func:`kvplug.net.wire.decode_apart` takes first. Of a chunk: nothing."""
+    """Of a value: what :func:`kvplug.net.wire.decode_out_of_band` takes first. Of a chunk: nothing."""
     body: memoryview
     """Of a value: the memories that it takes second. Of a chunk: its bytes."""
 

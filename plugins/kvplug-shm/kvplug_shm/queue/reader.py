@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from kvplug import UnsupportedError
-from kvplug.net.wire import Limits, decode, decode_apart
+from kvplug.net.wire import Limits, decode, decode_out_of_band
 from kvplug.transport import DEFAULT_TIMEOUT, Deadline, QueueContext, QueueHandle, Reader, Timeout
 from kvplug_shm.memory.pool import Pool
 from kvplug_shm.options import ShmQueueOptions
@@ -69,7 +69,7 @@ class ShmReader(ShmEnd):
             _, head, body = self._next(False, timeout, cancel, indefinite)
             try:
                 if body.nbytes:
-                    value = decode_apart(head, body, limits=self._limits, make=self._pool.tensor)
+                    value = decode_out_of_band(head, body, limits=self._limits, make=self._pool.tensor)
                 else:
                     value = decode(head, limits=self._limits)
             except Exception:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any, Final
 
 from kvplug import CapacityError, PeerGoneError
-from kvplug.net.wire import aligned, encode_apart
+from kvplug.net.wire import aligned, encode_out_of_band
 from kvplug.transport import DEFAULT_TIMEOUT, Deadline, QueueContext, QueueHandle, Reader, Timeout
 from kvplug_shm.memory.copying import LETS_GO_FROM, into
 from kvplug_shm.memory.waiting import NAP_S, nap
@@ -80,7 +80,7 @@ class ShmWriter(ShmEnd):
 
     def enqueue(self, value: object, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
         with self._stay:
-            head, memories = encode_apart(value, limits=_ANY_SIZE)
+            head, memories = encode_out_of_band(value, limits=_ANY_SIZE)
             head_nbytes = len(head)
             body_at = aligned(head_nbytes)
             nbytes = body_at

@@ -12,7 +12,7 @@ import attrs
 import pytest
 
 from kvplug.assembly.registry.discovery import discover
-from kvplug.config.faults import did_you_mean
+from kvplug.config.messages import did_you_mean
 from kvplug_testing import waits
 from kvplug_testing.contract.base import Contract, law
 from kvplug_testing.inspection import USED, Inspection, inspect_plugin

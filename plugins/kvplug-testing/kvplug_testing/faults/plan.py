@@ -8,8 +8,8 @@ from typing import Any, Final, Literal
 
 import attrs
 
-from kvplug.config import layers, option, option_fields
-from kvplug.config.faults import bad_value, unknown_key
+from kvplug.config import option, option_fields, sources
+from kvplug.config.messages import bad_value, unknown_key
 from kvplug.config.options import convert_values
 from kvplug.errors import ConfigError
 
@@ -134,8 +134,8 @@ def read_plan(given: str | os.PathLike[str] | Mapping[str, Any]) -> Plan:
         return _plan(given)
     path = os.fspath(given)
     if isinstance(given, str) and ("=" in given or "\n" in given):
-        return _plan(layers.toml_table(given, "plan"))
-    return _plan(layers.file_value(path), path)
+        return _plan(sources.toml_table(given, "plan"))
+    return _plan(sources.file_value(path), path)
 
 
 def _plan(table: Any, source: str = "") -> Plan:

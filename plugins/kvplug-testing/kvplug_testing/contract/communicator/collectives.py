@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvplug.transport.communicator.member import MOVED, SUMMED
+from kvplug.transport.communicator.rank_info import MOVED, SUMMED
 from kvplug_testing import waits
 from kvplug_testing.contract.base import law
 from kvplug_testing.contract.communicator.calls import Strided

@@ -28,7 +28,7 @@ CARRIERS: dict[str, Callable[[Any], Any]] = {
     "JSON": lambda plain: json.loads(json.dumps(plain)),
 }
 ROOMS = 24
-"""Attempts with 0, 1, 2, ... descriptors to spare. No end should need as many."""
+"""CheckedCalls with 0, 1, 2, ... descriptors to spare. No end should need as many."""
 
 
 class Handles(QueueSuite):

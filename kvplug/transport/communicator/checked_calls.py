@@ -43,7 +43,7 @@ REFUSALS: Final = (UnsupportedError, TensorMismatchError, ConfigError, BusyError
 """After these the communicator is as usable as before: nothing was begun, at no rank."""
 
 
-class Attempts(Primitives):
+class CheckedCalls(Primitives):
     """What the methods that an engine calls have in common."""
 
     @contextmanager

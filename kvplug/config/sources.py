@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import attrs
 
-from kvplug.config.faults import REMOVED, did_you_mean, shown
+from kvplug.config.messages import REMOVED, did_you_mean, shown
 from kvplug.errors import ConfigError
 
 PREFIX: Final = "KVPLUG_"

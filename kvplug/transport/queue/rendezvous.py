@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @runtime_checkable
-class Meeting(Protocol):
+class Rendezvous(Protocol):
     """Ranks that exchange small plain values: what is asked of a kvplug group."""
 
     rank: int
@@ -31,16 +31,16 @@ class Meeting(Protocol):
     def all_gather(self, value: object, timeout: Timeout = DEFAULT_TIMEOUT) -> list[Any]: ...
 
 
-def meeting_of(group: object) -> Meeting:
-    """The meeting of the ranks of ``group``.
+def rendezvous_of(group: object) -> Rendezvous:
+    """The rendezvous of the ranks of ``group``.
 
     Raises:
         UnsupportedError: it is neither a kvplug group nor a torch process group with CPU tensors.
     """
     torch_group = getattr(sys.modules.get("torch.distributed"), "ProcessGroup", None)
     if torch_group is not None and isinstance(group, torch_group):
-        return TorchMeeting(group)
-    if isinstance(group, Meeting):
+        return TorchRendezvous(group)
+    if isinstance(group, Rendezvous):
         return group
     raise UnsupportedError(
         "a kvplug.StatelessGroup or a torch.distributed.ProcessGroup is needed,"
@@ -48,7 +48,7 @@ def meeting_of(group: object) -> Meeting:
     )
 
 
-class TorchMeeting:
+class TorchRendezvous:
     """The ranks of a torch process group. Values travel as bytes in CPU tensors, their length first.
 
     Carried is what msgpack has a type for. How long a collective waits the group says, not ``timeout``.

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, strategies as st
 
 from kvplug.errors import CapacityError, UnsupportedError, WireError
-from kvplug.net.wire.apart import ALIGNMENT, Apart, aligned, decode_apart, encode_apart
 from kvplug.net.wire.copying import LOCK_FREE_BYTES, copy_bytes
-from kvplug.net.wire.scan import Limits
+from kvplug.net.wire.out_of_band import ALIGNMENT, OutOfBand, aligned, decode_out_of_band, encode_out_of_band
+from kvplug.net.wire.validate import Limits
 from kvplug.net.wire.values import decode, encode
 
 NOTHING = memoryview(b"")
@@ -29,9 +29,9 @@ PLAIN = st.recursive(
 
 @given(PLAIN)
 def test_a_value_without_tensors_is_its_encoding_and_no_memory(value: Any) -> None:
-    apart = encode_apart(value)
-    assert apart == Apart(encode(value), []) and apart.nbytes == 0
-    found = decode_apart(apart.head, NOTHING)
+    parted = encode_out_of_band(value)
+    assert parted == OutOfBand(encode(value), []) and parted.nbytes == 0
+    found = decode_out_of_band(parted.head, NOTHING)
     assert found == value and encode(found) == encode(value)
 
 
@@ -42,7 +42,7 @@ def test_a_memory_takes_the_next_multiple_of_the_alignment(nbytes: int) -> None:
 
 @pytest.mark.parametrize("wrap", [bytes, bytearray, memoryview])
 def test_any_buffer_is_a_head(wrap: Any) -> None:
-    assert decode_apart(wrap(encode([1, (2,)])), NOTHING) == [1, (2,)]
+    assert decode_out_of_band(wrap(encode([1, (2,)])), NOTHING) == [1, (2,)]
 
 
 @pytest.mark.parametrize("value", [object(), [2**64], {"k": ["\ud800"]}, {1: {2: (bytearray(),)}}])
@@ -50,24 +50,24 @@ def test_what_is_not_carried_is_refused_with_the_same_words(value: Any) -> None:
     with pytest.raises(UnsupportedError) as refusal:
         encode(value)
     with pytest.raises(UnsupportedError) as same:
-        encode_apart(value)
+        encode_out_of_band(value)
     assert str(same.value) == str(refusal.value)
 
 
 @pytest.mark.parametrize("value", [[[[]]], [0] * 5, b"x" * 20], ids=["deep", "many", "large"])
 def test_the_bounds_are_the_same(value: Any) -> None:
     limits = Limits(max_bytes=20, max_depth=2, max_items=4)
-    for whole, apart in (
-        (lambda: encode(value, limits=limits), lambda: encode_apart(value, limits=limits)),
+    for whole, parted in (
+        (lambda: encode(value, limits=limits), lambda: encode_out_of_band(value, limits=limits)),
         (
             lambda: decode(encode(value), limits=limits),
-            lambda: decode_apart(encode(value), NOTHING, limits=limits),
+            lambda: decode_out_of_band(encode(value), NOTHING, limits=limits),
         ),
     ):
         with pytest.raises((CapacityError, WireError)) as refusal:
             whole()
         with pytest.raises(type(refusal.value)) as same:
-            apart()
+            parted()
         assert str(same.value) == str(refusal.value)
 
 
@@ -120,16 +120,16 @@ def test_a_head_and_memories_that_do_not_fit_are_refused_before_anything_is_made
     head: bytes, nbytes: int, named: str
 ) -> None:
     with pytest.raises(WireError, match=named):
-        decode_apart(head, memoryview(bytes(nbytes)), make=lambda meta: pytest.fail(f"{meta} was made"))
+        decode_out_of_band(head, memoryview(bytes(nbytes)), make=lambda meta: pytest.fail(f"{meta} was made"))
 
 
 def test_the_bytes_of_the_memories_count_too() -> None:
     limits = Limits(max_bytes=len(TWO) + 12 + 68 - 1)
     with pytest.raises(WireError, match="a value whose tensors have 80 bytes; at most 79 are accepted"):
-        decode_apart(TWO, memoryview(bytes(192)), limits=limits)
+        decode_out_of_band(TWO, memoryview(bytes(192)), limits=limits)
 
 
-def test_a_leaf_whose_bytes_lie_apart_is_nothing_that_a_whole_message_may_hold() -> None:
+def test_a_leaf_whose_bytes_are_out_of_band_is_nothing_that_a_whole_message_may_hold() -> None:
     with pytest.raises(WireError, match="extension 19 is not accepted here, at byte 1"):
         decode(TWO)
 

@@ -23,7 +23,7 @@ MOVED: Final = SUMMED | {"bool", "complex64", "complex128", "float8_e4m3fn", "fl
 _EP = re.compile(r"(?<![a-zA-Z0-9])ep(?![a-zA-Z0-9])")
 
 
-class Member:
+class RankInfo:
     """The attributes of a device communicator, and the checks that need nobody else."""
 
     devices: ClassVar[frozenset[str]] = frozenset({"cpu"})

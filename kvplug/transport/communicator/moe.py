@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from kvplug.errors import ConfigError, TensorMismatchError
 from kvplug.net.deadline import DEFAULT_TIMEOUT, Timeout
 from kvplug.transport.communicator.all2all import DEFAULT_BACKEND, MANAGERS, All2AllManager
-from kvplug.transport.communicator.attempts import Attempts
 from kvplug.transport.communicator.calls import check_same
+from kvplug.transport.communicator.checked_calls import CheckedCalls
 from kvplug.transport.communicator.tokens import TokenSplit, width_of
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from kvplug.transport.context import CommunicatorContext
 
 
-class Experts(Attempts):
+class MoE(CheckedCalls):
     """Calls around the layers of a mixture of experts."""
 
     all2all_managers: ClassVar[Mapping[str, type[All2AllManager]]] = MANAGERS

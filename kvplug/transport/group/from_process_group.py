@@ -9,7 +9,7 @@ from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
 from kvplug.net.trust.credentials import Credentials
 from kvplug.net.trust.listener import Listener
 from kvplug.transport.group.group import STORE_TIMEOUT_S, StatelessGroup
-from kvplug.transport.queue.meeting import Meeting, meeting_of
+from kvplug.transport.queue.rendezvous import Rendezvous, rendezvous_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -35,31 +35,33 @@ def group_from_process_group(
         UnsupportedError: it is no process group, or has no CPU tensors.
         As ``StatelessGroup.create``.
     """
-    meeting = meeting_of(process_group)
+    rendezvous = rendezvous_of(process_group)
     deadline = Deadline.after(timeout, timeout_s)
     where: str | Listener
-    if meeting.rank:
-        where = _contact(meeting.broadcast(None, 0, deadline.remaining()))
+    if rendezvous.rank:
+        where = _contact(rendezvous.broadcast(None, 0, deadline.remaining()))
     else:
-        where = _listen(meeting, address, credentials, deadline)
+        where = _listen(rendezvous, address, credentials, deadline)
     return StatelessGroup.create(
         where,
-        rank=meeting.rank,
-        world_size=meeting.world_size,
+        rank=rendezvous.rank,
+        world_size=rendezvous.world_size,
         credentials=credentials,
         timeout=deadline.remaining(),
         timeout_s=timeout_s,
     )
 
 
-def _listen(meeting: Meeting, address: str, credentials: Credentials | None, deadline: Deadline) -> Listener:
+def _listen(
+    rendezvous: Rendezvous, address: str, credentials: Credentials | None, deadline: Deadline
+) -> Listener:
     try:
         listener = StatelessGroup.listen(address, credentials)
     except KvplugError as e:
-        meeting.broadcast({"failed": str(e)}, 0, deadline.remaining())
+        rendezvous.broadcast({"failed": str(e)}, 0, deadline.remaining())
         raise
     try:
-        meeting.broadcast({"contact": listener.contact}, 0, deadline.remaining())
+        rendezvous.broadcast({"contact": listener.contact}, 0, deadline.remaining())
     except BaseException:
         listener.close()
         raise

@@ -1,9 +1,9 @@
-"""Values whose tensors' bytes lie apart: a small head, and memories that nothing is copied into first.
+"""Values whose tensors' bytes stay out of band: a small head, and memories that are not copied first.
 
 For a transport that can put a tensor's bytes where the other end reads them. The head is the encoding of
-:mod:`kvplug.net.wire.values`, in which a tensor or array that lies apart is an extension of its own with its
-meta alone. Where its bytes are is not written anywhere: the memories come in the order of the head, each at
-the next multiple of :data:`ALIGNMENT`.
+:mod:`kvplug.net.wire.values`, in which a tensor or array that is out of band is an extension of its own with
+its meta alone. The head does not say where its bytes are: the memories come in the order of the head, each
+at the next multiple of :data:`ALIGNMENT`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import msgspec
 
 from kvplug.errors import CapacityError, UnsupportedError, WireError
 from kvplug.net.wire import tensors, values
-from kvplug.net.wire.scan import DEFAULT_LIMITS, Leaf, Limits, scan
+from kvplug.net.wire.validate import DEFAULT_LIMITS, Leaf, Limits, validate
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,12 +29,12 @@ MIN_BYTES: Final = 4096
 """A smaller tensor costs less inside the head."""
 
 
-class Apart(NamedTuple):
+class OutOfBand(NamedTuple):
     """A value in two parts. The memories are those of its tensors, so they must not be written meanwhile."""
 
     head: bytes
     memories: list[memoryview]
-    """Flat bytes, in the order in which :func:`decode_apart` wants them."""
+    """Flat bytes, in the order in which :func:`decode_out_of_band` wants them."""
 
     @property
     def nbytes(self) -> int:
@@ -47,7 +47,9 @@ def aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
-def encode_apart(value: object, *, min_bytes: int = MIN_BYTES, limits: Limits = DEFAULT_LIMITS) -> Apart:
+def encode_out_of_band(
+    value: object, *, min_bytes: int = MIN_BYTES, limits: Limits = DEFAULT_LIMITS
+) -> OutOfBand:
     """``value`` as a head and the memories of its tensors and arrays of at least ``min_bytes``.
 
     No byte of them is copied, unless a tensor or array is not contiguous.
@@ -58,19 +60,19 @@ def encode_apart(value: object, *, min_bytes: int = MIN_BYTES, limits: Limits = 
             ``limits`` allow, so that the peer would refuse it.
     """
     if type(value) in values.AS_THEY_ARE:
-        return Apart(values.encode(value, limits=limits), [])
-    apart = values.Memories(min_bytes)
+        return OutOfBand(values.encode(value, limits=limits), [])
+    memories = values.Memories(min_bytes)
     try:
-        head = values.pack(values.lower(value, limits.max_depth, [limits.max_items], apart))
+        head = values.pack(values.lower(value, limits.max_depth, [limits.max_items], memories))
     except (UnsupportedError, UnicodeEncodeError) as e:
         values.explain(value, limits.max_depth, e)
-    nbytes = len(head) + sum(memory.nbytes for memory in apart.found)
+    nbytes = len(head) + sum(memory.nbytes for memory in memories.found)
     if nbytes > limits.max_bytes:
         raise CapacityError(f"the value takes {nbytes} bytes, and at most {limits.max_bytes} are sent")
-    return Apart(head, apart.found)
+    return OutOfBand(head, memories.found)
 
 
-def decode_apart(
+def decode_out_of_band(
     head: Buffer,
     memories: memoryview,
     *,
@@ -79,7 +81,7 @@ def decode_apart(
 ) -> Any:
     """The value of a head and its memories, which lie back to back, each of them :func:`aligned`.
 
-    What lies apart is copied out, a tensor into what ``make`` returns for its meta: one of that dtype and
+    What is out of band is copied out, a tensor into what ``make`` returns for its meta: one of that dtype and
     shape. Without it, for numpy arrays always, and for what lies in the head, memory is taken anew.
 
     Raises:
@@ -94,7 +96,7 @@ def decode_apart(
     data = bytes(head)  # a private copy: shared memory could change between the check and the use
     spans: list[slice] = []
     try:
-        marked = scan(data, limits, spans)
+        marked = validate(data, limits, spans)
         leaves = deque(tensors.decode_meta(data[span]) for span in spans)
         _check_memories(leaves, memories.nbytes, limits.max_bytes - nbytes)
         if leaves:
@@ -124,7 +126,7 @@ def _from(
 
     def extension(code: int, payload: memoryview) -> Any:
         nonlocal at
-        if code not in _APART:
+        if code not in _OUT_OF_BAND:
             return values.extension(code, payload)
         meta = leaves.popleft()
         flat = memories[at : at + meta.nbytes]
@@ -134,4 +136,4 @@ def _from(
     return extension
 
 
-_APART = frozenset((Leaf.TENSOR_APART, Leaf.ARRAY_APART))
+_OUT_OF_BAND = frozenset((Leaf.TENSOR_OUT_OF_BAND, Leaf.ARRAY_OUT_OF_BAND))

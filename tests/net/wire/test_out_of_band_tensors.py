@@ -1,4 +1,4 @@
-"""Tensors and arrays whose memories lie apart from their value's head."""
+"""Tensors and arrays whose memories are out of band of their value's head."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ np = pytest.importorskip("numpy")
 from kvplug.errors import CapacityError, UnsupportedError, WireError  # noqa: E402 - after the skip
 from kvplug.net.wire import (  # noqa: E402
     ALIGNMENT,
-    Apart,
     Limits,
+    OutOfBand,
     TensorMeta,
     aligned,
     decode,
-    decode_apart,
+    decode_out_of_band,
     empty_like_meta,
     encode,
-    encode_apart,
+    encode_out_of_band,
     memory_of,
     meta_of,
 )
@@ -39,20 +39,20 @@ ARRAYS = ["bool", "uint8", "int16", "uint64", "float16", "float64", "complex64"]
 NOTHING = memoryview(b"")
 
 
-def back_to_back(apart: Apart, padding: bytes = b"\xee") -> memoryview:
+def back_to_back(parted: OutOfBand, padding: bytes = b"\xee") -> memoryview:
     """Its memories as a transport lays them; what lies between them means nothing."""
-    lying = bytearray(padding * apart.nbytes)
+    lying = bytearray(padding * parted.nbytes)
     at = 0
-    for memory in apart.memories:
+    for memory in parted.memories:
         lying[at : at + memory.nbytes] = memory
         at += aligned(memory.nbytes)
-    assert at == apart.nbytes == len(lying)
+    assert at == parted.nbytes == len(lying)
     return memoryview(lying).toreadonly()
 
 
 def crossed(value: Any, min_bytes: int = 0, **given: Any) -> Any:
-    apart = encode_apart(value, min_bytes=min_bytes)
-    return decode_apart(apart.head, back_to_back(apart), **given)
+    parted = encode_out_of_band(value, min_bytes=min_bytes)
+    return decode_out_of_band(parted.head, back_to_back(parted), **given)
 
 
 def tensor_of(name: str, *shape: int) -> Any:
@@ -90,7 +90,7 @@ VALUES = st.recursive(
 
 @given(VALUES, st.sampled_from([0, 1, 32, 1 << 40]))
 @settings(max_examples=2 * settings.default.max_examples)
-def test_a_value_comes_back_as_from_its_whole_encoding_whatever_lies_apart(
+def test_a_value_comes_back_as_from_its_whole_encoding_whatever_is_out_of_band(
     value: Any, min_bytes: int
 ) -> None:
     found = crossed(value, min_bytes)
@@ -98,22 +98,22 @@ def test_a_value_comes_back_as_from_its_whole_encoding_whatever_lies_apart(
 
 
 @given(VALUES, st.integers(0, 100))
-def test_what_has_as_many_bytes_as_wanted_lies_apart_and_nothing_else(value: Any, min_bytes: int) -> None:
-    everything = encode_apart(value, min_bytes=0).memories
-    apart = encode_apart(value, min_bytes=min_bytes)
-    assert list(map(bytes, apart.memories)) == [bytes(m) for m in everything if m.nbytes >= min_bytes]
-    assert all(m.readonly and m.format == "B" and m.ndim == 1 for m in apart.memories)
-    assert len(encode(value)) <= len(apart.head) + sum(m.nbytes for m in apart.memories) + 10 * len(
+def test_what_has_as_many_bytes_as_wanted_is_out_of_band_and_nothing_else(value: Any, min_bytes: int) -> None:
+    everything = encode_out_of_band(value, min_bytes=0).memories
+    parted = encode_out_of_band(value, min_bytes=min_bytes)
+    assert list(map(bytes, parted.memories)) == [bytes(m) for m in everything if m.nbytes >= min_bytes]
+    assert all(m.readonly and m.format == "B" and m.ndim == 1 for m in parted.memories)
+    assert len(encode(value)) <= len(parted.head) + sum(m.nbytes for m in parted.memories) + 10 * len(
         everything
     )
 
 
 @given(VALUES, st.data())
 def test_no_other_number_of_bytes_is_taken_for_the_memories(value: Any, data: st.DataObject) -> None:
-    apart = encode_apart(value, min_bytes=0)
-    nbytes = data.draw(st.integers(0, apart.nbytes + 2 * ALIGNMENT).filter(lambda n: n != apart.nbytes))
-    with pytest.raises(WireError, match=f"{apart.nbytes} bytes, and {nbytes} came"):
-        decode_apart(apart.head, memoryview(bytes(nbytes)))
+    parted = encode_out_of_band(value, min_bytes=0)
+    nbytes = data.draw(st.integers(0, parted.nbytes + 2 * ALIGNMENT).filter(lambda n: n != parted.nbytes))
+    with pytest.raises(WireError, match=f"{parted.nbytes} bytes, and {nbytes} came"):
+        decode_out_of_band(parted.head, memoryview(bytes(nbytes)))
 
 
 @pytest.mark.parametrize("name", DTYPES)
@@ -144,7 +144,7 @@ def test_no_byte_is_copied_to_be_sent_unless_it_does_not_lie_in_order() -> None:
     tensor, array = torch.zeros(5000), np.zeros(5000)
     read_only = np.zeros(5000)
     read_only.flags.writeable = False
-    memories = encode_apart([tensor, array, read_only, tensor.view(50, 100).t()]).memories
+    memories = encode_out_of_band([tensor, array, read_only, tensor.view(50, 100).t()]).memories
     tensor[0], array[0] = 1, 2
     assert memories[0][:4] == memory_of(torch.ones(1)) and memories[1][:8] == np.full(1, 2.0).tobytes()
     assert bytes(memories[2]) == bytes(40_000)
@@ -154,25 +154,25 @@ def test_no_byte_is_copied_to_be_sent_unless_it_does_not_lie_in_order() -> None:
 def test_the_memories_keep_what_they_are_of_alive_and_let_it_go() -> None:
     tensor, array = torch.ones(5000), np.ones(5000)
     gone = weakref.ref(tensor), weakref.ref(array)
-    apart = encode_apart([tensor, array])
+    parted = encode_out_of_band([tensor, array])
     del tensor, array
     gc.collect()
-    assert apart.memories[0].nbytes == 20_000 and all(ref() is not None for ref in gone)
-    del apart
+    assert parted.memories[0].nbytes == 20_000 and all(ref() is not None for ref in gone)
+    del parted
     gc.collect()
     assert all(ref() is None for ref in gone)
 
 
 def test_what_came_never_shares_memory_with_what_it_came_from() -> None:
-    apart = encode_apart([torch.ones(5000), np.ones(5000)])
-    lying = bytearray(back_to_back(apart))
-    tensor, array = decode_apart(apart.head, memoryview(lying))
+    parted = encode_out_of_band([torch.ones(5000), np.ones(5000)])
+    lying = bytearray(back_to_back(parted))
+    tensor, array = decode_out_of_band(parted.head, memoryview(lying))
     lying[:] = bytes(len(lying))
     assert tensor.eq(1).all() and (array == 1).all()
     lying.append(1)  # and holds none of it
 
 
-def test_every_tensor_that_lies_apart_is_received_into_what_is_made_for_it_and_no_array_is() -> None:
+def test_every_tensor_that_is_out_of_band_is_received_into_what_is_made_for_it_and_no_array_is() -> None:
     value = [torch.ones(2000), {"k": (np.ones(3), torch.zeros(2, 2, dtype=torch.int8).t())}]
     made = []
 
@@ -210,13 +210,13 @@ def test_what_make_raises_reaches_the_caller_and_what_it_lacks_is_a_wire_error()
 def test_the_bound_is_that_of_the_whole_encoding() -> None:
     value = {"kv": [torch.ones(1000), np.ones(1000, "u1")]}
     limits = Limits(max_bytes=len(encode(value)))
-    apart = encode_apart(value, min_bytes=0, limits=limits)
-    assert encode(decode_apart(apart.head, back_to_back(apart), limits=limits)) == encode(value)
-    exact = len(apart.head) + 5000
+    parted = encode_out_of_band(value, min_bytes=0, limits=limits)
+    assert encode(decode_out_of_band(parted.head, back_to_back(parted), limits=limits)) == encode(value)
+    exact = len(parted.head) + 5000
     with pytest.raises(CapacityError, match=f"takes {exact} bytes, and at most {exact - 1} are sent"):
-        encode_apart(value, min_bytes=0, limits=Limits(max_bytes=exact - 1))
+        encode_out_of_band(value, min_bytes=0, limits=Limits(max_bytes=exact - 1))
     with pytest.raises(WireError, match="tensors have 5000 bytes; at most 4999"):
-        decode_apart(apart.head, back_to_back(apart), limits=Limits(max_bytes=exact - 1))
+        decode_out_of_band(parted.head, back_to_back(parted), limits=Limits(max_bytes=exact - 1))
 
 
 @pytest.mark.parametrize(
@@ -237,20 +237,20 @@ def test_a_tensor_or_array_of_another_kind_is_refused_with_the_same_words(make: 
     with pytest.raises(UnsupportedError) as refusal:
         encode(value)
     with pytest.raises(UnsupportedError) as same:
-        encode_apart(value)
+        encode_out_of_band(value)
     assert str(same.value) == str(refusal.value)
 
 
 @pytest.mark.parametrize("missing", ["torch", "numpy"])
 def test_without_the_library_decoding_says_so(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    apart = encode_apart({"torch": torch.ones(1), "numpy": np.ones(1)}[missing], min_bytes=0)
+    parted = encode_out_of_band({"torch": torch.ones(1), "numpy": np.ones(1)}[missing], min_bytes=0)
     monkeypatch.setitem(sys.modules, missing, None)
     with pytest.raises(WireError, match=f"{missing}.*not installed"):
-        decode_apart(apart.head, back_to_back(apart))
+        decode_out_of_band(parted.head, back_to_back(parted))
 
 
 def test_a_whole_encoding_is_a_head_without_memories() -> None:
     value = [torch.ones(5000), np.ones(5000)]
-    assert encode(decode_apart(encode(value), NOTHING)) == encode(value)
+    assert encode(decode_out_of_band(encode(value), NOTHING)) == encode(value)
     with pytest.raises(WireError, match="extension 19 is not accepted"):
-        decode(encode_apart(value).head)
+        decode(encode_out_of_band(value).head)

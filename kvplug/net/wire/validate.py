@@ -1,8 +1,8 @@
 """The structure of a msgpack message, checked before anything is built from it.
 
 A msgpack decoder believes a length before it has seen the elements, and knows other extensions than ours.
-:func:`scan` goes over the bytes once, without recursion and without building anything; only what passes is
-handed to a decoder.
+:func:`validate` goes over the bytes once, without recursion and without building anything; only what passes
+is handed to a decoder.
 """
 
 from __future__ import annotations
@@ -65,15 +65,15 @@ class Leaf(enum.IntEnum):
     """A tensor's meta and bytes."""
     ARRAY = 18
     """The same of a numpy array."""
-    TENSOR_APART = 19
-    """A tensor's meta; its bytes lie apart. Only in a head, see :mod:`kvplug.net.wire.apart`."""
-    ARRAY_APART = 20
+    TENSOR_OUT_OF_BAND = 19
+    """A tensor's meta; its bytes are out of band. Only in a head, see :mod:`kvplug.net.wire.out_of_band`."""
+    ARRAY_OUT_OF_BAND = 20
     """The same of a numpy array."""
 
 
 MARKS = {int(mark): mark for mark in Mark}
-_APART = frozenset((int(Leaf.TENSOR_APART), int(Leaf.ARRAY_APART)))
-_LEAVES = frozenset(int(leaf) for leaf in Leaf) - _APART
+_OUT_OF_BAND = frozenset((int(Leaf.TENSOR_OUT_OF_BAND), int(Leaf.ARRAY_OUT_OF_BAND)))
+_LEAVES = frozenset(int(leaf) for leaf in Leaf) - _OUT_OF_BAND
 _MARK_SIZE = 3
 """Bytes of a mark: ext8, length 0, code."""
 
@@ -102,12 +102,12 @@ _EXT_LENGTH = {0xC7: _U8, 0xC8: _U16, 0xC9: _U32}
 _FIXEXT = {0xD4: 1, 0xD5: 2, 0xD6: 4, 0xD7: 8, 0xD8: 16}
 
 
-def scan(data: bytes, limits: Limits, apart: list[slice] | None = None) -> bool:
+def validate(data: bytes, limits: Limits, out_of_band: list[slice] | None = None) -> bool:
     """Check the structure of one msgpack value without building it; whether there are marks in it.
 
     After it msgspec meets no length that the bytes do not keep, no extension that is not ours, no
-    container as the key of a map, and no nesting beyond the limit. Leaves whose bytes lie apart are accepted
-    where ``apart`` is given; it then says where their metas are, in order.
+    container as the key of a map, and no nesting beyond the limit. Leaves whose bytes are out of band are
+    accepted where ``out_of_band`` is given; it then says where their metas are, in order.
     """
     end = len(data)
     pos = 0
@@ -148,7 +148,7 @@ def scan(data: bytes, limits: Limits, apart: list[slice] | None = None) -> bool:
                     count, is_map = 2 * length.unpack_from(data, pos + 1)[0], True
                     pos += 1 + length.size
                 else:
-                    pos = _scan_leaf(data, pos, end, apart)
+                    pos = _validate_leaf(data, pos, end, out_of_band)
                     continue
                 if count > end - pos:
                     raise WireError(f"a container claims {count} elements, and {end - pos} bytes are left")
@@ -179,7 +179,7 @@ def scan(data: bytes, limits: Limits, apart: list[slice] | None = None) -> bool:
     return marked
 
 
-def _scan_leaf(data: bytes, pos: int, end: int, apart: list[slice] | None) -> int:
+def _validate_leaf(data: bytes, pos: int, end: int, out_of_band: list[slice] | None) -> int:
     """Where the extension at ``pos`` ends, if it is one with a payload we know."""
     first = data[pos]
     if first in _FIXEXT:
@@ -190,13 +190,13 @@ def _scan_leaf(data: bytes, pos: int, end: int, apart: list[slice] | None) -> in
     else:
         raise WireError(f"byte {first:#04x} starts no value, at byte {pos}")
     code = data[at]
-    known = code in _LEAVES or (apart is not None and code in _APART)
+    known = code in _LEAVES or (out_of_band is not None and code in _OUT_OF_BAND)
     if not known or size == 0:
         raise WireError(f"extension {code} is not accepted here, at byte {pos}")
     if size > end - at - 1:
         raise WireError(f"an extension claims {size} bytes, and {end - at - 1} are left")
     if code == Leaf.DTYPE and size != 1:
         raise WireError(f"a dtype is one byte, not {size}")
-    if apart is not None and code in _APART:
-        apart.append(slice(at + 1, at + 1 + size))
+    if out_of_band is not None and code in _OUT_OF_BAND:
+        out_of_band.append(slice(at + 1, at + 1 + size))
     return int(at + 1 + size)
