@@ -63,13 +63,13 @@ def test_a_rank_that_leaves_when_it_is_done_spoils_nothing_for_those_who_are_slo
     communicators: Make,
 ) -> None:
     made = communicators(3)
-    hear, left = made[1]._mesh.hear, threading.Event()
+    hear, left = made[1]._mesh.recv, threading.Event()
 
     def late(*args: Any) -> Any:
         left.wait(PATIENCE_S)
         return hear(*args)
 
-    made[1]._mesh.hear = late  # type: ignore[method-assign]
+    made[1]._mesh.recv = late  # type: ignore[method-assign]
 
     def call(end: CpuCommunicator) -> Any:
         found = end.broadcast(torch.full((4,), float(end.rank)), 0)

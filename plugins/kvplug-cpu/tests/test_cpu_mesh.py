@@ -45,25 +45,25 @@ def meshes(endpoint: Any) -> Iterator[list[Mesh]]:
 def test_calls_are_heard_from_each_rank_in_order(meshes: list[Mesh]) -> None:
     for number in range(2):
         for rank in (1, 2):
-            meshes[rank].tell({0: {"call": number, "rank": rank}}, within(SOON))
+            meshes[rank].send({0: {"call": number, "rank": rank}}, within(SOON))
     for number in range(2):
-        found = meshes[0].hear([1, 2], within(SOON))
+        found = meshes[0].recv([1, 2], within(SOON))
         assert found == {rank: {"call": number, "rank": rank} for rank in (1, 2)}
 
 
 def test_who_says_nothing_is_named_and_who_has_spoken_is_not(meshes: list[Mesh]) -> None:
-    meshes[2].tell({0: {"call": 1}}, within(SOON))
+    meshes[2].send({0: {"call": 1}}, within(SOON))
     with pytest.raises(TimeoutError, match="rank 1 did not come in time") as caught:
-        meshes[0].hear([1, 2], within(AT_ONCE))
+        meshes[0].recv([1, 2], within(AT_ONCE))
     assert "rank 2" not in str(caught.value)
 
 
 def test_a_tensor_that_came_while_another_rank_was_waited_for_is_not_lost(meshes: list[Mesh]) -> None:
     sent = torch.arange(5.0)
-    meshes[1].tell({0: {"call": "send"}}, within(SOON))
+    meshes[1].send({0: {"call": "send"}}, within(SOON))
     meshes[1].exchange([(sent, 0)], [], within(SOON))
     with pytest.raises(TimeoutError):
-        meshes[0].hear([1, 2], within(AT_ONCE))
+        meshes[0].recv([1, 2], within(AT_ONCE))
     got = torch.empty(5)
     meshes[0].exchange([], [(got, 1)], within(SOON))
     assert torch.equal(got, sent)
@@ -96,8 +96,8 @@ def test_why_a_rank_gave_up_is_raised_at_the_others_in_its_kind(meshes: list[Mes
     meshes[1].give_up(kind("rank 2 did not come"))
     for call in (
         lambda: meshes[0].check(),
-        lambda: meshes[0].hear([2], within(SOON)),
-        lambda: meshes[0].hear([1], within(SOON)),
+        lambda: meshes[0].recv([2], within(SOON)),
+        lambda: meshes[0].recv([1], within(SOON)),
     ):
         with pytest.raises(kind, match="rank 1 has given up: rank 2 did not come"):
             call()
@@ -121,7 +121,7 @@ def test_news_are_heard_of_a_rank_that_takes_nothing_more(meshes: list[Mesh]) ->
     meshes[1].abort()
     with pytest.raises(PeerGoneError, match="rank 1 has given up: rank 2 is gone"):
         for _ in range(1000):
-            meshes[0].tell({1: {"call": 1}}, within(SOON))
+            meshes[0].send({1: {"call": 1}}, within(SOON))
 
 
 def test_whoever_has_not_given_up_when_all_others_have_is_to_blame(meshes: list[Mesh]) -> None:
@@ -138,7 +138,7 @@ def test_whoever_has_not_given_up_when_all_others_have_is_to_blame(meshes: list[
 def test_a_rank_that_is_gone_is_named_whoever_is_waited_for(meshes: list[Mesh]) -> None:
     meshes[2].abort()
     for call in (
-        lambda: meshes[0].hear([1], within(SOON)),
+        lambda: meshes[0].recv([1], within(SOON)),
         lambda: meshes[0].check(),
         lambda: meshes[0].silent(within(SOON), reason_wanted=False),
     ):
@@ -149,9 +149,9 @@ def test_a_rank_that_is_gone_is_named_whoever_is_waited_for(meshes: list[Mesh]) 
 def test_after_its_own_end_everything_is_closed(meshes: list[Mesh]) -> None:
     meshes[0].abort()
     with pytest.raises(ClosedError):
-        meshes[0].hear([1], within(SOON))
+        meshes[0].recv([1], within(SOON))
     with pytest.raises(ClosedError):
-        meshes[0].tell({1: {}}, within(SOON))
+        meshes[0].send({1: {}}, within(SOON))
     with pytest.raises(ClosedError):
         meshes[0].check()
 
@@ -159,7 +159,7 @@ def test_after_its_own_end_everything_is_closed(meshes: list[Mesh]) -> None:
 def test_a_tensor_is_no_call(meshes: list[Mesh]) -> None:
     meshes[1].exchange([(torch.ones(2), 0)], [], within(SOON))
     with pytest.raises(WireError):
-        meshes[0].hear([1], within(SOON))
+        meshes[0].recv([1], within(SOON))
 
 
 def test_calls_that_are_compared_come_in_the_order_of_ranks(meshes: list[Mesh]) -> None:
@@ -172,27 +172,27 @@ def test_a_library_that_is_late_or_fails_is_judged_by_who_answers(meshes: list[M
     meshes[1].give_up()
     with (
         pytest.raises(TimeoutError, match="rank 2 began a collective, did not go on, and does not answer"),
-        meshes[0].judged(),
+        meshes[0].diagnose(),
     ):
         raise TimeoutError("too late")
 
 
 def test_only_ranks_that_take_part_are_to_blame(meshes: list[Mesh]) -> None:
     meshes[1].give_up()
-    with pytest.raises(TimeoutError, match="too late"), meshes[0].judged([1]):
+    with pytest.raises(TimeoutError, match="too late"), meshes[0].diagnose([1]):
         raise TimeoutError("too late")
 
 
 def test_a_rank_that_is_gone_is_why_the_library_failed(meshes: list[Mesh]) -> None:
     meshes[2].abort()
-    with pytest.raises(PeerGoneError, match="rank 2 is gone"), meshes[0].judged():
+    with pytest.raises(PeerGoneError, match="rank 2 is gone"), meshes[0].diagnose():
         raise TransportError("a connection broke")
 
 
 def test_whoever_knows_why_the_library_failed_tells_the_others_at_once(meshes: list[Mesh]) -> None:
     meshes[0].give_up()
     meshes[2].give_up()
-    with pytest.raises(TimeoutError, match="too late; every rank is there"), meshes[1].judged():
+    with pytest.raises(TimeoutError, match="too late; every rank is there"), meshes[1].diagnose():
         raise TimeoutError("too late")
     meshes[1].give_up(TransportError("said once is said"))
     with pytest.raises(TimeoutError, match="rank 1 has given up: too late"):
@@ -201,12 +201,12 @@ def test_whoever_knows_why_the_library_failed_tells_the_others_at_once(meshes: l
 
 def test_an_error_of_a_ranks_own_is_raised_whatever_others_take_for_the_reason(meshes: list[Mesh]) -> None:
     meshes[1].give_up(TransportError("rank 0 failed"))
-    with pytest.raises(OwnError, match="the device failed"), meshes[0].judged(own=(OwnError,)):
+    with pytest.raises(OwnError, match="the device failed"), meshes[0].diagnose(own=(OwnError,)):
         raise OwnError("the device failed")
 
 
 def test_nobody_who_is_silent_is_blamed_for_an_error_of_a_ranks_own(meshes: list[Mesh]) -> None:
-    with pytest.raises(OwnError, match="the device failed"), meshes[0].judged(own=(OwnError,)):
+    with pytest.raises(OwnError, match="the device failed"), meshes[0].diagnose(own=(OwnError,)):
         raise OwnError("the device failed")
     with pytest.raises(TransportError, match="rank 0 has given up: the device failed"):
         meshes[2].silent(within(SOON), reason_wanted=True)
@@ -214,5 +214,5 @@ def test_nobody_who_is_silent_is_blamed_for_an_error_of_a_ranks_own(meshes: list
 
 def test_a_rank_that_is_gone_may_be_behind_an_error_of_ones_own(meshes: list[Mesh]) -> None:
     meshes[2].abort()
-    with pytest.raises(PeerGoneError, match="rank 2 is gone"), meshes[0].judged(own=(OwnError,)):
+    with pytest.raises(PeerGoneError, match="rank 2 is gone"), meshes[0].diagnose(own=(OwnError,)):
         raise OwnError("a connection broke")
