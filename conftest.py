@@ -46,8 +46,10 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 # -- tests in several processes ----------------------------------------------------------------------
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests marked ``timing`` run one after the other: they are one group for pytest-xdist."""
+    if not config.pluginmanager.hasplugin("xdist"):
+        return  # which knows the mark
     for item in items:
         if item.get_closest_marker("timing") is not None:
             item.add_marker(pytest.mark.xdist_group("timing"))
