@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from typing import Final
+from typing import ClassVar
 
 from kvplug.errors import TimeoutError
 from kvplug.net.deadline import Deadline
@@ -17,7 +17,7 @@ class SendWindow:
     handler may abort the pipe while its own thread is in here.
     """
 
-    SMALLEST_COST: Final = 256
+    SMALLEST_COST: ClassVar[int] = 256
     """What an empty message counts for, so that a stopped receiver bounds the number of messages too."""
 
     def __init__(self, *, limit: int, peer: str, lifecycle: Lifecycle) -> None:

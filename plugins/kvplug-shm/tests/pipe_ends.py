@@ -106,9 +106,9 @@ def send_part(parent: peers.Parent, pipe: Any, nbytes: int, pieces: int) -> None
 
     pipe.send_tensor(torch.arange(10)).wait()
     outbox = pipe._outbox
-    message = Message(Content(torch.ones(nbytes, dtype=torch.uint8)))
+    message = Message(Content(torch.ones(nbytes, dtype=torch.uint8)), 0)
     for _ in range(pieces):
-        assert message.push(outbox._ring, outbox._pieces, outbox._publish)
+        assert outbox._push(outbox._ring, message)
     assert not message.complete
     parent.send("sent")
     parent.recv()

@@ -28,9 +28,10 @@ from kvplug_shm.memory.words import Words
 from kvplug_shm.native import library as native
 from kvplug_shm.native.ends import NativeReadingEnd, NativeWritingEnd, reading_end, writing_end
 from kvplug_shm.native.spans import Span
-from kvplug_shm.pipe.head import Head, head_of
+from kvplug_shm.pipe.geometry import LINE, Pieces, lines, segment_size
+from kvplug_shm.pipe.header import Header, header_of
 from kvplug_shm.pipe.native import NativeIncoming, NativeOutgoing, incoming, outgoing
-from kvplug_shm.pipe.rings import LINE, Incoming, Outgoing, Pieces, lines, segment_size
+from kvplug_shm.pipe.rings import Incoming, Outgoing
 from kvplug_shm.ring import order
 from kvplug_shm.ring.ends import ReadingEnd, WritingEnd
 
@@ -108,7 +109,7 @@ class Ring:
 
     def put(self, nbytes: int, limit: int) -> Any:
         data = torch.arange(nbytes, dtype=torch.int64).to(torch.uint8)
-        return self.out.put(Head(b"p" * LINE, nbytes), data.data_ptr(), PIECES, limit)
+        return self.out.put(Header(b"p" * LINE, nbytes), data.data_ptr(), PIECES, limit)
 
     def take(self, nbytes: int) -> Any:
         here, line = self.into.next_line()
@@ -206,7 +207,7 @@ def test_what_is_put_in_pieces_lies_there_as_what_is_put_at_once(shift: int, nby
         ring.into.end.release(max(0, shift - 3) * LINE)
         data = torch.arange(nbytes, dtype=torch.int64).to(torch.uint8)
         pieces = Pieces(at_once=at_once, smallest=LINE, largest=2 * LINE)
-        done = ring.out.put(Head(b"p" * LINE, nbytes), data.data_ptr(), pieces, limit)
+        done = ring.out.put(Header(b"p" * LINE, nbytes), data.data_ptr(), pieces, limit)
         left.append((done, ring.out.end.sent, bytes(ring.memory.view)))
     assert left[0] == left[1]
 
@@ -441,8 +442,8 @@ def test_after_the_deadline_nothing_is_looked_for(near_pair: Any, what: str) -> 
     if what == "send":
         one.send_tensor(torch.zeros(1 << 26, dtype=torch.uint8), timeout=0)
     else:  # an announcement of far more than comes
-        head = head_of(torch.uint8, torch.Size([1 << 26]))
-        one._outbox._ring.write(0, head.prefix)
+        header = header_of(torch.uint8, torch.Size([1 << 26]))
+        one._outbox._ring.write(0, header.prefix)
         one._outbox._ring.end.publish(9 * LINE)
         with pytest.raises(TimeoutError, match="have arrived"):
             other.recv_tensor(timeout=0)

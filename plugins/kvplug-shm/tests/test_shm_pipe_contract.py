@@ -7,8 +7,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from kvplug.transport import local_domain
-from kvplug_shm.pipe.contact import Contact
+from kvplug_shm.pipe.contact import ShmContact
 from kvplug_testing import PipeContract
 
 
@@ -20,7 +19,7 @@ class TestShmPipe(PipeContract):
         self.later(listening.close)
         listening.bind("")  # the kernel chooses an abstract name
         listening.listen()
-        return str(Contact(local_domain(), f"unix:@{listening.getsockname()[1:].decode()}"))
+        return str(ShmContact.here(f"unix:@{listening.getsockname()[1:].decode()}"))
 
 
 @pytest.mark.variant

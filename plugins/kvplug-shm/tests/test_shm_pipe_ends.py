@@ -21,9 +21,9 @@ import pytest
 import torch
 
 from kvplug import CapacityError, ClosedError, ConfigError, PeerGoneError, TimeoutError, TransportError
-from kvplug.transport import PeerIdentity, WireError, local_domain
+from kvplug.transport import PeerIdentity, WireError
 from kvplug_shm.memory import waiting
-from kvplug_shm.pipe.contact import Contact
+from kvplug_shm.pipe.contact import ShmContact
 from kvplug_shm.pipe.endpoint import ShmEndpoint
 from kvplug_testing import peers
 from kvplug_testing.waits import Call, until
@@ -227,12 +227,12 @@ def test_what_is_not_a_contact_is_refused_without_repeating_it() -> None:
 
 def test_another_host_or_network_namespace_is_refused_with_advice() -> None:
     with pytest.raises(TransportError, match="another host or network namespace"):
-        ends.endpoint().connect(str(Contact("another-host/net", "unix:@kvplug-x")))
+        ends.endpoint().connect(str(ShmContact("another-host/net", ("unix:@kvplug-x",))))
 
 
 def test_a_contact_of_nobody_is_gone() -> None:
     with pytest.raises(PeerGoneError):
-        ends.endpoint().connect(str(Contact(local_domain(), "unix:@kvplug-nobody-here")), timeout=5)
+        ends.endpoint().connect(str(ShmContact.here("unix:@kvplug-nobody-here")), timeout=5)
 
 
 @pytest.mark.parametrize("dead_at", ["connecting", "accepting"])

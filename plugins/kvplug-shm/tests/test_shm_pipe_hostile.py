@@ -19,12 +19,12 @@ from hypothesis import given, settings, strategies as st
 from kvplug import CapacityError, KvplugError, PeerGoneError, TimeoutError, TransportError
 from kvplug.net.wire.frames import FrameKind, encode_header
 from kvplug.net.wire.messages import GOODBYE, tensor_prefix
-from kvplug.transport import Deadline, WireError, dial
+from kvplug.transport import Deadline, HeartbeatTerms, WireError, dial
 from kvplug_shm.memory.handing import recv_fds, send_fd
-from kvplug_shm.pipe import joining
-from kvplug_shm.pipe.contact import Contact
-from kvplug_shm.pipe.joining import Join
-from kvplug_shm.pipe.rings import LINE, segment_size
+from kvplug_shm.pipe import join
+from kvplug_shm.pipe.contact import ShmContact
+from kvplug_shm.pipe.geometry import LINE, segment_size
+from kvplug_shm.pipe.join import Join
 from kvplug_shm.ring.order import HEAD, tail
 from kvplug_testing import peers
 from kvplug_testing.waits import Call
@@ -219,8 +219,8 @@ def meets(end: Any, listener: Any) -> None:
 def test_a_proven_peer_that_says_nothing_or_garbage_delays_nobody_and_leaves_nothing() -> None:
     end = ends.endpoint()
     with peers.nothing_left(), end.listen() as listener:
-        where = Contact.parse(listener.contact).contact
-        guests = [dial(where, end._context.credentials, joining.PURPOSE, 5) for _ in range(9)]
+        where = ShmContact.parse(listener.contact).addresses[0]
+        guests = [dial(where, end._context.credentials, join.PURPOSE, 5) for _ in range(9)]
         for number, guest in enumerate(guests):
             if number % 3 == 1:
                 guest.sock.sendall(secrets.token_bytes(1000))
@@ -234,8 +234,8 @@ def test_a_proven_peer_that_says_nothing_or_garbage_delays_nobody_and_leaves_not
 def test_a_peer_that_vanishes_with_the_memory_in_hand_leaves_nothing() -> None:
     end = ends.endpoint()
     with peers.nothing_left(), end.listen() as listener:
-        where = Contact.parse(listener.contact).contact
-        guest = dial(where, end._context.credentials, joining.PURPOSE, 5)
+        where = ShmContact.parse(listener.contact).addresses[0]
+        guest = dial(where, end._context.credentials, join.PURPOSE, 5)
         send_fd(guest, Join(step=0).pack(), (), Deadline.after(5))
         _, fds = recv_fds(guest, len(Join(step=0).pack()), 1, Deadline.after(5))
         assert len(fds) == 1
@@ -246,11 +246,11 @@ def test_a_peer_that_vanishes_with_the_memory_in_hand_leaves_nothing() -> None:
 
 def host(answer: Any, fds: Any) -> Any:
     """What a connecting end makes of a listener that answers so."""
-    from kvplug.transport import Listener, local_domain
+    from kvplug.transport import Listener
 
     end = ends.endpoint()
-    with Listener.open("unix:", end._context.credentials, joining.PURPOSE) as listener:
-        connecting = Call(lambda: end.connect(str(Contact(local_domain(), listener.contact)), timeout=5))
+    with Listener.open("unix:", end._context.credentials, join.PURPOSE) as listener:
+        connecting = Call(lambda: end.connect(str(ShmContact.here(listener.contact)), timeout=5))
         guest = listener.accept(5)
         try:
             recv_fds(guest, len(Join(step=0).pack()), 0, Deadline.after(5))
@@ -312,7 +312,7 @@ def test_an_accepting_end_without_memory_says_so() -> None:
 
 @pytest.mark.parametrize("heartbeat_ms", [0, 1, 49])
 def test_an_impatient_peer_does_not_make_this_end_beat_all_the_time(heartbeat_ms: int) -> None:
-    tuning = ends.endpoint()._tuning
-    said = Join(step=0, sees_death=False, heartbeat_ms=heartbeat_ms)
-    assert said.heartbeat_interval_s(tuning) == 0.01
-    assert Join(step=0, heartbeat_ms=heartbeat_ms).heartbeat_interval_s(tuning) is None
+    settings = ends.endpoint()._settings
+    said = Join(step=0, terms=HeartbeatTerms(False, heartbeat_ms))
+    assert said.heartbeat_interval_s(settings) == 0.01
+    assert Join(step=0, terms=HeartbeatTerms(True, heartbeat_ms)).heartbeat_interval_s(settings) is None

@@ -151,9 +151,9 @@ def test_a_peer_that_was_given_up_in_the_middle_and_goes_on_is_not_believed(
     near_pair: Any, into: bool
 ) -> None:
     one, other = near_pair(slots=2, slot_bytes=4096)
-    message = Message(Content(torch.ones(20_000, dtype=torch.uint8)))
+    message = Message(Content(torch.ones(20_000, dtype=torch.uint8)), 0)
     ring = one._outbox._ring
-    assert message.push(ring, one._outbox._pieces, one._outbox._publish)
+    assert one._outbox._push(ring, message)
     assert 0 < message.done < 20_000
     other._hang_up = lambda: None  # the peer hears of it later
     other._peer_gone("silent for 10 s")
@@ -164,7 +164,7 @@ def test_a_peer_that_was_given_up_in_the_middle_and_goes_on_is_not_believed(
 
     def goes_on() -> None:
         while not message.complete and not enough.wait(0.001):
-            message.push(ring, one._outbox._pieces, one._outbox._publish)
+            one._outbox._push(ring, message)
 
     going_on = Call(goes_on)
     until(lambda: ring.end.room() == 0)

@@ -18,7 +18,7 @@ from hypothesis import given, settings, strategies as st
 
 from kvplug import TimeoutError
 from kvplug.net.wire.messages import tensor_prefix
-from kvplug_shm.pipe.rings import LINE, SMALLEST_BYTES, lines
+from kvplug_shm.pipe.geometry import LINE, SMALLEST_BYTES, lines
 from kvplug_testing import peers
 from kvplug_testing.waits import Call, until
 
@@ -97,9 +97,9 @@ def test_a_receive_that_times_out_in_the_middle_goes_on_in_the_next_call(
 
     one, other = near_pair(slots=2, slot_bytes=4096)
     sent = bytes_of(20_000, 1)
-    message = Message(Content(sent))
+    message = Message(Content(sent), 0)
     ring = one._outbox._ring
-    assert message.push(ring, one._outbox._pieces, one._outbox._publish)
+    assert one._outbox._push(ring, message)
     assert 0 < message.done < 20_000
     out = torch.zeros_like(sent)
     for _ in range(2):
@@ -109,7 +109,7 @@ def test_a_receive_that_times_out_in_the_middle_goes_on_in_the_next_call(
 
     def rest() -> None:
         while not message.complete:
-            message.push(ring, one._outbox._pieces, one._outbox._publish) or time.sleep(0.001)
+            one._outbox._push(ring, message) or time.sleep(0.001)
 
     sending = Call(rest)
     if second_out:
@@ -134,7 +134,7 @@ def test_what_is_queued_and_what_lies_in_the_ring_are_bounded_together(near_pair
         while True:
             one.send_tensor(torch.zeros(5000, dtype=torch.uint8), timeout=0.2)
             sent += 1
-    assert limit - 2 * 5200 <= ring.nbytes - ring.end.room() + one._outbox._queued_bytes <= limit
+    assert limit - 2 * 5200 <= ring.nbytes - ring.end.room() + one._outbox.queued_bytes <= limit
     assert sent
 
 

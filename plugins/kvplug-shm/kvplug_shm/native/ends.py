@@ -34,8 +34,8 @@ class NativeWritingEnd(WritingEnd):
         super().__init__(memory, num_readers, places, sent=sent)
 
     @property
-    def sent(self) -> int:  # type: ignore[override]
-        return self.state.count
+    def sent(self) -> int:
+        return int(self.state.count)
 
     @sent.setter
     def sent(self, sent: int) -> None:
@@ -59,8 +59,8 @@ class NativeReadingEnd(ReadingEnd):
         super().__init__(memory, reader, places, read=read)
 
     @property
-    def read(self) -> int:  # type: ignore[override]
-        return self.state.count
+    def read(self) -> int:
+        return int(self.state.count)
 
     @read.setter
     def read(self, read: int) -> None:

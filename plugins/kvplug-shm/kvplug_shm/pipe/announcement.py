@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from kvplug.net.wire.messages import SHORTEST_TENSOR_PREFIX, prefix_size, read_prefix
 from kvplug.net.wire.tensors import TensorMeta, dtype_of
 from kvplug.transport import WireError
-from kvplug_shm.pipe.rings import LINE
+from kvplug_shm.pipe.geometry import LINE
 
 if TYPE_CHECKING:
     import torch

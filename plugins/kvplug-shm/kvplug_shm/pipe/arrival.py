@@ -5,38 +5,27 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-import torch
-
 from kvplug.net.wire.messages import SHORTEST_TENSOR_PREFIX, prefix_size
-from kvplug.net.wire.tensors import TensorMeta, dtype_of
+from kvplug.net.wire.tensors import TensorMeta
+from kvplug.transport import PartialMessage
 from kvplug_shm.native.spans import Span
 from kvplug_shm.pipe.announcement import meta_in, small_in
-from kvplug_shm.pipe.rings import LINE, Incoming, lines
+from kvplug_shm.pipe.geometry import LINE, lines
+from kvplug_shm.pipe.rings import Incoming
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-class Arrival:
-    """A message whose announcement has been read: what it is, and how much of it has arrived."""
+class Arrival(PartialMessage):
+    """A message whose announcement has been read, and lies in the ring until the first bytes are taken."""
 
-    __slots__ = ("dtype", "got", "meta", "nbytes", "own", "unreleased")
+    __slots__ = ("unreleased",)
 
-    def __init__(
-        self,
-        meta: TensorMeta | None,
-        dtype: torch.dtype | None,
-        nbytes: int,
-        unreleased: int,
-    ) -> None:
-        self.meta = meta
-        self.dtype = dtype
-        self.nbytes = nbytes
-        self.got = 0
+    def __init__(self, meta: TensorMeta | None, unreleased: int) -> None:
+        super().__init__(meta)
         self.unreleased = unreleased
         """Bytes of the ring, before the tensor's, that were read and not given back: its prefix."""
-        self.own: Tensor | None = None
-        """Our own memory, where a part of it waits for the next call."""
 
 
 class Flat:
@@ -62,12 +51,10 @@ def announced(ring: Incoming, wait: Callable[[int], bool]) -> Arrival | None:
     _, line = ring.next_line()
     small = small_in(line)
     if small is not None:
-        return Arrival(*small, LINE)
+        return Arrival(small[0], LINE)
     size = prefix_size(line[:SHORTEST_TENSOR_PREFIX])
     padded = lines(size)
     if not wait(padded):
         return None
     meta = meta_in(ring.peek(ring.end.read, size))
-    if meta is None:
-        return Arrival(None, None, 0, padded)
-    return Arrival(meta, dtype_of(meta.dtype), meta.nbytes, padded)
+    return Arrival(meta, padded)

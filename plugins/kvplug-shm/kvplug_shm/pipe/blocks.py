@@ -18,7 +18,7 @@ from kvplug.transport import Blocks
 from kvplug_shm.memory.pool import Pool
 from kvplug_shm.native.spans import Span
 from kvplug_shm.pipe.content import Content
-from kvplug_shm.pipe.head import head_of
+from kvplug_shm.pipe.header import header_of
 from kvplug_shm.pipe.rings import Incoming, Outgoing
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class BlockContent(Content):
         self._blocks: Blocks | None = blocks
         self._pool = pool
         self._cut = _CutRow(blocks)
-        self.head = head_of(blocks.dtype, torch.Size(blocks.shape))
+        self.header = header_of(blocks.dtype, torch.Size(blocks.shape))
 
     @property
     def span(self) -> Span | None:

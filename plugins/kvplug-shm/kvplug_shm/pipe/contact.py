@@ -1,46 +1,17 @@
-"""The contact of this pipe: where an abstract Unix socket listens, and where that can be reached.
-
-shm1 <domain> <contact>
-"""
+"""The contact of this pipe: an abstract Unix socket, and where it can be reached."""
 
 from __future__ import annotations
 
-import attrs
-
-from kvplug import TransportError
-from kvplug.transport import WireError, local_domain
-
-_VERSION = "shm1"
+from kvplug.transport import Contact
 
 
-@attrs.frozen
-class Contact:
-    """Where a listener of this pipe listens."""
+class ShmContact(Contact):
+    """``shm1 <domain> <address>``."""
 
-    domain: str
-    contact: str
-
-    def __str__(self) -> str:
-        return f"{_VERSION} {self.domain} {self.contact}"
-
-    @classmethod
-    def parse(cls, text: str) -> Contact:
-        """Raises WireError, which does not repeat the text."""
-        fields = text.split(" ")
-        if len(fields) != 3 or fields[0] != _VERSION or not fields[1] or not fields[2].startswith("unix:"):
-            raise WireError("that is not a contact of the pipe 'shm' (version 1); pass on what listen() gave")
-        return cls(fields[1], fields[2])
-
-    def reachable(self) -> str:
-        """The contact to dial.
-
-        Raises:
-            TransportError: it only listens where this process cannot come.
-        """
-        here = local_domain()
-        if here == "-" or here != self.domain:
-            raise TransportError(
-                "the peer listens on an abstract Unix socket of another host or network namespace, and"
-                " shares no memory with this process; use a pipe for several hosts, such as 'cpu'"
-            )
-        return self.contact
+    NAME = "shm"
+    TRANSPORT = "shm"
+    ONLY_UNIX = True
+    UNREACHABLE = (
+        "the peer listens on an abstract Unix socket of another host or network namespace, and"
+        " shares no memory with this process; use a pipe for several hosts, such as 'cpu'"
+    )

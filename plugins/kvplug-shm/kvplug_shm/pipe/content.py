@@ -10,7 +10,7 @@ from kvplug.net.wire.copying import address_of
 from kvplug.net.wire.messages import is_dense
 from kvplug.net.wire.tensors import memory_of
 from kvplug_shm.native.spans import Span
-from kvplug_shm.pipe.head import OF_NONE, head_of
+from kvplug_shm.pipe.header import NONE_HEADER, header_of
 from kvplug_shm.pipe.rings import Outgoing
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 class Content:
     """What is sent: the bytes that announce it, and where the tensor's are, which it keeps alive."""
 
-    __slots__ = ("_owner", "_span", "address", "head")
+    __slots__ = ("_owner", "_span", "address", "header")
 
     def __init__(self, tensor: Tensor | None) -> None:
         """From any CPU tensor; a non-contiguous one is copied.
@@ -34,7 +34,7 @@ class Content:
         self._span: Span | None = None
         self.address = 0
         if tensor is None:
-            self.head = OF_NONE
+            self.header = NONE_HEADER
             return
         if is_plain(tensor):  # as memory_of finds it, without making the view
             self._owner = tensor, tensor.untyped_storage()  # by its .data it may be given another one
@@ -42,12 +42,12 @@ class Content:
         else:
             self._owner = memory = memory_of(tensor)
             self.address = address_of(memory)
-        self.head = head_of(tensor.dtype, tensor.shape)
+        self.header = header_of(tensor.dtype, tensor.shape)
 
     @property
     def nbytes(self) -> int:
         """Of the tensor."""
-        return self.head.nbytes
+        return self.header.nbytes
 
     @property
     def span(self) -> Span | None:

@@ -5,37 +5,38 @@ from __future__ import annotations
 import errno
 from typing import Final
 
-from kvplug import CapacityError, ConfigError, TimeoutError
+from kvplug import CapacityError, ConfigError
 from kvplug.transport import (
     DEFAULT_TIMEOUT,
+    Connection,
     Deadline,
-    Listener,
+    DuplexEndpoint,
     Pipe,
     PipeContext,
-    PipeEndpoint,
-    PipeListener,
     Timeout,
-    dial,
 )
 from kvplug_shm.memory.limits import in_words
 from kvplug_shm.memory.pool import Pool
 from kvplug_shm.native.library import library
 from kvplug_shm.options import ShmPipeOptions
-from kvplug_shm.pipe import joining
-from kvplug_shm.pipe.contact import Contact
-from kvplug_shm.pipe.listener import ShmListener
-from kvplug_shm.pipe.pipe import Tuning
-from kvplug_shm.pipe.rings import LARGEST_BYTES, lines
+from kvplug_shm.pipe import join
+from kvplug_shm.pipe.contact import ShmContact
+from kvplug_shm.pipe.geometry import LARGEST_BYTES, lines
+from kvplug_shm.pipe.pipe import ShmPipeSettings
 
 _USED_UP: Final = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 
-class ShmEndpoint(PipeEndpoint):
+class ShmEndpoint(DuplexEndpoint):
     """Listens on an abstract Unix socket, over which the memory is handed over. Its pipes share one pool."""
+
+    CONTACT = ShmContact
+    PURPOSE = join.PURPOSE
 
     def __init__(self, context: PipeContext) -> None:
         if context.device.partition(":")[0] != "cpu":
             raise ConfigError(f"the pipe 'shm' moves CPU tensors, and the device is {context.device!r}")
+        super().__init__(context)
         options: ShmPipeOptions = context.options if context.options is not None else ShmPipeOptions()
         slot_bytes = lines(options.slot_bytes)
         if options.slots * slot_bytes > LARGEST_BYTES:
@@ -43,8 +44,7 @@ class ShmEndpoint(PipeEndpoint):
                 f"slots: {options.slots} slots of {slot_bytes} bytes were given; together they may have"
                 f" {LARGEST_BYTES} bytes"
             )
-        self._context = context
-        self._tuning = Tuning(
+        self._settings = ShmPipeSettings(
             slots=options.slots,
             slot_bytes=slot_bytes,
             max_in_flight_bytes=options.max_in_flight_bytes,
@@ -55,23 +55,13 @@ class ShmEndpoint(PipeEndpoint):
             library=library() if options.native else None,
         )
 
-    def listen(self) -> PipeListener:
-        listener = Listener.open("unix:", self._context.credentials, joining.PURPOSE)
-        try:
-            return ShmListener(listener, self._tuning)
-        except BaseException:
-            listener.close()
-            raise
-
     def connect(self, contact: str, timeout: Timeout = DEFAULT_TIMEOUT) -> Pipe:
-        deadline = Deadline.after(timeout, self._context.timeout_s)
-        where = Contact.parse(contact).reachable()
-        if deadline.expired:
-            raise TimeoutError("no time was left to open the connection of a pipe")
         try:
-            control = dial(where, self._context.credentials, joining.PURPOSE, deadline.remaining())
-            return joining.connect(control, self._tuning, deadline)
+            return super().connect(contact, timeout)
         except OSError as e:
             if e.errno not in _USED_UP:
                 raise
             raise CapacityError(f"no pipe can be opened: {in_words(e)}") from e
+
+    def _join(self, connection: Connection, deadline: Deadline, *, accepted: bool) -> Pipe:
+        return (join.accept if accepted else join.connect)(connection, self._settings, deadline)

@@ -14,16 +14,16 @@ from typing import TYPE_CHECKING, Final, Literal, TypeVar
 import torch
 
 from kvplug import KvplugError, TimeoutError
-from kvplug.net.wire.messages import check_fits, is_dense
-from kvplug.net.wire.tensors import copy_into, memory_of, memory_of_writable
-from kvplug.transport import Deadline, Lifecycle, TensorMismatchError, WireError
+from kvplug.transport import INTERRUPTED, Deadline, Lifecycle, WireError, mismatch
 from kvplug_shm.memory import waiting
 from kvplug_shm.memory.pool import Pool
 from kvplug_shm.pipe.announcement import small_in
 from kvplug_shm.pipe.arrival import Arrival, Flat, announced
 from kvplug_shm.pipe.blocks import BlockTarget
+from kvplug_shm.pipe.content import is_plain
+from kvplug_shm.pipe.geometry import LINE, LONGEST_LOOK_S, Pieces, lines
 from kvplug_shm.pipe.native import NativeIncoming
-from kvplug_shm.pipe.rings import LINE, LONGEST_LOOK_S, Incoming, Pieces, lines
+from kvplug_shm.pipe.rings import Incoming
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,15 +36,12 @@ class Answer(enum.Enum):
 
 
 NOT_YET: Final = Answer.NOT_YET
-_INTERRUPTED = "interrupted in the middle of a message"
-"""Ctrl-C between a copy and our noting it: the stream's position is lost."""
-
 
 _T = TypeVar("_T")
 
 
 class Inbox:
-    """``lost(reason)``: nothing more comes. ``break_down(reason)``: what comes cannot be trusted.
+    """``lost(reason)``: nothing more comes. ``fail_pipe(reason)``: what comes cannot be trusted.
 
     Both are called without locks.
     """
@@ -59,7 +56,7 @@ class Inbox:
         spin_s: float,
         lifecycle: Lifecycle,
         lost: Callable[[str], None],
-        break_down: Callable[[str], None],
+        fail_pipe: Callable[[str], None],
     ) -> None:
         self._ring: Incoming | None = ring
         self._pool = pool
@@ -68,10 +65,10 @@ class Inbox:
         self._spin_s = spin_s
         self._lifecycle = lifecycle
         self._lost = lost
-        self._break_down = break_down
+        self._fail_pipe = fail_pipe
         self._message: Arrival | None = None
         self._reading = threading.Lock()
-        """Held by whoever reads the ring."""
+        """Held by the thread that reads the ring."""
         self._stopped = False
         self._no_more = False
         """A part of a message, or nothing, is all that is left; a peer that was given up may write on."""
@@ -81,35 +78,32 @@ class Inbox:
         ring = self._ring
         return 0 if ring is None else ring.nbytes
 
-    def receive_at_once(
-        self, out: Tensor | None, plain: bool, patient: bool
-    ) -> Tensor | Literal[Answer.NOT_YET] | None:
+    def receive_at_once(self, out: Tensor | None, patient: bool) -> Tensor | Literal[Answer.NOT_YET] | None:
         """A small message that is here and fits; ``NOT_YET``: leave it to :meth:`receive`.
 
-        ``plain``: no ``out``, or one whose bytes can be written as they come. ``patient``: it is
-        looked for, for a moment.
+        ``patient``: spin for it for a moment.
         """
         ring = self._ring
         if ring is None or self._message is not None or self._no_more:
             return NOT_YET
         try:
             with self._reading:
-                return self._at_once(ring, out, plain, self._spin_s if patient else 0.0)
+                return self._at_once(ring, out, self._spin_s if patient else 0.0)
         except KvplugError:
-            return NOT_YET  # it is not better in a moment, and is said there
+            return NOT_YET  # receive raises it
         finally:
             if self._stopped:
-                self._say_that_it_stopped()
+                self._end_ring()
 
-    def receive(self, out: Tensor | None, plain: bool, deadline: Deadline) -> Tensor | None:
+    def receive(self, out: Tensor | None, deadline: Deadline) -> Tensor | None:
         """Only one thread at a time. Raises as ``Pipe.recv_tensor``."""
 
         def read(ring: Incoming) -> Tensor | None:
             if self._message is None:
-                tensor = self._at_once(ring, out, plain, 0.0)
+                tensor = self._at_once(ring, out, 0.0)
                 if tensor is not NOT_YET:
                     return tensor
-            return self._receive(ring, out, plain, deadline)
+            return self._receive(ring, out, deadline)
 
         return self._reads(read, deadline, looked=self._spin_s <= LONGEST_LOOK_S)
 
@@ -120,37 +114,32 @@ class Inbox:
             message = self._message
             if message is None:
                 message = self._message = self._announced(ring, deadline)
-            meta = message.meta
-            if meta != target.meta:
-                came = "None" if meta is None else f"{meta.dtype} of shape {list(meta.shape)}"
-                raise TensorMismatchError(
-                    f"the next message is {came}, and the blocks are {target.meta.dtype} of shape"
-                    f" {list(target.meta.shape)}; it stays"
-                )
+            if message.meta != target.meta:
+                raise mismatch(message.meta, "the blocks are", target.meta)
             try:
                 self._scatter(ring, message, target, deadline)
             except KvplugError:
                 raise
             except BaseException:
-                self._break_down(_INTERRUPTED)
+                self._fail_pipe(INTERRUPTED)
                 raise
             self._message = None
 
         self._reads(read, deadline)
 
     def expect_no_more(self) -> None:
-        """The peer is gone; what it has published can still be received. Wakes whoever waits."""
+        """The peer is gone; what it has published can still be received. Wakes the thread that waits."""
         ring = self._ring
         if ring is not None:
             ring.end.evict_writer()
 
     def stop(self) -> None:
-        """Nothing is received any more. Wakes whoever waits, after it has ended. Blocks nowhere."""
+        """Nothing is received any more. Wakes the thread that waits. Blocks nowhere."""
         self._stopped = True
         self.expect_no_more()  # changes the word that is waited for
-        self._say_that_it_stopped()
+        self._end_ring()
 
-    def inherit(self) -> None:
+    def after_fork(self) -> None:
         """This is a forked child. Takes no lock."""
         self._stopped, self._ring, self._message = True, None, None
 
@@ -169,14 +158,14 @@ class Inbox:
                     )
                 return read(ring)
         except WireError as e:
-            self._break_down(f"what arrives is not a message: {e}")
+            self._fail_pipe(f"what arrives is not a message: {e}")
             raise
         finally:
             if self._stopped:
-                self._say_that_it_stopped()
+                self._end_ring()
 
-    def _say_that_it_stopped(self) -> None:
-        """The peer is told by the last one out: whoever reads just now says it afterwards."""
+    def _end_ring(self) -> None:
+        """Tell the peer that nothing more is read. The last thread that reads does it."""
         if self._ring is not None and self._reading.acquire(blocking=False):
             try:
                 ring, self._ring = self._ring, None
@@ -187,7 +176,7 @@ class Inbox:
                 self._reading.release()
 
     def _at_once(
-        self, ring: Incoming, out: Tensor | None, plain: bool, spin_s: float
+        self, ring: Incoming, out: Tensor | None, spin_s: float
     ) -> Tensor | Literal[Answer.NOT_YET] | None:
         here, line = ring.next_line(spin_s)
         if here < LINE or self._stopped:
@@ -201,61 +190,37 @@ class Inbox:
             return NOT_YET
         if out is None:
             tensor = None if meta is None else self._pool.tensor(meta)
-        elif meta is not None and plain and out.dtype is dtype and out.shape == meta.shape:
+        elif meta is not None and is_plain(out) and out.dtype is dtype and out.shape == meta.shape:
             tensor = out
         else:
             return NOT_YET
         try:
             ring.take(0 if tensor is None else tensor.data_ptr(), nbytes)
         except BaseException:
-            self._break_down(_INTERRUPTED)
+            self._fail_pipe(INTERRUPTED)
             raise
         return tensor
 
-    def _receive(self, ring: Incoming, out: Tensor | None, plain: bool, deadline: Deadline) -> Tensor | None:
+    def _receive(self, ring: Incoming, out: Tensor | None, deadline: Deadline) -> Tensor | None:
         message = self._message
         if message is None:
             message = self._message = self._announced(ring, deadline)
-        meta = message.meta
-        if meta is None:
-            if out is not None:
-                raise TensorMismatchError("the next message is None, and out= was given; it stays")
+        message.check_out(out)
+        tensor = None
+        if message.meta is not None:
+            tensor = message.receive(
+                out,
+                allocate=self._pool.tensor,
+                fill=lambda memory: self._fill(ring, message, Flat(memory), deadline),
+                fail=self._fail_pipe,
+                peer=self._peer,
+            )
+        else:
             try:
                 self._give_back(ring, message)
             except BaseException:
-                self._break_down(_INTERRUPTED)
+                self._fail_pipe(INTERRUPTED)
                 raise
-            return None
-        if out is not None and not (plain and out.dtype is message.dtype and out.shape == meta.shape):
-            check_fits(out, meta)
-        direct = message.own is None and out is not None and (plain or is_dense(out))
-        if direct:
-            tensor = out
-        elif message.own is not None:
-            tensor = message.own
-        else:
-            tensor = self._pool.tensor(meta)
-        assert tensor is not None
-        try:
-            if not self._fill(ring, message, Flat(tensor), deadline):
-                # Before anything is raised: what has arrived is part of what the next call returns.
-                if direct:
-                    self._keep(message, tensor)
-                elif message.got:
-                    message.own = tensor
-                raise self._late(message)
-        except KvplugError:
-            raise
-        except BaseException:
-            self._break_down(_INTERRUPTED)
-            raise
-        if out is not None and not direct:
-            message.own = tensor
-            try:
-                copy_into(out, memory_of(tensor))
-            except RuntimeError as e:
-                raise TensorMismatchError(f"out= cannot be written, and the message stays: {e}") from e
-            tensor = out
         self._message = None
         return tensor
 
@@ -267,32 +232,10 @@ class Inbox:
         elif self._fill(ring, message, target, deadline):
             return
         elif message.got:
-            own = self._own(message)
+            own = message.allocate_own(self._pool.tensor, self._fail_pipe)
             target.taken(own.view(-1).view(torch.uint8)[: message.got])
             message.own = own
-        raise self._late(message)
-
-    def _late(self, message: Arrival) -> TimeoutError:
-        return TimeoutError(
-            f"{message.got} of {message.nbytes} bytes of a tensor have arrived from {self._peer};"
-            " the next call goes on with it"
-        )
-
-    def _keep(self, message: Arrival, tensor: Tensor) -> None:
-        """Take what has arrived out of the caller's memory, which is the caller's again now."""
-        if message.got:
-            own = self._own(message)
-            memory_of_writable(own)[: message.got] = memory_of(tensor)[: message.got]
-            message.own = own
-
-    def _own(self, message: Arrival) -> Tensor:
-        """Memory for a part of a message that has arrived."""
-        assert message.meta is not None
-        try:
-            return self._pool.tensor(message.meta)
-        except BaseException:
-            self._break_down("there was no memory for the part of a message that had arrived")
-            raise
+        raise message.late(self._peer)
 
     def _announced(self, ring: Incoming, deadline: Deadline) -> Arrival:
         """A line of it is here."""
@@ -338,8 +281,6 @@ class Inbox:
     def _give_back(self, ring: Incoming, message: Arrival) -> None:
         count, message.unreleased = message.unreleased, 0
         ring.end.release(count)
-        if message.meta is None:
-            self._message = None
 
     def _wait(self, ring: Incoming, count: int, deadline: Deadline, *, looked: bool = False) -> bool:
         """Until ``count`` bytes are in the ring; False at the deadline.

@@ -10,8 +10,9 @@ from kvplug_shm.memory.segment import Segment
 from kvplug_shm.native.ends import LONGEST_NS, NativeReadingEnd, NativeWritingEnd, in_ns
 from kvplug_shm.native.library import Library
 from kvplug_shm.native.spans import Span
-from kvplug_shm.pipe.head import Head
-from kvplug_shm.pipe.rings import LINE, Incoming, Outgoing, Pieces
+from kvplug_shm.pipe.geometry import LINE, Pieces
+from kvplug_shm.pipe.header import Header
+from kvplug_shm.pipe.rings import Incoming, Outgoing
 
 _ANY: Final = 2**63 - 1
 _LARGE: Final = 1024 * 1024
@@ -39,12 +40,12 @@ class NativeOutgoing(Outgoing):
         self._put, self._long_put = library.put, library.long_put
         self._push, self._long_push = library.push, library.long_push
 
-    def put(self, head: Head, address: int, pieces: Pieces, limit: int) -> bool:
+    def put(self, header: Header, address: int, pieces: Pieces, limit: int) -> bool:
         limit = min(limit, _ANY)
-        if head.nbytes <= pieces.at_once:
-            done = self._put(self._end, head.pointer, address, limit)
-        elif head.nbytes <= self._half:
-            done = self._long_put(self._end, head.pointer, address, limit, pieces.smallest, pieces.largest)
+        if header.nbytes <= pieces.at_once:
+            done = self._put(self._end, header.pointer, address, limit)
+        elif header.nbytes <= self._half:
+            done = self._long_put(self._end, header.pointer, address, limit, pieces.smallest, pieces.largest)
         else:
             return False
         if done < 0:

@@ -1,8 +1,8 @@
 """The sending half of a pipe: what is queued, who copies it into the ring, and when the caller has to wait.
 
-The caller's own thread copies its message, and looks for a moment for room where there is none. What does not
-get in is left to a writer thread, which is started when first needed and the only one that sleeps on the
-ring. An idle writer sleeps on a condition.
+The caller's own thread copies its message, and spins for a moment where the ring has no room. What does not
+get in is left to a writer thread, which starts with the first such message and is the only one that sleeps on
+the ring. An idle writer sleeps on a condition.
 """
 
 from __future__ import annotations
@@ -11,19 +11,65 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
-from kvplug import TimeoutError
-from kvplug.transport import Deadline, Lifecycle, Transfer, WireError
+from kvplug.transport import INTERRUPTED, Deadline, Lifecycle, SendWindow, Transfer, WireError
 from kvplug_shm.memory import waiting
-from kvplug_shm.pipe.head import Head
-from kvplug_shm.pipe.message import Message, NotTakenError, Step
-from kvplug_shm.pipe.rings import Outgoing, Pieces
+from kvplug_shm.pipe.content import Content
+from kvplug_shm.pipe.geometry import LINE, SMALLEST_COST, Pieces, lines
+from kvplug_shm.pipe.header import Header
+from kvplug_shm.pipe.message import Message, Progress
+from kvplug_shm.pipe.native import NativeOutgoing
+from kvplug_shm.pipe.rings import Outgoing
 
-_INTERRUPTED = "interrupted in the middle of a message"
-"""Ctrl-C between a copy and our noting it: the stream's position is lost."""
+
+class _NotTakenError(Exception):
+    """The peer reads nothing more."""
+
+
+class _Window(SendWindow):
+    """Counts what is queued and what the peer has not read of the ring."""
+
+    SMALLEST_COST = SMALLEST_COST
+
+    def __init__(
+        self, ring: Outgoing, wake_writer: Callable[[], None], *, limit: int, peer: str, lifecycle: Lifecycle
+    ) -> None:
+        super().__init__(limit=limit, peer=peer, lifecycle=lifecycle)
+        self._ring: Outgoing | None = ring
+        self._ring_bytes = ring.nbytes
+        self._wake_writer = wake_writer
+        self.wanted = 0
+        """Room in the ring that a caller waits for with nothing queued: the writer sleeps on the ring for
+        it."""
+
+    @property
+    def held(self) -> int:
+        ring = self._ring
+        return self.in_flight + (0 if ring is None else ring.nbytes - ring.end.room())
+
+    def room_for(self, cost: int) -> int:
+        """Bytes of the ring that have to be free before a message is admitted, with nothing queued."""
+        return self._ring_bytes - max(0, self.limit - cost)
+
+    def end(self) -> None:
+        super().end()
+        self._ring = None  # the memory goes with the last reference
+
+    def after_fork(self) -> None:
+        """This is a forked child. Takes no lock."""
+        self.ended, self._ring = True, None
+
+    def _wait(self, cost: int, deadline: Deadline) -> bool:
+        try:
+            if not self.in_flight:
+                self.wanted = self.room_for(cost)
+                self._wake_writer()
+            return self.room.wait(deadline.remaining())
+        finally:
+            self.wanted = 0
 
 
 class Outbox:
-    """``lost(reason)``: the peer takes nothing more. ``break_down(reason)``: its words cannot be true.
+    """``lost(reason)``: the peer takes nothing more. ``fail_pipe(reason)``: its words cannot be true.
 
     Both are called without locks, and call :meth:`fail`.
     """
@@ -38,30 +84,23 @@ class Outbox:
         spin_s: float,
         lifecycle: Lifecycle,
         lost: Callable[[str], None],
-        break_down: Callable[[str], None],
+        fail_pipe: Callable[[str], None],
     ) -> None:
         self._ring: Outgoing | None = ring
-        self._peer = peer
-        self._limit = limit
         self._pieces = pieces
         self._spin_s = spin_s
         self._lifecycle = lifecycle
         self._lost = lost
-        self._break_down = break_down
-        # Re-entrant: a signal's handler may abort the pipe while its own thread is in here.
-        self._lock = threading.RLock()
-        self._room = threading.Condition(self._lock)
+        self._fail_pipe = fail_pipe
+        self._window = _Window(ring, self._wake_writer, limit=limit, peer=peer, lifecycle=lifecycle)
+        self._lock = self._window.lock
         self._work = threading.Condition(self._lock)
         self._queue: deque[Message] = deque()
-        self._untold: list[Message] = []
-        """Were queued when it all ended, and their transfers have not been."""
-        self._queued_bytes = 0
-        self._wanted = 0
-        """Room that a caller waits for with nothing queued: the writer sleeps on the ring in its stead."""
+        self._unresolved: list[Message] = []
+        """Were queued when it all ended, and their transfers do not say so yet."""
         self._thread: threading.Thread | None = None
         self._writing = threading.Lock()
-        """Held by whoever writes into the ring."""
-        self._ended = False
+        """Held by the thread that writes into the ring."""
 
     @property
     def ring_bytes(self) -> int:
@@ -70,164 +109,85 @@ class Outbox:
 
     @property
     def queued_bytes(self) -> int:
-        return self._queued_bytes
+        return self._window.in_flight
 
-    def send_at_once(self, head: Head, address: int) -> Transfer | None:
+    # -- the caller ----------------------------------------------------------------------------------
+
+    def send_at_once(self, header: Header, address: int) -> Transfer | None:
         """The transfer of a small message that there is room for; ``None``: leave it to :meth:`send`."""
-        ring = self._ring
-        if ring is None or self._queued_bytes:
+        ring, window = self._ring, self._window
+        if ring is None or window.in_flight:
             return None
         try:
             with self._writing:
-                if self._ended or not ring.put(head, address, self._pieces, self._limit):
+                if window.ended or not ring.put(header, address, self._pieces, window.limit):
                     return None
         except WireError:
-            return None  # it is not better in a moment
+            return None  # send raises it
         except BaseException:
-            self._break_down(_INTERRUPTED)
+            self._fail_pipe(INTERRUPTED)
             raise
         finally:
-            if self._ended:
-                self._say_that_it_ended()
-        transfer = Transfer(head.nbytes)
+            if window.ended:
+                self._end_ring()
+        transfer = Transfer(header.nbytes)
         transfer.finish()
         return transfer
 
-    def send(self, message: Message, deadline: Deadline) -> Transfer:
+    def send(self, content: Content, deadline: Deadline) -> Transfer:
         """Only one thread at a time. Raises as ``Pipe.send_tensor``."""
-        ring = self._ring
+        ring, window = self._ring, self._window
+        message = Message(content, window.cost(content.nbytes))
         if ring is None:
             raise self._lifecycle.error()
         try:
-            if not self._queued_bytes:
-                ring.end.spun(self._room_for(message, ring), self._spin_s)
+            if not window.in_flight:
+                ring.end.spun(window.room_for(message.cost), self._spin_s)
             with self._lock:
-                self._wait_for_room(ring, message, deadline)
-                message.step = Step.HELD
-                self._queued_bytes += message.cost
-                # The writer drops a message only after it was copied, so an empty queue is one nobody works
-                # on, and this thread, the only sender, may write into the ring.
+                window.wait_for_room(content.nbytes, deadline)
+                message.progress = Progress.ADMITTED
+                window.add(message.cost)
+                # The writer drops a message only after it was copied, so with an empty queue this thread, the
+                # only sender, may write into the ring.
                 idle = not self._queue
             if idle:
                 self._copy_at_once(ring, message, deadline)
             return self._accepted(message)
         except WireError as e:
-            self._break_down(str(e))
+            self._fail_pipe(str(e))
             raise
         except BaseException as e:
             self._take_back(message, e)
             raise
 
-    def _take_back(self, message: Message, error: BaseException) -> None:
-        """Its sender goes without it: it was never there, or it is the end of the pipe."""
-        with self._lock:
-            if message.step is Step.HELD:
-                message.step = Step.OVER
-                if not self._ended:
-                    self._queued_bytes -= message.cost
-                    self._room.notify_all()
-            cut = message.step is Step.TOUCHED and not self._ended
-        if cut:
-            self._break_down(f"the rest of a message is not sent: {error!r}")
-
-    def drain(self, deadline: Deadline) -> bool:
-        """Refuse whoever waits for room, then wait until nothing is queued.
-
-        False at the deadline, when the ring has ended, and to the writer itself. The pipe has ended already.
-        """
-        if threading.current_thread() is self._thread:
-            return False  # in a callback of a transfer: nobody would do what is waited for
-        with self._lock:
-            self._room.notify_all()
-            while self._queued_bytes and not self._ended:
-                if not self._room.wait(deadline.remaining()) and deadline.expired:
-                    return False
-            return not self._ended
-
-    def fail(self) -> None:
-        """Everything queued fails with how it ended; whoever waits is woken. Blocks nowhere.
-
-        What the writer is copying at this moment fails when it has let go of it.
-        """
-        with self._lock:
-            if self._ring is not None:
-                self._ring.end.evict(0)  # wakes the writer: the word it sleeps on changes
-            self._ended = True
-            self._untold.extend(self._queue)
-            self._queue.clear()
-            self._queued_bytes = 0
-            self._work.notify_all()
-            self._room.notify_all()
-        self._say_that_it_ended()
-        self._fail_untold(1 if self._writing.locked() else 0)
-
-    def inherit(self) -> None:
-        """This is a forked child: its parent's transfers end here too. Takes no lock."""
-        self._ended, self._ring = True, None
-        for message in [*self._queue, *self._untold]:
-            message.transfer.inherit(self._lifecycle.error())
-
-    def join(self) -> None:
-        """Wait for the writer to be gone, after ``fail``."""
-        thread = self._thread
-        if thread is not None and thread is not threading.current_thread():
-            thread.join(1.0)
-
-    # -- the caller ----------------------------------------------------------------------------------
-
-    def _wait_for_room(self, ring: Outgoing, message: Message, deadline: Deadline) -> None:
-        """Under the lock, which is let go meanwhile."""
-        while True:
-            if self._lifecycle.ended or self._ended:
-                raise self._lifecycle.error()
-            held = self._queued_bytes + ring.nbytes - ring.end.room()
-            if not held or held + message.cost <= self._limit:
-                return
-            try:
-                if not self._queued_bytes:
-                    self._wanted = self._room_for(message, ring)
-                    self._wake_writer()
-                if self._room.wait(deadline.remaining()) or not deadline.expired:
-                    continue
-            finally:
-                self._wanted = 0
-            raise TimeoutError(
-                f"{self._peer} has not taken the {held} bytes that are queued for it;"
-                f" there was no room for {message.transfer.nbytes} more (max_in_flight_bytes is"
-                f" {self._limit}), and nothing was queued"
-            )
-
-    def _room_for(self, message: Message, ring: Outgoing) -> int:
-        """Bytes of the ring that have to be free before it is accepted, with nothing queued."""
-        return ring.nbytes - max(0, self._limit - message.cost)
-
     def _copy_at_once(self, ring: Outgoing, message: Message, deadline: Deadline) -> None:
+        """Until it is complete, or there is no more room at once."""
         try:
             with self._writing:
-                while not self._ended:
-                    patient = not deadline.expired
-                    if message.push(ring, self._pieces, self._publish, patient=patient):
+                while not self._window.ended:
+                    if self._push(ring, message, patient=not deadline.expired):
                         if message.complete:
                             return
-                    elif deadline.expired or not ring.end.spun(message.least(ring), self._spin_s):
+                    elif deadline.expired or not ring.end.spun(_least(message), self._spin_s):
                         return
-        except NotTakenError:
+        except _NotTakenError:
             self._not_taken()
         finally:
-            if self._ended:
-                self._say_that_it_ended()
+            if self._window.ended:
+                self._end_ring()
 
     def _accepted(self, message: Message) -> Transfer:
-        if not message.complete and not self._ended:
+        window = self._window
+        if not message.complete and not window.ended:
             message.content.leave(message.done)
         with self._lock:
-            complete, ended = message.complete, self._ended
+            complete, ended = message.complete, window.ended
             if not ended:
                 if complete:
                     self._settle(message)
                 else:
                     self._wake_writer()
-                    message.step = Step.QUEUED
+                    message.progress = Progress.QUEUED
                     self._queue.append(message)
         if complete:
             message.transfer.finish()
@@ -237,36 +197,85 @@ class Outbox:
             message.transfer.fail(self._lifecycle.error())
         return message.transfer
 
+    def _take_back(self, message: Message, error: BaseException) -> None:
+        """The call raises: the message was never there, or the pipe ends in the middle of it."""
+        with self._lock:
+            if message.progress is Progress.ADMITTED:
+                message.progress = Progress.OVER
+                if not self._window.ended:
+                    self._window.settle(message.cost)
+            cut = message.progress is Progress.TOUCHED and not self._window.ended
+        if cut:
+            self._fail_pipe(f"the rest of a message is not sent: {error!r}")
+
     # -- the ring ------------------------------------------------------------------------------------
 
-    def _publish(self, ring: Outgoing, count: int) -> bool:
-        with self._lock:
-            if not self._ended:
-                ring.end.publish(count)
-            return not self._ended
+    def _push(self, ring: Outgoing, message: Message, *, patient: bool = True) -> bool:
+        """Copy as much of the oldest message as there is room for, and publish it; whether that was any.
+
+        One piece at most, or with the compiled steps all that gets in without sleeping; they spin for room if
+        ``patient``. Only the thread that holds ``_writing``.
+
+        Raises:
+            _NotTakenError: the peer reads nothing more.
+            WireError: the peer's words say what no reader can have done.
+        """
+        end, content = ring.end, message.content
+        room = end.room() & -LINE
+        if room == ring.nbytes and end.over(0):
+            raise _NotTakenError
+        prefix = b"" if message.announced else content.header.prefix
+        if room < (len(prefix) or LINE):
+            return False
+        span = content.span if isinstance(ring, NativeOutgoing) else None
+        if span is not None:
+            assert isinstance(ring, NativeOutgoing)
+            _touch(message)
+            before = end.sent
+            message.done += ring.push(
+                prefix, span, message.done, content.nbytes, self._pieces, patient=patient
+            )
+            if end.sent == before:
+                return False
+        else:
+            nbytes = min(self._pieces.next(message.done, content.nbytes - message.done), room - len(prefix))
+            if not prefix and not nbytes:
+                return False
+            _touch(message)
+            if prefix:
+                ring.write(end.sent, prefix)
+            if nbytes:
+                content.copy(ring, end.sent + len(prefix), message.done, nbytes)
+            with self._lock:
+                if self._window.ended:
+                    return False  # the message has failed: its memory is the caller's, and may have changed
+                end.publish(len(prefix) + lines(nbytes))
+            message.done += nbytes
+        message.announced = True
+        return True
 
     def _not_taken(self) -> None:
-        if not self._ended:  # that looks the same
+        if not self._window.ended:  # the ring of a pipe that was ended here looks the same
             self._lost("it takes nothing more")
 
-    def _say_that_it_ended(self) -> None:
-        """The peer is told by the last one out: whoever writes just now says it afterwards."""
-        if self._ended and self._writing.acquire(blocking=False):
+    def _end_ring(self) -> None:
+        """Tell the peer that nothing more comes. The last thread that writes does it."""
+        if self._window.ended and self._writing.acquire(blocking=False):
             try:
                 ring, self._ring = self._ring, None
                 if ring is not None:
                     ring.end.end()
             finally:
                 self._writing.release()
-            self._fail_untold(0)
+            self._fail_unresolved(keep=0)
 
-    def _fail_untold(self, but: int) -> None:
-        """All but so many of the oldest."""
+    def _fail_unresolved(self, keep: int) -> None:
+        """The transfers of all but the oldest ``keep``."""
         while True:
             with self._lock:
-                if len(self._untold) <= but:
+                if len(self._unresolved) <= keep:
                     return
-                message = self._untold.pop(but)
+                message = self._unresolved.pop(keep)
             message.transfer.fail(self._lifecycle.error())
 
     # -- the writer ----------------------------------------------------------------------------------
@@ -285,35 +294,36 @@ class Outbox:
         try:
             while (message := self._next(ring)) is not None:
                 with self._writing:
-                    pushed = message.push(ring, self._pieces, self._publish)
+                    pushed = self._push(ring, message)
                 if message.complete:
                     self._sent(message)
                 elif not pushed:
-                    self._sleep(ring, message.least(ring))
+                    self._sleep(ring, _least(message))
                 del message  # the memory that was sent is not held until there is more to send
-        except NotTakenError:
+        except _NotTakenError:
             self._not_taken()
-        except BaseException as e:  # a callback may raise SystemExit, which nobody would see
-            self._break_down(f"writing into the ring failed: {e!r}")
+        except BaseException as e:  # a callback may raise SystemExit, which would end the thread in silence
+            self._fail_pipe(f"writing into the ring failed: {e!r}")
         finally:
-            self._say_that_it_ended()
+            self._end_ring()
 
     def _next(self, ring: Outgoing) -> Message | None:
-        """The oldest message; ``None`` at the end. Until there is one, this is who sleeps for a caller."""
+        """The oldest message; ``None`` at the end. Until there is one, the writer sleeps for a caller."""
+        window = self._window
         while True:
             with self._lock:
                 if threading.current_thread() is not self._thread:
-                    return None  # whoever started it was interrupted, and has not noted it
-                while not (self._queue or self._wanted or self._ended):
+                    return None  # the thread that started it was interrupted before it noted it
+                while not (self._queue or window.wanted or window.ended):
                     self._work.wait()
-                if self._ended:
+                if window.ended:
                     return None
                 if self._queue:
                     return self._queue[0]
-                wanted = self._wanted
+                wanted = window.wanted
                 if ring.end.awaited(wanted) is None:
-                    self._wanted = 0
-                    self._room.notify_all()
+                    window.wanted = 0
+                    window.room.notify_all()
                     continue
             ring.end.room()  # raises, if what the reader says is why there is none
             self._sleep(ring, wanted)
@@ -326,13 +336,62 @@ class Outbox:
 
     def _sent(self, message: Message) -> None:
         with self._lock:
-            if not self._ended:
+            if not self._window.ended:
                 self._queue.popleft()
                 self._settle(message)
         message.transfer.finish()
 
     def _settle(self, message: Message) -> None:
-        message.step = Step.OVER
-        self._queued_bytes -= message.cost
+        message.progress = Progress.OVER
         message.content.drop()
-        self._room.notify_all()
+        self._window.settle(message.cost)
+
+    # -- how it ends ---------------------------------------------------------------------------------
+
+    def drain(self, deadline: Deadline) -> bool:
+        """Refuse senders that wait for room, then wait until nothing is queued.
+
+        False at the deadline, when the ring has ended, and to the writer itself. The pipe has ended already.
+        """
+        if threading.current_thread() is self._thread:
+            return False  # in a callback of a transfer: what is queued is this thread's to write
+        return self._window.drain(deadline)
+
+    def fail(self) -> None:
+        """All that is queued fails with how the pipe ended; threads that wait are woken. Blocks nowhere.
+
+        What the writer is copying at this moment fails when it has let go of it.
+        """
+        with self._lock:
+            if self._ring is not None:
+                self._ring.end.evict(0)  # wakes the writer: the word it sleeps on changes
+            self._unresolved.extend(self._queue)
+            self._queue.clear()
+            self._window.in_flight = 0
+            self._work.notify_all()
+            self._window.end()
+        self._end_ring()
+        self._fail_unresolved(keep=1 if self._writing.locked() else 0)
+
+    def after_fork(self) -> None:
+        """This is a forked child: its parent's transfers end here too. Takes no lock."""
+        self._window.after_fork()
+        self._ring = None
+        for message in [*self._queue, *self._unresolved]:
+            message.transfer.inherit(self._lifecycle.error())
+
+    def join(self) -> None:
+        """Wait for the writer to be gone, after ``fail``."""
+        thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(1.0)
+
+
+def _least(message: Message) -> int:
+    """Bytes of the ring that have to be free before another push makes sense."""
+    return LINE if message.announced else len(message.content.header.prefix)
+
+
+def _touch(message: Message) -> None:
+    if message.progress is Progress.ADMITTED:
+        message.progress = Progress.TOUCHED

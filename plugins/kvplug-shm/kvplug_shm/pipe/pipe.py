@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import logging
-import os
 import socket
 import threading
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import attrs
@@ -17,43 +14,35 @@ from kvplug.transport import (
     Blocks,
     Connection,
     Deadline,
-    ExclusiveUse,
-    Heartbeat,
-    Lifecycle,
-    Pipe,
+    DuplexPipe,
+    PipeSettings,
     Timeout,
     Transfer,
     close_after_fork,
-    watch,
+    watch_peer,
 )
 from kvplug_shm.memory.pool import Pool
 from kvplug_shm.memory.segment import Segment
 from kvplug_shm.native.library import Library
 from kvplug_shm.pipe.blocks import BlockContent, BlockTarget
 from kvplug_shm.pipe.content import Content, is_plain
-from kvplug_shm.pipe.head import OF_NONE, head_of
+from kvplug_shm.pipe.geometry import Pieces
+from kvplug_shm.pipe.header import NONE_HEADER, header_of
 from kvplug_shm.pipe.inbox import NOT_YET, Inbox
-from kvplug_shm.pipe.message import Message
 from kvplug_shm.pipe.native import incoming, outgoing
 from kvplug_shm.pipe.outbox import Outbox
-from kvplug_shm.pipe.rings import Pieces
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-logger = logging.getLogger(__name__)
-
 
 @attrs.frozen(kw_only=True)
-class Tuning:
+class ShmPipeSettings(PipeSettings):
     """What a pipe needs to know beside its memory."""
 
     slots: int
     slot_bytes: int
-    max_in_flight_bytes: int
     spin_s: float
-    timeout_s: float
-    heartbeat_timeout_s: float
     pool: Pool
     library: Library | None
     """The compiled steps, where they are used."""
@@ -72,7 +61,7 @@ class Shared:
 
 
 @attrs.frozen(kw_only=True)
-class Held:
+class HeldMemory:
     """Bytes of memory that a pipe takes."""
 
     shared: int
@@ -82,10 +71,10 @@ class Held:
     idle: int
     """Kept for tensors that are received next. All pipes of the endpoint share these."""
     lent: int
-    """Under tensors that were received and are still somewhere."""
+    """Under tensors that were received and are still referenced."""
 
 
-class ShmPipe(Pipe):
+class ShmPipe(DuplexPipe):
     """One connection, which is only watched, and two rings.
 
     One thread at most, the writer, started by the first message that the ring has no room for, gone with the
@@ -96,7 +85,7 @@ class ShmPipe(Pipe):
         self,
         control: Connection,
         shared: Shared,
-        tuning: Tuning,
+        settings: ShmPipeSettings,
         *,
         pidfd: int | None,
         heartbeat_interval_s: float | None,
@@ -106,164 +95,123 @@ class ShmPipe(Pipe):
         ``heartbeat_interval_s``: at least one of the two ends has no pidfd of the other, as both have
         found out, so both beat that often.
         """
-        self._peer = control.describe
-        self._timeout_s = tuning.timeout_s
-        self._lifecycle = Lifecycle(f"the pipe to {self._peer}")
+        super().__init__(control.describe, settings.timeout_s)
         self._control = control
-        self._pool = tuning.pool
-        self._native = tuning.library is not None
+        self._pool = settings.pool
+        self._native = settings.library is not None
         self._closing = threading.RLock()  # also for the handler of a signal
-        self._over = False
-        self._sending, self._receiving = ExclusiveUse("sending"), ExclusiveUse("receiving")
+        outgoing_ring, incoming_ring = (0, 1) if shared.accepted else (1, 0)
+        steps = settings.library, settings.spin_s
         self._outbox = Outbox(
-            outgoing(
-                shared.segment, 0 if shared.accepted else 1, shared.ring_bytes, tuning.library, tuning.spin_s
-            ),
+            outgoing(shared.segment, outgoing_ring, shared.ring_bytes, *steps),
             peer=self._peer,
-            limit=tuning.max_in_flight_bytes,
+            limit=settings.max_in_flight_bytes,
             pieces=shared.pieces,
-            spin_s=tuning.spin_s,
+            spin_s=settings.spin_s,
             lifecycle=self._lifecycle,
             lost=self._sending_lost,
-            break_down=self._break_down,
+            fail_pipe=self._fail,
         )
         self._inbox = Inbox(
-            incoming(
-                shared.segment, 1 if shared.accepted else 0, shared.ring_bytes, tuning.library, tuning.spin_s
-            ),
-            pool=tuning.pool,
+            incoming(shared.segment, incoming_ring, shared.ring_bytes, *steps),
+            pool=settings.pool,
             peer=self._peer,
             pieces=shared.pieces,
-            spin_s=tuning.spin_s,
+            spin_s=settings.spin_s,
             lifecycle=self._lifecycle,
             lost=self._peer_gone,
-            break_down=self._break_down,
+            fail_pipe=self._fail,
         )
         close_after_fork(self)
-        try:
-            beat = None
-            if heartbeat_interval_s is not None:
-                beat = Heartbeat(
-                    control.sock, interval_s=heartbeat_interval_s, timeout_s=tuning.heartbeat_timeout_s
-                )
-            self._watch = watch(
-                pidfd=pidfd, sock=None if beat else control.sock, heartbeat=beat, on_gone=self._peer_gone
-            )
-        finally:
-            if pidfd is not None:
-                os.close(pidfd)  # the watch has its own
-
-    def __repr__(self) -> str:
-        state = "closed" if self._lifecycle.closed else "ended" if self._lifecycle.ended else "open"
-        return f"<ShmPipe to {self._peer}, {state}>"
+        self._watch = watch_peer(
+            control.sock,
+            pidfd=pidfd,
+            interval_s=heartbeat_interval_s,
+            timeout_s=settings.heartbeat_timeout_s,
+            on_gone=self._peer_gone,
+        )
 
     @property
-    def closed(self) -> bool:
-        return self._lifecycle.closed
-
-    @property
-    def peer(self) -> str:
-        return self._peer
-
-    @property
-    def held(self) -> Held:
-        """How much memory it takes, for whoever plans or watches that."""
-        return Held(
+    def held(self) -> HeldMemory:
+        """How much memory it takes at this moment."""
+        return HeldMemory(
             shared=self._outbox.ring_bytes + self._inbox.ring_bytes,
             queued=self._outbox.queued_bytes,
             idle=self._pool.idle_bytes,
             lent=self._pool.lent_bytes,
         )
 
+    # -- what fits at once takes a shorter way -----------------------------------------------------------
+
     def send_tensor(self, tensor: Tensor | None, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Transfer:
-        if self._lifecycle.ended:
-            raise self._lifecycle.error()
+        self._check_sending()
         with self._sending.taken():
             deadline = None if timeout is DEFAULT_TIMEOUT else Deadline.after(timeout)
             transfer = None
             if tensor is None:
-                transfer = self._outbox.send_at_once(OF_NONE, 0)
+                transfer = self._outbox.send_at_once(NONE_HEADER, 0)
             elif is_plain(tensor):
-                head = head_of(tensor.dtype, tensor.shape)
-                transfer = self._outbox.send_at_once(head, tensor.data_ptr())
+                header = header_of(tensor.dtype, tensor.shape)
+                transfer = self._outbox.send_at_once(header, tensor.data_ptr())
             if transfer is None:
-                message = Message(Content(tensor))
-                transfer = self._outbox.send(message, deadline or Deadline.after(self._timeout_s))
+                transfer = self._send(tensor, deadline or Deadline.after(self._timeout_s))
             return transfer
 
     def recv_tensor(self, out: Tensor | None = None, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Tensor | None:
-        # A peer that is gone may have left whole messages behind: only a pipe closed here is over.
-        if self._lifecycle.closed or self._lifecycle.broken:
-            raise self._lifecycle.error()
+        self._check_receiving()
         with self._receiving.taken():
             deadline = None if timeout is DEFAULT_TIMEOUT else Deadline.after(timeout)
-            plain = out is None or is_plain(out)
             patient = deadline is None or not deadline.expired
-            tensor = self._inbox.receive_at_once(out, plain, patient)
+            tensor = self._inbox.receive_at_once(out, patient)
             if tensor is NOT_YET:
-                tensor = self._inbox.receive(out, plain, deadline or Deadline.after(self._timeout_s))
+                tensor = self._receive(out, deadline or Deadline.after(self._timeout_s))
             return tensor
 
-    def send_blocks(
-        self, views: Sequence[Tensor], block_ids: Sequence[int], *, timeout: Timeout = DEFAULT_TIMEOUT
-    ) -> Transfer:
-        if self._lifecycle.ended:
-            raise self._lifecycle.error()
-        with self._sending.taken():
-            deadline = Deadline.after(timeout, self._timeout_s)
-            return self._outbox.send(Message(BlockContent(Blocks(views, block_ids), self._pool)), deadline)
+    # -- moving bytes ------------------------------------------------------------------------------------
 
-    def recv_blocks(
-        self, views: Sequence[Tensor], block_ids: Sequence[int], *, timeout: Timeout = DEFAULT_TIMEOUT
-    ) -> None:
-        if self._lifecycle.closed or self._lifecycle.broken:
-            raise self._lifecycle.error()
-        with self._receiving.taken():
-            blocks = Blocks(views, block_ids)
-            blocks.check_distinct()
-            target = BlockTarget(blocks, native=self._native)
-            self._inbox.receive_blocks(target, Deadline.after(timeout, self._timeout_s))
+    def _send(self, tensor: Tensor | None, deadline: Deadline) -> Transfer:
+        return self._outbox.send(Content(tensor), deadline)
 
-    def close(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
-        deadline = Deadline.after(timeout, self._timeout_s)
-        if not self._lifecycle.close("is closed"):
-            return
-        try:
-            self._inbox.stop()
-            self._outbox.drain(deadline)
-        finally:
-            self._end()
-        self._outbox.join()
+    def _receive(self, out: Tensor | None, deadline: Deadline) -> Tensor | None:
+        return self._inbox.receive(out, deadline)
 
-    def abort(self) -> None:
-        # Also ends a close() that is still draining in another thread.
-        if self._lifecycle.close("was aborted") or not self._over:
-            self._end()
+    def _send_blocks(self, blocks: Blocks, deadline: Deadline) -> Transfer:
+        return self._outbox.send(BlockContent(blocks, self._pool), deadline)
 
-    def _end(self) -> None:
-        """Wake everybody, tell the peer, and let go of everything. Blocks nowhere."""
+    def _receive_blocks(self, blocks: Blocks, deadline: Deadline) -> None:
+        self._inbox.receive_blocks(BlockTarget(blocks, native=self._native), deadline)
+
+    # -- how it ends -------------------------------------------------------------------------------------
+
+    def _drain(self, deadline: Deadline) -> None:
+        self._inbox.stop()
+        self._outbox.drain(deadline)
+
+    def _release(self) -> None:
         self._outbox.fail()
         self._inbox.stop()
         self._watch.close()
         with self._closing:
-            self._over = True
+            self._let_go = True
             self._control.close()
 
-    def _after_fork_in_child(self) -> None:
-        self._over = True
-        self._lifecycle.after_fork()
+    def _join_threads(self) -> None:
+        self._outbox.join()
+
+    def _release_in_child(self) -> None:
         self._control.close()
-        self._outbox.inherit()
-        self._inbox.inherit()
+        self._outbox.after_fork()
+        self._inbox.after_fork()
 
-    # -- bad news, from any thread -------------------------------------------------------------------
-
-    def _peer_gone(self, reason: str) -> None:
-        """What the peer has published can still be received: the pipe ends only after it."""
-        if self._lifecycle.lose_peer(reason):
-            logger.debug("%r: %s", self, reason)
+    def _on_peer_gone(self) -> None:
+        # What the peer has published can still be received: the pipe ends only after it.
         self._outbox.fail()
         self._inbox.expect_no_more()
+        self._hang_up()
+
+    def _on_failure(self) -> None:
+        self._outbox.fail()
+        self._inbox.stop()
         self._hang_up()
 
     def _sending_lost(self, reason: str) -> None:
@@ -271,15 +219,8 @@ class ShmPipe(Pipe):
         self._lifecycle.lose_peer(reason)
         self._outbox.fail()
 
-    def _break_down(self, reason: str) -> None:
-        if self._lifecycle.fail(reason):
-            logger.warning("%r: %s", self, reason)
-        self._outbox.fail()
-        self._inbox.stop()
-        self._hang_up()
-
     def _hang_up(self) -> None:
         """A peer that was only silent, or stopped, hears of it."""
         with self._closing, contextlib.suppress(OSError):
-            if not self._over:
+            if not self._let_go:
                 self._control.sock.shutdown(socket.SHUT_RDWR)

@@ -7,82 +7,36 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Final
 
-import attrs
 import torch
 
 from kvplug_shm.memory.copying import LETS_GO_FROM
 from kvplug_shm.memory.segment import Segment
 from kvplug_shm.memory.words import Words
-from kvplug_shm.ring import order
+from kvplug_shm.pipe.geometry import (
+    LINE,
+    LONGEST_LOOK_S,
+    NUM_WORDS,
+    PAGE,
+    SMALLEST_COST,
+    Pieces,
+    lines,
+)
+from kvplug_shm.pipe.header import Header
 from kvplug_shm.ring.ends import ReadingEnd, WritingEnd
-
-if TYPE_CHECKING:
-    from kvplug_shm.pipe.head import Head
-
-LINE: Final = 64
-SMALLEST_BYTES: Final = 1024
-"""Of a ring: the longest prefix of a tensor, and a line more."""
-SMALLEST_COST: Final = 2 * LINE
-"""What an empty message counts for while it is unread, so that their number is bounded too."""
-LARGEST_BYTES: Final = order.MAX_PLACES // LINE * LINE
-LONGEST_LOOK_S: Final = 0.005
-"""Without a look at deadlines, and before signals are handled where the steps are compiled."""
-_PAGE: Final = 4096
-_NUM_WORDS: Final = order.num_words(1)
 
 # One function twice: one lets the interpreter's lock go, and one has the smaller fixed cost.
 _let_go = ctypes.memmove
 _keep: ctypes._CFunctionType = ctypes.PYFUNCTYPE(
     ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t
-)(ctypes.cast(ctypes.memmove, ctypes.c_void_p).value)
-
-
-def lines(nbytes: int) -> int:
-    """Bytes of the whole lines that ``nbytes`` take."""
-    return (nbytes + LINE - 1) & -LINE
-
-
-def segment_size(ring_bytes: int) -> int:
-    """Bytes of the segment of a pipe."""
-    return _PAGE + 2 * -(-ring_bytes // _PAGE) * _PAGE
-
-
-@attrs.frozen
-class Pieces:
-    """In which steps a message is copied, so that both ends copy at the same time.
-
-    A step costs what is left to do together, some microseconds. So the steps are short where the other end
-    waits for one: at the begin, and towards the end.
-    """
-
-    at_once: int
-    """Bytes of the largest message that is copied as a whole, with the interpreter's lock."""
-    smallest: int
-    largest: int
-
-    @classmethod
-    def of(cls, ring_bytes: int, slot_bytes: int, *, native: bool) -> Pieces:
-        """``native``: with the compiled steps, whose steps cost next to nothing."""
-        largest = max(LINE, min(slot_bytes, ring_bytes // 4) & -LINE)
-        smallest = max(LINE, largest // 4 & -LINE)
-        at_once = min(smallest, LETS_GO_FROM)
-        if native:
-            largest, smallest = min(largest, 256 * 1024), min(smallest, 64 * 1024)
-        return cls(at_once, smallest, largest)
-
-    def next(self, done: int, left: int) -> int:
-        """Bytes of the next step, of a message of which so much was done."""
-        fair = left // 4 & -LINE if done else 0
-        return min(left, max(self.smallest, min(self.largest, fair)))
+)(ctypes.cast(ctypes.memmove, ctypes.c_void_p).value or 0)
 
 
 class _Ring:
     def __init__(self, segment: Segment, index: int, nbytes: int) -> None:
         self.nbytes = nbytes
-        self.words = Words(segment, index * Words.size(_NUM_WORDS), _NUM_WORDS)
-        begin = _PAGE + index * -(-nbytes // _PAGE) * _PAGE
+        self.words = Words(segment, index * Words.size(NUM_WORDS), NUM_WORDS)
+        begin = PAGE + index * -(-nbytes // PAGE) * PAGE
         self.bytes = segment.view[begin : begin + nbytes]
         self._segment = segment  # whose address is good for as long as it is mapped
         self.address = segment.address + begin
@@ -106,13 +60,13 @@ class Outgoing(_Ring):
         super().__init__(segment, ring, nbytes)
         self.end = WritingEnd(self.words, 1, nbytes)
 
-    def put(self, head: Head, address: int, pieces: Pieces, limit: int) -> bool:
+    def put(self, header: Header, address: int, pieces: Pieces, limit: int) -> bool:
         """Publish a whole small message, if there is room, with ``limit`` bytes unread at most.
 
         Says whether it was: what is not small was not. Raises WireError if the reader's word says what no
         reader can have done.
         """
-        end, prefix, nbytes = self.end, head.prefix, head.nbytes
+        end, prefix, nbytes = self.end, header.prefix, header.nbytes
         if nbytes > pieces.at_once:
             return False
         taken = len(prefix) + lines(nbytes)

@@ -26,7 +26,7 @@ from __future__ import annotations
 import enum
 import struct
 from collections.abc import Iterator, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import zmq
 
@@ -68,7 +68,7 @@ _TAKEN = struct.Struct("<B7xQQQ")
 _GOODBYE = struct.Struct("<B7xQ")
 _EVICTED = struct.Struct("<B7xQQ")
 
-Part = bytes | memoryview | zmq.Frame
+Part: TypeAlias = "bytes | memoryview | zmq.Frame"
 
 
 class Plain(NamedTuple):
@@ -174,7 +174,7 @@ def read(parts: Sequence[memoryview]) -> Frame:
             case Kind.READY | Kind.BEAT | Kind.LEAVE:
                 return Plain(kind)
     except struct.error as e:
-        raise WireError(f"a frame of the kind {kind.name} has {header.nbytes} bytes: {e}") from e
+        raise WireError(f"a frame of the kind {Kind(header[0]).name} has {header.nbytes} bytes: {e}") from e
     raise WireError(f"a frame of the unknown kind {header[0]} came over the network of a queue")
 
 

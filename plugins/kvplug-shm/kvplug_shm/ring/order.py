@@ -24,7 +24,7 @@ steps are in the order of the program on processors with total store order, as x
 
 from __future__ import annotations
 
-from collections.abc import Iterable, MutableSequence
+from collections.abc import Iterable
 from typing import Final, Protocol
 
 HEAD: Final = 0
@@ -53,10 +53,19 @@ def num_words(num_readers: int) -> int:
     return 2 + 3 * num_readers
 
 
+class Words(Protocol):
+    """Words of memory; each load and each store of one is atomic."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, word: int, /) -> int: ...
+    def __setitem__(self, word: int, value: int, /) -> None: ...
+
+
 class Memory(Protocol):
     """The words that the ends share, and what a processor and a kernel do with them."""
 
-    words: MutableSequence[int]
+    @property
+    def words(self) -> Words: ...
 
     def fence(self) -> None:
         """What was stored before can be seen by all before anything is loaded after it."""

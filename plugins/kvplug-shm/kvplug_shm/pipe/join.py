@@ -13,18 +13,18 @@ from typing import Final, Self
 import attrs
 
 from kvplug import CapacityError
-from kvplug.transport import Connection, Deadline, WireError
+from kvplug.transport import Connection, Deadline, HeartbeatTerms, WireError
 from kvplug_shm.memory.handing import recv_fds, send_fd
 from kvplug_shm.memory.segment import Segment
-from kvplug_shm.pipe.pipe import Shared, ShmPipe, Tuning
-from kvplug_shm.pipe.rings import LARGEST_BYTES, LINE, SMALLEST_BYTES, Pieces, segment_size
+from kvplug_shm.pipe.geometry import LARGEST_BYTES, LINE, SMALLEST_BYTES, Pieces, segment_size
+from kvplug_shm.pipe.pipe import Shared, ShmPipe, ShmPipeSettings
 
 PURPOSE: Final = "pipe-shm"
 _MAGIC: Final = b"KVS1"
 _STRUCT: Final = struct.Struct("<4sBBxxIII")
 _HELLO, _MEMORY, _REFUSED, _READY = range(4)
 _SEES_DEATH: Final = 1
-_BEATS_PER_TIMEOUT: Final = 5
+_UNUSED: Final = HeartbeatTerms(True, 0)
 _SHORTEST_BEAT_S: Final = 0.01
 """However impatient a peer says it is, or this end is: a beat wakes both watchers."""
 
@@ -34,16 +34,14 @@ class Join:
     """What both ends say while they become a pipe."""
 
     step: int
-    sees_death: bool = True
-    """The sender has a pidfd of the other end; answered: both have, so no heartbeats are needed."""
-    heartbeat_ms: int = 0
-    """Silence that the sender takes for death, where heartbeats are needed."""
+    terms: HeartbeatTerms = _UNUSED
+    """The sender's own; answered: what was agreed."""
     slots: int = 0
     slot_bytes: int = 0
 
     def pack(self) -> bytes:
-        flags = self.sees_death * _SEES_DEATH
-        return _STRUCT.pack(_MAGIC, self.step, flags, self.heartbeat_ms, self.slots, self.slot_bytes)
+        flags = _SEES_DEATH if self.terms.sees_death else 0
+        return _STRUCT.pack(_MAGIC, self.step, flags, self.terms.heartbeat_ms, self.slots, self.slot_bytes)
 
     @classmethod
     def unpack(cls, data: bytes, connection: Connection, *steps: int) -> Self:
@@ -53,24 +51,17 @@ class Join:
             raise WireError(f"{connection.describe} does not join as this version does")
         return cls(
             step=step,
-            sees_death=bool(flags & _SEES_DEATH),
-            heartbeat_ms=heartbeat_ms,
+            terms=HeartbeatTerms(bool(flags & _SEES_DEATH), heartbeat_ms),
             slots=slots,
             slot_bytes=slot_bytes,
         )
 
-    def heartbeat_interval_s(self, tuning: Tuning) -> float | None:
-        """How often both ends beat, given what the other end said; ``None``: not at all.
-
-        The more impatient of the two decides, so that neither takes the other's pace for silence.
-        """
-        if self.sees_death:
-            return None
-        patience_s = min(self.heartbeat_ms / 1000, tuning.heartbeat_timeout_s)
-        return max(_SHORTEST_BEAT_S, patience_s / _BEATS_PER_TIMEOUT)
+    def heartbeat_interval_s(self, settings: ShmPipeSettings) -> float | None:
+        """How often both ends beat, in seconds, by what was agreed; ``None``: not at all."""
+        return self.terms.interval_s(settings.heartbeat_timeout_s, at_least_s=_SHORTEST_BEAT_S)
 
 
-def connect(control: Connection, tuning: Tuning, deadline: Deadline) -> ShmPipe:
+def connect(control: Connection, settings: ShmPipeSettings, deadline: Deadline) -> ShmPipe:
     """The connecting end's pipe over a connection, which it owns from here on.
 
     Raises:
@@ -80,12 +71,8 @@ def connect(control: Connection, tuning: Tuning, deadline: Deadline) -> ShmPipe:
     fds: list[int] = []
     try:
         pidfd = control.peer.open_pidfd()
-        hello = Join(
-            step=_HELLO,
-            sees_death=pidfd is not None,
-            heartbeat_ms=_milliseconds(tuning.heartbeat_timeout_s),
-        )
-        send_fd(control, hello.pack(), (), deadline)
+        ours = HeartbeatTerms.of(settings.heartbeat_timeout_s, sees_death=pidfd is not None)
+        send_fd(control, Join(step=_HELLO, terms=ours).pack(), (), deadline)
         data, fds = recv_fds(control, _STRUCT.size, 1, deadline)
         answer = Join.unpack(data, control, _MEMORY, _REFUSED)
         if answer.step == _REFUSED:
@@ -101,10 +88,10 @@ def connect(control: Connection, tuning: Tuning, deadline: Deadline) -> ShmPipe:
         owned, pidfd = pidfd, None
         return ShmPipe(
             control,
-            _shared(segment, answer.slots, answer.slot_bytes, tuning, accepted=False),
-            tuning,
+            _shared(segment, answer.slots, answer.slot_bytes, settings, accepted=False),
+            settings,
             pidfd=owned,
-            heartbeat_interval_s=answer.heartbeat_interval_s(tuning),
+            heartbeat_interval_s=answer.heartbeat_interval_s(settings),
         )
     except BaseException:
         control.close()
@@ -113,7 +100,7 @@ def connect(control: Connection, tuning: Tuning, deadline: Deadline) -> ShmPipe:
         _close(pidfd, *fds)
 
 
-def accept(control: Connection, tuning: Tuning, deadline: Deadline) -> ShmPipe:
+def accept(control: Connection, settings: ShmPipeSettings, deadline: Deadline) -> ShmPipe:
     """The same for the accepting end. Raises the same."""
     pidfd: int | None = None
     fd: int | None = None
@@ -121,19 +108,17 @@ def accept(control: Connection, tuning: Tuning, deadline: Deadline) -> ShmPipe:
         pidfd = control.peer.open_pidfd()
         data, _ = recv_fds(control, _STRUCT.size, 0, deadline)
         hello = Join.unpack(data, control, _HELLO)
-        quiet = hello.sees_death and pidfd is not None
-        patience_ms = min(hello.heartbeat_ms, _milliseconds(tuning.heartbeat_timeout_s))
+        ours = HeartbeatTerms.of(settings.heartbeat_timeout_s, sees_death=pidfd is not None)
         try:
-            segment, fd = Segment.create("pipe", segment_size(tuning.slots * tuning.slot_bytes))
+            segment, fd = Segment.create("pipe", segment_size(settings.slots * settings.slot_bytes))
         except CapacityError:
             send_fd(control, Join(step=_REFUSED).pack(), (), deadline)
             raise
         answer = Join(
             step=_MEMORY,
-            sees_death=quiet,
-            heartbeat_ms=patience_ms,
-            slots=tuning.slots,
-            slot_bytes=tuning.slot_bytes,
+            terms=ours.agreed(hello.terms),
+            slots=settings.slots,
+            slot_bytes=settings.slot_bytes,
         )
         # Zeroed memory is two rings in which nothing has happened: there is nothing to prepare.
         send_fd(control, answer.pack(), (fd,), deadline)
@@ -142,10 +127,10 @@ def accept(control: Connection, tuning: Tuning, deadline: Deadline) -> ShmPipe:
         owned, pidfd = pidfd, None
         return ShmPipe(
             control,
-            _shared(segment, tuning.slots, tuning.slot_bytes, tuning, accepted=True),
-            tuning,
+            _shared(segment, settings.slots, settings.slot_bytes, settings, accepted=True),
+            settings,
             pidfd=owned,
-            heartbeat_interval_s=answer.heartbeat_interval_s(tuning),
+            heartbeat_interval_s=answer.heartbeat_interval_s(settings),
         )
     except BaseException:
         control.close()
@@ -154,15 +139,12 @@ def accept(control: Connection, tuning: Tuning, deadline: Deadline) -> ShmPipe:
         _close(pidfd, fd)
 
 
-def _shared(segment: Segment, slots: int, slot_bytes: int, tuning: Tuning, *, accepted: bool) -> Shared:
+def _shared(
+    segment: Segment, slots: int, slot_bytes: int, settings: ShmPipeSettings, *, accepted: bool
+) -> Shared:
     ring_bytes = slots * slot_bytes
-    pieces = Pieces.of(ring_bytes, slot_bytes, native=tuning.library is not None)
+    pieces = Pieces.of(ring_bytes, slot_bytes, native=settings.library is not None)
     return Shared(segment=segment, ring_bytes=ring_bytes, pieces=pieces, accepted=accepted)
-
-
-def _milliseconds(seconds: float) -> int:
-    """What fits the field."""
-    return max(1, min(int(seconds * 1000), 2**32 - 1))
 
 
 def _close(*fds: int | None) -> None:

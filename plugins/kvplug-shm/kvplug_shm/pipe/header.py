@@ -10,10 +10,10 @@ import torch
 
 from kvplug.net.wire.messages import NONE, tensor_prefix
 from kvplug_shm.native import library
-from kvplug_shm.pipe.rings import LINE, SMALLEST_COST, lines
+from kvplug_shm.pipe.geometry import LINE, SMALLEST_COST, lines
 
 
-class Head:
+class Header:
     """A prefix in whole lines, and what it announces."""
 
     __slots__ = ("_described", "nbytes", "pointer", "prefix")
@@ -32,13 +32,13 @@ class Head:
         """The same, for the compiled steps."""
 
 
-OF_NONE: Final = Head(NONE, 0)
-assert len(OF_NONE.prefix) == LINE
+NONE_HEADER: Final = Header(NONE, 0)
+assert len(NONE_HEADER.prefix) == LINE
 
 
 @functools.lru_cache(1024)
-def head_of(dtype: torch.dtype, shape: torch.Size) -> Head:
+def header_of(dtype: torch.dtype, shape: torch.Size) -> Header:
     """Raises UnsupportedError: the dtype is not carried."""
     # A pipe sees the same few shapes over and over.
     nbytes = shape.numel() * dtype.itemsize
-    return Head(tensor_prefix(dtype, shape, nbytes), nbytes)
+    return Header(tensor_prefix(dtype, shape, nbytes), nbytes)

@@ -1,0 +1,60 @@
+"""How a ring is divided: lines, the limits of its size, and the pieces in which a message is copied."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import attrs
+
+from kvplug_shm.memory.copying import LETS_GO_FROM
+from kvplug_shm.ring import order
+
+LINE: Final = 64
+SMALLEST_BYTES: Final = 1024
+"""Of a ring: the longest prefix of a tensor, and a line more."""
+SMALLEST_COST: Final = 2 * LINE
+"""What an empty message counts for while it is unread, so that their number is bounded too."""
+LARGEST_BYTES: Final = order.MAX_PLACES // LINE * LINE
+LONGEST_LOOK_S: Final = 0.005
+"""Without a look at deadlines, and before signals are handled where the steps are compiled."""
+PAGE: Final = 4096
+NUM_WORDS: Final = order.num_words(1)
+
+
+def lines(nbytes: int) -> int:
+    """Bytes of the whole lines that ``nbytes`` take."""
+    return (nbytes + LINE - 1) & -LINE
+
+
+def segment_size(ring_bytes: int) -> int:
+    """Bytes of the segment of a pipe."""
+    return PAGE + 2 * -(-ring_bytes // PAGE) * PAGE
+
+
+@attrs.frozen
+class Pieces:
+    """In which steps a message is copied, so that both ends copy at the same time.
+
+    A step costs what is left to do together, some microseconds. So the steps are short where the other end
+    waits for one: at the begin, and towards the end.
+    """
+
+    at_once: int
+    """Bytes of the largest message that is copied as a whole, with the interpreter's lock."""
+    smallest: int
+    largest: int
+
+    @classmethod
+    def of(cls, ring_bytes: int, slot_bytes: int, *, native: bool) -> Pieces:
+        """``native``: with the compiled steps, whose steps cost next to nothing."""
+        largest = max(LINE, min(slot_bytes, ring_bytes // 4) & -LINE)
+        smallest = max(LINE, largest // 4 & -LINE)
+        at_once = min(smallest, LETS_GO_FROM)
+        if native:
+            largest, smallest = min(largest, 256 * 1024), min(smallest, 64 * 1024)
+        return cls(at_once, smallest, largest)
+
+    def next(self, done: int, left: int) -> int:
+        """Bytes of the next step, of a message of which so much was done."""
+        fair = left // 4 & -LINE if done else 0
+        return min(left, max(self.smallest, min(self.largest, fair)))
