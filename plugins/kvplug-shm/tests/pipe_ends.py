@@ -33,7 +33,7 @@ def endpoint(*, heartbeat_timeout_s: float = 10.0, **options: Any) -> ShmEndpoin
 
 
 @pytest.fixture(params=[True, False], ids=["compiled", "python"])
-def near_pair(request: pytest.FixtureRequest) -> Iterator[Callable[..., tuple[ShmPipe, ShmPipe]]]:
+def local_pair(request: pytest.FixtureRequest) -> Iterator[Callable[..., tuple[ShmPipe, ShmPipe]]]:
     """Makes two connected pipes, both of this process."""
     with ExitStack() as stack:
 
@@ -51,13 +51,13 @@ def near_pair(request: pytest.FixtureRequest) -> Iterator[Callable[..., tuple[Sh
 
 
 @pytest.fixture
-def far_pair(fork_server: ForkServer) -> Iterator[Callable[..., tuple[ShmPipe, peers.Peer]]]:
+def remote_pair(fork_server: ForkServer) -> Iterator[Callable[..., tuple[ShmPipe, peers.Peer]]]:
     """Makes a pipe whose other end is in a child that runs a function of this file: (pipe, child)."""
     with ExitStack() as stack:
 
         def make(what: str, *args: Any, **options: Any) -> tuple[ShmPipe, peers.Peer]:
             child = stack.enter_context(
-                fork_server.start(f"{__file__}:far_end", what, list(args), timeout_s=4 * PATIENCE_S)
+                fork_server.start(f"{__file__}:remote_end", what, list(args), timeout_s=4 * PATIENCE_S)
             )
             listener = endpoint(**options).listen()
             stack.callback(listener.close)
@@ -69,7 +69,7 @@ def far_pair(fork_server: ForkServer) -> Iterator[Callable[..., tuple[ShmPipe, p
         yield make
 
 
-def far_end(parent: peers.Parent, what: str, args: Any) -> Any:
+def remote_end(parent: peers.Parent, what: str, args: Any) -> Any:
     """In a child: connect to the contact that comes first, then run ``what``."""
     contact, options = parent.recv()
     with endpoint(**options).connect(contact) as pipe:

@@ -51,7 +51,7 @@ def queue() -> Iterator[Callable[..., Any]]:
 
 
 @pytest.fixture
-def far_reader(fork_server: ForkServer) -> Iterator[Callable[..., peers.Peer]]:
+def remote_reader(fork_server: ForkServer) -> Iterator[Callable[..., peers.Peer]]:
     """Starts a child that reads as one rank what this file's function says."""
     with ExitStack() as stack:
 
@@ -59,7 +59,7 @@ def far_reader(fork_server: ForkServer) -> Iterator[Callable[..., peers.Peer]]:
             plain = writer.export_handle().as_plain()
             child = stack.enter_context(
                 fork_server.start(
-                    f"{__file__}:far_end", plain, rank, what, list(args), given, timeout_s=4 * PATIENCE_S
+                    f"{__file__}:remote_end", plain, rank, what, list(args), given, timeout_s=4 * PATIENCE_S
                 )
             )
             assert child.recv() == "attached"
@@ -79,7 +79,7 @@ def asleep(ring: Any, word: int) -> bool:
     return bool(ring.words.words[word])
 
 
-def far_end(
+def remote_end(
     parent: peers.Parent, plain: Any, rank: int, what: str, args: list[Any], given: dict[str, Any]
 ) -> Any:
     with endpoint(**given).create_from_handle(QueueHandle.from_plain(plain), rank) as reader:

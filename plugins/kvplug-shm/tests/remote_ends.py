@@ -12,7 +12,7 @@ from typing import Any
 from kvplug import KvplugError
 from kvplug.transport import Credentials, Deadline, QueueContext, Secret, Wait
 from kvplug_shm.options import ShmQueueOptions
-from kvplug_shm.queue.far import Message, Source
+from kvplug_shm.queue.network import Message, Source
 from kvplug_shm.queue.remote import attach, serve
 from kvplug_shm.queue.remote_writer import RemoteWriter
 
@@ -29,7 +29,7 @@ def context(*, secret: str = "", host: str = "127.0.0.1", heartbeat_timeout_s: f
 
 
 class ListFeed:
-    """A :class:`~kvplug_shm.queue.far.Feed` over a list."""
+    """A :class:`~kvplug_shm.queue.network.Feed` over a list."""
 
     def __init__(self, reader_ranks: Sequence[int], places: int = 4) -> None:
         self.reader_ranks = tuple(reader_ranks)
@@ -86,23 +86,23 @@ class ListFeed:
 
 
 class Writing:
-    """A far half and its feed."""
+    """A network half and its feed."""
 
     def __init__(self, context: QueueContext, reader_ranks: Sequence[int] = (0,), places: int = 4) -> None:
         self.feed = ListFeed(reader_ranks, places)
-        far = serve(context, self.feed)
-        assert isinstance(far, RemoteWriter)
-        self.far = far
+        network = serve(context, self.feed)
+        assert isinstance(network, RemoteWriter)
+        self.network = network
 
     def send(
         self, body: bytes, head: bytes = b"", *, raw: bool = False, timeout_s: float = PATIENCE_S
     ) -> None:
         self.feed.until(lambda: self.feed.lag() < self.feed.places)
         self.feed.messages.append(Message(raw, head, memoryview(body)))
-        self.far.changed(Deadline.after(timeout_s))
+        self.network.changed(Deadline.after(timeout_s))
 
     def close(self) -> None:
-        self.far.close(Deadline.after(PATIENCE_S))
+        self.network.close(Deadline.after(PATIENCE_S))
 
 
 def wait_for(what: str, seconds: float = PATIENCE_S) -> Wait:
@@ -124,7 +124,7 @@ def taken(source: Source, seconds: float = PATIENCE_S) -> tuple[bool, bytes, byt
 # -- in other processes ------------------------------------------------------------------------------
 
 
-def far_reader(parent: Any, data: dict[str, Any], count: int, heartbeat_timeout_s: float = 10.0) -> str:
+def remote_reader(parent: Any, data: dict[str, Any], count: int, heartbeat_timeout_s: float = 10.0) -> str:
     """Takes ``count`` messages that are their numbers. Returns what was wrong."""
     source = joined(context(heartbeat_timeout_s=heartbeat_timeout_s), data)
     parent.send("joined")
@@ -149,10 +149,10 @@ def idle_reader(parent: Any, data: dict[str, Any], heartbeat_timeout_s: float = 
         return [*found, f"{type(e).__name__}: {e}"]
 
 
-def far_writer(parent: Any, count: int, heartbeat_timeout_s: float = 10.0) -> None:
+def remote_writer(parent: Any, count: int, heartbeat_timeout_s: float = 10.0) -> None:
     """Sends ``count`` numbers to one reader, says so, and stays."""
     writing = Writing(context(heartbeat_timeout_s=heartbeat_timeout_s), places=count + 1)
-    parent.send(dict(writing.far.data))
+    parent.send(dict(writing.network.data))
     parent.recv(None)
     for number in range(count):
         writing.send(b"%d" % number)
@@ -167,7 +167,7 @@ def without_descriptors(parent: Any) -> str:
     try:
         while True:
             made.append(Writing(context()))
-            made.append(joined(context(), made[-1].far.data))  # type: ignore[union-attr]
+            made.append(joined(context(), made[-1].network.data))  # type: ignore[union-attr]
     except KvplugError as e:
         return f"{type(e).__name__}: {e}"
 
@@ -187,7 +187,7 @@ def writer_with_few_descriptors(parent: Any) -> None:
     """Sends one message when it is told to."""
     resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100))
     writing = Writing(context())
-    parent.send(dict(writing.far.data))
+    parent.send(dict(writing.network.data))
     parent.recv(None)
     writing.send(b"still there")
     parent.send("sent")
@@ -205,14 +205,14 @@ def writer_that_does_not_look(parent: Any) -> str:
         entered.set()
         held.wait()
 
-    writing.far._turn = look_at_nothing  # type: ignore[method-assign]
-    writing.far.post()
+    writing.network._turn = look_at_nothing  # type: ignore[method-assign]
+    writing.network.post()
     entered.wait()
-    parent.send(dict(writing.far.data))
+    parent.send(dict(writing.network.data))
     parent.recv(None)
-    writing.far.end(0)
+    writing.network.end(0)
     held.set()
-    writing.far.join(None)
+    writing.network.join(None)
     return "ended"
 
 

@@ -40,12 +40,12 @@ class Case(NamedTuple):
 
 
 class Programs:
-    """``ends`` and ``order`` are the modules that are tried."""
+    """``ends`` and ``protocol`` are the modules that are tried."""
 
-    def __init__(self, case: Case, order: ModuleType, ends: ModuleType) -> None:
+    def __init__(self, case: Case, protocol: ModuleType, ends: ModuleType) -> None:
         self.case = case
-        self._order, self._ends = order, ends
-        self._first_place = order.num_words(case.readers)
+        self._protocol, self._ends = protocol, ends
+        self._first_place = protocol.num_words(case.readers)
         self._first_own = self._first_place + case.places
         self.num_words = self._first_own + case.readers
 
@@ -65,11 +65,14 @@ class Programs:
 
     def check(self, words: tuple[int, ...]) -> None:
         """When all have come to their end."""
-        case, order = self.case, self._order
+        case, protocol = self.case, self._protocol
         for reader in range(case.readers):
             if reader == 0 and (case.leaves or case.reader_dies or case.reader_suspected):
                 continue
-            read, published = order.count_in(words[order.tail(reader)]), order.count_in(words[order.HEAD])
+            read, published = (
+                protocol.count_in(words[protocol.tail(reader)]),
+                protocol.count_in(words[protocol.HEAD]),
+            )
             if not case.writer_suspected and read != published:
                 raise LawError(f"reader {reader} got {read} of {published} units")
 
@@ -83,9 +86,9 @@ class Programs:
             if not self.case.writer_vanishes:
                 end.end()
             return None
-        waits = end.awaited(sizes[done])
+        waits = end.blocked_on(sizes[done])
         if waits is not None:
-            end.doze(waits)
+            end.park(waits)
             return done
         self._fill(memory, end, sizes[done])
         return done + 1
@@ -97,9 +100,9 @@ class Programs:
             return None
         room = _honest(end.room)
         if not room:
-            waits = end.awaited()
+            waits = end.blocked_on()
             if waits is not None:
-                end.doze(waits)
+                end.park(waits)
             return sent
         self._fill(memory, end, min(room, self.case.total - sent))
         return end.sent
@@ -122,13 +125,13 @@ class Programs:
                 end.end()
                 return None
             size = 1 if case.streams else sizes.get(done, 1)
-            waits = end.awaited(size)
+            waits = end.blocked_on(size)
             if waits is not None:
                 if end.writer_over(size):
                     self._all_read(reader, done)
                     end.end()
                     return None
-                end.doze(waits)
+                end.park(waits)
                 return done
             if case.streams:
                 size = _honest(end.available)

@@ -11,11 +11,21 @@ import threading
 import pytest
 
 from kvplug.net.wire.copying import address_of
-from kvplug_shm.memory.copying import LETS_GO_FROM, into, out_of
+from kvplug_shm.memory.copying import RELEASE_GIL_BYTES, into, out_of
 from kvplug_shm.memory.segment import Segment
 
-SIZE = 4 * LETS_GO_FROM
-SIZES = [0, 1, 7, 64, 4096, LETS_GO_FROM - 1, LETS_GO_FROM, LETS_GO_FROM + 1, 3 * LETS_GO_FROM]
+SIZE = 4 * RELEASE_GIL_BYTES
+SIZES = [
+    0,
+    1,
+    7,
+    64,
+    4096,
+    RELEASE_GIL_BYTES - 1,
+    RELEASE_GIL_BYTES,
+    RELEASE_GIL_BYTES + 1,
+    3 * RELEASE_GIL_BYTES,
+]
 
 
 @pytest.fixture
@@ -43,7 +53,7 @@ def test_what_goes_in_comes_out_and_nothing_beside_it(
     assert target == content
 
 
-@pytest.mark.parametrize("nbytes", [100, 2 * LETS_GO_FROM])
+@pytest.mark.parametrize("nbytes", [100, 2 * RELEASE_GIL_BYTES])
 def test_what_does_not_fit_is_refused_and_nothing_is_written(segment: Segment, nbytes: int) -> None:
     offset = SIZE - nbytes + 1
     with pytest.raises(ValueError):
@@ -55,7 +65,7 @@ def test_what_does_not_fit_is_refused_and_nothing_is_written(segment: Segment, n
     assert target == b"y" * nbytes
 
 
-@pytest.mark.parametrize("nbytes", [100, 2 * LETS_GO_FROM])
+@pytest.mark.parametrize("nbytes", [100, 2 * RELEASE_GIL_BYTES])
 def test_what_cannot_be_written_is_refused(segment: Segment, nbytes: int) -> None:
     target = bytes(nbytes)
     segment.view[:nbytes] = b"x" * nbytes
@@ -92,7 +102,9 @@ def test_nothing_is_held_afterwards(segment: Segment) -> None:
     content.append(1)  # refused as long as anything has a view of it
 
 
-@pytest.mark.parametrize(("nbytes", "others_run"), [(LETS_GO_FROM - 1, False), (LETS_GO_FROM, True)])
+@pytest.mark.parametrize(
+    ("nbytes", "others_run"), [(RELEASE_GIL_BYTES - 1, False), (RELEASE_GIL_BYTES, True)]
+)
 def test_a_large_copy_lets_other_threads_run(segment: Segment, nbytes: int, others_run: bool) -> None:
     source, go, ran = memoryview(bytes(nbytes)), threading.Lock(), threading.Event()
     go.acquire()

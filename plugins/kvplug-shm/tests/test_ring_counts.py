@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from kvplug.transport import WireError
-from kvplug_shm.ring import order
+from kvplug_shm.ring import protocol
 from kvplug_shm.ring.ends import ReadingEnd, WritingEnd
 
 STARTS = [0, 1, 2**31 - 3, 2**31, 2**32 - 2, 2**32, 2**33 - 1, 2**62]
@@ -18,10 +18,10 @@ class Memory:
     """Of one thread: who sleeps is woken by a line of the test."""
 
     def __init__(self, num_readers: int, start: int = 0) -> None:
-        self.words = memoryview(bytearray(8 * order.num_words(num_readers))).cast("Q")
-        self.words[order.HEAD] = order.word_of(start)
+        self.words = memoryview(bytearray(8 * protocol.num_words(num_readers))).cast("Q")
+        self.words[protocol.HEAD] = protocol.word_of(start)
         for reader in range(num_readers):
-            self.words[order.tail(reader)] = order.word_of(start)
+            self.words[protocol.tail(reader)] = protocol.word_of(start)
         self.woken: list[int] = []
         self.slept: list[tuple[int, int, float | None, list[int]]] = []
 
@@ -70,34 +70,36 @@ def test_room_and_what_has_come_add_up_to_the_places(data: Any) -> None:
         for each in taking_part:
             assert (readers[each].read, readers[each].available()) == (read[each], sent - read[each])
         for count in range(1, places + 1):
-            waits = writer.awaited(count)
+            waits = writer.blocked_on(count)
             assert (waits is None) == (count <= room)
             if waits is not None:
-                assert waits in [(order.tail(each), memory.words[order.tail(each)]) for each in taking_part]
+                assert waits in [
+                    (protocol.tail(each), memory.words[protocol.tail(each)]) for each in taking_part
+                ]
             for each in taking_part:
-                comes = (order.HEAD, memory.words[order.HEAD]) if count > sent - read[each] else None
-                assert readers[each].awaited(count) == comes
+                comes = (protocol.HEAD, memory.words[protocol.HEAD]) if count > sent - read[each] else None
+                assert readers[each].blocked_on(count) == comes
 
 
-@given(st.integers(0, 2**64 - 1), st.integers(1, order.MAX_PLACES), st.integers(0, 2**63 - 1))
+@given(st.integers(0, 2**64 - 1), st.integers(1, protocol.MAX_PLACES), st.integers(0, 2**63 - 1))
 def test_no_word_of_a_reader_makes_more_room_than_there_are_places(tail: int, places: int, sent: int) -> None:
     memory = Memory(2, start=sent)
-    memory.words[order.tail(1)] = tail
+    memory.words[protocol.tail(1)] = tail
     writer = WritingEnd(memory, 2, places, sent=sent)
     try:
         room = writer.room()
     except WireError:
-        assert not tail & order.OVER and not 0 <= sent - (tail >> 1) <= places
+        assert not tail & protocol.OVER and not 0 <= sent - (tail >> 1) <= places
     else:
         assert 0 <= room <= places
 
 
-@given(st.integers(0, 2**64 - 1), st.integers(1, order.MAX_PLACES), st.integers(0, 2**63 - 1))
+@given(st.integers(0, 2**64 - 1), st.integers(1, protocol.MAX_PLACES), st.integers(0, 2**63 - 1))
 def test_no_word_of_the_writer_makes_more_come_than_there_are_places(
     head: int, places: int, read: int
 ) -> None:
     memory = Memory(1)
-    memory.words[order.HEAD] = head
+    memory.words[protocol.HEAD] = head
     reader = ReadingEnd(memory, 0, places, read=read)
     try:
         available = reader.available()
@@ -110,14 +112,14 @@ def test_no_word_of_the_writer_makes_more_come_than_there_are_places(
 def test_a_reader_that_claims_more_than_was_written_is_refused_by_name_of_the_counts() -> None:
     memory, writer, _ = ring(4)
     writer.publish(2)
-    memory.words[order.tail(0)] = order.word_of(3)
+    memory.words[protocol.tail(0)] = protocol.word_of(3)
     with pytest.raises(WireError, match="has read 3 units of 2, with 4 places"):
         writer.room()
 
 
 def test_a_writer_that_claims_more_than_there_are_places_is_refused() -> None:
     memory, _, [reader] = ring(4)
-    memory.words[order.HEAD] = order.word_of(5)
+    memory.words[protocol.HEAD] = protocol.word_of(5)
     with pytest.raises(WireError, match="5 units came, with 4 places"):
         reader.available()
 
@@ -127,8 +129,8 @@ def test_a_reader_that_was_evicted_may_be_overtaken_and_finds_out() -> None:
     writer.publish(2)
     writer.evict(0)
     reader.release()  # it was only stopped: the bit is lost
-    assert not order.is_over(memory.words[order.tail(0)])
-    assert (writer.over(0), writer.room(), writer.awaited(2)) == (True, 2, None)
+    assert not protocol.is_over(memory.words[protocol.tail(0)])
+    assert (writer.over(0), writer.room(), writer.blocked_on(2)) == (True, 2, None)
     writer.publish(2)
     writer.publish(2)
     assert (writer.room(), writer.lag(0)) == (2, 5)
@@ -153,7 +155,7 @@ def test_what_a_writer_had_published_before_it_was_evicted_can_be_read() -> None
     reader.evict_writer()
     assert (reader.available(), reader.writer_over(), reader.writer_over(3)) == (2, False, True)
     reader.release(2)
-    memory.words[order.HEAD] = order.word_of(2)  # the bit is lost
+    memory.words[protocol.HEAD] = protocol.word_of(2)  # the bit is lost
     assert reader.writer_over()
 
 
@@ -161,28 +163,28 @@ def test_nobody_is_woken_who_does_not_sleep_and_all_who_do_are_by_one_call() -> 
     memory, writer, readers = ring(4, 3)
     writer.publish()
     assert memory.woken == []
-    memory.words[order.asleep(1)] = memory.words[order.asleep(2)] = 1
+    memory.words[protocol.asleep(1)] = memory.words[protocol.asleep(2)] = 1
     writer.publish()
-    assert memory.woken == [order.HEAD]
-    memory.words[order.WRITER_ASLEEP] = 1
+    assert memory.woken == [protocol.HEAD]
+    memory.words[protocol.WRITER_ASLEEP] = 1
     readers[0].release()
-    assert memory.woken == [order.HEAD, order.tail(0)]
+    assert memory.woken == [protocol.HEAD, protocol.tail(0)]
 
 
 def test_an_end_says_that_it_sleeps_only_while_it_does() -> None:
     memory, writer, [reader] = ring(1)
-    comes = reader.awaited()
+    comes = reader.blocked_on()
     assert comes is not None
-    reader.doze(comes, 0.5)
+    reader.park(comes, 0.5)
     writer.publish()
-    goes = writer.awaited()
+    goes = writer.blocked_on()
     assert goes is not None
-    writer.doze(goes)
+    writer.park(goes)
     (word, seen, seconds, words), (other_word, other_seen, no_seconds, other_words) = memory.slept
-    assert (word, seen, seconds, words[order.asleep(0)]) == (order.HEAD, 0, 0.5, 1)
-    assert (other_word, other_seen, no_seconds) == (order.tail(0), 0, None)
-    assert other_words[order.WRITER_ASLEEP] == 1
-    assert memory.words[order.asleep(0)] == memory.words[order.WRITER_ASLEEP] == 0
+    assert (word, seen, seconds, words[protocol.asleep(0)]) == (protocol.HEAD, 0, 0.5, 1)
+    assert (other_word, other_seen, no_seconds) == (protocol.tail(0), 0, None)
+    assert other_words[protocol.WRITER_ASLEEP] == 1
+    assert memory.words[protocol.asleep(0)] == memory.words[protocol.WRITER_ASLEEP] == 0
 
 
 def test_an_end_whose_sleep_is_broken_off_says_that_it_sleeps_no_more(
@@ -195,17 +197,17 @@ def test_an_end_whose_sleep_is_broken_off_says_that_it_sleeps_no_more(
 
     monkeypatch.setattr(memory, "wait", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        reader.doze((order.HEAD, 0))
-    assert memory.words[order.asleep(0)] == 0
+        reader.park((protocol.HEAD, 0))
+    assert memory.words[protocol.asleep(0)] == 0
 
 
 def test_nobody_sleeps_on_the_word_of_an_end_that_is_over() -> None:
     memory, writer, [reader] = ring(4)
     writer.publish()
     writer.end()
-    comes = reader.awaited(2)
+    comes = reader.blocked_on(2)
     assert comes is not None
-    reader.doze(comes)
+    reader.park(comes)
     assert memory.slept == []
 
 
@@ -219,7 +221,7 @@ def test_a_number_of_places_that_no_ring_has_is_refused(places: int) -> None:
 
 @pytest.mark.parametrize("num_readers", [0, 1, 2, 17])
 def test_no_two_words_are_the_same(num_readers: int) -> None:
-    words = [order.HEAD, order.WRITER_ASLEEP]
+    words = [protocol.HEAD, protocol.WRITER_ASLEEP]
     for reader in range(num_readers):
-        words += [order.tail(reader), order.asleep(reader), order.evicted(reader)]
-    assert sorted(words) == list(range(order.num_words(num_readers)))
+        words += [protocol.tail(reader), protocol.asleep(reader), protocol.evicted(reader)]
+    assert sorted(words) == list(range(protocol.num_words(num_readers)))

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from kvplug_shm.ring import ends, order
+from kvplug_shm.ring import ends, protocol
 
 sys.path.append(str(Path(__file__).parent))
 
@@ -52,7 +52,7 @@ def explore(programs: Programs, **how: Any) -> int:
     ids=str,
 )
 def test_the_laws_hold_in_every_interleaving(case: Case) -> None:
-    explore(Programs(case, order, ends))
+    explore(Programs(case, protocol, ends))
 
 
 @pytest.mark.slow
@@ -71,22 +71,22 @@ def test_the_laws_hold_in_every_interleaving(case: Case) -> None:
     ids=str,
 )
 def test_the_laws_hold_where_more_happens(case: Case) -> None:
-    explore(Programs(case, order, ends))
+    explore(Programs(case, protocol, ends))
 
 
 def test_a_futex_may_compare_as_few_bits_as_the_places_need() -> None:
     """Three places: a word that somebody waits for moves by 7 at most, as 2**30 - 1 places do in 32 bits."""
-    explore(Programs(Case(sizes=ONE * 7, places=3), order, ends), bits=3)
+    explore(Programs(Case(sizes=ONE * 7, places=3), protocol, ends), bits=3)
 
 
 def test_a_futex_that_compares_fewer_bits_than_the_places_need_leaves_both_asleep() -> None:
     with pytest.raises(StuckError):
-        explore(Programs(Case(sizes=ONE * 5, places=4), order, ends), bits=3)
+        explore(Programs(Case(sizes=ONE * 5, places=4), protocol, ends), bits=3)
 
 
 def test_a_futex_that_does_not_compare_leaves_both_asleep() -> None:
     with pytest.raises(StuckError):
-        explore(Programs(Case(sizes=ONE * 2, places=1), order, ends), bits=0)
+        explore(Programs(Case(sizes=ONE * 2, places=1), protocol, ends), bits=0)
 
 
 class PublishedEarly(Programs):
@@ -129,4 +129,4 @@ class AskedEarly(Programs):
 )
 def test_an_end_that_is_used_in_the_wrong_order_is_found(programs: type[Programs], case: Case) -> None:
     with pytest.raises(LawError):
-        explore(programs(case, order, ends))
+        explore(programs(case, protocol, ends))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvplug_shm.ring import ends, order
+from kvplug_shm.ring import ends, protocol
 
 sys.path.append(str(Path(__file__).parent))
 
@@ -40,7 +40,7 @@ TOLD = "the count of a reader that was evicted is only told, as its lag; see tes
 HARMLESS = {
     "announce: without `return`": WAKES,
     "announce: `words[each]` taken as 1": WAKES,
-    "doze: without `words[own] = 0`": WAKES,
+    "park: without `words[own] = 0`": WAKES,
     "WritingEnd.room: without `if not 0 <= left <= places:`": STRANGE,
     "WritingEnd.evict: `words[tail]` taken as 0": TOLD,
     "WritingEnd.evict: `words[tail]` taken as 1": TOLD,
@@ -49,12 +49,12 @@ HARMLESS = {
     "ReadingEnd.available: `return max(available, 0)` before `if available > self._places:`": STRANGE,
     "ReadingEnd.available: `return self._places` before `if not self.evicted():`": STRANGE,
 }
-VARIANTS = {variant.name: variant for variant in variants(order, ends)}
+VARIANTS = {variant.name: variant for variant in variants(protocol, ends)}
 
 
 def breach(variant: Variant, case: Case, *, late: bool = True) -> AssertionError | None:
     """An exception of another kind is no breach, and goes on."""
-    programs = Programs(case, variant.order, variant.ends)
+    programs = Programs(case, variant.protocol, variant.ends)
     try:
         Explorer(programs.num_words, programs.all(), late=late).explore(programs.check)
     except (StuckError, BusyError, LawError) as error:
@@ -64,7 +64,7 @@ def breach(variant: Variant, case: Case, *, late: bool = True) -> AssertionError
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_the_ring_as_it_is_breaks_no_law(case: Case) -> None:
-    assert breach(Variant("none", order, ends), case) is None
+    assert breach(Variant("none", protocol, ends), case) is None
 
 
 @pytest.mark.mutant
@@ -83,7 +83,7 @@ def test_every_access_of_the_announcement_and_the_sleep_is_a_step() -> None:
     accesses = ["words[word] = value", "memory.fence()", "memory.wake(word)"]
     sleeps = ["words[own] = 1", "memory.wait(word, seen, seconds)", "words[own] = 0"]
     names = [f"announce: without `{step}`" for step in accesses]
-    names += [f"doze: without `{step}`" for step in sleeps]
+    names += [f"park: without `{step}`" for step in sleeps]
     assert set(names) <= set(VARIANTS)
 
 

@@ -32,11 +32,11 @@ from kvplug_shm.pipe.geometry import LINE, Pieces, lines, segment_size
 from kvplug_shm.pipe.header import Header, header_of
 from kvplug_shm.pipe.native import NativeIncoming, NativeOutgoing, incoming, outgoing
 from kvplug_shm.pipe.rings import Incoming, Outgoing
-from kvplug_shm.ring import order
+from kvplug_shm.ring import protocol
 from kvplug_shm.ring.ends import ReadingEnd, WritingEnd
 
 ends_of_pipes = SimpleNamespace(**run_path(str(Path(__file__).with_name("pipe_ends.py"))))
-near_pair = ends_of_pipes.near_pair
+local_pair = ends_of_pipes.local_pair
 compiled = pytest.mark.skipif(native.library() is None, reason="this installation has no compiled steps")
 RING = 1024
 PIECES = Pieces(at_once=500, smallest=2 * LINE, largest=4 * LINE)
@@ -85,7 +85,7 @@ def test_a_library_of_another_source_is_not_used(
 
 
 def test_who_does_not_want_them_gets_none() -> None:
-    words = Words(segment(4096), 0, order.num_words(2))
+    words = Words(segment(4096), 0, protocol.num_words(2))
     assert type(writing_end(words, 2, 8, native=False)) is WritingEnd
     assert type(reading_end(words, 1, 8, native=False)) is ReadingEnd
     assert type(outgoing(segment(), 0, RING, None, 0.0)) is Outgoing
@@ -134,7 +134,7 @@ class Ring:
 STEPS = st.one_of(
     st.tuples(st.just("put"), st.integers(0, 500), st.integers(0, 2 * RING)),
     st.tuples(st.just("take"), st.integers(0, 500)),
-    st.tuples(st.just("say"), st.integers(0, order.num_words(1) - 1), WORD),
+    st.tuples(st.just("say"), st.integers(0, protocol.num_words(1) - 1), WORD),
 )
 
 
@@ -150,8 +150,8 @@ def test_whatever_is_put_taken_and_said_both_leave_the_same(steps: list[tuple[An
 @compiled
 @settings(max_examples=3 * settings.default.max_examples, deadline=None)
 @given(st.lists(WORD, min_size=8, max_size=8), st.integers(0, 20), st.integers(1, 9))
-def test_both_agree_on_what_is_awaited(values: list[int], at: int, count: int) -> None:
-    words = Words(segment(4096), 0, order.num_words(2))
+def test_both_agree_on_what_is_blocked_on(values: list[int], at: int, count: int) -> None:
+    words = Words(segment(4096), 0, protocol.num_words(2))
     words.words[:] = memoryview(ctypes.create_string_buffer(64)).cast("B").cast("Q")[:8]
     for index, value in enumerate(values):
         words.words[index] = value
@@ -162,17 +162,17 @@ def test_both_agree_on_what_is_awaited(values: list[int], at: int, count: int) -
             ReadingEnd(words, reader, 8, read=at),
             NativeReadingEnd(steps, words, reader, 8, read=at),
         ]
-        python, compiled = (end.spun(count, 0.0) for end in ends)
+        python, compiled = (end.spin(count, 0.0) for end in ends)
         assert compiled == python
-        python, compiled = (end.come(count, 0.0, 0.0) for end in ends)
+        python, compiled = (end.poll(count, 0.0, 0.0) for end in ends)
         assert compiled == python
     writing = WritingEnd(words, 2, 8, sent=at), NativeWritingEnd(steps, words, 2, 8, sent=at)
     try:
         room = writing[0].room()
     except WireError:
-        assert writing[1].spun(count, 0.0)  # nothing to wait for: whoever goes on finds it out
+        assert writing[1].spin(count, 0.0)  # nothing to wait for: whoever goes on finds it out
         return
-    assert writing[1].spun(count, 0.0) == (room >= count)
+    assert writing[1].spin(count, 0.0) == (room >= count)
 
 
 @compiled
@@ -184,9 +184,9 @@ def test_whoever_sleeps_is_woken_and_nobody_else(sleeping: list[bool], count: in
     for make in (NativeWritingEnd, NativeReadingEnd):
         left = []
         for chosen in (True, False):
-            words = Words(segment(4096), 0, order.num_words(3))
+            words = Words(segment(4096), 0, protocol.num_words(3))
             for reader, asleep in enumerate(sleeping):
-                words.words[order.asleep(reader)] = asleep
+                words.words[protocol.asleep(reader)] = asleep
             if make is NativeWritingEnd:
                 end = make(steps, words, 3, 8) if chosen else WritingEnd(words, 3, 8)
                 end.publish(count)
@@ -218,19 +218,19 @@ def test_a_reader_that_looked_in_vain_sleeps_until_it_is_woken(native_reader: bo
     ring = Ring(native_reader)
     writer, reader = Ring(True, ring.memory).out.end, ring.into.end
     came: list[bool] = []
-    thread = threading.Thread(target=lambda: came.append(reader.come(LINE, 1e-5, 3600.0)), daemon=True)
+    thread = threading.Thread(target=lambda: came.append(reader.poll(LINE, 1e-5, 3600.0)), daemon=True)
     words = ring.out.words.words
     thread.start()
-    while not words[order.asleep(0)]:
+    while not words[protocol.asleep(0)]:
         time.sleep(0.001)
     assert not came
     writer.publish(LINE)
     thread.join(30)
     assert came == [True]
-    assert not words[order.asleep(0)]
-    assert reader.come(LINE, 0.0, 3600.0)  # is there: nobody sleeps
+    assert not words[protocol.asleep(0)]
+    assert reader.poll(LINE, 0.0, 3600.0)  # is there: nobody sleeps
     writer.end()
-    assert not reader.come(2 * LINE, 0.0, 3600.0)  # nobody sleeps on the word of an end that is over
+    assert not reader.poll(2 * LINE, 0.0, 3600.0)  # nobody sleeps on the word of an end that is over
 
 
 @compiled
@@ -245,11 +245,11 @@ def test_a_signal_ends_the_sleep_of_a_reader(spin_s: float) -> None:
     try:
         signal.setitimer(signal.ITIMER_REAL, 0.05)
         with pytest.raises(KeyboardInterrupt):
-            ring.into.end.come(LINE, spin_s, 3600.0)
+            ring.into.end.poll(LINE, spin_s, 3600.0)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
-    assert not ring.out.words.words[order.asleep(0)]
+    assert not ring.out.words.words[protocol.asleep(0)]
 
 
 @compiled
@@ -262,12 +262,12 @@ def test_a_sleeper_is_woken_by_what_is_announced(asleep: str) -> None:
     sleeper, waker = (into, out) if asleep == "the reader" else (out, into)
 
     def sleep() -> None:
-        while (awaited := sleeper.awaited(LINE)) is not None:
-            sleeper.doze(awaited)  # without an end
+        while (awaited := sleeper.blocked_on(LINE)) is not None:
+            sleeper.park(awaited)  # without an end
 
     thread = threading.Thread(target=sleep, daemon=True)
     thread.start()
-    word = order.asleep(0) if asleep == "the reader" else order.WRITER_ASLEEP
+    word = protocol.asleep(0) if asleep == "the reader" else protocol.WRITER_ASLEEP
     while not ring.out.words.words[word]:
         time.sleep(0.001)
     waker.publish(LINE) if waker is out else waker.release(LINE)  # type: ignore[union-attr]
@@ -352,8 +352,8 @@ def test_words_that_cannot_be_true_move_nothing(word: int) -> None:
     assert isinstance(ring.into, NativeIncoming)
     data = torch.ones(600, dtype=torch.uint8)
     span = Span.flat(data.data_ptr())
-    ring.say(order.tail(0), word)
-    ring.say(order.HEAD, word)
+    ring.say(protocol.tail(0), word)
+    ring.say(protocol.HEAD, word)
     assert ring.out.push(b"", span, 0, 600, PIECES, patient=True) == 0
     if word < 2**63:
         assert ring.into.pull(span, 0, 600, 0, LINE, patient=True) == 0
@@ -395,7 +395,7 @@ def test_the_wheel_has_them_where_a_compiler_is(compiler: str, tmp_path: Path) -
 
 @compiled
 def test_an_end_whose_memory_was_let_go_of_says_so() -> None:
-    words = Words(segment(4096), 0, order.num_words(1))
+    words = Words(segment(4096), 0, protocol.num_words(1))
     ends = writing_end(words, 1, 8, native=True), reading_end(words, 0, 8, native=True)
     words.words.release()
     spins = [functools.partial(end.spun, 1, 0.0) for end in ends]
@@ -418,7 +418,7 @@ def test_a_signal_is_handled_however_long_it_is_looked(end: str) -> None:
     try:
         signal.setitimer(signal.ITIMER_REAL, 0.05)
         with pytest.raises(KeyboardInterrupt):
-            waiting.spun(RING + LINE if end == "the reader" else LINE, 3600.0)
+            waiting.spin(RING + LINE if end == "the reader" else LINE, 3600.0)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
@@ -426,9 +426,9 @@ def test_a_signal_is_handled_however_long_it_is_looked(end: str) -> None:
 
 @compiled
 @pytest.mark.parametrize("what", ["send", "receive"])
-def test_after_the_deadline_nothing_is_looked_for(near_pair: Any, what: str) -> None:
+def test_after_the_deadline_nothing_is_looked_for(local_pair: Any, what: str) -> None:
     """Else a peer that does a little now and then holds the call for as long as it likes."""
-    one, other = near_pair(native=True)
+    one, other = local_pair(native=True)
     ring = one._outbox._ring if what == "send" else other._inbox._ring
     name = "push" if what == "send" else "pull"
     step, found, caller = getattr(ring, name), [], threading.current_thread()

@@ -16,7 +16,7 @@ from kvplug import TimeoutError, UnsupportedError
 from kvplug_testing.waits import Call
 
 ends = SimpleNamespace(**run_path(str(Path(__file__).with_name("pipe_ends.py"))))
-near_pair = ends.near_pair
+local_pair = ends.local_pair
 
 
 def cache_of(num_blocks: int, row: tuple[int, ...], dtype: torch.dtype, seed: int) -> Any:
@@ -68,8 +68,8 @@ def test_any_blocks_go_through_any_ring(
 
 
 @pytest.mark.parametrize("how", ["blocks", "other blocks", "a tensor", "out"])
-def test_blocks_that_are_late_are_resumed_by_whatever_comes_next(near_pair: Any, how: str) -> None:
-    one, other = near_pair(**ends.TINY)
+def test_blocks_that_are_late_are_resumed_by_whatever_comes_next(local_pair: Any, how: str) -> None:
+    one, other = local_pair(**ends.TINY)
     source = cache_of(12, (3, 35), torch.float16, 1)  # rows of 210 bytes: no multiple of a line
     there = [7, 2, 11, 0, 5, 9]
     first, second = cache_of(12, (3, 35), torch.float16, 2), cache_of(12, (3, 35), torch.float16, 3)
@@ -91,8 +91,8 @@ def test_blocks_that_are_late_are_resumed_by_whatever_comes_next(near_pair: Any,
     transfer.wait(ends.PATIENCE_S)
 
 
-def test_what_is_left_to_the_writer_is_no_longer_the_caches(near_pair: Any) -> None:
-    one, other = near_pair(**ends.TINY)
+def test_what_is_left_to_the_writer_is_no_longer_the_caches(local_pair: Any) -> None:
+    one, other = local_pair(**ends.TINY)
     source = cache_of(40, (100,), torch.float32, 1)
     wanted = message(source, list(range(40))).clone()
     transfer = one.send_blocks(views(source), range(40))
@@ -102,8 +102,8 @@ def test_what_is_left_to_the_writer_is_no_longer_the_caches(near_pair: Any) -> N
     assert one._outbox.queued_bytes == 0
 
 
-def test_many_messages_of_blocks_are_queued_and_come_in_order(near_pair: Any) -> None:
-    one, other = near_pair(**ends.TINY)
+def test_many_messages_of_blocks_are_queued_and_come_in_order(local_pair: Any) -> None:
+    one, other = local_pair(**ends.TINY)
     caches = [cache_of(6, (50,), torch.int32, seed) for seed in range(12)]
     transfers = [one.send_blocks(views(cache), [seed % 6, 3]) for seed, cache in enumerate(caches)]
     for seed, cache in enumerate(caches):
@@ -114,8 +114,8 @@ def test_many_messages_of_blocks_are_queued_and_come_in_order(near_pair: Any) ->
         transfer.wait(ends.PATIENCE_S)
 
 
-def test_blocks_of_another_device_are_refused(near_pair: Any) -> None:
-    one, other = near_pair()
+def test_blocks_of_another_device_are_refused(local_pair: Any) -> None:
+    one, other = local_pair()
     cache = torch.empty(4, 8, device="meta")
     with pytest.raises(UnsupportedError, match="meta"):
         one.send_blocks([cache], [0])

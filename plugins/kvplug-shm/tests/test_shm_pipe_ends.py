@@ -29,7 +29,7 @@ from kvplug_testing import peers
 from kvplug_testing.waits import Call, until
 
 ends = SimpleNamespace(**run_path(str(Path(__file__).with_name("pipe_ends.py"))))
-near_pair, far_pair = ends.near_pair, ends.far_pair
+local_pair, remote_pair = ends.local_pair, ends.remote_pair
 
 MIB = 1024 * 1024
 
@@ -39,9 +39,9 @@ MIB = 1024 * 1024
 
 @pytest.mark.parametrize(("nbytes", "pieces"), [(3 * MIB, 0), (3 * MIB, 1), (3 * MIB, 5), (40 * MIB, 7)])
 def test_part_of_a_message_is_never_received_and_the_whole_one_before_it_is(
-    far_pair: Any, nbytes: int, pieces: int
+    remote_pair: Any, nbytes: int, pieces: int
 ) -> None:
-    pipe, child = far_pair("send_part", nbytes, pieces, native=False)
+    pipe, child = remote_pair("send_part", nbytes, pieces, native=False)
     child.recv()
     child.kill()
     assert torch.equal(pipe.recv_tensor(timeout=ends.PATIENCE_S), torch.arange(10))
@@ -52,8 +52,8 @@ def test_part_of_a_message_is_never_received_and_the_whole_one_before_it_is(
         pipe.send_tensor(None, timeout=ends.PATIENCE_S)
 
 
-def test_a_part_that_came_before_the_death_is_not_the_message(far_pair: Any) -> None:
-    pipe, child = far_pair("send_part", 3 * MIB, 2, native=False)
+def test_a_part_that_came_before_the_death_is_not_the_message(remote_pair: Any) -> None:
+    pipe, child = remote_pair("send_part", 3 * MIB, 2, native=False)
     child.recv()
     assert pipe.recv_tensor().numel() == 10
     out = torch.zeros(3 * MIB, dtype=torch.uint8)
@@ -66,10 +66,10 @@ def test_a_part_that_came_before_the_death_is_not_the_message(far_pair: Any) -> 
 
 
 def test_without_a_pidfd_silence_counts_as_death_and_both_ends_hear_of_it(
-    far_pair: Any, monkeypatch: pytest.MonkeyPatch
+    remote_pair: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(PeerIdentity, "open_pidfd", lambda self: None)
-    pipe, child = far_pair("echo", heartbeat_timeout_s=1.5)
+    pipe, child = remote_pair("echo", heartbeat_timeout_s=1.5)
     for _ in range(8):  # longer than the timeout: heartbeats keep it alive
         pipe.send_tensor(torch.arange(5))
         assert pipe.recv_tensor().numel() == 5
@@ -90,12 +90,12 @@ def test_without_a_pidfd_silence_counts_as_death_and_both_ends_hear_of_it(
 @pytest.mark.parametrize("end", ["close", "abort"])
 @pytest.mark.parametrize("spin_us", [0, 50])
 def test_ending_wakes_whoever_sleeps_whatever_the_longest_sleep(
-    near_pair: Any, monkeypatch: pytest.MonkeyPatch, end: str, spin_us: int
+    local_pair: Any, monkeypatch: pytest.MonkeyPatch, end: str, spin_us: int
 ) -> None:
     """The word that is slept on changes: no wake is lost for which the cap of a sleep has to make up."""
     monkeypatch.setattr(waiting, "NAP_S", 3600.0)
     for number in range(60):
-        one, other = near_pair(max_in_flight_bytes=1000, spin_us=spin_us)
+        one, other = local_pair(max_in_flight_bytes=1000, spin_us=spin_us)
         one.send_tensor(torch.zeros(900, dtype=torch.uint8))
         calls = [
             Call(lambda p=one: p.recv_tensor(timeout=None)),  # type: ignore[misc]
@@ -112,10 +112,10 @@ def test_ending_wakes_whoever_sleeps_whatever_the_longest_sleep(
 
 
 def test_the_watcher_wakes_whoever_sleeps_whatever_the_longest_sleep(
-    far_pair: Any, monkeypatch: pytest.MonkeyPatch
+    remote_pair: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(waiting, "NAP_S", 3600.0)
-    pipe, child = far_pair("wait", max_in_flight_bytes=20 * MIB)
+    pipe, child = remote_pair("wait", max_in_flight_bytes=20 * MIB)
     child.recv()
     transfer = pipe.send_tensor(torch.zeros(19 * MIB, dtype=torch.uint8))
     receiving = Call(lambda: pipe.recv_tensor(timeout=None))
@@ -129,10 +129,10 @@ def test_the_watcher_wakes_whoever_sleeps_whatever_the_longest_sleep(
 
 
 def test_a_writer_that_sleeps_is_woken_when_its_message_is_aborted(
-    near_pair: Any, monkeypatch: pytest.MonkeyPatch
+    local_pair: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(waiting, "NAP_S", 3600.0)
-    one, _ = near_pair()
+    one, _ = local_pair()
     transfer = one.send_tensor(torch.zeros(20 * MIB, dtype=torch.uint8))
     time.sleep(0.1)
     thread = one._outbox._thread
@@ -143,9 +143,9 @@ def test_a_writer_that_sleeps_is_woken_when_its_message_is_aborted(
     assert not thread.is_alive()
 
 
-def test_what_has_failed_is_not_sent_any_further(near_pair: Any) -> None:
+def test_what_has_failed_is_not_sent_any_further(local_pair: Any) -> None:
     """Its memory is the caller's again: it would arrive whole, with what was written over it."""
-    one, other = near_pair()
+    one, other = local_pair()
     source = torch.ones(20 * MIB, dtype=torch.uint8)
     transfer = one.send_tensor(source)
     one.abort()
@@ -157,12 +157,12 @@ def test_what_has_failed_is_not_sent_any_further(near_pair: Any) -> None:
 
 
 def test_a_send_that_gets_no_thread_ends_and_so_does_every_other(
-    near_pair: Any, monkeypatch: pytest.MonkeyPatch
+    local_pair: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def no_threads(self: Any) -> None:
         raise RuntimeError("can't start new thread")
 
-    one, other = near_pair()
+    one, other = local_pair()
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", no_threads)
         with pytest.raises((RuntimeError, TransportError)):
@@ -174,8 +174,8 @@ def test_a_send_that_gets_no_thread_ends_and_so_does_every_other(
     one.close(1)
 
 
-def test_a_polite_close_leaves_what_was_sent_to_be_received_after_it(near_pair: Any) -> None:
-    one, other = near_pair()
+def test_a_polite_close_leaves_what_was_sent_to_be_received_after_it(local_pair: Any) -> None:
+    one, other = local_pair()
     for number in range(100):
         one.send_tensor(torch.full((10_000,), number, dtype=torch.int64))
     closing = Call(lambda: one.close(ends.PATIENCE_S))
@@ -190,8 +190,8 @@ def test_a_polite_close_leaves_what_was_sent_to_be_received_after_it(near_pair: 
 
 
 @pytest.mark.timing
-def test_waiting_costs_no_processor_time(near_pair: Any) -> None:
-    one, _ = near_pair(max_in_flight_bytes=1000)
+def test_waiting_costs_no_processor_time(local_pair: Any) -> None:
+    one, _ = local_pair(max_in_flight_bytes=1000)
     one.send_tensor(torch.zeros(900, dtype=torch.uint8))
     calls = [
         Call(lambda: one.recv_tensor(timeout=2.0)),
@@ -429,17 +429,17 @@ def test_processes_in_other_namespaces_of_one_host_share_memory(flags: tuple[str
             child.wait()
 
 
-def test_a_host_without_dev_shm_room_does_not_matter(near_pair: Any) -> None:
+def test_a_host_without_dev_shm_room_does_not_matter(local_pair: Any) -> None:
     """Nothing of a pipe is in /dev/shm, whose size a container limits to 64 MB."""
     before = set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
-    one, other = near_pair()
+    one, other = local_pair()
     one.send_tensor(torch.zeros(MIB))
     other.recv_tensor()
     assert not os.path.isdir("/dev/shm") or set(os.listdir("/dev/shm")) - before == set()
 
 
-def test_a_tensor_that_is_given_other_memory_is_sent_from_what_it_had(near_pair: Any) -> None:
-    one, other = near_pair(slots=1, slot_bytes=4096)
+def test_a_tensor_that_is_given_other_memory_is_sent_from_what_it_had(local_pair: Any) -> None:
+    one, other = local_pair(slots=1, slot_bytes=4096)
     tensor = torch.full((2**22,), 7, dtype=torch.uint8)
     sent = one.send_tensor(tensor)
     tensor.data = torch.zeros(1, dtype=torch.uint8)

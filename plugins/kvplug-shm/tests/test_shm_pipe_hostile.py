@@ -20,17 +20,17 @@ from kvplug import CapacityError, KvplugError, PeerGoneError, TimeoutError, Tran
 from kvplug.net.wire.frames import FrameKind, encode_header
 from kvplug.net.wire.messages import GOODBYE, tensor_prefix
 from kvplug.transport import Deadline, HeartbeatTerms, WireError, dial
-from kvplug_shm.memory.handing import recv_fds, send_fd
+from kvplug_shm.memory.fd_passing import recv_fds, send_fd
 from kvplug_shm.pipe import join
 from kvplug_shm.pipe.contact import ShmContact
 from kvplug_shm.pipe.geometry import LINE, segment_size
 from kvplug_shm.pipe.join import Join
-from kvplug_shm.ring.order import HEAD, tail
+from kvplug_shm.ring.protocol import HEAD, tail
 from kvplug_testing import peers
 from kvplug_testing.waits import Call
 
 ends = SimpleNamespace(**run_path(str(Path(__file__).with_name("pipe_ends.py"))))
-near_pair = ends.near_pair
+local_pair = ends.local_pair
 
 MIB = 1024 * 1024
 ENDED = (TransportError, PeerGoneError, WireError)
@@ -48,9 +48,9 @@ def words_of(ring: Any) -> Any:
 @pytest.mark.parametrize("word", WORDS)
 @pytest.mark.parametrize("blocked", [False, True])
 def test_a_head_that_cannot_be_is_an_error_and_the_end_of_the_pipe(
-    near_pair: Any, word: int, blocked: bool
+    local_pair: Any, word: int, blocked: bool
 ) -> None:
-    one, other = near_pair()
+    one, other = local_pair()
     ring = one._outbox._ring
     if blocked:
         receiving = Call(lambda: other.recv_tensor(timeout=None))
@@ -72,9 +72,9 @@ def test_a_head_that_cannot_be_is_an_error_and_the_end_of_the_pipe(
 @pytest.mark.parametrize("word", WORDS)
 @pytest.mark.parametrize("nbytes", [10, 20 * MIB])
 def test_a_tail_that_cannot_be_is_an_error_and_the_end_of_the_pipe(
-    near_pair: Any, word: int, nbytes: int
+    local_pair: Any, word: int, nbytes: int
 ) -> None:
-    one, other = near_pair()
+    one, other = local_pair()
     words_of(other._inbox._ring)[tail(0)] = word
     error: BaseException | None = None
     for _ in range(50):  # half-true ones may pass for a moment
@@ -149,9 +149,9 @@ def prefix(shape: tuple[int, ...], nbytes: int, flags: int = 0) -> bytes:
 )
 @pytest.mark.parametrize("blocked", [False, True])
 def test_bytes_that_are_no_message_are_an_error_and_the_end_of_the_pipe(
-    near_pair: Any, data: bytes, blocked: bool
+    local_pair: Any, data: bytes, blocked: bool
 ) -> None:
-    one, other = near_pair()
+    one, other = local_pair()
     receiving = Call(lambda: other.recv_tensor(timeout=None)) if blocked else None
     time.sleep(0.05 if blocked else 0)
     lay(one, data)
@@ -169,16 +169,16 @@ def test_bytes_that_are_no_message_are_an_error_and_the_end_of_the_pipe(
             time.sleep(0.01)
 
 
-def test_a_claim_of_more_than_there_is_takes_no_memory_and_says_so(near_pair: Any) -> None:
-    one, other = near_pair()
+def test_a_claim_of_more_than_there_is_takes_no_memory_and_says_so(local_pair: Any) -> None:
+    one, other = local_pair()
     lay(one, prefix((2**50,), 2**50))
     for _ in range(2):
         with pytest.raises(CapacityError):
             other.recv_tensor(timeout=5)
 
 
-def test_a_claim_that_is_not_kept_is_waited_for_until_the_deadline(near_pair: Any) -> None:
-    one, other = near_pair()
+def test_a_claim_that_is_not_kept_is_waited_for_until_the_deadline(local_pair: Any) -> None:
+    one, other = local_pair()
     lay(one, prefix((3 * MIB,), 3 * MIB))
     with pytest.raises(TimeoutError, match="0 of 3145728 bytes"):
         other.recv_tensor(timeout=0.1)
@@ -187,9 +187,9 @@ def test_a_claim_that_is_not_kept_is_waited_for_until_the_deadline(near_pair: An
         other.recv_tensor(timeout=5)
 
 
-def test_a_header_that_changes_between_two_looks_is_read_once(near_pair: Any) -> None:
+def test_a_header_that_changes_between_two_looks_is_read_once(local_pair: Any) -> None:
     """What is checked is a copy: nothing of it is looked at in shared memory again."""
-    one, other = near_pair()
+    one, other = local_pair()
     ring = other._inbox._ring
     looks: list[int] = []
     next_line = ring.next_line

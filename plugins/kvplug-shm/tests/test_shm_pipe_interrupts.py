@@ -17,11 +17,11 @@ import torch
 from kvplug import ClosedError, KvplugError, PeerGoneError, TransportError
 from kvplug_shm.pipe.content import Content
 from kvplug_shm.pipe.message import Message
-from kvplug_shm.ring import order
+from kvplug_shm.ring import protocol
 from kvplug_testing.waits import Call, until
 
 ends = SimpleNamespace(**run_path(str(Path(__file__).with_name("pipe_ends.py"))))
-near_pair = ends.near_pair
+local_pair = ends.local_pair
 
 MIB = 1024 * 1024
 
@@ -34,9 +34,9 @@ def raises(error: type[BaseException]) -> Callable[..., Any]:
 
 
 def test_what_is_being_copied_is_kept_and_not_done_when_the_pipe_is_aborted(
-    near_pair: Any, monkeypatch: pytest.MonkeyPatch
+    local_pair: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one, _ = near_pair(native=False)  # whose copies can be held up
+    one, _ = local_pair(native=False)  # whose copies can be held up
     source = torch.ones(20 * MIB, dtype=torch.uint8)
     transfer = one.send_tensor(source)
     outbox = one._outbox
@@ -49,8 +49,8 @@ def test_what_is_being_copied_is_kept_and_not_done_when_the_pipe_is_aborted(
 
     monkeypatch.setattr(Content, "copy", held)
     ring = outbox._ring
-    tail = order.tail(0)
-    ring.words.words[tail] = order.word_of(ring.end.sent)  # as a peer does that has read everything
+    tail = protocol.tail(0)
+    ring.words.words[tail] = protocol.word_of(ring.end.sent)  # as a peer does that has read everything
     ring.words.wake(tail)
     assert copying.wait(ends.PATIENCE_S)
     kept = weakref.ref(source.untyped_storage())
@@ -66,8 +66,8 @@ def test_what_is_being_copied_is_kept_and_not_done_when_the_pipe_is_aborted(
         transfer.wait(ends.PATIENCE_S)
 
 
-def test_a_writer_whose_start_was_interrupted_is_none(near_pair: Any) -> None:
-    one, other = near_pair()
+def test_a_writer_whose_start_was_interrupted_is_none(local_pair: Any) -> None:
+    one, other = local_pair()
     outbox = one._outbox
     messages = [torch.full((6 * MIB,), number, dtype=torch.uint8) for number in range(4)]
     transfers = [one.send_tensor(each) for each in messages]
@@ -83,9 +83,9 @@ def test_a_writer_whose_start_was_interrupted_is_none(near_pair: Any) -> None:
 
 @pytest.mark.parametrize("where", ["_copy_at_once", "_accepted"])
 def test_a_send_that_is_interrupted_before_anything_was_written_holds_nothing(
-    near_pair: Any, monkeypatch: pytest.MonkeyPatch, where: str
+    local_pair: Any, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
-    one, other = near_pair()
+    one, other = local_pair()
     with monkeypatch.context() as patch:
         patch.setattr(one._outbox, "_copy_at_once", raises(KeyboardInterrupt))
         if where == "_accepted":
@@ -100,9 +100,9 @@ def test_a_send_that_is_interrupted_before_anything_was_written_holds_nothing(
 
 
 def test_a_send_that_is_interrupted_in_the_middle_ends_the_pipe(
-    near_pair: Any, monkeypatch: pytest.MonkeyPatch
+    local_pair: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one, other = near_pair()
+    one, other = local_pair()
     with monkeypatch.context() as patch:
         patch.setattr(one._outbox, "_accepted", raises(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
@@ -114,9 +114,9 @@ def test_a_send_that_is_interrupted_in_the_middle_ends_the_pipe(
 
 
 def test_a_message_of_blocks_that_finds_no_memory_was_never_there(
-    near_pair: Any, monkeypatch: pytest.MonkeyPatch
+    local_pair: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one, other = near_pair(**ends.TINY)
+    one, other = local_pair(**ends.TINY)
     first = one.send_tensor(torch.zeros(4000, dtype=torch.uint8))
     cache = torch.ones(8, 1000, dtype=torch.uint8)
     with monkeypatch.context() as patch:
@@ -131,9 +131,9 @@ def test_a_message_of_blocks_that_finds_no_memory_was_never_there(
 
 
 def test_a_close_that_is_interrupted_lets_go_of_everything(
-    near_pair: Any, monkeypatch: pytest.MonkeyPatch
+    local_pair: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one, other = near_pair()
+    one, other = local_pair()
     transfer = one.send_tensor(torch.zeros(20 * MIB, dtype=torch.uint8))
     with monkeypatch.context() as patch:
         patch.setattr(one._outbox, "drain", raises(KeyboardInterrupt))
@@ -148,9 +148,9 @@ def test_a_close_that_is_interrupted_lets_go_of_everything(
 
 @pytest.mark.parametrize("into", [False, True])
 def test_a_peer_that_was_given_up_in_the_middle_and_goes_on_is_not_believed(
-    near_pair: Any, into: bool
+    local_pair: Any, into: bool
 ) -> None:
-    one, other = near_pair(slots=2, slot_bytes=4096)
+    one, other = local_pair(slots=2, slot_bytes=4096)
     message = Message(Content(torch.ones(20_000, dtype=torch.uint8)), 0)
     ring = one._outbox._ring
     assert one._outbox._push(ring, message)
@@ -175,8 +175,8 @@ def test_a_peer_that_was_given_up_in_the_middle_and_goes_on_is_not_believed(
     going_on.outcome()
 
 
-def test_a_callback_that_ends_its_thread_ends_the_pipe_and_not_in_silence(near_pair: Any) -> None:
-    one, other = near_pair()
+def test_a_callback_that_ends_its_thread_ends_the_pipe_and_not_in_silence(local_pair: Any) -> None:
+    one, other = local_pair()
     one.send_tensor(torch.zeros(20 * MIB, dtype=torch.uint8)).add_done_callback(raises(SystemExit))
     behind = one.send_tensor(torch.zeros(30 * MIB, dtype=torch.uint8))
     receiving = Call(other.recv_tensor)
@@ -185,8 +185,8 @@ def test_a_callback_that_ends_its_thread_ends_the_pipe_and_not_in_silence(near_p
     assert isinstance(receiving.outcome(), torch.Tensor)
 
 
-def test_a_callback_may_close_the_pipe_it_was_sent_over(near_pair: Any) -> None:
-    one, other = near_pair()
+def test_a_callback_may_close_the_pipe_it_was_sent_over(local_pair: Any) -> None:
+    one, other = local_pair()
     transfer = one.send_tensor(torch.zeros(20 * MIB, dtype=torch.uint8))
     behind = one.send_tensor(torch.zeros(MIB, dtype=torch.uint8))
     transfer.add_done_callback(lambda _: one.close(timeout=3600.0))

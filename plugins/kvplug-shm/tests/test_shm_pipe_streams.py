@@ -23,7 +23,7 @@ from kvplug_testing import peers
 from kvplug_testing.waits import Call, until
 
 ends = SimpleNamespace(**run_path(str(Path(__file__).with_name("pipe_ends.py"))))
-near_pair = ends.near_pair
+local_pair = ends.local_pair
 
 MIB = 1024 * 1024
 
@@ -45,8 +45,8 @@ def exchange(one: Any, other: Any, messages: list[Any], into: bool = False) -> N
 
 
 @pytest.mark.parametrize("into", [False, True])
-def test_a_message_may_begin_at_every_place_of_a_ring(near_pair: Any, into: bool) -> None:
-    one, other = near_pair(**ends.TINY)
+def test_a_message_may_begin_at_every_place_of_a_ring(local_pair: Any, into: bool) -> None:
+    one, other = local_pair(**ends.TINY)
     places = ends.TINY["slot_bytes"] // LINE
     for begin in range(places):
         for nbytes in (1, LINE - 1, LINE, 400, ends.TINY["slot_bytes"], 3000):
@@ -59,8 +59,10 @@ def test_a_message_may_begin_at_every_place_of_a_ring(near_pair: Any, into: bool
 
 
 @pytest.mark.parametrize("begin", range(SMALLEST_BYTES // LINE))
-def test_the_longest_prefix_may_begin_at_every_place_of_the_smallest_ring(near_pair: Any, begin: int) -> None:
-    one, other = near_pair(**ends.TINY)
+def test_the_longest_prefix_may_begin_at_every_place_of_the_smallest_ring(
+    local_pair: Any, begin: int
+) -> None:
+    one, other = local_pair(**ends.TINY)
     for _ in range(begin):
         one.send_tensor(None)
         assert other.recv_tensor() is None
@@ -90,12 +92,12 @@ def test_any_messages_go_through_any_ring(
 @pytest.mark.parametrize("first_out", [False, True])
 @pytest.mark.parametrize("second_out", [False, True])
 def test_a_receive_that_times_out_in_the_middle_goes_on_in_the_next_call(
-    near_pair: Any, first_out: bool, second_out: bool
+    local_pair: Any, first_out: bool, second_out: bool
 ) -> None:
     from kvplug_shm.pipe.content import Content
     from kvplug_shm.pipe.message import Message
 
-    one, other = near_pair(slots=2, slot_bytes=4096)
+    one, other = local_pair(slots=2, slot_bytes=4096)
     sent = bytes_of(20_000, 1)
     message = Message(Content(sent), 0)
     ring = one._outbox._ring
@@ -126,8 +128,8 @@ def test_a_receive_that_times_out_in_the_middle_goes_on_in_the_next_call(
 
 
 @pytest.mark.parametrize("limit", [10_000, 300_000, 3 * MIB])
-def test_what_is_queued_and_what_lies_in_the_ring_are_bounded_together(near_pair: Any, limit: int) -> None:
-    one, _ = near_pair(max_in_flight_bytes=limit)
+def test_what_is_queued_and_what_lies_in_the_ring_are_bounded_together(local_pair: Any, limit: int) -> None:
+    one, _ = local_pair(max_in_flight_bytes=limit)
     ring = one._outbox._ring
     sent = 0
     with pytest.raises(TimeoutError, match=f"max_in_flight_bytes is {limit}"):
@@ -138,8 +140,8 @@ def test_what_is_queued_and_what_lies_in_the_ring_are_bounded_together(near_pair
     assert sent
 
 
-def test_one_larger_message_passes_alone(near_pair: Any) -> None:
-    one, other = near_pair(max_in_flight_bytes=1000)
+def test_one_larger_message_passes_alone(local_pair: Any) -> None:
+    one, other = local_pair(max_in_flight_bytes=1000)
     large, small = bytes_of(20 * MIB, 1), bytes_of(10, 2)
     one.send_tensor(small)
     with pytest.raises(TimeoutError):
@@ -153,8 +155,8 @@ def test_one_larger_message_passes_alone(near_pair: Any) -> None:
     one.send_tensor(small, timeout=0.1)
 
 
-def test_a_sender_that_waits_for_room_goes_on_when_the_ring_is_read(near_pair: Any) -> None:
-    one, other = near_pair(max_in_flight_bytes=50_000)
+def test_a_sender_that_waits_for_room_goes_on_when_the_ring_is_read(local_pair: Any) -> None:
+    one, other = local_pair(max_in_flight_bytes=50_000)
     messages = [bytes_of(30_000, n) for n in range(40)]
     sending = Call(lambda: [one.send_tensor(each, timeout=None) for each in messages])
     for each in messages:
@@ -163,8 +165,8 @@ def test_a_sender_that_waits_for_room_goes_on_when_the_ring_is_read(near_pair: A
     sending.outcome()
 
 
-def test_received_memory_is_used_again_and_never_while_somebody_has_it(near_pair: Any) -> None:
-    one, other = near_pair()
+def test_received_memory_is_used_again_and_never_while_somebody_has_it(local_pair: Any) -> None:
+    one, other = local_pair()
     kept = []
     for number in range(4):
         one.send_tensor(torch.full((2 * MIB,), number, dtype=torch.uint8))
@@ -182,9 +184,9 @@ def test_received_memory_is_used_again_and_never_while_somebody_has_it(near_pair
 
 @pytest.mark.parametrize("start", [0, 1, 33, 63])
 def test_a_message_that_passes_the_caches_fills_its_target_and_nothing_beside(
-    near_pair: Any, start: int
+    local_pair: Any, start: int
 ) -> None:
-    one, other = near_pair()
+    one, other = local_pair()
     source = bytes_of(5 * MIB + 37, start)
     around = torch.full((source.nbytes + 128,), 0xA5, dtype=torch.uint8)
     target = around[start : start + source.nbytes]
@@ -198,9 +200,9 @@ def test_a_message_that_passes_the_caches_fills_its_target_and_nothing_beside(
 
 @pytest.mark.parametrize("row_bytes", [2048, 2049, 6000])
 def test_blocks_that_pass_the_caches_fill_their_rows_and_nothing_beside(
-    near_pair: Any, row_bytes: int
+    local_pair: Any, row_bytes: int
 ) -> None:
-    one, other = near_pair()
+    one, other = local_pair()
     count = 5 * MIB // row_bytes
     source = bytes_of(count * row_bytes, 1).view(count, row_bytes)
     target = torch.full((count + 1, row_bytes + 3), 0xA5, dtype=torch.uint8)
@@ -212,8 +214,8 @@ def test_blocks_that_pass_the_caches_fill_their_rows_and_nothing_beside(
     assert bool((target[:, row_bytes:] == 0xA5).all())
 
 
-def test_a_pipe_says_how_much_memory_it_holds(near_pair: Any) -> None:
-    one, other = near_pair(slots=2, slot_bytes=MIB)
+def test_a_pipe_says_how_much_memory_it_holds(local_pair: Any) -> None:
+    one, other = local_pair(slots=2, slot_bytes=MIB)
     assert attrs.astuple(one.held) == (4 * MIB, 0, 0, 0)
     one.send_tensor(torch.zeros(9 * MIB, dtype=torch.uint8))
     assert one.held.queued == 9 * MIB
@@ -228,8 +230,8 @@ def test_a_pipe_says_how_much_memory_it_holds(near_pair: Any) -> None:
     assert one.held.shared == other.held.shared == 0
 
 
-def test_a_message_that_was_sent_is_let_go(near_pair: Any) -> None:
-    one, other = near_pair(**ends.TINY)
+def test_a_message_that_was_sent_is_let_go(local_pair: Any) -> None:
+    one, other = local_pair(**ends.TINY)
     source = torch.ones(MIB, dtype=torch.uint8)
     gone = weakref.ref(source)
     transfer = one.send_tensor(source)
@@ -239,15 +241,15 @@ def test_a_message_that_was_sent_is_let_go(near_pair: Any) -> None:
     until(lambda: gc.collect() * 0 + (gone() is None))
 
 
-def test_a_pipe_has_one_socket_and_a_pidfd_and_its_memory_goes_with_it(near_pair: Any) -> None:
+def test_a_pipe_has_one_socket_and_a_pidfd_and_its_memory_goes_with_it(local_pair: Any) -> None:
     def mappings() -> int:
         return Path("/proc/self/maps").read_text().count("memfd:kvplug-pipe")
 
     gc.collect()
     count = mappings()
-    first = near_pair()  # the watcher and the listener have descriptors of their own
+    first = local_pair()  # the watcher and the listener have descriptors of their own
     before = peers.Resources.of().descriptors
-    one, other = near_pair()
+    one, other = local_pair()
     one.send_tensor(bytes_of(20 * MIB, 1))
     other.recv_tensor()
     more = peers.Resources.of().descriptors - before
@@ -264,8 +266,8 @@ def test_a_pipe_has_one_socket_and_a_pidfd_and_its_memory_goes_with_it(near_pair
         gc.enable()
 
 
-def test_small_messages_need_no_thread(near_pair: Any) -> None:
-    one, other = near_pair()
+def test_small_messages_need_no_thread(local_pair: Any) -> None:
+    one, other = local_pair()
     before = set(threading.enumerate())
     for number in range(1000):
         one.send_tensor(torch.tensor(number))

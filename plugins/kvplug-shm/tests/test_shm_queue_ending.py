@@ -13,7 +13,7 @@ import pytest
 
 from kvplug import ClosedError, PeerGoneError, TimeoutError
 from kvplug_shm.queue.admission import Admission
-from kvplug_shm.queue.roster import Roster
+from kvplug_shm.queue.reader_table import ReaderTable
 from kvplug_testing.waits import Call, until
 
 ends = SimpleNamespace(**run_path(str(Path(__file__).with_name("queue_ends.py"))))
@@ -49,7 +49,7 @@ def test_many_threads_may_end_it_at_once(queue: Any) -> None:
 
 
 class SlowFar:
-    """A far half whose readers take nothing."""
+    """A network half whose readers take nothing."""
 
     data: ClassVar[dict[str, Any]] = {}
 
@@ -69,9 +69,9 @@ class SlowFar:
 
 def test_abort_ends_a_close_that_waits_for_readers_elsewhere(queue: Any) -> None:
     writer, (reader,) = queue()
-    writer._far = far = SlowFar()
+    writer._network = network = SlowFar()
     closes = Call(lambda: writer.close(timeout=None))
-    assert far.closing.wait(ends.PATIENCE_S)
+    assert network.closing.wait(ends.PATIENCE_S)
     writer.abort()
     assert closes.outcome() is None
     with pytest.raises(PeerGoneError):
@@ -103,10 +103,10 @@ def test_abort_ends_a_close_that_waits_for_whoever_is_inside(queue: Any) -> None
 
 def test_a_close_that_is_interrupted_lets_go_of_everything(queue: Any) -> None:
     writer, (reader,) = queue()
-    writer._far = far = SlowFar(interrupted=True)
+    writer._network = network = SlowFar(interrupted=True)
     with pytest.raises(KeyboardInterrupt):
         writer.close()
-    assert far.aborted.is_set() and mapped() == 1
+    assert network.aborted.is_set() and mapped() == 1
     with pytest.raises(PeerGoneError):
         reader.dequeue()
 
@@ -157,28 +157,28 @@ def test_a_handler_may_end_a_writer_that_is_looking_at_its_readers(
 ) -> None:
     """A signal's, which runs within whatever its thread does."""
     writer, _ = queue()
-    told = writer._roster._reader
+    told = writer._reader_table._reader
 
     def ended(member: Any) -> Any:
         writer.abort()
         return told(member)
 
-    monkeypatch.setattr(writer._roster, "_reader", ended)
+    monkeypatch.setattr(writer._reader_table, "_reader", ended)
     assert isinstance(Call(lambda: writer.readers).outcome(), ClosedError)
 
 
 def test_while_a_reader_joins_the_writer_can_be_ended_by_whoever_looks_at_the_readers(
     queue: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Who looks has the roster, and a handler that strikes there wants the door: nobody waits with it."""
-    joined, struck = Roster.joined, []
+    """The thread that looks holds the reader table, and a handler that strikes there wants the door."""
+    joined, struck = ReaderTable.joined, []
 
     def free() -> bool:
         with doors[0]._lock:
             return True
 
-    def meanwhile(roster: Roster, rank: int) -> None:
-        joined(roster, rank)
+    def meanwhile(reader_table: ReaderTable, rank: int) -> None:
+        joined(reader_table, rank)
         struck.append(Call(free).outcome(5.0))
 
     doors: list[Admission] = []
@@ -189,7 +189,7 @@ def test_while_a_reader_joins_the_writer_can_be_ended_by_whoever_looks_at_the_re
         watch(door, *args)
 
     monkeypatch.setattr(Admission, "_watch", watched)
-    monkeypatch.setattr(Roster, "joined", meanwhile)
+    monkeypatch.setattr(ReaderTable, "joined", meanwhile)
     queue()
     until(lambda: struck)
     assert struck == [True]
@@ -204,11 +204,11 @@ def test_who_hears_of_an_eviction_may_look_at_the_readers(queue: Any) -> None:
             looked.append(Call(lambda: writer.readers).outcome())
 
     handler = Looks()
-    logging.getLogger("kvplug_shm.queue.roster").addHandler(handler)
+    logging.getLogger("kvplug_shm.queue.reader_table").addHandler(handler)
     try:
-        writer._roster.evict(1, "silent for 10.0 s", died=True)
+        writer._reader_table.evict(1, "silent for 10.0 s", died=True)
     finally:
-        logging.getLogger("kvplug_shm.queue.roster").removeHandler(handler)
+        logging.getLogger("kvplug_shm.queue.reader_table").removeHandler(handler)
     assert looked[0][1].died
 
 

@@ -18,9 +18,9 @@ import torch
 from kvplug import ClosedError, ConfigError, KvplugError, PeerGoneError, TransportError
 from kvplug.net.wire import encode
 from kvplug.transport import Credentials, QueueHandle, WireError, dial
-from kvplug_shm.memory.handing import recv_fds, send_fd
-from kvplug_shm.queue.joining import PURPOSE
-from kvplug_shm.ring import order
+from kvplug_shm.memory.fd_passing import recv_fds, send_fd
+from kvplug_shm.queue.join import PURPOSE
+from kvplug_shm.ring import protocol
 from kvplug_testing.waits import Call, until
 
 ends = SimpleNamespace(**run_path(str(Path(__file__).with_name("queue_ends.py"))))
@@ -38,7 +38,7 @@ def words_of(end: Any) -> Any:
 @pytest.mark.parametrize("count", [5, 1 << 40, (1 << 63) - 1])
 def test_a_head_that_cannot_be_is_an_error(queue: Any, count: int) -> None:
     _, (reader,) = queue()
-    words_of(reader)[order.HEAD] = count << 1
+    words_of(reader)[protocol.HEAD] = count << 1
     for _ in range(2):
         with pytest.raises(WireError, match="places"):
             reader.dequeue(timeout=1)
@@ -48,7 +48,7 @@ def test_a_head_that_cannot_be_is_an_error(queue: Any, count: int) -> None:
 def test_a_tail_that_cannot_be_is_an_error(queue: Any, count: int) -> None:
     writer, readers = queue(2)
     writer.enqueue("one")
-    words_of(readers[1])[order.tail(1)] = count << 1
+    words_of(readers[1])[protocol.tail(1)] = count << 1
     with pytest.raises(WireError, match="a reader says"):
         writer.enqueue("two", timeout=1)
     assert readers[0].dequeue() == "one"
@@ -113,7 +113,7 @@ def test_bytes_that_are_no_value_are_an_error_and_nothing_else(queue: Any) -> No
         except WireError:
             assert reader._source._end.read == before, "a message that is none was taken"
         else:
-            words_of(writer)[order.HEAD] = 2 << 1  # it was one by chance: the next is as well
+            words_of(writer)[protocol.HEAD] = 2 << 1  # it was one by chance: the next is as well
             break
 
 
@@ -139,7 +139,7 @@ def test_a_pickle_in_the_ring_runs_nowhere(queue: Any, tmp_path: Path, overflow:
 def test_a_reader_that_was_evicted_and_lives_is_told_what_it_lost(queue: Any) -> None:
     writer, readers = queue(2)
     writer.enqueue("first")
-    writer._roster.evict(1, "silent for 10.0 s", died=True)
+    writer._reader_table.evict(1, "silent for 10.0 s", died=True)
     for number in range(2 * ends.CHUNKS):
         writer.enqueue(number)
         readers[0].dequeue()
@@ -158,7 +158,7 @@ def test_a_reader_that_was_evicted_amid_a_copy_is_told_so(
     writer.enqueue("small" if decoder == "decode" else torch.ones(100_000))
 
     def overwritten(*_: Any, **__: Any) -> Any:
-        writer._roster.evict(1, "silent for 10.0 s", died=True)
+        writer._reader_table.evict(1, "silent for 10.0 s", died=True)
         raise WireError("not the bytes of a value")
 
     monkeypatch.setattr(f"kvplug_shm.queue.reader.{decoder}", overwritten)
@@ -169,16 +169,16 @@ def test_a_reader_that_was_evicted_amid_a_copy_is_told_so(
 def test_a_reader_that_was_evicted_and_finds_another_kind_is_told_so(queue: Any) -> None:
     writer, readers = queue(2)
     writer.enqueue("value")
-    writer._roster.evict(1, "silent for 10.0 s", died=True)
+    writer._reader_table.evict(1, "silent for 10.0 s", died=True)
     with pytest.raises(TransportError, match="evicted this reader"), readers[1].acquire_read(timeout=5):
         pass
 
 
 def test_a_reader_that_was_evicted_is_not_ready(queue: Any) -> None:
     writer, readers = queue(2)
-    writer._roster.evict(1, "silent for 10.0 s", died=True)
+    writer._reader_table.evict(1, "silent for 10.0 s", died=True)
     for index in (None, 0):
-        writer._roster.say_ready(index)
+        writer._reader_table.say_ready(index)
     with pytest.raises(TransportError, match="evicted this reader"):
         readers[1].wait_until_ready(timeout=5)
     readers[0].wait_until_ready(timeout=5)
@@ -189,7 +189,7 @@ def test_a_chunk_that_was_overwritten_while_it_was_looked_at_is_told(queue: Any)
     with writer.acquire_write(4) as view:
         view[:] = b"here"
     with pytest.raises(TransportError, match="evicted"), readers[1].acquire_read() as view:
-        writer._roster.evict(1, "silent for 10.0 s", died=True)
+        writer._reader_table.evict(1, "silent for 10.0 s", died=True)
 
 
 # -- the socket --------------------------------------------------------------------------------------
@@ -241,7 +241,7 @@ def test_nothing_listens_but_an_abstract_socket_of_this_host(writer: Any) -> Non
 
 def test_bytes_of_strangers_reach_no_decoder(writer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     decoded: list[Any] = []
-    monkeypatch.setattr("kvplug_shm.queue.joining.decode", lambda *given, **_: decoded.append(given))
+    monkeypatch.setattr("kvplug_shm.queue.join.decode", lambda *given, **_: decoded.append(given))
     name = writer.export_handle().data["contact"].removeprefix("unix:@")
     rng = random.Random(5)
     for data in (b"", b"\x80\x04" * 200, frame({"rank": 0}), rng.randbytes(4096)):

@@ -15,7 +15,7 @@ from kvplug import CapacityError, TimeoutError
 from kvplug_testing.waits import Call
 
 ends = SimpleNamespace(**run_path(str(Path(__file__).with_name("queue_ends.py"))))
-queue, far_reader = ends.queue, ends.far_reader
+queue, remote_reader = ends.queue, ends.remote_reader
 
 MIB = 1 << 20
 
@@ -92,13 +92,13 @@ def test_large_messages_wait_for_each_other(queue: Any) -> None:
         assert len(reader.dequeue()) == 3 * MIB + 1
 
 
-def test_a_reader_that_comes_late_gets_large_messages_too(queue: Any, far_reader: Any) -> None:
-    writer, (near_one,) = queue(2, attached=1)
+def test_a_reader_that_comes_late_gets_large_messages_too(queue: Any, remote_reader: Any) -> None:
+    writer, (local_one,) = queue(2, attached=1)
     sent = [torch.randn(MIB), "between", torch.randn(MIB)]
     for value in sent:
         writer.enqueue(value)
     with ends.endpoint().create_from_handle(writer.export_handle(), 1) as late:
-        for reader in (near_one, late):
+        for reader in (local_one, late):
             one, between, other = (reader.dequeue() for _ in sent)
             assert torch.equal(one, sent[0]) and between == "between" and torch.equal(other, sent[2])
 
@@ -106,18 +106,18 @@ def test_a_reader_that_comes_late_gets_large_messages_too(queue: Any, far_reader
 # -- other processes -----------------------------------------------------------------------------------
 
 
-def test_a_chunk_that_another_process_looks_at_stays_as_it_is(queue: Any, far_reader: Any) -> None:
-    writer, (near_one,) = queue(2, attached=1)
-    child = far_reader(writer, 1, "look_slowly")
+def test_a_chunk_that_another_process_looks_at_stays_as_it_is(queue: Any, remote_reader: Any) -> None:
+    writer, (local_one,) = queue(2, attached=1)
+    child = remote_reader(writer, 1, "look_slowly")
     with writer.acquire_write(5) as view:
         view[:] = b"first"
     assert child.recv() == b"first"
     for number in range(ends.CHUNKS - 1):
         writer.enqueue(number)
-    with near_one.acquire_read() as view:
+    with local_one.acquire_read() as view:
         assert view == b"first"
     for number in range(ends.CHUNKS - 1):
-        assert near_one.dequeue() == number
+        assert local_one.dequeue() == number
     with pytest.raises(TimeoutError, match=rf"rank 1 \(pid {child.pid}\), {ends.CHUNKS} messages behind"):
         writer.enqueue("no room", timeout=0.2)
     child.send("go on")

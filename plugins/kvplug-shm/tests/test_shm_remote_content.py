@@ -40,14 +40,14 @@ def writing() -> Iterator[Any]:
 
     yield make
     for each in made:
-        each.far.abort()
-        each.far.join(None)
+        each.network.abort()
+        each.network.join(None)
 
 
 def test_messages_of_all_sizes_arrive_as_they_were(writing: Any, host: str) -> None:
     sizes = [0, 1, 4096, (64 << 10) - 20, 64 << 10, PIECE_BYTES, PIECE_BYTES + 1, 3 * PIECE_BYTES + 17, 2]
     writer = writing(context(host=host), places=2)
-    reader = joined(context(host=host), writer.far.data)
+    reader = joined(context(host=host), writer.network.data)
     sent = [(bool(at % 2), os.urandom(at * 7), os.urandom(size)) for at, size in enumerate(sizes)]
     sent.append((False, os.urandom(2 * PIECE_BYTES), b"a head in pieces"))
     got: list[Any] = []
@@ -64,15 +64,15 @@ def test_a_frame_that_finds_no_room_is_sent_later_and_nothing_is_lost(
     writing: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     writer = writing(context())
-    reader = joined(context(), writer.far.data)
-    put, tried = writer.far._put, itertools.count()
+    reader = joined(context(), writer.network.data)
+    put, tried = writer.network._put, itertools.count()
 
     def refuse_every_second(routing_id: bytes, parts: list[Any]) -> None:
         if parts[0][0] in (Kind.MESSAGE, Kind.PIECE, Kind.READY) and not next(tried) % 2:
             raise zmq.Again
         put(routing_id, parts)
 
-    monkeypatch.setattr(writer.far, "_put", refuse_every_second)
+    monkeypatch.setattr(writer.network, "_put", refuse_every_second)
     sent = [b"small", os.urandom(3 * PIECE_BYTES + 17), b"last"]
     for body in sent:
         writer.send(body)
@@ -87,7 +87,7 @@ def test_what_a_reader_says_finds_no_room_and_is_said_later(
     writing: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     writer = writing(context(), places=1)
-    reader: Any = joined(context(), writer.far.data)
+    reader: Any = joined(context(), writer.network.data)
     put, refused = reader._put, set[bytes]()
 
     def refuse_once(frame: bytes) -> None:
@@ -109,7 +109,7 @@ def test_what_a_reader_says_finds_no_room_and_is_said_later(
 def test_each_reader_gets_everything_in_order_whatever_its_pace(writing: Any) -> None:
     count, pauses = 300, (0.0, 0.0005, 0.002)
     writer = writing(context(), range(3))
-    readers = [joined(context(), writer.far.data, rank) for rank in range(3)]
+    readers = [joined(context(), writer.network.data, rank) for rank in range(3)]
     got: list[list[bytes]] = [[], [], []]
 
     def read(rank: int) -> None:
@@ -133,15 +133,15 @@ def test_who_comes_late_gets_everything_from_the_first(writing: Any) -> None:
     writer = writing(context())
     for number in range(4):
         writer.send(b"%d" % number)
-    reader = joined(context(), writer.far.data)
-    writer.far.abort()  # it had come, so all that there was is its own
+    reader = joined(context(), writer.network.data)
+    writer.network.abort()  # it had come, so all that there was is its own
     assert [taken(reader)[2] for _ in range(4)] == [b"0", b"1", b"2", b"3"]
     reader.leave(died=False)
 
 
 def test_room_comes_back_as_the_reader_reads_and_not_before(writing: Any) -> None:
     writer = writing(context(), places=10)
-    reader = joined(context(), writer.far.data)
+    reader = joined(context(), writer.network.data)
     for number in range(10):
         writer.send(b"%d" % number)
     assert writer.feed.read[0] == 0  # all of it has arrived, since send() waits for that
@@ -153,7 +153,7 @@ def test_room_comes_back_as_the_reader_reads_and_not_before(writing: Any) -> Non
 
 def test_a_message_has_arrived_when_the_writer_goes_on(writing: Any) -> None:
     writer = writing(context())
-    reader = joined(context(), writer.far.data)
+    reader = joined(context(), writer.network.data)
     for number in range(4):
         writer.send(b"%d" % number)
         assert reader._assembly.arrived == number + 1
@@ -162,14 +162,14 @@ def test_a_message_has_arrived_when_the_writer_goes_on(writing: Any) -> None:
 
 def test_a_reader_that_is_stopped_holds_the_writer_up_once_and_costs_bounded_memory(fork_server: Any) -> None:
     writer = ends.Writing(context(), places=200)
-    with fork_server.start(f"{FAR}:idle_reader", dict(writer.far.data)) as child:
+    with fork_server.start(f"{FAR}:idle_reader", dict(writer.network.data)) as child:
         child.recv()
         child.stop()
         began = time.monotonic()
         for _ in range(100):
             writer.send(bytes(PIECE_BYTES))
         assert time.monotonic() - began < ends.PATIENCE_S
-        (link,) = writer.far._links.values()
+        (link,) = writer.network._links.values()
         assert link._bytes_under_way <= remote_link.WINDOW_BYTES + PIECE_BYTES + 4096
         child.cont()
         writer.feed.until(lambda: link.arrived == 100)
@@ -183,7 +183,7 @@ def test_a_reader_that_is_stopped_holds_the_writer_up_once_and_costs_bounded_mem
 def test_a_reader_that_pauses_4_s_under_20_000_messages_gets_all_of_them(fork_server: Any) -> None:
     count = 20_000
     writer = ends.Writing(context(), places=10)
-    with fork_server.start(f"{FAR}:far_reader", dict(writer.far.data), count, timeout_s=100) as child:
+    with fork_server.start(f"{FAR}:remote_reader", dict(writer.network.data), count, timeout_s=100) as child:
         child.recv()
         sending = threading.Thread(target=lambda: [writer.send(b"%d" % at) for at in range(count)])
         sending.start()
@@ -199,11 +199,11 @@ def test_a_reader_that_pauses_4_s_under_20_000_messages_gets_all_of_them(fork_se
 
 def test_all_are_ready_when_all_have_said_so(writing: Any) -> None:
     writer = writing(context(), range(2))
-    readers = [joined(context(), writer.far.data, rank) for rank in range(2)]
+    readers = [joined(context(), writer.network.data, rank) for rank in range(2)]
     with pytest.raises(TimeoutError, match="the writer"):
         readers[0].wait_until_ready(ends.wait_for("all", 0.2), lambda: None)
     writer.feed.writer_waits = True
-    writer.far.changed(Deadline.after(ends.PATIENCE_S))
+    writer.network.changed(Deadline.after(ends.PATIENCE_S))
     waiting = threading.Thread(target=readers[1].wait_until_ready, args=(ends.wait_for("all"), lambda: None))
     waiting.start()
     readers[0].wait_until_ready(ends.wait_for("all"), lambda: None)
@@ -215,15 +215,15 @@ def test_all_are_ready_when_all_have_said_so(writing: Any) -> None:
 
 def test_a_rank_joins_once(writing: Any) -> None:
     writer = writing(context())
-    reader = joined(context(), writer.far.data)
+    reader = joined(context(), writer.network.data)
     with pytest.raises(ConfigError, match="attached already"):
-        joined(context(), writer.far.data)
+        joined(context(), writer.network.data)
     reader.leave(died=False)
 
 
 def test_a_wait_ends_by_its_deadline_its_cancelling_and_its_end(writing: Any) -> None:
     writer = writing(context())
-    reader = joined(context(), writer.far.data)
+    reader = joined(context(), writer.network.data)
     assert reader.poll() is None
     with pytest.raises(TimeoutError):
         taken(reader, 0.05)
@@ -258,7 +258,7 @@ def test_a_wait_ends_by_its_deadline_its_cancelling_and_its_end(writing: Any) ->
 @pytest.mark.timing
 def test_an_end_where_nothing_happens_costs_nothing(writing: Any) -> None:
     writer = writing(context())
-    reader = joined(context(), writer.far.data)
+    reader = joined(context(), writer.network.data)
     used = time.process_time()
     time.sleep(2.0)
     assert time.process_time() - used < 0.1
@@ -267,7 +267,7 @@ def test_an_end_where_nothing_happens_costs_nothing(writing: Any) -> None:
 
 def test_a_writer_that_closes_says_so_after_everything_else(writing: Any) -> None:
     writer = writing(context())
-    reader = joined(context(), writer.far.data)
+    reader = joined(context(), writer.network.data)
     for number in range(4):
         writer.send(b"%d" % number)
     writer.close()
@@ -282,7 +282,7 @@ def test_what_a_writer_said_last_is_heard_by_a_reader_that_looks_after_the_conne
     writing: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     writer = writing(context())
-    reader: Any = joined(context(), writer.far.data)
+    reader: Any = joined(context(), writer.network.data)
     writer.send(b"first")
     turn, busy, go_on = reader._turn, threading.Event(), threading.Event()
 

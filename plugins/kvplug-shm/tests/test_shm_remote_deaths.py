@@ -32,8 +32,8 @@ context, joined, taken = ends.context, ends.joined, ends.taken
 def writer() -> Iterator[Any]:
     made = ends.Writing(context(), range(2))
     yield made
-    made.far.abort()
-    made.far.join(None)
+    made.network.abort()
+    made.network.join(None)
 
 
 class Relay:
@@ -72,8 +72,8 @@ class Relay:
 def test_a_reader_that_is_killed_is_evicted_by_name_and_the_others_go_on(
     writer: Any, fork_server: Any
 ) -> None:
-    near = joined(context(), writer.far.data, 1)
-    with fork_server.start(f"{FAR}:idle_reader", dict(writer.far.data)) as child:
+    near = joined(context(), writer.network.data, 1)
+    with fork_server.start(f"{FAR}:idle_reader", dict(writer.network.data)) as child:
         child.recv()
         assert writer.feed.came[0] == f"pid {child.pid}"
         writer.send(b"0")
@@ -91,13 +91,13 @@ def test_a_reader_that_is_killed_is_evicted_by_name_and_the_others_go_on(
 @pytest.mark.parametrize(("died", "why"), [(False, "has left"), (True, "its connection ended")])
 def test_a_reader_that_leaves_is_told_from_one_that_died(writer: Any, died: bool, why: str) -> None:
     for rank in range(2):
-        joined(context(), writer.far.data, rank).leave(died=died)
+        joined(context(), writer.network.data, rank).leave(died=died)
     writer.feed.until(lambda: len(writer.feed.gone) == 2)
     assert writer.feed.gone == {0: (why, died), 1: (why, died)}
 
 
 def test_a_reader_that_says_goodbye_and_exits_at_once_has_left(writer: Any, fork_server: Any) -> None:
-    with fork_server.start(f"{FAR}:far_reader", dict(writer.far.data), 1) as child:
+    with fork_server.start(f"{FAR}:remote_reader", dict(writer.network.data), 1) as child:
         child.recv()
         writer.send(b"0")
         assert child.result() == ""
@@ -110,10 +110,10 @@ def test_a_reader_on_this_host_that_is_stopped_is_alive_and_not_buried_in_beats(
 ) -> None:
     monkeypatch.setattr(remote_writer, "BEATS", 4)
     writer = ends.Writing(context(heartbeat_timeout_s=0.5))
-    with fork_server.start(f"{FAR}:idle_reader", dict(writer.far.data), 0.5) as child:
+    with fork_server.start(f"{FAR}:idle_reader", dict(writer.network.data), 0.5) as child:
         child.recv()
         child.stop()
-        (link,) = writer.far._links.values()
+        (link,) = writer.network._links.values()
         writer.feed.until(lambda: link.beats == 4)
         time.sleep(1.0)
         assert not writer.feed.gone and link.beats == 4
@@ -129,14 +129,14 @@ def test_a_stopped_reader_is_not_waited_for_beyond_the_callers_deadline(
     writer: Any, monkeypatch: pytest.MonkeyPatch, fork_server: Any
 ) -> None:
     monkeypatch.setattr(remote_writer, "ARRIVAL_S", 1000.0)
-    with fork_server.start(f"{FAR}:idle_reader", dict(writer.far.data)) as child:
+    with fork_server.start(f"{FAR}:idle_reader", dict(writer.network.data)) as child:
         child.recv()
         child.stop()
         sending = threading.Thread(target=writer.send, args=(b"late",), kwargs={"timeout_s": 0.1})
         sending.start()
         sending.join(ends.PATIENCE_S)
         waits = sending.is_alive()
-        writer.far.abort()
+        writer.network.abort()
         sending.join(ends.PATIENCE_S)
         child.kill()
     assert not waits and not writer.feed.gone
@@ -147,7 +147,7 @@ def test_where_its_process_cannot_be_seen_a_silent_reader_is_evicted_and_hears_w
 ) -> None:
     monkeypatch.setattr(PeerIdentity, "open_pidfd", lambda self: None)
     writer = ends.Writing(context(heartbeat_timeout_s=1.0), places=10)
-    with fork_server.start(f"{FAR}:idle_reader", dict(writer.far.data), 1.0) as child:
+    with fork_server.start(f"{FAR}:idle_reader", dict(writer.network.data), 1.0) as child:
         child.recv()
         time.sleep(2.0)
         assert not writer.feed.gone  # beats keep it alive
@@ -159,7 +159,7 @@ def test_where_its_process_cannot_be_seen_a_silent_reader_is_evicted_and_hears_w
         child.cont()
         child.send("read")
         first, end = child.result()
-    writer.far.abort()
+    writer.network.abort()
     assert first == "arrived"
     assert end.startswith("TransportError") and "has evicted this reader (silent for" in end
     assert "0 of 1 messages are lost to reader rank 0, and all that come later" in end
@@ -174,29 +174,29 @@ def test_a_process_that_cannot_be_watched_is_told_by_its_silence(
 
     monkeypatch.setattr(remote_link, "watch", fail)
     writer = ends.Writing(context(heartbeat_timeout_s=1.0))
-    with fork_server.start(f"{FAR}:idle_reader", dict(writer.far.data), 1.0) as child:
+    with fork_server.start(f"{FAR}:idle_reader", dict(writer.network.data), 1.0) as child:
         child.recv()
         child.stop()
         writer.feed.until(lambda: writer.feed.gone)
         assert writer.feed.gone[0][0].startswith("silent for")
-    writer.far.abort()
+    writer.network.abort()
 
 
 def test_the_more_impatient_end_says_how_often_both_say_something(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PeerIdentity, "open_pidfd", lambda self: None)
     for ours, theirs in ((0.8, 60.0), (60.0, 0.8)):
         writer = ends.Writing(context(heartbeat_timeout_s=ours))
-        reader = joined(context(heartbeat_timeout_s=theirs), writer.far.data)
+        reader = joined(context(heartbeat_timeout_s=theirs), writer.network.data)
         time.sleep(2.5)
         writer.send(b"still there")
         assert taken(reader)[2] == b"still there"
         reader.leave(died=False)
         assert writer.feed.gone == {0: ("has left", False)}
-        writer.far.abort()
+        writer.network.abort()
 
 
 def test_of_a_writer_that_is_killed_everything_it_had_sent_is_received_first(fork_server: Any) -> None:
-    with fork_server.start(f"{FAR}:far_writer", 50) as child:
+    with fork_server.start(f"{FAR}:remote_writer", 50) as child:
         data = child.recv()
         reader = joined(context(), data)
         child.send("go")
@@ -212,7 +212,7 @@ def test_of_a_writer_that_is_killed_everything_it_had_sent_is_received_first(for
 
 
 def test_who_waits_hears_of_the_writers_death(fork_server: Any) -> None:
-    with fork_server.start(f"{FAR}:far_writer", 1) as child:
+    with fork_server.start(f"{FAR}:remote_writer", 1) as child:
         reader = joined(context(), child.recv())
         errors: list[BaseException] = []
 
@@ -236,7 +236,7 @@ def test_a_writer_on_this_host_that_is_stopped_is_alive_and_elsewhere_it_is_not(
     for seen in (True, False):
         if not seen:
             monkeypatch.setattr(PeerIdentity, "open_pidfd", lambda self: None)
-        with fork_server.start(f"{FAR}:far_writer", 1, 0.5) as child:
+        with fork_server.start(f"{FAR}:remote_writer", 1, 0.5) as child:
             reader = joined(context(heartbeat_timeout_s=0.5), child.recv())
             child.stop()
             try:
@@ -248,7 +248,7 @@ def test_a_writer_on_this_host_that_is_stopped_is_alive_and_elsewhere_it_is_not(
 
 
 def test_a_connection_that_breaks_is_not_made_again_in_silence(writer: Any) -> None:
-    relay = Relay(writer.far.data)
+    relay = Relay(writer.network.data)
     reader = joined(context(), relay.data)
     writer.send(b"before")
     relay.cut()
@@ -261,10 +261,10 @@ def test_a_connection_that_breaks_is_not_made_again_in_silence(writer: Any) -> N
 
 
 def test_a_writer_that_is_aborted_is_gone_after_what_it_had_sent(writer: Any) -> None:
-    reader = joined(context(), writer.far.data)
+    reader = joined(context(), writer.network.data)
     for number in range(4):
         writer.send(b"%d" % number)
-    writer.far.abort()
+    writer.network.abort()
     assert [taken(reader)[2] for _ in range(4)] == [b"0", b"1", b"2", b"3"]
     with pytest.raises(PeerGoneError):
         taken(reader)
@@ -272,13 +272,13 @@ def test_a_writer_that_is_aborted_is_gone_after_what_it_had_sent(writer: Any) ->
 
 
 def test_a_message_that_is_missing_is_told_with_how_many(writer: Any) -> None:
-    reader = joined(context(), writer.far.data)
-    (link,) = writer.far._links.values()
+    reader = joined(context(), writer.network.data)
+    (link,) = writer.network._links.values()
     writer.send(b"0")
     link.sent += 3
     for number in range(1, 5):
         writer.feed.messages.append(writer.feed.message(0)._replace(body=memoryview(b"%d" % number)))
-    writer.far.changed(Deadline.after(ends.PATIENCE_S))
+    writer.network.changed(Deadline.after(ends.PATIENCE_S))
     assert taken(reader)[2] == b"0"
     for _ in range(2):
         with pytest.raises(TransportError, match="3 messages from the writer, from number 1 on, were lost"):
@@ -292,18 +292,18 @@ def test_a_message_that_is_missing_is_told_with_how_many(writer: Any) -> None:
 def test_a_fault_that_concerns_one_reader_ends_only_that_ones_part(
     writer: Any, monkeypatch: pytest.MonkeyPatch, kind: Kind
 ) -> None:
-    readers = [joined(context(), writer.far.data, rank) for rank in range(2)]
-    (faulty,) = [link.routing_id for link in writer.far._links.values() if link.rank == 0]
-    put = writer.far._put
+    readers = [joined(context(), writer.network.data, rank) for rank in range(2)]
+    (faulty,) = [link.routing_id for link in writer.network._links.values() if link.rank == 0]
+    put = writer.network._put
 
     def fail(routing_id: bytes, parts: list[Any]) -> None:
         if routing_id == faulty and parts[0][0] == kind:
             raise RuntimeError("something unforeseen")
         put(routing_id, parts)
 
-    monkeypatch.setattr(writer.far, "_put", fail)
+    monkeypatch.setattr(writer.network, "_put", fail)
     monkeypatch.setattr(writer.feed, "all_ready", lambda: True)
-    writer.far._links[faulty].wants_ready = kind is Kind.READY
+    writer.network._links[faulty].wants_ready = kind is Kind.READY
     writer.send(b"0")
     writer.feed.until(lambda: writer.feed.gone)
     writer.send(b"1")
@@ -318,25 +318,25 @@ def test_a_fault_that_concerns_one_reader_ends_only_that_ones_part(
 def test_nothing_is_read_from_the_ring_for_a_reader_that_is_gone(
     writer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    reader = joined(context(), writer.far.data)
-    (link,) = writer.far._links.values()
-    put, read = writer.far._put, []
+    reader = joined(context(), writer.network.data)
+    (link,) = writer.network._links.values()
+    put, read = writer.network._put, []
 
     def unreachable(routing_id: bytes, parts: list[Any]) -> None:
         if parts[0][0] == Kind.READY:
             raise zmq.ZMQError(errno.EHOSTUNREACH)
         put(routing_id, parts)
 
-    monkeypatch.setattr(writer.far, "_put", unreachable)
+    monkeypatch.setattr(writer.network, "_put", unreachable)
     monkeypatch.setattr(writer.feed, "message", read.append)
     monkeypatch.setattr(writer.feed, "all_ready", lambda: True)
     link.wants_ready = True
     writer.feed.messages.append(None)
-    writer.far.changed(Deadline.after(ends.PATIENCE_S))
+    writer.network.changed(Deadline.after(ends.PATIENCE_S))
     writer.feed.until(lambda: writer.feed.gone)
     assert writer.feed.gone == {0: ("its connection ended", True)}
-    writer.far.abort()
-    writer.far.join(None)
+    writer.network.abort()
+    writer.network.join(None)
     assert not read
     reader.leave(died=True)
 
@@ -346,14 +346,14 @@ def test_ends_leave_nothing() -> None:
     for politely in (True, False):
         for _ in range(5):
             each = ends.Writing(context())
-            reader = joined(context(), each.far.data)
+            reader = joined(context(), each.network.data)
             each.send(b"x")
             assert taken(reader)[2] == b"x"
             reader.leave(died=not politely)
             if politely:
                 each.close()
             else:
-                each.far.abort()
+                each.network.abort()
     deadline = Deadline.after(ends.PATIENCE_S)
     while left := peers.Resources.of().beyond(before):
         assert not deadline.expired, left
@@ -361,7 +361,7 @@ def test_ends_leave_nothing() -> None:
 
 
 def test_a_connection_does_not_live_on_in_a_forked_child(writer: Any, fork_server: Any) -> None:
-    with fork_server.start(f"{FAR}:forking_reader", dict(writer.far.data)) as child:
+    with fork_server.start(f"{FAR}:forking_reader", dict(writer.network.data)) as child:
         forked = child.recv()
         try:
             writer.feed.until(lambda: writer.feed.gone)
@@ -380,9 +380,9 @@ def test_an_end_that_cannot_be_made_is_a_transport_error_and_leaves_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     writer = ends.Writing(context())
-    data = dict(writer.far.data)
-    writer.far.abort()
-    writer.far.join(None)
+    data = dict(writer.network.data)
+    writer.network.abort()
+    writer.network.join(None)
 
     def no_thread(self: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
@@ -408,8 +408,8 @@ def test_a_handler_may_come_in_while_the_thread_is_woken() -> None:
     writer = ends.Writing(context())
 
     def abort() -> None:
-        with writer.far._waking:  # as if a signal came in here
-            writer.far.abort()
+        with writer.network._waking:  # as if a signal came in here
+            writer.network.abort()
 
     aborting = threading.Thread(target=abort, daemon=True)
     aborting.start()
@@ -418,7 +418,7 @@ def test_a_handler_may_come_in_while_the_thread_is_woken() -> None:
 
 
 def test_a_writer_that_is_stopped_takes_readers_in_when_it_goes_on(fork_server: Any) -> None:
-    with fork_server.start(f"{FAR}:far_writer", 1) as child:
+    with fork_server.start(f"{FAR}:remote_writer", 1) as child:
         data = child.recv()
         child.stop()
         with pytest.raises(TimeoutError, match="did not answer"):

@@ -35,13 +35,13 @@ SECRET = "a secret that these tests share"
 def writer() -> Iterator[Any]:
     made = ends.Writing(context(secret=SECRET), range(2))
     yield made
-    made.far.abort()
-    made.far.join(None)
+    made.network.abort()
+    made.network.join(None)
 
 
 def goes_on(writer: Any) -> None:
     """The writer still serves who is allowed to come."""
-    reader = joined(context(secret=SECRET), writer.far.data, 1)
+    reader = joined(context(secret=SECRET), writer.network.data, 1)
     writer.feed.evict(0, "is not of this test", died=False)
     writer.send(b"still there")
     found = [taken(reader)[2] for _ in writer.feed.messages]
@@ -65,18 +65,18 @@ def dealer(contact: RemoteContact, keys: Keys | None, ours: Any, where: Any) -> 
 
 def test_the_same_secret_gets_in_and_another_does_not(writer: Any) -> None:
     with pytest.raises(AuthenticationError, match="did not prove themselves"):
-        joined(context(secret="not the secret of these tests"), writer.far.data)
+        joined(context(secret="not the secret of these tests"), writer.network.data)
     assert not writer.feed.came
     goes_on(writer)
 
 
 def test_a_secret_at_one_end_only_is_refused_before_anything_is_dialled(writer: Any) -> None:
     with pytest.raises(AuthenticationError, match="has a secret and this end has none"):
-        joined(context(), writer.far.data)
+        joined(context(), writer.network.data)
     open_to_token = ends.Writing(context())
     with pytest.raises(AuthenticationError, match="this end has a secret and the writer"):
-        joined(context(secret=SECRET), open_to_token.far.data)
-    open_to_token.far.abort()
+        joined(context(secret=SECRET), open_to_token.network.data)
+    open_to_token.network.abort()
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1"])
@@ -90,35 +90,35 @@ def test_an_address_that_other_hosts_reach_needs_a_secret(host: str) -> None:
 
 def test_the_token_of_one_queue_does_not_open_another() -> None:
     one, other = ends.Writing(context()), ends.Writing(context())
-    stolen = {**other.far.data, "token": one.far.data["token"]}
+    stolen = {**other.network.data, "token": one.network.data["token"]}
     with pytest.raises(AuthenticationError):
         joined(context(), stolen)
     assert not other.feed.came
-    one.far.abort()
-    other.far.abort()
+    one.network.abort()
+    other.network.abort()
 
 
 def test_a_queue_of_the_same_secret_has_other_keys(writer: Any) -> None:
     another = ends.Writing(context(secret=SECRET))
-    mixed = {**writer.far.data, "salt": another.far.data["salt"]}
+    mixed = {**writer.network.data, "salt": another.network.data["salt"]}
     with pytest.raises(AuthenticationError):
         joined(context(secret=SECRET), mixed)
-    another.far.abort()
+    another.network.abort()
 
 
 def test_neither_token_nor_keys_are_shown(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.DEBUG):
         writing = ends.Writing(context())
-        reader = joined(context(), writing.far.data)
-        contact = RemoteContact.from_plain(writing.far.data)
+        reader = joined(context(), writing.network.data)
+        contact = RemoteContact.from_plain(writing.network.data)
         handle = QueueHandle(
-            transport="shm", reader_ranks=(0,), local_reader_ranks=(), data=dict(writing.far.data)
+            transport="shm", reader_ranks=(0,), local_reader_ranks=(), data=dict(writing.network.data)
         )
         keys = contact.keys(context().credentials)
-        shown = [writing.far, reader, contact, handle, keys, keys.writer, reader.writer, str(contact)]
+        shown = [writing.network, reader, contact, handle, keys, keys.writer, reader.writer, str(contact)]
         reader.leave(died=True)
         writing.feed.until(lambda: writing.feed.gone)
-        writing.far.abort()
+        writing.network.abort()
     told = " ".join(map(repr, shown)) + caplog.text
     hidden = [contact.token, keys.writer.secret.decode(), keys.reader(0).secret.decode()]
     assert len(contact.token) == 64
@@ -137,12 +137,12 @@ def test_every_role_has_a_key_of_its_own() -> None:
 
 
 def test_a_client_with_a_key_of_its_own_is_not_heard(writer: Any) -> None:
-    contact = RemoteContact.from_plain(writer.far.data)
+    contact = RemoteContact.from_plain(writer.network.data)
     keys = contact.keys(context(secret=SECRET).credentials)
     with zmq.Context() as where:
         forged = dealer(contact, keys, zmq.curve_keypair(), where)
         forged.send(frames.plain(Kind.JOIN, joining()))
-        writer.feed.until(lambda: writer.far._admission.refused)
+        writer.feed.until(lambda: writer.network._admission.refused)
         assert not forged.poll(200)
         forged.close()
     assert not writer.feed.came
@@ -150,7 +150,7 @@ def test_a_client_with_a_key_of_its_own_is_not_heard(writer: Any) -> None:
 
 
 def test_a_client_without_keys_is_not_heard(writer: Any) -> None:
-    contact = RemoteContact.from_plain(writer.far.data)
+    contact = RemoteContact.from_plain(writer.network.data)
     with zmq.Context() as where:
         bare = dealer(contact, None, None, where)
         bare.send(frames.plain(Kind.JOIN, joining()))
@@ -162,7 +162,7 @@ def test_a_client_without_keys_is_not_heard(writer: Any) -> None:
 
 def test_a_conversation_that_is_replayed_opens_nothing(writer: Any) -> None:
     relay_of = run_path(str(Path(__file__).with_name("test_shm_remote_deaths.py")))["Relay"]
-    relay = relay_of(writer.far.data)
+    relay = relay_of(writer.network.data)
     reader = joined(context(secret=SECRET), relay.data)
     writer.send(b"once")
     assert taken(reader)[2] == b"once"
@@ -171,7 +171,7 @@ def test_a_conversation_that_is_replayed_opens_nothing(writer: Any) -> None:
     came = dict(writer.feed.came)
     writer.feed.came.clear()
     for pause_s in (0.0, 0.05):
-        with socket.create_connection((writer.far.data["host"], writer.far.data["port"])) as again:
+        with socket.create_connection((writer.network.data["host"], writer.network.data["port"])) as again:
             for at in range(0, len(relay.heard), 200):
                 try:
                     again.sendall(relay.heard[at : at + 200])
@@ -207,7 +207,7 @@ def test_what_strangers_send_is_harmless(writer: Any) -> None:
         before = int(statm.read().split()[1])
     strangers = []
     for each in said * 3:
-        stranger = socket.create_connection((writer.far.data["host"], writer.far.data["port"]))
+        stranger = socket.create_connection((writer.network.data["host"], writer.network.data["port"]))
         strangers.append(stranger)
         stranger.settimeout(5.0)
         try:
@@ -243,8 +243,8 @@ def test_strangers_that_come_and_go_make_the_writer_say_nothing_to_its_readers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     writing = ends.Writing(context(heartbeat_timeout_s=1000.0))
-    reader = joined(context(heartbeat_timeout_s=1000.0), writing.far.data)
-    events, put = writing.far._connection_events, writing.far._put
+    reader = joined(context(heartbeat_timeout_s=1000.0), writing.network.data)
+    events, put = writing.network._connection_events, writing.network._put
     seen: list[int] = []
     said: list[int] = []
 
@@ -253,16 +253,16 @@ def test_strangers_that_come_and_go_make_the_writer_say_nothing_to_its_readers(
             seen.append(event)
             yield event, fd
 
-    monkeypatch.setattr(writing.far, "_connection_events", see)
-    monkeypatch.setattr(writing.far, "_put", lambda to, parts: (said.append(parts[0][0]), put(to, parts)))
+    monkeypatch.setattr(writing.network, "_connection_events", see)
+    monkeypatch.setattr(writing.network, "_put", lambda to, parts: (said.append(parts[0][0]), put(to, parts)))
     for _ in range(50):
-        socket.create_connection((writing.far.data["host"], writing.far.data["port"])).close()
+        socket.create_connection((writing.network.data["host"], writing.network.data["port"])).close()
     writing.feed.until(lambda: seen.count(zmq.EVENT_DISCONNECTED) == 50)
     writing.send(b"still there")
     assert taken(reader)[2] == b"still there"
     assert said == [Kind.MESSAGE]
     reader.leave(died=False)
-    writing.far.abort()
+    writing.network.abort()
 
 
 def test_strangers_that_nobody_looks_at_do_not_keep_it_from_ending(fork_server: Any) -> None:
@@ -280,7 +280,7 @@ def test_strangers_that_nobody_looks_at_do_not_keep_it_from_ending(fork_server: 
 def test_it_listens_where_it_was_told_to_and_nowhere_else(host: str) -> None:
     """The root cause of CVE-2025-30202: a socket of the queue that listens on every interface."""
     writing = ends.Writing(context(host=host))
-    port = f":{writing.far.data['port']:04X}"
+    port = f":{writing.network.data['port']:04X}"
     found = []
     for table in ("tcp", "tcp6"):
         with open(f"/proc/self/net/{table}", encoding="ascii") as file:
@@ -290,7 +290,7 @@ def test_it_listens_where_it_was_told_to_and_nowhere_else(host: str) -> None:
     packed = socket.inet_pton(socket.AF_INET6 if ":" in host else socket.AF_INET, host)
     words = [packed[at : at + 4][::-1].hex().upper() for at in range(0, len(packed), 4)]
     assert found == ["".join(words) + port]
-    writing.far.abort()
+    writing.network.abort()
 
 
 def test_an_address_of_one_link_keeps_its_interface() -> None:
@@ -303,11 +303,11 @@ def test_an_address_of_one_link_keeps_its_interface() -> None:
     packed, interface = links[0]
     host = f"{socket.inet_ntop(socket.AF_INET6, packed)}%{interface}"
     writing = ends.Writing(context(host=host, secret=SECRET))
-    reader = joined(context(secret=SECRET), writing.far.data)
+    reader = joined(context(secret=SECRET), writing.network.data)
     writing.send(b"there")
     assert taken(reader)[2] == b"there"
     reader.leave(died=False)
-    writing.far.abort()
+    writing.network.abort()
 
 
 # -- those that know the secret -------------------------------------------------------------------------
@@ -316,7 +316,7 @@ def test_an_address_of_one_link_keeps_its_interface() -> None:
 @pytest.fixture
 def insider(writer: Any) -> Iterator[Any]:
     """A socket of ZeroMQ that has proved itself for rank 0 and says what the test wants."""
-    contact = RemoteContact.from_plain(writer.far.data)
+    contact = RemoteContact.from_plain(writer.network.data)
     keys = contact.keys(context(secret=SECRET).credentials)
     ours = keys.reader(0)
     with zmq.Context() as where:

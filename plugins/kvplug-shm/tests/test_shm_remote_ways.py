@@ -1,4 +1,4 @@
-"""Which way a reader of the queue "shm" takes, memory or the network, and both in one queue."""
+"""Which way a reader of the queue "shm" takes, memory or the remote, and both in one queue."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from kvplug.transport import (
 )
 from kvplug_shm.options import ShmQueueOptions
 from kvplug_shm.queue.endpoint import ShmQueueEndpoint
-from kvplug_shm.queue.far import Message
+from kvplug_shm.queue.remote import Message
 from kvplug_shm.queue.remote_reader import RemoteReader
 
 SECRET = Credentials(Secret("a secret that these tests share"))
@@ -56,7 +56,7 @@ def endpoint() -> Iterator[Any]:
         each.abort()
 
 
-def is_far(reader: Any) -> bool:
+def is_remote(reader: Any) -> bool:
     return isinstance(reader._source, RemoteReader)
 
 
@@ -70,27 +70,27 @@ def test_readers_in_memory_and_on_the_network_are_readers_of_one_queue(endpoint:
     writer = end.create()
     handle = QueueHandle.from_plain(writer.export_handle().as_plain())
     assert handle.local_reader_ranks == (0,)
-    near, far = (end.create_from_handle(handle, rank) for rank in range(2))
-    assert (is_far(near), is_far(far)) == (False, True)
+    local, remote = (end.create_from_handle(handle, rank) for rank in range(2))
+    assert (is_remote(local), is_remote(remote)) == (False, True)
     value = {"kv": torch.randn(300_000), "step": 7}
     for _ in range(10):
         writer.enqueue(value)
         with writer.acquire_write(5) as chunk:
             chunk[:] = b"bytes"
-        for reader in (near, far):
+        for reader in (local, remote):
             got = reader.dequeue()
             assert torch.equal(got["kv"], value["kv"]) and got["step"] == 7
             with reader.acquire_read() as view:
                 assert view == b"bytes"
     for number in range(4):
         writer.enqueue(number)
-        assert near.dequeue() == number
+        assert local.dequeue() == number
     with pytest.raises(TimeoutError, match=rf"rank 1 \(pid {os.getpid()}\), 4 messages behind") as waited:
         writer.enqueue("no room", timeout=0.2)
     assert "rank 0" not in str(waited.value)
-    far.close()
+    remote.close()
     writer.enqueue("room")
-    assert near.dequeue() == "room"
+    assert local.dequeue() == "room"
     assert [each.gone for each in writer.readers] == ["", "has left"]
 
 
@@ -111,10 +111,10 @@ def test_where_nothing_is_said_memory_is_taken_if_it_reaches_and_the_network_if_
     writer = end.create()
     handle = writer.export_handle()
     assert handle.local_reader_ranks == (0, 1)
-    near, far = end.create_from_handle(handle, 0), end.create_from_handle(elsewhere(handle), 1)
-    assert (is_far(near), is_far(far)) == (False, True)
+    local, remote = end.create_from_handle(handle, 0), end.create_from_handle(elsewhere(handle), 1)
+    assert (is_remote(local), is_remote(remote)) == (False, True)
     writer.enqueue("both")
-    assert [near.dequeue(), far.dequeue()] == ["both", "both"]
+    assert [local.dequeue(), remote.dequeue()] == ["both", "both"]
 
 
 def test_a_rank_that_came_by_one_way_does_not_come_by_the_other(endpoint: Any) -> None:
@@ -153,7 +153,7 @@ def test_a_writer_that_sends_a_pickle_gets_nothing_run(
     payload = evil(tmp_path / "made")
     head, body = (payload, b"") if where == "head" else (b"\xc0", payload)
     monkeypatch.setattr(
-        type(writer._far._feed), "message", lambda self, number: Message(False, head, memoryview(body))
+        type(writer._network._feed), "message", lambda self, number: Message(False, head, memoryview(body))
     )
     writer.enqueue("anything")
     with pytest.raises(WireError):

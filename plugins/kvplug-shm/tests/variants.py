@@ -19,10 +19,10 @@ from types import ModuleType
 from typing import NamedTuple
 
 _FUNCTIONS = {
-    "order": ["announce", "doze"],
+    "protocol": ["announce", "park"],
     "ends": [
-        *(f"WritingEnd.{name}" for name in ("room", "awaited", "publish", "end", "evict")),
-        *(f"ReadingEnd.{name}" for name in ("available", "awaited", "evicted", "release", "end")),
+        *(f"WritingEnd.{name}" for name in ("room", "blocked_on", "publish", "end", "evict")),
+        *(f"ReadingEnd.{name}" for name in ("available", "blocked_on", "evicted", "release", "end")),
         *(f"ReadingEnd.{name}" for name in ("evict_writer", "writer_over")),
     ],
 }
@@ -30,13 +30,13 @@ _FUNCTIONS = {
 
 class Variant(NamedTuple):
     name: str
-    order: ModuleType
+    protocol: ModuleType
     ends: ModuleType
 
 
-def variants(order: ModuleType, ends: ModuleType) -> Iterator[Variant]:
+def variants(protocol: ModuleType, ends: ModuleType) -> Iterator[Variant]:
     """No two of one name."""
-    for module in (order, ends):
+    for module in (protocol, ends):
         source = Path(str(module.__file__)).read_text()
         for function in _FUNCTIONS[module.__name__.rpartition(".")[2]]:
             names = Counter[str]()
@@ -48,10 +48,10 @@ def variants(order: ModuleType, ends: ModuleType) -> Iterator[Variant]:
                 names[name] += 1
                 name = f"{function}: {name}" + (f", number {names[name]}" if names[name] > 1 else "")
                 if module is ends:
-                    yield Variant(name, order, made)
+                    yield Variant(name, protocol, made)
                 else:
                     theirs = _module(ast.parse(Path(str(ends.__file__)).read_text()))
-                    theirs.order = made  # type: ignore[attr-defined]
+                    theirs.protocol = made  # type: ignore[attr-defined]
                     yield Variant(name, made, theirs)
 
 

@@ -67,7 +67,7 @@ class _Lent(ctypes.c_ubyte * (sys.maxsize // 2)):  # type: ignore[misc]
 
 
 class Pool:
-    """Receive memory, of which at most ``max_bytes`` are kept while nobody uses them."""
+    """Receive memory, of which at most ``max_bytes`` are kept while they are not used."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -75,7 +75,7 @@ class Pool:
         self._idle: list[_Block] = []
         """In the order in which they came back."""
         self._back: deque[_Block] = deque()
-        """Came back while nobody could look at them."""
+        """Came back while the lock was held."""
         self._lent: dict[int, int] = {}
         # A finalizer may run while its own thread holds this: it never waits for it.
         self._lock = threading.Lock()
@@ -111,7 +111,7 @@ class Pool:
         lent.pool = weakref.ref(self)
         lent.block = block
         self._lent[id(block)] = block.nbytes
-        # Given its shape in place, which is cheaper than a view, and the tensor is nobody's view.
+        # Given its shape in place, which is cheaper than a view, and the tensor is no view.
         return torch.frombuffer(lent, dtype=dtype, count=nbytes // meta.itemsize).resize_(meta.shape)
 
     def close(self) -> None:
@@ -157,7 +157,7 @@ class Pool:
         self._settle()
 
     def _settle(self) -> None:
-        """Look at what came back, or leave it to whoever holds the lock, who calls this once it does not."""
+        """Look at what came back; if another thread holds the lock, it does that afterwards."""
         while self._back and self._lock.acquire(blocking=False):
             try:
                 dropped = self._put_away()

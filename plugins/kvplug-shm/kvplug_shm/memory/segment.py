@@ -1,8 +1,8 @@
 """Memory that two processes of one user share: anonymous, sealed, and gone with the last of them.
 
-A segment is a memfd. It has no name that anybody could open, counts against no ``/dev/shm``, and vanishes
-with the last process that holds it. Its size is sealed before it is handed over: nobody can shrink it under
-a reader, whose access would be a SIGBUS.
+A segment is a memfd. It has no name to open, does not count against ``/dev/shm``, and vanishes with the last
+process that holds it. Its size is sealed before it is handed over: no process can shrink it under a reader,
+whose access would be a SIGBUS.
 """
 
 from __future__ import annotations

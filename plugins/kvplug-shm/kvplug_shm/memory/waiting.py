@@ -18,10 +18,10 @@ more than this."""
 class Sleeper(Protocol):
     """An end of a ring."""
 
-    def doze(self, awaited: tuple[int, int], seconds: float | None = None) -> None:
+    def park(self, awaited: tuple[int, int], seconds: float | None = None) -> None:
         """Sleep until the word changes that is awaited."""
 
 
-def nap(end: Sleeper, awaited: tuple[int, int], pause: float | None) -> None:
+def wait(end: Sleeper, awaited: tuple[int, int], pause: float | None) -> None:
     """One sleep, of ``pause`` seconds at most; ``None``: as long as one sleep may be."""
-    end.doze(awaited, NAP_S if pause is None else min(pause, NAP_S))
+    end.park(awaited, NAP_S if pause is None else min(pause, NAP_S))

@@ -1,4 +1,4 @@
-"""The words of a ring, in shared memory: what ``ring.order`` calls its memory.
+"""The words of a ring, in shared memory: what ``ring.protocol`` calls its memory.
 
 Loads and stores are of 8 aligned bytes, which processors do in one piece. A ring's order is that of x86-64,
 where stores are seen in the order in which they were made.
@@ -48,5 +48,5 @@ class Words:
         futex.wait(self.address + word * _LINE, seen, seconds)
 
     def wake(self, word: int) -> None:
-        """Everyone who waits for the word."""
+        """Wake every thread that waits for the word."""
         futex.wake(self.address + word * _LINE)

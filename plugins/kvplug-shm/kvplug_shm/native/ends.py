@@ -30,7 +30,7 @@ class NativeWritingEnd(WritingEnd):
     ) -> None:
         self.state = End(words=memory.address, places=places, readers=num_readers)
         self.pointer = ctypes.c_void_p(ctypes.addressof(self.state))
-        self._publish, self._spun = library.publish, library.spun_for_room
+        self._publish, self._spin = library.publish, library.spin_for_room
         super().__init__(memory, num_readers, places, sent=sent)
 
     @property
@@ -45,8 +45,8 @@ class NativeWritingEnd(WritingEnd):
         len(self._memory.words)  # raises
         self._publish(self.pointer, count)
 
-    def spun(self, count: int, seconds: float) -> bool:
-        return _spun(self._spun, self, count, seconds)
+    def spin(self, count: int, seconds: float) -> bool:
+        return _spin(self._spin, self, count, seconds)
 
 
 class NativeReadingEnd(ReadingEnd):
@@ -55,7 +55,7 @@ class NativeReadingEnd(ReadingEnd):
     def __init__(self, library: Library, memory: Words, reader: int, places: int, *, read: int = 0) -> None:
         self.state = End(words=memory.address, places=places, readers=reader)
         self.pointer = ctypes.c_void_p(ctypes.addressof(self.state))
-        self._release, self._spun, self._come = library.release, library.spun_for_units, library.come
+        self._release, self._spin, self._poll = library.release, library.spin_for_units, library.poll
         super().__init__(memory, reader, places, read=read)
 
     @property
@@ -70,17 +70,17 @@ class NativeReadingEnd(ReadingEnd):
         len(self._memory.words)  # raises
         self._release(self.pointer, count)
 
-    def spun(self, count: int, seconds: float) -> bool:
-        return _spun(self._spun, self, count, seconds)
+    def spin(self, count: int, seconds: float) -> bool:
+        return _spin(self._spin, self, count, seconds)
 
-    def come(self, count: int, spin_s: float, nap_s: float) -> bool:
+    def poll(self, count: int, spin_s: float, nap_s: float) -> bool:
         if spin_s > LONGEST_NS * 1e-9:
-            return super().come(count, spin_s, nap_s)
+            return super().poll(count, spin_s, nap_s)
         len(self._memory.words)  # raises
-        return bool(self._come(self.pointer, count, int(spin_s * 1e9), int(nap_s * 1e9)))
+        return bool(self._poll(self.pointer, count, int(spin_s * 1e9), int(nap_s * 1e9)))
 
 
-def _spun(
+def _spin(
     look: Callable[..., int], end: NativeWritingEnd | NativeReadingEnd, count: int, seconds: float
 ) -> bool:
     """In pieces: a signal waits no longer than one, and it is asked again whether there is memory."""

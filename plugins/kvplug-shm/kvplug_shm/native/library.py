@@ -22,9 +22,9 @@ _PROTOTYPES: Final[dict[str, tuple[Any, ...]]] = {
     # name: (what it returns, its arguments)
     "kvplug_publish": (None, _POINTER, _I64),
     "kvplug_release": (None, _POINTER, _I64),
-    "kvplug_spun_for_units": (ctypes.c_int, _POINTER, _I64, _I64),
-    "kvplug_come": (ctypes.c_int, _POINTER, _I64, _I64, _I64),
-    "kvplug_spun_for_room": (ctypes.c_int, _POINTER, _I64, _I64),
+    "kvplug_spin_for_units": (ctypes.c_int, _POINTER, _I64, _I64),
+    "kvplug_poll": (ctypes.c_int, _POINTER, _I64, _I64, _I64),
+    "kvplug_spin_for_room": (ctypes.c_int, _POINTER, _I64, _I64),
     "kvplug_put": (ctypes.c_int, _POINTER, _POINTER, _POINTER, _I64),
     "kvplug_put_long": (ctypes.c_int, _POINTER, _POINTER, _POINTER, _I64, _I64, _I64),
     "kvplug_peek": (_I64, _POINTER, _POINTER, _I64),
@@ -82,9 +82,9 @@ class Library:
     push: Callable[..., int]
     pull: Callable[..., int]
     # These let the interpreter's lock go.
-    spun_for_units: Callable[..., int]
-    spun_for_room: Callable[..., int]
-    come: Callable[..., int]
+    spin_for_units: Callable[..., int]
+    spin_for_room: Callable[..., int]
+    poll: Callable[..., int]
     long_peek: Callable[..., int]
     long_put: Callable[..., int]
     long_push: Callable[..., int]
@@ -107,9 +107,9 @@ def library() -> Library | None:
     kept = ("publish", "release", "put", "peek", "take", "push", "pull")
     return Library(
         **{name: _function(keeps, name) for name in kept},
-        spun_for_units=_function(lets_go, "spun_for_units"),
-        spun_for_room=_function(lets_go, "spun_for_room"),
-        come=_function(lets_go, "come"),
+        spin_for_units=_function(lets_go, "spin_for_units"),
+        spin_for_room=_function(lets_go, "spin_for_room"),
+        poll=_function(lets_go, "poll"),
         long_peek=_function(lets_go, "peek"),
         long_put=_function(lets_go, "put_long"),
         long_push=_function(lets_go, "push"),

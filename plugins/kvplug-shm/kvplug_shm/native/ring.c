@@ -1,6 +1,6 @@
 /* The steps of a ring that are worth more without an interpreter: looking, copying, announcing.
  *
- * The protocol, and why it is right, is kvplug_shm/ring/order.py: `announce` here is `announce` there, and
+ * The protocol, and why it is right, is kvplug_shm/ring/protocol.py: `announce` here is `announce` there, and
  * the counts are checked as kvplug_shm/ring/ends.py checks them. Whatever is not the usual way (an end that
  * is over, a word that cannot be true) is left to Python: these functions then return early.
  *
@@ -183,7 +183,7 @@ static int look_again(struct patience *patience, int64_t spin_ns) {
 }
 
 /* Whether `count` units can be read, after looking for `spin_ns`. */
-int kvplug_spun_for_units(const struct end *end, int64_t count, int64_t spin_ns) {
+int kvplug_spin_for_units(const struct end *end, int64_t count, int64_t spin_ns) {
     struct patience patience = patience_of(spin_ns);
     for (;;) {
         uint64_t seen = load(end, HEAD);
@@ -194,9 +194,9 @@ int kvplug_spun_for_units(const struct end *end, int64_t count, int64_t spin_ns)
     }
 }
 
-/* The same, with one sleep of `nap_ns` at most after the looking: `doze` of order.py. */
-int kvplug_come(struct end *end, int64_t count, int64_t spin_ns, int64_t nap_ns) {
-    if (kvplug_spun_for_units(end, count, spin_ns))
+/* The same, with one sleep of `nap_ns` at most after the looking: `park` of protocol.py. */
+int kvplug_poll(struct end *end, int64_t count, int64_t spin_ns, int64_t nap_ns) {
+    if (kvplug_spin_for_units(end, count, spin_ns))
         return 1;
     uint64_t seen = load(end, HEAD);
     if (!(seen & OVER) && (int64_t)((seen >> 1) - end->count) < count) {
@@ -210,7 +210,7 @@ int kvplug_come(struct end *end, int64_t count, int64_t spin_ns, int64_t nap_ns)
 }
 
 /* Whether `count` units can be written, after looking for `spin_ns`. */
-int kvplug_spun_for_room(const struct end *end, int64_t count, int64_t spin_ns) {
+int kvplug_spin_for_room(const struct end *end, int64_t count, int64_t spin_ns) {
     struct patience patience = patience_of(spin_ns);
     for (;;) {
         int64_t room = room_of(end);
@@ -302,7 +302,7 @@ int kvplug_put(struct end *end, const struct message *message, const void *sourc
 /* How many units have come, after looking for `spin_ns` for a line, and a copy of that. */
 int64_t kvplug_peek(const struct end *end, void *line, int64_t spin_ns) {
     if (spin_ns > 0)
-        kvplug_spun_for_units(end, LINE, spin_ns);
+        kvplug_spin_for_units(end, LINE, spin_ns);
     int64_t here = available_to(end);
     if (here >= LINE)
         read_at(end, end->count % end->places, line, LINE);
@@ -338,7 +338,7 @@ int64_t kvplug_push(struct end *end, const char *prefix, int64_t prefix_bytes, c
     while (prefix_bytes || done < nbytes) {
         int64_t least = prefix_bytes ? prefix_bytes : LINE, room = room_of(end) & -(int64_t)LINE;
         if (room < least) {
-            if (room < 0 || !kvplug_spun_for_room(end, least, spin_ns))
+            if (room < 0 || !kvplug_spin_for_room(end, least, spin_ns))
                 break;
             continue;
         }
@@ -402,7 +402,7 @@ int64_t kvplug_pull(struct end *end, const struct span *span, int64_t done, int6
         if (step < left)
             step &= -(int64_t)LINE;
         if (step <= 0) {
-            if (!kvplug_spun_for_units(end, unreleased + LINE, spin_ns))
+            if (!kvplug_spin_for_units(end, unreleased + LINE, spin_ns))
                 break;
             continue;
         }

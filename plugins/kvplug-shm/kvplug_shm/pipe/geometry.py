@@ -6,19 +6,19 @@ from typing import Final
 
 import attrs
 
-from kvplug_shm.memory.copying import LETS_GO_FROM
-from kvplug_shm.ring import order
+from kvplug_shm.memory.copying import RELEASE_GIL_BYTES
+from kvplug_shm.ring import protocol
 
 LINE: Final = 64
 SMALLEST_BYTES: Final = 1024
 """Of a ring: the longest prefix of a tensor, and a line more."""
 SMALLEST_COST: Final = 2 * LINE
 """What an empty message counts for while it is unread, so that their number is bounded too."""
-LARGEST_BYTES: Final = order.MAX_PLACES // LINE * LINE
+LARGEST_BYTES: Final = protocol.MAX_PLACES // LINE * LINE
 LONGEST_LOOK_S: Final = 0.005
 """Without a look at deadlines, and before signals are handled where the steps are compiled."""
 PAGE: Final = 4096
-NUM_WORDS: Final = order.num_words(1)
+NUM_WORDS: Final = protocol.num_words(1)
 
 
 def lines(nbytes: int) -> int:
@@ -49,7 +49,7 @@ class Pieces:
         """``native``: with the compiled steps, whose steps cost next to nothing."""
         largest = max(LINE, min(slot_bytes, ring_bytes // 4) & -LINE)
         smallest = max(LINE, largest // 4 & -LINE)
-        at_once = min(smallest, LETS_GO_FROM)
+        at_once = min(smallest, RELEASE_GIL_BYTES)
         if native:
             largest, smallest = min(largest, 256 * 1024), min(smallest, 64 * 1024)
         return cls(at_once, smallest, largest)

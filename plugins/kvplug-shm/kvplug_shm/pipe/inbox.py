@@ -292,9 +292,9 @@ class Inbox:
             ClosedError, TransportError: it was ended here meanwhile.
         """
         end = ring.end
-        if not looked and deadline.remaining() != 0.0 and end.spun(count, self._spin_s):
+        if not looked and deadline.remaining() != 0.0 and end.spin(count, self._spin_s):
             return True
-        while (awaited := end.awaited(count)) is not None:
+        while (awaited := end.blocked_on(count)) is not None:
             if self._stopped:
                 raise self._lifecycle.error()
             if end.writer_over(count):
@@ -304,5 +304,5 @@ class Inbox:
             left = deadline.remaining()
             if left == 0.0:
                 return False
-            waiting.nap(end, awaited, left)
+            waiting.wait(end, awaited, left)
         return True

@@ -14,7 +14,7 @@ import attrs
 
 from kvplug import CapacityError
 from kvplug.transport import Connection, Deadline, HeartbeatTerms, WireError
-from kvplug_shm.memory.handing import recv_fds, send_fd
+from kvplug_shm.memory.fd_passing import recv_fds, send_fd
 from kvplug_shm.memory.segment import Segment
 from kvplug_shm.pipe.geometry import LARGEST_BYTES, LINE, SMALLEST_BYTES, Pieces, segment_size
 from kvplug_shm.pipe.pipe import Shared, ShmPipe, ShmPipeSettings

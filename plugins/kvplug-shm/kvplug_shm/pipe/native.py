@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from typing import Final
 
-from kvplug_shm.memory.copying import LETS_GO_FROM
+from kvplug_shm.memory.copying import RELEASE_GIL_BYTES
 from kvplug_shm.memory.segment import Segment
 from kvplug_shm.native.ends import LONGEST_NS, NativeReadingEnd, NativeWritingEnd, in_ns
 from kvplug_shm.native.library import Library
@@ -58,10 +58,10 @@ class NativeOutgoing(Outgoing):
         """Publish as much of a message as gets in without sleeping, from byte ``done`` of ``nbytes`` on.
 
         ``patient``: for room it is looked again and again, for a moment. Returns how many bytes that were,
-        without the prefix, which goes before them. What nobody reads, and what the reader's word cannot
+        without the prefix, which goes before them. What the reader does not read, and what its word cannot
         mean, is not written.
         """
-        small = nbytes - done < LETS_GO_FROM
+        small = nbytes - done < RELEASE_GIL_BYTES
         push = self._push if small else self._long_push
         spin_ns = _spin_ns(self._spin_ns, nbytes - done) if patient and not small else 0
         return push(
@@ -112,7 +112,7 @@ class NativeIncoming(Incoming):
         any, ``unreleased`` bytes before them are given back too. What the writer's word cannot mean is not
         read.
         """
-        small = nbytes - done < LETS_GO_FROM
+        small = nbytes - done < RELEASE_GIL_BYTES
         pull = self._pull if small else self._long_pull
         spin_ns = _spin_ns(self._spin_ns, nbytes - done) if patient and not small else 0
         return pull(self._end, span.pointer, done, nbytes, unreleased, largest, spin_ns, LONGEST_NS)

@@ -142,7 +142,7 @@ class Outbox:
             raise self._lifecycle.error()
         try:
             if not window.in_flight:
-                ring.end.spun(window.room_for(message.cost), self._spin_s)
+                ring.end.spin(window.room_for(message.cost), self._spin_s)
             with self._lock:
                 window.wait_for_room(content.nbytes, deadline)
                 message.progress = Progress.ADMITTED
@@ -168,7 +168,7 @@ class Outbox:
                     if self._push(ring, message, patient=not deadline.expired):
                         if message.complete:
                             return
-                    elif deadline.expired or not ring.end.spun(_least(message), self._spin_s):
+                    elif deadline.expired or not ring.end.spin(_least(message), self._spin_s):
                         return
         except _NotTakenError:
             self._not_taken()
@@ -321,7 +321,7 @@ class Outbox:
                 if self._queue:
                     return self._queue[0]
                 wanted = window.wanted
-                if ring.end.awaited(wanted) is None:
+                if ring.end.blocked_on(wanted) is None:
                     window.wanted = 0
                     window.room.notify_all()
                     continue
@@ -329,10 +329,10 @@ class Outbox:
             self._sleep(ring, wanted)
 
     def _sleep(self, ring: Outgoing, count: int) -> None:
-        if not ring.end.spun(count, self._spin_s):
-            awaited = ring.end.awaited(count)
+        if not ring.end.spin(count, self._spin_s):
+            awaited = ring.end.blocked_on(count)
             if awaited is not None:
-                waiting.nap(ring.end, awaited, None)
+                waiting.wait(ring.end, awaited, None)
 
     def _sent(self, message: Message) -> None:
         with self._lock:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import torch
 
-from kvplug_shm.memory.copying import LETS_GO_FROM
+from kvplug_shm.memory.copying import RELEASE_GIL_BYTES
 from kvplug_shm.memory.segment import Segment
 from kvplug_shm.memory.words import Words
 from kvplug_shm.pipe.geometry import (
@@ -40,7 +40,7 @@ class _Ring:
         self.bytes = segment.view[begin : begin + nbytes]
         self._segment = segment  # whose address is good for as long as it is mapped
         self.address = segment.address + begin
-        self._tensor: torch.Tensor | None = None  # over the bytes, once somebody wants it
+        self._tensor: torch.Tensor | None = None  # over the bytes, made when first needed
 
     def parts(self, count: int, nbytes: int) -> Iterator[torch.Tensor]:
         """The bytes from ``count`` of the stream on, as they lie in the ring: one part, or two at its end."""
@@ -94,7 +94,7 @@ class Outgoing(_Ring):
     def copy(self, count: int, source: int, nbytes: int) -> None:
         """The same for ``nbytes`` at the address ``source``."""
         at = count % self.nbytes
-        move = _keep if nbytes < LETS_GO_FROM else _let_go
+        move = _keep if nbytes < RELEASE_GIL_BYTES else _let_go
         first = min(nbytes, self.nbytes - at)
         move(self.address + at, source, first)
         if first < nbytes:
@@ -117,7 +117,7 @@ class Incoming(_Ring):
         """
         end = self.end
         here = end.available()
-        if here < LINE and spin_s and end.spun(LINE, min(spin_s, LONGEST_LOOK_S)):
+        if here < LINE and spin_s and end.spin(LINE, min(spin_s, LONGEST_LOOK_S)):
             here = end.available()
         return here, b"" if here < LINE else self.peek(end.read, LINE)
 
@@ -138,7 +138,7 @@ class Incoming(_Ring):
     def copy(self, count: int, target: int, nbytes: int) -> None:
         """Put ``nbytes`` from byte ``count`` of the stream on to the address ``target``."""
         at = count % self.nbytes
-        move = _keep if nbytes < LETS_GO_FROM else _let_go
+        move = _keep if nbytes < RELEASE_GIL_BYTES else _let_go
         first = min(nbytes, self.nbytes - at)
         move(target, self.address + at, first)
         if first < nbytes:

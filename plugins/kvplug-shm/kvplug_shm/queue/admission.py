@@ -1,4 +1,4 @@
-"""The writer's door: readers of this host come in, and whoever ends afterwards is noticed."""
+"""How readers of this host join a writer, and how it notices that one has ended."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Final
 
 from kvplug import ClosedError
 from kvplug.transport import Acceptor, Connection, Credentials, Deadline, Listener, Watch, close_after_fork
-from kvplug_shm.queue import joining
-from kvplug_shm.queue.joining import PURPOSE, hang_up
+from kvplug_shm.queue import join
+from kvplug_shm.queue.join import PURPOSE, hang_up
+from kvplug_shm.queue.reader_table import ReaderTable
 from kvplug_shm.queue.ring_buffer import Sizes
-from kvplug_shm.queue.roster import Roster
 
 _JOIN_TIMEOUT_S: Final = 10.0
 """How long a reader that has proved itself may take to say what it wants."""
@@ -22,7 +22,7 @@ class Admission:
 
     def __init__(
         self,
-        roster: Roster,
+        reader_table: ReaderTable,
         sizes: Sizes,
         fd: int,
         credentials: Credentials,
@@ -33,7 +33,7 @@ class Admission:
         Raises:
             TransportError: there can be no listener, or no thread.
         """
-        self._roster = roster
+        self._reader_table = reader_table
         self._sizes = sizes
         self._fd = fd
         self._heartbeat_timeout_s = heartbeat_timeout_s
@@ -56,7 +56,7 @@ class Admission:
             )
         except BaseException:
             self._close_memory()
-            self._roster.close()
+            self._reader_table.close()
             raise
 
     @property
@@ -64,12 +64,12 @@ class Admission:
         return self._listener.contact
 
     def close(self) -> None:
-        """Nobody comes in any more, and those who are in find that the writer has hung up. Idempotent."""
+        """Admit no more readers, and close the connection of every one that has joined. Idempotent."""
         with self._lock:
             self._closed = True
             joined = list(self._joined.values())
             self._close_memory()
-        self._roster.close()
+        self._reader_table.close()
         for connection, watch in joined:
             watch.close()
             hang_up(connection)
@@ -80,7 +80,7 @@ class Admission:
     def _after_fork_in_child(self) -> None:
         # The acceptor closes itself.
         self._closed = True
-        self._lock = threading.RLock()  # somebody in the parent may have held it
+        self._lock = threading.RLock()  # a thread of the parent may have held it
         for connection, _ in list(self._joined.values()):
             connection.close()
         self._close_memory()
@@ -97,23 +97,23 @@ class Admission:
         welcomed = False
         try:
             pidfd = connection.peer.open_pidfd()
-            asked = joining.asked(connection, self._heartbeat_timeout_s, pidfd is not None, deadline)
-            why = self._roster.admit(asked.rank, str(connection.peer), joining=True)
+            asked = join.asked(connection, self._heartbeat_timeout_s, pidfd is not None, deadline)
+            why = self._reader_table.admit(asked.rank, str(connection.peer), joining=True)
             if why:
-                joining.refuse(connection, why, deadline)
+                join.refuse(connection, why, deadline)
                 connection.close()
                 return
             rank = asked.rank
-            index = self._roster.index_of(rank)
+            index = self._reader_table.index_of(rank)
             with self._lock:
                 if self._closed:
                     raise ClosedError("the queue was closed")
                 fd = os.dup(self._fd)
             try:
-                joining.hand_over(connection, asked, index, self._sizes, fd, deadline)
+                join.hand_over(connection, asked, index, self._sizes, fd, deadline)
             finally:
                 os.close(fd)
-            joining.welcome(connection, deadline)
+            join.welcome(connection, deadline)
             welcomed = True
             owned, pidfd = pidfd, None
             self._watch(connection, rank, owned, asked.heartbeat_s)
@@ -121,16 +121,16 @@ class Admission:
             if rank is None:
                 raise
             if not welcomed:
-                self._roster.dismiss(rank)
+                self._reader_table.dismiss(rank)
                 raise
-            self._roster.evict(rank, f"nobody could look after it: {e}", died=True)
+            self._reader_table.evict(rank, f"it could not be watched: {e}", died=True)
             connection.close()
         finally:
             if pidfd is not None:
                 os.close(pidfd)
             with self._lock:
-                if self._roster.all_came:
-                    self._close_memory()  # nobody else needs it
+                if self._reader_table.all_came:
+                    self._close_memory()  # no other reader needs it
 
     def _watch(
         self,
@@ -142,17 +142,17 @@ class Admission:
         """From here on it is a reader."""
 
         def on_gone(reason: str) -> None:
-            self._roster.hung_up(rank, reason)
+            self._reader_table.hung_up(rank, reason)
             with self._lock:
                 self._joined.pop(rank, None)
             hang_up(connection)
 
-        watch = joining.watched(connection, pidfd, heartbeat_s, on_gone)
+        watch = join.watched(connection, pidfd, heartbeat_s, on_gone)
         with self._lock:
             closed = self._closed
             if not closed and watch.reason is None:
                 self._joined[rank] = (connection, watch)
-        self._roster.joined(rank)  # not with the lock: whoever looks at the readers may be struck, and close
+        self._reader_table.joined(rank)  # not with the lock: a signal's handler may close the queue there
         if closed:
             watch.close()
             hang_up(connection)

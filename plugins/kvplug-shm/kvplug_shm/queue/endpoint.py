@@ -25,12 +25,12 @@ from kvplug_shm.native.ends import writing_end
 from kvplug_shm.options import ShmQueueOptions
 from kvplug_shm.queue.admission import Admission
 from kvplug_shm.queue.ends import limits_of
-from kvplug_shm.queue.far import Far
-from kvplug_shm.queue.joining import PURPOSE, join
-from kvplug_shm.queue.near import NearSource
+from kvplug_shm.queue.join import PURPOSE, join
+from kvplug_shm.queue.local_reader import LocalSource
+from kvplug_shm.queue.network import NetworkHalf
 from kvplug_shm.queue.reader import ShmReader
+from kvplug_shm.queue.reader_table import ReaderTable
 from kvplug_shm.queue.ring_buffer import ShmRingBuffer, Sizes
-from kvplug_shm.queue.roster import Roster
 from kvplug_shm.queue.writer import ShmWriter
 
 NAME: Final = "shm"
@@ -66,10 +66,10 @@ class ShmQueueEndpoint(QueueEndpoint):
         )
         ring, fd = ShmRingBuffer.create(sizes)
         end = writing_end(ring.words, sizes.n_reader, sizes.max_chunks, native=options.native)
-        roster = Roster(ring, end, ranks)
-        admission = Admission(roster, sizes, fd, context.credentials, context.heartbeat_timeout_s)
+        reader_table = ReaderTable(ring, end, ranks)
+        admission = Admission(reader_table, sizes, fd, context.credentials, context.heartbeat_timeout_s)
         try:
-            far = self._far(roster, everybody_is_near=len(local) == len(ranks))
+            network = self._network(reader_table, all_readers_local=len(local) == len(ranks))
         except BaseException:
             admission.close()
             raise
@@ -80,21 +80,28 @@ class ShmQueueEndpoint(QueueEndpoint):
             data={
                 "domain": local_domain(),
                 "contact": admission.contact,
-                "network": None if far is None else dict(far.data),
+                "network": None if network is None else dict(network.data),
             },
         )
         return ShmWriter(
-            context, options, handle, ring=ring, end=end, roster=roster, admission=admission, far=far
+            context,
+            options,
+            handle,
+            ring=ring,
+            end=end,
+            reader_table=reader_table,
+            admission=admission,
+            network=network,
         )
 
-    def _far(self, roster: Roster, *, everybody_is_near: bool) -> Far | None:
+    def _network(self, reader_table: ReaderTable, *, all_readers_local: bool) -> NetworkHalf | None:
         """What serves readers elsewhere, if there can be any."""
         context = self.context
-        if everybody_is_near and (context.local_reader_ranks is not None or _is_loopback(context.host)):
+        if all_readers_local and (context.local_reader_ranks is not None or _is_loopback(context.host)):
             return None
         from kvplug_shm.queue.remote import serve
 
-        return serve(context, roster)
+        return serve(context, reader_table)
 
     def create_from_handle(
         self, handle: QueueHandle, rank: int, timeout: Timeout = DEFAULT_TIMEOUT
@@ -104,27 +111,27 @@ class ShmQueueEndpoint(QueueEndpoint):
         match handle.data:
             case {"domain": str(domain), "contact": str(contact), "network": None | dict() as network}:
                 here = local_domain()
-                same = here == domain or _NOWHERE in (here, domain)  # where nobody can tell, it is tried
+                same = here == domain or _NOWHERE in (here, domain)  # where it is not known, try it
                 if rank in handle.local_reader_ranks and same:
-                    return self._near_reader(handle, contact, rank, deadline)
+                    return self._local_reader(handle, contact, rank, deadline)
                 if network is None:
                     raise TransportError(
                         f"the memory of this queue's writer does not reach reader rank {rank}, and it listens"
                         " on no network: name the ranks on its host as its local_reader_ranks, and give it a"
                         " host that can be reached from here"
                     )
-                return self._far_reader(handle, network, rank, deadline)
+                return self._remote_reader(handle, network, rank, deadline)
         raise WireError("this is no handle of a queue 'shm'; pass on what export_handle() gave")
 
-    def _near_reader(self, handle: QueueHandle, contact: str, rank: int, deadline: Deadline) -> ShmReader:
+    def _local_reader(self, handle: QueueHandle, contact: str, rank: int, deadline: Deadline) -> ShmReader:
         context, options = self.context, self._options
         connection = dial(contact, context.credentials, PURPOSE, deadline.remaining())
         joined = join(connection, rank, context.heartbeat_timeout_s, deadline)
-        source = NearSource(joined, options.spin_us * 1e-6, native=options.native)
+        source = LocalSource(joined, options.spin_us * 1e-6, native=options.native)
         limits = limits_of(joined.ring.sizes.max_message_bytes)
         return ShmReader(context, options, handle, rank, source, limits, source.drop, source.check_evicted)
 
-    def _far_reader(
+    def _remote_reader(
         self, handle: QueueHandle, network: dict[str, object], rank: int, deadline: Deadline
     ) -> ShmReader:
         from kvplug_shm.queue.remote import attach

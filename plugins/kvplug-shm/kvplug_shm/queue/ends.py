@@ -17,7 +17,7 @@ from kvplug.transport import (
     Wait,
     close_after_fork,
 )
-from kvplug_shm.queue.stay import Stay
+from kvplug_shm.queue.use_guard import UseGuard
 
 
 def limits_of(max_message_bytes: int) -> Limits:
@@ -34,7 +34,7 @@ class ShmEnd(MessageQueue):
         self._context = context
         self._handle = handle
         self._rank = rank
-        self._stay = Stay(drop)
+        self._stay = UseGuard(drop)
         close_after_fork(self)
 
     def __repr__(self) -> str:
@@ -84,11 +84,11 @@ class ShmEnd(MessageQueue):
 
     @abc.abstractmethod
     def _wake(self) -> None:
-        """Whoever is inside looks again, and finds that this end is closed."""
+        """Wake threads that are inside a call: they find that this end is closed."""
 
     @abc.abstractmethod
     def _take_leave(self, deadline: Deadline) -> None:
-        """Say that this end leaves, with nobody else inside. Waits where that takes time, until the deadline.
+        """Say that this end leaves; no other thread is inside. Waits until the deadline at most.
 
         :meth:`_end` follows. Where it comes meanwhile, from another thread, this waits no longer.
         """

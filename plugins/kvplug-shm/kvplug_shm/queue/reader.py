@@ -13,7 +13,7 @@ from kvplug.transport import DEFAULT_TIMEOUT, Deadline, QueueContext, QueueHandl
 from kvplug_shm.memory.pool import Pool
 from kvplug_shm.options import ShmQueueOptions
 from kvplug_shm.queue.ends import ShmEnd
-from kvplug_shm.queue.far import Message, Source
+from kvplug_shm.queue.network import Message, Source
 
 
 class ShmReader(ShmEnd):
@@ -32,7 +32,7 @@ class ShmReader(ShmEnd):
     ) -> None:
         """Owns ``source`` from here on. ``limits`` are the writer's.
 
-        ``drop`` is called when this end has ended and nobody is inside: it lets go of the source's memory.
+        ``drop`` is called when this end has ended and no thread is inside: it lets go of the source's memory.
         ``confirm`` raises if a message that was not advanced past may have been overwritten.
         """
         pool = Pool(options.pool_bytes)

@@ -1,4 +1,4 @@
-"""The network half of the queue "shm": both functions that :mod:`kvplug_shm.queue.far` names."""
+"""The network half of the queue "shm": both functions that :mod:`kvplug_shm.queue.network` names."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvplug.transport import Deadline, QueueContext
-from kvplug_shm.queue.far import Far, Feed, Source
+from kvplug_shm.queue.network import Feed, NetworkHalf, Source
 from kvplug_shm.queue.remote_contact import RemoteContact
 from kvplug_shm.queue.remote_reader import RemoteReader
 from kvplug_shm.queue.remote_writer import RemoteWriter
 
 
-def serve(context: QueueContext, feed: Feed) -> Far:
+def serve(context: QueueContext, feed: Feed) -> NetworkHalf:
     """Listen on the context's host for readers elsewhere.
 
     Raises:
@@ -24,7 +24,7 @@ def serve(context: QueueContext, feed: Feed) -> Far:
 
 
 def attach(context: QueueContext, data: Mapping[str, Any], rank: int, deadline: Deadline) -> Source:
-    """Join the queue whose far half gave ``data``, as reader ``rank``. Raises as ``create_from_handle``.
+    """Join the queue whose network half gave ``data``, as reader ``rank``. Raises as ``create_from_handle``.
 
     Messages larger than this end's own option ``max_message_bytes`` allows are not accepted.
     """

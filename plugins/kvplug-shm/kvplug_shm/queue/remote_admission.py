@@ -25,7 +25,7 @@ class Admission:
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], keys: Mapping[int, bytes]) -> None:
         """``keys`` holds each rank's public key, as its 32 bytes."""
-        with in_words("nobody can be let in"):
+        with in_words("no reader can be admitted"):
             self.socket = context.socket(zmq.REP)
             self.socket.linger = 0
             try:
@@ -82,7 +82,7 @@ def listen(socket: zmq.Socket[bytes], contact: RemoteContact, ours: KeyPair) -> 
         socket.curve_server = 1
         socket.curve_publickey, socket.curve_secretkey = ours.public, ours.secret
         socket.zap_domain = _DOMAIN
-        socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without a handler nobody is let in, not everybody
+        socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without a handler every peer is refused, not admitted
         socket.maxmsgsize = MAX_TO_WRITER
         socket.router_mandatory = 1
         socket.ipv6 = ":" in contact.host

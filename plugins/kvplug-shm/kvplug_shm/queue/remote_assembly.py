@@ -11,7 +11,7 @@ import attrs
 from kvplug import TransportError
 from kvplug.transport import WireError
 from kvplug_shm.memory.copying import into
-from kvplug_shm.queue.far import Message
+from kvplug_shm.queue.network import Message
 from kvplug_shm.queue.remote_frames import First, Piece
 
 _GRAIN: Final = 1 << 20

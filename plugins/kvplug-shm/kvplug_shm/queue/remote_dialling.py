@@ -28,7 +28,7 @@ PROOF: Final = (
 """Events of the monitor: how a connection is made, and how it ends."""
 _LISTENS_S: Final = 1.0
 _NEVER_MS: Final = 7 * 24 * 3600 * 1000
-"""Until ZeroMQ connects again: when nobody wants it any more. Told not to at all (-1), it drops what has come
+"""Until ZeroMQ connects again: once it is unwanted. Told not to at all (-1), it drops what has come
 and was not read yet as soon as the connection ends."""
 
 
@@ -44,7 +44,7 @@ def dial(dealer: zmq.Socket[bytes], contact: RemoteContact, keys: Keys, rank: in
         dealer.curve_publickey, dealer.curve_secretkey = ours.public, ours.secret
         dealer.maxmsgsize = MAX_TO_READER
         dealer.reconnect_ivl = _NEVER_MS
-        dealer.handshake_ivl = 0  # whoever joins has a deadline, and a writer that is stopped is alive
+        dealer.handshake_ivl = 0  # joining has a deadline, and a writer that is stopped is alive
         dealer.ipv6 = ":" in contact.host
         dealer.connect(contact.endpoint)
 
@@ -65,7 +65,7 @@ def failure(event: int, contact: RemoteContact, rank: int) -> tuple[type[KvplugE
 
 
 def _is_listening(contact: RemoteContact) -> bool:
-    """Whether somebody is there still."""
+    """Whether a process still listens there."""
     try:
         socket.create_connection((contact.host, contact.port), _LISTENS_S).close()
     except OSError:

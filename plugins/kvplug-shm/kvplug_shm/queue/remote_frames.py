@@ -32,7 +32,7 @@ import zmq
 
 from kvplug.net.wire import Limits, decode, encode
 from kvplug.transport import WireError
-from kvplug_shm.queue.far import Message
+from kvplug_shm.queue.network import Message
 
 VERSION: Final = 1
 PIECE_BYTES: Final = 1 << 20

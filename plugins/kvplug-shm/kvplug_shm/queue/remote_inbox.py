@@ -10,7 +10,7 @@ from typing import Any
 
 from kvplug import KvplugError, PeerGoneError, TimeoutError
 from kvplug.transport import Deadline, Wait
-from kvplug_shm.queue.far import Message
+from kvplug_shm.queue.network import Message
 
 
 class Inbox:
@@ -99,7 +99,7 @@ class Inbox:
             self._changed.notify_all()
 
     def inherit(self) -> None:
-        """This is a forked child: somebody in the parent may have held the lock."""
+        """This is a forked child: a thread of the parent may have held the lock."""
         self._changed = threading.Condition()
 
     def _until(self, there: Callable[[], Any], wait: Wait, check: Callable[[], None]) -> None:

@@ -1,4 +1,4 @@
-"""One reader elsewhere, as the thread of the writer's far half knows it."""
+"""One reader elsewhere, as the thread of the writer's network half knows it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, Final
 import attrs
 
 from kvplug.transport import PeerIdentity, Watch, WireError, watch
-from kvplug_shm.queue.far import Feed
+from kvplug_shm.queue.network import Feed
 from kvplug_shm.queue.remote_frames import PIECE_BYTES, Part, Taken, frames_of
 from kvplug_shm.queue.remote_thread import BEATS_IN_PATIENCE
 

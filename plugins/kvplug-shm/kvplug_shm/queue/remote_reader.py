@@ -1,4 +1,4 @@
-"""A reader elsewhere: what comes from the writer's far half, as the source of the reader's end.
+"""A reader elsewhere: what comes from the writer's network half, as the source of the reader's end.
 
 A DEALER with a connection of its own. Its thread takes in whatever comes, puts it together and says so to the
 writer, whatever the reader does; what the reader has read is told as well, and is the writer's room. A
@@ -16,7 +16,7 @@ import zmq
 from kvplug import ConfigError, PeerGoneError, TransportError
 from kvplug.transport import Deadline, PeerIdentity, QueueContext, Wait, Watch, WireError, this_process
 from kvplug_shm.queue import remote_frames as frames
-from kvplug_shm.queue.far import Message
+from kvplug_shm.queue.network import Message
 from kvplug_shm.queue.remote_assembly import Assembly
 from kvplug_shm.queue.remote_contact import RemoteContact
 from kvplug_shm.queue.remote_dialling import PROOF, dial, failure

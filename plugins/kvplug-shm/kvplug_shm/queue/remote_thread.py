@@ -1,4 +1,4 @@
-"""The thread that owns a ZeroMQ socket: nobody else touches it.
+"""The thread that owns a ZeroMQ socket: no other thread touches it.
 
 ZeroMQ's sockets belong to one thread at a time, and its contexts to one process. Each end of a queue's
 network half has a context and a thread of its own; others post to it through an eventfd, and an end where
@@ -65,7 +65,7 @@ class SocketThread(abc.ABC):
         self._ended = False
         self._linger_s = 0.0
         self._port = 0  # at which its connections are, for a forked child to close
-        # So that nobody writes to a number that is another's by now; a signal's handler may come in between.
+        # So that no thread writes to a number that is another file's by now. A signal's handler may run here.
         self._waking = threading.RLock()
         with in_words(f"{name} cannot be made"):
             self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -185,7 +185,7 @@ class SocketThread(abc.ABC):
 
     @abc.abstractmethod
     def _failed(self, error: Exception) -> None:
-        """The thread ends with a fault: whoever waits must hear it."""
+        """The thread ends with a fault: threads that wait must be told."""
 
     def _received(self) -> Iterator[list[zmq.Frame]]:
         """What has come, until there is no more."""

@@ -1,4 +1,4 @@
-"""The writer's far half: sends the ring's messages to readers elsewhere, and releases what they have read.
+"""The writer's network half: sends the ring's messages to readers elsewhere, and releases what they read.
 
 A ROUTER that listens on the context's host, and on nothing else. Who connects has proved itself (CURVE, its
 key checked by :mod:`kvplug_shm.queue.remote_admission`) before a frame of it is parsed. A reader may have
@@ -22,7 +22,7 @@ import zmq
 from kvplug import ClosedError, PeerGoneError
 from kvplug.transport import Deadline, QueueContext, WireError, this_process
 from kvplug_shm.queue import remote_frames as frames
-from kvplug_shm.queue.far import Feed
+from kvplug_shm.queue.network import Feed
 from kvplug_shm.queue.remote_admission import Admission, descriptor_of, listen, rank_of
 from kvplug_shm.queue.remote_contact import new_contact, to_dial
 from kvplug_shm.queue.remote_frames import Kind, Part, Plain, Taken
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 ARRIVAL_S: Final = 1.0
 """How long the writer waits for a message to arrive at a reader from which nothing comes."""
-_LOOK_S = 0.02  # at what nobody tells of: a dead process's last bytes, readers of the ring that are ready
+_LOOK_S = 0.02  # what no event tells of: a dead process's last bytes, readers of the ring that are ready
 
 
 class RemoteWriter(SocketThread):
@@ -73,7 +73,7 @@ class RemoteWriter(SocketThread):
 
         Returns when the message has arrived at the readers that have come, so that it outlives this process.
         One from which nothing comes is not waited for longer than :data:`ARRIVAL_S`, and not again until it
-        has caught up; nobody is, beyond the deadline.
+        has caught up; never beyond the deadline.
         """
         if not self._links:
             return
@@ -268,7 +268,7 @@ class RemoteWriter(SocketThread):
         return self._links.get(link.routing_id) is link
 
     def _beat(self, link: Link, now: float) -> None:
-        """Say something, unless it has not answered for long: then it is stopped, or somebody else tells."""
+        """Say something, unless it has not answered for long: then it is stopped, or gone."""
         link.said = now
         if link.beats < BEATS:
             link.beats += 1

@@ -1,6 +1,6 @@
 """The ring that the processes of one host share: words, entries, and the bytes of messages, in one segment.
 
-    words      the ring's (see :mod:`kvplug_shm.ring.order`), then one for each end that waits to be ready
+    words      the ring's (see :mod:`kvplug_shm.ring.protocol`), then one for each end that waits to be ready
     entries    one for each place: which message, what it is, and where its bytes lie
     arena      the bytes, in extents that the writer hands out
 
@@ -22,8 +22,8 @@ from kvplug.transport import WireError
 from kvplug_shm.memory.segment import Segment
 from kvplug_shm.memory.words import Words
 from kvplug_shm.queue.extents import small_nbytes
-from kvplug_shm.queue.far import Message
-from kvplug_shm.ring import order
+from kvplug_shm.queue.network import Message
+from kvplug_shm.ring import protocol
 
 VALUE: Final = 1
 CHUNK: Final = 2
@@ -45,7 +45,7 @@ class Sizes:
 
     def __attrs_post_init__(self) -> None:
         """Raises ConfigError: no segment can be so large."""
-        if self.max_chunks > order.MAX_PLACES or self.nbytes >= 1 << 47:
+        if self.max_chunks > protocol.MAX_PLACES or self.nbytes >= 1 << 47:
             raise ConfigError(
                 f"{self.max_chunks} chunks of {self.max_chunk_bytes} bytes, and messages of"
                 f" {self.max_message_bytes}, are beyond what one process can address"
@@ -53,7 +53,7 @@ class Sizes:
 
     @property
     def num_words(self) -> int:
-        return order.num_words(self.n_reader) + 1 + self.n_reader
+        return protocol.num_words(self.n_reader) + 1 + self.n_reader
 
     @property
     def entries_at(self) -> int:
@@ -117,7 +117,7 @@ class ShmRingBuffer:
         return cls(sizes, Segment.attach(fd, sizes.nbytes))
 
     def close(self) -> None:
-        """Let go of the memory: for when nobody looks at it any more. Views that are left keep it mapped."""
+        """Let go of the memory, once it is not used any more. Views that are left keep it mapped."""
         for view in (self.arena, self._entries, self.words.words, self._segment.view):
             view.release()
         with contextlib.suppress(BufferError):
@@ -125,7 +125,7 @@ class ShmRingBuffer:
 
     def ready_word(self, reader: int | None) -> int:
         """Index of the word that says that this end waits until all are ready; ``None``: the writer."""
-        first = order.num_words(self.sizes.n_reader)
+        first = protocol.num_words(self.sizes.n_reader)
         return first if reader is None else first + 1 + reader
 
     def put(self, number: int, kind: int, at: int, head_nbytes: int, body_nbytes: int) -> None:

@@ -10,16 +10,17 @@ from typing import Any, Final
 from kvplug import CapacityError, PeerGoneError
 from kvplug.net.wire import aligned, encode_out_of_band
 from kvplug.transport import DEFAULT_TIMEOUT, Deadline, QueueContext, QueueHandle, Reader, Timeout
-from kvplug_shm.memory.copying import LETS_GO_FROM, into
-from kvplug_shm.memory.waiting import NAP_S, nap
+from kvplug_shm.memory import waiting
+from kvplug_shm.memory.copying import RELEASE_GIL_BYTES, into
+from kvplug_shm.memory.waiting import NAP_S
 from kvplug_shm.options import ShmQueueOptions
 from kvplug_shm.queue.admission import Admission
 from kvplug_shm.queue.ends import ShmEnd, limits_of
 from kvplug_shm.queue.extents import Arena
-from kvplug_shm.queue.far import Far
+from kvplug_shm.queue.network import NetworkHalf
+from kvplug_shm.queue.reader_table import ReaderTable, listed
 from kvplug_shm.queue.ring_buffer import CHUNK, VALUE, ShmRingBuffer
-from kvplug_shm.queue.roster import Roster, listed
-from kvplug_shm.ring import order
+from kvplug_shm.ring import protocol
 from kvplug_shm.ring.ends import WritingEnd
 
 _ANY_SIZE: Final = limits_of(1 << 62)
@@ -40,18 +41,18 @@ class ShmWriter(ShmEnd):
         *,
         ring: ShmRingBuffer,
         end: WritingEnd,
-        roster: Roster,
+        reader_table: ReaderTable,
         admission: Admission,
-        far: Far | None,
+        network: NetworkHalf | None,
     ) -> None:
         """Owns what it was given from here on."""
         super().__init__(context, handle, None, self._drop)
         sizes = ring.sizes
         self._ring = ring
         self._writing = end
-        self._roster = roster
+        self._reader_table = reader_table
         self._admission = admission
-        self._far = far
+        self._network = network
         self._places = sizes.max_chunks
         self._arena = Arena(sizes.max_chunks, sizes.chunk_nbytes, sizes.large_nbytes)
         self._most = sizes.max_message_bytes
@@ -61,20 +62,20 @@ class ShmWriter(ShmEnd):
     @property
     def readers(self) -> tuple[Reader, ...]:
         self._stay.check()
-        return self._roster.readers()
+        return self._reader_table.readers()
 
     def wait_until_ready(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
-        roster, words = self._roster, self._ring.words
+        reader_table, words = self._reader_table, self._ring.words
         with self._stay:
             deadline = self._deadline(timeout)
-            wait = self._wait("all to be ready", lambda: listed(roster.unready()), deadline)
-            roster.say_ready(None)
-            if self._far is not None:
-                self._far.changed(deadline)
-            while unready := roster.unready():
+            wait = self._wait("all to be ready", lambda: listed(reader_table.unready()), deadline)
+            reader_table.say_ready(None)
+            if self._network is not None:
+                self._network.changed(deadline)
+            while unready := reader_table.unready():
                 self._stay.check()
                 pause = wait.pause()
-                word = self._ring.ready_word(roster.index_of(unready[0].rank))
+                word = self._ring.ready_word(reader_table.index_of(unready[0].rank))
                 words.wait(word, 0, NAP_S if pause is None else min(pause, NAP_S))
             self._stay.check()
 
@@ -91,7 +92,7 @@ class ShmWriter(ShmEnd):
             deadline = self._deadline(timeout)
             at = self._place(nbytes, deadline)
             arena = self._ring.arena
-            if head_nbytes < LETS_GO_FROM:
+            if head_nbytes < RELEASE_GIL_BYTES:
                 arena[at : at + head_nbytes] = head
             else:
                 into(arena, at, memoryview(head))
@@ -139,13 +140,13 @@ class ShmWriter(ShmEnd):
         self._ring.put(number, kind, at, head_nbytes, body_nbytes)
         self._arena.hold(number, at, nbytes)
         self._writing.publish()
-        if self._far is not None:
-            self._far.changed(deadline)
+        if self._network is not None:
+            self._network.changed(deadline)
 
     def _place(self, nbytes: int, deadline: Deadline) -> int:
-        """Where a message of so many bytes may be written. It is nobody's before it is published."""
-        if self._roster.nobody_left:
-            raise PeerGoneError(f"no reader is left: {listed(self._roster.readers())}")
+        """Where a message of so many bytes may be written. No reader looks at it before it is published."""
+        if self._reader_table.all_left:
+            raise PeerGoneError(f"no reader is left: {listed(self._reader_table.readers())}")
         at = self._find(nbytes, self._writing.room())
         return self._wait_for_place(nbytes, deadline) if at is None else at
 
@@ -161,13 +162,13 @@ class ShmWriter(ShmEnd):
         return arena.find(nbytes)
 
     def _wait_for_place(self, nbytes: int, deadline: Deadline) -> int:
-        end, roster = self._writing, self._roster
-        wait = self._wait("room for a message", roster.slowest, deadline)
+        end, reader_table = self._writing, self._reader_table
+        wait = self._wait("room for a message", reader_table.slowest, deadline)
         looked = False
         while True:
             self._stay.check()
-            if roster.nobody_left:
-                raise PeerGoneError(f"no reader is left: {listed(roster.readers())}")
+            if reader_table.all_left:
+                raise PeerGoneError(f"no reader is left: {listed(reader_table.readers())}")
             room = end.room()
             at = self._find(nbytes, room)
             if at is not None:
@@ -176,15 +177,15 @@ class ShmWriter(ShmEnd):
                 most = self._ring.sizes.large_nbytes
                 raise CapacityError(f"a message takes {nbytes} bytes, and the queue has room for {most}")
             # Room for an entry, and none for its bytes: the slowest reader has to release one more.
-            awaited = end.awaited(room + 1)
+            awaited = end.blocked_on(room + 1)
             if awaited is None:
                 continue
             pause = wait.pause()
             if not looked:
                 looked = True
-                if end.spun(room + 1, self._spin_s):
+                if end.spin(room + 1, self._spin_s):
                     continue
-            nap(end, awaited, pause)
+            waiting.wait(end, awaited, pause)
 
     def dequeue(
         self,
@@ -205,24 +206,24 @@ class ShmWriter(ShmEnd):
     def _wake(self) -> None:
         words = self._ring.words
         for reader in range(self._ring.sizes.n_reader):
-            words.wake(order.tail(reader))
+            words.wake(protocol.tail(reader))
             words.wake(self._ring.ready_word(reader))
 
     def _take_leave(self, deadline: Deadline) -> None:
         self._writing.end()
-        if self._far is not None:
-            self._far.close(deadline)
+        if self._network is not None:
+            self._network.close(deadline)
 
     def _end(self) -> None:
         try:
-            if self._far is not None:
-                self._far.abort()
+            if self._network is not None:
+                self._network.abort()
         finally:
             self._admission.close()
 
     def _drop(self) -> None:
-        """Nobody is inside any more."""
-        self._roster.drop()
+        """No thread is inside any more."""
+        self._reader_table.drop()
         self._ring.close()
 
     def _after_fork_in_child(self) -> None:

@@ -11,24 +11,24 @@ import os
 import time
 
 from kvplug.transport import WireError
-from kvplug_shm.ring import order
-from kvplug_shm.ring.order import HEAD, OVER, WRITER_ASLEEP, Memory
+from kvplug_shm.ring import protocol
+from kvplug_shm.ring.protocol import HEAD, OVER, WRITER_ASLEEP, Memory
 
 
 class End(abc.ABC):
     """What both ends have: a word of the other one that they wait for."""
 
     @abc.abstractmethod
-    def awaited(self, count: int = 1) -> tuple[int, int] | None:
+    def blocked_on(self, count: int = 1) -> tuple[int, int] | None:
         """The word that has to change before this end has ``count`` units, and what was seen there."""
 
     @abc.abstractmethod
-    def doze(self, awaited: tuple[int, int], seconds: float | None = None) -> None:
+    def park(self, awaited: tuple[int, int], seconds: float | None = None) -> None:
         """Sleep until that word changes, for ``seconds`` at most. May return without a reason."""
 
-    def spun(self, count: int, seconds: float) -> bool:
+    def spin(self, count: int, seconds: float) -> bool:
         """Whether ``count`` units need not be waited for, after looking again and again for ``seconds``."""
-        awaited = self.awaited
+        awaited = self.blocked_on
         if awaited(count) is None:
             return True
         until = time.monotonic() + seconds
@@ -46,8 +46,8 @@ class WritingEnd(End):
         """Raises ValueError for a number of places that no ring has."""
         self._memory = memory
         self._places = _checked(places)
-        self._readers = [(order.tail(reader), order.evicted(reader)) for reader in range(num_readers)]
-        self._sleepers = [order.asleep(reader) for reader in range(num_readers)]
+        self._readers = [(protocol.tail(reader), protocol.evicted(reader)) for reader in range(num_readers)]
+        self._sleepers = [protocol.asleep(reader) for reader in range(num_readers)]
         self.sent = sent
 
     def room(self) -> int:
@@ -72,41 +72,41 @@ class WritingEnd(End):
                 room = left
         return room
 
-    def awaited(self, count: int = 1) -> tuple[int, int] | None:
+    def blocked_on(self, count: int = 1) -> tuple[int, int] | None:
         """A reader whose word has to change before ``count`` units fit, as (word, seen)."""
         words, sent, places = self._memory.words, self.sent, self._places
         for tail, evicted in self._readers:
             seen = words[tail]
-            if not order.has_room(seen, sent, places, count) and not words[evicted]:
+            if not protocol.has_room(seen, sent, places, count) and not words[evicted]:
                 return tail, seen
         return None
 
-    def doze(self, awaited: tuple[int, int], seconds: float | None = None) -> None:
-        order.doze(self._memory, *awaited, WRITER_ASLEEP, seconds)
+    def park(self, awaited: tuple[int, int], seconds: float | None = None) -> None:
+        protocol.park(self._memory, *awaited, WRITER_ASLEEP, seconds)
 
     def publish(self, count: int = 1) -> None:
         """What was written, ``count`` units of it, is the readers' from here on."""
         self.sent += count
-        order.announce(self._memory, HEAD, self.sent << 1, self._sleepers)
+        protocol.announce(self._memory, HEAD, self.sent << 1, self._sleepers)
 
     def end(self) -> None:
         """Nothing more is published."""
-        order.announce(self._memory, HEAD, order.word_of(self.sent, over=True), self._sleepers)
+        protocol.announce(self._memory, HEAD, protocol.word_of(self.sent, over=True), self._sleepers)
 
     def evict(self, reader: int) -> None:
         """Wait for this reader no more, now or ever. It need not be dead: it finds out."""
         words, (tail, evicted) = self._memory.words, self._readers[reader]
         words[evicted] = 1
-        order.announce(self._memory, tail, words[tail] | OVER, [WRITER_ASLEEP])
+        protocol.announce(self._memory, tail, words[tail] | OVER, [WRITER_ASLEEP])
 
     def over(self, reader: int) -> bool:
         """Whether this reader has ended or was evicted."""
         tail, evicted = self._readers[reader]
-        return order.is_over(self._memory.words[tail]) or bool(self._memory.words[evicted])
+        return protocol.is_over(self._memory.words[tail]) or bool(self._memory.words[evicted])
 
     def lag(self, reader: int) -> int:
         """How many published units this reader has not released. Only to be told: it is not checked."""
-        return self.sent - order.count_in(self._memory.words[order.tail(reader)])
+        return self.sent - protocol.count_in(self._memory.words[protocol.tail(reader)])
 
 
 class ReadingEnd(End):
@@ -118,9 +118,9 @@ class ReadingEnd(End):
         """Raises ValueError for a number of places that no ring has."""
         self._memory = memory
         self._places = _checked(places)
-        self._tail = order.tail(reader)
-        self._asleep = order.asleep(reader)
-        self._evicted = order.evicted(reader)
+        self._tail = protocol.tail(reader)
+        self._asleep = protocol.asleep(reader)
+        self._evicted = protocol.evicted(reader)
         self.read = read
 
     def available(self) -> int:
@@ -136,24 +136,24 @@ class ReadingEnd(End):
             return self._places
         return max(available, 0)
 
-    def awaited(self, count: int = 1) -> tuple[int, int] | None:
+    def blocked_on(self, count: int = 1) -> tuple[int, int] | None:
         """The writer's word, if it has to change before ``count`` units can be read, as (word, seen)."""
         seen = self._memory.words[HEAD]
-        return None if order.has_come(seen, self.read, count) else (HEAD, seen)
+        return None if protocol.has_come(seen, self.read, count) else (HEAD, seen)
 
-    def doze(self, awaited: tuple[int, int], seconds: float | None = None) -> None:
-        order.doze(self._memory, *awaited, self._asleep, seconds)
+    def park(self, awaited: tuple[int, int], seconds: float | None = None) -> None:
+        protocol.park(self._memory, *awaited, self._asleep, seconds)
 
-    def come(self, count: int, spin_s: float, nap_s: float) -> bool:
+    def poll(self, count: int, spin_s: float, nap_s: float) -> bool:
         """Whether ``count`` units have come, after looking for ``spin_s`` seconds and one sleep of ``nap_s``
         at most. May return without a reason.
         """
-        if self.spun(count, spin_s):
+        if self.spin(count, spin_s):
             return True
-        awaited = self.awaited(count)
+        awaited = self.blocked_on(count)
         if awaited is not None:
-            self.doze(awaited, nap_s)
-        return self.awaited(count) is None
+            self.park(awaited, nap_s)
+        return self.blocked_on(count) is None
 
     def evicted(self) -> bool:
         """Whether the writer has evicted this reader: if so, what was copied before may be of a later unit.
@@ -165,25 +165,25 @@ class ReadingEnd(End):
     def release(self, count: int = 1) -> None:
         """What was read, ``count`` units of it, is the writer's from here on."""
         self.read += count
-        order.announce(self._memory, self._tail, self.read << 1, [WRITER_ASLEEP])
+        protocol.announce(self._memory, self._tail, self.read << 1, [WRITER_ASLEEP])
 
     def end(self) -> None:
         """Nothing more is read."""
-        order.announce(self._memory, self._tail, order.word_of(self.read, over=True), [WRITER_ASLEEP])
+        protocol.announce(self._memory, self._tail, protocol.word_of(self.read, over=True), [WRITER_ASLEEP])
 
     def evict_writer(self) -> None:
         """Expect nothing more of the writer than what it has published. Other readers see the same."""
         self._writer_evicted = True
-        order.announce(self._memory, HEAD, self._memory.words[HEAD] | OVER, [self._asleep])
+        protocol.announce(self._memory, HEAD, self._memory.words[HEAD] | OVER, [self._asleep])
 
     def writer_over(self, count: int = 1) -> bool:
         """Whether the next ``count`` units will never come: the writer is over, and fewer are left."""
         over = self._writer_evicted
         seen = self._memory.words[HEAD]
-        return (over or order.is_over(seen)) and not order.has_come(seen, self.read, count)
+        return (over or protocol.is_over(seen)) and not protocol.has_come(seen, self.read, count)
 
 
 def _checked(places: int) -> int:
-    if not 0 < places <= order.MAX_PLACES:
-        raise ValueError(f"a ring has 1 to {order.MAX_PLACES} places, not {places}")
+    if not 0 < places <= protocol.MAX_PLACES:
+        raise ValueError(f"a ring has 1 to {protocol.MAX_PLACES} places, not {places}")
     return places

@@ -13,7 +13,7 @@ from kvplug.transport import BusyError, Deadline
 _AGAIN_S: Final = 0.005
 
 
-class Stay:
+class UseGuard:
     """``with stay:`` around each call that waits, sends or receives.
 
     Raises:
@@ -22,13 +22,13 @@ class Stay:
     """
 
     def __init__(self, drop: Callable[[], None]) -> None:
-        """``drop`` is called once, when the end is over and nobody is inside: no memory is used any more."""
+        """``drop`` is called once, when the end is over and no thread is inside any more."""
         self.closed = False
         self.ended = False
-        """Everything was let go of, but for the memory that somebody is still inside with."""
+        """Everything was let go of, but for the memory that a thread is still inside with."""
         self._drop = drop
         self._lock = threading.Lock()
-        """Held by whoever is inside; and for good from when nobody can be any more."""
+        """Held by the thread that is inside; and for good once no thread can be."""
         self._inside = 0
         self._shutting = threading.Lock()
 
@@ -53,7 +53,7 @@ class Stay:
             raise ClosedError("this end of the queue is closed")
 
     def shut(self) -> bool:
-        """Nobody enters any more; whoever is inside finds out by :meth:`check`. True for the first caller."""
+        """No thread enters any more; :meth:`check` tells one that is inside. True for the first caller."""
         if self.closed or not self._shutting.acquire(blocking=False):
             return False
         self.closed = True
@@ -61,10 +61,10 @@ class Stay:
 
     @contextmanager
     def alone(self, deadline: Deadline, wake: Callable[[], None]) -> Iterator[bool]:
-        """After :meth:`shut`: once nobody else is inside any more; False at the deadline, or when it is over.
+        """After :meth:`shut`: wait until no other thread is inside. False at the deadline, or at the end.
 
-        The caller itself may be, with a chunk. ``wake`` wakes whoever sleeps there; it is called again and
-        again, for somebody may have been about to.
+        The caller itself may be, with a chunk. ``wake`` wakes threads that sleep there; it is called again
+        and again, because a thread may have been about to.
         """
         if self._inside == threading.get_ident():
             yield True

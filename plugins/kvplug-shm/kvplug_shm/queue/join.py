@@ -23,7 +23,7 @@ import attrs
 from kvplug import CapacityError, ConfigError, TransportError
 from kvplug.net.wire import Limits, decode, encode
 from kvplug.transport import Connection, Deadline, Heartbeat, Watch, WireError, watch
-from kvplug_shm.memory.handing import recv_fds, send_fd
+from kvplug_shm.memory.fd_passing import recv_fds, send_fd
 from kvplug_shm.memory.limits import in_words
 from kvplug_shm.queue.ring_buffer import ShmRingBuffer, Sizes
 
@@ -204,7 +204,7 @@ def _hear(connection: Connection, max_fds: int, deadline: Deadline) -> tuple[Any
 
 
 def hang_up(connection: Connection) -> None:
-    """Close it. Whoever is inside a call on it, in another thread, is woken first."""
+    """Close it. A thread that is inside a call on it is woken first."""
     with contextlib.suppress(OSError):
         connection.sock.shutdown(socket.SHUT_RDWR)
     connection.close()

@@ -1,15 +1,15 @@
 """How readers that memory does not reach take part: what the queue asks of a network, and what it offers it.
 
 A reader elsewhere has words of its own in the writer's ring, as one on this host has. In the writer's process
-its *far half* stands in for it: it takes messages out of the ring where they lie, sends them, and releases
-them when the reader says that it has taken them. So the ring is the credit: the writer waits for a slow
-reader elsewhere as for any other, names it and its lag alike, and nothing is dropped.
+its *network half* stands in for it: it takes messages out of the ring where they lie, sends them, and
+releases them when the reader says that it has taken them. So the ring is the credit: the writer waits for
+a slow reader elsewhere as for any other, names it and its lag alike, and nothing is dropped.
 
 In the reader's process the network is a :class:`Source`, as the ring is for readers on the writer's host.
 
 The module :mod:`kvplug_shm.queue.remote` has both, in two functions that are imported when they are needed::
 
-    serve(context: QueueContext, feed: Feed) -> Far
+    serve(context: QueueContext, feed: Feed) -> NetworkHalf
     attach(context: QueueContext, data: Mapping[str, Any], rank: int, deadline: Deadline) -> Source
 """
 
@@ -33,7 +33,7 @@ class Message(NamedTuple):
 
 
 class Feed(Protocol):
-    """The writer's ring as its far half sees it. From any thread; nothing here waits for anybody."""
+    """The writer's ring as its network half sees it. From any thread; nothing here waits."""
 
     @property
     def reader_ranks(self) -> tuple[int, ...]:
@@ -53,7 +53,7 @@ class Feed(Protocol):
         """Message ``number``, which was published and not released by the reader it is asked for.
 
         Raises:
-            ClosedError: the writer was aborted, and its far half is to let go.
+            ClosedError: the writer was aborted, and its network half is to let go.
         """
 
     def release(self, rank: int, count: int) -> None:
@@ -65,7 +65,7 @@ class Feed(Protocol):
     def all_ready(self) -> bool:
         """Whether the writer and all its readers that live have waited for it.
 
-        Readers in shared memory say so there, which calls nobody: look again now and then while a reader
+        Readers in shared memory say so there, which calls nothing: look again now and then while a reader
         waits for it.
         """
 
@@ -73,8 +73,8 @@ class Feed(Protocol):
         """The reader takes part no more: it "has left", or it died. Once; what follows is ignored."""
 
 
-class Far(Protocol):
-    """The writer's far half. It has its own thread, and registers itself for forks."""
+class NetworkHalf(Protocol):
+    """The writer's network half. It has its own thread, and registers itself for forks."""
 
     @property
     def data(self) -> Mapping[str, Any]:
@@ -134,13 +134,13 @@ class Source(Protocol):
         """Return when the writer and all its readers have asked for this. Raises as :meth:`receive`."""
 
     def wake(self) -> None:
-        """Whoever waits calls ``check``. Never waits itself."""
+        """A thread that waits calls ``check``. Never waits itself."""
 
     def leave(self, *, died: bool) -> None:
         """The writer waits for this reader no more; it "has left", unless ``died``.
 
-        Waits for nobody, and for a moment at most until what it says has left this process.
+        Does not wait for the writer, and for a moment at most until what it says has left this process.
 
         Idempotent with ``died``, which may also come after the other or during it, and ends it. The
-        descriptors are closed when nobody is inside the other calls any more.
+        descriptors are closed when no thread is inside the other calls any more.
         """

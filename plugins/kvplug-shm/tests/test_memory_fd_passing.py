@@ -16,7 +16,7 @@ import pytest
 
 from kvplug import CapacityError, PeerGoneError, TimeoutError
 from kvplug.transport import Connection, Credentials, Deadline, Listener, WireError, dial
-from kvplug_shm.memory.handing import recv_fds, send_fd
+from kvplug_shm.memory.fd_passing import recv_fds, send_fd
 from kvplug_shm.memory.segment import Segment
 from kvplug_testing import peers
 
@@ -32,9 +32,9 @@ def soon() -> Deadline:
 def connected() -> Iterator[tuple[Connection, Connection]]:
     """Both ends of a proven connection of this process."""
     with Listener.open("unix:", Credentials(), PURPOSE) as listener:
-        near = dial(listener.contact, Credentials(), PURPOSE, 10)
-        with near, listener.accept(10) as far:
-            yield near, far
+        ours = dial(listener.contact, Credentials(), PURPOSE, 10)
+        with ours, listener.accept(10) as theirs:
+            yield ours, theirs
 
 
 @pytest.fixture(scope="module")
@@ -78,10 +78,10 @@ def close_all(fds: Sequence[int]) -> None:
 
 @pytest.mark.parametrize("count", [0, 1, 2, 4])
 def test_what_goes_along_arrives(pair: Any, files: list[int], count: int) -> None:
-    near, far = pair
+    ours, theirs = pair
     sending = files[:count]
-    send_fd(near, b"hello", sending, soon())
-    data, fds = recv_fds(far, 5, 4, soon())
+    send_fd(ours, b"hello", sending, soon())
+    data, fds = recv_fds(theirs, 5, 4, soon())
     try:
         assert data == b"hello"
         assert len(fds) == count
@@ -90,34 +90,34 @@ def test_what_goes_along_arrives(pair: Any, files: list[int], count: int) -> Non
             assert fcntl.fcntl(theirs, fcntl.F_GETFD) & fcntl.FD_CLOEXEC
     finally:
         close_all(fds)
-    assert near.sock.gettimeout() is None and far.sock.gettimeout() is None
+    assert ours.sock.gettimeout() is None and theirs.sock.gettimeout() is None
 
 
 def test_what_follows_stays_in_the_stream(pair: Any, files: list[int]) -> None:
-    near, far = pair
-    send_fd(near, b"one", files[:1], soon())
-    near.sock.sendall(b"between")
-    send_fd(near, b"two", files[1:2], soon())
-    data, fds = recv_fds(far, 3, 1, soon())
+    ours, theirs = pair
+    send_fd(ours, b"one", files[:1], soon())
+    ours.sock.sendall(b"between")
+    send_fd(ours, b"two", files[1:2], soon())
+    data, fds = recv_fds(theirs, 3, 1, soon())
     close_all(fds)
     assert (data, len(fds)) == (b"one", 1)
-    assert far.sock.recv(7, socket.MSG_WAITALL) == b"between"
-    data, fds = recv_fds(far, 3, 1, soon())
+    assert theirs.sock.recv(7, socket.MSG_WAITALL) == b"between"
+    data, fds = recv_fds(theirs, 3, 1, soon())
     close_all(fds)
     assert (data, len(fds)) == (b"two", 1)
 
 
 def test_data_that_comes_in_pieces_is_put_together(pair: Any, files: list[int]) -> None:
-    near, far = pair
+    ours, theirs = pair
     came: list[Any] = []
-    reader = threading.Thread(target=lambda: came.append(recv_fds(far, 6, 2, soon())))
+    reader = threading.Thread(target=lambda: came.append(recv_fds(theirs, 6, 2, soon())))
     reader.start()
-    near.sock.sendall(b"a")
+    ours.sock.sendall(b"a")
     time.sleep(0.01)
-    send_fd(near, b"bc", files[:1], soon())
+    send_fd(ours, b"bc", files[:1], soon())
     time.sleep(0.01)
-    send_fd(near, b"d", files[1:2], soon())
-    near.sock.sendall(b"ef")
+    send_fd(ours, b"d", files[1:2], soon())
+    ours.sock.sendall(b"ef")
     reader.join(20)
     [(data, fds)] = came
     close_all(fds)
@@ -125,11 +125,11 @@ def test_data_that_comes_in_pieces_is_put_together(pair: Any, files: list[int]) 
 
 
 def test_more_data_than_a_socket_holds_is_sent_with_its_descriptors_once(pair: Any, files: list[int]) -> None:
-    near, far = pair
+    ours, theirs = pair
     much = os.urandom(4 << 20)
-    sender = threading.Thread(target=send_fd, args=(near, much, files[:1], soon()))
+    sender = threading.Thread(target=send_fd, args=(ours, much, files[:1], soon()))
     sender.start()
-    data, fds = recv_fds(far, len(much), 4, soon())
+    data, fds = recv_fds(theirs, len(much), 4, soon())
     sender.join(20)
     close_all(fds)
     assert data == much
@@ -138,51 +138,51 @@ def test_more_data_than_a_socket_holds_is_sent_with_its_descriptors_once(pair: A
 
 @pytest.mark.parametrize(("sent", "wanted"), [(1, 0), (2, 1), (3, 1), (3, 2), (4, 1)])
 def test_too_many_are_refused_and_all_closed(own_pair: Any, files: list[int], sent: int, wanted: int) -> None:
-    near, far = own_pair
+    ours, theirs = own_pair
     before = descriptors()
-    send_fd(near, b"x", files[:sent], soon())
+    send_fd(ours, b"x", files[:sent], soon())
     with pytest.raises(WireError, match=f"more than {wanted} descriptors"):
-        recv_fds(far, 1, wanted, soon())
+        recv_fds(theirs, 1, wanted, soon())
     assert descriptors() == before
 
 
 def test_too_many_in_several_pieces_are_refused_and_all_closed(own_pair: Any, files: list[int]) -> None:
-    near, far = own_pair
+    ours, theirs = own_pair
     before = descriptors()
     for fd in files[:3]:
-        send_fd(near, b"x", [fd], soon())
+        send_fd(ours, b"x", [fd], soon())
     with pytest.raises(WireError, match="more than 2 descriptors"):
-        recv_fds(far, 3, 2, soon())
+        recv_fds(theirs, 3, 2, soon())
     assert descriptors() == before
 
 
 def test_a_peer_that_hangs_up_half_way_leaves_nothing(own_pair: Any, files: list[int]) -> None:
-    near, far = own_pair
-    send_fd(near, b"ha", files[:2], soon())
-    near.close()
+    ours, theirs = own_pair
+    send_fd(ours, b"ha", files[:2], soon())
+    ours.close()
     before = descriptors()
     with pytest.raises(PeerGoneError):
-        recv_fds(far, 4, 2, soon())
+        recv_fds(theirs, 4, 2, soon())
     assert descriptors() == before
     with pytest.raises(PeerGoneError):
-        recv_fds(far, 4, 2, soon())
+        recv_fds(theirs, 4, 2, soon())
     with pytest.raises(PeerGoneError):
-        send_fd(far, b"anybody?", files[:1], soon())
+        send_fd(theirs, b"anybody?", files[:1], soon())
 
 
 def test_a_peer_that_says_too_little_costs_no_more_than_the_deadline(own_pair: Any, files: list[int]) -> None:
-    near, far = own_pair
+    ours, theirs = own_pair
     before = descriptors()
-    send_fd(near, b"ha", files[:2], soon())
+    send_fd(ours, b"ha", files[:2], soon())
     with pytest.raises(TimeoutError):
-        recv_fds(far, 4, 2, Deadline.after(0.05))
+        recv_fds(theirs, 4, 2, Deadline.after(0.05))
     assert descriptors() == before
 
 
 def test_a_peer_that_reads_nothing_costs_no_more_than_the_deadline(own_pair: Any, files: list[int]) -> None:
-    near, _ = own_pair
+    ours, _ = own_pair
     with pytest.raises(TimeoutError):
-        send_fd(near, bytes(16 << 20), files[:1], Deadline.after(0.05))
+        send_fd(ours, bytes(16 << 20), files[:1], Deadline.after(0.05))
 
 
 def test_descriptors_need_bytes_to_go_with(pair: Any, files: list[int]) -> None:

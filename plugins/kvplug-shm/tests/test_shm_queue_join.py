@@ -18,12 +18,12 @@ import pytest
 import torch
 
 from kvplug import CapacityError, ConfigError, PeerGoneError, TransportError
-from kvplug_shm.queue.joining import hang_up
-from kvplug_shm.ring import order
+from kvplug_shm.queue.join import hang_up
+from kvplug_shm.ring import protocol
 from kvplug_testing.waits import Call, until
 
 ends = SimpleNamespace(**run_path(str(Path(__file__).with_name("queue_ends.py"))))
-queue, far_reader, sound_sleep, asleep = ends.queue, ends.far_reader, ends.sound_sleep, ends.asleep
+queue, remote_reader, sound_sleep, asleep = ends.queue, ends.remote_reader, ends.sound_sleep, ends.asleep
 MIB = 1 << 20
 
 # -- joining -----------------------------------------------------------------------------------------
@@ -48,7 +48,7 @@ def test_the_ring_is_handed_out_until_all_have_joined(
     """One that was admitted has nothing yet."""
     writer, _ = queue(2, attached=0)
     admitted, other_has_joined = threading.Event(), threading.Event()
-    index_of = writer._roster.index_of
+    index_of = writer._reader_table.index_of
 
     def slowly(rank: int) -> Any:
         if rank == 1 and not other_has_joined.is_set():
@@ -58,7 +58,7 @@ def test_the_ring_is_handed_out_until_all_have_joined(
                 raise TransportError("not this time")
         return index_of(rank)
 
-    monkeypatch.setattr(writer._roster, "index_of", slowly)
+    monkeypatch.setattr(writer._reader_table, "index_of", slowly)
     end, handle = ends.endpoint(), writer.export_handle()
     joins = Call(lambda: end.create_from_handle(handle, 1))
     assert admitted.wait(ends.PATIENCE_S)
@@ -75,7 +75,7 @@ def test_the_ring_is_handed_out_until_all_have_joined(
 
 
 def head(writer: Any) -> int:
-    return writer._ring.words.words[order.HEAD]
+    return writer._ring.words.words[protocol.HEAD]
 
 
 def test_a_reader_that_was_welcomed_and_cannot_be_watched_is_evicted(
@@ -88,7 +88,7 @@ def test_a_reader_that_was_welcomed_and_cannot_be_watched_is_evicted(
     def refused(*_: Any) -> Any:
         raise CapacityError("no descriptors are left")
 
-    monkeypatch.setattr("kvplug_shm.queue.joining.watched", refused)
+    monkeypatch.setattr("kvplug_shm.queue.join.watched", refused)
     end, handle = ends.endpoint(), writer.export_handle()
     with end.create_from_handle(handle, 1) as unseen:
         until(lambda: writer.readers[1].gone)
@@ -98,7 +98,7 @@ def test_a_reader_that_was_welcomed_and_cannot_be_watched_is_evicted(
             end.create_from_handle(handle, 1)
         writer.enqueue("on")
         assert reader.dequeue() == "on"
-        assert not order.is_over(head(writer))
+        assert not protocol.is_over(head(writer))
         with pytest.raises(TransportError, match="evicted this reader"):
             unseen.dequeue()
 
@@ -108,13 +108,13 @@ def test_a_living_writer_that_hangs_up_on_one_reader_is_there_for_the_others(que
     writer, readers = queue(2)
     until(lambda: len(writer._admission._joined) == 2)
     waits = Call(readers[1].dequeue)
-    until(lambda: asleep(writer._ring, order.asleep(1)))
+    until(lambda: asleep(writer._ring, protocol.asleep(1)))
     time.sleep(0.3)
     connection, watch = writer._admission._joined[1]
     watch.close()
     hang_up(connection)
     assert isinstance(waits.outcome(), PeerGoneError)
-    assert not order.is_over(head(writer))
+    assert not protocol.is_over(head(writer))
     writer.enqueue("on")
     assert readers[0].dequeue() == "on"
 
@@ -130,20 +130,20 @@ def test_the_word_of_a_writer_whose_process_has_ended_says_so(
         patched.setattr(source, "_connection", SimpleNamespace(peer=peer))
         try:
             source._writer_gone("it closed the connection")
-            assert not order.is_over(head(writer))
+            assert not protocol.is_over(head(writer))
         finally:
             process.kill()
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
         source._writer_gone("it closed the connection")
-        assert order.is_over(head(writer))
+        assert protocol.is_over(head(writer))
 
 
 # -- other processes -----------------------------------------------------------------------------------
 
 
-def test_a_death_is_warned_of_once(queue: Any, far_reader: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_death_is_warned_of_once(queue: Any, remote_reader: Any, caplog: pytest.LogCaptureFixture) -> None:
     writer, _ = queue(2, attached=1)
-    child = far_reader(writer, 1, "sit")
+    child = remote_reader(writer, 1, "sit")
     child.kill()
     until(lambda: writer.readers[1].gone)
     writer.enqueue("on")

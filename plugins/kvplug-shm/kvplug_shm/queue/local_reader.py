@@ -11,13 +11,13 @@ from kvplug import PeerGoneError, TransportError
 from kvplug.transport import Wait, WireError, close_after_fork
 from kvplug_shm.memory.waiting import NAP_S
 from kvplug_shm.native.ends import reading_end
-from kvplug_shm.queue.far import Message
-from kvplug_shm.queue.joining import Joined, hang_up, watched
-from kvplug_shm.ring import order
+from kvplug_shm.queue.join import Joined, hang_up, watched
+from kvplug_shm.queue.network import Message
+from kvplug_shm.ring import protocol
 
 
-class NearSource:
-    """The ring, and a watch on the writer. See :class:`~kvplug_shm.queue.far.Source`."""
+class LocalSource:
+    """The ring, and a watch on the writer. See :class:`~kvplug_shm.queue.network.Source`."""
 
     def __init__(self, joined: Joined, spin_s: float, *, native: bool) -> None:
         """Owns what it was given from here on, also if it raises.
@@ -58,7 +58,7 @@ class NearSource:
             check()
             self._check_writer()
             pause = wait.pause()
-            if end.come(1, spin_s, NAP_S if pause is None or pause > NAP_S else pause):
+            if end.poll(1, spin_s, NAP_S if pause is None or pause > NAP_S else pause):
                 message = self.poll()
                 if message is not None:
                     return message
@@ -75,7 +75,7 @@ class NearSource:
         words.wake(own)
         while True:
             check()
-            gone = self._gone or order.is_over(words.words[order.HEAD])
+            gone = self._gone or protocol.is_over(words.words[protocol.HEAD])
             word = self._unready()
             self.check_evicted()
             if word is None:
@@ -89,14 +89,14 @@ class NearSource:
         """Raises TransportError if the writer has evicted this reader; says how many messages it lost."""
         end = self._end
         if end.evicted():
-            lost = order.count_in(self._ring.words.words[order.HEAD]) - end.read
+            lost = protocol.count_in(self._ring.words.words[protocol.HEAD]) - end.read
             raise TransportError(
                 f"{self.writer} has evicted this reader, and at least {lost} messages are lost to it"
             )
 
     def wake(self) -> None:
         words = self._ring.words
-        words.wake(order.HEAD)
+        words.wake(protocol.HEAD)
         for end in (None, *range(self._ring.sizes.n_reader)):
             words.wake(self._ring.ready_word(end))
 
@@ -107,7 +107,7 @@ class NearSource:
         hang_up(self._connection)
 
     def drop(self) -> None:
-        """After :meth:`leave`, with nobody inside any more: let go of memory."""
+        """After :meth:`leave`, when no thread is inside any more: let go of memory."""
         self._ring.close()
 
     def _after_fork_in_child(self) -> None:
@@ -148,7 +148,7 @@ class NearSource:
         if not words[writer]:
             return writer
         for reader in range(self._ring.sizes.n_reader):
-            over = order.is_over(words[order.tail(reader)]) or words[order.evicted(reader)]
+            over = protocol.is_over(words[protocol.tail(reader)]) or words[protocol.evicted(reader)]
             word = self._ring.ready_word(reader)
             if not over and not words[word]:
                 return word

@@ -1,25 +1,25 @@
 """What the ends of a ring do to the words they share, and in which order: the whole protocol.
 
-One writer, any number of readers, a fixed number of places. What goes through is counted in units, from 0:
-bytes, or messages. Unit ``number`` lies in place ``number % places``. The words, and whose they are to store:
+One writer, any number of readers, a fixed number of places. Units, which are bytes or messages, are counted
+from 0, and unit ``number`` lies in place ``number % places``. The words, and which end stores them:
 
-- ``head``, the writer's: how many units were published;
-- ``tail``, one of each reader: how many it is done with;
-- ``asleep``, one of each end: it waits in the kernel, or is about to;
-- ``evicted``, the writer's, one for each reader: its places are not kept any more.
+- ``head``, the writer: how many units were published;
+- ``tail``, one for each reader, which stores it: how many units it has released;
+- ``asleep``, one for each end, which stores it: it sleeps in the kernel, or is about to;
+- ``evicted``, one for each reader, stored by the writer: the reader's places are not kept any more.
 
-Head and tails are stored doubled. Bit 0 says that the end is over: nothing more comes from it, and nobody
-waits for it. It is in the word that is waited for, since a change of that word is what nobody can sleep
-through. Whoever gives up the end that stores the word sets the bit in its stead.
+Head and tails are stored doubled. Bit 0 says that the end is over: it stores nothing more, and the other end
+does not wait for it. The bit is in the word that the other end waits for, because a sleeper is woken by a
+change of that word. When an end is given up, the process that gives it up sets the bit instead of it.
 
-An end that was given up and is not dead may store its word once more, and the bit is lost. So the writer
-notes an eviction in a word of its own, before the bit; the reader looks at that word after it has copied what
-it read, and before it believes the copy.
+An end that was given up and is alive may store its word once more, which loses the bit. So the writer also
+stores an eviction in the word ``evicted``, before the bit; the reader loads that word after it has copied
+what it read, and before it uses the copy.
 
 Going to sleep needs no second look: the kernel compares the word with what was seen, and enqueues the
-sleeper, in one step which comes after all that this end has stored. Announcing needs the fence: without it a
-processor may look who sleeps before others can see what was announced, and nobody would wake them. All other
-steps are in the order of the program on processors with total store order, as x86 has it.
+sleeper, in one step that comes after all stores of this end. Announcing needs the fence: without it a
+processor may load ``asleep`` before others can see what was announced, and a sleeper would not be woken. All
+other steps are in the order of the program on processors with total store order, such as x86.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ HEAD: Final = 0
 WRITER_ASLEEP: Final = 1
 OVER: Final = 1
 MAX_PLACES: Final = 2**30 - 1
-"""The kernel compares 32 bits. A word that somebody waits for moves by twice ``places`` and bit 0."""
+"""The kernel compares 32 bits. A word that an end waits for moves by twice ``places`` and bit 0."""
 
 
 def tail(reader: int) -> int:
@@ -74,7 +74,7 @@ class Memory(Protocol):
         """Sleep until it is woken, unless the word is not ``seen``. May return without a reason."""
 
     def wake(self, word: int) -> None:
-        """Everyone who waits for the word."""
+        """Wake every thread that waits for the word."""
 
 
 def word_of(count: int, *, over: bool = False) -> int:
@@ -110,10 +110,10 @@ def announce(memory: Memory, word: int, value: int, sleepers: Iterable[int]) -> 
             return
 
 
-def doze(memory: Memory, word: int, seen: int, own: int, seconds: float | None = None) -> None:
+def park(memory: Memory, word: int, seen: int, own: int, seconds: float | None = None) -> None:
     """Sleep until ``word`` is no longer what was ``seen``; ``own`` is this end's word for being asleep.
 
-    Nobody sleeps on the word of an end that is over: who gives it up as well does not change the word.
+    No end sleeps on the word of an end that is over: giving it up as well would not change the word.
     """
     if seen & OVER:
         return

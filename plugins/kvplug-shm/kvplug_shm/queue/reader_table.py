@@ -10,7 +10,7 @@ import attrs
 
 from kvplug import ClosedError
 from kvplug.transport import Reader
-from kvplug_shm.queue.far import Message
+from kvplug_shm.queue.network import Message
 from kvplug_shm.queue.ring_buffer import ShmRingBuffer
 from kvplug_shm.ring.ends import ReadingEnd, WritingEnd
 
@@ -30,13 +30,13 @@ class _Member:
     """Admitted, and not yet in possession of what it needs."""
     gone: Reader | None = None
     stand_in: ReadingEnd | None = None
-    """What the far half moves for a reader elsewhere."""
+    """What the network half moves for a reader elsewhere."""
 
 
-class Roster:
+class ReaderTable:
     """The readers, in the handle's order. From any thread, also when the writer has ended.
 
-    The far half gets it as its :class:`~kvplug_shm.queue.far.Feed`.
+    The network half gets it as its :class:`~kvplug_shm.queue.network.Feed`.
     """
 
     def __init__(self, ring: ShmRingBuffer, end: WritingEnd, reader_ranks: Sequence[int]) -> None:
@@ -49,13 +49,13 @@ class Roster:
         self._left = len(self._members)
 
     @property
-    def nobody_left(self) -> bool:
+    def all_left(self) -> bool:
         """There were readers, and all of them are gone."""
         return not self._left and bool(self._members)
 
     @property
     def all_came(self) -> bool:
-        """Nobody needs the ring's descriptor any more: each has joined, or is gone."""
+        """The ring's descriptor is not needed any more: each reader has joined, or is gone."""
         return all(
             member.gone or (member.attached and not member.joining) for member in self._members.values()
         )
@@ -87,7 +87,7 @@ class Roster:
             ]
 
     def close(self) -> None:
-        """The writer has ended: nobody comes any more, and that somebody goes is nothing to be told."""
+        """The writer has ended: no reader joins any more, and one that leaves is not reported."""
         with self._lock:
             self._closed = True
 
@@ -96,7 +96,7 @@ class Roster:
         with self._lock:
             self._shared = None
 
-    # -- what the far half is given, and the writer uses itself ----------------------------------------
+    # -- what the network half is given, and the writer uses itself ----------------------------------------
 
     def admit(self, rank: int, process: str, *, joining: bool = False) -> str:
         """Reader ``rank`` takes part. Empty, or a sentence why it does not.
@@ -209,7 +209,7 @@ class Roster:
 
 
 def _tell(gone: Reader | None) -> None:
-    """Under no lock: whatever a handler does, it holds up nobody here."""
+    """Without a lock: a signal's handler cannot deadlock here."""
     if gone is not None:
         logger.log(logging.WARNING if gone.died else logging.DEBUG, "evicted from a queue: %s", gone)
 
