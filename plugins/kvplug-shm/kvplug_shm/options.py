@@ -15,7 +15,7 @@ class ShmPipeOptions:
         default=8,
         unit="slots",
         at_least=1,
-        help="Slots of each of a pipe's two rings, one each way. What the accepting end says counts.",
+        help="Slots in each of a pipe's two rings, one per direction. The accepting end's value is used.",
     )
     slot_bytes: int = option(
         default=256 * 1024,
@@ -27,26 +27,24 @@ class ShmPipeOptions:
         default=256 * 1024 * 1024,
         unit="bytes",
         at_least=1,
-        help="Bytes that send_tensor queues, together with what the ring holds unread, before it blocks. One"
-        " larger message passes alone.",
+        help="send_tensor blocks while more bytes than this are queued or unread in the ring. A single larger"
+        " message is sent alone.",
     )
     pool_bytes: int = option(
         default=256 * 1024 * 1024,
         unit="bytes",
         at_least=0,
-        help="Memory of received tensors that an endpoint keeps, once they are gone, for the next ones.",
+        help="Memory of freed received tensors that an endpoint keeps and reuses for the next ones.",
     )
     spin_us: int = option(
         default=50,
         unit="microseconds",
         at_least=0,
-        help="How long an end that waits looks again and again before it sleeps, which takes it longer to"
-        " wake from.",
+        help="Spin for this long before sleeping. Longer lowers wake-up latency and uses more CPU.",
     )
     native: bool = option(
         default=True,
-        help="Whether the compiled steps are used where they were built; without them Python takes the same"
-        " ones, slower.",
+        help="Use the compiled helper where it was built. Without it Python does the same, slower.",
     )
 
 
@@ -58,30 +56,28 @@ class ShmQueueOptions:
         default=1024 * 1024 * 1024,
         unit="bytes",
         at_least=1,
-        help="The largest message. Addresses are set aside for it, and memory when a message is that large.",
+        help="The largest message. Reserves address space; memory is used only by messages that large.",
     )
     keep_bytes: int = option(
         default=512 * 1024 * 1024,
         unit="bytes",
         at_least=0,
-        help="Shared memory that a queue keeps for its next messages. What messages larger than a chunk took"
-        " beyond it goes back to the system when they have been read.",
+        help="Shared memory that a queue keeps for its next messages. Memory beyond it goes back to the system"
+        " when the messages that took it have been read.",
     )
     pool_bytes: int = option(
         default=256 * 1024 * 1024,
         unit="bytes",
         at_least=0,
-        help="Memory of received tensors that a reader keeps, once they are gone, for those that come next.",
+        help="Memory of freed received tensors that a reader keeps and reuses for the next ones.",
     )
     spin_us: int = option(
         default=50,
         unit="microseconds",
         at_least=0,
-        help="How long an end that waits looks again and again before it sleeps, which takes it longer to"
-        " wake from.",
+        help="Spin for this long before sleeping. Longer lowers wake-up latency and uses more CPU.",
     )
     native: bool = option(
         default=True,
-        help="Whether the compiled steps are used where they were built; without them Python takes the same"
-        " ones, slower.",
+        help="Use the compiled helper where it was built. Without it Python does the same, slower.",
     )

@@ -12,7 +12,7 @@ from kvplug import PeerGoneError
 from kvplug.transport import Credentials, QueueContext, QueueHandle
 from kvplug_shm.memory import waiting
 from kvplug_shm.options import ShmQueueOptions
-from kvplug_shm.queue import near, writer as writer_module
+from kvplug_shm.queue import local_reader, writer as writer_module
 from kvplug_shm.queue.endpoint import ShmQueueEndpoint
 from kvplug_testing import peers
 from kvplug_testing.forkserver import ForkServer
@@ -71,7 +71,7 @@ def remote_reader(fork_server: ForkServer) -> Iterator[Callable[..., peers.Peer]
 @pytest.fixture
 def sound_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only a wake ends a sleep."""
-    for module in (waiting, near, writer_module):
+    for module in (waiting, local_reader, writer_module):
         monkeypatch.setattr(module, "NAP_S", 1000.0)
 
 

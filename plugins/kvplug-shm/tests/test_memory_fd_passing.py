@@ -85,9 +85,9 @@ def test_what_goes_along_arrives(pair: Any, files: list[int], count: int) -> Non
     try:
         assert data == b"hello"
         assert len(fds) == count
-        for mine, theirs in zip(sending, fds, strict=True):
-            assert mine != theirs and same(mine, theirs)
-            assert fcntl.fcntl(theirs, fcntl.F_GETFD) & fcntl.FD_CLOEXEC
+        for sent, come in zip(sending, fds, strict=True):
+            assert sent != come and same(sent, come)
+            assert fcntl.fcntl(come, fcntl.F_GETFD) & fcntl.FD_CLOEXEC
     finally:
         close_all(fds)
     assert ours.sock.gettimeout() is None and theirs.sock.gettimeout() is None

@@ -398,8 +398,8 @@ def test_an_end_whose_memory_was_let_go_of_says_so() -> None:
     words = Words(segment(4096), 0, protocol.num_words(1))
     ends = writing_end(words, 1, 8, native=True), reading_end(words, 0, 8, native=True)
     words.words.release()
-    spins = [functools.partial(end.spun, 1, 0.0) for end in ends]
-    for call in (ends[0].publish, ends[1].release, *spins, functools.partial(ends[1].come, 1, 0.0, 0.0)):
+    spins = [functools.partial(end.spin, 1, 0.0) for end in ends]
+    for call in (ends[0].publish, ends[1].release, *spins, functools.partial(ends[1].poll, 1, 0.0, 0.0)):
         with pytest.raises(ValueError, match="released"):
             call()
 

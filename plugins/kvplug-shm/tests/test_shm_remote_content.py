@@ -20,8 +20,8 @@ from kvplug.transport import CancelledError, Deadline, Wait
 from kvplug_shm.queue import remote_link
 from kvplug_shm.queue.remote_frames import PIECE_BYTES, Kind
 
-FAR = str(Path(__file__).with_name("remote_ends.py"))
-ends = SimpleNamespace(**run_path(FAR))
+REMOTE = str(Path(__file__).with_name("remote_ends.py"))
+ends = SimpleNamespace(**run_path(REMOTE))
 context, joined, taken = ends.context, ends.joined, ends.taken
 
 
@@ -162,7 +162,7 @@ def test_a_message_has_arrived_when_the_writer_goes_on(writing: Any) -> None:
 
 def test_a_reader_that_is_stopped_holds_the_writer_up_once_and_costs_bounded_memory(fork_server: Any) -> None:
     writer = ends.Writing(context(), places=200)
-    with fork_server.start(f"{FAR}:idle_reader", dict(writer.network.data)) as child:
+    with fork_server.start(f"{REMOTE}:idle_reader", dict(writer.network.data)) as child:
         child.recv()
         child.stop()
         began = time.monotonic()
@@ -183,7 +183,9 @@ def test_a_reader_that_is_stopped_holds_the_writer_up_once_and_costs_bounded_mem
 def test_a_reader_that_pauses_4_s_under_20_000_messages_gets_all_of_them(fork_server: Any) -> None:
     count = 20_000
     writer = ends.Writing(context(), places=10)
-    with fork_server.start(f"{FAR}:remote_reader", dict(writer.network.data), count, timeout_s=100) as child:
+    with fork_server.start(
+        f"{REMOTE}:remote_reader", dict(writer.network.data), count, timeout_s=100
+    ) as child:
         child.recv()
         sending = threading.Thread(target=lambda: [writer.send(b"%d" % at) for at in range(count)])
         sending.start()

@@ -23,8 +23,8 @@ from kvplug_shm.queue import remote_link, remote_writer
 from kvplug_shm.queue.remote_frames import Kind
 from kvplug_testing import peers
 
-FAR = str(Path(__file__).with_name("remote_ends.py"))
-ends = SimpleNamespace(**run_path(FAR))
+REMOTE = str(Path(__file__).with_name("remote_ends.py"))
+ends = SimpleNamespace(**run_path(REMOTE))
 context, joined, taken = ends.context, ends.joined, ends.taken
 
 
@@ -72,20 +72,20 @@ class Relay:
 def test_a_reader_that_is_killed_is_evicted_by_name_and_the_others_go_on(
     writer: Any, fork_server: Any
 ) -> None:
-    near = joined(context(), writer.network.data, 1)
-    with fork_server.start(f"{FAR}:idle_reader", dict(writer.network.data)) as child:
+    second = joined(context(), writer.network.data, 1)
+    with fork_server.start(f"{REMOTE}:idle_reader", dict(writer.network.data)) as child:
         child.recv()
         assert writer.feed.came[0] == f"pid {child.pid}"
         writer.send(b"0")
-        assert taken(near)[2] == b"0"
+        assert taken(second)[2] == b"0"
         child.kill()
         writer.feed.until(lambda: writer.feed.gone)
     why, died = writer.feed.gone[0]  # whichever is noticed first
     assert why in ("its process ended", "its connection ended") and died
     for number in range(20):
         writer.send(b"%d" % number)
-        assert taken(near)[2] == b"%d" % number
-    near.leave(died=False)
+        assert taken(second)[2] == b"%d" % number
+    second.leave(died=False)
 
 
 @pytest.mark.parametrize(("died", "why"), [(False, "has left"), (True, "its connection ended")])
@@ -97,7 +97,7 @@ def test_a_reader_that_leaves_is_told_from_one_that_died(writer: Any, died: bool
 
 
 def test_a_reader_that_says_goodbye_and_exits_at_once_has_left(writer: Any, fork_server: Any) -> None:
-    with fork_server.start(f"{FAR}:remote_reader", dict(writer.network.data), 1) as child:
+    with fork_server.start(f"{REMOTE}:remote_reader", dict(writer.network.data), 1) as child:
         child.recv()
         writer.send(b"0")
         assert child.result() == ""
@@ -110,7 +110,7 @@ def test_a_reader_on_this_host_that_is_stopped_is_alive_and_not_buried_in_beats(
 ) -> None:
     monkeypatch.setattr(remote_writer, "BEATS", 4)
     writer = ends.Writing(context(heartbeat_timeout_s=0.5))
-    with fork_server.start(f"{FAR}:idle_reader", dict(writer.network.data), 0.5) as child:
+    with fork_server.start(f"{REMOTE}:idle_reader", dict(writer.network.data), 0.5) as child:
         child.recv()
         child.stop()
         (link,) = writer.network._links.values()
@@ -129,7 +129,7 @@ def test_a_stopped_reader_is_not_waited_for_beyond_the_callers_deadline(
     writer: Any, monkeypatch: pytest.MonkeyPatch, fork_server: Any
 ) -> None:
     monkeypatch.setattr(remote_writer, "ARRIVAL_S", 1000.0)
-    with fork_server.start(f"{FAR}:idle_reader", dict(writer.network.data)) as child:
+    with fork_server.start(f"{REMOTE}:idle_reader", dict(writer.network.data)) as child:
         child.recv()
         child.stop()
         sending = threading.Thread(target=writer.send, args=(b"late",), kwargs={"timeout_s": 0.1})
@@ -147,7 +147,7 @@ def test_where_its_process_cannot_be_seen_a_silent_reader_is_evicted_and_hears_w
 ) -> None:
     monkeypatch.setattr(PeerIdentity, "open_pidfd", lambda self: None)
     writer = ends.Writing(context(heartbeat_timeout_s=1.0), places=10)
-    with fork_server.start(f"{FAR}:idle_reader", dict(writer.network.data), 1.0) as child:
+    with fork_server.start(f"{REMOTE}:idle_reader", dict(writer.network.data), 1.0) as child:
         child.recv()
         time.sleep(2.0)
         assert not writer.feed.gone  # beats keep it alive
@@ -174,7 +174,7 @@ def test_a_process_that_cannot_be_watched_is_told_by_its_silence(
 
     monkeypatch.setattr(remote_link, "watch", fail)
     writer = ends.Writing(context(heartbeat_timeout_s=1.0))
-    with fork_server.start(f"{FAR}:idle_reader", dict(writer.network.data), 1.0) as child:
+    with fork_server.start(f"{REMOTE}:idle_reader", dict(writer.network.data), 1.0) as child:
         child.recv()
         child.stop()
         writer.feed.until(lambda: writer.feed.gone)
@@ -196,7 +196,7 @@ def test_the_more_impatient_end_says_how_often_both_say_something(monkeypatch: p
 
 
 def test_of_a_writer_that_is_killed_everything_it_had_sent_is_received_first(fork_server: Any) -> None:
-    with fork_server.start(f"{FAR}:remote_writer", 50) as child:
+    with fork_server.start(f"{REMOTE}:remote_writer", 50) as child:
         data = child.recv()
         reader = joined(context(), data)
         child.send("go")
@@ -212,7 +212,7 @@ def test_of_a_writer_that_is_killed_everything_it_had_sent_is_received_first(for
 
 
 def test_who_waits_hears_of_the_writers_death(fork_server: Any) -> None:
-    with fork_server.start(f"{FAR}:remote_writer", 1) as child:
+    with fork_server.start(f"{REMOTE}:remote_writer", 1) as child:
         reader = joined(context(), child.recv())
         errors: list[BaseException] = []
 
@@ -236,7 +236,7 @@ def test_a_writer_on_this_host_that_is_stopped_is_alive_and_elsewhere_it_is_not(
     for seen in (True, False):
         if not seen:
             monkeypatch.setattr(PeerIdentity, "open_pidfd", lambda self: None)
-        with fork_server.start(f"{FAR}:remote_writer", 1, 0.5) as child:
+        with fork_server.start(f"{REMOTE}:remote_writer", 1, 0.5) as child:
             reader = joined(context(heartbeat_timeout_s=0.5), child.recv())
             child.stop()
             try:
@@ -361,7 +361,7 @@ def test_ends_leave_nothing() -> None:
 
 
 def test_a_connection_does_not_live_on_in_a_forked_child(writer: Any, fork_server: Any) -> None:
-    with fork_server.start(f"{FAR}:forking_reader", dict(writer.network.data)) as child:
+    with fork_server.start(f"{REMOTE}:forking_reader", dict(writer.network.data)) as child:
         forked = child.recv()
         try:
             writer.feed.until(lambda: writer.feed.gone)
@@ -372,7 +372,7 @@ def test_a_connection_does_not_live_on_in_a_forked_child(writer: Any, fork_serve
 
 
 def test_too_few_descriptors_are_an_error_and_not_the_end_of_the_process(fork_server: Any) -> None:
-    with fork_server.start(f"{FAR}:without_descriptors") as child:
+    with fork_server.start(f"{REMOTE}:without_descriptors") as child:
         assert "Too many open files" in child.result()
 
 
@@ -418,7 +418,7 @@ def test_a_handler_may_come_in_while_the_thread_is_woken() -> None:
 
 
 def test_a_writer_that_is_stopped_takes_readers_in_when_it_goes_on(fork_server: Any) -> None:
-    with fork_server.start(f"{FAR}:remote_writer", 1) as child:
+    with fork_server.start(f"{REMOTE}:remote_writer", 1) as child:
         data = child.recv()
         child.stop()
         with pytest.raises(TimeoutError, match="did not answer"):

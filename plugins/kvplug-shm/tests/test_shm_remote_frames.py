@@ -18,8 +18,8 @@ from kvplug_shm.queue.remote_assembly import Assembly
 from kvplug_shm.queue.remote_frames import First, Kind, Piece, Plain
 from kvplug_shm.queue.remote_link import identity_of
 
-FAR = str(Path(__file__).with_name("remote_ends.py"))
-ends = SimpleNamespace(**run_path(FAR))
+REMOTE = str(Path(__file__).with_name("remote_ends.py"))
+ends = SimpleNamespace(**run_path(REMOTE))
 context, joined, joining = ends.context, ends.joined, ends.joining
 
 

@@ -24,8 +24,8 @@ from kvplug_shm.queue.remote_contact import RemoteContact
 from kvplug_shm.queue.remote_frames import Kind
 from kvplug_shm.queue.remote_keys import Keys
 
-FAR = str(Path(__file__).with_name("remote_ends.py"))
-ends = SimpleNamespace(**run_path(FAR))
+REMOTE = str(Path(__file__).with_name("remote_ends.py"))
+ends = SimpleNamespace(**run_path(REMOTE))
 context, joined, taken, joining = ends.context, ends.joined, ends.taken, ends.joining
 WHO = ends.WHO
 SECRET = "a secret that these tests share"
@@ -224,7 +224,7 @@ def test_what_strangers_send_is_harmless(writer: Any) -> None:
 
 
 def test_strangers_that_take_every_descriptor_hold_it_up_until_their_time_is_over(fork_server: Any) -> None:
-    with fork_server.start(f"{FAR}:writer_with_few_descriptors", timeout_s=100) as child:
+    with fork_server.start(f"{REMOTE}:writer_with_few_descriptors", timeout_s=100) as child:
         data = child.recv()
         strangers = [socket.socket() for _ in range(200)]
         for stranger in strangers:
@@ -267,7 +267,7 @@ def test_strangers_that_come_and_go_make_the_writer_say_nothing_to_its_readers(
 
 def test_strangers_that_nobody_looks_at_do_not_keep_it_from_ending(fork_server: Any) -> None:
     """ZeroMQ's thread must not wait for room for what it tells of them: it holds what closing needs."""
-    with fork_server.start(f"{FAR}:writer_that_does_not_look", timeout_s=100) as child:
+    with fork_server.start(f"{REMOTE}:writer_that_does_not_look", timeout_s=100) as child:
         data = child.recv()
         for _ in range(1500):  # two events each and more, where 2000 have room
             with socket.create_connection((data["host"], data["port"]), 10.0) as stranger:

@@ -1,4 +1,4 @@
-"""Which way a reader of the queue "shm" takes, memory or the remote, and both in one queue."""
+"""Which way a reader of the queue "shm" takes, memory or the network, and both in one queue."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from kvplug.transport import (
 )
 from kvplug_shm.options import ShmQueueOptions
 from kvplug_shm.queue.endpoint import ShmQueueEndpoint
-from kvplug_shm.queue.remote import Message
+from kvplug_shm.queue.network import Message
 from kvplug_shm.queue.remote_reader import RemoteReader
 
 SECRET = Credentials(Secret("a secret that these tests share"))
