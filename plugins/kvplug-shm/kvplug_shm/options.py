@@ -62,8 +62,8 @@ class ShmQueueOptions:
         default=512 * 1024 * 1024,
         unit="bytes",
         at_least=0,
-        help="Shared memory that a queue keeps for its next messages. Memory beyond it goes back to the system"
-        " when the messages that took it have been read.",
+        help="Shared memory that a queue keeps for its next messages. Memory beyond it goes back to the"
+        " system when the messages that took it have been read.",
     )
     pool_bytes: int = option(
         default=256 * 1024 * 1024,
