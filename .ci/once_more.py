@@ -1,0 +1,33 @@
+"""After the matrix has failed: run the tests that failed once more, in the environments in which they did.
+
+    python .ci/once_more.py .tox/results.json
+
+Where something else than a test failed, or pytest itself ended early, nothing is run, and the exit code is 1.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+
+def main(results: Path) -> int:
+    outcomes = {name: run["result"] for name, run in json.loads(results.read_text())["testenvs"].items()}
+    failed = [name for name, outcome in outcomes.items() if not outcome["success"]]
+    tests = results.parent / "failed-tests"
+    hopeless = [name for name in failed if outcomes[name]["exit_code"] != 1 or not (tests / name).exists()]
+    if hopeless or not failed:
+        print(f"Not because of a test: {', '.join(hopeless) or 'tox itself'} failed.")
+        return 1
+    print(f"Once more, only what has failed: {', '.join(failed)}.")
+    tox = Path(sys.executable).with_name("tox")
+    return subprocess.run(
+        [tox, "run", "-e", ",".join(failed)], env={**os.environ, "TESTS_AGAIN": "--last-failed"}
+    ).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))
