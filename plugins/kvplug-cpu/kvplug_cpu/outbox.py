@@ -180,9 +180,8 @@ class Outbox:
     def _write(self, queue: _Queue) -> None:
         try:
             while batch := self._next_batch(queue):
-                views = [view for share in batch for view in share.views]
-                self._sent(queue, batch, queue.connection.send(views))
-                del batch, views  # the memory that was sent is not held until there is more to send
+                self._sent(queue, batch, _give(queue.connection, batch))
+                del batch  # the memory that was sent is not held until there is more to send
         except OSError as e:
             self._broken(e)
         except Exception as e:
@@ -230,3 +229,15 @@ class Outbox:
     def _broken(self, error: OSError) -> None:
         """A connection refused bytes: the peer is gone, or closed. What it sent before can still be read."""
         self._lost(f"the connection broke while sending: {error.strerror or error}")
+
+
+def _give(connection: DataConnection, batch: list[_Share]) -> int:
+    """Give the kernel as much of the batch as it takes at once, else wait until it has the first share.
+
+    A call that waits returns when the kernel has all that the call was given. The peer may have received the
+    first share long before that, and must not have to receive the next ones for the first to count as sent.
+    """
+    taken = 0
+    if len(batch) > 1:
+        taken = connection.send_now([view for share in batch for view in share.views])
+    return taken or connection.send(batch[0].views)

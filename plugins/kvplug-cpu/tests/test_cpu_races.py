@@ -148,6 +148,15 @@ def test_a_connection_that_breaks_alone_ends_a_receive_at_once(near_pair: Any) -
     assert isinstance(receiving.outcome(3), PeerGoneError)
 
 
+def test_a_message_that_was_received_has_been_sent_whatever_is_queued_behind_it(near_pair: Any) -> None:
+    # The writer gives the kernel small messages together; the kernel has room for two or three of these.
+    one, other = near_pair(connections=1, socket_buffer_bytes=4096)
+    message = torch.ones(2000, dtype=torch.uint8)
+    for transfer in [one.send_tensor(message) for _ in range(200)]:
+        other.recv_tensor(timeout=10)
+        transfer.wait(10)
+
+
 def test_what_has_failed_is_not_sent_any_further(near_pair: Any) -> None:
     # Its memory is the caller's again: it would arrive whole, with what was written over it.
     one, other = near_pair(split_bytes=30 * MIB)
