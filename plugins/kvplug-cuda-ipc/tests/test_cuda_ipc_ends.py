@@ -1,4 +1,4 @@
-"""The pipe "cuda-ipc" over the fake: order with the caller's work, blocks, memory, what a peer may say."""
+"""The pipe "cuda-ipc" over the fake: order with the caller's work, blocks, memory, a hostile peer."""
 
 from __future__ import annotations
 
@@ -17,12 +17,21 @@ from hypothesis import given, strategies as st
 
 from kvplug import PeerGoneError, TimeoutError, TransportError, UnsupportedError
 from kvplug.net.wire.messages import NONE, tensor_prefix
-from kvplug.transport import Channel, Credentials, TensorMismatchError, WireError, dial
+from kvplug.transport import (
+    Channel,
+    Credentials,
+    Deadline,
+    Lifecycle,
+    TensorMismatchError,
+    WireError,
+    dial,
+)
 from kvplug_cuda_ipc.memory import GRANULARITY, Mapping, Ring, Staging
 from kvplug_cuda_ipc.pipe import join
 from kvplug_cuda_ipc.pipe.contact import CudaIpcContact
 from kvplug_cuda_ipc.pipe.content import Runs
-from kvplug_cuda_ipc.pipe.frames import MAX_PIECES, FrameKind, decode, encode
+from kvplug_cuda_ipc.pipe.frames import MAX_PIECES, FrameKind, Piece, decode, encode
+from kvplug_cuda_ipc.pipe.pieces import AnnouncedPieces
 from kvplug_cuda_ipc.testing.host import HostDevice
 from kvplug_testing.waits import Call, until
 
@@ -118,7 +127,7 @@ def test_no_message_becomes_part_of_a_graph_and_no_graph_is_disturbed(
         with pytest.raises(UnsupportedError, match="a CUDA graph is being captured"):
             call()
     device.capturing = False
-    controls.set(capturing=1)  # by some other thread
+    controls.set(capturing=1)  # by another thread
     message = torch.randint(0, 256, (LARGE,), dtype=torch.uint8)
     for pair in ((one, other), local_pair()):
         transfer = pair[0].send_tensor(message)
@@ -138,7 +147,7 @@ def test_a_message_that_came_and_could_not_be_written_outlives_its_sender(
     read_only = torch.zeros(500, 300).t()
 
     def refuses(*_: Any) -> Any:
-        raise RuntimeError("it is not to be written")
+        raise RuntimeError("it cannot be written")
 
     with monkeypatch.context() as patched:
         patched.setattr(torch.Tensor, "copy_", refuses)
@@ -154,7 +163,7 @@ def test_a_message_that_came_and_could_not_be_written_outlives_its_sender(
 # -- blocks ----------------------------------------------------------------------------------------------
 
 
-def test_blocks_that_follow_one_another_are_copied_from_where_they_are_to_where_they_belong(
+def test_consecutive_blocks_are_copied_from_where_they_are_to_where_they_belong(
     local_pair: Any, controls: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, other = local_pair()
@@ -209,10 +218,10 @@ def test_parts_of_runs_are_the_bytes_in_order(sizes: list[int], count: int, data
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 8192)), max_size=60))
-def test_room_is_given_out_once_and_in_whole_pieces(steps: list[tuple[bool, int]]) -> None:
+def test_room_is_reserved_once_and_in_contiguous_pieces(steps: list[tuple[bool, int]]) -> None:
     ring, held = Ring(16384), deque()
-    for gives_back, nbytes in steps:
-        if gives_back and held:
+    for releases, nbytes in steps:
+        if releases and held:
             held.popleft()
             ring.release()
         else:
@@ -237,14 +246,14 @@ def test_staging_memory_is_of_whole_pieces_that_nothing_else_is_exported_with(
     mapping = Mapping(runtime, staging.token, staging.handle, GRANULARITY)
     assert mapping.address == staging.address  # its own process has it mapped already
     mapping.close()
-    with pytest.raises(TransportError):  # that is said by somebody else
+    with pytest.raises(TransportError):  # another process has sent that token
         Mapping(runtime, staging.token, staging.handle, 2 * GRANULARITY)
     staging.free()
     staging.free()
     assert controls.get("allocations") == 0
 
 
-# -- what a peer may say -------------------------------------------------------------------------------
+# -- a hostile peer ------------------------------------------------------------------------------------
 
 PREFIX = tensor_prefix(torch.float32, torch.Size((3,)), 12)
 LIES: dict[str, list[Any]] = {
@@ -270,7 +279,7 @@ LIES: dict[str, list[Any]] = {
 
 
 @pytest.mark.parametrize("what", list(LIES))
-def test_a_peer_that_says_what_cannot_be_ends_the_pipe_and_nothing_else(local_pair: Any, what: str) -> None:
+def test_a_peer_that_sends_what_cannot_be_ends_the_pipe_and_nothing_else(local_pair: Any, what: str) -> None:
     one, other = local_pair()
     for value in LIES[what]:
         one._channel.send(value)
@@ -318,7 +327,7 @@ def test_any_value_is_a_hello_or_a_wire_error(value: Any) -> None:
         return
 
 
-def test_a_stranger_that_is_let_in_and_joins_as_no_end_does_stops_nobody(
+def test_a_connection_that_does_not_join_properly_disturbs_no_other(
     fake_path: str, local_pair: Any, controls: Any
 ) -> None:
     end = ends.endpoint(fake_path)
@@ -334,6 +343,20 @@ def test_a_stranger_that_is_let_in_and_joins_as_no_end_does_stops_nobody(
         with listener.accept() as one, connecting.outcome() as other:
             one.send_tensor(torch.arange(2))
             assert other.recv_tensor().tolist() == [0, 1]
+
+
+def test_after_the_goodbye_only_whole_messages_are_left() -> None:
+    lifecycle = Lifecycle("the pipe")
+    pieces = AnnouncedPieces(MIB, lifecycle)
+    for piece in (Piece(PREFIX, 0, 12), Piece(PREFIX, 512, 4), Piece(b"", 1024, 4)):
+        pieces.add(piece)
+    lifecycle.lose_peer("the peer closed it")
+    pieces.expect_no_more()
+    pieces.expect_no_more()
+    assert pieces.after(0) == [pieces.oldest(Deadline.after(0))] == [Piece(PREFIX, 0, 12)]
+    pieces.take(1)
+    with pytest.raises(PeerGoneError):
+        pieces.oldest(Deadline.after(None))
 
 
 # -- rest ------------------------------------------------------------------------------------------------

@@ -54,20 +54,14 @@ def decode(value: Any) -> tuple[FrameKind, Any]:
     Raises:
         WireError: it is no frame of this pipe.
     """
-    try:
-        name, *rest = value
-        kind = FrameKind(name)
-    except (TypeError, ValueError) as e:
-        raise WireError("it is no frame of the pipe 'cuda-ipc'") from e
-    if kind is FrameKind.PIECE and len(rest) == 3:
-        prefix, offset, nbytes = rest
-        if isinstance(prefix, bytes) and _is_count(offset) and _is_count(nbytes):
-            return kind, Piece(prefix, offset, nbytes)
-    elif kind is FrameKind.TAKEN and len(rest) == 1 and _is_count(rest[0]):
-        return kind, rest[0]
-    elif kind not in (FrameKind.PIECE, FrameKind.TAKEN) and not rest:
-        return kind, None
-    raise WireError(f"its frame {kind.value!r} has the wrong content")
+    match value:
+        case [FrameKind.PIECE, bytes(prefix), int(offset), int(nbytes)] if min(offset, nbytes) >= 0:
+            return FrameKind.PIECE, Piece(prefix, offset, nbytes)
+        case [FrameKind.TAKEN, int(count)] if count >= 0:
+            return FrameKind.TAKEN, count
+        case [FrameKind.HEARTBEAT | FrameKind.GOODBYE | FrameKind.UNMAPPED as name]:
+            return FrameKind(name), None
+    raise WireError("it is no frame of the pipe 'cuda-ipc'")
 
 
 def meta_of_prefix(prefix: bytes) -> TensorMeta | None:
@@ -79,7 +73,3 @@ def meta_of_prefix(prefix: bytes) -> TensorMeta | None:
     if announcement.goodbye or announcement.flags:
         raise WireError("a prefix that this pipe does not use")
     return announcement.meta
-
-
-def _is_count(value: Any) -> bool:
-    return type(value) is int and value >= 0

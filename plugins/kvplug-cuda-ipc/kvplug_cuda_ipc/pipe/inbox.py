@@ -103,9 +103,10 @@ class Inbox:
             self._mapping.close()
 
     def _announced(self, deadline: Deadline) -> _Message:
-        if not self._pieces.wait_for(1, deadline):
+        piece = self._pieces.oldest(deadline)
+        if piece is None:
             raise TimeoutError(f"no message has arrived from {self._peer}; it is alive as far as can be seen")
-        return _Message(meta_of_prefix(self._pieces.after(0)[0].prefix))
+        return _Message(meta_of_prefix(piece.prefix))
 
     def _allocate(self, meta: TensorMeta) -> Tensor:
         return self._device.empty(meta, self._stream)
@@ -215,7 +216,7 @@ class _Copies:
                 elif self.under_way or not self._is_writable():
                     backoff.pause()
                 else:
-                    self._pieces.wait_for(1, deadline)
+                    self._pieces.oldest(deadline)  # waits for one
         finally:
             self._finish_all()
         return message.got == message.nbytes

@@ -30,14 +30,6 @@ _READY: Final = {"ready": True}
 _UNMAPPED: Final = encode(FrameKind.UNMAPPED)
 _FAILURE_S: Final = 0.5
 """Seconds that the peer may take to read why there is no pipe, or to hang up after its memory is gone."""
-_FIELDS: Final = {
-    "gpu": str,
-    "token": bytes,
-    "handle": bytes,
-    "nbytes": int,
-    "sees_death": bool,
-    "heartbeat_ms": int,
-}
 
 
 @attrs.frozen(kw_only=True)
@@ -66,21 +58,22 @@ class Hello:
     @classmethod
     def decode(cls, value: Any) -> Hello:
         """Raises WireError: it is none."""
-        wrong = WireError("it does not join as this version does")
-        if not isinstance(value, dict) or {name: type(value.get(name)) for name in _FIELDS} != _FIELDS:
-            raise wrong
-        hello = cls(
-            gpu=value["gpu"],
-            token=value["token"],
-            handle=value["handle"],
-            nbytes=value["nbytes"],
-            terms=HeartbeatTerms(value["sees_death"], value["heartbeat_ms"]),
-        )
-        if len(hello.token) != TOKEN_BYTES or len(hello.handle) != IPC_HANDLE_BYTES:
-            raise wrong
-        if hello.nbytes <= 0 or hello.terms.heartbeat_ms <= 0:
-            raise wrong
-        return hello
+        match value:
+            case {
+                "gpu": str(gpu),
+                "token": bytes(token),
+                "handle": bytes(handle),
+                "nbytes": int(nbytes),
+                "sees_death": bool(sees_death),
+                "heartbeat_ms": int(heartbeat_ms),
+            } if (
+                len(token) == TOKEN_BYTES
+                and len(handle) == IPC_HANDLE_BYTES
+                and min(nbytes, heartbeat_ms) > 0
+            ):
+                terms = HeartbeatTerms(sees_death, heartbeat_ms)
+                return cls(gpu=gpu, token=token, handle=handle, nbytes=nbytes, terms=terms)
+        raise WireError("it does not join as this version does")
 
 
 def make_pipe(

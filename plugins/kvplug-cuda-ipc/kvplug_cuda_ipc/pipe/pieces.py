@@ -82,21 +82,21 @@ class AnnouncedPieces:
         if self._stopped or self._lifecycle.broken:
             raise self._lifecycle.error()
 
-    def wait_for(self, count: int, deadline: Deadline) -> bool:
-        """Wait until there are ``count`` pieces; False at the deadline.
+    def oldest(self, deadline: Deadline) -> Piece | None:
+        """The oldest piece, which stays. Waits for one; ``None`` at the deadline.
 
         Raises:
-            KvplugError: they will never come, and why.
+            KvplugError: none will come, and why.
         """
         with self._changed:
-            while len(self._pieces) < count:
+            while not self._pieces:
                 self.check()
                 if self._no_more:
                     raise self._lifecycle.error()
                 if not self._changed.wait(deadline.remaining()) and deadline.expired:
-                    return False
+                    return None
             self.check()
-            return True
+            return self._pieces[0]
 
     def after(self, count: int) -> list[Piece]:
         """All but the oldest ``count``."""
