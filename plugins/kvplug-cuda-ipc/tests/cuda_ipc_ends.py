@@ -119,7 +119,7 @@ def mute(parent: peers.Parent, path: str, contact: str, heartbeat_s: float) -> N
         echo(parent, pipe)
 
 
-# -- what the other process does -------------------------------------------------------------------
+# -- the other process ----------------------------------------------------------------------------
 
 
 def echo(parent: peers.Parent, pipe: Any) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import threading
 import time
 from pathlib import Path
 from runpy import run_path
@@ -21,7 +22,7 @@ from kvplug_cuda_ipc.cudart.errors import CudaError
 from kvplug_cuda_ipc.pipe import join
 from kvplug_cuda_ipc.pipe.contact import CudaIpcContact
 from kvplug_cuda_ipc.testing.fake import environment
-from kvplug_cuda_ipc.testing.host import HostDevice
+from kvplug_cuda_ipc.testing.host import HostDevice, HostStream
 from kvplug_testing import peers
 from kvplug_testing.waits import Call, until
 
@@ -79,7 +80,7 @@ def test_a_copy_that_comes_to_its_end_after_its_peer_is_no_message(remote_pair: 
         pipe.recv_tensor(timeout=PATIENCE_S)
 
 
-def test_ends_in_one_process_that_are_cut_apart_give_everything_back_at_once(
+def test_ends_in_one_process_whose_connection_breaks_free_everything_at_once(
     local_pair: Any, controls: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(peer_process, "_END_S", 1000 * PATIENCE_S)  # the end of this process is not awaited
@@ -118,7 +119,7 @@ def test_memory_that_a_stopped_peer_has_mapped_is_kept_until_it_goes_on_or_ends(
         assert Call(pipe.abort).outcome() is None
     time.sleep(0.3)
     assert controls.get("allocations") == 1
-    assert controls.get("mappings") == 0  # of the peer's nothing is
+    assert controls.get("mappings") == 0  # the peer's memory is unmapped already
     if then == "goes on":
         child.cont()
         child.send("go")
@@ -150,7 +151,7 @@ def test_memory_is_mapped_once_however_many_messages_there_are(remote_pair: Any,
 
 
 @pytest.mark.parametrize("into_out", [False, True])
-def test_a_receive_that_runs_out_of_time_inside_a_message_is_gone_on_with(
+def test_a_receive_that_runs_out_of_time_inside_a_message_is_resumed(
     remote_pair: Any, into_out: bool
 ) -> None:
     pipe, child = remote_pair("send", LARGE, env=environment(delay_us=60_000))
@@ -173,7 +174,7 @@ def test_a_receive_that_runs_out_of_time_inside_a_message_is_gone_on_with(
     assert late
 
 
-def test_where_no_death_is_seen_silence_is_one_and_a_quiet_peer_is_not(
+def test_where_no_death_can_be_seen_silence_counts_as_one_and_a_quiet_peer_is_not_silent(
     fake_path: str, controls: Any, fork_server: Any
 ) -> None:
     with (
@@ -212,7 +213,7 @@ def test_ctrl_c_gives_the_callers_memory_back_and_breaks_the_pipe(remote_pair: A
 
 
 @pytest.mark.parametrize("at", [0, 5])
-def test_a_device_that_fails_ends_both_pipes_with_cudas_words_here(
+def test_a_device_that_fails_ends_both_pipes_with_cudas_error_here(
     remote_pair: Any, local_pair: Any, controls: Any, at: int
 ) -> None:
     pipe, child = remote_pair("echo")
@@ -224,7 +225,7 @@ def test_a_device_that_fails_ends_both_pipes_with_cudas_words_here(
         with pytest.raises(TransportError, match="cudaErrorIllegalAddress") as caught:
             call()
         assert not isinstance(caught.value, PeerGoneError)
-    assert isinstance(child.result(PATIENCE_S), int)  # it was told that its peer is gone
+    assert isinstance(child.result(PATIENCE_S), int)  # it has noticed that its peer is gone
     pipe.abort()
     controls.set(fail_after=-1)
     controls.heal()
@@ -234,7 +235,7 @@ def test_a_device_that_fails_ends_both_pipes_with_cudas_words_here(
 def test_a_copy_that_is_refused_breaks_the_pipe(local_pair: Any, controls: Any) -> None:
     one, other = local_pair()
     controls.set(copy_result=1)
-    with pytest.raises(CudaError, match="cudaMemcpyAsync gave cudaErrorInvalidValue"):
+    with pytest.raises(CudaError, match="cudaMemcpyAsync returned cudaErrorInvalidValue"):
         one.send_tensor(noise(100))
     controls.set(copy_result=0)
     with pytest.raises(TransportError, match="a message was not begun"):
@@ -243,8 +244,8 @@ def test_a_copy_that_is_refused_breaks_the_pipe(local_pair: Any, controls: Any) 
         other.recv_tensor(timeout=PATIENCE_S)
 
 
-def test_a_device_that_is_busy_holds_up_nobody(local_pair: Any, controls: Any) -> None:
-    """Whatever it was given, ending a pipe takes no longer: giving memory back waits, and nobody else."""
+def test_a_busy_device_delays_no_call_that_ends_a_pipe(local_pair: Any, controls: Any) -> None:
+    """Whatever the device was given, ending a pipe takes no longer: only freeing its memory waits."""
     for how in ("close", "abort"):
         one, other = local_pair()
         controls.set(hold=1)
@@ -280,16 +281,16 @@ def test_a_transfer_that_has_failed_sends_nothing_more(local_pair: Any, controls
 # -- while a pipe is made ------------------------------------------------------------------------------
 
 
-def test_no_memory_is_said_at_both_ends_and_the_listener_goes_on(
+def test_both_ends_report_that_there_is_no_memory_and_the_listener_goes_on(
     fake_path: str, controls: Any, caplog: Any, fork_server: Any
 ) -> None:
     with ends.endpoint(fake_path).listen() as listener:
         controls.set(malloc_result=2)
-        with pytest.raises(CapacityError, match="has not so much memory left"):
+        with pytest.raises(CapacityError, match="does not have enough free memory"):
             ends.endpoint(fake_path).connect(listener.contact)
         with fork_server.start(f"{ENDS}:connects", fake_path, listener.contact) as child:
             said = child.result(PATIENCE_S)
-        assert said.startswith("TransportError") and "cudaMalloc gave cudaErrorMemoryAllocation" in said
+        assert said.startswith("TransportError") and "cudaMalloc returned cudaErrorMemoryAllocation" in said
         assert "was not completed" in caplog.text
         controls.set(malloc_result=0)
         with fork_server.start(f"{ENDS}:connects", fake_path, listener.contact) as child:
@@ -301,7 +302,7 @@ def test_no_memory_is_said_at_both_ends_and_the_listener_goes_on(
 
 
 @pytest.mark.parametrize("who", ["connecting", "accepting"])
-def test_memory_that_cannot_be_mapped_is_said_at_both_ends_with_the_gpus(
+def test_both_ends_report_memory_that_cannot_be_mapped_with_the_gpus(
     fake_path: str, controls: Any, caplog: Any, who: str
 ) -> None:
     controls.set(gpu=0xAA)
@@ -318,7 +319,7 @@ def test_memory_that_cannot_be_mapped_is_said_at_both_ends_with_the_gpus(
         assert controls.get("freed_while_mapped") == 0
 
 
-def test_memory_that_went_with_its_process_is_a_peer_that_is_gone(
+def test_memory_that_is_gone_with_its_process_means_that_the_peer_is_gone(
     fake_path: str, controls: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     hello = join.Hello(
@@ -350,7 +351,40 @@ def test_a_peer_that_is_stopped_while_a_pipe_is_made_keeps_what_it_may_have_mapp
     assert controls.get("freed_while_mapped") == 0
 
 
-def test_a_call_ends_with_an_error_of_kvplugs_whatever_happens(remote_pair: Any) -> None:
+@pytest.mark.parametrize("lacks", ["threads", "streams"])
+def test_a_pipe_without_threads_or_streams_is_not_made_and_its_memory_is_freed(
+    fake_path: str, controls: Any, monkeypatch: pytest.MonkeyPatch, lacks: str
+) -> None:
+    streams: list[HostStream] = []
+    closed: list[HostStream] = []
+    make, close, start = HostDevice.new_stream, HostStream.close, threading.Thread.start
+
+    def new_stream(device: HostDevice) -> HostStream:
+        if lacks == "streams" and streams:
+            raise TransportError("there are no more streams")
+        streams.append(make(device))
+        return streams[-1]
+
+    def start_thread(thread: threading.Thread) -> None:
+        if lacks == "threads" and thread.name == "kvplug-cuda-ipc-work":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    def close_stream(stream: HostStream) -> None:
+        closed.append(stream)
+        close(stream)
+
+    monkeypatch.setattr(HostDevice, "new_stream", new_stream)
+    monkeypatch.setattr(HostStream, "close", close_stream)
+    monkeypatch.setattr(threading.Thread, "start", start_thread)
+    end = ends.endpoint(fake_path)
+    with end.listen() as listener, pytest.raises(TransportError, match=f"needs threads|more {lacks}"):
+        end.connect(listener.contact)
+    until(lambda: controls.get("allocations") == 0)
+    assert streams and set(closed) == set(streams)
+
+
+def test_a_call_ends_with_an_error_of_kvplugs_when_the_peer_is_killed(remote_pair: Any) -> None:
     pipe, child = remote_pair("echo")
     running = Call(lambda: pipe.recv_tensor(timeout=None))
     child.kill()

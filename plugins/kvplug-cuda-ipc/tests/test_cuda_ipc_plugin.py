@@ -1,4 +1,4 @@
-"""The plugin "cuda-ipc": what it says of itself, where it cannot work, and what its pipe refuses."""
+"""The plugin "cuda-ipc": its description, where it cannot work, and what its pipe refuses."""
 
 from __future__ import annotations
 
@@ -55,9 +55,9 @@ def test_describing_the_plugin_imports_nothing_heavy() -> None:
 def test_the_probe_says_what_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(probe, "_DEV", tmp_path)
-    assert "no GPU" in probe.describe().reason
+    assert "no NVIDIA GPU" in probe.describe().reason
     (tmp_path / "dxg").touch()
-    assert "under Windows" in probe.describe().reason
+    assert "WSL" in probe.describe().reason
     (tmp_path / "nvidia0").touch()
     assert probe.describe().viable
     for hidden in ("", "-1"):
@@ -92,7 +92,7 @@ def _context(device: str = "cuda", **options: Any) -> PipeContext:
 
 
 def test_a_device_that_is_no_gpu_is_refused() -> None:
-    for device, said in (("cpu", "moves CUDA tensors"), ("nowhere", "none of torch's")):
+    for device, said in (("cpu", "moves CUDA tensors"), ("nowhere", "no device of torch's")):
         with pytest.raises(ConfigError, match=said):
             CudaIpcEndpoint(_context(device))
 
@@ -103,7 +103,7 @@ def test_where_there_is_no_gpu_the_endpoint_says_so() -> None:
         CudaIpcEndpoint(_context())
 
 
-def test_gpus_are_counted_and_the_current_one_is_meant_where_none_is_named(
+def test_a_gpu_must_be_there_and_the_current_one_is_the_default(
     monkeypatch: pytest.MonkeyPatch, fake_path: str
 ) -> None:
     for name, value in {"is_available": True, "current_device": 1, "device_count": 2}.items():
@@ -137,7 +137,9 @@ def test_a_cpu_tensor_on_a_pipe_of_gpus_is_refused_by_name() -> None:
         Target(gpu, out=torch.rand(50))
 
 
-def test_no_memory_for_a_copy_is_said_so(local_pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_memory_for_a_copy_is_an_error_that_says_so(
+    local_pair: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(_: Any) -> Any:
         raise RuntimeError("CUDA out of memory. Tried to allocate 1 GiB")
 
@@ -149,7 +151,7 @@ def test_no_memory_for_a_copy_is_said_so(local_pair: Any, monkeypatch: pytest.Mo
     assert other.recv_tensor() is None
 
 
-def test_contacts_of_others_and_of_elsewhere_are_refused(fake_path: str) -> None:
+def test_contacts_of_other_transports_and_of_other_hosts_are_refused(fake_path: str) -> None:
     end = ends.endpoint(fake_path)
     for text in ("", "shm1 a unix:@x", "cudaipc1 a tcp:1", "cudaipc1  unix:@x"):
         with pytest.raises(WireError, match="not a contact of the pipe 'cuda-ipc'"):
