@@ -1,7 +1,7 @@
-"""The one seam between the logic and PyTorch's side of CUDA: which device, whose stream, whose memory.
+"""What the pipe needs of PyTorch: the device, the caller's stream, streams of its own, new tensors.
 
-Copies, events and shared memory go through :mod:`kvplug_cuda_ipc.cudart`, whose functions a fake has as well.
-Nothing waits for a whole device.
+Copies, events and shared memory go through :mod:`kvplug_cuda_ipc.cudart`, which a fake implements as
+well. Nothing waits for a whole device.
 """
 
 from __future__ import annotations
@@ -24,40 +24,40 @@ if TYPE_CHECKING:
 
 
 class Stream(abc.ABC):
-    """A queue of work of the device, of our own."""
+    """A stream of the device, which only the pipe uses."""
 
     handle: int
     """A ``cudaStream_t``."""
 
     @abc.abstractmethod
     def current(self) -> AbstractContextManager[Any]:
-        """In the block what torch does in this thread is enqueued here, and it allocates for here."""
+        """A context in which torch enqueues on this stream and allocates for it, in this thread."""
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Nothing more is enqueued. What was is still done; nobody waits for that. Idempotent."""
+        """Enqueue nothing more. Work that was enqueued is still done, without waiting for it. Idempotent."""
 
 
 class Device(abc.ABC):
-    """Where the tensors are that are sent and received."""
+    """The device of the tensors that are sent and received."""
 
     name: str
-    """As torch spells it, with an index where there may be several."""
+    """As torch spells it, with an index where there may be several such devices."""
     index: int
-    """As the CUDA runtime counts."""
+    """Its number in the CUDA runtime."""
     runtime: Runtime
 
     @abc.abstractmethod
     def current(self) -> AbstractContextManager[Any]:
-        """In the block it is the current device of this thread, for torch and for the runtime."""
+        """A context in which it is this thread's current device, for torch and for the runtime."""
 
     @abc.abstractmethod
     def is_capturing(self) -> bool:
-        """Whether what this thread enqueues becomes part of a CUDA graph, and is not done."""
+        """Whether work that this thread enqueues now becomes part of a CUDA graph, and is not done."""
 
     @abc.abstractmethod
     def new_stream(self) -> Stream:
-        """Raises TransportError: there can be none."""
+        """Raises TransportError: there are no more streams."""
 
     @abc.abstractmethod
     def callers_stream(self) -> int:
@@ -65,10 +65,10 @@ class Device(abc.ABC):
 
     @abc.abstractmethod
     def hand_over(self, tensor: Tensor) -> None:
-        """The caller goes on with memory of ours on its current stream, and may drop it when it likes."""
+        """The caller uses a tensor of the pipe's on its current stream from now on, and may drop it."""
 
     def adopt(self) -> None:
-        """For a thread of ours: it is its current device for good, for the runtime.
+        """Make it the current device of a thread of the pipe's, for good, for the runtime.
 
         Raises:
             CudaError: the device has failed.
@@ -77,10 +77,10 @@ class Device(abc.ABC):
         self.runtime.exchange_capture_mode(CaptureMode.RELAXED)
 
     def empty(self, meta: TensorMeta, stream: Stream) -> Tensor:
-        """New memory, which can be written on ``stream`` at once.
+        """A new tensor, which can be written on ``stream`` at once.
 
         Raises:
-            CapacityError: there is not so much.
+            CapacityError: there is not enough memory.
             UnsupportedError: the torch installed here lacks the dtype.
         """
         import torch
@@ -88,7 +88,7 @@ class Device(abc.ABC):
         dtype = dtype_of(meta.dtype)
         try:
             with stream.current():
-                # From bytes: torch may have to fill what it makes, and has no kernels for every dtype.
+                # From bytes: torch may have to fill new memory, and does not have kernels for every dtype.
                 flat = torch.empty(meta.nbytes, dtype=torch.uint8, device=self.name)
         except (RuntimeError, MemoryError) as e:
             raise CapacityError(
@@ -98,7 +98,7 @@ class Device(abc.ABC):
 
 
 class CudaStream(Stream):
-    """Lent to us, and nobody else's so long."""
+    """Exclusively the pipe's until it is closed."""
 
     def __init__(self, index: int) -> None:
         import torch
@@ -127,7 +127,7 @@ class CudaDevice(Device):
         """``library`` is the CUDA runtime to load; empty: PyTorch's.
 
         Raises:
-            ConfigError: it is no GPU, or none that is here.
+            ConfigError: it is no GPU, or is not here.
             CudaLibraryError: there is no CUDA runtime that can be used.
         """
         import torch
@@ -135,7 +135,7 @@ class CudaDevice(Device):
         try:
             device = torch.device(name)
         except RuntimeError as e:
-            raise ConfigError(f"device: {name!r} is none of torch's: {e}") from e
+            raise ConfigError(f"device: {name!r} is no device of torch's: {e}") from e
         if device.type != "cuda":
             raise ConfigError(f"the pipe 'cuda-ipc' moves CUDA tensors, and the device is {name!r}")
         if not torch.cuda.is_available():
@@ -169,7 +169,7 @@ class CudaDevice(Device):
         try:
             return CudaStream(self.index)
         except RuntimeError as e:
-            raise TransportError(f"{self.name} makes no stream: {e}") from e
+            raise TransportError(f"a stream of {self.name} cannot be made: {e}") from e
 
     def callers_stream(self) -> int:
         import torch

@@ -12,18 +12,18 @@ from kvplug.transport import Probe, local_domain
 _DEV: Final = Path("/dev")
 _NAMESPACES: Final = Path("/proc/self/ns")
 _SHARED: Final = ("ipc", "pid")
-"""Beside that of the network. The driver names the sockets over which it hands memory over by these."""
+"""Besides that of the network. The driver passes memory over sockets whose names depend on these."""
 _NO_GPU: Final = ("", "-1")
 
 
 def describe() -> Probe:
-    """It needs a GPU of NVIDIA's on Linux; nothing is loaded to find out."""
+    """It needs Linux and an NVIDIA GPU. No library is loaded to find out."""
     reason = _missing()
     return Probe(viable=not reason, reason=reason, domain=domain())
 
 
 def domain() -> str:
-    """Which processes can map each other's device memory. ``"-"``: the kernel does not tell."""
+    """Processes of one domain can map each other's device memory. ``"-"``: the kernel does not show it."""
     here = local_domain()
     if here == "-":
         return here
@@ -38,10 +38,10 @@ def _missing() -> str:
         return f"it needs Linux, and this is {sys.platform}"
     if not any(_DEV.glob("nvidia[0-9]*")):
         if (_DEV / "dxg").exists():
-            return "under Windows no device memory is shared between processes"
-        return f"there is no GPU of NVIDIA's here (no {_DEV}/nvidia0)"
+            return "WSL cannot share device memory between processes"
+        return f"there is no NVIDIA GPU here (no {_DEV}/nvidia0)"
     if os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in _NO_GPU:
         return "CUDA_VISIBLE_DEVICES leaves no GPU for this process"
     if domain() == "-":
-        return "the kernel does not tell the namespaces of this process"
+        return "the kernel does not show the namespaces of this process"
     return ""

@@ -44,7 +44,7 @@ def endpoint(
 
 
 @pytest.fixture
-def near_pair(fake_path: str, controls: Any) -> Iterator[Callable[..., tuple[CudaIpcPipe, CudaIpcPipe]]]:
+def local_pair(fake_path: str, controls: Any) -> Iterator[Callable[..., tuple[CudaIpcPipe, CudaIpcPipe]]]:
     """Makes two connected pipes, both of this process."""
     with ExitStack() as stack:
 
@@ -64,7 +64,7 @@ def near_pair(fake_path: str, controls: Any) -> Iterator[Callable[..., tuple[Cud
 
 
 @pytest.fixture
-def far_pair(
+def remote_pair(
     fake_path: str, controls: Any, fork_server: ForkServer
 ) -> Iterator[Callable[..., tuple[CudaIpcPipe, peers.Peer]]]:
     """Makes a pipe whose other end is in a child that runs a function of this file: (pipe, child)."""
@@ -77,7 +77,7 @@ def far_pair(
             start = fork_server.start if env is None else partial(peers.start, env=env)
             child = stack.enter_context(
                 start(
-                    f"{__file__}:far_end",
+                    f"{__file__}:remote_end",
                     *(fake_path, listener.contact, options, what, list(args)),
                     timeout_s=4 * PATIENCE_S,
                 )
@@ -92,7 +92,7 @@ def far_pair(
     assert not controls.get("freed_while_mapped")
 
 
-def far_end(
+def remote_end(
     parent: peers.Parent, path: str, contact: str, options: dict[str, Any], what: str, args: Any
 ) -> Any:
     """In a child: connect, then run ``what``."""
@@ -119,7 +119,7 @@ def mute(parent: peers.Parent, path: str, contact: str, heartbeat_s: float) -> N
         echo(parent, pipe)
 
 
-# -- what the other process does -------------------------------------------------------------------
+# -- the other process ----------------------------------------------------------------------------
 
 
 def echo(parent: peers.Parent, pipe: Any) -> int:

@@ -9,8 +9,7 @@ import pytest
 
 from kvplug.transport import PipeContext, PipeEndpoint
 from kvplug_cuda_ipc.options import CudaIpcPipeOptions
-from kvplug_cuda_ipc.pipe.contact import Contact
-from kvplug_cuda_ipc.probe import domain
+from kvplug_cuda_ipc.pipe.contact import CudaIpcContact
 from kvplug_testing import PipeContract
 
 
@@ -40,7 +39,7 @@ class TestCudaIpcPipe(PipeContract):
         self.later(listening.close)
         listening.bind("")  # the kernel chooses an abstract name
         listening.listen()
-        return str(Contact(domain(), f"unix:@{listening.getsockname()[1:].decode()}"))
+        return str(CudaIpcContact.here(f"unix:@{listening.getsockname()[1:].decode()}"))
 
 
 @pytest.mark.variant

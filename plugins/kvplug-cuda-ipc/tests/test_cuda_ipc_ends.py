@@ -1,4 +1,4 @@
-"""The pipe "cuda-ipc" over the fake: order with the caller's work, blocks, memory, what a peer may say."""
+"""The pipe "cuda-ipc" over the fake: order with the caller's work, blocks, memory, a hostile peer."""
 
 from __future__ import annotations
 
@@ -17,18 +17,27 @@ from hypothesis import given, strategies as st
 
 from kvplug import PeerGoneError, TimeoutError, TransportError, UnsupportedError
 from kvplug.net.wire.messages import NONE, tensor_prefix
-from kvplug.transport import Channel, Credentials, TensorMismatchError, WireError, dial
-from kvplug_cuda_ipc.memory import GRAIN, Mapping, Ring, Staging
-from kvplug_cuda_ipc.pipe import joining
-from kvplug_cuda_ipc.pipe.contact import Contact
+from kvplug.transport import (
+    Channel,
+    Credentials,
+    Deadline,
+    Lifecycle,
+    TensorMismatchError,
+    WireError,
+    dial,
+)
+from kvplug_cuda_ipc.memory import GRANULARITY, Mapping, Ring, Staging
+from kvplug_cuda_ipc.pipe import join
+from kvplug_cuda_ipc.pipe.contact import CudaIpcContact
 from kvplug_cuda_ipc.pipe.content import Runs
-from kvplug_cuda_ipc.pipe.words import WINDOW, Kind, Piece, read
+from kvplug_cuda_ipc.pipe.frames import MAX_PIECES, FrameKind, Piece, decode, encode
+from kvplug_cuda_ipc.pipe.pieces import AnnouncedPieces
 from kvplug_cuda_ipc.testing.host import HostDevice
 from kvplug_testing.waits import Call, until
 
 ENDS = Path(__file__).with_name("cuda_ipc_ends.py")
 ends = SimpleNamespace(**run_path(str(ENDS)))
-near_pair = ends.near_pair
+local_pair = ends.local_pair
 LARGE, MIB, PATIENCE_S = ends.LARGE, ends.MIB, ends.PATIENCE_S
 
 
@@ -36,11 +45,11 @@ LARGE, MIB, PATIENCE_S = ends.LARGE, ends.MIB, ends.PATIENCE_S
 
 
 def test_what_the_caller_has_enqueued_is_done_before_it_is_sent(
-    near_pair: Any, fake_path: str, controls: Any
+    local_pair: Any, fake_path: str, controls: Any
 ) -> None:
     caller = controls.stream()
     device = HostDevice(fake_path, caller)
-    one, other = near_pair(device=device)
+    one, other = local_pair(device=device)
     source, wanted = torch.zeros(100_000), torch.rand(100_000)
     controls.set(gate=1)
     controls.put_gate(caller)
@@ -55,11 +64,11 @@ def test_what_the_caller_has_enqueued_is_done_before_it_is_sent(
 
 
 def test_memory_is_received_into_only_when_the_caller_has_done_with_it(
-    near_pair: Any, fake_path: str, controls: Any
+    local_pair: Any, fake_path: str, controls: Any
 ) -> None:
     caller = controls.stream()
     device = HostDevice(fake_path, caller)
-    one, other = near_pair(device=device)
+    one, other = local_pair(device=device)
     message, out, kept = torch.rand(100_000), torch.rand(100_000), torch.zeros(100_000)
     before = out.clone()
     one.send_tensor(message)
@@ -74,8 +83,8 @@ def test_memory_is_received_into_only_when_the_caller_has_done_with_it(
     controls.close_stream(caller)
 
 
-def test_a_tensor_is_the_callers_again_once_it_lies_in_staging_memory(near_pair: Any) -> None:
-    one, other = near_pair()
+def test_a_tensor_is_the_callers_again_once_it_lies_in_staging_memory(local_pair: Any) -> None:
+    one, other = local_pair()
     messages = [torch.full((MIB,), n, dtype=torch.uint8) for n in range(3)]
     for message in messages:
         one.send_tensor(message).wait(PATIENCE_S)
@@ -84,8 +93,8 @@ def test_a_tensor_is_the_callers_again_once_it_lies_in_staging_memory(near_pair:
         assert bool((other.recv_tensor(timeout=PATIENCE_S) == n).all())
 
 
-def test_what_has_no_room_in_staging_memory_is_the_pipes_until_it_has(near_pair: Any) -> None:
-    one, other = near_pair()
+def test_what_has_no_room_in_staging_memory_is_the_pipes_until_it_has(local_pair: Any) -> None:
+    one, other = local_pair()
     transfer = one.send_tensor(torch.ones(LARGE, dtype=torch.uint8))
     with pytest.raises(TimeoutError):
         transfer.wait(0.3)
@@ -94,9 +103,9 @@ def test_what_has_no_room_in_staging_memory_is_the_pipes_until_it_has(near_pair:
 
 
 def test_messages_of_a_peer_that_has_aborted_are_received_and_its_memory_is_given_back(
-    near_pair: Any, controls: Any
+    local_pair: Any, controls: Any
 ) -> None:
-    one, other = near_pair()
+    one, other = local_pair()
     for n in range(3):
         one.send_tensor(torch.full((MIB,), n, dtype=torch.uint8)).wait(PATIENCE_S)
     one.abort()
@@ -109,18 +118,18 @@ def test_messages_of_a_peer_that_has_aborted_are_received_and_its_memory_is_give
 
 
 def test_no_message_becomes_part_of_a_graph_and_no_graph_is_disturbed(
-    near_pair: Any, fake_path: str, controls: Any
+    local_pair: Any, fake_path: str, controls: Any
 ) -> None:
     device = HostDevice(fake_path)
-    one, other = near_pair(device=device)
+    one, other = local_pair(device=device)
     device.capturing = True
     for call in (lambda: one.send_tensor(torch.arange(3)), lambda: other.recv_tensor(timeout=0)):
         with pytest.raises(UnsupportedError, match="a CUDA graph is being captured"):
             call()
     device.capturing = False
-    controls.set(capturing=1)  # by some other thread
+    controls.set(capturing=1)  # by another thread
     message = torch.randint(0, 256, (LARGE,), dtype=torch.uint8)
-    for pair in ((one, other), near_pair()):
+    for pair in ((one, other), local_pair()):
         transfer = pair[0].send_tensor(message)
         assert torch.equal(pair[1].recv_tensor(timeout=PATIENCE_S), message)
         transfer.wait(PATIENCE_S)
@@ -130,22 +139,22 @@ def test_no_message_becomes_part_of_a_graph_and_no_graph_is_disturbed(
 
 
 def test_a_message_that_came_and_could_not_be_written_outlives_its_sender(
-    near_pair: Any, monkeypatch: pytest.MonkeyPatch
+    local_pair: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one, other = near_pair()
+    one, other = local_pair()
     message = torch.rand(300, 500)
     one.send_tensor(message)
     read_only = torch.zeros(500, 300).t()
 
     def refuses(*_: Any) -> Any:
-        raise RuntimeError("it is not to be written")
+        raise RuntimeError("it cannot be written")
 
     with monkeypatch.context() as patched:
         patched.setattr(torch.Tensor, "copy_", refuses)
         with pytest.raises(TensorMismatchError, match="the message stays"):
             other.recv_tensor(read_only, timeout=PATIENCE_S)
     one.close()
-    until(lambda: not other._mover.is_alive())
+    until(lambda: not other._worker.is_alive())
     assert torch.equal(other.recv_tensor(read_only, timeout=PATIENCE_S), message)
     with pytest.raises(PeerGoneError):
         other.recv_tensor(timeout=PATIENCE_S)
@@ -154,10 +163,10 @@ def test_a_message_that_came_and_could_not_be_written_outlives_its_sender(
 # -- blocks ----------------------------------------------------------------------------------------------
 
 
-def test_blocks_that_follow_one_another_are_copied_from_where_they_are_to_where_they_belong(
-    near_pair: Any, controls: Any, monkeypatch: pytest.MonkeyPatch
+def test_consecutive_blocks_are_copied_from_where_they_are_to_where_they_belong(
+    local_pair: Any, controls: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one, other = near_pair()
+    one, other = local_pair()
     source = [torch.rand(20, 4, 1000) for _ in range(3)]
     target = [torch.zeros(20, 4, 1000) for _ in range(3)]
     before = controls.get("copies")
@@ -175,9 +184,9 @@ def test_blocks_that_follow_one_another_are_copied_from_where_they_are_to_where_
 @pytest.mark.parametrize("into", [[1, 2, 3], [8, 0, 5]])
 @pytest.mark.parametrize("dtype", ["float16", "float8_e4m3fn", "complex64"])
 def test_blocks_come_as_they_were_however_they_lie_at_either_end(
-    near_pair: Any, ids: list[int], into: list[int], dtype: str
+    local_pair: Any, ids: list[int], into: list[int], dtype: str
 ) -> None:
-    one, other = near_pair()
+    one, other = local_pair()
     bits = torch.randint(0, 256, (10, 2, 40_000), dtype=torch.uint8)
     cache = bits.view(getattr(torch, dtype))
     for views in ([cache[:, 0], cache[:, 1]], [cache[:, 0].contiguous(), cache[:, 1].contiguous()]):
@@ -209,10 +218,10 @@ def test_parts_of_runs_are_the_bytes_in_order(sizes: list[int], count: int, data
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 8192)), max_size=60))
-def test_room_is_given_out_once_and_in_whole_pieces(steps: list[tuple[bool, int]]) -> None:
+def test_room_is_reserved_once_and_in_contiguous_pieces(steps: list[tuple[bool, int]]) -> None:
     ring, held = Ring(16384), deque()
-    for gives_back, nbytes in steps:
-        if gives_back and held:
+    for releases, nbytes in steps:
+        if releases and held:
             held.popleft()
             ring.release()
         else:
@@ -233,26 +242,26 @@ def test_staging_memory_is_of_whole_pieces_that_nothing_else_is_exported_with(
     runtime: Any, controls: Any
 ) -> None:
     staging = Staging(runtime, 1)
-    assert staging.nbytes == GRAIN
-    mapping = Mapping(runtime, staging.token, staging.handle, GRAIN)
+    assert staging.nbytes == GRANULARITY
+    mapping = Mapping(runtime, staging.token, staging.handle, GRANULARITY)
     assert mapping.address == staging.address  # its own process has it mapped already
     mapping.close()
-    with pytest.raises(TransportError):  # that is said by somebody else
-        Mapping(runtime, staging.token, staging.handle, 2 * GRAIN)
+    with pytest.raises(TransportError):  # another process has sent that token
+        Mapping(runtime, staging.token, staging.handle, 2 * GRANULARITY)
     staging.free()
     staging.free()
     assert controls.get("allocations") == 0
 
 
-# -- what a peer may say -------------------------------------------------------------------------------
+# -- a hostile peer ------------------------------------------------------------------------------------
 
 PREFIX = tensor_prefix(torch.float32, torch.Size((3,)), 12)
 LIES: dict[str, list[Any]] = {
-    "no word": ["hello"],
+    "no frame": ["hello"],
     "no list": [7],
     "nothing": [[]],
-    "an unknown word": [["push", 1]],
-    "a word with too much": [["beat", 1]],
+    "an unknown kind": [["push", 1]],
+    "a kind with too much": [["heartbeat", 1]],
     "a piece without its place": [["piece", PREFIX]],
     "a piece of text": [["piece", "prefix", 0, 12]],
     "a place below zero": [["piece", PREFIX, -1, 12]],
@@ -264,23 +273,23 @@ LIES: dict[str, list[Any]] = {
     "bytes beyond its memory": [["piece", PREFIX, 4 * MIB - 8, 12]],
     "a prefix that contradicts itself": [["piece", PREFIX + b"x", 0, 12]],
     "a prefix that is none": [["piece", b"\xff" * 40, 0, 12]],
-    "taken what was not told of": [["taken", 1]],
-    "more than the window": [["piece", NONE, 0, 0]] * (WINDOW + 1),
+    "taken what was not announced": [["taken", 1]],
+    "more pieces than may be announced": [["piece", NONE, 0, 0]] * (MAX_PIECES + 1),
 }
 
 
 @pytest.mark.parametrize("what", list(LIES))
-def test_a_peer_that_says_what_cannot_be_ends_the_pipe_and_nothing_else(near_pair: Any, what: str) -> None:
-    one, other = near_pair()
+def test_a_peer_that_sends_what_cannot_be_ends_the_pipe_and_nothing_else(local_pair: Any, what: str) -> None:
+    one, other = local_pair()
     for value in LIES[what]:
         one._channel.send(value)
     until(lambda: other._lifecycle.ended)
     for call in (lambda: other.recv_tensor(timeout=PATIENCE_S), lambda: other.send_tensor(None)):
-        with pytest.raises(TransportError, match="what its peer says cannot be"):
+        with pytest.raises(TransportError, match="the peer sent what cannot be"):
             call()
     with pytest.raises(PeerGoneError):
         one.recv_tensor(timeout=PATIENCE_S)
-    a, b = near_pair()
+    a, b = local_pair()
     a.send_tensor(torch.arange(3))
     assert b.recv_tensor(timeout=PATIENCE_S).tolist() == [0, 1, 2]
 
@@ -294,39 +303,41 @@ PLAIN = st.recursive(
     lambda inner: st.lists(inner, max_size=5) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
     max_leaves=8,
 )
-NAMED = st.tuples(st.sampled_from([each.value for each in Kind]), PLAIN, PLAIN, PLAIN).map(list)
+NAMED = st.tuples(st.sampled_from([each.value for each in FrameKind]), PLAIN, PLAIN, PLAIN).map(list)
 
 
 @given(PLAIN | NAMED | NAMED.map(lambda value: value[:2]))
-def test_whatever_comes_is_a_word_or_a_wire_error(value: Any) -> None:
+def test_any_value_is_a_frame_or_a_wire_error(value: Any) -> None:
     try:
-        kind, about = read(value)
+        kind, content = decode(value)
     except WireError:
         return
-    assert isinstance(kind, Kind)
-    if isinstance(about, Piece):
-        assert read(about.pack()) == (kind, about)
+    assert isinstance(kind, FrameKind)
+    assert decode(encode(kind, content)) == (kind, content)
 
 
-@given(PLAIN | st.fixed_dictionaries(dict.fromkeys(joining.Hello.__annotations__, PLAIN)))
-def test_whatever_comes_is_a_hello_or_a_wire_error(value: Any) -> None:
+HELLO = ("gpu", "token", "handle", "nbytes", "sees_death", "heartbeat_ms")
+
+
+@given(PLAIN | st.fixed_dictionaries(dict.fromkeys(HELLO, PLAIN)))
+def test_any_value_is_a_hello_or_a_wire_error(value: Any) -> None:
     try:
-        joining.Hello.read(value)
+        join.Hello.decode(value)
     except WireError:
         return
 
 
-def test_a_stranger_that_is_let_in_and_joins_as_no_end_does_stops_nobody(
-    fake_path: str, near_pair: Any, controls: Any
+def test_a_connection_that_does_not_join_properly_disturbs_no_other(
+    fake_path: str, local_pair: Any, controls: Any
 ) -> None:
     end = ends.endpoint(fake_path)
     with end.listen() as listener, ExitStack() as stack:
-        where = Contact.parse(listener.contact).reachable()
+        where = CudaIpcContact.parse(listener.contact).reachable()[0]
         for value in (None, {}, {"failed": "no"}, {"ready": True}, {"failed": 3}, ["piece"]):
-            channel = Channel(dial(where, Credentials(), joining.PURPOSE))
+            channel = Channel(dial(where, Credentials(), join.PURPOSE))
             stack.callback(channel.close)
             channel.send(value)
-        raw = stack.enter_context(dial(where, Credentials(), joining.PURPOSE))
+        raw = stack.enter_context(dial(where, Credentials(), join.PURPOSE))
         raw.sock.sendall(b"x" * 1000)
         connecting = Call(lambda: end.connect(listener.contact))
         with listener.accept() as one, connecting.outcome() as other:
@@ -334,11 +345,25 @@ def test_a_stranger_that_is_let_in_and_joins_as_no_end_does_stops_nobody(
             assert other.recv_tensor().tolist() == [0, 1]
 
 
+def test_after_the_goodbye_only_whole_messages_are_left() -> None:
+    lifecycle = Lifecycle("the pipe")
+    pieces = AnnouncedPieces(MIB, lifecycle)
+    for piece in (Piece(PREFIX, 0, 12), Piece(PREFIX, 512, 4), Piece(b"", 1024, 4)):
+        pieces.add(piece)
+    lifecycle.lose_peer("the peer closed it")
+    pieces.expect_no_more()
+    pieces.expect_no_more()
+    assert pieces.after(0) == [pieces.oldest(Deadline.after(0))] == [Piece(PREFIX, 0, 12)]
+    pieces.take(1)
+    with pytest.raises(PeerGoneError):
+        pieces.oldest(Deadline.after(None))
+
+
 # -- rest ------------------------------------------------------------------------------------------------
 
 
-def test_a_pipe_that_has_nothing_to_do_costs_next_to_nothing(near_pair: Any) -> None:
-    one, other = near_pair()
+def test_a_pipe_that_has_nothing_to_do_costs_next_to_nothing(local_pair: Any) -> None:
+    one, other = local_pair()
     one.send_tensor(torch.arange(100_000))
     other.recv_tensor()
     before = sum(os.times()[:2])

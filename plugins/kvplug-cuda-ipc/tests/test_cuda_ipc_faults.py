@@ -5,30 +5,30 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import threading
 import time
 from pathlib import Path
 from runpy import run_path
 from types import SimpleNamespace
 from typing import Any
 
-import attrs
 import pytest
 import torch
 
 from kvplug import CapacityError, KvplugError, PeerGoneError, TimeoutError, TransportError
-from kvplug.transport import Channel, Credentials, dial
-from kvplug_cuda_ipc import memory
+from kvplug.transport import Channel, Credentials, HeartbeatTerms, dial
+from kvplug_cuda_ipc import peer_process
 from kvplug_cuda_ipc.cudart.errors import CudaError
-from kvplug_cuda_ipc.pipe import joining
-from kvplug_cuda_ipc.pipe.contact import Contact
+from kvplug_cuda_ipc.pipe import join
+from kvplug_cuda_ipc.pipe.contact import CudaIpcContact
 from kvplug_cuda_ipc.testing.fake import environment
-from kvplug_cuda_ipc.testing.host import HostDevice
+from kvplug_cuda_ipc.testing.host import HostDevice, HostStream
 from kvplug_testing import peers
 from kvplug_testing.waits import Call, until
 
 ENDS = Path(__file__).with_name("cuda_ipc_ends.py")
 ends = SimpleNamespace(**run_path(str(ENDS)))
-near_pair, far_pair = ends.near_pair, ends.far_pair
+local_pair, remote_pair = ends.local_pair, ends.remote_pair
 LARGE, MIB, PATIENCE_S = ends.LARGE, ends.MIB, ends.PATIENCE_S
 
 
@@ -50,9 +50,9 @@ def assert_works(pair: Any) -> None:
 @pytest.mark.parametrize("after", [0, 1, 7, 20])
 @pytest.mark.parametrize("into_out", [False, True])
 def test_a_sender_that_dies_inside_a_copy_is_gone_for_its_receiver(
-    far_pair: Any, near_pair: Any, after: int, into_out: bool
+    remote_pair: Any, local_pair: Any, after: int, into_out: bool
 ) -> None:
-    pipe, _ = far_pair("send", LARGE, env=environment(exit_after=after))
+    pipe, _ = remote_pair("send", LARGE, env=environment(exit_after=after))
     out = torch.zeros(LARGE, dtype=torch.uint8) if into_out else None
     with pytest.raises(PeerGoneError):
         pipe.recv_tensor(out, timeout=PATIENCE_S)
@@ -60,12 +60,12 @@ def test_a_sender_that_dies_inside_a_copy_is_gone_for_its_receiver(
         out.fill_(7)
     with pytest.raises(PeerGoneError):
         pipe.send_tensor(None)
-    assert_works(near_pair())
+    assert_works(local_pair())
     assert out is None or bool((out == 7).all())
 
 
-def test_a_copy_that_comes_to_its_end_after_its_peer_is_no_message(far_pair: Any, controls: Any) -> None:
-    pipe, child = far_pair("send", MIB)
+def test_a_copy_that_comes_to_its_end_after_its_peer_is_no_message(remote_pair: Any, controls: Any) -> None:
+    pipe, child = remote_pair("send", MIB)
     assert child.recv(PATIENCE_S) == "sent"
     controls.set(hold=1)
     receiving = Call(lambda: pipe.recv_tensor(timeout=PATIENCE_S))
@@ -80,23 +80,23 @@ def test_a_copy_that_comes_to_its_end_after_its_peer_is_no_message(far_pair: Any
         pipe.recv_tensor(timeout=PATIENCE_S)
 
 
-def test_ends_in_one_process_that_are_cut_apart_give_everything_back_at_once(
-    near_pair: Any, controls: Any, monkeypatch: pytest.MonkeyPatch
+def test_ends_in_one_process_whose_connection_breaks_free_everything_at_once(
+    local_pair: Any, controls: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory, "_ENDS_S", 1000 * PATIENCE_S)  # nobody waits for the end of this process
-    for one, other in (near_pair(), reversed(near_pair())):
+    monkeypatch.setattr(peer_process, "_END_S", 1000 * PATIENCE_S)  # the end of this process is not awaited
+    for one, other in (local_pair(), reversed(local_pair())):
         one.send_tensor(noise(MIB)).wait(PATIENCE_S)
         one._channel.socket().shutdown(socket.SHUT_RDWR)
         for pipe in (one, other):
             until(lambda pipe=pipe: pipe._lifecycle.ended)
             pipe.abort()
-            until(lambda pipe=pipe: not pipe._mover.is_alive())
+            until(lambda pipe=pipe: not pipe._worker.is_alive())
     assert controls.get("allocations") == 0
 
 
 @pytest.mark.parametrize("after", [0, 9])
-def test_a_receiver_that_dies_inside_a_copy_ends_it_for_its_sender(far_pair: Any, after: int) -> None:
-    pipe, _ = far_pair("echo", env=environment(exit_after=after))
+def test_a_receiver_that_dies_inside_a_copy_ends_it_for_its_sender(remote_pair: Any, after: int) -> None:
+    pipe, _ = remote_pair("echo", env=environment(exit_after=after))
     transfer = pipe.send_tensor(noise())
     with pytest.raises(PeerGoneError):
         transfer.wait(PATIENCE_S)
@@ -107,9 +107,9 @@ def test_a_receiver_that_dies_inside_a_copy_ends_it_for_its_sender(far_pair: Any
 @pytest.mark.parametrize("ended", ["closed", "aborted"])
 @pytest.mark.parametrize("then", ["goes on", "is killed"])
 def test_memory_that_a_stopped_peer_has_mapped_is_kept_until_it_goes_on_or_ends(
-    far_pair: Any, controls: Any, ended: str, then: str
+    remote_pair: Any, controls: Any, ended: str, then: str
 ) -> None:
-    pipe, child = far_pair("wait")
+    pipe, child = remote_pair("wait")
     assert child.recv() == "here"
     child.stop()
     assert pipe.send_tensor(noise(MIB)).wait(PATIENCE_S) is None
@@ -119,7 +119,7 @@ def test_memory_that_a_stopped_peer_has_mapped_is_kept_until_it_goes_on_or_ends(
         assert Call(pipe.abort).outcome() is None
     time.sleep(0.3)
     assert controls.get("allocations") == 1
-    assert controls.get("mappings") == 0  # of the peer's nothing is
+    assert controls.get("mappings") == 0  # the peer's memory is unmapped already
     if then == "goes on":
         child.cont()
         child.send("go")
@@ -129,9 +129,9 @@ def test_memory_that_a_stopped_peer_has_mapped_is_kept_until_it_goes_on_or_ends(
     assert controls.get("freed_while_mapped") == 0
 
 
-def test_both_ends_unmap_before_anything_is_freed(far_pair: Any, controls: Any, fake_path: str) -> None:
+def test_both_ends_unmap_before_anything_is_freed(remote_pair: Any, controls: Any, fake_path: str) -> None:
     for how in ("close", "abort"):
-        pipe, child = far_pair("counters")
+        pipe, child = remote_pair("counters")
         child.send(fake_path)
         assert child.recv() == "here"
         pipe.send_tensor(noise(MIB))
@@ -141,8 +141,8 @@ def test_both_ends_unmap_before_anything_is_freed(far_pair: Any, controls: Any, 
         assert controls.get("freed_while_mapped") == 0
 
 
-def test_memory_is_mapped_once_however_many_messages_there_are(far_pair: Any, controls: Any) -> None:
-    pipe, _ = far_pair("echo")
+def test_memory_is_mapped_once_however_many_messages_there_are(remote_pair: Any, controls: Any) -> None:
+    pipe, _ = remote_pair("echo")
     for nbytes in (1, 1000, LARGE, MIB):
         message = noise(nbytes)
         pipe.send_tensor(message)
@@ -151,10 +151,10 @@ def test_memory_is_mapped_once_however_many_messages_there_are(far_pair: Any, co
 
 
 @pytest.mark.parametrize("into_out", [False, True])
-def test_a_receive_that_runs_out_of_time_inside_a_message_is_gone_on_with(
-    far_pair: Any, into_out: bool
+def test_a_receive_that_runs_out_of_time_inside_a_message_is_resumed(
+    remote_pair: Any, into_out: bool
 ) -> None:
-    pipe, child = far_pair("send", LARGE, env=environment(delay_us=60_000))
+    pipe, child = remote_pair("send", LARGE, env=environment(delay_us=60_000))
     out = torch.zeros(LARGE, dtype=torch.uint8) if into_out else None
     with pytest.raises(TimeoutError, match=r"bytes of a tensor have arrived|no message has arrived"):
         pipe.recv_tensor(out, timeout=0.4)
@@ -174,7 +174,7 @@ def test_a_receive_that_runs_out_of_time_inside_a_message_is_gone_on_with(
     assert late
 
 
-def test_where_no_death_is_seen_silence_is_one_and_a_quiet_peer_is_not(
+def test_where_no_death_can_be_seen_silence_counts_as_one_and_a_quiet_peer_is_not_silent(
     fake_path: str, controls: Any, fork_server: Any
 ) -> None:
     with (
@@ -193,8 +193,8 @@ def test_where_no_death_is_seen_silence_is_one_and_a_quiet_peer_is_not(
     until(lambda: controls.get("allocations") == 0)
 
 
-def test_ctrl_c_gives_the_callers_memory_back_and_breaks_the_pipe(far_pair: Any) -> None:
-    pipe, child = far_pair("interrupted", env=environment(delay_us=30_000))
+def test_ctrl_c_gives_the_callers_memory_back_and_breaks_the_pipe(remote_pair: Any) -> None:
+    pipe, child = remote_pair("interrupted", env=environment(delay_us=30_000))
     assert child.recv(PATIENCE_S) == "here"
     pipe.send_tensor(noise())
     time.sleep(0.3)
@@ -213,10 +213,10 @@ def test_ctrl_c_gives_the_callers_memory_back_and_breaks_the_pipe(far_pair: Any)
 
 
 @pytest.mark.parametrize("at", [0, 5])
-def test_a_device_that_fails_ends_both_pipes_with_cudas_words_here(
-    far_pair: Any, near_pair: Any, controls: Any, at: int
+def test_a_device_that_fails_ends_both_pipes_with_cudas_error_here(
+    remote_pair: Any, local_pair: Any, controls: Any, at: int
 ) -> None:
-    pipe, child = far_pair("echo")
+    pipe, child = remote_pair("echo")
     controls.set(fail_after=controls.get("copies") + at)
     with pytest.raises(TransportError, match="cudaErrorIllegalAddress"):
         pipe.send_tensor(noise()).wait(PATIENCE_S)
@@ -225,17 +225,17 @@ def test_a_device_that_fails_ends_both_pipes_with_cudas_words_here(
         with pytest.raises(TransportError, match="cudaErrorIllegalAddress") as caught:
             call()
         assert not isinstance(caught.value, PeerGoneError)
-    assert isinstance(child.result(PATIENCE_S), int)  # it was told that its peer is gone
+    assert isinstance(child.result(PATIENCE_S), int)  # it has noticed that its peer is gone
     pipe.abort()
     controls.set(fail_after=-1)
     controls.heal()
-    assert_works(near_pair())
+    assert_works(local_pair())
 
 
-def test_a_copy_that_is_refused_breaks_the_pipe(near_pair: Any, controls: Any) -> None:
-    one, other = near_pair()
+def test_a_copy_that_is_refused_breaks_the_pipe(local_pair: Any, controls: Any) -> None:
+    one, other = local_pair()
     controls.set(copy_result=1)
-    with pytest.raises(CudaError, match="cudaMemcpyAsync gave cudaErrorInvalidValue"):
+    with pytest.raises(CudaError, match="cudaMemcpyAsync returned cudaErrorInvalidValue"):
         one.send_tensor(noise(100))
     controls.set(copy_result=0)
     with pytest.raises(TransportError, match="a message was not begun"):
@@ -244,10 +244,10 @@ def test_a_copy_that_is_refused_breaks_the_pipe(near_pair: Any, controls: Any) -
         other.recv_tensor(timeout=PATIENCE_S)
 
 
-def test_a_device_that_is_busy_holds_up_nobody(near_pair: Any, controls: Any) -> None:
-    """Whatever it was given, ending a pipe takes no longer: giving memory back waits, and nobody else."""
+def test_a_busy_device_delays_no_call_that_ends_a_pipe(local_pair: Any, controls: Any) -> None:
+    """Whatever the device was given, ending a pipe takes no longer: only freeing its memory waits."""
     for how in ("close", "abort"):
-        one, other = near_pair()
+        one, other = local_pair()
         controls.set(hold=1)
         transfer = one.send_tensor(noise())
         with pytest.raises(TimeoutError):
@@ -265,8 +265,8 @@ def test_a_device_that_is_busy_holds_up_nobody(near_pair: Any, controls: Any) ->
         until(lambda: controls.get("allocations") == 0)
 
 
-def test_a_transfer_that_has_failed_sends_nothing_more(near_pair: Any, controls: Any) -> None:
-    one, other = near_pair()
+def test_a_transfer_that_has_failed_sends_nothing_more(local_pair: Any, controls: Any) -> None:
+    one, other = local_pair()
     controls.set(hold=1)
     source = noise(1000)
     transfer = one.send_tensor(source)
@@ -281,16 +281,16 @@ def test_a_transfer_that_has_failed_sends_nothing_more(near_pair: Any, controls:
 # -- while a pipe is made ------------------------------------------------------------------------------
 
 
-def test_no_memory_is_said_at_both_ends_and_the_listener_goes_on(
+def test_both_ends_report_that_there_is_no_memory_and_the_listener_goes_on(
     fake_path: str, controls: Any, caplog: Any, fork_server: Any
 ) -> None:
     with ends.endpoint(fake_path).listen() as listener:
         controls.set(malloc_result=2)
-        with pytest.raises(CapacityError, match="has not so much memory left"):
+        with pytest.raises(CapacityError, match="does not have enough free memory"):
             ends.endpoint(fake_path).connect(listener.contact)
         with fork_server.start(f"{ENDS}:connects", fake_path, listener.contact) as child:
             said = child.result(PATIENCE_S)
-        assert said.startswith("TransportError") and "cudaMalloc gave cudaErrorMemoryAllocation" in said
+        assert said.startswith("TransportError") and "cudaMalloc returned cudaErrorMemoryAllocation" in said
         assert "was not completed" in caplog.text
         controls.set(malloc_result=0)
         with fork_server.start(f"{ENDS}:connects", fake_path, listener.contact) as child:
@@ -302,7 +302,7 @@ def test_no_memory_is_said_at_both_ends_and_the_listener_goes_on(
 
 
 @pytest.mark.parametrize("who", ["connecting", "accepting"])
-def test_memory_that_cannot_be_mapped_is_said_at_both_ends_with_the_gpus(
+def test_both_ends_report_memory_that_cannot_be_mapped_with_the_gpus(
     fake_path: str, controls: Any, caplog: Any, who: str
 ) -> None:
     controls.set(gpu=0xAA)
@@ -319,16 +319,18 @@ def test_memory_that_cannot_be_mapped_is_said_at_both_ends_with_the_gpus(
         assert controls.get("freed_while_mapped") == 0
 
 
-def test_memory_that_went_with_its_process_is_a_peer_that_is_gone(
+def test_memory_that_is_gone_with_its_process_means_that_the_peer_is_gone(
     fake_path: str, controls: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    hello = joining.Hello(
-        gpu="GPU-7", token=bytes(16), handle=bytes(64), nbytes=MIB, sees_death=True, heartbeat_ms=1000
+    hello = join.Hello(
+        gpu="GPU-7", token=bytes(16), handle=bytes(64), nbytes=MIB, terms=HeartbeatTerms(True, 1000)
     )
     with ends.endpoint(fake_path).listen() as listener:
-        channel = Channel(dial(Contact.parse(listener.contact).reachable(), Credentials(), joining.PURPOSE))
-        channel.send(attrs.asdict(hello))
-        joining.Hello.read(channel.recv(PATIENCE_S))
+        channel = Channel(
+            dial(CudaIpcContact.parse(listener.contact).reachable()[0], Credentials(), join.PURPOSE)
+        )
+        channel.send(hello.encode())
+        join.Hello.decode(channel.recv(PATIENCE_S))
         channel.close()
         until(lambda: "has ended, and its memory with it" in caplog.text)
     until(lambda: controls.get("allocations") == 0)
@@ -349,18 +351,51 @@ def test_a_peer_that_is_stopped_while_a_pipe_is_made_keeps_what_it_may_have_mapp
     assert controls.get("freed_while_mapped") == 0
 
 
-def test_a_call_ends_with_an_error_of_kvplugs_whatever_happens(far_pair: Any) -> None:
-    pipe, child = far_pair("echo")
+@pytest.mark.parametrize("lacks", ["threads", "streams"])
+def test_a_pipe_without_threads_or_streams_is_not_made_and_its_memory_is_freed(
+    fake_path: str, controls: Any, monkeypatch: pytest.MonkeyPatch, lacks: str
+) -> None:
+    streams: list[HostStream] = []
+    closed: list[HostStream] = []
+    make, close, start = HostDevice.new_stream, HostStream.close, threading.Thread.start
+
+    def new_stream(device: HostDevice) -> HostStream:
+        if lacks == "streams" and streams:
+            raise TransportError("there are no more streams")
+        streams.append(make(device))
+        return streams[-1]
+
+    def start_thread(thread: threading.Thread) -> None:
+        if lacks == "threads" and thread.name == "kvplug-cuda-ipc-work":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    def close_stream(stream: HostStream) -> None:
+        closed.append(stream)
+        close(stream)
+
+    monkeypatch.setattr(HostDevice, "new_stream", new_stream)
+    monkeypatch.setattr(HostStream, "close", close_stream)
+    monkeypatch.setattr(threading.Thread, "start", start_thread)
+    end = ends.endpoint(fake_path)
+    with end.listen() as listener, pytest.raises(TransportError, match=f"needs threads|more {lacks}"):
+        end.connect(listener.contact)
+    until(lambda: controls.get("allocations") == 0)
+    assert streams and set(closed) == set(streams)
+
+
+def test_a_call_ends_with_an_error_of_kvplugs_when_the_peer_is_killed(remote_pair: Any) -> None:
+    pipe, child = remote_pair("echo")
     running = Call(lambda: pipe.recv_tensor(timeout=None))
     child.kill()
     assert isinstance(running.outcome(), KvplugError)
 
 
 def test_memory_of_callers_is_filled_only_when_their_stream_has_done_with_it(
-    near_pair: Any, fake_path: str, controls: Any
+    local_pair: Any, fake_path: str, controls: Any
 ) -> None:
     caller = controls.stream()
-    one, other = near_pair(device=HostDevice(fake_path, caller))
+    one, other = local_pair(device=HostDevice(fake_path, caller))
     one.send_tensor(torch.ones(1000, dtype=torch.uint8)).wait(PATIENCE_S)
     out = torch.zeros(1000, dtype=torch.uint8)
     controls.set(gate=1)

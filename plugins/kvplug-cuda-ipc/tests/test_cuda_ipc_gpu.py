@@ -53,7 +53,7 @@ def endpoint(device: str, **options: Any) -> Any:
     )
 
 
-def far_end(parent: peers.Parent, contact: str, device: str, what: str, options: dict[str, Any]) -> Any:
+def remote_end(parent: peers.Parent, contact: str, device: str, what: str, options: dict[str, Any]) -> Any:
     with endpoint(device, **options).connect(contact) as pipe:
         return globals()[what](parent, pipe)
 
@@ -81,7 +81,7 @@ def with_expandable_segments(parent: peers.Parent, contact: str) -> None:
 
 
 @pytest.fixture(params=["one GPU", "two GPUs"])
-def far_pair(request: pytest.FixtureRequest) -> Iterator[Callable[..., tuple[Pipe, peers.Peer]]]:
+def remote_pair(request: pytest.FixtureRequest) -> Iterator[Callable[..., tuple[Pipe, peers.Peer]]]:
     """This end is on the first GPU; the other one is, too, or on the second."""
     if request.param == "two GPUs" and torch.cuda.device_count() < 2:
         pytest.skip("there is one GPU here")
@@ -93,7 +93,7 @@ def far_pair(request: pytest.FixtureRequest) -> Iterator[Callable[..., tuple[Pip
             stack.callback(listener.close)
             child = stack.enter_context(
                 peers.start(
-                    f"{__file__}:far_end", listener.contact, other, what, options, timeout_s=2 * PATIENCE_S
+                    f"{__file__}:remote_end", listener.contact, other, what, options, timeout_s=2 * PATIENCE_S
                 )
             )
             pipe = listener.accept()
@@ -103,8 +103,8 @@ def far_pair(request: pytest.FixtureRequest) -> Iterator[Callable[..., tuple[Pip
         yield make
 
 
-def test_every_dtype_comes_back_with_its_bits(far_pair: Any) -> None:
-    pipe, _ = far_pair("echo")
+def test_every_dtype_comes_back_with_its_bits(remote_pair: Any) -> None:
+    pipe, _ = remote_pair("echo")
     for dtype in dtypes():
         for shape in ((), (0,), (7,), (300, 50)):
             message = tensor_of(dtype, shape)
@@ -114,8 +114,8 @@ def test_every_dtype_comes_back_with_its_bits(far_pair: Any) -> None:
     assert pipe.recv_tensor() is None
 
 
-def test_large_messages_go_through_the_ring(far_pair: Any) -> None:
-    pipe, _ = far_pair("echo", staging_bytes=8 * MIB, piece_bytes=MIB)
+def test_large_messages_go_through_the_ring(remote_pair: Any) -> None:
+    pipe, _ = remote_pair("echo", staging_bytes=8 * MIB, piece_bytes=MIB)
     for nbytes in (8 * MIB, 8 * MIB + 1, 100 * MIB):
         message = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, device="cuda:0")
         out = torch.zeros_like(message)
@@ -124,8 +124,8 @@ def test_large_messages_go_through_the_ring(far_pair: Any) -> None:
         assert torch.equal(out, message)
 
 
-def test_what_the_caller_has_enqueued_is_done_before_it_is_sent(far_pair: Any) -> None:
-    pipe, _ = far_pair("echo")
+def test_what_the_caller_has_enqueued_is_done_before_it_is_sent(remote_pair: Any) -> None:
+    pipe, _ = remote_pair("echo")
     stream = torch.cuda.Stream("cuda:0")
     source = torch.zeros(1 << 22, device="cuda:0")
     torch.cuda.synchronize("cuda:0")
@@ -137,8 +137,8 @@ def test_what_the_caller_has_enqueued_is_done_before_it_is_sent(far_pair: Any) -
     transfer.wait(PATIENCE_S)
 
 
-def test_memory_is_received_into_only_when_the_caller_has_done_with_it(far_pair: Any) -> None:
-    pipe, _ = far_pair("echo")
+def test_memory_is_received_into_only_when_the_caller_has_done_with_it(remote_pair: Any) -> None:
+    pipe, _ = remote_pair("echo")
     pipe.send_tensor(torch.ones(1 << 22, device="cuda:0"))
     out, kept = torch.zeros(1 << 22, device="cuda:0"), torch.ones(1 << 22, device="cuda:0")
     torch.cuda._sleep(200_000_000)
@@ -148,8 +148,8 @@ def test_memory_is_received_into_only_when_the_caller_has_done_with_it(far_pair:
     assert bool((kept == 0).all())
 
 
-def test_a_device_that_is_busy_holds_up_neither_messages_nor_the_end(far_pair: Any) -> None:
-    pipe, _ = far_pair("echo")
+def test_a_busy_device_delays_neither_messages_nor_the_end(remote_pair: Any) -> None:
+    pipe, _ = remote_pair("echo")
     message = torch.rand(1 << 20, device="cuda:0")
     pipe.send_tensor(message)
     pipe.recv_tensor()
@@ -162,12 +162,12 @@ def test_a_device_that_is_busy_holds_up_neither_messages_nor_the_end(far_pair: A
     assert torch.equal(pipe.recv_tensor().cpu(), message.cpu())
     began = time.monotonic()
     pipe.close()
-    assert not done.query(), "whoever closes has waited for the device"
+    assert not done.query(), "close has waited for the device"
     assert time.monotonic() - began < 5.0
 
 
-def test_a_slice_of_a_paged_cache_is_sent_and_filled(far_pair: Any) -> None:
-    pipe, _ = far_pair("echo")
+def test_a_slice_of_a_paged_cache_is_sent_and_filled(remote_pair: Any) -> None:
+    pipe, _ = remote_pair("echo")
     cache = torch.rand(3, 40, 16, 8, 128, device="cuda:0", dtype=torch.float32).half()
     target = torch.zeros_like(cache)
     for ids, into in (([3, 4, 5], [7, 8, 9]), ([9, 1, 4], [0, 20, 3])):
@@ -191,14 +191,14 @@ def test_tensors_that_cannot_be_exported_are_sent_all_the_same() -> None:
         assert torch.equal(pipe.recv_tensor(), message)
 
 
-def test_cpu_tensors_are_refused_by_name(far_pair: Any) -> None:
-    pipe, _ = far_pair("wait")
+def test_cpu_tensors_are_refused_by_name(remote_pair: Any) -> None:
+    pipe, _ = remote_pair("wait")
     with pytest.raises(UnsupportedError, match="this is a CPU one"):
         pipe.send_tensor(torch.zeros(3))
 
 
-def test_a_peer_that_is_killed_or_stopped_hangs_nobody(far_pair: Any) -> None:
-    pipe, child = far_pair("echo")
+def test_calls_return_when_the_peer_is_killed_or_stopped(remote_pair: Any) -> None:
+    pipe, child = remote_pair("echo")
     message = torch.rand(1 << 24, device="cuda:0")
     pipe.send_tensor(message)
     child.stop()
@@ -210,17 +210,17 @@ def test_a_peer_that_is_killed_or_stopped_hangs_nobody(far_pair: Any) -> None:
     with pytest.raises(PeerGoneError):
         for _ in range(3):
             pipe.recv_tensor(timeout=PATIENCE_S)
-    again, _ = far_pair("echo")
+    again, _ = remote_pair("echo")
     again.send_tensor(message)
     assert torch.equal(again.recv_tensor(), message)
 
 
-def test_pipes_that_come_and_go_leave_no_memory(far_pair: Any) -> None:
+def test_pipes_that_come_and_go_leave_no_memory(remote_pair: Any) -> None:
     def free() -> int:
         return int(torch.cuda.mem_get_info(0)[0])
 
     def once() -> None:
-        pipe, child = far_pair("echo")
+        pipe, child = remote_pair("echo")
         pipe.send_tensor(torch.ones(100, device="cuda:0"))
         pipe.recv_tensor()
         pipe.close()

@@ -1,4 +1,4 @@
-"""The binding is what the headers say that NVIDIA's package ships, and what the compiler makes of them."""
+"""The binding agrees with the headers that NVIDIA's package ships, as a compiler lays them out."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ HOST_DEFINES = """
 #define __align__(n) __attribute__((aligned(n)))
 #define __builtin_align__(n) __align__(n)
 """
-"""What is in another package of NVIDIA's, the compiler's."""
+"""Declarations of another package of NVIDIA's, the compiler's."""
 COMMENT = re.compile(r"/\*.*?\*/|//[^\n]*", re.DOTALL)
 
 
@@ -96,7 +96,7 @@ def test_a_function_is_bound_as_it_is_declared(name: str, text: str) -> None:
     assert takes == [type_of(each) for each in found[2].split(",") if each.strip() not in ("", "void")]
 
 
-def test_what_is_called_by_another_name_is_what_the_header_calls_so(text: str) -> None:
+def test_exactly_the_functions_that_the_header_renames_have_a_second_name(text: str) -> None:
     declared = [*PROTOTYPES]
     renamed = dict(re.findall(r"#define\s+(\w+)\s+(\w+_v\d)\b", text))
     assert {name: renamed[name] for name in declared if name in renamed} == RENAMED
@@ -125,7 +125,7 @@ def test_flags_and_kinds_have_the_numbers_of_the_header(text: str) -> None:
         assert int(found[1], 0) == value
 
 
-def test_structures_lie_as_the_compiler_has_them(tmp_path: Path) -> None:
+def test_structures_are_laid_out_as_by_the_compiler(tmp_path: Path) -> None:
     if shutil.which("cc") is None:
         pytest.skip("there is no C compiler (cc)")
     (tmp_path / "crt").mkdir()
@@ -148,6 +148,6 @@ def test_structures_lie_as_the_compiler_has_them(tmp_path: Path) -> None:
     assert whole <= ctypes.sizeof(Properties)
 
 
-def test_every_result_that_has_a_name_here_has_a_meaning() -> None:
+def test_every_result_that_is_named_here_has_a_meaning() -> None:
     told = {*Result} - {Result.SUCCESS, Result.NOT_READY, Result.INVALID_VALUE}
     assert {*_MEANINGS} == told

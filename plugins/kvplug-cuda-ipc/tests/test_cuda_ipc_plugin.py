@@ -1,4 +1,4 @@
-"""The plugin "cuda-ipc": what it says of itself, where it cannot work, and what its pipe refuses."""
+"""The plugin "cuda-ipc": its description, where it cannot work, and what its pipe refuses."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvplug_cuda_ipc import plugin, probe
 from kvplug_cuda_ipc.cudart.errors import CudaLibraryError
 from kvplug_cuda_ipc.device import CudaDevice
 from kvplug_cuda_ipc.options import CudaIpcPipeOptions
-from kvplug_cuda_ipc.pipe.contact import Contact
+from kvplug_cuda_ipc.pipe.contact import CudaIpcContact
 from kvplug_cuda_ipc.pipe.content import Target, content_of
 from kvplug_cuda_ipc.pipe.endpoint import CudaIpcEndpoint
 from kvplug_cuda_ipc.testing.host import HostDevice
@@ -27,7 +27,7 @@ from kvplug_testing import check_plugin
 
 ENDS = Path(__file__).with_name("cuda_ipc_ends.py")
 ends = SimpleNamespace(**run_path(str(ENDS)))
-near_pair = ends.near_pair
+local_pair = ends.local_pair
 
 
 # -- the plugin ----------------------------------------------------------------------------------------
@@ -55,9 +55,9 @@ def test_describing_the_plugin_imports_nothing_heavy() -> None:
 def test_the_probe_says_what_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(probe, "_DEV", tmp_path)
-    assert "no GPU" in probe.describe().reason
+    assert "no NVIDIA GPU" in probe.describe().reason
     (tmp_path / "dxg").touch()
-    assert "under Windows" in probe.describe().reason
+    assert "WSL" in probe.describe().reason
     (tmp_path / "nvidia0").touch()
     assert probe.describe().viable
     for hidden in ("", "-1"):
@@ -92,7 +92,7 @@ def _context(device: str = "cuda", **options: Any) -> PipeContext:
 
 
 def test_a_device_that_is_no_gpu_is_refused() -> None:
-    for device, said in (("cpu", "moves CUDA tensors"), ("nowhere", "none of torch's")):
+    for device, said in (("cpu", "moves CUDA tensors"), ("nowhere", "no device of torch's")):
         with pytest.raises(ConfigError, match=said):
             CudaIpcEndpoint(_context(device))
 
@@ -103,7 +103,7 @@ def test_where_there_is_no_gpu_the_endpoint_says_so() -> None:
         CudaIpcEndpoint(_context())
 
 
-def test_gpus_are_counted_and_the_current_one_is_meant_where_none_is_named(
+def test_a_gpu_must_be_there_and_the_current_one_is_the_default(
     monkeypatch: pytest.MonkeyPatch, fake_path: str
 ) -> None:
     for name, value in {"is_available": True, "current_device": 1, "device_count": 2}.items():
@@ -116,8 +116,8 @@ def test_gpus_are_counted_and_the_current_one_is_meant_where_none_is_named(
         CudaDevice("cuda:0", "/nowhere/libcudart.so.12")
 
 
-def test_a_tensor_of_another_device_is_refused_by_name_and_nothing_is_queued(near_pair: Any) -> None:
-    one, other = near_pair()
+def test_a_tensor_of_another_device_is_refused_by_name_and_nothing_is_queued(local_pair: Any) -> None:
+    one, other = local_pair()
     with pytest.raises(UnsupportedError, match="sends tensors on cpu, and this one is on meta"):
         one.send_tensor(torch.empty(3, device="meta"))
     with pytest.raises(UnsupportedError, match="sends blocks of tensors on cpu, and this one is on meta"):
@@ -137,22 +137,24 @@ def test_a_cpu_tensor_on_a_pipe_of_gpus_is_refused_by_name() -> None:
         Target(gpu, out=torch.rand(50))
 
 
-def test_no_memory_for_a_copy_is_said_so(near_pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_memory_for_a_copy_is_an_error_that_says_so(
+    local_pair: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(_: Any) -> Any:
         raise RuntimeError("CUDA out of memory. Tried to allocate 1 GiB")
 
     monkeypatch.setattr("kvplug_cuda_ipc.pipe.content.dense", full)
-    one, other = near_pair()
+    one, other = local_pair()
     with pytest.raises(KvplugError, match="no memory for a copy"):
         one.send_tensor(torch.arange(6).view(2, 3).t())
     one.send_tensor(None)
     assert other.recv_tensor() is None
 
 
-def test_contacts_of_others_and_of_elsewhere_are_refused(fake_path: str) -> None:
+def test_contacts_of_other_transports_and_of_other_hosts_are_refused(fake_path: str) -> None:
     end = ends.endpoint(fake_path)
     for text in ("", "shm1 a unix:@x", "cudaipc1 a tcp:1", "cudaipc1  unix:@x"):
         with pytest.raises(WireError, match="not a contact of the pipe 'cuda-ipc'"):
             end.connect(text)
     with pytest.raises(TransportError, match="other namespaces"):
-        end.connect(str(Contact("elsewhere", "unix:@x")))
+        end.connect(str(CudaIpcContact("elsewhere", ("unix:@x",))))

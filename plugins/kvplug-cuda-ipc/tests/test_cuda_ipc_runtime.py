@@ -1,4 +1,4 @@
-"""The binding over the fake, and over NVIDIA's library as far as that goes without a GPU."""
+"""The binding over the fake, and over NVIDIA's library as far as it works without a GPU."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ needs_the_package = pytest.mark.skipif(not real_path(), reason=f"{PACKAGE} is no
 
 
 @needs_the_package
-def test_nvidias_library_is_loaded_and_says_its_version_and_texts() -> None:
+def test_nvidias_library_is_loaded_with_its_version_and_texts() -> None:
     runtime = load(real_path())
     assert runtime.version // 1000 == 12
     assert runtime.get_error_name(2) == "cudaErrorMemoryAllocation"
@@ -74,7 +74,7 @@ def without_a_gpu(parent: peers.Parent, path: str) -> list[str]:
 
 @needs_the_package
 @pytest.mark.skipif(Path("/dev/nvidia0").exists(), reason="there is a GPU here")
-def test_nvidias_library_refuses_by_name_what_it_has_no_gpu_for() -> None:
+def test_nvidias_library_refuses_by_name_what_needs_a_gpu() -> None:
     with peers.start(f"{__file__}:without_a_gpu", real_path()) as child:
         said = child.result(PATIENCE_S)
     assert [each.partition(" ")[0] for each in said] == [
@@ -90,7 +90,7 @@ def test_nvidias_library_refuses_by_name_what_it_has_no_gpu_for() -> None:
 # -- which library -------------------------------------------------------------------------------------
 
 
-def test_what_is_named_is_the_only_one_that_is_tried(
+def test_a_path_that_was_given_is_the_only_one_that_is_tried(
     fake_path: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv(VARIABLE, fake_path)
@@ -116,18 +116,20 @@ def test_pytorchs_library_comes_before_the_systems(monkeypatch: pytest.MonkeyPat
     assert [what for what, _ in places()][-1] == "the system's loader"
 
 
-def test_a_library_that_is_none_is_said_to_be_none(controls: fake.Controls, fake_path: str) -> None:
+def test_a_library_that_is_no_cuda_runtime_or_too_old_is_refused(
+    controls: fake.Controls, fake_path: str
+) -> None:
     with pytest.raises(CudaLibraryError, match="no CUDA runtime: it lacks cudaRuntimeGetVersion"):
         Runtime(ctypes.util.find_library("m") or "libm.so.6")
     controls.set(version=10020)
-    with pytest.raises(CudaLibraryError, match=r"CUDA 10\.2, and 11\.0 is the oldest"):
+    with pytest.raises(CudaLibraryError, match=r"CUDA 10\.2; at least 11\.0 is needed"):
         Runtime(fake_path)
 
 
 # -- calls ---------------------------------------------------------------------------------------------
 
 
-def test_a_copy_is_enqueued_and_an_event_tells_its_end(
+def test_a_copy_is_enqueued_and_an_event_shows_its_end(
     runtime: Runtime, controls: fake.Controls, stream: int
 ) -> None:
     memory = runtime.malloc(4096)
@@ -184,9 +186,7 @@ def maps(parent: peers.Parent, path: str, handle: bytes) -> bytes:
     return came
 
 
-def test_freeing_waits_for_all_streams_and_tells_who_is_freed_too_early(
-    runtime: Runtime, controls: fake.Controls, stream: int
-) -> None:
+def test_freeing_waits_for_all_streams(runtime: Runtime, controls: fake.Controls, stream: int) -> None:
     memory = runtime.malloc(4096)
     controls.set(hold=1)
     runtime.memcpy_async(memory, memory + 8, 8, stream)
@@ -202,12 +202,12 @@ def test_freeing_waits_for_all_streams_and_tells_who_is_freed_too_early(
 
 def test_errors_have_a_number_a_function_and_a_meaning(runtime: Runtime, controls: fake.Controls) -> None:
     controls.set(malloc_result=2)
-    with pytest.raises(CudaMemoryError, match="has not so much memory left") as caught:
+    with pytest.raises(CudaMemoryError, match="does not have enough free memory") as caught:
         runtime.malloc(1)
     assert isinstance(caught.value, CapacityError)
     assert (caught.value.result, caught.value.function) == (2, "cudaMalloc")
     controls.set(open_result=999)
-    with pytest.raises(CudaError, match="cudaIpcOpenMemHandle gave unrecognized error code"):
+    with pytest.raises(CudaError, match="cudaIpcOpenMemHandle returned unrecognized error code"):
         runtime.ipc_open_mem_handle(bytes(64))
     with pytest.raises(ValueError, match="64 bytes, not 3"):
         runtime.ipc_open_mem_handle(b"abc")
@@ -218,7 +218,7 @@ def test_errors_have_a_number_a_function_and_a_meaning(runtime: Runtime, control
         runtime.device_count()
 
 
-def test_a_device_that_has_failed_says_so_to_everybody(
+def test_a_device_that_has_failed_fails_every_call(
     runtime: Runtime, controls: fake.Controls, stream: int
 ) -> None:
     memory = runtime.malloc(4096)

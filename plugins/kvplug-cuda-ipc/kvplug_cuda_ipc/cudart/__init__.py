@@ -1,1 +1,1 @@
-"""The CUDA runtime by ctypes: as much of it as it takes to share memory and to copy."""
+"""The part of the CUDA runtime that shares memory between processes and copies, bound with ctypes."""

@@ -1,4 +1,4 @@
-"""Numbers and structures of ``driver_types.h`` and ``cuda_runtime_api.h``, as of CUDA 10 and later."""
+"""Constants and structures of ``driver_types.h`` and ``cuda_runtime_api.h``, as of CUDA 10 and later."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Final
 IPC_HANDLE_BYTES: Final = 64
 UUID_BYTES: Final = 16
 UUID_AT: Final = 256
-"""Where the UUID lies in ``cudaDeviceProp``, whose rest differs by release."""
+"""The offset of the UUID in ``cudaDeviceProp``, whose rest differs by release."""
 PROPERTIES_BYTES: Final = 4096
-"""More than ``cudaDeviceProp`` has had in any release."""
+"""Larger than ``cudaDeviceProp`` is in any release."""
 
 
 class Result(enum.IntEnum):
-    """Those of ``cudaError_t`` that mean something here."""
+    """The values of ``cudaError_t`` that this binding treats specially."""
 
     SUCCESS = 0
     INVALID_VALUE = 1
@@ -37,7 +37,7 @@ class Result(enum.IntEnum):
 
 
 class MemcpyKind(enum.IntEnum):
-    """``cudaMemcpyKind``: the addresses say where they are."""
+    """``cudaMemcpyKind``: CUDA finds out from the addresses."""
 
     DEFAULT = 4
 
@@ -65,7 +65,7 @@ class IpcMemHandle(ctypes.Structure):
     def of(cls, data: bytes) -> IpcMemHandle:
         """Raises ValueError: it is of another size."""
         if len(data) != IPC_HANDLE_BYTES:
-            raise ValueError(f"a handle of memory has {IPC_HANDLE_BYTES} bytes, not {len(data)}")
+            raise ValueError(f"a memory handle has {IPC_HANDLE_BYTES} bytes, not {len(data)}")
         return cls.from_buffer_copy(data)
 
 

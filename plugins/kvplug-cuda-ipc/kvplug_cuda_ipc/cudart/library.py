@@ -1,7 +1,7 @@
 """The CUDA runtime, loaded with ctypes: each function as a method that raises what its result means.
 
-Every call lets the interpreter's lock go. Memory, streams and events are addresses; stream 0 is the default
-one. Nothing here waits for a device: what could (``cudaFree``, ``cudaMalloc``) says so.
+Every call releases the interpreter's lock. Memory, streams and events are addresses; stream 0 is the default
+one. No call waits for a device, except where its docstring says so (``cudaFree``, ``cudaMalloc``).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def load(path: str = "") -> Runtime:
     """The runtime at ``path``, or that of ``KVPLUG_CUDART_LIBRARY``, or the one that this process has loaded.
 
     Raises:
-        CudaLibraryError: there is none that can be used. What was named and is not one is not passed over.
+        CudaLibraryError: none can be used. A path that was given, or the variable's, is the only one tried.
     """
     tried = []
     for what, place in places(path):
@@ -44,7 +44,7 @@ def load(path: str = "") -> Runtime:
         raise CudaLibraryError(f"no CUDA runtime can be used; {tried[0]}")
     lines = "".join(f"\n  - {each}" for each in tried)
     raise CudaLibraryError(
-        f"no CUDA runtime can be used; import a PyTorch with CUDA, or name one by {VARIABLE}:{lines}"
+        f"no CUDA runtime can be used; import a PyTorch with CUDA, or name one with {VARIABLE}:{lines}"
     )
 
 
@@ -56,7 +56,7 @@ class Runtime:
     """
 
     def __init__(self, path: str) -> None:
-        """Raises CudaLibraryError: it is no library, no CUDA runtime, or too old."""
+        """Raises CudaLibraryError: it cannot be loaded, is no CUDA runtime, or is too old."""
         self.path = path
         try:
             loaded = ctypes.CDLL(path)
@@ -78,16 +78,16 @@ class Runtime:
         """1000 * major + 10 * minor."""
         if self.version < MIN_VERSION:
             raise CudaLibraryError(
-                f"{path} is CUDA {_spelt(self.version)}, and {_spelt(MIN_VERSION)} is the oldest that will do"
+                f"{path} is CUDA {_spelt(self.version)}; at least {_spelt(MIN_VERSION)} is needed"
             )
 
     def __repr__(self) -> str:
         return f"<CUDA runtime {_spelt(self.version)} of {self.path}>"
 
-    # -- what needs no device --------------------------------------------------------------------------
+    # -- without a device ------------------------------------------------------------------------------
 
     def driver_version(self) -> int:
-        """Of the newest CUDA that the driver knows; 0: there is no driver."""
+        """The newest CUDA that the driver supports, as :attr:`version`; 0: there is no driver."""
         return self._number("cudaDriverGetVersion")
 
     def get_error_name(self, result: int) -> str:
@@ -102,18 +102,18 @@ class Runtime:
         return self._number("cudaGetDeviceCount")
 
     def set_device(self, device: int) -> None:
-        """The current device of this thread, from now on."""
+        """Make it this thread's current device."""
         self._call("cudaSetDevice", device)
 
     def exchange_capture_mode(self, mode: int) -> int:
-        """What this thread may call while another one captures a CUDA graph; the old mode is returned."""
+        """Set what this thread may call while another one captures a CUDA graph; returns the old mode."""
         value = ctypes.c_int(mode)
         self._call("cudaThreadExchangeStreamCaptureMode", ctypes.byref(value))
         return value.value
 
     @contextlib.contextmanager
     def relaxed(self) -> Iterator[None]:
-        """In the block nothing disturbs the CUDA graph that another thread may be capturing."""
+        """A context in which calls leave alone a CUDA graph that another thread may be capturing."""
         before = self.exchange_capture_mode(CaptureMode.RELAXED)
         try:
             yield
@@ -121,7 +121,7 @@ class Runtime:
             self.exchange_capture_mode(before)
 
     def uuid_of(self, device: int) -> uuid.UUID:
-        """The same in all processes of all hosts."""
+        """It identifies the GPU in all processes and on all hosts."""
         properties = Properties()
         self._call("cudaGetDeviceProperties", ctypes.byref(properties), device)
         return uuid.UUID(bytes=bytes(properties.uuid))
@@ -129,40 +129,40 @@ class Runtime:
     # -- memory ----------------------------------------------------------------------------------------
 
     def malloc(self, nbytes: int) -> int:
-        """Raises CudaMemoryError: there is not so much. May wait for the device."""
+        """New device memory. May wait for the device. Raises CudaMemoryError: there is not enough."""
         address = ctypes.c_void_p()
         self._call("cudaMalloc", ctypes.byref(address), nbytes)
         return address.value or 0
 
     def free(self, address: int) -> None:
-        """Waits for what the device was given, other users' work included."""
+        """Waits for all work that the device was given, also by other libraries."""
         self._call("cudaFree", address)
 
     def ipc_get_mem_handle(self, address: int) -> bytes:
-        """By which another process may map what :meth:`malloc` gave."""
+        """A handle with which another process can map what :meth:`malloc` returned."""
         handle = IpcMemHandle()
         self._call("cudaIpcGetMemHandle", ctypes.byref(handle), address)
         return bytes(handle)
 
     def ipc_open_mem_handle(self, handle: bytes) -> int:
-        """Another process's memory. Not our own, for which there are no handles."""
+        """Map another process's memory. A process cannot open its own handles."""
         address = ctypes.c_void_p()
         flags = IpcFlag.LAZY_ENABLE_PEER_ACCESS
         self._call("cudaIpcOpenMemHandle", ctypes.byref(address), IpcMemHandle.of(handle), flags)
         return address.value or 0
 
     def ipc_close_mem_handle(self, address: int) -> None:
-        """Before its owner frees it."""
+        """Unmap it; the owner frees it only after this."""
         self._call("cudaIpcCloseMemHandle", address)
 
     # -- streams and events ------------------------------------------------------------------------------
 
     def memcpy_async(self, to: int, source: int, nbytes: int, stream: int) -> None:
-        """Enqueued: neither memory is the caller's again before an event says so."""
+        """Enqueue a copy. Both memories are in use until an event of the stream is done."""
         self._call("cudaMemcpyAsync", to, source, nbytes, MemcpyKind.DEFAULT, stream)
 
     def event(self, stream: int) -> Event:
-        """All that the stream was given so far."""
+        """An event that is done when all that the stream was given so far is done."""
         event = ctypes.c_void_p()
         self._call("cudaEventCreateWithFlags", ctypes.byref(event), EventFlag.DISABLE_TIMING)
         made = Event(self, event.value or 0)
@@ -170,10 +170,10 @@ class Runtime:
         return made
 
     def event_query(self, event: int) -> bool:
-        """Whether it is done."""
+        """Whether the event is done."""
         result = self._functions["cudaEventQuery"](event)
         if result == Result.NOT_READY:
-            self._functions["cudaGetLastError"]()  # or somebody else takes it for an error of theirs
+            self._functions["cudaGetLastError"]()  # or PyTorch takes it for an error of its own
             return False
         self._check("cudaEventQuery", result)
         return True
@@ -182,10 +182,10 @@ class Runtime:
         self._call("cudaEventDestroy", event)
 
     def stream_wait_event(self, stream: int, event: Event) -> None:
-        """What the stream is given from now on begins after it. The host does not wait."""
+        """What the stream is given from now on begins after the event. The host does not wait."""
         self._call("cudaStreamWaitEvent", stream, event.handle, 0)
 
-    # -- how it is called ------------------------------------------------------------------------------
+    # -- calling it -----------------------------------------------------------------------------------
 
     def _number(self, name: str) -> int:
         value = ctypes.c_int()
@@ -202,7 +202,7 @@ class Runtime:
 
 
 class Event:
-    """A moment in the work of a stream. Nobody ever waits for it: it is asked."""
+    """A point in the work of a stream. It is polled, and never waited for."""
 
     def __init__(self, runtime: Runtime, handle: int) -> None:
         self.handle = handle
@@ -210,7 +210,7 @@ class Event:
         self._done = False
 
     def is_done(self) -> bool:
-        """Whether all that was enqueued before it is done.
+        """Whether all work that was enqueued before it is done.
 
         Raises:
             CudaError: the device failed.
@@ -224,7 +224,7 @@ class Event:
         if handle:
             try:
                 self._runtime.event_destroy(handle)
-            except Exception:  # the device has failed, or the interpreter ends: there is nothing to give back
+            except Exception:  # the device has failed, or the interpreter ends
                 pass
 
 
@@ -232,5 +232,5 @@ def _spelt(version: int) -> str:
     return f"{version // 1000}.{version % 1000 // 10}"
 
 
-def _text(said: bytes | None) -> str:
-    return (said or b"").decode("utf-8", "replace")
+def _text(text: bytes | None) -> str:
+    return (text or b"").decode("utf-8", "replace")

@@ -1,4 +1,4 @@
-"""Where a CUDA runtime may be: what was named, what PyTorch has loaded, the system's."""
+"""Where a CUDA runtime may be: at a given path, loaded by PyTorch, or in the system."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _MAPS: Final = Path("/proc/self/maps")
 
 
 def places(named: str = "") -> Iterator[tuple[str, str]]:
-    """(what it is, what to load), in the order in which they are tried. What was named is the only one."""
+    """(description, what to load), in the order in which they are tried. A given path is the only one."""
     if named:
         yield "the path that was given", named
     elif named := os.environ.get(VARIABLE, ""):
         yield VARIABLE, named
     else:
-        # The same one as PyTorch's before all: two in one process keep two ideas of the current device.
+        # PyTorch's first: two runtimes in one process each have their own current device.
         for path in loaded():
             yield "what this process has loaded", path
         for soname in SONAMES:
@@ -27,7 +27,7 @@ def places(named: str = "") -> Iterator[tuple[str, str]]:
 
 
 def loaded(maps: Path = _MAPS) -> list[str]:
-    """The runtimes that this process has mapped: PyTorch's, once that was imported."""
+    """The runtimes that this process has mapped: PyTorch's, once torch was imported."""
     try:
         lines = maps.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""The functions that are bound: what they return, and what they take."""
+"""The functions that are bound, with the types of their results and arguments."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PROTOTYPES: Final[dict[str, tuple[Any, ...]]] = {
     "cudaEventDestroy": (_int, _address),
     "cudaStreamWaitEvent": (_int, _address, _address, _uint),
 }
-"""Each with what it returns first."""
+"""For each, the result's type and then the arguments'."""
 
 RENAMED: Final[dict[str, str]] = {"cudaGetDeviceProperties": "cudaGetDeviceProperties_v2"}
-"""What CUDA 12's header calls by another name. Either will do here: they differ behind the UUID."""
+"""CUDA 12's header has other names for these. Either one works: their structures differ after the UUID."""

@@ -1,4 +1,4 @@
-"""Memory as it is copied, piece by piece: what is sent, and what is received into."""
+"""The memory that a pipe copies from and to, piece by piece: what is sent, and what is received into."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvplug import CapacityError, UnsupportedError
 from kvplug.net.wire import TensorMeta
 from kvplug.net.wire.messages import NONE, is_dense, tensor_prefix
 from kvplug.net.wire.tensors import as_bits, dense, dtype_name, meta_of
-from kvplug.transport import Blocks, TensorMismatchError
+from kvplug.transport import Blocks, TensorMismatchError, mismatch
 from kvplug_cuda_ipc.cudart.library import Event
 from kvplug_cuda_ipc.device import Device
 
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 
 class Runs:
-    """The bytes of a message, in runs of equal length. The tensors keep them alive."""
+    """The bytes of a message, in contiguous runs of equal length."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        """Contiguous ones of one size."""
+        """Of contiguous tensors of one size, which it keeps alive."""
         self._tensors = tuple(tensors)
         self._addresses = [each.data_ptr() for each in tensors]
         self._run_bytes = tensors[0].numel() * tensors[0].element_size()
@@ -43,33 +43,33 @@ class Content:
     """A message ready to be sent."""
 
     prefix: bytes
+    """What announces the message."""
     nbytes: int = 0
     runs: Runs | None = None
+    """``None``: it has no bytes."""
     ready: Event | None = None
-    """When the device has made it."""
+    """When the device has computed them."""
 
 
-NOTHING = Content(NONE)
-"""The message ``None``."""
-
-
-def content_of(tensor: Tensor, device: Device) -> Content:
-    """Of a tensor; of a copy of it where it does not lie in memory as it reads.
+def content_of(tensor: Tensor | None, device: Device) -> Content:
+    """The content of a message; a tensor that is not contiguous is copied.
 
     Raises:
         UnsupportedError: a device, layout or dtype that is not carried.
         CapacityError: there is no memory for the copy.
     """
+    if tensor is None:
+        return Content(NONE)
     meta = meta_of(tensor)
     prefix = tensor_prefix(tensor.dtype, tensor.shape, meta.nbytes)
     _check_device(tensor, device, "sends")
     if not meta.nbytes:
         return Content(prefix)
-    return Content(prefix, meta.nbytes, Runs([_made(dense, tensor.detach())]), _now(device))
+    return Content(prefix, meta.nbytes, Runs([_allocating(dense, tensor.detach())]), _now(device))
 
 
 def content_of_blocks(blocks: Blocks, device: Device) -> Content:
-    """Of blocks: from where they are, if they follow one another, or gathered.
+    """The content of a message of blocks, which are gathered first unless they are consecutive.
 
     Raises:
         UnsupportedError: a device or dtype that is not carried.
@@ -81,7 +81,7 @@ def content_of_blocks(blocks: Blocks, device: Device) -> Content:
     prefix = tensor_prefix(blocks.dtype, torch.Size(blocks.shape), blocks.nbytes)
     if not blocks.nbytes:
         return Content(prefix)
-    runs = blocks.runs() or [_made(Blocks.gathered, blocks)]
+    runs = blocks.runs() or [_allocating(Blocks.gathered, blocks)]
     return Content(prefix, blocks.nbytes, Runs(runs), _now(device))
 
 
@@ -89,7 +89,7 @@ class Target:
     """What a message is received into: new memory, ``out``, or ``blocks`` of a cache."""
 
     def __init__(self, device: Device, out: Tensor | None = None, blocks: Blocks | None = None) -> None:
-        """Raises UnsupportedError: a tensor of another device, or none that is carried."""
+        """Raises UnsupportedError: it is on another device, or of a dtype or layout that is not carried."""
         self._device = device
         self._out = out
         self._blocks = blocks
@@ -104,30 +104,28 @@ class Target:
     def check(self, meta: TensorMeta | None) -> None:
         """Raises TensorMismatchError: that message does not fit, and stays."""
         wanted = self._wanted
-        if wanted is None or meta == wanted:
-            return
-        came = "None" if meta is None else f"{meta.dtype} of shape {list(meta.shape)}"
-        given = "the blocks are" if self._out is None else "out= is"
-        raise TensorMismatchError(
-            f"the next message is {came}, and {given} {wanted.dtype} of shape {list(wanted.shape)}; it stays"
-        )
+        if wanted is not None and meta != wanted:
+            raise mismatch(meta, "the blocks are" if self._out is None else "out= is", wanted)
 
     def runs(self) -> Runs | None:
-        """Where its bytes can be put as they come; ``None``: nowhere."""
+        """Where the message's bytes can be copied as they come; ``None``: there is no contiguous memory."""
         if self._blocks is not None:
             found = self._blocks.runs()
             return None if found is None else Runs(found)
         return Runs([self._out.detach()]) if self._out is not None and is_dense(self._out) else None
 
     def ready(self) -> Event | None:
-        """When the caller's stream is done with what it was given before, and the memory may be written."""
+        """When the caller's stream has done its earlier work, so that the memory may be written."""
         return _now(self._device)
 
     def value(self, own: Tensor | None) -> Tensor | None:
-        """What is returned of a message: in memory of ours, if not in place.
+        """What the call returns, once the message is complete.
+
+        Args:
+            own: The message, in memory of the pipe's; ``None``: it was copied to :meth:`runs`.
 
         Raises:
-            TensorMismatchError: it cannot be written, and the message stays.
+            TensorMismatchError: ``out`` cannot be written, and the message stays.
         """
         if own is None:
             return self._out
@@ -162,7 +160,8 @@ def _now(device: Device) -> Event:
     return device.runtime.event(device.callers_stream())
 
 
-def _made(make: Any, given: Any) -> Any:
+def _allocating(make: Any, given: Any) -> Any:
+    """``make(given)``. Raises CapacityError: there is no memory for it."""
     try:
         return make(given)
     except RuntimeError as e:  # torch.OutOfMemoryError is one

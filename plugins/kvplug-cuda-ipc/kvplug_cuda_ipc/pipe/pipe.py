@@ -1,362 +1,298 @@
-"""The pipe "cuda-ipc": each end has memory on its GPU that the other end has mapped, and copies from.
+"""The pipe "cuda-ipc": each end copies from memory of the other end's GPU, which it has mapped.
 
-A sender copies a message into its own staging memory, piece by piece, and tells the peer of each piece. The
-receiver copies the pieces from there to where they belong, and says which it has taken. Three copies of a
-message are under way at most: into staging memory, out of it, and what the connection says.
+A sender copies a message into its own staging memory, piece by piece, and announces each piece to the peer.
+The receiver copies the pieces from there to where they belong, and tells the sender which it has taken. So a
+message is copied twice, and only frames go over the connection.
 
-Two threads: the reader hears what the peer says, and its end; the mover looks after copies under way, and
-gives everything back in the end. Receiving is done by its caller. Nobody waits for a device but by asking,
-and no work on a device waits for another process, which may never go on.
+Two threads: the reader receives frames and notices the peer's end; the worker follows the copies under way,
+and at the end unmaps and frees memory. Callers receive in their own thread. A device is only ever asked, not
+waited for, and no work on a device waits for another process, which may never go on.
 """
 
 from __future__ import annotations
 
 import contextlib
-import logging
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Final
 
 import attrs
 
 from kvplug import ClosedError, KvplugError, PeerGoneError, TimeoutError, TransportError, UnsupportedError
 from kvplug.transport import (
-    DEFAULT_TIMEOUT,
+    BEATS_PER_TIMEOUT,
     Blocks,
     Channel,
     Deadline,
-    ExclusiveUse,
-    Lifecycle,
-    Pipe,
-    Timeout,
+    DuplexPipe,
+    PipeSettings,
     Transfer,
     WireError,
     close_after_fork,
 )
+from kvplug_cuda_ipc.backoff import Backoff
 from kvplug_cuda_ipc.cudart.errors import CudaError
-from kvplug_cuda_ipc.device import Device
-from kvplug_cuda_ipc.memory import Borrower, Mapping, Staging
-from kvplug_cuda_ipc.pace import Pace
-from kvplug_cuda_ipc.pipe.content import NOTHING, Target, content_of, content_of_blocks
+from kvplug_cuda_ipc.device import Device, Stream
+from kvplug_cuda_ipc.memory import Mapping, Staging
+from kvplug_cuda_ipc.peer_process import PeerProcess
+from kvplug_cuda_ipc.pipe.content import Target, content_of, content_of_blocks
+from kvplug_cuda_ipc.pipe.frames import FrameKind, Piece, decode, encode
 from kvplug_cuda_ipc.pipe.inbox import Inbox
 from kvplug_cuda_ipc.pipe.outbox import Outbox
-from kvplug_cuda_ipc.pipe.words import Kind, read
+from kvplug_cuda_ipc.pipe.pieces import AnnouncedPieces
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-logger = logging.getLogger(__name__)
-
-_LOOK_S: Final = 1.0
-"""How often the reader looks up while the peer says nothing."""
-_SAY_S: Final = 5.0
-"""How long the peer may leave unread what it is told. The connection holds all that one may say."""
-_LEFT_S: Final = 10.0
-"""How long messages of a peer that has closed the pipe can be received: it keeps their memory."""
-_CLOSE_S: Final = 1.0
-"""How long ``close`` waits for everything to be given back; a peer that is stopped takes longer."""
-_BEATS_PER_TIMEOUT: Final = 5
+_POLL_S: Final = 1.0
+"""Seconds between two looks of the reader at the pipe's state, while no frame arrives."""
+_SEND_S: Final = 5.0
+"""Seconds that the peer may take to read a frame. The connection holds all frames that may be unread."""
+_UNTAKEN_S: Final = 10.0
+"""Seconds for which messages of a peer that has closed the pipe can be received. It keeps their memory."""
+_JOIN_WORKER_S: Final = 1.0
+"""Seconds that ``close`` waits until everything is given back; while the peer is stopped it takes longer."""
 
 
 @attrs.frozen(kw_only=True)
-class Tuning:
-    """What a pipe needs to know beside its connection."""
+class CudaIpcPipeSettings(PipeSettings):
+    """What a pipe needs to know besides its connection and memory. Sizes are in bytes."""
 
     device: Device
     staging_bytes: int
     piece_bytes: int
-    max_in_flight_bytes: int
-    timeout_s: float
-    heartbeat_timeout_s: float
 
 
-class CudaIpcPipe(Pipe):
-    """One channel, memory of ours that the peer has mapped, and the peer's that we have."""
+class CudaIpcPipe(DuplexPipe):
+    """One channel, staging memory that the peer has mapped, and the peer's staging memory."""
 
     def __init__(
         self,
         channel: Channel,
         staging: Staging,
         mapping: Mapping,
-        tuning: Tuning,
+        settings: CudaIpcPipeSettings,
         *,
-        borrower: Borrower,
+        peer_process: PeerProcess,
         peer: str,
-        heartbeat_s: float | None,
+        silence_s: float | None,
     ) -> None:
         """Owns all of it from here on, unless it raises.
 
-        ``heartbeat_s``: at least one of the two ends does not see the other's process, as both have found
-        out; so long a silence is death.
+        ``silence_s``: seconds of silence that both ends take for death, with heartbeats, because one of them
+        does not see the other's process; ``None``: both see it, and send none.
 
         Raises:
-            TransportError: there are no streams, or no threads.
+            TransportError: there are no more streams, or threads.
         """
-        self._peer = peer
+        super().__init__(peer, settings.timeout_s)
         self._channel = channel
-        self._borrower = borrower
+        self._peer_process = peer_process
         self._staging = staging
-        self._tuning = tuning
-        self._lifecycle = Lifecycle(f"the pipe to {peer}")
-        self._heartbeat_s = heartbeat_s
-        self._stopping = False
+        self._device = device = settings.device
+        self._silence_s = silence_s
+        self._pieces = AnnouncedPieces(mapping.nbytes, self._lifecycle)
         self._unmapped = threading.Event()
-        """The peer has nothing of ours open any more."""
-        self._sending, self._receiving = ExclusiveUse("sending"), ExclusiveUse("receiving")
-        device = tuning.device
-        self._streams = [device.new_stream(), device.new_stream()]
-        self._outbox = Outbox(
-            staging,
-            device,
-            self._streams[0],
-            peer=peer,
-            limit=tuning.max_in_flight_bytes,
-            piece_bytes=tuning.piece_bytes,
-            lifecycle=self._lifecycle,
-            say=self._say,
-            break_down=self._break_down,
-        )
-        self._inbox = Inbox(
-            mapping,
-            device,
-            self._streams[1],
-            peer=peer,
-            lifecycle=self._lifecycle,
-            say=self._say,
-            break_down=self._break_down,
-        )
-        close_after_fork(self)
-        self._reader = threading.Thread(target=self._read, name="kvplug-cuda-ipc-read", daemon=True)
-        self._mover = threading.Thread(target=self._move, name="kvplug-cuda-ipc-move", daemon=True)
+        """The peer has unmapped this end's memory, or has ended."""
+        with contextlib.ExitStack() as undo:
+            self._streams: list[Stream] = []
+            for _ in range(2):
+                self._streams.append(device.new_stream())
+                undo.callback(self._streams[-1].close)
+            self._outbox = Outbox(
+                staging,
+                device,
+                self._streams[0],
+                peer=peer,
+                limit=settings.max_in_flight_bytes,
+                piece_bytes=settings.piece_bytes,
+                lifecycle=self._lifecycle,
+                announce=self._announce,
+                fail_pipe=self._fail,
+            )
+            self._inbox = Inbox(
+                self._pieces,
+                mapping,
+                device,
+                self._streams[1],
+                peer=peer,
+                lifecycle=self._lifecycle,
+                taken=self._taken,
+                fail_pipe=self._fail,
+            )
+            close_after_fork(self)
+            self._reader = threading.Thread(target=self._read, name="kvplug-cuda-ipc-read", daemon=True)
+            self._worker = threading.Thread(target=self._work, name="kvplug-cuda-ipc-work", daemon=True)
+            try:
+                self._worker.start()
+            except RuntimeError as e:
+                raise TransportError(f"a pipe needs threads: {e}") from e
+            undo.pop_all()
 
-    def start(self) -> None:
-        """Once, before anything else.
+    # -- moving bytes ----------------------------------------------------------------------------------
 
-        Raises:
-            TransportError: this process can have no more threads.
-        """
-        try:
-            self._mover.start()
-        except RuntimeError as e:
-            for stream in self._streams:
-                stream.close()
-            raise TransportError(f"a pipe needs threads: {e}") from e
+    def _send(self, tensor: Tensor | None, deadline: Deadline) -> Transfer:
+        with self._on_device():
+            return self._outbox.send(content_of(tensor, self._device), deadline)
 
-    def __repr__(self) -> str:
-        state = "closed" if self._lifecycle.closed else "ended" if self._lifecycle.ended else "open"
-        return f"<CudaIpcPipe to {self._peer}, {state}>"
+    def _receive(self, out: Tensor | None, deadline: Deadline) -> Tensor | None:
+        with self._on_device():
+            return self._inbox.receive(Target(self._device, out=out), deadline)
 
-    @property
-    def closed(self) -> bool:
-        return self._lifecycle.closed
+    def _send_blocks(self, blocks: Blocks, deadline: Deadline) -> Transfer:
+        with self._on_device():
+            return self._outbox.send(content_of_blocks(blocks, self._device), deadline)
 
-    @property
-    def peer(self) -> str:
-        return self._peer
-
-    def send_tensor(self, tensor: Tensor | None, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Transfer:
-        if self._lifecycle.ended:
-            raise self._lifecycle.error()
-        with self._sending.taken():
-            deadline = Deadline.after(timeout, self._tuning.timeout_s)
-            with self._on_device():
-                content = NOTHING if tensor is None else content_of(tensor, self._tuning.device)
-                return self._outbox.send(content, deadline)
-
-    def recv_tensor(self, out: Tensor | None = None, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Tensor | None:
-        self._check_open()
-        with self._receiving.taken():
-            deadline = Deadline.after(timeout, self._tuning.timeout_s)
-            with self._on_device():
-                return self._inbox.receive(Target(self._tuning.device, out=out), deadline)
-
-    def send_blocks(
-        self, views: Sequence[Tensor], block_ids: Sequence[int], *, timeout: Timeout = DEFAULT_TIMEOUT
-    ) -> Transfer:
-        if self._lifecycle.ended:
-            raise self._lifecycle.error()
-        with self._sending.taken():
-            deadline = Deadline.after(timeout, self._tuning.timeout_s)
-            with self._on_device():
-                content = content_of_blocks(Blocks(views, block_ids), self._tuning.device)
-                return self._outbox.send(content, deadline)
-
-    def recv_blocks(
-        self, views: Sequence[Tensor], block_ids: Sequence[int], *, timeout: Timeout = DEFAULT_TIMEOUT
-    ) -> None:
-        self._check_open()
-        blocks = Blocks(views, block_ids)
-        blocks.check_distinct()
-        with self._receiving.taken():
-            deadline = Deadline.after(timeout, self._tuning.timeout_s)
-            with self._on_device():
-                self._inbox.receive(Target(self._tuning.device, blocks=blocks), deadline)
-
-    def close(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
-        deadline = Deadline.after(timeout, self._tuning.timeout_s)
-        if not self._lifecycle.close("is closed"):
-            return
-        here = threading.current_thread()
-        self._inbox.wake()
-        if here is not self._mover:  # in a callback of a transfer nobody else would copy
-            self._outbox.drain(deadline)
-        self._end()
-        if here not in (self._mover, self._reader):
-            self._mover.join(_CLOSE_S)
-
-    def abort(self) -> None:
-        # Also ends a close() that is still draining in another thread.
-        if self._lifecycle.close("was aborted") or not self._stopping:
-            self._end()
+    def _receive_blocks(self, blocks: Blocks, deadline: Deadline) -> None:
+        with self._on_device():
+            self._inbox.receive(Target(self._device, blocks=blocks), deadline)
 
     @contextlib.contextmanager
     def _on_device(self) -> Iterator[None]:
-        device = self._tuning.device
-        if device.is_capturing():
+        if self._device.is_capturing():
             raise UnsupportedError(
                 "a CUDA graph is being captured on this stream, and messages of a pipe cannot be part of one"
             )
-        with device.current():
+        with self._device.current():
             yield
 
-    def _check_open(self) -> None:
-        # A peer that has closed the pipe may have left whole messages behind.
-        if self._lifecycle.closed or self._lifecycle.broken:
-            raise self._lifecycle.error()
+    # -- how it ends -----------------------------------------------------------------------------------
 
-    def _end(self) -> None:
-        """Wake everybody; the mover gives everything back. Blocks nowhere."""
-        self._stopping = True
-        self._inbox.end()
-        self._outbox.end()
+    def _drain(self, deadline: Deadline) -> None:
+        self._pieces.stop()
+        if threading.current_thread() is not self._worker:  # in a transfer's callback it has to go on
+            self._outbox.drain(deadline)
 
-    def _after_fork_in_child(self) -> None:
+    def _release(self) -> None:
+        """The worker, which is woken, gives everything back."""
+        self._pieces.stop()
+        self._outbox.fail()
+
+    def _join_threads(self) -> None:
+        if threading.current_thread() not in (self._worker, self._reader):
+            self._worker.join(_JOIN_WORKER_S)
+
+    def _release_in_child(self) -> None:
         # The channel closes itself.
-        self._stopping = True
-        self._lifecycle.after_fork()
-        self._borrower.close()
-        self._outbox.inherit()
+        self._peer_process.close()
+        self._outbox.after_fork()
 
-    # -- what is said, and bad news, from any thread ---------------------------------------------------
+    def _peer_closed(self) -> None:
+        """What the peer has wholly announced stays where it is, and can be received."""
+        self._lifecycle.lose_peer("the peer closed it")
+        self._pieces.expect_no_more()
+        self._outbox.fail()
 
-    def _say(self, value: Any) -> None:
+    # -- sending frames, in any thread, maybe with locks -------------------------------------------------
+
+    def _announce(self, piece: Piece) -> None:
+        self._send_frame(FrameKind.PIECE, piece)
+
+    def _taken(self, count: int) -> None:
+        self._send_frame(FrameKind.TAKEN, count)
+
+    def _send_frame(self, kind: FrameKind, content: Piece | int | None = None) -> None:
         try:
-            self._channel.send(value, timeout=_SAY_S)
+            self._channel.send(encode(kind, content), timeout=_SEND_S)
         except (ClosedError, PeerGoneError, WireError):
-            pass  # the reader hears it, and says so
+            pass  # the reader notices it, and ends the pipe
         except TimeoutError as e:
-            self._lifecycle.fail(f"it does not read what it is told: {e}")  # the reader ends it
-
-    def _peer_over(self) -> None:
-        """What it has wholly told of stays where it is, and can be received."""
-        self._lifecycle.lose_peer("it closed the pipe")
-        self._inbox.expect_no_more()
-        self._outbox.end()
-
-    def _peer_gone(self, reason: str) -> None:
-        if self._lifecycle.lose_peer(reason):
-            logger.debug("%r: %s", self, reason)
-        self._end()
-
-    def _break_down(self, reason: str) -> None:
-        if self._lifecycle.fail(reason):
-            logger.warning("%r: %s", self, reason)
-        self._end()
+            self._lifecycle.fail(f"the peer does not read: {e}")  # the reader ends it
 
     # -- the reader ------------------------------------------------------------------------------------
 
     def _read(self) -> None:
-        """Until the peer has let go of our memory, or is gone."""
+        """Until the peer has unmapped this end's memory, or is gone."""
         try:
-            self._tuning.device.adopt()
-            self._listen()
+            self._device.adopt()
+            self._read_frames()
         except PeerGoneError as e:
             self._peer_gone(str(e))
-            self._borrower.wait_for_end()
+            self._peer_process.wait_for_end()
         except ClosedError:
             pass
         except BaseException as e:
-            self._break_down(f"its peer is not heard any more: {e}")
+            self._fail(f"its frames are not read any more: {e}")
         finally:
-            self._borrower.close()
+            self._peer_process.close()
             self._unmapped.set()
 
-    def _listen(self) -> None:
-        pause = _LOOK_S if self._heartbeat_s is None else self._heartbeat_s / _BEATS_PER_TIMEOUT
+    def _read_frames(self) -> None:
+        silence_s = self._silence_s
+        interval_s = _POLL_S if silence_s is None else silence_s / BEATS_PER_TIMEOUT
         heard = next_beat = time.monotonic()
-        kind: Kind | None = None
-        while kind is not Kind.UNMAPPED:
+        kind: FrameKind | None = None
+        while kind is not FrameKind.UNMAPPED:
             kind = None
             try:
-                value = self._channel.recv(pause)
+                value = self._channel.recv(interval_s)
             except TimeoutError:
-                value = None
+                pass
             else:
                 heard = time.monotonic()
-                kind = self._hear(value)
+                kind = self._handle(value)
             now = time.monotonic()
-            if self._heartbeat_s is not None and not self._stopping:
-                if now - heard >= self._heartbeat_s:
+            if silence_s is not None and not self._let_go:
+                if now - heard >= silence_s:
                     self._peer_gone(f"silent for {now - heard:.1f} s")
                 elif now >= next_beat:
-                    next_beat = now + pause
-                    self._say([Kind.BEAT.value])
-            if self._lifecycle.broken and not self._stopping:
+                    next_beat = now + interval_s
+                    self._send_frame(FrameKind.HEARTBEAT)
+            if self._lifecycle.broken and not self._let_go:
                 self._end()
 
-    def _hear(self, value: Any) -> Kind | None:
-        """What it was about; nothing but the last word counts once the pipe has ended."""
+    def _handle(self, value: Any) -> FrameKind | None:
+        """A frame has come; returns its kind. After the end, only the last one has an effect."""
         try:
-            kind, about = read(value)
-            if kind in (Kind.OVER, Kind.UNMAPPED):
-                self._peer_over()
-            elif self._stopping or self._lifecycle.peer_lost:
+            kind, content = decode(value)
+            if kind in (FrameKind.GOODBYE, FrameKind.UNMAPPED):
+                self._peer_closed()
+            elif self._let_go or self._lifecycle.peer_lost:
                 pass
-            elif kind is Kind.PIECE:
-                self._inbox.told(about)
-            elif kind is Kind.TAKEN:
-                self._outbox.taken(about)
+            elif kind is FrameKind.PIECE:
+                self._pieces.add(content)
+            elif kind is FrameKind.TAKEN:
+                self._outbox.taken(content)
             return kind
         except WireError as e:
-            self._break_down(f"what its peer says cannot be: {e}")
+            self._fail(f"the peer sent what cannot be: {e}")
         except CudaError as e:
-            self._break_down(str(e))
+            self._fail(str(e))
         return None
 
-    # -- the mover -------------------------------------------------------------------------------------
+    # -- the worker ------------------------------------------------------------------------------------
 
-    def _move(self) -> None:
-        device = self._tuning.device
+    def _work(self) -> None:
         try:
-            device.adopt()
+            self._device.adopt()
             self._reader.start()
-            pace = Pace()
+            backoff = Backoff()
             while self._outbox.wait_for_work():
                 if self._outbox.step():
-                    pace.stir()
+                    backoff.reset()
                 else:
-                    pace.rest()
+                    backoff.pause()
         except CudaError as e:
-            self._break_down(str(e))
-        except BaseException as e:  # a callback may raise SystemExit, which nobody would see
-            if not self._stopping:
-                self._break_down(f"its thread failed: {e!r}")
+            self._fail(str(e))
+        except BaseException as e:  # a callback may raise SystemExit, which would end the thread in silence
+            if not self._let_go:
+                self._fail(f"its thread failed: {e!r}")
         finally:
-            self._let_go()
+            self._give_back()
 
-    def _let_go(self) -> None:
-        """Memory is unmapped before its owner frees it, and freed when nothing is copied to or from it."""
-        self._say([Kind.OVER.value])
+    def _give_back(self) -> None:
+        """Unmap the peer's memory before the peer frees it; free this end's once it is unused everywhere."""
+        self._send_frame(FrameKind.GOODBYE)
         try:
-            self._inbox.leave(Deadline.after(_LEFT_S))
+            self._inbox.unmap(Deadline.after(_UNTAKEN_S))
         except CudaError as e:
-            logger.warning("%r: what its peer lent was not unmapped: %s", self, e)
-        self._say([Kind.UNMAPPED.value])
-        pace = Pace()
+            self._logger.warning("%r: the peer's memory was not unmapped: %s", self, e)
+        self._send_frame(FrameKind.UNMAPPED)
+        backoff = Backoff()
         with contextlib.suppress(CudaError):  # the device has failed, and does nothing more
-            while not self._outbox.settled():
-                pace.rest()
+            while not self._outbox.is_idle():
+                backoff.pause()
         if self._reader.ident is None:  # it could not be started
             self._read()
         self._unmapped.wait()
@@ -364,6 +300,6 @@ class CudaIpcPipe(Pipe):
         try:
             self._staging.free()
         except KvplugError as e:
-            logger.warning("%r: its memory was not given back: %s", self, e)
+            self._logger.warning("%r: its memory was not freed: %s", self, e)
         for stream in self._streams:
             stream.close()
