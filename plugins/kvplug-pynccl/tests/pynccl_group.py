@@ -214,7 +214,7 @@ def joiner(
             os.kill(os.getpid(), fault)
 
         if late:
-            communicator.Communicator = struck  # type: ignore[misc, assignment]
+            communicator.MonitoredCommunicator = struck  # type: ignore[misc, assignment]
         else:
             communicator.connect_ranks = struck  # type: ignore[assignment]
     try:

@@ -15,10 +15,10 @@ import torch
 
 from kvplug import ClosedError, ConfigError, PeerGoneError, TimeoutError, TransportError, UnsupportedError
 from kvplug.transport import TensorMismatchError, WireError
+from kvplug_pynccl.communicator.bootstrap import RankHello, agree
 from kvplug_pynccl.communicator.communicator import PyncclCommunicator
-from kvplug_pynccl.communicator.line import LineEndpoint
-from kvplug_pynccl.communicator.memory import Part, are_one
-from kvplug_pynccl.communicator.start import Greeting, agreed
+from kvplug_pynccl.communicator.memory import Part, are_contiguous
+from kvplug_pynccl.communicator.side_channel import SideChannelEndpoint
 from kvplug_pynccl.testing import fake
 from kvplug_pynccl.testing.host import HostDevice
 
@@ -154,7 +154,7 @@ def test_the_thread_is_there_only_for_what_is_left_and_ends_with_its_communicato
     for one in made:
         one.synchronize(timeout=PATIENCE_S)
         one.destroy()
-    for thread in [one._works._thread for one in made]:
+    for thread in [one._inflight._thread for one in made]:
         if thread is not None:
             thread.join(PATIENCE_S)
             assert not thread.is_alive()
@@ -173,7 +173,7 @@ def test_asleep_nccl_gives_its_memory_back_where_it_can(near: Any) -> None:
     made = near(2)
     for one in made:
         one.suspend()
-    comm = made[0]._works._comm
+    comm = made[0]._inflight._comm
     with pytest.raises(Exception, match="suspended"):
         comm.launch(lambda handle: made[0]._nccl.all_reduce(0, 0, 1, 7, 0, handle, 0))
     for one in made:
@@ -188,7 +188,7 @@ def test_an_nccl_that_cannot_says_so_and_sleeps(
     with caplog.at_level(logging.WARNING):
         for one in made:
             one.suspend()
-    assert "gives no memory back meanwhile: 2.29.7 and later do" in caplog.text
+    assert "keeps its memory meanwhile: 2.29.7 and later release it" in caplog.text
     with pytest.raises(TransportError, match="resume"):
         made[0].all_reduce(torch.ones(2))
     assert at_all(made, lambda one: one.resume()) == [None, None]
@@ -265,7 +265,7 @@ def test_where_ranks_compare_what_does_not_fit_never_reaches_nccl(near: Any, con
 # -- its parts ---------------------------------------------------------------------------------------
 
 
-def greeting(number: int, **given: Any) -> dict[str, Any]:
+def hello(number: int, **given: Any) -> dict[str, Any]:
     usual = {"rank": number, "world_size": 2, "nccl": 23203, "check_order": False, "gpu": ""}
     return {**usual, "id": b"" if number else bytes(128), **given}
 
@@ -278,31 +278,31 @@ def greeting(number: int, **given: Any) -> dict[str, Any]:
         ({"nccl": 22005}, TransportError, "rank 0 has 2.32.3, rank 1 has 2.20.5"),
         ({"check_order": True}, ConfigError, "rank 0 has False, rank 1 has True"),
         ({"id": bytes(128)}, WireError, "one unique id"),
-        ({"gpu": None}, WireError, "does not greet"),
+        ({"gpu": None}, WireError, "does not start"),
     ],
 )
 def test_ranks_that_do_not_agree_are_quoted(second: dict[str, Any], kind: type, words: str) -> None:
     with pytest.raises(kind, match=words):
-        agreed([greeting(0), greeting(1, **second)])
+        agree([hello(0), hello(1, **second)])
 
 
 def test_ranks_that_agree_have_rank_0s_id() -> None:
-    unique_id, greetings = agreed([greeting(0, id=bytes(range(128))), greeting(1)])
+    unique_id, hellos = agree([hello(0, id=bytes(range(128))), hello(1)])
     assert bytes(unique_id) == bytes(range(128))
-    assert [each.rank for each in greetings] == [0, 1]
-    assert isinstance(greetings[0], Greeting)
+    assert [each.rank for each in hellos] == [0, 1]
+    assert isinstance(hellos[0], RankHello)
 
 
 def test_parts_are_one_if_they_follow_each_other_in_one_size() -> None:
     whole = torch.arange(12)
-    assert are_one([Part.of(part) for part in whole.split(4)])
-    assert are_one([Part.of(whole[:0])] * 2)
-    assert not are_one([Part.of(part) for part in whole.split([2, 4, 6])])
-    assert not are_one([Part.of(whole[4:8]), Part.of(whole[:4])])
+    assert are_contiguous([Part.of(part) for part in whole.split(4)])
+    assert are_contiguous([Part.of(whole[:0])] * 2)
+    assert not are_contiguous([Part.of(part) for part in whole.split([2, 4, 6])])
+    assert not are_contiguous([Part.of(whole[4:8]), Part.of(whole[:4])])
 
 
 def test_a_line_carries_bytes_and_nothing_else(groups: Any) -> None:
-    end = LineEndpoint(context_of(groups(1)[0], ""))
+    end = SideChannelEndpoint(context_of(groups(1)[0], ""))
     listener = end.listen()
     one = end.connect(listener.contact)
     other = listener.accept(PATIENCE_S)
@@ -319,7 +319,7 @@ def test_a_line_carries_bytes_and_nothing_else(groups: Any) -> None:
         with pytest.raises(TimeoutError):
             one.recv_tensor(timeout=0)
         assert one.peer
-        assert "Line to" in repr(one)
+        assert "SideChannel to" in repr(one)
         other.abort()
         with pytest.raises(PeerGoneError):
             one.recv_tensor(timeout=PATIENCE_S)

@@ -289,6 +289,6 @@ def test_a_call_that_is_interrupted_is_given_up_at_all_ranks(
     monkeypatch.setattr(made[0]._mesh, "check", interrupted)
     with pytest.raises(KeyboardInterrupt):
         made[0].all_reduce(torch.ones(2), timeout=PATIENCE_S)
-    assert made[0]._works._comm.is_aborted
+    assert made[0]._inflight._comm.is_aborted
     with pytest.raises(TransportError, match="rank 0 has given up"):
         made[1].all_reduce(torch.ones(2), timeout=PATIENCE_S)

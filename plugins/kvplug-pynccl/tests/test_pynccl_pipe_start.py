@@ -19,22 +19,22 @@ from kvplug.transport import Credentials, dial, this_process
 from kvplug_pynccl import interface
 from kvplug_pynccl.nccl.abi import Result
 from kvplug_pynccl.nccl.errors import NcclError
-from kvplug_pynccl.pipe import joining
-from kvplug_pynccl.pipe.contact import Contact
+from kvplug_pynccl.pipe import join
+from kvplug_pynccl.pipe.contact import PyncclContact
 from kvplug_pynccl.testing.fake import GPU_VARIABLE, environment
 from kvplug_testing import peers
 from kvplug_testing.waits import Call, until
 
 ENDS = Path(__file__).with_name("pynccl_ends.py")
 ends = SimpleNamespace(**run_path(str(ENDS)))
-near_pair = ends.near_pair
+local_pair = ends.local_pair
 
 
 PATIENCE_S = ends.PATIENCE_S
 
 
 def test_a_start_that_hangs_ends_at_the_deadline_and_the_listener_goes_on(
-    fake_path: str, near_pair: Any, controls: Any
+    fake_path: str, local_pair: Any, controls: Any
 ) -> None:
     end = ends.endpoint(fake_path)
     with end.listen() as listener:
@@ -133,17 +133,17 @@ def test_an_end_that_was_ready_first_and_then_fails_is_noticed_while_nccl_starts
     end = ends.endpoint(fake_path)
     with (
         end.listen() as listener,
-        dial(Contact.parse(listener.contact).reachable(), Credentials(), joining.PURPOSE) as connection,
+        dial(PyncclContact.parse(listener.contact).reachable()[0], Credentials(), join.PURPOSE) as connection,
     ):
-        connection.sock.sendall(joining.Join(step=joining._HELLO, version=nccl.version.code).pack())
+        connection.sock.sendall(join.Join(step=join.Step.HELLO, version=nccl.version.code).pack())
         until(lambda: controls.get("communicators") == 1)
-        connection.sock.sendall(joining.Join(step=joining._READY).pack())
+        connection.sock.sendall(join.Join(step=join.Step.READY).pack())
         if then == "hangs up":
             connection.sock.shutdown(socket.SHUT_WR)
         elif then == "says why":
-            connection.sock.sendall(joining.Join(step=joining._FAILED, reason="its GPU fell off").pack())
+            connection.sock.sendall(join.Join(step=join.Step.FAILED, reason="its GPU fell off").pack())
         else:
-            connection.sock.sendall(joining.Join(step=joining._READY).pack())
+            connection.sock.sendall(join.Join(step=join.Step.READY).pack())
         until(lambda: "was not completed" in caplog.text)
         until(lambda: controls.get("communicators") == 0)
     said = {"hangs up": "hung up", "says why": "its GPU fell off", "says what cannot be": "does not join"}
