@@ -103,7 +103,7 @@ def test_an_environment_that_has_nccl_block_is_refused(
 
 
 @pytest.mark.parametrize("what", ["world size", "unique id"])
-def test_ranks_that_disagree_are_told_in_time_and_the_process_goes_on(
+def test_ranks_that_disagree_get_an_error_in_time_and_the_process_goes_on(
     make: Any, nccl: Library, controls: Any, what: str
 ) -> None:
     before, ids = controls.get("communicators"), [nccl.get_unique_id() for _ in range(2)]
@@ -112,12 +112,12 @@ def test_ranks_that_disagree_are_told_in_time_and_the_process_goes_on(
         sizes = [2, 2] if agree or what == "unique id" else [2, 3]
         return [
             MonitoredCommunicator(
-                nccl, ids[0 if agree or what == "world size" else rank], sizes[rank], rank, **words
+                nccl, ids[0 if agree or what == "world size" else rank], sizes[rank], rank, **given
             )
             for rank in range(2)
         ]
 
-    words: dict[str, Any] = {"what": "the ranks of a test", "current": nullcontext}
+    given: dict[str, Any] = {"what": "the ranks of a test", "current": nullcontext}
     for comm in (apart := ranks(agree=False)):
         with pytest.raises(TimeoutError, match="another unique id or world size"):
             comm.wait_until_settled(Deadline.after(0.3), lambda: None)

@@ -133,7 +133,7 @@ def test_memory_of_the_callers_is_taken_back_at_the_deadline_and_the_pipe_is_bro
 
 
 @pytest.mark.parametrize("how", ["abort", "death"])
-def test_a_callback_that_ends_its_thread_keeps_nothing_and_nobody(
+def test_a_callback_that_ends_its_thread_keeps_no_memory_and_blocks_no_transfer(
     local_pair: Any, remote_pair: Any, controls: Any, how: str
 ) -> None:
     pipe, child = remote_pair("wait")
@@ -256,3 +256,15 @@ def test_ctrl_c_takes_the_callers_memory_back_and_breaks_the_pipe(remote_pair: A
     assert first.startswith("KeyboardInterrupt")
     assert second.startswith("TransportError") and "interrupted" in second
     assert untouched == "True"
+
+
+def test_the_handler_of_a_signal_may_abort_the_pipe_in_the_middle_of_a_call(local_pair: Any) -> None:
+    one, other = local_pair()
+
+    def interrupted() -> None:
+        with one._outbox._lock, one._inbox._lock, one._control._lock:  # what a call of this thread may hold
+            one.abort()
+
+    Call(interrupted).outcome()
+    with pytest.raises(PeerGoneError):
+        other.recv_tensor(timeout=PATIENCE_S)

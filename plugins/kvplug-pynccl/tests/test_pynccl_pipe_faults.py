@@ -24,7 +24,7 @@ assert_works = ends.assert_works
 
 @pytest.mark.parametrize("result", [Result.INTERNAL_ERROR, Result.UNHANDLED_CUDA_ERROR, Result.SYSTEM_ERROR])
 @pytest.mark.parametrize("idle", [False, True])
-def test_an_asynchronous_error_breaks_the_pipe_with_nccls_words(
+def test_an_asynchronous_error_breaks_the_pipe_with_nccls_message(
     local_pair: Any, controls: Any, result: Result, idle: bool
 ) -> None:
     one, other = local_pair()
@@ -65,7 +65,7 @@ def test_an_operation_that_nccl_refuses_breaks_the_pipe(local_pair: Any, control
     assert_works(local_pair())
 
 
-def test_an_abort_that_hangs_holds_up_nobody(remote_pair: Any, local_pair: Any, controls: Any) -> None:
+def test_an_abort_that_hangs_blocks_no_call(remote_pair: Any, local_pair: Any, controls: Any) -> None:
     pipe, child = remote_pair("wait")
     assert child.recv() == "here"
     controls.set(abort_hangs=1)
@@ -84,7 +84,7 @@ def test_an_abort_that_hangs_holds_up_nobody(remote_pair: Any, local_pair: Any, 
 
 
 @pytest.mark.parametrize("how", ["death", "abort"])
-def test_a_call_that_does_not_return_holds_up_nobody(
+def test_a_call_of_nccl_that_does_not_return_blocks_no_caller(
     remote_pair: Any, local_pair: Any, controls: Any, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     monkeypatch.setattr(worker, "_STUCK_S", 0.5)

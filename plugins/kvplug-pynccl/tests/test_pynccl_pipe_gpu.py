@@ -137,7 +137,7 @@ def test_cpu_tensors_are_refused_by_name_or_staged(remote_pair: Any) -> None:
 
 
 @needs_two
-def test_a_peer_that_is_killed_or_stopped_hangs_nobody(remote_pair: Any) -> None:
+def test_a_peer_that_is_killed_or_stopped_makes_no_call_hang(remote_pair: Any) -> None:
     pipe, child = remote_pair("echo")
     message = torch.rand(1 << 24, device="cuda:0")
     pipe.send_tensor(message)
@@ -207,7 +207,7 @@ def test_two_processes_on_one_gpu_are_two_hosts_if_their_environments_say_so() -
         assert answering.result(PATIENCE_S) > 0
 
 
-def test_two_ranks_on_one_gpu_are_told_so() -> None:
+def test_two_ranks_on_one_gpu_get_an_error_that_says_so() -> None:
     end = endpoint("cuda:0")
     listener = end.listen()
     try:

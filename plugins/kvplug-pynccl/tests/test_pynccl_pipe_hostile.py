@@ -68,7 +68,7 @@ def test_a_peer_that_has_what_was_only_announced_ends_the_pipe(local_pair: Any, 
         transfer.wait(PATIENCE_S)
 
 
-def test_a_peer_that_clears_what_it_was_not_told_of_ends_the_pipe(local_pair: Any, gated: Any) -> None:
+def test_a_peer_that_clears_what_was_not_announced_ends_the_pipe(local_pair: Any, gated: Any) -> None:
     one, other = local_pair(device=gated.device)
     gated.shut()
     transfer = one.send_tensor(torch.zeros(100_000))
@@ -78,7 +78,7 @@ def test_a_peer_that_clears_what_it_was_not_told_of_ends_the_pipe(local_pair: An
     gated.open()
 
 
-def test_memory_is_taken_for_a_message_only_when_somebody_receives_it(local_pair: Any) -> None:
+def test_memory_is_allocated_for_a_message_only_when_a_call_receives_it(local_pair: Any) -> None:
     one, other = local_pair()
     one._control.send(Announcement(0, HUGE, None).pack())
     with pytest.raises(KvplugError, match="no memory"):
@@ -97,7 +97,9 @@ def test_whatever_comes_is_frames_or_a_wire_error(chunks: list[bytes]) -> None:
     assert len(frames._held) < 2000
 
 
-def test_ends_that_disagree_on_what_comes_next_are_told_what_each_is_about_to_do(local_pair: Any) -> None:
+def test_ends_that_disagree_on_what_comes_next_get_an_error_that_names_both(
+    local_pair: Any,
+) -> None:
     one, other = local_pair()
     transfer = one.send_tensor(torch.zeros(100_000))
     other._control.send(Frame(FrameType.CLEAR, 0, PREFIX).pack())
@@ -117,7 +119,7 @@ def test_with_check_order_the_receiver_repeats_what_was_announced(
     assert heard == [PREFIX]
 
 
-def test_a_stranger_that_is_let_in_and_joins_as_no_end_does_stops_nobody(
+def test_a_stranger_that_is_let_in_and_joins_wrongly_stops_no_other_peer(
     fake_path: str, local_pair: Any, controls: Any
 ) -> None:
     end = ends.endpoint(fake_path)

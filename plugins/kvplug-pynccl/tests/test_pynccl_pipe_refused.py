@@ -39,7 +39,7 @@ def _context(device: str = "cuda", host: str = "127.0.0.1", **options: Any) -> P
 
 
 def test_a_device_that_is_no_gpu_is_refused() -> None:
-    for device, said in (("cpu", "moves CUDA tensors"), ("nowhere", "none of torch's")):
+    for device, said in (("cpu", "moves CUDA tensors"), ("nowhere", "torch does not know")):
         with pytest.raises(ConfigError, match=said):
             PyncclEndpoint(_context(device))
 
