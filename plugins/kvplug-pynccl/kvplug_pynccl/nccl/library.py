@@ -78,7 +78,7 @@ class Library:
         """Raises NcclLibraryError: it is not a library, not NCCL, or too old."""
         self.path = path
         loaded = _loaded(path)
-        self._lent: dict[int, list[object]] = {}
+        self._kept_alive: dict[int, list[object]] = {}
         """Memory that NCCL uses after the call that passed it has returned, by communicator."""
         self._functions = {name: _bound(loaded, name) for name in PROTOTYPES if hasattr(loaded, name)}
         if lacks := [name for name in PROTOTYPES if name not in self._functions and name not in OPTIONAL]:
@@ -131,7 +131,7 @@ class Library:
         """A communicator on the current device. Blocks until all ranks are there, without a deadline."""
         comm = ctypes.c_void_p()
         self._call("ncclCommInitRank", ctypes.byref(comm), world_size, unique_id, rank)
-        return self._lend(comm.value or 0, comm)
+        return self._keep_alive(comm.value or 0, comm)
 
     def comm_init_rank_config(
         self, world_size: int, unique_id: UniqueId, rank: int, config: Config
@@ -151,7 +151,7 @@ class Library:
             if comm.value:  # it exists, and failed: only this call has its address
                 threading.Thread(target=self._abort_unseen, args=(comm, config), daemon=True).start()
             raise
-        return self._lend(comm.value or 0, comm, config), result
+        return self._keep_alive(comm.value or 0, comm, config), result
 
     def comm_get_async_error(self, comm: int) -> Result | int:
         """The communicator's state. A failure is returned, not raised; see :meth:`raise_for`."""
@@ -171,20 +171,20 @@ class Library:
 
     def comm_abort(self, comm: int) -> Result:
         """End it at once: what the device is doing for it ends undone. Frees the communicator."""
-        return self._ended(comm, self._call("ncclCommAbort", comm))
+        return self._freed(comm, self._call("ncclCommAbort", comm))
 
     def comm_destroy(self, comm: int) -> Result:
         """Free the communicator. Waits for its operations."""
-        return self._ended(comm, self._call("ncclCommDestroy", comm))
+        return self._freed(comm, self._call("ncclCommDestroy", comm))
 
     def comm_count(self, comm: int) -> int:
-        return self._asked("ncclCommCount", comm)
+        return self._query("ncclCommCount", comm)
 
     def comm_cu_device(self, comm: int) -> int:
-        return self._asked("ncclCommCuDevice", comm)
+        return self._query("ncclCommCuDevice", comm)
 
     def comm_user_rank(self, comm: int) -> int:
-        return self._asked("ncclCommUserRank", comm)
+        return self._query("ncclCommUserRank", comm)
 
     def comm_suspend(self, comm: int, flags: int = SuspendFlag.MEM) -> Result:
         return self._call("ncclCommSuspend", comm, flags)
@@ -202,7 +202,7 @@ class Library:
         """
         window = ctypes.c_void_p()
         result = self._call("ncclCommWindowRegister", comm, buff, nbytes, ctypes.byref(window), flags)
-        self._lend(comm, window)
+        self._keep_alive(comm, window)
         return window, result
 
     def comm_window_deregister(self, comm: int, window: int) -> Result:
@@ -271,12 +271,12 @@ class Library:
             self.comm_abort(comm.value or 0)
         del config
 
-    def _lend(self, comm: int, *things: object) -> int:
-        self._lent.setdefault(comm, []).extend(things)
+    def _keep_alive(self, comm: int, *things: object) -> int:
+        self._kept_alive.setdefault(comm, []).extend(things)
         return comm
 
-    def _ended(self, comm: int, result: Result) -> Result:
-        self._lent.pop(comm, None)
+    def _freed(self, comm: int, result: Result) -> Result:
+        self._kept_alive.pop(comm, None)
         return result
 
     def _function(self, name: str) -> Callable[..., Any]:
@@ -293,7 +293,7 @@ class Library:
             return Result(result)
         raise error_of(result, name, self.get_last_error())
 
-    def _asked(self, name: str, comm: int) -> int:
+    def _query(self, name: str, comm: int) -> int:
         value = ctypes.c_int()
         self._call(name, comm, ctypes.byref(value))
         return value.value
