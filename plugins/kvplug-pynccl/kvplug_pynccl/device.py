@@ -1,8 +1,7 @@
-"""The one seam between the logic and CUDA: streams, events, memory. Nothing here waits for a whole device.
+"""The only module that uses CUDA: streams, events, memory. Nothing here waits for a whole device.
 
-What pipe and communicator need is an order between streams of their own and whatever stream their caller
-works on: an event is recorded on the one and waited for on the other, by the device. The host only ever asks
-whether an event is done.
+Pipe and communicator need an order between streams of their own and the stream that their caller works on:
+an event is recorded on the one, and the device waits for it on the other. The host only polls events.
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ _NEVER: Final = Deadline.after(None)
 
 
 class Event(abc.ABC):
-    """A moment in the work of a stream."""
+    """A point in the work of a stream."""
 
     @abc.abstractmethod
     def is_done(self) -> bool:
-        """Whether all that was enqueued before it is done. Never waits.
+        """Whether everything that was enqueued before it is done. Never waits.
 
         Raises:
             TransportError: the device failed.
@@ -39,14 +38,14 @@ class Event(abc.ABC):
 
 
 class Stream(abc.ABC):
-    """A queue of work of the device, of our own."""
+    """A queue of work for the device, which this process uses alone."""
 
     handle: int
     """A ``cudaStream_t``."""
 
     @abc.abstractmethod
     def record(self) -> Event:
-        """All that was enqueued so far."""
+        """An event after everything that was enqueued so far."""
 
     @abc.abstractmethod
     def wait(self, event: Event) -> None:
@@ -54,15 +53,15 @@ class Stream(abc.ABC):
 
     @abc.abstractmethod
     def keep(self, tensor: Tensor) -> None:
-        """Its memory is given to nobody else before what is enqueued here now is done."""
+        """Its memory is not reused before what is enqueued here now is done."""
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Nothing more is enqueued. What was is still done; nobody waits for that. Idempotent."""
+        """Enqueue nothing more. What is enqueued is still done, without a wait here. Idempotent."""
 
 
 class Device(abc.ABC):
-    """Where the tensors are that are sent and received."""
+    """Where the tensors are that a pipe or communicator moves."""
 
     name: str
     """As torch spells it, with an index where there may be several."""
@@ -70,19 +69,19 @@ class Device(abc.ABC):
     @property
     @abc.abstractmethod
     def identity(self) -> str:
-        """Tells this GPU from all others, wherever they are; empty if unknown."""
+        """Identifies this GPU among those of all hosts; empty if unknown."""
 
     @abc.abstractmethod
     def current(self) -> AbstractContextManager[Any]:
-        """In the block it is the current device of this thread, as calls of NCCL want it."""
+        """Makes it the current device of this thread inside the block, as calls of NCCL need it."""
 
     @abc.abstractmethod
     def new_stream(self) -> Stream:
-        """Raises TransportError: there can be none."""
+        """Raises TransportError: the device makes no stream."""
 
     @abc.abstractmethod
     def now(self) -> Event | None:
-        """All that the caller's current stream was given so far; ``None``: it is done."""
+        """An event after everything that the caller's current stream was given; ``None``: all is done."""
 
     @abc.abstractmethod
     def follow(self, event: Event) -> None:
@@ -90,34 +89,34 @@ class Device(abc.ABC):
 
     @abc.abstractmethod
     def is_capturing(self) -> bool:
-        """Whether what the caller's current stream is given is recorded (a CUDA graph), and not done."""
+        """Whether the caller's current stream is being captured (a CUDA graph)."""
 
     @abc.abstractmethod
     def upload(self, tensor: Tensor) -> tuple[Tensor, Tensor]:
-        """A copy of a CPU tensor, enqueued on the current stream, and what is to be kept until it is done."""
+        """A copy of a CPU tensor, enqueued on the current stream, and the memory that the copy reads."""
 
     @abc.abstractmethod
     def download(self, tensor: Tensor) -> Tensor:
-        """A copy in CPU memory, enqueued on the current stream: it is there after :meth:`finish`."""
+        """A copy in CPU memory, enqueued on the current stream: it is complete after :meth:`finish`."""
 
     def finish(self, deadline: Deadline = _NEVER) -> None:
-        """Wait for what this thread has just enqueued on its current stream, and what it was given before.
+        """Wait until everything on this thread's current stream is done.
 
         Raises:
-            TimeoutError: that is not done in time. The stream goes on with it.
+            TimeoutError: it is not done in time. The stream goes on with it.
             TransportError: the device failed.
         """
         event = self.now()
         pause = _FIRST_PAUSE_S
         while event is not None and not event.is_done():
             if deadline.expired:
-                raise TimeoutError(f"what {self.name} was given before has not ended in time")
+                raise TimeoutError(f"the work that {self.name} was given before has not ended in time")
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_S)
 
     @abc.abstractmethod
     def hand_over(self, tensor: Tensor) -> None:
-        """Memory that was taken before, maybe on another stream, is used on the current one from now on."""
+        """Memory that was allocated before, maybe on another stream, is used on the current one now."""
 
     def owns(self, tensor: Tensor) -> bool:
         return str(tensor.device) == self.name
@@ -126,7 +125,7 @@ class Device(abc.ABC):
         """New memory.
 
         Raises:
-            CapacityError: there is not so much.
+            CapacityError: there is not enough.
             UnsupportedError: the torch installed here lacks the dtype.
         """
         import torch
@@ -154,7 +153,7 @@ class CudaEvent(Event):
 
 
 class CudaStream(Stream):
-    """Lent to us, and nobody else's so long."""
+    """Exclusively ours until it is closed."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = lend_stream(device)
@@ -181,13 +180,13 @@ class CudaDevice(Device):
     """A GPU, over ``torch.cuda``."""
 
     def __init__(self, name: str) -> None:
-        """Raises ConfigError: it is no GPU, or none that is here."""
+        """Raises ConfigError: it is not a GPU, or not one of this machine."""
         import torch
 
         try:
             device = torch.device(name)
         except RuntimeError as e:
-            raise ConfigError(f"device: {name!r} is none of torch's: {e}") from e
+            raise ConfigError(f"device: torch does not know {name!r}: {e}") from e
         if device.type != "cuda":
             raise ConfigError(f"'pynccl' moves CUDA tensors, and the device is {name!r}")
         if not torch.cuda.is_available():
@@ -198,7 +197,7 @@ class CudaDevice(Device):
         except RuntimeError as e:  # in a forked child of a process that has used the GPU
             raise ConfigError(f"the GPU cannot be used in this process: {e}") from e
         if index >= count:
-            raise ConfigError(f"device: {name!r} is not here; there are {count} GPUs")
+            raise ConfigError(f"device: there is no {name!r}; there are {count} GPUs")
         self._device = torch.device("cuda", index)
         self.name = str(self._device)
 

@@ -1,7 +1,7 @@
-"""Where NCCL listens, on the interface that has the configured address, and what is beside it.
+"""Which network interface NCCL listens on: the one that has the configured address.
 
-NCCL takes interfaces by name, from ``NCCL_SOCKET_IFNAME``, which it reads once in a process. Where nobody has
-set that, the first endpoint does.
+NCCL takes interfaces by name, from ``NCCL_SOCKET_IFNAME``, which it reads once in a process. Where that is
+not set, the first endpoint sets it.
 """
 
 from __future__ import annotations
@@ -24,57 +24,60 @@ logger = logging.getLogger(__name__)
 VARIABLE: Final = "NCCL_SOCKET_IFNAME"
 _SIOCGIFCONF: Final = 0x8912
 _IFREQ: Final = 40
-_MOST: Final = 256
+_MAX_INTERFACES: Final = 256
 
 _bound = ""
 
 
 def bind_to(host: str) -> None:
-    """Have NCCL listen on ``host``'s interface only, unless the environment says where.
+    """Make NCCL listen on ``host``'s interface only, unless the environment names another one.
 
     Raises:
         ConfigError: no interface here has that address.
     """
     global _bound
-    said = os.environ.get(VARIABLE)
-    if said and said != _bound:
+    current = os.environ.get(VARIABLE)
+    if current and current != _bound:
         return
     name = f"={interface_of(host)}"
-    if said and said != name:
+    if current and current != name:
         logger.warning(
-            "NCCL of this process listens on %s already, and the host %s is on %s", said[1:], host, name[1:]
+            "NCCL of this process listens on %s already, and the host %s is on %s",
+            current[1:],
+            host,
+            name[1:],
         )
         return
     os.environ[VARIABLE] = _bound = name
 
 
 def check_reach(peer: PeerIdentity) -> None:
-    """Whether a peer can come to where NCCL of this process listens, as far as that can be told.
+    """Raise if it is known that a peer cannot connect to NCCL of this process.
 
     Raises:
-        TransportError: NCCL is bound to loopback, and the peer is somewhere else.
+        TransportError: NCCL is bound to loopback, and the peer is on another host or network namespace.
     """
-    said, here = os.environ.get(VARIABLE, ""), this_process()
-    far = any(
+    bound, here = os.environ.get(VARIABLE, ""), this_process()
+    remote = any(
         ours and theirs and ours != theirs
         for ours, theirs in ((here.boot_id, peer.boot_id), (here.net_ns, peer.net_ns))
     )
-    if far and said.removeprefix("=") == "lo":
+    if remote and bound.removeprefix("=") == "lo":
         raise TransportError(
-            f"NCCL of {here} on {here.host} listens on loopback only ({VARIABLE} is {said}), where {peer}"
-            " cannot come: set the host, or that variable, to an interface that both reach, before the"
+            f"NCCL of {here} on {here.host} listens on loopback only ({VARIABLE} is {bound}), which {peer}"
+            " cannot reach: set the host, or that variable, to an interface that both reach, before the"
             " process uses NCCL"
         )
 
 
 def address_for(host: str) -> str:
-    """Where to listen beside NCCL: an abstract Unix socket, or TCP where other hosts are to come."""
+    """Where to listen beside NCCL: an abstract Unix socket, or TCP where other hosts are to connect."""
     if host.startswith("unix:"):
         return "unix:"
     tcp = f"[{host}]:0" if ":" in host else f"{host}:0"
     try:
         Credentials().require_secret(tcp)
-    except InsecureAddressError:  # other hosts reach it, says the core: it wants a secret for that
+    except InsecureAddressError:  # the core requires a secret for what other hosts reach
         return tcp
     return "unix:"
 
@@ -93,7 +96,7 @@ def interface_of(host: str) -> str:
         try:
             address = ipaddress.ip_address(socket.getaddrinfo(host, None)[0][4][0])
         except (OSError, ValueError) as e:
-            raise ConfigError(f"host: {host!r} is no address of this machine: {e}") from e
+            raise ConfigError(f"host: {host!r} is not an address of this machine: {e}") from e
     found = _interfaces_6() if address.version == 6 else _interfaces_4()
     if str(address) in found:
         return found[str(address)]
@@ -103,7 +106,7 @@ def interface_of(host: str) -> str:
 
 
 def _interfaces_4() -> dict[str, str]:
-    memory = array.array("B", bytes(_MOST * _IFREQ))
+    memory = array.array("B", bytes(_MAX_INTERFACES * _IFREQ))
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         filled = fcntl.ioctl(sock, _SIOCGIFCONF, struct.pack("iL", len(memory), memory.buffer_info()[0]))
     size = struct.unpack("iL", filled)[0]

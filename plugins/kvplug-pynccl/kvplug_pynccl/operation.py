@@ -1,4 +1,4 @@
-"""What is under way on the device, step by step: nothing waits here."""
+"""One operation on the device, from its launch to its end. Nothing here waits."""
 
 from __future__ import annotations
 
@@ -6,24 +6,24 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from kvplug_pynccl.device import Event, Stream
-from kvplug_pynccl.watched import Communicator
+from kvplug_pynccl.monitored import MonitoredCommunicator
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
 class Operation:
-    """Calls of NCCL that are one: launched, then on a stream, then done."""
+    """Calls of NCCL in one group: launched, then on a stream, then done."""
 
     def __init__(
         self,
-        comm: Communicator,
+        comm: MonitoredCommunicator,
         stream: Stream,
         calls: Sequence[Callable[[int], object]],
         tensors: Sequence[Tensor],
         ready: Event | None,
     ) -> None:
-        """``tensors`` are in use until it is done. ``ready``: what it begins after."""
+        """``tensors``: in use until it is done. ``ready``: the event that it begins after."""
         self.tensors = tensors
         self._comm = comm
         self._stream = stream
@@ -34,14 +34,14 @@ class Operation:
 
     @property
     def event(self) -> Event | None:
-        """Its end; ``None``: it is not on its stream yet."""
+        """When it is done; ``None``: it is not on its stream yet."""
         return self._event
 
     def step(self) -> bool:
-        """Do what can be done now. Whether it is over, and all bytes are where they belong.
+        """Do what can be done now. Whether it is done, and all bytes are where they belong.
 
         Raises:
-            NcclError, TransportError: it never ends; its communicator is to be aborted.
+            NcclError, TransportError: it will never be done; abort its communicator.
             ClosedError: the communicator was aborted meanwhile.
         """
         if self._event is None:
@@ -57,7 +57,7 @@ class Operation:
             for tensor in self.tensors:
                 self._stream.keep(tensor)
             self._event = self._stream.record()
-        # Of one that failed the event stays away until the abort, and after that nobody asks.
+        # The event of an operation that failed comes with the abort only, and no step follows that.
         if self._event.is_done():
             return True
         self._comm.is_settled()

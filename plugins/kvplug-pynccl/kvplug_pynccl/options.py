@@ -12,54 +12,55 @@ from kvplug.transport import option
 def _library() -> Any:
     return option(
         default="",
-        help="The libnccl to load; empty: what KVPLUG_NCCL_LIBRARY names, the package nvidia-nccl-cu12's,"
-        " PyTorch's own, or the system's.",
+        help="Path of the libnccl to load. Empty: the one that KVPLUG_NCCL_LIBRARY names, else that of the"
+        " package nvidia-nccl-cu12, PyTorch's, or the system's.",
     )
 
 
 @attrs.frozen(kw_only=True)
 class PyncclPipeOptions:
-    """How much the pipe "pynccl" holds, and which NCCL it uses."""
+    """How the pipe "pynccl" queues, copies and checks messages, and which NCCL it uses."""
 
     max_in_flight_bytes: int = option(
         default=256 * 1024 * 1024,
         unit="bytes",
         at_least=1,
-        help="Unsent bytes that send_tensor queues before it blocks. One larger message passes alone.",
+        help="send_tensor blocks while more bytes than this are queued or not yet received. A single larger"
+        " message is sent alone.",
     )
     copy_bytes: int = option(
         default=64 * 1024,
         unit="bytes",
         at_least=0,
-        help="Tensors of up to this size are copied aside on the device, so that their memory may be"
-        " overwritten before the peer receives them; larger ones are sent from where they are.",
+        help="Copy tensors of up to this size on the GPU, so that their memory may be overwritten before the"
+        " peer receives them. Larger ones are sent from where they are.",
     )
     stage_cpu_tensors: bool = option(
         default=False,
-        help="Whether CPU tensors are taken too, through pinned memory; without it they are refused.",
+        help="Accept CPU tensors too, and stage them through pinned memory. Without it they are refused.",
     )
     check_order: bool = option(
         default=False,
-        help="Whether this end tells its peer what it is about to receive, and the peer compares that with"
-        " what it is about to send.",
+        help="Send the dtype and shape of what this end is about to receive, which the peer compares with"
+        " what it is about to send. For debugging.",
     )
     library: str = _library()
 
 
 @attrs.frozen(kw_only=True)
 class PyncclCommunicatorOptions:
-    """What the calls of the communicator "pynccl" wait for, and which NCCL it uses."""
+    """Whether the communicator "pynccl" compares calls and runs ahead, and which NCCL it uses."""
 
     check_order: bool = option(
         default=False,
-        help="Whether the ranks tell each other what they are about to do before each call, and refuse what"
-        " does not fit; the same at every rank.",
+        help="Compare each call at all ranks before it starts, and refuse calls that do not match. Costs a"
+        " round trip per call. Must be the same at every rank.",
     )
     run_ahead: int = option(
         default=0,
         unit="collectives",
         at_least=0,
-        help="How many collectives may be under way on the device when a call returns. 0: none, a result is"
-        " right when it is there. More: it is right once synchronize() has returned.",
+        help="Collectives that may be in flight on the GPU when a call returns. 0: a call returns when its"
+        " result is complete. More: results are complete once synchronize() has returned.",
     )
     library: str = _library()

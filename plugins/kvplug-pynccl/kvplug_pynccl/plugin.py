@@ -37,7 +37,7 @@ def kvplug_transports() -> list[TransportSpec]:
             capabilities=Capabilities(
                 devices={"cuda"},
                 cross_host=True,
-                authenticated=False,  # NCCL's connections; the lines beside them are
+                authenticated=False,  # NCCL's connections; the side channels are
                 cost=Cost(latency_us=50.0, gb_per_s=20.0),
             ),
         ),

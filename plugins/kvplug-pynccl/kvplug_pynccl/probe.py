@@ -11,11 +11,11 @@ from kvplug_pynccl.nccl.places import PACKAGE, SONAME, VARIABLE, places
 
 _DEV: Final = Path("/dev")
 _GPUS: Final = ("nvidia[0-9]*", "dxg")
-"""Of the driver on Linux, and of that of Windows seen from a Linux beneath it."""
+"""Of the driver on Linux, and of the one on Windows seen from WSL."""
 
 
 def describe() -> Probe:
-    """It needs a GPU of NVIDIA's and a libnccl; nothing is loaded to find out."""
+    """They need a GPU of NVIDIA's and a libnccl. Loads nothing."""
     reason = _missing()
     return Probe(viable=not reason, reason=reason, domain=local_domain())
 
@@ -35,4 +35,4 @@ def _is_there(path: str) -> bool:
         return Path(path).is_file()
     import ctypes.util
 
-    return ctypes.util.find_library("nccl") is not None  # the loader's to find
+    return ctypes.util.find_library("nccl") is not None  # where the loader looks

@@ -40,7 +40,7 @@ def endpoint(
 
 
 @pytest.fixture
-def near_pair(fake_path: str, controls: Any) -> Iterator[Callable[..., tuple[PyncclPipe, PyncclPipe]]]:
+def local_pair(fake_path: str, controls: Any) -> Iterator[Callable[..., tuple[PyncclPipe, PyncclPipe]]]:
     """Makes two connected pipes, both of this process."""
     with ExitStack() as stack:
 
@@ -58,7 +58,7 @@ def near_pair(fake_path: str, controls: Any) -> Iterator[Callable[..., tuple[Pyn
 
 
 @pytest.fixture
-def far_pair(
+def remote_pair(
     fake_path: str, controls: Any, fork_server: ForkServer
 ) -> Iterator[Callable[..., tuple[PyncclPipe, peers.Peer]]]:
     """Makes a pipe whose other end is in a child that runs a function of this file: (pipe, child)."""
@@ -70,7 +70,7 @@ def far_pair(
             start = fork_server.start if env is None else partial(peers.start, env=env)
             child = stack.enter_context(
                 start(
-                    f"{__file__}:far_end",
+                    f"{__file__}:remote_end",
                     *(fake_path, listener.contact, options, what, list(args)),
                     timeout_s=4 * PATIENCE_S,
                 )
@@ -96,7 +96,7 @@ def gated(fake_path: str, controls: Any) -> Iterator[SimpleNamespace]:
         stream.close()
 
 
-def far_end(
+def remote_end(
     parent: peers.Parent, path: str, contact: str, options: dict[str, Any], what: str, args: Any
 ) -> Any:
     """In a child: connect, then run ``what``."""

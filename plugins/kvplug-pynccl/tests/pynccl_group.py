@@ -80,7 +80,7 @@ def groups() -> Iterator[Callable[[int], list[StatelessGroup]]]:
 
 
 @pytest.fixture
-def near(fake_path: str, controls: Any, groups: Any) -> Iterator[Callable[..., list[Any]]]:
+def local_ranks(fake_path: str, controls: Any, groups: Any) -> Iterator[Callable[..., list[Any]]]:
     """Makes the communicators of a group, or what making one raised. ``each(rank)``: options of a rank."""
     with ExitStack() as stack:
 
@@ -97,7 +97,7 @@ def near(fake_path: str, controls: Any, groups: Any) -> Iterator[Callable[..., l
 
 
 @pytest.fixture
-def far(fake_path: str, fork_server: ForkServer) -> Iterator[Callable[..., list[peers.Peer]]]:
+def remote_ranks(fake_path: str, fork_server: ForkServer) -> Iterator[Callable[..., list[peers.Peer]]]:
     """Starts a function of this file at each rank, and carries the first rank's contact to the others."""
     with ExitStack() as stack:
 
@@ -214,7 +214,7 @@ def joiner(
             os.kill(os.getpid(), fault)
 
         if late:
-            communicator.Communicator = struck  # type: ignore[misc, assignment]
+            communicator.MonitoredCommunicator = struck  # type: ignore[misc, assignment]
         else:
             communicator.connect_ranks = struck  # type: ignore[assignment]
     try:
@@ -222,7 +222,7 @@ def joiner(
         raise AssertionError("it started without the last rank")
     except KvplugError as e:
         parent.send((type(e).__name__, str(e)))
-    parent.recv()  # whoever ends now is missed by those who still wait
+    parent.recv()  # a rank that ends now is missed by the ranks that still wait
 
 
 def threads() -> set[str]:

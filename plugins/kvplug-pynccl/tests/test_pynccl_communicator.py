@@ -15,16 +15,16 @@ import torch
 
 from kvplug import ClosedError, ConfigError, PeerGoneError, TimeoutError, TransportError, UnsupportedError
 from kvplug.transport import TensorMismatchError, WireError
+from kvplug_pynccl.communicator.bootstrap import RankHello, agree
 from kvplug_pynccl.communicator.communicator import PyncclCommunicator
-from kvplug_pynccl.communicator.line import LineEndpoint
-from kvplug_pynccl.communicator.memory import Part, are_one
-from kvplug_pynccl.communicator.start import Greeting, agreed
+from kvplug_pynccl.communicator.memory import Part, are_contiguous
+from kvplug_pynccl.communicator.side_channel import SideChannelEndpoint
 from kvplug_pynccl.testing import fake
 from kvplug_pynccl.testing.host import HostDevice
 
 ENDS = Path(__file__).with_name("pynccl_group.py")
 ends = SimpleNamespace(**run_path(str(ENDS)))
-groups, near = ends.groups, ends.near
+groups, local_ranks = ends.groups, ends.local_ranks
 at_all, make, context_of = ends.at_all, ends.make, ends.context_of
 threads, PATIENCE_S = ends.threads, ends.PATIENCE_S
 SIZE = 1 << 12
@@ -99,7 +99,7 @@ def test_calls_return_before_the_device_is_done_and_everything_keeps_its_order(
         assert all(bool((each[number] == total).all()) for each in seen)
 
 
-def test_no_more_are_left_under_way_than_the_option_says(ahead: Any, controls: Any) -> None:
+def test_no_more_are_left_in_flight_than_the_option_says(ahead: Any, controls: Any) -> None:
     made, _ = ahead(2, run_ahead=2)
     controls.set(hold=1)
     for _ in range(2):
@@ -109,7 +109,7 @@ def test_no_more_are_left_under_way_than_the_option_says(ahead: Any, controls: A
     controls.set(hold=0)
 
 
-def test_what_is_left_under_way_ends_at_its_deadline_though_nobody_calls(ahead: Any, controls: Any) -> None:
+def test_what_is_left_in_flight_ends_at_its_deadline_without_another_call(ahead: Any, controls: Any) -> None:
     made, callers = ahead(3)
     made[0].all_reduce(torch.ones(4), timeout=0.4)
     made[2].all_reduce(torch.ones(4), timeout=0.4)
@@ -125,7 +125,7 @@ def test_what_is_left_under_way_ends_at_its_deadline_though_nobody_calls(ahead: 
         made[1].synchronize(timeout=PATIENCE_S)
 
 
-def test_a_rank_that_leaves_what_was_left_under_way_is_named_by_the_next_call(ahead: Any) -> None:
+def test_a_rank_that_leaves_an_operation_in_flight_is_named_by_the_next_call(ahead: Any) -> None:
     made, callers = ahead(2)
     made[0].all_reduce(torch.ones(4), timeout=None)
     made[1].destroy()
@@ -144,9 +144,9 @@ def test_synchronize_has_a_deadline_of_its_own(ahead: Any, controls: Any) -> Non
 
 
 def test_the_thread_is_there_only_for_what_is_left_and_ends_with_its_communicator(
-    ahead: Any, near: Any
+    ahead: Any, local_ranks: Any
 ) -> None:
-    plain = near(2)
+    plain = local_ranks(2)
     at_all(plain, lambda one: one.all_reduce(torch.ones(4)))
     assert "kvplug-pynccl-watch" not in threads()
     made, _ = ahead(2)
@@ -154,14 +154,14 @@ def test_the_thread_is_there_only_for_what_is_left_and_ends_with_its_communicato
     for one in made:
         one.synchronize(timeout=PATIENCE_S)
         one.destroy()
-    for thread in [one._works._thread for one in made]:
+    for thread in [one._inflight._thread for one in made]:
         if thread is not None:
             thread.join(PATIENCE_S)
             assert not thread.is_alive()
 
 
-def test_without_running_ahead_there_is_nothing_to_synchronize(near: Any, controls: Any) -> None:
-    made = near(2)
+def test_without_running_ahead_there_is_nothing_to_synchronize(local_ranks: Any, controls: Any) -> None:
+    made = local_ranks(2)
     at_all(made, lambda one: one.all_reduce(torch.ones(4)))
     assert at_all(made, lambda one: one.synchronize(timeout=0)) == [None, None]
 
@@ -169,11 +169,11 @@ def test_without_running_ahead_there_is_nothing_to_synchronize(near: Any, contro
 # -- sleep -------------------------------------------------------------------------------------------
 
 
-def test_asleep_nccl_gives_its_memory_back_where_it_can(near: Any) -> None:
-    made = near(2)
+def test_asleep_nccl_gives_its_memory_back_where_it_can(local_ranks: Any) -> None:
+    made = local_ranks(2)
     for one in made:
         one.suspend()
-    comm = made[0]._works._comm
+    comm = made[0]._inflight._comm
     with pytest.raises(Exception, match="suspended"):
         comm.launch(lambda handle: made[0]._nccl.all_reduce(0, 0, 1, 7, 0, handle, 0))
     for one in made:
@@ -188,7 +188,7 @@ def test_an_nccl_that_cannot_says_so_and_sleeps(
     with caplog.at_level(logging.WARNING):
         for one in made:
             one.suspend()
-    assert "gives no memory back meanwhile: 2.29.7 and later do" in caplog.text
+    assert "keeps its memory meanwhile: 2.29.7 and later release it" in caplog.text
     with pytest.raises(TransportError, match="resume"):
         made[0].all_reduce(torch.ones(2))
     assert at_all(made, lambda one: one.resume()) == [None, None]
@@ -204,8 +204,8 @@ def test_an_nccl_that_cannot_says_so_and_sleeps(
 @pytest.mark.parametrize(
     "dtype", [torch.bool, torch.int16, torch.float8_e4m3fn, torch.complex64, torch.uint16]
 )
-def test_what_nccl_does_not_add_up_is_refused_by_name_and_moved(near: Any, dtype: torch.dtype) -> None:
-    made = near(2)
+def test_what_nccl_does_not_add_up_is_refused_by_name_and_moved(local_ranks: Any, dtype: torch.dtype) -> None:
+    made = local_ranks(2)
     for one in made:
         for method in ("all_reduce", "reduce_scatter"):
             with pytest.raises(UnsupportedError, match=str(dtype).removeprefix("torch.")):
@@ -217,15 +217,15 @@ def test_what_nccl_does_not_add_up_is_refused_by_name_and_moved(near: Any, dtype
 
 
 @pytest.mark.parametrize("dtype", [torch.uint32, torch.uint64])
-def test_unsigned_integers_are_added_up(near: Any, dtype: torch.dtype) -> None:
-    made = near(2)
+def test_unsigned_integers_are_added_up(local_ranks: Any, dtype: torch.dtype) -> None:
+    made = local_ranks(2)
     given = [torch.tensor([2, 3], dtype=torch.int64).to(dtype) for _ in range(2)]
     found = at_all(made, lambda one: one.all_reduce(given[one.rank], timeout=PATIENCE_S))
     assert [each.to(torch.int64).tolist() for each in found] == [[4, 6]] * 2
 
 
-def test_a_graph_that_is_being_captured_is_refused(near: Any) -> None:
-    made = near(2)
+def test_a_graph_that_is_being_captured_is_refused(local_ranks: Any) -> None:
+    made = local_ranks(2)
     for one in made:
         one._gpu.capturing = True
         with pytest.raises(UnsupportedError, match="CUDA graph"):
@@ -254,8 +254,8 @@ def test_one_rank_alone_loads_and_opens_nothing(groups: Any, fake_path: str) -> 
         one.all_reduce(given)
 
 
-def test_where_ranks_compare_what_does_not_fit_never_reaches_nccl(near: Any, controls: Any) -> None:
-    made = near(2, check_order=True)
+def test_where_ranks_compare_what_does_not_fit_never_reaches_nccl(local_ranks: Any, controls: Any) -> None:
+    made = local_ranks(2, check_order=True)
     done = controls.get("operations")
     found = at_all(made, lambda one: one.all_reduce(torch.ones(2 + one.rank), timeout=PATIENCE_S))
     assert all(isinstance(each, TensorMismatchError) for each in found), found
@@ -265,7 +265,7 @@ def test_where_ranks_compare_what_does_not_fit_never_reaches_nccl(near: Any, con
 # -- its parts ---------------------------------------------------------------------------------------
 
 
-def greeting(number: int, **given: Any) -> dict[str, Any]:
+def hello(number: int, **given: Any) -> dict[str, Any]:
     usual = {"rank": number, "world_size": 2, "nccl": 23203, "check_order": False, "gpu": ""}
     return {**usual, "id": b"" if number else bytes(128), **given}
 
@@ -278,31 +278,31 @@ def greeting(number: int, **given: Any) -> dict[str, Any]:
         ({"nccl": 22005}, TransportError, "rank 0 has 2.32.3, rank 1 has 2.20.5"),
         ({"check_order": True}, ConfigError, "rank 0 has False, rank 1 has True"),
         ({"id": bytes(128)}, WireError, "one unique id"),
-        ({"gpu": None}, WireError, "does not greet"),
+        ({"gpu": None}, WireError, "does not start"),
     ],
 )
 def test_ranks_that_do_not_agree_are_quoted(second: dict[str, Any], kind: type, words: str) -> None:
     with pytest.raises(kind, match=words):
-        agreed([greeting(0), greeting(1, **second)])
+        agree([hello(0), hello(1, **second)])
 
 
 def test_ranks_that_agree_have_rank_0s_id() -> None:
-    unique_id, greetings = agreed([greeting(0, id=bytes(range(128))), greeting(1)])
+    unique_id, hellos = agree([hello(0, id=bytes(range(128))), hello(1)])
     assert bytes(unique_id) == bytes(range(128))
-    assert [each.rank for each in greetings] == [0, 1]
-    assert isinstance(greetings[0], Greeting)
+    assert [each.rank for each in hellos] == [0, 1]
+    assert isinstance(hellos[0], RankHello)
 
 
 def test_parts_are_one_if_they_follow_each_other_in_one_size() -> None:
     whole = torch.arange(12)
-    assert are_one([Part.of(part) for part in whole.split(4)])
-    assert are_one([Part.of(whole[:0])] * 2)
-    assert not are_one([Part.of(part) for part in whole.split([2, 4, 6])])
-    assert not are_one([Part.of(whole[4:8]), Part.of(whole[:4])])
+    assert are_contiguous([Part.of(part) for part in whole.split(4)])
+    assert are_contiguous([Part.of(whole[:0])] * 2)
+    assert not are_contiguous([Part.of(part) for part in whole.split([2, 4, 6])])
+    assert not are_contiguous([Part.of(whole[4:8]), Part.of(whole[:4])])
 
 
-def test_a_line_carries_bytes_and_nothing_else(groups: Any) -> None:
-    end = LineEndpoint(context_of(groups(1)[0], ""))
+def test_a_side_channel_carries_bytes_and_nothing_else(groups: Any) -> None:
+    end = SideChannelEndpoint(context_of(groups(1)[0], ""))
     listener = end.listen()
     one = end.connect(listener.contact)
     other = listener.accept(PATIENCE_S)
@@ -319,7 +319,7 @@ def test_a_line_carries_bytes_and_nothing_else(groups: Any) -> None:
         with pytest.raises(TimeoutError):
             one.recv_tensor(timeout=0)
         assert one.peer
-        assert "Line to" in repr(one)
+        assert "SideChannel to" in repr(one)
         other.abort()
         with pytest.raises(PeerGoneError):
             one.recv_tensor(timeout=PATIENCE_S)

@@ -7,9 +7,9 @@ from typing import Any, ClassVar
 
 import pytest
 
-from kvplug.transport import PipeContext, PipeEndpoint, local_domain
+from kvplug.transport import PipeContext, PipeEndpoint
 from kvplug_pynccl.options import PyncclPipeOptions
-from kvplug_pynccl.pipe.contact import Contact
+from kvplug_pynccl.pipe.contact import PyncclContact
 from kvplug_testing import PipeContract
 
 
@@ -38,7 +38,7 @@ class TestPyncclPipe(PipeContract):
         self.later(listening.close)
         listening.bind("")  # the kernel chooses an abstract name
         listening.listen()
-        return str(Contact(local_domain(), f"unix:@{listening.getsockname()[1:].decode()}"))
+        return str(PyncclContact.here(f"unix:@{listening.getsockname()[1:].decode()}"))
 
 
 @pytest.mark.variant

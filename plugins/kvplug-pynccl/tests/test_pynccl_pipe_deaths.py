@@ -12,19 +12,18 @@ from runpy import run_path
 from types import SimpleNamespace
 from typing import Any
 
-import attrs
 import pytest
 import torch
 
 from kvplug import ClosedError, KvplugError, PeerGoneError, TimeoutError, TransportError
-from kvplug.transport import PeerIdentity
-from kvplug_pynccl.pipe import joining, link
+from kvplug.transport import HeartbeatTerms, PeerIdentity
+from kvplug_pynccl.pipe import join, worker
 from kvplug_pynccl.testing.fake import environment
 from kvplug_testing.waits import Call, until
 
 ENDS = Path(__file__).with_name("pynccl_ends.py")
 ends = SimpleNamespace(**run_path(str(ENDS)))
-near_pair, far_pair = ends.near_pair, ends.far_pair
+local_pair, remote_pair = ends.local_pair, ends.remote_pair
 LARGE, PATIENCE_S, noise = ends.LARGE, ends.PATIENCE_S, ends.noise
 assert_works = ends.assert_works
 
@@ -33,9 +32,9 @@ assert_works = ends.assert_works
 
 @pytest.mark.parametrize("with_out", [False, True])
 def test_a_sender_that_dies_inside_a_transfer_is_gone_for_its_receiver(
-    far_pair: Any, near_pair: Any, controls: Any, with_out: bool
+    remote_pair: Any, local_pair: Any, controls: Any, with_out: bool
 ) -> None:
-    pipe, child = far_pair("send", LARGE, env=environment(exit_after=0))
+    pipe, child = remote_pair("send", LARGE, env=environment(exit_after=0))
     assert child.recv() == "sent"
     out = torch.zeros(LARGE, dtype=torch.uint8) if with_out else None
     with pytest.raises(PeerGoneError):
@@ -48,13 +47,13 @@ def test_a_sender_that_dies_inside_a_transfer_is_gone_for_its_receiver(
         pipe.send_tensor(None)
     until(lambda: controls.get("communicators") == 0)
     assert out is None or bool((out == 7).all())
-    assert_works(near_pair())
+    assert_works(local_pair())
 
 
 def test_a_receiver_that_dies_inside_a_transfer_ends_it_for_its_sender(
-    far_pair: Any, near_pair: Any, controls: Any
+    remote_pair: Any, local_pair: Any, controls: Any
 ) -> None:
-    pipe, _ = far_pair("echo", env=environment(exit_after=0))
+    pipe, _ = remote_pair("echo", env=environment(exit_after=0))
     transfers = []
     with suppress(PeerGoneError):  # it may be dead before the last is queued
         for _ in range(3):
@@ -64,11 +63,11 @@ def test_a_receiver_that_dies_inside_a_transfer_ends_it_for_its_sender(
         with pytest.raises(PeerGoneError):
             transfer.wait(PATIENCE_S)
     until(lambda: controls.get("communicators") == 0)
-    assert_works(near_pair())
+    assert_works(local_pair())
 
 
-def test_a_peer_that_is_killed_before_it_has_cleared_a_message_ends_its_transfer(far_pair: Any) -> None:
-    pipe, child = far_pair("wait")
+def test_a_peer_that_is_killed_before_it_has_cleared_a_message_ends_its_transfer(remote_pair: Any) -> None:
+    pipe, child = remote_pair("wait")
     assert child.recv() == "here"
     transfer = pipe.send_tensor(noise())
     with pytest.raises(TimeoutError):
@@ -78,14 +77,14 @@ def test_a_peer_that_is_killed_before_it_has_cleared_a_message_ends_its_transfer
         transfer.wait(PATIENCE_S)
 
 
-def test_nothing_is_enqueued_for_a_peer_that_receives_nothing(far_pair: Any, controls: Any) -> None:
-    pipe, child = far_pair("wait")
+def test_nothing_is_enqueued_for_a_peer_that_receives_nothing(remote_pair: Any, controls: Any) -> None:
+    pipe, child = remote_pair("wait")
     assert child.recv() == "here"
     transfer = pipe.send_tensor(noise())
     child.stop()
     with pytest.raises(TimeoutError):
         transfer.wait(0.3)
-    message = next(iter(pipe._link.outbox._held.values()))
+    message = next(iter(pipe._outbox._pending.values()))
     assert message.operation is None
     child.cont()
     pipe.close(timeout=0)
@@ -93,9 +92,9 @@ def test_nothing_is_enqueued_for_a_peer_that_receives_nothing(far_pair: Any, con
 
 
 def test_a_receive_that_runs_out_of_time_inside_a_transfer_is_gone_on_with(
-    near_pair: Any, controls: Any
+    local_pair: Any, controls: Any
 ) -> None:
-    one, other = near_pair()
+    one, other = local_pair()
     message = noise()
     controls.set(hold=1)
     one.send_tensor(message)
@@ -110,9 +109,9 @@ def test_a_receive_that_runs_out_of_time_inside_a_transfer_is_gone_on_with(
 
 
 def test_memory_of_the_callers_is_taken_back_at_the_deadline_and_the_pipe_is_broken(
-    near_pair: Any, controls: Any
+    local_pair: Any, controls: Any
 ) -> None:
-    one, other = near_pair()
+    one, other = local_pair()
     controls.set(hold=1)
     transfer = one.send_tensor(noise())
     out = torch.zeros(LARGE, dtype=torch.uint8)
@@ -127,17 +126,17 @@ def test_memory_of_the_callers_is_taken_back_at_the_deadline_and_the_pipe_is_bro
     controls.set(hold=0)
     until(lambda: controls.get("communicators") == 0)
     assert bool((out == 9).all())
-    assert_works(near_pair())
+    assert_works(local_pair())
 
 
 # -- callbacks ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("how", ["abort", "death"])
-def test_a_callback_that_ends_its_thread_keeps_nothing_and_nobody(
-    near_pair: Any, far_pair: Any, controls: Any, how: str
+def test_a_callback_that_ends_its_thread_keeps_no_memory_and_blocks_no_transfer(
+    local_pair: Any, remote_pair: Any, controls: Any, how: str
 ) -> None:
-    pipe, child = far_pair("wait")
+    pipe, child = remote_pair("wait")
     assert child.recv() == "here"
     transfers = [pipe.send_tensor(noise()) for _ in range(3)]
 
@@ -153,11 +152,11 @@ def test_a_callback_that_ends_its_thread_keeps_nothing_and_nobody(
         with pytest.raises((ClosedError, PeerGoneError)):
             transfer.wait(PATIENCE_S)
     until(lambda: controls.get("communicators") == 0)
-    until(lambda: pipe._link.control._closed)
+    until(lambda: pipe._control._closed)
 
 
-def test_a_callback_of_what_the_peer_took_last_ends_nothing_else(near_pair: Any, controls: Any) -> None:
-    one, other = near_pair()
+def test_a_callback_of_what_the_peer_took_last_ends_nothing_else(local_pair: Any, controls: Any) -> None:
+    one, other = local_pair()
 
     def leave(_: Any) -> None:
         raise SystemExit
@@ -173,38 +172,43 @@ def test_a_callback_of_what_the_peer_took_last_ends_nothing_else(near_pair: Any,
     with pytest.raises(KvplugError):
         pending.wait(PATIENCE_S)
     until(lambda: controls.get("communicators") == 0)
-    until(lambda: one._link.control._closed)
+    until(lambda: one._control._closed)
 
 
 # -- silence ---------------------------------------------------------------------------------------------
 
 
 def test_a_process_that_was_stopped_itself_takes_no_peer_for_silent(
-    far_pair: Any, monkeypatch: pytest.MonkeyPatch
+    remote_pair: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(PeerIdentity, "open_pidfd", lambda self: None)
-    one, _ = far_pair("echo", heartbeat_timeout_s=PATIENCE_S)
-    step, behind = one._link.outbox.step, [0.0]
+    one, _ = remote_pair("echo", heartbeat_timeout_s=PATIENCE_S)
+    step, behind = one._outbox.step, [0.0]
 
     def stopped_in_here() -> bool:
         if not behind[0]:
             one.send_tensor(None)
-            assert select.select([one._link.control.sock], [], [], PATIENCE_S)[0]  # it is alive, and says so
+            assert select.select([one._control.sock], [], [], PATIENCE_S)[0]  # it is alive, and says so
             behind[0] = 10 * PATIENCE_S
         return bool(step())
 
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + behind[0], sleep=time.sleep)
-    monkeypatch.setattr(link, "time", clock)
-    monkeypatch.setattr(one._link.outbox, "step", stopped_in_here)
-    one._link.control.wake()
+    monkeypatch.setattr(worker, "time", clock)
+    monkeypatch.setattr(one._outbox, "step", stopped_in_here)
+    one._control.wake()
     assert one.recv_tensor(timeout=PATIENCE_S) is None
 
 
-def test_no_patience_of_a_peer_makes_a_pipe_beat_without_end() -> None:
-    hello = joining.Join(step=joining._HELLO, sees_death=False, heartbeat_ms=0)
-    assert hello.longest_silence_s(10.0) == 0.05
-    assert attrs.evolve(hello, heartbeat_ms=2**32 - 1).longest_silence_s(10.0) == 10.0
-    assert attrs.evolve(hello, sees_death=True).longest_silence_s(10.0) is None
+def test_no_patience_of_a_peer_makes_a_pipe_beat_without_end(fake_path: str) -> None:
+    settings = ends.endpoint(fake_path, heartbeat_timeout_s=10.0)._settings
+
+    def silence_s(heartbeat_ms: int, *, sees_death: bool = False) -> float | None:
+        terms = HeartbeatTerms(sees_death, heartbeat_ms)
+        return join.Join(step=join.Step.ID, terms=terms).silence_s(settings)
+
+    assert silence_s(0) == 0.05
+    assert silence_s(2**32 - 1) == 10.0
+    assert silence_s(2**32 - 1, sees_death=True) is None
 
 
 def test_where_no_death_is_seen_silence_is_one_and_a_quiet_peer_is_not(
@@ -228,9 +232,9 @@ def test_where_no_death_is_seen_silence_is_one_and_a_quiet_peer_is_not(
         child.kill()
 
 
-def test_what_a_peer_has_taken_before_it_went_is_done_and_not_failed(near_pair: Any) -> None:
+def test_what_a_peer_has_taken_before_it_went_is_done_and_not_failed(local_pair: Any) -> None:
     for _ in range(30):
-        one, other = near_pair()
+        one, other = local_pair()
         transfer = one.send_tensor(noise())
         other.recv_tensor(timeout=PATIENCE_S)
         other.abort()
@@ -238,12 +242,12 @@ def test_what_a_peer_has_taken_before_it_went_is_done_and_not_failed(near_pair: 
         one.abort()
 
 
-def test_ctrl_c_takes_the_callers_memory_back_and_breaks_the_pipe(far_pair: Any, controls: Any) -> None:
-    pipe, child = far_pair("interrupted")
+def test_ctrl_c_takes_the_callers_memory_back_and_breaks_the_pipe(remote_pair: Any, controls: Any) -> None:
+    pipe, child = remote_pair("interrupted")
     assert child.recv() == "here"
     controls.set(hold=1)
     pipe.send_tensor(noise())
-    until(lambda: any(message.operation for message in pipe._link.outbox._held.values()))
+    until(lambda: any(message.operation for message in pipe._outbox._pending.values()))
     os.kill(child.pid, signal.SIGINT)
     assert child.recv(PATIENCE_S) == "struck"
     controls.set(hold=0)
@@ -252,3 +256,15 @@ def test_ctrl_c_takes_the_callers_memory_back_and_breaks_the_pipe(far_pair: Any,
     assert first.startswith("KeyboardInterrupt")
     assert second.startswith("TransportError") and "interrupted" in second
     assert untouched == "True"
+
+
+def test_the_handler_of_a_signal_may_abort_the_pipe_in_the_middle_of_a_call(local_pair: Any) -> None:
+    one, other = local_pair()
+
+    def interrupted() -> None:
+        with one._outbox._lock, one._inbox._lock, one._control._lock:  # what a call of this thread may hold
+            one.abort()
+
+    Call(interrupted).outcome()
+    with pytest.raises(PeerGoneError):
+        other.recv_tensor(timeout=PATIENCE_S)

@@ -12,22 +12,22 @@ import torch
 
 from kvplug import ClosedError, KvplugError, PeerGoneError, TransportError
 from kvplug_pynccl.nccl.abi import Result
-from kvplug_pynccl.pipe import link
+from kvplug_pynccl.pipe import worker
 from kvplug_testing.waits import Call, until
 
 ENDS = Path(__file__).with_name("pynccl_ends.py")
 ends = SimpleNamespace(**run_path(str(ENDS)))
-near_pair, far_pair = ends.near_pair, ends.far_pair
+local_pair, remote_pair = ends.local_pair, ends.remote_pair
 LARGE, PATIENCE_S, noise = ends.LARGE, ends.PATIENCE_S, ends.noise
 assert_works = ends.assert_works
 
 
 @pytest.mark.parametrize("result", [Result.INTERNAL_ERROR, Result.UNHANDLED_CUDA_ERROR, Result.SYSTEM_ERROR])
 @pytest.mark.parametrize("idle", [False, True])
-def test_an_asynchronous_error_breaks_the_pipe_with_nccls_words(
-    near_pair: Any, controls: Any, result: Result, idle: bool
+def test_an_asynchronous_error_breaks_the_pipe_with_nccls_message(
+    local_pair: Any, controls: Any, result: Result, idle: bool
 ) -> None:
-    one, other = near_pair()
+    one, other = local_pair()
     controls.set(fail_after=controls.get("operations") + (2 if idle else 0), fail_result=result)
     receiving = Call(lambda: other.recv_tensor(timeout=PATIENCE_S))
     one.send_tensor(noise())
@@ -40,11 +40,11 @@ def test_an_asynchronous_error_breaks_the_pipe_with_nccls_words(
         errors.append(str(raised.value))
     assert any("asked to fail" in error for error in errors), errors
     controls.set(fail_after=-1)
-    assert_works(near_pair())
+    assert_works(local_pair())
 
 
-def test_a_remote_error_is_a_peer_that_is_gone(near_pair: Any, controls: Any) -> None:
-    one, other = near_pair()
+def test_a_remote_error_is_a_peer_that_is_gone(local_pair: Any, controls: Any) -> None:
+    one, other = local_pair()
     controls.set(fail_after=controls.get("operations"), fail_result=Result.REMOTE_ERROR)
     transfer = one.send_tensor(noise())
     with pytest.raises(PeerGoneError):
@@ -53,8 +53,8 @@ def test_a_remote_error_is_a_peer_that_is_gone(near_pair: Any, controls: Any) ->
         transfer.wait(PATIENCE_S)
 
 
-def test_an_operation_that_nccl_refuses_breaks_the_pipe(near_pair: Any, controls: Any) -> None:
-    one, other = near_pair()
+def test_an_operation_that_nccl_refuses_breaks_the_pipe(local_pair: Any, controls: Any) -> None:
+    one, other = local_pair()
     controls.set(call_result=Result.INVALID_ARGUMENT)
     transfer = one.send_tensor(noise())
     with pytest.raises((TransportError, PeerGoneError)):  # of this end, or the other one was faster
@@ -62,11 +62,11 @@ def test_an_operation_that_nccl_refuses_breaks_the_pipe(near_pair: Any, controls
     with pytest.raises(KvplugError):
         transfer.wait(PATIENCE_S)
     controls.set(call_result=0)
-    assert_works(near_pair())
+    assert_works(local_pair())
 
 
-def test_an_abort_that_hangs_holds_up_nobody(far_pair: Any, near_pair: Any, controls: Any) -> None:
-    pipe, child = far_pair("wait")
+def test_an_abort_that_hangs_blocks_no_call(remote_pair: Any, local_pair: Any, controls: Any) -> None:
+    pipe, child = remote_pair("wait")
     assert child.recv() == "here"
     controls.set(abort_hangs=1)
     transfers = [pipe.send_tensor(noise()) for _ in range(2)]
@@ -77,22 +77,22 @@ def test_an_abort_that_hangs_holds_up_nobody(far_pair: Any, near_pair: Any, cont
         with pytest.raises(PeerGoneError):
             transfer.wait(PATIENCE_S)
     Call(pipe.close).outcome()
-    pair = near_pair()
+    pair = local_pair()
     assert_works(pair)
     controls.set(abort_hangs=0)
     until(lambda: controls.get("communicators") == 4)
 
 
 @pytest.mark.parametrize("how", ["death", "abort"])
-def test_a_call_that_does_not_return_holds_up_nobody(
-    far_pair: Any, near_pair: Any, controls: Any, monkeypatch: pytest.MonkeyPatch, how: str
+def test_a_call_of_nccl_that_does_not_return_blocks_no_caller(
+    remote_pair: Any, local_pair: Any, controls: Any, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
-    monkeypatch.setattr(link, "_STUCK_S", 0.5)
-    pipe, child = far_pair("echo")
+    monkeypatch.setattr(worker, "_STUCK_S", 0.5)
+    pipe, child = remote_pair("echo")
     controls.set(call_hangs=1)
     transfers = [pipe.send_tensor(noise()) for _ in range(2)]
     receiving = Call(lambda: pipe.recv_tensor(timeout=None))
-    until(lambda: next(iter(pipe._link.outbox._held.values())).operation)
+    until(lambda: next(iter(pipe._outbox._pending.values())).operation)
     if how == "abort":
         Call(pipe.abort).outcome()
     else:
@@ -103,11 +103,11 @@ def test_a_call_that_does_not_return_holds_up_nobody(
             transfer.wait(PATIENCE_S)
     controls.set(call_hangs=0)
     until(lambda: controls.get("communicators") == 0)
-    assert_works(near_pair())
+    assert_works(local_pair())
 
 
-def test_memory_that_cannot_be_taken_back_is_said(near_pair: Any, controls: Any) -> None:
-    one, other = near_pair()
+def test_memory_that_cannot_be_taken_back_is_said(local_pair: Any, controls: Any) -> None:
+    one, other = local_pair()
     controls.set(hold=1, abort_hangs=1)
     one.send_tensor(noise())
     out = torch.zeros(LARGE, dtype=torch.uint8)

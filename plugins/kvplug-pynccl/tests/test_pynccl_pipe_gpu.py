@@ -38,7 +38,7 @@ def endpoint(device: str, **options: Any) -> Any:
     )
 
 
-def far_end(parent: peers.Parent, contact: str, device: str, what: str, options: dict[str, Any]) -> Any:
+def remote_end(parent: peers.Parent, contact: str, device: str, what: str, options: dict[str, Any]) -> Any:
     with endpoint(device, **options).connect(contact) as pipe:
         return globals()[what](parent, pipe)
 
@@ -60,7 +60,7 @@ def wait(parent: peers.Parent, pipe: Pipe) -> None:
 
 
 @pytest.fixture
-def far_pair() -> Iterator[Callable[..., tuple[Pipe, peers.Peer]]]:
+def remote_pair() -> Iterator[Callable[..., tuple[Pipe, peers.Peer]]]:
     with ExitStack() as stack:
 
         def make(what: str, **options: Any) -> tuple[Pipe, peers.Peer]:
@@ -68,7 +68,12 @@ def far_pair() -> Iterator[Callable[..., tuple[Pipe, peers.Peer]]]:
             stack.callback(listener.close)
             child = stack.enter_context(
                 peers.start(
-                    f"{__file__}:far_end", listener.contact, "cuda:1", what, options, timeout_s=2 * PATIENCE_S
+                    f"{__file__}:remote_end",
+                    listener.contact,
+                    "cuda:1",
+                    what,
+                    options,
+                    timeout_s=2 * PATIENCE_S,
                 )
             )
             pipe = listener.accept()
@@ -79,8 +84,8 @@ def far_pair() -> Iterator[Callable[..., tuple[Pipe, peers.Peer]]]:
 
 
 @needs_two
-def test_every_dtype_comes_back_with_its_bits(far_pair: Any) -> None:
-    pipe, _ = far_pair("echo")
+def test_every_dtype_comes_back_with_its_bits(remote_pair: Any) -> None:
+    pipe, _ = remote_pair("echo")
     for dtype in dtypes():
         for shape in ((), (0,), (7,), (300, 50)):
             message = tensor_of(dtype, shape)
@@ -91,8 +96,8 @@ def test_every_dtype_comes_back_with_its_bits(far_pair: Any) -> None:
 
 
 @needs_two
-def test_what_the_caller_has_enqueued_is_done_before_it_is_sent(far_pair: Any) -> None:
-    pipe, _ = far_pair("echo", copy_bytes=0)
+def test_what_the_caller_has_enqueued_is_done_before_it_is_sent(remote_pair: Any) -> None:
+    pipe, _ = remote_pair("echo", copy_bytes=0)
     stream = torch.cuda.Stream("cuda:0")
     source = torch.zeros(1 << 22, device="cuda:0")
     torch.cuda.synchronize("cuda:0")
@@ -105,8 +110,8 @@ def test_what_the_caller_has_enqueued_is_done_before_it_is_sent(far_pair: Any) -
 
 
 @needs_two
-def test_a_slice_of_a_paged_cache_is_sent_and_filled_in_place(far_pair: Any) -> None:
-    pipe, _ = far_pair("echo")
+def test_a_slice_of_a_paged_cache_is_sent_and_filled_in_place(remote_pair: Any) -> None:
+    pipe, _ = remote_pair("echo")
     cache = torch.rand(3, 40, 16, 8, 128, device="cuda:0", dtype=torch.float32).half()
     target = torch.zeros_like(cache)
     for ids, into in (([3, 4, 5], [7, 8, 9]), ([9, 1, 4], [0, 20, 3])):
@@ -119,11 +124,11 @@ def test_a_slice_of_a_paged_cache_is_sent_and_filled_in_place(far_pair: Any) -> 
 
 
 @needs_two
-def test_cpu_tensors_are_refused_by_name_or_staged(far_pair: Any) -> None:
-    pipe, _ = far_pair("echo")
+def test_cpu_tensors_are_refused_by_name_or_staged(remote_pair: Any) -> None:
+    pipe, _ = remote_pair("echo")
     with pytest.raises(UnsupportedError, match="stage_cpu_tensors"):
         pipe.send_tensor(torch.zeros(3))
-    staging, _ = far_pair("echo", stage_cpu_tensors=True)
+    staging, _ = remote_pair("echo", stage_cpu_tensors=True)
     message = torch.rand(1 << 20)
     staging.send_tensor(message)
     out = torch.zeros_like(message)
@@ -132,8 +137,8 @@ def test_cpu_tensors_are_refused_by_name_or_staged(far_pair: Any) -> None:
 
 
 @needs_two
-def test_a_peer_that_is_killed_or_stopped_hangs_nobody(far_pair: Any) -> None:
-    pipe, child = far_pair("echo")
+def test_a_peer_that_is_killed_or_stopped_makes_no_call_hang(remote_pair: Any) -> None:
+    pipe, child = remote_pair("echo")
     message = torch.rand(1 << 24, device="cuda:0")
     pipe.send_tensor(message)
     child.stop()
@@ -144,7 +149,7 @@ def test_a_peer_that_is_killed_or_stopped_hangs_nobody(far_pair: Any) -> None:
     for call in (lambda: transfer.wait(PATIENCE_S), lambda: pipe.recv_tensor(timeout=PATIENCE_S)):
         with pytest.raises(PeerGoneError):
             call()
-    again, _ = far_pair("echo")
+    again, _ = remote_pair("echo")
     again.send_tensor(message)
     assert torch.equal(again.recv_tensor(), message)
 
@@ -202,7 +207,7 @@ def test_two_processes_on_one_gpu_are_two_hosts_if_their_environments_say_so() -
         assert answering.result(PATIENCE_S) > 0
 
 
-def test_two_ranks_on_one_gpu_are_told_so() -> None:
+def test_two_ranks_on_one_gpu_get_an_error_that_says_so() -> None:
     end = endpoint("cuda:0")
     listener = end.listen()
     try:

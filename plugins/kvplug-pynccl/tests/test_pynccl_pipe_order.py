@@ -17,23 +17,23 @@ import torch
 from kvplug import TimeoutError
 from kvplug.net import streams
 from kvplug_pynccl.device import CudaStream
-from kvplug_pynccl.pipe import link
+from kvplug_pynccl.pipe import worker
 from kvplug_pynccl.testing.host import HostDevice
 from kvplug_testing.waits import Call, until
 
 ENDS = Path(__file__).with_name("pynccl_ends.py")
 ends = SimpleNamespace(**run_path(str(ENDS)))
-near_pair = ends.near_pair
+local_pair = ends.local_pair
 PATIENCE_S, gated = ends.PATIENCE_S, ends.gated
 
 # -- order with the caller's stream ------------------------------------------------------------------
 
 
 def test_what_the_caller_has_enqueued_is_done_before_it_is_sent(
-    near_pair: Any, fake_path: str, controls: Any
+    local_pair: Any, fake_path: str, controls: Any
 ) -> None:
     gate, caller = controls.stream(), controls.stream()
-    one, other = near_pair(device=HostDevice(fake_path, caller))
+    one, other = local_pair(device=HostDevice(fake_path, caller))
     source, wanted = torch.zeros(100_000), torch.rand(100_000)
     caller.wait_for(gate, gate.record() + 1)  # something that is enqueued there later
     caller.copy(source.data_ptr(), wanted.data_ptr(), wanted.nbytes)
@@ -49,10 +49,10 @@ def test_what_the_caller_has_enqueued_is_done_before_it_is_sent(
 
 
 def test_memory_is_received_into_only_when_the_caller_has_done_with_it(
-    near_pair: Any, fake_path: str, controls: Any
+    local_pair: Any, fake_path: str, controls: Any
 ) -> None:
     gate, caller = controls.stream(), controls.stream()
-    one, other = near_pair(device=HostDevice(fake_path, caller))
+    one, other = local_pair(device=HostDevice(fake_path, caller))
     message, out, kept = torch.rand(100_000), torch.rand(100_000), torch.zeros(100_000)
     before = out.clone()
     one.send_tensor(message)
@@ -69,10 +69,10 @@ def test_memory_is_received_into_only_when_the_caller_has_done_with_it(
 
 @pytest.mark.parametrize("copied", [False, True])
 def test_a_receiver_hears_of_a_message_only_when_the_senders_device_has_made_it(
-    near_pair: Any, gated: Any, monkeypatch: pytest.MonkeyPatch, copied: bool
+    local_pair: Any, gated: Any, monkeypatch: pytest.MonkeyPatch, copied: bool
 ) -> None:
-    monkeypatch.setattr(link, "_IDLE_LOOK_S", 3600.0)  # what wakes the sender's thread is the message
-    one, other = near_pair(device=gated.device, copy_bytes=1000 if copied else 0)
+    monkeypatch.setattr(worker, "_IDLE_CHECK_S", 3600.0)  # what wakes the sender's thread is the message
+    one, other = local_pair(device=gated.device, copy_bytes=1000 if copied else 0)
     source, after = torch.arange(250, dtype=torch.float32), torch.arange(5)
     gated.shut()
     transfers = [one.send_tensor(message) for message in (source, after, None)]
@@ -91,14 +91,14 @@ def test_a_receiver_hears_of_a_message_only_when_the_senders_device_has_made_it(
 
 
 def test_a_sender_hears_of_memory_only_when_the_receivers_device_has_done_with_it(
-    near_pair: Any, gated: Any, monkeypatch: pytest.MonkeyPatch
+    local_pair: Any, gated: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one, other = near_pair(device=gated.device, copy_bytes=0)
+    one, other = local_pair(device=gated.device, copy_bytes=0)
     source = torch.rand(1000)
     one.send_tensor(source)
     heard: list[Any] = []
-    clear = one._link.outbox.clear
-    monkeypatch.setattr(one._link.outbox, "clear", lambda frame: (heard.append(frame), clear(frame)))
+    clear = one._outbox.clear
+    monkeypatch.setattr(one._outbox, "clear", lambda frame: (heard.append(frame), clear(frame)))
     gated.shut()
     out = torch.zeros_like(source)
     with pytest.raises(TimeoutError, match="stays"):
@@ -113,9 +113,9 @@ def test_a_sender_hears_of_memory_only_when_the_receivers_device_has_done_with_i
 
 @pytest.mark.parametrize("where", ["strided", "blocks"])
 def test_a_copy_behind_what_never_ends_keeps_the_deadline_and_the_message(
-    near_pair: Any, gated: Any, controls: Any, where: str
+    local_pair: Any, gated: Any, controls: Any, where: str
 ) -> None:
-    one, other = near_pair(device=gated.device)
+    one, other = local_pair(device=gated.device)
     source, memory = torch.rand(2, 3, 5000), torch.zeros(2, 6, 5000)
 
     def receive(timeout: float) -> None:
@@ -127,7 +127,7 @@ def test_a_copy_behind_what_never_ends_keeps_the_deadline_and_the_message(
     controls.set(hold=1)
     one.send_tensor(source)
     receiving = Call(lambda: receive(4.0))
-    until(lambda: other._link.inbox._active and other._link.inbox._active.operation)
+    until(lambda: other._inbox._active and other._inbox._active.operation)
     gated.shut()
     controls.set(hold=0)
     error = receiving.outcome()
@@ -137,8 +137,8 @@ def test_a_copy_behind_what_never_ends_keeps_the_deadline_and_the_message(
     assert torch.equal(memory[:, 1::2], source)
 
 
-def test_a_small_tensor_is_the_callers_again_once_it_was_copied(near_pair: Any) -> None:
-    one, other = near_pair(copy_bytes=1000)
+def test_a_small_tensor_is_the_callers_again_once_it_was_copied(local_pair: Any) -> None:
+    one, other = local_pair(copy_bytes=1000)
     small, large = torch.zeros(1000, dtype=torch.uint8), torch.zeros(1001, dtype=torch.uint8)
     done = [one.send_tensor(tensor).done() for tensor in (small, large)]
     assert done == [True, False]
@@ -172,9 +172,9 @@ def test_a_stream_is_lent_to_one_at_a_time_and_again_only_when_it_has_nothing_to
 
 
 def test_a_message_that_an_earlier_call_took_memory_for_is_handed_over_to_the_stream_of_this_one(
-    near_pair: Any, controls: Any, monkeypatch: pytest.MonkeyPatch
+    local_pair: Any, controls: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one, other = near_pair()
+    one, other = local_pair()
     given: list[Any] = []
     monkeypatch.setattr(HostDevice, "hand_over", lambda _, tensor: given.append(tensor))
     controls.set(hold=1)
@@ -191,9 +191,9 @@ def test_a_message_that_an_earlier_call_took_memory_for_is_handed_over_to_the_st
 
 
 def test_blocks_that_follow_one_another_are_sent_and_received_in_place_in_one_group(
-    near_pair: Any, controls: Any, monkeypatch: pytest.MonkeyPatch
+    local_pair: Any, controls: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one, other = near_pair()
+    one, other = local_pair()
     source = [torch.rand(20, 4, 1000) for _ in range(3)]
     target = [torch.zeros(20, 4, 1000) for _ in range(3)]
     before = controls.get("operations")
@@ -210,9 +210,9 @@ def test_blocks_that_follow_one_another_are_sent_and_received_in_place_in_one_gr
 @pytest.mark.parametrize("ids", [[5, 6, 7], [9, 2, 4]])
 @pytest.mark.parametrize("into", [[1, 2, 3], [8, 0, 5]])
 def test_blocks_come_as_they_were_however_they_lie_at_either_end(
-    near_pair: Any, ids: list[int], into: list[int]
+    local_pair: Any, ids: list[int], into: list[int]
 ) -> None:
-    one, other = near_pair()
+    one, other = local_pair()
     source, target = [torch.rand(10, 9000) for _ in range(2)], [torch.zeros(10, 9000) for _ in range(2)]
     one.send_blocks(source, ids)
     other.recv_blocks(target, into)
@@ -225,8 +225,8 @@ def test_blocks_come_as_they_were_however_they_lie_at_either_end(
 # -- rest ------------------------------------------------------------------------------------------------
 
 
-def test_a_pipe_that_has_nothing_to_do_costs_next_to_nothing(near_pair: Any) -> None:
-    one, other = near_pair()
+def test_a_pipe_that_has_nothing_to_do_costs_next_to_nothing(local_pair: Any) -> None:
+    one, other = local_pair()
     one.send_tensor(torch.arange(100_000))
     other.recv_tensor()
     before = sum(os.times()[:2])

@@ -20,12 +20,12 @@ from kvplug_pynccl.nccl.places import places
 from kvplug_pynccl.options import PyncclPipeOptions
 from kvplug_pynccl.pipe.content import check_out, content_of
 from kvplug_pynccl.pipe.endpoint import PyncclEndpoint
-from kvplug_pynccl.pipe.frames import Announcement, Frame, Kind
+from kvplug_pynccl.pipe.frames import Announcement, Frame, FrameType
 from kvplug_pynccl.testing.host import HostDevice
 
 ENDS = Path(__file__).with_name("pynccl_ends.py")
 ends = SimpleNamespace(**run_path(str(ENDS)))
-near_pair = ends.near_pair
+local_pair = ends.local_pair
 
 PATIENCE_S = ends.PATIENCE_S
 
@@ -39,7 +39,7 @@ def _context(device: str = "cuda", host: str = "127.0.0.1", **options: Any) -> P
 
 
 def test_a_device_that_is_no_gpu_is_refused() -> None:
-    for device, said in (("cpu", "moves CUDA tensors"), ("nowhere", "none of torch's")):
+    for device, said in (("cpu", "moves CUDA tensors"), ("nowhere", "torch does not know")):
         with pytest.raises(ConfigError, match=said):
             PyncclEndpoint(_context(device))
 
@@ -63,7 +63,7 @@ def test_gpus_are_counted_and_the_current_one_is_meant_where_none_is_named(
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 def test_nccl_itself_without_a_gpu_is_an_error_of_its_own_and_the_process_goes_on(
-    fake_path: str, near_pair: Any
+    fake_path: str, local_pair: Any
 ) -> None:
     place = next(places())
     if place.missing:
@@ -73,7 +73,7 @@ def test_nccl_itself_without_a_gpu_is_an_error_of_its_own_and_the_process_goes_o
         for _ in range(2):
             with pytest.raises(TransportError, match="there is no GPU"):
                 end.connect(listener.contact)
-    one, other = near_pair()
+    one, other = local_pair()
     one.send_tensor(None)
     assert other.recv_tensor() is None
 
@@ -83,8 +83,8 @@ def test_a_library_that_is_not_there_is_named(fake_path: str) -> None:
         PyncclEndpoint(_context("cpu", library="/nowhere/libnccl.so.2"), HostDevice(fake_path))
 
 
-def test_a_tensor_of_another_device_is_refused_by_name_and_nothing_is_queued(near_pair: Any) -> None:
-    one, other = near_pair()
+def test_a_tensor_of_another_device_is_refused_by_name_and_nothing_is_queued(local_pair: Any) -> None:
+    one, other = local_pair()
     with pytest.raises(UnsupportedError, match="meta"):
         one.send_tensor(torch.empty(3, device="meta"))
     one.send_tensor(torch.arange(3))
@@ -94,9 +94,9 @@ def test_a_tensor_of_another_device_is_refused_by_name_and_nothing_is_queued(nea
 
 
 def test_where_there_is_no_memory_for_a_copy_nothing_is_queued(
-    near_pair: Any, monkeypatch: pytest.MonkeyPatch
+    local_pair: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one, other = near_pair()
+    one, other = local_pair()
 
     def full(*_: Any) -> None:
         raise RuntimeError("CUDA out of memory")
@@ -124,7 +124,7 @@ def test_a_cpu_tensor_on_a_pipe_of_gpus_is_refused_by_name_or_staged() -> None:
         content_of(tensor, gpu, stage=False, copy_bytes=0)
     content = content_of(tensor, gpu, stage=True, copy_bytes=0)
     assert content.owned and content.memory is not None and content.memory.piece_bytes == 200
-    meta = Announcement.read(Frame(Kind.ANNOUNCE, 0, b"\x01\x00" + content.prefix)).meta
+    meta = Announcement.unpack(Frame(FrameType.ANNOUNCE, 0, b"\x01\x00" + content.prefix)).meta
     with pytest.raises(UnsupportedError, match="stage_cpu_tensors"):
         check_out(tensor, meta, gpu, stage=False)
     check_out(tensor, meta, gpu, stage=True)

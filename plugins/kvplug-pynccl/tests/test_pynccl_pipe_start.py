@@ -19,22 +19,21 @@ from kvplug.transport import Credentials, dial, this_process
 from kvplug_pynccl import interface
 from kvplug_pynccl.nccl.abi import Result
 from kvplug_pynccl.nccl.errors import NcclError
-from kvplug_pynccl.pipe import joining
-from kvplug_pynccl.pipe.contact import Contact
+from kvplug_pynccl.pipe import join
+from kvplug_pynccl.pipe.contact import PyncclContact
 from kvplug_pynccl.testing.fake import GPU_VARIABLE, environment
 from kvplug_testing import peers
 from kvplug_testing.waits import Call, until
 
 ENDS = Path(__file__).with_name("pynccl_ends.py")
 ends = SimpleNamespace(**run_path(str(ENDS)))
-near_pair = ends.near_pair
-
+local_pair = ends.local_pair
 
 PATIENCE_S = ends.PATIENCE_S
 
 
 def test_a_start_that_hangs_ends_at_the_deadline_and_the_listener_goes_on(
-    fake_path: str, near_pair: Any, controls: Any
+    fake_path: str, local_pair: Any, controls: Any
 ) -> None:
     end = ends.endpoint(fake_path)
     with end.listen() as listener:
@@ -66,7 +65,7 @@ def test_a_start_that_fails_says_at_both_ends_why(fake_path: str, controls: Any,
     until(lambda: controls.get("communicators") == 0)
 
 
-def test_two_ranks_on_one_gpu_are_told_so(
+def test_two_ranks_on_one_gpu_get_an_error_that_says_so(
     fake_path: str, controls: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(GPU_VARIABLE, "0")
@@ -78,7 +77,7 @@ def test_two_ranks_on_one_gpu_are_told_so(
 
 
 @pytest.mark.parametrize("where", ["boot_id", "net_ns"])
-def test_a_peer_elsewhere_is_told_that_nccl_listens_on_loopback_only(
+def test_a_peer_elsewhere_gets_an_error_that_nccl_listens_on_loopback_only(
     fake_path: str, controls: Any, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     elsewhere = attrs.evolve(this_process(), **{where: "another"})
@@ -95,7 +94,7 @@ def test_a_peer_elsewhere_is_told_that_nccl_listens_on_loopback_only(
     interface.check_reach(this_process())
 
 
-def test_ends_with_two_releases_of_nccl_are_told_both(fake_path: str, controls: Any) -> None:
+def test_ends_with_two_releases_of_nccl_get_an_error_that_names_both(fake_path: str, controls: Any) -> None:
     end = ends.endpoint(fake_path)
     with (
         end.listen() as listener,
@@ -126,27 +125,31 @@ def test_a_peer_that_is_killed_while_nccl_starts_is_gone(fake_path: str, control
         until(lambda: controls.get("communicators") == 0)
 
 
-@pytest.mark.parametrize("then", ["hangs up", "says why", "says what cannot be"])
+@pytest.mark.parametrize("then", ["hangs up", "says why", "lies"])
 def test_an_end_that_was_ready_first_and_then_fails_is_noticed_while_nccl_starts(
     fake_path: str, controls: Any, nccl: Any, caplog: Any, then: str
 ) -> None:
     end = ends.endpoint(fake_path)
     with (
         end.listen() as listener,
-        dial(Contact.parse(listener.contact).reachable(), Credentials(), joining.PURPOSE) as connection,
+        dial(PyncclContact.parse(listener.contact).reachable()[0], Credentials(), join.PURPOSE) as connection,
     ):
-        connection.sock.sendall(joining.Join(step=joining._HELLO, version=nccl.version.code).pack())
+        connection.sock.sendall(join.Join(step=join.Step.HELLO, version=nccl.version.code).pack())
         until(lambda: controls.get("communicators") == 1)
-        connection.sock.sendall(joining.Join(step=joining._READY).pack())
+        connection.sock.sendall(join.Join(step=join.Step.READY).pack())
         if then == "hangs up":
             connection.sock.shutdown(socket.SHUT_WR)
         elif then == "says why":
-            connection.sock.sendall(joining.Join(step=joining._FAILED, reason="its GPU fell off").pack())
+            connection.sock.sendall(join.Join(step=join.Step.FAILED, reason="its GPU fell off").pack())
         else:
-            connection.sock.sendall(joining.Join(step=joining._READY).pack())
+            connection.sock.sendall(join.Join(step=join.Step.READY).pack())
         until(lambda: "was not completed" in caplog.text)
         until(lambda: controls.get("communicators") == 0)
-    said = {"hangs up": "hung up", "says why": "its GPU fell off", "says what cannot be": "does not join"}
+    said = {
+        "hangs up": "hung up",
+        "says why": "its GPU fell off",
+        "lies": "does not join",
+    }
     assert said[then] in caplog.text
 
 

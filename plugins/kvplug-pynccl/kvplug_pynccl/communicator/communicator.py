@@ -1,4 +1,4 @@
-"""The communicator "pynccl": collectives over NCCL, beside lines on which the ranks watch each other."""
+"""The communicator "pynccl": collectives over NCCL, and side channels on which the ranks watch each other."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ import attrs
 
 from kvplug import ClosedError, KvplugError, UnsupportedError, connect_ranks
 from kvplug.transport import CommunicatorContext, Deadline, DeviceCommunicator, Mesh
-from kvplug_pynccl.communicator.line import LineEndpoint
-from kvplug_pynccl.communicator.memory import Part, are_one
-from kvplug_pynccl.communicator.start import Greeting, agreed, explained
-from kvplug_pynccl.communicator.works import Call, Works
+from kvplug_pynccl.communicator.bootstrap import RankHello, agree, explain_invalid_usage
+from kvplug_pynccl.communicator.inflight import Call, Inflight
+from kvplug_pynccl.communicator.memory import Part, are_contiguous
+from kvplug_pynccl.communicator.side_channel import SideChannelEndpoint
 from kvplug_pynccl.device import CudaDevice, Device
 from kvplug_pynccl.interface import bind_to
+from kvplug_pynccl.monitored import MonitoredCommunicator
 from kvplug_pynccl.nccl.abi import DataType, RedOp
 from kvplug_pynccl.nccl.dtypes import reduced_as
 from kvplug_pynccl.nccl.errors import NcclInvalidUsageError
 from kvplug_pynccl.nccl.library import load
 from kvplug_pynccl.nccl.prototypes import OPTIONAL
 from kvplug_pynccl.options import PyncclCommunicatorOptions
-from kvplug_pynccl.watched import Communicator
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,8 +36,8 @@ _SUSPEND: Final = "ncclCommSuspend"
 class PyncclCommunicator(DeviceCommunicator):
     """The factory of the spec. All ranks make theirs together, and meet through the group.
 
-    NCCL is bound to the interface of the context's host. A ``device_group`` that is given is kept, and not
-    used: this communicator has an ``ncclComm`` of its own. One rank alone has none.
+    NCCL is bound to the interface of the context's host. A ``device_group`` that the context has is kept, and
+    not used: this communicator has an ``ncclComm`` of its own. One rank alone has none.
     """
 
     devices = frozenset({"cuda"})
@@ -45,29 +45,29 @@ class PyncclCommunicator(DeviceCommunicator):
     moves = DeviceCommunicator.moves | {"uint16", "uint32", "uint64"}
 
     def __init__(self, context: CommunicatorContext, device: Device | None = None) -> None:
-        """``device``: another one than the GPU that the context names, as tests have it.
+        """``device``: another one than the GPU that the context names, for tests.
 
         Raises:
-            ConfigError: the device is no GPU, or none that is here; no interface has the host's address; the
+            ConfigError: the device is not a GPU of this machine; no interface has the host's address; the
                 ranks do not agree on an option or on the world size.
-            NcclLibraryError: there is no NCCL that can be used.
-            NcclInvalidUsageError: ranks have the same GPU; names them.
-            TimeoutError, PeerGoneError: a rank did not come, or is gone; names it.
+            NcclLibraryError: there is no usable NCCL.
+            NcclInvalidUsageError: ranks have the same GPU; the message names them.
+            TimeoutError, PeerGoneError: a rank did not come, or is gone; the message names it.
             TransportError: NCCL failed, here or at another rank, and why.
         """
         options = context.options if context.options is not None else PyncclCommunicatorOptions()
         self._gpu = CudaDevice(context.device) if device is None else device
         self._mesh = Mesh({})
-        self._works: Works | None = None
+        self._inflight: Inflight | None = None
         super().__init__(attrs.evolve(context, device=self._gpu.name))
         self.compares = options.check_order
         if self.world_size == 1:
             return
         deadline = Deadline.after(context.timeout_s)
         try:
-            # First of all, so that whoever fails at what comes next can tell the others.
+            # First of all, so that a rank that fails at a later step can tell the others.
             self._mesh = Mesh(
-                connect_ranks(context.group, LineEndpoint(context), timeout=deadline.remaining())
+                connect_ranks(context.group, SideChannelEndpoint(context), timeout=deadline.remaining())
             )
             bind_to(context.host)
             self._nccl = load(options.library)
@@ -78,11 +78,11 @@ class PyncclCommunicator(DeviceCommunicator):
             raise
 
     def _start(self, deadline: Deadline, run_ahead: int) -> None:
-        greeting = Greeting.of(
+        hello = RankHello.of(
             self.rank_in_group, self.world_size, self._nccl, self._gpu, check_order=self.compares
         )
-        unique_id, greetings = agreed(self._mesh.compare(attrs.asdict(greeting), deadline))
-        comm = Communicator(
+        unique_id, hellos = agree(self._mesh.compare(attrs.asdict(hello), deadline))
+        comm = MonitoredCommunicator(
             self._nccl,
             unique_id,
             self.world_size,
@@ -91,14 +91,16 @@ class PyncclCommunicator(DeviceCommunicator):
             current=self._gpu.current,
         )
         try:
-            self._works = Works(comm, self._mesh, self._gpu, run_ahead)
+            self._inflight = Inflight(comm, self._mesh, self._gpu, run_ahead)
         except BaseException:
             comm.abort()
             raise
         try:
-            self._works.settle(deadline, "NCCL did not start in time, though all ranks are there")
+            self._inflight.wait_until_settled(
+                deadline, "NCCL did not start in time, though all ranks are there"
+            )
         except NcclInvalidUsageError as e:
-            raise explained(e, greetings) from e
+            raise explain_invalid_usage(e, hellos) from e
         self._mesh.compare({"call": "ready"}, deadline)
 
     # -- collectives -----------------------------------------------------------------------------
@@ -111,13 +113,13 @@ class PyncclCommunicator(DeviceCommunicator):
     def _all_gather(self, outputs: list[Tensor], tensor: Tensor, deadline: Deadline) -> None:
         given, parts = Part.of(tensor), [Part.of(output) for output in outputs]
         calls: list[Call]
-        if are_one(parts):
+        if are_contiguous(parts):
             calls = [
                 functools.partial(
                     self._nccl.all_gather, given.address, parts[0].address, given.count, given.dtype
                 )
             ]
-        else:  # of unequal parts each is a broadcast
+        else:  # unequal parts: a broadcast for each
             calls = [
                 functools.partial(
                     self._nccl.broadcast,
@@ -137,7 +139,7 @@ class PyncclCommunicator(DeviceCommunicator):
     def _reduce_scatter(self, output: Tensor, inputs: list[Tensor], deadline: Deadline) -> None:
         into, parts, kind = Part.of(output), [Part.of(each) for each in inputs], self._summed_as(output)
         calls: list[Call]
-        if are_one(parts):
+        if are_contiguous(parts):
             calls = [
                 functools.partial(
                     self._nccl.reduce_scatter,
@@ -148,7 +150,7 @@ class PyncclCommunicator(DeviceCommunicator):
                     RedOp.SUM,
                 )
             ]
-        else:  # of unequal parts each is a reduction to its rank
+        else:  # unequal parts: a reduction to its rank for each
             calls = [
                 functools.partial(
                     self._nccl.reduce, part.address, into.address, each.numel(), kind, RedOp.SUM, root
@@ -196,7 +198,7 @@ class PyncclCommunicator(DeviceCommunicator):
         recvs: Sequence[tuple[Tensor, int]],
         deadline: Deadline,
     ) -> None:
-        """All of them in one group of NCCL's, which is one operation. What is empty is not sent."""
+        """All of them in one group of NCCL's, which is one operation. Empty tensors are not sent."""
         calls = [
             functools.partial(function, part.address, part.count, part.dtype, peer)
             for function, each in ((self._nccl.send, sends), (self._nccl.recv, recvs))
@@ -206,7 +208,7 @@ class PyncclCommunicator(DeviceCommunicator):
         pairs = [*sends, *recvs]
         self._run(name, calls, [tensor for tensor, _ in pairs], deadline, {peer for _, peer in pairs})
 
-    # -- beneath ---------------------------------------------------------------------------------
+    # -- calls of NCCL -----------------------------------------------------------------------------
 
     def _summed_as(self, tensor: Tensor) -> DataType:
         return reduced_as(tensor.dtype, RedOp.SUM, self._nccl.version)
@@ -219,29 +221,29 @@ class PyncclCommunicator(DeviceCommunicator):
         deadline: Deadline,
         among: Collection[int] | None = None,
     ) -> None:
-        if calls:  # of what is empty at all ranks nothing is begun
+        if calls:  # none where all ranks have empty tensors
             self._running().run(name, calls, tensors, deadline, among)
 
-    def _running(self) -> Works:
-        if self._works is None:
+    def _running(self) -> Inflight:
+        if self._inflight is None:
             raise ClosedError(f"{self!r} has no communicator of NCCL")
-        return self._works
+        return self._inflight
 
     def _synchronize(self, deadline: Deadline) -> None:
-        if self._works is not None:
-            self._works.drain(deadline)
+        if self._inflight is not None:
+            self._inflight.drain(deadline)
 
     def _check_usable(self) -> None:
         super()._check_usable()
-        if self._works is None:
+        if self._inflight is None:
             return
         if self._gpu.is_capturing():
             raise UnsupportedError(
-                "a CUDA graph is being captured: what it replays has neither a deadline nor anybody who looks"
-                f" after it; {self!r} takes no part in it"
+                "a CUDA graph is being captured, and what it replays has no deadline and is not monitored:"
+                f" {self!r} cannot be captured"
             )
         try:
-            self._works.check()
+            self._inflight.check()
         except KvplugError as e:
             self._break(e)
             raise
@@ -249,41 +251,41 @@ class PyncclCommunicator(DeviceCommunicator):
     # -- beside NCCL -------------------------------------------------------------------------------
 
     def _compare(self, call: Mapping[str, Any], deadline: Deadline) -> Sequence[Mapping[str, Any]]:
-        with self._running().talking() as mesh:
+        with self._running().exclusive_mesh() as mesh:
             return mesh.compare(call, deadline)
 
     def _compare_pairs(
         self, calls: Mapping[int, Mapping[str, Any]], deadline: Deadline
     ) -> Mapping[int, Mapping[str, Any]]:
-        with self._running().talking() as mesh:
+        with self._running().exclusive_mesh() as mesh:
             mesh.send(calls, deadline)
             return mesh.recv(calls, deadline)
 
     def _give_up(self, error: BaseException) -> None:
-        if self._works is not None:
-            self._works.abort()
+        if self._inflight is not None:
+            self._inflight.abort()
         self._mesh.give_up(error)
 
     def _suspend(self) -> None:
-        if self._works is None:
+        if self._inflight is None:
             return
         deadline = Deadline.after(self.context.timeout_s)
-        self._works.drain(deadline)
+        self._inflight.drain(deadline)
         if self._nccl.has(_SUSPEND):
-            self._works.suspend(deadline)
+            self._inflight.suspend(deadline)
         else:
             logger.warning(
-                "%r sleeps, and NCCL %s gives no memory back meanwhile: %s and later do",
+                "%r is suspended, and NCCL %s keeps its memory meanwhile: %s and later release it",
                 self,
                 self._nccl.version,
                 OPTIONAL[_SUSPEND],
             )
 
     def _resume(self) -> None:
-        if self._works is not None and self._nccl.has(_SUSPEND):
-            self._works.resume(Deadline.after(self.context.timeout_s))
+        if self._inflight is not None and self._nccl.has(_SUSPEND):
+            self._inflight.resume(Deadline.after(self.context.timeout_s))
 
     def _destroy(self) -> None:
         self._mesh.abort()
-        if self._works is not None:
-            self._works.end()
+        if self._inflight is not None:
+            self._inflight.end()

@@ -1,4 +1,4 @@
-"""Tensors of a collective as NCCL takes them: addresses, and elements of a type that it has."""
+"""Tensors of a collective as NCCL takes them: addresses, and elements of one of its types."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @attrs.frozen
 class Part:
-    """A contiguous tensor: where, how many, of what."""
+    """A contiguous tensor: its address, and how many elements of which type."""
 
     address: int
     count: int
@@ -24,7 +24,7 @@ class Part:
 
     @classmethod
     def of(cls, tensor: Tensor) -> Part:
-        """To be moved: as bytes, where NCCL has no such type."""
+        """For moving it: as bytes, where NCCL has no such type."""
         carried = moved_as(tensor.dtype)
         return cls(tensor.data_ptr(), tensor.numel() * carried.per_element, carried.dtype)
 
@@ -33,8 +33,8 @@ class Part:
         return self.count * self.dtype.nbytes
 
 
-def are_one(parts: Sequence[Part]) -> bool:
-    """Whether they are of one size and lie one behind the other, in this order."""
+def are_contiguous(parts: Sequence[Part]) -> bool:
+    """Whether they have one size and follow one another in memory, in this order."""
     first = parts[0]
     return all(
         part.count == first.count and part.address == first.address + number * first.nbytes

@@ -37,7 +37,7 @@ class Carried(NamedTuple):
 
 
 def moved_as(dtype: torch.dtype) -> Carried:
-    """What elements that are only moved travel as: bytes, where NCCL has no name for them, or not always."""
+    """What elements that are only moved travel as: bytes, where not every NCCL has a type for them."""
     own = _OWN.get(_name(dtype))
     return Carried(DataType.UINT8, dtype.itemsize) if own is None else Carried(own)
 

@@ -1,4 +1,4 @@
-"""Whether a shared library is all there: the loader maps it unseen, and what is missing is a SIGBUS."""
+"""Whether a shared library is complete: the loader maps it unread, and reading a missing part is a SIGBUS."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _64_BITS_LITTLE: Final = b"\x7fELF\x02\x01"
 def missing_bytes(path: str) -> int:
     """How many bytes of its segments lie behind the file's end.
 
-    0, too, if it is not a 64-bit library: the loader says what it thinks of that.
+    0, too, if it is not a 64-bit library: the loader raises an error for that.
 
     Raises:
         OSError: it cannot be read.

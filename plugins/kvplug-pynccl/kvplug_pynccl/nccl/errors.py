@@ -1,4 +1,4 @@
-"""What NCCL's results are as errors. ``ncclInProgress`` is none."""
+"""The errors that NCCL's results are. ``ncclInProgress`` is not one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvplug_pynccl.nccl.abi import Result
 
 
 class NcclLibraryError(TransportError):
-    """There is no NCCL that can be used. The message says what was looked for where, and what is wrong."""
+    """There is no usable NCCL. The message lists what was tried, and why it failed."""
 
 
 class NcclError(TransportError):
@@ -93,7 +93,7 @@ def error_of(result: int, function: str, said: str = "") -> NcclError:
 
 def _name(result: int) -> str:
     try:
-        words = Result(result).name.split("_")
+        parts = Result(result).name.split("_")
     except ValueError:
         return f"result {result}"
-    return "nccl" + "".join(word.capitalize() for word in words)
+    return "nccl" + "".join(part.capitalize() for part in parts)

@@ -1,6 +1,6 @@
 """NCCL itself, loaded with ctypes: each function as a method that raises what NCCL's result means.
 
-Every call lets the interpreter's lock go. A communicator is the address that NCCL gave for it, a stream that
+Every call releases the interpreter's lock. A communicator is the address that NCCL gave for it, a stream that
 of a ``cudaStream_t`` (0: the default one), memory the address of its first byte (``tensor.data_ptr()``).
 """
 
@@ -43,7 +43,7 @@ def load(path: str = "") -> Library:
     call that needs it: set it before.
 
     Raises:
-        NcclLibraryError: there is none that can be used. What was named and is not one is not passed over.
+        NcclLibraryError: there is no usable one. A path that was given is never passed over.
     """
     tried = []
     for place in places(path):
@@ -66,8 +66,8 @@ def load(path: str = "") -> Library:
 class Library:
     """One ``libnccl``. :func:`load` finds it.
 
-    Of a non-blocking communicator a method returns ``Result.SUCCESS`` or ``Result.IN_PROGRESS``, which is no
-    error: ask :meth:`comm_get_async_error` until it is over, and call nothing else before.
+    For a non-blocking communicator a method returns ``Result.SUCCESS`` or ``Result.IN_PROGRESS``, which is
+    not an error: poll :meth:`comm_get_async_error` until it is over, and call nothing else before.
 
     Raises (every method that calls NCCL):
         NcclError: it failed; the class says how, see :mod:`kvplug_pynccl.nccl.errors`.
@@ -75,16 +75,16 @@ class Library:
     """
 
     def __init__(self, path: str) -> None:
-        """Raises NcclLibraryError: it is no library, no NCCL, or too old."""
+        """Raises NcclLibraryError: it is not a library, not NCCL, or too old."""
         self.path = path
         loaded = _loaded(path)
-        self._lent: dict[int, list[object]] = {}
-        """What NCCL reads and writes when the call that was given it is long over, by communicator."""
+        self._kept_alive: dict[int, list[object]] = {}
+        """Memory that NCCL uses after the call that passed it has returned, by communicator."""
         self._functions = {name: _bound(loaded, name) for name in PROTOTYPES if hasattr(loaded, name)}
         if lacks := [name for name in PROTOTYPES if name not in self._functions and name not in OPTIONAL]:
             names = ", ".join(lacks[:3]) + (", ..." if len(lacks) > 3 else "")
             if "ncclGetVersion" in lacks:
-                raise NcclLibraryError(f"{path} is no NCCL: it lacks {names}")
+                raise NcclLibraryError(f"{path} is not NCCL: it lacks {names}")
             raise NcclLibraryError(f"{path} is NCCL {self._version()}, and lacks {names}")
         self.version: Version = self._version()
         if self.version < MIN_VERSION:
@@ -109,7 +109,7 @@ class Library:
         return _text(self._function("ncclGetErrorString")(result))
 
     def get_last_error(self, comm: int = 0) -> str:
-        """The last that any communicator of this process warned of; empty if nothing has gone wrong."""
+        """The last warning of any communicator of this process; empty if there was none."""
         return _text(self._function("ncclGetLastError")(comm or None)).strip()
 
     def get_unique_id(self) -> UniqueId:
@@ -119,7 +119,7 @@ class Library:
         return unique_id
 
     def group_start(self) -> Result:
-        """What this thread calls from now on waits for :meth:`group_end`, and is one operation then."""
+        """Collect this thread's calls until :meth:`group_end`, which makes them one operation."""
         return self._call("ncclGroupStart")
 
     def group_end(self) -> Result:
@@ -128,15 +128,15 @@ class Library:
     # -- a communicator's life -------------------------------------------------------------------------
 
     def comm_init_rank(self, world_size: int, unique_id: UniqueId, rank: int) -> int:
-        """A communicator on the current device. Blocks until all ranks are there, with no way out."""
+        """A communicator on the current device. Blocks until all ranks are there, without a deadline."""
         comm = ctypes.c_void_p()
         self._call("ncclCommInitRank", ctypes.byref(comm), world_size, unique_id, rank)
-        return self._lend(comm.value or 0, comm)
+        return self._keep_alive(comm.value or 0, comm)
 
     def comm_init_rank_config(
         self, world_size: int, unique_id: UniqueId, rank: int, config: Config
     ) -> tuple[int, Result]:
-        """With ``blocking=0`` it returns at once: ask :meth:`comm_get_async_error`, or abort."""
+        """With ``blocking=0`` it returns at once: poll :meth:`comm_get_async_error`, or abort."""
         comm = ctypes.c_void_p()
         try:
             result = self._call(
@@ -148,43 +148,43 @@ class Library:
                 ctypes.byref(config),
             )
         except NcclError:
-            if comm.value:  # it is there, and failed: nobody else has its address
+            if comm.value:  # it exists, and failed: only this call has its address
                 threading.Thread(target=self._abort_unseen, args=(comm, config), daemon=True).start()
             raise
-        return self._lend(comm.value or 0, comm, config), result
+        return self._keep_alive(comm.value or 0, comm, config), result
 
     def comm_get_async_error(self, comm: int) -> Result | int:
-        """How the communicator is: also a failure is returned, not raised. See :meth:`raise_for`."""
+        """The communicator's state. A failure is returned, not raised; see :meth:`raise_for`."""
         state = ctypes.c_int()
         self._call("ncclCommGetAsyncError", comm, ctypes.byref(state))
         return _result(state.value)
 
     def raise_for(self, state: int, what: str, comm: int = 0) -> Result:
-        """Raises the error that a state of a communicator is. ``what`` is what was being done."""
+        """Raise the error that a state of a communicator is. ``what`` names the call for the message."""
         if state in _GOES_ON:
             return Result(state)
         raise error_of(state, what, self.get_last_error(comm))
 
     def comm_finalize(self, comm: int) -> Result:
-        """Ends it politely: what was begun is completed, on all ranks."""
+        """End it politely: all ranks complete what they began."""
         return self._call("ncclCommFinalize", comm)
 
     def comm_abort(self, comm: int) -> Result:
-        """Ends it at once: what is under way on the device ends undone. The communicator is gone then."""
-        return self._ended(comm, self._call("ncclCommAbort", comm))
+        """End it at once: what the device is doing for it ends undone. Frees the communicator."""
+        return self._freed(comm, self._call("ncclCommAbort", comm))
 
     def comm_destroy(self, comm: int) -> Result:
-        """Gives back what it has. Waits for what is under way."""
-        return self._ended(comm, self._call("ncclCommDestroy", comm))
+        """Free the communicator. Waits for its operations."""
+        return self._freed(comm, self._call("ncclCommDestroy", comm))
 
     def comm_count(self, comm: int) -> int:
-        return self._asked("ncclCommCount", comm)
+        return self._query("ncclCommCount", comm)
 
     def comm_cu_device(self, comm: int) -> int:
-        return self._asked("ncclCommCuDevice", comm)
+        return self._query("ncclCommCuDevice", comm)
 
     def comm_user_rank(self, comm: int) -> int:
-        return self._asked("ncclCommUserRank", comm)
+        return self._query("ncclCommUserRank", comm)
 
     def comm_suspend(self, comm: int, flags: int = SuspendFlag.MEM) -> Result:
         return self._call("ncclCommSuspend", comm, flags)
@@ -197,12 +197,12 @@ class Library:
     ) -> tuple[ctypes.c_void_p, Result]:
         """All ranks call it, with memory of one size.
 
-        Read the window's ``value`` when the communicator is in progress no more. ``None``: it has no use for
-        that memory.
+        Read the window's ``value`` when the communicator is no longer in progress. ``None``: NCCL does not
+        use that memory.
         """
         window = ctypes.c_void_p()
         result = self._call("ncclCommWindowRegister", comm, buff, nbytes, ctypes.byref(window), flags)
-        self._lend(comm, window)
+        self._keep_alive(comm, window)
         return window, result
 
     def comm_window_deregister(self, comm: int, window: int) -> Result:
@@ -266,17 +266,17 @@ class Library:
         return Version.of(code.value)
 
     def _abort_unseen(self, comm: ctypes.c_void_p, config: Config) -> None:
-        """In a thread of its own: it may hang, and what was lent is kept as long."""
+        """In a thread of its own: it may hang, and NCCL uses ``comm`` and ``config`` until it returns."""
         with contextlib.suppress(NcclError):
             self.comm_abort(comm.value or 0)
         del config
 
-    def _lend(self, comm: int, *things: object) -> int:
-        self._lent.setdefault(comm, []).extend(things)
+    def _keep_alive(self, comm: int, *things: object) -> int:
+        self._kept_alive.setdefault(comm, []).extend(things)
         return comm
 
-    def _ended(self, comm: int, result: Result) -> Result:
-        self._lent.pop(comm, None)
+    def _freed(self, comm: int, result: Result) -> Result:
+        self._kept_alive.pop(comm, None)
         return result
 
     def _function(self, name: str) -> Callable[..., Any]:
@@ -293,7 +293,7 @@ class Library:
             return Result(result)
         raise error_of(result, name, self.get_last_error())
 
-    def _asked(self, name: str, comm: int) -> int:
+    def _query(self, name: str, comm: int) -> int:
         value = ctypes.c_int()
         self._call(name, comm, ctypes.byref(value))
         return value.value
@@ -301,12 +301,12 @@ class Library:
 
 def _loaded(path: str) -> ctypes.CDLL:
     try:
-        lacking = missing_bytes(path) if "/" in path else 0  # a bare name is the loader's to find
+        lacking = missing_bytes(path) if "/" in path else 0  # the loader looks for a bare name
         if not lacking:
             return ctypes.CDLL(path)
     except OSError as e:
         raise NcclLibraryError(f"{path} cannot be loaded: {e}") from e
-    raise NcclLibraryError(f"{path} is not all there: {lacking} bytes are missing at its end")
+    raise NcclLibraryError(f"{path} is incomplete: {lacking} bytes are missing at its end")
 
 
 def _bound(loaded: ctypes.CDLL, name: str) -> Callable[..., Any]:

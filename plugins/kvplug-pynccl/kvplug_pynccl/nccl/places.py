@@ -1,4 +1,4 @@
-"""Where a library of NCCL may be: what was named, the package that we depend on, what torch loads."""
+"""Where a libnccl may be: a path that was given, the package that we depend on, what torch loads."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Place:
 
 
 def places(named: str = "") -> Iterator[Place]:
-    """In the order in which they are tried. What was named, here or by the variable, is the only one."""
+    """In the order in which they are tried. A path that was given, or the variable, is the only one."""
     if named:
         yield Place("the path that was given", named)
     elif named := os.environ.get(VARIABLE, ""):
@@ -51,7 +51,7 @@ def _package() -> Place:
 
 
 def _mapped() -> Place:
-    """What this process has loaded already: torch's, once torch was imported."""
+    """The one that this process has loaded already: torch's, once torch was imported."""
     what = "what this process has loaded"
     try:
         lines = Path("/proc/self/maps").read_text(encoding="utf-8", errors="surrogateescape").splitlines()
@@ -65,7 +65,7 @@ def _mapped() -> Place:
 
 
 def _beside_torch() -> Iterator[Place]:
-    """Where PyTorch's wheels have it: in themselves, or in another package of NVIDIA's."""
+    """The one of PyTorch's wheels: in themselves, or in another package of NVIDIA's."""
     what = "PyTorch's own"
     spec = importlib.util.find_spec("torch")
     if spec is None or not spec.submodule_search_locations:

@@ -8,7 +8,7 @@ from typing import Any, Final
 from kvplug_pynccl.nccl.abi import Config, Properties, UniqueId, Version
 
 MIN_VERSION: Final = Version(2, 20, 0)
-"""The oldest NCCL that is used: what the oldest PyTorch that kvplug supports comes with."""
+"""The oldest NCCL that is used: the one of the oldest PyTorch that kvplug supports."""
 
 FLOAT8_SINCE: Final = Version(2, 24, 0)
 

@@ -1,48 +1,16 @@
-"""The contact of this pipe: where its listener listens, and in which network namespace of which host.
-
-nccl1 <domain> <contact>
-"""
+"""The contact of this plugin's listeners: one Unix socket or TCP address, and where it can be reached."""
 
 from __future__ import annotations
 
-import attrs
-
-from kvplug import TransportError
-from kvplug.transport import WireError, local_domain
-
-_VERSION = "nccl1"
+from kvplug.transport import Contact
 
 
-@attrs.frozen
-class Contact:
-    """Where a listener of this pipe listens. The contact may carry a token: not for logs."""
+class PyncclContact(Contact):
+    """``pynccl1 <domain> <address>``."""
 
-    domain: str
-    contact: str = attrs.field(repr=False)
-
-    def __str__(self) -> str:
-        return f"{_VERSION} {self.domain} {self.contact}"
-
-    @classmethod
-    def parse(cls, text: str) -> Contact:
-        """Raises WireError, which does not repeat the text."""
-        fields = text.split(" ")
-        if len(fields) != 3 or fields[0] != _VERSION or not all(fields):
-            raise WireError(
-                "that is not a contact of the pipe 'pynccl' (version 1); pass on what listen() gave"
-            )
-        return cls(fields[1], fields[2])
-
-    def reachable(self) -> str:
-        """The contact to dial.
-
-        Raises:
-            TransportError: it only listens where this process cannot come.
-        """
-        here = local_domain()
-        if self.contact.startswith("unix:") and (here == "-" or here != self.domain):
-            raise TransportError(
-                "the peer listens on an abstract Unix socket of another host or network namespace; set its"
-                " host to an address that can be reached from here"
-            )
-        return self.contact
+    NAME = "pynccl"
+    TRANSPORT = "pynccl"
+    UNREACHABLE = (
+        "the peer listens on an abstract Unix socket of another host or network namespace; set its"
+        " host to an address that can be reached from here"
+    )

@@ -1,4 +1,4 @@
-"""Memory as NCCL takes it: pieces of equal size, each in one place; and what fits an announcement."""
+"""Memory as NCCL takes it: pieces of equal size, each contiguous; and what fits an announcement."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from kvplug import CapacityError, UnsupportedError
 from kvplug.net.wire import TensorMeta, copy_into, memory_of
 from kvplug.net.wire.messages import NONE, is_dense, tensor_prefix
 from kvplug.net.wire.tensors import as_bits, dense, dtype_name, meta_of
-from kvplug.transport import Blocks, Deadline, TensorMismatchError
+from kvplug.transport import Blocks, Deadline, TensorMismatchError, mismatch
 from kvplug_pynccl.device import Device, Event
-from kvplug_pynccl.pipe.frames import MOST_PIECES
+from kvplug_pynccl.pipe.frames import MAX_PIECES
 
 if TYPE_CHECKING:
     import torch
@@ -31,7 +31,7 @@ class Memory:
 
     @classmethod
     def of(cls, tensor: Tensor, pieces: int) -> Memory:
-        """A contiguous tensor, cut into so many."""
+        """A contiguous tensor, cut into so many pieces."""
         piece_bytes = tensor.numel() * tensor.element_size() // pieces
         begin = tensor.data_ptr()
         return cls((tensor,), tuple(begin + k * piece_bytes for k in range(pieces)), piece_bytes)
@@ -50,29 +50,28 @@ class Content:
     prefix: bytes
     nbytes: int
     memory: Memory | None
+    """``None``: it has no bytes."""
     ready: Event | None
-    """When the device has made it; ``None``: it has."""
+    """When the device has written it; ``None``: it has."""
     owned: bool
-    """It is a copy: the caller may overwrite the tensor once that is made."""
+    """It is a copy: the caller may overwrite the tensor once the copy is written."""
     kept: Any = None
+    """What the device still reads to write the copy."""
 
-    def is_made(self) -> bool:
-        """Whether the device has done all that it comes from. Never waits."""
+    def is_ready(self) -> bool:
+        """Whether the device has written it. Never waits."""
         return self.ready is None or self.ready.is_done()
 
 
-def nothing() -> Content:
-    """The message ``None``."""
-    return Content(NONE, 0, None, None, True)
-
-
-def content_of(tensor: Tensor, device: Device, *, stage: bool, copy_bytes: int) -> Content:
-    """Of a tensor; a copy where it is small, or does not lie in memory as it reads.
+def content_of(tensor: Tensor | None, device: Device, *, stage: bool, copy_bytes: int) -> Content:
+    """Of a tensor or ``None``; a copy where it is small, or does not lie in memory as it reads.
 
     Raises:
-        UnsupportedError: a device, layout or dtype that is not carried.
+        UnsupportedError: a device, layout or dtype that this pipe does not carry.
         CapacityError: there is no memory for the copy.
     """
+    if tensor is None:
+        return Content(NONE, 0, None, None, True)
     meta = meta_of(tensor)
     prefix = tensor_prefix(tensor.dtype, tensor.shape, meta.nbytes)
     if not device.owns(tensor):
@@ -92,10 +91,10 @@ def content_of(tensor: Tensor, device: Device, *, stage: bool, copy_bytes: int) 
 
 
 def content_of_blocks(blocks: Blocks, device: Device, *, copy_bytes: int) -> Content:
-    """Of blocks: one piece for each view, from where they are if they are many and lie one after the other.
+    """Of blocks: one piece for each view, from where they are if they are large and lie one after the other.
 
     Raises:
-        UnsupportedError: a device or dtype that is not carried.
+        UnsupportedError: a device or dtype that this pipe does not carry.
         CapacityError: there is no memory for the copy.
     """
     _check_device(blocks, device)
@@ -118,7 +117,7 @@ def runs(blocks: Blocks) -> list[Tensor] | None:
 
 def pieces_of(shape: Sequence[int]) -> int:
     """Of a message of blocks: as many as there are views, if that is not too many."""
-    return shape[0] if 0 < shape[0] <= MOST_PIECES else 1
+    return shape[0] if 0 < shape[0] <= MAX_PIECES else 1
 
 
 def check_out(out: Tensor, meta: TensorMeta | None, device: Device, *, stage: bool) -> None:
@@ -126,33 +125,25 @@ def check_out(out: Tensor, meta: TensorMeta | None, device: Device, *, stage: bo
 
     Raises:
         TensorMismatchError: not this message, which stays.
-        UnsupportedError: it is no dense tensor of the pipe's device.
+        UnsupportedError: it is not a dense tensor of the pipe's device.
     """
-    if meta is None:
-        raise TensorMismatchError("the next message is None, and out= was given; it stays")
-    offered = meta_of(out)
+    wanted = meta_of(out)
     if not device.owns(out):
         _check_stageable(out, device, stage, "receives into")
-    if offered != meta:
-        raise TensorMismatchError(
-            f"the next message is {meta.dtype} of shape {list(meta.shape)}, and out= is {offered.dtype} of"
-            f" shape {list(offered.shape)}; it stays"
-        )
+    if wanted != meta:
+        raise mismatch(meta, "out= is", wanted)
 
 
 def check_blocks(blocks: Blocks, meta: TensorMeta | None, device: Device) -> None:
-    """The same for blocks."""
+    """Whether a message can be received into blocks. Raises as :func:`check_out`."""
     _check_device(blocks, device)
-    dtype = dtype_name(blocks.dtype)
-    if meta is None or (meta.dtype, meta.shape) != (dtype, blocks.shape):
-        came = "None" if meta is None else f"{meta.dtype} of shape {list(meta.shape)}"
-        raise TensorMismatchError(
-            f"the next message is {came}, and the blocks are {dtype} of shape {list(blocks.shape)}; it stays"
-        )
+    wanted = TensorMeta(dtype_name(blocks.dtype), blocks.shape)
+    if wanted != meta:
+        raise mismatch(meta, "the blocks are", wanted)
 
 
 def is_plain(out: Tensor, device: Device) -> bool:
-    """Whether a message can be received into it as it comes."""
+    """Whether a message can be received into it without a copy."""
     return device.owns(out) and is_dense(out)
 
 
@@ -160,7 +151,7 @@ def fill(out: Tensor, message: Tensor, device: Device, deadline: Deadline) -> No
     """Copy a message into memory that it could not be received into.
 
     Raises:
-        TensorMismatchError: it cannot be written; the message stays.
+        TensorMismatchError: ``out`` cannot be written; the message stays.
         TimeoutError: the copy did not end in time; the message stays.
     """
     try:

@@ -1,4 +1,4 @@
-"""The connection between the two ends as the pipe's thread uses it: without waiting, in frames."""
+"""The connection between the two ends of a pipe as its worker uses it: without blocking, in frames."""
 
 from __future__ import annotations
 
@@ -10,29 +10,34 @@ import threading
 from typing import Final
 
 from kvplug.transport import Connection
-from kvplug_pynccl.pipe.frames import Frame, Frames
+from kvplug_pynccl.pipe.frames import Frame, FrameParser
 
 _READ_BYTES: Final = 64 * 1024
 
 
-class Control:
-    """Any thread says something; one thread reads, writes and sleeps on it, and closes it at the end."""
+class ControlConnection:
+    """Any thread sends; the pipe's worker receives, sends what is left, waits, and closes it at the end."""
 
     def __init__(self, connection: Connection) -> None:
-        """Owns the connection from here on."""
+        """Owns the connection from here on, unless it raises.
+
+        Raises:
+            OSError: there is no descriptor for waking the worker.
+        """
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self.peer = connection.describe
         self.sock = connection.sock
         self.sock.setblocking(False)
         self._connection = connection
-        self._frames = Frames()
-        self._lock = threading.Lock()
+        self._parser = FrameParser()
+        self._lock = threading.RLock()  # also for the handler of a signal, which may abort the pipe
         self._unsent = bytearray()
-        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._closed = False
         self.ended = False
-        """The other end says no more."""
+        """The peer sends nothing more."""
 
-    def say(self, data: bytes) -> None:
-        """At once, or what the kernel does not take by the thread. What is said is bounded by the window."""
+    def send(self, data: bytes) -> None:
+        """Send at once what the kernel takes; the worker sends the rest, which the window bounds."""
         with self._lock:
             if self._closed:
                 return
@@ -43,22 +48,23 @@ class Control:
             self.wake()
 
     def wake(self) -> None:
+        """End the worker's :meth:`wait`."""
         with self._lock:
             if not self._closed:
                 with contextlib.suppress(BlockingIOError):
                     os.eventfd_write(self._wake, 1)
 
     def hang_up(self) -> None:
-        """The other end is told, whoever is inside."""
+        """The peer sees the end of the connection, whichever threads use it here."""
         with self._lock:
             if not self._closed:
                 with contextlib.suppress(OSError):
                     self.sock.shutdown(socket.SHUT_RDWR)
 
-    # -- the thread ------------------------------------------------------------------------------------
+    # -- the worker --------------------------------------------------------------------------------------
 
-    def sleep(self, seconds: float | None) -> None:
-        """Until there is something to read, to write, or somebody wakes us."""
+    def wait(self, seconds: float | None) -> None:
+        """Wait until there is something to read or room to write, :meth:`wake` is called, or time is up."""
         poller = select.poll()
         poller.register(self._wake, select.POLLIN)
         if not self.ended:
@@ -68,7 +74,7 @@ class Control:
             os.eventfd_read(self._wake)
 
     def send_now(self) -> None:
-        """What the kernel takes of what it did not take before."""
+        """Send what the kernel did not take before and takes now."""
         with self._lock:
             self._send()
 
@@ -79,12 +85,12 @@ class Control:
             except BlockingIOError:
                 return
             except OSError:
-                self._unsent.clear()  # reading says that it is gone
+                self._unsent.clear()  # receiving notices that the peer is gone
                 return
             del self._unsent[:sent]
 
     def receive_now(self) -> list[Frame]:
-        """What has come. Raises WireError: no frames."""
+        """The frames that are complete now. Raises WireError: what came is not a frame."""
         if self.ended:
             return []
         try:
@@ -95,22 +101,24 @@ class Control:
             data = b""
         if not data:
             self.ended = True
-        return self._frames.feed(data)
+        return self._parser.feed(data)
 
     def has_hung_up(self, within_s: float) -> bool:
-        """Whether the other end is gone, or goes in that time."""
+        """Whether the peer has ended the connection, or does so within this time."""
         poller = select.poll()
         poller.register(self.sock, select.POLLRDHUP)
         return self.ended or bool(poller.poll(within_s * 1000))
 
     def close(self) -> None:
+        """Close the descriptors. Only the worker calls it, which is the only thread that blocks on them."""
         with self._lock:
-            self._closed = True
-            self._connection.close()
-            os.close(self._wake)
+            self._close()
 
-    def inherit(self) -> None:
-        """In a forked child: close what is ours. Takes no lock."""
+    def after_fork(self) -> None:
+        """This is a forked child: close its copies of the descriptors. Takes no lock."""
+        self._close()
+
+    def _close(self) -> None:
         if not self._closed:
             self._closed = True
             self._connection.close()

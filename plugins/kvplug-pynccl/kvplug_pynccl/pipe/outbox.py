@@ -1,47 +1,44 @@
 """The sending half of a pipe: what is queued, what the peer knows of, and what it has cleared.
 
-    queued -> made -> announced -> cleared by the peer -> under way -> sent, and taken by the peer
+    queued -> ready -> announced -> cleared by the peer -> being sent -> sent, and taken by the peer
 
-Messages go through these states in order. One is made when the device has done what its content comes from:
-announced before, it would have the peer's GPU wait for ours. The memory of one is the caller's again when it
-was sent and taken, or when the copy of it was made: whoever ends the pipe once a transfer is done cuts off
-nothing that the peer is still receiving. Callers queue; everything else is done by the pipe's thread.
+Messages go through these states in order. One is ready when the device has written its content: announced
+before, it would make the peer's GPU wait for this one. The memory of a message is the caller's again when it
+was sent and taken, or when the copy of it was written: ending the pipe once a transfer is done cuts off
+nothing that the peer is still receiving. Callers queue; everything else is done by the pipe's worker.
 """
 
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from typing import Final
 
-from kvplug import KvplugError, TimeoutError
+from kvplug import KvplugError
 from kvplug.net.wire.messages import read_prefix
-from kvplug.transport import Deadline, Lifecycle, Transfer, WireError
+from kvplug.transport import INTERRUPTED, Deadline, Lifecycle, SendWindow, Transfer, WireError
 from kvplug_pynccl.operation import Operation
 from kvplug_pynccl.pipe.content import Content
+from kvplug_pynccl.pipe.direction import Direction
 from kvplug_pynccl.pipe.frames import WINDOW, Announcement, Frame
-from kvplug_pynccl.pipe.way import Way
 
 logger = logging.getLogger(__name__)
 
-_PAUSE_S = 0.001
-
-_SMALLEST_COST = 256
-"""What an empty message counts for, so that a stopped receiver bounds their number too."""
+_PAUSE_S: Final = 0.001
 
 
 class _Message:
-    __slots__ = ("cleared", "content", "cost", "made", "number", "operation", "sent", "taken", "transfer")
+    __slots__ = ("cleared", "content", "cost", "number", "operation", "ready", "sent", "taken", "transfer")
 
-    def __init__(self, number: int, content: Content) -> None:
+    def __init__(self, number: int, content: Content, cost: int) -> None:
         self.number = number
         self.content = content
-        self.cost = max(_SMALLEST_COST, content.nbytes)
+        self.cost = cost
         self.transfer = Transfer(content.nbytes)
         self.operation: Operation | None = None
-        self.made = self.cleared = False
+        self.ready = self.cleared = False
         self.sent = content.memory is None
         self.taken = False
 
@@ -52,128 +49,106 @@ class _Message:
 
 
 class Outbox:
-    """``say`` queues a frame for the peer, ``wake`` wakes the pipe's thread, ``break_down`` ends the pipe.
-
-    The last is called without locks.
-    """
+    """``fail_pipe`` is called without locks, and calls :meth:`end`."""
 
     def __init__(
         self,
-        way: Way,
+        direction: Direction,
         *,
         peer: str,
         limit: int,
         lifecycle: Lifecycle,
-        say: Callable[[bytes], None],
-        wake: Callable[[], None],
-        break_down: Callable[[str], None],
+        send_frame: Callable[[bytes], None],
+        wake_worker: Callable[[], None],
+        fail_pipe: Callable[[str], None],
     ) -> None:
-        self._way = way
-        self._peer = peer
-        self._limit = limit
+        """``limit`` is the option ``max_in_flight_bytes``."""
+        self.direction = direction
         self._lifecycle = lifecycle
-        self._say = say
-        self._wake = wake
-        self._break_down = break_down
-        self._lock = threading.Lock()
-        self._room = threading.Condition(self._lock)
-        self._held: dict[int, _Message] = {}
+        self._send_frame = send_frame
+        self._wake_worker = wake_worker
+        self._fail_pipe = fail_pipe
+        self._window = SendWindow(limit=limit, peer=peer, lifecycle=lifecycle)
+        self._lock = self._window.lock
+        self._pending: dict[int, _Message] = {}
         """By number; from queued until sent and taken."""
-        self._in_flight = 0
         self._next = self._announced = self._taken = 0
         """Numbers of the message that is queued, announced, and taken next."""
-        self._making: deque[_Message] = deque()
+        self._unready: deque[_Message] = deque()
         self._cleared: deque[_Message] = deque()
         self._active: _Message | None = None
-        self._ended = False
 
     # -- callers ---------------------------------------------------------------------------------------
 
     def send(self, content: Content, deadline: Deadline) -> Transfer:
-        """Only one thread at a time. Raises as ``Pipe.send_tensor``."""
-        room = False
+        """Queue a message. Only one thread at a time. Raises as ``Pipe.send_tensor``."""
+        admitted = False
         try:
             with self._lock:
-                message = _Message(self._next, content)
-                self._wait_for_room(message, deadline)
-                room = True
-                self._queue(message)
+                self._window.wait_for_room(content.nbytes, deadline)
+                admitted = True
+                message = self._queue(content)
         except BaseException:
-            if room:  # Ctrl-C: nobody knows how far it got
-                self._break_down("interrupted while a message was queued")
+            if admitted:  # by Ctrl-C: part of the state may have changed
+                self._fail_pipe(INTERRUPTED)
             raise
-        if not message.made:
-            self._wake()
+        if not message.ready:
+            self._wake_worker()
         elif content.owned:
             message.transfer.finish()
         return message.transfer
 
     def drain(self, deadline: Deadline) -> None:
-        """Refuse whoever waits for room, then wait until all was taken, or it has ended."""
-        with self._lock:
-            self._room.notify_all()
-            while self._held and not self._ended:
-                if not self._room.wait(deadline.remaining()) and deadline.expired:
-                    return
+        """Refuse senders that wait for room, then wait until the peer has taken all, or the pipe ends."""
+        self._window.drain(deadline)
 
     def end(self) -> None:
-        """It has ended: whoever waits looks at it. Blocks nowhere."""
+        """Accept nothing more, and wake every sender. Does not block."""
         with self._lock:
-            self._ended = True
-            self._room.notify_all()
+            self._window.end()
 
     def fail(self) -> None:
-        """Everything that is not sent and taken fails with how it ended; what is done stays so."""
+        """Fail everything that is not sent and taken with how the pipe ended; what is done stays done."""
         with self._lock:
-            self._ended = True
-            lost = list(self._held.values())
-            self._held.clear()
-            self._making.clear()
+            self._window.end()
+            lost = list(self._pending.values())
+            self._pending.clear()
+            self._unready.clear()
             self._cleared.clear()
             self._active = None
-            self._room.notify_all()
         for message in lost:
             try:
                 message.transfer.fail(self._lifecycle.error())
-            except BaseException:  # of a callback; the others are told, too
+            except BaseException:  # of a callback; the other transfers must fail, too
                 logger.exception("a callback of %r ended it", message.transfer)
 
-    def inherit(self) -> None:
+    def after_fork(self) -> None:
         """This is a forked child: its parent's transfers end here too. Takes no lock."""
-        for message in list(self._held.values()):
+        for message in list(self._pending.values()):
             message.transfer.inherit(self._lifecycle.error())
 
-    def _wait_for_room(self, message: _Message, deadline: Deadline) -> None:
-        while True:
-            if self._lifecycle.ended or self._ended:
-                raise self._lifecycle.error()
-            if not self._in_flight or self._in_flight + message.cost <= self._limit:
-                return
-            if not self._room.wait(deadline.remaining()) and deadline.expired:
-                raise TimeoutError(
-                    f"{self._peer} has not taken the {self._in_flight} bytes that are queued for it;"
-                    f" there was no room for {message.transfer.nbytes} more (max_in_flight_bytes is"
-                    f" {self._limit}), and nothing was queued"
-                )
-
-    def _queue(self, message: _Message) -> None:
-        message.made = not self._making and message.content.is_made()
-        if not message.made:
-            self._making.append(message)
-        self._held[message.number] = message
+    def _queue(self, content: Content) -> _Message:
+        message = _Message(self._next, content, self._window.cost(content.nbytes))
+        message.ready = not self._unready and content.is_ready()
+        if not message.ready:
+            self._unready.append(message)
+        self._pending[message.number] = message
         self._next += 1
-        self._in_flight += message.cost
+        self._window.add(message.cost)
         self._announce()
+        return message
 
     def _announce(self) -> None:
         while self._announced < self._next and self._announced - self._taken < WINDOW:
-            message = self._held[self._announced]
-            if not message.made:
+            message = self._pending[self._announced]
+            if not message.ready:
                 return
             self._announced += 1
-            self._say(Announcement(message.number, message.content.prefix, None, message.pieces).pack())
+            self._send_frame(
+                Announcement(message.number, message.content.prefix, None, message.pieces).pack()
+            )
 
-    # -- the pipe's thread -----------------------------------------------------------------------------
+    # -- the worker --------------------------------------------------------------------------------------
 
     @property
     def in_use(self) -> object:
@@ -184,9 +159,9 @@ class Outbox:
         """The peer is ready for a message.
 
         Raises:
-            WireError: not for that one; or, where it says what it expects, for something else.
+            WireError: it was not that message's turn; or the peer expects another one than this end sends.
         """
-        message = self._held.get(frame.number)
+        message = self._pending.get(frame.number)
         if (
             frame.number != self._taken
             or frame.number >= self._announced
@@ -205,8 +180,8 @@ class Outbox:
         self._cleared.append(message)
 
     def take(self, frame: Frame) -> None:
-        """The peer has a message. Raises WireError: it cannot."""
-        message = self._held.get(frame.number)
+        """The peer has a message. Raises WireError: it cannot have it."""
+        message = self._pending.get(frame.number)
         if (
             frame.number != self._taken
             or frame.number >= self._announced
@@ -222,10 +197,10 @@ class Outbox:
 
     def step(self) -> bool:
         """Do what can be done now. Whether the device is at work for it."""
-        while self._making and self._making[0].content.is_made():
+        while self._unready and self._unready[0].content.is_ready():
             with self._lock:
-                message = self._making.popleft()
-                message.made = True
+                message = self._unready.popleft()
+                message.ready = True
                 self._announce()
             if message.content.owned:
                 message.transfer.finish()
@@ -236,15 +211,15 @@ class Outbox:
             if active.operation is None:
                 content = active.content
                 assert content.memory is not None
-                active.operation = self._way.sending(content.memory, content.ready)
+                active.operation = self.direction.send(content.memory, content.ready)
             if active.operation.step():
                 active.sent = True
                 self._active = None
                 self._settle(active)
-        return bool(self._making or self._active or self._cleared)
+        return bool(self._unready or self._active or self._cleared)
 
-    def settle_taken(self, deadline: Deadline) -> None:
-        """The peer is gone. What is under way and was taken ends by itself, soon."""
+    def finish_taken(self, deadline: Deadline) -> None:
+        """The peer is gone. The operation of a message that it has taken ends without it, soon."""
         message = self._active
         while message is not None and message.taken and not message.sent and not deadline.expired:
             try:
@@ -257,8 +232,7 @@ class Outbox:
         if not (message.sent and message.taken):
             return
         with self._lock:
-            if self._held.pop(message.number, None) is None:
+            if self._pending.pop(message.number, None) is None:
                 return
-            self._in_flight -= message.cost
-            self._room.notify_all()
+            self._window.settle(message.cost)
         message.transfer.finish()

@@ -2,142 +2,129 @@
 
 A sender announces a message over the connection and does nothing more. Only when the receiver is in
 ``recv_tensor``, with memory ready, does it clear the message, and only then are receive and send enqueued. So
-no kernel waits on a GPU for somebody who is late, and a receive that runs out of time before that has lost
+no kernel waits on a GPU for a peer that is late, and a receive that runs out of time before that has lost
 nothing. Neither direction waits for the other on the device: each has a communicator and a stream of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import attrs
 
-from kvplug.transport import (
-    DEFAULT_TIMEOUT,
-    Blocks,
-    Connection,
-    Deadline,
-    ExclusiveUse,
-    Pipe,
-    Timeout,
-    Transfer,
-)
+from kvplug.transport import Blocks, Deadline, DuplexPipe, PipeSettings, Transfer, close_after_fork
 from kvplug_pynccl.device import Device
 from kvplug_pynccl.nccl.library import Library
-from kvplug_pynccl.pipe.content import content_of, content_of_blocks, nothing
-from kvplug_pynccl.pipe.link import Link
-from kvplug_pynccl.pipe.targets import Fresh, Into, IntoBlocks, Target
-from kvplug_pynccl.pipe.way import Way
+from kvplug_pynccl.pipe.content import content_of, content_of_blocks
+from kvplug_pynccl.pipe.control import ControlConnection
+from kvplug_pynccl.pipe.direction import Direction
+from kvplug_pynccl.pipe.inbox import Inbox
+from kvplug_pynccl.pipe.outbox import Outbox
+from kvplug_pynccl.pipe.targets import IntoBlocks, IntoTensor, NewTensor
+from kvplug_pynccl.pipe.worker import PipeWorker
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
 @attrs.frozen(kw_only=True)
-class Tuning:
-    """What a pipe needs to know beside its connection."""
+class PyncclPipeSettings(PipeSettings):
+    """What a pipe needs to know beside its connection. Sizes are in bytes."""
 
     nccl: Library
     device: Device
-    max_in_flight_bytes: int
     copy_bytes: int
     stage_cpu_tensors: bool
     check_order: bool
-    timeout_s: float
-    heartbeat_timeout_s: float
 
 
-class PyncclPipe(Pipe):
-    """The calls; :class:`Link` does what they ask for."""
+class PyncclPipe(DuplexPipe):
+    """One connection, two communicators, two streams, and one thread, the worker, that calls NCCL.
+
+    The process's liveness watcher looks at the peer.
+    """
 
     def __init__(
         self,
-        connection: Connection,
-        outgoing: Way,
-        incoming: Way,
-        tuning: Tuning,
+        control: ControlConnection,
+        outgoing: Direction,
+        incoming: Direction,
+        settings: PyncclPipeSettings,
         *,
         pidfd: int | None,
-        heartbeat_s: float | None,
+        silence_s: float | None,
     ) -> None:
-        """Takes what :class:`Link` takes."""
-        self._tuning = tuning
-        self._sending, self._receiving = ExclusiveUse("sending"), ExclusiveUse("receiving")
-        self._link = Link(
-            connection,
+        """Owns the connection and the peer's ``pidfd`` from here on, and the directions if it does not raise.
+
+        ``silence_s``: seconds of silence that both ends take for death; ``None``: they see it.
+        """
+        super().__init__(control.peer, settings.timeout_s)
+        self._settings = settings
+        self._control = control
+        self._outbox = Outbox(
             outgoing,
-            incoming,
-            tuning.device,
-            max_in_flight_bytes=tuning.max_in_flight_bytes,
-            check_order=tuning.check_order,
-            pidfd=pidfd,
-            heartbeat_s=heartbeat_s,
+            peer=self._peer,
+            limit=settings.max_in_flight_bytes,
+            lifecycle=self._lifecycle,
+            send_frame=control.send,
+            wake_worker=control.wake,
+            fail_pipe=self._fail,
         )
-        self._lifecycle = self._link.lifecycle
+        self._inbox = Inbox(
+            incoming,
+            settings.device,
+            peer=self._peer,
+            check_order=settings.check_order,
+            lifecycle=self._lifecycle,
+            send_frame=control.send,
+            wake_worker=control.wake,
+            fail_pipe=self._fail,
+        )
+        self._worker = PipeWorker(
+            control,
+            self._outbox,
+            self._inbox,
+            settings.device,
+            lifecycle=self._lifecycle,
+            silence_s=silence_s,
+            lost=self._peer_gone,
+            fail_pipe=self._fail,
+        )
+        close_after_fork(self)
+        self._worker.start(pidfd)
 
-    def __repr__(self) -> str:
-        return f"<PyncclPipe to {self.peer}, {self._link.state}>"
+    def _send(self, tensor: Tensor | None, deadline: Deadline) -> Transfer:
+        settings = self._settings
+        content = content_of(
+            tensor, settings.device, stage=settings.stage_cpu_tensors, copy_bytes=settings.copy_bytes
+        )
+        return self._outbox.send(content, deadline)
 
-    @property
-    def closed(self) -> bool:
-        return self._lifecycle.closed
-
-    @property
-    def peer(self) -> str:
-        return self._link.peer
-
-    def send_tensor(self, tensor: Tensor | None, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Transfer:
-        if self._lifecycle.ended:
-            raise self._lifecycle.error()
-        with self._sending.taken():
-            deadline = Deadline.after(timeout, self._tuning.timeout_s)
-            if tensor is None:
-                content = nothing()
-            else:
-                content = content_of(
-                    tensor,
-                    self._tuning.device,
-                    stage=self._tuning.stage_cpu_tensors,
-                    copy_bytes=self._tuning.copy_bytes,
-                )
-            return self._link.outbox.send(content, deadline)
-
-    def recv_tensor(self, out: Tensor | None = None, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Tensor | None:
+    def _receive(self, out: Tensor | None, deadline: Deadline) -> Tensor | None:
+        device = self._settings.device
         if out is None:
-            return self._receive(Fresh(self._tuning.device), timeout)
-        return self._receive(Into(out, self._tuning.device, stage=self._tuning.stage_cpu_tensors), timeout)
+            return self._inbox.receive(NewTensor(device), deadline)
+        return self._inbox.receive(IntoTensor(out, device, stage=self._settings.stage_cpu_tensors), deadline)
 
-    def send_blocks(
-        self, views: Sequence[Tensor], block_ids: Sequence[int], *, timeout: Timeout = DEFAULT_TIMEOUT
-    ) -> Transfer:
-        if self._lifecycle.ended:
-            raise self._lifecycle.error()
-        with self._sending.taken():
-            deadline = Deadline.after(timeout, self._tuning.timeout_s)
-            content = content_of_blocks(
-                Blocks(views, block_ids), self._tuning.device, copy_bytes=self._tuning.copy_bytes
-            )
-            return self._link.outbox.send(content, deadline)
+    def _send_blocks(self, blocks: Blocks, deadline: Deadline) -> Transfer:
+        content = content_of_blocks(blocks, self._settings.device, copy_bytes=self._settings.copy_bytes)
+        return self._outbox.send(content, deadline)
 
-    def recv_blocks(
-        self, views: Sequence[Tensor], block_ids: Sequence[int], *, timeout: Timeout = DEFAULT_TIMEOUT
-    ) -> None:
-        if self._lifecycle.closed or self._lifecycle.broken:
-            raise self._lifecycle.error()
-        blocks = Blocks(views, block_ids)
-        blocks.check_distinct()
-        self._receive(IntoBlocks(blocks, self._tuning.device), timeout)
+    def _receive_blocks(self, blocks: Blocks, deadline: Deadline) -> None:
+        self._inbox.receive(IntoBlocks(blocks, self._settings.device), deadline)
 
-    def _receive(self, target: Target, timeout: Timeout) -> Tensor | None:
-        # A peer that is gone may have left a whole message here: only a pipe closed here is over.
-        if self._lifecycle.closed or self._lifecycle.broken:
-            raise self._lifecycle.error()
-        with self._receiving.taken():
-            return self._link.inbox.receive(target, Deadline.after(timeout, self._tuning.timeout_s))
+    # -- how it ends -----------------------------------------------------------------------------------
 
-    def close(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
-        self._link.close(Deadline.after(timeout, self._tuning.timeout_s))
+    def _drain(self, deadline: Deadline) -> None:
+        self._inbox.wake_callers()
+        if not self._worker.is_current():  # else nothing is sent while a callback of a transfer waits
+            self._outbox.drain(deadline)
 
-    def abort(self) -> None:
-        self._link.abort()
+    def _release(self) -> None:
+        self._worker.stop()
+
+    def _join_threads(self) -> None:
+        self._worker.join()
+
+    def _release_in_child(self) -> None:
+        self._worker.after_fork()

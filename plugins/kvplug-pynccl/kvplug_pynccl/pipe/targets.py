@@ -16,15 +16,15 @@ if TYPE_CHECKING:
 
 
 class Target(abc.ABC):
-    """Asked once about a message that is here, and given it in the end."""
+    """Checks that the next message fits, and takes it once it has arrived."""
 
     @abc.abstractmethod
     def check(self, meta: TensorMeta | None) -> None:
-        """Whether it fits.
+        """Whether the message fits.
 
         Raises:
             TensorMismatchError: not this message, which stays.
-            UnsupportedError: nothing can be received into it.
+            UnsupportedError: no message can be received into it.
         """
 
     @abc.abstractmethod
@@ -33,26 +33,26 @@ class Target(abc.ABC):
 
     @abc.abstractmethod
     def empty(self, meta: TensorMeta) -> Tensor | None:
-        """What is returned of a message without bytes."""
+        """What to return for a message without bytes."""
 
     @abc.abstractmethod
     def value(self, own: Tensor | None, deadline: Deadline) -> Tensor | None:
-        """What is returned of one that came; in memory of ours, if not in place.
+        """What to return for a message that has arrived: in ``own``, memory of the pipe's, or in place.
 
         Raises:
-            TensorMismatchError: it cannot be written, and the message stays.
-            TimeoutError: it could not be copied to where it belongs in time, and stays.
+            TensorMismatchError: the target cannot be written, and the message stays.
+            TimeoutError: the copy from ``own`` did not end in time, and the message stays.
         """
 
 
-class Fresh(Target):
-    """New memory."""
+class NewTensor(Target):
+    """``recv_tensor()``."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
 
     def check(self, meta: TensorMeta | None) -> None:
-        """Everything fits."""
+        """Every message fits."""
 
     def memory(self, pieces: int) -> Memory | None:
         return None
@@ -66,7 +66,7 @@ class Fresh(Target):
         return own
 
 
-class Into(Target):
+class IntoTensor(Target):
     """``recv_tensor(out=...)``."""
 
     def __init__(self, out: Tensor, device: Device, *, stage: bool) -> None:

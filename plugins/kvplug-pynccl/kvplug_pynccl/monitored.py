@@ -1,9 +1,9 @@
-"""A communicator that hangs nobody: non-blocking, asked how it is, and aborted beside its users.
+"""A communicator whose calls never block: its state is polled, and it is aborted in a thread of its own.
 
-NCCL wants calls on one communicator to come one after the other, ``ncclCommAbort`` too, and a non-blocking
-one to be asked until it is no longer in progress before the next call. So every call here takes the
-communicator's lock, and none of them waits. An abort has a thread of its own: whether it returns is NCCL's
-and the driver's affair.
+NCCL requires that calls on one communicator come one after the other, ``ncclCommAbort`` too, and that a
+non-blocking one is polled until it is no longer in progress before the next call. So every call here takes
+the communicator's lock, and none of them waits. An abort has a thread of its own, since it may hang in NCCL
+or in the driver.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from kvplug_pynccl.nccl.library import Library
 logger = logging.getLogger(__name__)
 
 BLOCKING: Final = "NCCL_COMM_BLOCKING"
-"""A variable of NCCL's, which counts for more than what a program asks for."""
+"""A variable of NCCL's, which overrides what a program asks for."""
 
 _FIRST_PAUSE_S: Final = 0.0005
 _LONGEST_PAUSE_S: Final = 0.01
-_CALL_PATIENCE_S: Final = 30.0
-"""How long an abort waits for another call to come back before it gives the communicator up."""
+_CALL_WAIT_S: Final = 30.0
+"""How long an abort waits for another call to return before it abandons the communicator."""
 
-_given_up: Final[list[object]] = []
-"""What was in use by communicators that could not be aborted: nobody knows until when."""
+_abandoned: Final[list[object]] = []
+"""Memory in use by communicators that could not be aborted. The device may write to it for ever."""
 
 
-class Communicator:
+class MonitoredCommunicator:
     """One rank of a non-blocking ``ncclComm``. Any thread may call any method.
 
     Raises (every method but ``abort``):
-        NcclError: NCCL failed, now or since it was last asked; only :meth:`abort` is left then.
+        NcclError: NCCL failed, now or since the last call; only :meth:`abort` makes sense then.
     """
 
     def __init__(
@@ -54,14 +54,18 @@ class Communicator:
         what: str,
         current: Callable[[], AbstractContextManager[Any]],
     ) -> None:
-        """Begin the start, which :meth:`is_settled` tells the end of. ``what`` is for messages.
+        """Begin to start it; :meth:`is_settled` says when it has started.
+
+        Args:
+            what: Its name in errors.
+            current: Makes its device the current one of a thread.
 
         Raises:
-            ConfigError: the environment has NCCL wait inside its calls, whatever it is asked for.
+            ConfigError: the environment makes NCCL block inside its calls, whatever a program asks for.
         """
         if os.environ.get(BLOCKING, "").strip() not in ("", "0"):
             raise ConfigError(
-                f"{BLOCKING} is {os.environ[BLOCKING]}: {what} would wait for ever inside NCCL's calls;"
+                f"{BLOCKING} is {os.environ[BLOCKING]}: {what} would block for ever inside NCCL's calls;"
                 " unset it"
             )
         self._nccl = nccl
@@ -75,26 +79,26 @@ class Communicator:
 
     @property
     def is_aborted(self) -> bool:
-        """Whether :meth:`abort` was called. From before NCCL is told: what ends after that may be void."""
+        """Whether :meth:`abort` was called. Set before NCCL acts: a result that comes later may be void."""
         return self._aborted is not None
 
     def is_settled(self) -> bool:
-        """Whether what was called last is over, and the next call may come: after an abort none."""
+        """Whether the last call has completed, so that the next one may come. False after an abort."""
         with self._lock:
             if self._aborted is not None or not self._comm:
                 return False
             state = self._nccl.comm_get_async_error(self._comm)
             return self._nccl.raise_for(state, self._what, self._comm) is Result.SUCCESS
 
-    def wait_until_settled(self, deadline: Deadline, look: Callable[[], None]) -> None:
-        """Ask until it is, calling ``look`` in between, which may raise.
+    def wait_until_settled(self, deadline: Deadline, check: Callable[[], None]) -> None:
+        """Wait until it has started. ``check`` is called between two polls, and may raise.
 
         Raises:
-            TimeoutError: it is not, in time.
+            TimeoutError: it has not started in time.
         """
         pause = _FIRST_PAUSE_S
         while not self.is_settled():
-            look()
+            check()
             if deadline.expired:
                 raise TimeoutError(
                     f"the start of {self._what} did not end in time: a rank has not come, or it has another"
@@ -104,8 +108,9 @@ class Communicator:
             pause = min(2 * pause, _LONGEST_PAUSE_S)
 
     def launch(self, *calls: Callable[[int], object]) -> None:
-        """Enqueue operations as one: each of ``calls`` is given the ``ncclComm``. When it is settled they are
-        on their streams, and not before: record events then.
+        """Enqueue operations as one group; each of ``calls`` gets the ``ncclComm``.
+
+        They are on their streams when :meth:`is_settled` says so, not before: record events then.
 
         Raises:
             ClosedError: it was aborted.
@@ -118,61 +123,61 @@ class Communicator:
                 for call in calls:
                     call(self._comm)
             except BaseException:
-                with contextlib.suppress(NcclError):  # the group is over in any case, and failed
+                with contextlib.suppress(NcclError):  # the group has ended in any case, and failed
                     self._nccl.group_end()
                 raise
             self._nccl.group_end()
 
     def suspend(self) -> None:
-        """Give back memory of the device until :meth:`resume`. Raises ClosedError, UnsupportedError too."""
-        self._ask(self._nccl.comm_suspend)
+        """Release memory of the device until :meth:`resume`. Raises ClosedError and UnsupportedError too."""
+        self._call(self._nccl.comm_suspend)
 
     def resume(self) -> None:
-        """Take it up again. Raises as :meth:`suspend`."""
-        self._ask(self._nccl.comm_resume)
+        """Allocate that memory again. Raises as :meth:`suspend`."""
+        self._call(self._nccl.comm_resume)
 
-    def _ask(self, function: Callable[[int], object]) -> None:
+    def _call(self, function: Callable[[int], object]) -> None:
         with self._lock, self._current():
             if self._aborted is not None:
                 raise ClosedError(f"{self._what}: its communicator was aborted")
             function(self._comm)
 
     def abort(self, *kept: object) -> threading.Event:
-        """End it at once, beside the caller; the event is set when NCCL is done with it.
+        """End it at once, in another thread; the event is set when NCCL has released it.
 
-        What was under way on the device ends undone. Memory in use there is to be ``kept`` until then: for
-        good, where it never is. Idempotent.
+        Operations that the device is running end undone. ``kept`` is the memory that they use: it stays alive
+        until then, for good if NCCL never releases it. Idempotent.
         """
         with self._abort_lock:
             if self._aborted is None:
-                self._aborted = over = threading.Event()
+                self._aborted = released = threading.Event()
                 thread = threading.Thread(
-                    target=self._abort, args=(over, kept), name="kvplug-pynccl-abort", daemon=True
+                    target=self._abort, args=(released, kept), name="kvplug-pynccl-abort", daemon=True
                 )
                 try:
                     thread.start()
                 except RuntimeError as e:  # no more threads just now
-                    self._give_up(kept, f"its abort found no thread ({e})")
+                    self._abandon(kept, f"no thread could be started for its abort ({e})")
             return self._aborted
 
-    def _abort(self, over: threading.Event, kept: object) -> None:
-        if not self._lock.acquire(timeout=_CALL_PATIENCE_S):
-            self._give_up(kept, "a call of NCCL does not return")
+    def _abort(self, released: threading.Event, kept: object) -> None:
+        if not self._lock.acquire(timeout=_CALL_WAIT_S):
+            self._abandon(kept, "a call of NCCL does not return")
             return
         comm, self._comm = self._comm, 0
-        self._lock.release()  # nobody finds it any more: an abort that hangs holds up nobody
+        self._lock.release()  # no other call uses it any more, so an abort that hangs blocks none
         try:
             if comm:
                 with self._current():
                     self._nccl.comm_abort(comm)
         except NcclError as e:
-            self._give_up(kept, f"its abort failed ({e})")
+            self._abandon(kept, f"its abort failed ({e})")
             return
         del kept
-        over.set()
+        released.set()
 
-    def _give_up(self, kept: object, why: str) -> None:
-        _given_up.append(kept)
+    def _abandon(self, kept: object, why: str) -> None:
+        _abandoned.append(kept)
         logger.error(
             "%s: %s; its communicator, and memory that it uses, are left as they are", self._what, why
         )

@@ -1,31 +1,33 @@
-"""One direction of a pipe, and what is called of NCCL for a message in it."""
+"""One direction of a pipe, and the calls of NCCL that move a message in it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 from kvplug_pynccl.device import Event, Stream
+from kvplug_pynccl.monitored import MonitoredCommunicator
 from kvplug_pynccl.nccl.abi import DataType
 from kvplug_pynccl.nccl.library import Library
 from kvplug_pynccl.operation import Operation
 from kvplug_pynccl.pipe.content import Memory
-from kvplug_pynccl.watched import Communicator
 
 
-class Way:
-    """One direction: a communicator of two ranks, and a stream that waits for nothing of the other one."""
+class Direction:
+    """A communicator of two ranks, and a stream that never waits for the other direction."""
 
-    def __init__(self, nccl: Library, comm: Communicator, stream: Stream, peer: int) -> None:
+    def __init__(self, nccl: Library, comm: MonitoredCommunicator, stream: Stream, peer: int) -> None:
+        """``peer``: the rank of the other end."""
         self.comm = comm
         self.stream = stream
         self._nccl = nccl
         self._peer = peer
 
-    def sending(self, memory: Memory, ready: Event | None) -> Operation:
+    def send(self, memory: Memory, ready: Event | None) -> Operation:
         """A ``ncclSend`` for each piece, of bytes: nothing is computed, and NCCL lacks some dtypes."""
         return self._operation(self._nccl.send, memory, ready)
 
-    def receiving(self, memory: Memory, ready: Event | None) -> Operation:
+    def receive(self, memory: Memory, ready: Event | None) -> Operation:
+        """A ``ncclRecv`` for each piece, of bytes."""
         return self._operation(self._nccl.recv, memory, ready)
 
     def _operation(self, function: Callable[..., object], memory: Memory, ready: Event | None) -> Operation:

@@ -1,8 +1,8 @@
-"""A connection between two ranks as a pipe of bytes: for what the mesh says beside NCCL, and no data."""
+"""A pipe of bytes between two ranks, beside NCCL: for the mesh's messages, not for data."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from kvplug import UnsupportedError
 from kvplug.transport import (
@@ -11,27 +11,22 @@ from kvplug.transport import (
     CommunicatorContext,
     Connection,
     Deadline,
-    Listener,
+    DuplexEndpoint,
     Pipe,
-    PipeEndpoint,
-    PipeListener,
+    PipeContext,
     Timeout,
     Transfer,
     WireError,
-    dial,
-    local_domain,
 )
 from kvplug_pynccl.interface import address_for
-from kvplug_pynccl.pipe.contact import Contact
+from kvplug_pynccl.pipe.contact import PyncclContact
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-PURPOSE: Final = "communicator-pynccl"
 
-
-class Line(Pipe):
-    """Carries bytes, each message a flat CPU tensor of uint8, and ``None``. Raises as its channel does."""
+class SideChannel(Pipe):
+    """Carries ``None`` and bytes, each message a flat CPU tensor of uint8. Raises as its channel does."""
 
     def __init__(self, connection: Connection) -> None:
         """Owns the connection from here on."""
@@ -39,7 +34,7 @@ class Line(Pipe):
         self._channel = Channel(connection, timeout_s=None)
 
     def __repr__(self) -> str:
-        return f"<Line to {self._peer}{', closed' if self.closed else ''}>"
+        return f"<SideChannel to {self._peer}{', closed' if self.closed else ''}>"
 
     @property
     def closed(self) -> bool:
@@ -50,7 +45,7 @@ class Line(Pipe):
         return self._peer
 
     def send_tensor(self, tensor: Tensor | None, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Transfer:
-        """Raises UnsupportedError too: it is not flat, or no bytes."""
+        """Raises UnsupportedError too: the tensor is not flat, or not of bytes."""
         import torch
 
         if tensor is not None and (tensor.dtype != torch.uint8 or tensor.dim() != 1):
@@ -66,7 +61,7 @@ class Line(Pipe):
         import torch
 
         if out is not None:
-            raise UnsupportedError("nothing is received into memory here")
+            raise UnsupportedError("a side channel does not receive into memory of the caller's (out=)")
         data = self._channel.recv(timeout)
         if data is None:
             return None
@@ -81,34 +76,24 @@ class Line(Pipe):
         self._channel.close()
 
 
-class LineListener(PipeListener):
-    def __init__(self, listener: Listener) -> None:
-        self._listener = listener
-        self._contact = Contact(local_domain(), listener.contact)
+class SideChannelEndpoint(DuplexEndpoint):
+    """Listens on an abstract Unix socket, or on TCP where other hosts are to connect."""
 
-    @property
-    def contact(self) -> str:
-        return str(self._contact)
-
-    def accept(self, timeout: Timeout = DEFAULT_TIMEOUT) -> Line:
-        return Line(self._listener.accept(None if timeout is DEFAULT_TIMEOUT else timeout))
-
-    def close(self) -> None:
-        self._listener.close()
-
-
-class LineEndpoint(PipeEndpoint):
-    """Listens on an abstract Unix socket, or on TCP where other hosts are to come."""
+    CONTACT = PyncclContact
+    PURPOSE = "communicator-pynccl"
 
     def __init__(self, context: CommunicatorContext) -> None:
-        self._context = context
-
-    def listen(self) -> LineListener:
-        return LineListener(
-            Listener.open(address_for(self._context.host), self._context.credentials, PURPOSE)
+        super().__init__(
+            PipeContext(
+                options=None,
+                credentials=context.credentials,
+                host=context.host,
+                timeout_s=context.timeout_s,
+            )
         )
 
-    def connect(self, contact: str, timeout: Timeout = DEFAULT_TIMEOUT) -> Line:
-        deadline = Deadline.after(timeout, self._context.timeout_s)
-        where = Contact.parse(contact).reachable()
-        return Line(dial(where, self._context.credentials, PURPOSE, deadline.remaining()))
+    def _addresses(self) -> tuple[str, ...]:
+        return (address_for(self._context.host),)
+
+    def _join(self, connection: Connection, deadline: Deadline, *, accepted: bool) -> SideChannel:
+        return SideChannel(connection)

@@ -12,11 +12,11 @@ import pytest
 
 from kvplug import ConfigError, TimeoutError
 from kvplug.transport import Deadline
-from kvplug_pynccl import watched
+from kvplug_pynccl import monitored
+from kvplug_pynccl.monitored import MonitoredCommunicator
 from kvplug_pynccl.nccl.abi import Result
 from kvplug_pynccl.nccl.errors import NcclError, NcclInternalError, error_of
 from kvplug_pynccl.nccl.library import Library
-from kvplug_pynccl.watched import Communicator
 from kvplug_testing.waits import until
 
 
@@ -25,15 +25,17 @@ class Held:
 
 
 @pytest.fixture
-def make(nccl: Library, controls: Any) -> Callable[..., Communicator]:
-    def make(world_size: int = 1) -> Communicator:
+def make(nccl: Library, controls: Any) -> Callable[..., MonitoredCommunicator]:
+    def make(world_size: int = 1) -> MonitoredCommunicator:
         unique_id = nccl.get_unique_id()
-        return Communicator(nccl, unique_id, world_size, 0, what="the ranks of a test", current=nullcontext)
+        return MonitoredCommunicator(
+            nccl, unique_id, world_size, 0, what="the ranks of a test", current=nullcontext
+        )
 
     return make
 
 
-def settled(comm: Communicator) -> Communicator:
+def settled(comm: MonitoredCommunicator) -> MonitoredCommunicator:
     comm.wait_until_settled(Deadline.after(30.0), lambda: None)
     return comm
 
@@ -46,7 +48,7 @@ def no_more_threads(*_: Any) -> None:
 def test_memory_in_use_by_what_cannot_be_aborted_is_kept_for_good(
     make: Any, nccl: Library, monkeypatch: pytest.MonkeyPatch, caplog: Any, why: str
 ) -> None:
-    monkeypatch.setattr(watched, "_given_up", [])
+    monkeypatch.setattr(monitored, "_abandoned", [])
     comm, held = settled(make()), Held()
     seen, address = weakref.ref(held), comm._comm
     with monkeypatch.context() as patch:
@@ -55,10 +57,10 @@ def test_memory_in_use_by_what_cannot_be_aborted_is_kept_for_good(
                 nccl, "comm_abort", lambda _: (_ for _ in ()).throw(error_of(Result.INTERNAL_ERROR, "it"))
             )
         elif why == "a call does not return":
-            patch.setattr(watched, "_CALL_PATIENCE_S", 0.01)
+            patch.setattr(monitored, "_CALL_WAIT_S", 0.01)
             comm._lock.acquire()
         else:
-            patch.setattr(watched.threading.Thread, "start", no_more_threads)
+            patch.setattr(monitored.threading.Thread, "start", no_more_threads)
         over = comm.abort(held)
         until(lambda: "left as they are" in caplog.text)
     del held
@@ -92,28 +94,30 @@ def test_an_environment_that_has_nccl_block_is_refused(
     make: Any, controls: Any, monkeypatch: pytest.MonkeyPatch, value: str
 ) -> None:
     before = controls.get("communicators")
-    monkeypatch.setenv(watched.BLOCKING, value)
+    monkeypatch.setenv(monitored.BLOCKING, value)
     with pytest.raises(ConfigError, match=rf"NCCL_COMM_BLOCKING is {value}: the ranks of a test.*unset it"):
         make()
     assert controls.get("communicators") == before
-    monkeypatch.setenv(watched.BLOCKING, "0")
+    monkeypatch.setenv(monitored.BLOCKING, "0")
     assert settled(make()).abort().wait(30.0)
 
 
 @pytest.mark.parametrize("what", ["world size", "unique id"])
-def test_ranks_that_disagree_are_told_in_time_and_the_process_goes_on(
+def test_ranks_that_disagree_get_an_error_in_time_and_the_process_goes_on(
     make: Any, nccl: Library, controls: Any, what: str
 ) -> None:
     before, ids = controls.get("communicators"), [nccl.get_unique_id() for _ in range(2)]
 
-    def ranks(agree: bool) -> list[Communicator]:
+    def ranks(agree: bool) -> list[MonitoredCommunicator]:
         sizes = [2, 2] if agree or what == "unique id" else [2, 3]
         return [
-            Communicator(nccl, ids[0 if agree or what == "world size" else rank], sizes[rank], rank, **words)
+            MonitoredCommunicator(
+                nccl, ids[0 if agree or what == "world size" else rank], sizes[rank], rank, **given
+            )
             for rank in range(2)
         ]
 
-    words: dict[str, Any] = {"what": "the ranks of a test", "current": nullcontext}
+    given: dict[str, Any] = {"what": "the ranks of a test", "current": nullcontext}
     for comm in (apart := ranks(agree=False)):
         with pytest.raises(TimeoutError, match="another unique id or world size"):
             comm.wait_until_settled(Deadline.after(0.3), lambda: None)

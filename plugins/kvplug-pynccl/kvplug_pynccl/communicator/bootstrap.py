@@ -1,0 +1,93 @@
+"""Before NCCL starts: what the ranks must have in common, the unique id, and what a refusal of NCCL means."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import attrs
+
+from kvplug import ConfigError, TransportError
+from kvplug.transport import WireError
+from kvplug_pynccl.device import Device
+from kvplug_pynccl.nccl.abi import UNIQUE_ID_BYTES, UniqueId, Version
+from kvplug_pynccl.nccl.errors import NcclInvalidUsageError
+from kvplug_pynccl.nccl.library import Library
+
+
+@attrs.frozen(kw_only=True)
+class RankHello:
+    """What a rank tells the others before NCCL starts."""
+
+    rank: int
+    world_size: int
+    nccl: int
+    """``NCCL_VERSION_CODE``."""
+    check_order: bool
+    gpu: str
+    """Identifies its GPU among all; empty if unknown."""
+    id: bytes = b""
+    """The unique id of NCCL, which rank 0 makes."""
+
+    @classmethod
+    def of(cls, rank: int, world_size: int, nccl: Library, device: Device, *, check_order: bool) -> RankHello:
+        """Raises NcclError: NCCL gives rank 0 no id."""
+        return cls(
+            rank=rank,
+            world_size=world_size,
+            nccl=nccl.version.code,
+            check_order=check_order,
+            gpu=device.identity,
+            id=b"" if rank else bytes(nccl.get_unique_id()),
+        )
+
+    @classmethod
+    def unpack(cls, fields: Mapping[str, Any]) -> RankHello:
+        """Raises WireError: a field is missing, or of another type."""
+        values = {field.name: fields.get(field.name) for field in attrs.fields(cls)}
+        kinds = {"rank": int, "world_size": int, "nccl": int, "check_order": bool, "gpu": str, "id": bytes}
+        if any(type(values[name]) is not kind for name, kind in kinds.items()):
+            raise WireError(f"a rank does not start as this version does: {dict(fields)!r:.200}")
+        return cls(**values)  # type: ignore[arg-type]
+
+
+def agree(messages: Sequence[Mapping[str, Any]]) -> tuple[UniqueId, list[RankHello]]:
+    """The unique id and the hellos of all ranks, whose messages these are, in order. Pure.
+
+    Raises:
+        ConfigError: they do not agree on the world size, on their ranks, or on an option.
+        TransportError: they have different releases of NCCL.
+        WireError: a message is not a hello, or the unique id is not rank 0's.
+    """
+    hellos = [RankHello.unpack(each) for each in messages]
+    for number, each in enumerate(hellos):
+        if (each.rank, each.world_size) != (number, len(hellos)):
+            raise ConfigError(
+                f"rank {number} of {len(hellos)} says that it is rank {each.rank} of {each.world_size};"
+                " all ranks must have one world size, and each a rank of its own"
+            )
+    first = hellos[0]
+    if any(each.nccl != first.nccl for each in hellos):
+        have = ", ".join(f"rank {each.rank} has {Version.of(each.nccl)}" for each in hellos)
+        raise TransportError(f"the ranks of a communicator need the same release of NCCL: {have}")
+    if any(each.check_order != first.check_order for each in hellos):
+        have = ", ".join(f"rank {each.rank} has {each.check_order}" for each in hellos)
+        raise ConfigError(f"check_order must be the same at every rank: {have}")
+    if len(first.id) != UNIQUE_ID_BYTES or any(each.id for each in hellos[1:]):
+        raise WireError("exactly one unique id of NCCL must come, from rank 0")
+    return UniqueId.of(first.id), hellos
+
+
+def explain_invalid_usage(error: NcclInvalidUsageError, hellos: Sequence[RankHello]) -> NcclInvalidUsageError:
+    """The same error; where ranks have the same GPU it names them."""
+    by_gpu: dict[str, list[str]] = {}
+    for each in hellos:
+        if each.gpu:
+            by_gpu.setdefault(each.gpu, []).append(f"rank {each.rank}")
+    shared = [
+        f"{' and '.join(ranks)} have the same GPU ({gpu})" for gpu, ranks in by_gpu.items() if len(ranks) > 1
+    ]
+    if not shared:
+        return error
+    text = f"{'; '.join(shared)}, and each rank needs one of its own: {error}"
+    return NcclInvalidUsageError(text, result=error.result, function=error.function)
