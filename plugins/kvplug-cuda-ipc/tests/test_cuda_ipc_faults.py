@@ -21,9 +21,9 @@ from kvplug_cuda_ipc import memory
 from kvplug_cuda_ipc.cudart.errors import CudaError
 from kvplug_cuda_ipc.pipe import joining
 from kvplug_cuda_ipc.pipe.contact import Contact
-from kvplug_cuda_ipc.testing.fake import environment
-from kvplug_cuda_ipc.testing.host import HostDevice
 from kvplug_testing import peers
+from kvplug_testing.gpu.cuda_ipc import HostDevice
+from kvplug_testing.gpu.fake import CUDART
 from kvplug_testing.waits import Call, until
 
 ENDS = Path(__file__).with_name("cuda_ipc_ends.py")
@@ -52,7 +52,7 @@ def assert_works(pair: Any) -> None:
 def test_a_sender_that_dies_inside_a_copy_is_gone_for_its_receiver(
     far_pair: Any, near_pair: Any, after: int, into_out: bool
 ) -> None:
-    pipe, _ = far_pair("send", LARGE, env=environment(exit_after=after))
+    pipe, _ = far_pair("send", LARGE, env=CUDART.environment(exit_after=after))
     out = torch.zeros(LARGE, dtype=torch.uint8) if into_out else None
     with pytest.raises(PeerGoneError):
         pipe.recv_tensor(out, timeout=PATIENCE_S)
@@ -96,7 +96,7 @@ def test_ends_in_one_process_that_are_cut_apart_give_everything_back_at_once(
 
 @pytest.mark.parametrize("after", [0, 9])
 def test_a_receiver_that_dies_inside_a_copy_ends_it_for_its_sender(far_pair: Any, after: int) -> None:
-    pipe, _ = far_pair("echo", env=environment(exit_after=after))
+    pipe, _ = far_pair("echo", env=CUDART.environment(exit_after=after))
     transfer = pipe.send_tensor(noise())
     with pytest.raises(PeerGoneError):
         transfer.wait(PATIENCE_S)
@@ -154,7 +154,7 @@ def test_memory_is_mapped_once_however_many_messages_there_are(far_pair: Any, co
 def test_a_receive_that_runs_out_of_time_inside_a_message_is_gone_on_with(
     far_pair: Any, into_out: bool
 ) -> None:
-    pipe, child = far_pair("send", LARGE, env=environment(delay_us=60_000))
+    pipe, child = far_pair("send", LARGE, env=CUDART.environment(delay_us=60_000))
     out = torch.zeros(LARGE, dtype=torch.uint8) if into_out else None
     with pytest.raises(TimeoutError, match=r"bytes of a tensor have arrived|no message has arrived"):
         pipe.recv_tensor(out, timeout=0.4)
@@ -194,7 +194,7 @@ def test_where_no_death_is_seen_silence_is_one_and_a_quiet_peer_is_not(
 
 
 def test_ctrl_c_gives_the_callers_memory_back_and_breaks_the_pipe(far_pair: Any) -> None:
-    pipe, child = far_pair("interrupted", env=environment(delay_us=30_000))
+    pipe, child = far_pair("interrupted", env=CUDART.environment(delay_us=30_000))
     assert child.recv(PATIENCE_S) == "here"
     pipe.send_tensor(noise())
     time.sleep(0.3)
@@ -227,8 +227,7 @@ def test_a_device_that_fails_ends_both_pipes_with_cudas_words_here(
         assert not isinstance(caught.value, PeerGoneError)
     assert isinstance(child.result(PATIENCE_S), int)  # it was told that its peer is gone
     pipe.abort()
-    controls.set(fail_after=-1)
-    controls.heal()
+    controls.set(fail_after=-1, failed=0)
     assert_works(near_pair())
 
 
@@ -306,7 +305,7 @@ def test_memory_that_cannot_be_mapped_is_said_at_both_ends_with_the_gpus(
     fake_path: str, controls: Any, caplog: Any, who: str
 ) -> None:
     controls.set(gpu=0xAA)
-    env = environment(gpu=0xBB, open_result=205 if who == "connecting" else 0)
+    env = CUDART.environment(gpu=0xBB, open_result=205 if who == "connecting" else 0)
     with ends.endpoint(fake_path).listen() as listener:
         controls.set(open_result=205 if who == "accepting" else 0)
         with peers.start(f"{ENDS}:connects", fake_path, listener.contact, env=env) as child:
@@ -364,10 +363,10 @@ def test_memory_of_callers_is_filled_only_when_their_stream_has_done_with_it(
     one.send_tensor(torch.ones(1000, dtype=torch.uint8)).wait(PATIENCE_S)
     out = torch.zeros(1000, dtype=torch.uint8)
     controls.set(gate=1)
-    controls.put_gate(caller)
+    caller.put_gate()
     with pytest.raises(TimeoutError):
         other.recv_tensor(out, timeout=0.2)
     assert bool((out == 0).all())
     assert torch.equal(other.recv_tensor(timeout=PATIENCE_S), torch.ones(1000, dtype=torch.uint8))
     controls.set(gate=0)
-    controls.close_stream(caller)
+    caller.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
@@ -17,9 +16,9 @@ from kvplug.transport import Credentials, PipeContext
 from kvplug_pynccl.options import PyncclPipeOptions
 from kvplug_pynccl.pipe.endpoint import PyncclEndpoint
 from kvplug_pynccl.pipe.pipe import PyncclPipe
-from kvplug_pynccl.testing.host import HostDevice
 from kvplug_testing import peers
 from kvplug_testing.forkserver import ForkServer
+from kvplug_testing.gpu.pynccl import HostDevice
 
 PATIENCE_S = 40.0
 LARGE = 3 << 20
@@ -85,15 +84,14 @@ def far_pair(
 @pytest.fixture
 def gated(fake_path: str, controls: Any) -> Iterator[SimpleNamespace]:
     """A device whose caller's stream does nothing between ``shut`` and ``open``."""
-    gate, caller = controls.stream(), controls.stream()
-    nothing = ctypes.create_string_buffer(1)
-    yield SimpleNamespace(
-        device=HostDevice(fake_path, caller),
-        shut=lambda: caller.wait_for(gate, gate.record() + 1),
-        open=lambda: gate.copy(ctypes.addressof(nothing), ctypes.addressof(nothing), 0),
-    )
-    for stream in (gate, caller):
-        stream.close()
+    caller = controls.stream()
+
+    def shut() -> None:
+        controls.set(gate=1)
+        caller.put_gate()
+
+    yield SimpleNamespace(device=HostDevice(fake_path, caller), shut=shut, open=lambda: controls.set(gate=0))
+    caller.close()
 
 
 def far_end(

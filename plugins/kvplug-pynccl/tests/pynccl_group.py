@@ -17,19 +17,13 @@ from kvplug import KvplugError, StatelessGroup
 from kvplug.transport import CommunicatorContext, Credentials, RecvOp, SendOp
 from kvplug_pynccl.communicator.communicator import PyncclCommunicator
 from kvplug_pynccl.options import PyncclCommunicatorOptions
-from kvplug_pynccl.testing.fake import Controls
-from kvplug_pynccl.testing.host import HostDevice
 from kvplug_testing import peers
 from kvplug_testing.forkserver import ForkServer
+from kvplug_testing.gpu.fake import Controls
+from kvplug_testing.gpu.pynccl import HostCommunicator, HostDevice
 
 PATIENCE_S = 60.0
 LARGE = 1 << 20
-
-
-class OnTheHost(PyncclCommunicator):
-    """Over host memory."""
-
-    devices = frozenset({"cpu"})
 
 
 def context_of(
@@ -43,8 +37,8 @@ def context_of(
     )
 
 
-def make(group: StatelessGroup, path: str, device: Any = None, **given: Any) -> OnTheHost:
-    return OnTheHost(context_of(group, path, **given), device or HostDevice(path))
+def make(group: StatelessGroup, path: str, device: Any = None, **given: Any) -> HostCommunicator:
+    return HostCommunicator(context_of(group, path, **given), device or HostDevice(path))
 
 
 def at_all(things: Any, do: Callable[[Any], Any]) -> list[Any]:

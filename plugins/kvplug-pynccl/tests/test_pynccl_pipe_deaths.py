@@ -19,7 +19,7 @@ import torch
 from kvplug import ClosedError, KvplugError, PeerGoneError, TimeoutError, TransportError
 from kvplug.transport import PeerIdentity
 from kvplug_pynccl.pipe import joining, link
-from kvplug_pynccl.testing.fake import environment
+from kvplug_testing.gpu.fake import NCCL
 from kvplug_testing.waits import Call, until
 
 ENDS = Path(__file__).with_name("pynccl_ends.py")
@@ -35,7 +35,7 @@ assert_works = ends.assert_works
 def test_a_sender_that_dies_inside_a_transfer_is_gone_for_its_receiver(
     far_pair: Any, near_pair: Any, controls: Any, with_out: bool
 ) -> None:
-    pipe, child = far_pair("send", LARGE, env=environment(exit_after=0))
+    pipe, child = far_pair("send", LARGE, env=NCCL.environment(exit_after=0))
     assert child.recv() == "sent"
     out = torch.zeros(LARGE, dtype=torch.uint8) if with_out else None
     with pytest.raises(PeerGoneError):
@@ -54,7 +54,7 @@ def test_a_sender_that_dies_inside_a_transfer_is_gone_for_its_receiver(
 def test_a_receiver_that_dies_inside_a_transfer_ends_it_for_its_sender(
     far_pair: Any, near_pair: Any, controls: Any
 ) -> None:
-    pipe, _ = far_pair("echo", env=environment(exit_after=0))
+    pipe, _ = far_pair("echo", env=NCCL.environment(exit_after=0))
     transfers = []
     with suppress(PeerGoneError):  # it may be dead before the last is queued
         for _ in range(3):
