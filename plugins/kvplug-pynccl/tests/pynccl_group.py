@@ -21,6 +21,7 @@ from kvplug_testing import peers
 from kvplug_testing.forkserver import ForkServer
 from kvplug_testing.gpu.fake import Controls
 from kvplug_testing.gpu.pynccl import HostCommunicator, HostDevice
+from kvplug_testing.groups import local_groups
 
 PATIENCE_S = 60.0
 LARGE = 1 << 20
@@ -56,21 +57,9 @@ def at_all(things: Any, do: Callable[[Any], Any]) -> list[Any]:
 
 @pytest.fixture
 def groups() -> Iterator[Callable[[int], list[StatelessGroup]]]:
-    with ExitStack() as stack:
-
-        def meet(world_size: int) -> list[StatelessGroup]:
-            listener = StatelessGroup.listen("unix:")
-
-            def one(rank: int) -> StatelessGroup:
-                address = listener.contact if rank else listener
-                return StatelessGroup.create(address, rank=rank, world_size=world_size, timeout=PATIENCE_S)
-
-            met = at_all(range(world_size), one)
-            for group in met:
-                stack.callback(group.abort)
-            return met
-
-        yield meet
+    """Makes a group, all of whose ranks are here."""
+    with local_groups(timeout=PATIENCE_S) as make:
+        yield make
 
 
 @pytest.fixture
