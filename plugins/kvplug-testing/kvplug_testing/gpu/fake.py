@@ -121,7 +121,7 @@ class FakeLibrary:
 
 
 NCCL: Final = FakeLibrary("nccl", "libnccl.so.2", "KVPLUG_TEST_NCCL")
-OLD_NCCL: Final = attrs.evolve(NCCL, file="libnccl-old.so.2", defines=("KVPLUG_FAKE_OLD",))
+OLD_NCCL: Final = attrs.evolve(NCCL, file="libnccl-old.so.2", defines=("OLD_NCCL",))
 """Without what only newer releases of NCCL have."""
 CUDART: Final = FakeLibrary("cudart", "libcudart.so.12", "KVPLUG_TEST_CUDART")
 

@@ -127,7 +127,7 @@ EXPORT const char *ncclGetLastError(ncclComm_t comm) {
 
 /* -- what newer releases have -------------------------------------------------------------------------------- */
 
-#ifndef KVPLUG_FAKE_OLD
+#ifndef OLD_NCCL
 
 EXPORT ncclResult_t ncclCommSuspend(ncclComm_t comm, int flags) {
     ncclResult_t result = check_ready(comm, __func__);
