@@ -79,10 +79,9 @@ def _version() -> str:
 
 def fakes(folder: Path) -> dict[str, str]:
     """The libraries of ``--fake``, compiled. Raises OSError: there is no compiler."""
-    from kvplug_cuda_ipc.testing import fake as cudart
-    from kvplug_pynccl.testing import fake as nccl
+    from kvplug_testing.gpu.fake import CUDART, NCCL
 
-    return {"cuda-ipc": cudart.build(folder), "pynccl": nccl.build(folder)}
+    return {"cuda-ipc": CUDART.build(folder), "pynccl": NCCL.build(folder)}
 
 
 def measure(
@@ -170,7 +169,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--fake",
         action="store_true",
-        help="without a GPU, over the plugins' fake libraries: tries the script, and measures nothing",
+        help="without a GPU, over fake libraries: tries the script, and measures nothing",
     )
     given = parser.parse_args()
     if unknown := [name for name in given.only if name not in PARTS]:

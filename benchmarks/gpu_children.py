@@ -73,7 +73,7 @@ class OverFake(PipeLink):
 def _cuda_ipc(library: str) -> kvplug.transport.PipeEndpoint:
     from kvplug_cuda_ipc.options import CudaIpcPipeOptions
     from kvplug_cuda_ipc.pipe.endpoint import CudaIpcEndpoint
-    from kvplug_cuda_ipc.testing.host import HostDevice
+    from kvplug_testing.gpu.cuda_ipc import HostDevice
 
     options = CudaIpcPipeOptions(library=library, staging_bytes=4 << 20, piece_bytes=1 << 20)
     return CudaIpcEndpoint(_context(options), HostDevice(library))
@@ -82,7 +82,7 @@ def _cuda_ipc(library: str) -> kvplug.transport.PipeEndpoint:
 def _pynccl(library: str) -> kvplug.transport.PipeEndpoint:
     from kvplug_pynccl.options import PyncclPipeOptions
     from kvplug_pynccl.pipe.endpoint import PyncclEndpoint
-    from kvplug_pynccl.testing.host import HostDevice
+    from kvplug_testing.gpu.pynccl import HostDevice
 
     return PyncclEndpoint(_context(PyncclPipeOptions(library=library)), HostDevice(library))
 
@@ -232,7 +232,7 @@ def _stream(where: Place, library: str) -> Iterator[tuple[int, Callable[[], obje
 
         yield torch.cuda.current_stream().cuda_stream, where.finish
         return
-    from kvplug_pynccl.testing import fake
+    from kvplug_testing.gpu import fake
 
     stream = fake.Controls(library).stream()
     yield stream.handle, stream.synchronize
@@ -299,12 +299,9 @@ def _communicator(
     )
     if not library:
         return PyncclCommunicator(context)
-    from kvplug_pynccl.testing.host import HostDevice
+    from kvplug_testing.gpu.pynccl import HostCommunicator, HostDevice
 
-    class OnTheHost(PyncclCommunicator):
-        devices = frozenset({"cpu"})
-
-    return OnTheHost(context, HostDevice(library))
+    return HostCommunicator(context, HostDevice(library))
 
 
 def timed(calls: Mapping[str, Callable[[], None]], finish: Callable[[], object], times: int) -> Seconds:

@@ -123,10 +123,10 @@ def test_a_part_that_fails_is_a_row_and_the_others_go_on(
 def test_what_nccl_refuses_is_a_row_that_says_what_it_said(
     script: Any, setting: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    from kvplug_pynccl.testing import fake
+    from kvplug_testing.gpu.fake import NCCL
 
-    setting.libraries = {"pynccl": fake.build(tmp_path)}
-    monkeypatch.setenv(fake.VARIABLE, "init_result=5")
+    setting.libraries = {"pynccl": NCCL.build(tmp_path)}
+    monkeypatch.setenv(NCCL.variable, "init_result=5")
     (row,) = [row for row in script.gpu_parts.pynccl(setting, 60.0) if row.nbytes is None]
     assert row.what == "pynccl, one GPU over sockets, pipe"
     assert row.said.startswith("not run: ")

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +14,8 @@ from kvplug_cpu.options import CpuOptions
 from kvplug_cpu.pipe import CpuPipe
 from kvplug_testing import peers
 from kvplug_testing.forkserver import ForkServer
+from kvplug_testing.groups import local_groups
+from kvplug_testing.pairs import PipePairs, echo
 
 
 def make_endpoint(
@@ -33,15 +32,33 @@ def make_endpoint(
     )
 
 
-def peer_end(parent: peers.Parent, what: str, *args: Any) -> Any:
-    """Run in a child: connect to the contact that is the first value, then run ``what`` of far_ends.py."""
-    import runpy
+def peer_end(parent: peers.Parent, contact: str, socket: str, options: Any, what: str, args: Any) -> Any:
+    """In a child: connect, then run ``what``."""
+    with make_endpoint(socket, **options).connect(contact) as pipe:
+        return WHAT[what](parent, pipe, *args)
 
-    far_ends = runpy.run_path(str(Path(__file__).with_name("far_ends.py")))
-    contact, socket, options = parent.recv()
-    heartbeat = options.pop("heartbeat_timeout_s", 10.0)
-    with make_endpoint(socket, heartbeat_timeout_s=heartbeat, **options).connect(contact) as pipe:
-        return far_ends[what](parent, pipe, *args)
+
+def send_part(parent: peers.Parent, pipe: Any, nbytes: int, before_death: int) -> None:
+    """One whole message, then ``before_death`` bytes of one of ``nbytes`` bytes on its connections."""
+    import torch
+
+    from kvplug_cpu.message import Content, parts
+
+    pipe.send_tensor(torch.arange(10)).wait()
+    content = Content.of(torch.ones(nbytes, dtype=torch.uint8), pipe._split_bytes)
+    bounds = parts(nbytes, len(pipe._data)) if content.split else [(0, nbytes)]
+    streams = [bytes(content.memory[a:b]) for a, b in bounds]
+    streams[0] = content.prefix + streams[0]
+    for connection, stream in zip(pipe._data, streams, strict=False):
+        left = memoryview(stream[:before_death])
+        while left:
+            left = left[connection.send([left]) :]
+        before_death = max(0, before_death - len(stream))
+    parent.send("sent")
+    parent.recv()
+
+
+WHAT = {"echo": echo, "send_part": send_part}
 
 
 @pytest.fixture
@@ -57,35 +74,21 @@ def socket_kind(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 def near_pair(socket_kind: str) -> Iterator[Callable[..., tuple[CpuPipe, CpuPipe]]]:
     """Makes two connected pipes, both of this process."""
-    with ExitStack() as stack:
-
-        def make(**options: Any) -> tuple[CpuPipe, CpuPipe]:
-            end = make_endpoint(socket_kind, **options)
-            listener = end.listen()
-            stack.callback(listener.close)
-            one = end.connect(listener.contact)
-            stack.callback(one.abort)
-            other = listener.accept()
-            stack.callback(other.abort)
-            return one, other  # type: ignore[return-value]
-
-        yield make
+    with PipePairs() as pairs:
+        yield lambda **options: pairs.local(make_endpoint(socket_kind, **options))
 
 
 @pytest.fixture
 def far_pair(socket_kind: str, fork_server: ForkServer) -> Iterator[Callable[..., Any]]:
-    """Makes a pipe whose other end is in a child that runs a function of far_ends.py: (pipe, child)."""
-    with ExitStack() as stack:
+    """Makes a pipe whose other end is in a child that does ``what``: (pipe, child)."""
+    with PipePairs() as pairs:
 
         def make(what: str, *args: Any, **options: Any) -> tuple[CpuPipe, peers.Peer]:
-            child = stack.enter_context(fork_server.start(f"{__file__}:peer_end", what, *args))
-            heartbeat = options.pop("heartbeat_timeout_s", 10.0)
-            listener = make_endpoint(socket_kind, heartbeat_timeout_s=heartbeat, **options).listen()
-            stack.callback(listener.close)
-            child.send((listener.contact, socket_kind, {**options, "heartbeat_timeout_s": heartbeat}))
-            pipe = listener.accept()
-            stack.callback(pipe.abort)
-            return pipe, child  # type: ignore[return-value]
+            given = (socket_kind, options, what, list(args))
+            return pairs.remote(
+                make_endpoint(socket_kind, **options),
+                lambda contact: fork_server.start(f"{__file__}:peer_end", contact, *given),
+            )
 
         yield make
 
@@ -93,19 +96,5 @@ def far_pair(socket_kind: str, fork_server: ForkServer) -> Iterator[Callable[...
 @pytest.fixture
 def groups() -> Iterator[Callable[[int], list[StatelessGroup]]]:
     """Makes a group, all of whose ranks are here."""
-    with ExitStack() as stack:
-
-        def make(world_size: int) -> list[StatelessGroup]:
-            listener = StatelessGroup.listen("unix:")
-
-            def one(rank: int) -> StatelessGroup:
-                address = listener.contact if rank else listener
-                return StatelessGroup.create(address, rank=rank, world_size=world_size, timeout=30.0)
-
-            with ThreadPoolExecutor(world_size) as pool:
-                made = list(pool.map(one, range(world_size)))
-            for group in made:
-                stack.callback(group.abort)
-            return made
-
+    with local_groups(timeout=30.0) as make:
         yield make

@@ -32,7 +32,7 @@ from kvplug_cuda_ipc.pipe.contact import CudaIpcContact
 from kvplug_cuda_ipc.pipe.content import Runs
 from kvplug_cuda_ipc.pipe.frames import MAX_PIECES, FrameKind, Piece, decode, encode
 from kvplug_cuda_ipc.pipe.pieces import AnnouncedPieces
-from kvplug_cuda_ipc.testing.host import HostDevice
+from kvplug_testing.gpu.cuda_ipc import HostDevice
 from kvplug_testing.waits import Call, until
 
 ENDS = Path(__file__).with_name("cuda_ipc_ends.py")
@@ -52,15 +52,15 @@ def test_what_the_caller_has_enqueued_is_done_before_it_is_sent(
     one, other = local_pair(device=device)
     source, wanted = torch.zeros(100_000), torch.rand(100_000)
     controls.set(gate=1)
-    controls.put_gate(caller)
-    device.runtime.memcpy_async(source.data_ptr(), wanted.data_ptr(), wanted.nbytes, caller)
+    caller.put_gate()
+    device.runtime.memcpy_async(source.data_ptr(), wanted.data_ptr(), wanted.nbytes, caller.handle)
     transfer = one.send_tensor(source)
     receiving = Call(lambda: other.recv_tensor(timeout=PATIENCE_S))
     assert receiving.is_blocked(0.3) and not transfer.done()
     controls.set(gate=0)
     assert torch.equal(receiving.outcome(), wanted)
     transfer.wait(PATIENCE_S)
-    controls.close_stream(caller)
+    caller.close()
 
 
 def test_memory_is_received_into_only_when_the_caller_has_done_with_it(
@@ -73,14 +73,14 @@ def test_memory_is_received_into_only_when_the_caller_has_done_with_it(
     before = out.clone()
     one.send_tensor(message)
     controls.set(gate=1)
-    controls.put_gate(caller)
-    device.runtime.memcpy_async(kept.data_ptr(), out.data_ptr(), out.nbytes, caller)
+    caller.put_gate()
+    device.runtime.memcpy_async(kept.data_ptr(), out.data_ptr(), out.nbytes, caller.handle)
     receiving = Call(lambda: other.recv_tensor(out, timeout=PATIENCE_S))
     assert receiving.is_blocked(0.3) and torch.equal(out, before)
     controls.set(gate=0)
     assert receiving.outcome() is out
     assert torch.equal(out, message) and torch.equal(kept, before)
-    controls.close_stream(caller)
+    caller.close()
 
 
 def test_a_tensor_is_the_callers_again_once_it_lies_in_staging_memory(local_pair: Any) -> None:

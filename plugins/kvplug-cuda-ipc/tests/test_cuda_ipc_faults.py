@@ -21,9 +21,10 @@ from kvplug_cuda_ipc import peer_process
 from kvplug_cuda_ipc.cudart.errors import CudaError
 from kvplug_cuda_ipc.pipe import join
 from kvplug_cuda_ipc.pipe.contact import CudaIpcContact
-from kvplug_cuda_ipc.testing.fake import environment
-from kvplug_cuda_ipc.testing.host import HostDevice, HostStream
 from kvplug_testing import peers
+from kvplug_testing.gpu.cuda_ipc import HostDevice
+from kvplug_testing.gpu.fake import CUDART
+from kvplug_testing.gpu.host import HostStream
 from kvplug_testing.waits import Call, until
 
 ENDS = Path(__file__).with_name("cuda_ipc_ends.py")
@@ -52,7 +53,7 @@ def assert_works(pair: Any) -> None:
 def test_a_sender_that_dies_inside_a_copy_is_gone_for_its_receiver(
     remote_pair: Any, local_pair: Any, after: int, into_out: bool
 ) -> None:
-    pipe, _ = remote_pair("send", LARGE, env=environment(exit_after=after))
+    pipe, _ = remote_pair("send", LARGE, env=CUDART.environment(exit_after=after))
     out = torch.zeros(LARGE, dtype=torch.uint8) if into_out else None
     with pytest.raises(PeerGoneError):
         pipe.recv_tensor(out, timeout=PATIENCE_S)
@@ -96,7 +97,7 @@ def test_ends_in_one_process_whose_connection_breaks_free_everything_at_once(
 
 @pytest.mark.parametrize("after", [0, 9])
 def test_a_receiver_that_dies_inside_a_copy_ends_it_for_its_sender(remote_pair: Any, after: int) -> None:
-    pipe, _ = remote_pair("echo", env=environment(exit_after=after))
+    pipe, _ = remote_pair("echo", env=CUDART.environment(exit_after=after))
     transfer = pipe.send_tensor(noise())
     with pytest.raises(PeerGoneError):
         transfer.wait(PATIENCE_S)
@@ -154,7 +155,7 @@ def test_memory_is_mapped_once_however_many_messages_there_are(remote_pair: Any,
 def test_a_receive_that_runs_out_of_time_inside_a_message_is_resumed(
     remote_pair: Any, into_out: bool
 ) -> None:
-    pipe, child = remote_pair("send", LARGE, env=environment(delay_us=60_000))
+    pipe, child = remote_pair("send", LARGE, env=CUDART.environment(delay_us=60_000))
     out = torch.zeros(LARGE, dtype=torch.uint8) if into_out else None
     with pytest.raises(TimeoutError, match=r"bytes of a tensor have arrived|no message has arrived"):
         pipe.recv_tensor(out, timeout=0.4)
@@ -194,7 +195,7 @@ def test_where_no_death_can_be_seen_silence_counts_as_one_and_a_quiet_peer_is_no
 
 
 def test_ctrl_c_gives_the_callers_memory_back_and_breaks_the_pipe(remote_pair: Any) -> None:
-    pipe, child = remote_pair("interrupted", env=environment(delay_us=30_000))
+    pipe, child = remote_pair("interrupted", env=CUDART.environment(delay_us=30_000))
     assert child.recv(PATIENCE_S) == "here"
     pipe.send_tensor(noise())
     time.sleep(0.3)
@@ -227,8 +228,7 @@ def test_a_device_that_fails_ends_both_pipes_with_cudas_error_here(
         assert not isinstance(caught.value, PeerGoneError)
     assert isinstance(child.result(PATIENCE_S), int)  # it has noticed that its peer is gone
     pipe.abort()
-    controls.set(fail_after=-1)
-    controls.heal()
+    controls.set(fail_after=-1, failed=0)
     assert_works(local_pair())
 
 
@@ -306,7 +306,7 @@ def test_both_ends_report_memory_that_cannot_be_mapped_with_the_gpus(
     fake_path: str, controls: Any, caplog: Any, who: str
 ) -> None:
     controls.set(gpu=0xAA)
-    env = environment(gpu=0xBB, open_result=205 if who == "connecting" else 0)
+    env = CUDART.environment(gpu=0xBB, open_result=205 if who == "connecting" else 0)
     with ends.endpoint(fake_path).listen() as listener:
         controls.set(open_result=205 if who == "accepting" else 0)
         with peers.start(f"{ENDS}:connects", fake_path, listener.contact, env=env) as child:
@@ -399,10 +399,10 @@ def test_memory_of_callers_is_filled_only_when_their_stream_has_done_with_it(
     one.send_tensor(torch.ones(1000, dtype=torch.uint8)).wait(PATIENCE_S)
     out = torch.zeros(1000, dtype=torch.uint8)
     controls.set(gate=1)
-    controls.put_gate(caller)
+    caller.put_gate()
     with pytest.raises(TimeoutError):
         other.recv_tensor(out, timeout=0.2)
     assert bool((out == 0).all())
     assert torch.equal(other.recv_tensor(timeout=PATIENCE_S), torch.ones(1000, dtype=torch.uint8))
     controls.set(gate=0)
-    controls.close_stream(caller)
+    caller.close()

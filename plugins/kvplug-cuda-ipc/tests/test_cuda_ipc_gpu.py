@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -27,6 +26,7 @@ from kvplug.transport import (
 from kvplug_cuda_ipc.options import CudaIpcPipeOptions
 from kvplug_testing import PipeContract, peers
 from kvplug_testing.contract.pipe.content import difference, dtypes, tensor_of
+from kvplug_testing.pairs import PipePairs, echo, wait
 
 torch = pytest.importorskip("torch")
 # Without asking CUDA: this module is imported in the process that children are forked from.
@@ -55,23 +55,7 @@ def endpoint(device: str, **options: Any) -> Any:
 
 def remote_end(parent: peers.Parent, contact: str, device: str, what: str, options: dict[str, Any]) -> Any:
     with endpoint(device, **options).connect(contact) as pipe:
-        return globals()[what](parent, pipe)
-
-
-def echo(parent: peers.Parent, pipe: Pipe) -> int:
-    count = 0
-    while True:
-        try:
-            message = pipe.recv_tensor(timeout=None)
-        except PeerGoneError:
-            return count
-        pipe.send_tensor(message)
-        count += 1
-
-
-def wait(parent: peers.Parent, pipe: Pipe) -> None:
-    parent.send("here")
-    parent.recv(None)
+        return {"echo": echo, "wait": wait}[what](parent, pipe)
 
 
 def with_expandable_segments(parent: peers.Parent, contact: str) -> None:
@@ -86,19 +70,15 @@ def remote_pair(request: pytest.FixtureRequest) -> Iterator[Callable[..., tuple[
     if request.param == "two GPUs" and torch.cuda.device_count() < 2:
         pytest.skip("there is one GPU here")
     other = "cuda:1" if request.param == "two GPUs" else "cuda:0"
-    with ExitStack() as stack:
+    with PipePairs() as pairs:
 
         def make(what: str, **options: Any) -> tuple[Pipe, peers.Peer]:
-            listener = endpoint("cuda:0", **options).listen()
-            stack.callback(listener.close)
-            child = stack.enter_context(
-                peers.start(
-                    f"{__file__}:remote_end", listener.contact, other, what, options, timeout_s=2 * PATIENCE_S
-                )
+            return pairs.remote(
+                endpoint("cuda:0", **options),
+                lambda contact: peers.start(
+                    f"{__file__}:remote_end", contact, other, what, options, timeout_s=2 * PATIENCE_S
+                ),
             )
-            pipe = listener.accept()
-            stack.callback(pipe.abort)
-            return pipe, child
 
         yield make
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import ctypes.util
 import importlib.metadata
-import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,8 +15,8 @@ from kvplug import CapacityError
 from kvplug_cuda_ipc.cudart.errors import CudaError, CudaLibraryError, CudaMemoryError
 from kvplug_cuda_ipc.cudart.library import Runtime, load
 from kvplug_cuda_ipc.cudart.places import VARIABLE, loaded, places
-from kvplug_cuda_ipc.testing import fake
 from kvplug_testing import peers
+from kvplug_testing.gpu import fake
 from kvplug_testing.waits import until
 
 PACKAGE = "nvidia-cuda-runtime-cu12"
@@ -35,9 +34,9 @@ def real_path() -> str:
 @pytest.fixture
 def stream(controls: fake.Controls) -> Iterator[int]:
     made = controls.stream()
-    yield made
+    yield made.handle
     controls.set(hold=0)
-    controls.close_stream(made)
+    made.close()
 
 
 # -- NVIDIA's ----------------------------------------------------------------------------------------
@@ -153,11 +152,11 @@ def test_a_stream_waits_for_an_event_of_another(
     memory = (ctypes.c_char * 3)(b"a", b"b", b"c")
     at = ctypes.addressof(memory)
     runtime.memcpy_async(at + 1, at, 1, stream)
-    runtime.stream_wait_event(other, runtime.event(stream))
-    runtime.memcpy_async(at + 2, at + 1, 1, other)
-    until(runtime.event(other).is_done)
+    runtime.stream_wait_event(other.handle, runtime.event(stream))
+    runtime.memcpy_async(at + 2, at + 1, 1, other.handle)
+    until(runtime.event(other.handle).is_done)
     assert memory.raw == b"aaa"
-    controls.close_stream(other)
+    other.close()
 
 
 def test_memory_is_mapped_by_another_process_and_not_by_its_own(runtime: Runtime, fake_path: str) -> None:
@@ -236,7 +235,7 @@ def test_a_device_that_has_failed_fails_every_call(
     until(failed)
     with pytest.raises(CudaError, match="has lost the GPU"):
         runtime.memcpy_async(memory, memory + 8, 8, stream)
-    controls.heal()
+    controls.set(failed=0)
     runtime.free(memory)
 
 
@@ -244,12 +243,3 @@ def test_gpus_have_uuids(runtime: Runtime, controls: fake.Controls) -> None:
     controls.set(devices=2, gpu=7)
     assert str(runtime.uuid_of(0)).startswith("07000000")
     assert str(runtime.uuid_of(1)).startswith("08000000")
-
-
-def test_the_fake_knows_its_levers_only(controls: fake.Controls) -> None:
-    with pytest.raises(LookupError, match="no lever"):
-        controls.set(lever=1)
-    with pytest.raises(LookupError, match="no lever"):
-        controls.get("lever")
-    assert fake.environment(hold=1, gpu=2) == {fake.VARIABLE: "hold=1,gpu=2"}
-    assert os.environ.get(fake.VARIABLE) is None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -11,39 +10,13 @@ from typing import Any
 import pytest
 
 from kvplug_pynccl.nccl.library import Library, load
-from kvplug_pynccl.testing import fake
 from kvplug_testing import peers
+from kvplug_testing.gpu import fake
+from kvplug_testing.gpu.fixtures import fixtures_of
 
 RANKS = Path(__file__).with_name("ranks.py")
 
-
-@pytest.fixture(scope="session")
-def fake_path(tmp_path_factory: pytest.TempPathFactory) -> str:
-    if shutil.which("cc") is None:
-        pytest.skip("there is no C compiler (cc) for the fake NCCL")
-    return fake.build(tmp_path_factory.mktemp("nccl"))
-
-
-@pytest.fixture
-def controls(fake_path: str) -> Iterator[fake.Controls]:
-    """The fake's in this process; whatever a test sets is taken back."""
-    made = fake.Controls(fake_path)
-    names = (
-        "version",
-        "polls",
-        "hold",
-        "call_result",
-        "call_hangs",
-        "init_hangs",
-        "init_result",
-        "begin_result",
-        "fail_after",
-        "fail_result",
-    )
-    names += ("hang_after", "exit_after", "peer_result", "finalize_hangs", "abort_hangs")
-    before = {name: made.get(name) for name in names}
-    yield made
-    made.set(**before)
+fake_path, controls = fixtures_of(fake.NCCL)
 
 
 @pytest.fixture

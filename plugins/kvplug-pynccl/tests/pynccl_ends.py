@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -12,14 +10,23 @@ from typing import Any
 import pytest
 import torch
 
-from kvplug import KvplugError, PeerGoneError, connect_ranks
+from kvplug import connect_ranks
 from kvplug.transport import Credentials, PipeContext
 from kvplug_pynccl.options import PyncclPipeOptions
 from kvplug_pynccl.pipe.endpoint import PyncclEndpoint
 from kvplug_pynccl.pipe.pipe import PyncclPipe
-from kvplug_pynccl.testing.host import HostDevice
 from kvplug_testing import peers
 from kvplug_testing.forkserver import ForkServer
+from kvplug_testing.gpu.pynccl import HostDevice
+from kvplug_testing.pairs import (
+    PipePairs,
+    connect_and_send,
+    echo,
+    receive_interrupted,
+    see_no_process_end,
+    send_ones,
+    wait,
+)
 
 PATIENCE_S = 40.0
 LARGE = 3 << 20
@@ -42,42 +49,26 @@ def endpoint(
 @pytest.fixture
 def local_pair(fake_path: str, controls: Any) -> Iterator[Callable[..., tuple[PyncclPipe, PyncclPipe]]]:
     """Makes two connected pipes, both of this process."""
-    with ExitStack() as stack:
-
-        def make(**options: Any) -> tuple[PyncclPipe, PyncclPipe]:
-            end = endpoint(fake_path, **options)
-            listener = end.listen()
-            stack.callback(listener.close)
-            one = end.connect(listener.contact)
-            stack.callback(one.abort)
-            other = listener.accept()
-            stack.callback(other.abort)
-            return one, other  # type: ignore[return-value]
-
-        yield make
+    with PipePairs() as pairs:
+        yield lambda **options: pairs.local(endpoint(fake_path, **options))
 
 
 @pytest.fixture
 def remote_pair(
     fake_path: str, controls: Any, fork_server: ForkServer
 ) -> Iterator[Callable[..., tuple[PyncclPipe, peers.Peer]]]:
-    """Makes a pipe whose other end is in a child that runs a function of this file: (pipe, child)."""
-    with ExitStack() as stack:
+    """Makes a pipe whose other end is in a child that does ``what``: (pipe, child)."""
+    with PipePairs() as pairs:
 
         def make(what: str, *args: Any, env: Any = None, **options: Any) -> tuple[PyncclPipe, peers.Peer]:
-            listener = endpoint(fake_path, **options).listen()
-            stack.callback(listener.close)
             start = fork_server.start if env is None else partial(peers.start, env=env)
-            child = stack.enter_context(
-                start(
-                    f"{__file__}:remote_end",
-                    *(fake_path, listener.contact, options, what, list(args)),
-                    timeout_s=4 * PATIENCE_S,
-                )
+            given = (options, what, list(args))
+            return pairs.remote(
+                endpoint(fake_path, **options),
+                lambda contact: start(
+                    f"{__file__}:remote_end", fake_path, contact, *given, timeout_s=4 * PATIENCE_S
+                ),
             )
-            pipe = listener.accept()
-            stack.callback(pipe.abort)
-            return pipe, child  # type: ignore[return-value]
 
         yield make
 
@@ -85,15 +76,14 @@ def remote_pair(
 @pytest.fixture
 def gated(fake_path: str, controls: Any) -> Iterator[SimpleNamespace]:
     """A device whose caller's stream does nothing between ``shut`` and ``open``."""
-    gate, caller = controls.stream(), controls.stream()
-    nothing = ctypes.create_string_buffer(1)
-    yield SimpleNamespace(
-        device=HostDevice(fake_path, caller),
-        shut=lambda: caller.wait_for(gate, gate.record() + 1),
-        open=lambda: gate.copy(ctypes.addressof(nothing), ctypes.addressof(nothing), 0),
-    )
-    for stream in (gate, caller):
-        stream.close()
+    caller = controls.stream()
+
+    def shut() -> None:
+        controls.set(gate=1)
+        caller.put_gate()
+
+    yield SimpleNamespace(device=HostDevice(fake_path, caller), shut=shut, open=lambda: controls.set(gate=0))
+    caller.close()
 
 
 def remote_end(
@@ -101,24 +91,25 @@ def remote_end(
 ) -> Any:
     """In a child: connect, then run ``what``."""
     with endpoint(path, **options).connect(contact) as pipe:
-        return globals()[what](parent, pipe, *args)
+        return WHAT[what](parent, pipe, *args)
+
+
+WHAT = {
+    "echo": echo,
+    "wait": wait,
+    "send": send_ones,
+    "interrupted": partial(receive_interrupted, nbytes=LARGE, timeout=PATIENCE_S),
+}
 
 
 def connects(parent: peers.Parent, path: str, contact: str) -> str:
     """In a child: what becomes of a connection."""
-    try:
-        with endpoint(path).connect(contact, timeout=PATIENCE_S) as pipe:
-            pipe.send_tensor(torch.arange(3)).wait()
-    except KvplugError as e:
-        return f"{type(e).__name__}: {e}"
-    return "connected"
+    return connect_and_send(endpoint(path), contact, PATIENCE_S)
 
 
 def mute(parent: peers.Parent, path: str, contact: str, heartbeat_s: float) -> None:
-    """In a child that sees no process end: connect, and do nothing."""
-    from kvplug.transport import PeerIdentity
-
-    PeerIdentity.open_pidfd = lambda self: None  # type: ignore[method-assign]
+    """In a child that sees no process end: connect, and echo."""
+    see_no_process_end()
     with endpoint(path, heartbeat_timeout_s=heartbeat_s).connect(contact) as pipe:
         echo(parent, pipe)
 
@@ -142,52 +133,6 @@ def in_ring(parent: peers.Parent, path: str, address: str, rank: int, world_size
         for pipe in pipes.values():
             pipe.close()
     return seen
-
-
-# -- what the other process does -------------------------------------------------------------------
-
-
-def echo(parent: peers.Parent, pipe: Any) -> int:
-    """Sends back what comes, until the other side has gone."""
-    count = 0
-    while True:
-        try:
-            message = pipe.recv_tensor(timeout=None)
-        except PeerGoneError:
-            return count
-        pipe.send_tensor(message)
-        count += 1
-
-
-def wait(parent: peers.Parent, pipe: Any) -> None:
-    parent.send("here")
-    parent.recv(None)
-
-
-def send(parent: peers.Parent, pipe: Any, nbytes: int) -> None:
-    pipe.send_tensor(torch.ones(nbytes, dtype=torch.uint8))
-    parent.send("sent")
-    parent.recv(None)
-
-
-def interrupted(parent: peers.Parent, pipe: Any) -> list[str]:
-    """What calls raise that are struck by Ctrl-C in the middle of a message, and what the next one does."""
-    import signal
-
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    out = torch.zeros(LARGE, dtype=torch.uint8)
-    said = []
-    parent.send("here")
-    for memory in (out, None):
-        try:
-            pipe.recv_tensor(memory, timeout=PATIENCE_S)
-        except (KeyboardInterrupt, KvplugError) as e:
-            said.append(f"{type(e).__name__}: {e}")
-            out.fill_(5)
-    parent.send("struck")
-    parent.recv()
-    said.append(str(bool((out == 5).all())))
-    return said
 
 
 # -- messages --------------------------------------------------------------------------------------

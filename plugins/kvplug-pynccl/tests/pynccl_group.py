@@ -17,19 +17,14 @@ from kvplug import KvplugError, StatelessGroup
 from kvplug.transport import CommunicatorContext, Credentials, RecvOp, SendOp
 from kvplug_pynccl.communicator.communicator import PyncclCommunicator
 from kvplug_pynccl.options import PyncclCommunicatorOptions
-from kvplug_pynccl.testing.fake import Controls
-from kvplug_pynccl.testing.host import HostDevice
 from kvplug_testing import peers
 from kvplug_testing.forkserver import ForkServer
+from kvplug_testing.gpu.fake import Controls
+from kvplug_testing.gpu.pynccl import HostCommunicator, HostDevice
+from kvplug_testing.groups import local_groups
 
 PATIENCE_S = 60.0
 LARGE = 1 << 20
-
-
-class OnTheHost(PyncclCommunicator):
-    """Over host memory."""
-
-    devices = frozenset({"cpu"})
 
 
 def context_of(
@@ -43,8 +38,8 @@ def context_of(
     )
 
 
-def make(group: StatelessGroup, path: str, device: Any = None, **given: Any) -> OnTheHost:
-    return OnTheHost(context_of(group, path, **given), device or HostDevice(path))
+def make(group: StatelessGroup, path: str, device: Any = None, **given: Any) -> HostCommunicator:
+    return HostCommunicator(context_of(group, path, **given), device or HostDevice(path))
 
 
 def at_all(things: Any, do: Callable[[Any], Any]) -> list[Any]:
@@ -62,21 +57,9 @@ def at_all(things: Any, do: Callable[[Any], Any]) -> list[Any]:
 
 @pytest.fixture
 def groups() -> Iterator[Callable[[int], list[StatelessGroup]]]:
-    with ExitStack() as stack:
-
-        def meet(world_size: int) -> list[StatelessGroup]:
-            listener = StatelessGroup.listen("unix:")
-
-            def one(rank: int) -> StatelessGroup:
-                address = listener.contact if rank else listener
-                return StatelessGroup.create(address, rank=rank, world_size=world_size, timeout=PATIENCE_S)
-
-            met = at_all(range(world_size), one)
-            for group in met:
-                stack.callback(group.abort)
-            return met
-
-        yield meet
+    """Makes a group, all of whose ranks are here."""
+    with local_groups(timeout=PATIENCE_S) as make:
+        yield make
 
 
 @pytest.fixture

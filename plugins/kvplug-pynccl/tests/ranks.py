@@ -9,8 +9,8 @@ from typing import Any
 
 from kvplug_pynccl.nccl.abi import DataType, RedOp, Result, UniqueId
 from kvplug_pynccl.nccl.library import Library, load
-from kvplug_pynccl.testing.fake import Controls, Stream
 from kvplug_testing import peers
+from kvplug_testing.gpu.fake import Controls, Stream
 
 PATIENCE_S = 60.0
 

@@ -21,7 +21,7 @@ from kvplug_pynccl.nccl.errors import (
 )
 from kvplug_pynccl.nccl.library import Library
 from kvplug_pynccl.nccl.prototypes import PROTOTYPES
-from kvplug_pynccl.testing import fake
+from kvplug_testing.gpu import fake
 
 ranks = SimpleNamespace(**run_path(str(Path(__file__).with_name("ranks.py"))))
 
@@ -76,7 +76,7 @@ def test_what_nccl_writes_at_the_end_of_a_start_is_kept_until_then(fake_path: st
 
 def test_importing_the_binding_loads_neither_torch_nor_nccl() -> None:
     code = (
-        "import sys, kvplug_pynccl.nccl.library, kvplug_pynccl.nccl.dtypes, kvplug_pynccl.testing.fake\n"
+        "import sys, kvplug_pynccl.nccl.library, kvplug_pynccl.nccl.dtypes, kvplug_testing.gpu.fake\n"
         "assert 'torch' not in sys.modules and 'libnccl' not in open('/proc/self/maps').read()"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

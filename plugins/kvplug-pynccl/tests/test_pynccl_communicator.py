@@ -19,8 +19,8 @@ from kvplug_pynccl.communicator.bootstrap import RankHello, agree
 from kvplug_pynccl.communicator.communicator import PyncclCommunicator
 from kvplug_pynccl.communicator.memory import Part, are_contiguous
 from kvplug_pynccl.communicator.side_channel import SideChannelEndpoint
-from kvplug_pynccl.testing import fake
-from kvplug_pynccl.testing.host import HostDevice
+from kvplug_testing.gpu import fake
+from kvplug_testing.gpu.pynccl import HostDevice
 
 ENDS = Path(__file__).with_name("pynccl_group.py")
 ends = SimpleNamespace(**run_path(str(ENDS)))
@@ -183,7 +183,7 @@ def test_asleep_nccl_gives_its_memory_back_where_it_can(local_ranks: Any) -> Non
 def test_an_nccl_that_cannot_says_so_and_sleeps(
     groups: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    old = fake.build(tmp_path, old=True)
+    old = fake.OLD_NCCL.build(tmp_path)
     made = at_all(groups(2), lambda group: make(group, old))
     with caplog.at_level(logging.WARNING):
         for one in made:

@@ -20,17 +20,12 @@ class TestPyncclCommunicator(DeviceCommunicatorContract):
         cls.options = {**cls.options, "library": fake_path}
 
     def make_communicator(self, context: CommunicatorContext) -> DeviceCommunicator:
-        from kvplug_pynccl.communicator.communicator import PyncclCommunicator
-        from kvplug_pynccl.testing.host import HostDevice
+        from kvplug_testing.gpu.pynccl import HostCommunicator, HostDevice
 
-        class OnTheHost(PyncclCommunicator):
-            devices = frozenset({"cpu"})
-
-        return OnTheHost(context, HostDevice(context.options.library))
+        return HostCommunicator(context, HostDevice(context.options.library))
 
     def import_all(self) -> None:
-        import kvplug_pynccl.communicator.communicator
-        import kvplug_pynccl.testing.host  # noqa: F401
+        import kvplug_testing.gpu.pynccl  # noqa: F401
 
         super().import_all()
 

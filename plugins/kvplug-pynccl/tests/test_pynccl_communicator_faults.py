@@ -15,8 +15,8 @@ import torch
 from kvplug import ConfigError, PeerGoneError, TimeoutError, TransportError
 from kvplug_pynccl.nccl.abi import Result
 from kvplug_pynccl.nccl.errors import NcclInvalidArgumentError, NcclInvalidUsageError
-from kvplug_pynccl.testing.fake import GPU_VARIABLE
-from kvplug_pynccl.testing.host import HostDevice
+from kvplug_testing.gpu.fake import GPU_VARIABLE
+from kvplug_testing.gpu.pynccl import HostDevice
 from kvplug_testing.waits import until
 
 ENDS = Path(__file__).with_name("pynccl_group.py")

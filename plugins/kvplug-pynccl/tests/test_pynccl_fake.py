@@ -1,12 +1,7 @@
-"""The fake NCCL is built, starts in real processes, and refuses what NCCL refuses."""
+"""The fake NCCL starts in real processes, and refuses what NCCL refuses."""
 
 from __future__ import annotations
 
-import os
-import shutil
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,39 +16,12 @@ from kvplug_pynccl.nccl.errors import (
     NcclInvalidUsageError,
 )
 from kvplug_pynccl.nccl.library import Library
-from kvplug_pynccl.testing import fake
 from kvplug_testing import peers
+from kvplug_testing.gpu import fake
 
 ranks = SimpleNamespace(**run_path(str(Path(__file__).with_name("ranks.py"))))
 StartRanks = Callable[..., list[peers.Peer]]
 PATIENCE_S, near = ranks.PATIENCE_S, ranks.near
-
-# -- the source ------------------------------------------------------------------------------------------
-
-
-@pytest.mark.skipif(shutil.which("cc") is None, reason="there is no compiler")
-def test_the_source_gives_no_warning(tmp_path: Path) -> None:
-    sources = sorted((Path(fake.__file__).parent / "native").glob("*.c"))
-    flags = [*fake.FLAGS, "-Wall", "-Wextra", "-Wshadow", "-Werror"]
-    subprocess.run(["cc", *flags, "-o", str(tmp_path / "fake.so"), *sources, "-lm"], check=True, timeout=120)
-
-
-def test_without_a_compiler_it_cannot_be_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CC", "no-such-compiler")
-    with pytest.raises(OSError, match="no-such-compiler"):
-        fake.build(tmp_path)
-
-
-def test_a_fault_that_there_is_not_is_refused(controls: fake.Controls, fake_path: str) -> None:
-    with pytest.raises(LookupError, match="the fake has no fial_after"):
-        controls.set(fial_after=1)
-    with pytest.raises(LookupError, match="the fake has no nothing"):
-        controls.get("nothing")
-    loading = [sys.executable, "-c", "import ctypes, sys; ctypes.CDLL(sys.argv[1])", fake_path]
-    misspelt = {**os.environ, **fake.environment(polls=2, fial_after=1)}
-    done = subprocess.run(loading, env=misspelt, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == -signal.SIGABRT and "what is fial_after=1?" in done.stderr
-
 
 # -- what is refused -------------------------------------------------------------------------------------
 
@@ -130,7 +98,7 @@ def test_two_ranks_on_one_gpu_of_two_hosts_are_none(start_ranks: StartRanks) -> 
 
 @pytest.mark.parametrize("why", ["the first hangs", "the last hangs", "they disagree"])
 def test_a_start_that_does_not_end_is_aborted(why: str, start_ranks: StartRanks) -> None:
-    hangs, goes_on = fake.environment(init_hangs=1), fake.environment(init_hangs=0)
+    hangs, goes_on = fake.NCCL.environment(init_hangs=1), fake.NCCL.environment(init_hangs=0)
     children = {
         "the first hangs": lambda: start_ranks("start", "start", environments=[hangs, goes_on]),
         "the last hangs": lambda: start_ranks("start", "start", environments=[goes_on, hangs]),
@@ -147,7 +115,7 @@ def test_a_start_that_does_not_end_is_aborted(why: str, start_ranks: StartRanks)
 
 
 def test_a_start_may_fail(start_ranks: StartRanks) -> None:
-    failing = fake.environment(init_result=Result.SYSTEM_ERROR)
+    failing = fake.NCCL.environment(init_result=Result.SYSTEM_ERROR)
     children = start_ranks("start", "start", environments=[failing, failing])
     for child in children:
         assert child.recv() == "has begun"

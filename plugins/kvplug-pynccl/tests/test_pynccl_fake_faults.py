@@ -16,8 +16,8 @@ from kvplug_pynccl.nccl.errors import (
     NcclSystemError,
 )
 from kvplug_pynccl.nccl.library import Library
-from kvplug_pynccl.testing import fake
 from kvplug_testing import peers
+from kvplug_testing.gpu import fake
 
 ranks = SimpleNamespace(**run_path(str(Path(__file__).with_name("ranks.py"))))
 StartRanks = Callable[..., list[peers.Peer]]
@@ -31,7 +31,7 @@ def test_a_peer_that_is_killed_shows_as_an_error_and_the_operation_ends_by_an_ab
     waiting, killed = start_ranks(
         "receive_what_never_comes",
         "wait_to_be_killed",
-        environments=[fake.environment(peer_result=result)],
+        environments=[fake.NCCL.environment(peer_result=result)],
     )
     assert (waiting.recv(), killed.recv()) == ("waits", "is there")
     killed.kill()
@@ -42,7 +42,7 @@ def test_a_peer_that_is_killed_shows_as_an_error_and_the_operation_ends_by_an_ab
 
 def test_a_peer_that_is_killed_may_show_as_nothing_at_all(start_ranks: StartRanks) -> None:
     waiting, killed = start_ranks(
-        "receive_what_never_comes", "wait_to_be_killed", environments=[fake.environment(peer_result=0)]
+        "receive_what_never_comes", "wait_to_be_killed", environments=[fake.NCCL.environment(peer_result=0)]
     )
     assert (waiting.recv(), killed.recv()) == ("waits", "is there")
     killed.kill()
@@ -75,7 +75,7 @@ def test_a_peer_that_is_stopped_is_waited_for(start_ranks: StartRanks) -> None:
 
 def test_a_peer_may_die_inside_an_operation(start_ranks: StartRanks) -> None:
     receiving, dying = start_ranks(
-        "receive_a_lot", "send_a_lot", environments=[{}, fake.environment(exit_after=0)]
+        "receive_a_lot", "send_a_lot", environments=[{}, fake.NCCL.environment(exit_after=0)]
     )
     assert dying.wait() == -9
     state, was_done, ended = receiving.result(PATIENCE_S)

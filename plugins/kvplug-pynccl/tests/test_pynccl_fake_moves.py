@@ -19,8 +19,8 @@ from kvplug_pynccl.nccl.errors import (
     NcclSystemError,
 )
 from kvplug_pynccl.nccl.library import Library
-from kvplug_pynccl.testing import fake
 from kvplug_testing import peers
+from kvplug_testing.gpu import fake
 
 ranks = SimpleNamespace(**run_path(str(Path(__file__).with_name("ranks.py"))))
 StartRanks = Callable[..., list[peers.Peer]]

@@ -27,8 +27,8 @@ from kvplug_pynccl.nccl.errors import (
 from kvplug_pynccl.nccl.library import Library, load
 from kvplug_pynccl.nccl.places import PACKAGE, SONAME, VARIABLE
 from kvplug_pynccl.nccl.prototypes import MIN_VERSION, OPTIONAL, PROTOTYPES
-from kvplug_pynccl.testing import fake
 from kvplug_testing import peers
+from kvplug_testing.gpu import fake
 
 ranks = SimpleNamespace(**run_path(str(Path(__file__).with_name("ranks.py"))))
 
@@ -157,7 +157,7 @@ def its_first_bytes(folder: Path) -> str:
 @functools.cache
 def built() -> bytes:
     with tempfile.TemporaryDirectory() as folder:
-        return Path(fake.build(Path(folder))).read_bytes()
+        return Path(fake.NCCL.build(Path(folder))).read_bytes()
 
 
 def beginning(nbytes: int, folder: Path) -> str:
@@ -223,7 +223,7 @@ def test_one_that_is_too_old_is_refused(fake_path: str, controls: fake.Controls)
 
 @compiled
 def test_what_an_older_one_does_not_have_is_told_when_it_is_called(tmp_path: Path) -> None:
-    path = fake.build(tmp_path, old=True)
+    path = fake.OLD_NCCL.build(tmp_path)
     controls = fake.Controls(path)
     controls.set(version=22005)
     nccl = load(path)

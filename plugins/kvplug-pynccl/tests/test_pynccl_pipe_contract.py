@@ -23,13 +23,12 @@ class TestPyncclPipe(PipeContract):
 
     def make_endpoint(self, context: PipeContext) -> PipeEndpoint:
         from kvplug_pynccl.pipe.endpoint import PyncclEndpoint
-        from kvplug_pynccl.testing.host import HostDevice
+        from kvplug_testing.gpu.pynccl import HostDevice
 
         return PyncclEndpoint(context, HostDevice(context.options.library))
 
     def import_all(self) -> None:
-        import kvplug_pynccl.pipe.endpoint
-        import kvplug_pynccl.testing.host  # noqa: F401
+        import kvplug_testing.gpu.pynccl  # noqa: F401
 
         super().import_all()
 

@@ -18,7 +18,7 @@ import torch
 from kvplug import ClosedError, KvplugError, PeerGoneError, TimeoutError, TransportError
 from kvplug.transport import HeartbeatTerms, PeerIdentity
 from kvplug_pynccl.pipe import join, worker
-from kvplug_pynccl.testing.fake import environment
+from kvplug_testing.gpu.fake import NCCL
 from kvplug_testing.waits import Call, until
 
 ENDS = Path(__file__).with_name("pynccl_ends.py")
@@ -34,7 +34,7 @@ assert_works = ends.assert_works
 def test_a_sender_that_dies_inside_a_transfer_is_gone_for_its_receiver(
     remote_pair: Any, local_pair: Any, controls: Any, with_out: bool
 ) -> None:
-    pipe, child = remote_pair("send", LARGE, env=environment(exit_after=0))
+    pipe, child = remote_pair("send", LARGE, env=NCCL.environment(exit_after=0))
     assert child.recv() == "sent"
     out = torch.zeros(LARGE, dtype=torch.uint8) if with_out else None
     with pytest.raises(PeerGoneError):
@@ -53,7 +53,7 @@ def test_a_sender_that_dies_inside_a_transfer_is_gone_for_its_receiver(
 def test_a_receiver_that_dies_inside_a_transfer_ends_it_for_its_sender(
     remote_pair: Any, local_pair: Any, controls: Any
 ) -> None:
-    pipe, _ = remote_pair("echo", env=environment(exit_after=0))
+    pipe, _ = remote_pair("echo", env=NCCL.environment(exit_after=0))
     transfers = []
     with suppress(PeerGoneError):  # it may be dead before the last is queued
         for _ in range(3):

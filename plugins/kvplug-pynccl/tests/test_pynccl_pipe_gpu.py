@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ from kvplug import PeerGoneError, TimeoutError, TransportError, UnsupportedError
 from kvplug.transport import Credentials, Pipe, PipeContext
 from kvplug_testing import peers
 from kvplug_testing.contract.pipe.content import difference, dtypes, tensor_of
+from kvplug_testing.pairs import PipePairs, echo
 
 torch = pytest.importorskip("torch")
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -40,45 +40,20 @@ def endpoint(device: str, **options: Any) -> Any:
 
 def remote_end(parent: peers.Parent, contact: str, device: str, what: str, options: dict[str, Any]) -> Any:
     with endpoint(device, **options).connect(contact) as pipe:
-        return globals()[what](parent, pipe)
-
-
-def echo(parent: peers.Parent, pipe: Pipe) -> int:
-    count = 0
-    while True:
-        try:
-            message = pipe.recv_tensor(timeout=None)
-        except PeerGoneError:
-            return count
-        pipe.send_tensor(message)
-        count += 1
-
-
-def wait(parent: peers.Parent, pipe: Pipe) -> None:
-    parent.send("here")
-    parent.recv(None)
+        return {"echo": echo}[what](parent, pipe)
 
 
 @pytest.fixture
 def remote_pair() -> Iterator[Callable[..., tuple[Pipe, peers.Peer]]]:
-    with ExitStack() as stack:
+    with PipePairs() as pairs:
 
         def make(what: str, **options: Any) -> tuple[Pipe, peers.Peer]:
-            listener = endpoint("cuda:0", **options).listen()
-            stack.callback(listener.close)
-            child = stack.enter_context(
-                peers.start(
-                    f"{__file__}:remote_end",
-                    listener.contact,
-                    "cuda:1",
-                    what,
-                    options,
-                    timeout_s=2 * PATIENCE_S,
-                )
+            return pairs.remote(
+                endpoint("cuda:0", **options),
+                lambda contact: peers.start(
+                    f"{__file__}:remote_end", contact, "cuda:1", what, options, timeout_s=2 * PATIENCE_S
+                ),
             )
-            pipe = listener.accept()
-            stack.callback(pipe.abort)
-            return pipe, child
 
         yield make
 

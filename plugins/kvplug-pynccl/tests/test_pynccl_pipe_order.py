@@ -18,7 +18,7 @@ from kvplug import TimeoutError
 from kvplug.net import streams
 from kvplug_pynccl.device import CudaStream
 from kvplug_pynccl.pipe import worker
-from kvplug_pynccl.testing.host import HostDevice
+from kvplug_testing.gpu.pynccl import HostDevice
 from kvplug_testing.waits import Call, until
 
 ENDS = Path(__file__).with_name("pynccl_ends.py")

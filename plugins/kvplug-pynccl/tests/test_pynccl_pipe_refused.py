@@ -21,7 +21,7 @@ from kvplug_pynccl.options import PyncclPipeOptions
 from kvplug_pynccl.pipe.content import check_out, content_of
 from kvplug_pynccl.pipe.endpoint import PyncclEndpoint
 from kvplug_pynccl.pipe.frames import Announcement, Frame, FrameType
-from kvplug_pynccl.testing.host import HostDevice
+from kvplug_testing.gpu.pynccl import HostDevice
 
 ENDS = Path(__file__).with_name("pynccl_ends.py")
 ends = SimpleNamespace(**run_path(str(ENDS)))

@@ -21,8 +21,8 @@ from kvplug_pynccl.nccl.abi import Result
 from kvplug_pynccl.nccl.errors import NcclError
 from kvplug_pynccl.pipe import join
 from kvplug_pynccl.pipe.contact import PyncclContact
-from kvplug_pynccl.testing.fake import GPU_VARIABLE, environment
 from kvplug_testing import peers
+from kvplug_testing.gpu.fake import GPU_VARIABLE, NCCL
 from kvplug_testing.waits import Call, until
 
 ENDS = Path(__file__).with_name("pynccl_ends.py")
@@ -55,7 +55,7 @@ def test_a_start_that_fails_says_at_both_ends_why(fake_path: str, controls: Any,
         peers.start(
             f"{ENDS}:connects",
             *(fake_path, listener.contact),
-            env=environment(init_result=Result.INTERNAL_ERROR),
+            env=NCCL.environment(init_result=Result.INTERNAL_ERROR),
             timeout_s=PATIENCE_S,
         ) as child,
     ):
@@ -101,7 +101,7 @@ def test_ends_with_two_releases_of_nccl_get_an_error_that_names_both(fake_path: 
         peers.start(
             f"{ENDS}:connects",
             *(fake_path, listener.contact),
-            env=environment(version=22105),
+            env=NCCL.environment(version=22105),
             timeout_s=PATIENCE_S,
         ) as child,
     ):
@@ -116,7 +116,7 @@ def test_a_peer_that_is_killed_while_nccl_starts_is_gone(fake_path: str, control
         peers.start(
             f"{ENDS}:connects",
             *(fake_path, listener.contact),
-            env=environment(init_hangs=1),
+            env=NCCL.environment(init_hangs=1),
             timeout_s=PATIENCE_S,
         ) as child,
     ):

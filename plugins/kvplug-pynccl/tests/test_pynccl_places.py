@@ -16,7 +16,7 @@ from kvplug_pynccl.nccl.errors import (
 )
 from kvplug_pynccl.nccl.library import Library, load
 from kvplug_pynccl.nccl.places import PACKAGE, SONAME, VARIABLE, Place, places
-from kvplug_pynccl.testing import fake
+from kvplug_testing.gpu import fake
 
 compiled = pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler (cc)")
 
@@ -105,7 +105,7 @@ def test_one_that_cannot_be_loaded_is_passed_over_where_none_was_named(
     for folder in (bad, good):
         folder.mkdir(parents=True)
     (bad / SONAME).write_bytes(b"no library")
-    path = fake.build(good)
+    path = fake.NCCL.build(good)
     assert load().path == path
 
 

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from typing import Any
 
 import pytest
 import torch
 
-from kvplug import PeerGoneError
 from kvplug.transport import Credentials, PipeContext
 from kvplug_shm.options import ShmPipeOptions
 from kvplug_shm.pipe.endpoint import ShmEndpoint
 from kvplug_shm.pipe.pipe import ShmPipe
 from kvplug_testing import peers
 from kvplug_testing.forkserver import ForkServer
+from kvplug_testing.pairs import PipePairs, echo, wait
 
 TINY = {"slots": 1, "slot_bytes": 1024}
 PATIENCE_S = 30.0
@@ -35,65 +34,31 @@ def endpoint(*, heartbeat_timeout_s: float = 10.0, **options: Any) -> ShmEndpoin
 @pytest.fixture(params=[True, False], ids=["compiled", "python"])
 def local_pair(request: pytest.FixtureRequest) -> Iterator[Callable[..., tuple[ShmPipe, ShmPipe]]]:
     """Makes two connected pipes, both of this process."""
-    with ExitStack() as stack:
-
-        def make(**options: Any) -> tuple[ShmPipe, ShmPipe]:
-            end = endpoint(**{"native": request.param, **options})
-            listener = end.listen()
-            stack.callback(listener.close)
-            one = end.connect(listener.contact)
-            stack.callback(one.abort)
-            other = listener.accept()
-            stack.callback(other.abort)
-            return one, other  # type: ignore[return-value]
-
-        yield make
+    with PipePairs() as pairs:
+        yield lambda **options: pairs.local(endpoint(**{"native": request.param, **options}))
 
 
 @pytest.fixture
 def remote_pair(fork_server: ForkServer) -> Iterator[Callable[..., tuple[ShmPipe, peers.Peer]]]:
-    """Makes a pipe whose other end is in a child that runs a function of this file: (pipe, child)."""
-    with ExitStack() as stack:
+    """Makes a pipe whose other end is in a child that does ``what``: (pipe, child)."""
+    with PipePairs() as pairs:
 
         def make(what: str, *args: Any, **options: Any) -> tuple[ShmPipe, peers.Peer]:
-            child = stack.enter_context(
-                fork_server.start(f"{__file__}:remote_end", what, list(args), timeout_s=4 * PATIENCE_S)
+            given = (options, what, list(args))
+            return pairs.remote(
+                endpoint(**options),
+                lambda contact: fork_server.start(
+                    f"{__file__}:remote_end", contact, *given, timeout_s=4 * PATIENCE_S
+                ),
             )
-            listener = endpoint(**options).listen()
-            stack.callback(listener.close)
-            child.send((listener.contact, options))
-            pipe = listener.accept()
-            stack.callback(pipe.abort)
-            return pipe, child  # type: ignore[return-value]
 
         yield make
 
 
-def remote_end(parent: peers.Parent, what: str, args: Any) -> Any:
-    """In a child: connect to the contact that comes first, then run ``what``."""
-    contact, options = parent.recv()
+def remote_end(parent: peers.Parent, contact: str, options: dict[str, Any], what: str, args: Any) -> Any:
+    """In a child: connect, then run ``what``."""
     with endpoint(**options).connect(contact) as pipe:
-        return globals()[what](parent, pipe, *args)
-
-
-# -- what the other process does -------------------------------------------------------------------
-
-
-def echo(parent: peers.Parent, pipe: Any) -> int:
-    """Sends back what comes, until the other side has gone."""
-    count = 0
-    while True:
-        try:
-            message = pipe.recv_tensor()
-        except PeerGoneError:
-            return count
-        pipe.send_tensor(message)
-        count += 1
-
-
-def wait(parent: peers.Parent, pipe: Any) -> None:
-    parent.send("here")
-    parent.recv()
+        return WHAT[what](parent, pipe, *args)
 
 
 def send_part(parent: peers.Parent, pipe: Any, nbytes: int, pieces: int) -> None:
@@ -112,3 +77,6 @@ def send_part(parent: peers.Parent, pipe: Any, nbytes: int, pieces: int) -> None
     assert not message.complete
     parent.send("sent")
     parent.recv()
+
+
+WHAT = {"echo": echo, "send_part": send_part, "wait": wait}

@@ -10,10 +10,10 @@ import threading
 from functools import cache
 from typing import Any
 
-from kvplug.errors import PeerGoneError
 from kvplug.transport.pipe import Pipe, PipeListener, Transfer
 from kvplug_testing import peers
 from kvplug_testing.contract.pipe.footprint import Footprint
+from kvplug_testing.pairs import echo as echo, wait as wait
 from kvplug_testing.peers import Parent
 
 _BLOCK = (1 << 20) + 7
@@ -47,12 +47,6 @@ def unlike(message: Any, number: int, nbytes: int) -> str:
 
 
 # -- what a peer does ------------------------------------------------------------------------------
-
-
-def wait(parent: Parent, pipe: Any) -> None:
-    """Nothing, until told to go on."""
-    parent.send("here")
-    parent.recv(None)
 
 
 def leave(parent: Parent, pipe: Pipe) -> None:
@@ -92,18 +86,6 @@ def fork_and_echo(parent: Parent, pipe: Pipe) -> None:
         os._exit(0)
     parent.send(pid)
     echo(parent, pipe)
-
-
-def echo(parent: Parent, pipe: Pipe) -> int:
-    """Send back what comes, until the other end has gone; returns how many that were."""
-    count = 0
-    while True:
-        try:
-            message = pipe.recv_tensor(timeout=None)
-        except PeerGoneError:
-            return count
-        pipe.send_tensor(message)
-        count += 1
 
 
 def echo_and_look(parent: Parent, pipe: Pipe) -> None:

@@ -1,5 +1,5 @@
 #define _GNU_SOURCE
-#include "fake.h"
+#include "communicator.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -107,10 +107,8 @@ struct launch {
     struct operation operations[];
 };
 
-static bool due(enum setting which) { return setting(which) >= 0 && setting(OPERATIONS) >= setting(which); }
-
 static bool fails_now(ncclComm_t comm) {
-    if (due(FAIL_AFTER)) {
+    if (due(FAIL_AFTER, OPERATIONS)) {
         atomic_store(&comm->state, (int)setting(FAIL_RESULT));
         warn("asked to fail after %ld operations", setting(FAIL_AFTER));
     }
@@ -120,11 +118,11 @@ static bool fails_now(ncclComm_t comm) {
 
 static void execute(ncclComm_t comm, const struct launch *what) {
     wait_while(HOLD, &comm->aborted);
-    if (fails_now(comm) || due(HANG_AFTER)) {
+    if (fails_now(comm) || due(HANG_AFTER, OPERATIONS)) {
         mesh_wait_for_wake(&comm->mesh);
         return;
     }
-    enum outcome outcome = work(&comm->mesh, what->operations, what->count, due(EXIT_AFTER));
+    enum outcome outcome = work(&comm->mesh, what->operations, what->count, due(EXIT_AFTER, OPERATIONS));
     if (outcome == DONE) {
         tally(OPERATIONS, (long)what->count);
         fails_now(comm);
@@ -147,20 +145,23 @@ static void run(void *argument) {
     comm->finished++;
     pthread_cond_broadcast(&comm->changed);
     pthread_mutex_unlock(&comm->lock);
-    free(what);
 }
 
-void launch(ncclComm_t comm, struct stream *stream, const struct operation *operations, size_t count) {
-    struct launch *what = malloc(sizeof *what + count * sizeof *operations);
+bool launch(ncclComm_t comm, void *stream, const struct operation *operations, size_t count) {
+    size_t size = sizeof(struct launch) + count * sizeof *operations;
+    struct launch *what = malloc(size);
     what->comm = comm;
     what->count = count;
     memcpy(what->operations, operations, count * sizeof *operations);
     pthread_mutex_lock(&comm->lock);
-    what->turn = comm->given++;
-    stream_add(stream, run, what);
+    what->turn = comm->given;
+    bool added = stream_add(stream, run, what, size);
+    comm->given += added;
     pthread_mutex_unlock(&comm->lock);
+    free(what);
     if (!comm->blocking)
         atomic_store(&comm->polls, setting(POLLS));
+    return added;
 }
 
 /* -- a communicator's life -------------------------------------------------------------------------------- */
@@ -206,14 +207,14 @@ ncclResult_t wait_for_start(ncclComm_t *place) {
     return result;
 }
 
-static ncclResult_t new_comm(ncclComm_t *place, int nranks, ncclUniqueId id, int rank, bool blocking) {
-    if (!place || nranks < 1 || rank < 0 || rank >= nranks || memcmp(id.internal, ID, sizeof ID - 1)) {
+ncclResult_t begin_start(ncclComm_t *place, int nranks, const ncclUniqueId *id, int rank, bool blocking) {
+    if (!place || nranks < 1 || rank < 0 || rank >= nranks || memcmp(id->internal, ID, sizeof ID - 1)) {
         warn("Invalid rank requested : %d/%d, or an invalid unique id", rank, nranks);
         return ncclInvalidArgument;
     }
     ncclComm_t comm = calloc(1, sizeof *comm);
     comm->mesh = (struct mesh){.nranks = nranks, .rank = rank, .refused = -1};
-    memcpy(comm->mesh.name, id.internal + sizeof ID - 1, NAME - 1);
+    memcpy(comm->mesh.name, id->internal + sizeof ID - 1, NAME - 1);
     comm->mesh.wake = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
     comm->mesh.sockets = malloc((size_t)nranks * sizeof(int));
     comm->mesh.hellos = calloc((size_t)nranks, sizeof(struct hello));
@@ -227,35 +228,13 @@ static ncclResult_t new_comm(ncclComm_t *place, int nranks, ncclUniqueId id, int
     atomic_store(&comm->magic, ALIVE);
     comm->has_thread = !pthread_create(&comm->thread, NULL, start, comm);
     tally(COMMUNICATORS, 1);
-    if (!blocking) {
-        long result = setting(BEGIN_RESULT);
-        atomic_store(&comm->polls, setting(POLLS));
-        if (result)
-            warn("asked to fail at once");
-        return result ? (ncclResult_t)result : ncclInProgress;
-    }
-    return start_in_group(place) ? ncclSuccess : wait_for_start(place);
-}
-
-EXPORT ncclResult_t ncclCommInitRank(ncclComm_t *comm, int nranks, ncclUniqueId id, int rank) {
-    return new_comm(comm, nranks, id, rank, true);
-}
-
-EXPORT ncclResult_t ncclCommInitRankConfig(ncclComm_t *comm, int nranks, ncclUniqueId id, int rank,
-                                           const void *config) {
-    struct {
-        size_t size;
-        unsigned magic, version;
-        int blocking;
-    } known = {.blocking = 1};
-    if (config) {
-        memcpy(&known, config, offsetof(__typeof__(known), blocking) + sizeof known.blocking);
-        if (known.magic != API_MAGIC) {
-            warn("ncclConfig_t argument not initialized via NCCL_CONFIG_INITIALIZER");
-            return ncclInvalidArgument;
-        }
-    }
-    return new_comm(comm, nranks, id, rank, known.blocking != 0);
+    if (blocking)
+        return ncclInProgress;
+    long result = setting(BEGIN_RESULT);
+    atomic_store(&comm->polls, setting(POLLS));
+    if (result)
+        warn("asked to fail at once");
+    return result ? (ncclResult_t)result : ncclInProgress;
 }
 
 EXPORT ncclResult_t ncclCommGetAsyncError(ncclComm_t comm, ncclResult_t *state) {

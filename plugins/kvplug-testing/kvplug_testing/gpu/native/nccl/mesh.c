@@ -1,5 +1,5 @@
 #define _GNU_SOURCE
-#include "fake.h"
+#include "mesh.h"
 
 #include <errno.h>
 #include <fcntl.h>
@@ -11,6 +11,8 @@
 #include <sys/socket.h>
 #include <sys/un.h>
 #include <unistd.h>
+
+#include "faults.h"
 
 static const uint64_t HELLO = 0x6f6c6c65684c434e, HEAD = 0x646165684c43434e;
 

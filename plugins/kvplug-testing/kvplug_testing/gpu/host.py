@@ -1,4 +1,4 @@
-"""Host memory as a device: for pipe and communicator over the fake NCCL, whose streams are threads."""
+"""CPU memory as a device, whose streams are a fake library's: what the devices of plugins have in common."""
 
 from __future__ import annotations
 
@@ -7,15 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from kvplug_pynccl import device
-from kvplug_pynccl.testing import fake
+from kvplug_testing.gpu import fake
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
 @attrs.frozen
-class HostEvent(device.Event):
+class HostEvent:
     """Of a stream of the fake's."""
 
     stream: fake.Stream
@@ -25,18 +24,20 @@ class HostEvent(device.Event):
         return self.stream.is_done(self.ticket)
 
 
-class HostStream(device.Stream):
-    """A stream of the fake's. Memory is kept by whoever enqueues."""
+class HostStream:
+    """A stream of the fake's, as one of a plugin's own. What torch does is done at once."""
 
     def __init__(self, stream: fake.Stream) -> None:
         self._stream = stream
         self.handle = stream.handle
 
+    def current(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
     def record(self) -> HostEvent:
         return HostEvent(self._stream, self._stream.record())
 
-    def wait(self, event: device.Event) -> None:
-        assert isinstance(event, HostEvent)
+    def wait(self, event: HostEvent) -> None:
         self._stream.wait_for(event.stream, event.ticket)
 
     def keep(self, tensor: Tensor) -> None:
@@ -46,18 +47,19 @@ class HostStream(device.Stream):
         self._stream.close()
 
 
-class HostDevice(device.Device):
-    """CPU tensors.
+class HostDevice:
+    """CPU tensors. A plugin's device is made of this class and of its own base class, in this order.
 
     With ``caller``, a stream of the fake's, that is the caller's current one, as a GPU has one: what a test
-    enqueues there is what the pipe has to wait for.
+    enqueues there is what the plugin has to wait for.
     """
 
-    identity = ""
+    name = "cpu"
+    index = 0
+    identity: Any = ""
     """A test sets it."""
 
     def __init__(self, path: str, caller: fake.Stream | None = None) -> None:
-        self.name = "cpu"
         self.capturing = False
         """A test sets it."""
         self._controls = fake.Controls(path)
@@ -66,14 +68,16 @@ class HostDevice(device.Device):
     def current(self) -> AbstractContextManager[Any]:
         return nullcontext()
 
-    def new_stream(self) -> HostStream:
+    def new_stream(self) -> Any:
         return HostStream(self._controls.stream())
 
-    def now(self) -> HostEvent | None:
+    def callers_stream(self) -> int:
+        return 0 if self._caller is None else self._caller.handle
+
+    def now(self) -> Any:
         return None if self._caller is None else HostEvent(self._caller, self._caller.record())
 
-    def follow(self, event: device.Event) -> None:
-        assert isinstance(event, HostEvent)
+    def follow(self, event: Any) -> None:
         if self._caller is not None:
             self._caller.wait_for(event.stream, event.ticket)
 
@@ -83,8 +87,8 @@ class HostDevice(device.Device):
     def upload(self, tensor: Tensor) -> tuple[Tensor, Tensor]:
         return tensor.clone(), tensor
 
-    def hand_over(self, tensor: Tensor) -> None:
-        """The host's memory is of no stream."""
-
     def download(self, tensor: Tensor) -> Tensor:
         return tensor
+
+    def hand_over(self, tensor: Tensor) -> None:
+        """The host's memory is of no stream."""

@@ -1,8 +1,40 @@
-#include "fake.h"
+#include "group.h"
 
 #include <stdio.h>
 #include <string.h>
 #include <sys/random.h>
+
+#define API_MAGIC 0xcafebeefu
+
+/* -- communicators ------------------------------------------------------------------------------------------ */
+
+static ncclResult_t start(ncclComm_t *comm, int nranks, const ncclUniqueId *id, int rank, bool blocking) {
+    ncclResult_t result = begin_start(comm, nranks, id, rank, blocking);
+    if (!blocking || result != ncclInProgress)
+        return result;
+    return start_in_group(comm) ? ncclSuccess : wait_for_start(comm);
+}
+
+EXPORT ncclResult_t ncclCommInitRank(ncclComm_t *comm, int nranks, ncclUniqueId id, int rank) {
+    return start(comm, nranks, &id, rank, true);
+}
+
+EXPORT ncclResult_t ncclCommInitRankConfig(ncclComm_t *comm, int nranks, ncclUniqueId id, int rank,
+                                           const void *config) {
+    struct {
+        size_t size;
+        unsigned magic, version;
+        int blocking;
+    } known = {.blocking = 1};
+    if (config) {
+        memcpy(&known, config, offsetof(__typeof__(known), blocking) + sizeof known.blocking);
+        if (known.magic != API_MAGIC) {
+            warn("ncclConfig_t argument not initialized via NCCL_CONFIG_INITIALIZER");
+            return ncclInvalidArgument;
+        }
+    }
+    return start(comm, nranks, &id, rank, known.blocking != 0);
+}
 
 EXPORT ncclResult_t ncclCommCount(ncclComm_t comm, int *value) {
     ncclResult_t result = check_ready(comm, __func__);
@@ -95,7 +127,7 @@ EXPORT const char *ncclGetLastError(ncclComm_t comm) {
 
 /* -- what newer releases have -------------------------------------------------------------------------------- */
 
-#ifndef KVPLUG_FAKE_OLD
+#ifndef OLD_NCCL
 
 EXPORT ncclResult_t ncclCommSuspend(ncclComm_t comm, int flags) {
     ncclResult_t result = check_ready(comm, __func__);

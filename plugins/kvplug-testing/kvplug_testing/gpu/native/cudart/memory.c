@@ -1,5 +1,5 @@
 #define _GNU_SOURCE
-#include "fake.h"
+#include "faults.h"
 
 #include <errno.h>
 #include <fcntl.h>

@@ -1,6 +1,8 @@
-#include "fake.h"
+#include "numbers.h"
 
 #include <math.h>
+#include <stdbool.h>
+#include <stdint.h>
 #include <string.h>
 
 enum { SUM, PROD, MAX, MIN, AVG };

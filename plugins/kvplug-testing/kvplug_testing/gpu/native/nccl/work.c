@@ -1,7 +1,9 @@
-#include "fake.h"
+#include "work.h"
 
 #include <stdlib.h>
 #include <string.h>
+
+#include "numbers.h"
 
 /* An operation while it is worked on. `parts` has one place for what each rank contributes. */
 struct job {

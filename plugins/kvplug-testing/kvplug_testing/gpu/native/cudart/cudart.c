@@ -1,26 +1,12 @@
 #define _GNU_SOURCE
-#include "fake.h"
+#include "faults.h"
 
 #include <signal.h>
-#include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
 
-static atomic_int failed; /* of the device, for good */
-
-static __thread int capture_mode; /* 2: relaxed */
-
-bool disturbs_capture(void) { return setting(CAPTURING) && capture_mode != 2; }
-
-EXPORT cudaError_t cudaThreadExchangeStreamCaptureMode(int *mode) {
-    int before = capture_mode;
-    capture_mode = *mode;
-    *mode = before;
-    return cudaSuccess;
-}
-
-static cudaError_t usable(void) { return (cudaError_t)atomic_load(&failed); }
+static cudaError_t usable(void) { return (cudaError_t)setting(FAILED); }
 
 EXPORT cudaError_t cudaRuntimeGetVersion(int *version) {
     *version = (int)setting(VERSION);
@@ -79,27 +65,20 @@ EXPORT cudaError_t cudaGetDeviceProperties_v2(void *properties, int device) {
     return usable();
 }
 
-struct copy {
-    void *to;
-    const void *from;
-    size_t nbytes;
-};
-
 static void run_copy(void *argument) {
     struct copy *copy = argument;
-    long done = setting(COPIES);
+    wait_while(HOLD, NULL);
     if (setting(DELAY_US))
         usleep((useconds_t)setting(DELAY_US));
-    if (setting(EXIT_AFTER) >= 0 && done >= setting(EXIT_AFTER)) {
+    if (due(EXIT_AFTER, COPIES)) {
         memmove(copy->to, copy->from, copy->nbytes / 2);
         kill(getpid(), SIGKILL);
     }
-    if (setting(FAIL_AFTER) >= 0 && done >= setting(FAIL_AFTER))
-        atomic_store(&failed, (int)setting(FAIL_RESULT));
+    if (due(FAIL_AFTER, COPIES))
+        set(FAILED, setting(FAIL_RESULT));
     if (!usable())
         memmove(copy->to, copy->from, copy->nbytes);
     tally(COPIES, 1);
-    free(copy);
 }
 
 EXPORT cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t nbytes, int kind, void *stream) {
@@ -109,17 +88,9 @@ EXPORT cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t nbytes, in
         return cudaErrorInvalidValue;
     if (usable())
         return usable();
-    struct copy *copy = malloc(sizeof *copy);
-    *copy = (struct copy){to, from, nbytes};
-    if (stream_add(stream, run_copy, copy))
-        return cudaSuccess;
-    free(copy);
-    return cudaErrorInvalidResourceHandle;
+    struct copy copy = {to, from, nbytes};
+    return stream_add(stream, run_copy, &copy, sizeof copy) ? cudaSuccess : cudaErrorInvalidResourceHandle;
 }
-
-struct event {
-    uint64_t stream, ticket;
-};
 
 EXPORT cudaError_t cudaEventCreateWithFlags(struct event **event, unsigned int flags) {
     *event = flags == 2 ? calloc(1, sizeof **event) : NULL;
@@ -127,14 +98,13 @@ EXPORT cudaError_t cudaEventCreateWithFlags(struct event **event, unsigned int f
 }
 
 EXPORT cudaError_t cudaEventRecord(struct event *event, void *stream) {
-    event->ticket = stream_ticket(stream, &event->stream);
-    return event->stream ? usable() : cudaErrorInvalidResourceHandle;
+    return stream_record(stream, event) ? usable() : cudaErrorInvalidResourceHandle;
 }
 
 EXPORT cudaError_t cudaEventQuery(struct event *event) {
     if (disturbs_capture())
         return cudaErrorStreamCaptureUnsupported;
-    bool done = stream_reached(event->stream, event->ticket);
+    bool done = event_done(*event);
     return usable() ? usable() : done ? cudaSuccess : cudaErrorNotReady;
 }
 
@@ -143,20 +113,6 @@ EXPORT cudaError_t cudaEventDestroy(struct event *event) {
     return usable();
 }
 
-static void run_wait(void *argument) {
-    struct event *awaited = argument;
-    stream_wait(awaited->stream, awaited->ticket);
-    free(awaited);
-}
-
 EXPORT cudaError_t cudaStreamWaitEvent(void *stream, const struct event *event, unsigned int flags) {
-    struct event *awaited = malloc(sizeof *awaited);
-    *awaited = *event;
-    if (!flags && stream_add(stream, run_wait, awaited))
-        return usable();
-    free(awaited);
-    return cudaErrorInvalidValue;
+    return !flags && stream_follow(stream, *event) ? usable() : cudaErrorInvalidValue;
 }
-
-/* After a failure of the device: as if the process were a new one. */
-EXPORT void kvplug_fake_heal(void) { atomic_store(&failed, 0); }

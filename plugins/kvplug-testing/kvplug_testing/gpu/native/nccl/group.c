@@ -1,13 +1,15 @@
-#include "fake.h"
+#include "group.h"
 
 #include <stdlib.h>
+
+#include "numbers.h"
 
 enum { STARTING = 64 };
 
 struct task {
     struct task *next;
     ncclComm_t comm;
-    struct stream *stream;
+    void *stream;
     struct operation operation;
 };
 
@@ -23,15 +25,22 @@ static bool is_pair(const struct task *task) {
     return task->operation.kind == SEND || task->operation.kind == RECV;
 }
 
+/* What the stream is given from now on waits for what the other has now. */
+static void order(void *stream, void *other) {
+    struct event event;
+    if (stream_record(other, &event))
+        stream_follow(stream, event);
+}
+
 /* All of one communicator become one operation, collectives first, on the first of their streams: the others wait. */
 static ncclResult_t launch_first(void) {
     ncclComm_t comm = group.first->comm;
-    struct stream *stream = group.first->stream;
+    void *stream = group.first->stream;
     size_t tasks = 0;
     for (struct task *task = group.first; task; task = task->next)
         tasks += task->comm == comm;
     struct operation *operations = calloc(tasks, sizeof *operations);
-    struct stream **others = calloc(tasks, sizeof *others);
+    void **others = calloc(tasks, sizeof *others);
     size_t count = 0, n_others = 0;
     for (int pairs = 0; pairs < 2; pairs++)
         for (struct task *task = group.first; task; task = task->next)
@@ -54,11 +63,13 @@ static ncclResult_t launch_first(void) {
     ncclResult_t result = check_pairs(operations, count, comm->mesh.rank);
     if (!result) {
         for (size_t at = 0; at < n_others; at++)
-            stream_order(stream, others[at]);
-        launch(comm, stream, operations, count);
+            order(stream, others[at]);
+        bool launched = launch(comm, stream, operations, count);
         for (size_t at = 0; at < n_others; at++)
-            stream_order(others[at], stream);
-        result = atomic_load(&comm->polls) > 0 ? ncclInProgress : ncclSuccess;
+            order(others[at], stream);
+        result = !launched                         ? ncclInvalidArgument /* it was closed inside the group */
+                 : atomic_load(&comm->polls) > 0 ? ncclInProgress
+                                                 : ncclSuccess;
     }
     free(operations);
     free(others);
@@ -111,13 +122,13 @@ static ncclResult_t failed(ncclResult_t result) {
     return result;
 }
 
-ncclResult_t enqueue(const char *function, ncclComm_t comm, void *handle, struct operation operation) {
+ncclResult_t enqueue(const char *function, ncclComm_t comm, void *stream, struct operation operation) {
     ncclResult_t result = check_ready(comm, function);
     if (result)
         return failed(result);
     wait_while(CALL_HANGS, NULL);
     bool pair = operation.kind == SEND || operation.kind == RECV;
-    struct stream *stream = stream_of(handle);
+    struct event now;
     if (operation.type < 0 || operation.type >= TYPES || operation.op < 0 || operation.op >= OPERATORS) {
         warn("%s : invalid type %d or reduction operation %d", function, operation.type, operation.op);
         result = ncclInvalidArgument;
@@ -125,8 +136,8 @@ ncclResult_t enqueue(const char *function, ncclComm_t comm, void *handle, struct
         warn("%s : invalid root or peer %d (should be in the 0..%d range)", function, operation.peer,
              comm->mesh.nranks - 1);
         result = ncclInvalidArgument;
-    } else if (!stream) {
-        warn("%s : %p is no stream", function, handle);
+    } else if (!stream_record(stream, &now)) {
+        warn("%s : %p is no stream", function, stream);
         result = ncclInvalidArgument;
     } else if (comm->finalized || comm->suspended) {
         warn("%s : the communicator is %s", function, comm->finalized ? "finalized" : "suspended");

@@ -1,1 +1,0 @@
-"""What tests without a GPU need: a CUDA runtime of our own."""

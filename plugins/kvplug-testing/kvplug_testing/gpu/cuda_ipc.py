@@ -1,0 +1,21 @@
+"""CPU memory as a device of the plugin "cuda-ipc", over the fake CUDA runtime."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+from kvplug_cuda_ipc import device
+from kvplug_cuda_ipc.cudart.library import load
+from kvplug_testing.gpu import fake, host
+
+
+class HostDevice(host.HostDevice, device.Device):
+    """What a pipe is given."""
+
+    def __init__(self, path: str, caller: fake.Stream | None = None) -> None:
+        super().__init__(path, caller)
+        self.runtime = load(path)
+
+    def current(self) -> AbstractContextManager[Any]:
+        return self.runtime.relaxed()

@@ -1,0 +1,17 @@
+"""CPU memory as a device of the plugin "pynccl", over the fake NCCL."""
+
+from __future__ import annotations
+
+from kvplug_pynccl import device
+from kvplug_pynccl.communicator.communicator import PyncclCommunicator
+from kvplug_testing.gpu import host
+
+
+class HostDevice(host.HostDevice, device.Device):
+    """What pipe and communicator are given."""
+
+
+class HostCommunicator(PyncclCommunicator):
+    """Takes tensors on the CPU."""
+
+    devices = frozenset({"cpu"})
