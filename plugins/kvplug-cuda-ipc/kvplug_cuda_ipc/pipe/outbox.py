@@ -143,7 +143,7 @@ class Outbox:
         """This is a forked child: its parent's transfers end here too. Takes no lock."""
         self._ended = True
         for message in list(self._held.values()):
-            message.transfer.inherit(self._lifecycle.error())
+            message.transfer.after_fork(self._lifecycle.error())
 
     def _look_after(self, message: _Message) -> None:
         """A small message is soon copied: for a moment this thread does what else the mover is woken for."""

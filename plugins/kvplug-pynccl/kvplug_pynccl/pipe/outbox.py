@@ -141,7 +141,7 @@ class Outbox:
     def inherit(self) -> None:
         """This is a forked child: its parent's transfers end here too. Takes no lock."""
         for message in list(self._held.values()):
-            message.transfer.inherit(self._lifecycle.error())
+            message.transfer.after_fork(self._lifecycle.error())
 
     def _wait_for_room(self, message: _Message, deadline: Deadline) -> None:
         while True:
