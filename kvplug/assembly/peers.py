@@ -93,7 +93,7 @@ def _is_of_transports(refusal: HandshakeError) -> bool:
     return any(reason.startswith("transport") for reason in refusal.reasons)
 
 
-class Link(PeerLink):
+class ControlLink(PeerLink):
     """One agreed control channel, and the pipes that are opened over it."""
 
     def __init__(
@@ -108,7 +108,7 @@ class Link(PeerLink):
         self._closed = False
 
     def __repr__(self) -> str:
-        return f"<Link with {self.channel.peer}>"
+        return f"<ControlLink with {self.channel.peer}>"
 
     def open_pipe(self, label: str, *, device: str = "cpu", timeout: Timeout = DEFAULT_TIMEOUT) -> Pipe:
         deadline = Deadline.after(timeout, self._settings.config.timeout_s)
@@ -168,7 +168,7 @@ class LinkListener(PeerListener):
         self.contact = listener.contact
         self._settings = settings
         self._listener = listener
-        self._ready: queue.SimpleQueue[Link | None] = queue.SimpleQueue()
+        self._ready: queue.SimpleQueue[ControlLink | None] = queue.SimpleQueue()
         self._closed = threading.Event()
         self._lock = threading.Lock()
         self._shaking: dict[Channel, threading.Thread] = {}
@@ -176,7 +176,7 @@ class LinkListener(PeerListener):
         self._thread = threading.Thread(target=self._accept_all, name="kvplug-accept", daemon=True)
         self._thread.start()
 
-    def accept(self, timeout: Timeout = DEFAULT_TIMEOUT) -> Link:
+    def accept(self, timeout: Timeout = DEFAULT_TIMEOUT) -> ControlLink:
         deadline = Deadline.after(timeout, self._settings.config.timeout_s)
         seconds = deadline.remaining()  # as far as the message goes; without an end there is none
         try:
@@ -257,7 +257,7 @@ class LinkListener(PeerListener):
         link = None
         try:
             agreement = self._settings.agree(channel, "", self._settings.config.timeout_s)
-            link = Link(self._settings, channel, agreement, accepted=True)
+            link = ControlLink(self._settings, channel, agreement, accepted=True)
         except KvplugError as e:
             if not self._closed.is_set():
                 _log.warning("no agreement with %s: %s", channel.peer, e)
@@ -317,7 +317,7 @@ class ControlPeers(Peers):
 
     def connect(
         self, rank: int, purpose: str, timeout: Timeout = DEFAULT_TIMEOUT, *, retry: bool = True
-    ) -> Link:
+    ) -> ControlLink:
         if self._closed.is_set():
             raise ClosedError("this connector was shut down")
         deadline = Deadline.after(timeout, self._settings.config.connect_timeout_s)
@@ -339,7 +339,7 @@ class ControlPeers(Peers):
         finally:
             with self._lock:
                 self._shaking.discard(channel)
-        return Link(self._settings, channel, agreement, accepted=False)
+        return ControlLink(self._settings, channel, agreement, accepted=False)
 
     def close(self) -> None:
         self._closed.set()

@@ -25,7 +25,7 @@ from kvplug.config.schema import (
     matches,
     name_form,
 )
-from kvplug.config.sources import Given, Layer
+from kvplug.config.sources import Layer, SourcedValue
 from kvplug.errors import ConfigError
 
 DEFAULT_PORT = 29555
@@ -318,7 +318,7 @@ class Draft:
     @classmethod
     def of(cls, stack: Iterable[Layer]) -> Draft:
         """Later sources lie on top of earlier ones, key by key."""
-        given: dict[str, Given] = {}
+        given: dict[str, SourcedValue] = {}
         faults: list[str] = []
         names = []
         for layer in stack:
@@ -360,7 +360,9 @@ class Draft:
         return Config(**self.values, options=self.options, sources=self.sources, source=self.source)
 
 
-def _converted(flat: Mapping[str, Any], given: Mapping[str, Given]) -> tuple[dict[str, Any], list[str]]:
+def _converted(
+    flat: Mapping[str, Any], given: Mapping[str, SourcedValue]
+) -> tuple[dict[str, Any], list[str]]:
     """Key by key, so that each fault can say where its value was given."""
     values: dict[str, Any] = {}
     faults: list[str] = []
@@ -377,7 +379,7 @@ def _converted(flat: Mapping[str, Any], given: Mapping[str, Given]) -> tuple[dic
     return values, faults
 
 
-def _at(fault: str, given: Given) -> str:
+def _at(fault: str, given: SourcedValue) -> str:
     """Name the variable, or the key of vLLM's, that the value came by."""
     return f"{fault} [{given.spelled}]" if given.spelled else fault
 

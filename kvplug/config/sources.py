@@ -61,7 +61,7 @@ _OUR_NAME = re.compile(r"[a-z][a-z0-9-]*")
 
 
 @attrs.frozen
-class Given:
+class SourcedValue:
     """One value, and where it was given."""
 
     value: Any
@@ -75,7 +75,7 @@ class Layer:
     """What one source says. Options are flat, with keys ``options.<name>.<option>``."""
 
     source: str
-    values: Mapping[str, Given]
+    values: Mapping[str, SourcedValue]
     faults: tuple[str, ...] = ()
 
 
@@ -94,12 +94,12 @@ def from_mapping(data: Any, source: str) -> Layer:
     return Layer(source=source, values=values, faults=tuple(faults))
 
 
-def _flattened(data: Mapping[Any, Any], source: str) -> tuple[dict[str, Given], list[str]]:
-    values: dict[str, Given] = {}
+def _flattened(data: Mapping[Any, Any], source: str) -> tuple[dict[str, SourcedValue], list[str]]:
+    values: dict[str, SourcedValue] = {}
     faults: list[str] = []
     for key, value in data.items():
         if key != "options":
-            values[str(key)] = Given(value, source)
+            values[str(key)] = SourcedValue(value, source)
         elif not isinstance(value, Mapping):
             faults.append(f"options: {shown(value)} was given; allowed is one table for each name")
         else:
@@ -108,7 +108,7 @@ def _flattened(data: Mapping[Any, Any], source: str) -> tuple[dict[str, Given], 
                     faults.append(f"options.{name}: {shown(table)} was given; allowed is a table")
                     continue
                 for option, setting in table.items():
-                    values[f"options.{name}.{option}"] = Given(setting, source)
+                    values[f"options.{name}.{option}"] = SourcedValue(setting, source)
     return values, faults
 
 
@@ -116,11 +116,13 @@ def _from_vllm(data: Mapping[Any, Any], source: str) -> Layer:
     known = (*VLLM_KEYS, VLLM_EXTRA, *VLLM_IGNORED)
     extra = data.get(VLLM_EXTRA)
     faults: list[str] = []
-    values: dict[str, Given] = {}
+    values: dict[str, SourcedValue] = {}
     for key, value in data.items():
         if key in VLLM_KEYS:
             if value is not None:  # vLLM writes None for what was not given
-                values[VLLM_KEYS[key]] = Given(value, f"{source}: {key}" if source else key, spelled=key)
+                values[VLLM_KEYS[key]] = SourcedValue(
+                    value, f"{source}: {key}" if source else key, spelled=key
+                )
         elif key not in known:
             hint = did_you_mean(str(key), known) or f"; kvplug's own keys go into {VLLM_EXTRA}"
             faults.append(f"{key}: not a key of vLLM's kv-transfer-config{hint}")
@@ -221,7 +223,7 @@ def from_environment(environ: Mapping[str, str], known: Iterable[str]) -> Layer:
     A value that is empty counts as not given. Values of unknown variables are not repeated in faults.
     """
     keys = {PREFIX + key.upper(): key for key in known}
-    values: dict[str, Given] = {}
+    values: dict[str, SourcedValue] = {}
     faults: list[str] = []
     services: list[str] = []
     for name in sorted(environ):
@@ -232,11 +234,13 @@ def from_environment(environ: Mapping[str, str], known: Iterable[str]) -> Layer:
             services.append(name)
         elif name in keys:
             if text.strip():
-                values[keys[name]] = Given(text, name, spelled=name)
+                values[keys[name]] = SourcedValue(text, name, spelled=name)
         elif name.startswith("KVPLUG_OPTIONS__"):
             parts = name.lower().split("__")
             if len(parts) == 3 and all(parts):
-                values[f"options.{parts[1].replace('_', '-')}.{parts[2]}"] = Given(text, name, spelled=name)
+                values[f"options.{parts[1].replace('_', '-')}.{parts[2]}"] = SourcedValue(
+                    text, name, spelled=name
+                )
             else:
                 faults.append(f"{name}: an option's variable is KVPLUG_OPTIONS__<NAME>__<OPTION>")
         else:
@@ -255,7 +259,7 @@ def from_overrides(overrides: Mapping[str, Any] | Iterable[str], source: str = "
     """From ``{"port": 5000}`` or ``["port=5000", "options.cpu.max_in_flight_bytes=64 MiB"]``."""
     if isinstance(overrides, Mapping):
         return from_mapping(overrides, source)
-    values: dict[str, Given] = {}
+    values: dict[str, SourcedValue] = {}
     faults: list[str] = []
     for each in overrides:
         key, equals, text = each.partition("=")
@@ -263,7 +267,7 @@ def from_overrides(overrides: Mapping[str, Any] | Iterable[str], source: str = "
         if not equals or not key:
             faults.append(f"{shown(each)} was given; allowed is key=value")
         else:
-            values[key] = Given(text, source, spelled=source)
+            values[key] = SourcedValue(text, source, spelled=source)
     return Layer(source=source, values=values, faults=tuple(faults))
 
 

@@ -24,7 +24,7 @@ _lock = threading.Lock()
 _idle: Final[dict[str, list[Any]]] = defaultdict(list)
 
 
-def lend_stream(device: torch.device) -> Any:
+def acquire_stream(device: torch.device) -> Any:
     """A stream that is the caller's until it is given back: new, or one that has done all it was given.
 
     Raises:
@@ -39,7 +39,7 @@ def lend_stream(device: torch.device) -> Any:
     return _made(device)
 
 
-def take_back_stream(stream: Any) -> None:
+def release_stream(stream: Any) -> None:
     """It is never destroyed: torch asks it about memory that was used there, when that is freed at last."""
     with _lock:
         _idle[str(stream.device)].append(stream)

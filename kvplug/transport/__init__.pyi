@@ -39,8 +39,8 @@ from kvplug.net.liveness import (
     watch as watch,
 )
 from kvplug.net.streams import (
-    lend_stream as lend_stream,
-    take_back_stream as take_back_stream,
+    acquire_stream as acquire_stream,
+    release_stream as release_stream,
 )
 from kvplug.net.trust.addresses import (
     local_domain as local_domain,

@@ -38,27 +38,27 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[Stream]:
 
 
 def test_a_stream_has_one_owner_at_a_time(made: list[Stream]) -> None:
-    lent = [streams.lend_stream(GPU) for _ in range(40)]
+    lent = [streams.acquire_stream(GPU) for _ in range(40)]
     assert len({id(each) for each in lent}) == 40
-    streams.take_back_stream(lent[7])
-    assert streams.lend_stream(GPU) is lent[7]
+    streams.release_stream(lent[7])
+    assert streams.acquire_stream(GPU) is lent[7]
     assert len(made) == 40
 
 
 def test_one_that_still_works_is_lent_to_nobody(made: list[Stream]) -> None:
-    busy, idle = streams.lend_stream(GPU), streams.lend_stream(GPU)
+    busy, idle = streams.acquire_stream(GPU), streams.acquire_stream(GPU)
     busy.done = False
     for each in (busy, idle):
-        streams.take_back_stream(each)
-    assert streams.lend_stream(GPU) is idle
-    assert streams.lend_stream(GPU) is made[2]
+        streams.release_stream(each)
+    assert streams.acquire_stream(GPU) is idle
+    assert streams.acquire_stream(GPU) is made[2]
     busy.done = True
-    assert streams.lend_stream(GPU) is busy
+    assert streams.acquire_stream(GPU) is busy
 
 
 def test_each_device_has_its_own(made: list[Stream]) -> None:
-    streams.take_back_stream(streams.lend_stream(GPU))
-    streams.lend_stream(torch.device("cuda", 1))
+    streams.release_stream(streams.acquire_stream(GPU))
+    streams.acquire_stream(torch.device("cuda", 1))
     assert len(made) == 2
 
 
@@ -66,4 +66,4 @@ def test_each_device_has_its_own(made: list[Stream]) -> None:
 def test_without_a_gpu_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     with pytest.raises((TransportError, RuntimeError, AssertionError)):
-        streams.lend_stream(GPU)
+        streams.acquire_stream(GPU)

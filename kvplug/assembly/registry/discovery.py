@@ -29,7 +29,7 @@ _CLOSE = 0.75
 
 
 @attrs.frozen(kw_only=True)
-class Found:
+class DiscoveredPlugin:
     """One entry point, and the distribution that it belongs to."""
 
     name: str
@@ -51,13 +51,13 @@ class Found:
         )
 
 
-def discover() -> tuple[Found, ...]:
+def discover() -> tuple[DiscoveredPlugin, ...]:
     """Every plugin installed, sorted by name, each once.
 
     A distribution that lies twice on the path (an editable install beside its build, say) counts as
     Python imports it: the first one. One with unreadable metadata is left out and logged.
     """
-    by_distribution: dict[str, list[Found]] = {}
+    by_distribution: dict[str, list[DiscoveredPlugin]] = {}
     for distribution in metadata.distributions():
         try:
             found = list(_entry_points(distribution))
@@ -70,7 +70,7 @@ def discover() -> tuple[Found, ...]:
     return tuple(sorted(every, key=lambda each: (each.name, each.distribution, each.module)))
 
 
-def _entry_points(distribution: metadata.Distribution) -> Iterator[Found]:
+def _entry_points(distribution: metadata.Distribution) -> Iterator[DiscoveredPlugin]:
     text = distribution.read_text("entry_points.txt")
     if not text or f"[{PROJECT}]" not in text:  # parsing the others would cost most of the time
         return
@@ -79,7 +79,7 @@ def _entry_points(distribution: metadata.Distribution) -> Iterator[Found]:
         if each.group == PROJECT and (each.name, each.value) not in seen:
             seen.add((each.name, each.value))
             module, _, attribute = each.value.partition("[")[0].partition(":")
-            yield Found(
+            yield DiscoveredPlugin(
                 name=each.name,
                 module=module.strip(),
                 attribute=attribute.strip(),

@@ -16,7 +16,7 @@ from typing import Literal, overload
 import attrs
 import pluggy
 
-from kvplug.assembly.registry.discovery import Found, check_api, discover, normalised, not_found
+from kvplug.assembly.registry.discovery import DiscoveredPlugin, check_api, discover, normalised, not_found
 from kvplug.assembly.registry.hooks import offers_of
 from kvplug.config.messages import did_you_mean, shown
 from kvplug.errors import (
@@ -202,7 +202,7 @@ class Registry:
             self._owned.setdefault((spec.kind, spec.name), []).append((info, spec))
 
     @staticmethod
-    def _blocked(found: Found) -> PluginInfo:
+    def _blocked(found: DiscoveredPlugin) -> PluginInfo:
         return PluginInfo(
             name=found.name,
             distribution=found.distribution,
@@ -211,7 +211,7 @@ class Registry:
             reason="named in KVPLUG_DISABLE_PLUGINS",
         )
 
-    def _load(self, found: Found) -> PluginInfo:
+    def _load(self, found: DiscoveredPlugin) -> PluginInfo:
         """One plugin, all of it or nothing, whatever it does."""
         info = PluginInfo(name=found.name, distribution=found.distribution, version=found.version)
         try:
@@ -267,7 +267,7 @@ class Registry:
         return UnknownTransportError(text) if kind in TRANSPORTS else UnknownNameError(text)
 
 
-def _named(found: Found) -> object:
+def _named(found: DiscoveredPlugin) -> object:
     """What an entry point names: a module, or an object in it."""
     module = importlib.import_module(found.module)
     if not found.attribute:

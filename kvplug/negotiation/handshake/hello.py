@@ -7,7 +7,7 @@ from typing import Any
 
 import attrs
 
-from kvplug.negotiation.handshake.plain import MAX_TEXT, Reader
+from kvplug.negotiation.handshake.plain import MAX_TEXT, FieldReader
 from kvplug.negotiation.model import ModelInfo
 from kvplug.negotiation.select import AUTO, Offer
 from kvplug.net.trust.identity import PeerIdentity
@@ -49,7 +49,7 @@ class EngineFacts:
         return plain if self.layers is None else {**plain, "layers": list(self.layers)}
 
     @classmethod
-    def read(cls, read: Reader) -> EngineFacts:
+    def read(cls, read: FieldReader) -> EngineFacts:
         """The facts that :meth:`to_plain` gave; what is wrong is noted in the reader's ``faults``."""
         layers: tuple[int, int] | None = None
         if read.is_set("layers"):
@@ -129,7 +129,7 @@ class Hello:
         Raises:
             HandshakeError: every field that is missing, malformed or out of bounds, with what it must be.
         """
-        read = Reader(plain)
+        read = FieldReader(plain)
         major, minor = read.integers("wire", 2)
         hello = cls(
             wire=(major, minor),
@@ -154,14 +154,14 @@ class Hello:
         return hello
 
 
-def _read_layout(read: Reader) -> str:
+def _read_layout(read: FieldReader) -> str:
     layout = read.text("layout")
     if not set(layout) <= set("LKBTHD") or len(set(layout)) != len(layout):
         read.fault("layout", layout, "some of LKBTHD, once each")
     return layout
 
 
-def _read_model(read: Reader) -> ModelInfo:
+def _read_model(read: FieldReader) -> ModelInfo:
     return ModelInfo(
         name=read.text("name"),
         attention=read.text("attention"),
@@ -176,7 +176,7 @@ def _read_model(read: Reader) -> ModelInfo:
     )
 
 
-def _read_identity(read: Reader) -> PeerIdentity:
+def _read_identity(read: FieldReader) -> PeerIdentity:
     return PeerIdentity(
         boot_id=read.text("boot_id"),
         pid_ns=read.text("pid_ns"),
@@ -213,7 +213,7 @@ def _offer_to_plain(offer: Offer) -> dict[str, Any]:
     }
 
 
-def _read_offer(read: Reader) -> Offer:
+def _read_offer(read: FieldReader) -> Offer:
     return Offer(
         name=read.text("name"),
         protocol=read.integer("protocol"),

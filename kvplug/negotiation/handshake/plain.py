@@ -21,7 +21,7 @@ _SAID_ALREADY = object()
 _MAX_INT = (1 << 63) - 1
 
 
-class Reader:
+class FieldReader:
     """One mapping that came in. What is missing or malformed is noted in ``faults``, and a stand-in returned.
 
     Keys that nobody asks for are passed over: a newer minor version may have added them.
@@ -103,18 +103,18 @@ class Reader:
             {},
         )
 
-    def each(self, key: str, read: Callable[[Reader], T]) -> tuple[T, ...]:
+    def each(self, key: str, read: Callable[[FieldReader], T]) -> tuple[T, ...]:
         """``read`` applied to each mapping of a list."""
         wanted = f"a list of up to {MAX_LIST} mappings"
         items: list[Any] = self._take(key, list, lambda v: len(v) <= MAX_LIST, wanted, [])
         return tuple(
-            read(Reader(item, f"{self._where}{key}[{i}].", self.faults)) for i, item in enumerate(items)
+            read(FieldReader(item, f"{self._where}{key}[{i}].", self.faults)) for i, item in enumerate(items)
         )
 
-    def part(self, key: str) -> Reader:
+    def part(self, key: str) -> FieldReader:
         """The mapping under ``key``."""
         inner = _SAID_ALREADY if self._absent else self._plain.get(key)
-        return Reader(inner, f"{self._where}{key}.", self.faults)
+        return FieldReader(inner, f"{self._where}{key}.", self.faults)
 
     def check(self) -> None:
         """Raise for what was found wrong.

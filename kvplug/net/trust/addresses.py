@@ -69,7 +69,7 @@ Address = TcpAddress | UnixAddress
 
 
 @attrs.frozen
-class Contact:
+class ListenerContact:
     """An address, and the token that opens it. ``str()`` and ``repr()`` never show the token."""
 
     address: Address
@@ -111,7 +111,7 @@ def parse_address(text: str) -> Address:
     return TcpAddress(host, int(port))
 
 
-def parse_contact(text: str) -> Contact:
+def parse_contact(text: str) -> ListenerContact:
     """What a listener handed out; a bare address (``host:port``, ``unix:@name``) is a contact too.
 
     Raises:
@@ -133,7 +133,7 @@ def parse_contact(text: str) -> Contact:
         raise WireError(_NOT_A_CONTACT) from None
     if address == UnixAddress("") or (isinstance(address, TcpAddress) and address.port == 0):
         raise WireError(f"{rest} is not a contact: it names nobody to connect to")
-    return Contact(address, token)
+    return ListenerContact(address, token)
 
 
 def generated_name() -> str:

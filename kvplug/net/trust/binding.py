@@ -12,7 +12,7 @@ from kvplug.errors import AddressInUseError, ConfigError, PeerGoneError, Transpo
 from kvplug.net.trust.addresses import (
     HAS_ABSTRACT_SOCKETS,
     Address,
-    Contact,
+    ListenerContact,
     Resolved,
     TcpAddress,
     UnixAddress,
@@ -24,7 +24,7 @@ from kvplug.net.trust.credentials import Credentials
 from kvplug.net.trust.peercred import owner_of
 
 
-def bound(address: str | Address, credentials: Credentials) -> tuple[socket.socket, Contact]:
+def bound(address: str | Address, credentials: Credentials) -> tuple[socket.socket, ListenerContact]:
     """A socket that is bound and does not listen yet, and its contact, with a token where one is needed.
 
     Raises as :meth:`~kvplug.net.trust.listener.Listener.open`.
@@ -58,17 +58,19 @@ def cannot_bind(address: Address, e: OSError) -> ConfigError | AddressInUseError
     return TransportError(f"cannot listen at {address}: {e.strerror or e}")
 
 
-def _bind_unix(address: UnixAddress) -> tuple[socket.socket, Contact]:
+def _bind_unix(address: UnixAddress) -> tuple[socket.socket, ListenerContact]:
     sock = _new_socket(socket.AF_UNIX, address)
     try:
         sock.bind(address.sockaddr)
     except OSError as e:
         sock.close()
         raise cannot_bind(address, e) from e
-    return sock, Contact(address)
+    return sock, ListenerContact(address)
 
 
-def _bind_tcp(address: TcpAddress, end: Resolved, *, with_token: bool) -> tuple[socket.socket, Contact]:
+def _bind_tcp(
+    address: TcpAddress, end: Resolved, *, with_token: bool
+) -> tuple[socket.socket, ListenerContact]:
     sock = _new_socket(end.family, address)
     try:
         # Only lets a port be used again whose old connections linger; two listeners still collide.
@@ -81,7 +83,7 @@ def _bind_tcp(address: TcpAddress, end: Resolved, *, with_token: bool) -> tuple[
     if ipaddress.ip_address(host.partition("%")[0]).is_unspecified:
         host = _own_address(end.family)
     token = secrets.token_urlsafe(24) if with_token else ""
-    return sock, Contact(TcpAddress(host, port), token)
+    return sock, ListenerContact(TcpAddress(host, port), token)
 
 
 def _new_socket(family: int, address: Address) -> socket.socket:

@@ -18,7 +18,7 @@ from kvplug.errors import AuthenticationError, ClosedError, PeerGoneError, Timeo
 from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
 from kvplug.net.trust.addresses import (
     HAS_ABSTRACT_SOCKETS,
-    Contact,
+    ListenerContact,
     Resolved,
     UnixAddress,
     parse_contact,
@@ -183,7 +183,7 @@ def _in_words(where: str, deadline: Deadline) -> Iterator[None]:
         raise PeerGoneError(f"{where} cannot be reached: {e.strerror or e}") from e
 
 
-def _connect(target: Contact, resolved: tuple[Resolved, ...], deadline: Deadline) -> socket.socket:
+def _connect(target: ListenerContact, resolved: tuple[Resolved, ...], deadline: Deadline) -> socket.socket:
     if isinstance(target.address, UnixAddress):
         with _in_words(str(target), deadline):
             return _connect_unix(target.address, deadline)
@@ -234,7 +234,7 @@ def _connect_unix(address: UnixAddress, deadline: Deadline) -> socket.socket:
 
 def _prove(
     sock: socket.socket,
-    target: Contact,
+    target: ListenerContact,
     credentials: Credentials,
     purpose: str,
     deadline: Deadline,
@@ -258,7 +258,7 @@ def _prove(
             outgoing = challenge.feed(_recv_exactly(sock, challenge.need, deadline))
 
 
-def _client_mode(target: Contact, credentials: Credentials) -> tuple[Mode, bytes]:
+def _client_mode(target: ListenerContact, credentials: Credentials) -> tuple[Mode, bytes]:
     if credentials.secret is not None:
         return Mode.SECRET, credentials.secret.reveal()
     if target.token:
@@ -266,7 +266,7 @@ def _client_mode(target: Contact, credentials: Credentials) -> tuple[Mode, bytes
     return Mode.SAME_USER, b""
 
 
-def _attest_listener(sock: socket.socket, target: Contact) -> None:
+def _attest_listener(sock: socket.socket, target: ListenerContact) -> None:
     unix = isinstance(target.address, UnixAddress)
     uid = unix_peer_uid(sock) if unix else tcp_peer_uid(sock)
     if uid is None:

@@ -23,7 +23,7 @@ import attrs
 from kvplug.errors import ClosedError, TimeoutError
 from kvplug.net.deadline import Deadline, Timeout
 from kvplug.net.fork import close_after_fork
-from kvplug.net.trust.addresses import Address, Contact, UnixAddress
+from kvplug.net.trust.addresses import Address, ListenerContact, UnixAddress
 from kvplug.net.trust.binding import bound, cannot_bind
 from kvplug.net.trust.challenge import Mode, Refusal, RefusedError, ServerChallenge
 from kvplug.net.trust.connection import Connection, dial, dial_until, tune
@@ -61,7 +61,7 @@ class Listener:
     def __init__(
         self,
         sock: socket.socket,
-        contact: Contact,
+        contact: ListenerContact,
         credentials: Credentials,
         purpose: str,
         label: str,
@@ -351,7 +351,7 @@ class Listener:
         return f"; turned away: {counts}"
 
 
-def _accepted(contact: Contact, credentials: Credentials) -> dict[Mode, bytes]:
+def _accepted(contact: ListenerContact, credentials: Credentials) -> dict[Mode, bytes]:
     """The modes a listener accepts, and the key of each: with a secret, nothing else."""
     if credentials.secret is not None:
         return {Mode.SECRET: credentials.secret.reveal()}

@@ -7,7 +7,7 @@ bytes out of band), :mod:`~kvplug.net.wire.tensors` (what a tensor's bytes mean,
 copy). The formats are written down in ``docs/reference/wire.md``.
 """
 
-from kvplug.net.wire.frames import HEADER_SIZE, FrameKind, Header, decode_header, encode_header
+from kvplug.net.wire.frames import HEADER_SIZE, FrameHeader, FrameKind, decode_header, encode_header
 from kvplug.net.wire.out_of_band import ALIGNMENT, OutOfBand, aligned, decode_out_of_band, encode_out_of_band
 from kvplug.net.wire.tensors import (
     TensorMeta,
@@ -27,7 +27,7 @@ __all__ = [
     "DEFAULT_LIMITS",
     "HEADER_SIZE",
     "FrameKind",
-    "Header",
+    "FrameHeader",
     "Limits",
     "OutOfBand",
     "TensorMeta",

@@ -51,7 +51,7 @@ _KINDS = {int(kind): kind for kind in FrameKind}
 
 
 @attrs.frozen
-class Header:
+class FrameHeader:
     """A decoded header, already checked against the reader's bounds."""
 
     kind: FrameKind
@@ -72,7 +72,7 @@ def encode_header(kind: FrameKind, length: int, flags: int = 0) -> bytes:
     return _HEADER.pack(MAGIC, MAJOR, MINOR, kind, flags, length)
 
 
-def decode_header(buf: bytes | bytearray | memoryview, *, max_length: int) -> Header:
+def decode_header(buf: bytes | bytearray | memoryview, *, max_length: int) -> FrameHeader:
     """What the first 16 bytes of ``buf`` say. More may follow; it is not looked at.
 
     Raises:
@@ -97,4 +97,4 @@ def decode_header(buf: bytes | bytearray | memoryview, *, max_length: int) -> He
         )
     if length > max_length:
         raise WireError(f"a {known.name} frame claims {length} bytes, and at most {max_length} are accepted")
-    return Header(known, length, flags, minor)
+    return FrameHeader(known, length, flags, minor)

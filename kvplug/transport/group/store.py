@@ -31,7 +31,7 @@ ERRORS: dict[str, type[KvplugError]] = {
 
 
 @attrs.define
-class _Member:
+class _JoinedRank:
     identity: PeerIdentity
     absent: str = ""
     """How it went ("has left", "is gone"); empty while it is here."""
@@ -50,7 +50,7 @@ class Store:
         self._world_size = world_size
         self._changed = threading.Condition()
         self._closed = False
-        self._members: dict[int, _Member] = {}
+        self._members: dict[int, _JoinedRank] = {}
         self._keys: dict[str, bytes] = {}
         self._mailbox: dict[tuple[str, int, int, int], bytes] = {}  # kind, sender, receiver, number
         self._rounds: dict[str, _Round] = {}
@@ -79,12 +79,12 @@ class Store:
                     f"rank {rank} is taken: {holder.identity} {state}; {identity} needs another rank, or"
                     " a new group"
                 )
-            self._members[rank] = _Member(identity)
+            self._members[rank] = _JoinedRank(identity)
             self._changed.notify_all()
 
     def add_self(self, identity: PeerIdentity) -> None:
         """Rank 0 is a member too."""
-        self._members[0] = _Member(identity)
+        self._members[0] = _JoinedRank(identity)
 
     def is_member(self, rank: int, identity: PeerIdentity) -> bool:
         """Whether that very process is that rank, and still here."""

@@ -79,7 +79,7 @@ class Transfer:
         """For transports: it failed, and why."""
         self._end(error)
 
-    def inherit(self, error: BaseException) -> None:
+    def after_fork(self, error: BaseException) -> None:
         """For transports, in a forked child: it is the parent's, and here it has failed with ``error``.
 
         Takes no lock made before the fork. The callbacks are the parent's too, and are not called here.

@@ -151,7 +151,7 @@ class Outbox:
         """This is a forked child: its parent's transfers end here too. Takes no lock."""
         for queue in self._queues:
             for share in list(queue.shares):
-                share.message.transfer.inherit(self._lifecycle.error())
+                share.message.transfer.after_fork(self._lifecycle.error())
 
     def join(self) -> None:
         """Wait for the writers to be gone, after ``fail`` and after the connections were stopped."""

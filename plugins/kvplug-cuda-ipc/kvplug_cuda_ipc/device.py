@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from kvplug import CapacityError, ConfigError, TransportError
 from kvplug.net.wire import TensorMeta
 from kvplug.net.wire.tensors import dtype_of
-from kvplug.transport import lend_stream, take_back_stream
+from kvplug.transport import acquire_stream, release_stream
 from kvplug_cuda_ipc.cudart.abi import CaptureMode
 from kvplug_cuda_ipc.cudart.library import Runtime, load
 
@@ -103,7 +103,7 @@ class CudaStream(Stream):
     def __init__(self, index: int) -> None:
         import torch
 
-        self._stream = lend_stream(torch.device("cuda", index))
+        self._stream = acquire_stream(torch.device("cuda", index))
         self._closed = False
         self.handle = int(self._stream.cuda_stream)
 
@@ -117,7 +117,7 @@ class CudaStream(Stream):
     def close(self) -> None:
         if not self._closed:
             self._closed = True
-            take_back_stream(self._stream)
+            release_stream(self._stream)
 
 
 class CudaDevice(Device):

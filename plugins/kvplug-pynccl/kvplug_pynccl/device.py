@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 from kvplug import CapacityError, ConfigError, TimeoutError, TransportError
 from kvplug.net.wire import TensorMeta
 from kvplug.net.wire.tensors import dtype_of
-from kvplug.transport import Deadline, lend_stream, take_back_stream
+from kvplug.transport import Deadline, acquire_stream, release_stream
 
 if TYPE_CHECKING:
     import torch
@@ -156,7 +156,7 @@ class CudaStream(Stream):
     """Exclusively ours until it is closed."""
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = lend_stream(device)
+        self._stream = acquire_stream(device)
         self._closed = False
         self.handle = int(self._stream.cuda_stream)
 
@@ -173,7 +173,7 @@ class CudaStream(Stream):
     def close(self) -> None:
         if not self._closed:
             self._closed = True
-            take_back_stream(self._stream)
+            release_stream(self._stream)
 
 
 class CudaDevice(Device):

@@ -12,7 +12,7 @@ from typing import Any
 from kvplug import KvplugError
 from kvplug.transport import Credentials, Deadline, QueueContext, Secret, Wait
 from kvplug_shm.options import ShmQueueOptions
-from kvplug_shm.queue.network import Message, Source
+from kvplug_shm.queue.network import QueueMessage, Source
 from kvplug_shm.queue.remote import attach, serve
 from kvplug_shm.queue.remote_writer import RemoteWriter
 
@@ -34,7 +34,7 @@ class ListFeed:
     def __init__(self, reader_ranks: Sequence[int], places: int = 4) -> None:
         self.reader_ranks = tuple(reader_ranks)
         self.places = places
-        self.messages: list[Message] = []
+        self.messages: list[QueueMessage] = []
         self.read = dict.fromkeys(self.reader_ranks, 0)
         self.came: dict[int, str] = {}
         self.gone: dict[int, tuple[str, bool]] = {}
@@ -51,7 +51,7 @@ class ListFeed:
     def published(self) -> int:
         return len(self.messages)
 
-    def message(self, number: int) -> Message:
+    def message(self, number: int) -> QueueMessage:
         return self.messages[number]
 
     def release(self, rank: int, count: int) -> None:
@@ -98,7 +98,7 @@ class Writing:
         self, body: bytes, head: bytes = b"", *, raw: bool = False, timeout_s: float = PATIENCE_S
     ) -> None:
         self.feed.until(lambda: self.feed.lag() < self.feed.places)
-        self.feed.messages.append(Message(raw, head, memoryview(body)))
+        self.feed.messages.append(QueueMessage(raw, head, memoryview(body)))
         self.network.changed(Deadline.after(timeout_s))
 
     def close(self) -> None:

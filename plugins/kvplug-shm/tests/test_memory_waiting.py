@@ -13,10 +13,10 @@ from kvplug_shm.memory import waiting
 from kvplug_shm.memory.segment import Segment
 from kvplug_shm.memory.waiting import NAP_S, SPIN_S
 from kvplug_shm.memory.words import Words
-from kvplug_shm.ring.ends import End
+from kvplug_shm.ring.ends import RingEnd
 
 
-class Counting(End):
+class Counting(RingEnd):
     """An end with a word that counts units, and another that says that somebody sleeps."""
 
     def __init__(self) -> None:

@@ -146,7 +146,7 @@ def test_a_call_that_comes_while_the_end_is_aborted_keeps_no_memory(queue: Any) 
                 reader.abort()
             return taken
 
-    reader._stay._lock = Late(reader._stay._lock)
+    reader._use_guard._lock = Late(reader._use_guard._lock)
     with pytest.raises(ClosedError):
         reader.dequeue()
     assert mapped() == 1

@@ -17,8 +17,8 @@ import zmq
 
 from kvplug import ConfigError, PeerGoneError, TimeoutError
 from kvplug.transport import CancelledError, Deadline, Wait
-from kvplug_shm.queue import remote_link
-from kvplug_shm.queue.remote_frames import PIECE_BYTES, Kind
+from kvplug_shm.queue import reader_link
+from kvplug_shm.queue.remote_frames import PIECE_BYTES, QueueFrameKind
 
 REMOTE = str(Path(__file__).with_name("remote_ends.py"))
 ends = SimpleNamespace(**run_path(REMOTE))
@@ -68,7 +68,10 @@ def test_a_frame_that_finds_no_room_is_sent_later_and_nothing_is_lost(
     put, tried = writer.network._put, itertools.count()
 
     def refuse_every_second(routing_id: bytes, parts: list[Any]) -> None:
-        if parts[0][0] in (Kind.MESSAGE, Kind.PIECE, Kind.READY) and not next(tried) % 2:
+        if (
+            parts[0][0] in (QueueFrameKind.MESSAGE, QueueFrameKind.PIECE, QueueFrameKind.READY)
+            and not next(tried) % 2
+        ):
             raise zmq.Again
         put(routing_id, parts)
 
@@ -170,7 +173,7 @@ def test_a_reader_that_is_stopped_holds_the_writer_up_once_and_costs_bounded_mem
             writer.send(bytes(PIECE_BYTES))
         assert time.monotonic() - began < ends.PATIENCE_S
         (link,) = writer.network._links.values()
-        assert link._bytes_under_way <= remote_link.WINDOW_BYTES + PIECE_BYTES + 4096
+        assert link._bytes_under_way <= reader_link.WINDOW_BYTES + PIECE_BYTES + 4096
         child.cont()
         writer.feed.until(lambda: link.arrived == 100)
         assert link.answers

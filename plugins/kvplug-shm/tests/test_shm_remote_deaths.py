@@ -19,8 +19,8 @@ import zmq
 
 from kvplug import KvplugError, PeerGoneError, TransportError
 from kvplug.transport import Deadline, PeerIdentity
-from kvplug_shm.queue import remote_link, remote_writer
-from kvplug_shm.queue.remote_frames import Kind
+from kvplug_shm.queue import reader_link, remote_writer
+from kvplug_shm.queue.remote_frames import QueueFrameKind
 from kvplug_testing import peers
 
 REMOTE = str(Path(__file__).with_name("remote_ends.py"))
@@ -172,7 +172,7 @@ def test_a_process_that_cannot_be_watched_is_told_by_its_silence(
     def fail(**_: Any) -> None:
         raise error
 
-    monkeypatch.setattr(remote_link, "watch", fail)
+    monkeypatch.setattr(reader_link, "watch", fail)
     writer = ends.Writing(context(heartbeat_timeout_s=1.0))
     with fork_server.start(f"{REMOTE}:idle_reader", dict(writer.network.data), 1.0) as child:
         child.recv()
@@ -288,9 +288,9 @@ def test_a_message_that_is_missing_is_told_with_how_many(writer: Any) -> None:
     reader.leave(died=True)
 
 
-@pytest.mark.parametrize("kind", [Kind.MESSAGE, Kind.READY])
+@pytest.mark.parametrize("kind", [QueueFrameKind.MESSAGE, QueueFrameKind.READY])
 def test_a_fault_that_concerns_one_reader_ends_only_that_ones_part(
-    writer: Any, monkeypatch: pytest.MonkeyPatch, kind: Kind
+    writer: Any, monkeypatch: pytest.MonkeyPatch, kind: QueueFrameKind
 ) -> None:
     readers = [joined(context(), writer.network.data, rank) for rank in range(2)]
     (faulty,) = [link.routing_id for link in writer.network._links.values() if link.rank == 0]
@@ -303,7 +303,7 @@ def test_a_fault_that_concerns_one_reader_ends_only_that_ones_part(
 
     monkeypatch.setattr(writer.network, "_put", fail)
     monkeypatch.setattr(writer.feed, "all_ready", lambda: True)
-    writer.network._links[faulty].wants_ready = kind is Kind.READY
+    writer.network._links[faulty].wants_ready = kind is QueueFrameKind.READY
     writer.send(b"0")
     writer.feed.until(lambda: writer.feed.gone)
     writer.send(b"1")
@@ -323,7 +323,7 @@ def test_nothing_is_read_from_the_ring_for_a_reader_that_is_gone(
     put, read = writer.network._put, []
 
     def unreachable(routing_id: bytes, parts: list[Any]) -> None:
-        if parts[0][0] == Kind.READY:
+        if parts[0][0] == QueueFrameKind.READY:
             raise zmq.ZMQError(errno.EHOSTUNREACH)
         put(routing_id, parts)
 

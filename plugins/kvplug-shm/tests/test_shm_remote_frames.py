@@ -14,9 +14,9 @@ from hypothesis import given, strategies
 from kvplug import AuthenticationError, PeerGoneError
 from kvplug.transport import WireError
 from kvplug_shm.queue import remote_frames as frames
+from kvplug_shm.queue.reader_link import identity_of
 from kvplug_shm.queue.remote_assembly import Assembly
-from kvplug_shm.queue.remote_frames import First, Kind, Piece, Plain
-from kvplug_shm.queue.remote_link import identity_of
+from kvplug_shm.queue.remote_frames import First, Piece, Plain, QueueFrameKind
 
 REMOTE = str(Path(__file__).with_name("remote_ends.py"))
 ends = SimpleNamespace(**run_path(REMOTE))
@@ -87,7 +87,7 @@ def test_a_handle_that_says_nothing_of_the_network_is_refused(data: dict[str, An
 
 
 def test_values_of_a_frame_are_plain_and_small() -> None:
-    welcome = frames.read([memoryview(frames.plain(Kind.WELCOME, joining()))])
+    welcome = frames.read([memoryview(frames.plain(QueueFrameKind.WELCOME, joining()))])
     assert isinstance(welcome, Plain)
     assert str(identity_of(welcome.value["who"])) == "pid 77 on example"
 

@@ -21,7 +21,7 @@ from kvplug import AuthenticationError
 from kvplug.transport import InsecureAddressError, QueueHandle
 from kvplug_shm.queue import remote_frames as frames
 from kvplug_shm.queue.remote_contact import RemoteContact
-from kvplug_shm.queue.remote_frames import Kind
+from kvplug_shm.queue.remote_frames import QueueFrameKind
 from kvplug_shm.queue.remote_keys import Keys
 
 REMOTE = str(Path(__file__).with_name("remote_ends.py"))
@@ -141,7 +141,7 @@ def test_a_client_with_a_key_of_its_own_is_not_heard(writer: Any) -> None:
     keys = contact.keys(context(secret=SECRET).credentials)
     with zmq.Context() as where:
         forged = dealer(contact, keys, zmq.curve_keypair(), where)
-        forged.send(frames.plain(Kind.JOIN, joining()))
+        forged.send(frames.plain(QueueFrameKind.JOIN, joining()))
         writer.feed.until(lambda: writer.network._admission.refused)
         assert not forged.poll(200)
         forged.close()
@@ -153,7 +153,7 @@ def test_a_client_without_keys_is_not_heard(writer: Any) -> None:
     contact = RemoteContact.from_plain(writer.network.data)
     with zmq.Context() as where:
         bare = dealer(contact, None, None, where)
-        bare.send(frames.plain(Kind.JOIN, joining()))
+        bare.send(frames.plain(QueueFrameKind.JOIN, joining()))
         assert not bare.poll(500)
         bare.close()
     assert not writer.feed.came
@@ -260,7 +260,7 @@ def test_strangers_that_come_and_go_make_the_writer_say_nothing_to_its_readers(
     writing.feed.until(lambda: seen.count(zmq.EVENT_DISCONNECTED) == 50)
     writing.send(b"still there")
     assert taken(reader)[2] == b"still there"
-    assert said == [Kind.MESSAGE]
+    assert said == [QueueFrameKind.MESSAGE]
     reader.leave(died=False)
     writing.network.abort()
 
@@ -334,17 +334,17 @@ def insider(writer: Any) -> Iterator[Any]:
         [b"a", b"b", b"c"],
         [frames.taken(1, 1, 1)],
         [frames.taken(0, 0, 5)],
-        [bytes([Kind.TAKEN])],
+        [bytes([QueueFrameKind.TAKEN])],
         [frames.goodbye(3)],
-        [frames.plain(Kind.JOIN, joining())],
+        [frames.plain(QueueFrameKind.JOIN, joining())],
         [b"\x80\x04cbuiltins\neval\n."],
     ],
 )
 def test_a_reader_that_sends_nonsense_is_evicted_and_the_others_go_on(
     writer: Any, insider: Any, said: list[bytes]
 ) -> None:
-    insider.send(frames.plain(Kind.JOIN, joining()))
-    assert insider.poll(10_000) and insider.recv()[0] == Kind.WELCOME
+    insider.send(frames.plain(QueueFrameKind.JOIN, joining()))
+    assert insider.poll(10_000) and insider.recv()[0] == QueueFrameKind.WELCOME
     assert writer.feed.came == {0: "pid 77 on example"}
     insider.send_multipart(said)
     writer.feed.until(lambda: writer.feed.gone)
@@ -369,15 +369,15 @@ def test_a_reader_that_sends_nonsense_is_evicted_and_the_others_go_on(
     ],
 )
 def test_who_joins_with_nonsense_has_not_come(writer: Any, insider: Any, value: Any) -> None:
-    insider.send(frames.plain(Kind.JOIN, value))
-    insider.send(frames.plain(Kind.READY))
+    insider.send(frames.plain(QueueFrameKind.JOIN, value))
+    insider.send(frames.plain(QueueFrameKind.READY))
     assert not insider.poll(200)
     assert not writer.feed.came
     goes_on(writer)
 
 
 def test_a_frame_that_is_too_long_ends_the_connection(writer: Any, insider: Any) -> None:
-    insider.send(frames.plain(Kind.JOIN, joining()))
+    insider.send(frames.plain(QueueFrameKind.JOIN, joining()))
     assert insider.poll(10_000)
     insider.send(bytes(1 << 20))
     writer.feed.until(lambda: writer.feed.gone)

@@ -26,7 +26,7 @@ from kvplug.transport import (
 )
 from kvplug_shm.options import ShmQueueOptions
 from kvplug_shm.queue.endpoint import ShmQueueEndpoint
-from kvplug_shm.queue.network import Message
+from kvplug_shm.queue.network import QueueMessage
 from kvplug_shm.queue.remote_reader import RemoteReader
 
 SECRET = Credentials(Secret("a secret that these tests share"))
@@ -153,7 +153,9 @@ def test_a_writer_that_sends_a_pickle_gets_nothing_run(
     payload = evil(tmp_path / "made")
     head, body = (payload, b"") if where == "head" else (b"\xc0", payload)
     monkeypatch.setattr(
-        type(writer._network._feed), "message", lambda self, number: Message(False, head, memoryview(body))
+        type(writer._network._feed),
+        "message",
+        lambda self, number: QueueMessage(False, head, memoryview(body)),
     )
     writer.enqueue("anything")
     with pytest.raises(WireError):

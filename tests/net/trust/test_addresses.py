@@ -7,7 +7,7 @@ from hypothesis import given, strategies as st
 
 from kvplug.errors import ConfigError, KvplugError, PeerGoneError, WireError
 from kvplug.net.trust.addresses import (
-    Contact,
+    ListenerContact,
     TcpAddress,
     UnixAddress,
     generated_name,
@@ -66,7 +66,7 @@ def test_any_text_is_a_contact_or_a_wire_error(text: str) -> None:
 
 
 def test_a_contact_hides_its_token_unless_it_is_asked_to_reveal_it() -> None:
-    contact = Contact(TcpAddress("127.0.0.1", 80), TOKEN)
+    contact = ListenerContact(TcpAddress("127.0.0.1", 80), TOKEN)
     assert parse_contact(contact.reveal()) == contact
     for shown in (str(contact), repr(contact), f"{contact}", f"{contact!r}"):
         assert TOKEN not in shown

@@ -229,7 +229,7 @@ class SamplePipe(DuplexPipe):
         self._descriptors.after_fork()
         for transfer in (self._written, *(queued for queued, _ in list(self._queue))):
             if transfer is not None:
-                transfer.inherit(self._lifecycle.error())
+                transfer.after_fork(self._lifecycle.error())
 
 
 def _parts(tensor: Tensor | None) -> list[memoryview]:

@@ -227,7 +227,7 @@ class Outbox:
         """This is a forked child: its parent's transfers end here too. Takes no lock."""
         self._window.ended = True
         for message in list(self._unresolved.values()):
-            message.transfer.inherit(self._lifecycle.error())
+            message.transfer.after_fork(self._lifecycle.error())
 
     def is_idle(self) -> bool:
         """After :meth:`fail`: whether the device has finished every copy.

@@ -125,7 +125,7 @@ class Outbox:
     def after_fork(self) -> None:
         """This is a forked child: its parent's transfers end here too. Takes no lock."""
         for message in list(self._pending.values()):
-            message.transfer.inherit(self._lifecycle.error())
+            message.transfer.after_fork(self._lifecycle.error())
 
     def _queue(self, content: Content) -> _Message:
         message = _Message(self._next, content, self._window.cost(content.nbytes))

@@ -6,7 +6,7 @@ import ctypes
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
-from kvplug_shm.native.library import End, Library, library
+from kvplug_shm.native.library import EndStruct, Library, library
 from kvplug_shm.ring.ends import ReadingEnd, WritingEnd
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ class NativeWritingEnd(WritingEnd):
     def __init__(
         self, library: Library, memory: Words, num_readers: int, places: int, *, sent: int = 0
     ) -> None:
-        self.state = End(words=memory.address, places=places, readers=num_readers)
+        self.state = EndStruct(words=memory.address, places=places, readers=num_readers)
         self.pointer = ctypes.c_void_p(ctypes.addressof(self.state))
         self._publish, self._spin = library.publish, library.spin_for_room
         super().__init__(memory, num_readers, places, sent=sent)
@@ -53,7 +53,7 @@ class NativeReadingEnd(ReadingEnd):
     """To be used only while the memory is mapped: ValueError where it was let go of."""
 
     def __init__(self, library: Library, memory: Words, reader: int, places: int, *, read: int = 0) -> None:
-        self.state = End(words=memory.address, places=places, readers=reader)
+        self.state = EndStruct(words=memory.address, places=places, readers=reader)
         self.pointer = ctypes.c_void_p(ctypes.addressof(self.state))
         self._release, self._spin, self._poll = library.release, library.spin_for_units, library.poll
         super().__init__(memory, reader, places, read=read)

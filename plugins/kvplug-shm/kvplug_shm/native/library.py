@@ -34,7 +34,7 @@ _PROTOTYPES: Final[dict[str, tuple[Any, ...]]] = {
 }
 
 
-class End(ctypes.Structure):
+class EndStruct(ctypes.Structure):
     """``struct end`` of ring.c."""
 
     _fields_ = (
@@ -46,7 +46,7 @@ class End(ctypes.Structure):
     )
 
 
-class Message(ctypes.Structure):
+class MessageStruct(ctypes.Structure):
     """``struct message`` of ring.c."""
 
     _fields_ = (
@@ -57,7 +57,7 @@ class Message(ctypes.Structure):
     )
 
 
-class Span(ctypes.Structure):
+class SpanStruct(ctypes.Structure):
     """``struct span`` of ring.c."""
 
     _fields_ = (

@@ -14,7 +14,7 @@ class Span:
 
     __slots__ = ("_described", "_struct", "pointer")
 
-    def __init__(self, struct: library.Span, *described: array[int]) -> None:
+    def __init__(self, struct: library.SpanStruct, *described: array[int]) -> None:
         self._struct = struct
         self._described = described
         self.pointer = ctypes.c_void_p(ctypes.addressof(struct))
@@ -22,7 +22,7 @@ class Span:
     @classmethod
     def flat(cls, address: int) -> Span:
         """All in one piece."""
-        return cls(library.Span(flat=address))
+        return cls(library.SpanStruct(flat=address))
 
     @classmethod
     def of_blocks(cls, blocks: Blocks) -> Span | None:
@@ -32,7 +32,7 @@ class Span:
             return None
         ids = blocks.block_ids
         bases, strides = (array("q", column) for column in zip(*rows, strict=True))
-        struct = library.Span(
+        struct = library.SpanStruct(
             bases=bases.buffer_info()[0],
             strides=strides.buffer_info()[0],
             ids=ids.buffer_info()[0],

@@ -22,7 +22,7 @@ class Header:
         self.prefix = prefix.ljust(lines(len(prefix)), b"\0")
         self.nbytes = nbytes
         """Of the tensor."""
-        self._described = library.Message(
+        self._described = library.MessageStruct(
             prefix=self.prefix,
             prefix_bytes=len(self.prefix),
             nbytes=nbytes,

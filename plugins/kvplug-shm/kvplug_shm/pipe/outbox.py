@@ -378,7 +378,7 @@ class Outbox:
         self._window.after_fork()
         self._ring = None
         for message in [*self._queue, *self._unresolved]:
-            message.transfer.inherit(self._lifecycle.error())
+            message.transfer.after_fork(self._lifecycle.error())
 
     def join(self) -> None:
         """Wait for the writer to be gone, after ``fail``."""

@@ -34,7 +34,7 @@ class ShmEnd(MessageQueue):
         self._context = context
         self._handle = handle
         self._rank = rank
-        self._stay = UseGuard(drop)
+        self._use_guard = UseGuard(drop)
         close_after_fork(self)
 
     def __repr__(self) -> str:
@@ -47,10 +47,10 @@ class ShmEnd(MessageQueue):
 
     @property
     def closed(self) -> bool:
-        return self._stay.closed
+        return self._use_guard.closed
 
     def export_handle(self) -> QueueHandle:
-        self._stay.check()
+        self._use_guard.check()
         return self._handle
 
     def _deadline(self, timeout: Timeout) -> Deadline:
@@ -61,11 +61,11 @@ class ShmEnd(MessageQueue):
 
     def close(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
         deadline = self._deadline(timeout)
-        if not self._stay.shut():
+        if not self._use_guard.shut():
             return
         try:
             self._wake()
-            with self._stay.alone(deadline, self._wake) as alone:
+            with self._use_guard.alone(deadline, self._wake) as alone:
                 if alone:
                     self._take_leave(deadline)
         finally:
@@ -73,14 +73,14 @@ class ShmEnd(MessageQueue):
 
     def abort(self) -> None:
         # Also ends a close() that still waits in another thread, or was interrupted.
-        self._stay.shut()
-        if not self._stay.ended:
+        self._use_guard.shut()
+        if not self._use_guard.ended:
             self._wake()
             self._let_go()
 
     def _let_go(self) -> None:
         self._end()
-        self._stay.over()
+        self._use_guard.over()
 
     @abc.abstractmethod
     def _wake(self) -> None:
@@ -98,4 +98,4 @@ class ShmEnd(MessageQueue):
         """Let go of the others. Blocks nowhere, and may be called again and again, from any thread."""
 
     def _after_fork_in_child(self) -> None:
-        self._stay.inherit()
+        self._use_guard.after_fork()

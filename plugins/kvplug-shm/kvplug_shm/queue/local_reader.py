@@ -12,7 +12,7 @@ from kvplug.transport import Wait, WireError, close_after_fork
 from kvplug_shm.memory.waiting import NAP_S
 from kvplug_shm.native.ends import reading_end
 from kvplug_shm.queue.join import Joined, hang_up, watched
-from kvplug_shm.queue.network import Message
+from kvplug_shm.queue.network import QueueMessage
 from kvplug_shm.ring import protocol
 
 
@@ -42,7 +42,7 @@ class LocalSource:
     def writer(self) -> str:
         return f"the writer ({self._connection.peer})"
 
-    def poll(self) -> Message | None:
+    def poll(self) -> QueueMessage | None:
         end = self._end
         if not end.available():
             return None
@@ -52,7 +52,7 @@ class LocalSource:
             self.check_evicted()
             raise
 
-    def receive(self, wait: Wait, check: Callable[[], None]) -> Message:
+    def receive(self, wait: Wait, check: Callable[[], None]) -> QueueMessage:
         end, spin_s = self._end, self._spin_s
         while True:
             check()

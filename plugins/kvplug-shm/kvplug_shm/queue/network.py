@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, Protocol
 from kvplug.transport import Deadline, Wait
 
 
-class Message(NamedTuple):
+class QueueMessage(NamedTuple):
     """One message, where it lies. Its memory is the next message's once it was released."""
 
     raw: bool
@@ -49,7 +49,7 @@ class Feed(Protocol):
     def published(self) -> int:
         """How many messages there are, from the first one on."""
 
-    def message(self, number: int) -> Message:
+    def message(self, number: int) -> QueueMessage:
         """Message ``number``, which was published and not released by the reader it is asked for.
 
         Raises:
@@ -110,14 +110,14 @@ class Source(Protocol):
     def writer(self) -> str:
         """The writer's process, for messages: "the writer (pid 12)"."""
 
-    def poll(self) -> Message | None:
+    def poll(self) -> QueueMessage | None:
         """The next message if it is here, which stays until :meth:`advance`. Costs as little as it can.
 
         Raises:
             TransportError, WireError: as :meth:`receive`.
         """
 
-    def receive(self, wait: Wait, check: Callable[[], None]) -> Message:
+    def receive(self, wait: Wait, check: Callable[[], None]) -> QueueMessage:
         """The next message, which stays until :meth:`advance`.
 
         Raises:

@@ -13,7 +13,7 @@ from kvplug.transport import DEFAULT_TIMEOUT, Deadline, QueueContext, QueueHandl
 from kvplug_shm.memory.pool import Pool
 from kvplug_shm.options import ShmQueueOptions
 from kvplug_shm.queue.ends import ShmEnd
-from kvplug_shm.queue.network import Message, Source
+from kvplug_shm.queue.network import QueueMessage, Source
 
 
 class ShmReader(ShmEnd):
@@ -54,10 +54,10 @@ class ShmReader(ShmEnd):
 
     def wait_until_ready(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
         source = self._source
-        with self._stay:
+        with self._use_guard:
             whom = f"{source.writer} or another reader"
             wait = self._wait("all to be ready", lambda: whom, self._deadline(timeout))
-            source.wait_until_ready(wait, self._stay.check)
+            source.wait_until_ready(wait, self._use_guard.check)
 
     def dequeue(
         self,
@@ -65,7 +65,7 @@ class ShmReader(ShmEnd):
         cancel: threading.Event | None = None,
         indefinite: bool = False,
     ) -> Any:
-        with self._stay:
+        with self._use_guard:
             _, head, body = self._next(False, timeout, cancel, indefinite)
             try:
                 if body.nbytes:
@@ -73,10 +73,10 @@ class ShmReader(ShmEnd):
                 else:
                     value = decode(head, limits=self._limits)
             except Exception:
-                self._stay.check()
+                self._use_guard.check()
                 self._confirm()
                 raise
-            self._stay.check()  # if it was aborted, the writer may have used the memory again
+            self._use_guard.check()  # if it was aborted, the writer may have used the memory again
             self._source.advance()
             return value
 
@@ -93,7 +93,7 @@ class ShmReader(ShmEnd):
         Raises:
             UnsupportedError: the next message is a value. And what :meth:`dequeue` raises.
         """
-        with self._stay:
+        with self._use_guard:
             message = self._next(True, timeout, cancel, indefinite)
             try:
                 with message.body.toreadonly() as view:
@@ -102,7 +102,9 @@ class ShmReader(ShmEnd):
                 if not self.closed:
                     self._source.advance()
 
-    def _next(self, raw: bool, timeout: Timeout, cancel: threading.Event | None, indefinite: bool) -> Message:
+    def _next(
+        self, raw: bool, timeout: Timeout, cancel: threading.Event | None, indefinite: bool
+    ) -> QueueMessage:
         """Wait for the next message, and leave it where it is."""
         timeout = None if indefinite and timeout is DEFAULT_TIMEOUT else timeout
         deadline = self._deadline(timeout)
@@ -112,7 +114,7 @@ class ShmReader(ShmEnd):
             wait = self._wait(
                 "a message", lambda: source.writer, deadline, cancel=cancel, indefinite=indefinite
             )
-            message = source.receive(wait, self._stay.check)
+            message = source.receive(wait, self._use_guard.check)
         if message.raw is not raw:
             self._confirm()
             del message  # an exception keeps what its frames hold, and this is memory

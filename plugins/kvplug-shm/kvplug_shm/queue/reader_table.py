@@ -10,7 +10,7 @@ import attrs
 
 from kvplug import ClosedError
 from kvplug.transport import Reader
-from kvplug_shm.queue.network import Message
+from kvplug_shm.queue.network import QueueMessage
 from kvplug_shm.queue.ring_buffer import ShmRingBuffer
 from kvplug_shm.ring.ends import ReadingEnd, WritingEnd
 
@@ -21,7 +21,7 @@ _NOT_YET = "has not come yet"
 
 
 @attrs.define(eq=False)
-class _Member:
+class _RegisteredReader:
     rank: int
     index: int
     process: str = _NOT_YET
@@ -45,7 +45,7 @@ class ReaderTable:
         self._end = end
         self._closed = False
         self._lock = threading.RLock()  # a signal's handler may end the queue
-        self._members = {rank: _Member(rank, index) for index, rank in enumerate(self.reader_ranks)}
+        self._members = {rank: _RegisteredReader(rank, index) for index, rank in enumerate(self.reader_ranks)}
         self._left = len(self._members)
 
     @property
@@ -131,7 +131,7 @@ class ReaderTable:
     def published(self) -> int:
         return self._end.sent
 
-    def message(self, number: int) -> Message:
+    def message(self, number: int) -> QueueMessage:
         with self._lock:
             return self._memory()[0].get(number)
 
@@ -179,7 +179,7 @@ class ReaderTable:
             gone = self._evict(member, HAS_LEFT if left else reason, died=not left)
         _tell(gone)
 
-    def _evict(self, member: _Member, why: str, *, died: bool) -> Reader | None:
+    def _evict(self, member: _RegisteredReader, why: str, *, died: bool) -> Reader | None:
         """As it went, if it is gone from now on."""
         if member.gone or self._closed or self._shared is None:
             return None
@@ -190,7 +190,7 @@ class ReaderTable:
         ring.words.wake(ring.ready_word(member.index))
         return member.gone
 
-    def _reader(self, member: _Member) -> Reader:
+    def _reader(self, member: _RegisteredReader) -> Reader:
         if member.gone is not None:
             return member.gone
         _, end = self._memory()

@@ -20,7 +20,7 @@ _DOMAIN: Final = b"kvplug"
 _VERSION: Final = b"1.0"
 
 
-class Admission:
+class RemoteAdmission:
     """Answers with the rank whose key it is. Used by the thread that owns the writer's socket."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], keys: Mapping[int, bytes]) -> None:
@@ -70,7 +70,7 @@ def descriptor_of(frame: zmq.Frame) -> int:
 
 
 def listen(socket: zmq.Socket[bytes], contact: RemoteContact, ours: KeyPair) -> int:
-    """Bind the writer's ROUTER to the contact's host, for those whom an :class:`Admission` lets in.
+    """Bind the writer's ROUTER to the contact's host, for those whom an :class:`RemoteAdmission` lets in.
 
     Returns the port.
 

@@ -11,7 +11,7 @@ import attrs
 from kvplug import TransportError
 from kvplug.transport import WireError
 from kvplug_shm.memory.copying import into
-from kvplug_shm.queue.network import Message
+from kvplug_shm.queue.network import QueueMessage
 from kvplug_shm.queue.remote_frames import First, Piece
 
 _GRAIN: Final = 1 << 20
@@ -44,7 +44,7 @@ class Assembly:
         self.arrived = 0
         """Messages that have arrived whole."""
 
-    def add(self, frame: First | Piece) -> tuple[Message, mmap.mmap | None] | None:
+    def add(self, frame: First | Piece) -> tuple[QueueMessage, mmap.mmap | None] | None:
         """The message that ``frame`` completes, and the memory to recycle once it was read.
 
         Raises:
@@ -70,13 +70,13 @@ class Assembly:
         if frame.payload.nbytes == nbytes:
             self.arrived += 1
             payload = frame.payload.toreadonly()
-            return Message(frame.raw, payload[: frame.head_bytes], payload[frame.head_bytes :]), None
+            return QueueMessage(frame.raw, payload[: frame.head_bytes], payload[frame.head_bytes :]), None
         if frame.payload.nbytes:
             raise WireError(f"{frame.payload.nbytes} of {nbytes} bytes came with the beginning of a message")
         self._large = _Large(frame, self._memory(nbytes))
         return None
 
-    def _continue(self, piece: Piece) -> tuple[Message, mmap.mmap] | None:
+    def _continue(self, piece: Piece) -> tuple[QueueMessage, mmap.mmap] | None:
         large = self._large
         if (
             large is None
@@ -92,7 +92,7 @@ class Assembly:
         self.arrived += 1
         whole = memoryview(large.memory).toreadonly()[: large.nbytes]
         head = large.first.head_bytes
-        return Message(large.first.raw, whole[:head], whole[head:]), large.memory
+        return QueueMessage(large.first.raw, whole[:head], whole[head:]), large.memory
 
     def recycle(self, memory: mmap.mmap) -> None:
         """It may be the next message's."""

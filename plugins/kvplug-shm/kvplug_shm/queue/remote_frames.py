@@ -32,7 +32,7 @@ import zmq
 
 from kvplug.net.wire import Limits, decode, encode
 from kvplug.transport import WireError
-from kvplug_shm.queue.network import Message
+from kvplug_shm.queue.network import QueueMessage
 
 VERSION: Final = 1
 PIECE_BYTES: Final = 1 << 20
@@ -45,7 +45,7 @@ _JOINED_BYTES: Final = 64 << 10
 _LIMITS = Limits(max_bytes=2048, max_depth=4, max_items=64)
 
 
-class Kind(enum.IntEnum):
+class QueueFrameKind(enum.IntEnum):
     """First byte of every frame."""
 
     JOIN = 1
@@ -61,7 +61,7 @@ class Kind(enum.IntEnum):
     EVICTED = 21
 
 
-_KINDS = {int(kind): kind for kind in Kind}
+_KINDS = {int(kind): kind for kind in QueueFrameKind}
 _MESSAGE = struct.Struct("<BB6xQQQ")
 _PIECE = struct.Struct("<B7xQQ")
 _TAKEN = struct.Struct("<B7xQQQ")
@@ -74,7 +74,7 @@ Part: TypeAlias = "bytes | memoryview | zmq.Frame"
 class Plain(NamedTuple):
     """READY, BEAT, LEAVE; JOIN, WELCOME, REFUSED with their value."""
 
-    kind: Kind
+    kind: QueueFrameKind
     value: Any = None
 
 
@@ -111,27 +111,27 @@ class Over(NamedTuple):
 Frame = Plain | Taken | First | Piece | Over
 
 
-def plain(kind: Kind, value: object = None) -> bytes:
+def plain(kind: QueueFrameKind, value: object = None) -> bytes:
     return bytes([kind]) + (b"" if value is None else encode(value, limits=_LIMITS))
 
 
 def taken(frames: int, arrived: int, read: int) -> bytes:
-    return _TAKEN.pack(Kind.TAKEN, frames, arrived, read)
+    return _TAKEN.pack(QueueFrameKind.TAKEN, frames, arrived, read)
 
 
 def goodbye(total: int) -> bytes:
-    return _GOODBYE.pack(Kind.GOODBYE, total)
+    return _GOODBYE.pack(QueueFrameKind.GOODBYE, total)
 
 
 def evicted(total: int, lost: int, why: str) -> bytes:
-    return _EVICTED.pack(Kind.EVICTED, total, lost) + why.encode("utf-8", "replace")[:500]
+    return _EVICTED.pack(QueueFrameKind.EVICTED, total, lost) + why.encode("utf-8", "replace")[:500]
 
 
-def frames_of(message: Message, number: int) -> Iterator[tuple[list[Part], bool]]:
+def frames_of(message: QueueMessage, number: int) -> Iterator[tuple[list[Part], bool]]:
     """The frames of one message, and of each whether it is the last. Their bytes are copies, made when the
     frame is asked for."""
     head, body = memoryview(message.head), message.body
-    first = _MESSAGE.pack(Kind.MESSAGE, message.raw, number, head.nbytes, body.nbytes)
+    first = _MESSAGE.pack(QueueFrameKind.MESSAGE, message.raw, number, head.nbytes, body.nbytes)
     nbytes = head.nbytes + body.nbytes
     if nbytes <= _JOINED_BYTES:
         yield [b"".join((first, head, body))], True
@@ -139,7 +139,7 @@ def frames_of(message: Message, number: int) -> Iterator[tuple[list[Part], bool]
     yield [first], False
     for base, part in ((0, head), (head.nbytes, body)):
         for at in range(0, part.nbytes, PIECE_BYTES):
-            header = _PIECE.pack(Kind.PIECE, number, base + at)
+            header = _PIECE.pack(QueueFrameKind.PIECE, number, base + at)
             piece = part[at : at + PIECE_BYTES]
             yield [header, zmq.Frame(piece, copy=True)], base + at + piece.nbytes == nbytes
 
@@ -156,25 +156,27 @@ def read(parts: Sequence[memoryview]) -> Frame:
     kind = _KINDS.get(header[0])
     try:
         match kind:
-            case Kind.MESSAGE:
+            case QueueFrameKind.MESSAGE:
                 _, raw, number, head_bytes, body_bytes = _MESSAGE.unpack_from(header)
                 return First(bool(raw), number, head_bytes, body_bytes, _payload(parts, _MESSAGE))
-            case Kind.PIECE:
+            case QueueFrameKind.PIECE:
                 _, number, offset = _PIECE.unpack_from(header)
                 return Piece(number, offset, _payload(parts, _PIECE))
-            case Kind.TAKEN:
+            case QueueFrameKind.TAKEN:
                 return Taken(*_TAKEN.unpack(header)[1:])
-            case Kind.GOODBYE:
+            case QueueFrameKind.GOODBYE:
                 return Over(_GOODBYE.unpack(header)[1])
-            case Kind.EVICTED:
+            case QueueFrameKind.EVICTED:
                 _, total, lost = _EVICTED.unpack_from(header)
                 return Over(total, lost, bytes(header[_EVICTED.size :]).decode("utf-8", "replace"))
-            case Kind.JOIN | Kind.WELCOME | Kind.REFUSED:
+            case QueueFrameKind.JOIN | QueueFrameKind.WELCOME | QueueFrameKind.REFUSED:
                 return Plain(kind, decode(header[1:], limits=_LIMITS))
-            case Kind.READY | Kind.BEAT | Kind.LEAVE:
+            case QueueFrameKind.READY | QueueFrameKind.BEAT | QueueFrameKind.LEAVE:
                 return Plain(kind)
     except struct.error as e:
-        raise WireError(f"a frame of the kind {Kind(header[0]).name} has {header.nbytes} bytes: {e}") from e
+        raise WireError(
+            f"a frame of the kind {QueueFrameKind(header[0]).name} has {header.nbytes} bytes: {e}"
+        ) from e
     raise WireError(f"a frame of the unknown kind {header[0]} came over the network of a queue")
 
 

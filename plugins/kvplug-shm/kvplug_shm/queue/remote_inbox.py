@@ -10,7 +10,7 @@ from typing import Any
 
 from kvplug import KvplugError, PeerGoneError, TimeoutError
 from kvplug.transport import Deadline, Wait
-from kvplug_shm.queue.network import Message
+from kvplug_shm.queue.network import QueueMessage
 
 
 class Inbox:
@@ -18,7 +18,7 @@ class Inbox:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._messages: deque[tuple[Message, mmap.mmap | None]] = deque()
+        self._messages: deque[tuple[QueueMessage, mmap.mmap | None]] = deque()
         self._error: tuple[type[KvplugError], str] | None = None
         self._joined = self._ready = False
         self.read = 0
@@ -35,7 +35,7 @@ class Inbox:
     def joined(self) -> bool:
         return self._joined
 
-    def put(self, message: Message, memory: mmap.mmap | None) -> None:
+    def put(self, message: QueueMessage, memory: mmap.mmap | None) -> None:
         """``memory`` is what :meth:`take` hands back with it."""
         with self._changed:
             self._messages.append((message, memory))
@@ -61,7 +61,7 @@ class Inbox:
 
     # -- for the reader's thread ---------------------------------------------------------------
 
-    def first(self) -> Message | None:
+    def first(self) -> QueueMessage | None:
         """The next message if it is here. Raises what was told, unless that is the writer's end."""
         if self._messages:
             return self._messages[0][0]
@@ -69,7 +69,7 @@ class Inbox:
             raise self._told()
         return None
 
-    def wait_for_first(self, wait: Wait, check: Callable[[], None]) -> Message:
+    def wait_for_first(self, wait: Wait, check: Callable[[], None]) -> QueueMessage:
         """Raises what was told, once all that came before it was taken; and as ``wait`` and ``check`` do."""
         self._until(lambda: bool(self._messages), wait, check)
         return self._messages[0][0]
@@ -98,7 +98,7 @@ class Inbox:
         with self._changed:
             self._changed.notify_all()
 
-    def inherit(self) -> None:
+    def after_fork(self) -> None:
         """This is a forked child: a thread of the parent may have held the lock."""
         self._changed = threading.Condition()
 

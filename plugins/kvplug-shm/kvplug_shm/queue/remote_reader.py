@@ -16,13 +16,13 @@ import zmq
 from kvplug import ConfigError, PeerGoneError, TransportError
 from kvplug.transport import Deadline, PeerIdentity, QueueContext, Wait, Watch, WireError, this_process
 from kvplug_shm.queue import remote_frames as frames
-from kvplug_shm.queue.network import Message
+from kvplug_shm.queue.network import QueueMessage
+from kvplug_shm.queue.reader_link import identity_of, observed
 from kvplug_shm.queue.remote_assembly import Assembly
 from kvplug_shm.queue.remote_contact import RemoteContact
 from kvplug_shm.queue.remote_dialling import PROOF, dial, failure
-from kvplug_shm.queue.remote_frames import First, Kind, Over, Piece, Plain
+from kvplug_shm.queue.remote_frames import First, Over, Piece, Plain, QueueFrameKind
 from kvplug_shm.queue.remote_inbox import Inbox
-from kvplug_shm.queue.remote_link import identity_of, observed
 from kvplug_shm.queue.remote_thread import BEATS_IN_PATIENCE, SETTLE_S, SocketThread
 
 
@@ -55,7 +55,7 @@ class RemoteReader(SocketThread):
                 "who": attrs.asdict(this_process()),
                 "patience_s": float(self._patience_s),
             }
-            self._say(frames.plain(Kind.JOIN, joining))
+            self._say(frames.plain(QueueFrameKind.JOIN, joining))
         except BaseException:
             self._let_go(0)
             raise
@@ -78,10 +78,10 @@ class RemoteReader(SocketThread):
     def writer(self) -> str:
         return f"the writer ({self._writer} at {self._contact})"
 
-    def poll(self) -> Message | None:
+    def poll(self) -> QueueMessage | None:
         return self._inbox.first()
 
-    def receive(self, wait: Wait, check: Callable[[], None]) -> Message:
+    def receive(self, wait: Wait, check: Callable[[], None]) -> QueueMessage:
         return self._inbox.wait_for_first(wait, check)
 
     def advance(self) -> None:
@@ -109,7 +109,7 @@ class RemoteReader(SocketThread):
 
     def _after_fork_in_child(self) -> None:
         super()._after_fork_in_child()
-        self._inbox.inherit()
+        self._inbox.after_fork()
 
     # -- the thread ----------------------------------------------------------------------------
 
@@ -133,13 +133,13 @@ class RemoteReader(SocketThread):
             return self._leave(now)
         if inbox.ended:
             return None
-        if self._wants_ready and self._say(frames.plain(Kind.READY)):
+        if self._wants_ready and self._say(frames.plain(QueueFrameKind.READY)):
             self._wants_ready = False
         taken = self._taken()
         if taken != self._told and self._say(frames.taken(*taken)):
             self._told = taken
         if self._writer is not None and now - self._said >= self._beat_s:
-            self._say(frames.plain(Kind.BEAT))
+            self._say(frames.plain(QueueFrameKind.BEAT))
         return self._pause()
 
     def _taken(self) -> tuple[int, int, int]:
@@ -149,7 +149,7 @@ class RemoteReader(SocketThread):
         """Say so, and wait for the answer: closing with something unread could take the word back."""
         if not self._left and not self._inbox.ended:
             self._left = now
-            self._say(frames.plain(Kind.LEAVE))
+            self._say(frames.plain(QueueFrameKind.LEAVE))
         left_s = self._left + SETTLE_S - now
         if self._inbox.ended or left_s <= 0:
             self.end(0)
@@ -173,10 +173,10 @@ class RemoteReader(SocketThread):
                 if done is not None:
                     self._inbox.put(*done)
                     self._join_if_due()
-            case Plain(Kind.READY):
+            case Plain(QueueFrameKind.READY):
                 self._inbox.make_ready()
             case Plain(
-                Kind.WELCOME,
+                QueueFrameKind.WELCOME,
                 {
                     "version": frames.VERSION,
                     "who": who,
@@ -192,11 +192,11 @@ class RemoteReader(SocketThread):
                     self._has_ended()
                 self._published = published
                 self._join_if_due()
-            case Plain(Kind.REFUSED, str(why)):
+            case Plain(QueueFrameKind.REFUSED, str(why)):
                 self._inbox.fail(ConfigError, why)
             case Over():
                 self._over(frame)
-            case Plain(Kind.BEAT):
+            case Plain(QueueFrameKind.BEAT):
                 pass
             case _:
                 raise WireError("it speaks another version; install the same kvplug-shm on both ends")

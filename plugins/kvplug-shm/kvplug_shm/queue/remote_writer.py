@@ -23,10 +23,10 @@ from kvplug import ClosedError, PeerGoneError
 from kvplug.transport import Deadline, QueueContext, WireError, this_process
 from kvplug_shm.queue import remote_frames as frames
 from kvplug_shm.queue.network import Feed
-from kvplug_shm.queue.remote_admission import Admission, descriptor_of, listen, rank_of
+from kvplug_shm.queue.reader_link import BEATS, ReaderLink, identity_of
+from kvplug_shm.queue.remote_admission import RemoteAdmission, descriptor_of, listen, rank_of
 from kvplug_shm.queue.remote_contact import new_contact, to_dial
-from kvplug_shm.queue.remote_frames import Kind, Part, Plain, Taken
-from kvplug_shm.queue.remote_link import BEATS, Link, identity_of
+from kvplug_shm.queue.remote_frames import Part, Plain, QueueFrameKind, Taken
 from kvplug_shm.queue.remote_thread import SETTLE_S, SocketThread
 
 logger = logging.getLogger(__name__)
@@ -42,15 +42,15 @@ class RemoteWriter(SocketThread):
     def __init__(self, context: QueueContext, feed: Feed) -> None:
         contact = new_contact(context.host, context.credentials)
         self._feed = feed
-        self._links: dict[bytes, Link] = {}  # by routing id; changed by the thread, with _moved held
+        self._links: dict[bytes, ReaderLink] = {}  # by routing id; changed by the thread, with _moved held
         self._moved = threading.Condition()
         self._closing: Deadline | None = None
-        self._admission: Admission | None = None
+        self._admission: RemoteAdmission | None = None
         super().__init__(zmq.ROUTER, f"the queue's end at {contact.host}", context.heartbeat_timeout_s)
         try:
             keys = contact.keys(context.credentials)
             known = {rank: keys.reader(rank).raw_public for rank in feed.reader_ranks}
-            self._admission = Admission(self._context, known)  # before anybody can connect
+            self._admission = RemoteAdmission(self._context, known)  # before anybody can connect
             self._port = listen(self._socket, contact, keys.writer)
             self._contact = attrs.evolve(contact, host=to_dial(contact.host), port=self._port)
         except BaseException:
@@ -153,7 +153,7 @@ class RemoteWriter(SocketThread):
                 self._take(link, frames.read([part.buffer for part in parts]))
 
     @contextlib.contextmanager
-    def _concerning(self, link: Link) -> Iterator[None]:
+    def _concerning(self, link: ReaderLink) -> Iterator[None]:
         """What goes wrong with one reader ends its part, and not that of the others."""
         try:
             yield
@@ -171,7 +171,7 @@ class RemoteWriter(SocketThread):
         """Who has not joined yet says something."""
         try:
             frame = frames.read([part.buffer for part in parts])
-            if isinstance(frame, Plain) and frame.kind is Kind.JOIN:
+            if isinstance(frame, Plain) and frame.kind is QueueFrameKind.JOIN:
                 self._join(routing_id, parts[0], frame.value, now)
         except WireError as e:
             logger.warning("a reader that came to %s sent nonsense: %s", self._name, e)
@@ -180,7 +180,7 @@ class RemoteWriter(SocketThread):
         match value:
             case {"version": frames.VERSION, "who": who, "patience_s": float(theirs)} if theirs > 0:
                 patience_s = min(theirs, self._patience_s)
-                link = Link(rank_of(frame), routing_id, identity_of(who), patience_s, now, now)
+                link = ReaderLink(rank_of(frame), routing_id, identity_of(who), patience_s, now, now)
                 link.descriptor = descriptor_of(frame)
             case _:
                 raise WireError("it speaks another version; install the same kvplug-shm on both ends")
@@ -188,13 +188,13 @@ class RemoteWriter(SocketThread):
         with self._moved:
             self._links[routing_id] = link
         if why:
-            self._say(link, [frames.plain(Kind.REFUSED, why)], now)
+            self._say(link, [frames.plain(QueueFrameKind.REFUSED, why)], now)
             self._forget(link)
             return
         with self._concerning(link):
             self._welcome(link, now)
 
-    def _welcome(self, link: Link, now: float) -> None:
+    def _welcome(self, link: ReaderLink, now: float) -> None:
         try:
             link.observe(lambda: self._has_ended(link))
         except PeerGoneError:
@@ -202,14 +202,14 @@ class RemoteWriter(SocketThread):
         us = attrs.asdict(this_process())
         count = self._feed.published()
         welcome = {"version": frames.VERSION, "who": us, "patience_s": link.patience_s, "published": count}
-        self._say(link, [frames.plain(Kind.WELCOME, welcome)], now)
+        self._say(link, [frames.plain(QueueFrameKind.WELCOME, welcome)], now)
 
-    def _has_ended(self, link: Link) -> None:
+    def _has_ended(self, link: ReaderLink) -> None:
         """Its process has; what it said last may still be on its way. From any thread."""
         link.dying = time.monotonic()
         self.post()
 
-    def _take(self, link: Link, frame: frames.Frame) -> None:
+    def _take(self, link: ReaderLink, frame: frames.Frame) -> None:
         match frame:
             case Taken():
                 before = link.read
@@ -218,12 +218,12 @@ class RemoteWriter(SocketThread):
                     self._moved.notify_all()
                 if link.read > before:
                     self._feed.release(link.rank, link.read)
-            case Plain(Kind.READY):
+            case Plain(QueueFrameKind.READY):
                 link.wants_ready = True
                 self._feed.ready(link.rank)
-            case Plain(Kind.LEAVE):
+            case Plain(QueueFrameKind.LEAVE):
                 self._evict(link, "has left", died=False)
-            case Plain(Kind.BEAT):
+            case Plain(QueueFrameKind.BEAT):
                 pass
             case _:
                 raise WireError(f"no reader sends a {type(frame).__name__}")
@@ -235,7 +235,7 @@ class RemoteWriter(SocketThread):
             elif link.dying:
                 self._beat(link, now)
             elif link.doubted:
-                self._say(link, [frames.plain(Kind.BEAT)], now)  # fails if it was its connection
+                self._say(link, [frames.plain(QueueFrameKind.BEAT)], now)  # fails if it was its connection
                 if now - link.doubted >= SETTLE_S:
                     link.doubted = 0.0
             elif not link.watched and now - link.heard >= link.patience_s:
@@ -251,9 +251,9 @@ class RemoteWriter(SocketThread):
             with self._concerning(link):
                 self._serve(link, published, ready, now)
 
-    def _serve(self, link: Link, published: int, ready: bool, now: float) -> None:
+    def _serve(self, link: ReaderLink, published: int, ready: bool, now: float) -> None:
         """Send one reader what it has room for. What cannot be sent is tried again."""
-        if ready and link.wants_ready and self._say(link, [frames.plain(Kind.READY)], now):
+        if ready and link.wants_ready and self._say(link, [frames.plain(QueueFrameKind.READY)], now):
             link.wants_ready = False
         while self._has(link) and link.has_room and link.sent < published:
             parts, last = link.next_frame(self._feed)
@@ -263,18 +263,18 @@ class RemoteWriter(SocketThread):
         if now - link.said >= link.beat_s:
             self._beat(link, now)
 
-    def _has(self, link: Link) -> bool:
+    def _has(self, link: ReaderLink) -> bool:
         """Whether it takes part still, and was not evicted meanwhile."""
         return self._links.get(link.routing_id) is link
 
-    def _beat(self, link: Link, now: float) -> None:
+    def _beat(self, link: ReaderLink, now: float) -> None:
         """Say something, unless it has not answered for long: then it is stopped, or gone."""
         link.said = now
         if link.beats < BEATS:
             link.beats += 1
-            self._say(link, [frames.plain(Kind.BEAT)], now)
+            self._say(link, [frames.plain(QueueFrameKind.BEAT)], now)
 
-    def _say(self, link: Link, parts: list[Part], now: float) -> bool:
+    def _say(self, link: ReaderLink, parts: list[Part], now: float) -> bool:
         """Send one frame; False if that cannot be. A reader that cannot be reached is evicted."""
         if not self._has(link):
             return False
@@ -297,7 +297,7 @@ class RemoteWriter(SocketThread):
             more = zmq.SNDMORE if at < last else 0
             self._socket.send(part, more | zmq.NOBLOCK, copy=not isinstance(part, zmq.Frame))
 
-    def _evict(self, link: Link, why: str, *, died: bool) -> None:
+    def _evict(self, link: ReaderLink, why: str, *, died: bool) -> None:
         if not self._has(link):
             return
         published = self._feed.published()
@@ -307,7 +307,7 @@ class RemoteWriter(SocketThread):
         with contextlib.suppress(zmq.ZMQError):
             self._put(link.routing_id, [last])
 
-    def _forget(self, link: Link) -> None:
+    def _forget(self, link: ReaderLink) -> None:
         with self._moved:
             del self._links[link.routing_id]
             self._moved.notify_all()

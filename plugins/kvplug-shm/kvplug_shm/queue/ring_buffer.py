@@ -22,7 +22,7 @@ from kvplug.transport import WireError
 from kvplug_shm.memory.segment import Segment
 from kvplug_shm.memory.words import Words
 from kvplug_shm.queue.extents import small_nbytes
-from kvplug_shm.queue.network import Message
+from kvplug_shm.queue.network import QueueMessage
 from kvplug_shm.ring import protocol
 
 VALUE: Final = 1
@@ -134,7 +134,7 @@ class ShmRingBuffer:
             self._entries, number % self._places * _ENTRY_NBYTES, number, kind, at, head_nbytes, body_nbytes
         )
 
-    def get(self, number: int) -> Message:
+    def get(self, number: int) -> QueueMessage:
         """Message ``number``, which was published.
 
         Raises:
@@ -151,7 +151,7 @@ class ShmRingBuffer:
                 f" {at} to {end} of {self._arena_nbytes} bytes"
             )
         arena = self.arena
-        return Message(kind == CHUNK, arena[at : at + head_nbytes], arena[body_at:end])
+        return QueueMessage(kind == CHUNK, arena[at : at + head_nbytes], arena[body_at:end])
 
     def give_back(self, at: int, nbytes: int) -> None:
         """Return these bytes of the arena to the system, where it can take them back."""

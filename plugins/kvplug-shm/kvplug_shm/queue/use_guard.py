@@ -93,7 +93,7 @@ class UseGuard:
         if self._lock.acquire(blocking=False):
             self._drop()
 
-    def inherit(self) -> None:
+    def after_fork(self) -> None:
         """This is a forked child: the end is its parent's, and so is what it holds. Takes no lock."""
         self.closed = self.ended = True
         self._drop = lambda: None

@@ -61,26 +61,26 @@ class ShmWriter(ShmEnd):
 
     @property
     def readers(self) -> tuple[Reader, ...]:
-        self._stay.check()
+        self._use_guard.check()
         return self._reader_table.readers()
 
     def wait_until_ready(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
         reader_table, words = self._reader_table, self._ring.words
-        with self._stay:
+        with self._use_guard:
             deadline = self._deadline(timeout)
             wait = self._wait("all to be ready", lambda: listed(reader_table.unready()), deadline)
             reader_table.say_ready(None)
             if self._network is not None:
                 self._network.changed(deadline)
             while unready := reader_table.unready():
-                self._stay.check()
+                self._use_guard.check()
                 pause = wait.pause()
                 word = self._ring.ready_word(reader_table.index_of(unready[0].rank))
                 words.wait(word, 0, NAP_S if pause is None else min(pause, NAP_S))
-            self._stay.check()
+            self._use_guard.check()
 
     def enqueue(self, value: object, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
-        with self._stay:
+        with self._use_guard:
             head, memories = encode_out_of_band(value, limits=_ANY_SIZE)
             head_nbytes = len(head)
             body_at = aligned(head_nbytes)
@@ -123,7 +123,7 @@ class ShmWriter(ShmEnd):
         nbytes = most if nbytes is None else nbytes
         if not 0 <= nbytes <= most:
             raise CapacityError(f"{nbytes} bytes were asked for, and a chunk has {most}")
-        with self._stay:
+        with self._use_guard:
             taken = aligned(nbytes or 1)
             deadline = self._deadline(timeout)
             at = self._place(taken, deadline)
@@ -135,7 +135,7 @@ class ShmWriter(ShmEnd):
         self, kind: int, at: int, head_nbytes: int, body_nbytes: int, nbytes: int, deadline: Deadline
     ) -> None:
         """The message lies where :meth:`_place` said, and is the readers' from here on."""
-        self._stay.check()
+        self._use_guard.check()
         number = self._writing.sent
         self._ring.put(number, kind, at, head_nbytes, body_nbytes)
         self._arena.hold(number, at, nbytes)
@@ -166,7 +166,7 @@ class ShmWriter(ShmEnd):
         wait = self._wait("room for a message", reader_table.slowest, deadline)
         looked = False
         while True:
-            self._stay.check()
+            self._use_guard.check()
             if reader_table.all_left:
                 raise PeerGoneError(f"no reader is left: {listed(reader_table.readers())}")
             room = end.room()

@@ -15,7 +15,7 @@ from kvplug_shm.ring import protocol
 from kvplug_shm.ring.protocol import HEAD, OVER, WRITER_ASLEEP, Memory
 
 
-class End(abc.ABC):
+class RingEnd(abc.ABC):
     """What both ends have: a word of the other one that they wait for."""
 
     @abc.abstractmethod
@@ -39,7 +39,7 @@ class End(abc.ABC):
         return False
 
 
-class WritingEnd(End):
+class WritingEnd(RingEnd):
     """Writes units from ``sent`` on, as many as there is room for, then publishes them."""
 
     def __init__(self, memory: Memory, num_readers: int, places: int, *, sent: int = 0) -> None:
@@ -109,7 +109,7 @@ class WritingEnd(End):
         return self.sent - protocol.count_in(self._memory.words[protocol.tail(reader)])
 
 
-class ReadingEnd(End):
+class ReadingEnd(RingEnd):
     """Reads units from ``read`` on, as many as have come, and gives their places back."""
 
     _writer_evicted = False

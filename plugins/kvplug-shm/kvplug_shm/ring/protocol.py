@@ -53,7 +53,7 @@ def num_words(num_readers: int) -> int:
     return 2 + 3 * num_readers
 
 
-class Words(Protocol):
+class AtomicWords(Protocol):
     """Words of memory; each load and each store of one is atomic."""
 
     def __len__(self) -> int: ...
@@ -65,7 +65,7 @@ class Memory(Protocol):
     """The words that the ends share, and what a processor and a kernel do with them."""
 
     @property
-    def words(self) -> Words: ...
+    def words(self) -> AtomicWords: ...
 
     def fence(self) -> None:
         """What was stored before can be seen by all before anything is loaded after it."""

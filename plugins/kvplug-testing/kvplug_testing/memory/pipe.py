@@ -266,6 +266,7 @@ class MemoryPipe(Pipe):
         self._changed = threading.Condition()  # the old one may be held by a thread that is not here
         self._sending, self._receiving = ExclusiveUse("sending"), ExclusiveUse("receiving")
         self._closed = self._ended = True
+        parents = ClosedError("it belongs to the process that this one was forked from")
         for message in self._inbox:
-            message.transfer.inherit(ClosedError("it belongs to the process that this one was forked from"))
+            message.transfer.after_fork(parents)
         self._inbox.clear()

@@ -158,8 +158,6 @@ class LookupSuite(Contract):
     def import_all(self) -> None:
         import torch  # noqa: F401
 
-        import kvplug_testing.contract.lookup.processes  # noqa: F401
-
         if not self.other_processes:
             far_pipes: Any = base._registry().get(Kind.PIPE, self.far_pipes)
             far_pipes.load_factory()

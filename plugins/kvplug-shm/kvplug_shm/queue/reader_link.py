@@ -25,7 +25,7 @@ BEATS: Final = 256
 
 
 @attrs.define(eq=False)
-class Link:
+class ReaderLink:
     """A reader that has joined."""
 
     rank: int
