@@ -68,7 +68,7 @@ _WITH_KERNELS = {"bool", "uint8", "int8", "int16", "int32", "int64"}
 _WITH_KERNELS |= {"float16", "bfloat16", "float32", "float64", "complex64", "complex128"}
 
 # One type for every size: each array type of its own costs 3 KB, and only the garbage collector, which an
-# engine may have turned off, takes it back. Nothing is allocated, and nobody sees more than a slice.
+# engine may have turned off, takes it back. Nothing is allocated, and callers see no more than a slice.
 _Memory = ctypes.c_ubyte * (sys.maxsize // 2)
 
 _NAMES = {code: name for name, (code, _) in DTYPES.items()}

@@ -1,4 +1,4 @@
-"""Waiting at an end of a queue: the one way in which all transports do it."""
+"""Waiting at an end of a queue, for all transports."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Wait:
 
         Raises:
             CancelledError: the caller's event was set.
-            TimeoutError: the deadline has passed; names what and whom was waited for.
+            TimeoutError: the deadline has passed; names what the call waited for, and which peers.
         """
         if self._cancel is not None and self._cancel.is_set():
             raise CancelledError(f"the wait for {self._what} was cancelled by its caller")
