@@ -245,7 +245,7 @@ class _Loop:
                     if not self.watches:
                         return
                     # Polled again under the lock, when no watch is added or removed: a descriptor that was
-                    # ready may have been closed since, and its number be somebody else's.
+                    # ready may have been closed since, and its number reused.
                     events = self.poll(0.0)
                     now = time.monotonic()
                     again = float("inf")

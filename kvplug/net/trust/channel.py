@@ -84,7 +84,7 @@ class Channel:
         return self._sock.fileno()
 
     def socket(self) -> socket.socket:
-        """For ``liveness.watch(sock=…)``. Nobody else reads or writes it."""
+        """For ``liveness.watch(sock=…)``. Callers must not read or write it."""
         return self._sock
 
     # -- sending -------------------------------------------------------------------------------
@@ -275,7 +275,7 @@ class Channel:
                 return
             self._closed = True
             with contextlib.suppress(OSError):
-                self._sock.shutdown(socket.SHUT_RDWR)  # wakes whoever polls it
+                self._sock.shutdown(socket.SHUT_RDWR)  # wakes threads that poll it
             if not self._users:
                 self._close_descriptors()
 

@@ -91,7 +91,7 @@ def _check_shape(instance: TensorMeta, _: Any, shape: tuple[int, ...]) -> None:
     for size in shape:
         if type(size) is not int or size < 0:
             raise UnsupportedError(f"a shape is of integers that are 0 or more, not {shape!r}")
-        extent *= size or 1  # an empty tensor's other sizes must not overflow anybody's strides either
+        extent *= size or 1  # an empty tensor's other sizes must not overflow strides either
         if extent > MAX_NBYTES:
             raise UnsupportedError(f"a tensor of shape {shape!r} has more than {MAX_NBYTES} bytes")
 

@@ -63,7 +63,7 @@ class Blocks:
         self.row_shape = tuple(first.shape[1:])
         self.row_bytes: int = math.prod(self.row_shape) * first.dtype.itemsize
         self.num_rows = len(views) * len(self._ids)
-        self._index: Tensor | None = None  # of the ids, once somebody wants it
+        self._index: Tensor | None = None  # of the ids, made on first use
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -30,7 +30,7 @@ class Wait:
     def __init__(
         self,
         what: str,
-        whom: Callable[[], str],
+        peers: Callable[[], str],
         deadline: Deadline,
         interval_s: float = WARNING_INTERVAL_S,
         *,
@@ -38,7 +38,7 @@ class Wait:
         indefinite: bool = False,
     ) -> None:
         self._what = what
-        self._whom = whom
+        self._peers = peers
         self._deadline = deadline
         self._cancel = cancel
         self._interval_s = interval_s
@@ -57,11 +57,11 @@ class Wait:
         now = time.monotonic()
         if self._deadline.expired:
             raise TimeoutError(
-                f"waited {now - self._began:.3g} s for {self._what}: {self._whom()}; nothing has changed"
+                f"waited {now - self._began:.3g} s for {self._what}: {self._peers()}; nothing has changed"
             )
         if now >= self._warn_at:
             logger.warning(
-                "still waiting for %s after %.3g s: %s", self._what, now - self._began, self._whom()
+                "still waiting for %s after %.3g s: %s", self._what, now - self._began, self._peers()
             )
             while self._warn_at <= now:
                 self._warn_at += self._interval_s

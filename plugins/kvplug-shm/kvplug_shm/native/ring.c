@@ -330,7 +330,7 @@ static unsigned char *part_of(const struct span *span, int64_t done, int64_t *nb
  *
  * Before it goes a prefix, if there is one. In steps that are short at the begin and towards the end, when the
  * other end waits for one. Returns how many of its own bytes: fewer where it had to wait for longer than
- * `spin_ns`, after `most_ns`, and when nobody reads. */
+ * `spin_ns`, after `most_ns`, and when no reader takes part. */
 int64_t kvplug_push(struct end *end, const char *prefix, int64_t prefix_bytes, const struct span *span,
                     int64_t done, int64_t nbytes, int64_t smallest, int64_t largest, int64_t spin_ns,
                     int64_t most_ns) {

@@ -144,7 +144,7 @@ class ShmQueueEndpoint(QueueEndpoint):
 
 
 def _nothing() -> None:
-    """Of a message that came over the network, all is this process's own."""
+    """A message from the network is in this process's own memory."""
 
 
 def _is_loopback(host: str) -> bool:

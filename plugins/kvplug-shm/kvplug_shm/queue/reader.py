@@ -55,8 +55,8 @@ class ShmReader(ShmEnd):
     def wait_until_ready(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
         source = self._source
         with self._use_guard:
-            whom = f"{source.writer} or another reader"
-            wait = self._wait("all to be ready", lambda: whom, self._deadline(timeout))
+            peers = f"{source.writer} or another reader"
+            wait = self._wait("all to be ready", lambda: peers, self._deadline(timeout))
             source.wait_until_ready(wait, self._use_guard.check)
 
     def dequeue(

@@ -216,4 +216,4 @@ def _tell(gone: Reader | None) -> None:
 
 def listed(readers: Iterable[Reader]) -> str:
     """Readers, for messages."""
-    return ", ".join(map(str, readers)) or "nobody"
+    return ", ".join(map(str, readers)) or "no reader"
