@@ -19,7 +19,7 @@ _POSITIONS: Final = (
 """Their names in newer and older releases of transformers."""
 
 _LONG: Final = 8
-"""Elements of a list that is told whole: a handshake's texts are short."""
+"""The longest list that is stated whole, since a handshake's texts are short."""
 
 
 @attrs.frozen(kw_only=True)
