@@ -40,7 +40,7 @@ class Setting:
     metavar="FILE",
     help="A .toml or .json file. Default: the one that KVPLUG_CONFIG names.",
 )
-@click.option("--json", "as_json", is_flag=True, help="For programs.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
 def show(path: str | None, as_json: bool, overrides: tuple[str, ...]) -> None:
     """Print every value of the configuration in force here, and where each came from.

@@ -43,7 +43,7 @@ class Line:
 @click.option(
     "--all", "everything", is_flag=True, help="Also list what is made for tests: fakes and fault injection."
 )
-@click.option("--json", "as_json", is_flag=True, help="For programs.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
 def list_plugins(options_of: str | None, everything: bool, as_json: bool) -> None:
     """Show every plugin found, what it offers, and whether that can work on this host.
 
