@@ -2,8 +2,8 @@
 
 What deadlines, the comparison of what the ranks are about to do, and the watch on each other cost. Fresh
 processes, the candidates alternating in each round, content compared outside of the timed part. Each is used
-in the way that is best for it: gloo gathers into memory that is there, kvplug returns a new tensor. Nobody
-waits for the receivers of gloo's broadcasts, so that those of a burst overlap.
+in the way that is best for it: gloo gathers into memory that is there, kvplug returns a new tensor. gloo
+does not wait for the receivers of a broadcast, so that those of a burst overlap.
 ``python benchmarks/collectives.py --help``; needs kvplug, torch and kvplug-cpu.
 """
 

@@ -249,7 +249,7 @@ def _all_reduce(setting: Setting, limit_s: float, *, shares: bool) -> Iterator[R
             ranks[1].send(ranks[0].recv(limit_s))
             ended = [pool.submit(each.result, limit_s) for each in ranks]
             for each in as_completed(ended):
-                each.result()  # whoever fails first says why
+                each.result()  # raises the first failure's reason
             found = ended[0].result()
     except (KvplugError, OSError) as e:
         yield not_run("all-reduce", what, e, setting)

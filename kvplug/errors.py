@@ -1,7 +1,7 @@
 """Every error kvplug raises. Imports nothing.
 
 An error that also *is* a builtin one inherits it, so that ``except TimeoutError`` or
-``except ConnectionError`` written by somebody who has never heard of kvplug does the right thing.
+``except ConnectionError`` in code that does not know kvplug works as expected.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ class KvplugError(Exception):
     """Base of every error raised by kvplug and by well-behaved plugins."""
 
 
-# -- what an operator wrote --------------------------------------------------------------------
+# -- configuration -----------------------------------------------------------------------------
 
 
 class ConfigError(KvplugError, ValueError):
@@ -47,7 +47,7 @@ class PluginLoadError(PluginError, ImportError):
 
 
 class UnknownNameError(PluginError, LookupError):
-    """No loaded plugin offers a thing of that kind under that name."""
+    """No loaded plugin offers that name for that kind."""
 
 
 class UnknownConnectorError(UnknownNameError):
@@ -70,11 +70,11 @@ class ClosedError(KvplugError, ValueError):
 
 
 class PeerGoneError(KvplugError, ConnectionError):
-    """The process at the other end died, closed, or is fenced after a silence."""
+    """The process at the other end died or closed, or counts as dead after a silence."""
 
 
 class TimeoutError(KvplugError, builtins.TimeoutError):
-    """A deadline passed. The message names what was waited for, and whom."""
+    """A deadline passed. The message names what the call waited for, and which process."""
 
 
 class CancelledError(KvplugError, RuntimeError):
@@ -86,15 +86,15 @@ class BusyError(KvplugError, RuntimeError):
 
 
 class TensorMismatchError(KvplugError, ValueError):
-    """Tensors that must fit together do not, or a message does not fit the memory offered: then it stays."""
+    """Tensors that must match do not, or a message does not fit the memory offered, and stays."""
 
 
 class UnsupportedError(KvplugError, TypeError):
-    """A value, dtype or device that this thing does not carry. The message names what it does."""
+    """A value, dtype or device is not supported here. The message names what is supported."""
 
 
 class CapacityError(KvplugError, ValueError):
-    """Something is larger than the budget it would have to fit into; waiting cannot help."""
+    """A value is larger than the whole budget it would have to fit into; waiting cannot help."""
 
 
 class LayoutError(KvplugError, ValueError):
@@ -102,19 +102,19 @@ class LayoutError(KvplugError, ValueError):
 
 
 class AddressInUseError(KvplugError, OSError):
-    """Somebody already listens there."""
+    """Another process already listens at that address."""
 
 
 class EntryGoneError(KvplugError, LookupError):
-    """The lookup entry was there when it was promised and is not now."""
+    """The lookup entry existed when it was promised and no longer does."""
 
 
 class LentError(KvplugError, RuntimeError):
-    """The entry is lent to somebody in a way that excludes what was asked for."""
+    """The entry is leased, and that lease excludes the one that was asked for."""
 
 
 class TransportError(KvplugError, OSError):
-    """A transport failed in a way that has no better name; the cause is chained."""
+    """A transport failed in a way that no other error describes; the cause is chained."""
 
 
 # -- agreement and trust -----------------------------------------------------------------------
@@ -125,11 +125,11 @@ class WireError(KvplugError, ValueError):
 
 
 class AuthenticationError(KvplugError, PermissionError):
-    """The peer did not prove who it is (wrong secret, wrong user, wrong token)."""
+    """The peer did not prove its identity (wrong secret, wrong user, wrong token)."""
 
 
 class HandshakeError(KvplugError):
-    """The two ends cannot work together. ``reasons`` holds every one, with both values."""
+    """The two ends cannot work together. ``reasons`` holds every reason, with both values."""
 
     def __init__(self, *reasons: str, peer: str = "") -> None:
         self.reasons: tuple[str, ...] = reasons

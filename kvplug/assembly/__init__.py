@@ -1,7 +1,7 @@
-"""The composition root: the only place where names become things.
+"""The composition root: the only room that resolves names to objects.
 
 Config + Registry -> a connector side, a pipe, a message queue, a lookup buffer or a device communicator.
-Everything below is handed what it needs.
+Everything below receives its dependencies as arguments.
 """
 
 from kvplug.assembly.communicators import build_communicator

@@ -31,15 +31,15 @@ def build_communicator(
 ) -> DeviceCommunicator:
     """This rank's end of the device communicator that the config's ``communicator`` names.
 
-    All ranks of the group call it. ``device`` is the config's where nothing is said; the other arguments are
-    those of :class:`~kvplug.transport.context.CommunicatorContext`.
+    All ranks of the group call it. ``device`` defaults to the config's; the other arguments are those of
+    :class:`~kvplug.transport.context.CommunicatorContext`.
 
     Raises:
         ConfigError: the options are wrong; every fault at once.
-        UnknownTransportError, AmbiguousNameError: the name is not there, or there twice.
+        UnknownTransportError, AmbiguousNameError: no plugin offers the name, or two do.
         PluginError: the named one cannot work here, or none is installed for "auto".
         InsecureAddressError: other hosts can reach the config's host, and there is no secret.
-        TimeoutError, PeerGoneError: a rank did not come, or is gone; names it.
+        TimeoutError, PeerGoneError: a rank did not join, or is gone; names it.
     """
     device = config.device if device is None else device
     resolved = ResolvedConfig(config, Registry.from_env() if registry is None else registry)

@@ -25,7 +25,7 @@ from kvplug.transport.spec import Kind
 def engine_facts(
     config: Config, model: ModelInfo, cache: KVCacheConfig, parallelism: Parallelism, side: Side
 ) -> EngineFacts:
-    """What one side of a connector states about its engine. A scheduler side is of no one shard."""
+    """One side's facts about its engine. A scheduler side belongs to no shard."""
     layout = cache.groups[0].layout
     is_worker = side is Side.WORKER
     return EngineFacts(
@@ -60,16 +60,16 @@ def build_connector(
 
     Args:
         side: ``"scheduler"`` or ``"worker"``.
-        model, cache, parallelism: what the engine knows; both ends' are compared in the handshake.
-        registry: where names are looked up; ``None`` discovers what is installed.
-        sinks: get this side's figures every ten seconds and at the end, besides those the config names.
-        wrap_pipe: put around every pipe beneath the metrics (fault injection).
-        listen: address to listen on instead of the config's host and port.
-        connect: contact of the peer engine's worker (of each, by rank) instead of the config's.
+        model, cache, parallelism: the engine's facts; the handshake compares those of both ends.
+        registry: resolves names; ``None`` loads the installed plugins.
+        sinks: receive this side's metrics every ten seconds and at the end, in addition to the config's
+            sinks. wrap_pipe: wraps every pipe, inside the metrics (fault injection). listen: address to
+            listen on instead of the config's host and port. connect: contact of the peer engine's worker (of
+            each, by rank) instead of the config's.
 
     Raises:
         ConfigError: the role is missing, options are wrong; every fault at once.
-        UnknownConnectorError, UnknownTransportError, AmbiguousNameError: a name that is not there.
+        UnknownConnectorError, UnknownTransportError, AmbiguousNameError: no plugin offers a name, or two do.
         PluginLoadError: the plugin's code does not import.
         InsecureAddressError, AddressInUseError: it cannot listen there.
     """
@@ -127,9 +127,9 @@ def build_connector(
 
 
 def check_config(config: Config, registry: Registry | None = None) -> None:
-    """Judge a config as far as one end alone can: names, options, the secret that its address needs.
+    """Check everything in a config that one end alone can: names, options, the secret that its address needs.
 
-    For programs that would rather refuse at once than after minutes of loading a model.
+    For programs that should fail before they spend minutes on loading a model.
 
     >>> check_config(Config.from_dict({"connector": "lookup"}))
     Traceback (most recent call last):
@@ -146,12 +146,12 @@ def check_config(config: Config, registry: Registry | None = None) -> None:
 
 
 def explain_missing_pipe(config: Config, registry: Registry | None = None) -> str | None:
-    """Why no pipe that the config allows can move tensors of its device here, whoever the peer is.
+    """Why no pipe that the config allows can move tensors of its device here, with any peer.
 
-    ``None`` where one can. For programs that would rather say so at once than in every handshake.
+    ``None`` if one can. For programs that should report this at start instead of in every handshake.
 
     Raises:
-        UnknownTransportError, AmbiguousNameError, ConfigError: of the transport that the config names.
+        UnknownTransportError, AmbiguousNameError, ConfigError: the config names a wrong transport.
     """
     return ResolvedConfig(
         config, Registry.from_env() if registry is None else registry
@@ -159,9 +159,9 @@ def explain_missing_pipe(config: Config, registry: Registry | None = None) -> st
 
 
 def connector_class(config: Config, registry: Registry | None = None) -> type[SchedulerConnector]:
-    """The class of the scheduler side, for what an engine asks before anything is built, or elsewhere.
+    """The class of the scheduler side, for an engine's questions before the connector is built.
 
-    Where the factory is a function, the base class answers.
+    If the factory is a function, this is the base class.
 
     Raises:
         UnknownConnectorError, AmbiguousNameError, PluginLoadError: as ``build_connector``.
@@ -174,7 +174,7 @@ def connector_class(config: Config, registry: Registry | None = None) -> type[Sc
 
 
 def required_layout(config: Config, registry: Registry | None = None) -> str | None:
-    """The axis string the configured connector insists on; ``None`` where any will do.
+    """The axis string that the configured connector requires; ``None`` if it accepts any.
 
     Asks the scheduler side's class, without building anything.
     """

@@ -9,14 +9,14 @@ from kvplug.transport.lookup import LookupEndpoint
 
 
 def build_lookup(config: Config, *, registry: Registry | None = None) -> LookupEndpoint:
-    """What makes the ends of lookup buffers: of the one that the config's ``lookup_buffer`` names.
+    """The endpoint of the lookup buffer that the config's ``lookup_buffer`` names. It makes the ends.
 
     ``hold`` makes a store of the config's ``buffer_size``; ``reach`` makes an end that uses another process's
     store over two pipes.
 
     Raises:
         ConfigError: the options are wrong; every fault at once.
-        UnknownTransportError, AmbiguousNameError: the name is not there, or there twice.
+        UnknownTransportError, AmbiguousNameError: no plugin offers the name, or two do.
         PluginError: none is installed for "auto", or the factory returned something else.
     """
     resolved = ResolvedConfig(config, Registry.from_env() if registry is None else registry)

@@ -1,8 +1,8 @@
-"""How a built thing meets other processes: control channel, Hello both ways, agreement, then pipes.
+"""Connections to other processes: a control channel, a Hello in both directions, an agreement, then pipes.
 
-One order for everyone: dial or accept an authenticated channel, exchange Hello, agree (which selects a
-transport for each kind of device), and only then load the transport's code, listen, carry the contact
-over the channel, connect. Each pipe is wrapped once, by :class:`~kvplug.metrics.record.RecordedPipe`.
+The order is always the same: dial or accept an authenticated channel, exchange Hellos, agree (which selects a
+transport for each kind of device), and only then load the transport's code, listen, send the contact over the
+channel, connect. Each pipe is wrapped once, by :class:`~kvplug.metrics.record.RecordedPipe`.
 """
 
 from __future__ import annotations
@@ -44,20 +44,20 @@ _CLOSE_S = 2.0
 
 @attrs.frozen(kw_only=True)
 class LinkSettings:
-    """What every link of one built thing has in common."""
+    """The settings that all links of one connector, or of one pipe server, share."""
 
     config: Config
     credentials: Credentials
     hello: Callable[[str], Hello]
-    """Makes this end's Hello for a purpose."""
+    """Makes the Hello of this end for a purpose."""
     endpoint: Callable[[str, PipeContext], PipeEndpoint]
     """Loads the transport of that name: the only importer of its code."""
     pipe_options: Callable[[str], object]
     stats: TransferStats
     missing: tuple[str, ...] = ()
-    """Plugins here that are broken or blocked, with the reason: what a transport may be missing for."""
+    """Plugins here that are broken or blocked, with the reason: a missing transport may be one of theirs."""
     wrap_pipe: Callable[[Pipe], Pipe] | None = None
-    """Put between the transport and the metrics: fault injection."""
+    """Wraps each pipe between the transport and the metrics: fault injection."""
 
     def pipe_endpoint(self, name: str, device: str) -> PipeEndpoint:
         context = PipeContext(
@@ -161,7 +161,7 @@ class ControlLink(PeerLink):
 class LinkListener(PeerListener):
     """Accepts channels and shakes hands with each in its own short-lived thread.
 
-    So a peer that is stopped in the middle of its handshake delays nobody but itself.
+    So a peer that is stopped in the middle of its handshake delays no other.
     """
 
     def __init__(self, settings: LinkSettings, listener: Listener) -> None:
@@ -184,7 +184,7 @@ class LinkListener(PeerListener):
         except queue.Empty:
             raise TimeoutError(f"no peer came to {self._listener!r} within {seconds:.3g} s") from None
         if link is None:
-            self._ready.put(None)  # whoever else waits
+            self._ready.put(None)  # wakes the next thread that waits
             raise ClosedError("this listener is closed")
         return link
 
@@ -203,7 +203,7 @@ class LinkListener(PeerListener):
         deadline = Deadline.after(_CLOSE_S)
         for _, thread in shaking:
             thread.join(deadline.remaining())
-        while True:  # links that nobody accepted
+        while True:  # links that were not accepted
             try:
                 link = self._ready.get_nowait()
             except queue.Empty:
@@ -232,7 +232,7 @@ class LinkListener(PeerListener):
         """Shake hands in a thread of its own.
 
         Raises:
-            BusyError: too many are at it.
+            BusyError: too many handshakes are under way.
             OSError, RuntimeError: this process has too many descriptors or threads.
         """
         channel = Channel(connection)
@@ -275,7 +275,7 @@ class LinkListener(PeerListener):
 
 
 class ControlPeers(Peers):
-    """Peers reached over control channels at the config's addresses, or at those handed in."""
+    """Peers reached over control channels at the config's addresses, or at those passed in."""
 
     def __init__(
         self,
@@ -307,7 +307,7 @@ class ControlPeers(Peers):
         return listener
 
     def address_of(self, rank: int) -> str:
-        """Where the peer engine's worker ``rank`` is to be found."""
+        """The address or contact of the peer engine's worker ``rank``."""
         if self._connect is None:
             return self._settings.config.control_address(rank)
         if rank not in self._connect:

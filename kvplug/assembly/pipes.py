@@ -53,14 +53,14 @@ def _link_settings(resolved: ResolvedConfig, wrap_pipe: Callable[[Pipe], Pipe] |
 
 
 class PipeServer:
-    """Waits for programs that want a pipe to this one; :func:`listen_pipe` makes it."""
+    """Accepts pipes from other programs; made by :func:`listen_pipe`."""
 
     def __init__(self, settings: LinkSettings, peers: ControlPeers) -> None:
         self._settings = settings
         self._peers = peers
         self._listener: LinkListener = peers.listen()
         self.contact: str = self._listener.contact
-        """Hand it to :func:`connect_pipe` in the other process. May carry a token; do not log it."""
+        """The argument of :func:`connect_pipe` in the other process. May carry a token; do not log it."""
 
     def accept(self, timeout: Timeout = DEFAULT_TIMEOUT) -> Pipe:
         """The pipe to the next program, over the transport both ends agreed on.
@@ -95,17 +95,17 @@ def listen_pipe(
 ) -> PipeServer:
     """Listen for programs that want a pipe, at ``address`` or at the config's host and port.
 
-    Where no pipe here can move tensors of the config's device, whoever connects is told so; a warning says it
-    at once.
+    If no pipe here can move tensors of the config's device, a warning is logged at once, and every handshake
+    is refused with that reason.
 
     Raises:
         ConfigError, InsecureAddressError, AddressInUseError.
-        UnknownTransportError, AmbiguousNameError: the transport that the config names is not there.
+        UnknownTransportError, AmbiguousNameError: no plugin offers the config's transport, or two do.
     """
     resolved = _resolve(config, registry)
     settings = _link_settings(resolved, wrap_pipe)
     if (lack := resolved.explain_missing_pipe()) is not None:
-        logger.warning("whoever connects will be refused: %s", lack)
+        logger.warning("every peer that connects will be refused: %s", lack)
     return PipeServer(settings, ControlPeers(settings, listen=address))
 
 
@@ -114,12 +114,12 @@ def build_pipe_endpoint(
 ) -> PipeEndpoint:
     """The endpoint of the pipe that the config's ``transport`` names: for :func:`kvplug.connect_ranks`.
 
-    Its pipes are bare: nothing is negotiated between the ranks, so every rank's config names the same
-    transport, and nothing is counted. ``device`` is the config's where nothing is said.
+    Its pipes are bare: the ranks do not negotiate, so every rank's config must name the same transport, and
+    no metrics are counted. ``device`` defaults to the config's.
 
     Raises:
         ConfigError: the transport is "auto", or its options are wrong; every fault at once.
-        UnknownTransportError, AmbiguousNameError: the name is not there, or there twice.
+        UnknownTransportError, AmbiguousNameError: no plugin offers the name, or two do.
         PluginError: the transport cannot work here, or its factory returned something else.
         InsecureAddressError: other hosts can reach the config's host, and there is no secret.
     """
@@ -144,10 +144,10 @@ def connect_pipe(
     wrap_pipe: Callable[[Pipe], Pipe] | None = None,
     timeout: Timeout = DEFAULT_TIMEOUT,
 ) -> Pipe:
-    """A pipe to whoever listens at ``contact``, or at the config's host and port.
+    """A pipe to the program that listens at ``contact``, or at the config's host and port.
 
     Raises:
-        TimeoutError: nobody listened there in time.
+        TimeoutError: no program listened there in time.
         HandshakeError, AuthenticationError: the two ends cannot work together, and why.
     """
     settings = _link_settings(_resolve(config, registry), wrap_pipe)

@@ -27,15 +27,15 @@ def build_queue(
     warning_interval_s: float | None = None,
     registry: Registry | None = None,
 ) -> QueueEndpoint:
-    """What makes the ends of message queues: of the one that the config's ``queue`` names.
+    """The endpoint of the message queue that the config's ``queue`` names. It makes the ends.
 
-    Where that one wraps another, the inner one must serve here as if it were named itself. The
-    arguments are those of :class:`~kvplug.transport.context.QueueContext`; ``warning_interval_s`` is the
-    config's ``queue_warning_interval_s`` where nothing is said.
+    If that queue wraps another, the inner one must work here as if the config named it. The arguments are
+    those of :class:`~kvplug.transport.context.QueueContext`; ``warning_interval_s`` defaults to the config's
+    ``queue_warning_interval_s``.
 
     Raises:
         ConfigError: the options are wrong; every fault at once.
-        UnknownTransportError, AmbiguousNameError: the name is not there, or there twice.
+        UnknownTransportError, AmbiguousNameError: no plugin offers the name, or two do.
         PluginError: the named one, or its inner one, cannot work here, or none is installed for "auto".
         InsecureAddressError: other hosts can reach the config's host, and there is no secret.
     """

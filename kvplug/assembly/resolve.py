@@ -1,6 +1,6 @@
-"""A config and a registry resolved together: every name that a config gives, and what it stands for.
+"""A config and a registry, resolved together: the spec of every name in the config, and its options.
 
-The modules beside this one build with it: a connector, a pipe, a message queue, a lookup buffer, a
+The other modules of this room use it to build a connector, a pipe, a message queue, a lookup buffer or a
 communicator.
 """
 
@@ -31,7 +31,7 @@ from kvplug.transport.pipe import PipeEndpoint
 from kvplug.transport.spec import Kind, TransportSpec
 
 EPOCH = uuid.uuid4().hex
-"""Of this process: changes at restart, so that a stale reference can be told from a live one."""
+"""The epoch of this process: changes at restart, so that stale references are recognised."""
 
 
 @attrs.frozen(kw_only=True)
@@ -56,8 +56,8 @@ class ResolvedConfig:
 
     @functools.cached_property
     def pipes(self) -> dict[str, TransportSpec]:
-        """Every pipe transport that moves bytes by its bare name; where two own a name, the one the config
-        singles out."""
+        """Every pipe transport that moves bytes, by its bare name; if two plugins offer a name, the one that
+        the config names with its distribution."""
         specs = {spec.name: spec for spec in self.registry.transports(Kind.PIPE) if not spec.wraps}
         if self._named != AUTO:
             named = self.registry.get(Kind.PIPE, self._named)
@@ -70,7 +70,7 @@ class ResolvedConfig:
 
     @property
     def _named(self) -> str:
-        """What the config says of the transport that moves the bytes."""
+        """The config's name of the transport that moves the bytes."""
         return self.config.transport if self._wrapper is None else self._wrapper.inner
 
     @property
@@ -80,7 +80,7 @@ class ResolvedConfig:
 
     @functools.cached_property
     def offers(self) -> tuple[Offer, ...]:
-        """What this host can offer a peer: every pipe transport, probed once."""
+        """This host's offers to a peer: every pipe transport, probed once."""
         return tuple(
             Offer(
                 name=spec.name,
@@ -120,10 +120,10 @@ class ResolvedConfig:
         return check_options(cls, given, where=f"options.{spec.name}")
 
     def wrapper(self, kind: Literal[Kind.PIPE, Kind.QUEUE], name: str) -> Wrapper | None:
-        """The transport called ``name``, with its options, where it wraps another; else ``None``.
+        """The transport ``name`` with its options, if it wraps another one; else ``None``.
 
         Raises:
-            UnknownTransportError, AmbiguousNameError: the name is not there, or there twice.
+            UnknownTransportError, AmbiguousNameError: no plugin offers the name, or two do.
             ConfigError: with every fault of its options.
         """
         if name == AUTO:
@@ -164,7 +164,7 @@ class ResolvedConfig:
         return endpoint
 
     def sinks(self) -> tuple[Sink, ...]:
-        """What the config's ``sinks`` names, made."""
+        """The sinks that the config names."""
         made = []
         for name in self.config.sinks:
             spec = self.registry.get(Kind.SINK, name)
@@ -177,11 +177,12 @@ class ResolvedConfig:
     def check(self, keys: Iterable[str] = (*CHOSEN, "sinks", "integrity")) -> None:
         """Resolve the names in the config and check every table of options.
 
-        ``keys``: those that matter to what is built.
+        ``keys``: the keys that the caller uses.
 
         Raises:
-            UnknownConnectorError, UnknownTransportError, AmbiguousNameError: a name that is not there,
-                with those that are, where it is the only fault.
+            UnknownConnectorError, UnknownTransportError, AmbiguousNameError: an unknown or ambiguous name,
+                with
+                the known ones, if it is the only fault.
             ConfigError: with every fault, otherwise.
         """
         config = self.config
@@ -206,13 +207,13 @@ def credentials_of(config: Config) -> Credentials:
     """The secret from the config's file or the environment.
 
     Raises:
-        InsecureAddressError: other hosts can reach the config's host, and there is none.
+        InsecureAddressError: other hosts can reach the config's host, and there is no secret.
     """
     return Credentials.for_host(config.host, secret_file=config.secret_file)
 
 
 def must_authenticate(config: Config) -> bool:
-    """Whether data planes must prove their peers: strangers could reach them, and no config permits it."""
+    """Whether data planes must authenticate: other hosts reach them, and the config does not permit it."""
     exposed = not config.host.startswith("unix:") and not is_loopback(config.host)
     return exposed and not config.allow_unauthenticated_data_plane
 
@@ -220,8 +221,7 @@ def must_authenticate(config: Config) -> bool:
 def checksums_of(config: Config) -> tuple[str, ...]:
     """Hashes this end offers, preferred ones first; empty when integrity is off.
 
-    An end that saves offers the one hash that it puts into its entries; one that only loads offers all
-    that it can verify.
+    An end that saves offers the one hash of its entries; one that only loads offers all that it can verify.
     """
     if config.integrity == "off":
         return ()
@@ -231,7 +231,7 @@ def checksums_of(config: Config) -> tuple[str, ...]:
 
 
 def make_hello(resolved: ResolvedConfig, engine: EngineFacts | None, moves_kv: bool, purpose: str) -> Hello:
-    """What this end states about itself; ``engine`` is ``None`` for a plain pipe."""
+    """The Hello of this end; ``engine`` is ``None`` for a plain pipe."""
     config = resolved.config
     return Hello(
         purpose=purpose,
@@ -256,11 +256,11 @@ def choose_transport(
     name: str,
     required: Requirements,
 ) -> TransportSpec:
-    """Which transport is meant.
+    """The transport of that name; for "auto" the fastest one that meets the requirements.
 
     Raises:
-        UnknownTransportError, AmbiguousNameError: the name is not there, or there twice.
-        PluginError: the named one does not serve, or none does; with every reason.
+        UnknownTransportError, AmbiguousNameError: no plugin offers the name, or two do.
+        PluginError: the named one does not meet the requirements, or none does; with every reason.
     """
     registry = resolved.registry
     every = [spec for spec in registry.transports(kind) if spec.auto and not spec.wraps]

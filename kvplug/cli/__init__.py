@@ -1,1 +1,1 @@
-"""The program ``kvplug``: its own commands, and those that plugins bring."""
+"""The program ``kvplug``: its own commands, and those of plugins."""

@@ -35,9 +35,12 @@ class Setting:
 
 @config.command()
 @click.option(
-    "--config", "path", metavar="FILE", help="A .toml or .json file; else the one KVPLUG_CONFIG names."
+    "--config",
+    "path",
+    metavar="FILE",
+    help="A .toml or .json file. Default: the one that KVPLUG_CONFIG names.",
 )
-@click.option("--json", "as_json", is_flag=True, help="For programs.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
 def show(path: str | None, as_json: bool, overrides: tuple[str, ...]) -> None:
     """Print every value of the configuration in force here, and where each came from.
@@ -57,9 +60,9 @@ def show(path: str | None, as_json: bool, overrides: tuple[str, ...]) -> None:
 @config.command()
 @click.argument("path", metavar="FILE")
 def check(path: str) -> None:
-    """Tell every fault of a configuration file, names and plugins' options included.
+    """Print every fault of a configuration file, including unknown names and plugins' options.
 
-    The environment is not looked at. Exit code 1: there are faults; 2: it cannot be read as what it is.
+    The environment is ignored. Exit code 1: there are faults; 2: the file cannot be read or parsed.
     """
     try:
         draft = Draft.load(path, environ={})
@@ -111,7 +114,7 @@ def _settings(effective: Config, registry: Registry) -> Iterator[Setting]:
 
 
 def _chosen(effective: Config, registry: Registry) -> Iterator[Spec]:
-    """What the config names; what it leaves to "auto" is not known before the handshake."""
+    """The transports that the config names. Those left to "auto" are not known before the handshake."""
     for key, kind in CHOSEN.items():
         name = getattr(effective, key)
         if name == "auto":
@@ -123,7 +126,7 @@ def _chosen(effective: Config, registry: Registry) -> Iterator[Spec]:
 
 
 def _options(effective: Config, registry: Registry, spec: Spec) -> Iterator[Setting]:
-    """The options of one chosen thing, defaults included; as given where they have faults."""
+    """The options of one transport or connector, with defaults; as given where they have faults."""
     given = own_part(registry, spec, effective.options.get(spec.name, {}))
     try:
         cls = None if isinstance(spec, CommandSpec) else spec.load_options()

@@ -1,4 +1,4 @@
-"""``kvplug list``: plugins, what they offer, and whether it can work on this host."""
+"""``kvplug list``: plugins, what they offer, and whether that works on this host."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kvplug.transport.spec import CommandSpec, Spec, TransportSpec
 
 @attrs.frozen(kw_only=True)
 class Line:
-    """One thing that is offered; or a plugin that offers nothing, because it is broken or blocked."""
+    """One offered spec; or a plugin that offers nothing, because it is broken or blocked."""
 
     name: str
     kind: str
@@ -38,10 +38,12 @@ class Line:
 
 @click.command("list")
 @click.option(
-    "--options", "options_of", metavar="NAME", help="What can be set for NAME: type, unit, default."
+    "--options", "options_of", metavar="NAME", help="Show the options of NAME: type, unit, default."
 )
-@click.option("--all", "everything", is_flag=True, help="Also what is made for tests: fakes, and faults.")
-@click.option("--json", "as_json", is_flag=True, help="For programs.")
+@click.option(
+    "--all", "everything", is_flag=True, help="Also list what is made for tests: fakes and fault injection."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
 def list_plugins(options_of: str | None, everything: bool, as_json: bool) -> None:
     """Show every plugin found, what it offers, and whether that can work on this host.
 
@@ -159,7 +161,7 @@ def _show_options(registry: Registry, name: str, as_json: bool) -> None:
 
 
 def _called(registry: Registry, name: str) -> Sequence[tuple[PluginInfo, Spec]]:
-    """Everything of that name (or ``distribution:name``) that could have options."""
+    """Every spec of that name (or ``distribution:name``) that can have options."""
     distribution, _, bare = name.rpartition(":")
     every = [(plugin, spec) for plugin, spec in registry if not isinstance(spec, CommandSpec)]
     found = [

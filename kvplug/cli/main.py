@@ -59,7 +59,7 @@ class Program(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """As click does it, but of an unknown command everything is told that is known."""
+        """As click does it, but the error of an unknown command lists all commands."""
         name = args[0] if args else ""
         if name and not name.startswith("-") and name not in OWN and name not in (specs := self._specs(ctx)):
             registry = _registry(ctx)

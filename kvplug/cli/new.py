@@ -29,12 +29,14 @@ def new() -> None:
 
 
 def _common(command: Callable[..., None]) -> Callable[..., None]:
-    """The options that both commands have."""
+    """Add the options that both commands have."""
     for option in (
         click.option(
-            "--force", is_flag=True, help="Write over what is there, and take a name that is taken."
+            "--force",
+            is_flag=True,
+            help="Overwrite existing files, and allow a name that an installed plugin offers.",
         ),
-        click.option("--folder", metavar="FOLDER", help="Where it is written; else kvplug-NAME."),
+        click.option("--folder", metavar="FOLDER", help="Folder to write to. Default: kvplug-NAME."),
         click.argument("name", metavar="NAME"),
     ):
         command = option(command)
@@ -44,7 +46,10 @@ def _common(command: Callable[..., None]) -> Callable[..., None]:
 @new.command()
 @_common
 @click.option(
-    "--kind", default="pipe", metavar="KIND", help="Of which kind it is; so far only a pipe can be generated."
+    "--kind",
+    default="pipe",
+    metavar="KIND",
+    help="Kind of the transport. Only pipes can be generated so far.",
 )
 def transport(name: str, folder: str | None, force: bool, kind: str) -> None:
     """Generate kvplug-NAME, which offers a transport: a small one that works and keeps every law.
@@ -76,7 +81,7 @@ class Package:
 
     @classmethod
     def called(cls, name: str, kind: Kind) -> Package:
-        """Refuses what can be no name, as loading the plugin would."""
+        """Refuse an invalid name, as loading the plugin would."""
         try:
             SinkSpec(name=name, factory="package.module:name")
         except PluginError as e:
@@ -101,7 +106,7 @@ class Package:
 
     @property
     def answers(self) -> Mapping[str, Any]:
-        """What the templates are filled with."""
+        """The values that the templates are filled with."""
         return {
             "name": self.name,
             "kind": self.words,
@@ -141,7 +146,7 @@ def _generate(package: Package, folder: str | None, force: bool) -> None:
 
 
 def _check_free(package: Package, target: Path) -> None:
-    """Neither the folder nor the name is another's."""
+    """Refuse a folder that exists and a name that an installed plugin offers."""
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise click.ClickException(f"{target} exists; --folder names another one, --force writes over it")
     owners = Registry.from_env().owners(package.kind, package.name)

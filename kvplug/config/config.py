@@ -1,4 +1,4 @@
-"""The configuration of one process: what an operator chose, checked, and where each value came from."""
+"""The configuration of one process: its values, checked, and the source of each value."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ DEFAULT_PORT = 29555
 
 
 class Role(enum.StrEnum):
-    """What this process does with KV. vLLM's ``kv_producer`` and so on are understood."""
+    """What this process does with KV. vLLM's names, ``kv_producer`` and so on, are accepted too."""
 
     PRODUCER = "producer"
     CONSUMER = "consumer"
@@ -72,7 +72,7 @@ def _options(value: Any) -> Mapping[str, Mapping[str, Any]]:
 
 @attrs.frozen(kw_only=True)
 class Config:
-    """What an operator chose. Made by ``from_dict``, ``from_toml``, ``from_json``, ``from_env`` or ``load``.
+    """A configuration. Made by ``from_dict``, ``from_toml``, ``from_json``, ``from_env`` or ``load``.
 
     Precedence, highest first: command line, environment, file, default. Only form is checked here; that
     a name exists, and a plugin's options, are checked where the plugins are known.
@@ -86,15 +86,25 @@ class Config:
     kvplug.errors.ConfigError: bad configuration: transprot: not a known key; did you mean 'transport'?
     """
 
-    connector: str = option("lookup", help="What decides which KV moves, and when.", validator=chosen)
+    connector: str = option(
+        "lookup", help="The connector. It decides which KV moves, and when.", validator=chosen
+    )
     transport: str = option(
         "auto",
-        help='The pipe that tensors cross; "auto": the fastest both ends have.',
+        help='The pipe transport that carries tensors. "auto": the fastest one that both ends have.',
         validator=name_form,
     )
-    queue: str = option("auto", help="The message queue.", validator=name_form)
-    lookup_buffer: str = option("auto", help="Where KV entries are kept and found.", validator=name_form)
-    communicator: str = option("auto", help="The device communicator.", validator=name_form)
+    queue: str = option(
+        "auto", help='The message queue transport. "auto": the fastest that works here.', validator=name_form
+    )
+    lookup_buffer: str = option(
+        "auto",
+        help='The lookup buffer, which stores KV entries and finds them. "auto": the fastest installed one.',
+        validator=name_form,
+    )
+    communicator: str = option(
+        "auto", help='The device communicator. "auto": the fastest that works here.', validator=name_form
+    )
     role: Role | None = attrs.field(
         default=None,
         converter=_role,
@@ -102,79 +112,86 @@ class Config:
     )
     host: str = option(
         "127.0.0.1",
-        help="Where to listen, or whom to dial: a host, or unix:@name for an abstract Unix socket."
-        " Other than loopback only with a secret.",
+        help="Address to listen at or to dial: a host, or unix:@name for an abstract Unix socket."
+        " An address that other hosts can reach needs a secret.",
         validator=host_form,
     )
     port: int = option(
         DEFAULT_PORT,
-        help="Rank r listens at port + port_offset + r.",
+        help="First port: rank r listens at port + port_offset + r.",
         at_least=1,
         at_most=LAST_PORT,
         validator=count("a port number"),
     )
     port_offset: int = option(
         0,
-        help="Added to the port, so that several deployments on one host differ in one number.",
+        help="Added to port. Give each deployment on one host an offset of its own.",
         at_least=0,
         at_most=LAST_PORT,
         validator=count("a whole number"),
     )
     timeout_s: float = option(
-        30.0, help="How long a call waits that was given no timeout.", unit="seconds", above=0
+        30.0, help="Deadline of every call that is given no timeout.", unit="seconds", above=0
     )
     connect_timeout_s: float = option(
-        60.0, help="How long the peer may take to come up.", unit="seconds", above=0
+        60.0,
+        help="How long to wait for a peer to start. Raise it where engines take long to load.",
+        unit="seconds",
+        above=0,
     )
     heartbeat_timeout_s: float = option(
         attrs.Factory(_heartbeat, takes_self=True),
-        help="Silence on a connection to another host that counts as its death. 10 s unless timeout_s is"
-        " less.",
+        help="A peer on another host that is silent for this long counts as dead. Lower notices a death"
+        " sooner; higher tolerates longer pauses. At most timeout_s. Default: 10 s, or timeout_s if less.",
         unit="seconds",
         above=0,
     )
     queue_warning_interval_s: float = option(
-        60.0, help="A queue's call that waits logs a warning after each such time.", unit="seconds", above=0
+        60.0,
+        help="A queue call that waits logs a warning each time it has waited this long.",
+        unit="seconds",
+        above=0,
     )
     device: str = option(
         "cpu",
-        help="Where the KV that moves lies: cpu, cuda, cuda:1.",
+        help="Device of the KV that moves: cpu, cuda, cuda:1.",
         validator=matches(DEVICE, 'a device such as "cpu", "cuda" or "cuda:1"'),
     )
     buffer_size: int = option(
         2**30,
-        help="How much KV a lookup buffer may hold.",
+        help="Bytes of KV that a lookup buffer may hold. Higher keeps more entries and takes more memory.",
         unit="bytes",
         at_least=1,
         validator=count("a size"),
     )
     engine_id: str = option(
         attrs.Factory(lambda: os.urandom(16).hex()),
-        help="Names this engine to its peers; must differ from theirs. A random one unless given.",
+        help="Name of this engine for its peers. Must differ from theirs. Default: random.",
         validator=matches(
             re.compile(r"[\x21-\x7e]{1,200}"), "up to 200 printable characters without white space"
         ),
     )
     failure_policy: Literal["fail", "recompute"] = option(
         "recompute",
-        help="What happens to a request whose KV failed to load.",
+        help="What happens to a request whose KV failed to load: recompute the KV, or fail the request.",
         validator=attrs.validators.in_(("fail", "recompute")),
     )
     integrity: str = option(
         "auto",
-        help='Hash that guards KV on its way: "auto" agrees on a fast one, "off" sends none, or a hash\'s'
-        " name.",
+        help='Hash that detects corrupted KV. "auto": a fast one that both ends have. "off": none. Else the'
+        " name of a hash.",
         validator=matches(HASH, '"auto", "off" or the name of a hash'),
     )
     sinks: tuple[str, ...] = option(
-        (), help="Where figures go every ten seconds: log, prometheus, or what a plugin brings."
+        (), help="Where metrics go every ten seconds: log, prometheus, or a sink of a plugin."
     )
     secret_file: str | None = option(
-        None, help="File with the secret both ends share; goes before KVPLUG_SECRET."
+        None, help="File with the secret that both ends share. Takes precedence over KVPLUG_SECRET."
     )
     allow_unauthenticated_data_plane: bool = option(
         False,
-        help="Permit transports that cannot authenticate their peers (NCCL, gloo) beyond this host.",
+        help="Permit transports that cannot authenticate their peers (NCCL, gloo) at addresses that other"
+        " hosts can reach.",
     )
     options: Mapping[str, Mapping[str, Any]] = attrs.field(
         factory=dict,
@@ -182,9 +199,9 @@ class Config:
         metadata={"kvplug.help": "One table of options for each name: [options.cpu]."},
     )
     sources: Mapping[str, str] = attrs.field(factory=dict, repr=False, eq=False)
-    """Where each value that is not a default came from. Not a key."""
+    """The source of each value that is not a default. Not a key."""
     source: str = attrs.field(default="", repr=False, eq=False)
-    """What was read, for messages. Not a key."""
+    """The file or other source that was read, for messages. Not a key."""
 
     def __attrs_post_init__(self) -> None:
         faults = cross_faults({key: getattr(self, key) for key in KEYS})
@@ -238,7 +255,7 @@ class Config:
 
         Args:
             path: a ``.toml`` or ``.json`` file; ``None`` takes the one ``KVPLUG_CONFIG`` names, if any.
-            overrides: a dict, or texts ``"key=value"`` (``"options.cpu.lanes=2"``).
+            overrides: a dict, or texts ``"key=value"`` (``"options.cpu.connections=2"``).
         """
         return Draft.load(path, overrides=overrides, environ=environ).config()
 
@@ -269,7 +286,7 @@ class Config:
         return f"[{self.host}]:{port}" if ":" in self.host else f"{self.host}:{port}"
 
     def source_of(self, key: str) -> str:
-        """Where the value of ``key`` (also ``options.cpu.lanes``) came from; ``"default"`` if nowhere."""
+        """Source of the value of ``key`` (also ``options.cpu.connections``); ``"default"`` if none set it."""
         return self.sources.get(key, "generated" if key == "engine_id" else "default")
 
 
@@ -290,7 +307,7 @@ def _environment(environ: Mapping[str, str] | None) -> Mapping[str, str]:
 
 @attrs.frozen(kw_only=True)
 class Draft:
-    """A configuration that may have faults: what is right in it, and what is wrong."""
+    """A configuration that may have faults: its valid values, and its faults."""
 
     values: Mapping[str, Any]
     options: Mapping[str, Mapping[str, Any]]
@@ -363,7 +380,7 @@ class Draft:
 def _converted(
     flat: Mapping[str, Any], given: Mapping[str, SourcedValue]
 ) -> tuple[dict[str, Any], list[str]]:
-    """Key by key, so that each fault can say where its value was given."""
+    """Convert key by key, so that each fault names the source of its value."""
     values: dict[str, Any] = {}
     faults: list[str] = []
     for key, raw in flat.items():
@@ -380,7 +397,7 @@ def _converted(
 
 
 def _at(fault: str, given: SourcedValue) -> str:
-    """Name the variable, or the key of vLLM's, that the value came by."""
+    """Append the environment variable or the vLLM key that the value came from."""
     return f"{fault} [{given.spelled}]" if given.spelled else fault
 
 

@@ -1,4 +1,4 @@
-"""One value: from what an operator wrote to the type a field has, and back to text."""
+"""Conversion of one value: from the text or plain value in a source to the field's type, and back to text."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _FALSE: Final = ("false", "no", "off", "0")
 
 
 class UnfitError(Exception):
-    """A value is not of a type. ``allowed`` says what is, ``reason`` more than that where there is more."""
+    """A value does not fit its type. ``allowed`` says what fits; ``reason`` adds details if there are any."""
 
     def __init__(self, allowed: str, reason: str = "") -> None:
         super().__init__(allowed)
@@ -26,7 +26,7 @@ class UnfitError(Exception):
 
 
 def describe_type(hint: Any) -> str:
-    """A type, for people who do not write Python."""
+    """Describe a type for readers who do not write Python."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (Union, types.UnionType):
         words = [describe_type(each) for each in arguments if each is not type(None)]
@@ -154,7 +154,7 @@ def _convert_float(given: Any, unit: str) -> float:
 
 
 def format_value(value: Any, unit: str = "") -> str:
-    """A value as an operator would write it."""
+    """Format a value as it is written in a configuration."""
     if value is None:
         return "none"
     if isinstance(value, bool):

@@ -1,4 +1,4 @@
-"""How a fault in a configuration is told: the key, what was given, what is allowed, the nearest name."""
+"""The messages of configuration faults: the key, what was given, what is allowed, the nearest name."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def unknown_key(key: str, known: Iterable[str]) -> str:
-    """A key nobody knows. The value is not repeated: it may be a secret under a misspelt name."""
+    """The fault of an unknown key. It hides the value, which may be a secret under a misspelt name."""
     if key in REMOVED:
         return f"{key}: not a known key any more; {REMOVED[key]}"
     names = sorted(known)

@@ -1,7 +1,7 @@
-"""Options are attrs classes: from plain values with every fault at once, and to rows for people.
+"""Options are attrs classes: filled from plain values with every fault at once, and described as rows.
 
-:func:`option` declares one, :func:`check_options` fills a class from what an operator wrote,
-:func:`describe_options` tells what there is. :class:`~kvplug.config.Config` is read the same way.
+:func:`option` declares an option, :func:`check_options` fills a class from plain values, and
+:func:`describe_options` lists the options of a class. :class:`~kvplug.config.Config` is read the same way.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _BOUNDS: Final = "kvplug.bounds"
 
 @attrs.frozen
 class _Bounds:
-    """What a number must satisfy besides its type; an attrs validator that also says what is allowed."""
+    """Bounds of a number: an attrs validator whose error says what is allowed."""
 
     at_least: float | None = None
     above: float | None = None
@@ -55,7 +55,7 @@ class _Checks:
     def refusals(
         self, instance: Any, attribute: attrs.Attribute[Any], value: Any, given: Any
     ) -> tuple[str, ...]:
-        """What is wrong with ``value``, in terms of what was given before it was converted."""
+        """The fault of ``value``; the message shows what was given, before conversion."""
         key = attribute.alias or attribute.name
         try:
             if value is not None and not self.bounds.holds(value):
@@ -104,18 +104,18 @@ def option(
 
 @attrs.frozen(kw_only=True)
 class OptionRow:
-    """One option, as people read about it."""
+    """One option, described for documents and the command line."""
 
     name: str
     type: str
     unit: str
     default: str
-    """As an operator would write it; ``"required"`` where there is none."""
+    """The default as it is written in a configuration; ``"required"`` where there is none."""
     help: str
 
 
 def check_options(cls: type[T], values: Mapping[str, Any], where: str = "") -> T:
-    """An instance of the options class ``cls``, made from what an operator wrote.
+    """Make an instance of the options class ``cls`` from plain values.
 
     ``where`` goes before each key in a fault (``"options.cpu"``). Text is converted to the field's
     type, so that values from environment variables do.
@@ -177,7 +177,7 @@ def convert_values(cls: type, values: Mapping[str, Any], where: str = "") -> tup
 
 
 def describe_options(cls: type) -> tuple[OptionRow, ...]:
-    """What there is to set, in the order of the class.
+    """The options of a class, in the order of its fields.
 
     >>> @attrs.frozen(kw_only=True)
     ... class MyOptions:
@@ -206,7 +206,7 @@ def describe_options(cls: type) -> tuple[OptionRow, ...]:
 
 
 def option_fields(cls: type) -> dict[str, attrs.Attribute[Any]]:
-    """The fields an operator may set, by the key they are set with."""
+    """The fields that a configuration may set, by key."""
     return {field.alias or field.name: field for field in attrs.fields(cls) if field.init}
 
 
@@ -223,8 +223,8 @@ def _default(field: attrs.Attribute[Any], unit: str) -> str:
 def _refusals(field: attrs.Attribute[Any], value: Any, given: Any) -> tuple[str, ...]:
     """Why the class's own validator refuses the value.
 
-    Asked without an instance, so that every fault can be told; a validator that needs one is left to
-    the constructor.
+    The validator runs without an instance, so that every fault is reported; a validator that needs an
+    instance runs in the constructor only.
     """
     checks = field.validator
     if checks is None:

@@ -1,4 +1,4 @@
-"""What form each value of a configuration must have, and what must hold between them."""
+"""The form of each value of a configuration, and the rules between keys."""
 
 from __future__ import annotations
 

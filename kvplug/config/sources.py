@@ -1,7 +1,7 @@
-"""Where configuration comes from: each source becomes a :class:`Layer` of plain values, faults included.
+"""Sources of configuration: each source becomes a :class:`Layer` of plain values, with its faults.
 
-Nothing is checked here beyond the form of the source itself; the keys and values are judged together,
-once all layers lie on top of each other.
+This module checks the form of the source only. The keys and values are checked together, after all layers
+are merged.
 """
 
 from __future__ import annotations
@@ -54,25 +54,25 @@ VLLM_KEYS: Final[Mapping[str, str]] = {
 
 VLLM_EXTRA: Final = "kv_connector_extra_config"
 VLLM_IGNORED: Final = ("kv_connector_module_path", "enable_permute_local_kv", "kv_rank", "kv_parallel_size")
-"""What only vLLM itself needs: where its connector class is, a conversion that kvplug does by itself, and the
-number of this instance among the instances."""
+"""Keys that only vLLM itself needs: the module of its connector class, a conversion that kvplug does by
+itself, and the number of this instance among the instances."""
 
 _OUR_NAME = re.compile(r"[a-z][a-z0-9-]*")
 
 
 @attrs.frozen
 class SourcedValue:
-    """One value, and where it was given."""
+    """One value and its source."""
 
     value: Any
     source: str
     spelled: str = ""
-    """How the source spells the key, where that differs; goes into faults."""
+    """The key as the source spells it, where that differs; faults show it."""
 
 
 @attrs.frozen(kw_only=True)
 class Layer:
-    """What one source says. Options are flat, with keys ``options.<name>.<option>``."""
+    """The values of one source. Options are flat, with keys ``options.<name>.<option>``."""
 
     source: str
     values: Mapping[str, SourcedValue]
@@ -177,7 +177,7 @@ def json_value(text: str, source: str) -> Any:
 
 
 def file_value(path: str | os.PathLike[str]) -> Any:
-    """What a file holds, by its ending: ``.toml`` or ``.json``.
+    """Read a file by its suffix: ``.toml`` or ``.json``.
 
     Raises:
         ConfigError: it cannot be read, or is not what its ending says.
@@ -272,7 +272,7 @@ def from_overrides(overrides: Mapping[str, Any] | Iterable[str], source: str = "
 
 
 def secret_fault(key: str) -> str | None:
-    """What to say of a key that looks like a secret; the value is never repeated."""
+    """The fault of a key that looks like a secret. It never repeats the value."""
     last = key.rpartition(".")[2].lower()
     if "." not in key and any(word in last for word in _SECRET_WORDS):
         return (

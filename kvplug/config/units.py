@@ -1,4 +1,4 @@
-"""Quantities as people write them: ``"64 MiB"``, ``"500 ms"``."""
+"""Quantities with units: ``"64 MiB"``, ``"500 ms"``."""
 
 from __future__ import annotations
 

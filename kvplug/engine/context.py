@@ -1,7 +1,7 @@
-"""What the factory of a connector is handed: everything from outside that it may use.
+"""The context of a connector: the argument of its factory, with everything from outside that it may use.
 
-Nothing below the composition root (:mod:`kvplug.assembly`) looks anything up by itself; a plugin gets its
-options, its identity, its sinks and its door to other processes here.
+Only the composition root (:mod:`kvplug.assembly`) looks names up; a plugin gets its options, its identity,
+its metrics and its access to other processes here.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class PeerLink(abc.ABC):
     """An authenticated, agreed connection to one other process."""
 
     agreement: Agreement
-    """What the two ends agreed on, and who the other is."""
+    """The agreement of the two ends, and the identity of the other one."""
     channel: Channel
     """Small plain values both ways; for the connector's own use."""
 
@@ -44,7 +44,7 @@ class PeerLink(abc.ABC):
 
 
 class PeerListener(abc.ABC):
-    """Waits for other processes on the control address."""
+    """Accepts other processes at the control address."""
 
     contact: str
 
@@ -52,7 +52,7 @@ class PeerListener(abc.ABC):
     def accept(self, timeout: Timeout = DEFAULT_TIMEOUT) -> PeerLink:
         """The next peer that proved itself and with which an agreement was reached.
 
-        A peer that is refused is told why and counted, and the wait goes on.
+        A refused peer receives the reason and is counted, and the wait continues.
 
         Raises:
             TimeoutError, ClosedError.
@@ -64,33 +64,35 @@ class PeerListener(abc.ABC):
 
 
 class Peers(abc.ABC):
-    """A connector's door to other processes."""
+    """A connector's access to other processes."""
 
     @abc.abstractmethod
     def listen(self) -> PeerListener:
-        """On the config's host and port (+ port offset + worker rank), or as the embedding program says."""
+        """Listen at the config's host and port (+ port offset + worker rank), or as the embedding program
+        says.
+        """
 
     @abc.abstractmethod
     def connect(
         self, rank: int, purpose: str, timeout: Timeout = DEFAULT_TIMEOUT, *, retry: bool = True
     ) -> PeerLink:
-        """To the peer engine's worker ``rank``; tries again until it listens or the deadline passes.
+        """Connect to the peer engine's worker ``rank``; retries until it listens or the deadline passes.
 
-        ``purpose`` is a word both connectors understand; the acceptor finds it in the agreement. Where
-        somebody must be there by now, ``retry=False`` does not wait for him to come up.
+        ``purpose`` is a word both connectors understand; the acceptor finds it in the agreement. With
+        ``retry=False`` the peer must already listen.
 
         Raises:
-            TimeoutError: nobody came up there, and where "there" is.
-            PeerGoneError: nobody listens there, and ``retry`` is false.
+            TimeoutError: no process listened there in time; names the address.
+            PeerGoneError: no process listens there, and ``retry`` is false.
             HandshakeError, AuthenticationError: at once.
             ClosedError: ``close`` was called, perhaps during the wait.
         """
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Close every listener and wake whoever waits in ``connect``. Idempotent.
+        """Close every listener, and end every wait in ``connect``. Idempotent.
 
-        The first thing a connector does in ``shutdown``. Links and pipes belong to whoever opened them.
+        A connector calls it first in ``shutdown``. The caller that opened a link or a pipe owns it.
         """
 
 
@@ -106,13 +108,13 @@ class ConnectorContext:
     parallelism: Parallelism
     peers: Peers
     stats: TransferStats
-    """Where this connector counts. One object for each side; sinks read it."""
+    """The counters of this connector. One object for each side; sinks read it."""
     checksums: tuple[str, ...] = ()
     """Hashes this side computes and verifies with, preferred ones first; empty when integrity is off."""
     lookup_buffer: Callable[[], LookupEndpoint]
     """Builds the lookup buffer that the config names."""
     close: Callable[[], None]
-    """Ends what was built for this connector from outside it (listeners, links, reporters).
+    """Ends what was built for this connector outside it (listeners, links, reporters).
 
     A connector calls it last in ``shutdown``. Idempotent.
     """

@@ -1,1 +1,1 @@
-"""What was moved, how fast, and what failed for which reason: counted in one place, shown in many."""
+"""Metrics: what was moved, how fast, and what failed for which reason."""

@@ -1,9 +1,9 @@
-"""Figures for Prometheus. Needs ``prometheus_client`` (``pip install kvplug[prometheus]``).
+"""Metrics for Prometheus. Needs ``prometheus_client`` (``pip install kvplug[prometheus]``).
 
-Every series is a plain counter, the duration buckets too: a counter can be raised by what a snapshot
-says, and works in prometheus_client's multi-process mode as well as without; its ``Histogram`` takes one
-observation at a time and its custom collectors are not seen in that mode. ``histogram_quantile`` wants
-nothing but the label ``le``.
+Every series is a plain counter, and so are the duration buckets: a counter can be increased by the amounts of
+a snapshot, and works in prometheus_client's multi-process mode too. Its ``Histogram`` takes one observation
+at a time, and its custom collectors do not work in that mode. ``histogram_quantile`` needs only the label
+``le``.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _registering = threading.Lock()
 
 
 class PrometheusSink(Sink):
-    """Raises the counters of one engine. The labels handed to ``emit`` are not used: an engine's are set."""
+    """Increases the counters of one engine. Ignores the labels of ``emit``: the engine's labels are set."""
 
     def __init__(self, counters: Mapping[str, Any], label_values: Sequence[str]) -> None:
         self._counters = counters
@@ -83,16 +83,15 @@ def prometheus_sinks(
     Args:
         label_names: the engine's own labels; ours (``op``, ``le``, ``reason``) come after them.
         label_values: engine index to a value for each of them.
-        registry: a ``prometheus_client.CollectorRegistry``; ``None`` is the global one. Asked again for
-            the same registry, the same counters are raised.
-        counter: the engine's own class of counters, of an engine that wraps Prometheus (under Ray, say);
-            called ``counter(name, documentation, labelnames)`` in place of ``prometheus_client.Counter``,
-            and where it keeps them is its own affair. Asked again for the same class, the same counters
-            are raised.
+        registry: a ``prometheus_client.CollectorRegistry``; ``None`` is the global one. Later calls with the
+            same registry use the same counters.
+        counter: the engine's own class of counters, for an engine that wraps Prometheus (under Ray, for
+            example). It is called ``counter(name, documentation, labelnames)`` in place of
+            ``prometheus_client.Counter``. Later calls with the same class use the same counters.
 
     Raises:
-        ConfigError: a label is one of ours, an engine's values do not fit, or the registry (or
-            class) has our counters with other labels; every fault.
+        ConfigError: a label is one of kvplug's, an engine's values do not fit, or the registry (or class) has
+            kvplug's counters with other labels; every fault.
         ImportError: there is no prometheus_client, and no ``counter`` was given.
         ValueError: both a registry and a ``counter`` were given.
     """
@@ -136,10 +135,10 @@ def _in_registry(registry: Any) -> tuple[Any, Callable[..., Any]]:
 
 
 class ConfiguredPrometheusSink(Sink):
-    """What ``sinks = ["prometheus"]`` in a config stands for: the global registry, labelled as emitted.
+    """The sink ``sinks = ["prometheus"]`` of a config: the global registry, with the labels of ``emit``.
 
-    Whoever shows that registry (an engine's own exporter, ``prometheus_client.start_http_server``) shows
-    these counters with it.
+    An exporter of that registry (an engine's own, ``prometheus_client.start_http_server``) exports these
+    counters too.
 
     Raises:
         ConfigError: prometheus_client is not installed.

@@ -1,4 +1,4 @@
-"""The closed sets of what is counted and why it failed: so the number of series is bounded."""
+"""The closed sets of operations and of reasons for failures, which bound the number of series."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from kvplug.errors import (
 
 
 class Op(enum.StrEnum):
-    """What is counted. ``docs/reference/metrics.md`` says from when to when each is timed."""
+    """Counted operations. ``docs/reference/metrics.md`` says what the duration of each includes."""
 
     SEND = "send"
     """One message through a pipe, from ``send_tensor`` to the end of its transfer."""
@@ -39,7 +39,7 @@ class Op(enum.StrEnum):
     HANDSHAKE = "handshake"
     """One agreement with a peer, from the proven connection on."""
     OTHER = "other"
-    """Whatever a newer plugin counts that this core does not know."""
+    """An operation of a newer plugin that this core does not know."""
 
 
 class Reason(enum.StrEnum):
@@ -56,7 +56,7 @@ class Reason(enum.StrEnum):
     TIMEOUT = "timeout"
     """It was not done by its deadline."""
     PEER_GONE = "peer_gone"
-    """The other process died, closed, or was fenced after a silence."""
+    """The other process died or closed, or counts as dead after a silence."""
     NO_ROOM = "no_room"
     """There was no room for it in time."""
     GONE = "gone"
@@ -97,7 +97,7 @@ _BY_ERROR: tuple[tuple[type[BaseException] | tuple[type[BaseException], ...], Re
 def reason_of(error: BaseException) -> Reason:
     """The reason under which a failure with this error is counted.
 
-    ``expired`` and ``no_room`` have no error of their own: who knows says so. ``no_room`` is a timeout
-    of ``insert``, say.
+    ``expired`` and ``no_room`` have no error of their own: the caller passes them. ``no_room`` is, for
+    example, a timeout of ``insert``.
     """
     return next((reason for kind, reason in _BY_ERROR if isinstance(error, kind)), Reason.OTHER)

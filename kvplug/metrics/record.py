@@ -1,4 +1,4 @@
-"""The one instrumented place: a pipe around a pipe."""
+"""The only instrumented place: a pipe that wraps a pipe."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class RecordedPipe(Pipe):
     A send is timed from the call to the end of its transfer, a receive for as long as the call takes,
     so with the wait for the peer. Each failed transfer is counted once, with its reason. A receive
     that times out, meets a closed pipe, does not fit or comes at the same time as another is no
-    failed transfer: the message stays, and whoever waited for it knows what that means.
+    failed transfer: the message stays, and the caller knows what that means.
     """
 
     def __init__(self, pipe: Pipe, stats: TransferStats) -> None:

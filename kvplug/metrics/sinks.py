@@ -1,4 +1,4 @@
-"""Where figures go: a sink gets what is new since it was last called, now and then, never per transfer."""
+"""Sinks of metrics: each is called periodically with what is new since its last call, never per transfer."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ _CLOSE_S = 5.0
 
 
 class Sink(abc.ABC):
-    """Shows, stores or sends figures.
+    """Shows, stores or sends metrics.
 
-    Called from one thread at a time, outside every lock of kvplug. What it raises is logged once and
-    otherwise passed over: figures are never a reason for a transfer to fail.
+    Called from one thread at a time, outside every lock of kvplug. Its first exception is logged, and all are
+    ignored otherwise: metrics never make a transfer fail.
     """
 
     @abc.abstractmethod
     def emit(self, snapshot: StatsSnapshot, labels: Mapping[str, str]) -> None:
         """``snapshot``: what was counted since the last call (see :mod:`kvplug.metrics.stats`), never empty.
 
-        ``labels``: whose figures they are, such as ``{"connector": "lookup", "side": "worker"}``.
+        ``labels``: the source of the metrics, such as ``{"connector": "lookup", "side": "worker"}``.
         """
 
 
@@ -57,12 +57,12 @@ class LogSink(Sink):
 
 
 def configured_log_sink(options: object) -> LogSink:
-    """What ``sinks = ["log"]`` in a config stands for."""
+    """The sink ``sinks = ["log"]`` of a config."""
     return LogSink()
 
 
 class HookSink(Sink):
-    """Calls a function with what every sink gets."""
+    """Calls a function with the arguments of :meth:`Sink.emit`."""
 
     def __init__(self, hook: Callable[[StatsSnapshot, Mapping[str, str]], object]) -> None:
         self._hook = hook
@@ -72,7 +72,7 @@ class HookSink(Sink):
 
 
 class Reporter:
-    """Hands what is new to every sink each ``interval_s`` seconds, and once more at the end.
+    """Calls every sink with what is new, each ``interval_s`` seconds and once more at the end.
 
     Its thread exists only while there are sinks and it is open; without sinks it costs nothing.
     """
@@ -98,7 +98,7 @@ class Reporter:
             self._thread.start()
 
     def emit(self) -> None:
-        """Hand over what is new, now."""
+        """Call every sink with what is new, now."""
         with self._emitting:
             snapshot = self._reader.take() if self._sinks else None
             if snapshot is None:

@@ -1,4 +1,4 @@
-"""The counters. Recording costs less than a microsecond; nothing is computed until somebody looks.
+"""The counters. Recording costs less than a microsecond; snapshots are computed only on request.
 
 A *snapshot* is plain, so that any engine can carry it between processes in any way::
 
@@ -71,7 +71,7 @@ class _Figures:
 class TransferStats:
     """Counts, bytes, tokens and durations by operation, failures by operation and reason.
 
-    Thread-safe: any thread records, any thread looks. Figures only grow, until :meth:`reset`.
+    Thread-safe: any thread may record and read. The counters only grow, until :meth:`reset`.
     """
 
     def __init__(self) -> None:
@@ -128,13 +128,13 @@ class TransferStats:
     # -- looking -------------------------------------------------------------------------------
 
     def snapshot(self) -> dict[str, Any]:
-        """Everything so far, as plain values that nobody else holds."""
+        """Everything so far, as new plain values."""
         return self._snapshot()[0]
 
     def take(self) -> dict[str, Any] | None:
         """What is new since the last ``take``; ``None`` if nothing is. Leaves the figures as they are.
 
-        For one caller. Everybody else who wants what is new has a :class:`StatsReader`.
+        For one caller. Other callers use a :class:`StatsReader` each.
         """
         return self._reader.take()
 
@@ -160,7 +160,7 @@ class TransferStats:
 
 
 class StatsReader:
-    """One reader's place in the figures: each :meth:`take` gives what is new. One thread at a time."""
+    """One reader's position in the counters: each :meth:`take` returns what is new. One thread at a time."""
 
     def __init__(self, stats: TransferStats) -> None:
         self._stats = stats

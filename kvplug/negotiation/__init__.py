@@ -1,1 +1,1 @@
-"""What two ends agree on: handshake, selection of a transport, the facts of a model."""
+"""Negotiation between two ends: the handshake, the selection of a transport, the facts of a model."""

@@ -1,4 +1,4 @@
-"""What must be equal at both ends for the KV of one to mean the same at the other."""
+"""The facts of a model that must be equal at both ends, so that KV means the same at both."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _POSITIONS: Final = (
     "partial_rotary_factor",
     "rotary_pct",
 )
-"""What transformers calls them, in its newer releases and its older ones."""
+"""Their names in newer and older releases of transformers."""
 
 _LONG: Final = 8
-"""Elements of a list that is told whole: a handshake's texts are short."""
+"""The longest list that is stated whole, since a handshake's texts are short."""
 
 
 @attrs.frozen(kw_only=True)
@@ -43,7 +43,7 @@ class ModelInfo:
     window: int | None = None
     """Sliding window in tokens."""
     quantisation: str = ""
-    """Of the KV cache, scales included: whatever must be equal."""
+    """Quantisation of the KV cache, scales included, as text that must be equal."""
     weights: str = ""
     """Fingerprint of the weights where the engine has one; empty means unknown and is not compared."""
 
@@ -52,9 +52,9 @@ def positions_of(config: Any) -> str:
     """Everything about positions that changes keys, as one text: :attr:`ModelInfo.rope`.
 
     Args:
-        config: a Hugging Face config of the language model, or whatever has its attributes: the inner one
-            (``get_text_config()``) of a model with several. Engines that ask here say the same of the
-            same model.
+        config: a Hugging Face config of the language model, or an object with its attributes: the inner one
+            (``get_text_config()``) of a model with several. Engines that use this function state the same
+            text for the same model.
     """
     found = {name: value for name in _POSITIONS if (value := getattr(config, name, None)) is not None}
     if not found:

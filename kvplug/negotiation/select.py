@@ -30,7 +30,7 @@ class Offer:
     probe: Probe = attrs.field(factory=Probe)
     """What it found out about this end's host."""
     auto: bool = True
-    """Whether it is considered where nobody names it."""
+    """Whether ``"auto"`` considers it."""
 
 
 @attrs.frozen

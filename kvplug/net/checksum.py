@@ -1,12 +1,12 @@
 """Integrity: a fast hash of what was gathered, checked in the memory that received it.
 
-It finds corruption (a flipped bit, a truncated or misplaced part), by a chance of 1 in 2**64 that it
-does not. It is no proof of who sent the bytes: whoever can change them can hash them as well. Proof is
-the handshake's business.
+It finds corruption (a flipped bit, a truncated or misplaced part); the chance that it misses one is 1 in
+2**64. It does not prove who sent the bytes: a process that can change them can also hash them. The handshake
+proves the sender.
 
 The digest of several buffers is that of their bytes one after the other: where one ends and the next
-begins is not hashed, so shapes must be agreed on otherwise. xxhash lets go of the interpreter's lock
-for large buffers, so hashing in one thread does not stop the others.
+begins is not hashed, so shapes must be agreed on otherwise. xxhash releases the interpreter's lock for large
+buffers, so hashing in one thread does not stop the others.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NAMES: Final = ("xxh3_64", "xxh3_128")
 
 
 def available() -> tuple[str, ...]:
-    """The names this process can compute, preferred ones first; empty where xxhash is not installed."""
+    """The hashes this process can compute, preferred ones first; empty where xxhash is not installed."""
     return NAMES if importlib.util.find_spec("xxhash") is not None else ()
 
 
@@ -64,10 +64,10 @@ def verify(name: str, expected: bytes, *buffers: Buffer, what: str) -> None:
     kvplug.errors.IntegrityError: layer 3 was corrupted on its way: ...
 
     Args:
-        what: what it is that was received, for the message: "layer 3 of entry 17".
+        what: names the received data in the error: "layer 3 of entry 17".
 
     Raises:
-        IntegrityError: they do not; names ``what`` and both digests.
+        IntegrityError: the digests differ; names ``what`` and both digests.
         UnsupportedError: as for :func:`digest`.
     """
     found = digest(name, *buffers)

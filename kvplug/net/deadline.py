@@ -1,7 +1,7 @@
 """Deadlines: one absolute time, made once from a ``timeout`` and passed down.
 
-Every blocking call of kvplug takes ``timeout``: seconds, ``None`` for ever, or nothing, which means
-the finite default of the thing called (the config's ``timeout_s``).
+Every blocking call of kvplug takes ``timeout``: seconds, ``None`` for ever, or nothing, which means the
+finite default of the called object (the config's ``timeout_s``).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import attrs
 
 
 class Default(enum.Enum):
-    """The type of :data:`DEFAULT_TIMEOUT`, so that ``None`` can go on meaning "for ever"."""
+    """The type of :data:`DEFAULT_TIMEOUT`, so that ``None`` can mean "for ever"."""
 
     TIMEOUT = "the endpoint's default"
 
@@ -24,7 +24,7 @@ class Default(enum.Enum):
 
 
 DEFAULT_TIMEOUT: Final = Default.TIMEOUT
-"""What a ``timeout`` argument is when the caller says nothing."""
+"""The default of every ``timeout`` argument."""
 
 _FOR_EVER_S = 1e9
 """Some thirty years. Locks and sockets refuse to wait for ten times as long."""

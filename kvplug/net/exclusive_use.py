@@ -20,20 +20,20 @@ class ExclusiveUse:
     """
 
     def __init__(self, what: str) -> None:
-        """``what`` a thread does inside, for the error: "sending"."""
+        """``what``: what a thread does inside, for the error: "sending"."""
         self._what = what
         self._lock = threading.Lock()
 
     def taken(self) -> AbstractContextManager[object]:
         """For a ``with`` statement around the whole call.
 
-        Of two threads that come at the very same moment one waits for the other.
+        Of two threads that enter at the very same moment, one waits for the other.
 
         Raises:
             BusyError: another thread is inside one.
         """
         if self._lock.locked():
             raise BusyError(f"another thread is already {self._what}; one thread sends, one receives")
-        # The lock itself: between its being taken and the block no signal is handled. An ``__enter__`` in
-        # Python is interrupted with the lock taken, and no thread would ever give it back.
+        # The lock itself: no signal is handled between acquiring it and the block. A Python ``__enter__``
+        # could be interrupted after acquiring the lock, which would then never be released.
         return self._lock

@@ -1,4 +1,4 @@
-"""What a forked child does with things it inherited: close them, and never share a stream with its parent.
+"""Forked children close what they inherited, and never share a stream with their parent.
 
 A forked child has the parent's descriptors but none of its threads. Two processes that read one
 stream would each get half of it, so everything of kvplug that owns descriptors registers here.
@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 class Inherited(Protocol):
-    """Something that owns descriptors."""
+    """An object that owns descriptors."""
 
     def _after_fork_in_child(self) -> None:
         """Close the descriptors and mark the object closed; later calls raise ``ClosedError``.

@@ -1,13 +1,13 @@
-"""One watcher per process: it notices when a peer dies and wakes whoever waits.
+"""One watcher per process: it notices that a peer has died and calls back.
 
-Three signs, alone or together, the first one counts:
+Three signs, alone or together; the first one counts:
 
 - a **pidfd** becomes readable when the process has ended (also while it is an unreaped zombie, and also when
   a child of it keeps its sockets open). A stopped or busy process is alive.
 - a **socket** reports that the other end hung up.
 - a **heartbeat** on a connection of its own: silence longer than its timeout counts as death. For peers that
   a pidfd cannot see: other hosts, other pid namespaces. There, a process that is stopped for that long
-  counts as dead; a vanished host sends nothing else.
+  counts as dead, since it cannot be distinguished from a vanished host.
 
 The thread starts with the first watch and ends with the last one. Callbacks run in it, outside all locks, and
 must not block: they hold up every other watch.
@@ -113,7 +113,7 @@ class Watch:
         return "it closed the connection"
 
     def _tick(self, now: float) -> tuple[str | None, float]:
-        """Send and judge what is due. Returns (why it is gone, when to come back)."""
+        """Send a beat and check for silence, if due. Returns (why the peer is gone, when to call again)."""
         beat = self._heartbeat
         if beat is None:
             return None, float("inf")
@@ -122,11 +122,11 @@ class Watch:
             try:
                 beat.sock.send(_BEAT)
             except BlockingIOError:
-                pass  # its buffer is full of beats: it is not reading, and silence will tell
+                pass  # its buffer is full of beats: it does not read, and its silence will show that
             except OSError:
                 return "it closed the connection", now
         if now - self._heard >= beat.timeout_s:
-            # It may be us who were stopped: what came meanwhile is still in the buffer.
+            # This process may have been stopped: what came meanwhile is still in the buffer.
             reason = self._hear(now)
             if reason is not None:
                 return reason, now
@@ -244,8 +244,8 @@ class _Loop:
                 with _lock:
                     if not self.watches:
                         return
-                    # Asked again, now that nobody comes or goes: a descriptor that was ready a moment ago
-                    # may have been closed since, and its number be somebody else's.
+                    # Polled again under the lock, when no watch is added or removed: a descriptor that was
+                    # ready may have been closed since, and its number reused.
                     events = self.poll(0.0)
                     now = time.monotonic()
                     again = float("inf")

@@ -1,7 +1,7 @@
-"""CUDA streams that nobody else has.
+"""CUDA streams for the exclusive use of one owner.
 
-torch gives out the same 32 over and over: the 17th pipe of a process would have those of the first, and a
-kernel of one that spins for its peer would hold up the other.
+torch hands out the same 32 streams again and again: the 17th pipe of a process would get the streams of the
+first, and a kernel of one pipe that spins for its peer would delay the other pipe.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _idle: Final[dict[str, list[Any]]] = defaultdict(list)
 
 
 def acquire_stream(device: torch.device) -> Any:
-    """A stream that is the caller's until it is given back: new, or one that has done all it was given.
+    """A stream that is exclusively the caller's until ``release_stream``: a new one, or an idle released one.
 
     Raises:
-        TransportError: the driver makes none.
+        TransportError: the driver cannot create one.
         RuntimeError: the GPU failed.
     """
     with _lock:
@@ -40,7 +40,10 @@ def acquire_stream(device: torch.device) -> Any:
 
 
 def release_stream(stream: Any) -> None:
-    """It is never destroyed: torch asks it about memory that was used there, when that is freed at last."""
+    """Give the stream back; work may still run on it.
+
+    The stream is never destroyed, because torch queries it when memory that was used on it is freed.
+    """
     with _lock:
         _idle[str(stream.device)].append(stream)
 

@@ -1,7 +1,8 @@
-"""Connections come in, and each becomes something else beside the others: a pipe, a reader of a queue.
+"""Turns proven connections into pipes, or into readers of a queue, concurrently.
 
-What a peer has to say before it is one end of a pipe takes time, and a peer that is stopped in the middle of
-it must delay nobody but itself. So one thread takes connections, and a short-lived one serves each.
+The messages that a peer exchanges before its connection is a pipe take time, and a peer that is stopped in
+the middle of them must not delay others. So one thread accepts connections, and a short-lived thread serves
+each.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ logger = logging.getLogger(__name__)
 
 
 class Acceptor(Generic[T]):
-    """Takes the proven connections of its listeners, and serves each in a thread of its own.
+    """Accepts the proven connections of its listeners, and serves each in a thread of its own.
 
-    Any thread may call any method, also a signal's handler. In a forked child it is closed.
+    Any thread may call any method, and so may a signal handler. In a forked child it is closed.
     """
 
     def __init__(
@@ -44,9 +45,9 @@ class Acceptor(Generic[T]):
         """Owns the listeners from here on, also if it raises.
 
         Args:
-            make: Makes of a connection what looks after it from then on. If it raises the connection is
-                closed: nobody here waits for it, and the other end sees that it hung up.
-            take: Is given that; the same thread.
+            make: Makes an object of a connection, which owns the connection from then on. If it raises, the
+                connection is closed, and the other end sees a hang-up.
+            take: Receives that object, in the same thread.
             what: What is made, for the warning if that fails: "a pipe".
             name: What the threads' names begin with.
 
@@ -74,14 +75,14 @@ class Acceptor(Generic[T]):
             raise TransportError(f"a listener needs a thread that takes connections: {e}") from e
 
     def close(self) -> None:
-        """Nobody comes in any more, and those who are being served are hung up. Idempotent."""
+        """Stop accepting and close every open connection. Idempotent."""
         with self._lock:
             self._closed = True
             serving = list(self._serving)
         for listener in self._listeners:
             listener.close()
         for connection in serving:
-            with contextlib.suppress(OSError):  # it has gone, or was closed by the thread that serves it
+            with contextlib.suppress(OSError):  # the peer hung up, or the thread that serves it closed it
                 connection.sock.shutdown(socket.SHUT_RDWR)
         for thread in self._threads:
             if thread.is_alive() and thread is not threading.current_thread():
@@ -90,7 +91,7 @@ class Acceptor(Generic[T]):
     def _after_fork_in_child(self) -> None:
         # The listeners close themselves.
         self._closed = True
-        self._lock = threading.RLock()  # somebody in the parent may have held it
+        self._lock = threading.RLock()  # a thread of the parent may have held it
         for connection in list(self._serving):
             connection.close()
 
@@ -112,7 +113,7 @@ class Acceptor(Generic[T]):
             )
             try:
                 thread.start()
-            except RuntimeError as e:  # no more threads just now; those who come later may be luckier
+            except RuntimeError as e:  # no more threads now; later connections may get one
                 logger.warning("a connection from %s was dropped: %s", connection.describe, e)
                 connection.close()
                 self._release(connection)
@@ -128,7 +129,7 @@ class Acceptor(Generic[T]):
             connection.close()
             self._release(connection)
             return
-        self._release(connection)  # not after it was taken: whoever has it then may outlive this
+        self._release(connection)  # not after it was taken: its new owner may outlive this acceptor
         self._take(made)
 
     def _release(self, connection: Connection) -> None:
@@ -137,7 +138,7 @@ class Acceptor(Generic[T]):
 
 
 class PipeAcceptor(PipeListener, abc.ABC):
-    """A pipe's listening end over connections: a transport says how one becomes a pipe.
+    """The listening end of a pipe transport over connections: a transport turns each one into a pipe.
 
     In a forked child it is closed.
     """
@@ -147,7 +148,7 @@ class PipeAcceptor(PipeListener, abc.ABC):
     ) -> None:
         """Owns the listeners from here on, also if it raises. :meth:`_join` may be called at once.
 
-        ``timeout_s`` is what :meth:`accept` waits where its caller says nothing.
+        ``timeout_s`` is the default timeout of :meth:`accept`.
 
         Raises:
             TransportError: this process can have no more threads.
@@ -166,7 +167,7 @@ class PipeAcceptor(PipeListener, abc.ABC):
 
     @abc.abstractmethod
     def _join(self, connection: Connection) -> Pipe | None:
-        """The pipe to whoever has connected, or ``None``: the connection is part of another one's pipe.
+        """The pipe over this connection, or ``None`` if the connection is part of another one's pipe.
 
         In a thread of its own. If it raises, the connection is closed.
         """
@@ -181,7 +182,7 @@ class PipeAcceptor(PipeListener, abc.ABC):
 
     def accept(self, timeout: Timeout = DEFAULT_TIMEOUT) -> Pipe:
         deadline = Deadline.after(timeout, self._timeout_s)
-        if self._closed:  # also in a forked child, whose lock may be anybody's
+        if self._closed:  # also in a forked child, where another thread of the parent may hold the lock
             raise self._is_closed()
         with self._changed:
             while not self._ready:
@@ -189,7 +190,7 @@ class PipeAcceptor(PipeListener, abc.ABC):
                     raise self._is_closed()
                 if not self._changed.wait(deadline.remaining()) and deadline.expired:
                     where = ", ".join(listener.address for listener in self._listeners)
-                    raise TimeoutError(f"nobody connected a pipe to {where} in time")
+                    raise TimeoutError(f"no peer connected a pipe to {where} in time")
             return self._ready.popleft()
 
     def close(self) -> None:
@@ -211,7 +212,7 @@ class PipeAcceptor(PipeListener, abc.ABC):
     def _after_fork_in_child(self) -> None:
         # The acceptor and the pipes close themselves.
         self._closed = True
-        self._changed = threading.Condition()  # somebody in the parent may have been inside
+        self._changed = threading.Condition()  # a thread of the parent may have been inside
 
     def _is_closed(self) -> ClosedError:
         return ClosedError(f"the listener of the pipe {self._transport!r} is closed")

@@ -1,8 +1,8 @@
-"""What a transport can do and what it costs, as a frozen value.
+"""The abilities and the cost of a transport, as a frozen value.
 
-A transport states its capabilities in its spec; an engine or connector states what it requires;
-:meth:`Capabilities.missing` says, in words, what stands between the two. The conformance kit tests
-what is claimed.
+A transport states its capabilities in its spec; an engine or connector states its requirements;
+:meth:`Capabilities.missing` lists, in words, which requirements are not met. The conformance kit tests the
+claims.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kvplug.errors import PluginError
 
 @attrs.frozen(kw_only=True)
 class Cost:
-    """What moving bytes costs, claimed by the transport, compared by ``transport = "auto"``.
+    """The cost of moving bytes: claimed by the transport, compared by ``transport = "auto"``.
 
     Claims are for the transport's usual case on common hardware; only their order matters.
 
@@ -31,12 +31,12 @@ class Cost:
     """Throughput of large tensors, 10^9 bytes per second."""
 
     def seconds(self, nbytes: int) -> float:
-        """The time one message of ``nbytes`` takes by this claim."""
+        """Seconds that one message of ``nbytes`` takes by this claim."""
         return self.latency_us * 1e-6 + nbytes / (self.gb_per_s * 1e9)
 
 
 UNSTATED: Final = Cost(latency_us=1000.0, gb_per_s=0.1)
-"""What counts where a transport states no cost; the conformance kit does not let that pass."""
+"""The cost of a transport that states none; the conformance kit refuses such a transport."""
 
 
 def _devices(given: Any) -> frozenset[str]:
@@ -62,7 +62,7 @@ class Capabilities:
     cross_host: bool = False
     """The two ends may be on different hosts. Otherwise their probes must name the same domain."""
     authenticated: bool = True
-    """Its data plane only ever talks to a peer that has proved itself."""
+    """Its data plane talks only to a peer that has proved itself."""
     receive_into: bool = True
     """``recv_tensor(out=…)`` fills the caller's memory without an intermediate tensor."""
     full_duplex: bool = True
@@ -89,7 +89,7 @@ class Capabilities:
 
 @attrs.frozen(kw_only=True)
 class Requirements:
-    """What one pair of ends needs of a transport.
+    """The needs of one pair of ends.
 
     >>> Capabilities(devices={"cpu", "cuda"}).missing(Requirements(device="cuda"))
     ()
@@ -99,4 +99,4 @@ class Requirements:
     """Type of the device the tensors are on, without an index."""
     cross_host: bool = False
     authenticated: bool = False
-    """The data plane must authenticate, because strangers could reach it."""
+    """The data plane must authenticate, because other hosts can reach it."""

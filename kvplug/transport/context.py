@@ -1,7 +1,7 @@
-"""What the factory of a transport is handed: everything from outside that it may use.
+"""Contexts: the argument of a transport's factory, with everything from outside that it may use.
 
-Nothing below the composition root (:mod:`kvplug.assembly`) looks anything up by itself; a plugin gets its
-options and its identity here.
+Only the composition root (:mod:`kvplug.assembly`) looks names up; a plugin gets its options and its identity
+here.
 """
 
 from __future__ import annotations
@@ -59,16 +59,16 @@ class QueueContext:
     host: str = "127.0.0.1"
     """The interface it may listen on, for readers that memory does not reach."""
     n_reader: int = attrs.field(default=1, validator=attrs.validators.ge(0))
-    """How many readers a queue has where its maker does not name them."""
+    """How many readers a queue has if ``create`` does not name them."""
     local_reader_ranks: tuple[int, ...] | None = attrs.field(default=None, converter=_ranks)
-    """Readers that are to be reached through memory; ``None``: all that can be."""
+    """Readers to reach through shared memory; ``None``: all that can be."""
     max_chunk_bytes: int = attrs.field(default=MAX_CHUNK_BYTES, validator=attrs.validators.ge(1))
-    """Size of one place for a message. Larger ones pass too, and cost more."""
+    """Size of one slot for a message. Larger messages are possible, and cost more."""
     max_chunks: int = attrs.field(default=MAX_CHUNKS, validator=attrs.validators.ge(1))
     """How many messages may lie unread by the slowest reader."""
     timeout_s: float = 30.0
     warning_interval_s: float = attrs.field(default=WARNING_INTERVAL_S, validator=attrs.validators.gt(0))
-    """A call that waits for so long says whom it waits for, again and again."""
+    """Each time a call has waited for this long, it logs which peers it waits for."""
     heartbeat_timeout_s: float = 10.0
     make_inner: Callable[[], QueueEndpoint] | None = None
     """For a queue that wraps another one (``TransportSpec.wraps``): makes that one's endpoint, with
@@ -85,20 +85,20 @@ class CommunicatorContext:
     host: str = "127.0.0.1"
     """The interface its data plane may use."""
     group: StatelessGroup
-    """The ranks that take part, and how they talk before a transport does. It stays its maker's."""
+    """The ranks that take part; it carries their messages before the transport does. The caller owns it."""
     device_group: Any = None
     """A group of the device's own library, where the engine has one already."""
     device: str = "cpu"
-    """Of this rank's tensors."""
+    """The device of this rank's tensors."""
     unique_name: str = ""
-    """Tells the engine's groups apart. With "ep" as a word in it, it serves expert parallelism."""
+    """Distinguishes the engine's groups. With the word "ep" in it, the group serves expert parallelism."""
     ranks: tuple[int, ...] | None = attrs.field(default=None, converter=_ranks)
-    """The members' ranks among all of the engine's, in the order of the group; ``None``: the group is all."""
+    """The engine-wide ranks of the members, in the order of the group; ``None``: the group is all ranks."""
     global_world_size: int | None = None
     """How many ranks the engine has; ``None``: as many as ``ranks`` need."""
     data_parallel_size: int = attrs.field(default=1, validator=attrs.validators.ge(1))
     all2all_backend: str = ""
-    """How experts' tokens are to be exchanged: "naive", "allgather_reducescatter" (that is what counts where
-    nothing is said), or another way that the transport knows."""
+    """How experts' tokens are exchanged: "naive", "allgather_reducescatter" (the default), or another backend
+    of the transport."""
     timeout_s: float = 30.0
-    """How long a collective waits for the other ranks where its caller says nothing."""
+    """The default timeout of a collective."""

@@ -1,13 +1,13 @@
-"""What a store says about its entries, and how a copy of its index knows that it is complete.
+"""Events of a store about its entries, and followers that keep a complete copy of its index.
 
-A store numbers its events: 1, 2, 3, … A follower applies them in that order. Where one is missing, or
-the store has restarted (its *epoch* changed), the follower is not *ready*: whoever asks the copy gets
-"not yet" instead of an answer that may be wrong.
+A store numbers its events: 1, 2, 3, … A follower applies them in that order. If one is missing, or the store
+has restarted (its *epoch* changed), the follower is not *ready*: queries of the copy then return "not yet"
+instead of an answer that may be wrong.
 
-A new follower begins with a :class:`Snapshot`: its header says up to which number it reaches and how
-many :class:`Stored` events make it up; they follow with their old numbers, ascending, with holes where
-entries have gone; then come the live events. One that was cut off tells its position, and gets what it
-missed (:meth:`EventLog.since`): the very events while the log still has them, else a snapshot.
+A new follower begins with a :class:`Snapshot`: its header says up to which number it reaches and how many
+:class:`Stored` events it has; they follow with their old numbers, ascending, with gaps where entries were
+removed; then come the live events. A follower that was disconnected sends its position and receives the
+events that it missed (:meth:`EventLog.since`), or a snapshot if the log no longer has them.
 
 Pure: no thread, no lock, no I/O.
 """
@@ -31,14 +31,14 @@ _EMPTY: Mapping[str, Any] = {}
 
 
 class RemovalReason(enum.StrEnum):
-    """Why an entry is not to be had any more."""
+    """Why an entry is no longer available."""
 
     TAKEN = "taken"
-    """Somebody has taken it out (and if that fails, it is stored again, under a new number)."""
+    """A consumer has taken it out (if that transfer fails, it is stored again, under a new number)."""
     EVICTED = "evicted"
-    """It made room for another."""
+    """It was evicted to make room for another."""
     EXPIRED = "expired"
-    """It was held as long as it may be."""
+    """It reached its maximum age."""
     CLEARED = "cleared"
     """The store was emptied."""
     OTHER = "other"
@@ -47,10 +47,10 @@ class RemovalReason(enum.StrEnum):
 
 @attrs.frozen(kw_only=True)
 class Stored:
-    """An entry can be had from now on."""
+    """An entry is available from now on."""
 
     epoch: str
-    """Of the store; changes when it restarts."""
+    """The store's epoch; changes when it restarts."""
     seq: int
     entry_id: int
     extra: bytes = b""
@@ -67,7 +67,7 @@ class Stored:
 
 @attrs.frozen(kw_only=True)
 class Removed:
-    """An entry cannot be had any more."""
+    """An entry is no longer available."""
 
     epoch: str
     seq: int
@@ -77,7 +77,7 @@ class Removed:
 
 @attrs.frozen(kw_only=True)
 class Snapshot:
-    """Forget everything: the next ``count`` events are all entries that are held as of ``seq``."""
+    """Clear the copy: the next ``count`` events are all entries that the store holds as of ``seq``."""
 
     epoch: str
     seq: int
@@ -138,7 +138,7 @@ def unpack_tokens(packed: bytes) -> Sequence[int]:
 
 
 class EventLog:
-    """Numbers a store's events, and knows what a follower needs in order to be complete.
+    """Numbers a store's events, and computes the events that a follower needs in order to be complete.
 
     The store calls it under its own lock, and hands every event to its followers in the same order.
 
@@ -176,10 +176,10 @@ class EventLog:
         extra: bytes = b"",
         metadata: Mapping[str, Any] = _EMPTY,
     ) -> Stored:
-        """The event of an entry that can be had from now on.
+        """The event of an entry that is available from now on.
 
         Raises:
-            ValueError: it could be had before.
+            ValueError: it was available before.
         """
         if entry_id in self._held:
             raise ValueError(f"entry {entry_id} is held already")
@@ -197,10 +197,10 @@ class EventLog:
         return event
 
     def removed(self, entry_id: int, reason: RemovalReason | str) -> Removed:
-        """The event of an entry that cannot be had any more.
+        """The event of an entry that is no longer available.
 
         Raises:
-            KeyError: it could not be had before.
+            KeyError: it was not available before.
         """
         event = Removed(epoch=self.epoch, seq=self._seq + 1, entry_id=entry_id, reason=RemovalReason(reason))
         del self._held[entry_id]
@@ -209,12 +209,12 @@ class EventLog:
         return event
 
     def snapshot(self) -> list[StoreEvent]:
-        """What a new follower gets first: the header, then every entry that is held."""
+        """The first events for a new follower: the header, then every entry that the store holds."""
         header = Snapshot(epoch=self.epoch, seq=self._seq, count=len(self._held))
         return [header, *self._held.values()]
 
     def since(self, position: tuple[str, int] | None) -> list[StoreEvent]:
-        """What a follower at ``position`` has missed: those very events, or a snapshot if some are gone."""
+        """The events that a follower at ``position`` has missed; a snapshot if the log lacks some."""
         if position is None or position[0] != self.epoch or position[1] > self._seq:
             return self.snapshot()
         missed = self._seq - position[1]
@@ -227,7 +227,7 @@ class EventLog:
 
 
 class Follower:
-    """Says of each event whether it is the next one, and of the whole whether nothing is missing.
+    """Checks that each event is the next one, and whether the copy is complete.
 
     ::
 
@@ -262,12 +262,12 @@ class Follower:
 
     @property
     def ready(self) -> bool:
-        """Whether the copy is what the store was at the latest event heard of."""
+        """Whether the copy equals the store as of the latest event that is known to exist."""
         return self._epoch is not None and not self._left and self._seq >= self._target
 
     @property
     def position(self) -> tuple[str, int] | None:
-        """Up to where the copy is complete, to go on from there; ``None``: only a snapshot will do."""
+        """The last event up to which the copy is complete; ``None``: a snapshot is needed."""
         return None if self._epoch is None or self._left else (self._epoch, self._seq)
 
     def accept(self, event: StoreEvent) -> bool:
@@ -278,7 +278,7 @@ class Follower:
         accepted before is not the next one either, and changes nothing.
         """
         if isinstance(event, Snapshot):
-            # a snapshot older than an event that was heard of does not make that event unheard
+            # a snapshot older than a known event does not make the copy ready
             self._target = max(self._target, event.seq) if event.epoch == self._epoch else event.seq
             self._epoch, self._left, self._snapshot_seq = event.epoch, event.count, event.seq
             self._seq = 0 if event.count else event.seq

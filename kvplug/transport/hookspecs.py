@@ -43,7 +43,7 @@ def kvplug_connectors() -> list[ConnectorSpec]:  # type: ignore[empty-body]
 
 @hookspec
 def kvplug_sinks() -> list[SinkSpec]:  # type: ignore[empty-body]
-    """Places for metrics to go."""
+    """Sinks for metrics."""
 
 
 @hookspec

@@ -1,15 +1,15 @@
-"""The rules of lending: who may use an entry, for how long, and what nobody may do meanwhile.
+"""The rules of leases: which holder may use an entry, for how long, and what is forbidden meanwhile.
 
-Pure: no lock, no thread, and the clock is handed in. Whoever owns the entries calls this under the
-owner's own lock. Entries and holders are names (an id; "worker 3 at pid 71"), nothing is looked up.
+Pure: no lock, no thread, and the clock is an argument. The owner of the entries calls this under its own
+lock. Entries and holders are names (an id; "worker 3 at pid 71"); nothing is looked up.
 
-- A *shared* lease goes with other shared ones; an *exclusive* one goes with none.
-- While an entry is lent, it may not be evicted.
+- A *shared* lease is compatible with other shared ones; an *exclusive* one with none.
+- A leased entry may not be evicted.
 - A lease ends by :meth:`Leases.release` (the holder is done), :meth:`Leases.revoke` (the holder is dead)
-  or :meth:`Leases.expire` (its time is over). Each ends it once and says that it did, so that two of
-  them that race are told apart: the one that comes late gets nothing.
+  or :meth:`Leases.expire` (its time is over). Each ends a lease only once and returns whether it did, so that
+  of two that race only the first succeeds.
 - Time alone ends nothing: a lease that is overdue stays in force until the owner calls
-  :meth:`Leases.expire`, and learns there which transfers it has to fence first.
+  :meth:`Leases.expire`, which returns the leases whose transfers must be fenced first.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from kvplug.errors import LentError
 
 @attrs.frozen(kw_only=True)
 class Lease:
-    """One permission to use one entry. A value: it ends where it was given, not by being dropped."""
+    """A permission to use one entry. A value: it ends by a call of :class:`Leases`, not by being dropped."""
 
     lease_id: int
-    """Unique among those of one :class:`Leases`, never given twice."""
+    """Unique among the leases of one :class:`Leases`, never reused."""
     entry_id: int
     holder: str
     exclusive: bool
@@ -38,7 +38,7 @@ class Lease:
 
 
 class Leases:
-    """Every lease on the entries of one owner.
+    """All leases on the entries of one owner.
 
     >>> leases = Leases()
     >>> lease = leases.take(17, "worker 3", exclusive=True)
@@ -108,14 +108,14 @@ class Leases:
     # -- ending --------------------------------------------------------------------------------
 
     def release(self, lease: Lease) -> bool:
-        """The holder is done. False: it was over before, so what the holder did last is not to be trusted."""
+        """The holder is done. False: the lease had ended before, so the holder's last reads are not valid."""
         if lease not in self:
             return False
         self._end(lease)
         return True
 
     def revoke(self, holder: str) -> tuple[Lease, ...]:
-        """The holder is gone: end all it has, and return them, oldest first."""
+        """The holder is gone: end all its leases, and return them, oldest first."""
         ended = tuple(self._leases[lease_id] for lease_id in sorted(self._by_holder.get(holder, ())))
         for lease in ended:
             self._end(lease)
@@ -150,11 +150,11 @@ class Leases:
     # -- asking --------------------------------------------------------------------------------
 
     def is_lent(self, entry_id: int) -> bool:
-        """Whether anybody has it. An entry that is lent must not be evicted or overwritten."""
+        """Whether any holder has a lease on it. Such an entry must not be evicted or overwritten."""
         return entry_id in self._by_entry
 
     def holders(self, entry_id: int) -> tuple[str, ...]:
-        """Who has the entry, each once, in the order in which they took it."""
+        """The holders of the entry, each once, in the order in which they took it."""
         held = sorted(self._by_entry.get(entry_id, ()))
         return tuple(dict.fromkeys(self._leases[lease_id].holder for lease_id in held))
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @attrs.frozen(kw_only=True, eq=False)
 class EntryHeader:
-    """What is known of an entry before its tensors arrive."""
+    """The part of an entry that is known before its tensors arrive."""
 
     entry_id: int
     """Unique in its buffer, ascending with age."""
@@ -62,7 +62,7 @@ class EntrySink(Protocol):
     """Takes an entry layer by layer instead of whole, for callers that scatter it at once."""
 
     def begin(self, header: EntryHeader) -> None:
-        """Before the first layer. Raising refuses the entry: it stays in the buffer."""
+        """Called before the first layer. Raising refuses the entry, which stays in the buffer."""
 
     def layer(self, index: int, key: Tensor | None, value: Tensor | None) -> None:
         """One layer has arrived whole: shapes [num_tokens, num_kv_heads, head_size].
@@ -122,7 +122,8 @@ class LookupBuffer(abc.ABC):
     ) -> Entry:
         """Take the oldest matching entry out of the buffer; wait for one until ``timeout``.
 
-        It is handed to one caller only. If that caller dies before it has it all, the entry is back.
+        Only one caller receives it. If that caller dies before the transfer is complete, the entry is
+        available again.
 
         Raises:
             TimeoutError: no matching entry came.
@@ -161,14 +162,14 @@ class LookupBuffer(abc.ABC):
     def is_lost(self) -> bool:
         """Whether every call from now on raises: it was closed here, or its other end is gone.
 
-        Never waits. Whoever holds a lost reaching end closes it and makes another.
+        Never waits. The owner of a lost reaching end closes it and makes another.
         """
 
     @abc.abstractmethod
     def close(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
-        """End politely: the end that reaches the store says so to it; the store lets transfers finish.
+        """End politely: a reaching end informs the store; the store lets transfers finish.
 
-        Idempotent; calls that wait raise ``ClosedError``. Pipes handed in are closed as well.
+        Idempotent; calls that wait raise ``ClosedError``. The pipes that were passed in are closed too.
         """
 
     @abc.abstractmethod
@@ -199,10 +200,10 @@ class LookupStore(LookupBuffer):
     def clear(self) -> int:
         """Forget every entry, and return how many that were. Never waits.
 
-        What was handed to ``insert`` before this call is not to be had after it: entries are announced as
-        removed (``RemovalReason.CLEARED``), and an insert that has not returned raises ``EntryGoneError``.
-        An entry that is lent goes as soon as it comes back: who reads it reads on, who is taking it gets
-        it, and where that fails it is not put up again. Whoever waits for an entry waits on.
+        Entries that were inserted before this call are not available after it: they are announced as removed
+        (``RemovalReason.CLEARED``), and an insert that has not returned raises ``EntryGoneError``. A leased
+        entry is dropped when its lease ends: a reader reads on, a taker receives it, and if that transfer
+        fails the entry is not made available again. Calls that wait for an entry continue to wait.
 
         Raises:
             ClosedError: the store is closed.
@@ -216,10 +217,10 @@ class LookupEndpoint(abc.ABC):
     def hold(self, *, as_cache: bool = False) -> LookupStore:
         """A new, empty store in this process.
 
-        ``as_cache``: where the operator's options leave it open, an insert into a full store drops the
-        oldest entries that nobody is reading, instead of waiting until some were taken.
+        ``as_cache``: unless the options say otherwise, an insert into a full store drops the oldest entries
+        without readers, instead of waiting until some were taken.
         """
 
     @abc.abstractmethod
     def reach(self, signal: Pipe, data: Pipe) -> LookupBuffer:
-        """The end that reaches a store which has these pipes' other ends attached."""
+        """An end that reaches a store, to which the other ends of these pipes are attached."""

@@ -1,4 +1,4 @@
-"""What a plugin offers, as strings: nothing heavy is imported until a name is chosen.
+"""Specs: what a plugin offers, as strings. Nothing heavy is imported until a name is chosen.
 
 A plugin's entry-point module builds these; ``factory``, ``options`` and ``probe`` are
 ``"package.module:Name"`` strings that are resolved only when used (:meth:`load_factory` is the only
@@ -68,7 +68,7 @@ def _check_target(_: Any, attribute: Any, target: Any) -> None:
 
 
 def _meant(name: str, module: Any) -> str:
-    """The name in a module that a misspelt one is near, one that was made there before one imported there."""
+    """The name in a module that is closest to a misspelt one; names defined there before imported ones."""
     from kvplug.config.messages import did_you_mean
 
     made = {each: found for each, found in vars(module).items() if issubclass(type(found), _MADE)}
@@ -77,7 +77,7 @@ def _meant(name: str, module: Any) -> str:
 
 
 def load_target(target: str) -> Any:
-    """What ``"package.module:Name"`` names.
+    """Import the object that ``"package.module:Name"`` names.
 
     Raises:
         PluginLoadError: the module does not import or has no such name; the cause is chained.
@@ -97,7 +97,7 @@ def load_target(target: str) -> Any:
 
 @attrs.frozen(kw_only=True)
 class Probe:
-    """What a transport's probe found out about this host. Cheap, without heavy imports."""
+    """The result of a transport's probe of this host. Cheap, without heavy imports."""
 
     viable: bool = True
     reason: str = ""
@@ -108,15 +108,15 @@ class Probe:
 
 
 class _Offered:
-    """What a spec says of itself when something of it does not load."""
+    """How a spec names itself in errors when a part of it does not load."""
 
-    __slots__ = ("_distribution",)  # no part of its value: two specs are equal whoever offers them
+    __slots__ = ("_distribution",)  # not part of its value: specs of two distributions may be equal
 
     name: str
     kind: Any
 
     def _load(self, field: str) -> Any:
-        """What the target in ``field`` names; an error says of what it is, and whose."""
+        """Load the target in ``field``; an error names the spec and its distribution."""
         try:
             return load_target(getattr(self, field))
         except PluginLoadError as e:
@@ -136,7 +136,7 @@ class _Offered:
 
 
 def note_distribution(spec: _Offered, distribution: str) -> None:
-    """Let ``spec`` name the distribution that offers it in its errors."""
+    """Set the distribution that offers ``spec``, which its errors name."""
     object.__setattr__(spec, "_distribution", distribution)
 
 
@@ -187,8 +187,8 @@ class TransportSpec(_Spec):
     protocol: int = 1
     """Version of what the transport itself puts on the wire; both ends must have the same."""
     auto: bool = attrs.field()
-    """Whether ``"auto"`` considers it. False for what is used only where a config names it, which is the
-    default of what is made for tests."""
+    """Whether ``"auto"`` considers it. False: only a config that names it uses it. False is the default of
+    transports that are made for tests."""
     wraps: bool = False
     """It wraps another transport of its kind, which its option ``inner`` names or leaves to ``"auto"`` and
     which the context's ``make_inner`` makes. It puts nothing of its own on the wire; peers are offered the
@@ -211,7 +211,7 @@ class TransportSpec(_Spec):
             )
 
     def run_probe(self) -> Probe:
-        """The probe's answer; one that fails is an answer too: not viable, and why."""
+        """The probe's result. A probe that fails gives a result too: not viable, with the reason."""
         if self.probe is None:
             return Probe()
         try:
@@ -248,7 +248,7 @@ class ConnectorSpec(_Spec):
 
 @attrs.frozen(kw_only=True)
 class SinkSpec(_Spec):
-    """One place for metrics to go.
+    """A sink for metrics.
 
     ``factory`` is called with one argument, an instance of the options class (``None`` without one), and
     returns a ``Sink``.

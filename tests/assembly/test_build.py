@@ -270,7 +270,7 @@ def test_who_listens_where_no_pipe_can_work_is_warned_at_once(caplog: pytest.Log
     with listen_pipe(config(), "unix:", registry=registry_of(blocked)):
         pass
     why = "no pipe here can move cpu tensors (blocked: the moon is in the way)"
-    assert f"whoever connects will be refused: {why}" in caplog.text
+    assert f"every peer that connects will be refused: {why}" in caplog.text
     caplog.clear()
     able = registry_of(blocked, transport("queues"))
     with listen_pipe(config(), "unix:", registry=able):

@@ -117,7 +117,7 @@ def test_a_fault_of_ours_is_told_with_its_traceback(
 def test_what_is_part_of_another_pipe_is_nobodys_to_accept(opened: Listener) -> None:
     with Plain(opened) as acceptor, came(opened, b"n") as part:
         until(lambda: acceptor.parts)
-        with pytest.raises(TimeoutError, match="nobody connected a pipe to unix:@"):
+        with pytest.raises(TimeoutError, match="no peer connected a pipe to unix:@"):
             acceptor.accept(0.05)
         acceptor.close()
         acceptor.parts[0].sock.sendall(b"still here")  # whose it is looks after it

@@ -172,7 +172,7 @@ def test_the_context_says_who_is_near() -> None:
 
 @pytest.mark.parametrize("ranks", [[0, 0], [-1], ["0"], [True]])
 def test_ranks_that_are_none_are_refused(ranks: Sequence[Any]) -> None:
-    with pytest.raises(ConfigError, match="reader ranks are whole numbers, each once"):
+    with pytest.raises(ConfigError, match="reader_ranks must be whole numbers, each once"):
         endpoint().create(ranks)
 
 

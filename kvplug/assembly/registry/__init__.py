@@ -1,4 +1,4 @@
-"""Plugins found, loaded one by one, and resolved by name; one that is broken stops no other."""
+"""Plugins: discovered, loaded one by one, and resolved by name. A broken plugin does not affect others."""
 
 from kvplug.assembly.registry.check import CHOSEN, name_faults, option_faults, own_part
 from kvplug.assembly.registry.registry import PluginInfo, PluginStatus, Registry

@@ -1,4 +1,4 @@
-"""Faults of names and of plugins' options, all at once: what only those who know the plugins can see."""
+"""Faults of names and of plugins' options, all at once: the checks that need the plugins."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ CHOSEN: Mapping[str, Kind] = {
     "lookup_buffer": Kind.LOOKUP_BUFFER,
     "communicator": Kind.COMMUNICATOR,
 }
-"""Keys of a config that name something, and what kind of thing."""
+"""Keys of a config that name a plugin's offer, and its kind."""
 
 
 def name_faults(
     registry: Registry, names: Mapping[str, Any], options: Mapping[str, Mapping[str, Any]]
 ) -> tuple[str, ...]:
-    """What is wrong with the names in a config, and with every table of options in it.
+    """The faults of the names in a config, and of every table of options in it.
 
     ``names`` holds the keys of :data:`CHOSEN`, ``sinks`` and ``integrity``, as far as their form is right.
     """
@@ -62,7 +62,7 @@ def name_faults(
 
 
 def option_faults(registry: Registry, name: str, given: Mapping[str, Any]) -> list[str]:
-    """What is wrong with ``[options.<name>]``, for everything that is called so."""
+    """The faults of ``[options.<name>]``, for every spec of that name."""
     specs = [spec for _, spec in registry if spec.name == name and not isinstance(spec, CommandSpec)]
     if not specs:
         known = {spec.name for _, spec in registry if not isinstance(spec, CommandSpec)}
@@ -71,9 +71,9 @@ def option_faults(registry: Registry, name: str, given: Mapping[str, Any]) -> li
 
 
 def own_part(registry: Registry, spec: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-    """What of ``[options.<name>]`` is for ``spec``: without keys that only others of that name know.
+    """The part of ``[options.<name>]`` for ``spec``: without keys that only other specs of that name have.
 
-    A pipe and a connector may be called the same; each has its own options, in one table.
+    A pipe and a connector may have the same name; each has its own options, in one table.
     """
     others = [
         other
@@ -89,7 +89,7 @@ def _keys(spec: TransportSpec | ConnectorSpec | SinkSpec) -> set[str]:
     try:
         cls = spec.load_options()
     except PluginError:
-        return set()  # a fault of its own, which is told there
+        return set()  # a fault of its own, which is reported there
     return set() if cls is None else set(option_fields(cls))
 
 
@@ -117,7 +117,7 @@ def _default(spec: TransportSpec, key: str) -> Any:
 
 
 def _inner_faults(registry: Registry, spec: TransportSpec, given: Mapping[str, Any]) -> tuple[str, ...]:
-    """What is wrong with the name of the inner transport."""
+    """The faults of the inner transport's name."""
     key, name = f"options.{spec.name}.inner", given.get("inner", _default(spec, "inner"))
     if name == "auto" or not isinstance(name, str):
         return ()

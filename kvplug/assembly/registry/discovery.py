@@ -1,6 +1,7 @@
-"""What is installed: entry points of the group ``kvplug``, and the API each was written for.
+"""Discovery: the installed entry points of the group ``kvplug``, and the plugin API that each was written
+for.
 
-Nothing of a plugin is imported here, not even its package.
+No plugin is imported here, not even its package.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _log = logging.getLogger(__name__)
 API_NAME = "KVPLUG_API"
 
 _CLOSE = 0.75
-"""How alike a group must be to be taken for a misspelt one: "kv_plugs" is, "plugins" is not."""
+"""How similar a group's name must be to count as misspelt: "kv_plugs" is, "plugins" is not."""
 
 
 @attrs.frozen(kw_only=True)
@@ -35,14 +36,16 @@ class DiscoveredPlugin:
     name: str
     module: str
     attribute: str
-    """What it names in its module; empty where it names the module."""
+    """The name in its module that it points to; empty if it points to the module."""
     distribution: str
     version: str
     entry_point: metadata.EntryPoint = attrs.field(eq=False, repr=False)
 
     @property
     def module_alone(self) -> str:
-        """The line to write instead, where it names something in its module and should not; else empty."""
+        """The fault of an entry point that points to a name in its module, with the line to write; else
+        empty.
+        """
         if not self.attribute:
             return ""
         return (
@@ -61,7 +64,7 @@ def discover() -> tuple[DiscoveredPlugin, ...]:
     for distribution in metadata.distributions():
         try:
             found = list(_entry_points(distribution))
-        except Exception as e:  # somebody's broken metadata must not hide everybody's plugins
+        except Exception as e:  # one distribution's broken metadata must not hide the others' plugins
             _log.warning("unreadable metadata of a distribution, left out: %s", e)
             continue
         if found:
@@ -90,9 +93,9 @@ def _entry_points(distribution: metadata.Distribution) -> Iterator[DiscoveredPlu
 
 
 def not_found(*, near: bool) -> tuple[str, ...]:
-    """Why a plugin that somebody looks for may not be found, a line each. Reads all metadata again.
+    """Reasons why a missing plugin may not be found, one line each. Reads all metadata again.
 
-    ``near`` says that what is sought is likely another name of something found: then nothing general is said.
+    ``near``: a similar name was found, so the general hint is left out.
     """
     general = (
         f"a plugin is found by its entry point in the group {PROJECT!r};"
@@ -116,7 +119,7 @@ def _groups_alike() -> list[tuple[str, str]]:
                 found |= {
                     (distribution.metadata["Name"] or "unknown", group) for group in groups if _alike(group)
                 }
-        except Exception as e:  # somebody's broken metadata must not hide what was asked for
+        except Exception as e:  # one distribution's broken metadata must not hide the others
             _log.debug("unreadable metadata of a distribution, left out: %s", e)
     return sorted(found)
 
@@ -192,7 +195,7 @@ def _assigned(node: ast.stmt) -> ast.expr | None:
 
 
 def _source(module: str) -> str:
-    """The source of a module, found by way of its packages' search paths instead of by importing them."""
+    """The source of a module, found through the search paths of its packages, without importing them."""
     top, *rest = module.split(".")
     name = top
     try:

@@ -1,4 +1,4 @@
-"""The hooks of one plugin: which it implements, and what each returns. A slip is told with what was meant."""
+"""The hooks of one plugin: which it implements, and what each returns. Errors suggest the likely name."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _HOOKS: Final = ", ".join(hookspecs.OFFERED)
 
 
 def offers_of(manager: pluggy.PluginManager, plugin: object, no_hook: str = "") -> list[Spec]:
-    """What the hooks of a plugin that is registered with ``manager`` return, each called alone.
+    """The results of the hooks of a plugin that is registered with ``manager``, each called alone.
 
-    ``no_hook`` is what to do about it when there is none.
+    ``no_hook``: the advice in the error if the plugin implements none.
 
     Raises:
         PluginLoadError: a hook is unknown, not marked, a wrapper, returns something else, or there is none.
@@ -37,18 +37,18 @@ def offers_of(manager: pluggy.PluginManager, plugin: object, no_hook: str = "") 
 
 
 def _may_be_unknown(caller: pluggy.HookCaller) -> bool:
-    """Whether it is of a later kvplug, and marked as what an earlier one may pass over (``optionalhook``)."""
+    """Whether the hook is of a later kvplug, and marked as optional for earlier ones (``optionalhook``)."""
     return caller.name not in hookspecs.OFFERED and all(each.optionalhook for each in caller.get_hookimpls())
 
 
 def _meant(name: str) -> str:
-    """The hook that a misspelt one is near. The prefix is left out of it: all have that in common."""
+    """The hook that a misspelt name is closest to, compared without the common prefix."""
     found = nearest(name.removeprefix(_PREFIX), (hook.removeprefix(_PREFIX) for hook in hookspecs.OFFERED))
     return f"; did you mean {_PREFIX}{found}?" if found else ";"
 
 
 def _check_marked(plugin: object) -> None:
-    """A hook without its mark is never called, and pluggy never tells."""
+    """Refuse an unmarked hook: pluggy would never call it, and does not report that."""
     for name, found in vars(plugin).items() if hasattr(plugin, "__dict__") else ():
         if name.startswith(_PREFIX) and isinstance(found, types.FunctionType):
             if not hasattr(found, f"{_PREFIX}impl"):

@@ -1,6 +1,6 @@
-"""The registry: every plugin loaded by itself, what each offers, and names resolved.
+"""The registry: loads every plugin by itself, collects what each offers, and resolves names.
 
-pluggy collects, and that is all it does; then everything is a dict.
+pluggy only collects; the results are kept in dicts.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ _CALLED = {
     Kind.QUEUE: "message queue",
     Kind.LOOKUP_BUFFER: "lookup buffer",
 }
-"""What an operator calls a kind, where that is not its value."""
+"""The word for a kind in messages, where it differs from the kind's value."""
 
 _TransportKind = Literal[Kind.PIPE, Kind.QUEUE, Kind.LOOKUP_BUFFER, Kind.COMMUNICATOR]
 
 
 class PluginStatus(enum.StrEnum):
-    """What became of an installed plugin."""
+    """The status of an installed plugin."""
 
     OK = "ok"
     BROKEN = "broken"
@@ -62,7 +62,7 @@ class PluginStatus(enum.StrEnum):
 
 @attrs.frozen(kw_only=True)
 class PluginInfo:
-    """One plugin that was found, loaded or not."""
+    """One plugin that was discovered, loaded or not."""
 
     name: str
     """Of its entry point: what ``kvplug list`` prints and ``KVPLUG_DISABLE_PLUGINS`` blocks."""
@@ -81,7 +81,7 @@ class PluginInfo:
 
 
 class Registry:
-    """Names and what they stand for. ``Registry()`` is empty, :meth:`from_env` loads what is installed.
+    """Resolves names to specs. ``Registry()`` is empty; :meth:`from_env` loads the installed plugins.
 
     >>> registry = Registry()
     >>> registry.plugins, list(registry)
@@ -96,7 +96,8 @@ class Registry:
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> Registry:
-        """Everything installed. A plugin that does not load is kept with its reason and stops no other.
+        """Load all installed plugins. One that does not load is listed with its reason; the others still
+        load.
 
         ``KVPLUG_DISABLE_PLUGINS`` blocks by name, before anything is imported.
 
@@ -140,7 +141,7 @@ class Registry:
         return tuple(owners[0][1] for (of, _), owners in every if of is kind and len(owners) == 1)
 
     def failures(self) -> tuple[str, ...]:
-        """One line for each plugin that is broken or blocked: what an unknown name may be missing for."""
+        """One line for each plugin that is broken or blocked: an unknown name may be one of theirs."""
         return tuple(
             f"{plugin.status}: {plugin.name} ({plugin}): {plugin.reason}"
             for plugin in self._plugins
@@ -166,12 +167,13 @@ class Registry:
     @overload
     def get(self, kind: Kind, name: str) -> Spec: ...
     def get(self, kind: Kind, name: str) -> Spec:
-        """What ``name`` (or ``distribution:name``) stands for.
+        """The spec that ``name`` (or ``distribution:name``) stands for.
 
         Raises:
-            UnknownConnectorError, UnknownTransportError, UnknownNameError: nothing; says what there is,
-                and which plugins did not load.
-            AmbiguousNameError: two plugins offer it, so neither is taken.
+            UnknownConnectorError, UnknownTransportError, UnknownNameError: no plugin offers it; lists the
+                known
+                names, and the plugins that did not load.
+            AmbiguousNameError: two plugins offer it, so kvplug uses neither.
         """
         kind = Kind(kind)
         offers = self._offers(kind, name)
@@ -185,7 +187,7 @@ class Registry:
         """Add a plugin object (a module, or anything with marked functions) by hand, as tests do.
 
         Raises:
-            PluginLoadError: it does not keep the rules; nothing of it is kept.
+            PluginLoadError: it breaks a rule; nothing of it is registered.
         """
         info = PluginInfo(name=name, distribution=distribution, version=version, api=hookspecs.PLUGIN_API)
         try:
@@ -212,7 +214,7 @@ class Registry:
         )
 
     def _load(self, found: DiscoveredPlugin) -> PluginInfo:
-        """One plugin, all of it or nothing, whatever it does."""
+        """Load one plugin, completely or not at all, whatever error it raises."""
         info = PluginInfo(name=found.name, distribution=found.distribution, version=found.version)
         try:
             info = attrs.evolve(info, api=check_api(found.module))
@@ -224,7 +226,7 @@ class Registry:
         return attrs.evolve(info, specs=specs)
 
     def _collect(self, plugin: object, key: str, no_hook: str = "") -> tuple[Spec, ...]:
-        """What a plugin's hooks return, each called alone. The plugin is unregistered if any is wrong."""
+        """The results of a plugin's hooks, each called alone. Unregisters the plugin if any is wrong."""
         self._manager.register(plugin, name=key)
         try:
             specs = offers_of(self._manager, plugin, no_hook)
@@ -268,7 +270,7 @@ class Registry:
 
 
 def _named(found: DiscoveredPlugin) -> object:
-    """What an entry point names: a module, or an object in it."""
+    """The object that an entry point names: a module, or an object in it."""
     module = importlib.import_module(found.module)
     if not found.attribute:
         return module
@@ -287,7 +289,7 @@ def _check_once(specs: list[Spec]) -> None:
 
 
 def _reason(error: BaseException) -> str:
-    """In one line, what a plugin did wrong."""
+    """One line that says what a plugin did wrong."""
     if isinstance(error, (PluginError, pluggy.PluginValidationError)):
         return " ".join(str(error).split())
     return f"{type(error).__name__}: {' '.join(str(error).split())}"

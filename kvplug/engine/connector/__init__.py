@@ -1,1 +1,1 @@
-"""What an engine talks to: two ABCs and the plain values that pass between engine and connector."""
+"""The interface of a connector: two ABCs, and the plain values that pass between engine and connector."""

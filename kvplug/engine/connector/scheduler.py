@@ -22,11 +22,11 @@ from kvplug.net.deadline import DEFAULT_TIMEOUT, Timeout
 
 
 class SchedulerConnector(abc.ABC):
-    """Decides which tokens' KV comes from outside and which goes there. It touches no tensor.
+    """Decides for which tokens KV is loaded from outside, and which KV is stored there. It touches no tensor.
 
-    Law. Only tokens whose KV really can be loaded are promised. Wrong KV is never used: what fails to
-    load is reported by the worker side in the same step, and the engine recomputes it or fails the
-    request. Blocks lent to a transfer are not reused before ``get_finished`` names the request.
+    Law. Only tokens whose KV can really be loaded are promised. Wrong KV is never used: the worker side
+    reports failed loads in the same step, and the engine recomputes them or fails the request. Blocks that a
+    transfer uses are not reused before ``get_finished`` names the request.
 
     Callers. The engine's scheduler, from one thread, in this order: once at start
     ``set_xfer_handshake_metadata`` and ``get_finished_count``; for a request ``on_new_request``, then
@@ -39,15 +39,14 @@ class SchedulerConnector(abc.ABC):
     An engine may have several steps in flight: ``build_connector_meta`` of step n+1, and
     ``request_finished`` of a request that step n computes, may then come before
     ``update_connector_output`` of step n. So step n+1 may still build on a load that has failed in step
-    n; the engine throws away what it computed there, and the connector must not keep it either. Worker
-    sides run the steps, and ``update_connector_output`` hears of them, in the order in which they were
-    built.
+    n; the engine discards what it computed there, and the connector must not keep it either. Worker sides run
+    the steps, and ``update_connector_output`` is called for them, in the order in which they were built.
 
     An engine may let a request wait for any load, also for one that its step needs: that step does not
     schedule the request, and when it is over ``update_state_after_alloc`` comes again, with 0 tokens.
 
-    Not promised. That what matched is still there when the worker side comes to load it: then it is a
-    load error.
+    Not promised. That the matched KV still exists when the worker side loads it: if not, that is a load
+    error.
     """
 
     supports_hma: ClassVar[bool] = False
@@ -68,9 +67,9 @@ class SchedulerConnector(abc.ABC):
 
     @classmethod
     def get_required_kvcache_layout(cls, config: Config, options: Any) -> str | None:
-        """The axis string this connector insists on under this config; ``None`` where any will do.
+        """The axis string that this connector requires under this config; ``None`` if it accepts any.
 
-        Asked before anything is built. A connector composed of others asks them.
+        Called before anything is built. A connector composed of others asks them.
         """
         return None
 
@@ -104,10 +103,10 @@ class SchedulerConnector(abc.ABC):
     def wait_until_ready(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
         """Return once every peer that the config names is connected and agreed with.
 
-        An engine that would rather be refused at start than recompute later calls it; none has to.
+        Optional: an engine calls it to fail at start instead of recomputing later.
 
         Raises:
-            TimeoutError: a peer did not come; the message says who and where.
+            TimeoutError: a peer did not connect; the message names it and its address.
             HandshakeError, AuthenticationError: the two ends cannot work together, and why.
         """
         return None
@@ -117,7 +116,7 @@ class SchedulerConnector(abc.ABC):
         return None
 
     def on_new_request(self, request: Request) -> None:
-        """A request has come in. Nothing is decided yet."""
+        """A request has arrived. Nothing is decided yet."""
         return None
 
     @abc.abstractmethod
@@ -127,8 +126,8 @@ class SchedulerConnector(abc.ABC):
         """How many tokens beyond ``num_computed_tokens`` can be loaded now, and whether in the background.
 
         Returns ``(n, is_async)``. ``None`` for ``n`` means "not yet, ask again"; ``is_async`` is never
-        true with 0. Counts only the longest prefix that can really be had. No side effects; may be
-        asked often.
+        true with 0. Counts only the longest prefix that can really be loaded. No side effects; may be called
+        often.
         """
 
     @abc.abstractmethod
@@ -139,10 +138,10 @@ class SchedulerConnector(abc.ABC):
 
     @abc.abstractmethod
     def build_connector_meta(self, output: SchedulerOutput) -> Plain:
-        """What the worker sides must do in this step. Resets the step's state; leaves ``output`` alone."""
+        """The worker sides' tasks of this step. Resets the step's state; does not change ``output``."""
 
     def update_connector_output(self, output: WorkerOutput) -> None:
-        """What the worker sides reported after the step."""
+        """Receives the worker sides' reports after the step."""
         return None
 
     @abc.abstractmethod
@@ -167,9 +166,9 @@ class SchedulerConnector(abc.ABC):
         return self.request_finished(request, block_ids, end)
 
     def has_pending_push_work(self) -> bool:
-        """Something is under way that only further steps can report or drive, though no request is active.
+        """Whether work is under way that only further steps can drive or report, though no request is active.
 
-        The engine goes on stepping while it is true.
+        The engine runs further steps while it is true.
         """
         return False
 
@@ -178,18 +177,18 @@ class SchedulerConnector(abc.ABC):
         return ()
 
     def reset_cache(self) -> bool:
-        """Forget what is cached outside, so that nothing computed before this call is loaded by a request
-        that comes after it. Returns ``False`` where this side cannot make that so.
+        """Invalidate the KV that is cached outside, so that no later request loads KV that was computed
+        before this call. Returns ``False`` if this side cannot do that.
 
-        An engine calls it where KV is of no use any more, since the model's weights change, say, and forgets
-        what it caches itself: a connector cannot tell its older blocks from newer ones. Does not wait. Where
-        workers must be told, the next step tells them, and :meth:`has_pending_push_work` is true until then;
-        until that step has run, what other engines load from this one may be old.
+        An engine calls it when its KV becomes invalid, for example when the model's weights change, and
+        clears its own cache too: a connector cannot distinguish its older blocks from newer ones. Does not
+        wait. If workers must be informed, the next step does that, and :meth:`has_pending_push_work` is true
+        until then; until that step has run, other engines may load old KV from this one.
         """
         return False
 
     def get_stats(self) -> Mapping[str, Any] | None:
-        """Snapshot of this side's TransferStats since the last call; ``None`` when there is nothing."""
+        """Snapshot of this side's TransferStats since the last call; ``None`` if nothing was counted."""
         return None
 
     @abc.abstractmethod

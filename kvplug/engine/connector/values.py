@@ -25,7 +25,7 @@ BlockIds = tuple[tuple[int, ...], ...]
 
 
 class Side(enum.StrEnum):
-    """The two sides of a connector: where the engine decides, and where it computes."""
+    """The two sides of a connector: in the engine's scheduler, and in its workers."""
 
     SCHEDULER = "scheduler"
     WORKER = "worker"
@@ -38,7 +38,7 @@ class CacheGroup:
     layer_names: tuple[str, ...]
     """In the order in which the forward pass visits them."""
     layout: KVLayout
-    """Of one layer's tensor as handed to ``register_kv_caches``."""
+    """The layout of one layer's tensor as passed to ``register_kv_caches``."""
 
     @property
     def block_size(self) -> int:
@@ -56,7 +56,7 @@ class KVCacheConfig:
 
 @attrs.frozen(kw_only=True)
 class Parallelism:
-    """Where this worker stands among those that share a model."""
+    """The place of this worker among the workers that share a model."""
 
     worker_rank: int = 0
     """Of this worker in its engine; its control address is the config's port plus this."""
@@ -79,7 +79,7 @@ class Request:
     """The prompt, then what has been generated."""
     num_prompt_tokens: int
     extra: bytes = b""
-    """What besides the tokens decides the KV: adapter, media hashes, cache salt. Opaque, compared whole."""
+    """What determines the KV besides the tokens: adapter, media hashes, cache salt. Opaque."""
     generation: int = 0
     """Grows each time the request is preempted or recomputed from scratch."""
     params: Mapping[str, Any] = attrs.field(factory=dict)
@@ -87,7 +87,7 @@ class Request:
 
 
 class RequestEnd(enum.StrEnum):
-    """How a request ended, as far as a connector cares."""
+    """How a request ended."""
 
     FINISHED = "finished"
     ABORTED = "aborted"
@@ -96,7 +96,7 @@ class RequestEnd(enum.StrEnum):
 
 @attrs.frozen(kw_only=True)
 class ScheduledRequest:
-    """What one step does for one request."""
+    """The work of one step for one request."""
 
     request_id: str
     num_computed_tokens: int
@@ -124,20 +124,20 @@ class SchedulerOutput:
 
 @attrs.frozen(kw_only=True)
 class WorkerOutput:
-    """What worker sides report to the scheduler side after a step, aggregated over workers."""
+    """The reports of worker sides to the scheduler side after a step, aggregated over workers."""
 
     finished_sending: frozenset[str] = frozenset()
     finished_recving: frozenset[str] = frozenset()
     invalid_block_ids: frozenset[int] = frozenset()
     worker_metadata: tuple[Plain, ...] = ()
-    """One from each worker that had something to say, in no promised order."""
+    """The metadata of each worker that returned any, in no particular order."""
     stats: Mapping[str, Any] | None = None
     """A snapshot of TransferStats, merged over workers."""
 
 
 @attrs.frozen(kw_only=True)
 class BlocksStored:
-    """An event for whoever routes requests by what is cached."""
+    """An event for a router that sends requests where their KV is cached."""
 
     block_hashes: tuple[bytes, ...]
     token_ids: tuple[int, ...]

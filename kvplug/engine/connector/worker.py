@@ -77,7 +77,7 @@ class WorkerConnector(abc.ABC):
         return None
 
     def get_handshake_metadata(self) -> Plain:
-        """What the scheduler sides of this and other engines must know to reach this worker."""
+        """The data that scheduler sides of this and other engines need to reach this worker."""
         return None
 
     def wait_until_ready(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
@@ -91,7 +91,7 @@ class WorkerConnector(abc.ABC):
     # -- each step -----------------------------------------------------------------------------
 
     def handle_preemptions(self, request_ids: frozenset[str]) -> None:
-        """These requests' blocks are about to be overwritten: stop reading and writing them, now."""
+        """The blocks of these requests will be overwritten: stop all reads and writes of them now."""
         return None
 
     def bind_connector_metadata(self, metadata: Plain) -> None:
@@ -110,8 +110,8 @@ class WorkerConnector(abc.ABC):
     def start_load_kv(self) -> None:
         """Begin this step's loads, and nothing else.
 
-        Does not wait for them, nor for the device: a load writes into its blocks once all is done that the
-        caller has queued by now, and a forward pass may be among that.
+        Does not wait for them, nor for the device: a load writes into its blocks after all work that the
+        caller has queued on the device so far, which may include a forward pass.
         """
 
     @abc.abstractmethod
@@ -141,7 +141,7 @@ class WorkerConnector(abc.ABC):
         """Blocks whose load failed since the last call."""
 
     def get_stats(self) -> Mapping[str, Any] | None:
-        """Snapshot of TransferStats since the last call; ``None`` when there is nothing."""
+        """Snapshot of TransferStats since the last call; ``None`` if nothing was counted."""
         return None
 
     def take_events(self) -> Iterable[CacheEvent]:
@@ -149,9 +149,9 @@ class WorkerConnector(abc.ABC):
         return ()
 
     def build_worker_metadata(self) -> Plain:
-        """What the scheduler side must know after this step; ``None`` for nothing.
+        """This worker's message to the scheduler side after this step; ``None`` for none.
 
-        It gets what each worker said, as ``WorkerOutput.worker_metadata``, and puts it together itself.
+        The scheduler side receives the messages of all workers in ``WorkerOutput.worker_metadata``.
         """
         return None
 

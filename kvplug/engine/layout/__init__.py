@@ -1,4 +1,4 @@
-"""How a paged KV cache lies in memory, and token-granular copies out of it and into it.
+"""Layouts of a paged KV cache in memory, and token-granular copies out of it and into it.
 
 A layout is a string of axis letters, outermost in memory first, and a size for each:
 
@@ -17,14 +17,14 @@ HND is ``KBHTD``.
 are one dimension of the tensor, of 2 * head_size, the keys first. ``BHTKD`` is a tensor of four
 dimensions, [blocks, heads, tokens, 2 * head_size]. Anywhere else K is a dimension of its own.
 
-A layout is taken from what the engine says and from strides, never guessed from a shape: with 16
-heads and 16 tokens in a block, NHD and HND have the same one.
+A layout comes from the engine's statement and from strides, never from a shape: with 16 heads and 16 tokens
+in a block, NHD and HND have the same shape.
 
 **The inside of a block.** Some attention kernels keep keys in an order of their own, transposed or in tiles,
 under a shape that looks like any other. An engine that cannot vouch for the order inside its blocks names
 their ``block_format``: they are then moved whole, and only between caches of the same format.
 
-The arithmetic is free of torch; ``Tensor`` is ``torch.Tensor``, imported by whoever made the cache.
+The arithmetic does not need torch; ``Tensor`` is ``torch.Tensor``.
 """
 
 from __future__ import annotations

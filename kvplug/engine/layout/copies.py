@@ -209,7 +209,7 @@ def _memory(name: str, given: Tensor | None, view: Tensor, num_tokens: int) -> T
 
 
 def _ids_on(block_ids: array[int], device: torch.device) -> Tensor:
-    """Block ids as indices: on a CPU the same memory, on a GPU a copy that nobody waits for."""
+    """Block ids as indices: on a CPU the same memory, on a GPU an asynchronous copy."""
     import torch
 
     ids = torch.frombuffer(block_ids, dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""Each side states what it is; a pure function says what they agree on, or every reason why not.
+"""Each side states its facts; a pure function computes their agreement, or every reason against one.
 
 :mod:`~kvplug.negotiation.handshake.hello` is the statement,
 :mod:`~kvplug.negotiation.handshake.agreement` the function,

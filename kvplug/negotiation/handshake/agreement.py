@@ -34,12 +34,12 @@ SIGNALS_DEVICE = "cpu"
 
 @attrs.frozen(kw_only=True)
 class Agreement:
-    """What two ends agreed on, as one of them sees it."""
+    """The agreement of two ends, as one of them sees it."""
 
     remote: Hello
-    """What the other end stated."""
+    """The other end's statement."""
     purpose: str
-    """What the end that dialled came for."""
+    """The purpose of the end that dialled."""
     wire_minor: int
     checksum: str | None
     """The hash that entries carry; ``None``: integrity is off."""
@@ -63,7 +63,7 @@ _WHERE_KNOWN = frozenset({"weights"})
 
 
 def agree(local: Hello, remote: Hello) -> Agreement:
-    """What ``local`` (us) and ``remote`` (them) can do together.
+    """The agreement of ``local`` (ours) and ``remote`` (theirs).
 
     Raises:
         HandshakeError: its ``reasons`` name every field that stands in the way, as
@@ -114,7 +114,7 @@ def _purpose(local: Hello, remote: Hello) -> list[str]:
 
 
 def _engines(local: Hello, remote: Hello) -> list[str]:
-    """What the two engines must have in common; plain pipes have nothing of it."""
+    """The facts that must match between two engines; plain pipes have none."""
     ours, theirs = local.engine, remote.engine
     if ours is None and theirs is None:
         return []
@@ -179,9 +179,9 @@ def _layout_kind(local: EngineFacts, remote: EngineFacts) -> list[str]:
 
 
 def _block_format(local: EngineFacts, remote: EngineFacts, kv_crosses: bool) -> list[str]:
-    """Blocks whose inside only a kernel understands: from one cache into another of the very same kind.
+    """Check blocks in a kernel's own order: they move only between caches of the same layout and format.
 
-    Which kernel, a side that moves no KV may not know; what a block is, it does.
+    A side that moves no KV may not know the kernel, but knows the block size and layout.
     """
     if not (local.block_format or remote.block_format):
         return []
@@ -210,7 +210,7 @@ def _converts(local: Hello, remote: Hello) -> tuple[str, ...]:
 
 
 def _checksum(local: Hello, remote: Hello) -> tuple[str | None, list[str]]:
-    """The hash both have (by both preferences); none if either is off, unless the other insists on one."""
+    """The hash that both have (by both preferences); none if either is off, unless the other requires one."""
     common = [name for name in local.checksums if name in remote.checksums]
     if common:
 

@@ -1,4 +1,4 @@
-"""The handshake itself: Hello both ways, one function at each end, and a word on what came of it.
+"""The handshake itself: a Hello in both directions, one function at each end, and a verdict.
 
 Both ends do the same, so neither leads::
 
@@ -6,8 +6,8 @@ Both ends do the same, so neither leads::
     (each agrees, or not, by itself)
     verdict  ->      <-  verdict
 
-A verdict is sent also by an end that refuses, and each waits for the other's, so that both know every
-reason before either hangs up (a socket closed with unread bytes takes the last words with it).
+An end that refuses sends a verdict too, and each waits for the other's, so that both know every reason before
+either hangs up (closing a socket with unread bytes discards what was sent last).
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ MAX_HELLO_BYTES = 128 << 10
 """Of an encoded Hello. Some twenty transports of twenty fields each fit in a tenth of it."""
 _LIMITS = Limits(max_bytes=MAX_HELLO_BYTES, max_depth=8, max_items=8192)
 _VERDICT_S = 5.0
-"""How long an end that refuses waits to hear why the other does too."""
+"""How long an end that refuses waits for the other's reasons."""
 
 _log = logging.getLogger(__name__)
 
 
 class ValueChannel(Protocol):
-    """What is needed of a ``kvplug.net.trust.channel.Channel``."""
+    """The part of ``kvplug.net.trust.channel.Channel`` that the handshake needs."""
 
     @property
     def peer(self) -> object:
-        """Who is at the other end; its ``str`` goes into messages."""
+        """The identity of the other end; its ``str`` goes into messages."""
 
     def send(self, value: Any, timeout: Timeout = ...) -> None:
         """One value to the peer."""
@@ -111,7 +111,7 @@ def _refusal(reasons: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _result(agreement: Agreement) -> dict[str, Any]:
-    """What both ends must have come to, in plain values."""
+    """The result that both ends must agree on, in plain values."""
     return {
         "wire_minor": agreement.wire_minor,
         "checksum": agreement.checksum,

@@ -1,4 +1,4 @@
-"""What one side is: stated once, before anything else crosses."""
+"""The Hello: one side's statement about itself, sent before anything else."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ ROLES = (PRODUCER, CONSUMER, BOTH)
 
 @attrs.frozen(kw_only=True)
 class EngineFacts:
-    """What an engine states about its model, its KV cache and its place among the workers."""
+    """An engine's statement about its model, its KV cache and its place among the workers."""
 
     role: str = attrs.field(converter=str, validator=attrs.validators.in_(ROLES))
     model: ModelInfo
     layers: tuple[int, int] | None = None
-    """First layer and one past the last of its pipeline stage; ``None`` where it is of no one stage."""
+    """First layer and one past the last of its pipeline stage; ``None`` if it belongs to no single stage."""
     cache_layers: int | None = None
     """Layers in this side's cache, a draft model's included; ``None`` where it holds none."""
     tensor_parallel_size: int = 1
     tensor_parallel_rank: int | None = None
-    """Which shard of the heads this side holds; ``None`` where it is of no one shard (a scheduler's side)."""
+    """The shard of the heads that this side holds; ``None`` for a scheduler side."""
     layout: str
     """Axis string of one layer's cache."""
     block_size: int
@@ -86,7 +86,7 @@ class Hello:
 
     # negotiated
     integrity: str = AUTO
-    """``"auto"``, ``"off"``, or the name of the one hash this side insists on."""
+    """``"auto"``, ``"off"``, or the name of the one hash that this side requires."""
     checksums: tuple[str, ...] = ()
     """Hashes this side can use, the preferred one first; none when integrity is off."""
     requested_transport: str = AUTO

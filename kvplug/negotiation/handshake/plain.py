@@ -1,6 +1,6 @@
-"""Reading what a peer sent as plain values: bounded, every fault kept, each with the field's name.
+"""Reads a peer's plain values: bounded, with every fault and the name of its field.
 
-The peer has proved who it is; it may still run another version, or be wrong.
+The peer has proved its identity, but may run another version, or be wrong.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ _MAX_INT = (1 << 63) - 1
 
 
 class FieldReader:
-    """One mapping that came in. What is missing or malformed is noted in ``faults``, and a stand-in returned.
+    """Reads one received mapping. A missing or malformed field is added to ``faults``, and a default
+    returned.
 
-    Keys that nobody asks for are passed over: a newer minor version may have added them.
+    Keys that are not read are ignored: a newer minor version may have added them.
     """
 
     def __init__(self, plain: object, where: str = "", faults: list[str] | None = None) -> None:
@@ -135,7 +136,7 @@ def _is_short_text(value: str) -> bool:
 
 
 def _short(value: object) -> str:
-    """Enough of a value to recognise it, without printing what a peer likes into our logs."""
+    """Enough of a value to recognise it, without writing a peer's free text into the log."""
     if isinstance(value, str | bytes):
         return ascii(value[:40]) + ("…" if len(value) > 40 else "")
     if value is None or isinstance(value, bool | int | float):

@@ -1,1 +1,1 @@
-"""Who may talk to whom: secrets, the challenge, proven connections, and the channel on top of them."""
+"""Authentication: secrets, the challenge, proven connections, and the channel on top of them."""

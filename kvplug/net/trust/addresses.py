@@ -1,8 +1,9 @@
-"""Addresses and contacts as text: where somebody listens, and how another process gets there.
+"""Addresses and contacts as text: where a listener listens, and how another process connects to it.
 
 An *address* is what an operator writes: ``host:port``, ``[::1]:port``, ``unix:@name`` (an abstract Unix
 socket: nothing in the file system, gone with its process) or ``unix:`` (the same, name generated). A
-*contact* is what a listener hands out: an address, and on loopback TCP the token that lets its holder in.
+*contact* is what a listener hands out: an address, and on loopback TCP the token that authenticates its
+holder.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ _NOT_A_CONTACT = (
 
 
 def local_domain() -> str:
-    """Which abstract Unix sockets (and loopback addresses) mean the same to two processes. Opaque.
+    """Two processes with equal domains share abstract Unix sockets and loopback addresses. Opaque.
 
-    It is ``"-"`` where nobody can tell.
+    It is ``"-"`` where the platform does not say.
     """
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as f:
@@ -86,7 +87,7 @@ class ListenerContact:
 
 
 def parse_address(text: str) -> Address:
-    """What an operator wrote.
+    """Parse an address from a configuration.
 
     Raises:
         ConfigError: it is not an address; the message says what one looks like.
@@ -112,7 +113,7 @@ def parse_address(text: str) -> Address:
 
 
 def parse_contact(text: str) -> ListenerContact:
-    """What a listener handed out; a bare address (``host:port``, ``unix:@name``) is a contact too.
+    """Parse a listener's contact; a bare address (``host:port``, ``unix:@name``) is a contact too.
 
     Raises:
         WireError: it is neither. The text is not repeated, since it may hold a token.
@@ -132,12 +133,12 @@ def parse_contact(text: str) -> ListenerContact:
         # Without the cause, which repeats what it could not read.
         raise WireError(_NOT_A_CONTACT) from None
     if address == UnixAddress("") or (isinstance(address, TcpAddress) and address.port == 0):
-        raise WireError(f"{rest} is not a contact: it names nobody to connect to")
+        raise WireError(f"{rest} is not a contact: it names no host to connect to")
     return ListenerContact(address, token)
 
 
 def generated_name() -> str:
-    """A name for an abstract socket: says whose it is, and cannot be guessed."""
+    """A name for an abstract socket: it names its process, and cannot be guessed."""
     return f"kvplug-{os.geteuid()}-{secrets.token_hex(12)}"
 
 

@@ -1,4 +1,4 @@
-"""Addresses of this host that are listened at: a socket is bound, and what others dial is known."""
+"""Binding a listener's socket to an address of this host, and the contact that others dial."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def bound(address: str | Address, credentials: Credentials) -> tuple[socket.sock
 
 
 def cannot_bind(address: Address, e: OSError) -> ConfigError | AddressInUseError | TransportError:
-    """What a failed call for a socket at this address means."""
+    """Map the error of a failed call for a socket at this address."""
     if e.errno == errno.EADDRINUSE:
         owner = owner_of(address)
         by = f" by {owner}" if owner else ""

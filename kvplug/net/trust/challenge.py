@@ -7,13 +7,13 @@
                                             ◄─────  VERDICT  HMAC(key, "server", …), then IDENTITY
     IDENTITY                                ─────►  proven
 
-Every message has a fixed size, so a stranger can make nobody allocate. The client proves first: a
-listener never shows a keyed hash to somebody who does not know the key. Each proof covers both
-nonces (no replay), the prover's role (no reflection), the mode and the purpose (a proof made for one
-service is worth nothing at another).
+Every message has a fixed size, so an unproven client cannot make the listener allocate memory. The client
+proves first: a listener never shows a keyed hash to a client that does not know the key. Each proof covers
+both nonces (no replay), the prover's role (no reflection), the mode and the purpose (a proof made for one
+service is not valid for another).
 
-It proves who is at the other end when the connection is made. It does not protect the bytes that
-follow from somebody on the path, who may also relay the whole exchange.
+The challenge proves the identity of the other end when the connection is made. It does not protect the bytes
+that follow against an attacker on the network path, which could also relay the whole exchange.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ class Mode(enum.IntEnum):
     TOKEN = 2
     """Knowledge of the token in a loopback contact."""
     SAME_USER = 3
-    """Nothing but what the kernel says: the same user, on the same host."""
+    """The kernel's word: the same user, on the same host."""
 
 
 class Refusal(enum.IntEnum):
-    """Why a listener turned somebody away. The names, in lower case, are what it counts by."""
+    """Why a listener refused a connection. It counts refusals by these names, in lower case."""
 
     NONE = 0
     GARBAGE = 1
@@ -76,7 +76,7 @@ class Refusal(enum.IntEnum):
 
 _GIVE_BOTH = "give both ends the same (KVPLUG_SECRET or secret_file)"
 
-_ADVICE = {  # for the one who dials; "it" is the listener
+_ADVICE = {  # for the dialling end; "it" is the listener
     Refusal.GARBAGE: "it could not read our first message",
     Refusal.VERSION: "it speaks another version of the challenge; install the same kvplug on both ends",
     Refusal.PURPOSE: "it serves another purpose than {purpose!r}; check that the port is the right one",
@@ -91,7 +91,7 @@ _ADVICE = {  # for the one who dials; "it" is the listener
     Refusal.CROWDED: "it has as many connections as it takes, and does not accept them fast enough",
 }
 
-_SEEN_HERE = {  # for the listener; "it" is whoever dialled
+_SEEN_HERE = {  # for the listener; "it" is the dialling end
     Refusal.GARBAGE: "it does not speak the challenge: no kvplug, or another one",
     Refusal.SECRET_NEEDED: f"it has no secret, and this end has one; {_GIVE_BOTH}",
     Refusal.NO_SECRET_HERE: f"it has a secret, and this end has none; {_GIVE_BOTH}, or neither",
@@ -105,7 +105,7 @@ _SEEN_HERE = {  # for the listener; "it" is whoever dialled
 
 
 class RefusedError(AuthenticationError):
-    """A listener turned a client away; ``reply`` is what to tell it."""
+    """A listener refuses a client; ``reply`` is the message to send to it."""
 
     def __init__(self, refusal: Refusal, text: str = "") -> None:
         super().__init__(text or _SEEN_HERE.get(refusal, refusal.reason))
@@ -125,7 +125,7 @@ def advice(refusal: int, purpose: str) -> str:
 
 
 def prove(key: bytes, role: str, mode: Mode, purpose: str, client_nonce: bytes, server_nonce: bytes) -> bytes:
-    """The proof of one role. Every part has a fixed size, so no two inputs run together."""
+    """The proof of one role. Every part has a fixed size, so no two inputs give the same bytes."""
     derived = hmac.digest(key, _LABEL + b" key " + mode.name.encode(), "sha256")
     transcript = b"".join(
         (_LABEL, bytes([VERSION, mode]), _digest(role), _digest(purpose), client_nonce, server_nonce)
@@ -164,7 +164,7 @@ class ServerChallenge:
         """Take one message of exactly ``need`` bytes, return what to send back.
 
         Raises:
-            RefusedError: the peer is turned away.
+            RefusedError: the peer is refused.
         """
         if self.mode is None:
             return self._opening(message)
@@ -211,7 +211,7 @@ class ServerChallenge:
 
 
 class ClientChallenge:
-    """The same, seen by the one who dials. ``where`` names the listener in messages."""
+    """The same connection, seen by the dialling end. ``where`` names the listener in messages."""
 
     def __init__(
         self, purpose: str, mode: Mode, key: bytes, identity: bytes, attest: Callable[[], None], where: str

@@ -1,4 +1,4 @@
-"""Small plain values over a proven connection, framed: what handshake and group talk over."""
+"""Small plain values over a proven connection, framed. The handshake and groups use it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Channel:
     """
 
     def __init__(self, connection: Connection, *, timeout_s: float | None = 30.0) -> None:
-        """Takes over ``connection``. ``timeout_s`` applies where a call says nothing."""
+        """Takes over ``connection``. ``timeout_s`` is the default timeout of its calls."""
         self._sock = connection.sock
         self._who = connection.describe
         self._timeout_s = timeout_s
@@ -84,7 +84,7 @@ class Channel:
         return self._sock.fileno()
 
     def socket(self) -> socket.socket:
-        """For ``liveness.watch(sock=…)``. Nobody else reads or writes it."""
+        """For ``liveness.watch(sock=…)``. Callers must not read or write it."""
         return self._sock
 
     # -- sending -------------------------------------------------------------------------------
@@ -275,7 +275,7 @@ class Channel:
                 return
             self._closed = True
             with contextlib.suppress(OSError):
-                self._sock.shutdown(socket.SHUT_RDWR)  # wakes whoever polls it
+                self._sock.shutdown(socket.SHUT_RDWR)  # wakes threads that poll it
             if not self._users:
                 self._close_descriptors()
 

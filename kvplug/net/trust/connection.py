@@ -1,4 +1,4 @@
-"""A connection whose two ends have proved themselves to each other, and how to make one."""
+"""A connection whose two ends have authenticated each other, and how to make one."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ from kvplug.net.trust.identity import PeerIdentity, encode_identity, this_proces
 from kvplug.net.trust.peercred import same_user, tcp_peer_uid, unix_peer_uid
 
 DIAL_TIMEOUT_S = 10.0
-"""What ``dial`` waits where the caller says nothing."""
+"""The default timeout of ``dial``."""
 _RETRY_FIRST_S, _RETRY_MAX_S = 0.01, 0.25
 _KEEPALIVE = (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 3))
 
 
 @attrs.define(eq=False)
 class Connection:
-    """A proven connection. Whoever is handed one owns it, and closes it."""
+    """A proven connection. Its receiver owns it and closes it."""
 
     sock: socket.socket = attrs.field(repr=False)
     """Blocking and without a timeout when handed over; nothing beyond the proof was read from it."""
     peer: PeerIdentity
     purpose: str
     mode: Mode
-    """What the proof was."""
+    """How the two ends proved themselves."""
     address: str
     """Where the listener listens; never a token."""
 
@@ -53,7 +53,7 @@ class Connection:
 
     @property
     def describe(self) -> str:
-        """Who and where, for messages."""
+        """The peer and the address, for messages."""
         return f"{self.peer} ({self.purpose} at {self.address})"
 
     def fileno(self) -> int:
@@ -80,13 +80,13 @@ def dial(
 ) -> Connection:
     """Connect to the listener at ``contact``; both ends prove themselves.
 
-    ``purpose`` is the listener's own word for what it serves. ``label`` is what we call ourselves to it.
+    ``purpose`` must be the listener's word for what it serves. ``label`` names this process to the listener.
 
     Raises:
         InsecureAddressError: other hosts can reach that address and there is no secret; nothing is dialled.
-        PeerGoneError: nobody listens there, or whoever does hung up. Not retried (see :func:`dial_until`).
+        PeerGoneError: no process listens there, or it hung up. Not retried (see :func:`dial_until`).
         AuthenticationError: one end did not prove itself; the message says what to check.
-        TimeoutError: no answer in time (10 s where nothing is said).
+        TimeoutError: no answer in time (10 s by default).
         WireError: ``contact`` is not one.
     """
     deadline = Deadline.after(timeout, DIAL_TIMEOUT_S)
@@ -118,10 +118,10 @@ def dial_until(
     label: str = "",
     stop: threading.Event | None = None,
 ) -> Connection:
-    """:func:`dial`, again and again while nobody listens there, until ``deadline``.
+    """:func:`dial`, repeated until a process listens there, at most until ``deadline``.
 
     Raises:
-        TimeoutError: nobody came up there in time; names the address and how long we tried.
+        TimeoutError: no listener started there in time; names the address and how long was tried.
         ClosedError: ``stop`` was set; also in the pause between two tries.
         The rest as :func:`dial`, at once.
     """
@@ -145,14 +145,14 @@ def dial_until(
             if remaining is not None and remaining <= pause:
                 waited = time.monotonic() - began
                 raise TimeoutError(
-                    f"nobody answered at {parse_contact(contact)} in {waited:.1f} s (last: {e})"
+                    f"no listener answered at {parse_contact(contact)} in {waited:.1f} s (last: {e})"
                 ) from e
         stop.wait(pause)
         pause = min(pause * 2, _RETRY_MAX_S)
 
 
 def tune(sock: socket.socket) -> None:
-    """What every TCP connection of kvplug gets: no delay, and probes that notice a vanished host.
+    """Set the options of every TCP connection of kvplug: no delay, and probes that notice a vanished host.
 
     The peer's kernel answers the probes, also for a process that is stopped.
     """
@@ -165,7 +165,7 @@ def tune(sock: socket.socket) -> None:
 
 @contextlib.contextmanager
 def _in_words(where: str, deadline: Deadline) -> Iterator[None]:
-    """Foreign exceptions of a dial, mapped to ours."""
+    """Map foreign exceptions of a dial to kvplug's."""
     try:
         yield
     except (TimeoutError, PeerGoneError, AuthenticationError):
@@ -174,7 +174,7 @@ def _in_words(where: str, deadline: Deadline) -> Iterator[None]:
         if isinstance(e, builtins.TimeoutError):
             raise TimeoutError(f"{where} did not answer in time") from e
         if isinstance(e, ConnectionRefusedError):
-            raise PeerGoneError(f"nobody listens at {where}") from e
+            raise PeerGoneError(f"no process listens at {where}") from e
         if isinstance(e, EOFError | ConnectionError):
             raise PeerGoneError(
                 f"{where} hung up before the proof was complete: it is shutting down, overloaded,"
@@ -200,7 +200,7 @@ def _connect(target: ListenerContact, resolved: tuple[Resolved, ...], deadline: 
                 sock.settimeout(_seconds(deadline))
                 sock.connect(end.sockaddr)
                 if sock.getsockname() == sock.getpeername():
-                    # A port in the ephemeral range where nobody listens: the kernel chose it for our
+                    # A port in the ephemeral range without a listener: the kernel chose it for our
                     # own end too, and connected the socket to itself.
                     raise ConnectionRefusedError(errno.ECONNREFUSED, "connected to itself")
                 tune(sock)

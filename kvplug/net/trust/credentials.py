@@ -1,4 +1,4 @@
-"""The secret that the processes of one deployment share, and where one is needed."""
+"""The secret that the processes of one deployment share, and the addresses that need one."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ _HOW = "make one with: python -c 'import secrets; print(secrets.token_hex(32))'"
 class Secret:
     """Bytes that never appear in ``repr``, ``str``, a log or a pickle.
 
-    A listener that nobody has authenticated yet sees a keyed hash made with it (the client proves
-    first), so a short one could be guessed offline: at least 16 bytes are required.
+    A listener that has not yet proved itself sees a keyed hash made with it (the client proves first), so a
+    short secret could be guessed offline: at least 16 bytes are required.
 
     >>> secret = Secret("0123456789abcdef")
     >>> secret
@@ -88,7 +88,7 @@ class Secret:
 
 @attrs.frozen
 class Credentials:
-    """What this process can prove itself with. Without a secret: that it is the same user, same host.
+    """What this process proves itself with. Without a secret: that it runs as the same user on the same host.
 
     >>> Credentials().require_secret("127.0.0.1:7000")
     >>> Credentials().require_secret("192.0.2.1:7000")
@@ -107,7 +107,7 @@ class Credentials:
         secret_file: str | os.PathLike[str] | None = None,
         environ: Mapping[str, str] = os.environ,
     ) -> Credentials:
-        """The credentials a process needs that listens at or dials ``host`` (or ``unix:@name``).
+        """The credentials of a process that listens at or dials ``host`` (or ``unix:@name``).
 
         The file goes before ``KVPLUG_SECRET``.
 

@@ -1,4 +1,4 @@
-"""Which process this is, and which one the peer says it is: exact enough to watch it die."""
+"""The identity of a process, exact enough to watch for its death."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import msgspec
 from kvplug.errors import PeerGoneError, WireError
 
 IDENTITY_SIZE = 512
-"""Bytes of an identity on the wire: fixed, so that nobody can ask for more memory than that."""
+"""Bytes of an identity on the wire: fixed, so that a peer cannot claim more memory."""
 _MAX_TEXT = 96
 
 
@@ -23,10 +23,10 @@ def _short(text: str) -> str:
 
 @attrs.frozen(kw_only=True)
 class PeerIdentity:
-    """A process, told apart from every other process there is or was on its host.
+    """The identity of a process, unique among all processes that run or ran on its host.
 
-    It is what the peer *says*. It only ever comes from a peer that has proved itself, and a peer that
-    lies about it can merely spoil the detection of its own death.
+    A peer states it. kvplug reads it only from a peer that has proved itself, and a peer that states a wrong
+    one prevents only the detection of its own death.
     """
 
     boot_id: str = attrs.field(default="", converter=_short)
@@ -37,11 +37,11 @@ class PeerIdentity:
     """Network namespace: abstract sockets and loopback reach only processes that share it."""
     pid: int
     start_time: int = 0
-    """Clock ticks from boot to the start of the process; tells a reused pid from the old one. 0: unknown."""
+    """Clock ticks from boot to the start of the process; distinguishes a reused pid. 0: unknown."""
     host: str = attrs.field(default="", converter=_short)
     """Host name, for messages."""
     label: str = attrs.field(default="", converter=_short)
-    """What the process calls itself ("prefill rank 0"), for messages."""
+    """The name that the process gives itself ("prefill rank 0"), for messages."""
 
     def __str__(self) -> str:
         name = f"{self.label}, " if self.label else ""
@@ -93,7 +93,7 @@ class PeerIdentity:
 
 
 def this_process(label: str = "") -> PeerIdentity:
-    """The calling process. ``label`` is what messages at the other end call it."""
+    """The calling process. ``label`` names it in messages at the other end."""
     pid = os.getpid()
     try:
         start_time = _start_time(pid)

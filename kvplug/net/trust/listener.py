@@ -1,8 +1,8 @@
-"""Listening: strangers come in, only proven connections come out.
+"""A listener accepts connections, has each one prove itself, and hands out the proven ones.
 
-One thread per listener looks after every connection that has not proved itself yet, side by side: each
-has its own deadline, a fixed few hundred bytes, and there are at most ``max_unproven`` of them (the oldest
-makes room). A silent, slow or garbage-sending stranger delays nobody.
+One thread per listener serves all unproven connections concurrently. Each has its own deadline and a few
+hundred bytes of memory, and there are at most ``max_unproven`` of them (the oldest is dropped for a new one).
+A connection that is silent, slow or sends garbage delays no other.
 """
 
 from __future__ import annotations
@@ -105,13 +105,13 @@ class Listener:
     ) -> Listener:
         """Start to listen at ``host:port`` (port 0: any free one), ``unix:@name`` or ``unix:`` (any name).
 
-        Without a secret only this user's processes on this host get in. ``purpose`` is a word that
-        the dialler must name too; ``label`` is what we call ourselves to it. Where there are no abstract
-        Unix sockets ``unix:`` becomes loopback TCP with a token.
+        Without a secret only this user's processes on this host can connect. The dialling end must name the
+        same ``purpose``; ``label`` names this process to it. Where there are no abstract Unix sockets,
+        ``unix:`` becomes loopback TCP with a token.
 
         Raises:
             InsecureAddressError: other hosts can reach it and there is no secret; nothing is bound.
-            AddressInUseError: somebody listens there; names the address, and the process if known.
+            AddressInUseError: another process listens there; names the address, and the process if known.
             TransportError: it cannot be bound for another reason.
             ConfigError: it is not an address, or not one of this platform's or host's.
         """
@@ -131,7 +131,7 @@ class Listener:
 
     @property
     def address(self) -> str:
-        """Where it listens, the port filled in: for messages and logs."""
+        """The address it listens at, with the port: for messages and logs."""
         return str(self._contact)
 
     @property
@@ -141,7 +141,7 @@ class Listener:
 
     @property
     def refusals(self) -> dict[str, int]:
-        """How many connections were turned away, by reason ("wrong secret", "garbage", "silent", …)."""
+        """How many connections were refused, by reason ("wrong secret", "garbage", "silent", …)."""
         return dict(self._refusals)
 
     @property
@@ -152,7 +152,7 @@ class Listener:
         """The next proven connection.
 
         Raises:
-            TimeoutError: nobody proved himself in time; says who was turned away, the last one is chained.
+            TimeoutError: no connection proved itself in time; counts the refused ones and chains the last.
             ClosedError: the listener is closed, also when that happens during the wait.
         """
         deadline = Deadline.after(timeout, None)
@@ -162,7 +162,8 @@ class Listener:
                     raise ClosedError(f"the listener at {self._contact} is closed")
                 if deadline.expired:
                     raise TimeoutError(
-                        f"nobody came to {self._contact} for {self._purpose!r} in time{self._turned_away()}"
+                        f"no process connected to {self._contact} for {self._purpose!r} in"
+                        f" time{self._turned_away()}"
                     ) from self._last_refusal
                 self._changed.wait(deadline.remaining())
             if self._closed:
@@ -170,7 +171,7 @@ class Listener:
             return self._proven.popleft()
 
     def close(self) -> None:
-        """Stop listening, drop who has not proved himself or was not accepted. Idempotent.
+        """Stop listening, and drop connections that are unproven or not accepted yet. Idempotent.
 
         When it returns the thread has ended and the descriptors are closed; accepted connections live on.
         """
@@ -213,7 +214,8 @@ class Listener:
             with self._changed:
                 self._closed = True
                 with contextlib.suppress(OSError):
-                    # A child that was forked a moment ago may still hold it open: nobody is to get in there.
+                    # A child that was forked a moment ago may still hold the socket open: nothing may connect
+                    # to it.
                     self._sock.shutdown(socket.SHUT_RDWR)
                 self._close_descriptors()
                 self._changed.notify_all()
@@ -245,7 +247,7 @@ class Listener:
             return
         except OSError as e:
             if e.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
-                # Whoever waits in the backlog keeps the socket readable: look away for a moment.
+                # Connections in the backlog keep the socket readable: do not poll it for a moment.
                 logger.warning("cannot accept at %s: %s", self._contact, e.strerror)
                 self._selector.unregister(self._sock)
                 self._paused_until = time.monotonic() + _PAUSE_S
@@ -287,7 +289,7 @@ class Listener:
                 return
             reply = challenge.feed(bytes(stranger.received))
             stranger.received.clear()
-            # A few hundred bytes into an empty buffer: who makes that block is not waited for.
+            # A few hundred bytes into an empty buffer: a client for which that would block is dropped.
             if reply and stranger.sock.send(reply) != len(reply):
                 raise RefusedError(Refusal.LEFT)
         except RefusedError as refused:

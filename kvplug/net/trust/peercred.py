@@ -25,7 +25,7 @@ HAS_PROC_NET = os.path.exists("/proc/self/net/tcp")
 
 
 def unix_peer_uid(sock: socket.socket) -> int | None:
-    """Effective uid of the process that connected, or that called ``listen``; ``None``: cannot be told."""
+    """Effective uid of the process that connected, or that called ``listen``; ``None``: unknown."""
     if not hasattr(socket, "SO_PEERCRED"):
         return None
     _, uid, _ = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
@@ -33,11 +33,11 @@ def unix_peer_uid(sock: socket.socket) -> int | None:
 
 
 def tcp_peer_uid(sock: socket.socket) -> int | None:
-    """Uid that owns the socket at the other end of a loopback connection; ``None``: cannot be told.
+    """Uid that owns the socket at the other end of a loopback connection; ``None``: unknown.
 
     Only an established socket that still has an inode counts: one whose owner has closed it is shown
     as belonging to root. A listener's socket has an inode only once it was accepted, so a client asks
-    after it has heard the first bytes from there.
+    after it has received the first bytes from there.
     """
     ours, theirs = _keys(sock.getsockname()), _keys(sock.getpeername())
     for _ in range(3):  # the table may change under the reader, and a row be missed
@@ -50,8 +50,8 @@ def tcp_peer_uid(sock: socket.socket) -> int | None:
 def same_user(uid: int) -> bool:
     """Whether ``uid``, as the kernel showed it to us, is the user this process runs as.
 
-    In a user namespace every user without a mapping is shown as the overflow uid ("nobody"), so
-    there a process that itself is nobody cannot tell who another nobody is, and gets False.
+    In a user namespace the kernel shows every user without a mapping as the overflow uid (65534, "nobody").
+    A process that itself has that uid cannot distinguish such users and gets False.
     """
     if uid != os.geteuid():
         return False
@@ -66,7 +66,7 @@ def same_user(uid: int) -> bool:
 
 
 def owner_of(address: Address) -> str:
-    """ "pid 12 (name)" of whoever listens at ``address``, or ``""`` where /proc does not tell."""
+    """ "pid 12 (name)" of the process that listens at ``address``, or ``""`` where /proc does not say."""
     inodes = set(
         _unix_inodes(address.name) if isinstance(address, UnixAddress) else _tcp_inodes(address.port)
     )

@@ -1,4 +1,4 @@
-"""Bytes to things and back, bounded and without running anything that came in.
+"""Values as bytes and back, bounded and without running anything that was received.
 
 The modules are :mod:`~kvplug.net.wire.frames` (the 16-byte header before every message),
 :mod:`~kvplug.net.wire.values` (a closed list of plain values), :mod:`~kvplug.net.wire.validate` (what must

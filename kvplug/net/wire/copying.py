@@ -6,8 +6,8 @@ import ctypes
 from typing import Final
 
 LOCK_FREE_BYTES: Final = 1 << 20
-"""From here on the interpreter's lock is let go. Copying less takes under 0.1 ms, and who lets go of the lock
-may wait 5 ms for it."""
+"""Copies of this size or larger release the interpreter's lock. A smaller one takes under 0.1 ms, and a
+thread that releases the lock may wait 5 ms for it."""
 
 
 def copy_bytes(target: memoryview, source: memoryview, lock_free_bytes: int = LOCK_FREE_BYTES) -> None:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 MAX_LENGTH: Final = 2**56
-"""A bound on what a header may claim; memory is only taken when somebody calls ``recv_tensor``."""
+"""A bound on what a header may claim; memory is only allocated when ``recv_tensor`` is called."""
 GOODBYE: Final = encode_header(FrameKind.GOODBYE, 0)
 NONE: Final = encode_header(FrameKind.NONE, 0)
 """The whole message ``None``."""

@@ -68,7 +68,7 @@ _WITH_KERNELS = {"bool", "uint8", "int8", "int16", "int32", "int64"}
 _WITH_KERNELS |= {"float16", "bfloat16", "float32", "float64", "complex64", "complex128"}
 
 # One type for every size: each array type of its own costs 3 KB, and only the garbage collector, which an
-# engine may have turned off, takes it back. Nothing is allocated, and nobody sees more than a slice.
+# engine may have turned off, takes it back. Nothing is allocated, and callers see no more than a slice.
 _Memory = ctypes.c_ubyte * (sys.maxsize // 2)
 
 _NAMES = {code: name for name, (code, _) in DTYPES.items()}
@@ -91,7 +91,7 @@ def _check_shape(instance: TensorMeta, _: Any, shape: tuple[int, ...]) -> None:
     for size in shape:
         if type(size) is not int or size < 0:
             raise UnsupportedError(f"a shape is of integers that are 0 or more, not {shape!r}")
-        extent *= size or 1  # an empty tensor's other sizes must not overflow anybody's strides either
+        extent *= size or 1  # an empty tensor's other sizes must not overflow strides either
         if extent > MAX_NBYTES:
             raise UnsupportedError(f"a tensor of shape {shape!r} has more than {MAX_NBYTES} bytes")
 

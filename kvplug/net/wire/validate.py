@@ -1,8 +1,8 @@
 """The structure of a msgpack message, checked before anything is built from it.
 
-A msgpack decoder believes a length before it has seen the elements, and knows other extensions than ours.
-:func:`validate` goes over the bytes once, without recursion and without building anything; only what passes
-is handed to a decoder.
+A msgpack decoder trusts a length before it has seen the elements, and accepts extensions that kvplug does not
+use. :func:`validate` reads the bytes once, without recursion and without building anything; only bytes that
+pass reach the decoder.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ ITEM_COST: Final = 192
 """Bytes of Python objects that one element can become: a dict of one pair takes 240 and is two elements, an
 empty set takes 310 while its mark is resolved and is two elements, an empty dict takes 72 and is one."""
 FIXED_COST: Final = 1 << 16
-"""Bytes for whatever does not grow with the message: exceptions, the decoder's own state."""
+"""Bytes for what does not grow with the message: exceptions, the decoder's own state."""
 
 DEFAULT_LIMITS: Final = Limits()
 
@@ -105,9 +105,9 @@ _FIXEXT = {0xD4: 1, 0xD5: 2, 0xD6: 4, 0xD7: 8, 0xD8: 16}
 def validate(data: bytes, limits: Limits, out_of_band: list[slice] | None = None) -> bool:
     """Check the structure of one msgpack value without building it; whether there are marks in it.
 
-    After it msgspec meets no length that the bytes do not keep, no extension that is not ours, no
-    container as the key of a map, and no nesting beyond the limit. Leaves whose bytes are out of band are
-    accepted where ``out_of_band`` is given; it then says where their metas are, in order.
+    Bytes that pass have no length beyond their end, no foreign extension, no container as the key of a map,
+    and no nesting beyond the limit. Leaves whose bytes are out of band are accepted only if ``out_of_band``
+    is given; their metas' places are appended to it, in order.
     """
     end = len(data)
     pos = 0

@@ -6,7 +6,7 @@ something else. What msgpack has no type for is tagged by an extension (the tabl
 ``docs/reference/wire.md``): a tuple is an array whose first element is the mark "tuple", which no value
 can be.
 
-What comes in is looked over first (:mod:`kvplug.net.wire.validate`); only what passes is handed to msgspec.
+Received bytes are validated first (:mod:`kvplug.net.wire.validate`); only valid ones reach msgspec.
 """
 
 from __future__ import annotations

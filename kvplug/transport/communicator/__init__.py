@@ -1,4 +1,4 @@
-"""The device communicator: the ABC, and what its ranks tell each other before each collective."""
+"""The device communicator: the ABC, and the comparison of calls before each collective."""
 
 from kvplug.transport.communicator.all2all import All2AllManager
 from kvplug.transport.communicator.communicator import DeviceCommunicator

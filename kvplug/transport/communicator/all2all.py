@@ -1,7 +1,7 @@
-"""How tokens come to their experts and back, where every rank holds some of the experts.
+"""Dispatch of tokens to their experts, and combination of the results, where each rank holds some experts.
 
-The forms are those of engines that need no library of their own for it: every rank gets every token, works on
-those that its experts are wanted for, and what the ranks have made is added up.
+The algorithms need no library of their own: every rank receives every token and processes those that are
+routed to its experts, and the results of all ranks are summed.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 
 class All2AllManager(abc.ABC):
-    """What ``dispatch`` and ``combine`` of a device communicator go through.
+    """The implementation of ``dispatch`` and ``combine`` of a device communicator.
 
-    It is called with what was checked, and compared with the other ranks', and uses what the transport wrote.
-    Both methods raise TimeoutError or PeerGoneError that names the ranks that are missing.
+    Its arguments have been checked, and compared with those of the other ranks. It uses the transport's
+    primitives. Both methods raise TimeoutError or PeerGoneError that names the missing ranks.
     """
 
     def __init__(self, communicator: CheckedCalls) -> None:
@@ -45,7 +45,7 @@ class All2AllManager(abc.ABC):
 
 
 class NaiveAll2AllManager(All2AllManager):
-    """Each rank broadcasts its tokens; all results are added up at all ranks."""
+    """Each rank broadcasts its tokens; all results are summed at all ranks."""
 
     def dispatch(self, tensors: Sequence[Tensor], split: TokenSplit, deadline: Deadline) -> list[Tensor]:
         found = []
@@ -65,9 +65,10 @@ class NaiveAll2AllManager(All2AllManager):
 
 
 class AllGatherReduceScatterManager(All2AllManager):
-    """Tokens are gathered, and results scattered as they are added up: each rank gets its own and no others.
+    """Tokens are gathered, and results are reduced and scattered: each rank receives the rows of its own
+    tokens.
 
-    Where ranks share their tokens each of them needs the same rows, and the sum is made at all ranks.
+    Ranks that share their tokens need the same rows, so there the sum is computed at all ranks.
     """
 
     def dispatch(self, tensors: Sequence[Tensor], split: TokenSplit, deadline: Deadline) -> list[Tensor]:
@@ -85,4 +86,4 @@ MANAGERS: Final[Mapping[str, type[All2AllManager]]] = {
     "naive": NaiveAll2AllManager,
     DEFAULT_BACKEND: AllGatherReduceScatterManager,
 }
-"""By the words of ``all2all_backend``."""
+"""The managers by the value of ``all2all_backend``."""

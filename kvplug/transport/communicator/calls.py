@@ -1,4 +1,4 @@
-"""What a rank is about to do, in plain values: checked, described and compared, all of it pure."""
+"""A rank's next call as plain values: checked, described and compared. All functions are pure."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def describe(
     root: int | None = None,
     vary: bool = False,
 ) -> dict[str, Any]:
-    """What must be the same at every rank.
+    """The part of a call that must be the same at every rank.
 
     ``vary``: the length along ``dim`` may differ by rank, as ``sizes`` say.
 
@@ -92,10 +92,10 @@ def check_sum(length: int, dim: int, sizes: Sequence[int]) -> None:
 
 
 def check_same(name: str, calls: Sequence[Mapping[str, Any]], ranks: Sequence[int] | None = None) -> None:
-    """Pure.
+    """Compare the calls of all ranks. Pure.
 
     Raises:
-        TensorMismatchError: the ranks are not about to do the same.
+        TensorMismatchError: the ranks' next calls differ.
     """
     if all(call == calls[0] for call in calls) and "refused" not in calls[0]:
         return
@@ -117,24 +117,24 @@ PAIRED: Final = "send and recv"
 
 
 def in_short(said: Mapping[str, Any]) -> str:
-    """Of a tensor that :func:`describe` has described."""
+    """The bytes of a tensor that :func:`describe` has described."""
     return f"{said['dtype']} {said['shape']}"
 
 
 def paired(sends: Sequence[str], recvs: Sequence[str]) -> dict[str, Any]:
-    """What one rank is about to do with one other."""
+    """One rank's next operations with one other rank."""
     return {"call": PAIRED, "sends": list(sends), "recvs": list(recvs)}
 
 
 def is_paired(call: Mapping[str, Any]) -> bool:
-    """Whether it is none of all ranks."""
+    """Whether this is a call between some ranks, not a collective of all."""
     return call.get("call") == PAIRED
 
 
 def check_paired(
     rank: int, calls: Mapping[int, Mapping[str, Any]], theirs: Mapping[int, Mapping[str, Any]]
 ) -> None:
-    """What each of two ranks sends must be what the other wants to receive, in the same order. Pure.
+    """Check that each of two ranks receives what the other sends, in the same order. Pure.
 
     Raises:
         TensorMismatchError: it is not, with some rank.
@@ -150,12 +150,12 @@ def check_paired(
 
 
 def plain(tensor: Tensor) -> Tensor:
-    """Contiguous, without autograd or lazy flags: the tensor's own memory where it is so already."""
+    """A contiguous tensor without autograd or lazy flags: the same memory where the tensor already is one."""
     return tensor.detach().resolve_conj().resolve_neg().contiguous()
 
 
 def write_back(tensor: Tensor, work: Tensor) -> None:
-    """What was done to ``plain(tensor)``, if that was a copy."""
+    """Copy the result in ``plain(tensor)`` back, if that was a copy."""
     if work.data_ptr() != tensor.data_ptr():
         tensor.detach().copy_(work)
 
@@ -174,12 +174,12 @@ def in_one(like: Tensor, shapes: Sequence[Sequence[int]]) -> tuple[Tensor, list[
 
 
 def is_outermost(shape: Sequence[int], dim: int) -> bool:
-    """Whether what a contiguous tensor is cut into along ``dim`` lies one behind the other."""
+    """Whether the parts of a contiguous tensor, cut along ``dim``, are contiguous and adjacent."""
     return math.prod(shape[:dim]) == 1
 
 
 def joined(parts: Sequence[Tensor], dim: int) -> Tensor:
-    """Concatenated. As integers of the same size, since not every dtype can be."""
+    """Concatenate as integers of the same size, since torch cannot concatenate every dtype."""
     import torch
 
     by_size = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

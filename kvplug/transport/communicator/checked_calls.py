@@ -1,4 +1,5 @@
-"""Around every call: one thread at a time, arguments checked, ranks agreed, what failed not gone on with."""
+"""Checks around every call: one thread at a time, valid arguments, equal calls at all ranks, no use after
+failure."""
 
 from __future__ import annotations
 
@@ -40,15 +41,15 @@ Call = Mapping[str, Any]
 Pairs = Sequence[tuple["Tensor", int]]
 
 REFUSALS: Final = (UnsupportedError, TensorMismatchError, ConfigError, BusyError, ClosedError)
-"""After these the communicator is as usable as before: nothing was begun, at no rank."""
+"""After these errors the communicator stays usable: no rank has begun the call."""
 
 
 class CheckedCalls(Primitives):
-    """What the methods that an engine calls have in common."""
+    """The checks that all public methods share."""
 
     @contextmanager
     def _call(self, name: str, timeout: Timeout, check: Callable[[], dict[str, Any]]) -> Iterator[Deadline]:
-        """Around one collective: its arguments are checked here, then compared with the other ranks'."""
+        """Runs one collective: checks its arguments here, then compares them with the other ranks'."""
         with self._attempt(timeout) as deadline:
             with self._agreed(name, check, lambda call: self._compare(call, deadline)) as calls:
                 check_same(name, calls)
@@ -56,7 +57,7 @@ class CheckedCalls(Primitives):
 
     @contextmanager
     def _pairs_call(self, sends: Pairs, recvs: Pairs, timeout: Timeout) -> Iterator[Deadline]:
-        """The same around what passes between this rank and some others."""
+        """The same for calls between this rank and some others."""
         for _, dst in sends:
             self._check_rank("dst", dst, other=True)
         for _, src in recvs:
@@ -105,7 +106,7 @@ class CheckedCalls(Primitives):
 
     @contextmanager
     def _attempt(self, timeout: Timeout) -> Iterator[Deadline]:
-        """One thread at a time; what fails in the middle breaks the communicator."""
+        """One thread at a time; a call that fails after it has begun breaks the communicator."""
         self._check_usable()
         deadline = Deadline.after(timeout, self.context.timeout_s)
         if not self._busy.acquire(blocking=False):
@@ -137,9 +138,10 @@ class CheckedCalls(Primitives):
         *,
         always: bool = False,
     ) -> Iterator[Sequence[Call]]:
-        """What all ranks are about to do; a rank whose own arguments are wrong tells the others so first.
+        """The next calls of all ranks; a rank whose own arguments are wrong sends that to the others first.
 
-        ``always``: also where ranks do not compare, since something of it is needed.
+        ``always``: exchange calls even where ranks do not compare them, since the caller needs a part of
+        them.
         """
         alone = self.world_size == 1 or not (self.compares or always)
         fault: KvplugError | None = None
@@ -176,7 +178,7 @@ class CheckedCalls(Primitives):
             check_dim(given["dim"])
         return describe(tensor, rank=self.rank_in_group, world_size=self.world_size, **given)
 
-    # -- what more than one method does ----------------------------------------------------------
+    # -- shared by several methods ---------------------------------------------------------------
 
     def _gathered(self, tensor: Tensor, dim: int, lengths: Sequence[int], deadline: Deadline) -> Tensor:
         work = plain(tensor)

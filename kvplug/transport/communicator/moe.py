@@ -1,4 +1,4 @@
-"""Tokens to their experts and back, and what a model with experts is prepared with."""
+"""Mixture of experts: tokens to their experts and back, and preparing a model's expert layers."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
 
 
 class MoE(CheckedCalls):
-    """Calls around the layers of a mixture of experts."""
+    """The calls before and after the layers of a mixture of experts."""
 
     all2all_managers: ClassVar[Mapping[str, type[All2AllManager]]] = MANAGERS
-    """By the words of ``all2all_backend``. A transport that knows more ways adds them."""
+    """The managers by the value of ``all2all_backend``. A transport may add its own."""
 
     def __init__(self, context: CommunicatorContext) -> None:
         super().__init__(context)
         self.all2all_manager: All2AllManager | None = None
-        """What dispatch and combine go through; ``None`` where there is none, and they change nothing."""
+        """The manager that dispatch and combine use; ``None``: they return their arguments unchanged."""
         self._split: TokenSplit | None = None
         self._width = 1
         if self.use_all2all:
@@ -51,12 +51,12 @@ class MoE(CheckedCalls):
         *,
         timeout: Timeout = DEFAULT_TIMEOUT,
     ) -> tuple[Any, ...]:
-        """Bring tokens to their experts: the same three, and ``extra_tensors`` where given, with all ranks'
-        tokens.
+        """Send tokens to their experts: returns the three tensors, and ``extra_tensors`` if given, with the
+        rows of all ranks.
 
-        A tensor has a row for each token, and ranks may have different numbers of them, also none. The ranks
-        of one data-parallel rank have the same tokens, which are brought once; with ``is_sequence_parallel``
-        each rank has its own. Without an all-to-all manager nothing is changed.
+        A tensor has a row for each token; ranks may have different numbers of tokens, or none. The ranks of
+        one data-parallel rank have the same tokens, which are sent once; with ``is_sequence_parallel`` each
+        rank has its own. Without an all-to-all manager the arguments are returned unchanged.
 
         Raises:
             TensorMismatchError: tensors without a row for each token, or ranks whose tensors differ in dtype
@@ -76,9 +76,7 @@ class MoE(CheckedCalls):
         *,
         timeout: Timeout = DEFAULT_TIMEOUT,
     ) -> tuple[Any, ...]:
-        """The same before experts are chosen: these two, and ``extra_tensors`` where given. Raises as
-        ``dispatch``.
-        """
+        """``dispatch`` before experts are chosen: for the router's logits. Raises as ``dispatch``."""
         return self._dispatch(
             "dispatch_router_logits",
             [hidden_states, router_logits],
@@ -94,14 +92,15 @@ class MoE(CheckedCalls):
         *,
         timeout: Timeout = DEFAULT_TIMEOUT,
     ) -> Tensor:
-        """Bring what experts made back to the tokens' ranks: this rank's rows of the sum of all ranks'.
+        """Return the experts' results to the tokens' ranks: this rank's rows of the sum over all ranks.
 
-        ``hidden_states`` has a row for each token that the last dispatch has brought: zeros where no expert
-        of this rank was wanted. The sum is whole: no rank adds anything to it. Without an all-to-all manager
-        nothing is changed.
+        ``hidden_states`` has a row for each token that the last dispatch returned: zeros for tokens that no
+        expert of this rank processed. The sum is complete: no rank has to add anything. Without an all-to-all
+        manager the argument is returned unchanged.
 
         Raises:
-            TensorMismatchError: it has not as many rows, or nothing was dispatched, or in the other way.
+            TensorMismatchError: the number of rows differs from the dispatch, or nothing was dispatched, or
+                with another ``is_sequence_parallel``.
             The rest as the collectives.
         """
         if self.all2all_manager is None:
@@ -127,8 +126,8 @@ class MoE(CheckedCalls):
         return hidden_states
 
     def prepare_communication_buffer_for_model(self, model: Any) -> None:
-        """Once after a model was loaded: where this communicator serves experts, each of its modules that
-        has a method ``prepare_communication_buffer(communicator)`` is called with it.
+        """Call this once after a model was loaded: if this communicator serves experts, it calls the method
+        ``prepare_communication_buffer(communicator)`` of each module that has one.
 
         Raises:
             ClosedError, TransportError: as the law says.

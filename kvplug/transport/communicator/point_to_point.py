@@ -34,10 +34,10 @@ class RecvOp:
 
 
 class PointToPoint(CheckedCalls):
-    """Calls that only the ranks that are named take part in."""
+    """Calls in which only the named ranks take part."""
 
     def send(self, tensor: Tensor, dst: int | None = None, *, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
-        """Send to rank ``dst`` of the group; the next one where nothing is said.
+        """Send to rank ``dst`` of the group; the next rank by default.
 
         Raises:
             TensorMismatchError: the other rank wants another shape or dtype; at both ends.
@@ -56,7 +56,7 @@ class PointToPoint(CheckedCalls):
         *,
         timeout: Timeout = DEFAULT_TIMEOUT,
     ) -> Tensor:
-        """A tensor of that shape from rank ``src`` of the group; the previous one where nothing is said.
+        """A tensor of that shape from rank ``src`` of the group; the previous rank by default.
 
         Raises as ``send``.
         """
@@ -74,8 +74,8 @@ class PointToPoint(CheckedCalls):
     ) -> None:
         """Send and receive all of these at once; returns when all are done.
 
-        What is sent to one rank is received there in the same order, by a batch or by ``recv``. No order of
-        ranks makes a circle that waits for itself: two ranks may both send to each other.
+        Messages to one rank are received there in the same order, by a batch or by ``recv``. No order of
+        ranks can deadlock: two ranks may both send to each other.
 
         Raises:
             TensorMismatchError: another rank's ops do not fit these. With one other rank nothing was begun;

@@ -24,7 +24,7 @@ class Primitives(RankInfo, abc.ABC):
 
     @abc.abstractmethod
     def _all_reduce(self, tensor: Tensor, deadline: Deadline) -> None:
-        """Replace it by the sum of all ranks'."""
+        """Replace the tensor by the sum of all ranks' tensors."""
 
     @abc.abstractmethod
     def _all_gather(self, outputs: list[Tensor], tensor: Tensor, deadline: Deadline) -> None:
@@ -36,22 +36,24 @@ class Primitives(RankInfo, abc.ABC):
 
     @abc.abstractmethod
     def _broadcast(self, tensor: Tensor, src: int, deadline: Deadline) -> None:
-        """Fill it with rank ``src``'s."""
+        """Fill the tensor with that of rank ``src``."""
 
     @abc.abstractmethod
     def _send(self, tensor: Tensor, dst: int, deadline: Deadline) -> None:
-        """To rank ``dst``; when it returns the tensor may be overwritten."""
+        """Send to rank ``dst``; when it returns the tensor may be overwritten."""
 
     @abc.abstractmethod
     def _recv(self, tensor: Tensor, src: int, deadline: Deadline) -> None:
-        """Fill it with what rank ``src`` sends."""
+        """Fill the tensor with the one that rank ``src`` sends."""
 
     @abc.abstractmethod
     def _destroy(self) -> None:
-        """Give everything back, and wake this rank's calls and those of the others that need it."""
+        """Release everything, and wake this rank's calls and the calls of other ranks that need it."""
 
     def _gather(self, outputs: list[Tensor] | None, tensor: Tensor, dst: int, deadline: Deadline) -> None:
-        """``outputs`` are given at ``dst`` only. Here rank after rank; a transport may know better."""
+        """``outputs`` is given at ``dst`` only. By default one rank after another; a transport may override
+        it.
+        """
         if outputs is None:
             self._send(tensor, dst, deadline)
             return
@@ -66,9 +68,9 @@ class Primitives(RankInfo, abc.ABC):
     ) -> None:
         """Send each tensor to its rank, and fill each of the others from its rank.
 
-        Here one pair of ranks after the other, in the same order at every rank, and in a pair the lower rank
-        sends first: nobody waits in a circle, though ``_send`` may wait for its receiver. A transport that
-        can do all at once does that instead.
+        By default one pair of ranks after another, in the same order at every rank; in a pair the lower rank
+        sends first. So ranks cannot deadlock, though ``_send`` may wait for its receiver. A transport that
+        can do all at once overrides it.
         """
         here = self.rank_in_group
         peers = {peer for _, peer in sends} | {peer for _, peer in recvs}
@@ -79,29 +81,29 @@ class Primitives(RankInfo, abc.ABC):
                 act(tensor, peer, deadline)
 
     def _compare(self, call: Mapping[str, Any], deadline: Deadline) -> Sequence[Mapping[str, Any]]:
-        """Every rank's ``call``, plain values. Through the group, unless a transport knows better."""
+        """Every rank's ``call``, plain values. By default through the group; a transport may override it."""
         found: list[Mapping[str, Any]] = self.cpu_group.all_gather(dict(call), deadline.remaining())
         return found
 
     def _compare_pairs(
         self, calls: Mapping[int, Mapping[str, Any]], deadline: Deadline
     ) -> Mapping[int, Mapping[str, Any]]:
-        """What some other ranks are about to do with this one, each of which gets ``calls[its rank]``."""
+        """The next calls of some other ranks with this one, each of which receives ``calls[its rank]``."""
         for peer, call in calls.items():
             self.cpu_group.send(dict(call), peer)
         return {peer: self.cpu_group.recv(peer, deadline.remaining()) for peer in calls}
 
     def _give_up(self, error: BaseException) -> None:
-        """A call failed in the middle, and no other will be begun: tell the other ranks, where that can be.
+        """A call failed after it had begun, and no other will begin: inform the other ranks where possible.
 
         Never waits, raises nothing.
         """
 
     def _synchronize(self, deadline: Deadline) -> None:
-        """Wait until all is done that calls have begun, where they return before. Here none does."""
+        """Wait for everything that calls have begun, if they return earlier. By default none does."""
 
     def _suspend(self) -> None:
-        """Give back what ``_resume`` can make again."""
+        """Release what ``_resume`` can recreate."""
 
     def _resume(self) -> None:
         """Make it again."""

@@ -1,4 +1,4 @@
-"""One rank among the ranks of its group: who it is, what it takes, and whether it can still be used."""
+"""One rank of a group: its numbers, the tensors it accepts, and whether it is still usable."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _EP = re.compile(r"(?<![a-zA-Z0-9])ep(?![a-zA-Z0-9])")
 
 
 class RankInfo:
-    """The attributes of a device communicator, and the checks that need nobody else."""
+    """The attributes of a device communicator, and the checks that need no other rank."""
 
     devices: ClassVar[frozenset[str]] = frozenset({"cpu"})
     """Types of device whose tensors it takes."""
@@ -34,22 +34,22 @@ class RankInfo:
     moves: ClassVar[frozenset[str]] = MOVED
     """dtypes that all others take."""
     compares: bool = True
-    """Whether ranks tell each other what they are about to do, so that what does not fit is refused at every
-    rank. Where it costs too much a transport makes it an option."""
+    """Whether ranks compare their calls before each one, so that calls that do not match are refused at every
+    rank. Where that costs too much, a transport makes it an option."""
 
     def __init__(self, context: CommunicatorContext) -> None:
         self.context = context
         self.cpu_group: Any = context.group
         """The ranks' :class:`~kvplug.StatelessGroup`."""
         self.device_group: Any = context.device_group
-        """The group of the device's own library: the one that was given, or the one that was made."""
+        """The group of the device's own library: the engine's, if it gave one, or a new one."""
         self.device = context.device
         self.unique_name = context.unique_name
         self.rank_in_group: int = context.group.rank
         self.world_size: int = context.group.world_size
         self.rank: int = self.rank_in_group
         self.ranks: tuple[int, ...] = context.ranks or tuple(range(self.world_size))
-        """The members' ranks among all of the engine's."""
+        """The engine-wide ranks of the group's members."""
         if len(self.ranks) != self.world_size:
             raise ConfigError(
                 f"a group of {self.world_size} ranks, and the global ranks of {len(self.ranks)}: {self.ranks}"
@@ -57,7 +57,7 @@ class RankInfo:
         self.global_rank = self.ranks[self.rank_in_group]
         self.global_world_size = context.global_world_size or max(self.ranks) + 1
         self.is_ep_communicator = bool(_EP.search(self.unique_name))
-        """Whether it serves expert parallelism: "ep" is a word of its name."""
+        """Whether it serves expert parallelism: its name contains the word "ep"."""
         self.use_all2all = self.is_ep_communicator and context.data_parallel_size > 1
         self.all2all_backend = context.all2all_backend
         self._busy = threading.Lock()
@@ -90,7 +90,7 @@ class RankInfo:
         return self._suspended
 
     def supports(self, device: str, dtype: torch.dtype | str, *, summing: bool = False) -> bool:
-        """Whether tensors of ``dtype`` on ``device`` are taken; ``summing``: by what adds them up."""
+        """Whether tensors of ``dtype`` on ``device`` are accepted; ``summing``: by calls that sum them."""
         names = self.sums if summing else self.moves
         return device.partition(":")[0] in self.devices and dtype_name(dtype) in names
 

@@ -1,4 +1,4 @@
-"""Whose tokens lie where, once every rank has the tokens of all: pure, and without torch."""
+"""Which rows belong to which rank in a tensor with the tokens of all ranks. Pure, without torch."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ class TokenSplit:
     """The rows of a tensor that has the tokens of all ranks, in the order of ranks."""
 
     sizes: tuple[int, ...]
-    """How many each rank has given; 0 where another one has given the same."""
+    """How many tokens each rank contributed; 0 where another rank contributed the same ones."""
     owners: tuple[int, ...]
-    """Which rank has given each rank's tokens: itself, unless ranks share them."""
+    """Which rank contributed each rank's tokens: itself, unless ranks share them."""
 
     @classmethod
     def of(cls, counts: Sequence[int], width: int) -> TokenSplit:

@@ -1,4 +1,4 @@
-"""What a listening pipe gives out as its contact: addresses, and from where each can be reached.
+"""The contact of a listening pipe: addresses, and from where each can be reached.
 
     <name><version> <domain> <address> [<address> ...]
 
@@ -28,7 +28,7 @@ class Contact:
     """
 
     NAME: ClassVar[str]
-    """What a contact begins with, so that another transport's is recognised."""
+    """The first word of a contact, by which a contact of another transport is recognised."""
     VERSION: ClassVar[int] = 1
     TRANSPORT: ClassVar[str]
     """The transport's name, for errors."""
@@ -36,10 +36,10 @@ class Contact:
     ONLY_UNIX: ClassVar[bool] = False
     """Every address is a Unix socket: both ends must be in one domain."""
     UNREACHABLE: ClassVar[str]
-    """The error where a listener has no address that can be reached from here: why, and the way out."""
+    """The error if no address of a listener can be reached from here: the cause, and what to change."""
 
     domain: str
-    """In which the Unix sockets among the addresses can be reached."""
+    """The domain in which the Unix sockets among the addresses can be reached."""
     addresses: tuple[str, ...] = attrs.field(repr=False)
     """Contacts of listeners; the first is to be tried first."""
 

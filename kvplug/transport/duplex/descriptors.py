@@ -1,7 +1,8 @@
 """Closing descriptors only when no thread is inside a system call on them.
 
-A descriptor that is closed under a blocked call may be given to another file, and the call goes on with that
-one. So ending a pipe shuts its sockets down, which wakes every thread, and the last one out closes them.
+A descriptor that is closed under a blocked call may be reused for another file, and the call continues with
+that file. So ending a pipe shuts its sockets down, which wakes every thread, and the last thread to leave
+closes them.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class DescriptorGuard:
         self._maybe_close()
 
     def after_fork(self) -> None:
-        """This is a forked child: close them now, whichever threads were inside in the parent. No lock."""
+        """In a forked child: close them now, even if threads of the parent were inside. No lock."""
         self._over = self._closed = True
         self._close()
 

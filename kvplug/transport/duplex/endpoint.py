@@ -24,7 +24,7 @@ class ContactEndpoint(PipeEndpoint, abc.ABC):
 
     CONTACT: ClassVar[type[Contact]]
     PURPOSE: ClassVar[str]
-    """What both ends prove that they mean; another protocol's listener refuses it."""
+    """The purpose that both ends prove; a listener of another protocol refuses it."""
 
     def __init__(self, context: PipeContext) -> None:
         self._context = context
@@ -57,7 +57,9 @@ class ContactEndpoint(PipeEndpoint, abc.ABC):
         return dial(address, self._context.credentials, self.PURPOSE, deadline.remaining())
 
     def _addresses(self) -> Sequence[str]:
-        """Where to listen, for :meth:`kvplug.transport.Listener.open`; peers try the first one first."""
+        """The addresses to listen at, for :meth:`kvplug.transport.Listener.open`; peers try the first one
+        first.
+        """
         return ("unix:",)
 
     @abc.abstractmethod

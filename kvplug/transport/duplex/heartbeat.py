@@ -1,8 +1,8 @@
-"""How the two ends of a pipe agree to notice each other's death, and the watch that follows.
+"""The agreement of a pipe's two ends on how they notice each other's death, and the watch that follows.
 
-An end that has a pidfd of the other's process sees it end. Where one of the two has none, on different hosts
-or in different pid namespaces, both send heartbeats, and silence counts as death. The more impatient end
-decides how long, so that neither takes the other's pace for silence.
+An end that has a pidfd of the other's process sees it end. If one of the two has none, on different hosts or
+in different pid namespaces, both send heartbeats, and silence counts as death. The shorter timeout of the two
+ends is used, so that both send often enough.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ import attrs
 from kvplug.net.liveness import Heartbeat, Watch, watch
 
 BEATS_PER_TIMEOUT: Final = 5
-"""An end beats this often in the silence that would count as its death."""
+"""How many heartbeats an end sends in the silence that would count as its death."""
 _MAX_MS: Final = 2**32 - 1
 """What fits the field of a join message."""
 
 
 @attrs.frozen
 class HeartbeatTerms:
-    """What one end says about itself when it joins; :meth:`agreed`: what holds for both.
+    """The terms of one end when it joins; :meth:`agreed` computes those that hold for both.
 
     >>> ours, theirs = HeartbeatTerms.of(10.0, sees_death=True), HeartbeatTerms.of(4.0, sees_death=False)
     >>> ours.agreed(theirs).silence_s()
@@ -34,7 +34,7 @@ class HeartbeatTerms:
     sees_death: bool
     """The end has a pidfd of the other; agreed: both have, so no heartbeats are needed."""
     heartbeat_ms: int
-    """Milliseconds of silence that the end takes for death, where heartbeats are needed."""
+    """Milliseconds of silence that count as death for this end, where heartbeats are needed."""
 
     @classmethod
     def of(cls, timeout_s: float, *, sees_death: bool) -> Self:
@@ -42,13 +42,13 @@ class HeartbeatTerms:
         return cls(sees_death, max(1, min(int(timeout_s * 1000), _MAX_MS)))
 
     def agreed(self, theirs: HeartbeatTerms) -> HeartbeatTerms:
-        """What holds for both ends. The same whichever end computes it."""
+        """The terms of both ends together. Symmetric."""
         return HeartbeatTerms(
             self.sees_death and theirs.sees_death, min(self.heartbeat_ms, theirs.heartbeat_ms)
         )
 
     def silence_s(self, timeout_s: float | None = None, *, at_least_s: float = 0.0) -> float | None:
-        """Seconds of silence that both ends take for death; ``None``: they see it, and send no heartbeats.
+        """Seconds of silence that count as death; ``None``: both ends have a pidfd and send no heartbeats.
 
         At most ``timeout_s``, which milliseconds round.
         """

@@ -1,4 +1,4 @@
-"""What two ends say to each other over a proven connection before it is a pipe: messages of fixed size."""
+"""The messages of fixed size that two ends exchange over a proven connection before it is a pipe."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether something with a peer still lives, and if not, what its calls raise."""
+"""Whether an object with a peer has ended, and what its calls raise then."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from kvplug.errors import ClosedError, KvplugError, PeerGoneError, TransportErro
 
 
 class Lifecycle:
-    """Whether a pipe, say, has ended, and why. The first reason is kept; closing it here goes before others.
+    """Whether a pipe, for example, has ended, and why. The first reason is kept, but closing here replaces
+    it.
 
     Reading takes no lock, so that it is safe in a forked child.
 
@@ -20,7 +21,7 @@ class Lifecycle:
     """
 
     def __init__(self, what: str) -> None:
-        """``what`` its errors call it: "the pipe to pid 7"."""
+        """``what`` names it in errors: "the pipe to pid 7"."""
         self._what = what
         self._lock = threading.Lock()
         self._error: type[KvplugError] = KvplugError
@@ -34,7 +35,7 @@ class Lifecycle:
 
     @property
     def ended(self) -> bool:
-        """Whether it ended, in whatever way."""
+        """Whether it ended in any way."""
         return bool(self._closed or self._reason)
 
     @property
@@ -44,7 +45,7 @@ class Lifecycle:
 
     @property
     def broken(self) -> bool:
-        """Whether the stream lost its place: not even what has arrived can be received."""
+        """Whether the stream's position is lost: even messages that have arrived cannot be received."""
         return self._error is TransportError
 
     @property
@@ -55,7 +56,7 @@ class Lifecycle:
     def close(self, reason: str) -> bool:
         """It was closed here; False if it already was."""
         if self.closed:
-            return False  # without the lock: in a forked child no thread may ever give it back
+            return False  # without the lock: in a forked child it may never be released
         with self._lock:
             if self._closed:
                 return False

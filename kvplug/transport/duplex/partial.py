@@ -1,4 +1,4 @@
-"""The partly received message: what is known of it, and where a part of it waits for the next call."""
+"""The partly received message: its meta, and the received part that waits for the next call."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 INTERRUPTED: Final = "interrupted in the middle of a message"
-"""Why a pipe fails after Ctrl-C between a copy and its being noted: the stream's position is lost."""
+"""Why a pipe fails after Ctrl-C between a copy and its accounting: the stream's position is lost."""
 
 
 class PartialMessage:
     """A message whose announcement has been read, and maybe a part of its bytes.
 
-    A receive call that runs out of time leaves it behind, and the next call goes on with it.
+    A receive call that runs out of time leaves it, and the next call resumes it.
     """
 
     __slots__ = ("got", "meta", "nbytes", "own")
@@ -34,7 +34,7 @@ class PartialMessage:
         """A tensor of the pipe's, in which the part that has arrived waits for the next call."""
 
     def late(self, peer: str) -> TimeoutError:
-        """What a call raises whose deadline has passed in the middle of the message."""
+        """The error of a call whose deadline passed in the middle of the message."""
         return TimeoutError(
             f"{self.got} of {self.nbytes} bytes of a tensor have arrived from {peer};"
             " the next call goes on with it"

@@ -1,4 +1,4 @@
-"""The life of a pipe: what every call checks first, and what happens when it ends."""
+"""The life cycle of a pipe: the checks of every call, and what happens when the pipe ends."""
 
 from __future__ import annotations
 
@@ -20,32 +20,33 @@ if TYPE_CHECKING:
 
 @attrs.frozen(kw_only=True)
 class PipeSettings:
-    """What every pipe of an endpoint is told. A transport adds its own."""
+    """The settings of every pipe of an endpoint. A transport adds its own."""
 
     max_in_flight_bytes: int
     """Bytes that may be sent and not yet taken, before ``send_tensor`` blocks."""
     timeout_s: float
-    """Seconds that a call waits whose caller says nothing."""
+    """The default timeout of calls, in seconds."""
     heartbeat_timeout_s: float
-    """Seconds of silence that count as the peer's death, where it cannot be seen."""
+    """Seconds of silence that count as the peer's death, if its process cannot be watched."""
 
 
 class DuplexPipe(Pipe, abc.ABC):
-    """A pipe of which a transport writes how bytes move, and what it has to let go of.
+    """The base of pipes: a transport implements how bytes move, and what is released at the end.
 
-    It checks each call, counts time, lets one thread send and one receive, and ends once, for one reason. A
-    transport writes the methods whose names begin with ``_``; it calls :meth:`_peer_gone` and :meth:`_fail`
-    from any thread, without locks, and registers itself with ``close_after_fork`` once it is whole.
+    It checks each call, keeps deadlines, lets one thread send and one receive, and ends once, for one reason.
+    A transport implements the methods whose names begin with ``_``; it calls :meth:`_peer_gone` and
+    :meth:`_fail` from any thread, without locks, and registers itself with ``close_after_fork`` at the end of
+    its constructor.
     """
 
     def __init__(self, peer: str, timeout_s: float) -> None:
-        """``peer`` names the other end in messages; ``timeout_s`` is what a call waits by default."""
+        """``peer`` names the other end in messages; ``timeout_s`` is the default timeout of calls."""
         self._peer = peer
         self._timeout_s = timeout_s
         self._lifecycle = Lifecycle(f"the pipe to {peer}")
         self._sending, self._receiving = ExclusiveUse("sending"), ExclusiveUse("receiving")
         self._let_go = False
-        """Everything was let go of."""
+        """Everything was released."""
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} to {self._peer}, {self._lifecycle.state}>"
@@ -121,11 +122,11 @@ class DuplexPipe(Pipe, abc.ABC):
         """The next message. Only one thread at a time. Raises as :meth:`Pipe.recv_tensor`."""
 
     def _send_blocks(self, blocks: Blocks, deadline: Deadline) -> Transfer:
-        """The same for blocks of a cache, which are gathered first unless a transport does better."""
+        """The same for blocks of a cache; gathers them first unless a transport overrides it."""
         return self._send(blocks.gathered(), deadline)
 
     def _receive_blocks(self, blocks: Blocks, deadline: Deadline) -> None:
-        """The same for blocks of a cache, scattered once all has come unless a transport does better."""
+        """The same for blocks of a cache; scatters them at the end unless a transport overrides it."""
         tensor = blocks.empty()
         self._receive(tensor, deadline)
         blocks.scatter(0, tensor.view(blocks.num_rows, *blocks.row_shape))
@@ -133,20 +134,20 @@ class DuplexPipe(Pipe, abc.ABC):
     # -- what a transport writes: how it ends ------------------------------------------------------------
 
     def _drain(self, deadline: Deadline) -> None:
-        """After ``close``: wake what receives, and send what is queued until the deadline. May raise."""
+        """After ``close``: wake the receiver, and send what is queued until the deadline. May raise."""
 
     @abc.abstractmethod
     def _release(self) -> None:
-        """Wake every thread, fail what is queued, let go of everything. Blocks nowhere. Idempotent.
+        """Wake every thread, fail what is queued, release everything. Never blocks. Idempotent.
 
-        In any thread, and maybe in a signal's handler.
+        Called in any thread, also in a signal handler.
         """
 
     def _join_threads(self) -> None:
         """After ``close``: wait for the pipe's threads, for a moment, except for the calling one."""
 
     def _on_peer_gone(self) -> None:
-        """The peer is gone: wake every thread. What has wholly arrived can still be received."""
+        """The peer is gone: wake every thread. Messages that have wholly arrived can still be received."""
         self._end()
 
     def _on_failure(self) -> None:
@@ -164,13 +165,13 @@ class DuplexPipe(Pipe, abc.ABC):
         self._let_go = True
 
     def _peer_gone(self, reason: str) -> None:
-        """The peer is gone. Called without locks, by whatever notices first."""
+        """The peer is gone. Called without locks, by the thread that notices it first."""
         if self._lifecycle.lose_peer(reason):
             self._logger.debug("%r: %s", self, reason)
         self._on_peer_gone()
 
     def _fail(self, reason: str) -> None:
-        """What comes or goes cannot be trusted any more. Called without locks."""
+        """The stream cannot be trusted any more. Called without locks."""
         if self._lifecycle.fail(reason):
             self._logger.warning("%r: %s", self, reason)
         self._on_failure()

@@ -1,4 +1,4 @@
-"""The window of a sender: how many bytes may be sent and not yet taken, and who waits for room."""
+"""The window of a sender: how many bytes may be sent and not yet taken, and the wait for room."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class SendWindow:
     """
 
     SMALLEST_COST: ClassVar[int] = 256
-    """What an empty message counts for, so that a stopped receiver bounds the number of messages too."""
+    """The cost of an empty message, so that the number of messages in flight is bounded too."""
 
     def __init__(self, *, limit: int, peer: str, lifecycle: Lifecycle) -> None:
         """``limit`` is the option ``max_in_flight_bytes``."""
@@ -39,11 +39,12 @@ class SendWindow:
         return self.in_flight
 
     def cost(self, nbytes: int) -> int:
-        """What a message of ``nbytes`` bytes counts for."""
+        """The cost of a message of ``nbytes`` bytes."""
         return max(self.SMALLEST_COST, nbytes)
 
     def wait_for_room(self, nbytes: int, deadline: Deadline) -> None:
-        """Return when a message of ``nbytes`` may be added. With the lock, which is let go meanwhile.
+        """Return when a message of ``nbytes`` may be added. Call it with the lock, which is released
+        meanwhile.
 
         One message larger than the limit passes alone.
 

@@ -1,1 +1,1 @@
-"""Ranks that found each other without a global process group."""
+"""Groups of ranks that need no global process group."""

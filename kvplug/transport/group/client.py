@@ -1,4 +1,4 @@
-"""The other ranks' way to rank 0's store: a membership, and as many connections as are in use at once."""
+"""The client of rank 0's store at the other ranks: a membership connection, and a pool for requests."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _GRACE_S = 1.0  # rank 0 answers at the deadline; its answer may take that long 
 
 
 class Access(Protocol):
-    """A rank's way to the store."""
+    """A rank's access to the store."""
 
     def ask(self, request: tuple[Any, ...]) -> tuple[str, Any]:
         """A request whose last item is the seconds to wait, or that is answered at once."""
@@ -91,7 +91,7 @@ class RemoteStore:
                 channel = self._open(deadline)
             yield channel
         except BaseException as e:
-            # An answer may still be on its way: nobody must take it for that to another request.
+            # The answer may still arrive: it must not be read as the answer to another request.
             if channel is not None:
                 self._discard(channel)
             if self._closed:

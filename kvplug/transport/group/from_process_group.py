@@ -23,7 +23,7 @@ def group_from_process_group(
     timeout: Timeout = DEFAULT_TIMEOUT,
     timeout_s: float | None = STORE_TIMEOUT_S,
 ) -> StatelessGroup:
-    """The ranks of a torch process group as a kvplug group, of which each is its maker's to close.
+    """Make a kvplug group of the ranks of a torch process group. The caller closes both groups.
 
     All ranks call it. Rank 0 listens at ``address`` (``unix:`` for ranks on one host), and the process group,
     which needs CPU tensors, carries its contact to the others; how long that takes is the process group's own

@@ -1,4 +1,4 @@
-"""The group itself: what ranks say to each other before, and beside, the transports."""
+"""The group itself: small messages between ranks before, and beside, the transports."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvplug.transport.group.server import LocalStore, StoreServer
 from kvplug.transport.group.store import ERRORS, OK
 
 STORE_TIMEOUT_S = 300.0
-"""How long ranks wait for each other where nothing is said."""
+"""The default timeout of a group's calls."""
 _CLOSE_TIMEOUT_S = 5.0
 
 
@@ -32,10 +32,10 @@ class StatelessGroup:
 
     Callers. Any thread for ``set``, ``get``, ``delete``, ``add``. Collectives (``barrier``, ``broadcast``,
     ``all_gather``) are called by all ranks in the same order, from one thread at a time, else ``BusyError``;
-    the same holds for ``send`` to, and ``recv`` from, one rank. After a ``TimeoutError`` the same call goes
-    on where it was: what was given the first time counts.
+    the same holds for ``send`` to, and ``recv`` from, one rank. After a ``TimeoutError`` the same call
+    resumes where it was, with the arguments of the first attempt.
 
-    Not promised. Throughput: everything passes through rank 0. That is what transports are for.
+    Not promised. Throughput: everything passes through rank 0. Transports are for large data.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class StatelessGroup:
 
     @classmethod
     def listen(cls, address: str, credentials: Credentials | None = None, *, label: str = "") -> Listener:
-        """For rank 0, to know the contact before the group exists: hand the listener to :meth:`create`.
+        """Listen at rank 0 before the group exists, to know its contact; pass the listener to :meth:`create`.
 
         Raises as ``Listener.open``.
         """
@@ -76,14 +76,14 @@ class StatelessGroup:
         timeout_s: float | None = STORE_TIMEOUT_S,
         label: str = "",
     ) -> StatelessGroup:
-        """Meet the other ranks at ``address``; returns when all are there.
+        """Connect all ranks through ``address``; returns when all have joined.
 
         Rank 0 listens there (or takes over the listener it is given, also when this fails); the others dial
-        it, again and again until it is up. ``timeout`` bounds this call (``timeout_s`` where nothing is
-        said); ``timeout_s`` later ones. ``label`` is what the others' messages call this process.
+        it repeatedly until it listens. ``timeout`` is the deadline of this call (default: ``timeout_s``);
+        ``timeout_s`` is the default of later calls. ``label`` names this process in the others' messages.
 
         Raises:
-            TimeoutError: names the ranks that did not come, or the address where nobody answered.
+            TimeoutError: names the ranks that did not join, or the address where no process listened.
             InsecureAddressError, AddressInUseError, AuthenticationError, ConfigError: as the listener does.
             WireError: rank or world size do not fit the group's.
         """
@@ -116,7 +116,7 @@ class StatelessGroup:
 
     @property
     def contact(self) -> str:
-        """On rank 0, what the others dial; may carry a token. Empty on other ranks."""
+        """On rank 0, the contact that the others dial; may carry a token. Empty on other ranks."""
         return self._listener.contact if self._listener is not None else ""
 
     @property
@@ -135,20 +135,20 @@ class StatelessGroup:
         self._ask("set", key, values.encode(value))
 
     def get(self, key: str, timeout: Timeout = DEFAULT_TIMEOUT) -> Any:
-        """The value of a key, waiting until somebody has set it.
+        """The value of a key; waits until a rank has set it.
 
         Raises:
-            TimeoutError: nobody has.
+            TimeoutError: no rank has set it.
             PeerGoneError, ClosedError: as the law says.
         """
         return values.decode(self._ask("get", key, self._deadline(timeout).remaining()))
 
     def delete(self, key: str) -> bool:
-        """Delete a key; whether it was there."""
+        """Delete a key. Returns whether it existed."""
         return bool(self._ask("delete", key))
 
     def add(self, key: str, amount: int = 1) -> int:
-        """Add to a number (0 if it is not there) in one step; the sum."""
+        """Add to a number (0 if it does not exist) atomically. Returns the sum."""
         return int(self._ask("add", key, amount))
 
     # -- collectives ---------------------------------------------------------------------------
@@ -187,7 +187,7 @@ class StatelessGroup:
     # -- messages between ranks -----------------------------------------------------------------------
 
     def send(self, value: object, dst: int) -> None:
-        """Leave a value for another rank; does not wait until it is received.
+        """Send a value to another rank; does not wait until it is received.
 
         Raises:
             UnsupportedError, CapacityError: the value is not carried.
@@ -260,10 +260,11 @@ class StatelessGroup:
             )
 
     def close(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
-        """Leave the group. Idempotent. On rank 0, let the others fetch what is theirs first (5 s at most).
+        """Leave the group. Idempotent. Rank 0 first waits (5 s at most) until the others have fetched their
+        values.
 
-        Other ranks that wait for this one get ``PeerGoneError``; when rank 0 closes, so does every later call
-        of the others. Ranks that end together call ``barrier`` before.
+        Other ranks that wait for this one get ``PeerGoneError``; when rank 0 closes, every later call of the
+        others raises it too. Ranks that end together should call ``barrier`` first.
         """
         if self._closed:
             return

@@ -1,11 +1,11 @@
-"""What the ranks of a communicator say to each other beside its library: a pipe between each two of them.
+"""The control plane of a communicator, beside its library: a pipe between each two ranks.
 
-A library of collectives (gloo, NCCL) neither knows who is missing nor can be told that a rank has given up.
-The pipes do both: each says when its peer's process has ended, and carries calls to be compared, tensors from
-one rank to another, and news.
+A library of collectives (gloo, NCCL) does not report which rank is missing, and a rank cannot inform it that
+it has given up. The pipes do both: each reports when its peer's process has ended, and carries calls to be
+compared, tensors from one rank to another, and news.
 
-On a pipe there are calls (encoded values, as bytes), tensors that were announced by one, and news: a message
-``None``, which is neither, and then the encoded news.
+A pipe carries calls (encoded values, as bytes), tensors that a call announced, and news: a message ``None``,
+followed by the encoded news.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ if TYPE_CHECKING:
     import torch
 
 _STEP_S = 0.05
-"""Whoever waits for one rank looks that often whether another is gone."""
+"""A rank that waits for another checks this often whether a third one is gone."""
 _NEWS_S = 5.0
-"""News follows at once on what announces it; a machine may be busy."""
+"""How long to wait for news after its announcement; they are sent together, but a machine may be busy."""
 _VERDICT_S = 0.5
-"""How long ranks that were stopped in a collective wait to hear from each other whose fault it is."""
+"""How long ranks whose collective failed wait for the other ranks' reports of the cause."""
 _OWN_S = 0.1
-"""How long a rank whose own error it is looks whether another one is gone, before it says so."""
+"""How long a rank with an error of its own checks whether another one is gone, before it reports it."""
 _DRAIN_S = 0.5
-"""How long whoever leaves an exchange waits for what others are about to take."""
+"""How long a rank that leaves an exchange waits until others have received their messages."""
 _KINDS: dict[str, type[KvplugError]] = {
     kind.__name__: kind for kind in (TimeoutError, PeerGoneError, TransportError)
 }
@@ -54,16 +54,16 @@ class _End:
 
     pipe: Pipe
     early: deque[torch.Tensor] = attrs.field(factory=deque)
-    """Read while something else was waited for."""
+    """Tensors that arrived while the rank waited for something else."""
     bad: tuple[type[KvplugError], str] | None = None
-    """Why nothing more comes of it. No exception is kept: its traceback would keep what was going on."""
+    """Why nothing more arrives. Not an exception: its traceback would keep the frames' objects alive."""
     stopped: bool = False
     """Its rank has given up the collective that is under way."""
     left_after: int | None = None
-    """Its rank has left, with so many collectives done: it is missed in the next ones only."""
+    """Its rank left after this many collectives: only later ones miss it."""
 
     def error(self) -> KvplugError:
-        """Raises nothing; to be raised where ``bad`` is set."""
+        """The exception to raise where ``bad`` is set."""
         kind, why = self.bad or (TransportError, "the connection ended")
         return kind(why)
 
@@ -76,19 +76,19 @@ class Mesh:
     def __init__(self, pipes: Mapping[int, Pipe]) -> None:
         self._ends = {rank: _End(pipe) for rank, pipe in sorted(pipes.items())}
         self._collectives = 0
-        """How many all ranks have agreed on, or are about to."""
+        """The number of collectives that all ranks have agreed on, or are agreeing on."""
         self._given_up = False
         self._said_why = False
 
     def abort(self) -> None:
-        """Blocks nowhere. Whoever waits here gets ClosedError, and other ranks that this one is gone."""
+        """Never blocks. Calls that wait here raise ClosedError; other ranks see that this one is gone."""
         for end in self._ends.values():
             end.pipe.abort()
 
     # -- calls -----------------------------------------------------------------------------------
 
     def send(self, calls: Mapping[int, Mapping[str, Any]], deadline: Deadline) -> None:
-        """Each of these ranks its call. Raises as :meth:`recv`."""
+        """Send each of these ranks its call. Raises as :meth:`recv`."""
         encoded: dict[int, torch.Tensor] = {}  # the same object is encoded once
         for rank, call in calls.items():
             message = encoded.get(id(call))
@@ -101,9 +101,9 @@ class Mesh:
         """The next call of each of these ranks.
 
         Raises:
-            TimeoutError: names those that have said nothing; or for whom another rank has waited in vain.
-            PeerGoneError: a rank is gone, whichever it is; names it. Not one that left after it had done
-                its part, unless it is one of these.
+            TimeoutError: names the ranks that sent nothing in time, here or at another rank.
+            PeerGoneError: any rank is gone; names it. A rank that left after it had done its part counts only
+                if it is one of these.
             ClosedError: ``abort`` was called.
         """
         missing = list(ranks)
@@ -119,7 +119,7 @@ class Mesh:
                 missing = [rank for rank in missing if not self._ends[rank].early]
                 if missing:
                     raise TimeoutError(f"{_all(missing)} did not come in time")
-        self._check_ends()  # who has given up before this rank came is not to be waited for in the library
+        self._check_ends()  # do not wait in the library for a rank that gave up earlier
         return found
 
     def compare(self, call: Mapping[str, Any], deadline: Deadline) -> list[Mapping[str, Any]]:
@@ -133,7 +133,7 @@ class Mesh:
         return [found.get(rank, call) for rank in ranks]
 
     def check(self) -> None:
-        """Whether all ranks are still there and take part.
+        """Return if all ranks still take part.
 
         Raises:
             TransportError: a rank has given up the collective under way, and has not said why.
@@ -151,7 +151,7 @@ class Mesh:
                 raise end.error()
 
     def _has_done_its_part(self, end: _End) -> bool:
-        """Its rank has left since, and nobody waits for it."""
+        """Its rank has left since, and no call waits for it."""
         return end.left_after is not None and end.left_after >= self._collectives
 
     # -- tensors ---------------------------------------------------------------------------------
@@ -176,8 +176,9 @@ class Mesh:
                 with self._sending(rank):
                     transfer.wait(deadline.remaining())
         except BaseException:
-            # The caller may change what is still to be sent, and nobody is to get that. But a rank that is
-            # cut off in the middle of a tensor hears nothing more of this one, and takes it for gone.
+            # The caller may change tensors that are still queued, and no rank may receive those. But a rank
+            # that is cut off in the middle of a tensor receives nothing more of this one, and treats it as
+            # gone.
             soon = Deadline.after(_DRAIN_S)
             for rank, transfer in transfers:
                 with contextlib.suppress(KvplugError):
@@ -205,8 +206,8 @@ class Mesh:
     # -- news ------------------------------------------------------------------------------------
 
     def give_up(self, error: BaseException | None = None) -> None:
-        """Tell all others: that this rank takes part no more; with ``error``, also why, unless that was said.
-        Waits for nobody.
+        """Inform all others that this rank has given up, and with ``error`` also why, unless already sent.
+        Never waits.
         """
         if self._said_why:
             return
@@ -215,7 +216,7 @@ class Mesh:
         self._announce(["stopped"] if error is None else ["ended", kind, str(error)[:2000]])
 
     def leave(self) -> None:
-        """Tell all others that this rank has done all that it began, unless it gave up. Waits for nobody."""
+        """Inform all others that this rank has finished all its calls, unless it gave up. Never waits."""
         if not self._given_up:
             self._announce(["left", self._collectives])
 
@@ -227,9 +228,9 @@ class Mesh:
                 end.pipe.send_tensor(message, timeout=0)
 
     def silent(self, within: Deadline, *, reason_wanted: bool) -> list[int]:
-        """The ranks that have not given up when all had the time to: they are stopped, or cut off.
+        """The ranks that have sent no news although all had time to: they are stopped, or cut off.
 
-        ``reason_wanted``: this rank does not know why the collective failed, and another one may.
+        ``reason_wanted``: this rank does not know why the collective failed, but another one may.
 
         Raises:
             PeerGoneError: a rank is gone; names it.
@@ -255,10 +256,10 @@ class Mesh:
     def diagnose(
         self, among: Collection[int] | None = None, *, own: tuple[type[KvplugError], ...] = ()
     ) -> Iterator[None]:
-        """Around an operation of the library, which says that it failed and not because of whom: the ranks
-        find out, and whoever knows tells the others at once. ``among``: those it was with; all, where nothing
-        is said. ``own``: errors that arose at this rank. It raises them whatever others believe, unless a
-        rank is gone, and blames nobody who is silent.
+        """Run an operation of the library. The library reports a failure without naming the rank that caused
+        it; the ranks exchange what they know and name it. ``among``: the ranks of the operation (default:
+        all). ``own``: errors that arose at this rank. It raises them whatever the other ranks report, unless
+        a rank is gone, and does not blame silent ranks.
 
         Raises:
             TimeoutError: names the ranks that do not answer.
@@ -279,7 +280,7 @@ class Mesh:
                 raise
 
     def _find_fault(self, error: KvplugError, among: Collection[int] | None) -> None:
-        """Raises whose fault it is, if that is known better than ``error`` says it."""
+        """Raise an error that names the rank at fault, if more is known than ``error`` says."""
         late = isinstance(error, TimeoutError)
         silent = self.silent(Deadline.after(_VERDICT_S), reason_wanted=not late)
         if late and not silent:
@@ -313,7 +314,7 @@ class Mesh:
         return None
 
     def _look(self, rank: int, deadline: Deadline | None = None) -> None:
-        """Take what has come of a rank, at most one message."""
+        """Receive what has arrived from a rank, at most one message."""
         end = self._ends[rank]
         if end.bad is not None:
             return
@@ -342,7 +343,7 @@ class Mesh:
 
     @contextlib.contextmanager
     def _sending(self, rank: int) -> Iterator[None]:
-        """A rank that takes nothing more may have said why, before it went."""
+        """A rank that receives nothing more may have sent the reason before it left."""
         try:
             with self._named(rank):
                 yield

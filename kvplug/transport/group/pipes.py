@@ -21,10 +21,10 @@ def connect_ranks(
     peers: Iterable[int] | None = None,
     timeout: Timeout = DEFAULT_TIMEOUT,
 ) -> dict[int, Pipe]:
-    """One pipe to each of ``peers`` (all other ranks where nothing is said), by rank.
+    """One pipe to each of ``peers`` (default: all other ranks), by rank.
 
-    Two ranks get a pipe if both name each other. The lower one listens. Every rank goes through its pairs in
-    the same order, lowest rank first, so that no circle of ranks waits for each other.
+    Two ranks get a pipe if both name each other. The lower one listens. Every rank connects its pairs in the
+    same order, lowest rank first, so that ranks cannot deadlock.
 
     Raises:
         TimeoutError: a peer did not come in time; names it.
@@ -55,7 +55,7 @@ def connect_ranks(
 
 @contextmanager
 def _named(peer: int) -> Iterator[None]:
-    """A listener cannot know who it is that does not come."""
+    """Name the peer in errors: a listener does not know which one is missing."""
     try:
         yield
     except (TimeoutError, PeerGoneError) as e:
@@ -69,7 +69,7 @@ def _listen_for(group: StatelessGroup, endpoint: PipeEndpoint, peer: int, deadli
         group.send(("failed", f"rank {group.rank} cannot listen: {e}"), peer)
         raise
     try:
-        # One listener for each peer: who comes there is who got its contact.
+        # One listener for each peer: only that peer has its contact.
         group.send(("contact", listener.contact), peer)
         return listener.accept(deadline.remaining())
     finally:

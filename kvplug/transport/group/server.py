@@ -136,13 +136,13 @@ class StoreServer:
                 self._answered.notify_all()
 
     def close(self, deadline: Deadline) -> None:
-        """Let the others fetch what is theirs, until ``deadline``; then end all threads."""
+        """Wait until the others have fetched their values, or the deadline; then end all threads."""
         self.store.drain(deadline)
         self.store.close()
         if self._listener is not None:
             self._listener.close()
         with self._lock:
-            # Whoever waited is being told why it waits no longer.
+            # Ranks that waited receive the reason now.
             self._answered.wait_for(lambda: not self._answers, _LAST_ANSWERS_S)
             self._closed = True
             channels, threads = list(self._channels), list(self._threads)
@@ -158,7 +158,7 @@ class StoreServer:
 
 
 class LocalStore:
-    """Rank 0's own way to its store."""
+    """Rank 0's own access to its store."""
 
     def __init__(self, server: StoreServer) -> None:
         self._server = server

@@ -1,7 +1,7 @@
-"""What rank 0 keeps for a group: keys, messages between ranks, and rounds that all ranks take part in.
+"""The store of rank 0: keys, messages between ranks, and rounds in which all ranks take part.
 
-Values are opaque bytes here. Whatever is meant for particular ranks (messages, results of rounds) is kept
-until each of them has confirmed it, or is gone, and then deleted: nothing grows with the number of rounds.
+Values are opaque bytes here. Values for particular ranks (messages, results of rounds) are kept until each of
+them has confirmed receipt, or is gone, and then deleted: memory does not grow with the number of rounds.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ ERRORS: dict[str, type[KvplugError]] = {
 class _JoinedRank:
     identity: PeerIdentity
     absent: str = ""
-    """How it went ("has left", "is gone"); empty while it is here."""
+    """How it left ("has left", "is gone"); empty while it takes part."""
 
 
 @attrs.define
@@ -87,14 +87,14 @@ class Store:
         self._members[0] = _JoinedRank(identity)
 
     def is_member(self, rank: int, identity: PeerIdentity) -> bool:
-        """Whether that very process is that rank, and still here."""
+        """Whether that very process is that rank, and still takes part."""
         member = self._members.get(rank)
         if member is None or member.absent:
             return False
         return attrs.evolve(member.identity, label="") == attrs.evolve(identity, label="")
 
     def part(self, rank: int, absent: str) -> None:
-        """A rank "has left" or "is gone": whoever waits for it is told."""
+        """A rank "has left" or "is gone": ranks that wait for it get ``PeerGoneError``."""
         with self._changed:
             member = self._members.get(rank)
             if member is not None and not member.absent:
@@ -110,7 +110,7 @@ class Store:
     # -- requests ------------------------------------------------------------------------------
 
     def answer(self, rank: int, request: Any) -> tuple[str, Any]:
-        """What ``rank`` gets for ``request``: ``(OK, value)`` or ``(key of ERRORS, message)``."""
+        """Answer ``request`` of ``rank``: ``(OK, value)`` or ``(key of ERRORS, message)``."""
         try:
             return OK, self._perform(rank, request)
         except KvplugError as e:
@@ -150,7 +150,7 @@ class Store:
     def _get(self, rank: int, key: str, deadline: Deadline) -> bytes:
         _check_key(key)
         with self._changed:
-            self._wait(rank, lambda: key in self._keys, deadline, lambda: f"nobody has set {key!r} in time")
+            self._wait(rank, lambda: key in self._keys, deadline, lambda: f"no rank has set {key!r} in time")
             return self._keys[key]
 
     def _delete(self, key: str) -> bool:
@@ -228,7 +228,7 @@ class Store:
     def _wait(
         self, rank: int, ready: Callable[[], bool], deadline: Deadline, what: Callable[[], str]
     ) -> None:
-        """Until ``ready()``, called with the lock held."""
+        """Wait until ``ready()``, which is called with the lock held."""
         while not ready():
             if self._closed:
                 raise PeerGoneError(f"rank 0 has closed the group; until then, {what()}")
@@ -245,7 +245,7 @@ class Store:
                 raise PeerGoneError(f"{self.name(rank)} {member.absent} and {what}")
 
     def _tidy(self) -> None:
-        """Drop what nobody who is here will fetch."""
+        """Drop values that no remaining rank will fetch."""
         here = self._here()
         for key in [key for key in self._mailbox if key[2] not in here]:
             del self._mailbox[key]
@@ -260,7 +260,7 @@ class Store:
         return len(this.contributions) == self._world_size
 
     def drain(self, deadline: Deadline) -> bool:
-        """Rank 0 leaves. Wait until the others that are here have fetched all that is ready for them."""
+        """Rank 0 leaves. Wait until the remaining ranks have fetched everything that is ready for them."""
         self.part(0, "has left")
         with self._changed:
             while self._mailbox or any(map(self._complete, self._rounds.values())):
@@ -270,7 +270,7 @@ class Store:
             return True
 
     def close(self) -> None:
-        """Whoever waits, or asks from now on, gets ``PeerGoneError`` that says what was missing."""
+        """Requests that wait, and all later ones, raise ``PeerGoneError`` that says what was missing."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()

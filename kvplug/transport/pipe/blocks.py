@@ -24,7 +24,7 @@ class Blocks:
     """
 
     def __init__(self, views: Sequence[Tensor], block_ids: Sequence[int]) -> None:
-        """Look at them; nothing is copied.
+        """Check the views and ids; nothing is copied.
 
         Raises:
             LayoutError: there is no view, or views differ in shape, dtype or device, or are to be conjugated
@@ -63,7 +63,7 @@ class Blocks:
         self.row_shape = tuple(first.shape[1:])
         self.row_bytes: int = math.prod(self.row_shape) * first.dtype.itemsize
         self.num_rows = len(views) * len(self._ids)
-        self._index: Tensor | None = None  # of the ids, once somebody wants it
+        self._index: Tensor | None = None  # of the ids, made on first use
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -75,7 +75,7 @@ class Blocks:
         return self.num_rows * self.row_bytes
 
     def check_distinct(self) -> None:
-        """For whoever is to write into them.
+        """Check that the blocks can be written into.
 
         Raises:
             LayoutError: a block comes twice.
@@ -86,7 +86,7 @@ class Blocks:
 
     @property
     def block_ids(self) -> array[int]:
-        """Not to be changed."""
+        """The block ids as an array; callers must not change it."""
         return self._ids
 
     def rows_in_memory(self) -> list[tuple[int, int]] | None:
@@ -106,7 +106,7 @@ class Blocks:
         return rows
 
     def runs(self) -> list[Tensor] | None:
-        """The blocks of each view as one contiguous tensor; ``None``: they do not follow one another."""
+        """The blocks of each view as one contiguous tensor; ``None`` if the ids are not consecutive."""
         ids = self._ids
         if not self.nbytes or any(after - before != 1 for before, after in itertools.pairwise(ids)):
             return None
@@ -168,7 +168,7 @@ class Blocks:
 
 
 def _is_plain(view: Tensor) -> bool:
-    """Whether its numbers lie in memory, and nothing else is to be known of it."""
+    """Whether it is a plain strided tensor: no subclass, sparse or nested one."""
     import torch
 
     return (

@@ -41,7 +41,7 @@ class Pipe(abc.ABC):
     @property
     @abc.abstractmethod
     def peer(self) -> str:
-        """Who is at the other end, for messages; pid and host where known."""
+        """The process at the other end, for messages; pid and host where known."""
 
     @abc.abstractmethod
     def send_tensor(self, tensor: Tensor | None, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Transfer:
@@ -123,7 +123,7 @@ class Pipe(abc.ABC):
 
 
 class PipeListener(abc.ABC):
-    """Waits for peers. Each ``accept`` is one more pipe; peers come and go while others work."""
+    """Waits for peers. Each ``accept`` returns one more pipe; peers connect and leave independently."""
 
     @property
     @abc.abstractmethod
@@ -135,7 +135,7 @@ class PipeListener(abc.ABC):
         """The pipe to the next peer that has connected and proved itself.
 
         Raises:
-            TimeoutError: nobody came.
+            TimeoutError: no peer connected.
             ClosedError: the listener is closed (also when that happens during the wait).
         """
 
@@ -161,7 +161,7 @@ class PipeEndpoint(abc.ABC):
 
         Raises:
             TimeoutError: it did not answer in time.
-            PeerGoneError: nobody listens there any more.
+            PeerGoneError: no process listens there any more.
             AuthenticationError: one end did not prove itself to the other.
             WireError: the contact is not one of this transport's.
         """

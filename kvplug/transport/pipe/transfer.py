@@ -23,8 +23,8 @@ class Transfer:
     <Transfer of 4096 bytes, done>
     """
 
-    # Most transfers of small messages have ended before anybody asks, so the event that a waiter needs
-    # is made by the first waiter.
+    # Most transfers of small messages have ended before any thread waits, so the first waiter makes the
+    # event.
     __slots__ = ("__weakref__", "_callbacks", "_done", "_error", "_event", "_lock", "nbytes")
 
     def __init__(self, nbytes: int) -> None:
@@ -80,9 +80,9 @@ class Transfer:
         self._end(error)
 
     def after_fork(self, error: BaseException) -> None:
-        """For transports, in a forked child: it is the parent's, and here it has failed with ``error``.
+        """For transports, in a forked child: the transfer is the parent's, and fails here with ``error``.
 
-        Takes no lock made before the fork. The callbacks are the parent's too, and are not called here.
+        Takes no lock made before the fork. The callbacks are the parent's and are not called here.
         """
         self._lock = threading.Lock()
         self._callbacks = []

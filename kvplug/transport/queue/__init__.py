@@ -1,9 +1,9 @@
 """The message queue: one writer, many readers, small values and tensors.
 
 The names are those of the family's shared-memory broadcast (``MessageQueue``, ``export_handle``,
-``create_from_handle``, ``create_from_process_group``); its defects (pickle, silence about who is slow, a dead
-reader that blocks everybody) are not. A transport of kind "queue" implements :class:`QueueEndpoint` and the
-two ends of :class:`MessageQueue`.
+``create_from_handle``, ``create_from_process_group``); its defects (pickle, no word about slow readers, a
+dead reader that blocks all others) are not. A transport of kind "queue" implements :class:`QueueEndpoint` and
+the two ends of :class:`MessageQueue`.
 """
 
 from kvplug.transport.queue.endpoint import QueueEndpoint

@@ -1,4 +1,4 @@
-"""What makes the ends of queues."""
+"""The endpoint: it makes the ends of queues."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 _MOST_WORDS = 4000
-"""Characters of an error that the other ranks are told."""
+"""Characters of an error that is sent to the other ranks."""
 
 
 class QueueEndpoint(abc.ABC):
@@ -33,8 +33,8 @@ class QueueEndpoint(abc.ABC):
     def create(self, reader_ranks: Sequence[int] | None = None) -> MessageQueue:
         """The writer's end of a new queue.
 
-        ``reader_ranks`` names its readers; where nothing is said they are 0 up to the context's ``n_reader``.
-        Does not wait for anybody.
+        ``reader_ranks`` names its readers; by default 0 up to the context's ``n_reader``. Does not wait for
+        them.
 
         Raises:
             ConfigError: a rank comes twice.
@@ -45,7 +45,7 @@ class QueueEndpoint(abc.ABC):
     def create_from_handle(
         self, handle: QueueHandle, rank: int, timeout: Timeout = DEFAULT_TIMEOUT
     ) -> MessageQueue:
-        """The end of reader ``rank``. A rank attaches once: who comes later would miss messages.
+        """The end of reader ``rank``. A rank attaches once: a later reader would miss messages.
 
         Raises:
             WireError: the handle is another transport's.
@@ -117,10 +117,10 @@ class QueueEndpoint(abc.ABC):
         return made
 
     def _reader_ranks(self, given: Sequence[int] | None) -> tuple[int, ...]:
-        """For transports: whom :meth:`create` is to serve."""
+        """For transports: the reader ranks of :meth:`create`."""
         ranks = tuple(range(self.context.n_reader)) if given is None else tuple(given)
         if len(set(ranks)) != len(ranks) or any(type(rank) is not int or rank < 0 for rank in ranks):
-            raise ConfigError(f"reader ranks are whole numbers, each once; given were {listed(ranks)}")
+            raise ConfigError(f"reader_ranks must be whole numbers, each once; got {listed(ranks)}")
         return ranks
 
     def _local_reader_ranks(self, ranks: Sequence[int]) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""Who reads a queue: the handle that readers attach with, and a reader as the writer sees it."""
+"""The handle that readers attach with, and a reader as the writer sees it."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class QueueHandle:
     transport: str
     """Name of the queue that made it; another one refuses it."""
     reader_ranks: tuple[int, ...] = attrs.field(converter=_ranks)
-    """Who may attach, each once."""
+    """The ranks that may attach, each once."""
     local_reader_ranks: tuple[int, ...] = attrs.field(converter=_ranks)
-    """Those that are to be reached through memory."""
+    """The ranks that are reached through shared memory."""
     data: Mapping[str, Any] = attrs.field(converter=_unchanging)
     """The transport's own: names, addresses, tokens. Do not log it."""
 
@@ -84,9 +84,9 @@ class Reader:
     process: str
     """``"pid 12"``, with the host where it is another one; "has not come yet" before it has attached."""
     lag: int
-    """Messages that it has not taken yet."""
+    """Messages that it has not received yet."""
     gone: str = ""
-    """Why it was evicted ("has left", "its process ended"); empty while it takes part."""
+    """Why it was evicted ("has left", "its process ended"); empty while it is attached or expected."""
     died: bool = False
     """Whether it was evicted because it died, and not because it left."""
 

@@ -23,10 +23,11 @@ class MessageQueue(abc.ABC):
     :mod:`kvplug.net.wire` carries, CPU tensors and numpy arrays among them, or chunks of raw bytes. What is
     enqueued is copied: the writer may change it afterwards, and each reader has its own.
 
-    ``max_chunks`` messages may lie unread by the slowest reader, each in a chunk of ``max_chunk_bytes``; then
-    the writer waits, and names whom it waits for. A value larger than a chunk passes too. A reader that ends
-    is evicted (:attr:`readers` says so, and a warning is logged if it died); the others go on. When the
-    writer ends, readers that have attached first get everything that it had enqueued, then ``PeerGoneError``.
+    At most ``max_chunks`` messages may be unread by the slowest reader, each in a chunk of
+    ``max_chunk_bytes``; then the writer waits, and names the readers it waits for. A value larger than a
+    chunk is possible. A reader that ends is evicted (:attr:`readers` shows it, and a warning is logged if it
+    died); the others continue. When the writer ends, attached readers first get everything that it had
+    enqueued, then ``PeerGoneError``.
 
     Callers. One thread at a time at each end, else ``BusyError``; ``close`` and ``abort`` from any thread.
 
@@ -36,7 +37,7 @@ class MessageQueue(abc.ABC):
     @property
     @abc.abstractmethod
     def rank(self) -> int | None:
-        """Of this reader; ``None`` at the writer's end."""
+        """The rank of this reader; ``None`` at the writer's end."""
 
     @property
     def is_writer(self) -> bool:
@@ -50,7 +51,7 @@ class MessageQueue(abc.ABC):
     @property
     @abc.abstractmethod
     def readers(self) -> tuple[Reader, ...]:
-        """Everyone named in the handle, in its order. Only the writer's end knows.
+        """All readers of the handle, in its order. At the writer's end only.
 
         Raises:
             UnsupportedError: this is a reader's end.
@@ -59,7 +60,7 @@ class MessageQueue(abc.ABC):
 
     @abc.abstractmethod
     def export_handle(self) -> QueueHandle:
-        """What :meth:`QueueEndpoint.create_from_handle` takes. At both ends.
+        """The argument of :meth:`QueueEndpoint.create_from_handle`. At both ends.
 
         Raises:
             ClosedError.
@@ -67,7 +68,7 @@ class MessageQueue(abc.ABC):
 
     @abc.abstractmethod
     def wait_until_ready(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
-        """Return when the writer and all its readers have called this. May be left out, and may come late.
+        """Return when the writer and all its readers have called this. Optional, at any time.
 
         Raises:
             TimeoutError: at the writer's end it names the readers that have not.
@@ -97,8 +98,7 @@ class MessageQueue(abc.ABC):
 
         Args:
             cancel: the call gives up when it is set.
-            indefinite: a long wait is nothing unusual: without end unless ``timeout`` says otherwise, and
-                without warnings.
+            indefinite: wait without a deadline, unless ``timeout`` sets one, and without warnings.
 
         Raises:
             TimeoutError: none came.
@@ -113,7 +113,7 @@ class MessageQueue(abc.ABC):
     def acquire_write(
         self, nbytes: int | None = None, timeout: Timeout = DEFAULT_TIMEOUT
     ) -> AbstractContextManager[memoryview]:
-        """A chunk of ``nbytes`` (all of ``max_chunk_bytes`` where nothing is said) to be written in place.
+        """A chunk of ``nbytes`` (default: ``max_chunk_bytes``) to be written in place.
 
         It is sent when the block ends. If the block raises, nothing is sent and the chunk is free again.
         The view is not valid after it. Nor is a tensor or an array made over it, and nothing stops its use:
@@ -156,7 +156,7 @@ class MessageQueue(abc.ABC):
 
     @abc.abstractmethod
     def close(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
-        """End politely: a reader has left; a writer's readers that have attached can still get everything.
+        """End politely: a reader leaves; a writer's attached readers can still receive everything.
 
         Idempotent.
         """

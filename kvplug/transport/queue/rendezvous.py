@@ -1,4 +1,4 @@
-"""What the ranks of a group tell each other to make a queue, over a kvplug group or a torch process group."""
+"""Messages between the ranks of a group to make a queue, over a kvplug group or a torch process group."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class Rendezvous(Protocol):
-    """Ranks that exchange small plain values: what is asked of a kvplug group."""
+    """Ranks that exchange small plain values: the part of a kvplug group that a queue needs."""
 
     rank: int
     world_size: int
@@ -51,11 +51,11 @@ def rendezvous_of(group: object) -> Rendezvous:
 class TorchRendezvous:
     """The ranks of a torch process group. Values travel as bytes in CPU tensors, their length first.
 
-    Carried is what msgpack has a type for. How long a collective waits the group says, not ``timeout``.
+    Values of msgpack's types are carried. The group decides how long a collective waits, not ``timeout``.
     """
 
     def __init__(self, group: ProcessGroup) -> None:
-        """Go by ``group``.
+        """Use the collectives of ``group``.
 
         Raises:
             UnsupportedError: it has no CPU tensors, or this process has no part in it.
@@ -104,7 +104,7 @@ class TorchRendezvous:
         return [_unpacked(each[:length]) for each, length in zip(padded, lengths, strict=True)]
 
     def _gathered(self, data: bytes) -> list[bytes]:
-        """Those of all ranks, which are as long."""
+        """The bytes of all ranks, which have equal lengths."""
         import torch.distributed as dist
 
         tensors = [_tensor(bytes(len(data))) for _ in range(self.world_size)]
@@ -118,7 +118,7 @@ def _collective() -> Iterator[None]:
         yield
     except KvplugError:
         raise
-    except (RuntimeError, ValueError) as e:  # torch has no narrower ones for a peer that is gone or late
+    except (RuntimeError, ValueError) as e:  # torch has no narrower exception for a peer that is gone or late
         raise TransportError(f"a collective of the process group failed: {e}") from e
 
 

@@ -1,4 +1,4 @@
-"""Waiting at an end of a queue: the one way in which all transports do it."""
+"""Waiting at an end of a queue, for all transports."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Wait:
     def __init__(
         self,
         what: str,
-        whom: Callable[[], str],
+        peers: Callable[[], str],
         deadline: Deadline,
         interval_s: float = WARNING_INTERVAL_S,
         *,
@@ -38,7 +38,7 @@ class Wait:
         indefinite: bool = False,
     ) -> None:
         self._what = what
-        self._whom = whom
+        self._peers = peers
         self._deadline = deadline
         self._cancel = cancel
         self._interval_s = interval_s
@@ -50,18 +50,18 @@ class Wait:
 
         Raises:
             CancelledError: the caller's event was set.
-            TimeoutError: the deadline has passed; names what and whom was waited for.
+            TimeoutError: the deadline has passed; names what the call waited for, and which peers.
         """
         if self._cancel is not None and self._cancel.is_set():
             raise CancelledError(f"the wait for {self._what} was cancelled by its caller")
         now = time.monotonic()
         if self._deadline.expired:
             raise TimeoutError(
-                f"waited {now - self._began:.3g} s for {self._what}: {self._whom()}; nothing has changed"
+                f"waited {now - self._began:.3g} s for {self._what}: {self._peers()}; nothing has changed"
             )
         if now >= self._warn_at:
             logger.warning(
-                "still waiting for %s after %.3g s: %s", self._what, now - self._began, self._whom()
+                "still waiting for %s after %.3g s: %s", self._what, now - self._began, self._peers()
             )
             while self._warn_at <= now:
                 self._warn_at += self._interval_s

@@ -1,4 +1,4 @@
-"""The communicator "cpu": collectives over gloo, and beside it pipes on which the ranks watch each other."""
+"""The communicator "cpu": collectives over gloo, and pipes over which the ranks watch each other."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _UNLIMITED = 1 << 60
-"""Bytes that a batch may queue: what the caller holds anyway. It must not wait before it receives."""
+"""Bytes that a batch may queue. The caller holds the tensors anyway, and must not wait before it receives."""
 _COPIED = 256 * 1024
 """Bytes up to which a copy for each rank, and one operation, is faster than an operation for each rank."""
 _WIDER = {torch.int16: torch.int32}
-"""What gloo cannot add."""
+"""The dtypes that gloo cannot sum."""
 
 
 class CpuCommunicator(DeviceCommunicator):
-    """The factory of the spec. All ranks make theirs together, and meet through the group.
+    """The factory of the spec. All ranks call it at the same time, and exchange addresses through the group.
 
-    With a torch process group as ``device_group`` collectives use that one, and it stays its maker's. Without
-    one gloo is bound to the context's host: an address, a name, or a network interface.
+    With a torch process group as ``device_group`` collectives use that group, which the caller still owns.
+    Without one, gloo is bound to the context's host: an address, a name, or a network interface.
     """
 
     def __init__(self, context: CommunicatorContext) -> None:
@@ -93,7 +93,7 @@ class CpuCommunicator(DeviceCommunicator):
             tensor.copy_(work)
 
     def _all_gather(self, outputs: list[Tensor], tensor: Tensor, deadline: Deadline) -> None:
-        if max(output.nbytes for output in outputs) <= _COPIED:  # at all ranks the same, as the way must be
+        if max(output.nbytes for output in outputs) <= _COPIED:  # equal at all ranks
             self._exchange([tensor] * self.world_size, outputs, deadline)
             return
         outputs[self.rank_in_group].copy_(tensor)

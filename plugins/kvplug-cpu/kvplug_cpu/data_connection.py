@@ -1,9 +1,9 @@
-"""One data connection of a pipe: a stream socket, blocking, with single calls that may be told not to.
+"""One data connection of a pipe: a blocking stream socket, with non-blocking calls where needed.
 
 Whole buffers are handed to the kernel in blocking calls, one thread per connection and direction. Measured
 against non-blocking sockets with ``poll`` this is a third to a half faster: the kernel lets sender and
 receiver alternate on one core while the bytes are still in its cache. Python drops the interpreter lock
-for the length of each call.
+during each call.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _LOOPBACK_TCP_BUFFER_BYTES = 64 * 1024
 
 
 class DataConnection:
-    """A connected stream socket, owned from here on."""
+    """A connected stream socket, which this object owns."""
 
     def __init__(self, sock: socket.socket, *, buffer_bytes: int = 0) -> None:
         self._sock = sock
@@ -36,7 +36,7 @@ class DataConnection:
         try:
             self._tune(buffer_bytes)
         except OSError:
-            pass  # the peer is gone already, as the first use will say
+            pass  # the peer is gone already; the first use reports it
         self._readable = select.poll()
         self._readable.register(sock, select.POLLIN)
         self._receive_limited = False
@@ -54,7 +54,7 @@ class DataConnection:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer_bytes)
 
     def send_now(self, views: Sequence[memoryview]) -> int:
-        """Give the kernel what it takes without waiting; returns the bytes taken, maybe 0.
+        """Send as much as the kernel accepts without waiting; returns the bytes sent, maybe 0.
 
         Raises:
             OSError: the connection is broken.
@@ -65,11 +65,11 @@ class DataConnection:
             return 0
 
     def send(self, views: Sequence[memoryview]) -> int:
-        """Give the kernel bytes, waiting for room; may take a part. Raises OSError like ``send_now``."""
+        """Send bytes, waiting for room; may send only a part. Raises OSError like ``send_now``."""
         return self._sock.sendmsg(views, (), _NO_SIGNAL)
 
     def receive_now(self, view: memoryview) -> int:
-        """Read what is there without waiting; 0 when nothing is, or when the stream has ended."""
+        """Read what has arrived, without waiting; 0 if nothing has, or if the stream has ended."""
         try:
             n = self._sock.recv_into(view, 0, _NOT_NOW)
         except BlockingIOError:
@@ -87,8 +87,8 @@ class DataConnection:
             if left == 0.0:
                 n = self.receive_now(view[got:])
             else:
-                # With a byte here already a signal ends the call; without, Python would begin it again,
-                # with its whole time limit.
+                # A signal ends the call if a byte has arrived; if none has, Python would restart it with its
+                # whole time limit.
                 if left is not None and not self.wait_readable(deadline):
                     continue
                 self._limit_receive(left)
@@ -105,15 +105,15 @@ class DataConnection:
         return got
 
     def wait_readable(self, deadline: Deadline) -> bool:
-        """Wait until ``receive_now`` would get something or notice the end; False at the deadline."""
+        """Wait until ``receive_now`` would return bytes or notice the end; False at the deadline."""
         left = deadline.remaining()
         return bool(self._readable.poll(None if left is None else min(left, _LONGEST_POLL_S) * 1000))
 
     def undelivered(self) -> int:
-        """Bytes that the peer's kernel has not confirmed; on Unix sockets it has them at once.
+        """Bytes that the peer's kernel has not acknowledged; always 0 on Unix sockets.
 
-        A TCP socket that is closed while unread bytes wait in it resets the connection, and what the
-        other side's kernel has not got by then is lost.
+        A TCP socket that is closed with unread bytes in it resets the connection, and bytes that the other
+        side's kernel has not received by then are lost.
         """
         if not self.tcp or not sys.platform.startswith("linux"):
             return 0
@@ -135,7 +135,7 @@ class DataConnection:
         self._shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Give the descriptor back. Only when no thread is inside a call."""
+        """Close the descriptor. Only when no thread is inside a call."""
         self._sock.close()
 
     def _shutdown(self, how: int) -> None:
@@ -145,8 +145,8 @@ class DataConnection:
             pass  # the peer was faster
 
     def _limit_receive(self, seconds: float | None) -> None:
-        # The kernel's own receive timeout hands out what it has when it passes, which is just what
-        # resuming needs. Zero would mean for ever.
+        # When the kernel's own receive timeout passes, it returns the bytes that have arrived, as resuming
+        # needs. Zero would mean no timeout.
         if seconds is None:
             if self._receive_limited:
                 self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _FOREVER)

@@ -21,7 +21,7 @@ from kvplug_cpu.pipe import CpuPipeSettings
 
 
 class CpuEndpoint(ContactEndpoint):
-    """Listens on an abstract Unix socket, on TCP, or on both, as options and host say."""
+    """Listens on an abstract Unix socket, on TCP, or on both, depending on options and host."""
 
     CONTACT = CpuContact
     PURPOSE = join.PURPOSE
@@ -40,7 +40,7 @@ class CpuEndpoint(ContactEndpoint):
         )
 
     def _addresses(self) -> list[str]:
-        """The fast one first. Off loopback both, so that a peer on this host still gets the fast one."""
+        """The faster address first. Off loopback both: a peer on this host still uses the faster one."""
         host, kind = self._context.host, self._options.socket
         if host.startswith("unix:"):
             if kind == "tcp":
@@ -63,7 +63,7 @@ class CpuEndpoint(ContactEndpoint):
 
 
 def _other_hosts_reach(address: str) -> bool:
-    """The core decides that: it is what it wants a secret for."""
+    """Whether only this host can reach it. The core decides: these addresses need no secret."""
     try:
         Credentials().require_secret(address)
     except InsecureAddressError:

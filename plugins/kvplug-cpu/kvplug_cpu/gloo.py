@@ -1,4 +1,4 @@
-"""gloo under a deadline: a process group of our own or the engine's, whose operations end when they must."""
+"""gloo with deadlines: a process group, kvplug's or the engine's, whose operations end in time."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from kvplug import ClosedError, ConfigError, KvplugError, PluginError, TimeoutEr
 from kvplug.transport import Deadline
 
 _STEP_S = 0.05
-"""How often whoever waits for gloo looks whether the other ranks are still there."""
+"""How often a thread that waits for gloo checks whether the other ranks are alive."""
 _BEYOND_S = 5.0
-"""gloo's own limit lies that much beyond ours: it counts anew at each step of an operation."""
+"""gloo's own timeout is this much later than ours: gloo restarts it at each step of an operation."""
 _FOR_EVER = timedelta(days=365)
 _NOBODYS_TAG = 0x6B76
 _ENDING_S = 2.0
@@ -35,7 +35,7 @@ _exiting = threading.Event()
 
 @atexit.register
 def _bring_threads_back() -> None:
-    """One that comes back from gloo to a Python that is being taken down ends the process with an abort."""
+    """Wait for threads inside gloo: one that returns to Python during its finalisation aborts the process."""
     deadline = Deadline.after(_ENDING_S)
     for thread in list(_connecting):
         thread.join(deadline.remaining())
@@ -47,7 +47,7 @@ def _bring_threads_back() -> None:
 class Gloo:
     """Operations on CPU tensors; each ends in its result, at its deadline, or when ``check`` raises.
 
-    ``check`` is called now and then while an operation waits. After an error the group is good for nothing.
+    ``check`` is called periodically while an operation waits. After an error the group is unusable.
     """
 
     def __init__(self, group: Any, check: Callable[[], None], *, owned: bool) -> None:
@@ -58,9 +58,9 @@ class Gloo:
 
     @classmethod
     def of(cls, group: Any, rank: int, world_size: int, check: Callable[[], None]) -> Gloo:
-        """Over a torch process group that is there already, and stays its maker's.
+        """Use an existing torch process group, which the caller still owns.
 
-        Raises ConfigError: it is none, has other ranks, or nothing for CPU tensors.
+        Raises ConfigError: it is not one, has other ranks, or no backend for CPU tensors.
         """
         try:
             there = (group.rank(), group.size())
@@ -86,7 +86,8 @@ class Gloo:
         deadline: Deadline,
         check: Callable[[], None],
     ) -> Gloo:
-        """A group whose sockets are bound to ``address``, and whose ranks meet at ``store``.
+        """A group whose sockets are bound to ``address``, and whose ranks exchange addresses through
+        ``store``.
 
         Raises:
             PluginError: this torch has no gloo.
@@ -109,7 +110,7 @@ class Gloo:
             except BaseException as e:
                 found.append(e)
 
-        # gloo's limit holds for each of its steps: only from another thread is it left in time.
+        # gloo's timeout applies to each of its steps: only another thread can keep the deadline.
         thread = threading.Thread(target=connect, name="kvplug-cpu-gloo", daemon=True)
         _connecting.add(thread)
         thread.start()
@@ -127,24 +128,26 @@ class Gloo:
         return cls(found[0], check, owned=True)
 
     def close(self) -> None:
-        """Let go of it. An operation under way ends by itself, in the thread that waits for it."""
+        """Drop the group. An operation under way ends by itself, in the thread that waits for it."""
         last = [self.group]
         self.group = None
         if self._stuck:
-            # Whoever drops the last reference to the group waits for what is under way in it.
+            # The thread that drops the last reference to the group waits for operations under way.
             threading.Thread(target=last.clear, name="kvplug-cpu-gloo", daemon=True).start()
 
     def after_fork_in_child(self) -> None:
-        """Its threads are not here, and who destroys it would wait for them: it is never destroyed here."""
+        """In a forked child gloo's threads do not exist, and destroying the group would wait for them: keep
+        it.
+        """
         _running.clear()
         if self._owned and self.group is not None:
             _keep_for_ever(self.group)
 
     # -- operations ------------------------------------------------------------------------------
     #
-    # These three and no others: they work on the tensors they are given. In front of gloo's other ones torch
-    # puts a tensor of its own, and frees it before gloo has let go of it when one fails. gloo then reads what
-    # is no longer there, and ends the process.
+    # Only these three operations: they use the given tensors directly. For gloo's others torch allocates a
+    # temporary tensor and, on failure, frees it while gloo still uses it. gloo then reads freed memory, which
+    # crashes the process.
 
     def all_reduce(self, tensor: torch.Tensor, deadline: Deadline) -> None:
         self._run(AllreduceOptions(), deadline, lambda group, options: group.allreduce([tensor], options))
@@ -170,7 +173,7 @@ class Gloo:
         )
 
     def _run(self, options: Any, deadline: Deadline, start: Callable[[Any, Any], Any]) -> None:
-        """Raises TransportError: gloo failed. TimeoutError, and what ``check`` raises: it was stopped."""
+        """Raises TransportError: gloo failed. TimeoutError, and the errors of ``check``: it was stopped."""
         options.timeout = _span(deadline, _BEYOND_S)
         group = self.group
         work = None
@@ -184,7 +187,7 @@ class Gloo:
                         raise ClosedError("the process ends")
                     self._check()
                     if deadline.expired:
-                        raise TimeoutError("a collective did not come to its end in time")
+                        raise TimeoutError("a collective did not complete in time")
         except BaseException:
             if work is not None and not work.is_completed():
                 if _exiting.is_set():
@@ -194,7 +197,7 @@ class Gloo:
             raise
         finally:
             _running.discard(here)
-            del group, work  # an error's traceback keeps what is here, and the group has threads and sockets
+            del group, work  # an error's traceback keeps locals alive, and the group has threads and sockets
 
     def _ended(self, work: Any, deadline: Deadline) -> bool:
         """Raises RuntimeError: it has ended in an error."""
@@ -207,8 +210,8 @@ class Gloo:
         return True
 
     def _stop(self, group: Any, work: Any) -> None:
-        """End what is under way. gloo has no abort, but a receive that is not answered in time closes all
-        connections of its group, and every operation on them ends.
+        """End operations under way. gloo has no abort, but a receive that times out closes all connections of
+        its group, and every operation on them ends.
         """
         other = (group.rank() + 1) % group.size()
         nothing = [torch.empty(1, dtype=torch.uint8)]
@@ -224,7 +227,7 @@ def _keep_for_ever(thing: object) -> None:
 
 @contextlib.contextmanager
 def _mapped(what: str) -> Iterator[None]:
-    """torch raises RuntimeError for everything. What a store of ours raised comes through gloo as it is."""
+    """Map torch's RuntimeErrors. Errors of kvplug's store pass through gloo unchanged."""
     try:
         yield
     except RuntimeError as e:

@@ -1,7 +1,7 @@
-"""The receiving half of a pipe: headers through a small stage, tensors straight into their memory.
+"""The receiving half of a pipe: headers pass through a small buffer, tensors go straight into their memory.
 
-Nothing is read ahead of a ``recv_tensor`` but what fits the stage, so a receiver that stops bounds what
-its sender can get rid of. A message that is interrupted by a deadline keeps its place.
+Before a ``recv_tensor`` only what fits the buffer is read, so a receiver that stops also stops its sender. A
+message that is interrupted by a deadline is resumed by the next call.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _STAGE_BYTES = 32 * 1024
 
 
 class _Stage:
-    """Bytes of connection 0 that were read before it is known where they belong."""
+    """Bytes of connection 0 that were read before their destination is known."""
 
     def __init__(self, connection: DataConnection) -> None:
         self._connection = connection
@@ -35,7 +35,7 @@ class _Stage:
         self._begin = self._end = 0
 
     def has(self, count: int, deadline: Deadline) -> bool:
-        """Wait until ``count`` unread bytes are here; False at the deadline or the end of the stream."""
+        """Wait until ``count`` unread bytes have arrived; False at the deadline or the end of the stream."""
         while self._end - self._begin < count:
             if self._begin:
                 rest = bytes(self._memory[self._begin : self._end])
@@ -48,14 +48,14 @@ class _Stage:
         return True
 
     def peek(self, count: int) -> bytes:
-        """The next ``count`` bytes, or fewer if no more are here."""
+        """The next ``count`` bytes, or fewer if fewer have arrived."""
         return bytes(self._memory[self._begin : min(self._begin + count, self._end)])
 
     def drop(self, count: int) -> None:
         self._begin += count
 
     def move_into(self, view: memoryview) -> int:
-        """As much of ``view`` as is here already."""
+        """Fill as much of ``view`` as has arrived already."""
         n = min(len(view), self._end - self._begin)
         view[:n] = self._memory[self._begin : self._begin + n]
         self._begin += n
@@ -78,7 +78,7 @@ class _Incoming(PartialMessage):
         self.got += nbytes
 
     def left(self, share: int) -> tuple[int, int]:
-        """(start, stop) of what has not arrived of a share."""
+        """(start, stop) of the part of a share that has not arrived."""
         start, stop = self.bounds[share]
         return start + self.got_by_share[share], stop
 
@@ -148,7 +148,7 @@ class _SideReader:
 
 
 class Inbox:
-    """``lost(reason)``: the peer is gone. ``fail(reason)``: the stream has lost its place.
+    """``lost(reason)``: the peer is gone. ``fail(reason)``: the stream's position is lost.
 
     Both wake every thread that reads.
     """
@@ -210,7 +210,7 @@ class Inbox:
         try:
             while True:
                 self._need(size, deadline)
-                # Usually the whole prefix is here at once, so the second look is the last.
+                # Usually the whole prefix has arrived, so the second pass is the last.
                 wanted = prefix_size(stage.peek(max(size, SHORTEST_TENSOR_PREFIX)))
                 if wanted <= size:
                     break
@@ -239,7 +239,7 @@ class Inbox:
         raise TimeoutError(f"no message has arrived from {self._peer}; it is alive as far as can be seen")
 
     def _fill(self, message: _Incoming, memory: memoryview, deadline: Deadline) -> bool:
-        """Receive what is left; False at the deadline. Raises how the pipe ended, if that is why."""
+        """Receive the rest; False at the deadline. Raises the pipe's end, if that is the cause."""
         try:
             self._read(message, memory, deadline)
         except BaseException:
@@ -252,7 +252,7 @@ class Inbox:
             raise self._end_of_stream()
         if self._lifecycle.closed or self._lifecycle.broken:
             raise self._lifecycle.error()
-        # Also when the peer takes nothing more: it may be closing, and still sending what it has.
+        # Also when the peer receives nothing more: it may be closing, and still sending its queue.
         return False
 
     def _read(self, message: _Incoming, memory: memoryview, deadline: Deadline) -> None:
@@ -273,6 +273,6 @@ class Inbox:
             message.add(k, reader.result())
 
     def _end_of_stream(self) -> KvplugError:
-        """The connections are over: other threads that wait on them are woken, and this is to be raised."""
+        """The connections have ended: wake other threads that wait on them. Returns the error to raise."""
         self._lost("the connection ended")
         return self._lifecycle.error()

@@ -1,4 +1,4 @@
-"""How several proven connections become one pipe.
+"""Joining several proven connections to one pipe.
 
 The connecting end opens a control connection and says how many data connections it wants; the listening end
 answers with a random session id and the number agreed on. Each data connection then presents the id, after
@@ -29,16 +29,16 @@ _SEES_DEATH = 1
 _SHORTEST_BEAT_S = 0.001
 _UNUSED = HeartbeatTerms(True, 0)
 _SEND_S = 10.0
-"""What one says fits into any socket's buffer, so no end waits."""
+"""One message fits into any socket's buffer, so sending never waits."""
 
 
 @attrs.frozen(kw_only=True)
 class Join:
-    """What both ends say while they join connections."""
+    """The message of both ends while they join connections."""
 
     index: int
     connections: int
-    """How many carry tensors."""
+    """The number of data connections."""
     terms: HeartbeatTerms = _UNUSED
     """The sender's own; answered: what was agreed."""
     session: bytes = b"\0" * 16
@@ -66,7 +66,7 @@ class Join:
         )
 
     def heartbeat_interval_s(self, settings: CpuPipeSettings) -> float | None:
-        """How often both ends beat, in seconds, by what was agreed; ``None``: not at all."""
+        """Seconds between heartbeats of both ends, as agreed; ``None``: no heartbeats."""
         return self.terms.interval_s(settings.heartbeat_timeout_s, at_least_s=_SHORTEST_BEAT_S)
 
 
@@ -81,7 +81,7 @@ def _stream(connection: Connection) -> JoinStream:
 def connect(
     dial: Callable[[], Connection], count: int, settings: CpuPipeSettings, deadline: Deadline
 ) -> CpuPipe:
-    """The connecting end: a pipe of ``count`` data connections, or of fewer if the other end wants it so.
+    """The connecting end: a pipe of ``count`` data connections, or of fewer if the other end allows fewer.
 
     Raises:
         TimeoutError, PeerGoneError, WireError, and what ``dial`` raises.

@@ -14,7 +14,7 @@ from kvplug_cpu.join import CONTROL, Join, say_ready
 from kvplug_cpu.pipe import CpuPipe, CpuPipeSettings
 
 _JOIN_TIMEOUT_S = 10.0
-"""How long the parts of one pipe may take to arrive, once the first has proved itself."""
+"""How long the connections of one pipe may take to arrive, once the first has proved itself."""
 
 
 @attrs.define(eq=False)
@@ -22,7 +22,7 @@ class _Session:
     """A pipe in the making."""
 
     connections: dict[int, Connection] = attrs.field(factory=dict)
-    """Those that carry tensors; its own until it is a pipe."""
+    """The data connections, which this object owns until they are a pipe."""
     complete: bool = False
 
 

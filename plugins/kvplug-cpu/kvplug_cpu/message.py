@@ -1,4 +1,4 @@
-"""What a pipe puts on its data connections.
+"""The format of messages on the data connections of a pipe.
 
     connection 0:  header (16 bytes) | meta | tensor bytes, or the first part of them
     connection k:                             the k-th part of a split tensor
@@ -50,6 +50,6 @@ class Content:
 
 
 def parts(nbytes: int, count: int) -> list[tuple[int, int]]:
-    """(start, stop) of each connection's part of a split tensor: whole pages, as even as they come."""
+    """(start, stop) of each connection's part of a split tensor: whole pages, as even as possible."""
     share = -(-nbytes // (count * _PAGE)) * _PAGE
     return [(min(k * share, nbytes), min((k + 1) * share, nbytes)) for k in range(count)]

@@ -11,36 +11,39 @@ from kvplug.transport import option
 
 @attrs.frozen(kw_only=True)
 class CpuOptions:
-    """How the pipe "cpu" connects, and how much it holds."""
+    """Sockets and buffers of the pipe "cpu"."""
 
     socket: Literal["auto", "unix", "tcp"] = option(
         default="auto",
-        help="What to listen on. auto: an abstract Unix socket for peers on this host, and TCP as well when"
-        " the host is not a loopback address.",
+        help="Sockets to listen at. unix: an abstract Unix socket, for peers on this host only. tcp: TCP."
+        " auto: a Unix socket, and TCP too if the host is not a loopback address.",
     )
     connections: int = option(
         default=2,
         unit="connections",
         at_least=1,
         at_most=8,
-        help="Connections that carry tensors; the smaller number of the two ends counts.",
+        help="Connections per pipe that carry tensors. More can raise the throughput of large tensors and"
+        " take more CPU. The lower value of the two ends is used.",
     )
     split_bytes: int = option(
         default=1024 * 1024,
         unit="bytes",
         at_least=1,
-        help="Tensors of this size and more are sent over all connections at once.",
+        help="Tensors of this size or larger are split over all connections. Smaller ones use one"
+        " connection.",
     )
     max_in_flight_bytes: int = option(
         default=256 * 1024 * 1024,
         unit="bytes",
         at_least=1,
-        help="Unsent bytes that send_tensor queues before it blocks. One larger message passes alone.",
+        help="send_tensor blocks while more unsent bytes than this are queued. Higher lets the sender run"
+        " further ahead. A single larger message is sent alone.",
     )
     socket_buffer_bytes: int = option(
         default=0,
         unit="bytes",
         at_least=0,
-        help="Size of each socket's buffers; 0 leaves them to the kernel (and, on loopback TCP, to what"
-        " was measured to be fastest).",
+        help="Size of the send and the receive buffer of each socket. 0: the kernel's choice, and on loopback"
+        " TCP the measured optimum.",
     )

@@ -1,8 +1,8 @@
-"""The sending half of a pipe: what is queued, who sends it, and when the caller has to wait.
+"""The sending half of a pipe: the queue, the threads that send it, and when the caller has to wait.
 
-A message is first offered to the kernel in the caller's own thread, without waiting: a small one is
-gone before any other thread would have woken up. What the kernel does not take is left to one writer
-thread per data connection, started when first needed. An idle writer sleeps on a condition.
+A message is first sent in the caller's own thread, without waiting: a small one is sent before another thread
+would have woken up. What the kernel does not accept at once is left to one writer thread per data connection,
+started when first needed. An idle writer sleeps on a condition.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class _Queue:
 
 
 class Outbox:
-    """``lost(reason)``: a connection takes nothing more. ``fail(reason)``: the stream has lost its place.
+    """``lost(reason)``: a connection accepts nothing more. ``fail(reason)``: the stream's position is lost.
 
     Both are called without locks.
     """
@@ -107,7 +107,7 @@ class Outbox:
         except OSError as e:
             self._broken(e)
         except BaseException:
-            # Ctrl-C between the kernel's answer and our noting it: the stream's position is lost.
+            # Ctrl-C between the system call and its accounting: the stream's position is lost.
             self._fail(INTERRUPTED)
             raise
         try:
@@ -122,7 +122,8 @@ class Outbox:
                 if done:
                     self._settle(message)
         except BaseException as e:
-            # No thread could be started, say. Part of the message may be gone, and the rest will not go.
+            # For example, no thread could be started. A part of the message may be sent, and the rest will
+            # not be.
             self._fail(f"the rest of a message could not be left to a writer: {e!r}")
             raise
         if done:
@@ -136,7 +137,7 @@ class Outbox:
         return self._window.drain(deadline)
 
     def fail(self) -> None:
-        """Everything queued fails with how the pipe ended; writers and waiters go."""
+        """Fail everything queued with the reason of the pipe's end; end writers and waiting senders."""
         with self._lock:
             lost = {id(s.message): s.message for queue in self._queues for s in queue.shares}
             for queue in self._queues:
@@ -154,7 +155,7 @@ class Outbox:
                 share.message.transfer.after_fork(self._lifecycle.error())
 
     def join(self) -> None:
-        """Wait for the writers to be gone, after ``fail`` and after the connections were stopped."""
+        """Wait until the writers have ended, after ``fail`` and after the connections were stopped."""
         for queue in self._queues:
             thread = queue.thread
             if thread is not None and thread is not threading.current_thread():
@@ -181,7 +182,7 @@ class Outbox:
         try:
             while batch := self._next_batch(queue):
                 self._sent(queue, batch, _give(queue.connection, batch))
-                del batch  # the memory that was sent is not held until there is more to send
+                del batch  # do not keep the sent memory alive while waiting for more
         except OSError as e:
             self._broken(e)
         except Exception as e:
@@ -190,7 +191,7 @@ class Outbox:
             self._descriptors.leave()
 
     def _next_batch(self, queue: _Queue) -> list[_Share]:
-        """The oldest share, and small ones behind it, so that a stream of those costs few calls."""
+        """The oldest share and small ones behind it, so that a stream of small messages needs few calls."""
         with self._lock:
             while not queue.shares and not self._window.ended:
                 queue.changed.wait()

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @attrs.frozen(kw_only=True)
 class CpuPipeSettings(PipeSettings):
-    """What a pipe needs to know beside its connections. Sizes are in bytes."""
+    """The settings of a pipe. Sizes are in bytes."""
 
     split_bytes: int
     socket_buffer_bytes: int
@@ -52,10 +52,10 @@ class CpuPipe(DuplexPipe):
         pidfd: int | None,
         heartbeat_interval_s: float | None,
     ) -> None:
-        """Owns the connections and the peer's ``pidfd`` from here on.
+        """Takes ownership of the connections and of the peer's ``pidfd``.
 
-        ``heartbeat_interval_s``: at least one of the two ends has no pidfd of the other, as both have
-        found out, so both beat that often.
+        ``heartbeat_interval_s``: set if at least one of the two ends has no pidfd of the other; then both
+        send heartbeats this often.
         """
         super().__init__(control.describe, settings.timeout_s)
         self._control = control
@@ -105,7 +105,7 @@ class CpuPipe(DuplexPipe):
             self._say_goodbye(deadline)
 
     def _say_goodbye(self, deadline: Deadline) -> None:
-        """After the last message. There is no event for delivery: ask, in steps of at most 10 ms."""
+        """Wait for the delivery of the last message. There is no event for it: poll, at most every 10 ms."""
         if not self._descriptors.enter():
             return
         try:
@@ -143,16 +143,16 @@ class CpuPipe(DuplexPipe):
         self._outbox.after_fork()
 
     def _on_peer_gone(self) -> None:
-        # What the kernel already holds can still be received: the connections end only after it.
+        # Bytes in the kernel can still be received: the connections end only after them.
         self._stop_data(DataConnection.stop)
 
     def _on_failure(self) -> None:
         self._stop_data(DataConnection.stop)
 
     def _sending_lost(self, reason: str) -> None:
-        """A connection takes nothing more. What the peer sent before it went is not thrown away."""
+        """A connection accepts nothing more. Messages that the peer sent before are kept."""
         self._lifecycle.lose_peer(reason)
-        # Not over the other connections either: what fails now is the caller's to overwrite.
+        # Stop the other connections too: the caller may overwrite tensors whose transfers fail now.
         self._stop_data(DataConnection.stop_sending)
 
     def _stop_data(self, stop: Callable[[DataConnection], None]) -> None:

@@ -6,5 +6,5 @@ from kvplug.transport import Probe, local_domain
 
 
 def describe() -> Probe:
-    """It works wherever there are sockets; ends of equal domains can use abstract Unix sockets."""
+    """Works on every host with sockets; ends of equal domains can use abstract Unix sockets."""
     return Probe(domain=local_domain())

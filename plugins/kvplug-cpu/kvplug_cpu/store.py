@@ -1,4 +1,4 @@
-"""A ``torch.distributed.Store`` over a kvplug group: where gloo's ranks leave each other their addresses."""
+"""A ``torch.distributed.Store`` over a kvplug group, through which gloo's ranks exchange their addresses."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _STEP_S = 0.2
 
 
 class GroupStore(torch.distributed.Store):
-    """Keys of the group under a prefix. Those that were set here are deleted by :meth:`forget`."""
+    """Keys of the group under a prefix. :meth:`forget` deletes those that this rank has set."""
 
     def __init__(self, group: StatelessGroup, prefix: str, deadline: Deadline) -> None:
-        """``deadline``: of every wait."""
+        """``deadline``: the deadline of every wait."""
         super().__init__()
         self._group = group
         self._prefix = prefix
@@ -78,14 +78,15 @@ class GroupStore(torch.distributed.Store):
         raise UnsupportedError("a kvplug group does not say how many keys it has")
 
     def abandon(self) -> None:
-        """Whoever waits here, in another thread, does so no longer."""
+        """End waits in other threads."""
         self._abandoned = True
 
     def forget(self) -> None:
-        """Delete what was set here; every rank calls it once all have read what they need, or never will.
+        """Delete the keys that this rank has set; every rank calls it once all have read them, or have
+        failed.
 
-        Not waited for after the deadline, which the group does not know: the rank that keeps its store may
-        have stopped. Raises nothing.
+        Does not wait beyond the deadline, since the rank that keeps the group's store may have stopped.
+        Raises nothing.
         """
         left = self._deadline.remaining()
         thread = threading.Thread(target=self._delete_all, name="kvplug-cpu-store", daemon=True)

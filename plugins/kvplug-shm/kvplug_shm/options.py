@@ -9,13 +9,14 @@ from kvplug.transport import option
 
 @attrs.frozen(kw_only=True)
 class ShmPipeOptions:
-    """How much memory the pipe "shm" may take, and how its ends wait."""
+    """Memory of the pipe "shm", and how its ends wait."""
 
     slots: int = option(
         default=8,
         unit="slots",
         at_least=1,
-        help="Slots in each of a pipe's two rings, one per direction. The accepting end's value is used.",
+        help="Slots in each of a pipe's two rings, one per direction. More let the sender run further ahead"
+        " of the receiver. The accepting end's value is used.",
     )
     slot_bytes: int = option(
         default=256 * 1024,
@@ -50,13 +51,13 @@ class ShmPipeOptions:
 
 @attrs.frozen(kw_only=True)
 class ShmQueueOptions:
-    """How much memory the queue "shm" may take, and how its ends wait."""
+    """Memory of the queue "shm", and how its ends wait."""
 
     max_message_bytes: int = option(
         default=1024 * 1024 * 1024,
         unit="bytes",
         at_least=1,
-        help="The largest message. Reserves address space; memory is used only by messages that large.",
+        help="The largest message. Higher reserves more address space; only large messages use more memory.",
     )
     keep_bytes: int = option(
         default=512 * 1024 * 1024,

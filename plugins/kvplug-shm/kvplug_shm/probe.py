@@ -11,7 +11,7 @@ from kvplug_shm.memory import memfd
 
 
 def describe() -> Probe:
-    """Linux on x86-64; ends of one host that can reach each other's abstract sockets."""
+    """Works on Linux on x86-64, between ends of one host that can reach each other's abstract sockets."""
     reason = _missing()
     return Probe(viable=not reason, reason=reason, domain=local_domain())
 

@@ -207,7 +207,7 @@ def test_of_a_writer_that_is_killed_everything_it_had_sent_is_received_first(for
             with pytest.raises(PeerGoneError, match=rf"pid {child.pid} at 127.0.0.1:{data['port']}"):
                 taken(reader)
         reader.leave(died=False)
-        with pytest.raises(PeerGoneError, match="nobody listens"):
+        with pytest.raises(PeerGoneError, match="no process listens"):
             joined(context(), data)
 
 

@@ -141,7 +141,7 @@ def test_a_group_of_one_needs_nobody_and_listens_nowhere() -> None:
         assert group.all_gather("x") == ["x"]
         assert group.broadcast("y", 0) == "y"
         assert group.contact == ""
-        with pytest.raises(TimeoutError, match="nobody has set 'nothing'"):
+        with pytest.raises(TimeoutError, match="no rank has set 'nothing'"):
             group.get("nothing", 0.05)
 
 
@@ -217,7 +217,7 @@ def test_who_did_not_come_is_named_by_rank_zero_and_by_the_others() -> None:
 
 
 def test_when_rank_zero_never_comes_the_address_is_named() -> None:
-    with pytest.raises(TimeoutError, match="nobody answered at unix:@kvplug-no-group in 0"):
+    with pytest.raises(TimeoutError, match="no listener answered at unix:@kvplug-no-group in 0"):
         StatelessGroup.create("unix:@kvplug-no-group", rank=1, world_size=2, timeout=0.3)
 
 

@@ -39,7 +39,7 @@ def test_keys_are_set_got_added_to_and_deleted(store: Store) -> None:
     assert ask(store, 2, "delete", "k") is True
     assert ask(store, 2, "delete", "k") is False
     assert [ask(store, r, "add", "n", 2) for r in (0, 1, 2)] == [2, 4, 6]
-    assert store.answer(1, ("get", "k", 0)) == ("timeout", "nobody has set 'k' in time")
+    assert store.answer(1, ("get", "k", 0)) == ("timeout", "no rank has set 'k' in time")
     ask(store, 1, "set", "text", b"\xa1x")
     assert store.answer(1, ("add", "text", 1))[0] == "refused"
 

@@ -1,7 +1,7 @@
 """Bytes into shared memory and out of it.
 
-A slice assignment holds the interpreter's lock and has the smaller fixed cost; memmove, through ctypes, lets
-the lock go, so that an engine's other threads run during a large copy.
+A slice assignment holds the interpreter's lock and has the smaller fixed cost; memmove, through ctypes,
+releases the lock, so that an engine's other threads run during a large copy.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from typing import Final
 from kvplug.net.wire.copying import copy_bytes
 
 RELEASE_GIL_BYTES: Final = 256 * 1024
-"""Bytes from which memmove is called. It costs 1.6 microseconds more, a third of a copy of this size. With
-pieces of this size a thread of torch operations beside the copy got 73,000 of its 102,000 a second, and
-30,000 where the lock was held. With smaller pieces a thread that never lets the lock go by itself stops the
-copy: it keeps it for 5 ms each time (64 KiB: 0.04 GB/s, against 4.7 with the lock held)."""
+"""Copies of this size or larger use memmove. It costs 1.6 microseconds more, a third of a copy of this size.
+With pieces of this size a thread of torch operations beside the copy made 73,000 of its 102,000 operations a
+second, and 30,000 with the lock held. With smaller pieces a thread that never releases the lock by itself
+stops the copy: it keeps the lock for 5 ms each time (64 KiB: 0.04 GB/s, against 4.7 with the lock held)."""
 
 
 def into(view: memoryview, offset: int, source: memoryview) -> None:
@@ -23,5 +23,5 @@ def into(view: memoryview, offset: int, source: memoryview) -> None:
 
 
 def out_of(view: memoryview, offset: int, target: memoryview) -> None:
-    """Fill ``target`` with what lies at ``offset`` of ``view``. Raises ValueError if that is not as much."""
+    """Fill ``target`` with the bytes at ``offset`` of ``view``. Raises ValueError if there are fewer."""
     copy_bytes(target, view[offset : offset + len(target)], RELEASE_GIL_BYTES)

@@ -1,4 +1,4 @@
-"""Descriptors over a connection of two processes of one host, together with the bytes that announce them."""
+"""Passing descriptors between two processes of one host, together with the bytes that announce them."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _NO_ROOM: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENO
 
 
 def send_fd(connection: Connection, data: bytes, fds: Sequence[int], deadline: Deadline) -> None:
-    """Send ``data``, at least a byte, and with it the descriptors, which stay the caller's.
+    """Send ``data``, at least a byte, and with it the descriptors, which the caller still owns.
 
     Raises:
-        TimeoutError, PeerGoneError: the other end takes it no more.
+        TimeoutError, PeerGoneError: the other end does not receive it, or is gone.
         CapacityError: too many descriptors are under way.
     """
     if not data:
@@ -40,12 +40,12 @@ def send_fd(connection: Connection, data: bytes, fds: Sequence[int], deadline: D
 
 
 def recv_fds(connection: Connection, size: int, max_fds: int, deadline: Deadline) -> tuple[bytes, list[int]]:
-    """The next ``size`` bytes, and the descriptors that came along: the caller's from here on, close-on-exec.
+    """The next ``size`` bytes and the descriptors with them, which the caller then owns; close-on-exec.
 
     Raises:
-        TimeoutError, PeerGoneError: they did not come, and the connection is of no more use.
-        WireError: more than ``max_fds`` came.
-        CapacityError: this process can have no more of them.
+        TimeoutError, PeerGoneError: they did not arrive; the connection is unusable.
+        WireError: more than ``max_fds`` arrived.
+        CapacityError: this process can open no more descriptors.
     """
     data, fds = bytearray(), list[int]()
     sock = connection.sock

@@ -1,6 +1,6 @@
-"""Sleeping on a word of shared memory, and waking who does (futex(2)).
+"""Sleeping on a word of shared memory, and waking the sleepers (futex(2)).
 
-ctypes lets the interpreter's lock go around the call, so that other threads of a sleeper run.
+ctypes releases the interpreter's lock during the call, so that the process's other threads run.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ def is_there() -> bool:
 
 
 def wait(address: int, seen: int, seconds: float | None) -> None:
-    """Sleep until woken, for ``seconds`` at most; not at all unless the word's low 32 bits are ``seen``'s.
+    """Sleep until woken, for ``seconds`` at most; not at all unless the word's low 32 bits equal ``seen``'s.
 
-    Also returns when a signal comes. Raises OSError where no word can be.
+    Also returns on a signal. Raises OSError if the address cannot be that of a word.
     """
     limit = None
     if seconds is not None:
@@ -67,5 +67,5 @@ def wait(address: int, seen: int, seconds: float | None) -> None:
 
 
 def wake(address: int) -> int:
-    """Everybody who sleeps on the word at ``address``; how many that were."""
+    """Wake all sleepers on the word at ``address``. Returns how many there were."""
     return _call(_number, address, _WAKE, _EVERYBODY, None, None, 0)

@@ -1,4 +1,4 @@
-"""What the system refused, and which of its limits that was."""
+"""Errors of the system, with the limit that caused them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The kernel's anonymous memory, by descriptor. Light: the probe asks for some."""
+"""The kernel's anonymous memory, by descriptor. Light: the probe imports it."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _NOEXEC_SEAL: Final = 0x8
 
 
 def new(name: str) -> int:
-    """The descriptor of memory of no size yet, which can be sealed; close-on-exec.
+    """The descriptor of new memory of size 0, which can be sealed; close-on-exec.
 
     Raises:
-        OSError: the system makes none.
+        OSError: the system cannot create it.
     """
     flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
     try:

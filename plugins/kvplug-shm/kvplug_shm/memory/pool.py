@@ -1,8 +1,8 @@
-"""Memory that tensors are received into, used again when they are gone.
+"""A pool of memory for received tensors.
 
-Fresh pages cost ten times the copy that fills them. So the memory of a large tensor comes from a mapping
-that an earlier one had, and goes back when the tensor and every view of it are gone: whichever thread drops
-the last of them, and whatever that thread was doing.
+Fresh pages cost ten times the copy that fills them. So the memory of a large tensor is a mapping that an
+earlier tensor used, and returns to the pool when the tensor and every view of it are freed, by any thread in
+any state.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class _Block:
 
 
 class _Lent(ctypes.c_ubyte * (sys.maxsize // 2)):  # type: ignore[misc]
-    """What a tensor takes its memory from, and keeps. One type for every size, of which a part is used."""
+    """The buffer object that a tensor keeps alive. One type for every size; a tensor uses a part of it."""
 
     pool: weakref.ref[Pool]
     block: _Block | None = None
@@ -67,15 +67,15 @@ class _Lent(ctypes.c_ubyte * (sys.maxsize // 2)):  # type: ignore[misc]
 
 
 class Pool:
-    """Receive memory, of which at most ``max_bytes`` are kept while they are not used."""
+    """The pool. It keeps at most ``max_bytes`` of unused memory."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._closed = False
         self._idle: list[_Block] = []
-        """In the order in which they came back."""
+        """Unused blocks, in the order in which they were returned."""
         self._back: deque[_Block] = deque()
-        """Came back while the lock was held."""
+        """Blocks that were returned while the lock was held."""
         self._lent: dict[int, int] = {}
         # A finalizer may run while its own thread holds this: it never waits for it.
         self._lock = threading.Lock()
@@ -83,13 +83,13 @@ class Pool:
 
     @property
     def idle_bytes(self) -> int:
-        """Bytes that wait for the next tensor."""
+        """Bytes of unused memory in the pool."""
         self._settle()
         return sum(block.nbytes for block in list(self._idle))
 
     @property
     def lent_bytes(self) -> int:
-        """Bytes under tensors that are still somewhere."""
+        """Bytes of memory that live tensors use."""
         return sum(list(self._lent.values()))
 
     def tensor(self, meta: TensorMeta) -> torch.Tensor:
@@ -115,12 +115,14 @@ class Pool:
         return torch.frombuffer(lent, dtype=dtype, count=nbytes // meta.itemsize).resize_(meta.shape)
 
     def close(self) -> None:
-        """Keep nothing any more. Memory that is still lent goes with its tensor."""
+        """Free unused memory, and keep none from now on. Memory in use is freed with its tensor."""
         self._closed = True
         self._drop_idle()
 
     def _best_fit(self, nbytes: int) -> _Block | None:
-        """The smallest that will do, and of those the one that was used last: it may be in a cache."""
+        """The smallest block that is large enough, and among equals the last used one, which may be in a
+        cache.
+        """
         best: _Block | None = None
         with self._lock:
             dropped = self._put_away()
@@ -157,7 +159,7 @@ class Pool:
         self._settle()
 
     def _settle(self) -> None:
-        """Look at what came back; if another thread holds the lock, it does that afterwards."""
+        """Process returned blocks; if another thread holds the lock, that thread does it afterwards."""
         while self._back and self._lock.acquire(blocking=False):
             try:
                 dropped = self._put_away()
@@ -166,7 +168,7 @@ class Pool:
             dropped.clear()
 
     def _put_away(self) -> list[_Block]:
-        """Under the lock. Those that came back are idle, or are dropped: the ones longest idle first."""
+        """With the lock: keep returned blocks; beyond the limit, free those unused for longest."""
         limit = 0 if self._closed else self._max_bytes
         dropped: list[_Block] = []
         while self._back:

@@ -1,8 +1,8 @@
-"""Memory that two processes of one user share: anonymous, sealed, and gone with the last of them.
+"""Memory that two processes of one user share: anonymous, sealed, and freed with the last of them.
 
-A segment is a memfd. It has no name to open, does not count against ``/dev/shm``, and vanishes with the last
-process that holds it. Its size is sealed before it is handed over: no process can shrink it under a reader,
-whose access would be a SIGBUS.
+A segment is a memfd. It has no name to open, does not count against ``/dev/shm``, and is freed with the last
+process that holds it. Its size is sealed before its descriptor is passed on: no process can shrink it under a
+reader, whose access would then raise SIGBUS.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _MAP_NORESERVE: Final = 0x4000
 
 
 class Segment:
-    """A mapping of shared memory. It goes with the last reference to it and to its views, since another
-    thread may still be copying.
+    """A mapping of shared memory. It is unmapped with the last reference to it and to its views, since
+    another thread may still be copying.
     """
 
     def __init__(self, memory: mmap.mmap) -> None:
@@ -46,10 +46,10 @@ class Segment:
 
     @classmethod
     def create(cls, name: str, nbytes: int) -> tuple[Segment, int]:
-        """New memory, zeroed, and its descriptor, which the caller hands over and closes.
+        """New memory, zeroed, and its descriptor, which the caller passes on and closes.
 
         Raises:
-            CapacityError: the system has not that much, or no descriptor left.
+            CapacityError: not enough memory, or no descriptor left.
         """
         fd = -1
         try:
@@ -68,7 +68,7 @@ class Segment:
 
     @classmethod
     def attach(cls, fd: int, nbytes: int) -> Segment:
-        """Map what another process has made. The descriptor stays the caller's.
+        """Map memory of another process. The caller still owns the descriptor.
 
         Raises:
             WireError: it is not sealed memory of this size that can be written.
@@ -83,7 +83,7 @@ class Segment:
             raise WireError(
                 f"sealed memory of {nbytes} bytes was promised; {found.st_size} came, with seals {seals:#x}"
             )
-        # Looked at first: a mapping that fails leaves a hole where another thread's may come to lie.
+        # Checked first: a mapping that fails leaves a hole, in which another thread's mapping may be placed.
         if seals & _UNWRITABLE or fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDWR:
             raise WireError("what was handed over is memory that cannot be written")
         try:
@@ -96,7 +96,7 @@ class Segment:
     def give_back(self, at: int, nbytes: int) -> None:
         """Return the whole pages of this part to the system: zeroes that cost nothing until written to.
 
-        A kernel that cannot do it keeps them, and so does one that might refuse them the next time.
+        Does nothing on a kernel that cannot do it, or that might refuse the pages the next time.
         """
         begin = -(-at // mmap.PAGESIZE) * mmap.PAGESIZE
         end = (at + nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
@@ -106,9 +106,9 @@ class Segment:
 
 
 def _mapped(fd: int, nbytes: int) -> mmap.mmap:
-    """Python's own mapping of a file keeps a descriptor (before 3.13), and of those a process has not many.
+    """Python's own mapping of a file keeps a descriptor (before 3.13), and descriptors are scarce.
 
-    So it makes a mapping of nothing, and the file takes its place. Raises OSError.
+    So this makes an anonymous mapping, and replaces it by one of the file. Raises OSError.
     """
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
     address = address_of(memoryview(memory))
@@ -147,7 +147,7 @@ def _device_of_memory() -> int:
 
 
 def _is_accounted_strictly() -> bool:
-    """Whether the kernel refuses a page when it is touched, which is a SIGBUS: then all are taken at once."""
+    """Whether the kernel may refuse a page on access (SIGBUS): then all pages are allocated at once."""
     try:
         with open("/proc/sys/vm/overcommit_memory", "rb") as f:
             return f.read(1) == _STRICT

@@ -1,7 +1,7 @@
-"""Waiting for the other end of a ring: look often for a moment, then sleep.
+"""Waiting for the other end of a ring: spin for a moment, then sleep.
 
-A look costs a microsecond of a processor and sees what comes at once; a sleep costs nothing, and some 30
-microseconds to wake from.
+Each spin costs a microsecond of CPU time and notices a change at once; sleeping costs no CPU time, but waking
+up takes some 30 microseconds.
 """
 
 from __future__ import annotations
@@ -9,19 +9,18 @@ from __future__ import annotations
 from typing import Final, Protocol
 
 SPIN_S: Final = 50e-6
-"""How long is looked before it is slept."""
+"""How long an end spins before it sleeps."""
 NAP_S: Final = 0.2
-"""The longest that is slept in one piece: a wake that was lost, or a signal that came just before, costs no
-more than this."""
+"""The longest single sleep: it bounds the delay of a lost wake-up, or of a signal just before the sleep."""
 
 
 class Sleeper(Protocol):
     """An end of a ring."""
 
     def park(self, awaited: tuple[int, int], seconds: float | None = None) -> None:
-        """Sleep until the word changes that is awaited."""
+        """Sleep until the awaited word changes."""
 
 
 def wait(end: Sleeper, awaited: tuple[int, int], pause: float | None) -> None:
-    """One sleep, of ``pause`` seconds at most; ``None``: as long as one sleep may be."""
+    """One sleep, of ``pause`` seconds at most; ``None``: the longest single sleep."""
     end.park(awaited, NAP_S if pause is None else min(pause, NAP_S))

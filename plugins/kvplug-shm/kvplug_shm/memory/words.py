@@ -1,7 +1,7 @@
-"""The words of a ring, in shared memory: what ``ring.protocol`` calls its memory.
+"""The words of a ring in shared memory: the memory of ``ring.protocol``.
 
-Loads and stores are of 8 aligned bytes, which processors do in one piece. A ring's order is that of x86-64,
-where stores are seen in the order in which they were made.
+Loads and stores are of 8 aligned bytes, which processors do atomically. The ring relies on the memory order
+of x86-64, where stores become visible in the order in which they were made.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Words:
     """``num_words`` words from ``offset`` of a segment, each on a cache line of its own."""
 
     def __init__(self, segment: Segment, offset: int, num_words: int) -> None:
-        """Raises ValueError: they do not lie on lines of the segment."""
+        """Raises ValueError: the words do not lie on cache lines of the segment."""
         end = offset + self.size(num_words)
         if offset % _LINE or not 0 <= offset < end <= segment.nbytes:
             raise ValueError(
@@ -38,13 +38,13 @@ class Words:
         return num_words * _LINE
 
     def fence(self) -> None:
-        """What was stored before can be seen by all before anything is loaded after it."""
-        # Taking a lock is one locked instruction, which is a full fence. Each time a new one: another thread,
-        # a signal's handler or a forked child could find an old one taken.
+        """A full fence: earlier stores are visible to all before any later load."""
+        # Acquiring a lock is one locked instruction, which is a full fence. A new lock each time: another
+        # thread, a signal handler or a forked child could find an old one held.
         _new_lock().acquire()
 
     def wait(self, word: int, seen: int, seconds: float | None) -> None:
-        """Sleep until it is woken, unless the word's low half is not ``seen``'s."""
+        """Sleep until woken, unless the word's low half differs from ``seen``'s."""
         futex.wait(self.address + word * _LINE, seen, seconds)
 
     def wake(self, word: int) -> None:

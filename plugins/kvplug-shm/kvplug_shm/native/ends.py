@@ -1,4 +1,4 @@
-"""The ends of a ring, with the compiled steps. What they share with those in Python is all but speed."""
+"""The ends of a ring with the compiled steps. They differ from those in Python only in speed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 LONGEST_NS: Final = 5_000_000
-"""How long one call may take: then deadlines are looked at, and signals are handled."""
+"""The longest single call: after it deadlines are checked and signals handled."""
 
 
 def in_ns(seconds: float) -> int:
@@ -23,7 +23,7 @@ def in_ns(seconds: float) -> int:
 
 
 class NativeWritingEnd(WritingEnd):
-    """To be used only while the memory is mapped: ValueError where it was let go of."""
+    """Usable only while the memory is mapped: raises ValueError after it was released."""
 
     def __init__(
         self, library: Library, memory: Words, num_readers: int, places: int, *, sent: int = 0
@@ -50,7 +50,7 @@ class NativeWritingEnd(WritingEnd):
 
 
 class NativeReadingEnd(ReadingEnd):
-    """To be used only while the memory is mapped: ValueError where it was let go of."""
+    """Usable only while the memory is mapped: raises ValueError after it was released."""
 
     def __init__(self, library: Library, memory: Words, reader: int, places: int, *, read: int = 0) -> None:
         self.state = EndStruct(words=memory.address, places=places, readers=reader)
@@ -83,7 +83,7 @@ class NativeReadingEnd(ReadingEnd):
 def _spin(
     look: Callable[..., int], end: NativeWritingEnd | NativeReadingEnd, count: int, seconds: float
 ) -> bool:
-    """In pieces: a signal waits no longer than one, and it is asked again whether there is memory."""
+    """Spin in pieces: between two, signals are handled and the memory is checked again."""
     left_ns = in_ns(seconds)
     while True:
         len(end._memory.words)  # raises
@@ -95,7 +95,7 @@ def _spin(
 
 
 def writing_end(words: Words, num_readers: int, places: int, *, native: bool) -> WritingEnd:
-    """With the compiled steps, if they are wanted and there are any."""
+    """The ends with the compiled steps, if they are enabled and built."""
     steps = library() if native else None
     if steps is None:
         return WritingEnd(words, num_readers, places)
@@ -103,7 +103,7 @@ def writing_end(words: Words, num_readers: int, places: int, *, native: bool) ->
 
 
 def reading_end(words: Words, reader: int, places: int, *, native: bool) -> ReadingEnd:
-    """With the compiled steps, if they are wanted and there are any."""
+    """The ends with the compiled steps, if they are enabled and built."""
     steps = library() if native else None
     if steps is None:
         return ReadingEnd(words, reader, places)

@@ -1,4 +1,4 @@
-"""The compiled steps of a ring (ring.c), if they were built with this package. Python can do without."""
+"""The compiled steps of a ring (ring.c), if they were built with this package. They are optional."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class SpanStruct(ctypes.Structure):
 
 @attrs.frozen
 class Library:
-    """The functions of ring.c, by what a call costs: some microseconds of a busy interpreter, or its lock."""
+    """The functions of ring.c, twice: those that keep the interpreter's lock have the smaller fixed cost."""
 
     publish: Callable[..., None]
     release: Callable[..., None]
@@ -81,7 +81,7 @@ class Library:
     take: Callable[..., None]
     push: Callable[..., int]
     pull: Callable[..., int]
-    # These let the interpreter's lock go.
+    # These release the interpreter's lock.
     spin_for_units: Callable[..., int]
     spin_for_room: Callable[..., int]
     poll: Callable[..., int]
@@ -99,10 +99,10 @@ def library() -> Library | None:
             return None
         keeps, lets_go = ctypes.PyDLL(str(_FILE)), ctypes.CDLL(str(_FILE))
         if keeps.kvplug_source() & 0xFFFFFFFF != zlib.crc32(_SOURCE.read_bytes()):
-            logger.warning("%s was built from another ring.c; Python does without it", _FILE)
+            logger.warning("%s was built from another ring.c; using Python instead", _FILE)
             return None
     except (OSError, AttributeError) as e:
-        logger.warning("%s cannot be used (%s); Python does without it", _FILE, e)
+        logger.warning("%s cannot be used (%s); using Python instead", _FILE, e)
         return None
     kept = ("publish", "release", "put", "peek", "take", "push", "pull")
     return Library(

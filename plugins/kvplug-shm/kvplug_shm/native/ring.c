@@ -1,10 +1,10 @@
-/* The steps of a ring that are worth more without an interpreter: looking, copying, announcing.
+/* The steps of a ring that are faster without an interpreter: spinning, copying, announcing.
  *
- * The protocol, and why it is right, is kvplug_shm/ring/protocol.py: `announce` here is `announce` there, and
- * the counts are checked as kvplug_shm/ring/ends.py checks them. Whatever is not the usual way (an end that
- * is over, a word that cannot be true) is left to Python: these functions then return early.
+ * kvplug_shm/ring/protocol.py describes the protocol: `announce` here is `announce` there, and the counts are
+ * checked as kvplug_shm/ring/ends.py checks them. The unusual cases (an end that has ended, an impossible word)
+ * are left to Python: these functions then return early.
  *
- * Loads acquire and stores release, so that nothing here depends on the order of a processor's stores.
+ * Loads acquire and stores release, so that nothing here depends on a processor's order of stores.
  */
 
 #define _GNU_SOURCE
@@ -27,27 +27,27 @@
 #define FUTEX_WAIT 0
 #define FUTEX_WAKE 1
 #define IMPLAUSIBLE (-1)
-/* Between two looks at the clock while waiting, and how long is looked before the processor is offered. */
+/* Spins between two reads of the clock, and how long to spin before yielding the processor. */
 #define LOOKS 16
 #define LONELY_NS 2000
 
 /* A message of this size or more, received into rows of at least so many bytes, is stored past the caches: see
- * `stream`. Measured on 2 cores with 1 MiB of L2 each; smaller messages are faster to use while they are cached. */
+ * `stream`. Measured on 2 cores with 1 MiB of L2 each; smaller messages are faster to use from the caches. */
 #define STREAM_FROM (4 << 20)
 #define STREAM_ROW 2048
 
 typedef _Atomic uint64_t word_t;
 
-/* One end of a ring. `count` is what was sent or read; the other members never change. */
+/* One end of a ring. `count` is the number of units sent or read; the other members never change. */
 struct end {
     unsigned char *words;
     unsigned char *bytes;
     uint64_t places;
     uint64_t count;
-    int64_t readers;   /* of the writing end: how many there are; of a reading end: which one it is */
+    int64_t readers;   /* of the writing end: the number of readers; of a reading end: its index */
 };
 
-/* Where the bytes of a message lie: from `flat` on, or in the rows `ids` of one array after the other. */
+/* The memory of a message's bytes: from `flat` on, or the rows `ids` of one array after the other. */
 struct span {
     unsigned char *flat;
     unsigned char **bases;
@@ -57,12 +57,12 @@ struct span {
     int64_t row_bytes;
 };
 
-/* What is the same of all small messages of one shape and dtype. */
+/* The common part of all small messages of one shape and dtype. */
 struct message {
     const char *prefix;
     int64_t prefix_bytes; /* whole lines */
     int64_t nbytes;
-    int64_t cost; /* what it counts for while it is unread */
+    int64_t cost; /* its cost in the window while it is unread */
 };
 
 static word_t *word_at(const struct end *end, int64_t word) {
@@ -93,7 +93,7 @@ static void pause_briefly(void) {
 
 static uint64_t lines(uint64_t nbytes) { return (nbytes + LINE - 1) & ~(uint64_t)(LINE - 1); }
 
-/* Store what others wait for, and wake those of them who sleep: `count` of them, every third word. */
+/* Store the word that other ends wait for, and wake the sleeping ones: `count` of them, every third word. */
 static void announce(struct end *end, int64_t word, uint64_t value, int64_t first, int64_t count) {
     atomic_store_explicit(word_at(end, word), value, memory_order_release);
     atomic_thread_fence(memory_order_seq_cst);
@@ -104,7 +104,7 @@ static void announce(struct end *end, int64_t word, uint64_t value, int64_t firs
         }
 }
 
-/* What it was built from, as a checksum of this file: another build than Python expects is not used. */
+/* The checksum of this file at build time: Python does not use a build of another version. */
 #ifndef SOURCE_CRC32
 #define SOURCE_CRC32 0
 #endif
@@ -120,7 +120,7 @@ void kvplug_release(struct end *end, uint64_t count) {
     announce(end, tail(end->readers), end->count << 1, WRITER_ASLEEP, 1);
 }
 
-/* Units that can be written; those of a ring without readers are all of it. */
+/* Units that can be written; in a ring without readers all of them. */
 static int64_t room_of(const struct end *end) {
     uint64_t room = end->places;
     for (int64_t reader = 0; reader < end->readers; reader++) {
@@ -139,18 +139,18 @@ static int64_t room_of(const struct end *end) {
     return (int64_t)room;
 }
 
-/* Units that have come. */
+/* Units that have arrived. */
 static int64_t available_to(const struct end *end) {
     uint64_t come = (load(end, HEAD) >> 1) - end->count;
     if (come > INT64_MAX)
-        return 0; /* the writer is over, and was in the middle of something */
+        return 0; /* the writer has ended in the middle of a unit */
     if (come > end->places)
         return load(end, evicted(end->readers)) ? (int64_t)end->places : IMPLAUSIBLE;
     return (int64_t)come;
 }
 
-/* Whether a reader is over, or was evicted: nothing is written for it any more. */
-static int nobody_reads(const struct end *end) {
+/* Whether a reader has ended, or was evicted: nothing is written for it any more. */
+static int no_reader_left(const struct end *end) {
     for (int64_t reader = 0; reader < end->readers; reader++)
         if (!(load(end, tail(reader)) & OVER) && !load(end, evicted(reader)))
             return 0;
@@ -169,7 +169,7 @@ static struct patience patience_of(int64_t spin_ns) {
     return patience;
 }
 
-/* Between two looks; 0: it was long enough. */
+/* Pause between two spins; 0: the time is over. */
 static int look_again(struct patience *patience, int64_t spin_ns) {
     if (spin_ns <= 0)
         return 0;
@@ -178,11 +178,11 @@ static int look_again(struct patience *patience, int64_t spin_ns) {
         return 1;
     int64_t now = now_ns();
     if (now >= patience->lonely_ns)
-        sched_yield(); /* the other end may be waiting for this very processor */
+        sched_yield(); /* the other end may wait for this processor */
     return now < patience->until_ns;
 }
 
-/* Whether `count` units can be read, after looking for `spin_ns`. */
+/* Whether `count` units can be read, after spinning for `spin_ns`. */
 int kvplug_spin_for_units(const struct end *end, int64_t count, int64_t spin_ns) {
     struct patience patience = patience_of(spin_ns);
     for (;;) {
@@ -194,7 +194,7 @@ int kvplug_spin_for_units(const struct end *end, int64_t count, int64_t spin_ns)
     }
 }
 
-/* The same, with one sleep of `nap_ns` at most after the looking: `park` of protocol.py. */
+/* The same, with one sleep of `nap_ns` at most after spinning: `park` of protocol.py. */
 int kvplug_poll(struct end *end, int64_t count, int64_t spin_ns, int64_t nap_ns) {
     if (kvplug_spin_for_units(end, count, spin_ns))
         return 1;
@@ -209,7 +209,7 @@ int kvplug_poll(struct end *end, int64_t count, int64_t spin_ns, int64_t nap_ns)
     return (int64_t)((load(end, HEAD) >> 1) - end->count) >= count;
 }
 
-/* Whether `count` units can be written, after looking for `spin_ns`. */
+/* Whether `count` units can be written, after spinning for `spin_ns`. */
 int kvplug_spin_for_room(const struct end *end, int64_t count, int64_t spin_ns) {
     struct patience patience = patience_of(spin_ns);
     for (;;) {
@@ -231,7 +231,7 @@ static void write_at(struct end *end, uint64_t at, const void *source, uint64_t 
 
 /* memcpy with non-temporal stores: the target's lines are not read from memory before they are overwritten, which
  * is a third of the traffic of a copy larger than the caches, and the ring stays in them. A store fence must follow
- * before another thread is told. */
+ * before another thread uses the target. */
 static void stream(void *target, const void *source, uint64_t nbytes) {
 #if defined(__SSE2__)
     unsigned char *to = target;
@@ -284,10 +284,10 @@ static int fits(const struct end *end, const struct message *message, int64_t li
     if (room < message->prefix_bytes + (int64_t)lines(message->nbytes))
         return room < 0 ? IMPLAUSIBLE : 0;
     uint64_t unread = end->places - (uint64_t)room;
-    return unread ? unread + (uint64_t)message->cost <= (uint64_t)limit : !nobody_reads(end);
+    return unread ? unread + (uint64_t)message->cost <= (uint64_t)limit : !no_reader_left(end);
 }
 
-/* Publish a whole message, if it fits. Whether it was. */
+/* Publish a whole message, if it fits. Returns whether it did. */
 int kvplug_put(struct end *end, const struct message *message, const void *source, int64_t limit) {
     int there = fits(end, message, limit);
     if (there == 1) {
@@ -299,7 +299,7 @@ int kvplug_put(struct end *end, const struct message *message, const void *sourc
     return there;
 }
 
-/* How many units have come, after looking for `spin_ns` for a line, and a copy of that. */
+/* How many units have arrived, after spinning for `spin_ns` for a line, and a copy of that line. */
 int64_t kvplug_peek(const struct end *end, void *line, int64_t spin_ns) {
     if (spin_ns > 0)
         kvplug_spin_for_units(end, LINE, spin_ns);
@@ -309,13 +309,13 @@ int64_t kvplug_peek(const struct end *end, void *line, int64_t spin_ns) {
     return here;
 }
 
-/* Copy the `nbytes` that lie after the first line, and give all of that back. It has come. */
+/* Copy the `nbytes` after the first line, and release line and bytes. They must have arrived. */
 void kvplug_take(struct end *end, void *target, int64_t nbytes) {
     read_at(end, (end->count + LINE) % end->places, target, nbytes);
     kvplug_release(end, LINE + lines(nbytes));
 }
 
-/* The part of a message from byte `done` on that lies in one piece, `nbytes` of it at most. */
+/* The contiguous part of a message from byte `done` on, `nbytes` at most. */
 static unsigned char *part_of(const struct span *span, int64_t done, int64_t *nbytes) {
     if (span->flat)
         return span->flat + done;
@@ -328,9 +328,9 @@ static unsigned char *part_of(const struct span *span, int64_t done, int64_t *nb
 
 /* Write as much of a message, from byte `done` of `nbytes` on, as the peer makes room for.
  *
- * Before it goes a prefix, if there is one. In steps that are short at the begin and towards the end, when the
- * other end waits for one. Returns how many of its own bytes: fewer where it had to wait for longer than
- * `spin_ns`, after `most_ns`, and when nobody reads. */
+ * A prefix, if any, goes before it. The steps are short at the beginning and towards the end, when the other end
+ * waits for one. Returns the number of the message's own bytes: fewer if it had to wait for longer than `spin_ns`,
+ * after `most_ns`, and when the reader has ended. */
 int64_t kvplug_push(struct end *end, const char *prefix, int64_t prefix_bytes, const struct span *span,
                     int64_t done, int64_t nbytes, int64_t smallest, int64_t largest, int64_t spin_ns,
                     int64_t most_ns) {
@@ -342,7 +342,7 @@ int64_t kvplug_push(struct end *end, const char *prefix, int64_t prefix_bytes, c
                 break;
             continue;
         }
-        if (nobody_reads(end))
+        if (no_reader_left(end))
             break;
         int64_t left = nbytes - done, step = done ? (left / 4) & -(int64_t)LINE : 0;
         step = step < largest ? step : largest;
@@ -359,8 +359,8 @@ int64_t kvplug_push(struct end *end, const char *prefix, int64_t prefix_bytes, c
             write_at(end, (at + put) % end->places, source, part);
             put += part;
         }
-        if (nobody_reads(end))
-            break; /* it was given up meanwhile: what was sent is told to have failed */
+        if (no_reader_left(end))
+            break; /* the reader was evicted meanwhile: the transfer fails */
         kvplug_publish(end, prefix_bytes + lines(step));
         prefix_bytes = 0;
         done += step;
@@ -371,7 +371,7 @@ int64_t kvplug_push(struct end *end, const char *prefix, int64_t prefix_bytes, c
 }
 
 /* Publish a whole message in pieces, if it fits: for large ones, which the other end begins to read meanwhile.
- * Whether it was; not, too, if it was given up in the middle. */
+ * Returns whether it was published; 0 too if the reader was evicted in the middle. */
 int kvplug_put_long(struct end *end, const struct message *message, const void *source, int64_t limit,
                     int64_t smallest, int64_t largest) {
     int there = fits(end, message, limit);
@@ -384,10 +384,10 @@ int kvplug_put_long(struct end *end, const struct message *message, const void *
     return there;
 }
 
-/* Take as much of a message, from byte `done` of `nbytes` on, as comes.
+/* Take as much of a message, from byte `done` of `nbytes` on, as arrives.
  *
- * `unreleased` units before it were read already and are given back with the first step. Returns how many bytes:
- * fewer where it had to wait for longer than `spin_ns`, after `most_ns`, and when no more comes. */
+ * `unreleased` units before it were read already and are released with the first step. Returns the number of bytes:
+ * fewer if it had to wait for longer than `spin_ns`, after `most_ns`, and when the writer has ended. */
 int64_t kvplug_pull(struct end *end, const struct span *span, int64_t done, int64_t nbytes,
                     int64_t unreleased, int64_t largest, int64_t spin_ns, int64_t most_ns) {
     int64_t begun = done, stop_ns = now_ns() + most_ns;

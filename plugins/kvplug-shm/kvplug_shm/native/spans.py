@@ -1,4 +1,4 @@
-"""Where the bytes of a message lie, for the compiled steps."""
+"""The memory of a message's bytes, described for the compiled steps."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvplug_shm.native import library
 
 
 class Span:
-    """Keeps what describes the memory, and not the memory itself."""
+    """Owns the description of the memory, not the memory itself."""
 
     __slots__ = ("_described", "_struct", "pointer")
 
@@ -21,12 +21,12 @@ class Span:
 
     @classmethod
     def flat(cls, address: int) -> Span:
-        """All in one piece."""
+        """Contiguous memory."""
         return cls(library.SpanStruct(flat=address))
 
     @classmethod
     def of_blocks(cls, blocks: Blocks) -> Span | None:
-        """Row by row; ``None`` if rows are in pieces themselves."""
+        """Memory by rows; ``None`` if a row is not contiguous."""
         rows = blocks.rows_in_memory()
         if rows is None:
             return None

@@ -1,4 +1,4 @@
-"""What the peer says about a message before its bytes: checked copies of what lies in the ring."""
+"""Announcements of messages, read from checked copies, since the peer could change what lies in the ring."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 @functools.lru_cache(1024)
 def small_in(line: bytes) -> tuple[TensorMeta | None, torch.dtype | None, int] | None:
-    """What the first line of a message says, if its prefix is no longer and its bytes come after it.
+    """The announcement in the first line of a message, if the whole prefix fits the line.
 
     Raises:
-        WireError, UnsupportedError: it is no message that can be received here.
+        WireError, UnsupportedError: it announces no message that can be received here.
     """
     # A pipe sees the same few shapes over and over.
     size = prefix_size(line[:SHORTEST_TENSOR_PREFIX])
@@ -30,10 +30,10 @@ def small_in(line: bytes) -> tuple[TensorMeta | None, torch.dtype | None, int] |
 
 
 def meta_in(prefix: bytes) -> TensorMeta | None:
-    """What a whole prefix says: the meta of a tensor, or of ``None`` none.
+    """The meta in a whole prefix; ``None`` for the message ``None``.
 
     Raises:
-        WireError: it is none of a message of this pipe.
+        WireError: it is not the prefix of a message of this pipe.
     """
     announcement = read_prefix(prefix)
     if announcement.goodbye or announcement.flags:

@@ -1,4 +1,4 @@
-"""A message that arrives: what was said of it, and what it is received into when that is in one piece."""
+"""An arriving message: its announcement, and the contiguous memory it is received into."""
 
 from __future__ import annotations
 
@@ -18,32 +18,32 @@ if TYPE_CHECKING:
 
 
 class Arrival(PartialMessage):
-    """A message whose announcement has been read, and lies in the ring until the first bytes are taken."""
+    """A message whose announcement was read. The prefix stays in the ring until the first bytes are taken."""
 
     __slots__ = ("unreleased",)
 
     def __init__(self, meta: TensorMeta | None, unreleased: int) -> None:
         super().__init__(meta)
         self.unreleased = unreleased
-        """Bytes of the ring, before the tensor's, that were read and not given back: its prefix."""
+        """Bytes of the ring that were read and not released: the prefix."""
 
 
 class Flat:
-    """What a message is received into: all in one piece."""
+    """Contiguous memory that a message is received into."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.address = tensor.data_ptr()
         self.span: Span | None = Span.flat(self.address)
 
     def take(self, ring: Incoming, count: int, done: int, nbytes: int) -> None:
-        """``nbytes`` of the message, of which ``done`` were taken, from byte ``count`` of the stream on."""
+        """Copy ``nbytes`` from byte ``count`` of the stream on; ``done`` bytes were copied before."""
         ring.copy(count, self.address + done, nbytes)
 
 
 def announced(ring: Incoming, wait: Callable[[int], bool]) -> Arrival | None:
-    """The message of which the first line is in the ring.
+    """The message whose first line is in the ring.
 
-    ``wait(count)``: whether so many bytes are there, in time. If they are not, it is none yet.
+    ``wait(count)``: waits for that many bytes; False at the deadline, and then this returns ``None``.
 
     Raises:
         WireError, UnsupportedError: it is no message that can be received here.

@@ -1,7 +1,7 @@
 """Blocks of a paged cache, gathered straight into the ring and scattered straight from it.
 
-Whole rows go between the cache and a view of the ring, many at a time. A row that a piece of the message, or
-the ring's end, cuts in two goes through a buffer of its own.
+Whole rows are copied between the cache and a view of the ring, many at a time. A row that the end of a piece
+or of the ring splits in two goes through a buffer.
 """
 
 from __future__ import annotations
@@ -61,10 +61,11 @@ class BlockContent(Content):
             done += len(memory)
 
     def leave(self, done: int) -> None:
-        """The rest goes through memory of its own: no thread that Python may end at exit works with torch.
+        """Gather the rest into memory of its own: a daemon thread, which Python may end at exit, must not use
+        torch.
 
         Raises:
-            CapacityError: there is not enough.
+            CapacityError: there is not enough memory.
         """
         if self._blocks is not None:
             rest = self._pool.tensor(TensorMeta("uint8", (self.nbytes - done,)))
@@ -87,34 +88,34 @@ class BlockContent(Content):
 
 
 class BlockTarget:
-    """What a message is scattered into while it arrives."""
+    """The blocks that a message is scattered into while it arrives."""
 
     def __init__(self, blocks: Blocks, *, native: bool) -> None:
-        """Raises UnsupportedError: a device that is not received into."""
+        """Raises UnsupportedError: a device that is not supported."""
         _check_device(blocks)
         self._blocks = blocks
         self._cut = _CutRow(blocks)
         self.span = Span.of_blocks(blocks) if native else None
-        """Where the rows lie, for the compiled steps; ``None``: only :meth:`take` knows."""
+        """The rows' memory for the compiled steps; ``None``: only :meth:`take` can copy them."""
 
     @property
     def meta(self) -> TensorMeta:
-        """Of the one message that fits."""
+        """The meta of the message that fits."""
         return TensorMeta(dtype_name(self._blocks.dtype), self._blocks.shape)
 
     def take(self, ring: Incoming, count: int, done: int, nbytes: int) -> None:
-        """``nbytes`` of the message, of which ``done`` were taken, from byte ``count`` of the stream on."""
+        """Copy ``nbytes`` from byte ``count`` of the stream on; ``done`` bytes were copied before."""
         for memory in ring.parts(count, nbytes):
             self._scatter(done, memory)
             done += len(memory)
 
     def fill(self, message: Tensor) -> None:
-        """All of it, from a tensor."""
+        """Scatter the whole message from a tensor."""
         if message.numel():
             self._scatter(0, message.view(-1).view(torch.uint8))
 
     def taken(self, memory: Tensor) -> None:
-        """Copy what was taken back out of the caches, as much as ``memory`` has bytes."""
+        """Copy the received bytes back out of the caches into ``memory``."""
         blocks = self._blocks
         for first, whole, skip, part in _rows(blocks.row_bytes, 0, memory):
             if whole:
@@ -137,7 +138,7 @@ class BlockTarget:
 
 
 class _CutRow:
-    """A row of which only a part is here, or is asked for."""
+    """A row of which only a part has arrived, or is requested."""
 
     def __init__(self, blocks: Blocks) -> None:
         self._blocks = blocks

@@ -1,4 +1,4 @@
-"""The contact of this pipe: an abstract Unix socket, and where it can be reached."""
+"""The contact of this pipe: an abstract Unix socket, and the domain in which it can be reached."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 class Content:
-    """What is sent: the bytes that announce it, and where the tensor's are, which it keeps alive."""
+    """A message's prefix, which announces it, and the tensor's memory, which it keeps alive."""
 
     __slots__ = ("_owner", "_span", "address", "header")
 
@@ -51,25 +51,25 @@ class Content:
 
     @property
     def span(self) -> Span | None:
-        """Where its bytes lie, for the compiled steps; ``None``: only :meth:`copy` knows."""
+        """The memory for the compiled steps; ``None``: only :meth:`copy` can copy it."""
         if self._span is None:
             self._span = Span.flat(self.address)
         return self._span
 
     def copy(self, ring: Outgoing, count: int, done: int, nbytes: int) -> None:
-        """Put ``nbytes`` of the tensor, from byte ``done`` on, where byte ``count`` of the stream lies."""
+        """Copy ``nbytes`` of the tensor, from byte ``done`` on, to byte ``count`` of the stream."""
         ring.copy(count, self.address + done, nbytes)
 
     def leave(self, done: int) -> None:
-        """All but the first ``done`` bytes are left to another thread."""
+        """Prepare the bytes after the first ``done`` for another thread."""
 
     def drop(self) -> None:
-        """The memory is the caller's alone again."""
+        """Release the caller's memory."""
         self._owner = None
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether its bytes lie in memory as they are sent, and nothing else is to be known of it."""
+    """Whether it is a plain dense CPU tensor, whose bytes lie in memory as they are sent."""
     return (
         type(tensor) in _PLAIN
         and tensor.is_cpu

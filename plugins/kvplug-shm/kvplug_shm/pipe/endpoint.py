@@ -28,7 +28,7 @@ _USED_UP: Final = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 
 class ShmEndpoint(DuplexEndpoint):
-    """Listens on an abstract Unix socket, over which the memory is handed over. Its pipes share one pool."""
+    """Listens on an abstract Unix socket, over which the memory is passed on. Its pipes share one pool."""
 
     CONTACT = ShmContact
     PURPOSE = join.PURPOSE

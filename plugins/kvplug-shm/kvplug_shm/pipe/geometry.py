@@ -1,4 +1,4 @@
-"""How a ring is divided: lines, the limits of its size, and the pieces in which a message is copied."""
+"""Sizes of a ring: cache lines, the limits of its size, and the pieces in which a message is copied."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from kvplug_shm.ring import protocol
 
 LINE: Final = 64
 SMALLEST_BYTES: Final = 1024
-"""Of a ring: the longest prefix of a tensor, and a line more."""
+"""The smallest ring: the longest prefix of a tensor, and one more line."""
 SMALLEST_COST: Final = 2 * LINE
-"""What an empty message counts for while it is unread, so that their number is bounded too."""
+"""The cost of an empty unread message, so that the number of messages is bounded too."""
 LARGEST_BYTES: Final = protocol.MAX_PLACES // LINE * LINE
 LONGEST_LOOK_S: Final = 0.005
-"""Without a look at deadlines, and before signals are handled where the steps are compiled."""
+"""The most bytes that are copied between two checks of the deadline, or of signals in the compiled steps."""
 PAGE: Final = 4096
 NUM_WORDS: Final = protocol.num_words(1)
 
 
 def lines(nbytes: int) -> int:
-    """Bytes of the whole lines that ``nbytes`` take."""
+    """``nbytes`` rounded up to whole cache lines."""
     return (nbytes + LINE - 1) & -LINE
 
 
@@ -33,10 +33,10 @@ def segment_size(ring_bytes: int) -> int:
 
 @attrs.frozen
 class Pieces:
-    """In which steps a message is copied, so that both ends copy at the same time.
+    """The steps in which a message is copied, so that both ends copy at the same time.
 
-    A step costs what is left to do together, some microseconds. So the steps are short where the other end
-    waits for one: at the begin, and towards the end.
+    Each step has a fixed cost of some microseconds. So the steps are short only where the other end waits for
+    one: at the beginning, and towards the end.
     """
 
     at_once: int
@@ -46,7 +46,7 @@ class Pieces:
 
     @classmethod
     def of(cls, ring_bytes: int, slot_bytes: int, *, native: bool) -> Pieces:
-        """``native``: with the compiled steps, whose steps cost next to nothing."""
+        """``native``: with the compiled steps, whose fixed cost is negligible."""
         largest = max(LINE, min(slot_bytes, ring_bytes // 4) & -LINE)
         smallest = max(LINE, largest // 4 & -LINE)
         at_once = min(smallest, RELEASE_GIL_BYTES)
@@ -55,6 +55,6 @@ class Pieces:
         return cls(at_once, smallest, largest)
 
     def next(self, done: int, left: int) -> int:
-        """Bytes of the next step, of a message of which so much was done."""
+        """Bytes of the next step of a message, of which ``done`` bytes were copied."""
         fair = left // 4 & -LINE if done else 0
         return min(left, max(self.smallest, min(self.largest, fair)))

@@ -1,4 +1,4 @@
-"""What goes before a tensor's bytes: the same for all messages of one dtype and shape."""
+"""The header before a tensor's bytes: the same for all messages of one dtype and shape."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvplug_shm.pipe.geometry import LINE, SMALLEST_COST, lines
 
 
 class Header:
-    """A prefix in whole lines, and what it announces."""
+    """A prefix in whole cache lines, and what it announces."""
 
     __slots__ = ("_described", "nbytes", "pointer", "prefix")
 

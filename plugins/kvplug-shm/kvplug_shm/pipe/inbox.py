@@ -1,7 +1,7 @@
 """The receiving half of a pipe: headers are copied out and checked, tensors go straight into their memory.
 
-Nothing is read ahead of a ``recv_tensor``, so a receiver that stops bounds what its sender can get rid of. A
-message that is interrupted by a deadline keeps its place.
+Nothing is read before a ``recv_tensor``, so a receiver that stops also stops its sender. A message that is
+interrupted by a deadline is resumed by the next call.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class Answer(enum.Enum):
-    """What is no message, not even ``None``."""
+    """The marker for "no message", since ``None`` is a message."""
 
     NOT_YET = enum.auto()
 
@@ -41,7 +41,7 @@ _T = TypeVar("_T")
 
 
 class Inbox:
-    """``lost(reason)``: nothing more comes. ``fail_pipe(reason)``: what comes cannot be trusted.
+    """``lost(reason)``: nothing more arrives. ``fail_pipe(reason)``: the stream cannot be trusted.
 
     Both are called without locks.
     """
@@ -71,7 +71,7 @@ class Inbox:
         """Held by the thread that reads the ring."""
         self._stopped = False
         self._no_more = False
-        """A part of a message, or nothing, is all that is left; a peer that was given up may write on."""
+        """Only a part of a message, or nothing, is left; an evicted peer may still write."""
 
     @property
     def ring_bytes(self) -> int:
@@ -79,7 +79,7 @@ class Inbox:
         return 0 if ring is None else ring.nbytes
 
     def receive_at_once(self, out: Tensor | None, patient: bool) -> Tensor | Literal[Answer.NOT_YET] | None:
-        """A small message that is here and fits; ``NOT_YET``: leave it to :meth:`receive`.
+        """A small message that has arrived and fits; ``NOT_YET``: leave it to :meth:`receive`.
 
         ``patient``: spin for it for a moment.
         """
@@ -128,13 +128,13 @@ class Inbox:
         self._reads(read, deadline)
 
     def expect_no_more(self) -> None:
-        """The peer is gone; what it has published can still be received. Wakes the thread that waits."""
+        """The peer is gone; published messages can still be received. Wakes the waiting thread."""
         ring = self._ring
         if ring is not None:
             ring.end.evict_writer()
 
     def stop(self) -> None:
-        """Nothing is received any more. Wakes the thread that waits. Blocks nowhere."""
+        """End receiving. Wakes the waiting thread. Never blocks."""
         self._stopped = True
         self.expect_no_more()  # changes the word that is waited for
         self._end_ring()
@@ -144,7 +144,7 @@ class Inbox:
         self._stopped, self._ring, self._message = True, None, None
 
     def _reads(self, read: Callable[[Incoming], _T], deadline: Deadline, *, looked: bool = False) -> _T:
-        """What ``read`` returns, with the begin of a message in the ring, or the rest of one that is here."""
+        """Return ``read()`` once the beginning of a message, or more of the current one, is in the ring."""
         ring = self._ring
         if ring is None:
             raise self._lifecycle.error()
@@ -165,7 +165,7 @@ class Inbox:
                 self._end_ring()
 
     def _end_ring(self) -> None:
-        """Tell the peer that nothing more is read. The last thread that reads does it."""
+        """Mark in the ring that nothing more is read. The last reading thread does it."""
         if self._ring is not None and self._reading.acquire(blocking=False):
             try:
                 ring, self._ring = self._ring, None
@@ -238,14 +238,14 @@ class Inbox:
         raise message.late(self._peer)
 
     def _announced(self, ring: Incoming, deadline: Deadline) -> Arrival:
-        """A line of it is here."""
+        """The first line has arrived: read the announcement."""
         message = announced(ring, lambda count: self._wait(ring, count, deadline))
         if message is None:
             raise TimeoutError(f"the announcement of a message from {self._peer} has not wholly arrived")
         return message
 
     def _fill(self, ring: Incoming, message: Arrival, memory: Flat | BlockTarget, deadline: Deadline) -> bool:
-        """Have the tensor's bytes taken from where they lie; False at the deadline."""
+        """Copy the tensor's bytes out of the ring; False at the deadline."""
         end, nbytes, piece = ring.end, message.nbytes, self._pieces.largest
         while message.got < nbytes:
             if self._stopped:
@@ -260,7 +260,7 @@ class Inbox:
                     patient=not deadline.expired,
                 )
                 if step == 0:
-                    end.available()  # raises, if what the writer says is why
+                    end.available()  # raises, if the writer's words are the cause
             else:
                 left = nbytes - message.got
                 step = min(left, piece, end.available() - message.unreleased)
@@ -283,13 +283,13 @@ class Inbox:
         ring.end.release(count)
 
     def _wait(self, ring: Incoming, count: int, deadline: Deadline, *, looked: bool = False) -> bool:
-        """Until ``count`` bytes are in the ring; False at the deadline.
+        """Wait until ``count`` bytes are in the ring; False at the deadline.
 
-        ``looked``: it was looked for them for a moment, and they were not there.
+        ``looked``: the caller has already spun for them.
 
         Raises:
-            PeerGoneError: they will never come.
-            ClosedError, TransportError: it was ended here meanwhile.
+            PeerGoneError: they will never arrive.
+            ClosedError, TransportError: the pipe was ended here meanwhile.
         """
         end = ring.end
         if not looked and deadline.remaining() != 0.0 and end.spin(count, self._spin_s):

@@ -1,7 +1,7 @@
-"""How one proven connection becomes a pipe.
+"""Turning one proven connection into a pipe.
 
-The connecting end says how it watches. The accepting end makes the memory, hands it over with its answer, and
-waits to be told that it was mapped. Every message is one fixed struct.
+The connecting end sends its heartbeat terms. The accepting end creates the memory, passes its descriptor with
+its answer, and waits for the confirmation that it was mapped. Every message is one fixed struct.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _HELLO, _MEMORY, _REFUSED, _READY = range(4)
 _SEES_DEATH: Final = 1
 _UNUSED: Final = HeartbeatTerms(True, 0)
 _SHORTEST_BEAT_S: Final = 0.01
-"""However impatient a peer says it is, or this end is: a beat wakes both watchers."""
+"""The shortest interval of heartbeats, whatever the two ends ask for: each one wakes both watchers."""
 
 
 @attrs.frozen(kw_only=True)
 class Join:
-    """What both ends say while they become a pipe."""
+    """The message of both ends while they join."""
 
     step: int
     terms: HeartbeatTerms = _UNUSED
@@ -45,7 +45,7 @@ class Join:
 
     @classmethod
     def unpack(cls, data: bytes, connection: Connection, *steps: int) -> Self:
-        """Raises WireError if it is none of the ``steps`` that may come now."""
+        """Raises WireError if the message is none of the ``steps`` that are expected now."""
         magic, step, flags, heartbeat_ms, slots, slot_bytes = _STRUCT.unpack(data)
         if magic != _MAGIC or step not in steps:
             raise WireError(f"{connection.describe} does not join as this version does")
@@ -57,7 +57,7 @@ class Join:
         )
 
     def heartbeat_interval_s(self, settings: ShmPipeSettings) -> float | None:
-        """How often both ends beat, in seconds, by what was agreed; ``None``: not at all."""
+        """Seconds between heartbeats of both ends, as agreed; ``None``: no heartbeats."""
         return self.terms.interval_s(settings.heartbeat_timeout_s, at_least_s=_SHORTEST_BEAT_S)
 
 
@@ -120,7 +120,7 @@ def accept(control: Connection, settings: ShmPipeSettings, deadline: Deadline) -
             slots=settings.slots,
             slot_bytes=settings.slot_bytes,
         )
-        # Zeroed memory is two rings in which nothing has happened: there is nothing to prepare.
+        # Zeroed memory is two empty rings: there is nothing to initialise.
         send_fd(control, answer.pack(), (fd,), deadline)
         data, _ = recv_fds(control, _STRUCT.size, 0, deadline)
         Join.unpack(data, control, _READY)

@@ -9,7 +9,7 @@ from kvplug_shm.pipe.content import Content
 
 
 class Progress(enum.Enum):
-    """How far a message is on its way through the outbox."""
+    """The progress of a message through the outbox."""
 
     NEW = enum.auto()
     ADMITTED = enum.auto()
@@ -22,12 +22,12 @@ class Progress(enum.Enum):
 
 
 class Message:
-    """What is sent, and how much of it is in the ring."""
+    """A content, and how much of it is in the ring."""
 
     __slots__ = ("announced", "content", "cost", "done", "progress", "transfer")
 
     def __init__(self, content: Content, cost: int) -> None:
-        """``cost``: bytes that it counts for in the window."""
+        """``cost``: the bytes by which it counts in the window."""
         self.content = content
         self.cost = cost
         self.progress = Progress.NEW

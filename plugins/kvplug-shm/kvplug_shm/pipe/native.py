@@ -16,10 +16,10 @@ from kvplug_shm.pipe.rings import Incoming, Outgoing
 
 _ANY: Final = 2**63 - 1
 _LARGE: Final = 1024 * 1024
-"""Bytes of a message that are left, from which on an end spins for :data:`_WAKE_UP_NS` before it sleeps."""
+"""With this many bytes of a message left, or more, an end spins for :data:`_WAKE_UP_NS` before it sleeps."""
 _WAKE_UP_NS: Final = 1_000_000
-"""How long a peer that slept may need until it copies: half a millisecond on an idle virtual machine.
-Sleeping in the middle of a large message costs two wake-ups, in which nothing is copied."""
+"""The time that a sleeping peer may need until it copies: half a millisecond on an idle virtual machine.
+Sleeping in the middle of a large message costs two wake-ups, during which nothing is copied."""
 
 
 def _spin_ns(configured_ns: int, left: int) -> int:
@@ -55,11 +55,10 @@ class NativeOutgoing(Outgoing):
     def push(
         self, prefix: bytes, span: Span, done: int, nbytes: int, pieces: Pieces, *, patient: bool
     ) -> int:
-        """Publish as much of a message as gets in without sleeping, from byte ``done`` of ``nbytes`` on.
+        """Publish as much of a message as possible without sleeping, from byte ``done`` of ``nbytes`` on.
 
-        ``patient``: for room it is looked again and again, for a moment. Returns how many bytes that were,
-        without the prefix, which goes before them. What the reader does not read, and what its word cannot
-        mean, is not written.
+        ``patient``: spin for room. Returns the number of bytes, without the prefix before them. Writes
+        nothing if the reader has ended, or if its word is invalid.
         """
         small = nbytes - done < RELEASE_GIL_BYTES
         push = self._push if small else self._long_push
@@ -106,11 +105,10 @@ class NativeIncoming(Incoming):
     def pull(
         self, span: Span, done: int, nbytes: int, unreleased: int, largest: int, *, patient: bool
     ) -> int:
-        """Take as much of a message as comes without sleeping, from byte ``done`` of ``nbytes`` on.
+        """Take as much of a message as arrives without sleeping, from byte ``done`` of ``nbytes`` on.
 
-        ``patient``: for more it is looked again and again, for a moment. Returns how many bytes that were. If
-        any, ``unreleased`` bytes before them are given back too. What the writer's word cannot mean is not
-        read.
+        ``patient``: spin for more. Returns the number of bytes. If there are any, ``unreleased`` bytes before
+        them are released too. Reads nothing if the writer's word is invalid.
         """
         small = nbytes - done < RELEASE_GIL_BYTES
         pull = self._pull if small else self._long_pull
@@ -119,14 +117,14 @@ class NativeIncoming(Incoming):
 
 
 def outgoing(segment: Segment, ring: int, nbytes: int, library: Library | None, spin_s: float) -> Outgoing:
-    """With the compiled steps, where there are any."""
+    """The rings with the compiled steps, if they are built."""
     if library is None:
         return Outgoing(segment, ring, nbytes)
     return NativeOutgoing(library, segment, ring, nbytes, spin_s)
 
 
 def incoming(segment: Segment, ring: int, nbytes: int, library: Library | None, spin_s: float) -> Incoming:
-    """With the compiled steps, where there are any."""
+    """The rings with the compiled steps, if they are built."""
     if library is None:
         return Incoming(segment, ring, nbytes)
     return NativeIncoming(library, segment, ring, nbytes, spin_s)

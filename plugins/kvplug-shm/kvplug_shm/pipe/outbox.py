@@ -1,8 +1,9 @@
-"""The sending half of a pipe: what is queued, who copies it into the ring, and when the caller has to wait.
+"""The sending half of a pipe: the queue, the threads that copy it into the ring, and when the caller has to
+wait.
 
-The caller's own thread copies its message, and spins for a moment where the ring has no room. What does not
-get in is left to a writer thread, which starts with the first such message and is the only one that sleeps on
-the ring. An idle writer sleeps on a condition.
+The caller's own thread copies its message, and spins for a moment if the ring has no room. The rest is left
+to a writer thread, which starts with the first such message and is the only one that sleeps on the ring. An
+idle writer sleeps on a condition.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from kvplug_shm.pipe.rings import Outgoing
 
 
 class _NotTakenError(Exception):
-    """The peer reads nothing more."""
+    """The peer has ended reading."""
 
 
 class _Window(SendWindow):
-    """Counts what is queued and what the peer has not read of the ring."""
+    """Counts the bytes that are queued and those in the ring that the peer has not read."""
 
     SMALLEST_COST = SMALLEST_COST
 
@@ -38,8 +39,7 @@ class _Window(SendWindow):
         self._ring_bytes = ring.nbytes
         self._wake_writer = wake_writer
         self.wanted = 0
-        """Room in the ring that a caller waits for with nothing queued: the writer sleeps on the ring for
-        it."""
+        """Room in the ring for which a caller waits, with an empty queue; the writer sleeps for it."""
 
     @property
     def held(self) -> int:
@@ -47,7 +47,7 @@ class _Window(SendWindow):
         return self.in_flight + (0 if ring is None else ring.nbytes - ring.end.room())
 
     def room_for(self, cost: int) -> int:
-        """Bytes of the ring that have to be free before a message is admitted, with nothing queued."""
+        """Bytes of the ring that must be free before a message is admitted to an empty queue."""
         return self._ring_bytes - max(0, self.limit - cost)
 
     def end(self) -> None:
@@ -69,7 +69,7 @@ class _Window(SendWindow):
 
 
 class Outbox:
-    """``lost(reason)``: the peer takes nothing more. ``fail_pipe(reason)``: its words cannot be true.
+    """``lost(reason)``: the peer receives nothing more. ``fail_pipe(reason)``: its words are invalid.
 
     Both are called without locks, and call :meth:`fail`.
     """
@@ -97,7 +97,7 @@ class Outbox:
         self._work = threading.Condition(self._lock)
         self._queue: deque[Message] = deque()
         self._unresolved: list[Message] = []
-        """Were queued when it all ended, and their transfers do not say so yet."""
+        """Messages that were queued at the end, whose transfers are not failed yet."""
         self._thread: threading.Thread | None = None
         self._writing = threading.Lock()
         """Held by the thread that writes into the ring."""
@@ -114,7 +114,7 @@ class Outbox:
     # -- the caller ----------------------------------------------------------------------------------
 
     def send_at_once(self, header: Header, address: int) -> Transfer | None:
-        """The transfer of a small message that there is room for; ``None``: leave it to :meth:`send`."""
+        """Send a small message if the ring has room for it; ``None``: leave it to :meth:`send`."""
         ring, window = self._ring, self._window
         if ring is None or window.in_flight:
             return None
@@ -161,7 +161,7 @@ class Outbox:
             raise
 
     def _copy_at_once(self, ring: Outgoing, message: Message, deadline: Deadline) -> None:
-        """Until it is complete, or there is no more room at once."""
+        """Copy until the message is complete, or the ring has no room at once."""
         try:
             with self._writing:
                 while not self._window.ended:
@@ -198,7 +198,7 @@ class Outbox:
         return message.transfer
 
     def _take_back(self, message: Message, error: BaseException) -> None:
-        """The call raises: the message was never there, or the pipe ends in the middle of it."""
+        """The call raises: remove the message, or end the pipe if a part of it was written."""
         with self._lock:
             if message.progress is Progress.ADMITTED:
                 message.progress = Progress.OVER
@@ -211,14 +211,14 @@ class Outbox:
     # -- the ring ------------------------------------------------------------------------------------
 
     def _push(self, ring: Outgoing, message: Message, *, patient: bool = True) -> bool:
-        """Copy as much of the oldest message as there is room for, and publish it; whether that was any.
+        """Copy as much of the oldest message as there is room for, and publish it. Returns whether any was.
 
-        One piece at most, or with the compiled steps all that gets in without sleeping; they spin for room if
-        ``patient``. Only the thread that holds ``_writing``.
+        One piece at most, or with the compiled steps as much as possible without sleeping; they spin for room
+        if ``patient``. Only for the thread that holds ``_writing``.
 
         Raises:
-            _NotTakenError: the peer reads nothing more.
-            WireError: the peer's words say what no reader can have done.
+            _NotTakenError: the peer has ended reading.
+            WireError: the peer's words are impossible.
         """
         end, content = ring.end, message.content
         room = end.room() & -LINE
@@ -259,7 +259,7 @@ class Outbox:
             self._lost("it takes nothing more")
 
     def _end_ring(self) -> None:
-        """Tell the peer that nothing more comes. The last thread that writes does it."""
+        """Mark in the ring that nothing more is written. The last writing thread does it."""
         if self._window.ended and self._writing.acquire(blocking=False):
             try:
                 ring, self._ring = self._ring, None
@@ -308,7 +308,7 @@ class Outbox:
             self._end_ring()
 
     def _next(self, ring: Outgoing) -> Message | None:
-        """The oldest message; ``None`` at the end. Until there is one, the writer sleeps for a caller."""
+        """The oldest message; ``None`` at the end. The writer sleeps until there is one."""
         window = self._window
         while True:
             with self._lock:
@@ -325,7 +325,7 @@ class Outbox:
                     window.wanted = 0
                     window.room.notify_all()
                     continue
-            ring.end.room()  # raises, if what the reader says is why there is none
+            ring.end.room()  # raises, if the reader's words are the cause
             self._sleep(ring, wanted)
 
     def _sleep(self, ring: Outgoing, count: int) -> None:
@@ -351,16 +351,16 @@ class Outbox:
     def drain(self, deadline: Deadline) -> bool:
         """Refuse senders that wait for room, then wait until nothing is queued.
 
-        False at the deadline, when the ring has ended, and to the writer itself. The pipe has ended already.
+        False at the deadline, when the ring has ended, and in the writer itself. The pipe has ended before.
         """
         if threading.current_thread() is self._thread:
             return False  # in a callback of a transfer: what is queued is this thread's to write
         return self._window.drain(deadline)
 
     def fail(self) -> None:
-        """All that is queued fails with how the pipe ended; threads that wait are woken. Blocks nowhere.
+        """Fail everything queued with the reason of the pipe's end; wake waiting threads. Never blocks.
 
-        What the writer is copying at this moment fails when it has let go of it.
+        A message that the writer is copying fails after the copy.
         """
         with self._lock:
             if self._ring is not None:
@@ -381,14 +381,14 @@ class Outbox:
             message.transfer.after_fork(self._lifecycle.error())
 
     def join(self) -> None:
-        """Wait for the writer to be gone, after ``fail``."""
+        """Wait until the writer has ended, after ``fail``."""
         thread = self._thread
         if thread is not None and thread is not threading.current_thread():
             thread.join(1.0)
 
 
 def _least(message: Message) -> int:
-    """Bytes of the ring that have to be free before another push makes sense."""
+    """Bytes of the ring that must be free before another push can make progress."""
     return LINE if message.announced else len(message.content.header.prefix)
 
 

@@ -38,14 +38,14 @@ if TYPE_CHECKING:
 
 @attrs.frozen(kw_only=True)
 class ShmPipeSettings(PipeSettings):
-    """What a pipe needs to know beside its memory."""
+    """The settings of a pipe."""
 
     slots: int
     slot_bytes: int
     spin_s: float
     pool: Pool
     library: Library | None
-    """The compiled steps, where they are used."""
+    """The compiled steps, if they are used."""
 
 
 @attrs.frozen(kw_only=True)
@@ -54,7 +54,7 @@ class Shared:
 
     segment: Segment
     ring_bytes: int
-    """Of each of the two rings."""
+    """Bytes of each of the two rings."""
     pieces: Pieces
     accepted: bool
     """Whether this is the accepting end, whose outgoing ring is the first."""
@@ -62,23 +62,23 @@ class Shared:
 
 @attrs.frozen(kw_only=True)
 class HeldMemory:
-    """Bytes of memory that a pipe takes."""
+    """Bytes of memory that a pipe uses."""
 
     shared: int
-    """Of the two rings; 0 once both have ended."""
+    """The two rings; 0 once both have ended."""
     queued: int
-    """Of tensors that were sent and are not in the ring: the sender's own memory."""
+    """Sent tensors that are not in the ring yet, in the sender's own memory."""
     idle: int
-    """Kept for tensors that are received next. All pipes of the endpoint share these."""
+    """Unused memory in the pool, which all pipes of the endpoint share."""
     lent: int
-    """Under tensors that were received and are still referenced."""
+    """Received tensors that are still referenced."""
 
 
 class ShmPipe(DuplexPipe):
-    """One connection, which is only watched, and two rings.
+    """A pipe over two rings, and a connection that is only watched.
 
-    One thread at most, the writer, started by the first message that the ring has no room for, gone with the
-    pipe. The process's liveness watcher looks at the peer.
+    At most one thread, the writer: it starts with the first message that the ring has no room for, and ends
+    with the pipe. The process's liveness watcher watches the peer.
     """
 
     def __init__(
@@ -90,10 +90,10 @@ class ShmPipe(DuplexPipe):
         pidfd: int | None,
         heartbeat_interval_s: float | None,
     ) -> None:
-        """Owns the connection and the peer's ``pidfd`` from here on.
+        """Takes ownership of the connection and of the peer's ``pidfd``.
 
-        ``heartbeat_interval_s``: at least one of the two ends has no pidfd of the other, as both have
-        found out, so both beat that often.
+        ``heartbeat_interval_s``: set if at least one of the two ends has no pidfd of the other; then both
+        send heartbeats this often.
         """
         super().__init__(control.describe, settings.timeout_s)
         self._control = control
@@ -133,7 +133,7 @@ class ShmPipe(DuplexPipe):
 
     @property
     def held(self) -> HeldMemory:
-        """How much memory it takes at this moment."""
+        """The memory that it uses now."""
         return HeldMemory(
             shared=self._outbox.ring_bytes + self._inbox.ring_bytes,
             queued=self._outbox.queued_bytes,
@@ -141,7 +141,7 @@ class ShmPipe(DuplexPipe):
             lent=self._pool.lent_bytes,
         )
 
-    # -- what fits at once takes a shorter way -----------------------------------------------------------
+    # -- the fast path: messages that fit at once --------------------------------------------------------
 
     def send_tensor(self, tensor: Tensor | None, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Transfer:
         self._check_sending()
@@ -204,7 +204,7 @@ class ShmPipe(DuplexPipe):
         self._inbox.after_fork()
 
     def _on_peer_gone(self) -> None:
-        # What the peer has published can still be received: the pipe ends only after it.
+        # Published messages can still be received: the pipe ends only after them.
         self._outbox.fail()
         self._inbox.expect_no_more()
         self._hang_up()
@@ -215,12 +215,12 @@ class ShmPipe(DuplexPipe):
         self._hang_up()
 
     def _sending_lost(self, reason: str) -> None:
-        """The peer reads nothing more. What it sent before is not thrown away."""
+        """The peer has ended reading. Messages that it sent before are kept."""
         self._lifecycle.lose_peer(reason)
         self._outbox.fail()
 
     def _hang_up(self) -> None:
-        """A peer that was only silent, or stopped, hears of it."""
+        """Shut the connection down, so that a peer that was only silent or stopped notices the end."""
         with self._closing, contextlib.suppress(OSError):
             if not self._let_go:
                 self._control.sock.shutdown(socket.SHUT_RDWR)

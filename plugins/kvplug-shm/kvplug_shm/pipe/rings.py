@@ -1,6 +1,6 @@
 """The two rings of a pipe in one segment, one each way: the words of both, then the bytes of both.
 
-A ring is one of bytes, and what lies in it begins at multiples of a cache line.
+A ring is a ring of bytes; each message begins at a multiple of a cache line.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kvplug_shm.pipe.geometry import (
 from kvplug_shm.pipe.header import Header
 from kvplug_shm.ring.ends import ReadingEnd, WritingEnd
 
-# One function twice: one lets the interpreter's lock go, and one has the smaller fixed cost.
+# The same function twice: one releases the interpreter's lock, the other has the smaller fixed cost.
 _let_go = ctypes.memmove
 _keep: ctypes._CFunctionType = ctypes.PYFUNCTYPE(
     ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t
@@ -43,7 +43,7 @@ class _Ring:
         self._tensor: torch.Tensor | None = None  # over the bytes, made when first needed
 
     def parts(self, count: int, nbytes: int) -> Iterator[torch.Tensor]:
-        """The bytes from ``count`` of the stream on, as they lie in the ring: one part, or two at its end."""
+        """The bytes of the stream from ``count`` on, as views of the ring: one, or two at the ring's end."""
         if self._tensor is None:
             self._tensor = torch.frombuffer(self.bytes, dtype=torch.uint8)
         at = count % self.nbytes
@@ -63,8 +63,8 @@ class Outgoing(_Ring):
     def put(self, header: Header, address: int, pieces: Pieces, limit: int) -> bool:
         """Publish a whole small message, if there is room, with ``limit`` bytes unread at most.
 
-        Says whether it was: what is not small was not. Raises WireError if the reader's word says what no
-        reader can have done.
+        Returns whether it was published; a large one never is. Raises WireError if the reader's word is
+        impossible.
         """
         end, prefix, nbytes = self.end, header.prefix, header.nbytes
         if nbytes > pieces.at_once:
@@ -81,7 +81,7 @@ class Outgoing(_Ring):
         return True
 
     def write(self, count: int, data: bytes) -> None:
-        """Put small ``data`` where byte ``count`` of the stream lies, going on at the ring's begin."""
+        """Copy small ``data`` to byte ``count`` of the stream, wrapping around at the ring's end."""
         at = count % self.nbytes
         stop = at + len(data)
         if stop <= self.nbytes:
@@ -92,7 +92,7 @@ class Outgoing(_Ring):
             self.bytes[: stop - self.nbytes] = data[first:]
 
     def copy(self, count: int, source: int, nbytes: int) -> None:
-        """The same for ``nbytes`` at the address ``source``."""
+        """The same, for ``nbytes`` at the address ``source``."""
         at = count % self.nbytes
         move = _keep if nbytes < RELEASE_GIL_BYTES else _let_go
         first = min(nbytes, self.nbytes - at)
@@ -109,11 +109,10 @@ class Incoming(_Ring):
         self.end = ReadingEnd(self.words, 0, nbytes)
 
     def next_line(self, spin_s: float = 0.0) -> tuple[int, bytes]:
-        """How many bytes have come, and a copy of the first line of them, if it is whole.
+        """The number of bytes that have arrived, and a copy of their first line, if it is whole.
 
-        If it is not, it is looked for ``spin_s`` seconds, or for the longest look. A copy, since the peer
-        could change what lies in the ring between two looks. Raises WireError if the writer's word says
-        what no writer can have done.
+        If it is not, spin for ``spin_s`` seconds at most. A copy, since the peer could change the ring
+        between two reads. Raises WireError if the writer's word is impossible.
         """
         end = self.end
         here = end.available()
@@ -122,7 +121,7 @@ class Incoming(_Ring):
         return here, b"" if here < LINE else self.peek(end.read, LINE)
 
     def take(self, address: int, nbytes: int) -> None:
-        """Copy the ``nbytes`` that lie after the first line to ``address``, and give all of that back."""
+        """Copy the ``nbytes`` after the first line to ``address``, and release line and bytes."""
         if nbytes:
             self.copy(self.end.read + LINE, address, nbytes)
         self.end.release(LINE + lines(nbytes))
@@ -136,7 +135,7 @@ class Incoming(_Ring):
         return bytes(self.bytes[at:]) + bytes(self.bytes[: stop - self.nbytes])
 
     def copy(self, count: int, target: int, nbytes: int) -> None:
-        """Put ``nbytes`` from byte ``count`` of the stream on to the address ``target``."""
+        """Copy ``nbytes`` from byte ``count`` of the stream on to the address ``target``."""
         at = count % self.nbytes
         move = _keep if nbytes < RELEASE_GIL_BYTES else _let_go
         first = min(nbytes, self.nbytes - at)

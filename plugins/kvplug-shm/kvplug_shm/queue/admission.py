@@ -1,4 +1,4 @@
-"""How readers of this host join a writer, and how it notices that one has ended."""
+"""Admission of readers on this host: they join the writer, and the writer notices when one has ended."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from kvplug_shm.queue.reader_table import ReaderTable
 from kvplug_shm.queue.ring_buffer import Sizes
 
 _JOIN_TIMEOUT_S: Final = 10.0
-"""How long a reader that has proved itself may take to say what it wants."""
+"""How long a proven reader may take to send its request."""
 
 
 class Admission:
-    """Serves each connection beside the others until its reader has joined, and looks after it then."""
+    """Serves each connection concurrently until its reader has joined, and watches it from then on."""
 
     def __init__(
         self,
@@ -28,16 +28,16 @@ class Admission:
         credentials: Credentials,
         heartbeat_timeout_s: float,
     ) -> None:
-        """Owns ``fd``, the ring's memory, from here on, also if it raises.
+        """Takes ownership of ``fd``, the ring's memory, also if it raises.
 
         Raises:
-            TransportError: there can be no listener, or no thread.
+            TransportError: the listener or the thread cannot be created.
         """
         self._reader_table = reader_table
         self._sizes = sizes
         self._fd = fd
         self._heartbeat_timeout_s = heartbeat_timeout_s
-        self._lock = threading.RLock()  # a signal's handler may close it
+        self._lock = threading.RLock()  # a signal handler may close it
         self._closed = False
         self._joined: dict[int, tuple[Connection, Watch]] = {}
         try:
@@ -75,7 +75,7 @@ class Admission:
             hang_up(connection)
         self._acceptor.close()
         with self._lock:
-            self._joined.clear()  # not before: who interrupts this calls it once more
+            self._joined.clear()  # not earlier: after an interrupt this is called again
 
     def _after_fork_in_child(self) -> None:
         # The acceptor closes itself.
@@ -139,7 +139,7 @@ class Admission:
         pidfd: int | None,
         heartbeat_s: tuple[float, float] | None,
     ) -> None:
-        """From here on it is a reader."""
+        """The connection is a reader's from here on."""
 
         def on_gone(reason: str) -> None:
             self._reader_table.hung_up(rank, reason)
@@ -152,7 +152,7 @@ class Admission:
             closed = self._closed
             if not closed and watch.reason is None:
                 self._joined[rank] = (connection, watch)
-        self._reader_table.joined(rank)  # not with the lock: a signal's handler may close the queue there
+        self._reader_table.joined(rank)  # not with the lock: a signal handler may close the queue there
         if closed:
             watch.close()
             hang_up(connection)

@@ -40,9 +40,9 @@ _NOWHERE: Final = "-"
 class ShmQueueEndpoint(QueueEndpoint):
     """Readers on the writer's host share its memory; the others are served over the network.
 
-    Which way a reader takes, the context's ``local_reader_ranks`` say. Where it says nothing, whoever can
-    reach the writer's socket does, and the network is listened on if the context's host is not a loopback
-    address.
+    The context's ``local_reader_ranks`` decide which readers use memory. If it is ``None``, every reader that
+    can reach the writer's socket does, and the writer also listens on the network if the context's host is
+    not a loopback address.
     """
 
     def __init__(self, context: QueueContext) -> None:
@@ -95,7 +95,7 @@ class ShmQueueEndpoint(QueueEndpoint):
         )
 
     def _network(self, reader_table: ReaderTable, *, all_readers_local: bool) -> NetworkHalf | None:
-        """What serves readers elsewhere, if there can be any."""
+        """The network half, if there can be readers on other hosts."""
         context = self.context
         if all_readers_local and (context.local_reader_ranks is not None or _is_loopback(context.host)):
             return None
@@ -144,11 +144,11 @@ class ShmQueueEndpoint(QueueEndpoint):
 
 
 def _nothing() -> None:
-    """Of a message that came over the network, all is this process's own."""
+    """A message from the network is in this process's own memory."""
 
 
 def _is_loopback(host: str) -> bool:
-    """Whether no other host reaches it. The core decides that: it is what it wants a secret for."""
+    """Whether no other host can reach it. The core decides: these addresses need no secret."""
     if host.startswith("unix:"):
         return True
     try:

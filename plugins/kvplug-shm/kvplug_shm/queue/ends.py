@@ -1,4 +1,4 @@
-"""What the ends of a queue have in common."""
+"""The parts that the ends of a queue share."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kvplug_shm.queue.use_guard import UseGuard
 
 
 def limits_of(max_message_bytes: int) -> Limits:
-    """Of the values that a queue carries. What a reader decodes is bounded by what was mapped."""
+    """The limits of values in a queue. The size of the mapping bounds what a reader decodes."""
     return Limits(max_bytes=max_message_bytes)
 
 
@@ -56,8 +56,8 @@ class ShmEnd(MessageQueue):
     def _deadline(self, timeout: Timeout) -> Deadline:
         return Deadline.after(timeout, self._context.timeout_s)
 
-    def _wait(self, what: str, whom: Any, deadline: Deadline, **given: Any) -> Wait:
-        return Wait(what, whom, deadline, self._context.warning_interval_s, **given)
+    def _wait(self, what: str, peers: Any, deadline: Deadline, **given: Any) -> Wait:
+        return Wait(what, peers, deadline, self._context.warning_interval_s, **given)
 
     def close(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
         deadline = self._deadline(timeout)
@@ -88,14 +88,14 @@ class ShmEnd(MessageQueue):
 
     @abc.abstractmethod
     def _take_leave(self, deadline: Deadline) -> None:
-        """Say that this end leaves; no other thread is inside. Waits until the deadline at most.
+        """Announce that this end leaves; no other thread is inside. Waits until the deadline at most.
 
-        :meth:`_end` follows. Where it comes meanwhile, from another thread, this waits no longer.
+        :meth:`_end` follows. If another thread calls it meanwhile, this stops waiting.
         """
 
     @abc.abstractmethod
     def _end(self) -> None:
-        """Let go of the others. Blocks nowhere, and may be called again and again, from any thread."""
+        """Disconnect from the other ends. Never blocks. Idempotent, from any thread."""
 
     def _after_fork_in_child(self) -> None:
         self._use_guard.after_fork()

@@ -1,7 +1,7 @@
-"""Where the bytes of messages lie: extents of the arena, which the writer alone hands out and takes back.
+"""Allocation of the arena for messages' bytes. Only the writer allocates and frees extents.
 
-The lowest place that is free is taken, so that a queue whose readers keep up writes into the same few pages
-again and again, which stay in the caches. Extents come back in the order in which they were given.
+The lowest free place is used, so that a queue whose readers keep up reuses the same few pages, which stay in
+the caches. Extents are freed in the order of their allocation.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections import deque
 
 
 class Extents:
-    """Those of one stretch of the arena. A place is looked for first, and held when it is published."""
+    """The extents of one stretch of the arena. :meth:`find` a place first; :meth:`hold` it on publication."""
 
     def __init__(self, begin: int, nbytes: int) -> None:
         self.begin = begin
@@ -40,7 +40,7 @@ class Extents:
         return self.begin + at
 
     def hold(self, number: int, at: int, nbytes: int) -> None:
-        """Message ``number`` lies where :meth:`find` said."""
+        """Allocate the place that :meth:`find` returned to message ``number``."""
         start = at - self.begin
         end = start + nbytes
         span = start, end
@@ -58,8 +58,8 @@ class Extents:
 
 
 class Arena:
-    """All of it: a stretch for messages that fit a chunk, where ``max_chunks`` of them always find a place
-    (it is as long as they need whatever holes there are between them), and one for larger messages.
+    """The whole arena: a stretch for messages that fit a chunk, which always has room for ``max_chunks`` of
+    them despite fragmentation, and a stretch for larger messages.
 
     Sizes of messages are multiples of 64, and not 0.
     """
@@ -70,7 +70,7 @@ class Arena:
         self._large = Extents(self._small.nbytes, large_nbytes)
 
     def find(self, nbytes: int) -> int | None:
-        """Where a message of so many bytes may be written now; ``None`` if there is no place yet."""
+        """The place for a message of ``nbytes``; ``None`` if there is none yet."""
         return (self._small if nbytes <= self._chunk_nbytes else self._large).find(nbytes)
 
     def hold(self, number: int, at: int, nbytes: int) -> None:
@@ -82,10 +82,10 @@ class Arena:
         self._large.release(count)
 
     def spare(self, keep_nbytes: int, nbytes: int) -> tuple[int, int] | None:
-        """A stretch (begin, bytes) that can be given back, as more than ``keep_nbytes`` were written to and
+        """A range (begin, bytes) to return to the system, since more than ``keep_nbytes`` were written to and
         the next message, of ``nbytes``, does not need it.
 
-        It counts as given back from here on.
+        It counts as returned from here on.
         """
         large = self._large
         if not large.high or nbytes > self._chunk_nbytes or not large.empty:
@@ -98,8 +98,8 @@ class Arena:
 
 
 def small_nbytes(max_chunks: int, chunk_nbytes: int) -> int:
-    """So many that ``max_chunks - 1`` messages leave room for one more, wherever they lie.
+    """The size at which ``max_chunks - 1`` messages leave room for one more, wherever they lie.
 
-    They leave ``max_chunks`` holes at most; if each is too small, the arena was smaller than this.
+    They leave ``max_chunks`` holes at most; if each hole is too small, the arena is smaller than this.
     """
     return (2 * max_chunks - 1) * chunk_nbytes

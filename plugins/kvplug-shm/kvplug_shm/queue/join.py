@@ -1,4 +1,4 @@
-"""How a reader on the writer's host joins a queue: it says who it is, and is handed the ring's memory.
+"""Join of a reader on the writer's host: it sends its identity and receives the ring's memory.
 
     reader                                writer
     rank, whether it sees our death  ->
@@ -6,8 +6,8 @@
     that it has mapped it            ->
                                      <-   welcome
 
-Each is one value in a frame of 1 KiB, over a connection whose two ends have proved themselves. Until its last
-word the rank is free again if it fails. Afterwards the connection is only watched.
+Each is one value in a frame of 1 KiB, over a connection whose two ends have proved themselves. If the join
+fails before the last message, the rank is free again. Afterwards the connection is only watched.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _BEATS_PER_TIMEOUT: Final = 5
 
 @attrs.frozen(kw_only=True)
 class Joined:
-    """A reader's part of the ring, and the connection that tells whether the writer lives."""
+    """A reader's part of the ring, and the connection that shows whether the writer lives."""
 
     ring: ShmRingBuffer
     index: int
@@ -50,7 +50,7 @@ def join(connection: Connection, rank: int, heartbeat_timeout_s: float, deadline
     """The reader's side. Owns the connection, and closes it if it fails.
 
     Raises:
-        ConfigError: the writer does not take this reader; says why.
+        ConfigError: the writer refuses this reader; says why.
         TimeoutError, PeerGoneError, CapacityError, WireError, TransportError: it failed.
     """
     with contextlib.ExitStack() as undo:
@@ -99,13 +99,13 @@ def join(connection: Connection, rank: int, heartbeat_timeout_s: float, deadline
 
 @attrs.frozen(kw_only=True)
 class Asked:
-    """What a reader has said of itself."""
+    """A reader's request to join."""
 
     rank: int
     quiet: bool
     """Both ends see the other's death by a pidfd, so that there are no heartbeats."""
     patience_s: float
-    """Silence that the more impatient of the two takes for death."""
+    """Silence that counts as death: the shorter timeout of the two ends."""
 
     @property
     def heartbeat_s(self) -> tuple[float, float] | None:
@@ -113,7 +113,7 @@ class Asked:
 
 
 def asked(connection: Connection, heartbeat_timeout_s: float, sees_death: bool, deadline: Deadline) -> Asked:
-    """The writer's side, first step: who wants to join.
+    """The writer's side, first step: read the request.
 
     Raises:
         TimeoutError, PeerGoneError, WireError.
@@ -127,14 +127,14 @@ def asked(connection: Connection, heartbeat_timeout_s: float, sees_death: bool, 
 
 
 def refuse(connection: Connection, why: str, deadline: Deadline) -> None:
-    """Second step, if it does not join."""
+    """Second step, if the reader is refused."""
     _say(connection, {"refused": why[:_MOST_WORDS]}, deadline)
 
 
 def hand_over(
     connection: Connection, by: Asked, index: int, sizes: Sizes, fd: int, deadline: Deadline
 ) -> None:
-    """Second step, if it does; returns when the reader has the memory.
+    """Second step, if it is accepted; returns when the reader has the memory.
 
     Raises:
         TimeoutError, PeerGoneError, CapacityError, WireError.
@@ -162,7 +162,7 @@ def watched(
     heartbeat_s: tuple[float, float] | None,
     on_gone: Callable[[str], None],
 ) -> Watch:
-    """Watch the other end, by whatever there is. The ``pidfd`` is closed here.
+    """Watch the other end by its pidfd, if there is one, or by heartbeats. Closes the ``pidfd``.
 
     Raises:
         ClosedError: the connection was closed meanwhile.
@@ -182,7 +182,7 @@ def watched(
 
 
 def _pace(patience_s: float) -> tuple[float, float]:
-    """How often both ends beat, and which silence is death."""
+    """The heartbeat of both ends: interval, and the silence that counts as death."""
     return patience_s / _BEATS_PER_TIMEOUT, patience_s
 
 
@@ -204,7 +204,7 @@ def _hear(connection: Connection, max_fds: int, deadline: Deadline) -> tuple[Any
 
 
 def hang_up(connection: Connection) -> None:
-    """Close it. A thread that is inside a call on it is woken first."""
+    """Close the connection, after waking a thread that is inside a call on it."""
     with contextlib.suppress(OSError):
         connection.sock.shutdown(socket.SHUT_RDWR)
     connection.close()

@@ -1,4 +1,4 @@
-"""One reader's way to the messages through memory it shares with the writer."""
+"""The source of a reader that shares memory with the writer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class LocalSource:
     """The ring, and a watch on the writer. See :class:`~kvplug_shm.queue.network.Source`."""
 
     def __init__(self, joined: Joined, spin_s: float, *, native: bool) -> None:
-        """Owns what it was given from here on, also if it raises.
+        """Takes ownership of its arguments, also if it raises.
 
         Raises:
             PeerGoneError: the writer has hung up meanwhile.
@@ -107,7 +107,7 @@ class LocalSource:
         hang_up(self._connection)
 
     def drop(self) -> None:
-        """After :meth:`leave`, when no thread is inside any more: let go of memory."""
+        """After :meth:`leave`, when no thread is inside any more: release the memory."""
         self._ring.close()
 
     def _after_fork_in_child(self) -> None:
@@ -115,19 +115,19 @@ class LocalSource:
         self._ring.close()
 
     def _writer_gone(self, reason: str) -> None:
-        """From the watcher's thread. A writer that lives may have hung up on us alone: only we know then.
+        """Called in the watcher's thread. A live writer may have hung up on this reader only.
 
-        A wake that comes just before the sleep costs one nap there. The word of a writer that has ended
-        changes, and no sleep begins.
+        A wake-up just before the reader sleeps is delayed by one sleep at most. The word of a writer that has
+        ended changes, and then no sleep begins.
         """
         self._gone = reason
-        with contextlib.suppress(ValueError):  # we have left meanwhile, and the memory is let go of
+        with contextlib.suppress(ValueError):  # this end has left meanwhile, and the memory is released
             if self._writer_has_ended():
                 self._end.evict_writer()
             self.wake()
 
     def _writer_has_ended(self) -> bool:
-        """Its process, as far as can be seen from here: nothing stores its words any more."""
+        """Whether the writer's process has ended, as far as this process can see."""
         try:
             pidfd = self._connection.peer.open_pidfd()
         except PeerGoneError:
@@ -142,7 +142,7 @@ class LocalSource:
             os.close(pidfd)
 
     def _unready(self) -> int | None:
-        """A word that has to change before all are ready."""
+        """A word that must change before all are ready."""
         words = self._ring.words.words
         writer = self._ring.ready_word(None)
         if not words[writer]:
@@ -155,12 +155,12 @@ class LocalSource:
         return None
 
     def _check_writer(self) -> None:
-        """Raise if nothing more can come."""
+        """Raise if no more messages can arrive."""
         gone, over = self._gone, self._end.writer_over()
         if not gone and not over:
             return
         if self._end.available():
-            return  # it came before the end
+            return  # it arrived before the end
         self.check_evicted()
         raise PeerGoneError(f"{self.writer} has ended ({self._why()}), and everything of it was received")
 

@@ -1,9 +1,9 @@
-"""How readers that memory does not reach take part: what the queue asks of a network, and what it offers it.
+"""The interfaces between a queue and its network half, which serves readers that memory does not reach.
 
-A reader elsewhere has words of its own in the writer's ring, as one on this host has. In the writer's process
-its *network half* stands in for it: it takes messages out of the ring where they lie, sends them, and
-releases them when the reader says that it has taken them. So the ring is the credit: the writer waits for
-a slow reader elsewhere as for any other, names it and its lag alike, and nothing is dropped.
+A remote reader has words of its own in the writer's ring, like a reader on this host. In the writer's process
+the *network half* acts for it: it reads messages in the ring, sends them, and releases them when the reader
+reports that it has read them. So the ring is the flow control: the writer waits for a slow remote reader as
+for any other, names it and its lag in the same way, and nothing is dropped.
 
 In the reader's process the network is a :class:`Source`, as the ring is for readers on the writer's host.
 
@@ -22,55 +22,54 @@ from kvplug.transport import Deadline, Wait
 
 
 class QueueMessage(NamedTuple):
-    """One message, where it lies. Its memory is the next message's once it was released."""
+    """One message in the ring's memory, which is reused after the message was released."""
 
     raw: bool
-    """A chunk of bytes; otherwise a value."""
+    """Whether it is a chunk of bytes; otherwise it is a value."""
     head: bytes | memoryview
-    """Of a value: what :func:`kvplug.net.wire.decode_out_of_band` takes first. Of a chunk: nothing."""
+    """Of a value: the head, for :func:`kvplug.net.wire.decode_out_of_band`. Of a chunk: empty."""
     body: memoryview
-    """Of a value: the memories that it takes second. Of a chunk: its bytes."""
+    """Of a value: the memories of its tensors. Of a chunk: its bytes."""
 
 
 class Feed(Protocol):
-    """The writer's ring as its network half sees it. From any thread; nothing here waits."""
+    """The writer's ring, for its network half. From any thread; no call waits."""
 
     @property
     def reader_ranks(self) -> tuple[int, ...]:
-        """Everyone named in the handle."""
+        """All readers of the handle."""
 
     def admit(self, rank: int, process: str) -> str:
-        """Reader ``rank`` takes part from now on, from message 0. Empty, or a sentence why it does not.
+        """Admit reader ``rank``, from message 0. Returns an empty text, or the reason for a refusal.
 
-        The sentence is what the reader raises as ``ConfigError``. ``process`` is what messages call it, as
-        ``str`` of a :class:`kvplug.transport.PeerIdentity` ("pid 12 on example").
+        The reader raises the reason as ``ConfigError``. ``process`` names it in messages, as ``str`` of a
+        :class:`kvplug.transport.PeerIdentity` ("pid 12 on example").
         """
 
     def published(self) -> int:
-        """How many messages there are, from the first one on."""
+        """The number of messages so far."""
 
     def message(self, number: int) -> QueueMessage:
         """Message ``number``, which was published and not released by the reader it is asked for.
 
         Raises:
-            ClosedError: the writer was aborted, and its network half is to let go.
+            ClosedError: the writer was aborted; the network half must end.
         """
 
     def release(self, rank: int, count: int) -> None:
-        """The reader is done with ``count`` messages since the first; it makes room for the writer."""
+        """The reader has read ``count`` messages since the first; frees their room for the writer."""
 
     def ready(self, rank: int) -> None:
         """The reader waits until all are ready."""
 
     def all_ready(self) -> bool:
-        """Whether the writer and all its readers that live have waited for it.
+        """Whether the writer and all its live readers are ready.
 
-        Readers in shared memory say so there, which calls nothing: look again now and then while a reader
-        waits for it.
+        Readers on this host report it in shared memory, without a call: poll it while a reader waits for it.
         """
 
     def evict(self, rank: int, why: str, *, died: bool) -> None:
-        """The reader takes part no more: it "has left", or it died. Once; what follows is ignored."""
+        """The reader is gone: it "has left", or it died. Later calls are ignored."""
 
 
 class NetworkHalf(Protocol):
@@ -78,32 +77,32 @@ class NetworkHalf(Protocol):
 
     @property
     def data(self) -> Mapping[str, Any]:
-        """For the handle: plain values, from which ``attach`` finds this end."""
+        """Plain values for the handle, from which ``attach`` finds this end."""
 
     def changed(self, deadline: Deadline) -> None:
         """A message was published, or the writer waits until all are ready.
 
-        From the writer's thread, after each; costs next to nothing where no reader has come. Returns when the
-        message has arrived at those that have come, so that it outlives the writer; a reader from which
-        nothing comes is waited for a moment, and not again until it has caught up. Returns at the deadline
-        as well: the message is published, and is sent whatever happens here.
+        Called in the writer's thread after each message; costs almost nothing without readers. Returns when
+        the message has arrived at all attached readers, so that it outlives the writer. A reader that does
+        not answer is waited for briefly, and not again until it has caught up. Also returns at the deadline:
+        the message is published, and is sent in any case.
         """
 
     def close(self, deadline: Deadline) -> None:
-        """Send what was published to the readers that have come, tell them of the end, and let go.
+        """Send all published messages to attached readers, announce the end, and release everything.
 
-        Gives up at the deadline. Idempotent, as :meth:`abort` is.
+        Gives up at the deadline. Idempotent, like :meth:`abort`.
         """
 
     def abort(self) -> None:
-        """Let go at once. Never waits."""
+        """Release everything at once. Never waits."""
 
 
 class Source(Protocol):
-    """Where one reader's messages come from: the ring, or the network.
+    """The source of one reader's messages: the ring, or the network.
 
-    One thread at a time receives; ``wake`` and ``leave`` come from any. ``check`` raises when the end was
-    closed: it is called before each wait, and after each.
+    One thread at a time receives; any thread may call ``wake`` and ``leave``. ``check`` raises when the end
+    was closed: it is called before and after each wait.
     """
 
     @property
@@ -111,7 +110,7 @@ class Source(Protocol):
         """The writer's process, for messages: "the writer (pid 12)"."""
 
     def poll(self) -> QueueMessage | None:
-        """The next message if it is here, which stays until :meth:`advance`. Costs as little as it can.
+        """The next message if it has arrived; it stays until :meth:`advance`. The fast path.
 
         Raises:
             TransportError, WireError: as :meth:`receive`.
@@ -123,24 +122,24 @@ class Source(Protocol):
         Raises:
             PeerGoneError: the writer has ended, and everything of it was received.
             TransportError: messages were lost; says how many.
-            WireError: what came is no message.
-            TimeoutError, CancelledError: as ``wait.pause()`` says. And what ``check`` raises.
+            WireError: the received bytes are no message.
+            TimeoutError, CancelledError: from ``wait.pause()``; and the errors of ``check``.
         """
 
     def advance(self) -> None:
-        """The message is done with. Its memory is not looked at any more."""
+        """Release the message. Its memory must not be read any more."""
 
     def wait_until_ready(self, wait: Wait, check: Callable[[], None]) -> None:
-        """Return when the writer and all its readers have asked for this. Raises as :meth:`receive`."""
+        """Return when the writer and all its readers have called this. Raises as :meth:`receive`."""
 
     def wake(self) -> None:
-        """A thread that waits calls ``check``. Never waits itself."""
+        """Make a waiting thread call ``check``. Never waits itself."""
 
     def leave(self, *, died: bool) -> None:
-        """The writer waits for this reader no more; it "has left", unless ``died``.
+        """Leave: the writer no longer waits for this reader, which "has left", unless ``died``.
 
-        Does not wait for the writer, and for a moment at most until what it says has left this process.
+        Does not wait for the writer, and only briefly until its message has left this process.
 
-        Idempotent with ``died``, which may also come after the other or during it, and ends it. The
+        Idempotent. With ``died`` it may also be called after or during a call without, which it ends. The
         descriptors are closed when no thread is inside the other calls any more.
         """

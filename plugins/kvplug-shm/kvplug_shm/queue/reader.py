@@ -1,4 +1,4 @@
-"""A reader's end of the queue "shm", wherever its messages come from."""
+"""A reader's end of the queue "shm", for every source of messages."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvplug_shm.queue.network import QueueMessage, Source
 
 
 class ShmReader(ShmEnd):
-    """Copies values out of where they lie; chunks are looked at in place."""
+    """Copies values out of the ring's memory; chunks are read in place."""
 
     def __init__(
         self,
@@ -30,10 +30,10 @@ class ShmReader(ShmEnd):
         drop: Callable[[], None],
         confirm: Callable[[], None],
     ) -> None:
-        """Owns ``source`` from here on. ``limits`` are the writer's.
+        """Takes ownership of ``source``. ``limits`` are the writer's.
 
-        ``drop`` is called when this end has ended and no thread is inside: it lets go of the source's memory.
-        ``confirm`` raises if a message that was not advanced past may have been overwritten.
+        ``drop`` is called when this end has ended and no thread is inside: it releases the source's memory.
+        ``confirm`` raises if the current message may have been overwritten.
         """
         pool = Pool(options.pool_bytes)
 
@@ -55,8 +55,8 @@ class ShmReader(ShmEnd):
     def wait_until_ready(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
         source = self._source
         with self._use_guard:
-            whom = f"{source.writer} or another reader"
-            wait = self._wait("all to be ready", lambda: whom, self._deadline(timeout))
+            peers = f"{source.writer} or another reader"
+            wait = self._wait("all to be ready", lambda: peers, self._deadline(timeout))
             source.wait_until_ready(wait, self._use_guard.check)
 
     def dequeue(
@@ -117,7 +117,7 @@ class ShmReader(ShmEnd):
             message = source.receive(wait, self._use_guard.check)
         if message.raw is not raw:
             self._confirm()
-            del message  # an exception keeps what its frames hold, and this is memory
+            del message  # an exception keeps its frames' locals alive, and this one is memory
             kinds = ("a chunk of bytes, for acquire_read", "a value, for dequeue")
             raise UnsupportedError(f"the next message is {kinds[raw]}")
         return message

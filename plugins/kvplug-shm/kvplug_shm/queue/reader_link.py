@@ -1,4 +1,4 @@
-"""One reader elsewhere, as the thread of the writer's network half knows it."""
+"""The writer's link to one remote reader, used by the thread of the network half."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from kvplug_shm.queue.remote_thread import BEATS_IN_PATIENCE
 logger = logging.getLogger(__name__)
 
 WINDOW_BYTES: Final = 16 * PIECE_BYTES
-"""Under way to one reader and not arrived: enough for a fast network, and all that a stopped one costs."""
+"""Bytes in flight to one reader: enough for a fast network, and the limit for a stopped reader."""
 WINDOW_FRAMES: Final = 512
 BEATS: Final = 256
-"""Sent at most to one from which nothing comes: with the above, far from the high-water mark."""
+"""Heartbeats sent at most to a reader that does not answer: with the above, far below the high-water mark."""
 
 
 @attrs.define(eq=False)
@@ -32,32 +32,32 @@ class ReaderLink:
     routing_id: bytes
     who: PeerIdentity
     patience_s: float
-    """Silence that the more impatient of the two ends takes for death."""
+    """Silence that counts as death: the shorter timeout of the two ends."""
     heard: float
     said: float
     read: int = 0
-    """Messages that it has told to be done with."""
+    """Messages that it has reported as read."""
     arrived: int = 0
-    """Messages that it has whole."""
+    """Messages that it has reported as wholly arrived."""
     sent: int = 0
-    """Messages that were sent whole."""
+    """Messages that were wholly sent."""
     frames: Iterator[tuple[list[Part], bool]] | None = None
-    """What is left of the message that is being sent."""
+    """The remaining frames of the message that is being sent."""
     unsent: tuple[list[Part], bool] | None = None
-    """The frame that is next, and whether it is its message's last, once it was made."""
+    """The next frame, once it was made, and whether it is the last of its message."""
     answers: bool = True
-    """Whether what was sent arrives; not for one that is stopped, until it catches up."""
+    """Whether it reports arrivals; false for a stopped reader until it catches up."""
     wants_ready: bool = False
     beats: int = 0
-    """So many were sent since something came from it."""
+    """Heartbeats sent since its last frame."""
     dying: float = 0.0
-    """When its process was seen to have ended."""
+    """When its process was noticed to have ended; 0: it has not."""
     descriptor: int = -1
-    """Its connection's."""
+    """The descriptor of its connection."""
     doubted: float = 0.0
-    """When a connection of that descriptor was seen to have ended."""
+    """When the end of a connection with that descriptor was noticed."""
     suspected: float = 0.0
-    """Since when it is silent for too long."""
+    """When its silence was first noticed to be too long."""
     _frames_sent: int = 0
     _frames_arrived: int = 0
     _under_way: deque[int] = attrs.field(factory=deque)
@@ -66,12 +66,12 @@ class ReaderLink:
 
     @property
     def watched(self) -> bool:
-        """Whether its process can be seen from here: then silence is no death."""
+        """Whether its process is watched: then silence does not count as death."""
         return self._watch is not None
 
     @property
     def beat_s(self) -> float:
-        """So long it may be that nothing is said."""
+        """The interval of heartbeats, in seconds."""
         return self.patience_s / BEATS_IN_PATIENCE
 
     @property
@@ -84,15 +84,15 @@ class ReaderLink:
 
     @property
     def restless(self) -> bool:
-        """Whether something is to be looked at again soon."""
+        """Whether the thread must check this link again soon."""
         return bool(self.dying or self.doubted or self.suspected or self.wants_ready or self.unsent)
 
     def observe(self, on_gone: Callable[[], None]) -> None:
-        """Call ``on_gone`` when its process ends, where that can be seen. Raises as :func:`observed`."""
+        """Call ``on_gone`` when its process ends, if it can be watched. Raises as :func:`observed`."""
         self._watch = observed(self.who, on_gone)
 
     def next_frame(self, feed: Feed) -> tuple[list[Part], bool]:
-        """The same until it is counted. Raises as :meth:`Feed.message`."""
+        """The next frame; the same one until :meth:`count`. Raises as :meth:`Feed.message`."""
         if self.unsent is None:
             if self.frames is None:
                 self.frames = frames_of(feed.message(self.sent), self.sent)
@@ -115,17 +115,17 @@ class ReaderLink:
         self._bytes_under_way += nbytes
 
     def take(self, taken: Taken) -> None:
-        """What it says of what has arrived.
+        """Process its report of arrivals.
 
         Raises:
-            WireError: that cannot be.
+            WireError: the report is impossible.
         """
         if not (
             self._frames_arrived <= taken.frames <= self._frames_sent
             and self.arrived <= taken.arrived <= self.sent
             and self.read <= taken.read <= taken.arrived
         ):
-            raise WireError(f"it says to have taken what it cannot have: {taken}")
+            raise WireError(f"its report of arrivals is impossible: {taken}")
         for _ in range(taken.frames - self._frames_arrived):
             self._bytes_under_way -= self._under_way.popleft()
         self._frames_arrived = taken.frames
@@ -134,8 +134,8 @@ class ReaderLink:
 
 
 def observed(who: PeerIdentity, on_gone: Callable[[], None]) -> Watch | None:
-    """Call ``on_gone``, in the watcher's thread, when that process ends; ``None`` where it cannot be seen,
-    or not be watched for want of a thread or descriptors: then silence tells.
+    """Call ``on_gone``, in the watcher's thread, when that process ends. ``None`` if it cannot be watched, or
+    there is no thread or descriptor left: then silence counts as death.
 
     Raises:
         PeerGoneError: it has ended.
@@ -146,21 +146,21 @@ def observed(who: PeerIdentity, on_gone: Callable[[], None]) -> Watch | None:
     try:
         return watch(pidfd=pidfd, on_gone=lambda _: on_gone())
     except (OSError, RuntimeError) as e:
-        logger.warning("the end of %s is told by its silence only, as it cannot be watched: %s", who, e)
+        logger.warning("%s cannot be watched, so only its silence will show that it has ended: %s", who, e)
         return None
     finally:
         os.close(pidfd)
 
 
 def identity_of(plain: Any) -> PeerIdentity:
-    """Who the other end says it is.
+    """The identity that the other end states.
 
     Raises:
-        WireError: it does not say so.
+        WireError: it states none.
     """
     fields = {field.name for field in attrs.fields(PeerIdentity)}
     if not isinstance(plain, Mapping) or set(plain) != fields:
-        raise WireError("the other end of the queue does not say who it is")
+        raise WireError("the other end of the queue does not state its identity")
     numbers = ("pid", "start_time")
     for name, value in plain.items():
         if type(value) is not (int if name in numbers else str):

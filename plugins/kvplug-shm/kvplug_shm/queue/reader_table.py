@@ -1,4 +1,4 @@
-"""Who reads a queue, as its writer knows it: who has come, how far each is, and who takes part no more."""
+"""The writer's table of readers: which have attached, how far each has read, and which are gone."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class _RegisteredReader:
     process: str = _NOT_YET
     attached: bool = False
     joining: bool = False
-    """Admitted, and not yet in possession of what it needs."""
+    """Admitted, but the join is not complete yet."""
     gone: Reader | None = None
     stand_in: ReadingEnd | None = None
-    """What the network half moves for a reader elsewhere."""
+    """The ring's words of a remote reader, which the network half moves."""
 
 
 class ReaderTable:
@@ -44,39 +44,39 @@ class ReaderTable:
         self._shared: tuple[ShmRingBuffer, WritingEnd] | None = ring, end
         self._end = end
         self._closed = False
-        self._lock = threading.RLock()  # a signal's handler may end the queue
+        self._lock = threading.RLock()  # a signal handler may end the queue
         self._members = {rank: _RegisteredReader(rank, index) for index, rank in enumerate(self.reader_ranks)}
         self._left = len(self._members)
 
     @property
     def all_left(self) -> bool:
-        """There were readers, and all of them are gone."""
+        """Whether there were readers and all of them are gone."""
         return not self._left and bool(self._members)
 
     @property
     def all_came(self) -> bool:
-        """The ring's descriptor is not needed any more: each reader has joined, or is gone."""
+        """Whether the ring's descriptor is no longer needed: each reader has joined, or is gone."""
         return all(
             member.gone or (member.attached and not member.joining) for member in self._members.values()
         )
 
     def index_of(self, rank: int) -> int:
-        """Which of the ring's readers it is."""
+        """The index of that reader in the ring."""
         return self._members[rank].index
 
     def readers(self) -> tuple[Reader, ...]:
-        """Everyone, as they are now, or as they were when they went. Raises ClosedError."""
+        """All readers, as they are now, or as they were when they left. Raises ClosedError."""
         with self._lock:
             return tuple(map(self._reader, self._members.values()))
 
     def slowest(self) -> str:
-        """Whom the writer waits for when there is no room, in words."""
+        """The readers that the writer waits for when there is no room, for messages."""
         here = [reader for reader in self.readers() if not reader.gone]
         most = max((reader.lag for reader in here), default=0)
         return listed(reader for reader in here if reader.lag == most)
 
     def unready(self) -> list[Reader]:
-        """Who takes part and does not wait to be ready. Raises ClosedError."""
+        """The readers that take part and are not ready yet. Raises ClosedError."""
         with self._lock:
             ring, _ = self._memory()
             words = ring.words.words
@@ -87,21 +87,21 @@ class ReaderTable:
             ]
 
     def close(self) -> None:
-        """The writer has ended: no reader joins any more, and one that leaves is not reported."""
+        """The writer has ended: no reader can join, and readers that leave are not reported."""
         with self._lock:
             self._closed = True
 
     def drop(self) -> None:
-        """After :meth:`close`: let go of memory, which nothing here touches from now on."""
+        """After :meth:`close`: release the memory, which this object no longer uses."""
         with self._lock:
             self._shared = None
 
-    # -- what the network half is given, and the writer uses itself ----------------------------------------
+    # -- for the network half, and the writer --------------------------------------------------------------
 
     def admit(self, rank: int, process: str, *, joining: bool = False) -> str:
-        """Reader ``rank`` takes part. Empty, or a sentence why it does not.
+        """Admit reader ``rank``. Returns an empty text, or the reason for a refusal.
 
-        If it is still ``joining``, :meth:`joined` or :meth:`dismiss` has to follow.
+        With ``joining``, :meth:`joined` or :meth:`dismiss` must follow.
         """
         with self._lock:
             member = self._members.get(rank)
@@ -122,7 +122,7 @@ class ReaderTable:
             self._members[rank].joining = False
 
     def dismiss(self, rank: int) -> None:
-        """Reader ``rank``, which was admitted a moment ago, could not attach after all, and may try again."""
+        """Reader ``rank`` was admitted but could not attach; it may try again."""
         with self._lock:
             member = self._members[rank]
             member.attached = member.joining = False
@@ -150,7 +150,7 @@ class ReaderTable:
         self.say_ready(self.index_of(rank))
 
     def say_ready(self, index: int | None) -> None:
-        """Reader ``index`` waits until all are ready; ``None``: the writer does."""
+        """Reader ``index`` waits until all are ready; ``None``: the writer waits."""
         with self._lock:
             if self._shared is not None:
                 ring, _ = self._shared
@@ -172,7 +172,7 @@ class ReaderTable:
         _tell(gone)
 
     def hung_up(self, rank: int, reason: str) -> None:
-        """A reader's connection or process has ended: it left, if it had said so before."""
+        """A reader's connection or process has ended. It has left, if it had announced that; else it died."""
         with self._lock:
             member = self._members[rank]
             left = self._shared is not None and self._end.over(member.index)
@@ -180,7 +180,7 @@ class ReaderTable:
         _tell(gone)
 
     def _evict(self, member: _RegisteredReader, why: str, *, died: bool) -> Reader | None:
-        """As it went, if it is gone from now on."""
+        """Evict the reader. Returns its last state, if this call evicted it."""
         if member.gone or self._closed or self._shared is None:
             return None
         ring, end = self._shared
@@ -194,7 +194,7 @@ class ReaderTable:
         if member.gone is not None:
             return member.gone
         _, end = self._memory()
-        over = end.over(member.index)  # it has said so; the hang-up is still to be noticed
+        over = end.over(member.index)  # it has announced that; its hang-up is not noticed yet
         return Reader(
             rank=member.rank,
             process=member.process,
@@ -209,11 +209,11 @@ class ReaderTable:
 
 
 def _tell(gone: Reader | None) -> None:
-    """Without a lock: a signal's handler cannot deadlock here."""
+    """Without a lock: a signal handler cannot deadlock here."""
     if gone is not None:
         logger.log(logging.WARNING if gone.died else logging.DEBUG, "evicted from a queue: %s", gone)
 
 
 def listed(readers: Iterable[Reader]) -> str:
     """Readers, for messages."""
-    return ", ".join(map(str, readers)) or "nobody"
+    return ", ".join(map(str, readers)) or "no reader"

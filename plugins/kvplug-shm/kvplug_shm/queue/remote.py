@@ -13,12 +13,12 @@ from kvplug_shm.queue.remote_writer import RemoteWriter
 
 
 def serve(context: QueueContext, feed: Feed) -> NetworkHalf:
-    """Listen on the context's host for readers elsewhere.
+    """Listen on the context's host for remote readers.
 
     Raises:
         InsecureAddressError: other hosts can reach it, and there is no secret.
         ConfigError: it is no address of this host, or a Unix socket.
-        TransportError: it cannot be listened on for another reason.
+        TransportError: listening failed for another reason.
     """
     return RemoteWriter(context, feed)
 

@@ -1,4 +1,4 @@
-"""Whom a queue's writer lets in: ZeroMQ asks here for the public key of each connection (ZAP, RFC 27)."""
+"""Admission of remote readers: ZeroMQ asks here whether to accept a connection's public key (ZAP, RFC 27)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _VERSION: Final = b"1.0"
 
 
 class RemoteAdmission:
-    """Answers with the rank whose key it is. Used by the thread that owns the writer's socket."""
+    """Accepts the keys of the readers' ranks. Used by the thread that owns the writer's socket."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], keys: Mapping[int, bytes]) -> None:
         """``keys`` holds each rank's public key, as its 32 bytes."""
@@ -35,10 +35,10 @@ class RemoteAdmission:
                 raise
         self._keys = keys
         self.refused = 0
-        """Connections that had another key."""
+        """Connections that were refused for an unknown key."""
 
     def answer(self) -> None:
-        """All requests that have come."""
+        """Answer all pending requests."""
         while True:
             try:
                 request = self.socket.recv_multipart(zmq.NOBLOCK)
@@ -60,23 +60,23 @@ class RemoteAdmission:
 
 
 def rank_of(frame: zmq.Frame) -> int:
-    """The rank that the connection has proved itself for by which ``frame`` came."""
+    """The rank that was proved by the connection on which ``frame`` arrived."""
     return int(frame["User-Id"])
 
 
 def descriptor_of(frame: zmq.Frame) -> int:
-    """The connection's by which ``frame`` came."""
+    """The descriptor of the connection on which ``frame`` arrived."""
     return int(frame.get(zmq.SRCFD))
 
 
 def listen(socket: zmq.Socket[bytes], contact: RemoteContact, ours: KeyPair) -> int:
-    """Bind the writer's ROUTER to the contact's host, for those whom an :class:`RemoteAdmission` lets in.
+    """Bind the writer's ROUTER to the contact's host, for connections that :class:`RemoteAdmission` accepts.
 
     Returns the port.
 
     Raises:
         ConfigError: this host has no such address.
-        TransportError: it cannot be listened on for another reason.
+        TransportError: listening failed for another reason.
     """
     with in_words(f"cannot listen at {contact.host}"):
         socket.curve_server = 1

@@ -1,4 +1,4 @@
-"""Messages as they come in over the network: put together from frames, in order, and kept until read."""
+"""Assembly of messages from the network's frames, in order."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from kvplug_shm.queue.remote_frames import First, Piece
 
 _GRAIN: Final = 1 << 20
 _IDLE_MEMORIES: Final = 2
-"""Kept for the next large message: fresh pages cost more than the copy."""
+"""Memory that is kept for the next large message: fresh pages cost more than the copy."""
 
 
 @attrs.define(eq=False)
 class _Large:
-    """A message that comes in pieces."""
+    """A message that arrives in pieces."""
 
     first: First
     memory: mmap.mmap
@@ -33,7 +33,7 @@ class _Large:
 
 
 class Assembly:
-    """Frames in, whole messages out. One thread adds; :meth:`recycle` may come from another."""
+    """Assembles frames to messages. One thread adds; another may call :meth:`recycle`."""
 
     def __init__(self, max_message_bytes: int) -> None:
         self._most = max_message_bytes + max_message_bytes // 64 + _GRAIN  # memories are aligned
@@ -42,14 +42,14 @@ class Assembly:
         self.frames = 0
         """Data frames that have arrived."""
         self.arrived = 0
-        """Messages that have arrived whole."""
+        """Messages that have wholly arrived."""
 
     def add(self, frame: First | Piece) -> tuple[QueueMessage, mmap.mmap | None] | None:
         """The message that ``frame`` completes, and the memory to recycle once it was read.
 
         Raises:
             TransportError: messages are missing before it; says how many.
-            WireError: it does not continue what has come, or announces more than may come.
+            WireError: the frame does not continue the message, or announces more bytes than allowed.
         """
         self.frames += 1
         if isinstance(frame, Piece):
@@ -95,7 +95,7 @@ class Assembly:
         return QueueMessage(large.first.raw, whole[:head], whole[head:]), large.memory
 
     def recycle(self, memory: mmap.mmap) -> None:
-        """It may be the next message's."""
+        """Keep the memory for the next message."""
         self._idle.append(memory)
 
     def _memory(self, nbytes: int) -> mmap.mmap:

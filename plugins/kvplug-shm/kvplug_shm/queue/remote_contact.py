@@ -1,4 +1,4 @@
-"""Where a queue's writer can be reached over the network: its part of the handle."""
+"""The network address of a queue's writer: a part of the handle."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ _TOKEN_BYTES = 32
 
 @attrs.frozen(kw_only=True)
 class RemoteContact:
-    """Address, salt of the keys, and the token that stands in for a secret on loopback."""
+    """Address, salt of the keys, and the token that replaces the secret on loopback."""
 
     host: str
     """A number, IPv4 or IPv6."""
     port: int
     salt: bytes
     token: str = attrs.field(default="", repr=False)
-    """In hexadecimal; empty where a secret is what both ends share."""
+    """In hexadecimal; empty if both ends share a secret."""
 
     def __str__(self) -> str:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
     @property
     def endpoint(self) -> str:
-        """As ZeroMQ writes it."""
+        """The address in ZeroMQ's notation."""
         return f"tcp://{self}"
 
     def as_plain(self) -> dict[str, Any]:
@@ -72,7 +72,7 @@ class RemoteContact:
         raise WireError("the handle says nothing of the network that this version can read")
 
     def keys(self, credentials: Credentials) -> Keys:
-        """The keys that both ends must have.
+        """The keys of both ends.
 
         Raises:
             AuthenticationError: one end has a secret and the other has none.
@@ -115,7 +115,7 @@ def new_contact(host: str, credentials: Credentials) -> RemoteContact:
 
 
 def to_dial(host: str) -> str:
-    """What other hosts dial where ``host`` is bound: for all interfaces, that of the default route."""
+    """The address that other hosts dial for ``host``; for all interfaces that of the default route."""
     number = ipaddress.ip_address(host.partition("%")[0])
     if not number.is_unspecified:
         return host
@@ -127,7 +127,7 @@ def to_dial(host: str) -> str:
 
 
 def _resolved(host: str) -> str:
-    """One number that ``host`` stands for, IPv4 first: what is checked is what is bound."""
+    """One IP address of ``host``, IPv4 first, so that the checked address is the bound one."""
     try:
         found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM, proto=socket.IPPROTO_TCP)
     except (OSError, UnicodeError) as e:

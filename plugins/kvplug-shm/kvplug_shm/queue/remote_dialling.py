@@ -1,4 +1,4 @@
-"""How a reader elsewhere connects to the writer, and what it means when that fails."""
+"""The connection of a remote reader to the writer, and the errors of its failures."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ PROOF: Final = (
 """Events of the monitor: how a connection is made, and how it ends."""
 _LISTENS_S: Final = 1.0
 _NEVER_MS: Final = 7 * 24 * 3600 * 1000
-"""Until ZeroMQ connects again: once it is unwanted. Told not to at all (-1), it drops what has come
-and was not read yet as soon as the connection ends."""
+"""Milliseconds until ZeroMQ reconnects: long after the socket is closed. With reconnecting disabled (-1),
+ZeroMQ drops unread messages as soon as the connection ends."""
 
 
 def dial(dealer: zmq.Socket[bytes], contact: RemoteContact, keys: Keys, rank: int) -> None:
-    """Begin to connect a reader's DEALER, once and not again.
+    """Begin to connect a reader's DEALER, without reconnecting.
 
     Raises:
-        TransportError: it cannot even be begun.
+        TransportError: connecting cannot begin.
     """
     ours = keys.reader(rank)
     with in_words(f"{contact} cannot be reached"):
@@ -50,10 +50,10 @@ def dial(dealer: zmq.Socket[bytes], contact: RemoteContact, keys: Keys, rank: in
 
 
 def failure(event: int, contact: RemoteContact, rank: int) -> tuple[type[KvplugError], str] | None:
-    """What an event of the monitor, before the proof is complete, is an error of; ``None`` if of nothing."""
+    """The error that an event of the monitor before the proof means; ``None`` if it means none."""
     hung_up = event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
     if event == zmq.EVENT_CLOSED or (hung_up and not _is_listening(contact)):
-        return PeerGoneError, f"nobody listens at {contact}: the writer of this queue is gone"
+        return PeerGoneError, f"no process listens at {contact}: the writer of this queue is gone"
     if event in _UNPROVEN:
         text = (
             f"the writer at {contact} and reader rank {rank} did not prove themselves to each other: the"
@@ -65,7 +65,7 @@ def failure(event: int, contact: RemoteContact, rank: int) -> tuple[type[KvplugE
 
 
 def _is_listening(contact: RemoteContact) -> bool:
-    """Whether a process still listens there."""
+    """Whether a process listens there."""
     try:
         socket.create_connection((contact.host, contact.port), _LISTENS_S).close()
     except OSError:

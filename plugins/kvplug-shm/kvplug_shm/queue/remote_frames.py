@@ -1,4 +1,4 @@
-"""What the two ends of a queue's network half say to each other.
+"""The frames between the two ends of a queue's network half.
 
 Each frame is one ZeroMQ message of one part or two: a header that begins with its kind, and a payload that
 follows in the same part, or is the second one. Numbers are little-endian. Messages are numbered from 0, as in
@@ -7,12 +7,12 @@ the ring.
 ========  =========  ===================================================================================
 kind      from       header after the kind, and payload
 ========  =========  ===================================================================================
-JOIN      reader     a value: version, who it is, which silence it takes for death
+JOIN      reader     a value: version, identity, silence that counts as its death
 TAKEN     reader     data frames that have arrived, messages that have arrived whole, messages read
 READY     both       (all of them, from the writer)
 BEAT      both
 LEAVE     reader
-WELCOME   writer     a value: version, who it is, which silence is death to both, how many messages there are
+WELCOME   writer     a value: version, identity, silence that counts as death, number of messages
 REFUSED   writer     a value: why
 MESSAGE   writer     raw or a value, number, bytes of head and of body; the first bytes of both
 PIECE     writer     number, offset; bytes from there on
@@ -36,9 +36,9 @@ from kvplug_shm.queue.network import QueueMessage
 
 VERSION: Final = 1
 PIECE_BYTES: Final = 1 << 20
-"""Payload of one frame. A larger message travels in pieces, so that each end works while the other does."""
+"""Payload of one frame. A larger message is sent in pieces, so that both ends work at the same time."""
 MAX_TO_READER: Final = PIECE_BYTES + 4096
-"""Bytes of any frame's part that a reader takes."""
+"""The most bytes of a frame's part that a reader accepts."""
 MAX_TO_WRITER: Final = 4096
 _JOINED_BYTES: Final = 64 << 10
 """A payload up to here is copied behind its header: a part of its own costs more."""
@@ -128,8 +128,8 @@ def evicted(total: int, lost: int, why: str) -> bytes:
 
 
 def frames_of(message: QueueMessage, number: int) -> Iterator[tuple[list[Part], bool]]:
-    """The frames of one message, and of each whether it is the last. Their bytes are copies, made when the
-    frame is asked for."""
+    """The frames of one message, each with whether it is the last. Each frame's bytes are copied when it is
+    generated."""
     head, body = memoryview(message.head), message.body
     first = _MESSAGE.pack(QueueFrameKind.MESSAGE, message.raw, number, head.nbytes, body.nbytes)
     nbytes = head.nbytes + body.nbytes
@@ -145,10 +145,10 @@ def frames_of(message: QueueMessage, number: int) -> Iterator[tuple[list[Part], 
 
 
 def read(parts: Sequence[memoryview]) -> Frame:
-    """The frame that these parts are.
+    """Parse the parts of a frame.
 
     Raises:
-        WireError: they are none. Nothing else, whatever the bytes.
+        WireError: they are no frame. No other error, whatever the bytes.
     """
     if not 1 <= len(parts) <= 2 or not parts[0].nbytes:
         raise WireError(f"a frame of {len(parts)} parts came over the network of a queue")

@@ -1,4 +1,4 @@
-"""What a reader elsewhere has been sent and has not read: the thread of its connection fills it."""
+"""Received and unread messages of a remote reader, filled by the thread of its connection."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvplug_shm.queue.network import QueueMessage
 
 
 class Inbox:
-    """Whole messages, and how it ends. Filled by one thread, emptied by another."""
+    """Whole messages, and the reason of the end. One thread fills it, another empties it."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -22,13 +22,13 @@ class Inbox:
         self._error: tuple[type[KvplugError], str] | None = None
         self._joined = self._ready = False
         self.read = 0
-        """Messages that were taken out."""
+        """Messages that were read."""
 
     # -- for the connection's thread -----------------------------------------------------------
 
     @property
     def ended(self) -> bool:
-        """Whether :meth:`fail` was called: nothing more comes in."""
+        """Whether :meth:`fail` was called: nothing more is added."""
         return self._error is not None
 
     @property
@@ -36,13 +36,13 @@ class Inbox:
         return self._joined
 
     def put(self, message: QueueMessage, memory: mmap.mmap | None) -> None:
-        """``memory`` is what :meth:`take` hands back with it."""
+        """Add a message; :meth:`take` returns its ``memory``."""
         with self._changed:
             self._messages.append((message, memory))
             self._changed.notify_all()
 
     def join(self) -> None:
-        """The writer has taken this reader in."""
+        """The writer has admitted this reader."""
         with self._changed:
             self._joined = True
             self._changed.notify_all()
@@ -54,7 +54,7 @@ class Inbox:
             self._changed.notify_all()
 
     def fail(self, kind: type[KvplugError], text: str) -> None:
-        """Nothing more comes. The first reason counts."""
+        """Nothing more arrives. The first reason is kept."""
         with self._changed:
             self._error = self._error or (kind, text)
             self._changed.notify_all()
@@ -62,7 +62,7 @@ class Inbox:
     # -- for the reader's thread ---------------------------------------------------------------
 
     def first(self) -> QueueMessage | None:
-        """The next message if it is here. Raises what was told, unless that is the writer's end."""
+        """The next message if it has arrived. Raises the reason of the end, except the writer's end."""
         if self._messages:
             return self._messages[0][0]
         if self._error is not None and self._error[0] is not PeerGoneError:
@@ -70,7 +70,7 @@ class Inbox:
         return None
 
     def wait_for_first(self, wait: Wait, check: Callable[[], None]) -> QueueMessage:
-        """Raises what was told, once all that came before it was taken; and as ``wait`` and ``check`` do."""
+        """Raises the reason of the end after the last message was read; and as ``wait`` and ``check`` do."""
         self._until(lambda: bool(self._messages), wait, check)
         return self._messages[0][0]
 
@@ -79,7 +79,7 @@ class Inbox:
         self._until(lambda: self._ready, wait, check)
 
     def wait_until_joined(self, deadline: Deadline, late: str) -> None:
-        """Raises what was told, or a TimeoutError that says ``late``."""
+        """Raises the reason of the end, or a TimeoutError with the text ``late``."""
         with self._changed:
             while not self._joined:
                 if self._error is not None:
@@ -89,7 +89,7 @@ class Inbox:
                 self._changed.wait(deadline.remaining())
 
     def take(self) -> mmap.mmap | None:
-        """The first message is done with."""
+        """Remove the first message. Returns its memory."""
         _, memory = self._messages.popleft()
         self.read += 1
         return memory
@@ -103,7 +103,7 @@ class Inbox:
         self._changed = threading.Condition()
 
     def _until(self, there: Callable[[], Any], wait: Wait, check: Callable[[], None]) -> None:
-        check()  # before the lock: who is closed must not wait for it
+        check()  # before the lock: a closed end must not wait for it
         with self._changed:
             while not there():
                 if self._error is not None:

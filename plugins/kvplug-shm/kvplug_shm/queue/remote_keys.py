@@ -1,10 +1,10 @@
-"""The CURVE keys of a queue's network half: both ends derive them from what they share.
+"""The CURVE keys of a queue's network half: both ends derive them from a shared secret.
 
 What is shared is the deployment's secret, or on loopback, where there is none, the random token in the
 handle. HKDF-SHA256 (RFC 5869, with :mod:`hmac`) makes Curve25519 secret keys of it: one for the writer and
 one for each reader's rank, each with a label of its own, and with a salt that is new for each queue. So the
-writer's public key is known only to processes that can prove themselves, a reader's key opens one rank of
-one queue, and neither tells anything of the secret.
+writer's public key is known only to processes that can prove themselves, a reader's key is valid for one rank
+of one queue, and neither reveals anything about the secret.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class KeyPair:
 
     @property
     def raw_public(self) -> bytes:
-        """As it is on the wire and in an authentication request: 32 bytes."""
+        """The public key on the wire and in an authentication request: 32 bytes."""
         return bytes(zmq.utils.z85.decode(self.public))
 
 

@@ -1,8 +1,9 @@
-"""A reader elsewhere: what comes from the writer's network half, as the source of the reader's end.
+"""The source of a remote reader: messages from the writer's network half.
 
-A DEALER with a connection of its own. Its thread takes in whatever comes, puts it together and says so to the
-writer, whatever the reader does; what the reader has read is told as well, and is the writer's room. A
-connection is never made again: what was on its way when it broke is lost, and the reader hears it.
+A DEALER with a connection of its own. Its thread receives and assembles frames and reports their arrival to
+the writer, independently of the reader; it also reports how many messages were read, which frees the writer's
+room. A broken connection is never restored: messages in flight are lost, and the reader gets an error that
+says so.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ class RemoteReader(SocketThread):
         return f"<RemoteReader of rank {self._rank} at {self._contact}>"
 
     def join_queue(self, deadline: Deadline) -> None:
-        """Return when the writer has taken this reader in. Raises as ``create_from_handle``."""
+        """Return when the writer has admitted this reader. Raises as ``create_from_handle``."""
         late = (
             f"the writer at {self._contact} did not answer reader rank {self._rank} in time, with all that it"
             " has enqueued before"
@@ -105,7 +106,7 @@ class RemoteReader(SocketThread):
         else:
             self._leaving = True
             self.post()
-            self.join(SETTLE_S)  # or a process that ends now takes the goodbye with it
+            self.join(SETTLE_S)  # or the goodbye is lost if the process ends now
 
     def _after_fork_in_child(self) -> None:
         super()._after_fork_in_child()
@@ -146,7 +147,7 @@ class RemoteReader(SocketThread):
         return self._assembly.frames, self._assembly.arrived, self._inbox.read
 
     def _leave(self, now: float) -> float:
-        """Say so, and wait for the answer: closing with something unread could take the word back."""
+        """Send LEAVE and wait for the answer: closing with unread bytes could discard it."""
         if not self._left and not self._inbox.ended:
             self._left = now
             self._say(frames.plain(QueueFrameKind.LEAVE))
@@ -202,12 +203,12 @@ class RemoteReader(SocketThread):
                 raise WireError("it speaks another version; install the same kvplug-shm on both ends")
 
     def _join_if_due(self) -> None:
-        """Once it has what there was when it came, so that a writer that dies takes nothing of it along."""
+        """Joined: it has all messages of before its join, so that none is lost if the writer dies."""
         if not self._inbox.joined and self._assembly.arrived >= self._published:
             self._inbox.join()
 
     def _has_ended(self) -> None:
-        """The writer's process has; what it said last may still be on its way. From any thread."""
+        """The writer's process has ended; its last frames may still arrive. From any thread."""
         self._dying = time.monotonic()
         self.post()
 
@@ -224,11 +225,11 @@ class RemoteReader(SocketThread):
             self._inbox.fail(PeerGoneError, text)
 
     def _see(self, event: int, now: float) -> None:
-        """Something happened to the connection."""
+        """Handle an event of the connection."""
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             self._proven = True
         elif event == zmq.EVENT_DISCONNECTED:
-            self._hear(now)  # what came last goes before the end
+            self._hear(now)  # process the last frames before the end
             self._inbox.fail(PeerGoneError, self._how_it_ended())
         elif not self._proven:
             error = failure(event, self._contact, self._rank)
@@ -249,7 +250,7 @@ class RemoteReader(SocketThread):
             if now - self._dying >= SETTLE_S:
                 self._inbox.fail(PeerGoneError, self._how_it_ended())
         elif self._writer is not None and self._watch is None and now - self._heard >= self._patience_s:
-            # It may be us who were stopped: what came meanwhile gets a moment to be read.
+            # This process may have been stopped: read first what arrived meanwhile.
             self._suspected = self._suspected or now
             if now - self._suspected >= self._beat_s / 2:
                 self._inbox.fail(
@@ -263,7 +264,7 @@ class RemoteReader(SocketThread):
         return self._patience_s / BEATS_IN_PATIENCE
 
     def _say(self, frame: bytes) -> bool:
-        """Whether it found room: there is none where the writer is stopped, or has just gone."""
+        """Send a frame. Returns whether there was room: none if the writer is stopped, or just ended."""
         self._said = time.monotonic()
         try:
             self._put(frame)

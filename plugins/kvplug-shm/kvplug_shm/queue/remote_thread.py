@@ -1,9 +1,8 @@
 """The thread that owns a ZeroMQ socket: no other thread touches it.
 
 ZeroMQ's sockets belong to one thread at a time, and its contexts to one process. Each end of a queue's
-network half has a context and a thread of its own; others post to it through an eventfd, and an end where
-nothing happens sleeps. What ZeroMQ's own threads see of connections (made, refused, ended) comes through the
-socket's monitor.
+network half has a context and a thread of its own; other threads signal it through an eventfd, and an idle
+end sleeps. ZeroMQ's events of connections (made, refused, ended) arrive through the socket's monitor.
 """
 
 from __future__ import annotations
@@ -30,19 +29,19 @@ logger = logging.getLogger(__name__)
 HANDSHAKE_S: Final = 5.0
 """How long a connection may take to prove itself."""
 HIGH_WATER_MARK: Final = 1024
-"""Frames; what is under way is kept far below it."""
+"""High-water mark in frames; the frames in flight stay far below it."""
 SETTLE_S: Final = 1.0
-"""How long what is on its way from a dead process, or to one that is told of the end, is waited for."""
+"""How long to wait for frames in flight from a dead process, or to one that receives the end."""
 _DESCRIPTORS = 14
-"""What a context and its sockets open, and some. ZeroMQ ends the process when it gets none."""
+"""Descriptors of a context and its sockets, and a reserve. ZeroMQ aborts the process if it gets none."""
 BEATS_IN_PATIENCE: Final = 5
-"""Each end says something so often within the silence that is taken for death."""
+"""Each end sends this many frames, at least, within the silence that counts as death."""
 _EVENTS_A_TURN = 100
-"""Connections come and go while readers are served, not instead."""
+"""The most monitor events per pass, so that connections that open and close do not starve the readers."""
 CONNECTIONS: Final = (
     zmq.EVENT_LISTENING | zmq.EVENT_ACCEPTED | zmq.EVENT_CONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_DISCONNECTED
 )
-"""Events of the monitor: descriptors that there are, and are no more."""
+"""Events of the monitor: descriptors that were opened and closed."""
 _KEEPALIVE = ((zmq.TCP_KEEPALIVE, 1), (zmq.TCP_KEEPALIVE_IDLE, 5), (zmq.TCP_KEEPALIVE_INTVL, 2))
 
 
@@ -59,7 +58,7 @@ class SocketThread(abc.ABC):
     """A ZeroMQ socket, its monitor, and the thread that owns both once :meth:`start` was called."""
 
     def __init__(self, kind: int, name: str, heartbeat_timeout_s: float, events: int = CONNECTIONS) -> None:
-        """``events``: what the monitor tells of, :data:`CONNECTIONS` at least."""
+        """``events``: the events that the monitor reports, at least :data:`CONNECTIONS`."""
         self._name = name
         self._patience_s = heartbeat_timeout_s
         self._ended = False
@@ -91,10 +90,10 @@ class SocketThread(abc.ABC):
         self._thread = threading.Thread(target=self._run, name=f"kvplug {name}", daemon=True)
 
     def start(self) -> None:
-        """The socket is the thread's from now on.
+        """Start the thread, which owns the socket from now on.
 
         Raises:
-            TransportError: there can be no thread. Everything was let go of.
+            TransportError: the thread cannot be started. Everything was released.
         """
         close_after_fork(self)
         try:
@@ -104,39 +103,39 @@ class SocketThread(abc.ABC):
             raise TransportError(f"{self._name} cannot be made: {e}") from e
 
     def post(self) -> None:
-        """Something is to be done. From any thread; never waits."""
+        """Wake the thread. From any thread; never waits."""
         with self._waking:
             if self._wake >= 0:
                 os.eventfd_write(self._wake, 1)
 
     def end(self, linger_s: float) -> None:
-        """Let go of everything, giving what was sent ``linger_s`` to leave. Idempotent; never waits."""
+        """Release everything; sent frames have ``linger_s`` to leave. Idempotent; never waits."""
         if not self._ended:
             self._linger_s = linger_s
             self._ended = True
             self.post()
 
     def join(self, seconds: float | None) -> None:
-        """Wait until everything was let go of."""
+        """Wait until everything was released."""
         if threading.current_thread() is not self._thread:
             self._thread.join(seconds)
 
     def _after_fork_in_child(self) -> None:
-        """ZeroMQ's threads are the parent's, and its objects are never touched again; connections must not
-        seem to live on here."""
+        """In a forked child: ZeroMQ's threads are the parent's, and its objects are not used again; only its
+        descriptors are closed, so that connections end with the parent."""
         self._ended = True
         self._waking = threading.RLock()
         fd, self._wake = self._wake, -1
         with contextlib.suppress(OSError):
             os.close(fd)
-        # All there are: what the monitor has told of may be less.
+        # All open ones: the monitor may not have reported each of them.
         for each in map(int, os.listdir("/proc/self/fd")) if self._port else ():
             if _is_at(each, self._port):
                 os.close(each)
 
     def _watch_connections(self, events: int) -> None:
-        """Where an event finds no room, ZeroMQ's thread waits with a lock that closing needs, which in turn
-        waits for it with the GIL: so there is always room."""
+        """Without a high-water mark: if an event found no room, ZeroMQ's thread would wait with a lock that
+        closing needs while holding the GIL, which would deadlock."""
         self._monitor.rcvhwm = 0  # counts for both ends, and only before they connect
         self._socket.monitor(_MONITOR, events)
         self._monitor.connect(_MONITOR)
@@ -156,7 +155,7 @@ class SocketThread(abc.ABC):
                     with contextlib.suppress(BlockingIOError):
                         os.eventfd_read(self._wake)
         except Exception as e:
-            if not self._ended:  # else it may have looked at what others have let go of
+            if not self._ended:  # otherwise it may have used objects that others have released
                 logger.exception("%s stops: a fault of kvplug", self._name)
                 self._failed(e)
         finally:
@@ -175,20 +174,20 @@ class SocketThread(abc.ABC):
         os.close(fd)
 
     def _sockets(self) -> list[Any]:
-        """All of them, that of the connections first."""
+        """All descriptors to poll, that of the connections first."""
         found = (getattr(self, name, None) for name in ("_socket", "_monitor"))
         return [each for each in found if each is not None]
 
     @abc.abstractmethod
     def _turn(self, now: float) -> float | None:
-        """Do what there is to do. Returns how long to sleep if nothing happens; ``None``: until then."""
+        """Do the pending work. Returns how long to sleep at most; ``None``: until an event."""
 
     @abc.abstractmethod
     def _failed(self, error: Exception) -> None:
-        """The thread ends with a fault: threads that wait must be told."""
+        """The thread ends with a fault: fail waiting threads."""
 
     def _received(self) -> Iterator[list[zmq.Frame]]:
-        """What has come, until there is no more."""
+        """The received frames, until there are no more."""
         while True:
             try:
                 yield self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
@@ -196,7 +195,7 @@ class SocketThread(abc.ABC):
                 return
 
     def _connection_events(self) -> Iterator[tuple[zmq.Event, int]]:
-        """What the monitor has seen since, or the first of it, and of which descriptor (or why)."""
+        """New events of the monitor, at most some, with their descriptor or error."""
         for _ in range(_EVENTS_A_TURN):
             try:
                 parts = self._monitor.recv_multipart(zmq.NOBLOCK)
@@ -227,7 +226,7 @@ def _is_at(fd: int, port: int) -> bool:
 
 
 def _need_descriptors(sample: int) -> None:
-    """Raise the system's error now if there are not enough left."""
+    """Raise the system's error now if too few descriptors are left."""
     found: list[int] = []
     try:
         found.extend(os.dup(sample) for _ in range(_DESCRIPTORS))

@@ -1,9 +1,9 @@
-"""The writer's network half: sends the ring's messages to readers elsewhere, and releases what they read.
+"""The writer's network half: sends the ring's messages to remote readers, and releases what they have read.
 
-A ROUTER that listens on the context's host, and on nothing else. Who connects has proved itself (CURVE, its
-key checked by :mod:`kvplug_shm.queue.remote_admission`) before a frame of it is parsed. A reader may have
-as much unread as the ring has places, since its tail there moves only when it says so; what is under way to
-it is bounded besides. So nothing reaches a high-water mark, where ZeroMQ would drop it.
+A ROUTER that listens only on the context's host. A reader proves itself (CURVE, its key checked by
+:mod:`kvplug_shm.queue.remote_admission`) before a frame of it is parsed. A reader may have as many unread
+messages as the ring has places, since its tail moves only on its reports; the bytes in flight to it are
+bounded too. So nothing reaches the high-water mark, where ZeroMQ would drop it.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from kvplug_shm.queue.remote_thread import SETTLE_S, SocketThread
 logger = logging.getLogger(__name__)
 
 ARRIVAL_S: Final = 1.0
-"""How long the writer waits for a message to arrive at a reader from which nothing comes."""
+"""How long the writer waits for a message to arrive at a reader that does not answer."""
 _LOOK_S = 0.02  # what no event tells of: a dead process's last bytes, readers of the ring that are ready
 
 
 class RemoteWriter(SocketThread):
-    """Serves the readers elsewhere of one queue."""
+    """Serves the remote readers of one queue."""
 
     def __init__(self, context: QueueContext, feed: Feed) -> None:
         contact = new_contact(context.host, context.credentials)
@@ -50,7 +50,7 @@ class RemoteWriter(SocketThread):
         try:
             keys = contact.keys(context.credentials)
             known = {rank: keys.reader(rank).raw_public for rank in feed.reader_ranks}
-            self._admission = RemoteAdmission(self._context, known)  # before anybody can connect
+            self._admission = RemoteAdmission(self._context, known)  # before a reader can connect
             self._port = listen(self._socket, contact, keys.writer)
             self._contact = attrs.evolve(contact, host=to_dial(contact.host), port=self._port)
         except BaseException:
@@ -71,9 +71,9 @@ class RemoteWriter(SocketThread):
     def changed(self, deadline: Deadline) -> None:
         """There is a message to send, or all may be ready.
 
-        Returns when the message has arrived at the readers that have come, so that it outlives this process.
-        One from which nothing comes is not waited for longer than :data:`ARRIVAL_S`, and not again until it
-        has caught up; never beyond the deadline.
+        Returns when the message has arrived at all attached readers, so that it outlives this process. A
+        reader that does not answer is waited for at most :data:`ARRIVAL_S`, and not again until it has caught
+        up; never beyond the deadline.
         """
         if not self._links:
             return
@@ -121,7 +121,7 @@ class RemoteWriter(SocketThread):
     def _let_go(self, linger_ms: int) -> None:
         for link in list(self._links.values()):
             link.close()
-            link.frames = None  # the ring's memory is not ours to hold on to
+            link.frames = None  # do not keep the ring's memory alive
         super()._let_go(linger_ms)
         with self._moved:
             self._moved.notify_all()
@@ -132,10 +132,10 @@ class RemoteWriter(SocketThread):
         self._hear(now)
         ended = {fd for event, fd in list(self._connection_events()) if event == zmq.EVENT_DISCONNECTED}
         if ended:
-            self._hear(now)  # what it said last goes before its end
+            self._hear(now)  # process its last frames before its end
         for link in self._links.values():
             if link.descriptor in ended:
-                link.doubted = now  # the event may be of another that had the number before
+                link.doubted = now  # the event may be of an earlier connection with that descriptor
         self._judge(now)
         self._send(now)
         if self._closing is not None and self._all_told(self._closing, now):
@@ -154,7 +154,7 @@ class RemoteWriter(SocketThread):
 
     @contextlib.contextmanager
     def _concerning(self, link: ReaderLink) -> Iterator[None]:
-        """What goes wrong with one reader ends its part, and not that of the others."""
+        """An error of one reader evicts that reader, and does not affect the others."""
         try:
             yield
         except ClosedError:
@@ -168,7 +168,7 @@ class RemoteWriter(SocketThread):
             self._evict(link, f"a fault at the writer's end: {e}", died=True)
 
     def _meet(self, routing_id: bytes, parts: list[zmq.Frame], now: float) -> None:
-        """Who has not joined yet says something."""
+        """A frame from a connection that has not joined yet."""
         try:
             frame = frames.read([part.buffer for part in parts])
             if isinstance(frame, Plain) and frame.kind is QueueFrameKind.JOIN:
@@ -205,7 +205,7 @@ class RemoteWriter(SocketThread):
         self._say(link, [frames.plain(QueueFrameKind.WELCOME, welcome)], now)
 
     def _has_ended(self, link: ReaderLink) -> None:
-        """Its process has; what it said last may still be on its way. From any thread."""
+        """The reader's process has ended; its last frames may still arrive. From any thread."""
         link.dying = time.monotonic()
         self.post()
 
@@ -239,7 +239,7 @@ class RemoteWriter(SocketThread):
                 if now - link.doubted >= SETTLE_S:
                     link.doubted = 0.0
             elif not link.watched and now - link.heard >= link.patience_s:
-                # It may be us who were stopped: what came meanwhile gets a moment to be read.
+                # This process may have been stopped: read first what arrived meanwhile.
                 link.suspected = link.suspected or now
                 if now - link.suspected >= link.beat_s / 2:
                     self._evict(link, f"silent for {now - link.heard:.1f} s", died=True)
@@ -252,7 +252,7 @@ class RemoteWriter(SocketThread):
                 self._serve(link, published, ready, now)
 
     def _serve(self, link: ReaderLink, published: int, ready: bool, now: float) -> None:
-        """Send one reader what it has room for. What cannot be sent is tried again."""
+        """Send one reader as much as it has room for; the rest is sent later."""
         if ready and link.wants_ready and self._say(link, [frames.plain(QueueFrameKind.READY)], now):
             link.wants_ready = False
         while self._has(link) and link.has_room and link.sent < published:
@@ -264,18 +264,18 @@ class RemoteWriter(SocketThread):
             self._beat(link, now)
 
     def _has(self, link: ReaderLink) -> bool:
-        """Whether it takes part still, and was not evicted meanwhile."""
+        """Whether it still takes part, and was not evicted meanwhile."""
         return self._links.get(link.routing_id) is link
 
     def _beat(self, link: ReaderLink, now: float) -> None:
-        """Say something, unless it has not answered for long: then it is stopped, or gone."""
+        """Send a heartbeat, unless it has not answered for long: then it is stopped, or gone."""
         link.said = now
         if link.beats < BEATS:
             link.beats += 1
             self._say(link, [frames.plain(QueueFrameKind.BEAT)], now)
 
     def _say(self, link: ReaderLink, parts: list[Part], now: float) -> bool:
-        """Send one frame; False if that cannot be. A reader that cannot be reached is evicted."""
+        """Send one frame; False if there is no room. Evicts a reader that cannot be reached."""
         if not self._has(link):
             return False
         link.said = now
@@ -314,7 +314,7 @@ class RemoteWriter(SocketThread):
         link.close()
 
     def _all_told(self, deadline: Deadline, now: float) -> bool:
-        """Once everything has arrived, or time is up: tell the readers that it is over, and end."""
+        """After everything has arrived, or at the deadline: announce the end to the readers, and end."""
         published = self._feed.published()
         links = list(self._links.values())
         if any(link.arrived < published for link in links) and not deadline.expired:
@@ -326,7 +326,7 @@ class RemoteWriter(SocketThread):
         return True
 
     def _pause(self, now: float) -> float | None:
-        """Until when nothing is due."""
+        """The next time at which something is due."""
         links = list(self._links.values())
         if not links:
             return None

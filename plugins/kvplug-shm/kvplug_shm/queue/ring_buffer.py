@@ -4,7 +4,7 @@
     entries    one for each place: which message, what it is, and where its bytes lie
     arena      the bytes, in extents that the writer hands out
 
-Nothing of the arena takes memory before it is written to.
+The arena takes memory only where it is written to.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _ENTRY: Final = struct.Struct("<QQQQQ")
 _ENTRY_NBYTES: Final = 64
 _PAGE: Final = mmap.PAGESIZE
 _MARGIN: Final = 4096
-"""Of a chunk: so that a value whose bytes fill a chunk fits in one with its head."""
+"""Extra bytes of a chunk, so that a value whose tensors fill a chunk still fits with its head."""
 
 
 @attrs.frozen(kw_only=True)
 class Sizes:
-    """What the ends agree on, and how the segment is laid out by it."""
+    """The sizes that the ends agree on, and the layout of the segment that follows from them."""
 
     n_reader: int
     max_chunks: int
@@ -70,7 +70,7 @@ class Sizes:
 
     @property
     def large_nbytes(self) -> int:
-        """Room for one larger message, whose tensors all begin at a multiple of 64, or for several."""
+        """Bytes for larger messages: one of the largest, with aligned tensors, or several."""
         return aligned(self.max_message_bytes + self.max_message_bytes // 64) + _MARGIN
 
     @property
@@ -84,13 +84,13 @@ class Sizes:
 
 
 class ShmRingBuffer:
-    """One process's mapping of it."""
+    """One process's mapping of the ring."""
 
     def __init__(self, sizes: Sizes, segment: Segment) -> None:
         self.sizes = sizes
         self.words = Words(segment, 0, sizes.num_words)
         self.arena = segment.view[sizes.arena_at :]
-        """Bytes of messages: flat, and to be written by the writer only."""
+        """The bytes of messages, flat. Only the writer writes to it."""
         self._segment = segment
         self._entries = segment.view[sizes.entries_at : sizes.arena_at]
         self._places = sizes.max_chunks
@@ -98,17 +98,17 @@ class ShmRingBuffer:
 
     @classmethod
     def create(cls, sizes: Sizes) -> tuple[ShmRingBuffer, int]:
-        """A new one, and the descriptor of its memory, which the caller hands over and closes.
+        """A new ring, and the descriptor of its memory, which the caller passes on and closes.
 
         Raises:
-            CapacityError: the system has not that much, or no descriptor left.
+            CapacityError: not enough memory, or no descriptor left.
         """
         segment, fd = Segment.create("queue", sizes.nbytes)
         return cls(sizes, segment), fd
 
     @classmethod
     def attach(cls, sizes: Sizes, fd: int) -> ShmRingBuffer:
-        """What another process has made. The descriptor stays the caller's.
+        """Map the ring of another process. The caller still owns the descriptor.
 
         Raises:
             WireError: it is no sealed memory of these sizes.
@@ -117,7 +117,7 @@ class ShmRingBuffer:
         return cls(sizes, Segment.attach(fd, sizes.nbytes))
 
     def close(self) -> None:
-        """Let go of the memory, once it is not used any more. Views that are left keep it mapped."""
+        """Release the memory, when it is not used any more. Remaining views keep it mapped."""
         for view in (self.arena, self._entries, self.words.words, self._segment.view):
             view.release()
         with contextlib.suppress(BufferError):
@@ -138,7 +138,7 @@ class ShmRingBuffer:
         """Message ``number``, which was published.
 
         Raises:
-            WireError: its entry is not one, or leads out of the arena.
+            WireError: its entry is invalid, or points outside the arena.
         """
         stated, kind, at, head_nbytes, body_nbytes = _ENTRY.unpack_from(
             self._entries, number % self._places * _ENTRY_NBYTES

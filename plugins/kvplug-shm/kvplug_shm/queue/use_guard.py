@@ -1,4 +1,4 @@
-"""Who is inside an end of a queue, one thread at a time, and how the end is closed around it."""
+"""A guard that lets one thread at a time into an end of a queue, and closes the end when it has left."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _AGAIN_S: Final = 0.005
 
 
 class UseGuard:
-    """``with stay:`` around each call that waits, sends or receives.
+    """``with guard:`` around each call that waits, sends or receives.
 
     Raises:
         ClosedError: the end is closed.
@@ -25,10 +25,10 @@ class UseGuard:
         """``drop`` is called once, when the end is over and no thread is inside any more."""
         self.closed = False
         self.ended = False
-        """Everything was let go of, but for the memory that a thread is still inside with."""
+        """Everything was released, except the memory that a thread inside still uses."""
         self._drop = drop
         self._lock = threading.Lock()
-        """Held by the thread that is inside; and for good once no thread can be."""
+        """Held by the thread that is inside; after the end it is held for ever."""
         self._inside = 0
         self._shutting = threading.Lock()
 
@@ -53,7 +53,9 @@ class UseGuard:
             raise ClosedError("this end of the queue is closed")
 
     def shut(self) -> bool:
-        """No thread enters any more; :meth:`check` tells one that is inside. True for the first caller."""
+        """Let no thread enter any more; :meth:`check` raises in one that is inside. True for the first
+        caller.
+        """
         if self.closed or not self._shutting.acquire(blocking=False):
             return False
         self.closed = True
@@ -63,8 +65,8 @@ class UseGuard:
     def alone(self, deadline: Deadline, wake: Callable[[], None]) -> Iterator[bool]:
         """After :meth:`shut`: wait until no other thread is inside. False at the deadline, or at the end.
 
-        The caller itself may be, with a chunk. ``wake`` wakes threads that sleep there; it is called again
-        and again, because a thread may have been about to.
+        The caller itself may be inside, with a chunk. ``wake`` wakes sleeping threads; it is called
+        repeatedly, because a thread may have been about to sleep.
         """
         if self._inside == threading.get_ident():
             yield True
@@ -94,6 +96,6 @@ class UseGuard:
             self._drop()
 
     def after_fork(self) -> None:
-        """This is a forked child: the end is its parent's, and so is what it holds. Takes no lock."""
+        """This is a forked child: the end and its resources are the parent's. Takes no lock."""
         self.closed = self.ended = True
         self._drop = lambda: None

@@ -27,10 +27,10 @@ _ANY_SIZE: Final = limits_of(1 << 62)
 
 
 class ShmWriter(ShmEnd):
-    """Copies each message once, into the ring, where all readers find it.
+    """Copies each message once, into the ring, from which all readers read it.
 
     Threads: one that admits readers, and a short-lived one for each that joins. The process's liveness
-    watcher looks at the readers.
+    watcher watches the readers.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class ShmWriter(ShmEnd):
         admission: Admission,
         network: NetworkHalf | None,
     ) -> None:
-        """Owns what it was given from here on."""
+        """Takes ownership of its arguments."""
         super().__init__(context, handle, None, self._drop)
         sizes = ring.sizes
         self._ring = ring
@@ -134,7 +134,7 @@ class ShmWriter(ShmEnd):
     def _publish(
         self, kind: int, at: int, head_nbytes: int, body_nbytes: int, nbytes: int, deadline: Deadline
     ) -> None:
-        """The message lies where :meth:`_place` said, and is the readers' from here on."""
+        """Publish the message at the place from :meth:`_place` to the readers."""
         self._use_guard.check()
         number = self._writing.sent
         self._ring.put(number, kind, at, head_nbytes, body_nbytes)
@@ -144,14 +144,14 @@ class ShmWriter(ShmEnd):
             self._network.changed(deadline)
 
     def _place(self, nbytes: int, deadline: Deadline) -> int:
-        """Where a message of so many bytes may be written. No reader looks at it before it is published."""
+        """Wait for the place for a message of ``nbytes``. Readers do not read it before it is published."""
         if self._reader_table.all_left:
             raise PeerGoneError(f"no reader is left: {listed(self._reader_table.readers())}")
         at = self._find(nbytes, self._writing.room())
         return self._wait_for_place(nbytes, deadline) if at is None else at
 
     def _find(self, nbytes: int, room: int) -> int | None:
-        """The same, if there is one, with so much room for entries."""
+        """The same without waiting: ``None`` if there is no place."""
         if not room:
             return None
         arena = self._arena
@@ -176,7 +176,7 @@ class ShmWriter(ShmEnd):
             if room == self._places:
                 most = self._ring.sizes.large_nbytes
                 raise CapacityError(f"a message takes {nbytes} bytes, and the queue has room for {most}")
-            # Room for an entry, and none for its bytes: the slowest reader has to release one more.
+            # There is room for the entry, but not for its bytes: the slowest reader must release one more.
             awaited = end.blocked_on(room + 1)
             if awaited is None:
                 continue

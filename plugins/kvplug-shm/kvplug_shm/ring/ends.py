@@ -1,7 +1,8 @@
-"""The two ends of a ring: who may touch which places, and when.
+"""The two ends of a ring: which end may access which places, and when.
 
-Counts are in units: bytes, or messages. An end belongs to one thread at a time; only what gives up the other
-end (:meth:`WritingEnd.evict`, :meth:`ReadingEnd.evict_writer`) may be called by any other at any time.
+Counts are in units: bytes, or messages. An end belongs to one thread at a time; only the methods that evict
+the other end (:meth:`WritingEnd.evict`, :meth:`ReadingEnd.evict_writer`) may be called by any thread at any
+time.
 """
 
 from __future__ import annotations
@@ -16,18 +17,18 @@ from kvplug_shm.ring.protocol import HEAD, OVER, WRITER_ASLEEP, Memory
 
 
 class RingEnd(abc.ABC):
-    """What both ends have: a word of the other one that they wait for."""
+    """The common part of both ends: waiting for a word of the other one."""
 
     @abc.abstractmethod
     def blocked_on(self, count: int = 1) -> tuple[int, int] | None:
-        """The word that has to change before this end has ``count`` units, and what was seen there."""
+        """The word that must change before this end has ``count`` units, and its last seen value."""
 
     @abc.abstractmethod
     def park(self, awaited: tuple[int, int], seconds: float | None = None) -> None:
         """Sleep until that word changes, for ``seconds`` at most. May return without a reason."""
 
     def spin(self, count: int, seconds: float) -> bool:
-        """Whether ``count`` units need not be waited for, after looking again and again for ``seconds``."""
+        """Spin for ``count`` units for ``seconds``. Returns whether they are there."""
         awaited = self.blocked_on
         if awaited(count) is None:
             return True
@@ -40,10 +41,10 @@ class RingEnd(abc.ABC):
 
 
 class WritingEnd(RingEnd):
-    """Writes units from ``sent`` on, as many as there is room for, then publishes them."""
+    """The writer's end: writes units from ``sent`` on, as many as there is room for, then publishes them."""
 
     def __init__(self, memory: Memory, num_readers: int, places: int, *, sent: int = 0) -> None:
-        """Raises ValueError for a number of places that no ring has."""
+        """Raises ValueError for an invalid number of places."""
         self._memory = memory
         self._places = _checked(places)
         self._readers = [(protocol.tail(reader), protocol.evicted(reader)) for reader in range(num_readers)]
@@ -51,9 +52,9 @@ class WritingEnd(RingEnd):
         self.sent = sent
 
     def room(self) -> int:
-        """How many units can be written now: no reader that takes part has its places overwritten.
+        """How many units can be written now without overwriting units that a reader has not released.
 
-        Raises WireError if a reader's word says what no reader can have done.
+        Raises WireError if a reader's word is impossible.
         """
         words, places, sent = self._memory.words, self._places, self.sent
         room = places
@@ -73,7 +74,7 @@ class WritingEnd(RingEnd):
         return room
 
     def blocked_on(self, count: int = 1) -> tuple[int, int] | None:
-        """A reader whose word has to change before ``count`` units fit, as (word, seen)."""
+        """The word of a reader that must change before ``count`` units fit, as (word, seen)."""
         words, sent, places = self._memory.words, self.sent, self._places
         for tail, evicted in self._readers:
             seen = words[tail]
@@ -85,16 +86,16 @@ class WritingEnd(RingEnd):
         protocol.park(self._memory, *awaited, WRITER_ASLEEP, seconds)
 
     def publish(self, count: int = 1) -> None:
-        """What was written, ``count`` units of it, is the readers' from here on."""
+        """Publish ``count`` written units to the readers."""
         self.sent += count
         protocol.announce(self._memory, HEAD, self.sent << 1, self._sleepers)
 
     def end(self) -> None:
-        """Nothing more is published."""
+        """End: nothing more is published."""
         protocol.announce(self._memory, HEAD, protocol.word_of(self.sent, over=True), self._sleepers)
 
     def evict(self, reader: int) -> None:
-        """Wait for this reader no more, now or ever. It need not be dead: it finds out."""
+        """Never wait for this reader again. It may be alive: it notices the eviction."""
         words, (tail, evicted) = self._memory.words, self._readers[reader]
         words[evicted] = 1
         protocol.announce(self._memory, tail, words[tail] | OVER, [WRITER_ASLEEP])
@@ -105,17 +106,17 @@ class WritingEnd(RingEnd):
         return protocol.is_over(self._memory.words[tail]) or bool(self._memory.words[evicted])
 
     def lag(self, reader: int) -> int:
-        """How many published units this reader has not released. Only to be told: it is not checked."""
+        """How many published units this reader has not released. For messages only: not validated."""
         return self.sent - protocol.count_in(self._memory.words[protocol.tail(reader)])
 
 
 class ReadingEnd(RingEnd):
-    """Reads units from ``read`` on, as many as have come, and gives their places back."""
+    """A reader's end: reads units from ``read`` on, as many as have arrived, and releases their places."""
 
     _writer_evicted = False
 
     def __init__(self, memory: Memory, reader: int, places: int, *, read: int = 0) -> None:
-        """Raises ValueError for a number of places that no ring has."""
+        """Raises ValueError for an invalid number of places."""
         self._memory = memory
         self._places = _checked(places)
         self._tail = protocol.tail(reader)
@@ -124,7 +125,7 @@ class ReadingEnd(RingEnd):
         self.read = read
 
     def available(self) -> int:
-        """How many units have come and were not released: at most as many as there are places.
+        """How many units have arrived and are not released: at most as many as there are places.
 
         Raises WireError if the writer's word says more and it has not evicted this reader.
         """
@@ -137,7 +138,7 @@ class ReadingEnd(RingEnd):
         return max(available, 0)
 
     def blocked_on(self, count: int = 1) -> tuple[int, int] | None:
-        """The writer's word, if it has to change before ``count`` units can be read, as (word, seen)."""
+        """The writer's word, if it must change before ``count`` units can be read, as (word, seen)."""
         seen = self._memory.words[HEAD]
         return None if protocol.has_come(seen, self.read, count) else (HEAD, seen)
 
@@ -145,8 +146,8 @@ class ReadingEnd(RingEnd):
         protocol.park(self._memory, *awaited, self._asleep, seconds)
 
     def poll(self, count: int, spin_s: float, nap_s: float) -> bool:
-        """Whether ``count`` units have come, after looking for ``spin_s`` seconds and one sleep of ``nap_s``
-        at most. May return without a reason.
+        """Whether ``count`` units have arrived, after spinning for ``spin_s`` and one sleep of ``nap_s``
+        seconds at most. May return spuriously.
         """
         if self.spin(count, spin_s):
             return True
@@ -156,28 +157,29 @@ class ReadingEnd(RingEnd):
         return self.blocked_on(count) is None
 
     def evicted(self) -> bool:
-        """Whether the writer has evicted this reader: if so, what was copied before may be of a later unit.
+        """Whether the writer has evicted this reader: then bytes that were copied before may be of a later
+        unit.
 
-        To be asked after copying, before what was copied is believed.
+        Check it after copying, before using the copy.
         """
         return bool(self._memory.words[self._evicted])
 
     def release(self, count: int = 1) -> None:
-        """What was read, ``count`` units of it, is the writer's from here on."""
+        """Release ``count`` read units to the writer."""
         self.read += count
         protocol.announce(self._memory, self._tail, self.read << 1, [WRITER_ASLEEP])
 
     def end(self) -> None:
-        """Nothing more is read."""
+        """End: nothing more is read."""
         protocol.announce(self._memory, self._tail, protocol.word_of(self.read, over=True), [WRITER_ASLEEP])
 
     def evict_writer(self) -> None:
-        """Expect nothing more of the writer than what it has published. Other readers see the same."""
+        """Mark the writer as ended: no more units than the published ones. All readers see the mark."""
         self._writer_evicted = True
         protocol.announce(self._memory, HEAD, self._memory.words[HEAD] | OVER, [self._asleep])
 
     def writer_over(self, count: int = 1) -> bool:
-        """Whether the next ``count`` units will never come: the writer is over, and fewer are left."""
+        """Whether the next ``count`` units will never arrive: the writer has ended, and fewer are left."""
         over = self._writer_evicted
         seen = self._memory.words[HEAD]
         return (over or protocol.is_over(seen)) and not protocol.has_come(seen, self.read, count)

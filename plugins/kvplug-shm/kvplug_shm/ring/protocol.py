@@ -1,4 +1,4 @@
-"""What the ends of a ring do to the words they share, and in which order: the whole protocol.
+"""The protocol of a ring: the operations of its ends on the shared words, and their order.
 
 One writer, any number of readers, a fixed number of places. Units, which are bytes or messages, are counted
 from 0, and unit ``number`` lies in place ``number % places``. The words, and which end stores them:
@@ -6,20 +6,20 @@ from 0, and unit ``number`` lies in place ``number % places``. The words, and wh
 - ``head``, the writer: how many units were published;
 - ``tail``, one for each reader, which stores it: how many units it has released;
 - ``asleep``, one for each end, which stores it: it sleeps in the kernel, or is about to;
-- ``evicted``, one for each reader, stored by the writer: the reader's places are not kept any more.
+- ``evicted``, one for each reader, stored by the writer: the reader's places may be overwritten.
 
-Head and tails are stored doubled. Bit 0 says that the end is over: it stores nothing more, and the other end
-does not wait for it. The bit is in the word that the other end waits for, because a sleeper is woken by a
-change of that word. When an end is given up, the process that gives it up sets the bit instead of it.
+Head and tails are stored doubled. Bit 0 means that the end has ended: it stores nothing more, and the other
+end does not wait for it. The bit is in the word that the other end waits for, because a change of that word
+wakes a sleeper. When an end is evicted, the evicting process sets the bit in its place.
 
-An end that was given up and is alive may store its word once more, which loses the bit. So the writer also
-stores an eviction in the word ``evicted``, before the bit; the reader loads that word after it has copied
-what it read, and before it uses the copy.
+An evicted end that is alive may store its word once more, which clears the bit. So the writer also stores an
+eviction in the word ``evicted``, before the bit; the reader loads that word after it has copied a unit, and
+before it uses the copy.
 
-Going to sleep needs no second look: the kernel compares the word with what was seen, and enqueues the
-sleeper, in one step that comes after all stores of this end. Announcing needs the fence: without it a
-processor may load ``asleep`` before others can see what was announced, and a sleeper would not be woken. All
-other steps are in the order of the program on processors with total store order, such as x86.
+Going to sleep needs no second check: the kernel compares the word with the seen value, and enqueues the
+sleeper, in one step after all stores of this end. Announcing needs the fence: without it a processor may load
+``asleep`` before the announcement is visible to others, and a sleeper would not be woken. All other steps are
+in program order on processors with total store order, such as x86.
 """
 
 from __future__ import annotations
@@ -62,16 +62,16 @@ class AtomicWords(Protocol):
 
 
 class Memory(Protocol):
-    """The words that the ends share, and what a processor and a kernel do with them."""
+    """The words that the ends share, with a fence, sleeping and waking."""
 
     @property
     def words(self) -> AtomicWords: ...
 
     def fence(self) -> None:
-        """What was stored before can be seen by all before anything is loaded after it."""
+        """A full fence: earlier stores are visible to all before any later load."""
 
     def wait(self, word: int, seen: int, seconds: float | None) -> None:
-        """Sleep until it is woken, unless the word is not ``seen``. May return without a reason."""
+        """Sleep until woken, unless the word differs from ``seen``. May return spuriously."""
 
     def wake(self, word: int) -> None:
         """Wake every thread that waits for the word."""
@@ -90,7 +90,7 @@ def is_over(word: int) -> bool:
 
 
 def has_room(tail_word: int, sent: int, places: int, count: int = 1) -> bool:
-    """Whether this reader leaves the places of the next ``count`` units to the writer."""
+    """Whether this reader has released the places of the next ``count`` units."""
     return sent + count - (tail_word >> 1) <= places or bool(tail_word & OVER)
 
 
@@ -100,7 +100,7 @@ def has_come(head_word: int, read: int, count: int = 1) -> bool:
 
 
 def announce(memory: Memory, word: int, value: int, sleepers: Iterable[int]) -> None:
-    """Store what others wait for, and wake those of them who sleep."""
+    """Store the word that other ends wait for, and wake the sleeping ones."""
     words = memory.words
     words[word] = value
     memory.fence()
@@ -111,9 +111,9 @@ def announce(memory: Memory, word: int, value: int, sleepers: Iterable[int]) -> 
 
 
 def park(memory: Memory, word: int, seen: int, own: int, seconds: float | None = None) -> None:
-    """Sleep until ``word`` is no longer what was ``seen``; ``own`` is this end's word for being asleep.
+    """Sleep until ``word`` differs from ``seen``; ``own`` is this end's word for being asleep.
 
-    No end sleeps on the word of an end that is over: giving it up as well would not change the word.
+    No end sleeps on the word of an end that has ended: evicting that end would not change the word.
     """
     if seen & OVER:
         return

@@ -50,7 +50,7 @@ class MemoryEndpoint(PipeEndpoint):
             raise WireError('this is no contact of the pipe "memory", which begins with memory:')
         listener = _listeners.get(contact)
         if listener is None:
-            raise PeerGoneError(f"nobody listens at {contact} in this process (any more)")
+            raise PeerGoneError(f"no process listens at {contact} in this process (any more)")
         return listener.join(self.make_pipe())
 
 
@@ -87,7 +87,7 @@ class MemoryListener(PipeListener):
         far.meet(near)
         with self._changed:
             if self._closed:
-                raise PeerGoneError(f"nobody listens at {self._contact} any more")
+                raise PeerGoneError(f"no process listens at {self._contact} any more")
             self._waiting.append(far)
             self._changed.notify_all()
         return near
