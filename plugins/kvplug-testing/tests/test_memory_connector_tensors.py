@@ -13,14 +13,14 @@ import pytest
 from kvplug.errors import TransportError
 from kvplug_testing import ConnectorContract
 from kvplug_testing.contract.connector.schedules import QUICK
-from kvplug_testing.memory.shelf import Entry, Shelf
+from kvplug_testing.memory.entry_table import EntryTable, PromptEntry
 
 
-def fail(entry: Entry) -> Entry:
+def fail(entry: PromptEntry) -> PromptEntry:
     raise TransportError("the test wants it so")
 
 
-def corrupt(entry: Entry) -> Entry:
+def corrupt(entry: PromptEntry) -> PromptEntry:
     key, value = entry.layers[-1]
     key = key.clone()
     key.view(-1)[-1] += 1
@@ -29,25 +29,25 @@ def corrupt(entry: Entry) -> Entry:
 
 class TestMemory(ConnectorContract):
     connector = "memory"
-    spoils_own = True
+    injects_into_own = True
 
-    def spoil(self, how: str) -> None:
-        self._shelf().fault = {"fail": fail, "corrupt": corrupt, "": None}[how]
+    def inject_fault(self, how: str) -> None:
+        self._table().fault = {"fail": fail, "corrupt": corrupt, "": None}[how]
 
     @contextmanager
     def holding_up(self) -> Iterator[threading.Event]:
         is_held = threading.Event()
 
-        def hold(entry: Entry) -> Entry:
+        def hold(entry: PromptEntry) -> PromptEntry:
             is_held.set()
             threading.Event().wait(1.0)
             return fail(entry)
 
-        self._shelf().fault = hold
+        self._table().fault = hold
         try:
             yield is_held
         finally:
-            self._shelf().fault = None
+            self._table().fault = None
 
     @pytest.mark.parametrize(
         ("first", "given"),
@@ -69,5 +69,5 @@ class TestMemory(ConnectorContract):
         wanted = {"preempted", "aborted", "chunked", "ahead"} | ({"async"} if first == 1000 else set())
         assert wanted <= counts.keys(), f"never: {', '.join(sorted(wanted - counts.keys()))}"
 
-    def _shelf(self) -> Shelf:
-        return Shelf.at(self.config_of("both").control_address())
+    def _table(self) -> EntryTable:
+        return EntryTable.at(self.config_of("both").control_address())

@@ -58,7 +58,7 @@ class SchedulerSide:
         self.connector = connector
         self._which = which
         self._tensor_parallel_size = tensor_parallel_size
-        self._goes_back = can_rewind
+        self._can_rewind = can_rewind
         self._cache: KVCacheManager | None = None
         self._requests = Requests()
         self._step = 0
@@ -92,7 +92,7 @@ class SchedulerSide:
             )
             found = 0
         # vLLM computes the last token again only after a load in the background.
-        settles = not in_background and (not self._goes_back or found == left)
+        settles = not in_background and (not self._can_rewind or found == left)
         self._answers[request.request_id] = _Answer(num_computed_tokens, in_background, settles)
         return found, bool(found) and (in_background or settles)
 

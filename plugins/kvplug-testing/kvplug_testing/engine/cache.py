@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
 NUM_LAYERS, NUM_HEADS, HEAD_SIZE = 3, 2, 8
 MODEL = ModelInfo(
-    name="double", num_layers=NUM_LAYERS, num_kv_heads=NUM_HEADS, head_size=HEAD_SIZE, dtype="float32"
+    name="fake", num_layers=NUM_LAYERS, num_kv_heads=NUM_HEADS, head_size=HEAD_SIZE, dtype="float32"
 )
 
 AXES = ("KBTHD", "KBHTD", "BKTHD", "BTKHD", "KTBHD", "BHTKD", "BTHKD", "BTD")
 """Some of the orders that engines use; the last is latent attention."""
 
 FREED = -7777.0
-"""What the double puts into blocks that nobody has."""
+"""What the fake puts into blocks that nobody has."""
 
 
 def layout_of(axes: str, block_size: int, num_blocks: int, block_format: str = "") -> KVLayout:

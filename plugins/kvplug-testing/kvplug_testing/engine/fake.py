@@ -162,7 +162,7 @@ class FakeEngine:
         count = -(-num_tokens // self.block_size)
         blocks, self.free_blocks = self.free_blocks[:count], self.free_blocks[count:]
         if len(blocks) < count:
-            raise ValueError(f"{count} blocks are wanted, and there are {len(blocks)}: give the double more")
+            raise ValueError(f"{count} blocks are wanted, and there are {len(blocks)}: give the fake more")
         return tuple(blocks)
 
     def matched(self, request: Request, num_computed: int = 0) -> tuple[int, bool]:

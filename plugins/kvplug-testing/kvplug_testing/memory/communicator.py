@@ -1,4 +1,4 @@
-"""The communicator "memory": ranks are threads of one process, which meet at a table and lay down copies."""
+"""The communicator "memory": ranks are threads of one process, which exchange copies of tensors."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from kvplug.transport.context import CommunicatorContext
 if TYPE_CHECKING:
     from torch import Tensor
 
-_tables: Final[dict[str, Table]] = {}
+_exchanges: Final[dict[str, Exchange]] = {}
 _numbers = itertools.count(1)
 
 
-class Table:
+class Exchange:
     """Where ranks meet. Each pair, and the whole group, has rounds of its own, numbered as they come."""
 
     def __init__(self, world_size: int) -> None:
@@ -91,7 +91,7 @@ class Table:
         raise error
 
     def _collect(self, members: tuple[int, ...], number: int) -> None:
-        """The last who takes what was laid down clears the table."""
+        """The last who takes what was laid down clears the exchange."""
         key = members, number
         self.collected[key] = self.collected.get(key, 0) + 1
         if self.collected[key] == len(members):
@@ -108,9 +108,9 @@ def _named(ranks: Sequence[int]) -> str:
 
 
 class MemoryCommunicator(DeviceCommunicator):
-    """The factory of the spec. All ranks make theirs together: rank 0 lays the table and says where."""
+    """The factory of the spec. All ranks make theirs together: rank 0 lays the exchange and says where."""
 
-    table = Table
+    exchange = Exchange
 
     def __init__(self, context: CommunicatorContext) -> None:
         super().__init__(context)
@@ -118,22 +118,22 @@ class MemoryCommunicator(DeviceCommunicator):
         self._everybody = range(self.world_size)
         if self.rank == 0:
             name = f"memory:{next(_numbers)}"
-            _tables[name] = self._table = self.table(self.world_size)
+            _exchanges[name] = self._exchange = self.exchange(self.world_size)
             try:
                 group.broadcast(name, 0, timeout)
                 group.barrier(timeout)
             finally:
-                del _tables[name]
+                del _exchanges[name]
             return
         name = group.broadcast(None, 0, timeout)
-        found = _tables.get(name)
+        found = _exchanges.get(name)
         group.barrier(timeout)
         if found is None:
             raise PeerGoneError("rank 0 of this communicator is not in this process")
-        self._table = found
+        self._exchange = found
 
     def _meet(self, what: Any, deadline: Deadline) -> list[Any]:
-        return self._table.meet(self.rank, self._everybody, what, deadline)
+        return self._exchange.meet(self.rank, self._everybody, what, deadline)
 
     def _compare(self, call: Mapping[str, Any], deadline: Deadline) -> Sequence[Mapping[str, Any]]:
         return self._meet(call, deadline)
@@ -144,7 +144,7 @@ class MemoryCommunicator(DeviceCommunicator):
         here = self.rank
         found: dict[int, Mapping[str, Any]] = {}
         for peer in sorted(calls, key=lambda each: (min(each, here), max(each, here))):
-            both = self._table.meet(here, (here, peer), calls[peer], deadline)
+            both = self._exchange.meet(here, (here, peer), calls[peer], deadline)
             found[peer] = both[0 if peer < here else 1]
         return found
 
@@ -163,17 +163,17 @@ class MemoryCommunicator(DeviceCommunicator):
         tensor.copy_(self._meet(tensor.clone(), deadline)[src])
 
     def _send(self, tensor: Tensor, dst: int, deadline: Deadline) -> None:
-        self._table.meet(self.rank, (self.rank, dst), tensor.clone(), deadline)
+        self._exchange.meet(self.rank, (self.rank, dst), tensor.clone(), deadline)
 
     def _recv(self, tensor: Tensor, src: int, deadline: Deadline) -> None:
-        both = self._table.meet(self.rank, (self.rank, src), None, deadline)
+        both = self._exchange.meet(self.rank, (self.rank, src), None, deadline)
         tensor.copy_(both[0 if src < self.rank else 1])
 
     def _give_up(self, error: BaseException) -> None:
-        self._table.give_up(f"rank {self.rank} has given up: {error}")
+        self._exchange.give_up(f"rank {self.rank} has given up: {error}")
 
     def _destroy(self) -> None:
-        self._table.leave(self.rank)
+        self._exchange.leave(self.rank)
 
 
 def _sum(parts: Sequence[Tensor]) -> Tensor:

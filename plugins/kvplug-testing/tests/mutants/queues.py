@@ -17,7 +17,7 @@ from kvplug.net.wire import encode
 from kvplug.transport import DEFAULT_TIMEOUT, Deadline, QueueHandle, Reader, Timeout, Wait
 from kvplug_testing import MessageQueueContract
 from kvplug_testing.contract.suite_ref import module_at
-from kvplug_testing.memory.queue import MemoryQueueEndpoint, MemoryReader, MemoryWriter, Message, Ring
+from kvplug_testing.memory.queue import MemoryQueueEndpoint, MemoryReader, MemoryWriter, QueueMessage, Ring
 
 socket_queue = module_at(str(Path(__file__).parents[1] / "subjects" / "socket_queue.py"))
 
@@ -58,7 +58,7 @@ class TestLosesEveryThousandth(Mutant):
     class ring(Ring):  # noqa: N801
         count = 0
 
-        def put(self, message: Message) -> None:
+        def put(self, message: QueueMessage) -> None:
             self.count += 1
             if self.count % 1000:
                 super().put(message)
@@ -71,7 +71,7 @@ class TestSwapsTwo(Mutant):
     caught_by = "test_each_reader_gets_thousands_of_messages_once_and_in_order"
 
     class ring(Ring):  # noqa: N801
-        def put(self, message: Message) -> None:
+        def put(self, message: QueueMessage) -> None:
             super().put(message)
             number = self.first + len(self.messages)
             if number % 50 == 0 and len(self.messages) > 1 and max(self.taken.values()) < number - 1:
@@ -182,11 +182,11 @@ class TestKeepsNothingLargeForWhoIsLate(Mutant):
             super().__init__(*args)
             self.before = self._ring.first + len(self._ring.messages)
 
-        def _next(self, *args: Any) -> Message:
+        def _next(self, *args: Any) -> QueueMessage:
             message = super()._next(*args)
             late = self._ring.taken[self._rank] < self.before
             if late and len(message.data) > self._context.max_chunk_bytes:
-                return Message(message.raw, encode(b""))
+                return QueueMessage(message.raw, encode(b""))
             return message
 
 
@@ -387,7 +387,7 @@ class TestSendsWhatTimedOut(Mutant):
             try:
                 super().enqueue(value, timeout)
             except TimeoutError:
-                self._put(Message(False, encode(value)))
+                self._put(QueueMessage(False, encode(value)))
                 raise
 
 
@@ -663,7 +663,7 @@ class _Hasty(socket_queue.SocketWriter):  # type: ignore[misc, name-defined]
     def acquire_write(self, nbytes: Any = None, timeout: Any = DEFAULT_TIMEOUT) -> Iterator[memoryview]:
         chunk = bytearray(nbytes)
         self._wait_for_room(timeout)
-        self._put(Message(True, chunk))
+        self._put(QueueMessage(True, chunk))
         with memoryview(chunk) as view:
             yield view
 

@@ -25,7 +25,7 @@ from kvplug.transport import (
     WireError,
     dial,
 )
-from kvplug_testing.memory.queue import MemoryQueueEndpoint, MemoryReader, MemoryWriter, Message, Ring
+from kvplug_testing.memory.queue import MemoryQueueEndpoint, MemoryReader, MemoryWriter, QueueMessage, Ring
 
 PURPOSE = "socket queue"
 HELLO_S = 5.0
@@ -126,7 +126,7 @@ class Link:
     def is_over(self) -> bool:
         return self.channel.closed or self.rank in self.ring.gone
 
-    def due(self) -> Message | None:
+    def due(self) -> QueueMessage | None:
         at = self.sent - self.ring.first
         return self.ring.messages[at] if at < len(self.ring.messages) else None
 
@@ -203,7 +203,7 @@ class SocketWriter(MemoryWriter):
             link = ring.links[rank] = self._endpoint.make_link(ring, rank, channel)
         link.start()
 
-    def _put(self, message: Message) -> None:
+    def _put(self, message: QueueMessage) -> None:
         if len(message.data) > MAX_BYTES:
             raise WireError("larger than this queue carries")
         super()._put(message)
@@ -271,7 +271,7 @@ class SocketReader(MemoryReader):
                 match self._channel.recv(None):
                     case ("message", bool(raw), bytes(data)):
                         with ring.changed:
-                            ring.put(Message(raw, data))
+                            ring.put(QueueMessage(raw, data))
                     case ("ready",):
                         with ring.changed:
                             ring.ready.add(None)

@@ -23,7 +23,7 @@ from kvplug.transport.group.group import StatelessGroup
 from kvplug.transport.spec import Kind
 from kvplug_testing import peers, waits
 from kvplug_testing.contract.base import Contract
-from kvplug_testing.contract.communicator.calls import Outcome, carried, perform
+from kvplug_testing.contract.communicator.calls import CallOutcome, carried, perform
 from kvplug_testing.contract.suite_ref import suite_from_ref
 from kvplug_testing.waits import Call
 
@@ -55,7 +55,7 @@ class Rank(abc.ABC):
 class Pending:
     """A call of a rank that was begun."""
 
-    outcome: Callable[[], Outcome]
+    outcome: Callable[[], CallOutcome]
     """Waits for its end."""
     is_blocked: Callable[[], bool]
     """Whether it is still there after a moment."""
@@ -65,7 +65,7 @@ class Pending:
         assert self.is_blocked(), f"it did not wait{why}: {self.outcome()}"
 
 
-class Near(Rank):
+class LocalRank(Rank):
     """A rank that is a thread of this process."""
 
     def __init__(self, number: int, group: StatelessGroup, made: DeviceCommunicator) -> None:
@@ -85,14 +85,14 @@ class Near(Rank):
         self.group.abort()
 
 
-class Far(Rank):
+class RemoteRank(Rank):
     """A rank that is a process."""
 
     def __init__(self, number: int, child: peers.Peer) -> None:
         super().__init__(number)
         self.child = child
         self._begun = 0
-        self._heard: dict[int, Outcome] = {}
+        self._heard: dict[int, CallOutcome] = {}
 
     def begin(self, method: str, *args: Any, **given: Any) -> Pending:
         plain = [carried(arg) for arg in args]
@@ -102,7 +102,7 @@ class Far(Rank):
         kept = functools.cache(lambda: self._outcome(number, waits.patience_s + 5))
         return Pending(kept, lambda: self._is_blocked(number))
 
-    def _outcome(self, number: int, within: float) -> Outcome:
+    def _outcome(self, number: int, within: float) -> CallOutcome:
         while number not in self._heard:
             self._hear(within)
         return self._heard.pop(number)
@@ -116,7 +116,7 @@ class Far(Rank):
 
     def _hear(self, within: float) -> None:
         heard, plain = self.child.recv(timeout=within)
-        self._heard[heard] = Outcome(**plain)
+        self._heard[heard] = CallOutcome(**plain)
 
     def leave(self) -> None:
         self.child.kill()
@@ -143,7 +143,7 @@ class Ranks:
         given.setdefault("timeout", waits.patience_s)
         return [rank.begin(method, *each(rank.number), **given) for rank in self.every]
 
-    def outcomes(self, method: str, each: Callable[[int], Sequence[Any]], **given: Any) -> list[Outcome]:
+    def outcomes(self, method: str, each: Callable[[int], Sequence[Any]], **given: Any) -> list[CallOutcome]:
         return [pending.outcome() for pending in self.begin(method, each, **given)]
 
     def values(self, method: str, each: Callable[[int], Sequence[Any]], **given: Any) -> list[Any]:
@@ -155,7 +155,7 @@ class Ranks:
 
     def refused(
         self, method: str, each: Callable[[int], Sequence[Any]], *kinds: type[KvplugError], **given: Any
-    ) -> list[Outcome]:
+    ) -> list[CallOutcome]:
         """A call that every rank must refuse, with one of ``kinds``."""
         found = self.outcomes(method, each, **given)
         for outcome in found:
@@ -163,7 +163,7 @@ class Ranks:
         return found
 
 
-def check_raised(outcome: Outcome, *kinds: type[KvplugError]) -> None:
+def check_raised(outcome: CallOutcome, *kinds: type[KvplugError]) -> None:
     """That a call raised one of these, or what inherits it."""
     wanted = " or ".join(kind.__name__ for kind in kinds)
     assert outcome.error, (
@@ -204,15 +204,15 @@ class CommunicatorSuite(Contract):
     def ranks(self, world_size: int = WORLD, **context: Any) -> Ranks:
         """A group of ranks, each with its end: threads, or processes where :attr:`ends_are_processes`."""
         return (
-            self._far_ranks(world_size, context)
+            self._remote_ranks(world_size, context)
             if self.ends_are_processes
-            else self._near_ranks(world_size, context)
+            else self._local_ranks(world_size, context)
         )
 
-    def _near_ranks(self, world_size: int, context: dict[str, Any]) -> Ranks:
+    def _local_ranks(self, world_size: int, context: dict[str, Any]) -> Ranks:
         listener = StatelessGroup.listen("unix:")
 
-        def make(number: int) -> Near:
+        def make(number: int) -> LocalRank:
             address = listener.contact if number else listener
             group = StatelessGroup.create(
                 address,
@@ -222,17 +222,17 @@ class CommunicatorSuite(Contract):
                 timeout_s=self.timeout_s,
             )
             self.later(group.abort)
-            made = Near(number, group, self.made(group, **context))
+            made = LocalRank(number, group, self.made(group, **context))
             self.later(made.end)
             return made
 
         calls = [Call(lambda number=number: make(number)) for number in range(world_size)]  # type: ignore[misc]
         return Ranks([call.result(2 * waits.patience_s) for call in calls])
 
-    def _far_ranks(self, world_size: int, context: dict[str, Any]) -> Ranks:
-        target = f"{__name__}:_far_rank"
+    def _remote_ranks(self, world_size: int, context: dict[str, Any]) -> Ranks:
+        target = f"{__name__}:_run_rank"
         children = [
-            self.start_forked(target, self.recipe(), number, world_size, context, timeout_s=LIFE_S)
+            self.start_forked(target, self.suite_ref(), number, world_size, context, timeout_s=LIFE_S)
             for number in range(world_size)
         ]
         contact = children[0].recv()
@@ -240,7 +240,7 @@ class CommunicatorSuite(Contract):
             child.send(contact)
         for child in children:
             assert child.recv() == "ready"
-        return Ranks([Far(number, child) for number, child in enumerate(children)])
+        return Ranks([RemoteRank(number, child) for number, child in enumerate(children)])
 
     def takes(self, rank: Rank, dtype: str, *, summing: bool = False) -> bool:
         """Whether the transport claims that dtype on the device under test."""
@@ -265,14 +265,14 @@ class CommunicatorSuite(Contract):
         return f"the ranks of {self.called} do not compare what they are about to do (compares)"
 
     def _end_compares(self) -> bool:
-        recipe = str(self.recipe())
-        if recipe not in self._compares:
+        suite_ref = str(self.suite_ref())
+        if suite_ref not in self._compares:
             with StatelessGroup.create("unix:", rank=0, world_size=1) as group, self.made(group) as alone:
-                self._compares[recipe] = alone.compares
-        return self._compares[recipe]
+                self._compares[suite_ref] = alone.compares
+        return self._compares[suite_ref]
 
     @property
-    def far_processes(self) -> str:
+    def remote_processes(self) -> str:
         """For ``needs``."""
         return (
             ""
@@ -281,11 +281,11 @@ class CommunicatorSuite(Contract):
         )
 
 
-def _far_rank(
-    parent: peers.Parent, recipe: dict[str, Any], number: int, world_size: int, context: dict[str, Any]
+def _run_rank(
+    parent: peers.Parent, suite_ref: dict[str, Any], number: int, world_size: int, context: dict[str, Any]
 ) -> Any:
     """A rank: makes its end, and calls what it is told, each in a thread of its own."""
-    suite = suite_from_ref(recipe)
+    suite = suite_from_ref(suite_ref)
     if number == 0:
         address: Any = StatelessGroup.listen("unix:")
         parent.send(address.contact)

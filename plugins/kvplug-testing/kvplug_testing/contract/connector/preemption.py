@@ -34,9 +34,9 @@ class Preemption(ConnectorSuite):
         blocks, found, _ = self.promised(decode, prompt)
         first = decode.plan([(prompt, blocks, found, 100 - found)])
         second = decode.plan([], preempted=_PREEMPTED)
-        with self.spoiling():
+        with self.injecting_fault():
             Call(lambda: decode.execute(first)).result()
-        self.skip_unless_spoilt()
+        self.skip_unless_injected()
         self._preempt(decode, blocks)
         self._is_left_alone(decode, blocks, second)
 

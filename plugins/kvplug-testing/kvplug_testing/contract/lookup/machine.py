@@ -18,12 +18,12 @@ from hypothesis.stateful import (
 
 from kvplug.errors import CapacityError, EntryGoneError, TimeoutError
 from kvplug.transport.lookup import LookupBuffer, LookupStore
-from kvplug_testing.contract.lookup.entries import Put, room_for, sized, unlike
-from kvplug_testing.contract.lookup.model import Model, Replica
+from kvplug_testing.contract.lookup.entries import Put, capacity_for, sized, unlike
+from kvplug_testing.contract.lookup.model import ReferenceModel, Replica
 from kvplug_testing.contract.lookup.suite import insert, inserted, matched, missed, read, taken
 from kvplug_testing.waits import raises
 
-ROOM = 5
+CAPACITY = 5
 # Few, so that keys collide and are each other's prefixes; neighbours, so that a tolerance shows.
 _token = st.sampled_from([1, 2, 120001, 120002, (1 << 31) + 1])
 _extra = st.sampled_from([b"", b"a"])
@@ -54,7 +54,7 @@ class Machine(RuleBasedStateMachine):  # type: ignore[misc, unused-ignore]
         self.store: LookupStore
         self.end: LookupBuffer
         self.store, self.end = type(self).make()
-        self.model = Model(ROOM)
+        self.model = ReferenceModel(CAPACITY)
         self.replica = Replica()
         self.store.subscribe(self.replica)
 
@@ -157,4 +157,4 @@ def run(make: Any, examples: int, steps: int, shrink: bool) -> None:
     )
 
 
-BUDGET = room_for(ROOM)
+BUDGET = capacity_for(CAPACITY)

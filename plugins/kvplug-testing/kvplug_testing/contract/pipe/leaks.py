@@ -60,7 +60,7 @@ class Leaks(PipeSuite):
         The pipe is open all the while: a thread that it starts once, when a message first has to wait, is
         its own until it is closed.
         """
-        pipe, child = self.far(remote.echo_and_look)
+        pipe, child = self.remote_pipe(remote.echo_and_look)
 
         def one(number: int) -> None:
             child.send("echo")
@@ -91,7 +91,7 @@ class Leaks(PipeSuite):
         _repeat(one, rounds, None)
 
     def _connect_again_and_again(self, rounds: int) -> None:
-        contact, child = self.far_listener(remote.accept_without_end)
+        contact, child = self.remote_listener(remote.accept_without_end)
         end = self.endpoint()
 
         def one(number: int) -> None:

@@ -1,6 +1,6 @@
 """What other processes do in the tests of pipes: each function takes ``(parent, pipe, ...)``, or a listener.
 
-They run in a child; :meth:`kvplug_testing.contract.pipe.suite.PipeSuite.far` says how.
+They run in a child; :meth:`kvplug_testing.contract.pipe.suite.PipeSuite.remote_pipe` says how.
 """
 
 from __future__ import annotations

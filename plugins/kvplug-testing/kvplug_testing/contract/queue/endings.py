@@ -261,16 +261,16 @@ class Endings(QueueSuite):
 
     @law("ALL-6", needs="forked_processes")
     def test_in_a_forked_child_everything_is_closed_and_the_parents_goes_on(self) -> None:
-        child = self.start(_forks, self.recipe())
+        child = self.start(_forks, self.suite_ref())
         assert child.result() == {"child": [], "parent": ["after the fork"]}
 
 
-def _forks(parent: peers.Parent, recipe: dict[str, Any]) -> dict[str, Any]:
+def _forks(parent: peers.Parent, suite_ref: dict[str, Any]) -> dict[str, Any]:
     """In a process of its own: make both ends, fork, and use all verbs in the fork's child."""
     import os
     import warnings
 
-    suite = suite_from_ref(recipe)
+    suite = suite_from_ref(suite_ref)
     end = suite.endpoint()
     with end.create() as writer, end.create_from_handle(writer.export_handle(), 0) as reader:
         seen, told = os.pipe()

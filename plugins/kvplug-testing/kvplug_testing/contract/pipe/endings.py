@@ -25,7 +25,7 @@ def _end(pipe: Pipe, how: str) -> None:
     Call(pipe.abort if how == "abort" else lambda: pipe.close(timeout=0.1)).result()
 
 
-class Ends(PipeSuite):
+class Endings(PipeSuite):
     """Ending a pipe in this process, and its other end there as well."""
 
     # -- here ----------------------------------------------------------------------------------

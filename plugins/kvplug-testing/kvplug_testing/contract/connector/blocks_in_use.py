@@ -10,7 +10,7 @@ import pytest
 from kvplug.engine.connector.values import RequestEnd
 from kvplug_testing import peers, waits
 from kvplug_testing.contract.base import law
-from kvplug_testing.contract.connector.spoiling import SpoiledPipe
+from kvplug_testing.contract.connector.fault_injection import FaultInjectingPipe
 from kvplug_testing.contract.connector.suite import ConnectorSuite
 from kvplug_testing.contract.suite_ref import suite_from_ref
 from kvplug_testing.engine import CallOrder, FakeEngine, request_of
@@ -20,7 +20,7 @@ _ORDERS = [CallOrder(), CallOrder(loads_after_forward=True), CallOrder(drafts=Tr
 _any_order = pytest.mark.parametrize("order", _ORDERS, ids=["usual", "loads-late", "drafting"])
 
 
-class Lending(ConnectorSuite):
+class BlocksInUse(ConnectorSuite):
     """An engine that gives blocks to the next one at the first moment it may."""
 
     @law("CONN-4")
@@ -128,7 +128,7 @@ class Lending(ConnectorSuite):
     @pytest.mark.parametrize("when", ["met", "promised", "loading"])
     def test_blocks_that_were_kept_for_a_consumer_that_is_killed_are_free_again(self, when: str) -> None:
         prefill = self.engine("producer", seed=1)
-        child = self.start(_consume, self.recipe(), self._host, when)
+        child = self.start(_consume, self.suite_ref(), self._host, when)
         child.recv()
         blocks, keeps, params = self._finished(prefill)
         named: list[str] = []
@@ -224,14 +224,14 @@ class Lending(ConnectorSuite):
             assert not written, f"blocks {sorted(written)} were written after they were said to be free"
 
 
-def _consume(parent: peers.Parent, recipe: Any, host: str, when: str) -> None:
+def _consume(parent: peers.Parent, suite_ref: Any, host: str, when: str) -> None:
     """In a child: an engine that asks for a prompt, loads it perhaps, and lives until it is killed."""
-    suite = suite_from_ref(recipe)
+    suite = suite_from_ref(suite_ref)
     suite._host = host
     engine = FakeEngine(
         suite.config_of("consumer"),
         make=suite.make_side,
-        wrap_pipe=lambda pipe: SpoiledPipe(pipe, suite.switch),
+        wrap_pipe=lambda pipe: FaultInjectingPipe(pipe, suite.switch),
         seed=2,
     )
     engine.scheduler.wait_until_ready(waits.patience_s)
