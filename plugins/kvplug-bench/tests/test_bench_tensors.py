@@ -253,7 +253,7 @@ def test_a_failure_is_told_and_the_others_are_shown(own_pipe: Any) -> None:
     assert any(line.startswith("cat") and line.endswith("skipped: failed: meow") for line in lines)
     assert any(line.startswith("memcpy") for line in lines)
     assert "1 rounds, medians. " in lines[-1]
-    assert done.stderr.startswith("kvplug: pipe cat failed; what its process said last:\n")
+    assert done.stderr.startswith("kvplug: pipe cat failed; the last output of its process:\n")
     assert "exit code 3" in done.stderr
 
 

@@ -1,4 +1,4 @@
-"""What a fresh process finds of one installed plugin, and what each look at it loaded and opened.
+"""The results of inspecting one installed plugin in a fresh process: what each step loaded and opened.
 
 :func:`inspect_plugin` runs :mod:`kvplug_testing.plugin_inspector` twice: once to load what ``kvplug list``
 loads, and once to load what is used. It judges nothing; :mod:`kvplug_testing.contract.plugin` does.

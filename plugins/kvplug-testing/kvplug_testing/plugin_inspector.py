@@ -1,4 +1,4 @@
-"""The program that looks at one installed plugin, and writes down what happens.
+"""The program that inspects one installed plugin, and records what happens.
 
 It has a process of its own, in which nothing but the plugin and what it needs has been loaded.
 """

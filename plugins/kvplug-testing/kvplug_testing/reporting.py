@@ -1,4 +1,4 @@
-"""What the pytest plugin does once there is something to judge: choose, waive, quote, keep the score."""
+"""The part of the pytest plugin that runs if suites are judged: tests, waivers, quoted laws, scorecard."""
 
 from __future__ import annotations
 

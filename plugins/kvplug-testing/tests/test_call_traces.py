@@ -137,7 +137,7 @@ def faults_of_request(request: str, calls: list[TracedCall]) -> Iterator[str]:
                 yield "blocks are allocated before its question is answered"
             if waits:
                 yield "it goes on before it is received"
-            # A load in its step is over after it; an engine that waits for that one as well tells nobody.
+            # A load in its step is over after it; an engine that also waits for it does not say so.
             waits = is_async and bool(call.given["num_external"])
             has_blocks, answered = True, False
         elif call.method == "update_connector_output" and request in call.given["receiving"]:

@@ -1,4 +1,4 @@
-"""In which order engines really call a connector: recorded from them, to be replayed against any connector.
+"""The calls of real engines to a connector, recorded to be replayed against any connector.
 
 ::
 
@@ -66,7 +66,7 @@ class TracedCall:
     role: Side
     method: str
     request: str = ""
-    """Whom it is about, where it is about one."""
+    """The request that the call is about, if any."""
     given: Mapping[str, Any] = MappingProxyType({})
     answer: Any = None
 

@@ -1,4 +1,4 @@
-"""What every suite of the kit is made of: laws on tests, the thing that is judged, deadlines, nothing left.
+"""The base of every suite: laws of tests, the subject, deadlines, and the check that nothing is left.
 
 A suite is an ordinary pytest class. Each of its tests names the law that it judges::
 

@@ -1,4 +1,4 @@
-"""How another process makes a suite again, from plain values."""
+"""Recreates a suite in another process, from plain values."""
 
 from __future__ import annotations
 

@@ -141,7 +141,7 @@ class FakeEngine:
 
     @property
     def weights(self) -> float:
-        """What the KV depends on besides its tokens. Who changes it resets the scheduler side's cache."""
+        """What the KV depends on besides its tokens. A change needs a reset of the scheduler side's cache."""
         return self.cache.weights
 
     @weights.setter
@@ -201,7 +201,7 @@ class FakeEngine:
         while self._kept or self.scheduler.has_pending_push_work():
             if time.monotonic() > limit:
                 raise AssertionError(
-                    f"after {PATIENCE_S} s of steps the blocks of {', '.join(self._kept) or 'nobody'} are"
+                    f"after {PATIENCE_S} s of steps the blocks of {', '.join(self._kept) or 'no request'} are"
                     f" still kept, and has_pending_push_work is {self.scheduler.has_pending_push_work()}"
                 )
             self.step([])
@@ -239,7 +239,7 @@ class FakeEngine:
             finished_request_ids=ended,
         )
         metadata = self.scheduler.build_connector_meta(output)
-        tables.clear()  # who looks later finds nothing, as with an engine that has moved on
+        tables.clear()  # a later look finds nothing, as in an engine that has moved on
         return PlannedStep(
             scheduled=tuple(scheduled),
             preempted=preempted,

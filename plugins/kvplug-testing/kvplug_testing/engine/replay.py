@@ -1,4 +1,4 @@
-"""The calls that a real engine was seen to make, made again: in the same order, to any connector."""
+"""Replays the recorded calls of a real engine, in the same order, to any connector."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvplug_testing.engine.fake import FakeEngine, PlannedStep, Scheduled
 from kvplug_testing.engine.load_audit import Load, LoadAudit
 
 
-class Departed(Exception):  # noqa: N818 - it is no fault of anybody's
+class Departed(Exception):  # noqa: N818 - it ends a replay, and is not an error
     """The connector answered lawfully, and otherwise than when it was recorded."""
 
     def __init__(self, text: str, *, request: str, is_nothing: bool) -> None:

@@ -1,4 +1,4 @@
-"""Random schedules that keep the rules: what engines do, in an order that none may have tried."""
+"""Random schedules of valid engine steps, in orders that no engine may have tried."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Schedule:
 
     It shares prefixes, computes prompts in chunks, preempts, aborts, plans steps before others have been
     executed or reported, goes back after failed loads, and gives freed blocks to others at once. Meanwhile it
-    asks: is everything that the engine takes for computed right? Has anybody written into a free block?
+    asks: is everything right that the engine counts as computed? Was a free block written to?
 
     Args:
         chance: where the randomness comes from.
@@ -66,13 +66,13 @@ class Schedule:
         self._kept: dict[str, tuple[int, ...]] = {}
         self._blank: set[int] = set()
         self._freed: dict[int, int] = {}
-        """Blocks that nobody has, each with the last step that was planned when it was freed."""
+        """Free blocks, each with the last step that was planned when it was freed."""
         for block in fake.free_blocks:
             self._freed[block] = 0
         self._to_preempt: list[Running] = []
 
     def add_free(self, block: int) -> None:
-        """The engine has one more block: whoever had it is done."""
+        """The engine has one more free block: its request is done."""
         self._freed[block] = self.fake.step_number
 
     def submit(self, *arrivals: Arrival) -> None:
@@ -285,7 +285,7 @@ class Schedule:
         self.on_end(each.arrival, params)
 
     def change_weights(self, restart: float = 0.5) -> bool:
-        """The model gets other weights, if the connector can forget. Who runs starts over, or goes on."""
+        """The model gets other weights, if the connector can forget. Running requests restart or go on."""
         if self.fake.scheduler.reset_cache() is not True:
             return False
         self.fake.weights += 1
@@ -353,7 +353,7 @@ class Schedule:
             if not self._users[block]:
                 del self._users[block]
                 self._freed[block] = self.fake.step_number
-                # Whoever comes next gets what was freed last.
+                # The next request gets the blocks that were freed last.
                 self.fake.free_blocks.insert(0, block)
 
     # -- looking -------------------------------------------------------------------------------
@@ -368,4 +368,4 @@ class Schedule:
                 f"the KV of {each.name} is wrong in blocks {sorted(wrong)} of {each.blocks}, and it is used"
             )
         written = self.fake.cache.written(self._blank)
-        assert not written, f"somebody wrote into blocks {sorted(written)}, which nobody has"
+        assert not written, f"blocks {sorted(written)}, which are free, were written to"

@@ -21,7 +21,7 @@ _numbers = itertools.count(1)
 
 
 class Exchange:
-    """Where ranks meet. Each pair, and the whole group, has rounds of its own, numbered as they come."""
+    """Exchanges values between ranks. Each pair, and the whole group, has its own numbered rounds."""
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
@@ -32,18 +32,18 @@ class Exchange:
         self.waits_for: dict[int, list[int]] = {}
         self.gone: set[int] = set()
         self.broken: KvplugError | None = None
-        """Why a rank gave up: nobody may wait for it, or go on as if it had not."""
+        """Why a rank gave up: no other rank may wait for it, or continue without it."""
 
     def meet(self, rank: int, members: Sequence[int], what: Any, deadline: Deadline) -> list[Any]:
-        """What each of ``members`` laid down in this round, once all have.
+        """The values of ``members`` in this round, once all of them are there.
 
         Raises:
-            TimeoutError, PeerGoneError: names who has not.
+            TimeoutError, PeerGoneError: names the missing ranks.
         """
         members = tuple(sorted(members))
         began = time.monotonic()
         with self.changed:
-            self._check(rank, [])  # what others laid down before they gave up is not taken
+            self._check(rank, [])  # values of ranks that then gave up are not used
             number = self.counts.get((rank, members), 0)
             self.counts[rank, members] = number + 1
             here = self.rounds.setdefault((members, number), {})
@@ -63,7 +63,7 @@ class Exchange:
             return [here[member] for member in members]
 
     def _absent(self, missing: Sequence[int]) -> list[int]:
-        """Of these, who is nowhere; a rank that waits itself is late because of whom it waits for."""
+        """The missing ranks that do not wait themselves: these make the others late."""
         found = list(missing)
         for member in found:
             found += [each for each in self.waits_for.get(member, []) if each not in found]
@@ -91,7 +91,7 @@ class Exchange:
         raise error
 
     def _collect(self, members: tuple[int, ...], number: int) -> None:
-        """The last who takes what was laid down clears the exchange."""
+        """The last rank that collects a round removes it."""
         key = members, number
         self.collected[key] = self.collected.get(key, 0) + 1
         if self.collected[key] == len(members):
@@ -108,7 +108,7 @@ def _named(ranks: Sequence[int]) -> str:
 
 
 class MemoryCommunicator(DeviceCommunicator):
-    """The factory of the spec. All ranks make theirs together: rank 0 lays the exchange and says where."""
+    """The factory of the spec. All ranks are made together: rank 0 makes the exchange and sends its name."""
 
     exchange = Exchange
 

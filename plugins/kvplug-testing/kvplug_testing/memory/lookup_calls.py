@@ -169,6 +169,7 @@ class MemoryRemoteStore(MemoryLookupBuffer):
             raise TimeoutError("another call's entry was still in transfer")
         try:
             key, value, hidden = self._transfer(entry, deadline)
+            self._check()  # the signal pipe may have broken in the meantime
         except TimeoutError:
             raise
         except KvplugError as e:

@@ -50,7 +50,7 @@ class MemoryEndpoint(PipeEndpoint):
             raise WireError('this is no contact of the pipe "memory", which begins with memory:')
         listener = _listeners.get(contact)
         if listener is None:
-            raise PeerGoneError(f"nobody listens at {contact} in this process (any more)")
+            raise PeerGoneError(f"no listener is at {contact} in this process")
         return listener.join(self.make_pipe())
 
 
@@ -75,7 +75,7 @@ class MemoryListener(PipeListener):
         deadline = Deadline.after(timeout, self._timeout_s)
         with self._changed:
             if not self._changed.wait_for(lambda: self._waiting or self._closed, deadline.remaining()):
-                raise TimeoutError(f"nobody connected to {self._contact} in time")
+                raise TimeoutError(f"no peer connected to {self._contact} in time")
             if self._closed:
                 raise ClosedError(f"the listener at {self._contact} is closed")
             return self._waiting.popleft()
@@ -87,7 +87,7 @@ class MemoryListener(PipeListener):
         remote.meet(local)
         with self._changed:
             if self._closed:
-                raise PeerGoneError(f"nobody listens at {self._contact} any more")
+                raise PeerGoneError(f"the listener at {self._contact} is closed")
             self._waiting.append(remote)
             self._changed.notify_all()
         return local

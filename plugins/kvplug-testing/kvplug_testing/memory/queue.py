@@ -1,4 +1,4 @@
-"""The queue "memory": one list of messages in one process, and for each reader how far it has come."""
+"""The queue "memory": one list of messages in one process, and each reader's position in it."""
 
 from __future__ import annotations
 
@@ -173,10 +173,10 @@ class MemoryQueueEnd(MessageQueue):
         writer = "" if None in self._ring.ready else "the writer"
         return ", ".join(filter(None, [writer, self._ring.named(self._ring.unready())]))
 
-    def wait(self, what: str, whom: Callable[[], str], timeout: Timeout, **given: Any) -> Wait:
+    def wait(self, what: str, waits_for: Callable[[], str], timeout: Timeout, **given: Any) -> Wait:
         """One wait, with this queue's defaults."""
         deadline = Deadline.after(timeout, self._context.timeout_s)
-        return Wait(what, whom, deadline, self._context.warning_interval_s, **given)
+        return Wait(what, waits_for, deadline, self._context.warning_interval_s, **given)
 
     def _wait(self, ready: Callable[[], object], wait: Wait) -> None:
         """Until ``ready()``, with the lock held."""
@@ -190,7 +190,7 @@ class MemoryQueueEnd(MessageQueue):
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        self._check_open()  # before the lock: in a forked child somebody who is not there may hold it
+        self._check_open()  # before the lock, which in a forked child a thread of the parent may hold
         with self._ring.changed:
             self._check_open()
             yield

@@ -31,7 +31,7 @@ def corrupt(entry: PromptEntry) -> PromptEntry:
 
 
 wanted: dict[str, set[str]] = {}
-"""Of each contact, the requests whose KV somebody has asked for and not loaded."""
+"""Of each contact, the requests whose KV was asked for and not loaded."""
 
 
 class Mutant(ConnectorContract):
@@ -525,7 +525,7 @@ class TestPromisesOnlyWhoComesAlone(Mutant):
 
 
 class TestLoadsIntoNothing(Mutant):
-    """Without a cache nothing is loaded, and nobody hears of it."""
+    """Without a cache nothing is loaded, and no error is raised."""
 
     breaks = ("CONN-1",)
     caught_by = "test_a_load_into_a_cache_that_was_not_registered_is_refused_by_name"

@@ -235,7 +235,7 @@ class TestMatchWaitsForWhatIsSent(Mutant):
 
 
 class TestHandsOneEntryToTwo(Mutant):
-    """Between finding an entry and taking it out somebody else may find it."""
+    """Between finding an entry and taking it out another call may find it."""
 
     breaks = ("LOOKUP-4",)
     caught_by = "test_no_wake_up_is_lost_where_room_and_entries_are_waited_for"
@@ -379,7 +379,7 @@ class TestEvictsTheNewest(Mutant):
 
 
 class TestSendsUnderItsLock(Mutant):
-    """While an entry is on its way to one who is slow, nobody gets anything."""
+    """While an entry is in transfer to a slow end, no other call is served."""
 
     breaks = ("LOOKUP-5",)
     caught_by = "test_one_who_takes_its_time_holds_up_neither_inserts_nor_others"
@@ -440,7 +440,7 @@ class TestSelectWaits(Mutant):
 
 
 class TestEvictsUnderAReader(Mutant):
-    """A full cache drops the oldest entry, whoever is reading it."""
+    """A full cache evicts the oldest entry, even while it is read."""
 
     breaks = ("LOOKUP-7", "LOOKUP-5")
     caught_by = "test_while_it_is_read_an_entry_is_not_evicted"
@@ -587,7 +587,7 @@ class TestClearTakesFromReaders(Mutant):
 
 
 class TestSkipsAnEvent(Mutant):
-    """Every fourth event reaches nobody."""
+    """Every fourth event is not delivered."""
 
     breaks = ("LOOKUP-9",)
 

@@ -356,7 +356,7 @@ class TestDoesNotCopy(Mutant):
 
 
 class TestLetsGoOfTheSource(Late):
-    """The message is read when it is received, and nobody has kept the tensor alive until then."""
+    """The message is read when it is received, and the tensor is not kept alive until then."""
 
     breaks = ("PIPE-4",)
 
@@ -580,7 +580,7 @@ class TestLetsTwoReceive(Mutant):
 
 
 class TestHasOneTurnForBoth(Mutant):
-    """Nobody may send while somebody receives."""
+    """A send is refused while another thread receives."""
 
     breaks = ("PIPE-7",)
 
@@ -746,7 +746,7 @@ class TestNeverFinishes(Mutant):
 
 
 class CallsTwice(Transfer):
-    """Whoever asks to be called is called twice."""
+    """A callback is called twice."""
 
     def add_done_callback(self, callback: Any) -> None:
         super().add_done_callback(callback)
@@ -829,7 +829,7 @@ class TestChokesOnGarbage(Mutant):
 
 
 class TestIgnoresWhomItIsFor(Mutant):
-    """Whoever listened last is connected, whatever the contact says."""
+    """The newest listener is connected, whatever the contact says."""
 
     breaks = ("END-1",)
 

@@ -65,7 +65,7 @@ class TestLosesEveryThousandth(Mutant):
 
 
 class TestSwapsTwo(Mutant):
-    """Every fiftieth message overtakes the one before it, if nobody has read that yet."""
+    """Every fiftieth message overtakes the one before it, if that is unread."""
 
     breaks = ("QUEUE-1",)
     caught_by = "test_each_reader_gets_thousands_of_messages_once_and_in_order"
@@ -158,8 +158,8 @@ class TestDropsTheOldestOfWhoSleeps(Mutant):
             return found
 
     class writer_(MemoryWriter):  # noqa: N801
-        def wait(self, what: str, whom: Any, timeout: Timeout, **given: Any) -> Wait:
-            return Wait(what, whom, Deadline.after(timeout), 0.1, **given)  # it looks that often
+        def wait(self, what: str, waits_for: Any, timeout: Timeout, **given: Any) -> Wait:
+            return Wait(what, waits_for, Deadline.after(timeout), 0.1, **given)  # it looks that often
 
 
 class TestSaysAWrongNumber(TestDropsTheOldestOfWhoSleeps):
@@ -330,8 +330,8 @@ class TestNeverWarns(Mutant):
     caught_by = "test_a_long_wait_is_warned_of_again_and_again_and_says_whom_for"
 
     class writer_(MemoryWriter):  # noqa: N801
-        def wait(self, what: str, whom: Any, timeout: Timeout, **given: Any) -> Wait:
-            return super().wait(what, whom, timeout, **{**given, "indefinite": True})
+        def wait(self, what: str, waits_for: Any, timeout: Timeout, **given: Any) -> Wait:
+            return super().wait(what, waits_for, timeout, **{**given, "indefinite": True})
 
 
 class TestWarnsOfWhatIsIndefinite(Mutant):
@@ -340,8 +340,8 @@ class TestWarnsOfWhatIsIndefinite(Mutant):
     breaks = ("QUEUE-3",)
 
     class reader_(MemoryReader):  # noqa: N801
-        def wait(self, what: str, whom: Any, timeout: Timeout, **given: Any) -> Wait:
-            return super().wait(what, whom, timeout, **{**given, "indefinite": False})
+        def wait(self, what: str, waits_for: Any, timeout: Timeout, **given: Any) -> Wait:
+            return super().wait(what, waits_for, timeout, **{**given, "indefinite": False})
 
 
 class TestIgnoresDeadlines(Mutant):
@@ -350,8 +350,8 @@ class TestIgnoresDeadlines(Mutant):
     breaks = ("ALL-4",)
 
     class reader_(MemoryReader):  # noqa: N801
-        def wait(self, what: str, whom: Any, timeout: Timeout, **given: Any) -> Wait:
-            return super().wait(what, whom, None, **given)
+        def wait(self, what: str, waits_for: Any, timeout: Timeout, **given: Any) -> Wait:
+            return super().wait(what, waits_for, None, **given)
 
 
 class TestIgnoresCancel(Mutant):
@@ -361,8 +361,8 @@ class TestIgnoresCancel(Mutant):
     caught_by = "test_who_cancels_is_heard"
 
     class reader_(MemoryReader):  # noqa: N801
-        def wait(self, what: str, whom: Any, timeout: Timeout, **given: Any) -> Wait:
-            return super().wait(what, whom, timeout, **{**given, "cancel": None})
+        def wait(self, what: str, waits_for: Any, timeout: Timeout, **given: Any) -> Wait:
+            return super().wait(what, waits_for, timeout, **{**given, "cancel": None})
 
 
 class TestGivesUpTooEarly(Mutant):
@@ -591,7 +591,7 @@ class Apart(MessageQueueContract):
 
 
 class TestDoesNotSeeAReaderDie(Apart):
-    """The writer's thread that hears a dead reader gives up, and tells nobody."""
+    """The writer's thread that notices a dead reader ends, and does not report it."""
 
     breaks = ("QUEUE-2",)
 

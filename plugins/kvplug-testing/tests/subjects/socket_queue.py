@@ -33,7 +33,7 @@ MAX_BYTES = 15 << 20  # a channel's frame, less what surrounds the message
 
 
 class SocketRing(Ring):
-    """The writer's list, and to whom it goes."""
+    """The writer's list, and the readers that it is sent to."""
 
     def __init__(self, reader_ranks: Sequence[int], max_chunks: int) -> None:
         super().__init__(reader_ranks, max_chunks)
@@ -46,7 +46,7 @@ class SocketRing(Ring):
         return self.gone.get(rank) or attrs.evolve(super().reader(rank), process=process)
 
     def unsent(self) -> list[int]:
-        """Readers for whom something is not in the kernel's hands yet."""
+        """Readers with bytes that the kernel has not accepted yet."""
         end = self.first + len(self.messages)
         return [rank for rank in self.here() if rank in self.links and self.links[rank].sent < end]
 
@@ -309,7 +309,7 @@ class SocketReader(MemoryReader):
         self._receiving.join()
 
     def _leave(self, why: str, died: bool) -> None:
-        """The writer's end says so; nobody else looks at this list."""
+        """The writer's end says so; no other end has this list."""
 
     def _after_fork_in_child(self) -> None:
         self._closed = self._forked = True

@@ -1,4 +1,4 @@
-"""One call of one rank, in plain values on its way there and back."""
+"""One call of one rank and its outcome, as plain values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who a rank is, whom it serves, and what experts need: the rest of the ABC (law COMM-1)."""
+"""A rank's identity, its group, and what experts need: the rest of the ABC (law COMM-1)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who takes part (law COMM-2): deadlines, and ranks that do not come, leave, die or stop."""
+"""Taking part (law COMM-2): deadlines, and ranks that do not call, leave, die or stop."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Missing(CommunicatorSuite):
 
     def who_waits(self, method: str, ranks: Sequence[int]) -> list[int]:
         """Those of ``ranks`` that must wait for one more: all, where ranks compare what they are about to do.
-        Else a rank that only gives something may be done at once, and a broadcast needs nobody but its root.
+        Else a rank that only sends may be done at once, and a broadcast needs only its root.
         """
         if not self.compared_calls or method not in ("gather", "broadcast", "send"):
             return list(ranks)

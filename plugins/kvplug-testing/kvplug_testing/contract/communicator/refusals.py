@@ -1,4 +1,4 @@
-"""What is refused (law COMM-3): at every rank, in words, and the communicator stays usable."""
+"""Refused calls (law COMM-3): refused at every rank, with the reason, and the communicator stays usable."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ class Refusals(CommunicatorSuite):
             if method == "all_reduce":
                 check([outcome.first], [given[outcome.rank][0]], "the input of a refused all_reduce")
         assert any("rank 0" in outcome.text and "rank 2" in outcome.text for outcome in found), (
-            f"{case}: nobody says what each rank gave: {found[0]}"
+            f"{case}: the error does not say what each rank gave: {found[0]}"
         )
         still_works(ranks)
 

@@ -1,6 +1,6 @@
-"""What the tests of communicators share: ranks, as threads or as processes, that are told what to call.
+"""The base of the communicator suite: ranks, as threads or as processes, that execute calls.
 
-A test says in plain values what each rank is to call, so that it does not matter where the rank is.
+A test describes each rank's calls in plain values, so that a rank may be a thread or a process.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from kvplug_testing.waits import Call
 
 WORLD = 3
 LIFE_S = 300.0
-"""Of a process that is a rank: no test is longer. It ends with its test."""
+"""The maximum life of a rank's process: no test is longer. The process ends with its test."""
 
 
 class Rank(abc.ABC):
@@ -40,11 +40,11 @@ class Rank(abc.ABC):
 
     @abc.abstractmethod
     def begin(self, method: str, *args: Any, **given: Any) -> Pending:
-        """Call it, and do not wait."""
+        """Start the call, and do not wait."""
 
     @abc.abstractmethod
     def leave(self) -> None:
-        """End without a word to the others: as if it had died, where it is a process."""
+        """End without telling the other ranks; a process is killed."""
 
     @property
     def pid(self) -> int:
@@ -53,15 +53,15 @@ class Rank(abc.ABC):
 
 @attrs.frozen
 class Pending:
-    """A call of a rank that was begun."""
+    """A call of a rank that was started."""
 
     outcome: Callable[[], CallOutcome]
     """Waits for its end."""
     is_blocked: Callable[[], bool]
-    """Whether it is still there after a moment."""
+    """Whether it still waits after a moment."""
 
     def check_blocked(self, why: str = "") -> None:
-        """That it is; how it ended if it did not wait."""
+        """Assert that it waits."""
         assert self.is_blocked(), f"it did not wait{why}: {self.outcome()}"
 
 
@@ -147,7 +147,7 @@ class Ranks:
         return [pending.outcome() for pending in self.begin(method, each, **given)]
 
     def values(self, method: str, each: Callable[[int], Sequence[Any]], **given: Any) -> list[Any]:
-        """What each rank's call returned; fails if one raised."""
+        """The results of all ranks' calls; fails if one raised."""
         found = self.outcomes(method, each, **given)
         failed = [str(outcome) for outcome in found if outcome.error]
         assert not failed, f"{method}: {'; '.join(failed)}"
@@ -164,7 +164,7 @@ class Ranks:
 
 
 def check_raised(outcome: CallOutcome, *kinds: type[KvplugError]) -> None:
-    """That a call raised one of these, or what inherits it."""
+    """Assert that a call raised one of these, or a subclass."""
     wanted = " or ".join(kind.__name__ for kind in kinds)
     assert outcome.error, (
         f"{wanted} was expected at rank {outcome.rank}, and its call returned {outcome.value}"
@@ -284,7 +284,7 @@ class CommunicatorSuite(Contract):
 def _run_rank(
     parent: peers.Parent, suite_ref: dict[str, Any], number: int, world_size: int, context: dict[str, Any]
 ) -> Any:
-    """A rank: makes its end, and calls what it is told, each in a thread of its own."""
+    """A rank's process: makes its end, and executes each call in a thread of its own."""
     suite = suite_from_ref(suite_ref)
     if number == 0:
         address: Any = StatelessGroup.listen("unix:")

@@ -1,4 +1,4 @@
-"""Blocks in use, and who is named (laws CONN-4 and CONN-5)."""
+"""Blocks in use, and which requests are named (laws CONN-4 and CONN-5)."""
 
 from __future__ import annotations
 

@@ -174,7 +174,7 @@ class CallSequence(ConnectorSuite):
     @staticmethod
     def _is_named(method: str, breach: Any) -> None:
         error = Call(breach).end().error
-        assert error is not None, f"{method} is missing or comes where it may not, and nobody says so"
+        assert error is not None, f"{method} is missing or comes where it may not, and no error says so"
         assert method in str(error), (
             f"the call that broke the order is {method}, and the error says: {error!r}"
         )

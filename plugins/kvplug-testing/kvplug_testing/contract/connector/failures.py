@@ -1,4 +1,4 @@
-"""Loads that fail: said in the same step, never used, never saved (laws CONN-3 and CONN-6)."""
+"""Loads that fail: reported in the same step, never used, never saved (laws CONN-3 and CONN-6)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pipes whose tensors do not arrive, or arrive as others, while a switch says so."""
+"""Pipes whose tensors do not arrive, or arrive changed, while a switch is on."""
 
 from __future__ import annotations
 

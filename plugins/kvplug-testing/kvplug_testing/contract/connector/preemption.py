@@ -15,7 +15,7 @@ _PREEMPTED = frozenset({"a"})
 
 
 class Preemption(ConnectorSuite):
-    """An engine that takes a request's blocks away, and gives them to nobody."""
+    """An engine that takes a request's blocks away, and does not reuse them."""
 
     @law("CONN-4", "CONN-5")
     def test_what_is_preempted_before_a_step_was_told_of_its_load_is_not_loaded(self) -> None:

@@ -91,7 +91,7 @@ class Stats(ConnectorSuite):
         for number in range(3):
             tokens = range(1000 * number, 1000 * number + 96)
             params = self.stored(prefill, tokens, f"s{number}")
-            # Somebody who can have it shows that it has been saved, wherever that goes on.
+            # Another engine that can load it shows that it was saved, wherever saving runs.
             prompt = request_of(f"r{number}", tokens, params=params)
             self.promised(decode, prompt)
         said = self._said(prefill)

@@ -1,4 +1,4 @@
-"""What the tests of connectors share: engines that know each other, faults on demand, and their end."""
+"""The base of the connector suite: connected engines, injected faults, and cleanup."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The budget (law LOOKUP-5): an insert waits for room, or is refused; what goes gives its bytes back."""
+"""The budget (law LOOKUP-5): an insert waits for capacity or is refused; removed entries free their bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``clear`` (law LOOKUP-8) and ``subscribe`` (law LOOKUP-9): what can be had no more, and who is told."""
+"""``clear`` (law LOOKUP-8) and ``subscribe`` (law LOOKUP-9): removed entries, and events."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the two ends end: politely, at once, while others are blocked, and in a forked child."""
+"""The end of both ends: by close, by abort, while calls are blocked, and in a forked child."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Random calls of a lookup buffer, each held against the slow model. Hypothesis makes and shrinks them."""
 
-# Whoever checks types may not have hypothesis, whose decorators then are of no type.
+# A type checker may run without hypothesis; then its decorators have no type.
 # mypy: disallow-untyped-decorators=False
 
 from __future__ import annotations
@@ -92,8 +92,8 @@ class Machine(RuleBasedStateMachine):  # type: ignore[misc, unused-ignore]
         entry_id = self.model.oldest(query, extra)
         if entry_id is None:
             missed(self.end, *key, extra=extra, timeout=0.01)
-            # Its next call is answered after the store has heard that nobody waits here any more. Until then
-            # what is inserted may be handed out in vain, and be back a moment later.
+            # The store answers this end's next call after it knows that the last one no longer waits. Until then
+            # it may hand an inserted entry to that call, and take it back a moment later.
             matched(self.end, [1])
             return
         got = taken(self.end, *key, extra=extra)

@@ -1,4 +1,4 @@
-"""A data pipe that can be held up in the middle of an entry, at the end that receives."""
+"""A data pipe that can be paused in the middle of an entry, at the receiving end."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class PausablePipe(Pipe):
-    """The pipe, but for what is held up. A receive that runs out of time loses nothing."""
+    """The pipe, except that it can be paused. A receive that runs out of time loses nothing."""
 
     def __init__(self, pipe: Pipe) -> None:
         self.pipe = pipe
@@ -23,7 +23,7 @@ class PausablePipe(Pipe):
         self._paused = threading.Event()
 
     def pause_after(self, after: int) -> None:
-        """Let ``after`` more messages through, and hold up the next one."""
+        """Pass ``after`` more messages, and pause before the next one."""
         with self._changed:
             self._left = after
             self._paused.clear()
@@ -34,7 +34,7 @@ class PausablePipe(Pipe):
             self._changed.notify_all()
 
     def wait_until_paused(self, within: float) -> bool:
-        """Wait until somebody is held up; whether that came in time."""
+        """Wait until a receive is paused; returns whether one is in time."""
         return self._paused.wait(within)
 
     def recv_tensor(self, out: Tensor | None = None, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Tensor | None:

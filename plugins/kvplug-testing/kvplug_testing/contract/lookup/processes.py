@@ -145,7 +145,7 @@ class Processes(LookupSuite):
         raises(TimeoutError, lambda: end.select([7], timeout=SOON_S))
         assert not end.is_lost, "a store that is stopped was taken for dead"
         holder.cont()
-        # It first answers whoever has gone, and takes back what it had given out for that.
+        # The store first answers the end that is gone, and then takes that entry back.
         until(lambda: matched(end, [7, 8, 9]) == 3, what="that the entry can be found again")
         assert not unlike(known_entry(), taken(end, [7]))
         Call(end.close).result()

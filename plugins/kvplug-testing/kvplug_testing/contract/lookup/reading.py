@@ -1,4 +1,4 @@
-"""``select`` (law LOOKUP-7): the longest prefix, left where it is, and lent as long as it is read."""
+"""``select`` (law LOOKUP-7): the longest prefix, which stays in the buffer and is leased while it is read."""
 
 from __future__ import annotations
 

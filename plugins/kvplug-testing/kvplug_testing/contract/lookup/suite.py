@@ -1,4 +1,4 @@
-"""What the tests of lookup buffers share: stores, ends that reach them, and calls that must end."""
+"""The base of the lookup suite: stores, ends that reach them, and calls that must end."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ class LookupSuite(Contract):
     """The pipe transport for reaching ends in other processes. Where it is not installed, their tests are
     skipped."""
     data_pipe_options: ClassVar[Mapping[str, Any]] = MappingProxyType({"max_in_flight_bytes": 2048})
-    """Options of the pipes that carry the entries: narrow, so that an entry stops in the middle when nobody
-    receives."""
+    """Options of the pipes that carry the entries: narrow, so that an entry stops in the middle without a
+    receiver."""
     passes: ClassVar[int] = 1
-    """How many messages of an entry pass on the data pipe before it is held up in the middle. 0 where an
-    entry is a single message."""
+    """How many messages of an entry pass on the data pipe before a pause in its middle. 0 if an entry is a
+    single message."""
     timeout_s: ClassVar[float] = 20.0
     """The context's ``timeout_s``: what counts where a call says nothing."""
 
@@ -89,7 +89,7 @@ class LookupSuite(Contract):
         return store, store if end == "holding" else self.reach(store)
 
     def pipe_pair(self, **options: Any) -> tuple[Pipe, Pipe]:
-        """Two connected pipes of this process. Whoever is handed them closes them."""
+        """Two connected pipes of this process. The caller closes them."""
         end = pipe_endpoint(self.pipes, self.timeout_s, options)
         listener = end.listen()
         try:
@@ -103,7 +103,7 @@ class LookupSuite(Contract):
         return connected, accepted
 
     def pause_in_entry(self, data_pipe: PausablePipe, call: Callable[[], Any]) -> Call:
-        """Make a call that receives an entry, and stop it in the middle."""
+        """Start a call that receives an entry, and pause it in the middle."""
         data_pipe.pause_after(self.passes)
         held_up = Call(call)
         assert data_pipe.wait_until_paused(waits.patience_s), (

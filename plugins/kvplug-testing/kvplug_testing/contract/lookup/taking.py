@@ -1,4 +1,4 @@
-"""``drop_select`` (law LOOKUP-4): one caller gets the entry, or it is back; and it waits."""
+"""``drop_select`` (law LOOKUP-4): one caller gets the entry, or it is available again; and it waits."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ class Taking(LookupSuite):
         got = [entry_id for call in racing for entry_id in call.result(60)]
         twice = sorted({entry_id for entry_id in got if got.count(entry_id) > 1})
         assert not twice, f"the entries {twice} were handed to more than one caller"
-        assert sorted(got) == put, f"the entries {sorted({*put} - {*got})} were handed to nobody"
+        assert sorted(got) == put, f"the entries {sorted({*put} - {*got})} were not handed to any caller"
 
     # -- callers that give up --------------------------------------------------------------------
 

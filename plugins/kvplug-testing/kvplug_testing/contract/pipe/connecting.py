@@ -21,7 +21,7 @@ from kvplug_testing.waits import Call, raises, until
 
 
 class Connecting(PipeSuite):
-    """One listener, and many who come to it."""
+    """One listener, and many peers that connect to it."""
 
     @law("END-2", "ALL-2", needs="other_processes")
     def test_after_a_peer_that_was_killed_the_same_listener_and_endpoint_take_the_next(self) -> None:

@@ -44,7 +44,7 @@ class Footprint:
         return cls(Resources.of(), _resident(), 0 if is_traced else len(gc.get_objects()))
 
     def plain(self) -> dict[str, Any]:
-        """As plain values, without what belongs to nobody else."""
+        """As plain values, without what only this process can see."""
         held = attrs.asdict(self.resources)
         return {
             "resources": {name: sorted(value) for name, value in held.items()},

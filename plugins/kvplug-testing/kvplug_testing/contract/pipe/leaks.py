@@ -1,4 +1,4 @@
-"""Peers come and go, messages come and go, and nothing of them is left (law ALL-7).
+"""Peers and messages come and go, and no resource of them is left (law ALL-7).
 
 Measured in this process and in the other one, which lives on: descriptors, threads, children, names of
 sockets and of shared memory must be the same after the rounds as before them, to the last one. Of memory,
@@ -81,7 +81,7 @@ class Leaks(PipeSuite):
                     child.kill()
                     raises(PeerGoneError, partial(pipe.recv_tensor, timeout=waits.patience_s))
                 if number % 4 == 1:
-                    child.kill()  # and nobody looks
+                    child.kill()  # without a wait for it
                 if number % 2:
                     pipe.abort()
                 else:

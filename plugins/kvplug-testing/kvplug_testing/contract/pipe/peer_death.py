@@ -30,7 +30,7 @@ ENDS = ["is killed", "is killed and not reaped", "exits"]
 
 
 def end(child: peers.Peer, how: str) -> None:
-    """A process ends without a word to anybody. It is in :func:`remote.leave`."""
+    """A process ends without closing anything. It is in :func:`remote.leave`."""
     if how == "is killed":
         child.kill()
     elif how == "is killed and not reaped":
@@ -126,7 +126,9 @@ class PeerDeath(PipeSuite):
         assert_ended(transfers)
         for call, transfer in zip(waiting, transfers, strict=True):
             call.end()
-            assert call.error is transfer.error(), f"{transfer} ended, and whoever waited got {call.error!r}"
+            assert call.error is transfer.error(), (
+                f"{transfer} ended, and the waiting call got {call.error!r}"
+            )
         until(lambda: len(called) == len(transfers), what="the callback of each transfer")
 
     @law("ALL-2", "ALL-5", needs="other_processes")
@@ -168,7 +170,7 @@ class PeerDeath(PipeSuite):
             singly = round_ % 8 >= 4
             pipe, child = self.remote_pipe(remote.send_without_end, nbytes, str(count), singly)
             child.recv()
-            if round_ % 2:  # nobody receives: the peer is stuck in the middle of something
+            if round_ % 2:  # no receiver: the peer is blocked in the middle of a message
                 until(partial(_number_in, count), what="the first message of a peer")
                 time.sleep(chance.uniform(0, 0.03))
                 child.kill()

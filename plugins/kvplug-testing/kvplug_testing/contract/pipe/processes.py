@@ -1,4 +1,4 @@
-"""What arrives from another process (law PIPE-1), whatever kind of peer that is."""
+"""Messages from another process (law PIPE-1), of each kind of peer."""
 
 from __future__ import annotations
 

@@ -160,7 +160,7 @@ class SigStop(PipeSuite):
         else:
             connecting.raised(TimeoutError)
             child.cont()
-            # The one that gave up may be taken for the first who comes; then the listener's end is over.
+            # The listener may accept the peer that gave up; then its pipe is over.
             within = waits.patience_s
             pipe = Call(partial(end.connect, contact, timeout=within)).end(within + 1).value
             if pipe is None:

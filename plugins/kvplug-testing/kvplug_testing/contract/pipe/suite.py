@@ -1,4 +1,4 @@
-"""What the tests of pipes share: endpoints, connected pairs, clogged pairs, and ends in other processes."""
+"""The base of the pipe suite: endpoints, connected pairs, clogged pairs, and ends in other processes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LIMIT = 2 * MIB
 """``max_in_flight_bytes`` of pairs whose room is judged."""
 
 MOST_ACCEPTED = 128 * MIB
-"""A pipe that takes so much, and nobody has received anything, has no bound."""
+"""A pipe that accepts so many bytes without a receiver has no bound."""
 
 CHILD_S = 900.0
 """The life of another process: longer than any test, which has a limit of its own."""
@@ -51,7 +51,7 @@ class PipeSuite(Contract):
         return self.installed("make_endpoint").load_factory()(context)  # type: ignore[no-any-return]
 
     def silent_contact(self) -> str:
-        """A contact at which somebody takes connections and never answers. Override it where there is one."""
+        """A contact that accepts connections and never answers. Override it if the transport can have one."""
         return ""
 
     # -- ends in this process ------------------------------------------------------------------
@@ -81,7 +81,7 @@ class PipeSuite(Contract):
             listener.close()
 
     def join(self, end: PipeEndpoint, listener: PipeListener) -> PipePair:
-        """The same over a listener that is there, at which nobody else is connecting."""
+        """The same over an existing listener, to which nothing else connects."""
         connecting = Call(lambda: end.connect(listener.contact, timeout=waits.patience_s))
         accepted = Call(lambda: listener.accept(timeout=waits.patience_s)).result(waits.patience_s + 1)
         self.later(accepted.abort)
@@ -156,7 +156,7 @@ class PipeSuite(Contract):
         return (
             ""
             if overridden
-            else f"nobody says who takes connections of {self.called} and never answers:"
+            else f"no contact is known that accepts connections of {self.called} and never answers:"
             " override `silent_contact()` to have this judged"
         )
 
@@ -299,7 +299,7 @@ def fill(pipe: Pipe, nbytes: int = MIB // 4, timeout: float = 0.2) -> list[Trans
                 transfers.append(pipe.send_tensor(message, timeout=timeout))
             except TimeoutError:
                 return
-        pytest.fail(f"{MOST_ACCEPTED} bytes were taken, and nobody has received anything: there is no bound")
+        pytest.fail(f"{MOST_ACCEPTED} bytes were accepted, and none has been received: there is no bound")
 
     Call(clog).result(waits.patience_s + 10)
     return transfers

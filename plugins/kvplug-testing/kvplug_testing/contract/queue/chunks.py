@@ -1,4 +1,4 @@
-"""Chunks (law QUEUE-5): written and read in place, given back whatever happens, and not more than allowed."""
+"""Chunks (law QUEUE-5): written and read in place, always released, and no more than allowed."""
 
 from __future__ import annotations
 

@@ -125,7 +125,7 @@ def _end(victim: Peer, delay_s: float) -> None:
 
 
 class CrashPoints(QueueSuite):
-    """Whenever it happens."""
+    """At many moments."""
 
     @law("ALL-2", "ALL-5", needs="other_processes", level="full", timeout_s=300)
     def test_whenever_the_writer_is_killed_readers_get_what_it_had_enqueued_and_nothing_else(self) -> None:

@@ -316,5 +316,5 @@ def _resident_kib() -> int:
         return next(int(line.split()[1]) for line in file if line.startswith("VmRSS"))
 
 
-def _told_of(whom: str, caplog: pytest.LogCaptureFixture) -> bool:
-    return any(whom in record.getMessage() for record in caplog.records)
+def _told_of(name: str, caplog: pytest.LogCaptureFixture) -> bool:
+    return any(name in record.getMessage() for record in caplog.records)

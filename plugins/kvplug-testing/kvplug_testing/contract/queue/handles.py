@@ -1,4 +1,4 @@
-"""Attaching (laws QUEUE-1 and ALL-5): who may, with what, and in a process that can open no more."""
+"""Attaching (laws QUEUE-1 and ALL-5): which ranks may, with what, and in a process that can open no more."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ROOMS = 24
 
 
 class Handles(QueueSuite):
-    """Who takes part."""
+    """Which ranks take part."""
 
     @law("QUEUE-1")
     @pytest.mark.parametrize("carrier", list(CARRIERS))
@@ -75,7 +75,7 @@ class Handles(QueueSuite):
         handle = writer.export_handle()
         for rank in (2, -1):
             error = raises(ConfigError, lambda rank=rank: self.attach(handle, rank))  # type: ignore[misc]
-            assert "0, 1" in str(error), f"it does not say who the readers are: {error}"
+            assert "0, 1" in str(error), f"it does not name the readers: {error}"
 
     @law("QUEUE-1")
     def test_a_rank_attaches_once_also_after_it_has_left(self) -> None:

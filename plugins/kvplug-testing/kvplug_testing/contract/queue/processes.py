@@ -1,4 +1,4 @@
-"""What only processes show: ends that are killed or stopped."""
+"""Ends in several processes, which are killed or stopped."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ class Processes(QueueSuite):
         child = self.remote_reader(writer, 0, sit)
         child.recv()
         fill(writer)
-        call = Call(lambda: writer.enqueue("for nobody", timeout=waits.patience_s))
+        call = Call(lambda: writer.enqueue("unread", timeout=waits.patience_s))
         assert call.is_blocked()
         child.kill()
         call.raised(PeerGoneError, waits.patience_s + 1)

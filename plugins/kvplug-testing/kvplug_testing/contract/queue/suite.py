@@ -1,4 +1,4 @@
-"""What the tests of queues share: queues with readers in this process, and ends in other processes."""
+"""The base of the queue suite: queues with readers in this process, and ends in other processes."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class QueueSuite(Contract):
         return made
 
     def attach(self, handle: QueueHandle, rank: int = 0, **context: Any) -> MessageQueue:
-        """The same, which must come in time; who calls it ends it."""
+        """The same, which must come in time; the caller ends it."""
         end = self.endpoint(**context)
         within = waits.patience_s
         call = Call(lambda: end.create_from_handle(handle, rank, timeout=within))
@@ -186,7 +186,7 @@ def fill(writer: MessageQueue, most: int = 10_000) -> int:
                 writer.enqueue(number, timeout=0.2)
             except TimeoutError:
                 return number
-        raise AssertionError(f"{most} messages were taken, and nobody has read any: there is no bound")
+        raise AssertionError(f"{most} messages were accepted, and none has been read: there is no bound")
 
     return Call(clog).result(waits.patience_s + 10)  # type: ignore[no-any-return]
 

@@ -124,7 +124,7 @@ class MemoryScheduler(SchedulerConnector):
         """Where loads come from.
 
         Raises:
-            PeerGoneError: nobody keeps KV there, or none that means the same here.
+            PeerGoneError: no engine keeps KV there, or its KV has another format.
         """
         table = EntryTable.at(self._contact)
         if table.kv_format != kv_format_of(self._context):
