@@ -165,6 +165,13 @@ class FakeEngine:
             raise ValueError(f"{count} blocks are wanted, and there are {len(blocks)}: give the fake more")
         return tuple(blocks)
 
+    def admit(self, request: Request) -> tuple[int, ...]:
+        """A request comes in and loads nothing; returns its blocks."""
+        blocks = self.allocate(len(request.token_ids))
+        self.scheduler.on_new_request(request)
+        self.scheduler.update_state_after_alloc(request, (blocks,), 0)
+        return blocks
+
     def matched(self, request: Request, num_computed: int = 0) -> tuple[int, bool]:
         """A request comes in. Ask about it until the answer is no longer "not yet"."""
         self.scheduler.on_new_request(request)
@@ -332,9 +339,7 @@ class FakeEngine:
     ) -> tuple[tuple[int, ...], dict[str, Any] | None]:
         """The same; returns the ``kv_transfer_params`` beside the blocks."""
         total = len(request.token_ids)
-        blocks = self.allocate(total)
-        self.scheduler.on_new_request(request)
-        self.scheduler.update_state_after_alloc(request, (blocks,), 0)
+        blocks = self.admit(request)
         for start in range(0, total, chunk or total):
             self.step([(request, blocks, start, min(chunk or total, total - start))], order=order)
         _, params = self.finish(request, blocks)

@@ -5,41 +5,27 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import attrs
 import pytest
 
 from kvplug.engine.connector.values import RequestEnd
-from kvplug.errors import KvplugError, PeerGoneError, TransportError
-from kvplug_testing import ConnectorContract
+from kvplug.errors import KvplugError, PeerGoneError
 from kvplug_testing.memory.connector import PARAMS, MemoryScheduler, MemoryWorker
+from kvplug_testing.memory.connector.suite import MemoryConnectorContract
 from kvplug_testing.memory.entry_table import EntryTable, PromptEntry
 from kvplug_testing.memory.reference import Reference, StaleError
-
-
-def fail(entry: PromptEntry) -> PromptEntry:
-    raise TransportError("the test wants it so")
-
-
-def corrupt(entry: PromptEntry) -> PromptEntry:
-    key, value = entry.layers[-1]
-    key = key.clone()
-    key.view(-1)[-1] += 1
-    return attrs.evolve(entry, layers=(*entry.layers[:-1], (key, value)))
-
 
 wanted: dict[str, set[str]] = {}
 """Of each contact, the requests whose KV was asked for and not loaded."""
 
 
-class Mutant(ConnectorContract):
+class Mutant(MemoryConnectorContract):
     """One fault, in one of the two sides."""
 
-    connector = "memory"
     across_processes = False
-    injects_into_own = True
     scheduler_factory: ClassVar[Callable[..., Any] | None] = MemoryScheduler
     worker_factory: ClassVar[Callable[..., Any] | None] = MemoryWorker
     breaks: tuple[str, ...] = ()
@@ -47,28 +33,6 @@ class Mutant(ConnectorContract):
     @pytest.fixture(autouse=True)
     def _impatient_engines(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("kvplug_testing.engine.fake.PATIENCE_S", 3.0)
-
-    def inject_fault(self, how: str) -> None:
-        self._fault({"fail": fail, "corrupt": corrupt, "": None}[how])
-
-    @contextlib.contextmanager
-    def holding_up(self) -> Iterator[threading.Event]:
-        is_held = threading.Event()
-
-        def hold(entry: PromptEntry) -> PromptEntry:
-            is_held.set()
-            threading.Event().wait(1.0)
-            return fail(entry)
-
-        self._fault(hold)
-        try:
-            yield is_held
-        finally:
-            self._fault(None)
-
-    def _fault(self, fault: Any) -> None:
-        with contextlib.suppress(PeerGoneError):
-            EntryTable.at(self.config_of("both").control_address()).fault = fault
 
 
 # -- promises ----------------------------------------------------------------------------------------

@@ -31,9 +31,7 @@ class BlocksInUse(ConnectorSuite):
         params = []
         for number in range(4):
             prompt = request_of(f"s{number}", range(1000 * number, 1000 * number + 100))
-            blocks = prefill.allocate(100)
-            prefill.scheduler.on_new_request(prompt)
-            prefill.scheduler.update_state_after_alloc(prompt, (blocks,), 0)
+            blocks = prefill.admit(prompt)
             self.run(prefill.step, [(prompt, blocks, 0, 100)])
             keeps, given = prefill.finish(prompt, blocks)
             params.append(given)
@@ -79,9 +77,7 @@ class BlocksInUse(ConnectorSuite):
     def _finished(self, prefill: FakeEngine) -> tuple[tuple[int, ...], bool, dict[str, Any] | None]:
         """A prompt has been computed: its blocks, whether they are kept, and what its consumer is given."""
         prompt = request_of("s", range(100))
-        blocks = prefill.allocate(100)
-        prefill.scheduler.on_new_request(prompt)
-        prefill.scheduler.update_state_after_alloc(prompt, (blocks,), 0)
+        blocks = prefill.admit(prompt)
         Call(lambda: prefill.step([(prompt, blocks, 0, 100)])).result()
         return (blocks, *prefill.finish(prompt, blocks))
 
@@ -151,9 +147,7 @@ class BlocksInUse(ConnectorSuite):
     def test_a_request_whose_blocks_are_kept_is_named_once(self) -> None:
         prefill = self.engine("producer")
         prompt = request_of("a", range(100))
-        blocks = prefill.allocate(100)
-        prefill.scheduler.on_new_request(prompt)
-        prefill.scheduler.update_state_after_alloc(prompt, (blocks,), 0)
+        blocks = prefill.admit(prompt)
         Call(lambda: prefill.step([(prompt, blocks, 0, 100)])).result()
         keeps, _ = prefill.finish(prompt, blocks)
         if keeps:
@@ -170,9 +164,8 @@ class BlocksInUse(ConnectorSuite):
         prompt = request_of("a", range(100), params=self.stored(prefill, range(100)))
         blocks, found, is_async = self.promised(decode, prompt)
         assert is_async, "it was told to load in the background"
-        other, theirs = request_of("other", range(5000, 5040)), decode.allocate(40)
-        decode.scheduler.on_new_request(other)
-        decode.scheduler.update_state_after_alloc(other, (theirs,), 0)
+        other = request_of("other", range(5000, 5040))
+        theirs = decode.admit(other)
         named: list[str] = []
 
         def is_named() -> bool:  # beside a request that computes, so that there is a forward pass

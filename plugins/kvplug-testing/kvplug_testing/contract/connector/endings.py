@@ -134,9 +134,7 @@ class Endings(ConnectorSuite):
     def test_a_producer_can_be_shut_down_in_the_middle_of_a_prompt(self) -> None:
         prefill = self.engine("producer")
         prompt = request_of("a", range(100))
-        blocks = prefill.allocate(100)
-        prefill.scheduler.on_new_request(prompt)
-        prefill.scheduler.update_state_after_alloc(prompt, (blocks,), 0)
+        blocks = prefill.admit(prompt)
         Call(lambda: prefill.step([(prompt, blocks, 0, 40)])).result()
         planned = prefill.plan([(prompt, blocks, 40, 60)])
         prefill.worker.bind_connector_metadata(planned.metadata)
@@ -148,9 +146,7 @@ class Endings(ConnectorSuite):
     def test_what_has_been_handed_off_and_not_been_fetched_does_not_hold_up_the_end(self) -> None:
         prefill = self.engine("producer")
         prompt = request_of("a", range(100))
-        blocks = prefill.allocate(100)
-        prefill.scheduler.on_new_request(prompt)
-        prefill.scheduler.update_state_after_alloc(prompt, (blocks,), 0)
+        blocks = prefill.admit(prompt)
         Call(lambda: prefill.step([(prompt, blocks, 0, 100)])).result()
         prefill.finish(prompt, blocks)
         self._end(prefill, is_worker_first=False)

@@ -232,9 +232,7 @@ class Schedules(ConnectorSuite):
     def test_a_prompt_begun_before_a_reset_is_not_had_after_it(self) -> None:
         engine = self.both()
         prompt = request_of("a", range(100))
-        blocks = engine.allocate(100)
-        engine.scheduler.on_new_request(prompt)
-        engine.scheduler.update_state_after_alloc(prompt, (blocks,), 0)
+        blocks = engine.admit(prompt)
         planned = [engine.plan([(prompt, blocks, 0, 40)]), engine.plan([(prompt, blocks, 40, 30)])]
         engine.hear(engine.execute(planned[0]))
         if Call(engine.scheduler.reset_cache).result() is not True:

@@ -88,31 +88,24 @@ class Clearing(LookupSuite):
     @law("LOOKUP-8")
     def test_who_is_taking_an_entry_gets_it(self) -> None:
         store = self.hold(capacity_for(1))
-        buffer, data_pipe = self.reach_pausable(store)
-        put = sized([1, 2, 3], layers=8)
-        inserted(store, put)
-        within = waits.patience_s
-        taking = self.pause_in_entry(data_pipe, lambda: buffer.drop_select([1, 2, 3], timeout=within))
+        taking = self.paused_call(store, "drop_select")
         Call(store.clear).result()
-        data_pipe.resume()
-        assert not unlike(put, taking.result())
+        taking.data_pipe.resume()
+        assert not unlike(taking.put, taking.call.result())
         inserted(store, sized([4]))  # its bytes are given back
 
     @law("LOOKUP-8")
     def test_where_the_taking_fails_a_cleared_entry_is_not_put_up_again(self) -> None:
         store = self.hold(capacity_for(1))
         for how in ("its time is up", "it is gone"):
-            buffer, data_pipe = self.reach_pausable(store)
-            inserted(store, sized([1, 2, 3], layers=8))
-            within = SOON_S if how == "its time is up" else waits.patience_s
-            taking = self.pause_in_entry(data_pipe, partial(buffer.drop_select, [1, 2, 3], timeout=within))
+            taking = self.paused_call(store, "drop_select", SOON_S if how == "its time is up" else None)
             heard = Replica()
             store.subscribe(heard)
             Call(store.clear).result()
             if how == "it is gone":
-                buffer.abort()
-            taking.raised(TimeoutError if how == "its time is up" else KvplugError)
-            data_pipe.resume()
+                taking.end.abort()
+            taking.call.raised(TimeoutError if how == "its time is up" else KvplugError)
+            taking.data_pipe.resume()
             missed(store, None)
             assert matched(store, [1, 2, 3]) == 0, f"a cleared entry came back when {how}"
             assert not heard.held, f"a cleared entry was announced again when {how}"

@@ -100,16 +100,12 @@ class Endings(LookupSuite):
     @at_once_and_politely
     def test_a_transfer_at_an_end_that_is_closed_ends(self, verb: str) -> None:
         store = self.hold()
-        buffer, data_pipe = self.reach_pausable(store)
-        put = entry([1, 2, 3], layers=8)
-        inserted(store, put)
-        within = waits.patience_s
-        reading = self.pause_in_entry(data_pipe, lambda: buffer.select([1, 2, 3], timeout=within))
-        Call(lambda: getattr(buffer, verb)()).result()
-        reading.end()
-        assert reading.error is None or isinstance(reading.error, ClosedError), repr(reading.error)
-        assert reading.error is not None or not unlike(put, reading.value)
-        assert not unlike(put, taken(store, [1, 2, 3]))  # its lease has ended
+        reading = self.paused_call(store, "select")
+        Call(lambda: getattr(reading.end, verb)()).result()
+        call = reading.call.end()
+        assert call.error is None or isinstance(call.error, ClosedError), repr(call.error)
+        assert call.error is not None or not unlike(reading.put, call.value)
+        assert not unlike(reading.put, taken(store, [1, 2, 3]))  # its lease has ended
 
     @law("ALL-1", "ALL-2")
     @at_once_and_politely
@@ -147,18 +143,14 @@ class Endings(LookupSuite):
     @law("ALL-1", "ALL-4")
     def test_a_store_that_closes_waits_no_longer_than_its_timeout(self) -> None:
         store = self.hold()
-        buffer, data_pipe = self.reach_pausable(store)
-        put = entry([1, 2, 3], layers=8)
-        inserted(store, put)
-        within = waits.patience_s
-        reading = self.pause_in_entry(data_pipe, lambda: buffer.select([1, 2, 3], timeout=within))
+        reading = self.paused_call(store, "select")
         closing = Call(lambda: store.close(timeout=SOON_S)).end()
         assert closing.error is None, f"close raised {closing.error!r}"
-        data_pipe.resume()
-        # All of it may have been on its way already, and have come before the news did.
-        reading.end()
-        assert isinstance(reading.error, KvplugError) or reading.error is None, repr(reading.error)
-        assert reading.error is not None or not unlike(put, reading.value)
+        reading.data_pipe.resume()
+        # All of the entry may have been on its way already, and arrive before the end does.
+        call = reading.call.end()
+        assert isinstance(call.error, KvplugError) or call.error is None, repr(call.error)
+        assert call.error is not None or not unlike(reading.put, call.value)
 
     @law("ALL-1")
     @at_both_ends

@@ -92,7 +92,7 @@ class Machine(RuleBasedStateMachine):  # type: ignore[misc, unused-ignore]
         entry_id = self.model.oldest(query, extra)
         if entry_id is None:
             missed(self.end, *key, extra=extra, timeout=0.01)
-            # The store answers this end's next call after it knows that the last one no longer waits. Until then
+            # The store answers this end's next call after it knows that the last one has ended. Until then
             # it may hand an inserted entry to that call, and take it back a moment later.
             matched(self.end, [1])
             return

@@ -124,28 +124,23 @@ class Reading(LookupSuite):
     @law("LOOKUP-7", "ALL-4", "ALL-5")
     def test_a_reader_whose_time_is_up_in_the_middle_leaves_the_entry(self) -> None:
         store = self.hold()
-        buffer, data_pipe = self.reach_pausable(store)
-        put = entry([1, 2, 3], layers=8)
-        inserted(store, put)
-        call = self.pause_in_entry(data_pipe, lambda: buffer.select([1, 2, 3], timeout=SOON_S))
-        call.raised(TimeoutError)
-        assert call.took_s > 0.9 * SOON_S, f"it gave up after {call.took_s:.2f} s of {SOON_S}"
-        data_pipe.resume()
-        assert not unlike(put, read(buffer, [1, 2, 3])), "the rest of a transfer came as another's"
-        assert not unlike(put, taken(buffer, [1, 2, 3]))
+        reading = self.paused_call(store, "select", SOON_S)
+        reading.call.raised(TimeoutError)
+        took_s = reading.call.took_s
+        assert took_s > 0.9 * SOON_S, f"it gave up after {took_s:.2f} s of {SOON_S}"
+        reading.data_pipe.resume()
+        again = read(reading.end, [1, 2, 3])
+        assert not unlike(reading.put, again), "the rest of a transfer came as another's"
+        assert not unlike(reading.put, taken(reading.end, [1, 2, 3]))
 
     @law("LOOKUP-7")
     def test_the_lease_of_a_reader_that_is_gone_ends(self) -> None:
         store = self.hold(capacity_for(1))
-        buffer, data_pipe = self.reach_pausable(store)
-        put = sized([1, 2, 3], layers=8)
-        inserted(store, put)
-        within = waits.patience_s
-        reading = self.pause_in_entry(data_pipe, lambda: buffer.select([1, 2, 3], timeout=within))
+        reading = self.paused_call(store, "select")
         missed(store, [1], timeout=0.1)
-        buffer.abort()
-        reading.end()
-        assert not unlike(put, taken(store, [1, 2, 3]))
+        reading.end.abort()
+        reading.call.end()
+        assert not unlike(reading.put, taken(store, [1, 2, 3]))
         inserted(store, sized([4]))
 
     @law("LOOKUP-7")

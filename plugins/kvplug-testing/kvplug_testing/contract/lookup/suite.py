@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, ClassVar
 
+import attrs
 import pytest
 
 from kvplug.config import check_options
@@ -18,7 +19,7 @@ from kvplug.transport.spec import Kind
 from kvplug_testing import peers, waits
 from kvplug_testing.contract import base
 from kvplug_testing.contract.base import Contract
-from kvplug_testing.contract.lookup.entries import Put
+from kvplug_testing.contract.lookup.entries import Put, sized
 from kvplug_testing.contract.lookup.pausable_pipe import PausablePipe
 from kvplug_testing.contract.suite_ref import suite_from_ref
 from kvplug_testing.waits import Call
@@ -28,6 +29,17 @@ SOON_S = 0.3
 
 at_both_ends = pytest.mark.parametrize("end", ["holding", "reaching"])
 """The law is the same at the end that holds the entries and at one that reaches it."""
+
+
+@attrs.frozen
+class PausedCall:
+    """A call of a remote end that is paused in the middle of an entry."""
+
+    end: LookupBuffer
+    data_pipe: PausablePipe
+    put: Put
+    entry_id: int
+    call: Call
 
 
 class LookupSuite(Contract):
@@ -111,6 +123,18 @@ class LookupSuite(Contract):
             f" (passes = {self.passes}); the call ended with {held_up.error!r}"
         )
         return held_up
+
+    def paused_call(self, store: LookupStore, verb: str, timeout: float | None = None) -> PausedCall:
+        """Insert an entry, and pause a remote end's ``select`` or ``drop_select`` in the middle of it.
+
+        ``timeout=None`` is :data:`waits.patience_s`.
+        """
+        end, data_pipe = self.reach_pausable(store)
+        put = sized([1, 2, 3], layers=8)
+        entry_id = inserted(store, put)
+        within = waits.patience_s if timeout is None else timeout
+        call = self.pause_in_entry(data_pipe, lambda: getattr(end, verb)([1, 2, 3], timeout=within))
+        return PausedCall(end, data_pipe, put, entry_id, call)
 
     # -- ends in other processes ---------------------------------------------------------------
 

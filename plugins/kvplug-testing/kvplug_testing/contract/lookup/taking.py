@@ -143,18 +143,15 @@ class Taking(LookupSuite):
     @law("LOOKUP-4", "ALL-4", "ALL-5")
     def test_the_entry_of_a_caller_whose_time_is_up_in_the_middle_is_back(self) -> None:
         store = self.hold(capacity_for(1))
-        buffer, data_pipe = self.reach_pausable(store)
-        put = sized([1, 2, 3], layers=8)
-        entry_id = inserted(store, put)
-        taking = self.pause_in_entry(data_pipe, lambda: buffer.drop_select([1, 2, 3], timeout=SOON_S))
-        taking.raised(TimeoutError)
-        data_pipe.resume()
+        taking = self.paused_call(store, "drop_select", SOON_S)
+        taking.call.raised(TimeoutError)
+        taking.data_pipe.resume()
         got = taken(store, [1, 2, 3])
-        assert got.header.entry_id == entry_id, "it is another entry now"
-        assert not unlike(put, got)
+        assert got.header.entry_id == taking.entry_id, "it is another entry now"
+        assert not unlike(taking.put, got)
         again = sized([4])
         inserted(store, again)  # the bytes are given back
-        assert not unlike(again, taken(buffer, [4]))
+        assert not unlike(again, taken(taking.end, [4]))
 
     @law("LOOKUP-4", "ALL-5")
     @pytest.mark.parametrize("how", ["abort", "its data pipe breaks", "its signal pipe breaks"])

@@ -66,13 +66,7 @@ class Endings(QueueSuite):
     def test_a_reader_that_waits_is_woken_when_it_is_closed(self, verb: str, end: str) -> None:
         _, readers = self.queue(2)
         reader = readers[0]
-        calls: dict[str, Callable[[], Any]] = {
-            "dequeue": lambda: reader.dequeue(timeout=None),
-            "acquire_read": lambda: acquire_read(reader, timeout=None),
-            "wait_until_ready": lambda: reader.wait_until_ready(None),
-        }
-        call = Call(calls[verb])
-        assert call.is_blocked()
+        call = _blocked(reader, verb)
         Call(getattr(reader, end)).result()
         call.raised(ClosedError)
 
@@ -81,13 +75,7 @@ class Endings(QueueSuite):
     def test_a_writer_that_waits_is_woken_when_it_is_aborted(self, verb: str) -> None:
         writer, _ = self.queue(2)
         fill(writer)
-        calls: dict[str, Callable[[], Any]] = {
-            "enqueue": lambda: writer.enqueue("x", timeout=None),
-            "acquire_write": lambda: acquire_write(writer, timeout=None),
-            "wait_until_ready": lambda: writer.wait_until_ready(None),
-        }
-        call = Call(calls[verb])
-        assert call.is_blocked()
+        call = _blocked(writer, verb)
         Call(writer.abort).result()
         call.raised(ClosedError)
 
@@ -128,13 +116,7 @@ class Endings(QueueSuite):
     def test_a_reader_that_waits_hears_that_the_writer_has_ended(self, verb: str) -> None:
         writer, readers = self.queue(2)
         reader = readers[1]
-        calls: dict[str, Callable[[], Any]] = {
-            "dequeue": lambda: reader.dequeue(timeout=None),
-            "acquire_read": lambda: acquire_read(reader, timeout=None),
-            "wait_until_ready": lambda: reader.wait_until_ready(None),
-        }
-        call = Call(calls[verb])
-        assert call.is_blocked()
+        call = _blocked(reader, verb)
         Call(writer.abort).result()
         call.raised(PeerGoneError)
 
@@ -314,6 +296,20 @@ def _not_closed(*ends: MessageQueue) -> list[str]:
 def _resident_kib() -> int:
     with open("/proc/self/status", encoding="ascii") as file:
         return next(int(line.split()[1]) for line in file if line.startswith("VmRSS"))
+
+
+def _blocked(end: MessageQueue, verb: str) -> Call:
+    """A call of this method without a timeout, which waits."""
+    calls: dict[str, Callable[[], Any]] = {
+        "enqueue": lambda: end.enqueue("x", timeout=None),
+        "acquire_write": lambda: acquire_write(end, timeout=None),
+        "dequeue": lambda: end.dequeue(timeout=None),
+        "acquire_read": lambda: acquire_read(end, timeout=None),
+        "wait_until_ready": lambda: end.wait_until_ready(None),
+    }
+    call = Call(calls[verb])
+    assert call.is_blocked()
+    return call
 
 
 def _told_of(name: str, caplog: pytest.LogCaptureFixture) -> bool:
