@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from kvplug_bench.content import SMALLEST, content
-from kvplug_bench.links import Meeting
+from kvplug_bench.links import Rendezvous
 from kvplug_bench.stopwatch import BURSTS, Stopwatch
 from kvplug_testing import peers
 
@@ -124,8 +124,10 @@ def _link(parent: peers.Parent, name: str, rank: int) -> Any:
     from kvplug_bench.transports import PipeLink
 
     torch.set_num_threads(1)
-    meeting = Meeting(rank=rank, size=2, folder="", tell=parent.send, told=parent.recv)
-    return PipeLink(meeting, path=None, overrides=[f"transport={name}", *json.loads(os.environ["OPTIONS"])])
+    rendezvous = Rendezvous(rank=rank, size=2, folder="", send=parent.send, recv=parent.recv)
+    return PipeLink(
+        rendezvous, path=None, overrides=[f"transport={name}", *json.loads(os.environ["OPTIONS"])]
+    )
 
 
 def one_cell(name: str, model: str, block_size: int, options: Sequence[str]) -> dict[str, float]:

@@ -2,8 +2,8 @@
 
 What deadlines, the comparison of what the ranks are about to do, and the watch on each other cost. Fresh
 processes, the candidates alternating in each round, content compared outside of the timed part. Each is used
-in the way that is best for it: gloo gathers into memory that is there, kvplug returns a new tensor. gloo
-does not wait for the receivers of a broadcast, so that those of a burst overlap.
+in the way that is best for it: gloo gathers into existing memory, kvplug returns a new tensor. A sender does
+not wait for the receivers of gloo's broadcasts, so that those of a burst overlap.
 ``python benchmarks/collectives.py --help``; needs kvplug, torch and kvplug-cpu.
 """
 
@@ -33,7 +33,7 @@ GLOO, KVPLUG, GIVEN = "gloo", "cpu", "cpu, given group"
 
 
 class Collectives(abc.ABC):
-    """One rank's end of a candidate. ``tensor`` is what each rank gives, ``whole`` has that of all."""
+    """One rank's end of a candidate. ``tensor`` is one rank's input, ``whole`` the inputs of all ranks."""
 
     @abc.abstractmethod
     def all_reduce(self, tensor: torch.Tensor, whole: torch.Tensor) -> torch.Tensor: ...

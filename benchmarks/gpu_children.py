@@ -16,8 +16,8 @@ import kvplug
 import kvplug.engine
 import kvplug.transport
 from kvplug_bench.content import check, content, stamp
-from kvplug_bench.links import MEETING_S, Meeting
-from kvplug_bench.place import Place, place
+from kvplug_bench.device import TimedDevice, open_device
+from kvplug_bench.links import RENDEZVOUS_TIMEOUT_S, Rendezvous
 from kvplug_bench.stopwatch import BURSTS, Stopwatch, in_burst
 from kvplug_bench.transports import PipeLink
 from kvplug_testing import peers
@@ -51,23 +51,23 @@ def be_a_host(rank: int) -> None:
 class OneGpu(PipeLink):
     """The pipe "pynccl" between two processes of one GPU, which NCCL takes for two hosts'."""
 
-    def __init__(self, meeting: Meeting, path: str | None, overrides: Sequence[str]) -> None:
-        be_a_host(meeting.rank)
-        super().__init__(meeting, path, overrides)
+    def __init__(self, rendezvous: Rendezvous, path: str | None, overrides: Sequence[str]) -> None:
+        be_a_host(rendezvous.rank)
+        super().__init__(rendezvous, path, overrides)
 
 
 class OverFake(PipeLink):
     """A pipe over the fake library of its plugin."""
 
-    def __init__(self, meeting: Meeting, transport: str, library: str) -> None:
-        be_a_host(meeting.rank)
+    def __init__(self, rendezvous: Rendezvous, transport: str, library: str) -> None:
+        be_a_host(rendezvous.rank)
         endpoint = _ENDPOINTS[transport](library)
-        if meeting.is_first:
+        if rendezvous.is_first:
             with contextlib.closing(endpoint.listen()) as listener:
-                meeting.tell(listener.contact)
-                self.pipe = listener.accept(MEETING_S)
+                rendezvous.send(listener.contact)
+                self.pipe = listener.accept(RENDEZVOUS_TIMEOUT_S)
         else:
-            self.pipe = endpoint.connect(meeting.told(), MEETING_S)
+            self.pipe = endpoint.connect(rendezvous.recv(), RENDEZVOUS_TIMEOUT_S)
 
 
 def _cuda_ipc(library: str) -> kvplug.transport.PipeEndpoint:
@@ -134,7 +134,7 @@ def paged(parent: peers.Parent, device: str, layers: int, tokens: int, times: in
     import torch
 
     torch.set_num_threads(1)
-    where = place(device)
+    where = open_device(device)
     found: Seconds = {}
     for axes, order in (("KBTHD", "tokens, heads"), ("KBHTD", "heads, tokens")):
         blocks = SPARE * (tokens // BLOCK_TOKENS)
@@ -155,7 +155,7 @@ def paged(parent: peers.Parent, device: str, layers: int, tokens: int, times: in
         for cache, given, copy in zip(caches, flat, copies):
             kvplug.engine.gather(cache, layout, ids, 0, tokens, out_key=copy[0], out_value=copy[1])
             check(copy.view(-1), given.view(-1))
-        found |= {f"{what}, {order}": took for what, took in timed(calls, where.finish, times).items()}
+        found |= {f"{what}, {order}": took for what, took in timed(calls, where.synchronize, times).items()}
     return found
 
 
@@ -197,7 +197,7 @@ def to_itself(
     from kvplug_pynccl.nccl.abi import DataType
     from kvplug_pynccl.nccl.library import load
 
-    where = place(device)
+    where = open_device(device)
     nccl = load(library)
     comm = nccl.comm_init_rank(1, nccl.get_unique_id(), 0)
     found: Seconds = {}
@@ -216,7 +216,7 @@ def to_itself(
                 copied.copy_(given)
 
             stamp(given, nbytes)
-            where.finish()
+            where.synchronize()
             took = timed({"send": send, "copy": copy}, finish, in_burst(nbytes, burst_bytes))
             check(out, given)
             found |= {f"{what} {nbytes}": seconds for what, seconds in took.items()}
@@ -225,12 +225,12 @@ def to_itself(
 
 
 @contextlib.contextmanager
-def _stream(where: Place, library: str) -> Iterator[tuple[int, Callable[[], object]]]:
+def _stream(where: TimedDevice, library: str) -> Iterator[tuple[int, Callable[[], object]]]:
     """The stream that NCCL is given, and how to wait until it is done."""
     if not library:
         import torch
 
-        yield torch.cuda.current_stream().cuda_stream, where.finish
+        yield torch.cuda.current_stream().cuda_stream, where.synchronize
         return
     from kvplug_testing.gpu import fake
 
@@ -256,14 +256,14 @@ def all_reduce(
 
     if shares_gpu:
         be_a_host(rank)
-    where = place(device)
+    where = open_device(device)
     listener = None if rank else kvplug.StatelessGroup.listen("unix:")
     if listener is not None:
         parent.send(listener.contact)
     found: Seconds = {}
-    address: Any = listener or parent.recv(MEETING_S)
+    address: Any = listener or parent.recv(RENDEZVOUS_TIMEOUT_S)
     with (
-        kvplug.StatelessGroup.create(address, rank=rank, world_size=2, timeout=MEETING_S) as group,
+        kvplug.StatelessGroup.create(address, rank=rank, world_size=2, timeout=RENDEZVOUS_TIMEOUT_S) as group,
         _communicator(group, where, library) as made,
     ):
         for nbytes in sizes:
@@ -273,19 +273,19 @@ def all_reduce(
             given, copied = (torch.zeros(nbytes // 4, device=where.name) for _ in range(2))
 
             def reduce(given: torch.Tensor = given) -> None:
-                made.all_reduce(given, timeout=MEETING_S)
+                made.all_reduce(given, timeout=RENDEZVOUS_TIMEOUT_S)
 
             def copy(given: torch.Tensor = given, copied: torch.Tensor = copied) -> None:
                 copied.copy_(given)
 
-            took = timed({"all_reduce": reduce, "copy": copy}, where.finish, times)
+            took = timed({"all_reduce": reduce, "copy": copy}, where.synchronize, times)
             found |= {f"{what} {nbytes}": seconds for what, seconds in took.items()}
-        group.barrier(MEETING_S)
+        group.barrier(RENDEZVOUS_TIMEOUT_S)
     return found
 
 
 def _communicator(
-    group: kvplug.StatelessGroup, where: Place, library: str
+    group: kvplug.StatelessGroup, where: TimedDevice, library: str
 ) -> kvplug.transport.DeviceCommunicator:
     from kvplug_pynccl.communicator.communicator import PyncclCommunicator
     from kvplug_pynccl.options import PyncclCommunicatorOptions
@@ -295,7 +295,7 @@ def _communicator(
         credentials=kvplug.transport.Credentials(),
         group=group,
         device=where.name,
-        timeout_s=MEETING_S,
+        timeout_s=RENDEZVOUS_TIMEOUT_S,
     )
     if not library:
         return PyncclCommunicator(context)

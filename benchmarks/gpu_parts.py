@@ -155,7 +155,7 @@ def _pipes(
 
     outcomes = run_rounds([copy, *candidates], plan, turn)
     for outcome in outcomes:
-        _keep_last_words(setting, outcome)
+        _keep_last_output(setting, outcome)
         for each in compare(outcome, outcomes):
             if outcome.candidate is not copy or part == "cuda-ipc":
                 setting.drawn.append(each.row)
@@ -172,11 +172,11 @@ def _pipes(
             )
 
 
-def _keep_last_words(setting: Setting, outcome: Outcome) -> None:
+def _keep_last_output(setting: Setting, outcome: Outcome) -> None:
     """All that a process said which failed: the table has its last line only."""
-    if outcome.last_words:
+    if outcome.last_output:
         name = f"failed-{_file_name(outcome.candidate.name)}.txt"
-        (setting.out / name).write_text(outcome.last_words)
+        (setting.out / name).write_text(outcome.last_output)
 
 
 def _file_name(what: str) -> str:
@@ -249,7 +249,7 @@ def _all_reduce(setting: Setting, limit_s: float, *, shares: bool) -> Iterator[R
             ranks[1].send(ranks[0].recv(limit_s))
             ended = [pool.submit(each.result, limit_s) for each in ranks]
             for each in as_completed(ended):
-                each.result()  # raises the first failure's reason
+                each.result()  # raises the error of the first that failed
             found = ended[0].result()
     except (KvplugError, OSError) as e:
         yield not_run("all-reduce", what, e, setting)

@@ -1,4 +1,4 @@
-"""Shared memory beside what users would pick instead: transports of kvplug, and every peer that is installed.
+"""Shared memory beside its alternatives: transports of kvplug, and every peer that is installed.
 
 The harness is that of ``kvplug bench``; this adds peers that need more than torch and pyzmq: vLLM's message
 queue, NIXL over UCX shared memory, iceoryx2, torch.multiprocessing, Unix sockets. One that is not installed
@@ -45,7 +45,7 @@ ARENA_BYTES = 256 << 20
 
 
 def peers(given: argparse.Namespace) -> list[Candidate]:
-    """Every peer, installed or not: its processes find that out."""
+    """Every peer, installed or not: its own processes find out whether it is."""
     chunks = {"max_chunk_bytes": given.chunk_bytes, "max_chunks": given.chunks}
     vllm: dict[str, Any] = {"python": given.vllm_python, "env": _env(given.vllm_python)}
     if not Path(given.vllm_python).exists():
@@ -168,7 +168,7 @@ def arguments() -> argparse.Namespace:
         "--transport", type=names, default=["shm"], metavar="A,B", help="as kvplug bench has it"
     )
     parser.add_argument("--baseline", type=names, default=list(BASELINES), metavar="A,B")
-    parser.add_argument("--only", type=names, default=[], metavar="A,B", help="of the peers, those; else all")
+    parser.add_argument("--only", type=names, default=[], metavar="A,B", help="measure only these peers")
     parser.add_argument(
         *("--sizes", "-s"),
         type=lambda text: tuple(parse_bytes(each) for each in names(text)),
@@ -216,8 +216,8 @@ def main() -> None:
     for outcome in outcomes:
         if outcome.skipped_because:
             print(f"{outcome.candidate.name}: skipped: {outcome.skipped_because}", file=sys.stderr)
-        if outcome.last_words:
-            print(outcome.last_words, file=sys.stderr)
+        if outcome.last_output:
+            print(outcome.last_output, file=sys.stderr)
     compared = [
         comparison
         for outcome in outcomes

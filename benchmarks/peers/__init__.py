@@ -1,1 +1,1 @@
-"""Ends of what users would pick instead of kvplug's shared memory, for the harness of ``kvplug bench``."""
+"""Ends of alternatives to kvplug's shared memory, for the harness of ``kvplug bench``."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from kvplug_bench.links import Link, Meeting
+from kvplug_bench.links import Link, Rendezvous
 
 LARGEST = 256 << 20
 
@@ -16,26 +16,26 @@ LARGEST = 256 << 20
 class Iceoryx(Link):
     """One service each way, of slices of bytes that block where they would be dropped."""
 
-    def __init__(self, meeting: Meeting) -> None:
+    def __init__(self, rendezvous: Rendezvous) -> None:
         import iceoryx2 as iox
 
         iox.set_log_level(iox.LogLevel.Fatal)
         self._node = iox.NodeBuilder.new().create(iox.ServiceType.Ipc)
-        name = os.path.basename(meeting.folder)
+        name = os.path.basename(rendezvous.folder)
         ways = [self._service(iox, f"{name} {rank}") for rank in range(2)]
         self._publisher = (
-            ways[meeting.rank]
+            ways[rendezvous.rank]
             .publisher_builder()
             .initial_max_slice_len(1 << 20)
             .allocation_strategy(iox.AllocationStrategy.PowerOfTwo)
             .backpressure_strategy(iox.BackpressureStrategy.RetryUntilDelivered)
             .create()
         )
-        self._subscriber = ways[1 - meeting.rank].subscriber_builder().create()
-        if meeting.is_first:
-            meeting.tell(None)
+        self._subscriber = ways[1 - rendezvous.rank].subscriber_builder().create()
+        if rendezvous.is_first:
+            rendezvous.send(None)
         else:
-            meeting.told()
+            rendezvous.recv()
 
     def _service(self, iox: Any, name: str) -> Any:
         return (

@@ -6,7 +6,7 @@ import os
 
 import torch
 
-from kvplug_bench.links import Link, Meeting, UnavailableError
+from kvplug_bench.links import Link, Rendezvous, UnavailableError
 
 SMALL_BYTES = 64
 """Such messages land in memory of their own and are copied out: the same memory serves them all."""
@@ -20,19 +20,19 @@ class Nixl(Link):
     has what it waits for when as many notifications have come.
     """
 
-    def __init__(self, meeting: Meeting) -> None:
+    def __init__(self, rendezvous: Rendezvous) -> None:
         os.environ.setdefault("UCX_TLS", "shm,self")
         os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")
         from nixl._api import nixl_agent, nixl_agent_config
 
         config = nixl_agent_config(enable_prog_thread=False, backends=[])
-        self._agent = nixl_agent(f"end {meeting.rank}", config)
+        self._agent = nixl_agent(f"end {rendezvous.rank}", config)
         # UCX cannot tell over shared memory that a peer has failed, and by default NIXL insists that it can.
         self._agent.create_backend("UCX", {"ucx_error_handling_mode": "none"})
         self._landing = torch.zeros(SMALL_BYTES // 2, dtype=torch.float16)
         self._agent.register_memory(self._landing)
-        meeting.tell(self._agent.get_agent_metadata())
-        name = self._agent.add_remote_agent(meeting.told())
+        rendezvous.send(self._agent.get_agent_metadata())
+        name = self._agent.add_remote_agent(rendezvous.recv())
         self._other = name.decode() if isinstance(name, bytes) else name
         self._done = 0
         self._memories: dict[int, int] = {}

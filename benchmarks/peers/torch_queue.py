@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import multiprocessing  # noqa: TID251 - it is what is measured
 
-from kvplug_bench.links import Link, Meeting
+from kvplug_bench.links import Link, Rendezvous
 
 
 class TorchQueue(Link):
@@ -15,20 +15,20 @@ class TorchQueue(Link):
     sent as it is would lie there from then on, and nothing would be copied when it is sent again.
     """
 
-    def __init__(self, meeting: Meeting) -> None:
+    def __init__(self, rendezvous: Rendezvous) -> None:
         from multiprocessing import current_process  # noqa: TID251 - it is what is measured
         from multiprocessing.connection import Client, Listener  # noqa: TID251
         from multiprocessing.reduction import ForkingPickler  # noqa: TID251
 
         multiprocessing.set_sharing_strategy("file_descriptor")
-        current_process().authkey = meeting.folder.encode()
-        path = f"{meeting.folder}/connection"
-        if meeting.is_first:
+        current_process().authkey = rendezvous.folder.encode()
+        path = f"{rendezvous.folder}/connection"
+        if rendezvous.is_first:
             with Listener(path, family="AF_UNIX") as listener:
-                meeting.tell(path)
+                rendezvous.send(path)
                 self._connection = listener.accept()
         else:
-            self._connection = Client(meeting.told(), family="AF_UNIX")
+            self._connection = Client(rendezvous.recv(), family="AF_UNIX")
         self._pickler = ForkingPickler
 
     def send(self, tensor: torch.Tensor) -> None:

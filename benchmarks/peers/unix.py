@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from kvplug_bench.links import Link, Meeting
+from kvplug_bench.links import Link, Rendezvous
 
 SPLIT_BYTES = 1 << 20
 
@@ -16,17 +16,17 @@ SPLIT_BYTES = 1 << 20
 class UnixSockets(Link):
     """``sendall`` from the tensor's memory, ``recv_into`` the receiver's."""
 
-    def __init__(self, meeting: Meeting, connections: int) -> None:
-        path = f"{meeting.folder}/socket"
+    def __init__(self, rendezvous: Rendezvous, connections: int) -> None:
+        path = f"{rendezvous.folder}/socket"
         self._sockets = []
-        if meeting.is_first:
+        if rendezvous.is_first:
             with socket.socket(socket.AF_UNIX) as listener:
                 listener.bind(path)
                 listener.listen()
-                meeting.tell(path)
+                rendezvous.send(path)
                 self._sockets = [listener.accept()[0] for _ in range(connections)]
         else:
-            path = meeting.told()
+            path = rendezvous.recv()
             for _ in range(connections):
                 self._sockets.append(socket.socket(socket.AF_UNIX))
                 self._sockets[-1].connect(path)

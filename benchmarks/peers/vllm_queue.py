@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from kvplug_bench.links import Lending, Link, Meeting
+from kvplug_bench.links import InPlaceBroadcast, Link, Rendezvous
 
 
 def _queue(**more: Any) -> Any:
@@ -32,12 +32,12 @@ def _reader(plain: dict[str, Any], rank: int) -> Any:
 class VllmPipe(Link):
     """Two queues, of one reader each."""
 
-    def __init__(self, meeting: Meeting, max_chunk_bytes: int, max_chunks: int) -> None:
+    def __init__(self, rendezvous: Rendezvous, max_chunk_bytes: int, max_chunks: int) -> None:
         sizes = {"max_chunk_bytes": max_chunk_bytes, "max_chunks": max_chunks}
         self._out = _queue(n_reader=1, n_local_reader=1, **sizes)
-        meeting.tell(_plain(self._out))
-        self._in = _reader(meeting.told(), 0)
-        first, second = (self._out, self._in) if meeting.is_first else (self._in, self._out)
+        rendezvous.send(_plain(self._out))
+        self._in = _reader(rendezvous.recv(), 0)
+        first, second = (self._out, self._in) if rendezvous.is_first else (self._in, self._out)
         first.wait_until_ready()
         second.wait_until_ready()
 
@@ -55,12 +55,12 @@ class VllmPipe(Link):
         del self._out, self._in  # their shared memory is unlinked with them
 
 
-class VllmBroadcast(Lending):
-    """One writer, many readers. With its arena readers look at large tensors where they lie."""
+class VllmBroadcast(InPlaceBroadcast):
+    """One writer, many readers. With its arena, readers read large tensors in place."""
 
-    def __init__(self, meeting: Meeting, max_chunk_bytes: int, max_chunks: int, arena: bool) -> None:
-        readers = meeting.size - 1
-        if meeting.is_first:
+    def __init__(self, rendezvous: Rendezvous, max_chunk_bytes: int, max_chunks: int, arena: bool) -> None:
+        readers = rendezvous.size - 1
+        if rendezvous.is_first:
             self._queue = _queue(
                 n_reader=readers,
                 n_local_reader=readers,
@@ -68,9 +68,9 @@ class VllmBroadcast(Lending):
                 max_chunks=max_chunks,
                 **({"enable_shm_tensor_arena": True} if arena else {}),
             )
-            meeting.tell(_plain(self._queue))
+            rendezvous.send(_plain(self._queue))
         else:
-            self._queue = _reader(meeting.told(), meeting.rank - 1)
+            self._queue = _reader(rendezvous.recv(), rendezvous.rank - 1)
         self._queue.wait_until_ready()
 
     def send(self, tensor: torch.Tensor) -> None:
@@ -80,10 +80,10 @@ class VllmBroadcast(Lending):
         got: torch.Tensor = self._queue.dequeue()
         return got
 
-    lend = send
+    send_in_place = send
 
     @contextlib.contextmanager
-    def look(self, like: torch.Tensor) -> Iterator[torch.Tensor]:
+    def view_in_place(self, like: torch.Tensor) -> Iterator[torch.Tensor]:
         yield self._queue.dequeue()
 
     def send_value(self, value: bytes) -> None:

@@ -9,22 +9,22 @@ from typing import Any, Final
 import attrs
 
 from kvplug.config.units import format_bytes
-from kvplug_bench.place import CPU, burst_bytes, kind_of
+from kvplug_bench.device import CPU, burst_bytes, kind_of
 
 INTO: Final = "into"
-"""Tensors are received into memory that is there, one right after the other: streaming."""
+"""Streaming: tensors are received into existing memory, one right after the other."""
 ALONE: Final = "alone"
-"""One tensor is received into memory that is there, after a pause in which both ends did nothing."""
+"""One tensor is received into existing memory, after a pause in which both ends were idle."""
 OWNED: Final = "owned"
-"""Each is received into a tensor of its own, after the one before it was dropped."""
+"""Each message is received into a new tensor, after the previous one was dropped."""
 KEPT: Final = "kept"
-"""The same, of a queue: each reader has its own."""
+"""The same for a queue: each reader receives into its own tensor."""
 LOOKED: Final = "looked"
-"""Readers of a queue look at what lies in its memory, and copy nothing."""
+"""Readers of a queue read messages in the queue's memory, without a copy."""
 LATENCY: Final = "latency"
-"""A small message that somebody waits for."""
+"""A small message whose receiver is already waiting."""
 WAKE: Final = "wake"
-"""The same, after a silence."""
+"""The same, after a pause."""
 
 PIPE, QUEUE, COPY = "pipe", "queue", "copy"
 OPS: Final = {
@@ -32,9 +32,9 @@ OPS: Final = {
     PIPE: (INTO, ALONE, OWNED, LATENCY, WAKE),
     QUEUE: (KEPT, LOOKED, LATENCY, WAKE),
 }
-"""What is measured of each kind. A copy is made by one process, and nothing crosses."""
+"""The ops of each kind. A copy is made by one process, without a transport."""
 BULK: Final = (INTO, ALONE, OWNED, KEPT, LOOKED)
-"""Those that are measured for each size; the others move one small message."""
+"""The ops that are measured for each size; the others move one small message."""
 
 
 @attrs.frozen(kw_only=True)
@@ -43,26 +43,26 @@ class Candidate:
 
     name: str
     kind: str
-    """Which of :data:`OPS` it is."""
+    """A key of :data:`OPS`."""
     link: str = ""
     """``"package.module:Class"`` of its ends: a ``Link`` for a pipe, a ``Broadcast`` for a queue."""
     arguments: Mapping[str, Any] = attrs.field(factory=dict)
-    """What ``link`` is called with besides the meeting. Plain values."""
+    """Arguments of ``link`` besides the rendezvous. Plain values."""
     baseline: bool = False
-    """Whether others are compared with it."""
+    """Whether other candidates are compared with it."""
     ops: tuple[str, ...] = attrs.field()
     largest_looked: int = 0
-    """The most bytes that readers can look at in place."""
+    """The largest message in bytes that readers can read in place."""
     skipped_because: str = ""
-    """Why it cannot be measured here, where that is known before it is tried."""
+    """Why it cannot be measured here, if this is known before a process starts."""
     python: str = sys.executable
-    """The interpreter of its processes, for libraries that are not installed in this one."""
+    """The Python of its processes, for libraries that are not installed in this one."""
     env: Mapping[str, str] = attrs.field(factory=dict)
     """Added to the environment of its processes."""
     devices: tuple[str, ...] = (CPU,)
-    """Where the tensors of each end lie; the last one goes for all further ends."""
+    """The device of each end's tensors; the last one applies to all further ends."""
     burst_bytes: int = attrs.field()
-    """How much is timed together."""
+    """The bytes that are timed together."""
 
     @ops.default
     def _all(self) -> tuple[str, ...]:
@@ -79,13 +79,13 @@ class Candidate:
         """Why it cannot do ``op`` with messages of that size; empty where it can."""
         if op == LOOKED and nbytes > self.largest_looked:
             if not self.largest_looked:
-                return "readers cannot look at its memory"
+                return "readers cannot read its memory in place"
             return f"larger than one of its chunks, {format_bytes(self.largest_looked)}"
         return ""
 
 
 def copy_on(device: str) -> Candidate:
-    """The ceiling: one thread's copy from the device's memory to the device's memory, both warm."""
+    """The upper bound: one thread's copy within the device's memory, source and destination warm."""
     return Candidate(name="memcpy", kind=COPY, baseline=True, devices=(device,))
 
 
@@ -95,11 +95,11 @@ _ZMQ: Final = {PIPE: "kvplug_bench.zeromq:ZeroMQ", QUEUE: "kvplug_bench.zeromq:Z
 _LINKS: Final = {"gloo": _GLOO, "zmq": _ZMQ}
 
 BASELINES: Final = ("memcpy", *_LINKS)
-"""What a transport can be compared with by name."""
+"""Names that ``--baseline`` accepts."""
 
 
 def baseline(name: str, kinds: set[str], devices: tuple[str, ...] = (CPU,)) -> tuple[Candidate, ...]:
-    """The baseline ``name``, as each of the ``kinds`` that are measured, on the ``devices`` of the ends."""
+    """The baseline ``name``: a candidate for each of the ``kinds``, on the ``devices`` of the ends."""
     if name == MEMCPY.name:
         return (copy_on(devices[0]),)
     elsewhere = "" if kind_of(devices[0]) == CPU else "it moves CPU tensors"

@@ -1,4 +1,4 @@
-"""Which transports are meant, and what stands against measuring them here."""
+"""Which transports a command line names, and why some of them cannot be measured here."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from kvplug.errors import PluginLoadError, UnknownTransportError
 from kvplug.transport.capabilities import Requirements
 from kvplug.transport.spec import TRANSPORTS, Kind, TransportSpec
 from kvplug_bench.candidate import Candidate
-from kvplug_bench.place import CPU, kind_of
+from kvplug_bench.device import CPU, kind_of
 
 _KEYS: Final = {Kind.PIPE: "transport", Kind.QUEUE: "queue"}
-"""What a config calls the one that it names."""
+"""The config key that names the transport, by kind."""
 _LINKS: Final = {
     Kind.PIPE: "kvplug_bench.transports:PipeLink",
     Kind.QUEUE: "kvplug_bench.transports:QueueLink",
@@ -36,13 +36,15 @@ def transports(
 ) -> list[Candidate]:
     """The pipes and message queues of these names (``NAME`` or ``KIND:NAME``), or all that "auto" considers.
 
-    ``path`` and ``overrides`` say of what configuration their options are, ``devices`` where the tensors of
-    each end lie.
+    Args:
+        path: the configuration file of their options.
+        overrides: ``key=value`` of the configuration.
+        devices: the device of each end's tensors.
 
     Raises:
-        UnknownTransportError: no pipe and no queue is called so; says what is, and which is near.
+        UnknownTransportError: no pipe and no queue has this name; lists the known names and a similar one.
         AmbiguousNameError: two plugins offer it.
-        ConfigError: that configuration is wrong, or their options are; every fault of the first.
+        ConfigError: the configuration, or the options of a transport, are wrong; every fault of the first.
     """
     resolved = ResolvedConfig(Config.load(path, overrides=overrides), registry)
     chosen = []
@@ -100,7 +102,7 @@ def _unknown(registry: Registry, name: str, kinds: Sequence[Kind]) -> UnknownTra
 
 
 def _against(spec: TransportSpec, resolved: ResolvedConfig, device: str) -> str:
-    """Why it cannot be measured; a transport that goes around another shares what stands against that one."""
+    """Why the transport cannot be measured; empty if it can."""
     try:
         resolved.options_of(spec)
     except PluginLoadError as e:

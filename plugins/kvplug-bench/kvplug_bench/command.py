@@ -1,4 +1,4 @@
-"""``kvplug bench``: how fast transports are on this host, beside what else moves tensors there."""
+"""``kvplug bench``: the speed of transports on this host, beside other ways to move tensors there."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ from kvplug.transport.queue import MAX_CHUNK_BYTES, MAX_CHUNKS
 from kvplug_bench.candidate import BASELINES, Candidate, baseline
 from kvplug_bench.choice import transports
 from kvplug_bench.content import SMALLEST
-from kvplug_bench.interrupts import held_back
-from kvplug_bench.place import CPU, kind_of
+from kvplug_bench.device import CPU, kind_of
+from kvplug_bench.interrupts import deferred_interrupts
 from kvplug_bench.plot import FORMATS, check_plot, save_plot
 from kvplug_bench.rounds import Outcome, Plan, run_rounds
 from kvplug_bench.rows import COLUMNS, Comparison, cells, compare, refused
 
-_TOLD = "failed; what its process said last:"
+_FAILED = "failed; the last output of its process:"
 _INTERRUPTED = 130
-"""The exit code that shells give to what SIGINT has ended."""
+"""The exit code that shells report for a process that SIGINT ended."""
 
 
 class _Stoppable(click.Command):
-    """Ended by Ctrl-C it says so."""
+    """A command that prints "stopped" when Ctrl-C ends it."""
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -49,7 +49,7 @@ class _Stoppable(click.Command):
 
 
 def _list(_: click.Context, __: click.Parameter, text: str | None) -> tuple[str, ...]:
-    """``A,B``, each once."""
+    """The names in ``A,B``, without duplicates."""
     return tuple(dict.fromkeys(name for each in (text or "").split(",") if (name := each.strip())))
 
 
@@ -58,7 +58,7 @@ def _baselines(context: click.Context, parameter: click.Parameter, text: str) ->
     for name in names:
         if name not in BASELINES:
             hint = did_you_mean(name, BASELINES) or f"; known are {', '.join(BASELINES)}"
-            raise click.BadParameter(f"no baseline is called {name!r}{hint}")
+            raise click.BadParameter(f"there is no baseline {name!r}{hint}")
     return names
 
 
@@ -74,7 +74,7 @@ def _sizes(context: click.Context, parameter: click.Parameter, text: str) -> tup
     wrong = [size for size in sizes if size < SMALLEST or size % 4]
     if wrong or not sizes:
         given = f"; {format_bytes(wrong[0])} was given" if wrong else ""
-        raise click.BadParameter(f"a message has {SMALLEST} bytes at least, and a multiple of 4{given}")
+        raise click.BadParameter(f"sizes are multiples of 4, and at least {SMALLEST} bytes{given}")
     return tuple(sorted(sizes))
 
 
@@ -82,9 +82,9 @@ def _devices(_: click.Context, __: click.Parameter, text: str | None) -> tuple[s
     names = tuple(each.strip() for each in (text or "").split(",") if each.strip())
     wrong = next((name for name in names if not DEVICE.fullmatch(name)), None)
     if wrong is not None or (text and not names):
-        raise click.BadParameter(f'{wrong or text!r} is no device such as "cpu", "cuda" or "cuda:1"')
+        raise click.BadParameter(f'{wrong or text!r} is not a device such as "cpu", "cuda" or "cuda:1"')
     if len(names) > 2 or len({kind_of(name) for name in names}) > 1:
-        raise click.BadParameter(f"{text!r} is not one device, and not two of a kind")
+        raise click.BadParameter(f"{text!r} is neither one device nor two of the same kind")
     return names
 
 
@@ -97,7 +97,7 @@ def _seconds(_: click.Context, __: click.Parameter, text: str) -> float:
 
 def _picture(_: click.Context, __: click.Parameter, path: str | None) -> str | None:
     if path is not None and Path(path).suffix.lower() not in FORMATS:
-        raise click.BadParameter(f"{path!r} is no {' or '.join(FORMATS)} file")
+        raise click.BadParameter(f"{path!r} is not a {' or '.join(FORMATS)} file")
     return path
 
 
@@ -107,7 +107,7 @@ def _picture(_: click.Context, __: click.Parameter, path: str | None) -> str | N
     "names",
     metavar="A,B",
     callback=_list,
-    help="Pipes and message queues, as NAME or KIND:NAME; else all that can be chosen without being named.",
+    help='Pipes and message queues to measure, as NAME or KIND:NAME; by default all that "auto" considers.',
 )
 @click.option(
     "--baseline",
@@ -115,38 +115,42 @@ def _picture(_: click.Context, __: click.Parameter, path: str | None) -> str | N
     metavar="A,B",
     default=",".join(BASELINES),
     callback=_baselines,
-    help='What they are compared with: memcpy, gloo, zmq; all of them unless given, "" for none.',
+    help='What to compare them with: memcpy, gloo, zmq; by default all of these, "" for none.',
 )
 @click.option(
     "--sizes",
     metavar="A,B",
     default="64KiB,1MiB,16MiB,64MiB",
     callback=_sizes,
-    help="Of the tensors, with units: 64KiB,1MiB,16MiB,64MiB unless given.",
+    help="Sizes of the tensors, with units; by default 64KiB,1MiB,16MiB,64MiB.",
 )
 @click.option(
     "--rounds",
     metavar="N",
     type=click.IntRange(min=1),
     default=5,
-    help="Everything takes its turn in each round; 5 unless given.",
+    help="How often each transport and each baseline is measured, in turns; by default 5.",
 )
 @click.option(
-    "--readers", metavar="N", type=click.IntRange(1, 64), default=1, help="Of each queue; 1 unless given."
+    "--readers",
+    metavar="N",
+    type=click.IntRange(1, 64),
+    default=1,
+    help="How many readers each queue has; by default 1.",
 )
 @click.option(
     "--chunk-bytes",
     metavar="SIZE",
     default=format_bytes(MAX_CHUNK_BYTES),
     callback=_size,
-    help="Of a queue's places for messages; 24 MiB unless given.",
+    help="The size of a queue's chunks, each of which holds one message; by default 24 MiB.",
 )
 @click.option(
     "--chunks",
     metavar="N",
     type=click.IntRange(min=1),
     default=MAX_CHUNKS,
-    help="How many places a queue has; 10 unless given.",
+    help="How many chunks a queue has; by default 10.",
 )
 @click.option(
     "--idle",
@@ -154,21 +158,21 @@ def _picture(_: click.Context, __: click.Parameter, path: str | None) -> str | N
     metavar="DURATION",
     default="1 s",
     callback=_seconds,
-    help="How long a receiver waits while its CPU is watched, 0 for not at all; 1 s unless given.",
+    help="How long a waiting receiver's CPU time is measured, 0 to skip this; by default 1 s.",
 )
 @click.option(
     "--device",
     "devices",
     metavar="NAME[,NAME]",
     callback=_devices,
-    help='Where the tensors lie, "cpu" or "cuda"; two, "cuda:0,cuda:1", for the sender and the receiver. From'
-    " the config unless given.",
+    help='The device of the tensors, "cpu" or "cuda", or one each for sender and receiver: "cuda:0,cuda:1";'
+    " by default the config's.",
 )
-@click.option("--config", "path", metavar="FILE", help="Where the options of the transports are set.")
+@click.option("--config", "path", metavar="FILE", help="A config file with the options of the transports.")
 @click.option(
-    "--plot", metavar="FILE", callback=_picture, help="Draw size against GB/s into a .png or .svg file."
+    "--plot", metavar="FILE", callback=_picture, help="Draw GB/s over size into a .png or .svg file."
 )
-@click.option("--json", "as_json", is_flag=True, help="For programs.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
 def bench(
     names: tuple[str, ...],
@@ -185,10 +189,10 @@ def bench(
     as_json: bool,
     overrides: tuple[str, ...],
 ) -> None:
-    """Measure how fast transports are on this host, beside what else moves tensors there.
+    """Measure the speed of transports on this host, beside other ways to move tensors there.
 
-    Everything takes turns, each time in fresh processes, and every message's content is checked. Options of
-    a transport are set as always: KEY=VALUE (options.cpu.connections=1), environment, file.
+    All are measured in turns, each time in fresh processes, and the content of messages is checked. Options
+    of a transport are set as in any config: KEY=VALUE (options.cpu.connections=1), environment, file.
     """
     if plot is not None:
         check_plot()
@@ -207,7 +211,7 @@ def bench(
     if importlib.util.find_spec("torch") is None:
         raise UnsupportedError("kvplug bench moves tensors, and torch is not installed: pip install torch")
     plan = Plan(sizes=sizes, rounds=rounds, readers=readers, idle_s=idle_s)
-    with held_back(), _progress(len(candidates) * rounds) as turn:
+    with deferred_interrupts(), _progress(len(candidates) * rounds) as turn:
         outcomes = run_rounds(candidates, plan, turn)
     compared = [
         comparison
@@ -236,18 +240,18 @@ def _show(compared: Sequence[Comparison], plan: Plan, devices: Sequence[str]) ->
 
 
 def _tell_failures(outcomes: Sequence[Outcome]) -> None:
-    """With the last words of each, and exit code 1."""
+    """Print the last output of each candidate that failed, and exit with code 1."""
     failed = [outcome for outcome in outcomes if outcome.failed]
     for outcome in failed:
         what = f"{outcome.candidate.kind} {outcome.candidate.name}"
-        click.echo(f"kvplug: {what} {_TOLD}\n{outcome.last_words}", err=True)
+        click.echo(f"kvplug: {what} {_FAILED}\n{outcome.last_output}", err=True)
     if failed:
         sys.exit(1)
 
 
 @contextmanager
 def _progress(turns: int) -> Iterator[Callable[[Candidate, int], None] | None]:
-    """A bar on a terminal's stderr; elsewhere nothing."""
+    """A progress bar if stderr is a terminal, else nothing."""
     if not sys.stderr.isatty():
         yield None
         return

@@ -1,27 +1,27 @@
-"""What is sent, and whether it arrived. All of it is done outside of the time that is measured."""
+"""Makes and checks the content of messages. None of this happens inside the measured time."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvplug_bench.place import CPU
+from kvplug_bench.device import CPU
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 SMALLEST = 64
-"""Bytes of the smallest message, which is that of the latency. Every size is a multiple of 4."""
+"""Bytes of the smallest message, with which latency is measured. Every size is a multiple of 4."""
 
 
 def content(nbytes: int, device: str = CPU) -> Tensor:
-    """float16 in which every four bytes are different, so that nothing can be swapped unseen."""
+    """A float16 tensor in which every four bytes are different, so that swapped parts are noticed."""
     import torch
 
     return torch.arange(nbytes // 4, dtype=torch.int32, device=device).view(torch.float16)
 
 
 def stamp(tensor: Tensor, number: int) -> None:
-    """Make the next message another one than the last, at both its ends."""
+    """Make the message different from the previous one, at its beginning and at its end."""
     import torch
 
     words = tensor.view(torch.int32)
@@ -29,7 +29,7 @@ def stamp(tensor: Tensor, number: int) -> None:
 
 
 def check(got: Tensor, expected: Tensor) -> None:
-    """Raises AssertionError: the content was changed on its way."""
+    """Raises AssertionError: the received content differs from the sent one."""
     import torch
 
     if not torch.equal(got.view(-1).view(torch.int32), expected.view(torch.int32)):

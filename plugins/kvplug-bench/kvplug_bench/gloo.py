@@ -1,34 +1,34 @@
-"""torch.distributed with gloo, which receives into memory that is there."""
+"""torch.distributed with gloo, which receives into existing memory."""
 
 from __future__ import annotations
 
 import os
 from typing import TYPE_CHECKING, Any
 
-from kvplug_bench.links import Broadcast, Link, Meeting, UnavailableError
+from kvplug_bench.links import Broadcast, Link, Rendezvous, UnavailableError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-def _group(meeting: Meeting) -> Any:
+def _group(rendezvous: Rendezvous) -> Any:
     """torch.distributed, with a group of all ends over loopback."""
     import torch.distributed as dist
 
     if not (dist.is_available() and dist.is_gloo_available()):
         raise UnavailableError("this torch is built without gloo")
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    where = f"file://{meeting.folder}/store"
-    dist.init_process_group("gloo", init_method=where, rank=meeting.rank, world_size=meeting.size)
+    where = f"file://{rendezvous.folder}/store"
+    dist.init_process_group("gloo", init_method=where, rank=rendezvous.rank, world_size=rendezvous.size)
     return dist
 
 
 class Gloo(Link):
     """``send`` and ``recv``."""
 
-    def __init__(self, meeting: Meeting) -> None:
-        self._dist = _group(meeting)
-        self._other = 1 - meeting.rank
+    def __init__(self, rendezvous: Rendezvous) -> None:
+        self._dist = _group(rendezvous)
+        self._other = 1 - rendezvous.rank
 
     def send(self, tensor: Tensor) -> None:
         self._dist.send(tensor, self._other)
@@ -50,8 +50,8 @@ class Gloo(Link):
 class GlooBroadcast(Broadcast):
     """``broadcast``."""
 
-    def __init__(self, meeting: Meeting) -> None:
-        self._dist = _group(meeting)
+    def __init__(self, rendezvous: Rendezvous) -> None:
+        self._dist = _group(rendezvous)
 
     def send(self, tensor: Tensor) -> None:
         self._dist.broadcast(tensor, 0)

@@ -1,8 +1,8 @@
-"""Ctrl-C while processes are measured: heard at once, raised where nothing is half done.
+"""Ctrl-C while processes are measured: noticed at once, raised only at points where nothing is half done.
 
-A KeyboardInterrupt can come between any two steps of the main thread. Where that has just taken the lock of a
-future, the thread of that future waits for it without end. Where it has just started one more process, nobody
-ends that. In the middle of a finalizer it is printed and forgotten.
+Python may raise KeyboardInterrupt between any two steps of the main thread. If the main thread has just taken
+the lock of a future, the future's thread waits for that lock without end. If it has just started a process,
+nothing ends that process. Inside a finalizer the exception is printed and lost.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
-class Interrupts:
-    """The handler of SIGINT in a block of :func:`held_back`, and what the block asks."""
+class DeferredInterrupts:
+    """The SIGINT handler in a block of :func:`deferred_interrupts`; the block asks it for interrupts."""
 
     def __init__(self) -> None:
         self._came = False
         self._awaited: SimpleQueue[Any] | None = None
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        """Raises KeyboardInterrupt: it is not the first."""
+        """Raises KeyboardInterrupt: this is the second SIGINT."""
         if self._came:
             signal.default_int_handler(number, frame)
         self._came = True
@@ -34,12 +34,12 @@ class Interrupts:
             self._awaited.put(None)  # the one call that a handler may make while its own thread waits there
 
     def check(self) -> None:
-        """Raises KeyboardInterrupt: one came."""
+        """Raises KeyboardInterrupt: a SIGINT came."""
         if self._came:
             raise KeyboardInterrupt
 
     def get(self, queue: SimpleQueue[T]) -> T:
-        """The next of ``queue``, which nobody else reads. Raises KeyboardInterrupt: one came."""
+        """The next item of ``queue``, which has no other reader. Raises KeyboardInterrupt: a SIGINT came."""
         self._awaited = queue
         self.check()
         got = queue.get()
@@ -48,17 +48,17 @@ class Interrupts:
 
 
 @contextmanager
-def held_back() -> Iterator[Interrupts]:
-    """In the block SIGINT raises only where that is asked for, and at the end; a second one does at once.
+def deferred_interrupts() -> Iterator[DeferredInterrupts]:
+    """In the block, SIGINT raises only at ``check``, ``get`` and the end; a second SIGINT raises at once.
 
-    In a block within the block that of the outer one goes on. Where SIGINT is handled otherwise, and in other
-    threads than the main one, nothing is changed.
+    A nested block shares the handler of the outer one. In a thread that is not the main one, and where SIGINT
+    has another handler than Python's default, the block changes nothing.
 
     Raises:
-        KeyboardInterrupt: one came.
+        KeyboardInterrupt: a SIGINT came.
     """
     before = signal.getsignal(signal.SIGINT)
-    interrupts = before if isinstance(before, Interrupts) else Interrupts()
+    interrupts = before if isinstance(before, DeferredInterrupts) else DeferredInterrupts()
     is_main = threading.current_thread() is threading.main_thread()
     is_ours = is_main and before is signal.default_int_handler
     if is_ours:

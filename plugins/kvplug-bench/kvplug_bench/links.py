@@ -1,4 +1,4 @@
-"""The ends that are measured: what each candidate implements. ``Tensor`` is ``torch.Tensor``, of float16."""
+"""The interface of a candidate's ends. ``Tensor`` is ``torch.Tensor``, of float16."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import attrs
 if TYPE_CHECKING:
     from torch import Tensor
 
-MEETING_S = 120.0
+RENDEZVOUS_TIMEOUT_S = 120.0
 """How long the ends of a candidate wait for each other."""
 
 
@@ -21,20 +21,20 @@ class UnavailableError(Exception):
 
 
 @attrs.frozen(kw_only=True)
-class Meeting:
-    """How the ends of one candidate find each other."""
+class Rendezvous:
+    """What the ends of one candidate use to find each other."""
 
     rank: int
     """0 is the first end, the writer of a queue."""
     size: int
     folder: str
-    """An empty one, for sockets and files that have to have a name."""
-    tell: Callable[[Any], None]
-    """Give a plain value to all others."""
-    told: Callable[[], Any]
-    """The next value that another end has told."""
+    """An empty folder for sockets and files that need a path."""
+    send: Callable[[Any], None]
+    """Send a plain value to all other ends."""
+    recv: Callable[[], Any]
+    """The next value that another end has sent."""
     device: str = "cpu"
-    """Where this end's tensors lie."""
+    """The device of this end's tensors."""
 
     @property
     def is_first(self) -> bool:
@@ -42,15 +42,15 @@ class Meeting:
 
 
 class Link(abc.ABC):
-    """One of two ends, each of which sends to the other. Made with a :class:`Meeting`.
+    """One of two ends, each of which sends to the other. Made with a :class:`Rendezvous`.
 
     Raises:
-        UnavailableError, ImportError: it cannot work here; it is left out, and said why.
+        UnavailableError, ImportError: it cannot work here; the candidate is skipped with this reason.
     """
 
     @abc.abstractmethod
     def send(self, tensor: Tensor) -> None:
-        """Return when the next can be sent; ``tensor`` is not touched before the other end has answered."""
+        """Return when the next can be sent; ``tensor`` is not changed before the other end has answered."""
 
     @abc.abstractmethod
     def receive(self, out: Tensor) -> None:
@@ -65,23 +65,23 @@ class Link(abc.ABC):
 
 
 class Broadcast(abc.ABC):
-    """The end of the writer, or of one reader. Made with a :class:`Meeting`, and ready at all ends then.
+    """The end of the writer, or of one reader. Made with a :class:`Rendezvous`; all ends are ready then.
 
     Raises:
-        UnavailableError, ImportError: it cannot work here; it is left out, and said why.
+        UnavailableError, ImportError: it cannot work here; the candidate is skipped with this reason.
     """
 
     @abc.abstractmethod
     def send(self, tensor: Tensor) -> None:
-        """To every reader; ``tensor`` is not touched before they have answered."""
+        """Send to every reader; ``tensor`` is not changed before all of them have answered."""
 
     @abc.abstractmethod
     def receive(self, like: Tensor) -> Tensor:
-        """The next tensor, of the same size as ``like``, to be kept."""
+        """The next tensor, of the same size as ``like``, in memory that the caller may keep."""
 
     @abc.abstractmethod
     def send_value(self, value: bytes) -> None:
-        """A small value, to every reader."""
+        """Send a small value to every reader."""
 
     @abc.abstractmethod
     def receive_value(self, nbytes: int) -> None:
@@ -91,13 +91,13 @@ class Broadcast(abc.ABC):
     def close(self) -> None: ...
 
 
-class Lending(Broadcast):
-    """One whose readers can look at a tensor where it lies: what the op "looked" wants."""
+class InPlaceBroadcast(Broadcast):
+    """A broadcast whose readers can read a tensor without copying it, as the op "looked" requires."""
 
     @abc.abstractmethod
-    def lend(self, tensor: Tensor) -> None:
-        """Send a tensor so that readers can :meth:`look` at it."""
+    def send_in_place(self, tensor: Tensor) -> None:
+        """Send a tensor so that readers can get it by :meth:`view_in_place`."""
 
     @abc.abstractmethod
-    def look(self, like: Tensor) -> AbstractContextManager[Tensor]:
-        """The next tensor where it lies, while the block lasts."""
+    def view_in_place(self, like: Tensor) -> AbstractContextManager[Tensor]:
+        """The next tensor in the transport's own memory, valid inside the block."""

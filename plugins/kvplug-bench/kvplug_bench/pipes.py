@@ -1,4 +1,4 @@
-"""Both ends of what moves tensors between two processes, timed."""
+"""Times a pipe: the loops of its sender and of its receiver."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from kvplug_bench.stopwatch import BURSTS, PAUSE_S, Stopwatch, in_burst
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from kvplug_bench.device import TimedDevice
     from kvplug_bench.links import Link
-    from kvplug_bench.place import Place
 
 WARM_TRIPS = 200
 TRIPS = 1000
 
 
-def run_sender(link: Link, task: Mapping[str, Any], place: Place) -> dict[str, Any]:
-    """From the call of the first send of a burst until the receiver's answer is here."""
-    answer = content(SMALLEST, place.name)
+def run_sender(link: Link, task: Mapping[str, Any], device: TimedDevice) -> dict[str, Any]:
+    """Time each burst from the call of its first send until the receiver's answer has arrived."""
+    answer = content(SMALLEST, device.name)
     figures: dict[str, Any] = {}
     for op, nbytes in task["bulk"]:
-        source, watch = content(nbytes, place.name), Stopwatch()
+        source, watch = content(nbytes, device.name), Stopwatch()
         count = 1 if op == ALONE else in_burst(nbytes, task["burst_bytes"])
         for number in range(BURSTS):
             stamp(source, number)
-            place.finish()
+            device.synchronize()
             link.receive(answer)  # the receiver is ready
             if op == ALONE:
                 time.sleep(PAUSE_S)
@@ -40,7 +40,7 @@ def run_sender(link: Link, task: Mapping[str, Any], place: Place) -> dict[str, A
             watch.stop()
         figures[f"{op} {nbytes}"] = watch.plain()
     if LATENCY in task["small"]:
-        figures[LATENCY] = _trips(link, task["latency_bytes"], place)
+        figures[LATENCY] = _trips(link, task["latency_bytes"], device)
     if WAKE in task["small"]:
         link.receive(answer)
         time.sleep(task["idle_s"])
@@ -50,35 +50,35 @@ def run_sender(link: Link, task: Mapping[str, Any], place: Place) -> dict[str, A
     return figures
 
 
-def run_receiver(link: Link, task: Mapping[str, Any], place: Place) -> dict[str, Any]:
-    """Answers each burst, then looks at its last message. Its time counts from ready to answered."""
-    ping = content(SMALLEST, place.name)
+def run_receiver(link: Link, task: Mapping[str, Any], device: TimedDevice) -> dict[str, Any]:
+    """Answer each burst, then check its last message. Its time counts from ready to answered."""
+    ping = content(SMALLEST, device.name)
     figures: dict[str, Any] = {}
     for op, nbytes in task["bulk"]:
-        expected, watch = content(nbytes, place.name), Stopwatch()
+        expected, watch = content(nbytes, device.name), Stopwatch()
         count, out = 1 if op == ALONE else in_burst(nbytes, task["burst_bytes"]), expected.clone()
         for number in range(BURSTS):
             stamp(expected, number)
             out.zero_()
-            place.finish()
+            device.synchronize()
             watch.start()
             link.send(ping)
             got = _burst(link, op, out, count)
-            place.finish()
+            device.synchronize()
             link.send(ping)
             watch.stop()
             check(got, expected)
             del got
         figures[f"{op} {nbytes}"] = watch.plain()
     if LATENCY in task["small"]:
-        trip, back = (content(task["latency_bytes"], place.name) for _ in range(2))
+        trip, back = (content(task["latency_bytes"], device.name) for _ in range(2))
         for _ in range(WARM_TRIPS + TRIPS):
             link.receive(back)
             link.send(trip)
     if WAKE in task["small"]:
         link.send(ping)
         cpu, begun = time.process_time(), time.perf_counter()
-        link.receive(content(SMALLEST, place.name))
+        link.receive(content(SMALLEST, device.name))
         woken = time.perf_counter()
         figures[WAKE] = {"received": [woken], "idle": (time.process_time() - cpu) / (woken - begun)}
         link.send(ping)
@@ -86,7 +86,7 @@ def run_receiver(link: Link, task: Mapping[str, Any], place: Place) -> dict[str,
 
 
 def _burst(link: Link, op: str, out: Tensor, count: int) -> Tensor:
-    """The last message of so many."""
+    """Receive ``count`` messages; returns the last one."""
     got = out
     for _ in range(count):
         if op == OWNED:
@@ -97,10 +97,10 @@ def _burst(link: Link, op: str, out: Tensor, count: int) -> Tensor:
     return got
 
 
-def _trips(link: Link, nbytes: int, place: Place) -> dict[str, Any]:
-    """Halves of round trips."""
-    ping, answer = content(nbytes, place.name), content(nbytes, place.name)
-    place.finish()
+def _trips(link: Link, nbytes: int, device: TimedDevice) -> dict[str, Any]:
+    """Seconds of half a round trip, many times."""
+    ping, answer = content(nbytes, device.name), content(nbytes, device.name)
+    device.synchronize()
     seconds = []
     for _ in range(WARM_TRIPS + TRIPS):
         began = time.perf_counter()

@@ -13,23 +13,23 @@ from kvplug_bench.rows import Row
 
 FORMATS: Final = (".png", ".svg")
 MANY: Final = 6
-"""More lines have their names beside the plot."""
+"""With more lines than this, the legend stands beside the plot."""
 _STYLES: Final = ("-", ":", "-.")
-"""Of the ops of one name, which share a colour."""
+"""Line styles of the ops of one candidate, which share a colour."""
 
 
 def check_plot() -> None:
-    """Before anything is measured.
+    """Check before anything is measured that a plot can be drawn.
 
     Raises:
-        UnsupportedError: matplotlib is not installed, and how to get it.
+        UnsupportedError: matplotlib is not installed; says how to get it.
     """
     if importlib.util.find_spec("matplotlib") is None:
         raise UnsupportedError("a plot needs matplotlib: pip install matplotlib")
 
 
 def save_plot(rows: Sequence[Row], path: str) -> None:
-    """Draw what crossed, pipes and queues side by side, with memcpy as the ceiling.
+    """Draw the speeds of pipes and queues side by side, with memcpy as the upper bound.
 
     Raises:
         UnsupportedError: matplotlib is not installed.
@@ -61,7 +61,7 @@ def save_plot(rows: Sequence[Row], path: str) -> None:
 
 
 def _lines(rows: Sequence[Row], kind: str) -> Iterator[tuple[str, list[tuple[int, float]], dict[str, str]]]:
-    """Label, points and look: memcpy, then each op of each name."""
+    """Label, points and style of each line: memcpy, then each op of each candidate."""
     points: dict[tuple[str, str], list[tuple[int, float]]] = {}
     for row in sorted(rows, key=lambda row: row.kind != COPY):
         if row.kind in (kind, COPY) and row.op and row.bytes is not None and row.gb_per_s is not None:

@@ -14,6 +14,6 @@ def kvplug_commands() -> list[CommandSpec]:
         CommandSpec(
             name="bench",
             target="kvplug_bench.command:bench",
-            summary="How fast transports are on this host.",
+            summary="Measure the speed of transports on this host",
         )
     ]

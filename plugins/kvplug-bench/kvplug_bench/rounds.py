@@ -1,4 +1,4 @@
-"""Every candidate takes its turn in each round, with fresh processes each time."""
+"""Measures every candidate in turn in each round, with fresh processes each time."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ import attrs
 from kvplug.errors import KvplugError
 from kvplug_bench.candidate import ALONE, BULK, COPY, LATENCY, QUEUE, WAKE, Candidate
 from kvplug_bench.content import SMALLEST
-from kvplug_bench.interrupts import Interrupts, held_back
+from kvplug_bench.interrupts import DeferredInterrupts, deferred_interrupts
 from kvplug_bench.links import UnavailableError
 from kvplug_bench.queues import VALUE
 from kvplug_bench.stopwatch import in_burst
-from kvplug_bench.worker import FIGURES, TOLD, UNAVAILABLE, take_part
+from kvplug_bench.worker import FIGURES, RENDEZVOUS, UNAVAILABLE, take_part
 from kvplug_testing import peers
 
 LIFE_S = 300.0
 SETTLE_S = 1.0
-"""When one end fails the others follow; what they say is waited for so long."""
+"""When one end fails, the other ends fail too; this is how long their reports are waited for."""
 
 _FOLLOWS = {"PeerGoneError", "EOFError", "ConnectionResetError", "BrokenPipeError"}
-"""What is raised where the other end is gone."""
+"""Errors that an end raises because the other end is gone."""
 
 
 @attrs.frozen(kw_only=True)
@@ -41,18 +41,18 @@ class Plan:
     readers: int = 1
     """Of each queue."""
     idle_s: float = 1.0
-    """How long a receiver waits, to be woken then; 0 leaves it out."""
+    """How long a receiver waits before it is woken; 0 skips this op."""
     latency_bytes: int = SMALLEST
-    """Of the messages of a pipe whose latency is measured."""
+    """The message size of a pipe's latency test."""
     life_s: float = LIFE_S
-    """A measuring process that has not ended by then, idleness aside, is ended; its candidate has failed."""
+    """A measuring process that runs longer, ``idle_s`` aside, is ended, and its candidate has failed."""
     limit_s: float = math.inf
-    """Of all rounds: another one is begun if it should end by then. There is always a first."""
+    """Limit of all rounds: another round starts only if it should end before. The first one always runs."""
 
 
 @attrs.frozen(kw_only=True)
 class Figures:
-    """One op of one candidate in one round; or in all of them, as medians."""
+    """The results of one op of one candidate, in one round or as medians over all rounds."""
 
     op: str
     nbytes: int
@@ -66,24 +66,24 @@ class Figures:
 
 @attrs.define(kw_only=True)
 class Outcome:
-    """What came of one candidate."""
+    """The results of one candidate."""
 
     candidate: Candidate
     rounds: list[list[Figures]] = attrs.field(factory=list)
-    """Empty where it was not measured; else every round has the same ops and sizes."""
+    """Empty if it was not measured; else every round has the same ops and sizes."""
     skipped_because: str = ""
     failed: bool = False
-    """Whether that was found out by failing; then ``last_words`` is all that is known."""
-    last_words: str = ""
+    """Whether it was skipped because it failed; then ``last_output`` says how."""
+    last_output: str = ""
 
 
 def run_rounds(
     candidates: Sequence[Candidate], plan: Plan, turn: Callable[[Candidate, int], None] | None = None
 ) -> list[Outcome]:
-    """Measure all candidates, in turns. Each round begins with another one.
+    """Measure all candidates in turns. Each round begins with another candidate.
 
-    ``turn`` is called before each turn with its candidate and the number of the round. One that cannot work
-    here, or fails, is left out from then on.
+    ``turn`` is called before each measurement with its candidate and the number of the round. A candidate
+    that cannot work here, or fails, is skipped from then on.
     """
     outcomes = [Outcome(candidate=each, skipped_because=each.skipped_because) for each in candidates]
     began = time.monotonic()
@@ -102,24 +102,24 @@ def run_rounds(
 
 def _take_turn(outcome: Outcome, plan: Plan) -> None:
     try:
-        outcome.rounds.append(one_turn(outcome.candidate, plan))
+        outcome.rounds.append(measure_once(outcome.candidate, plan))
     except UnavailableError as e:
         outcome.skipped_because = str(e)
     except KvplugError as e:
         outcome.failed = True
-        outcome.last_words = str(e)
+        outcome.last_output = str(e)
         outcome.skipped_because = f"failed: {_last_line(str(e))}"
     if outcome.skipped_because:
         outcome.rounds.clear()
 
 
-def one_turn(candidate: Candidate, plan: Plan) -> list[Figures]:
+def measure_once(candidate: Candidate, plan: Plan) -> list[Figures]:
     """One round of one candidate.
 
     Raises:
         UnavailableError: it cannot work here.
-        KvplugError: a process of it died, raised or did not end; holds its last words.
-        KeyboardInterrupt: after the last of its processes is gone.
+        KvplugError: a process of it died, raised or did not end; contains its last output.
+        KeyboardInterrupt: a SIGINT came; raised after the last of its processes is gone.
     """
     size = {COPY: 1, QUEUE: 1 + plan.readers}.get(candidate.kind, 2)
     bulk = [
@@ -142,7 +142,7 @@ def one_turn(candidate: Candidate, plan: Plan) -> list[Figures]:
     }
     target = f"{take_part.__module__}:{take_part.__name__}"
     life_s = plan.life_s + plan.idle_s
-    with held_back() as interrupts, ExitStack() as stack:
+    with deferred_interrupts() as interrupts, ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="kvplug-bench-"))
         pool = stack.enter_context(ThreadPoolExecutor(size, thread_name_prefix="kvplug bench"))
         ends: list[peers.Peer] = []
@@ -168,7 +168,7 @@ def one_turn(candidate: Candidate, plan: Plan) -> list[Figures]:
 
 
 def _attend(end: peers.Peer, ends: Sequence[peers.Peer], life_s: float) -> dict[str, Any]:
-    """Carry what one end tells to the others, until it has its figures. A thread for each end."""
+    """Forward what one end sends to the other ends, until it reports its figures. A thread for each end."""
     while True:
         said, value = end.recv(life_s + SETTLE_S)
         if said == FIGURES:
@@ -176,18 +176,20 @@ def _attend(end: peers.Peer, ends: Sequence[peers.Peer], life_s: float) -> dict[
             return dict(value)
         if said == UNAVAILABLE:
             raise UnavailableError(value)
-        assert said == TOLD
+        assert said == RENDEZVOUS
         for other in ends:
             if other is not end:
                 other.send(value)
 
 
-def _gathered(attended: Sequence[Future[dict[str, Any]]], interrupts: Interrupts) -> list[dict[str, Any]]:
-    """Raises the error that the others follow from, or KeyboardInterrupt."""
+def _gathered(
+    attended: Sequence[Future[dict[str, Any]]], interrupts: DeferredInterrupts
+) -> list[dict[str, Any]]:
+    """The figures of all ends. Raises the error that caused the others, or KeyboardInterrupt."""
     ended: SimpleQueue[Future[dict[str, Any]]] = SimpleQueue()
     for future in attended:
         future.add_done_callback(ended.put)
-    in_turn: list[Future[dict[str, Any]]] = []  # who was first comes first
+    in_turn: list[Future[dict[str, Any]]] = []  # in the order in which they ended
     for _ in attended:
         in_turn.append(interrupts.get(ended))
         if in_turn[-1].exception():
@@ -199,7 +201,7 @@ def _gathered(attended: Sequence[Future[dict[str, Any]]], interrupts: Interrupts
 
 
 def _depth(error: BaseException) -> int:
-    """How far it is from the cause: whoever refuses or dies takes the other ends along."""
+    """How far an error is from the cause: an end that refuses or dies makes the other ends fail."""
     match error:
         case UnavailableError():
             return 0
@@ -244,4 +246,4 @@ def _small(op: str, ends: Sequence[dict[str, Any]], nbytes: int) -> Figures:
 
 
 def _last_line(words: str) -> str:
-    return next((line.strip() for line in reversed(words.splitlines()) if line.strip()), "without a word")
+    return next((line.strip() for line in reversed(words.splitlines()) if line.strip()), "without output")

@@ -1,4 +1,4 @@
-"""What came out: medians over the rounds, and what is faster by how much."""
+"""The results: medians over the rounds, and ratios between candidates."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from kvplug_bench.candidate import ALONE, COPY, INTO, KEPT, LATENCY, LOOKED, WAK
 from kvplug_bench.rounds import Figures, Outcome
 
 _COMPARED = {LOOKED: KEPT}
-"""What looking is compared with where no baseline can do it."""
+"""The op that "looked" is compared with if no baseline supports it."""
 
 
 @attrs.frozen(kw_only=True)
 class Row:
-    """One line of ``kvplug bench --json``. What does not belong to its op is ``None``."""
+    """One line of ``kvplug bench --json``. A figure that its op does not have is ``None``."""
 
     name: str
     kind: str
@@ -32,17 +32,18 @@ class Row:
 
 @attrs.frozen(kw_only=True)
 class Comparison:
-    """A row, and how it stands to the others. Ratios are medians of the ratios within each round."""
+    """A row, compared with the others. Ratios are medians of the ratios within each round."""
 
     row: Row
     of_memcpy: float | None = None
     best_baseline: str = ""
     over_best: float | None = None
-    """How many times faster than the best baseline of its kind, memcpy aside; for a latency, less of it."""
+    """How many times faster than the best baseline of its kind, without memcpy; for a latency, how many
+    times shorter."""
 
 
 def compare(outcome: Outcome, others: Sequence[Outcome]) -> Iterator[Comparison]:
-    """Every op and size of a candidate, beside all candidates; one row if it was not measured."""
+    """Every op and size of a candidate, compared with all candidates; one row if it was not measured."""
     candidate = outcome.candidate
     if not outcome.rounds:
         reason = outcome.skipped_because
@@ -69,7 +70,7 @@ def compare(outcome: Outcome, others: Sequence[Outcome]) -> Iterator[Comparison]
 
 
 def refused(outcome: Outcome, sizes: Iterable[int]) -> list[Comparison]:
-    """Rows of the sizes that a measured candidate cannot do."""
+    """Rows of the sizes that a measured candidate does not support."""
     candidate = outcome.candidate
     return [
         Comparison(
@@ -106,7 +107,7 @@ def _median(values: Iterable[float | None]) -> float | None:
 
 
 def _speeds(outcome: Outcome, op: str, nbytes: int) -> list[float]:
-    """In each round, the more the faster: GB/s, or messages a microsecond."""
+    """The speed in each round, larger is faster: GB/s, or messages per microsecond."""
     column = _columns(outcome).get((op, nbytes), {})
     bulk = [value for value in column.get("gb_per_s", []) if value]
     return bulk or [1 / value for value in column.get("latency_us_p50", []) if value]
@@ -137,7 +138,7 @@ def _best(outcome: Outcome, figures: Figures, others: Sequence[Outcome]) -> tupl
 def _of_baselines(
     outcome: Outcome, op: str, nbytes: int, others: Sequence[Outcome]
 ) -> dict[str, list[float]]:
-    """The speeds of each baseline of the same kind that does it."""
+    """The speeds of each baseline of the same kind that supports the op."""
     alike = [each for each in others if each.candidate.baseline]
     return {
         each.candidate.name: speeds
@@ -177,7 +178,7 @@ def cells(comparison: Comparison, size: str) -> tuple[str, ...]:
 
 
 def _number(value: float | None) -> str:
-    """Three digits that say something."""
+    """Three significant digits."""
     if value is None:
         return ""
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"

@@ -6,23 +6,23 @@ import resource
 import time
 from typing import Any
 
-from kvplug_bench.place import BURST_BYTES
+from kvplug_bench.device import BURST_BYTES
 
 MOST_IN_BURST = 256
 WARM_BURSTS = 2
 TIMED_BURSTS = 5
 PAUSE_S = 0.1
-"""Before a message that comes alone: long enough that both ends sleep."""
+"""The pause before a message of the op "alone": long enough that both ends sleep."""
 BURSTS = WARM_BURSTS + TIMED_BURSTS
 
 
 def in_burst(nbytes: int, burst_bytes: int = BURST_BYTES) -> int:
-    """How many messages of a size are timed together: the answer to a burst costs a part of one message."""
+    """How many messages of a size are timed together, so that a burst's answer costs little beside them."""
     return max(1, min(MOST_IN_BURST, burst_bytes // nbytes))
 
 
 class Stopwatch:
-    """Times bursts; the first ones are for warming up and do not count."""
+    """Times bursts. The first :data:`WARM_BURSTS` warm up and do not count."""
 
     def __init__(self) -> None:
         self._seconds: list[float] = []
@@ -40,7 +40,7 @@ class Stopwatch:
         self._faults.append(_faults() - self._began_faults)
 
     def plain(self) -> dict[str, Any]:
-        """Seconds of each burst that counts; CPU seconds (user and system) and page faults of them all."""
+        """Seconds of each burst that counts; CPU seconds (user and system) and page faults of all these."""
         return {
             "seconds": self._seconds[WARM_BURSTS:],
             "cpu_s": sum(self._cpu[WARM_BURSTS:]),

@@ -1,4 +1,4 @@
-"""Ends of kvplug's own: any pipe or message queue that is installed, as a configuration names it."""
+"""The ends of kvplug transports: any installed pipe or message queue that a configuration names."""
 
 from __future__ import annotations
 
@@ -17,35 +17,35 @@ from kvplug.transport.context import PipeContext
 from kvplug.transport.pipe import PipeEndpoint
 from kvplug.transport.queue import MessageQueue, QueueHandle
 from kvplug.transport.spec import Kind, TransportSpec
-from kvplug_bench.links import MEETING_S, Lending, Link, Meeting, UnavailableError
-from kvplug_bench.place import kind_of
+from kvplug_bench.device import kind_of
+from kvplug_bench.links import RENDEZVOUS_TIMEOUT_S, InPlaceBroadcast, Link, Rendezvous, UnavailableError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-_APART = "each process is alone with it: its two ends meet inside of one process only"
+_ONE_PROCESS = "its two ends can be connected within one process only"
 
 
 class PipeLink(Link):
-    """The pipe that a configuration names, without anything that counts around it.
+    """The pipe that a configuration names, without the wrapper that counts its messages.
 
-    Its calls wait without end, as a receiver is idle for as long as it is told to be: how long a measuring
-    process lives is bounded.
+    Its calls have no timeout, since a receiver is idle for as long as the plan says; the life of the
+    measuring process is limited instead.
     """
 
-    def __init__(self, meeting: Meeting, path: str | None, overrides: Sequence[str]) -> None:
+    def __init__(self, rendezvous: Rendezvous, path: str | None, overrides: Sequence[str]) -> None:
         config = Config.load(path, overrides=overrides)
-        spec, endpoint = _pipe_endpoint(config, meeting.device)
+        spec, endpoint = _pipe_endpoint(config, rendezvous.device)
         domain = _domain(spec)
-        if meeting.is_first:
+        if rendezvous.is_first:
             with contextlib.closing(endpoint.listen()) as listener:
-                meeting.tell([listener.contact, domain])
-                self.pipe = listener.accept(MEETING_S)
+                rendezvous.send([listener.contact, domain])
+                self.pipe = listener.accept(RENDEZVOUS_TIMEOUT_S)
         else:
-            contact, other_domain = meeting.told()
+            contact, other_domain = rendezvous.recv()
             if domain != other_domain:
-                raise UnavailableError(_APART)
-            self.pipe = endpoint.connect(contact, MEETING_S)
+                raise UnavailableError(_ONE_PROCESS)
+            self.pipe = endpoint.connect(contact, RENDEZVOUS_TIMEOUT_S)
 
     def send(self, tensor: Tensor) -> None:
         self.pipe.send_tensor(tensor, timeout=None)
@@ -62,12 +62,12 @@ class PipeLink(Link):
         self.pipe.close()
 
 
-class QueueLink(Lending):
-    """The message queue that a configuration names. Its calls wait without end, as a pipe's."""
+class QueueLink(InPlaceBroadcast):
+    """The message queue that a configuration names. Its calls have no timeout, as in :class:`PipeLink`."""
 
     def __init__(
         self,
-        meeting: Meeting,
+        rendezvous: Rendezvous,
         path: str | None,
         overrides: Sequence[str],
         max_chunk_bytes: int,
@@ -76,22 +76,22 @@ class QueueLink(Lending):
         config = Config.load(path, overrides=overrides)
         endpoint = build_queue(
             config,
-            n_reader=meeting.size - 1,
+            n_reader=rendezvous.size - 1,
             max_chunk_bytes=max_chunk_bytes,
             max_chunks=max_chunks,
         )
         domain = _domain(Registry.from_env().get(Kind.QUEUE, config.queue))
         self._queue: MessageQueue
-        if meeting.is_first:
+        if rendezvous.is_first:
             self._queue = endpoint.create()
-            meeting.tell([self._queue.export_handle().as_plain(), domain])
+            rendezvous.send([self._queue.export_handle().as_plain(), domain])
         else:
-            plain, other_domain = meeting.told()
+            plain, other_domain = rendezvous.recv()
             if domain != other_domain:
-                raise UnavailableError(_APART)
+                raise UnavailableError(_ONE_PROCESS)
             handle = QueueHandle.from_plain(plain)
-            self._queue = endpoint.create_from_handle(handle, meeting.rank - 1, MEETING_S)
-        self._queue.wait_until_ready(MEETING_S)
+            self._queue = endpoint.create_from_handle(handle, rendezvous.rank - 1, RENDEZVOUS_TIMEOUT_S)
+        self._queue.wait_until_ready(RENDEZVOUS_TIMEOUT_S)
 
     def send(self, tensor: Tensor) -> None:
         self._queue.enqueue(tensor, None)
@@ -106,27 +106,27 @@ class QueueLink(Lending):
     def receive_value(self, nbytes: int) -> None:
         self._queue.dequeue(indefinite=True)
 
-    def lend(self, tensor: Tensor) -> None:
+    def send_in_place(self, tensor: Tensor) -> None:
         import torch
 
         with self._queue.acquire_write(tensor.nbytes, None) as memory:
             torch.frombuffer(memory, dtype=tensor.dtype, count=tensor.numel()).copy_(tensor)
 
     @contextlib.contextmanager
-    def look(self, like: Tensor) -> Iterator[Tensor]:
+    def view_in_place(self, like: Tensor) -> Iterator[Tensor]:
         import torch
 
         with self._queue.acquire_read(indefinite=True) as memory:
             there = torch.frombuffer(memory, dtype=like.dtype, count=like.numel())
             yield there
-            del there  # the memory is given back without a view of it
+            del there  # the memory must have no view left when it is released
 
     def close(self) -> None:
         self._queue.close()
 
 
 def _domain(spec: TransportSpec) -> str:
-    """What both ends have in common; nothing where they may be on different hosts."""
+    """The domain that both ends must share; empty if they may be on different hosts."""
     return "" if spec.capabilities.cross_host or spec.wraps else spec.run_probe().domain
 
 
@@ -134,7 +134,7 @@ def _pipe_endpoint(config: Config, device: str) -> tuple[TransportSpec, PipeEndp
     """The endpoint of the config's transport for that device, and the spec of what moves the bytes.
 
     Raises:
-        PluginError: it goes around whatever can be had, and nothing can.
+        PluginError: the config says "auto" and no transport can be used.
     """
     resolved = ResolvedConfig(config, Registry.from_env())
     resolved.check(keys=("transport",))

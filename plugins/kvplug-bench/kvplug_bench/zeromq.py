@@ -1,32 +1,32 @@
-"""ZeroMQ over its Unix sockets, without copies where it can."""
+"""ZeroMQ over Unix sockets, with ``copy=False``."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from kvplug_bench.links import MEETING_S, Broadcast, Link, Meeting, UnavailableError
+from kvplug_bench.links import RENDEZVOUS_TIMEOUT_S, Broadcast, Link, Rendezvous, UnavailableError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
 def _tensor(frame: Any) -> Tensor:
-    """A frame's memory, which is the receiver's own."""
+    """A view of a frame's memory, which belongs to the receiver."""
     import torch
 
     return torch.frombuffer(frame.buffer, dtype=torch.float16)
 
 
 class ZeroMQ(Link):
-    """A pair of sockets. What is received into memory is copied once, from the frame."""
+    """A pair of sockets. ``receive`` copies once, from the frame."""
 
-    def __init__(self, meeting: Meeting) -> None:
+    def __init__(self, rendezvous: Rendezvous) -> None:
         import zmq
 
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.PAIR)
-        address = f"ipc://{meeting.folder}/zmq"
-        self._socket.bind(address) if meeting.is_first else self._socket.connect(address)
+        address = f"ipc://{rendezvous.folder}/zmq"
+        self._socket.bind(address) if rendezvous.is_first else self._socket.connect(address)
 
     def send(self, tensor: Tensor) -> None:
         self._socket.send(tensor.numpy(), copy=False)
@@ -42,23 +42,23 @@ class ZeroMQ(Link):
 
 
 class ZeroMQBroadcast(Broadcast):
-    """Publish and subscribe, with no limit on what waits: nothing is dropped."""
+    """Publish and subscribe with unlimited queues, so that no message is dropped."""
 
-    def __init__(self, meeting: Meeting) -> None:
+    def __init__(self, rendezvous: Rendezvous) -> None:
         import zmq
 
         self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.XPUB if meeting.is_first else zmq.SUB)
+        self._socket = self._context.socket(zmq.XPUB if rendezvous.is_first else zmq.SUB)
         self._socket.set_hwm(0)
-        address = f"ipc://{meeting.folder}/zmq"
-        if not meeting.is_first:
+        address = f"ipc://{rendezvous.folder}/zmq"
+        if not rendezvous.is_first:
             self._socket.connect(address)
             self._socket.subscribe(b"")
             return
         self._socket.setsockopt(zmq.XPUB_VERBOSE, 1)
         self._socket.bind(address)
-        for _ in range(meeting.size - 1):  # each reader subscribes once
-            if not self._socket.poll(MEETING_S * 1000):
+        for _ in range(rendezvous.size - 1):  # each reader subscribes once
+            if not self._socket.poll(RENDEZVOUS_TIMEOUT_S * 1000):
                 raise UnavailableError("a reader did not subscribe")
             self._socket.recv()
 

@@ -175,7 +175,7 @@ def candidate(name: str, **more: Any) -> Candidate:
 
 def test_everything_takes_its_turn_in_each_round(monkeypatch: pytest.MonkeyPatch) -> None:
     turns: list[str] = []
-    monkeypatch.setattr(rounds, "one_turn", lambda candidate, plan: turns.append(candidate.name) or [])
+    monkeypatch.setattr(rounds, "measure_once", lambda candidate, plan: turns.append(candidate.name) or [])
     told: list[tuple[str, int]] = []
     names = [candidate("a"), candidate("b"), candidate("c")]
     run_rounds(names, PLAN, lambda each, number: told.append((each.name, number)))
@@ -186,7 +186,7 @@ def test_everything_takes_its_turn_in_each_round(monkeypatch: pytest.MonkeyPatch
 def test_no_round_is_begun_that_would_not_end_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([100.0, 104.0, 109.0])
     monkeypatch.setattr(rounds.time, "monotonic", lambda: next(clock))
-    monkeypatch.setattr(rounds, "one_turn", lambda candidate, plan: [])
+    monkeypatch.setattr(rounds, "measure_once", lambda candidate, plan: [])
     (outcome,) = run_rounds([candidate("a")], Plan(sizes=(MIB,), rounds=5, limit_s=10.0))
     assert len(outcome.rounds) == 2  # of 4 s and 5 s: three would take 13.5 s
 
@@ -202,7 +202,7 @@ def test_what_is_skipped_or_fails_is_left_out_and_the_others_go_on(monkeypatch: 
             raise PeerGoneError("it is gone; it wrote:\nTraceback\nBoom\n")
         return [Figures(op="into", nbytes=MIB, gb_per_s=1.0)]
 
-    monkeypatch.setattr(rounds, "one_turn", turn)
+    monkeypatch.setattr(rounds, "measure_once", turn)
     known = candidate("known", skipped_because="it is night")
     outcomes = run_rounds([known, candidate("lacks"), candidate("dies"), candidate("works")], PLAN)
     assert [turns.count(name) for name in ("known", "lacks", "dies", "works")] == [0, 1, 2, 3]
@@ -213,7 +213,7 @@ def test_what_is_skipped_or_fails_is_left_out_and_the_others_go_on(monkeypatch: 
         "",
     ]
     assert [each.failed for each in outcomes] == [False, False, True, False]
-    assert "Traceback" in outcomes[2].last_words
+    assert "Traceback" in outcomes[2].last_output
     assert not outcomes[2].rounds
 
 
@@ -287,17 +287,17 @@ def test_a_size_that_does_not_fit_a_chunk_is_a_row_that_says_so() -> None:
 
 def test_what_is_called_wrongly_is_told_before_anything_is_measured(site: Any) -> None:
     for arguments, part in (
-        (["--baseline", "memcpy,glo"], "no baseline is called 'glo'; did you mean 'gloo'?"),
-        (["--baseline", "rdma"], "no baseline is called 'rdma'; known are memcpy, gloo, zmq"),
+        (["--baseline", "memcpy,glo"], "there is no baseline 'glo'; did you mean 'gloo'?"),
+        (["--baseline", "rdma"], "there is no baseline 'rdma'; known are memcpy, gloo, zmq"),
         (["--sizes", "1MiB,64M"], "'M' is not a unit of size"),
-        (["--sizes", "16"], "a message has 64 bytes at least, and a multiple of 4; 16 B was given"),
-        (["--sizes", ""], "a message has 64 bytes at least"),
+        (["--sizes", "16"], "sizes are multiples of 4, and at least 64 bytes; 16 B was given"),
+        (["--sizes", ""], "sizes are multiples of 4, and at least 64 bytes"),
         (["--idle", "soon"], "'soon' is not a number with a unit"),
-        (["--device", "GPU"], "'GPU' is no device such as"),
-        (["--device", ","], "',' is no device such as"),
-        (["--device", "cpu,cuda"], "'cpu,cuda' is not one device, and not two of a kind"),
-        (["--device", "cuda:0,cuda:1,cuda:2"], "is not one device, and not two of a kind"),
-        (["--plot", "a.jpg"], "'a.jpg' is no .png or .svg file"),
+        (["--device", "GPU"], "'GPU' is not a device such as"),
+        (["--device", ","], "',' is not a device such as"),
+        (["--device", "cpu,cuda"], "'cpu,cuda' is neither one device nor two of the same kind"),
+        (["--device", "cuda:0,cuda:1,cuda:2"], "is neither one device nor two of the same kind"),
+        (["--plot", "a.jpg"], "'a.jpg' is not a .png or .svg file"),
     ):
         done = site.kvplug("bench", *arguments)
         assert (done.returncode, done.stdout) == (2, "")

@@ -19,8 +19,8 @@ from click.testing import CliRunner
 from kvplug_bench import rounds
 from kvplug_bench.candidate import Candidate
 from kvplug_bench.command import bench
-from kvplug_bench.interrupts import Interrupts, held_back
-from kvplug_bench.rounds import Plan, one_turn
+from kvplug_bench.interrupts import DeferredInterrupts, deferred_interrupts
+from kvplug_bench.rounds import Plan, measure_once
 from kvplug_testing import peers
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(300)]
@@ -70,7 +70,7 @@ def interrupt_each_lock(parent: peers.Parent, file: str) -> int:
         for nth in itertools.count(1):
             with interrupted(nth) as seen:
                 try:
-                    one_turn(PIPE, PLAN)
+                    measure_once(PIPE, PLAN)
                 except KeyboardInterrupt:
                     continue
             assert seen.taken < nth
@@ -95,7 +95,7 @@ def test_a_process_that_has_just_been_started_is_ended(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(peers, "start", start_and_interrupt)
     with peers.nothing_left(), pytest.raises(KeyboardInterrupt):
-        one_turn(PIPE, PLAN)
+        measure_once(PIPE, PLAN)
     (only,) = started
     assert only.exit_code == -signal.SIGKILL
 
@@ -111,7 +111,7 @@ def test_it_says_so_and_its_exit_code_is_that_of_a_shell(monkeypatch: pytest.Mon
 
 def test_whoever_waits_is_woken() -> None:
     interrupt = threading.Thread(target=os.kill, args=(os.getpid(), signal.SIGINT))
-    with pytest.raises(KeyboardInterrupt), held_back() as interrupts:
+    with pytest.raises(KeyboardInterrupt), deferred_interrupts() as interrupts:
         interrupt.start()
         interrupts.get(SimpleQueue())
     interrupt.join()
@@ -119,34 +119,34 @@ def test_whoever_waits_is_woken() -> None:
 
 def test_it_is_raised_where_it_is_asked_for_and_at_the_end() -> None:
     reached = []
-    with pytest.raises(KeyboardInterrupt), held_back() as interrupts:
+    with pytest.raises(KeyboardInterrupt), deferred_interrupts() as interrupts:
         interrupts.check()
         signal.raise_signal(signal.SIGINT)
         reached.append("after it")
         with pytest.raises(KeyboardInterrupt):
             interrupts.check()
-        with pytest.raises(KeyboardInterrupt), held_back():
+        with pytest.raises(KeyboardInterrupt), deferred_interrupts():
             reached.append("a block that begins later")
         reached.append("the end")
     assert reached == ["after it", "the end"]
 
 
 def test_it_takes_the_place_of_what_it_caused() -> None:
-    with pytest.raises(KeyboardInterrupt), held_back():
+    with pytest.raises(KeyboardInterrupt), deferred_interrupts():
         signal.raise_signal(signal.SIGINT)
         raise EOFError("the end is gone, since its terminal has interrupted it, too")
 
 
 def test_a_second_one_does_not_wait() -> None:
-    with pytest.raises(KeyboardInterrupt), held_back():
+    with pytest.raises(KeyboardInterrupt), deferred_interrupts():
         signal.raise_signal(signal.SIGINT)
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
 
 
 def test_a_block_in_a_block_is_the_same_one() -> None:
-    with held_back() as outer:
-        with held_back() as inner:
+    with deferred_interrupts() as outer:
+        with deferred_interrupts() as inner:
             assert inner is outer
         assert signal.getsignal(signal.SIGINT) is outer
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -155,7 +155,7 @@ def test_a_block_in_a_block_is_the_same_one() -> None:
 def test_a_handler_of_somebody_else_stays() -> None:
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        with held_back():
+        with deferred_interrupts():
             assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGINT, before)
@@ -165,11 +165,11 @@ def test_another_thread_than_the_main_one_holds_nothing_back() -> None:
     found: list[Any] = []
 
     def look() -> None:
-        with held_back():
+        with deferred_interrupts():
             found.append(signal.getsignal(signal.SIGINT))
 
     thread = threading.Thread(target=look)
     thread.start()
     thread.join()
     assert found == [signal.default_int_handler]
-    assert not isinstance(signal.getsignal(signal.SIGINT), Interrupts)
+    assert not isinstance(signal.getsignal(signal.SIGINT), DeferredInterrupts)

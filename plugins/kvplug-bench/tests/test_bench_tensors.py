@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from kvplug_bench.candidate import MEMCPY, Candidate, baseline
-from kvplug_bench.rounds import Figures, Outcome, Plan, one_turn, run_rounds
+from kvplug_bench.rounds import Figures, Outcome, Plan, measure_once, run_rounds
 from kvplug_testing.peers import nothing_left
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(300)]
@@ -32,20 +32,20 @@ import os, socket, sys, time
 from kvplug_bench.links import Link, UnavailableError
 
 class Socket(Link):
-    def __init__(self, meeting, how="well"):
-        if how == "unavailable" and not meeting.is_first:
+    def __init__(self, rendezvous, how="well"):
+        if how == "unavailable" and not rendezvous.is_first:
             raise UnavailableError("it is night")
         if how == "lacking":
             import a_module_that_is_not_there
-        self.how, path = how, f"{meeting.folder}/socket"
+        self.how, path = how, f"{rendezvous.folder}/socket"
         self.sock = socket.socket(socket.AF_UNIX)
-        if meeting.is_first:
+        if rendezvous.is_first:
             self.sock.bind(path)
             self.sock.listen()
-            meeting.tell(path)
+            rendezvous.send(path)
             self.sock = self.sock.accept()[0]
         else:
-            self.sock.connect(meeting.told())
+            self.sock.connect(rendezvous.recv())
 
     def send(self, tensor):
         if self.how == "dying" and tensor.nbytes > 64:
@@ -90,7 +90,7 @@ def by_op(figures: list[Figures]) -> dict[tuple[str, int], Figures]:
 
 def test_a_pipe_is_measured_in_every_op(links: Any) -> None:
     with nothing_left():
-        found = by_op(one_turn(links("well"), PLAN))
+        found = by_op(measure_once(links("well"), PLAN))
     sizes = [(op, nbytes) for op in ("into", "alone", "owned") for nbytes in (64, 64 * KIB)]
     assert list(found) == [*sizes, ("latency", 64), ("wake", 64)]
     for key in sizes:
@@ -104,7 +104,7 @@ def test_a_pipe_is_measured_in_every_op(links: Any) -> None:
 
 
 def test_a_copy_is_made_by_one_process() -> None:
-    found = one_turn(MEMCPY, PLAN)
+    found = measure_once(MEMCPY, PLAN)
     sizes = [(op, nbytes) for op in ("into", "alone") for nbytes in (64, 64 * KIB)]
     assert [(each.op, each.nbytes) for each in found] == sizes
     assert all(each.gb_per_s for each in found)
@@ -142,7 +142,7 @@ def failed(candidate: Candidate) -> Outcome:
 
 def test_a_process_that_dies_is_told_with_its_last_words(links: Any) -> None:
     outcome = failed(links("dying"))
-    assert "exit code -9" in outcome.last_words
+    assert "exit code -9" in outcome.last_output
     assert outcome.skipped_because == "failed: the cat came"
 
 
@@ -253,7 +253,7 @@ def test_a_failure_is_told_and_the_others_are_shown(own_pipe: Any) -> None:
     assert any(line.startswith("cat") and line.endswith("skipped: failed: meow") for line in lines)
     assert any(line.startswith("memcpy") for line in lines)
     assert "1 rounds, medians. " in lines[-1]
-    assert done.stderr.startswith("kvplug: pipe cat failed; what its process said last:\n")
+    assert done.stderr.startswith("kvplug: pipe cat failed; the last output of its process:\n")
     assert "exit code 3" in done.stderr
 
 
@@ -263,7 +263,7 @@ def started(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], bytearray
     reader, writer = pty.openpty()
     seen = bytearray()
 
-    def look() -> None:  # all the time: whoever writes to a terminal that nobody reads waits for it
+    def look() -> None:  # all the time: a process that writes to an unread terminal waits
         with contextlib.suppress(OSError):
             while data := os.read(reader, 65536):
                 seen.extend(data)

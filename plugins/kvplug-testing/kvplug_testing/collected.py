@@ -1,4 +1,4 @@
-"""The tests that were collected, for the names of waivers to be held against."""
+"""The collected tests, to check the names in waivers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cheap children for tests: one process has imported everything, and forks one for each that is asked for.
+"""Fast child processes for tests: one process imports everything once, and forks each child.
 
 A fresh interpreter that imports torch takes seconds to start, a fork of one milliseconds. Nothing but imports
 has happened in the server, so its children are as good as fresh: they hold no transport, and no library has
@@ -68,7 +68,7 @@ class ForkServer:
         return _Forked(target, args, _Process(pid, self._status), ours, stderr)
 
     def close(self) -> None:
-        """End it. Close its children first: nobody else can say how they ended."""
+        """End it. Close its children first: only the server knows how they ended."""
         self._control.close()
         self._server.close()
 

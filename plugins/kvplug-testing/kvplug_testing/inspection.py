@@ -1,4 +1,4 @@
-"""What a fresh process finds of one installed plugin, and what each look at it loaded and opened.
+"""The results of inspecting one installed plugin in a fresh process: what each step loaded and opened.
 
 :func:`inspect_plugin` runs :mod:`kvplug_testing.plugin_inspector` twice: once to load what ``kvplug list``
 loads, and once to load what is used. It judges nothing; :mod:`kvplug_testing.contract.plugin` does.
@@ -24,7 +24,7 @@ USED: Final = ("factory", "worker_factory", "command")
 
 
 @attrs.frozen(kw_only=True)
-class Step:
+class InspectionStep:
     """One thing that was done with the plugin."""
 
     what: str
@@ -63,11 +63,11 @@ class Inspection:
     offers: tuple[Mapping[str, Any], ...] = ()
     """Of each spec: ``of`` ("pipe cpu"), ``name``, ``summary``, and of a transport ``devices``,
     ``cross_host``, ``probe`` and ``cost_stated``."""
-    steps: tuple[Step, ...] = ()
+    steps: tuple[InspectionStep, ...] = ()
     cut_short: str = ""
     """What was going on when the process died or its time was up, and how it ended."""
 
-    def of(self, *what: str) -> tuple[Step, ...]:
+    def of(self, *what: str) -> tuple[InspectionStep, ...]:
         return tuple(step for step in self.steps if step.what in what)
 
 
@@ -101,14 +101,14 @@ def _run(mode: str, name: str, timeout_s: float) -> Inspection:
 
 def _read(name: str, told: str, ended: str) -> Inspection:
     facts: dict[str, Any] = {}
-    steps: list[Step] = []
-    began: Step | None = None
+    steps: list[InspectionStep] = []
+    began: InspectionStep | None = None
     whole = False
     for each in map(json.loads, told.splitlines()):
         if "begins" in each:
-            began = Step(**each["begins"])
+            began = InspectionStep(**each["begins"])
         elif "step" in each:
-            steps.append(Step(**_tuples(each["step"])))
+            steps.append(InspectionStep(**_tuples(each["step"])))
             began = None
         elif "end" in each:
             whole = True

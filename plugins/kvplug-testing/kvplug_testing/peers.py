@@ -1,4 +1,4 @@
-"""Real child processes for tests: run a function there, talk to it, kill it, see what is left.
+"""Child processes for tests: run a function in one, exchange values with it, kill it, check what is left.
 
 The function is one of the test's own file (or of any module) and takes the :class:`Parent` first::
 
@@ -14,7 +14,7 @@ The function is one of the test's own file (or of any module) and takes the :cla
             assert child.result() == "done"
 
 Values cross in kvplug's wire format: plain values only, nothing is pickled. Nothing waits for ever:
-whoever waits too long raises with the stacks of *both* processes, and a child whose time is up dumps its
+a wait that takes too long raises with the stacks of *both* processes, and a child whose time is up dumps its
 stacks and exits. A child also exits when its parent is gone.
 """
 
@@ -125,7 +125,7 @@ class Peer:
     def __init__(
         self, target: str, args: Sequence[Any], process: Process, wire: socket.socket, stderr: IO[bytes]
     ) -> None:
-        """For whoever has started the process: :func:`start`, or a fork server."""
+        """For the starter of the process: :func:`start`, or a fork server."""
         self._target = target
         self._process = process
         self._wire = _Wire(wire)

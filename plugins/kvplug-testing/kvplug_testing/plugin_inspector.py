@@ -1,4 +1,4 @@
-"""The program that looks at one installed plugin, and writes down what happens.
+"""The program that inspects one installed plugin, and records what happens.
 
 It has a process of its own, in which nothing but the plugin and what it needs has been loaded.
 """
@@ -55,7 +55,7 @@ class PluginInspector:
             if path.startswith("/dev/") and not _NO_DEVICE.fullmatch(path):
                 self._opened.append(path)
 
-    def tell(self, **facts: Any) -> None:
+    def record(self, **facts: Any) -> None:
         self._file.write(json.dumps(facts) + "\n")
         self._file.flush()
 
@@ -63,7 +63,7 @@ class PluginInspector:
     def step(self, what: str, of: str, target: str) -> Iterator[dict[str, Any]]:
         """Around one thing that is done; what it raises is an answer."""
         named = {"what": what, "of": of, "target": target}
-        self.tell(begins=named)
+        self.record(begins=named)
         self._opened.clear()
         heavy, answer = _heavy(), dict[str, Any]()
         error = missing = ""
@@ -72,7 +72,7 @@ class PluginInspector:
         except _ERRORS as e:
             error, missing = _in_words(e), _missing(e)
         opened = {*self._opened, *_open_devices()}
-        self.tell(
+        self.record(
             step=named
             | {"error": error, "missing": missing, "answer": answer}
             | {"heavy": sorted(_heavy() - heavy), "devices": sorted(opened)}
@@ -115,7 +115,7 @@ def _missing(error: BaseException | None) -> str:
     return ""
 
 
-def _look(witness: PluginInspector, name: str) -> None:
+def _look(inspector: PluginInspector, name: str) -> None:
     """What ``kvplug list`` does, and nothing else."""
     from kvplug.assembly.registry.discovery import check_api, discover
     from kvplug.errors import PluginError
@@ -123,7 +123,7 @@ def _look(witness: PluginInspector, name: str) -> None:
     found = discover()
     mine = [each for each in found if each.name == name]
     modules = {each.module for each in mine}
-    witness.tell(
+    inspector.record(
         installed=sorted({each.name for each in found}),
         entry_points=[
             f"{each.distribution}: {each.name} = {each.entry_point.value}"
@@ -137,24 +137,24 @@ def _look(witness: PluginInspector, name: str) -> None:
     try:
         check_api(mine[0].module)
     except PluginError as e:
-        witness.tell(api_fault=str(e))
-    witness.tell(readme=_readme(mine[0].distribution))
-    specs = _specs(witness, name, mine[0].entry_point.value)
-    witness.tell(offers=[_offer(spec) for spec in specs])
+        inspector.record(api_fault=str(e))
+    inspector.record(readme=_readme(mine[0].distribution))
+    specs = _specs(inspector, name, mine[0].entry_point.value)
+    inspector.record(offers=[_offer(spec) for spec in specs])
     for spec in specs:
-        _look_at(witness, spec)
+        _look_at(inspector, spec)
 
 
-def _use(witness: PluginInspector, name: str) -> None:
+def _use(inspector: PluginInspector, name: str) -> None:
     """What choosing each of the names does."""
-    for spec in _specs(witness, name, ""):
+    for spec in _specs(inspector, name, ""):
         of = f"{spec.kind.replace('_', ' ')} {spec.name}"
         for what in ("factory", "worker_factory"):
             if hasattr(spec, what):
-                with witness.step(what, of, getattr(spec, what)):
+                with inspector.step(what, of, getattr(spec, what)):
                     _takes_one(getattr(spec, f"load_{what}")())
         if hasattr(spec, "target"):
-            with witness.step("command", of, spec.target):
+            with inspector.step("command", of, spec.target):
                 import click
 
                 command = spec.load()
@@ -162,7 +162,7 @@ def _use(witness: PluginInspector, name: str) -> None:
                     raise TypeError(f"{command!r} is not a click command")
 
 
-def _specs(witness: PluginInspector, name: str, value: str) -> tuple[Any, ...]:
+def _specs(inspector: PluginInspector, name: str, value: str) -> tuple[Any, ...]:
     """What the plugin offers, loaded while all others are blocked."""
     from kvplug.assembly.registry import PluginStatus, Registry
     from kvplug.assembly.registry.discovery import discover
@@ -173,7 +173,7 @@ def _specs(witness: PluginInspector, name: str, value: str) -> tuple[Any, ...]:
         {_top(each.module) for each in found if (each.name == name) is it} for it in (True, False)
     )
     before = {_top(module) for module in sys.modules}  # the kit is a plugin, too
-    with witness.step("entry point", "", value) as answer:
+    with inspector.step("entry point", "", value) as answer:
         registry = Registry.from_env({"KVPLUG_DISABLE_PLUGINS": blocked})
         plugin = next(each for each in registry.plugins if each.name == name)
         if plugin.status is not PluginStatus.OK:
@@ -197,17 +197,17 @@ def _offer(spec: Any) -> dict[str, Any]:
     }
 
 
-def _look_at(witness: PluginInspector, spec: Any) -> None:
+def _look_at(inspector: PluginInspector, spec: Any) -> None:
     from kvplug.config import describe_options
     from kvplug.transport.spec import Probe, load_target
 
     of = f"{spec.kind.replace('_', ' ')} {spec.name}"
     if getattr(spec, "options", None) is not None:
-        with witness.step("options", of, spec.options) as answer:
+        with inspector.step("options", of, spec.options) as answer:
             rows = describe_options(spec.load_options())
             answer["unexplained"] = [row.name for row in rows if not row.help.strip()]
     if getattr(spec, "probe", None) is not None:
-        with witness.step("probe", of, spec.probe) as answer:
+        with inspector.step("probe", of, spec.probe) as answer:
             probe = load_target(spec.probe)()
             if not isinstance(probe, Probe):
                 raise TypeError(f"it returned {probe!r}, not a Probe")
@@ -237,9 +237,9 @@ def _readme(distribution: str) -> str:
 
 def main(mode: str, name: str, path: str) -> None:
     """The program."""
-    witness = PluginInspector(path)
-    {"look": _look, "use": _use}[mode](witness, name)
-    witness.tell(end=True)
+    inspector = PluginInspector(path)
+    {"look": _look, "use": _use}[mode](inspector, name)
+    inspector.record(end=True)
 
 
 if __name__ == "__main__":

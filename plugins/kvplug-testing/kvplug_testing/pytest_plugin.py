@@ -58,7 +58,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if option.kvplug_transport or option.kvplug_connector or option.kvplug_option or option.kvplug_report:
         from kvplug_testing import reporting
 
-        judge = reporting.judge_of(config)
+        judge = reporting.reporter_of(config)
         judge.choose(option.kvplug_transport, option.kvplug_connector, option.kvplug_option)
 
 
@@ -69,7 +69,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return (yield)
     from kvplug_testing import reporting
 
-    judge = reporting.judge_of(config)
+    judge = reporting.reporter_of(config)
     judge.waive(items)
     result = yield
     judge.select(items)

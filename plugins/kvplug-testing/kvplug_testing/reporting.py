@@ -1,4 +1,4 @@
-"""What the pytest plugin does once there is something to judge: choose, waive, quote, keep the score."""
+"""The part of the pytest plugin that runs if suites are judged: tests, waivers, quoted laws, scorecard."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ _NOTHING_JUDGED = (pytest.ExitCode.USAGE_ERROR, pytest.ExitCode.INTERNAL_ERROR)
 _JUDGED = Path(__file__).with_name("contract") / "collected_suites.py"
 
 
-def judge_of(config: pytest.Config) -> Judge:
+def reporter_of(config: pytest.Config) -> Reporter:
     """The judge of this run, made when there is first something for it to do."""
     found = config.pluginmanager.get_plugin(_NAME)
     if found is None:
-        found = Judge(config)
+        found = Reporter(config)
         config.pluginmanager.register(found, _NAME)
     return found
 
 
-class Judge:
+class Reporter:
     """A pytest plugin of its own."""
 
     def __init__(self, config: pytest.Config) -> None:

@@ -1,4 +1,4 @@
-"""What a process holds that others would miss, or that would be missed when it ends."""
+"""The resources that a process holds: descriptors, threads, children, socket names, shared memory."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Resources:
     abstract_sockets: frozenset[str]
     """Names of those the process holds itself."""
     shared_memory: frozenset[str]
-    """Names in /dev/shm of this process's user, whoever made them."""
+    """Names in /dev/shm of this process's user, from all processes."""
 
     @classmethod
     def of(cls, pid: int | None = None) -> Resources:
@@ -50,7 +50,7 @@ class Resources:
         """What is here and was not there, in words; empty if nothing is.
 
         Shared memory that only processes hold which this one has not started is theirs, and does not count.
-        What nobody holds could be anybody's of this user, and does.
+        A name that no process holds may belong to any process of this user, and counts as ours.
         """
         words = []
         for field in attrs.fields(Resources):

@@ -1,4 +1,4 @@
-"""What ran, by law: passed, failed, skipped and waived with the reason. A terminal table, JSON, Markdown."""
+"""Results by law: passed, failed, skipped, and waived with the reason. As terminal table, JSON, Markdown."""
 
 from __future__ import annotations
 

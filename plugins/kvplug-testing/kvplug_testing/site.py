@@ -1,4 +1,4 @@
-"""Plugins for tests: real packages with real metadata in a folder, seen by child processes only."""
+"""Plugins for tests: real packages with real metadata in a folder that only child processes use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Waits of tests, which all have an end: for calls that could block, and for what must come in time."""
+"""Waits with a limit for tests: for calls that could block, and for conditions to come true."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["Call", "patience_s", "raises", "until"]
 
 patience_s = 20.0
 """How long what must come is waited for. Machines under test are busy; a law's own deadlines are not this.
-Who judges what is known to hang, as the tests of the kit itself do, sets it lower."""
+Tests of transports that are known to hang, such as the kit's own, set it lower."""
 
 
 class Call:

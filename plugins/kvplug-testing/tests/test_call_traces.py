@@ -15,7 +15,7 @@ import pytest
 from kvplug.engine import SchedulerConnector, WorkerConnector
 from kvplug.engine.connector.values import Side
 from kvplug_testing import call_traces
-from kvplug_testing.call_traces import Call, Run
+from kvplug_testing.call_traces import TracedCall, TracedRun
 
 RUNS = [
     pytest.param(run, id=f"{name}: {run.name}")
@@ -36,7 +36,7 @@ AT_END = ("wait_for_save", "clear_connector_metadata")
 # -- the rules --------------------------------------------------------------------------------------
 
 
-def faults_of(run: Run) -> Iterator[str]:
+def faults_of(run: TracedRun) -> Iterator[str]:
     """What in this run is not as the docstrings of the two ABCs say; nothing if all is."""
     known = {Side.SCHEDULER: methods_of(SchedulerConnector), Side.WORKER: methods_of(WorkerConnector)}
     for call in run.calls:
@@ -53,7 +53,7 @@ def faults_of(run: Run) -> Iterator[str]:
         yield f"steps are reported as {reported}"
 
 
-def faults_at_start_and_end(run: Run) -> Iterator[str]:
+def faults_at_start_and_end(run: TracedRun) -> Iterator[str]:
     for role in Side:
         calls = [call for call in run.calls if call.role is role]
         if calls[-1].method != "shutdown" or calls[-1].step != max(call.step for call in calls):
@@ -76,7 +76,7 @@ STARTS = {
 }
 
 
-def faults_of_step(run: Run, step: int, calls: list[Call]) -> Iterator[str]:
+def faults_of_step(run: TracedRun, step: int, calls: list[TracedCall]) -> Iterator[str]:
     """Of one step at the worker side: every call once, in its place."""
     if step == 0:
         return
@@ -107,7 +107,7 @@ def faults_of_step(run: Run, step: int, calls: list[Call]) -> Iterator[str]:
         yield f"loads begin after the forward pass, which needs those of {', '.join(sorted(needed))}"
 
 
-def loaded_before(run: Run, step: int) -> set[str]:
+def loaded_before(run: TracedRun, step: int) -> set[str]:
     """Requests whose blocks were allocated for this step with tokens to load in front of it."""
     return {
         call.request
@@ -116,7 +116,7 @@ def loaded_before(run: Run, step: int) -> set[str]:
     }
 
 
-def faults_of_request(request: str, calls: list[Call]) -> Iterator[str]:
+def faults_of_request(request: str, calls: list[TracedCall]) -> Iterator[str]:
     """From its first call to its last."""
     methods = [call.method for call in calls]
     if methods[0] != "on_new_request" or methods.count("on_new_request") != 1:
@@ -137,7 +137,7 @@ def faults_of_request(request: str, calls: list[Call]) -> Iterator[str]:
                 yield "blocks are allocated before its question is answered"
             if waits:
                 yield "it goes on before it is received"
-            # A load in its step is over after it; an engine that waits for that one as well tells nobody.
+            # A load in its step is over after it; an engine that also waits for it does not say so.
             waits = is_async and bool(call.given["num_external"])
             has_blocks, answered = True, False
         elif call.method == "update_connector_output" and request in call.given["receiving"]:
@@ -161,11 +161,11 @@ REPORTING = (
 )
 
 
-def scheduled_by(call: Call) -> set[str]:
+def scheduled_by(call: TracedCall) -> set[str]:
     return {name for name, _, _ in call.given.get("scheduled", ())}
 
 
-def named_by(call: Call) -> set[str]:
+def named_by(call: TracedCall) -> set[str]:
     """Every request that a call names."""
     given = call.given
     names = {call.request, *scheduled_by(call)}
@@ -178,7 +178,7 @@ def named_by(call: Call) -> set[str]:
     return names
 
 
-def worker_calls(run: Run) -> list[Call]:
+def worker_calls(run: TracedRun) -> list[TracedCall]:
     return [call for call in run.calls if call.role is Side.WORKER]
 
 
@@ -190,12 +190,12 @@ def methods_of(base: type) -> set[str]:
 
 
 @pytest.mark.parametrize("run", RUNS)
-def test_engines_keep_the_documented_order(run: Run) -> None:
+def test_engines_keep_the_documented_order(run: TracedRun) -> None:
     assert list(faults_of(run)) == []
 
 
 @pytest.mark.parametrize("run", RUNS)
-def test_a_run_is_what_its_facts_say(run: Run) -> None:
+def test_a_run_is_what_its_facts_say(run: TracedRun) -> None:
     requests = {call.request for call in run.calls} - {""}
     assert requests == set(run.prompts)
     offers = [call.answer for call in run.calls if call.method == "get_num_new_matched_tokens"]
@@ -224,7 +224,7 @@ def test_what_happens_to_requests_is_all_there() -> None:
     assert {start % 32 for start in starts} - {0}, "chunks end within blocks"
 
 
-def moved(run: Run, method: str, before: str) -> Run:
+def moved(run: TracedRun, method: str, before: str) -> TracedRun:
     """The run with one call moved in front of another of its step."""
     calls = list(run.calls)
     at = next(at for at, call in enumerate(calls) if call.method == method and call.step > 1)
@@ -234,14 +234,14 @@ def moved(run: Run, method: str, before: str) -> Run:
     return attrs.evolve(run, calls=tuple(calls))
 
 
-def without(run: Run, method: str) -> Run:
+def without(run: TracedRun, method: str) -> TracedRun:
     calls = list(run.calls)
     del calls[max(at for at, call in enumerate(calls) if call.method == method)]
     return attrs.evolve(run, calls=tuple(calls))
 
 
 @pytest.mark.parametrize(
-    "spoil",
+    "alter",
     [
         lambda run: moved(run, "start_load_kv", before="bind_connector_metadata"),
         lambda run: moved(run, "save_kv_layer", before="wait_for_layer_load"),
@@ -257,9 +257,9 @@ def without(run: Run, method: str) -> Run:
         lambda run: without(run, "build_connector_meta"),
     ],
 )
-def test_another_order_would_be_found(spoil: Callable[[Run], Run]) -> None:
+def test_another_order_would_be_found(alter: Callable[[TracedRun], TracedRun]) -> None:
     for name in ("load layer by layer", "preemption"):
-        assert list(faults_of(spoil(call_traces.load("vllm-0.32").runs[name])))
+        assert list(faults_of(alter(call_traces.load("vllm-0.32").runs[name])))
 
 
 def test_a_load_that_ends_too_late_would_be_found() -> None:

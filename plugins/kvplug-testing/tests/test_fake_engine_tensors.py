@@ -20,10 +20,10 @@ _numbers = itertools.count()
 @pytest.fixture
 def engine() -> Iterator[FakeEngine]:
     config = Config.from_dict(
-        {"connector": "memory", "role": "both", "host": f"unix:@kvplug-test-double-{next(_numbers)}"}
+        {"connector": "memory", "role": "both", "host": f"unix:@kvplug-test-fake-engine-{next(_numbers)}"}
     )
-    with FakeEngine(config, num_blocks=48) as double:
-        yield double
+    with FakeEngine(config, num_blocks=48) as fake:
+        yield fake
 
 
 class Noting:
@@ -120,19 +120,19 @@ def test_only_plain_values_cross(value: Any) -> None:
 
 def test_the_same_seed_makes_the_same_moves() -> None:
     def calls_of(seed: int) -> list[str]:
-        host = f"unix:@kvplug-test-double-{next(_numbers)}"
+        host = f"unix:@kvplug-test-fake-engine-{next(_numbers)}"
         config = Config.from_dict({"connector": "memory", "role": "both", "host": host})
         calls: list[str] = []
-        with FakeEngine(config, num_blocks=20) as double:
-            scheduler = double.scheduler
-            double.scheduler = Noting(scheduler, calls)
-            schedule = Schedule(double, random.Random(seed), depth=2)
+        with FakeEngine(config, num_blocks=20) as fake:
+            scheduler = fake.scheduler
+            fake.scheduler = Noting(scheduler, calls)
+            schedule = Schedule(fake, random.Random(seed), depth=2)
             schedule.submit(
                 *(Arrival(request_id=f"r{n}", prompt=tuple(range(60 + n)), generated=(7,)) for n in range(8))
             )
             schedule.run()
-            double.scheduler = scheduler
-            assert schedule.ledger.num_loaded
+            fake.scheduler = scheduler
+            assert schedule.audit.num_loaded
         return calls
 
     assert calls_of(1) == calls_of(1)

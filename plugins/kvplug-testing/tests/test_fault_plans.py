@@ -90,7 +90,7 @@ def test_a_plan_without_rules_is_a_plan() -> None:
         ({"do": "drop", "message": 0}, "message: 0 was given; allowed is at least 1"),
         ({"do": "drop", "probability": 1.5}, "probability: 1.5 was given"),
         ({"do": "drop", "after": "3M"}, "say MB (powers of 1000) or MiB (powers of 1024)"),
-        ({"do": "kill", "direction": "recv", "min_bytes": 1}, "nobody knows its size"),
+        ({"do": "kill", "direction": "recv", "min_bytes": 1}, "its size is unknown"),
         ({"do": "drop", "mesage": 4}, "mesage: not a known key; did you mean 'message'?"),
         ("drop", "a rule: 'drop' was given"),
     ],

@@ -425,7 +425,7 @@ class Unread(Pipe):
         return self.taken[-1]
 
     def recv_tensor(self, out: Any = None, *, timeout: Any = None) -> Any:
-        raise TimeoutError("nobody says anything")
+        raise TimeoutError("no message")
 
     def close(self, timeout: Any = None) -> None:
         self.closed = True

@@ -37,7 +37,7 @@ def wait_here(parent: peers.Parent) -> None:
     time.sleep(60)
 
 
-def belongings(parent: peers.Parent) -> list[str]:
+def resources(parent: peers.Parent) -> list[str]:
     return sorted(each.partition(" -> ")[2] for each in peers.Resources.of().descriptors)
 
 
@@ -112,6 +112,6 @@ def test_a_child_can_be_stopped_and_resumed(server: ForkServer) -> None:
 
 
 def test_a_child_holds_its_own_door_and_nothing_of_the_others(server: ForkServer) -> None:
-    with server.start(f"{HERE}:echo", 1), server.start(f"{HERE}:belongings") as child:
+    with server.start(f"{HERE}:echo", 1), server.start(f"{HERE}:resources") as child:
         sockets = [each for each in child.result() if each.startswith("socket:")]
         assert len(sockets) == 1

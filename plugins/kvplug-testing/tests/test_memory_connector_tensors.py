@@ -2,53 +2,15 @@
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 
-import attrs
 import pytest
 
-from kvplug.errors import TransportError
-from kvplug_testing import ConnectorContract
 from kvplug_testing.contract.connector.schedules import QUICK
-from kvplug_testing.memory.shelf import Entry, Shelf
+from kvplug_testing.memory.connector.suite import MemoryConnectorContract
 
 
-def fail(entry: Entry) -> Entry:
-    raise TransportError("the test wants it so")
-
-
-def corrupt(entry: Entry) -> Entry:
-    key, value = entry.layers[-1]
-    key = key.clone()
-    key.view(-1)[-1] += 1
-    return attrs.evolve(entry, layers=(*entry.layers[:-1], (key, value)))
-
-
-class TestMemory(ConnectorContract):
-    connector = "memory"
-    spoils_own = True
-
-    def spoil(self, how: str) -> None:
-        self._shelf().fault = {"fail": fail, "corrupt": corrupt, "": None}[how]
-
-    @contextmanager
-    def holding_up(self) -> Iterator[threading.Event]:
-        is_held = threading.Event()
-
-        def hold(entry: Entry) -> Entry:
-            is_held.set()
-            threading.Event().wait(1.0)
-            return fail(entry)
-
-        self._shelf().fault = hold
-        try:
-            yield is_held
-        finally:
-            self._shelf().fault = None
-
+class TestMemory(MemoryConnectorContract):
     @pytest.mark.parametrize(
         ("first", "given"),
         [(0, {}), (1000, {"background": True}), (2000, {"spoils": True}), (5000, None)],
@@ -68,6 +30,3 @@ class TestMemory(ConnectorContract):
             counts += done.counts
         wanted = {"preempted", "aborted", "chunked", "ahead"} | ({"async"} if first == 1000 else set())
         assert wanted <= counts.keys(), f"never: {', '.join(sorted(wanted - counts.keys()))}"
-
-    def _shelf(self) -> Shelf:
-        return Shelf.at(self.config_of("both").control_address())

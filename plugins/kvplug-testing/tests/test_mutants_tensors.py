@@ -72,7 +72,7 @@ def judge(path: Path, folder: Path) -> tuple[Scorecard, str]:
         timeout=LIFE_S,
         check=False,
         cwd=folder,
-        # What the mutants reach is measured by nobody: that takes as long again.
+        # What the mutants reach is not measured: that takes as long again.
         env={key: value for key, value in os.environ.items() if not key.startswith("COVERAGE_")},
     )
     assert report.exists(), done.stdout + done.stderr
@@ -101,7 +101,7 @@ def check_caught(path: Path, name: str, id_: str, card: Scorecard, said: str) ->
     mine = [result for result in card.results if result.suite == name]
     assert mine, said
     caught = {result.test for result in mine if result.outcome is Outcome.FAILED and id_ in result.laws}
-    assert caught, f"{mutant.__doc__} Nobody noticed:\n{said}"
+    assert caught, f"{mutant.__doc__} No test noticed it:\n{said}"
     like_it = [other for other, cls in controls(path).items() if issubclass(mutant, cls.__base__)]
     assert like_it, f"{path}: no control has a base of {name}"
     for control in like_it:
@@ -275,7 +275,7 @@ def test_only_a_breach_catches_a_mutant(tmp_path: Path) -> None:
             if id_ in laws:
                 check_caught(path, name, id_, card, said)
             else:
-                with pytest.raises(AssertionError, match="Nobody noticed"):
+                with pytest.raises(AssertionError, match="No test noticed it"):
                     check_caught(path, name, id_, card, said)
     reasons = {result.suite: result.reason for result in card.results if "PIPE-1" in result.laws}
     assert reasons["TestIsMisspelt"].startswith("no breach: AttributeError: 'TestIsMisspelt' object has no")

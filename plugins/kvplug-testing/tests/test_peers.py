@@ -237,7 +237,7 @@ has_names = pytest.mark.skipif(not SHARED.is_dir(), reason="shared memory has no
 
 @pytest.fixture
 def shared() -> Iterator[Path]:
-    """A name in shared memory, as a library of whoever would choose it. It is gone after the test."""
+    """A name in shared memory, as any library might choose it. It is gone after the test."""
     path = SHARED / f"psm_{os.getpid()}"
     yield path
     path.unlink(missing_ok=True)

@@ -82,4 +82,4 @@ def test_growth_is_what_a_process_that_keeps_messages_or_objects_would_show() ->
     assert "bytes of memory" in attrs.evolve(before, resident_bytes=100_600_000).growth(before, 10, 100_000)
     assert "objects" in attrs.evolve(before, objects=5021).growth(before, 10, 100_000)
     held = attrs.evolve(NOTHING, threads=frozenset({"7 kvplug"}))
-    assert "7 kvplug" in attrs.evolve(before, belongings=held).growth(before, 1000, 100_000)
+    assert "7 kvplug" in attrs.evolve(before, resources=held).growth(before, 1000, 100_000)

@@ -120,7 +120,7 @@ def random_prompt() -> Callable[[int], list[int]]:
     return lambda length: torch.randint(0, VOCABULARY, (length,), generator=generator).tolist()
 
 
-class Shelf:
+class KVTable:
     """What two engines share: prompts and their KV, as lists of (key, value) for each layer."""
 
     def __init__(self) -> None:
@@ -152,9 +152,9 @@ class Shelf:
         raise LookupError("it is gone")
 
 
-class ShelfScheduler(SchedulerConnector):
-    def __init__(self, shelf: Shelf, cache: KVCacheConfig, *, saves: bool, in_background: bool) -> None:
-        self.shelf, self.saves, self.in_background = shelf, saves, in_background
+class TableScheduler(SchedulerConnector):
+    def __init__(self, table: KVTable, cache: KVCacheConfig, *, saves: bool, in_background: bool) -> None:
+        self.table, self.saves, self.in_background = table, saves, in_background
         self.block_size = cache.groups[0].block_size
         self.requests: dict[str, Request] = {}
         self.loads: list[dict[str, Any]] = []
@@ -162,7 +162,7 @@ class ShelfScheduler(SchedulerConnector):
         self.closed = 0
 
     def _note(self, call: str) -> None:
-        self.shelf.calls.append(call)
+        self.table.calls.append(call)
 
     def set_xfer_handshake_metadata(self, metadata: Mapping[int, Plain]) -> None:
         self._note("set_xfer_handshake_metadata")
@@ -179,11 +179,11 @@ class ShelfScheduler(SchedulerConnector):
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         self._note("get_num_new_matched_tokens")
-        if self.shelf.not_yet:
-            self.shelf.not_yet -= 1
+        if self.table.not_yet:
+            self.table.not_yet -= 1
             return None, False
         usable = (len(request.token_ids) - 1) // self.block_size * self.block_size
-        held = self.shelf.match(request.extra, request.token_ids[:usable])
+        held = self.table.match(request.extra, request.token_ids[:usable])
         new = held // self.block_size * self.block_size - num_computed_tokens
         return (new, self.in_background) if new > 0 and not self.saves else (0, False)
 
@@ -240,10 +240,10 @@ class ShelfScheduler(SchedulerConnector):
         self.closed += 1
 
 
-class ShelfWorker(WorkerConnector):
-    def __init__(self, shelf: Shelf, cache: KVCacheConfig) -> None:
+class TableWorker(WorkerConnector):
+    def __init__(self, table: KVTable, cache: KVCacheConfig) -> None:
         super().__init__()
-        self.shelf, self.group = shelf, cache.groups[0]
+        self.table, self.group = table, cache.groups[0]
         self.layout = self.group.layout
         self.caches: dict[str, torch.Tensor] = {}
         self.preempted: set[str] = set()
@@ -253,7 +253,7 @@ class ShelfWorker(WorkerConnector):
         self.closed = 0
 
     def _note(self, call: str) -> None:
-        self.shelf.calls.append(call)
+        self.table.calls.append(call)
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         self._note("register_kv_caches")
@@ -283,14 +283,14 @@ class ShelfWorker(WorkerConnector):
         assert isinstance(self._metadata, dict)
         if self._metadata["in_background"]:
             for load in self._metadata["loads"]:
-                self.under_way[load["id"]] = [self.shelf.steps_to_load, load]
+                self.under_way[load["id"]] = [self.table.steps_to_load, load]
 
     def _load(self, load: dict[str, Any], layer: int) -> None:
-        key, value = self.shelf.take(load["extra"], load["tokens"])[layer]
+        key, value = self.table.take(load["extra"], load["tokens"])[layer]
         size = self.layout.block_size
         for index in range(len(load["tokens"]) // size):
             span = range(index * size, (index + 1) * size)
-            if self.shelf.bad_tokens.intersection(span):
+            if self.table.bad_tokens.intersection(span):
                 self.invalid.add(load["blocks"][index])
                 continue
             cache = self.caches[self.group.layer_names[layer]]
@@ -310,7 +310,7 @@ class ShelfWorker(WorkerConnector):
         assert kv_layer.data_ptr() == self.caches[layer_name].data_ptr()
         for save in self._metadata["saves"]:
             if save["end"] == len(save["tokens"]):
-                entry = self.shelf.entries.setdefault((save["extra"], save["tokens"]), [])
+                entry = self.table.entries.setdefault((save["extra"], save["tokens"]), [])
                 assert len(entry) in (self.group.layer_names.index(layer_name), len(self.caches))
                 if len(entry) < len(self.caches):
                     entry.append(gather(kv_layer, self.layout, save["blocks"], 0, save["end"]))
@@ -351,13 +351,13 @@ class ShelfWorker(WorkerConnector):
 
 
 @pytest.fixture
-def shelf() -> Shelf:
-    return Shelf()
+def table() -> KVTable:
+    return KVTable()
 
 
 @pytest.fixture
-def engine_on(shelf: Shelf) -> Callable[..., Engine]:
-    """``engine_on(model, saves=…, in_background=…, **options)``: an engine whose connector is the shelf's."""
+def engine_on(table: KVTable) -> Callable[..., Engine]:
+    """``engine_on(model, saves=…, in_background=…, **options)``: an engine whose connector is the table's."""
 
     def make(model: Any, *, saves: bool = False, in_background: bool = False, **options: Any) -> Engine:
         facts, wanted = describe(model), EngineOptions(**options)
@@ -366,8 +366,8 @@ def engine_on(shelf: Shelf) -> Callable[..., Engine]:
             model,
             wanted,
             facts=facts,
-            scheduler_connector=ShelfScheduler(shelf, cache, saves=saves, in_background=in_background),
-            worker_connector=ShelfWorker(shelf, cache),
+            scheduler_connector=TableScheduler(table, cache, saves=saves, in_background=in_background),
+            worker_connector=TableWorker(table, cache),
         )
 
     return make

@@ -9,10 +9,10 @@ import pytest
 
 from kvplug_testing.peers import nothing_left
 from kvplug_transformers.demo.display import Display
-from kvplug_transformers.demo.orders import Orders
-from kvplug_transformers.demo.processes import REFERENCE
+from kvplug_transformers.demo.processes import REFERENCE_COMMAND
 from kvplug_transformers.demo.runs import run
-from kvplug_transformers.demo.session import ALONE, DECODE, PREFILL, DemoError
+from kvplug_transformers.demo.session import DECODE, PREFILL, REFERENCE, DemoError
+from kvplug_transformers.demo.settings import DemoSettings
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(300)]
 
@@ -77,9 +77,9 @@ def folder(tiny):
 
 
 @pytest.fixture
-def orders(folder):
-    def make(policy: str) -> Orders:
-        return Orders(
+def settings(folder):
+    def make(policy: str) -> DemoSettings:
+        return DemoSettings(
             prompt=words(70),
             model=folder,
             max_new_tokens=8,
@@ -89,10 +89,10 @@ def orders(folder):
     return make
 
 
-def test_decode_recomputes_what_did_not_arrive_and_says_so(orders):
+def test_decode_recomputes_what_did_not_arrive_and_says_so(settings):
     programs = {PREFILL: [sys.executable, "-c", DYING, "4"]}
     with nothing_left(), Display(quiet=True) as display:
-        report = run(orders("recompute"), display, programs)
+        report = run(settings("recompute"), display, programs)
     assert report.identical
     assert report.tokens_loaded == 0
     assert not report.ok
@@ -100,43 +100,43 @@ def test_decode_recomputes_what_did_not_arrive_and_says_so(orders):
     assert any("killed by SIGKILL" in reason for reason in report.reasons)
 
 
-def test_where_the_policy_is_to_fail_the_request_fails_and_says_so(orders, capsys):
+def test_where_the_policy_is_to_fail_the_request_fails_and_says_so(settings, capsys):
     """Nothing has arrived when it dies."""
     generated = [{"event": "generated", "ids": [7], "imported": []}]
     programs = {
         PREFILL: [sys.executable, "-c", DYING, "1"],
-        ALONE: saying(start=LOADED, generate=generated),
+        REFERENCE: saying(start=LOADED, generate=generated),
     }
     with nothing_left(), Display(quiet=True) as display:
-        report = run(orders("fail"), display, programs)
+        report = run(settings("fail"), display, programs)
     assert (report.identical, report.text, report.ttft_s) == (False, "", None)
     assert any("the policy is to fail" in reason for reason in report.reasons)
     assert "the policy is to fail" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", [PREFILL, DECODE])
-def test_a_worker_that_does_not_start_is_named_with_its_last_words(orders, name):
+def test_a_worker_that_does_not_start_is_named_with_its_last_words(settings, name):
     programs = {name: [sys.executable, "-c", "import sys; sys.exit('no such module')"]}
     said = rf"the {name} process ended with status 1:\nno such module"
     with nothing_left(), Display(quiet=True) as display, pytest.raises(DemoError, match=said):
-        run(orders("recompute"), display, programs)
+        run(settings("recompute"), display, programs)
 
 
-def test_a_prompt_longer_than_the_context_is_refused_with_both_numbers(orders):
+def test_a_prompt_longer_than_the_context_is_refused_with_both_numbers(settings):
     too_many = [{**TOKENS[0], "ids": [7] * 600}]
     programs = {
         PREFILL: saying(start=LOADED, encode=too_many),
         DECODE: saying(start=LOADED),
-        ALONE: saying(start=LOADED),
+        REFERENCE: saying(start=LOADED),
     }
     said = "the prompt has 600 tokens, which with 8 new ones is more than the model's context of 512"
     with nothing_left(), Display(quiet=True) as display, pytest.raises(DemoError, match=said):
-        run(orders("recompute"), display, programs)
+        run(settings("recompute"), display, programs)
 
 
-def test_the_reference_process_would_be_caught_importing_kvplug(orders):
+def test_the_reference_process_would_be_caught_importing_kvplug(settings):
     """The control of "never imports kvplug": one that does is found out."""
-    program = f"import kvplug, runpy; runpy.run_path({REFERENCE[-1]!r}, run_name='__main__')"
+    program = f"import kvplug, runpy; runpy.run_path({REFERENCE_COMMAND[-1]!r}, run_name='__main__')"
     ready = {"event": "ready", "transport": "cpu", "reasons": []}
     decoded = {
         "event": "decoded",
@@ -159,8 +159,8 @@ def test_the_reference_process_would_be_caught_importing_kvplug(orders):
         DECODE: saying(
             start=LOADED, open=[ready], decode=[decoded], recompute=[{"event": "recomputed", "ttft_s": 1.0}]
         ),
-        ALONE: [sys.executable, "-c", program],
+        REFERENCE: [sys.executable, "-c", program],
     }
     said = "the reference process has imported kvplug"
     with nothing_left(), Display(quiet=True) as display, pytest.raises(DemoError, match=said):
-        run(orders("recompute"), display, programs)
+        run(settings("recompute"), display, programs)

@@ -9,10 +9,10 @@ import pytest
 
 from kvplug import Config
 from kvplug.engine import Side
-from kvplug_transformers.demo.worker import Worker
+from kvplug_transformers.demo.worker import DemoWorker
 from kvplug_transformers.model.facts import describe
 
-ORDERS = {"config": None, "overrides": {}, "block_size": 16, "layout": None}
+SETTINGS = {"config": None, "overrides": {}, "block_size": 16, "layout": None}
 
 
 class Heard:
@@ -21,14 +21,14 @@ class Heard:
     def __init__(self) -> None:
         self.events: list[tuple[str, dict[str, Any]]] = []
 
-    def tell(self, event: str, **values: Any) -> None:
+    def send(self, event: str, **values: Any) -> None:
         self.events.append((event, values))
 
 
 @pytest.fixture
-def worker(llama) -> Worker:
-    made = Worker(Heard())
-    made._orders = ORDERS
+def worker(llama) -> DemoWorker:
+    made = DemoWorker(Heard())
+    made._settings = SETTINGS
     made._loaded = SimpleNamespace(model=llama)
     made._facts = describe(llama)
     made._config = Config.load(None, overrides={"role": "producer"})

@@ -78,7 +78,7 @@ def test_the_hours_in_which_the_parent_itself_was_stopped_do_not_count(session, 
 def test_a_command_to_a_worker_that_does_not_read_stops_nobody(session):
     one = session(prefill=SILENT)
     began = time.monotonic()
-    one.tell(PREFILL, "encode", prompt="x" * 1_000_000)
+    one.send(PREFILL, "encode", prompt="x" * 1_000_000)
     assert time.monotonic() - began < 4
 
 
@@ -86,6 +86,6 @@ def test_a_character_that_the_terminal_does_not_have_ends_nothing(monkeypatch):
     stdout = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     monkeypatch.setattr(sys, "stdout", stdout)
     with Display() as display:
-        display.hear(DECODE, {"event": "text", "text": "gr\u00fcn"})
+        display.show(DECODE, {"event": "text", "text": "gr\u00fcn"})
     stdout.flush()
     assert stdout.buffer.getvalue() == b"gr?n"

@@ -62,11 +62,11 @@ def test_gpt2_loads_as_llama_does(gpt2, alone, random_prompt, engine_on):
     assert (sequence.output, sequence.num_loaded_tokens) == (alone(gpt2, prompt, 8), 48)
 
 
-def test_loaded_kv_is_really_used(llama, alone, random_prompt, engine_on, shelf):
+def test_loaded_kv_is_really_used(llama, alone, random_prompt, engine_on, table):
     """The control: with another prompt's KV in its place the tokens differ."""
     prompt = random_prompt(50)
     prefill(engine_on, llama, prompt)
-    for layers in shelf.entries.values():
+    for layers in table.entries.values():
         for key, value in layers:
             key.neg_()
             value.neg_()
@@ -89,11 +89,11 @@ def test_another_extra_is_another_key(llama, random_prompt, engine_on):
 @pytest.mark.parametrize("in_background", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("bad", [0, 20, 63])
 def test_after_a_failed_load_the_rest_is_recomputed(
-    llama, alone, random_prompt, engine_on, shelf, bad, in_background
+    llama, alone, random_prompt, engine_on, table, bad, in_background
 ):
     prompt, other = random_prompt(70), random_prompt(30)
     prefill(engine_on, llama, prompt, other)
-    shelf.bad_tokens = {bad}
+    table.bad_tokens = {bad}
     engine = engine_on(llama, in_background=in_background)
     sequence = engine.add(prompt, max_new_tokens=8)
     list(engine.run())
@@ -107,11 +107,11 @@ def test_after_a_failed_load_the_rest_is_recomputed(
 
 @pytest.mark.parametrize("in_background", [False, True], ids=["sync", "async"])
 def test_after_a_failed_load_the_request_ends_where_the_policy_is_to_fail(
-    llama, alone, random_prompt, engine_on, shelf, in_background
+    llama, alone, random_prompt, engine_on, table, in_background
 ):
     prompt, other = random_prompt(70), random_prompt(15)
     prefill(engine_on, llama, prompt)
-    shelf.bad_tokens = {40}
+    table.bad_tokens = {40}
     engine = engine_on(llama, in_background=in_background, load_failure_policy="fail")
     sequence = engine.add(prompt, max_new_tokens=8)
     untouched = engine.add(other, max_new_tokens=8)
@@ -126,11 +126,11 @@ def test_after_a_failed_load_the_request_ends_where_the_policy_is_to_fail(
     assert ends == {sequence.request_id: RequestEnd.FAILED, untouched.request_id: RequestEnd.FINISHED}
 
 
-def test_not_yet_is_asked_again_and_lets_others_by(llama, alone, random_prompt, engine_on, shelf):
+def test_not_yet_is_asked_again_and_lets_others_by(llama, alone, random_prompt, engine_on, table):
     late, other = random_prompt(50), random_prompt(20)
     prefill(engine_on, llama, late)
     engine = engine_on(llama)
-    shelf.not_yet = 1
+    table.not_yet = 1
     first, second = engine.add(late, max_new_tokens=4), engine.add(other, max_new_tokens=4)
     (token,) = engine.step()
     assert token.request_id == second.request_id
@@ -139,11 +139,11 @@ def test_not_yet_is_asked_again_and_lets_others_by(llama, alone, random_prompt, 
 
 
 def test_while_one_request_loads_in_the_background_others_compute(
-    llama, alone, random_prompt, engine_on, shelf
+    llama, alone, random_prompt, engine_on, table
 ):
     late, other = random_prompt(50), random_prompt(20)
     prefill(engine_on, llama, late)
-    shelf.steps_to_load = 4
+    table.steps_to_load = 4
     engine = engine_on(llama, in_background=True)
     first, second = engine.add(late, max_new_tokens=4), engine.add(other, max_new_tokens=8)
     order = [token.request_id for token in engine.run()]
@@ -152,27 +152,27 @@ def test_while_one_request_loads_in_the_background_others_compute(
 
 
 def test_a_request_aborted_while_it_loads_keeps_its_blocks_until_the_load_has_ended(
-    llama, random_prompt, engine_on, shelf
+    llama, random_prompt, engine_on, table
 ):
     prompt = random_prompt(50)
     prefill(engine_on, llama, prompt)
-    shelf.steps_to_load = 3
+    table.steps_to_load = 3
     engine = engine_on(llama, in_background=True)
     sequence = engine.add(prompt, max_new_tokens=4)
     engine.step()
     engine.abort(sequence.request_id)
     assert engine.scheduler.num_free_blocks == engine.options.num_blocks - 3
-    assert engine.scheduler.has_errands
+    assert engine.scheduler.has_pending_connector_work
     engine.settle(timeout=5)
     assert engine.scheduler.num_free_blocks == engine.options.num_blocks
 
 
 def test_a_request_aborted_while_it_loads_is_named_once_and_that_frees_what_the_connector_kept(
-    llama, random_prompt, engine_on, shelf
+    llama, random_prompt, engine_on, table
 ):
     prompt = random_prompt(50)
     prefill(engine_on, llama, prompt)
-    shelf.steps_to_load = 3
+    table.steps_to_load = 3
     engine = engine_on(llama, in_background=True)
     engine.scheduler._connector.request_finished = lambda *_: (True, None)
     sequence = engine.add(prompt, max_new_tokens=4)
@@ -180,21 +180,21 @@ def test_a_request_aborted_while_it_loads_is_named_once_and_that_frees_what_the_
     engine.abort(sequence.request_id)
     engine.settle(timeout=5)
     assert engine.scheduler.num_free_blocks == engine.options.num_blocks
-    assert not engine.scheduler.has_errands  # nobody waits for it to be named as sent as well
+    assert not engine.scheduler.has_pending_connector_work  # it need not be named as sent as well
 
 
-def test_a_connector_with_work_under_way_gets_steps_until_it_has_none(llama, random_prompt, engine_on, shelf):
+def test_a_connector_with_work_under_way_gets_steps_until_it_has_none(llama, random_prompt, engine_on, table):
     engine = engine_on(llama)
     asked = []
 
     def has_pending_push_work():
-        asked.append(shelf.calls.count("build_connector_meta"))
+        asked.append(table.calls.count("build_connector_meta"))
         return len(asked) < 4
 
     engine.scheduler._connector.has_pending_push_work = has_pending_push_work
     engine.add(random_prompt(5), max_new_tokens=1)
     list(engine.run())
-    assert asked == []  # while a request is left nobody has to ask
+    assert asked == []  # while a request is left there is no need to ask
     engine.settle(timeout=5)
     assert asked == [2, 3, 4, 5]  # steps so far, the first two for the request and its end
 
@@ -241,31 +241,31 @@ START = r"register_kv_caches get_handshake_metadata set_xfer_handshake_metadata 
 
 
 @pytest.mark.parametrize("in_background", [False, True], ids=["sync", "async"])
-def test_the_calls_come_in_the_documented_order(llama, random_prompt, engine_on, shelf, in_background):
+def test_the_calls_come_in_the_documented_order(llama, random_prompt, engine_on, table, in_background):
     prompts = [random_prompt(length) for length in (50, 20, 33)]
     prefill(engine_on, llama, *prompts)
-    shelf.calls.clear()
+    table.calls.clear()
     engine = engine_on(llama, in_background=in_background, num_blocks=9, max_tokens_per_step=20)
     for prompt in prompts:
         engine.add(prompt, max_new_tokens=20)
-    while engine.scheduler.has_requests or engine.scheduler.has_errands:
+    while engine.scheduler.has_requests or engine.scheduler.has_pending_connector_work:
         engine.step()
-    calls = " ".join(shelf.calls) + " "
+    calls = " ".join(table.calls) + " "
     whole = rf"{START}(on_new_request ){{3}}({ADMIT}{STEP})+"
     assert re.fullmatch(whole, calls), calls
-    assert shelf.calls.count("request_finished") == 3
-    assert "handle_preemptions" in shelf.calls
+    assert table.calls.count("request_finished") == 3
+    assert "handle_preemptions" in table.calls
 
 
-def test_an_asynchronous_load_tells_the_connector_twice_of_its_blocks(llama, random_prompt, engine_on, shelf):
+def test_an_asynchronous_load_tells_the_connector_twice_of_its_blocks(llama, random_prompt, engine_on, table):
     prompt = random_prompt(50)
     prefill(engine_on, llama, prompt)
-    shelf.calls.clear()
+    table.calls.clear()
     engine = engine_on(llama, in_background=True)
     engine.add(prompt, max_new_tokens=1)
     list(engine.run())
-    assert shelf.calls.count("update_state_after_alloc") == 2
-    assert shelf.calls.count("get_num_new_matched_tokens") == 1
+    assert table.calls.count("update_state_after_alloc") == 2
+    assert table.calls.count("get_num_new_matched_tokens") == 1
 
 
 def test_a_connector_that_prefers_one_tensor_for_all_layers_gets_it_and_nothing_else(llama, engine_on):
@@ -283,7 +283,7 @@ def test_a_connector_that_prefers_one_tensor_for_all_layers_gets_it_and_nothing_
             raise AssertionError("exactly one of the two is called")
 
     like = engine_on(llama)
-    connector = OneTensor(like.worker._connector.shelf, like_cache(like))
+    connector = OneTensor(like.worker._connector.table, like_cache(like))
     engine = Engine(
         llama,
         like.options,

@@ -63,7 +63,7 @@ def test_an_id_used_again_is_not_computed_before_the_worker_side_knows_of_the_fi
     assert again.output == alone(llama, prompts[1], 3)
 
 
-def test_an_id_whose_blocks_are_still_lent_is_refused(llama, random_prompt, engine_on, shelf):
+def test_an_id_whose_blocks_are_still_lent_is_refused(llama, random_prompt, engine_on, table):
     prompt = random_prompt(50)
     prefill(engine_on, llama, prompt)
     engine = engine_on(llama, in_background=True)
@@ -75,14 +75,14 @@ def test_an_id_whose_blocks_are_still_lent_is_refused(llama, random_prompt, engi
 
 
 def test_blocks_that_the_connector_keeps_when_a_load_has_failed_are_not_freed_in_the_same_step(
-    llama, random_prompt, engine_on, shelf
+    llama, random_prompt, engine_on, table
 ):
     prompt = random_prompt(50)
     prefill(engine_on, llama, prompt)
     engine = engine_on(llama, in_background=True, load_failure_policy="fail")
     scheduler, worker = engine.scheduler._connector, engine.worker._connector
     scheduler.request_finished = lambda *_: (True, None)
-    shelf.bad_tokens = {20}
+    table.bad_tokens = {20}
     sequence = engine.add(prompt, max_new_tokens=2)
     list(engine.run())
     assert sequence.finish_reason == "error"
@@ -96,11 +96,11 @@ def test_blocks_that_the_connector_keeps_when_a_load_has_failed_are_not_freed_in
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
 @pytest.mark.parametrize("in_background", [False, True], ids=["sync", "async"])
 def test_several_requests_whose_loads_fail_in_one_step_each_get_their_due(
-    llama, alone, random_prompt, engine_on, shelf, policy, in_background
+    llama, alone, random_prompt, engine_on, table, policy, in_background
 ):
     prompts = [random_prompt(length) for length in (50, 40, 33)]
     prefill(engine_on, llama, *prompts)
-    shelf.bad_tokens = {20}
+    table.bad_tokens = {20}
     engine = engine_on(llama, in_background=in_background, load_failure_policy=policy)
     sequences = [engine.add(prompt, max_new_tokens=6) for prompt in prompts]
     list(engine.run())
@@ -129,14 +129,14 @@ def test_events_are_taken_in_each_step_and_kept_for_whoever_asks(llama, random_p
 
 @pytest.mark.parametrize("seed", range(12))
 def test_whatever_happens_no_block_has_two_masters_and_the_tokens_are_right(
-    llama, alone, random_prompt, engine_on, shelf, seed
+    llama, alone, random_prompt, engine_on, table, seed
 ):
     """Random requests, aborts, failures and too little memory; after each plan, who has which block."""
     chance = random.Random(seed)
     prompts = [random_prompt(chance.randint(1, 70)) for _ in range(8)]
     prefill(engine_on, llama, *chance.sample(prompts, 6))
-    shelf.bad_tokens = set(chance.sample(range(70), chance.choice([0, 3])))
-    shelf.steps_to_load = chance.randint(1, 4)
+    table.bad_tokens = set(chance.sample(range(70), chance.choice([0, 3])))
+    table.steps_to_load = chance.randint(1, 4)
     engine = engine_on(
         llama,
         in_background=chance.random() < 0.7,
@@ -158,7 +158,7 @@ def test_whatever_happens_no_block_has_two_masters_and_the_tokens_are_right(
             victim = chance.choice(sequences)
             if engine.abort(victim.request_id) is not None:
                 aborted.add(victim.request_id)
-        shelf.not_yet = int(chance.random() < 0.1)
+        table.not_yet = int(chance.random() < 0.1)
         lent = {block for _, load in writing.values() for block in load["blocks"]}
         step = scheduler.schedule()
         owned = [block for table in step.block_tables for block in table]
@@ -166,7 +166,7 @@ def test_whatever_happens_no_block_has_two_masters_and_the_tokens_are_right(
         assert not lent.intersection(owned), f"step {number}: a block that a load writes into is used"
         assert not step.output.preempted_request_ids & writing.keys()
         scheduler.update(step, *worker.execute(step))
-        if not (waiting or scheduler.has_requests or scheduler.has_errands):
+        if not (waiting or scheduler.has_requests or scheduler.has_pending_connector_work):
             break
     else:
         raise AssertionError("it never ends")

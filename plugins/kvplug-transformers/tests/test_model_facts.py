@@ -137,7 +137,7 @@ def test_a_model_that_needs_code_of_its_own_is_refused_and_nobody_is_asked(llama
     config |= {"model_type": "of-its-own", "auto_map": {"AutoConfig": "own.Config"}}
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "own.py").write_text("raise SystemExit('it was run')")
-    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("somebody was asked"))
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("input was called"))
     with pytest.raises(UnsupportedError, match="needs code of its own, which is never run"):
         load(tmp_path)
 

@@ -1,4 +1,4 @@
-"""The class that vLLM makes, twice: in its scheduler and in each of its workers."""
+"""The connector class that vLLM constructs in its scheduler and in each of its workers."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from kvplug import ConfigError, Registry, build_connector, required_layout
 from kvplug.engine import SchedulerConnector, WorkerConnector
-from kvplug_vllm.carried import KvplugMetadata, KvplugStats, KvplugWorkerMetadata
-from kvplug_vllm.facts import cache_of, config_of, goes_back, model_of, parallelism_of, vllm_layout
 from kvplug_vllm.logs import join_vllm
+from kvplug_vllm.metadata import KvplugMetadata, KvplugStats, KvplugWorkerMetadata
 from kvplug_vllm.metrics import KvplugPromMetrics
 from kvplug_vllm.plugin import register
 from kvplug_vllm.scheduler import SchedulerSide
+from kvplug_vllm.translate import cache_of, can_rewind, config_of, model_of, parallelism_of, vllm_layout
 from kvplug_vllm.worker import WorkerSide
 
 if TYPE_CHECKING:
@@ -39,19 +39,19 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 TESTED = "0.32"
-"""The series of vLLM that this adapter was written against and is tested with."""
+"""The series of vLLM that this adapter is written for and tested with."""
 
 
 class KvplugConnector(KVConnectorBase_V1):
-    """vLLM's connector API in front of the kvplug connector that the extra config names.
+    """Adapts the kvplug connector that the extra config names to vLLM's connector API.
 
-    It translates, and decides nothing. Which tokens come from where, how and when, is the connector's
-    business; what a failed load costs, vLLM's (``kv_load_failure_policy``).
+    It translates, and decides nothing. The connector decides which tokens come from where, how and when;
+    vLLM decides what happens after a failed load (``kv_load_failure_policy``).
 
     Raises (the constructor):
-        kvplug.ConfigError: the configuration, every fault at once.
-        kvplug.UnsupportedError: a model or cache that cannot be moved, and why.
-        kvplug.KvplugError: whatever else ``kvplug.build_connector`` raises.
+        kvplug.ConfigError: the configuration is wrong; lists every fault.
+        kvplug.UnsupportedError: the model or its cache cannot be moved; says why.
+        kvplug.KvplugError: any other error of ``kvplug.build_connector``.
     """
 
     def __init__(
@@ -81,11 +81,11 @@ class KvplugConnector(KVConnectorBase_V1):
                 built,
                 which=which,
                 tensor_parallel_size=vllm_config.parallel_config.tensor_parallel_size,
-                goes_back=goes_back(vllm_config),
+                can_rewind=can_rewind(vllm_config),
             )
         self._connector: SchedulerConnector | WorkerConnector = built
 
-    # -- before there is one -------------------------------------------------------------------
+    # -- without an instance -------------------------------------------------------------------
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:

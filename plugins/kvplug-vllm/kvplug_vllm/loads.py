@@ -1,4 +1,4 @@
-"""Loads that the step under way needs: until it is reported, nobody else may build on them."""
+"""Loads that the current step needs: no other request may use their blocks before the step is reported."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ from kvplug.engine import Request
 class _Load:
     request: Request
     start: int
-    """Its first token; what comes before was in the cache."""
+    """Its first token; the tokens before were in the cache."""
     block_ids: tuple[int, ...]
-    """All of the request's, in token order."""
+    """All blocks of the request, in token order."""
 
 
 class StepLoads:
-    """The loads of one step, of an engine that plans the next when it has heard of this one.
+    """The loads of one step, in an engine that plans the next step after this one is reported.
 
-    vLLM 0.32 offers the blocks of such a load to others as soon as they are allocated. Where it fails, the
-    requests that run are made to compute them; but one that has ended meanwhile leaves its blocks in
-    the prefix cache, and one of several that share them only is to compute them, and may end before.
+    vLLM 0.32 offers the blocks of such a load to other requests as soon as they are allocated. If the load
+    fails, vLLM makes running requests compute them. But a request that has ended in the meantime leaves its
+    blocks in the prefix cache; and of several requests that share the blocks only one is made to compute
+    them, and it may end before it does.
     """
 
     def __init__(self) -> None:
@@ -33,7 +34,7 @@ class StepLoads:
         self._loads.append(_Load(request, start, tuple(block_ids)))
 
     def are_shared_by(self, request: Request, num_computed_tokens: int) -> bool:
-        """Whether what vLLM found in its cache for the request may be what is being loaded."""
+        """Whether vLLM's cache hit for the request may include blocks that are being loaded."""
         return any(
             load.start < num_computed_tokens
             and load.request.token_ids[: load.start + 1] == request.token_ids[: load.start + 1]
@@ -41,7 +42,7 @@ class StepLoads:
         )
 
     def end(self, invalid_block_ids: set[int]) -> set[int]:
-        """The step is reported. Returns the blocks that hold, or were computed from, what failed."""
+        """The step is reported. Returns the blocks that failed to load, or were computed from those."""
         blocks = set[int]()
         for load in self._loads:
             at = next((at for at, block in enumerate(load.block_ids) if block in invalid_block_ids), None)

@@ -1,4 +1,4 @@
-"""kvplug's log lines among vLLM's, in the same form."""
+"""Sends kvplug's log lines through vLLM's handlers."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ _VLLM = "vllm"
 
 
 def join_vllm(registry: Registry) -> None:
-    """Let kvplug and every plugin of it log through vLLM's handlers, at its level.
+    """Let kvplug and all its plugins log through vLLM's handlers, at vLLM's level.
 
-    Python shows warnings of a logger that nobody set up on stderr, bare, and nothing below. A logger that
-    somebody has set up is left alone; so are all where vLLM was told to leave logging alone.
+    Without a handler, Python prints only the text of warnings on stderr, and nothing below that level. A
+    logger that has a handler or a level already is not changed; and no logger is if vLLM's logging is not
+    configured.
     """
     theirs = logging.getLogger(_VLLM)
     targets = (spec.target if isinstance(spec, CommandSpec) else spec.factory for _, spec in registry)

@@ -1,4 +1,4 @@
-"""kvplug's figures among vLLM's Prometheus metrics."""
+"""kvplug's metrics among vLLM's Prometheus metrics."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import prometheus_client
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics
 
 from kvplug import connector_class
-from kvplug_vllm.facts import config_of
+from kvplug_vllm.translate import config_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -1,23 +1,23 @@
-"""What vLLM's plugin entry point calls, in each of its processes: the name becomes known, no more."""
+"""The function of vLLM's plugin entry point, which vLLM calls in each of its processes."""
 
 from __future__ import annotations
 
 import contextlib
 
 NAME = "KvplugConnector"
-"""Of the class, and what ``kv_connector`` says."""
+"""The name of the class, and the value of ``kv_connector``."""
 
 MODULE = "kvplug_vllm.connector"
 
 
 def register() -> None:
-    """Make ``"kv_connector": "KvplugConnector"`` work. May be called again.
+    """Make ``"kv_connector": "KvplugConnector"`` work. May be called several times.
 
-    The class is also found by ``kv_connector_module_path`` alone, where vLLM loads no plugins (see its
-    ``VLLM_PLUGINS``). But it looks the class of a child of its MultiConnector up by name, and a name that is
-    not registered ends its engine; so the class's own module calls this as well.
+    Without plugins (see vLLM's ``VLLM_PLUGINS``), vLLM finds the class by ``kv_connector_module_path``. But
+    it looks up a child of a MultiConnector by name, and an unregistered name ends its engine; so the module
+    of the class calls this function as well.
     """
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-    with contextlib.suppress(ValueError):  # the name is known
+    with contextlib.suppress(ValueError):  # the name is registered already
         KVConnectorFactory.register_connector(NAME, MODULE, NAME)

@@ -1,4 +1,4 @@
-"""vLLM's request in kvplug's words."""
+"""Translates vLLM's requests into kvplug's."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 
 class Requests:
-    """Translates requests, each again only when it has grown or lost its blocks since the last time.
+    """Translates requests, and caches each translation until the request grows or loses its blocks.
 
-    A waiting request is asked about in every step, and a prompt may have a hundred thousand tokens.
+    vLLM asks about a waiting request in every step, and a prompt may have a hundred thousand tokens.
     """
 
     def __init__(self) -> None:
@@ -32,7 +32,7 @@ class Requests:
         ):
             if known is not None and known.num_prompt_tokens == request.num_prompt_tokens:
                 extra = known.extra
-            else:  # also where a streaming session goes on, with more media perhaps
+            else:  # also if a streaming session continues, perhaps with more media
                 extra = extra_of(request)
             known = Request(
                 request_id=request.request_id,
@@ -50,10 +50,10 @@ class Requests:
 
 
 def extra_of(request: VllmRequest) -> bytes:
-    """What besides its tokens decides a request's KV: what vLLM puts into its own block hashes.
+    """The inputs besides its tokens that a request's KV depends on: those in vLLM's own block hashes.
 
-    The adapter, by its name and its weights; every media item with its place; the cache salt; embeddings
-    instead of tokens. Empty for a request that is tokens only.
+    The adapter, by its name and its weights; every media item with its position; the cache salt; embeddings
+    instead of tokens. Empty for a request of tokens only.
     """
     found: dict[str, Any] = {}
     if request.lora_request is not None:

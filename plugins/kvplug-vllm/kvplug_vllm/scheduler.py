@@ -1,4 +1,4 @@
-"""The scheduler side: what vLLM's scheduler says, said to a SchedulerConnector, and its answers back."""
+"""The scheduler side: translates between vLLM's scheduler and a SchedulerConnector."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from kvplug.engine import (
     WorkerOutput,
 )
 from kvplug.net.wire import decode
-from kvplug_vllm.carried import (
+from kvplug_vllm.loads import StepLoads
+from kvplug_vllm.metadata import (
     KvplugHandshakeMetadata,
     KvplugMetadata,
     KvplugStats,
     KvplugWorkerMetadata,
 )
-from kvplug_vllm.ledger import Ledger
-from kvplug_vllm.loads import StepLoads
+from kvplug_vllm.pending import PendingRequests
 from kvplug_vllm.requests import Requests, end_of
 
 if TYPE_CHECKING:
@@ -42,33 +42,33 @@ _log = logging.getLogger(__name__)
 class SchedulerSide:
     """One SchedulerConnector in vLLM's scheduler.
 
-    It also keeps book of whose blocks vLLM holds until they are named (:class:`Ledger`), and tells the
-    workers: they pass on no name that vLLM does not wait for, since that would end its engine.
+    It also tracks the requests that vLLM waits for (:class:`PendingRequests`), and sends them to the workers:
+    a worker must not pass on a name that vLLM does not wait for, since that would end vLLM's engine.
 
-    And it sees to it that no KV is used whose load failed. Of a load that its step needs vLLM believes at
-    once that it has succeeded; until the step is reported, others wait for it (:class:`StepLoads`). Unless
-    vLLM ``goes_back``, that is too late for the request itself: the next step is planned and delivered, or
-    computes what is missing from the wrong place. So there it waits as well: vLLM is told that the load is in
-    the background, and the workers name the request as received in the very step that loads.
+    And it ensures that KV whose load failed is not used. vLLM assumes at once that a load which its step
+    needs has succeeded; until the step is reported, other requests wait for it (:class:`StepLoads`). If vLLM
+    cannot rewind, that report is too late for the request itself: the next step is already planned, or
+    computes the missing tokens at the wrong position. In this case the request waits as well: vLLM is told
+    that the load is in the background, and the workers name the request as received in the step that loads.
     """
 
     def __init__(
-        self, connector: SchedulerConnector, *, which: str, tensor_parallel_size: int, goes_back: bool
+        self, connector: SchedulerConnector, *, which: str, tensor_parallel_size: int, can_rewind: bool
     ) -> None:
         self.connector = connector
         self._which = which
         self._tensor_parallel_size = tensor_parallel_size
-        self._goes_back = goes_back
+        self._can_rewind = can_rewind
         self._cache: KVCacheManager | None = None
         self._requests = Requests()
         self._step = 0
         self._answers: dict[str, _Answer] = {}
-        """To requests that are not yet allocated."""
-        self._ledger = Ledger()
+        """Answers about requests whose blocks are not yet allocated."""
+        self._pending = PendingRequests()
         self._step_loads = StepLoads()
         self._worker_events: list[CacheEvent] = []
 
-    # -- of one request ------------------------------------------------------------------------
+    # -- one request ---------------------------------------------------------------------------
 
     def on_new_request(self, request: VllmRequest) -> None:
         self.connector.on_new_request(self._requests[request])
@@ -78,7 +78,7 @@ class SchedulerSide:
     ) -> tuple[int | None, bool]:
         asked = self._requests[request]
         if self._step_loads.are_shared_by(asked, num_computed_tokens):
-            return None, False  # not yet: in the next step it is known whether they came
+            return None, False  # not yet: in the next step it is known whether the load succeeded
         found, in_background = self.connector.get_num_new_matched_tokens(asked, num_computed_tokens)
         if found is None:
             return None, False
@@ -91,8 +91,8 @@ class SchedulerSide:
                 left,
             )
             found = 0
-        # The last token vLLM computes again only after a load in the background.
-        settles = not in_background and (not self._goes_back or found == left)
+        # vLLM computes the last token again only after a load in the background.
+        settles = not in_background and (not self._can_rewind or found == left)
         self._answers[request.request_id] = _Answer(num_computed_tokens, in_background, settles)
         return found, bool(found) and (in_background or settles)
 
@@ -102,9 +102,9 @@ class SchedulerSide:
         request_id, block_ids = request.request_id, _block_ids(blocks.get_block_ids())
         answer = self._answers.pop(request_id, None)
         if answer is None or not num_external_tokens:
-            self._ledger.allocate(request_id)
+            self._pending.allocate(request_id)
         elif answer.in_background or answer.settles:
-            self._ledger.load(request_id, settles=answer.settles)
+            self._pending.load(request_id, settles=answer.settles)
         else:
             self._step_loads.add(self._requests[request], answer.num_computed_tokens, *block_ids)
         self.connector.update_state_after_alloc(self._requests[request], block_ids, num_external_tokens)
@@ -121,9 +121,9 @@ class SchedulerSide:
         keeps, params = ended(self._requests[request], _block_ids(block_ids), end_of(request))
         self._requests.forget(request_id)
         self._answers.pop(request_id, None)
-        return self._ledger.end(request_id, keeps=keeps), params
+        return self._pending.end(request_id, keeps=keeps), params
 
-    # -- of one step ---------------------------------------------------------------------------
+    # -- one step ------------------------------------------------------------------------------
 
     def build_connector_meta(self, output: VllmSchedulerOutput) -> KvplugMetadata:
         self._step += 1
@@ -141,19 +141,19 @@ class SchedulerSide:
             plan=plan,
             begun=frozenset(request.req_id for request in output.scheduled_new_reqs),
             preempted=preempted,
-            waits=self._ledger.begin_step(output.num_scheduled_tokens),
+            newly_pending=self._pending.begin_step(output.num_scheduled_tokens),
         )
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
         said, stats = output.kv_connector_worker_meta, output.kv_connector_stats
-        sent, received = self._ledger.settle(
+        sent, received = self._pending.settle(
             output.finished_sending or set(), output.finished_recving or set()
         )
         wrong = self._step_loads.end(output.invalid_block_ids)
         if wrong and self._cache is not None:
             self._cache.evict_blocks(wrong)
         if isinstance(said, KvplugWorkerMetadata):
-            self._worker_events += dict.fromkeys(said.events)  # each worker may tell of the same
+            self._worker_events += dict.fromkeys(said.events)  # several workers may report the same event
         self.connector.update_connector_output(
             WorkerOutput(
                 finished_sending=sent,
@@ -179,9 +179,9 @@ class SchedulerSide:
         self._cache = cache
 
     def set_handshake_metadata(self, metadata: dict[tuple[int, int], Any]) -> None:
-        """By (pipeline rank, tensor rank).
+        """``metadata`` is by (pipeline rank, tensor rank).
 
-        A MultiConnector hands the metadata of the first child that has any to all of its children.
+        A MultiConnector passes the metadata of its first child that has any to all of its children.
         """
         ours = {
             pipeline_rank * self._tensor_parallel_size + tensor_rank: decode(said.payload)
@@ -189,19 +189,19 @@ class SchedulerSide:
             if isinstance(said, KvplugHandshakeMetadata) and said.which == self._which
         }
         if metadata and not ours:
-            _log.info("what a sibling's workers say at start is not for %s, whose are not heard", self._which)
+            _log.info("vLLM passes a sibling's handshake metadata, not that of %s", self._which)
         self.connector.set_xfer_handshake_metadata(ours)
 
 
 @attrs.frozen
 class _Answer:
-    """What the connector said about a request's load."""
+    """The connector's answer about a request's load."""
 
     num_computed_tokens: int
-    """Where it would begin."""
+    """The first token that it would load."""
     in_background: bool
     settles: bool
-    """vLLM waits for it, and the connector has ended it when its step has."""
+    """vLLM waits for it, and the connector ends it within its step."""
 
 
 def _block_ids(groups: Iterable[Iterable[int]]) -> BlockIds:

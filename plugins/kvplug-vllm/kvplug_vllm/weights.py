@@ -1,4 +1,4 @@
-"""Fingerprints of checkpoints, so that two engines do not mix the KV of two models of one shape."""
+"""Fingerprints of checkpoints, so that engines do not mix the KV of different models of one shape."""
 
 from __future__ import annotations
 
@@ -22,18 +22,20 @@ _FORMATS = frozenset(
 )
 """Load formats that read safetensors files."""
 _OF_A_KIND = 256
-"""Of tensors whose names differ in numbers only, the values of so many are looked at; of all, the rest."""
+"""Of tensors whose names differ only in numbers, this many are sampled for values; name, dtype and shape of
+all are hashed."""
 _ELEMENTS = 1 << 16
-"""Of a vector, the values of so many."""
+"""How many elements of a vector are hashed."""
 
 
 def fingerprint_of(vllm_config: VllmConfig) -> str:
-    """Of the safetensors files that this engine loads; empty (not compared) for anything else.
+    """The fingerprint of the safetensors files that this engine loads; empty (not compared) for other
+    formats.
 
     A hash over name, dtype and shape of every tensor, and over two rows of it (of layers' experts, of some of
-    them): whatever the files are called, however many there are, different weights differ, and it costs
-    milliseconds; for hundreds of files with tens of thousands of experts, about a second. Weights that
-    are quantised while they are loaded are not those of the files, and say so.
+    them). It does not depend on the names and the number of the files, differs for different weights, and
+    takes milliseconds; for hundreds of files with tens of thousands of experts, about a second. Weights that
+    are quantised while they are loaded differ from the files, which the fingerprint says.
     """
     model, load = vllm_config.model_config, vllm_config.load_config
     if load.load_format not in _FORMATS:
@@ -47,7 +49,7 @@ def fingerprint_of(vllm_config: VllmConfig) -> str:
         return ""
     try:
         return _hash_of(files, _stamps(files)) + _quantised(model)
-    except Exception as e:  # vLLM has read them: no reason to end its engine
+    except Exception as e:  # vLLM can read them: no reason to end its engine
         _log.warning(
             "the safetensors files of %s have no fingerprint, and are not compared with the peer's: %s",
             model.model,
@@ -57,9 +59,9 @@ def fingerprint_of(vllm_config: VllmConfig) -> str:
 
 
 def fingerprint_of_adapter(path: str) -> str:
-    """Of the LoRA adapter that is kept there; the path itself where its files cannot be looked into.
+    """The fingerprint of the LoRA adapter in this folder; the path itself if its files cannot be read.
 
-    Cheap when it is asked for again: what the path leads to is looked up each time, and read once.
+    A second call is cheap: it looks at the files' times and sizes, and reads them only if those changed.
     """
     folder = _folder_of(str(Path(path).expanduser()), None, None)
     if folder is None:
@@ -74,13 +76,13 @@ def fingerprint_of_adapter(path: str) -> str:
 
 @functools.lru_cache(maxsize=256)
 def _scale_of(config: Path, _: tuple[tuple[int, int], ...]) -> str:
-    """How much an adapter counts: beside its weights, where they are."""
+    """The scale of an adapter, from its config."""
     found = json.loads(config.read_text(encoding="utf-8"))
     return json.dumps([found.get(key) for key in ("r", "lora_alpha", "use_rslora")])
 
 
 def _stamps(files: Iterable[Path]) -> tuple[tuple[int, int], ...]:
-    """By which a file is known that was written anew."""
+    """Times and sizes of the files, which change when a file is written again."""
     stats = (file.stat() for file in files)
     return tuple((stat.st_mtime_ns, stat.st_size) for stat in stats)
 
@@ -102,7 +104,7 @@ def _folder_of(model: str, revision: str | None, cache: str | None) -> Path | No
         return None
 
 
-@functools.cache  # of what is there; what is not may come
+@functools.cache  # a failure is not cached: the model may be downloaded later
 def _snapshot_of(model: str, revision: str | None, cache: str | None) -> Path:
     from huggingface_hub import snapshot_download
 
@@ -110,9 +112,9 @@ def _snapshot_of(model: str, revision: str | None, cache: str | None) -> Path:
 
 
 def _files_of(folder: Path, load_format: str) -> tuple[Path, ...]:
-    """Those of the folder that vLLM reads: Mistral's own where there are any; none that the index lacks.
+    """The files in the folder that vLLM reads: Mistral's format if present; only files in the index.
 
-    Beside a model's files there may be another copy of it, an adapter's, or what an older revision left.
+    A folder may also contain another copy of the model, an adapter, or files of an older revision.
     """
     found: tuple[Path, ...] = ()
     index = "consolidated.safetensors.index.json"
@@ -122,7 +124,7 @@ def _files_of(folder: Path, load_format: str) -> tuple[Path, ...]:
         found, index = tuple(sorted(folder.glob("*.safetensors"))), "model.safetensors.index.json"
     try:
         named = set(json.loads((folder / index).read_text(encoding="utf-8"))["weight_map"].values())
-    except (OSError, ValueError, LookupError, AttributeError):  # which a model in one file does without
+    except (OSError, ValueError, LookupError, AttributeError):  # a model in one file has no index
         return found
     return tuple(file for file in found if file.name in named)
 
@@ -142,7 +144,7 @@ def _hash_of(files: tuple[Path, ...], _: tuple[tuple[int, int], ...]) -> str:
 
 
 def _chosen(names: Iterable[str]) -> Iterator[str]:
-    """All, but of many of one kind some, evenly spread."""
+    """All names; of more than :data:`_OF_A_KIND` of one kind, that many, evenly spread."""
     of_a_kind: dict[str, list[str]] = defaultdict(list)
     for name in sorted(names):
         of_a_kind[re.sub(r"\d+", "0", name)].append(name)
@@ -152,7 +154,7 @@ def _chosen(names: Iterable[str]) -> Iterator[str]:
 
 
 def _kinds(file: Path) -> Iterator[tuple[str, str]]:
-    """Name, dtype and shape of every tensor: from the file's header."""
+    """Name, dtype and shape of every tensor, from the file's header."""
     with file.open("rb") as opened:
         length = int.from_bytes(opened.read(8), "little")
         header: Mapping[str, Any] = json.loads(opened.read(length))
@@ -162,7 +164,7 @@ def _kinds(file: Path) -> Iterator[tuple[str, str]]:
 
 
 def _values(file: Path, names: Iterable[str]) -> Iterator[tuple[str, bytes]]:
-    """A hash of each of these tensors: of the row in its first corner, and of one in its middle."""
+    """A hash of each of these tensors: of its first row, and of one in its middle."""
     import torch
     from safetensors import safe_open
 

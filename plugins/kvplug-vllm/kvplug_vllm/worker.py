@@ -1,4 +1,4 @@
-"""The worker side: vLLM's tensors and calls, handed to a WorkerConnector."""
+"""The worker side: passes vLLM's tensors and calls to a WorkerConnector."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import torch
 
 from kvplug.engine import KVCacheConfig, KVLayout, LayoutError, WorkerConnector
 from kvplug.net.wire import encode
-from kvplug_vllm.carried import (
+from kvplug_vllm.metadata import (
     KvplugHandshakeMetadata,
     KvplugMetadata,
     KvplugStats,
     KvplugWorkerMetadata,
 )
-from kvplug_vllm.facts import in_memory_order
+from kvplug_vllm.translate import in_memory_order
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import CopyBlocksOp
@@ -27,7 +27,7 @@ _Call = TypeVar("_Call", bound=Callable[..., Any])
 
 
 def _outside_inference_mode(call: _Call) -> _Call:
-    """torch's decorator, which keeps the type of what it decorates."""
+    """torch's decorator, typed so that it keeps the type of the decorated function."""
     wrapped: _Call = torch.inference_mode(False)(call)
     return wrapped
 
@@ -35,9 +35,9 @@ def _outside_inference_mode(call: _Call) -> _Call:
 class WorkerSide:
     """One WorkerConnector in one of vLLM's workers.
 
-    vLLM runs its model, and with it all of these calls, in torch's inference mode. A tensor made there can
-    never be written to by a thread outside it, and connectors have threads: so every call steps out of the
-    mode first.
+    vLLM runs its model, and these calls, in torch's inference mode. A thread outside this mode can never
+    write to a tensor that was made inside it, and connectors have threads: so every call leaves the mode
+    first.
     """
 
     def __init__(self, connector: WorkerConnector, cache: KVCacheConfig, *, which: str) -> None:
@@ -48,9 +48,9 @@ class WorkerSide:
         }
         self._caches: dict[str, torch.Tensor] = {}
         self._running: set[str] = set()
-        """Requests that vLLM has scheduled and that have not ended, as far as this worker was told."""
-        self._sends = _Awaited("sent")
-        self._receipts = _Awaited("received")
+        """Requests that vLLM has scheduled and that have not ended, as far as this worker knows."""
+        self._sends = _AwaitedRequests("sent")
+        self._receipts = _AwaitedRequests("received")
         self._settling: frozenset[str] = frozenset()
         """Requests to be named as received in this step."""
 
@@ -101,11 +101,11 @@ class WorkerSide:
     @_outside_inference_mode
     def bind(self, metadata: KvplugMetadata) -> None:
         self._running |= metadata.begun
-        self._sends.add(metadata.waits.held)
-        self._receipts.add(metadata.waits.loading)
-        self._settling = metadata.waits.settling
+        self._sends.add(metadata.newly_pending.held)
+        self._receipts.add(metadata.newly_pending.loading)
+        self._settling = metadata.newly_pending.settling
         self.connector.bind_connector_metadata(metadata.plan)
-        if self._settling:  # now, since vLLM begins what it believes to be in the background after the step
+        if self._settling:  # now, since vLLM starts loads in the background after the step
             self.connector.start_load_kv()
 
     @_outside_inference_mode
@@ -135,7 +135,7 @@ class WorkerSide:
     def get_finished(self, finished_request_ids: set[str]) -> tuple[set[str], set[str]]:
         self._running -= finished_request_ids
         sent, received = self.connector.get_finished(frozenset(finished_request_ids))
-        received |= self._settling  # the connector has waited for what its step needs
+        received |= self._settling  # the connector has waited for the loads that the step needs
         return self._sends.take(sent, early=self._running), self._receipts.take(received)
 
     @_outside_inference_mode
@@ -155,8 +155,8 @@ class WorkerSide:
         return KvplugWorkerMetadata(() if said is None else (said,), events)
 
 
-class _Awaited:
-    """Requests that vLLM waits to hear of, once each. Another name would fail an assertion in its engine."""
+class _AwaitedRequests:
+    """Requests whose names vLLM waits for, once each. Another name would fail an assertion in its engine."""
 
     def __init__(self, how: str) -> None:
         self._how = how
@@ -167,10 +167,10 @@ class _Awaited:
         self._awaited |= request_ids
 
     def take(self, named: frozenset[str], early: Set[str] = frozenset()) -> set[str]:
-        """Of those that were named, the ones to pass on.
+        """The named requests that are passed on to vLLM.
 
-        ``early``: requests that vLLM may wait for some time later. Their names are kept until then: a peer
-        can have read all blocks of a request before this worker is told that it has ended.
+        ``early``: requests that vLLM may wait for later. Their names are kept until then: a peer may have
+        read all blocks of a request before this worker knows that the request has ended.
         """
         self._early |= named & early
         named = (named - early) | (self._early - early)
@@ -178,7 +178,7 @@ class _Awaited:
         stray = named - self._awaited
         if stray:
             _log.error(
-                "the connector named %s as %s, which it did not keep, or has named before: not passed on",
+                "the connector named %s as %s, but did not keep it, or has named it before: not passed on",
                 ", ".join(sorted(stray)),
                 self._how,
             )
@@ -187,7 +187,7 @@ class _Awaited:
 
 
 def _writable_anywhere(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as a tensor that threads outside inference mode may write to."""
+    """A tensor over the same memory that threads outside inference mode may write to."""
     if not tensor.is_inference():
         return tensor
     alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)

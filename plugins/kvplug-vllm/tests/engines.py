@@ -127,7 +127,7 @@ def kill_session(leader: int) -> list[int]:
 
 
 def session(leader: int) -> list[int]:
-    """Pids of the processes in a session, whoever their parents are by now; no zombies."""
+    """Pids of the processes in a session, whatever their parents are by now; no zombies."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(OSError, psutil.Error):

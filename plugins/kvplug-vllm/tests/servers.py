@@ -30,7 +30,7 @@ QUIET = {
 }
 BOOT = """
 import ctypes, os, signal, sys
-ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: when whoever runs the tests is killed
+ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: when the process that runs the tests is killed
 os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
 """
 SETTINGS = {
@@ -49,7 +49,7 @@ class Holdings:
 
     processes: frozenset[psutil.Process]
     ports: frozenset[int]
-    """Of TCP, listened on: vLLM's too, which are anybody's as soon as they are free."""
+    """TCP ports that it listens on, vLLM's too; another process may take one as soon as it is free."""
     names: frozenset[str]
     """Of abstract Unix sockets, and of files in /dev/shm."""
 
@@ -196,7 +196,7 @@ class Server:
 
 
 def session(leader: int) -> list[psutil.Process]:
-    """The processes of a session, whoever their parents are by now; no zombies."""
+    """The processes of a session, whatever their parents are by now; no zombies."""
     return [process for process in psutil.process_iter() if _session_of(process) == leader and _runs(process)]
 
 

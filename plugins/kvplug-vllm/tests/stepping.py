@@ -249,7 +249,7 @@ class Stepping:
         return self.scheduler.schedule()
 
     def run(self, plan: Any, token: int = 7) -> Any:
-        """As a model runner does it: the connector's calls of one step, and a token for whom it computes."""
+        """As a model runner: the connector's calls of one step, and a token for each computed request."""
         transfer_state._KV_CONNECTOR_AGENT = self.worker
         try:
             self.worker.handle_preemptions(plan.kv_connector_metadata)

@@ -17,8 +17,8 @@ with warnings.catch_warnings():
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 
-    from kvplug_vllm.carried import KvplugHandshakeMetadata
     from kvplug_vllm.connector import KvplugConnector
+    from kvplug_vllm.metadata import KvplugHandshakeMetadata
 
 PROMPT = list(range(1, 101))
 

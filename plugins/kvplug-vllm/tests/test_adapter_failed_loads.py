@@ -1,4 +1,4 @@
-"""KV whose load failed is used by nobody: not by a step under way, and not by whoever has the prompt next."""
+"""KV whose load failed is not used: not by a step under way, and not by the next request with the prompt."""
 
 from __future__ import annotations
 

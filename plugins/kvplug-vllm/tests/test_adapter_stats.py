@@ -18,8 +18,8 @@ with warnings.catch_warnings():
         MultiKVConnectorStats,
     )
 
-    from kvplug_vllm.carried import KvplugStats, KvplugWorkerMetadata
     from kvplug_vllm.connector import KvplugConnector
+    from kvplug_vllm.metadata import KvplugStats, KvplugWorkerMetadata
     from kvplug_vllm.plugin import NAME, register
 
 

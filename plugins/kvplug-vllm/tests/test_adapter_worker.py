@@ -16,8 +16,8 @@ from kvplug.engine import BlocksStored, CacheGroup, KVCacheConfig, KVLayout, Lay
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    from kvplug_vllm.carried import KvplugMetadata, KvplugStats
-    from kvplug_vllm.ledger import Waits
+    from kvplug_vllm.metadata import KvplugMetadata, KvplugStats
+    from kvplug_vllm.pending import NewlyPending
     from kvplug_vllm.worker import WorkerSide
 
 LAYOUT = KVLayout("BTHKD", {"B": 4, "T": 8, "H": 2, "D": 3})
@@ -77,10 +77,10 @@ def side() -> WorkerSide:
 
 
 def test_every_call_comes_outside_inference_mode(side: WorkerSide) -> None:
-    """Whatever a connector makes there could otherwise never be written to by its threads."""
+    """A tensor that a connector makes in inference mode could never be written to by its threads."""
     connector: Any = side.connector
-    waits = Waits(held=frozenset({"sent"}), loading=frozenset({"received"}))
-    metadata = KvplugMetadata(plan={}, preempted=frozenset({"a"}), waits=waits)
+    newly_pending = NewlyPending(held=frozenset({"sent"}), loading=frozenset({"received"}))
+    metadata = KvplugMetadata(plan={}, preempted=frozenset({"a"}), newly_pending=newly_pending)
     with torch.inference_mode():
         side.register_kv_caches(caches())
         side.set_host_xfer_buffer_ops(SimpleNamespace())

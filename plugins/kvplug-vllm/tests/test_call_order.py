@@ -46,7 +46,7 @@ class Recording:
         self._start = start
         self._config_for = config_for
         self._port = port
-        self.runs: dict[str, call_traces.Run] = {}
+        self.runs: dict[str, call_traces.TracedRun] = {}
 
     @contextmanager
     def engine(
@@ -99,7 +99,7 @@ def asked(prompts: Any) -> dict[str, list[int]]:
 
 
 @pytest.fixture(scope="module")
-def recorded(start: Any, config_for: Any, free_port: Any, asked: Any) -> call_traces.Order:
+def recorded(start: Any, config_for: Any, free_port: Any, asked: Any) -> call_traces.CallTraces:
     recording = Recording(start, config_for, free_port())
     with recording.engine("producer", setup=f"{FAULTS}:switchable", num_gpu_blocks_override=64) as prefill:
         stored = [asked["two"], asked["half"][:96], asked["five"], asked["five more"]]
@@ -114,7 +114,7 @@ def recorded(start: Any, config_for: Any, free_port: Any, asked: Any) -> call_tr
         record_loads(recording, prefill.engine, asked)
     first = "save in chunks"  # of the engine that ended last
     runs = {name: recording.runs[name] for name in (first, *recording.runs)}
-    return call_traces.Order(name=NAME, engine=f"vllm {vllm.__version__}", runs=runs)
+    return call_traces.CallTraces(name=NAME, engine=f"vllm {vllm.__version__}", runs=runs)
 
 
 def record_loads(recording: Recording, prefill: Any, asked: Any) -> None:
@@ -204,7 +204,7 @@ def record_loads(recording: Recording, prefill: Any, asked: Any) -> None:
 
 
 def test_the_recorded_order_is_that_of_vllm(
-    recorded: call_traces.Order, pytestconfig: pytest.Config, tmp_path: Path
+    recorded: call_traces.CallTraces, pytestconfig: pytest.Config, tmp_path: Path
 ) -> None:
     text = call_traces.to_text(recorded)
     if pytestconfig.getoption("--record-order"):

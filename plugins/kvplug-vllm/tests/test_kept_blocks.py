@@ -27,7 +27,7 @@ class Probed:
         self.folder.put(f"say {how} {rank}", list(request_ids))
 
     def begins(self, prompt: list[int], max_tokens: int = 4) -> str:
-        """A request whose blocks nobody has, begun and stepped once; vLLM's own id of it."""
+        """A request whose blocks no other engine has, begun and stepped once; vLLM's own id of it."""
         before = self.engine.state()["requests"]
         self.engine.ask("begin", prompt=prompt, max_tokens=max_tokens, salt=uuid.uuid4().hex)
         (request_id,) = set(self.engine.state()["requests"]) - set(before)

@@ -119,7 +119,7 @@ def command(process: psutil.Process) -> str:
 
 
 def is_alive(process: psutil.Process) -> bool:
-    """One that nobody has waited for yet has ended as well."""
+    """A process that is not waited for yet has ended as well."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

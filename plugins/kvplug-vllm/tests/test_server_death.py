@@ -2,7 +2,7 @@
 
 vLLM 0.32 calls no connector's ``shutdown`` then. On SIGTERM its front end kills the engine core and the
 workers at once, and goes itself when its clients have gone. A front end that is killed leaves core and
-workers behind: they go on computing, and listening, until somebody ends them too. Here that is the test.
+workers behind: they go on computing, and listening, until they are ended too. Here the test does it.
 """
 
 from __future__ import annotations

@@ -17,8 +17,8 @@ with warnings.catch_warnings():
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
     from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 
-    from kvplug_vllm.carried import KvplugStats
     from kvplug_vllm.connector import KvplugConnector
+    from kvplug_vllm.metadata import KvplugStats
     from kvplug_vllm.plugin import register
 
 pytestmark = pytest.mark.timeout(600)
@@ -147,7 +147,7 @@ def test_children_of_a_multi_connector_save_and_load_each_on_its_own_port(
             answer = decode.one(prompts[length])
             assert (answer.tokens, answer.num_cached) == (alone[length], (length - 1) // 32 * 32)
             assert decode.ask("call", where=f"{INSIDE}:reached") == reached
-        assert decode.one(prompts[100]).tokens == alone[100], "which nobody saved"
+        assert decode.one(prompts[100]).tokens == alone[100], "which was not saved"
         assert prefill.one(prompts[100]).tokens == alone[100]
         assert total(decode.metrics(), "load") == 2
         assert total(prefill.metrics(), "save") >= 3, "one prompt by both, and one where there is room"

@@ -1,9 +1,9 @@
-"""In which order engines really call a connector: recorded from them, to be replayed against any connector.
+"""The calls of real engines to a connector, recorded to be replayed against any connector.
 
 ::
 
-    order = orders.load("vllm-0.32")
-    for call in order.runs["load in the background"].calls:
+    traces = call_traces.load("vllm-0.32")
+    for call in traces.runs["load in the background"].calls:
         print(call.step, call.role, call.method, call.request, call.given, call.answer)
 
 A record is one JSON file beside this module, made by a test of the engine's adapter, which also fails when
@@ -57,7 +57,7 @@ FORMAT = 1
 
 
 @attrs.frozen(kw_only=True)
-class Call:
+class TracedCall:
     """One call of one method."""
 
     step: int
@@ -66,7 +66,7 @@ class Call:
     role: Side
     method: str
     request: str = ""
-    """Whom it is about, where it is about one."""
+    """The request that the call is about, if any."""
     given: Mapping[str, Any] = MappingProxyType({})
     answer: Any = None
 
@@ -84,7 +84,7 @@ class Prompt:
 
 
 @attrs.frozen(kw_only=True)
-class Run:
+class TracedRun:
     """One engine's life, from its first call to its last, around a few requests."""
 
     name: str
@@ -98,17 +98,17 @@ class Run:
     num_layers: int
     prompts: Mapping[str, Prompt]
     """By request."""
-    calls: tuple[Call, ...]
+    calls: tuple[TracedCall, ...]
 
 
 @attrs.frozen(kw_only=True)
-class Order:
+class CallTraces:
     """Everything that was recorded from one engine."""
 
     name: str
     engine: str
     """With its version."""
-    runs: Mapping[str, Run]
+    runs: Mapping[str, TracedRun]
 
 
 def names() -> tuple[str, ...]:
@@ -117,7 +117,7 @@ def names() -> tuple[str, ...]:
     return tuple(sorted(name.removesuffix(".json") for name in files if name.endswith(".json")))
 
 
-def load(name: str) -> Order:
+def load(name: str) -> CallTraces:
     """What was recorded from the engine of this name.
 
     Raises:
@@ -125,35 +125,37 @@ def load(name: str) -> Order:
         ValueError: it is in another format than this release of kvplug reads.
     """
     if name not in names():
-        raise LookupError(f"no order of calls is called {name!r}; known are {', '.join(names())}")
+        raise LookupError(f"there are no call traces named {name!r}; known are {', '.join(names())}")
     return from_text(name, (resources.files(__name__) / f"{name}.json").read_text(encoding="utf-8"))
 
 
-def from_text(name: str, text: str) -> Order:
+def from_text(name: str, text: str) -> CallTraces:
     """What a file of that name with this content says. Raises like :func:`load`."""
     data = json.loads(text)
     if data.get("format") != FORMAT:
         raise ValueError(f"{name} is in format {data.get('format')!r}, and this kvplug reads {FORMAT}")
     runs = (run_from_plain(run) for run in data["runs"])
-    return Order(name=name, engine=data["engine"], runs=MappingProxyType({run.name: run for run in runs}))
+    return CallTraces(
+        name=name, engine=data["engine"], runs=MappingProxyType({run.name: run for run in runs})
+    )
 
 
-def to_text(order: Order) -> str:
+def to_text(traces: CallTraces) -> str:
     """The content of an order's file: one call in a line, so that a difference can be read."""
-    runs = ",\n".join(_run_to_text(run) for run in order.runs.values())
-    return f'{{"format": {FORMAT}, "engine": {json.dumps(order.engine)}, "runs": [\n{runs}\n]}}\n'
+    runs = ",\n".join(_run_to_text(run) for run in traces.runs.values())
+    return f'{{"format": {FORMAT}, "engine": {json.dumps(traces.engine)}, "runs": [\n{runs}\n]}}\n'
 
 
-def run_from_plain(data: Mapping[str, Any]) -> Run:
-    """A run as its file has it: an object with the fields of :class:`Run`, calls as lists of theirs."""
+def run_from_plain(data: Mapping[str, Any]) -> TracedRun:
+    """A run as its file has it: an object with the fields of :class:`TracedRun`, calls as lists of theirs."""
     prompts = {name: Prompt(**prompt) for name, prompt in data["prompts"].items()}
     fields = {**data, "prompts": MappingProxyType(prompts), "calls": tuple(map(_call, data["calls"]))}
-    return Run(**fields)
+    return TracedRun(**fields)
 
 
-def _call(row: Iterable[Any]) -> Call:
+def _call(row: Iterable[Any]) -> TracedCall:
     step, role, method, request, given, answer = row
-    return Call(
+    return TracedCall(
         step=step,
         role=Side(role),
         method=method,
@@ -171,7 +173,7 @@ def _frozen(value: Any) -> Any:
     return value
 
 
-def _run_to_text(run: Run) -> str:
+def _run_to_text(run: TracedRun) -> str:
     facts = attrs.asdict(run, recurse=False) | {
         "prompts": {name: attrs.asdict(prompt) for name, prompt in run.prompts.items()}
     }

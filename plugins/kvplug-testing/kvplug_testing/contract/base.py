@@ -1,4 +1,4 @@
-"""What every suite of the kit is made of: laws on tests, the thing that is judged, deadlines, nothing left.
+"""The base of every suite: laws of tests, the subject, deadlines, and the check that nothing is left.
 
 A suite is an ordinary pytest class. Each of its tests names the law that it judges::
 
@@ -116,13 +116,13 @@ class Contract:
         key = self._server_key
         if key in _servers or self.other_and_forked_processes or not ForkServer.works():
             return
-        _servers[key] = ForkServer(f"{__name__}:_prepare", self.recipe())
+        _servers[key] = ForkServer(f"{__name__}:_prepare", self.suite_ref())
         (node.getparent(pytest.Module) or node).addfinalizer(lambda: _servers.pop(key).close())
 
     @property
     def _server_key(self) -> tuple[str, str, Any]:
         """One server does for all classes of a file that judge the same and import it in the same way."""
-        return self.recipe()["source"].rpartition(":")[0], self.transport, type(self).import_all
+        return self.suite_ref()["source"].rpartition(":")[0], self.transport, type(self).import_all
 
     def warm_up(self) -> None:
         """Before "nothing left" looks first: what a process makes once and keeps (the watcher's thread).
@@ -211,7 +211,7 @@ class Contract:
             return None
         return check_options(cls, given, where=f"options.{self.called}")
 
-    def recipe(self) -> dict[str, Any]:
+    def suite_ref(self) -> dict[str, Any]:
         """How another process makes this very suite again; plain values. See :func:`suite_from_ref`."""
         cls = type(self)
         source = (
@@ -248,9 +248,9 @@ class Contract:
         return self.transport or type(self).__name__
 
 
-def _prepare(recipe: Mapping[str, Any]) -> None:
+def _prepare(suite_ref: Mapping[str, Any]) -> None:
     """In a fork server: import what its children will need, and make nothing."""
-    suite_from_ref(recipe).import_all()
+    suite_from_ref(suite_ref).import_all()
 
 
 _servers: dict[tuple[str, str, Any], ForkServer] = {}

@@ -1,4 +1,4 @@
-"""What ``pytest --kvplug-transport NAME`` collects: the suites of what was named, and nothing else."""
+"""The module that ``pytest --kvplug-transport NAME`` collects: the suites of the named subjects."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Judging a plugin as a whole: :func:`check_plugin` for a test, :class:`PluginContract` for a scorecard."""
+"""Judges a plugin as a whole: :func:`check_plugin` for a test, :class:`PluginContract` for a scorecard."""
 
 from __future__ import annotations
 

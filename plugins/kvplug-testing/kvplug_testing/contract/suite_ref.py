@@ -1,4 +1,4 @@
-"""How another process makes a suite again, from plain values."""
+"""Recreates a suite in another process, from plain values."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from typing import Any
 
 
-def suite_from_ref(recipe: Mapping[str, Any]) -> Any:
-    """The suite that :meth:`.Contract.recipe` describes, made in another process."""
-    path, _, name = recipe["source"].rpartition(":")
+def suite_from_ref(suite_ref: Mapping[str, Any]) -> Any:
+    """The suite that :meth:`.Contract.suite_ref` describes, made in another process."""
+    path, _, name = suite_ref["source"].rpartition(":")
     if path.endswith(".py"):
         module = module_at(path)
     else:
@@ -19,7 +19,7 @@ def suite_from_ref(recipe: Mapping[str, Any]) -> Any:
     cls: Any = module
     for part in name.split("."):
         cls = getattr(cls, part)
-    return type(name, (cls,), {"transport": recipe["transport"], "options": recipe["options"]})()
+    return type(name, (cls,), {"transport": suite_ref["transport"], "options": suite_ref["options"]})()
 
 
 def module_at(path: str) -> Any:

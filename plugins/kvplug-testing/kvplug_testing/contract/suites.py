@@ -1,4 +1,4 @@
-"""The suites by kind, and classes made for what the command line names."""
+"""The suites by kind, and the classes that are made for subjects on the command line."""
 
 from __future__ import annotations
 

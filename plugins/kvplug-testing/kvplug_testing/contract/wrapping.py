@@ -1,4 +1,4 @@
-"""Suites of transports that go around another one of their kind: that one is the kit's own."""
+"""Suites of transports that wrap another one of their kind: the inner one is the kit's own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An engine without a model: a paged cache, and the calls that a real one makes to its connector.
+"""An engine without a model: a paged cache, and the calls that a real engine makes to its connector.
 
 :class:`FakeEngine` makes them one step at a time, as a test says. :class:`Schedule` decides by itself, at
 random and by the rules, and holds the connector to its promises after each step. :func:`replay` makes the

@@ -1,4 +1,4 @@
-"""The paged KV cache of :class:`FakeEngine`, in which right and wrong can be told apart.
+"""The paged KV cache of :class:`FakeEngine`, which can check whether KV is right.
 
 What the KV of a token "is" depends on (token, position, layer, weights) alone, see :func:`kv_of`. What is
 computed upon wrong KV is wrong, as with a model. How the cache lies in memory is worked out here a second
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
 NUM_LAYERS, NUM_HEADS, HEAD_SIZE = 3, 2, 8
 MODEL = ModelInfo(
-    name="double", num_layers=NUM_LAYERS, num_kv_heads=NUM_HEADS, head_size=HEAD_SIZE, dtype="float32"
+    name="fake", num_layers=NUM_LAYERS, num_kv_heads=NUM_HEADS, head_size=HEAD_SIZE, dtype="float32"
 )
 
 AXES = ("KBTHD", "KBHTD", "BKTHD", "BTKHD", "KTBHD", "BHTKD", "BTHKD", "BTD")
 """Some of the orders that engines use; the last is latent attention."""
 
 FREED = -7777.0
-"""What the double puts into blocks that nobody has."""
+"""The content that the fake puts into free blocks."""
 
 
 def layout_of(axes: str, block_size: int, num_blocks: int, block_format: str = "") -> KVLayout:
@@ -159,13 +159,13 @@ class PagedCache:
         return frozenset(wrong)
 
     def free(self, block_ids: Iterable[int]) -> None:
-        """Fill blocks that nobody has any more with :data:`FREED`."""
+        """Fill blocks that were freed with :data:`FREED`."""
         blocks = list(block_ids)
         for layer in range(len(self.layer_names) if blocks else 0):
             self.by_token(layer)[blocks] = FREED
 
     def written(self, block_ids: Iterable[int]) -> frozenset[int]:
-        """Those of the freed blocks that somebody has written into since."""
+        """Those of the freed blocks that were written to since."""
         blocks = list(block_ids)
         touched: set[int] = set()
         for layer in range(len(self.layer_names) if blocks else 0):

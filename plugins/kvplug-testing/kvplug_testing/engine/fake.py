@@ -141,7 +141,7 @@ class FakeEngine:
 
     @property
     def weights(self) -> float:
-        """What the KV depends on besides its tokens. Who changes it resets the scheduler side's cache."""
+        """What the KV depends on besides its tokens. A change needs a reset of the scheduler side's cache."""
         return self.cache.weights
 
     @weights.setter
@@ -162,8 +162,15 @@ class FakeEngine:
         count = -(-num_tokens // self.block_size)
         blocks, self.free_blocks = self.free_blocks[:count], self.free_blocks[count:]
         if len(blocks) < count:
-            raise ValueError(f"{count} blocks are wanted, and there are {len(blocks)}: give the double more")
+            raise ValueError(f"{count} blocks are wanted, and there are {len(blocks)}: give the fake more")
         return tuple(blocks)
+
+    def admit(self, request: Request) -> tuple[int, ...]:
+        """A request comes in and loads nothing; returns its blocks."""
+        blocks = self.allocate(len(request.token_ids))
+        self.scheduler.on_new_request(request)
+        self.scheduler.update_state_after_alloc(request, (blocks,), 0)
+        return blocks
 
     def matched(self, request: Request, num_computed: int = 0) -> tuple[int, bool]:
         """A request comes in. Ask about it until the answer is no longer "not yet"."""
@@ -201,7 +208,7 @@ class FakeEngine:
         while self._kept or self.scheduler.has_pending_push_work():
             if time.monotonic() > limit:
                 raise AssertionError(
-                    f"after {PATIENCE_S} s of steps the blocks of {', '.join(self._kept) or 'nobody'} are"
+                    f"after {PATIENCE_S} s of steps the blocks of {', '.join(self._kept) or 'no request'} are"
                     f" still kept, and has_pending_push_work is {self.scheduler.has_pending_push_work()}"
                 )
             self.step([])
@@ -239,7 +246,7 @@ class FakeEngine:
             finished_request_ids=ended,
         )
         metadata = self.scheduler.build_connector_meta(output)
-        tables.clear()  # who looks later finds nothing, as with an engine that has moved on
+        tables.clear()  # a later look finds nothing, as in an engine that has moved on
         return PlannedStep(
             scheduled=tuple(scheduled),
             preempted=preempted,
@@ -332,9 +339,7 @@ class FakeEngine:
     ) -> tuple[tuple[int, ...], dict[str, Any] | None]:
         """The same; returns the ``kv_transfer_params`` beside the blocks."""
         total = len(request.token_ids)
-        blocks = self.allocate(total)
-        self.scheduler.on_new_request(request)
-        self.scheduler.update_state_after_alloc(request, (blocks,), 0)
+        blocks = self.admit(request)
         for start in range(0, total, chunk or total):
             self.step([(request, blocks, start, min(chunk or total, total - start))], order=order)
         _, params = self.finish(request, blocks)

@@ -1,4 +1,4 @@
-"""What an engine remembers to hold its connector to account: loads that were promised, kept blocks."""
+"""The engine's records to check its connector: promised loads, and kept blocks."""
 
 from __future__ import annotations
 

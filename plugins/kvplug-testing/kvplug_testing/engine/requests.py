@@ -1,4 +1,4 @@
-"""Requests of a :class:`~kvplug_testing.engine.schedule.Schedule`: how they come, and how far they are."""
+"""Requests of a :class:`~kvplug_testing.engine.schedule.Schedule`: their arrival and their progress."""
 
 from __future__ import annotations
 

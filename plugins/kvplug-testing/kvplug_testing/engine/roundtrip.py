@@ -1,4 +1,4 @@
-"""What passes between a connector's two sides, through bytes: in an engine they are two processes."""
+"""Encodes and decodes what a connector's two sides exchange: in an engine they are two processes."""
 
 from __future__ import annotations
 

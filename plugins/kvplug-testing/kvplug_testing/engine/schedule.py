@@ -1,4 +1,4 @@
-"""Random schedules that keep the rules: what engines do, in an order that none may have tried."""
+"""Random schedules of valid engine steps, in orders that no engine may have tried."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Schedule:
 
     It shares prefixes, computes prompts in chunks, preempts, aborts, plans steps before others have been
     executed or reported, goes back after failed loads, and gives freed blocks to others at once. Meanwhile it
-    asks: is everything that the engine takes for computed right? Has anybody written into a free block?
+    asks: is everything right that the engine counts as computed? Was a free block written to?
 
     Args:
         chance: where the randomness comes from.
@@ -44,7 +44,7 @@ class Schedule:
 
     def __init__(
         self,
-        double: FakeEngine,
+        fake: FakeEngine,
         chance: random.Random,
         *,
         depth: int = 1,
@@ -52,9 +52,9 @@ class Schedule:
         before_step: Callable[[], Any] = lambda: None,
         on_end: Callable[[Arrival, dict[str, Any] | None], Any] = lambda arrival, params: None,
     ) -> None:
-        self.double, self.chance, self.depth, self.drafts = double, chance, depth, drafts
+        self.fake, self.chance, self.depth, self.drafts = fake, chance, depth, drafts
         self.before_step, self.on_end = before_step, on_end
-        self.ledger = LoadAudit(double.cache)
+        self.audit = LoadAudit(fake.cache)
         self.counts: Counter[str] = Counter()
         """How often it has preempted, aborted, computed a part of a prompt (``"chunked"``), planned a step
         while another was under way (``"ahead"``), and begun a load in the background (``"async"``)."""
@@ -66,14 +66,14 @@ class Schedule:
         self._kept: dict[str, tuple[int, ...]] = {}
         self._blank: set[int] = set()
         self._freed: dict[int, int] = {}
-        """Blocks that nobody has, each with the last step that was planned when it was freed."""
-        for block in double.free_blocks:
+        """Free blocks, each with the last step that was planned when it was freed."""
+        for block in fake.free_blocks:
             self._freed[block] = 0
         self._to_preempt: list[Running] = []
 
     def add_free(self, block: int) -> None:
-        """The engine has one more block: whoever had it is done."""
-        self._freed[block] = self.double.step_number
+        """The engine has one more free block: its request is done."""
+        self._freed[block] = self.fake.step_number
 
     def submit(self, *arrivals: Arrival) -> None:
         """Requests that come, in this order, whenever chance lets them in."""
@@ -87,8 +87,8 @@ class Schedule:
             or self._planned
             or self._reports
             or self._kept
-            or self.ledger.loads
-            or self.double.scheduler.has_pending_push_work()
+            or self.audit.loads
+            or self.fake.scheduler.has_pending_push_work()
         )
 
     def run(self) -> None:
@@ -110,7 +110,7 @@ class Schedule:
 
     def __str__(self) -> str:
         states = ", ".join(f"{each.name} {each.state.value}" for each in (*self.coming, *self.active))
-        return f"{states or 'no request'}; kept: {sorted(self._kept)}; loads: {sorted(self.ledger.loads)}"
+        return f"{states or 'no request'}; kept: {sorted(self._kept)}; loads: {sorted(self.audit.loads)}"
 
     # -- moves ---------------------------------------------------------------------------------
 
@@ -142,7 +142,7 @@ class Schedule:
     def _let_in(self) -> None:
         each = self.coming.popleft()
         self.active.append(each)
-        self.double.scheduler.on_new_request(each.request())
+        self.fake.scheduler.on_new_request(each.request())
 
     def _admit(self, each: Running) -> None:
         """Ask, and allocate blocks if there are enough."""
@@ -150,8 +150,8 @@ class Schedule:
         start, request = len(shared) * self._block_size, each.request()
         found: int | None = None
         for _ in range(self.chance.randrange(1, 4)):  # it may be asked often
-            found, is_async = self.double.scheduler.get_num_new_matched_tokens(request, start)
-            self.ledger.promise(request, start, found, is_async)
+            found, is_async = self.fake.scheduler.get_num_new_matched_tokens(request, start)
+            self.audit.promise(request, start, found, is_async)
         if found is None:
             time.sleep(0.0002)
             return
@@ -159,11 +159,11 @@ class Schedule:
         wanted = start + found if is_async else len(request.token_ids)
         if not self._take(each, shared, wanted):
             return
-        self.double.scheduler.update_state_after_alloc(request, (each.blocks,), found)
+        self.fake.scheduler.update_state_after_alloc(request, (each.blocks,), found)
         each.num_computed = end
         each.state = State.RUNNING
         if found:
-            self.ledger.begin(Load(request, each.blocks, start, end, is_async))
+            self.audit.begin(Load(request, each.blocks, start, end, is_async))
             holds = self.chance.random() < 0.1
             each.state = State.LOADING if is_async else State.HELD if holds else State.RUNNING
             self.counts["async"] += is_async
@@ -210,14 +210,14 @@ class Schedule:
         self._to_preempt.clear()
         held = tuple((each, each.generation) for each in self.active if each.state is State.HELD)
         self.counts["ahead"] += bool(self._planned or self._reports)
-        planned = self.double.plan(scheduled, preempted=preempted)
+        planned = self.fake.plan(scheduled, preempted=preempted)
         self._planned.append(
             _Step(
                 planned=planned,
-                weights=self.double.weights,
+                weights=self.fake.weights,
                 computed=tuple(one for one in computed if one[0].name not in preempted),
                 held=held,
-                needs_loads=self.ledger.plan(planned.number),
+                needs_loads=self.audit.plan(planned.number),
             )
         )
 
@@ -226,21 +226,21 @@ class Schedule:
         late = not step.needs_loads and self.chance.random() < 0.3
         order = CallOrder(loads_after_forward=late, drafts=self.drafts)
         self.before_step()
-        now, self.double.weights = self.double.weights, step.weights
-        report = self.double.execute(step.planned, order=order)
-        self.ledger.judge(step.planned.number, report)
-        self.double.weights = now
+        now, self.fake.weights = self.fake.weights, step.weights
+        report = self.fake.execute(step.planned, order=order)
+        self.audit.judge(step.planned.number, report)
+        self.fake.weights = now
         self._reports.append((step, report))
         blank = [block for block, last in self._freed.items() if last <= step.planned.number]
         fresh = [block for block in blank if block not in self._blank]
-        self.double.cache.free(fresh)
+        self.fake.cache.free(fresh)
         self._blank.update(fresh)
         if not step.planned.scheduled:
             time.sleep(0.0002)  # what goes on in the background gets its turn
 
     def _hear(self) -> None:
         step, report = self._reports.popleft()
-        self.double.hear(report)
+        self.fake.hear(report)
         for each in self.active:
             for index, block in enumerate(each.blocks):
                 if block in report.invalid_block_ids:
@@ -257,7 +257,7 @@ class Schedule:
         for each in loaded:
             each.state = State.RUNNING
             each.num_right = each.num_computed
-            self.double.scheduler.update_state_after_alloc(each.request(), (each.blocks,), 0)
+            self.fake.scheduler.update_state_after_alloc(each.request(), (each.blocks,), 0)
         for each, life, end in step.computed:
             if each in self.active and each.life == life and each.state is State.RUNNING:
                 each.num_right = max(each.num_right, end)
@@ -270,9 +270,9 @@ class Schedule:
     def _end(self, each: Running) -> None:
         request = each.request()
         self.counts["aborted"] += each.arrival.end is RequestEnd.ABORTED
-        keeps, params = self.double.finish(request, each.blocks, each.arrival.end)
+        keeps, params = self.fake.finish(request, each.blocks, each.arrival.end)
         reported = any(each.name in report.finished_recving for _, report in self._reports)
-        self.ledger.end(each.name, keeps, is_reported=keeps and reported)
+        self.audit.end(each.name, keeps, is_reported=keeps and reported)
         self.active.remove(each)
         if each in self._to_preempt:
             self._to_preempt.remove(each)
@@ -285,11 +285,11 @@ class Schedule:
         self.on_end(each.arrival, params)
 
     def change_weights(self, restart: float = 0.5) -> bool:
-        """The model gets other weights, if the connector can forget. Who runs starts over, or goes on."""
-        if self.double.scheduler.reset_cache() is not True:
+        """The model gets other weights, if the connector can forget. Running requests restart or go on."""
+        if self.fake.scheduler.reset_cache() is not True:
             return False
-        self.double.weights += 1
-        for load in self.ledger.loads.values():
+        self.fake.weights += 1
+        for load in self.audit.loads.values():
             load.is_checked = False
         for each in list(self.active):
             each.is_mixed = True  # it came before, and may load what is older than it
@@ -301,14 +301,14 @@ class Schedule:
 
     @property
     def _block_size(self) -> int:
-        return self.double.block_size
+        return self.fake.block_size
 
     def _take(self, each: Running, shared: tuple[int, ...], num_tokens: int) -> bool:
         """Blocks for so many tokens, the shared ones first."""
         count = -(-num_tokens // self._block_size) - len(shared)
-        if count > len(self.double.free_blocks):
+        if count > len(self.fake.free_blocks):
             return False
-        blocks = self.double.allocate(count * self._block_size) if count > 0 else ()
+        blocks = self.fake.allocate(count * self._block_size) if count > 0 else ()
         for block in blocks:
             del self._freed[block]
             self._blank.discard(block)
@@ -318,13 +318,13 @@ class Schedule:
 
     def _grow(self, each: Running, num_tokens: int) -> bool:
         missing = -(-num_tokens // self._block_size) - len(each.blocks)
-        while missing > len(self.double.free_blocks):
+        while missing > len(self.fake.free_blocks):
             victims = [one for one in self._victims() if one is not each]
             if not victims:
                 return False
             self._preempt(victims[-1])
         if missing > 0:
-            blocks = self.double.allocate(missing * self._block_size)
+            blocks = self.fake.allocate(missing * self._block_size)
             for block in blocks:
                 del self._freed[block]
                 self._blank.discard(block)
@@ -337,9 +337,9 @@ class Schedule:
 
     def _preempt(self, each: Running) -> None:
         """It loses its blocks, and waits. The connector hears of it with the next plan."""
-        load = self.ledger.loads.get(each.name)
+        load = self.audit.loads.get(each.name)
         if load is not None and not load.step:
-            self.ledger.drop(each.name)
+            self.audit.drop(each.name)
         self._release(each.blocks)
         each.blocks, each.state, each.must_run = (), State.WAITING, False
         each.back_to(0)
@@ -352,9 +352,9 @@ class Schedule:
             self._users[block] -= 1
             if not self._users[block]:
                 del self._users[block]
-                self._freed[block] = self.double.step_number
-                # Whoever comes next gets what was freed last.
-                self.double.free_blocks.insert(0, block)
+                self._freed[block] = self.fake.step_number
+                # The next request gets the blocks that were freed last.
+                self.fake.free_blocks.insert(0, block)
 
     # -- looking -------------------------------------------------------------------------------
 
@@ -363,9 +363,9 @@ class Schedule:
         for each in self.active:
             if each.state is not State.RUNNING or each.is_mixed:
                 continue
-            wrong = self.double.cache.wrong_blocks(each.arrival.tokens, each.blocks, 0, each.num_right)
+            wrong = self.fake.cache.wrong_blocks(each.arrival.tokens, each.blocks, 0, each.num_right)
             assert not wrong, (
                 f"the KV of {each.name} is wrong in blocks {sorted(wrong)} of {each.blocks}, and it is used"
             )
-        written = self.double.cache.written(self._blank)
-        assert not written, f"somebody wrote into blocks {sorted(written)}, which nobody has"
+        written = self.fake.cache.written(self._blank)
+        assert not written, f"blocks {sorted(written)}, which are free, were written to"

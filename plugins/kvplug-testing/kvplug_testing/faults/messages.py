@@ -1,4 +1,4 @@
-"""Copies of messages, and copies with some bits turned over."""
+"""Copies of messages, and copies with some bits flipped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A pipe around any pipe, to which happens what a plan says."""
+"""A pipe that wraps any pipe and injects the faults of a plan."""
 
 from __future__ import annotations
 

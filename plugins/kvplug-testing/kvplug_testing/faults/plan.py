@@ -1,4 +1,4 @@
-"""Plans of faults: a seed and rules, as frozen values, and how they are read from what an operator wrote."""
+"""Plans of faults: a seed and rules, as frozen values, and how they are read from an operator's config."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def rule_faults(values: Mapping[str, Any]) -> list[str]:
         faults.append("every: message is given too; say one of them")
     if values.get("direction") == "recv" and values.get("min_bytes") and do in BEFORE:
         faults.append(
-            f"min_bytes: {do} comes before a message is received, when nobody knows its size;"
+            f"min_bytes: {do} comes before a message is received, when its size is unknown;"
             " leave it out, or say direction send at the other end"
         )
     return faults

@@ -1,4 +1,4 @@
-"""A message queue's end around any other, to whose values happens what a plan says."""
+"""A message queue's end that wraps any other and injects the faults of a plan into its values."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ class _Values(Pipe):
 
     @property
     def peer(self) -> str:
-        return "whoever reads the queue" if self._queue.is_writer else "the writer of the queue"
+        return "the readers of the queue" if self._queue.is_writer else "the writer of the queue"
 
     @property
     def name(self) -> str:

@@ -1,4 +1,4 @@
-"""Which messages are hit: pure arithmetic on a plan, message numbers and sizes. No clock comes into it."""
+"""Which messages a fault hits: pure arithmetic on a plan, message numbers and sizes, without a clock."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class FaultSchedule:
     def hits(self, nbytes: int | None) -> list[Injection]:
         """The rules that hit the next message, in the plan's order, and nothing moves on.
 
-        ``nbytes``: its size; ``None`` while nobody knows it, and then what could hit it.
+        ``nbytes``: its size; ``None`` if it is unknown, and then the faults that could hit it.
         """
         return [
             Injection(rule, position, self._counted[position] + 1, self._seed)

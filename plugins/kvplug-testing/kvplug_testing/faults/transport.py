@@ -1,4 +1,4 @@
-"""The transport "faulty": endpoints whose pipes are faulty ones."""
+"""The transport "faulty": endpoints whose pipes inject faults."""
 
 from __future__ import annotations
 

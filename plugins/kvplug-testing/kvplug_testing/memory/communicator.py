@@ -1,4 +1,4 @@
-"""The communicator "memory": ranks are threads of one process, which meet at a table and lay down copies."""
+"""The communicator "memory": ranks are threads of one process, which exchange copies of tensors."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from kvplug.transport.context import CommunicatorContext
 if TYPE_CHECKING:
     from torch import Tensor
 
-_tables: Final[dict[str, Table]] = {}
+_exchanges: Final[dict[str, Exchange]] = {}
 _numbers = itertools.count(1)
 
 
-class Table:
-    """Where ranks meet. Each pair, and the whole group, has rounds of its own, numbered as they come."""
+class Exchange:
+    """Exchanges values between ranks. Each pair, and the whole group, has its own numbered rounds."""
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
@@ -32,18 +32,18 @@ class Table:
         self.waits_for: dict[int, list[int]] = {}
         self.gone: set[int] = set()
         self.broken: KvplugError | None = None
-        """Why a rank gave up: nobody may wait for it, or go on as if it had not."""
+        """Why a rank gave up: no other rank may wait for it, or continue without it."""
 
     def meet(self, rank: int, members: Sequence[int], what: Any, deadline: Deadline) -> list[Any]:
-        """What each of ``members`` laid down in this round, once all have.
+        """The values of ``members`` in this round, once all of them are there.
 
         Raises:
-            TimeoutError, PeerGoneError: names who has not.
+            TimeoutError, PeerGoneError: names the missing ranks.
         """
         members = tuple(sorted(members))
         began = time.monotonic()
         with self.changed:
-            self._check(rank, [])  # what others laid down before they gave up is not taken
+            self._check(rank, [])  # values of ranks that then gave up are not used
             number = self.counts.get((rank, members), 0)
             self.counts[rank, members] = number + 1
             here = self.rounds.setdefault((members, number), {})
@@ -63,7 +63,7 @@ class Table:
             return [here[member] for member in members]
 
     def _absent(self, missing: Sequence[int]) -> list[int]:
-        """Of these, who is nowhere; a rank that waits itself is late because of whom it waits for."""
+        """The missing ranks that do not wait themselves: these make the others late."""
         found = list(missing)
         for member in found:
             found += [each for each in self.waits_for.get(member, []) if each not in found]
@@ -91,7 +91,7 @@ class Table:
         raise error
 
     def _collect(self, members: tuple[int, ...], number: int) -> None:
-        """The last who takes what was laid down clears the table."""
+        """The last rank that collects a round removes it."""
         key = members, number
         self.collected[key] = self.collected.get(key, 0) + 1
         if self.collected[key] == len(members):
@@ -108,9 +108,9 @@ def _named(ranks: Sequence[int]) -> str:
 
 
 class MemoryCommunicator(DeviceCommunicator):
-    """The factory of the spec. All ranks make theirs together: rank 0 lays the table and says where."""
+    """The factory of the spec. All ranks are made together: rank 0 makes the exchange and sends its name."""
 
-    table = Table
+    exchange = Exchange
 
     def __init__(self, context: CommunicatorContext) -> None:
         super().__init__(context)
@@ -118,22 +118,22 @@ class MemoryCommunicator(DeviceCommunicator):
         self._everybody = range(self.world_size)
         if self.rank == 0:
             name = f"memory:{next(_numbers)}"
-            _tables[name] = self._table = self.table(self.world_size)
+            _exchanges[name] = self._exchange = self.exchange(self.world_size)
             try:
                 group.broadcast(name, 0, timeout)
                 group.barrier(timeout)
             finally:
-                del _tables[name]
+                del _exchanges[name]
             return
         name = group.broadcast(None, 0, timeout)
-        found = _tables.get(name)
+        found = _exchanges.get(name)
         group.barrier(timeout)
         if found is None:
             raise PeerGoneError("rank 0 of this communicator is not in this process")
-        self._table = found
+        self._exchange = found
 
     def _meet(self, what: Any, deadline: Deadline) -> list[Any]:
-        return self._table.meet(self.rank, self._everybody, what, deadline)
+        return self._exchange.meet(self.rank, self._everybody, what, deadline)
 
     def _compare(self, call: Mapping[str, Any], deadline: Deadline) -> Sequence[Mapping[str, Any]]:
         return self._meet(call, deadline)
@@ -144,7 +144,7 @@ class MemoryCommunicator(DeviceCommunicator):
         here = self.rank
         found: dict[int, Mapping[str, Any]] = {}
         for peer in sorted(calls, key=lambda each: (min(each, here), max(each, here))):
-            both = self._table.meet(here, (here, peer), calls[peer], deadline)
+            both = self._exchange.meet(here, (here, peer), calls[peer], deadline)
             found[peer] = both[0 if peer < here else 1]
         return found
 
@@ -163,17 +163,17 @@ class MemoryCommunicator(DeviceCommunicator):
         tensor.copy_(self._meet(tensor.clone(), deadline)[src])
 
     def _send(self, tensor: Tensor, dst: int, deadline: Deadline) -> None:
-        self._table.meet(self.rank, (self.rank, dst), tensor.clone(), deadline)
+        self._exchange.meet(self.rank, (self.rank, dst), tensor.clone(), deadline)
 
     def _recv(self, tensor: Tensor, src: int, deadline: Deadline) -> None:
-        both = self._table.meet(self.rank, (self.rank, src), None, deadline)
+        both = self._exchange.meet(self.rank, (self.rank, src), None, deadline)
         tensor.copy_(both[0 if src < self.rank else 1])
 
     def _give_up(self, error: BaseException) -> None:
-        self._table.give_up(f"rank {self.rank} has given up: {error}")
+        self._exchange.give_up(f"rank {self.rank} has given up: {error}")
 
     def _destroy(self) -> None:
-        self._table.leave(self.rank)
+        self._exchange.leave(self.rank)
 
 
 def _sum(parts: Sequence[Tensor]) -> Tensor:

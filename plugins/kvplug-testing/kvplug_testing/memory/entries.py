@@ -1,4 +1,4 @@
-"""Keys and the parts of an entry of the lookup buffer "memory": checked, measured, copied."""
+"""Checks, measures and copies the keys and parts of entries of the lookup buffer "memory"."""
 
 from __future__ import annotations
 

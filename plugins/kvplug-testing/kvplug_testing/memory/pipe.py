@@ -50,7 +50,7 @@ class MemoryEndpoint(PipeEndpoint):
             raise WireError('this is no contact of the pipe "memory", which begins with memory:')
         listener = _listeners.get(contact)
         if listener is None:
-            raise PeerGoneError(f"no process listens at {contact} in this process (any more)")
+            raise PeerGoneError(f"no listener is at {contact} in this process")
         return listener.join(self.make_pipe())
 
 
@@ -75,22 +75,22 @@ class MemoryListener(PipeListener):
         deadline = Deadline.after(timeout, self._timeout_s)
         with self._changed:
             if not self._changed.wait_for(lambda: self._waiting or self._closed, deadline.remaining()):
-                raise TimeoutError(f"nobody connected to {self._contact} in time")
+                raise TimeoutError(f"no peer connected to {self._contact} in time")
             if self._closed:
                 raise ClosedError(f"the listener at {self._contact} is closed")
             return self._waiting.popleft()
 
-    def join(self, near: MemoryPipe) -> Pipe:
+    def join(self, local: MemoryPipe) -> Pipe:
         """For ``connect``: the two are a pair from now on; the other end waits for ``accept``."""
-        far = self._make_pipe()
-        near.meet(far)
-        far.meet(near)
+        remote = self._make_pipe()
+        local.meet(remote)
+        remote.meet(local)
         with self._changed:
             if self._closed:
-                raise PeerGoneError(f"no process listens at {self._contact} any more")
-            self._waiting.append(far)
+                raise PeerGoneError(f"the listener at {self._contact} is closed")
+            self._waiting.append(remote)
             self._changed.notify_all()
-        return near
+        return local
 
     def close(self) -> None:
         _listeners.pop(self._contact, None)
@@ -108,7 +108,7 @@ class MemoryListener(PipeListener):
 
 
 @attrs.frozen(eq=False)
-class Message:
+class PipeMessage:
     """What lies in an inbox."""
 
     meta: TensorMeta | None
@@ -118,7 +118,7 @@ class Message:
     transfer: Transfer
 
     @classmethod
-    def of(cls, tensor: Tensor | None, *, eager: bool) -> Message:
+    def of(cls, tensor: Tensor | None, *, eager: bool) -> PipeMessage:
         """Refuses what is not carried."""
         if tensor is None:
             meta, memory = None, memoryview(b"")
@@ -158,7 +158,7 @@ class MemoryPipe(Pipe):
         self._timeout_s = context.timeout_s
         # Guards the inbox and how it ended; never held together with the peer's.
         self._changed = threading.Condition()
-        self._inbox: deque[Message] = deque()
+        self._inbox: deque[PipeMessage] = deque()
         self._held = 0  # bytes in the inbox
         self._closed = False  # here: calls are refused
         self._ended = False  # and the other end has been told
@@ -183,11 +183,11 @@ class MemoryPipe(Pipe):
         deadline = Deadline.after(timeout, self._timeout_s)
         with self._sending.taken():
             self._check_open()
-            message = Message.of(tensor, eager=self._eager)
+            message = PipeMessage.of(tensor, eager=self._eager)
             self._other.deliver(message, self._limit, deadline, sender=self)
         return message.transfer
 
-    def deliver(self, message: Message, limit: int, deadline: Deadline, sender: MemoryPipe) -> None:
+    def deliver(self, message: PipeMessage, limit: int, deadline: Deadline, sender: MemoryPipe) -> None:
         """For the other end: put a message into this end's inbox, as soon as there is room."""
         with self._changed:
             while self._inbox and self._held + message.cost > limit and not (self._closed or sender.closed):

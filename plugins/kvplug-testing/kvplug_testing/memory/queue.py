@@ -1,4 +1,4 @@
-"""The queue "memory": one list of messages in one process, and for each reader how far it has come."""
+"""The queue "memory": one list of messages in one process, and each reader's position in it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _rings: Final[dict[str, Ring]] = {}
 _numbers = itertools.count(1)
 
 
-class Message(NamedTuple):
+class QueueMessage(NamedTuple):
     """What lies in one place."""
 
     raw: bool
@@ -46,7 +46,7 @@ class Ring:
         self.reader_ranks = tuple(reader_ranks)
         self.max_chunks = max_chunks
         self.changed = threading.Condition()
-        self.messages: deque[Message] = deque()
+        self.messages: deque[QueueMessage] = deque()
         self.first = 0  # number of messages[0]
         self.taken = dict.fromkeys(reader_ranks, 0)  # by reader: how many messages it has read
         self.attached: set[int] = set()
@@ -68,7 +68,7 @@ class Ring:
     def unready(self) -> list[int]:
         return [rank for rank in self.here() if rank not in self.ready]
 
-    def put(self, message: Message) -> None:
+    def put(self, message: QueueMessage) -> None:
         self.messages.append(message)
         self.drop_what_all_have_read()
 
@@ -135,7 +135,7 @@ class MemoryQueueEndpoint(QueueEndpoint):
         )
 
 
-class MemoryEnd(MessageQueue):
+class MemoryQueueEnd(MessageQueue):
     """What both ends have."""
 
     def __init__(self, endpoint: MemoryQueueEndpoint, ring: Ring, rank: int | None) -> None:
@@ -173,10 +173,10 @@ class MemoryEnd(MessageQueue):
         writer = "" if None in self._ring.ready else "the writer"
         return ", ".join(filter(None, [writer, self._ring.named(self._ring.unready())]))
 
-    def wait(self, what: str, whom: Callable[[], str], timeout: Timeout, **given: Any) -> Wait:
+    def wait(self, what: str, waits_for: Callable[[], str], timeout: Timeout, **given: Any) -> Wait:
         """One wait, with this queue's defaults."""
         deadline = Deadline.after(timeout, self._context.timeout_s)
-        return Wait(what, whom, deadline, self._context.warning_interval_s, **given)
+        return Wait(what, waits_for, deadline, self._context.warning_interval_s, **given)
 
     def _wait(self, ready: Callable[[], object], wait: Wait) -> None:
         """Until ``ready()``, with the lock held."""
@@ -190,7 +190,7 @@ class MemoryEnd(MessageQueue):
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        self._check_open()  # before the lock: in a forked child somebody who is not there may hold it
+        self._check_open()  # before the lock, which in a forked child a thread of the parent may hold
         with self._ring.changed:
             self._check_open()
             yield
@@ -222,7 +222,7 @@ class MemoryEnd(MessageQueue):
         self._turn = ExclusiveUse("at this end of the queue")
 
 
-class MemoryWriter(MemoryEnd):
+class MemoryWriter(MemoryQueueEnd):
     """The writer's end."""
 
     def __init__(self, endpoint: MemoryQueueEndpoint, ring: Ring) -> None:
@@ -236,7 +236,7 @@ class MemoryWriter(MemoryEnd):
     def enqueue(self, value: object, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
         with self._turn.taken():
             self._check_open()
-            message = Message(False, encode(value, limits=LIMITS))
+            message = QueueMessage(False, encode(value, limits=LIMITS))
             self._wait_for_room(timeout)
             self._put(message)
 
@@ -253,7 +253,7 @@ class MemoryWriter(MemoryEnd):
             chunk = bytearray(nbytes)
             with memoryview(chunk) as view:
                 yield view
-            self._put(Message(True, chunk))
+            self._put(QueueMessage(True, chunk))
 
     def _wait_for_room(self, timeout: Timeout) -> None:
         ring = self._ring
@@ -267,7 +267,7 @@ class MemoryWriter(MemoryEnd):
         if ring.reader_ranks and not ring.here():
             raise PeerGoneError(f"no reader is left: {ring.named(ring.reader_ranks)}")
 
-    def _put(self, message: Message) -> None:
+    def _put(self, message: QueueMessage) -> None:
         with self._locked():
             self._ring.put(message)
 
@@ -296,7 +296,7 @@ class MemoryWriter(MemoryEnd):
         _rings.pop(self._ring.name, None)
 
 
-class MemoryReader(MemoryEnd):
+class MemoryReader(MemoryQueueEnd):
     """One reader's end."""
 
     _rank: int
@@ -336,7 +336,9 @@ class MemoryReader(MemoryEnd):
             finally:
                 self._advance()
 
-    def _next(self, raw: bool, timeout: Timeout, cancel: threading.Event | None, indefinite: bool) -> Message:
+    def _next(
+        self, raw: bool, timeout: Timeout, cancel: threading.Event | None, indefinite: bool
+    ) -> QueueMessage:
         """Wait for the next message, and leave it where it is."""
         ring = self._ring
         timeout = None if indefinite and timeout is DEFAULT_TIMEOUT else timeout

@@ -13,13 +13,13 @@ from kvplug import ConfigError, PeerGoneError, TimeoutError, UnsupportedError
 from kvplug.transport import Deadline, TensorMismatchError
 from kvplug_testing import DeviceCommunicatorContract
 from kvplug_testing.contract.suite_ref import module_at
-from kvplug_testing.memory.communicator import MemoryCommunicator, Table
+from kvplug_testing.memory.communicator import Exchange, MemoryCommunicator
 
 group_communicator = module_at(str(Path(__file__).parents[1] / "subjects" / "group_communicator.py"))
 
 
 class Mutant(DeviceCommunicatorContract):
-    """One fault, in a rank's end or at the table; ``breaks`` are the laws that it breaks."""
+    """One fault, in a rank's end or at the exchange; ``breaks`` are the laws that it breaks."""
 
     across_processes = False
     end: type[MemoryCommunicator] = MemoryCommunicator
@@ -51,7 +51,7 @@ class TestGathersAsTheyCome(Mutant):
     caught_by = "test_all_gather_concatenates_in_the_order_of_ranks"
 
     class end(MemoryCommunicator):  # noqa: N801
-        class table(Table):  # noqa: N801
+        class exchange(Exchange):  # noqa: N801
             def meet(self, rank: int, members: Sequence[int], what: Any, deadline: Deadline) -> list[Any]:
                 came = super().meet(rank, members, (time.monotonic(), what), deadline)
                 return [each for _, each in sorted(came, key=lambda pair: pair[0])]
@@ -218,7 +218,7 @@ class TestGivesALateRankAResult(Mutant):
         def _give_up(self, error: BaseException) -> None:
             pass
 
-        class table(Table):  # noqa: N801
+        class exchange(Exchange):  # noqa: N801
             def _break(self, error: Any) -> None:
                 raise error
 
@@ -241,7 +241,7 @@ class TestWaitsForEver(Mutant):
     breaks = ("COMM-2", "ALL-4")
 
     class end(MemoryCommunicator):  # noqa: N801
-        class table(Table):  # noqa: N801
+        class exchange(Exchange):  # noqa: N801
             def meet(self, rank: int, members: Sequence[int], what: Any, deadline: Deadline) -> list[Any]:
                 return super().meet(rank, members, what, Deadline.after(8.0))
 
@@ -263,7 +263,7 @@ class TestIsNotWokenByItsOwnEnd(Mutant):
     breaks = ("ALL-1",)
 
     class end(MemoryCommunicator):  # noqa: N801
-        class table(Table):  # noqa: N801
+        class exchange(Exchange):  # noqa: N801
             def _check(self, rank: int, missing: Sequence[int]) -> None:
                 if rank not in self.gone:
                     super()._check(rank, missing)

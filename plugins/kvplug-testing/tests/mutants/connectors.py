@@ -5,41 +5,27 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import attrs
 import pytest
 
 from kvplug.engine.connector.values import RequestEnd
-from kvplug.errors import KvplugError, PeerGoneError, TransportError
-from kvplug_testing import ConnectorContract
+from kvplug.errors import KvplugError, PeerGoneError
 from kvplug_testing.memory.connector import PARAMS, MemoryScheduler, MemoryWorker
+from kvplug_testing.memory.connector.suite import MemoryConnectorContract
+from kvplug_testing.memory.entry_table import EntryTable, PromptEntry
 from kvplug_testing.memory.reference import Reference, StaleError
-from kvplug_testing.memory.shelf import Entry, Shelf
-
-
-def fail(entry: Entry) -> Entry:
-    raise TransportError("the test wants it so")
-
-
-def corrupt(entry: Entry) -> Entry:
-    key, value = entry.layers[-1]
-    key = key.clone()
-    key.view(-1)[-1] += 1
-    return attrs.evolve(entry, layers=(*entry.layers[:-1], (key, value)))
-
 
 wanted: dict[str, set[str]] = {}
-"""Of each contact, the requests whose KV somebody has asked for and not loaded."""
+"""Of each contact, the requests whose KV was asked for and not loaded."""
 
 
-class Mutant(ConnectorContract):
+class Mutant(MemoryConnectorContract):
     """One fault, in one of the two sides."""
 
-    connector = "memory"
     across_processes = False
-    spoils_own = True
     scheduler_factory: ClassVar[Callable[..., Any] | None] = MemoryScheduler
     worker_factory: ClassVar[Callable[..., Any] | None] = MemoryWorker
     breaks: tuple[str, ...] = ()
@@ -47,28 +33,6 @@ class Mutant(ConnectorContract):
     @pytest.fixture(autouse=True)
     def _impatient_engines(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("kvplug_testing.engine.fake.PATIENCE_S", 3.0)
-
-    def spoil(self, how: str) -> None:
-        self._fault({"fail": fail, "corrupt": corrupt, "": None}[how])
-
-    @contextlib.contextmanager
-    def holding_up(self) -> Iterator[threading.Event]:
-        is_held = threading.Event()
-
-        def hold(entry: Entry) -> Entry:
-            is_held.set()
-            threading.Event().wait(1.0)
-            return fail(entry)
-
-        self._fault(hold)
-        try:
-            yield is_held
-        finally:
-            self._fault(None)
-
-    def _fault(self, fault: Any) -> None:
-        with contextlib.suppress(PeerGoneError):
-            Shelf.at(self.config_of("both").control_address()).fault = fault
 
 
 # -- promises ----------------------------------------------------------------------------------------
@@ -108,9 +72,9 @@ class TestPromisesWhatWasNotKept(Mutant):
     class worker_factory(MemoryWorker):  # noqa: N801
         def __init__(self, context: Any) -> None:
             super().__init__(context)
-            if self._shelf is not None:
-                settle = self._shelf.settle
-                self._shelf.settle = lambda lease, is_stored: settle(lease, is_stored=True)  # type: ignore[method-assign]
+            if self._table is not None:
+                settle = self._table.settle
+                self._table.settle = lambda lease, is_stored: settle(lease, is_stored=True)  # type: ignore[method-assign]
 
 
 class TestForgetsTheExtra(Mutant):
@@ -167,7 +131,7 @@ class TestSwapsKeyAndValue(Mutant):
     breaks = ("CONN-2",)
 
     class worker_factory(MemoryWorker):  # noqa: N801
-        def _entry(self, key: Any, blocks: Any) -> Entry:
+        def _entry(self, key: Any, blocks: Any) -> PromptEntry:
             entry = super()._entry(key, blocks)
             layers = tuple((key, None) if value is None else (value, key) for key, value in entry.layers)
             return attrs.evolve(entry, layers=layers, digests=self._digests(layers))
@@ -180,7 +144,7 @@ class TestIsRightOnOneLayoutOnly(Mutant):
     caught_by = "test_what_was_stored_is_loaded_into_its_blocks_on_each_layout"
 
     class worker_factory(MemoryWorker):  # noqa: N801
-        def _entry(self, key: Any, blocks: Any) -> Entry:
+        def _entry(self, key: Any, blocks: Any) -> PromptEntry:
             entry = super()._entry(key, blocks)
             if self._layout.axes.find("H") > self._layout.axes.find("T"):
                 return entry
@@ -236,7 +200,7 @@ class TestTrustsWhatArrives(Mutant):
     caught_by = "test_corrupted_kv_is_in_the_report_of_its_step"
 
     class worker_factory(MemoryWorker):  # noqa: N801
-        def _verify(self, entry: Entry) -> None:
+        def _verify(self, entry: PromptEntry) -> None:
             return None
 
 
@@ -250,7 +214,7 @@ class TestNamesOneBlockOfAFailedLoad(Mutant):
             super()._fail({**load, "blocks": load["blocks"][: load["start"] // 16 + 1]}, error)
 
 
-# -- lent blocks -------------------------------------------------------------------------------------
+# -- blocks in use ----------------------------------------------------------------------------------
 
 
 class TestSaysSentBeforeItHasRead(Mutant):
@@ -525,7 +489,7 @@ class TestPromisesOnlyWhoComesAlone(Mutant):
 
 
 class TestLoadsIntoNothing(Mutant):
-    """Without a cache nothing is loaded, and nobody hears of it."""
+    """Without a cache nothing is loaded, and no error is raised."""
 
     breaks = ("CONN-1",)
     caught_by = "test_a_load_into_a_cache_that_was_not_registered_is_refused_by_name"
@@ -602,36 +566,36 @@ class TestTakesAnEarlierEpochForThisOne(Mutant):
     breaks = ("REF-1",)
 
     class scheduler_factory(MemoryScheduler):  # noqa: N801
-        def _peer(self) -> Shelf:
-            shelf = super()._peer()
-            resolve = type(shelf).resolve
+        def _peer(self) -> EntryTable:
+            table = super()._peer()
+            resolve = type(table).resolve
 
             def believe(reference: Reference, *more: Any) -> Any:
-                ours = attrs.evolve(reference, engine_id=shelf.engine_id, epoch=shelf.epoch)
-                return resolve(shelf, ours, *more)
+                ours = attrs.evolve(reference, engine_id=table.engine_id, epoch=table.epoch)
+                return resolve(table, ours, *more)
 
-            shelf.resolve = believe  # type: ignore[method-assign]
-            return shelf
+            table.resolve = believe  # type: ignore[method-assign]
+            return table
 
 
 class TestTakesEveryGenerationForTheLast(Mutant):
-    """A reference is good for whatever its request has been lent last."""
+    """A reference is good for whatever its request has been leased last."""
 
     breaks = ("REF-1",)
 
     class scheduler_factory(MemoryScheduler):  # noqa: N801
-        def _peer(self) -> Shelf:
-            shelf = super()._peer()
-            resolve = type(shelf).resolve
+        def _peer(self) -> EntryTable:
+            table = super()._peer()
+            resolve = type(table).resolve
 
             def believe(reference: Reference, *more: Any) -> Any:
-                for lease, lent in shelf._lent.items():
-                    if lent.request_id == reference.request_id:
-                        reference = attrs.evolve(reference, lease=lease, generation=lent.generation)
-                return resolve(shelf, reference, *more)
+                for lease, leased in table._leases.items():
+                    if leased.request_id == reference.request_id:
+                        reference = attrs.evolve(reference, lease=lease, generation=leased.generation)
+                return resolve(table, reference, *more)
 
-            shelf.resolve = believe  # type: ignore[method-assign]
-            return shelf
+            table.resolve = believe  # type: ignore[method-assign]
+            return table
 
 
 class TestReadsTicketsAndBelievesWhatStandsBeside(Mutant):

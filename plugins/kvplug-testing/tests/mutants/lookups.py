@@ -14,8 +14,9 @@ from kvplug.errors import CapacityError, ClosedError, KvplugError, TimeoutError
 from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline
 from kvplug.transport.events import RemovalReason, Removed
 from kvplug_testing import LookupBufferContract
-from kvplug_testing.memory.lookup import Held, Loan, MemoryLookupEndpoint, MemoryStore
-from kvplug_testing.memory.lookup_ends import Job, MemoryReachingEnd
+from kvplug_testing.memory.lookup import MemoryLookupEndpoint, MemoryStore
+from kvplug_testing.memory.lookup_calls import MemoryRemoteStore
+from kvplug_testing.memory.store_core import LeasedEntry, StoreCore, StoredEntry
 
 
 class Mutant(LookupBufferContract):
@@ -24,7 +25,7 @@ class Mutant(LookupBufferContract):
     transport = "memory"
     across_processes = False
     store: type[MemoryStore] = MemoryStore
-    reaching: type[MemoryReachingEnd] = MemoryReachingEnd
+    reaching: type[MemoryRemoteStore] = MemoryRemoteStore
     breaks: tuple[str, ...] = ()
 
     def make_endpoint(self, context: Any) -> Any:
@@ -51,9 +52,9 @@ class Blurred(MemoryStore):
     def _blurred(self, key: Any) -> Any:
         return None if key is None else tuple(type(self).blur(token) for token in key)
 
-    def _put_up(self, held: Held) -> None:
-        held.key = self._blurred(held.key)
-        super()._put_up(held)
+    def _publish(self, stored: StoredEntry) -> None:
+        stored.key = self._blurred(stored.key)
+        super()._publish(stored)
 
     def _find_oldest(self, key: Any, extra: bytes) -> Any:
         return super()._find_oldest(self._blurred(key), extra)
@@ -98,9 +99,9 @@ class TestIgnoresExtra(Mutant):
     breaks = ("LOOKUP-1",)
 
     class store(MemoryStore):  # noqa: N801
-        def _put_up(self, held: Held) -> None:
-            held.extra = b""
-            super()._put_up(held)
+        def _publish(self, stored: StoredEntry) -> None:
+            stored.extra = b""
+            super()._publish(stored)
 
         def _find_oldest(self, key: Any, extra: bytes) -> Any:
             return super()._find_oldest(key, b"")
@@ -131,9 +132,13 @@ class TestNewestWins(Mutant):
     class store(MemoryStore):  # noqa: N801
         def _find_oldest(self, key: Any, extra: bytes) -> Any:
             found = super()._find_oldest(key, extra)
-            for held in self._held.values():
-                if found is not None and held.is_up and (held.key, held.extra) == (found.key, extra):
-                    found = held
+            for stored in self._entries.values():
+                if (
+                    found is not None
+                    and stored.is_published
+                    and (stored.key, stored.extra) == (found.key, extra)
+                ):
+                    found = stored
             return found
 
 
@@ -158,12 +163,12 @@ class TestMixesEntriesUp(Mutant):
     class store(MemoryStore):  # noqa: N801
         last: Any = None
 
-        def _put_up(self, held: Held) -> None:
-            mine, last = held.entry.value, self.last
+        def _publish(self, stored: StoredEntry) -> None:
+            mine, last = stored.entry.value, self.last
             if mine is not None and last is not None and mine.shape == last.shape:
-                held.entry = attrs.evolve(held.entry, value=last)
+                stored.entry = attrs.evolve(stored.entry, value=last)
             self.last = mine
-            super()._put_up(held)
+            super()._publish(stored)
 
 
 class TestStoresTheCallersTensor(Mutant):
@@ -175,9 +180,9 @@ class TestStoresTheCallersTensor(Mutant):
         def insert(self, input_tokens: Any, roi: Any, key: Any, *rest: Any, **given: Any) -> int:
             with self._changed:
                 entry_id = super().insert(input_tokens, roi, key, *rest, **given)
-                held = self._held.get(entry_id)
-                if held is not None:
-                    held.entry = attrs.evolve(held.entry, key=key)
+                stored = self._entries.get(entry_id)
+                if stored is not None:
+                    stored.entry = attrs.evolve(stored.entry, key=key)
             return entry_id
 
 
@@ -190,8 +195,8 @@ class TestCountsOnlyWholeEntries(Mutant):
         def count_shared(self, key: Any, extra: bytes) -> int:
             with self._changed:
                 self._check_open()
-                shared, held = self._find_longest(key, extra)
-                return shared if held is not None and shared == len(held.key) else 0
+                shared, stored = self._find_longest(key, extra)
+                return shared if stored is not None and shared == len(stored.key) else 0
 
 
 class TestMatchWaits(Mutant):
@@ -212,17 +217,17 @@ class TestMatchWaitsForWhatIsSent(Mutant):
 
     breaks = ("LOOKUP-3",)
 
-    class reaching(MemoryReachingEnd):  # noqa: N801
+    class reaching(MemoryRemoteStore):  # noqa: N801
         def __init__(self, *args: Any, **given: Any) -> None:
-            self._carrying = threading.Lock()
+            self._in_transfer = threading.Lock()
             super().__init__(*args, **given)
 
-        def _carry(self, job: Job) -> None:
-            with self._carrying:
-                super()._carry(job)
+        def _transfer(self, *args: Any) -> Any:
+            with self._in_transfer:
+                return super()._transfer(*args)
 
         def match(self, *args: Any, **given: Any) -> int:
-            with self._carrying:
+            with self._in_transfer:
                 return super().match(*args, **given)
 
 
@@ -230,7 +235,7 @@ class TestMatchWaitsForWhatIsSent(Mutant):
 
 
 class TestHandsOneEntryToTwo(Mutant):
-    """Between finding an entry and taking it out somebody else may find it."""
+    """Between finding an entry and taking it out another call may find it."""
 
     breaks = ("LOOKUP-4",)
     caught_by = "test_no_wake_up_is_lost_where_room_and_entries_are_waited_for"
@@ -243,15 +248,15 @@ class TestHandsOneEntryToTwo(Mutant):
             deadline = Deadline.after(given.get("timeout", DEFAULT_TIMEOUT), self._timeout_s)
             find = lambda: self._closed or self._find_oldest(key, given.get("extra", b""))  # noqa: E731
             with self._changed:
-                held = self._changed.wait_for(find, deadline.remaining())
-            if not isinstance(held, Held):
+                stored = self._changed.wait_for(find, deadline.remaining())
+            if not isinstance(stored, StoredEntry):
                 return super().drop_select(input_tokens, roi, **given | {"timeout": 0})
             time.sleep(0.001)
             with self._changed:
-                if held.is_up:
-                    self._let_go(held, RemovalReason.TAKEN)
+                if stored.is_published:
+                    self._remove(stored, RemovalReason.TAKEN)
                     self._changed.notify_all()
-            return held.entry
+            return stored.entry
 
 
 class TestLosesTheEntryOfWhoGivesUp(Mutant):
@@ -261,8 +266,8 @@ class TestLosesTheEntryOfWhoGivesUp(Mutant):
     caught_by = "test_the_entry_of_a_caller_whose_time_is_up_in_the_middle_is_back"
 
     class store(MemoryStore):  # noqa: N801
-        def end(self, loan: Loan, *, taken: bool) -> None:
-            super().end(loan, taken=loan.lease.exclusive)
+        def release(self, leased: LeasedEntry, *, is_received: bool) -> None:
+            super().release(leased, is_received=leased.lease.exclusive)
 
 
 class TestBelievesTheDead(Mutant):
@@ -271,9 +276,9 @@ class TestBelievesTheDead(Mutant):
     breaks = ("LOOKUP-4",)
     caught_by = "test_the_entry_of_a_caller_that_is_gone_in_the_middle_is_back"
 
-    class reaching(MemoryReachingEnd):  # noqa: N801
-        def _let_go_of(self, store: MemoryStore, loan: Loan, has_it: bool) -> None:
-            super()._let_go_of(store, loan, has_it or self._signal.closed)
+    class reaching(MemoryRemoteStore):  # noqa: N801
+        def _release(self, store: StoreCore, leased: LeasedEntry, is_received: bool) -> None:
+            super()._release(store, leased, is_received or self._signal.closed)
 
 
 class TestNeverNoticesThatACallerIsGone(Mutant):
@@ -282,10 +287,10 @@ class TestNeverNoticesThatACallerIsGone(Mutant):
     breaks = ("LOOKUP-4",)
     caught_by = "test_the_entry_of_a_caller_that_is_gone_in_the_middle_is_back"
 
-    class reaching(MemoryReachingEnd):  # noqa: N801
-        def _let_go_of(self, store: MemoryStore, loan: Loan, has_it: bool) -> None:
+    class reaching(MemoryRemoteStore):  # noqa: N801
+        def _release(self, store: StoreCore, leased: LeasedEntry, is_received: bool) -> None:
             if not self._signal.closed:
-                super()._let_go_of(store, loan, has_it)
+                super()._release(store, leased, is_received)
 
 
 class TestWakesOneOfThoseWhoWait(Mutant):
@@ -313,9 +318,9 @@ class TestNeverGivesBytesBack(Mutant):
     breaks = ("LOOKUP-5",)
 
     class store(MemoryStore):  # noqa: N801
-        def _let_go(self, held: Held, reason: RemovalReason) -> None:
-            super()._let_go(held, reason)
-            self._used += held.nbytes
+        def _remove(self, stored: StoredEntry, reason: RemovalReason) -> None:
+            super()._remove(stored, reason)
+            self._used_bytes += stored.nbytes
 
 
 class TestStoresWhatTimedOut(Mutant):
@@ -328,7 +333,7 @@ class TestStoresWhatTimedOut(Mutant):
             try:
                 return super().insert(*args, **given)
             except TimeoutError:
-                self._budget *= 2
+                self._max_bytes *= 2
                 super().insert(*args, **given)
                 raise
 
@@ -366,42 +371,42 @@ class TestEvictsTheNewest(Mutant):
 
     class store(MemoryStore):  # noqa: N801
         def _make_room(self, nbytes: int) -> bool:
-            oldest_first = self._held
-            self._held = dict(reversed(oldest_first.items()))
+            oldest_first = self._entries
+            self._entries = dict(reversed(oldest_first.items()))
             has_room = super()._make_room(nbytes)
-            self._held = dict(reversed(self._held.items()))
+            self._entries = dict(reversed(self._entries.items()))
             return has_room
 
 
 class TestSendsUnderItsLock(Mutant):
-    """While an entry is on its way to one who is slow, nobody gets anything."""
+    """While an entry is in transfer to a slow end, no other call is served."""
 
     breaks = ("LOOKUP-5",)
     caught_by = "test_one_who_takes_its_time_holds_up_neither_inserts_nor_others"
 
-    class reaching(MemoryReachingEnd):  # noqa: N801
-        def _carry(self, job: Job) -> None:
-            assert self._other is not None
-            with self._other.store._changed:
-                super()._carry(job)
+    class reaching(MemoryRemoteStore):  # noqa: N801
+        def _transfer(self, *args: Any) -> Any:
+            assert self._client is not None
+            with self._client.store._changed:
+                return super()._transfer(*args)
 
 
 # -- cost ------------------------------------------------------------------------------------------
 
 
 class TestLooksAtEveryEntry(Mutant):
-    """Finding is a walk through all that is held."""
+    """Finding is a walk through all that is stored."""
 
     breaks = ("LOOKUP-6",)
 
     class store(MemoryStore):  # noqa: N801
         def _find_oldest(self, key: Any, extra: bytes) -> Any:
-            for held in self._held.values():
-                size = len(held.key) if key is None else min(len(held.key), len(key))
-                matches = key is None or (size and held.key[:size] == key[:size])
-                lent = self._leases.is_lent(held.entry_id)
-                if matches and held.extra == extra and held.is_up and not lent:
-                    return held
+            for stored in self._entries.values():
+                size = len(stored.key) if key is None else min(len(stored.key), len(key))
+                matches = key is None or (size and stored.key[:size] == key[:size])
+                lent = self._leases.is_lent(stored.entry_id)
+                if matches and stored.extra == extra and stored.is_published and not lent:
+                    return stored
             return None
 
 
@@ -414,11 +419,11 @@ class TestSelectTakesTheEntryOut(Mutant):
     breaks = ("LOOKUP-7",)
 
     class store(MemoryStore):  # noqa: N801
-        def end(self, loan: Loan, *, taken: bool) -> None:
+        def release(self, leased: LeasedEntry, *, is_received: bool) -> None:
             with self._changed:
-                super().end(loan, taken=taken)
-                if not (loan.lease.exclusive or loan.held.is_gone):
-                    self._let_go(loan.held, RemovalReason.TAKEN)
+                super().release(leased, is_received=is_received)
+                if not (leased.lease.exclusive or leased.stored.is_removed):
+                    self._remove(leased.stored, RemovalReason.TAKEN)
 
 
 class TestSelectWaits(Mutant):
@@ -427,21 +432,21 @@ class TestSelectWaits(Mutant):
     breaks = ("LOOKUP-7",)
 
     class store(MemoryStore):  # noqa: N801
-        def lend_longest(self, key: Any, extra: bytes, min_tokens: int) -> Loan:
+        def lease_longest(self, key: Any, extra: bytes, min_tokens: int) -> LeasedEntry:
             with self._changed:
                 enough = lambda: self._closed or self._find_longest(key, extra)[0] >= min_tokens  # noqa: E731
                 self._changed.wait_for(enough, self._timeout_s)
-            return super().lend_longest(key, extra, min_tokens)
+            return super().lease_longest(key, extra, min_tokens)
 
 
 class TestEvictsUnderAReader(Mutant):
-    """A full cache drops the oldest entry, whoever is reading it."""
+    """A full cache evicts the oldest entry, even while it is read."""
 
     breaks = ("LOOKUP-7", "LOOKUP-5")
     caught_by = "test_while_it_is_read_an_entry_is_not_evicted"
 
     class store(MemoryStore):  # noqa: N801
-        def _may_be_evicted(self, held: Held) -> bool:
+        def _may_be_evicted(self, stored: StoredEntry) -> bool:
             return True
 
 
@@ -451,17 +456,17 @@ class TestTakesUnderAReader(Mutant):
     breaks = ("LOOKUP-7",)
 
     class store(MemoryStore):  # noqa: N801
-        def _lend(self, held: Held, *, exclusive: bool) -> Loan:
+        def _lease(self, stored: StoredEntry, *, exclusive: bool) -> LeasedEntry:
             if exclusive:
-                return super()._lend(held, exclusive=True)
-            return Loan(held, self._leases.take(-held.entry_id, "a reader", exclusive=False))
+                return super()._lease(stored, exclusive=True)
+            return LeasedEntry(stored, self._leases.take(-stored.entry_id, "a reader", exclusive=False))
 
-        def end(self, loan: Loan, *, taken: bool) -> None:
-            if loan.lease.exclusive:
-                super().end(loan, taken=taken)
+        def release(self, leased: LeasedEntry, *, is_received: bool) -> None:
+            if leased.lease.exclusive:
+                super().release(leased, is_received=is_received)
                 return
             with self._changed:
-                self._leases.release(loan.lease)
+                self._leases.release(leased.lease)
                 self._changed.notify_all()
 
 
@@ -481,7 +486,7 @@ class TestLosesTheEntryOfASinkThatRaises(Mutant):
                 with self._changed:
                     found = self._find_longest(tuple(input_tokens), b"")[1]
                     if found is not None:
-                        self._let_go(found, RemovalReason.OTHER)
+                        self._remove(found, RemovalReason.OTHER)
                 raise
 
 
@@ -493,8 +498,8 @@ class TestReadersGetTheEntryItself(Mutant):
     class store(MemoryStore):  # noqa: N801
         def select(self, *args: Any, **given: Any) -> Any:
             got = super().select(*args, **given)
-            held = self._held.get(got.header.entry_id)
-            return got if held is None or given.get("sink") is not None else held.entry
+            stored = self._entries.get(got.header.entry_id)
+            return got if stored is None or given.get("sink") is not None else stored.entry
 
 
 class TestGivesACallWhatCameForAnother(Mutant):
@@ -502,12 +507,13 @@ class TestGivesACallWhatCameForAnother(Mutant):
 
     breaks = ("LOOKUP-7",)
 
-    class reaching(MemoryReachingEnd):  # noqa: N801
+    class reaching(MemoryRemoteStore):  # noqa: N801
         last: Any = None
 
-        def _put(self, job: Job, parts: Any) -> None:
+        def _transfer(self, *args: Any) -> Any:
+            parts = super()._transfer(*args)
             last, self.last = self.last, parts
-            super()._put(job, parts if last is None else last)
+            return parts if last is None else last
 
 
 # -- clearing and telling --------------------------------------------------------------------------
@@ -521,11 +527,11 @@ class TestClearForgetsWhatIsLent(Mutant):
     class store(MemoryStore):  # noqa: N801
         def clear(self) -> int:
             with self._changed:
-                lent = {e: h for e, h in self._held.items() if self._leases.is_lent(e)}
+                lent = {e: h for e, h in self._entries.items() if self._leases.is_lent(e)}
                 for entry_id in lent:
-                    del self._held[entry_id]
+                    del self._entries[entry_id]
                 count = super().clear()
-                self._held.update(lent)
+                self._entries.update(lent)
                 return count + len(lent)
 
 
@@ -548,9 +554,9 @@ class TestClearSaysNothing(Mutant):
     breaks = ("LOOKUP-8",)
 
     class store(MemoryStore):  # noqa: N801
-        def _tell(self, event: Any) -> None:
+        def _notify(self, event: Any) -> None:
             if not (isinstance(event, Removed) and event.reason is RemovalReason.CLEARED):
-                super()._tell(event)
+                super()._notify(event)
 
 
 class TestClearTakesFromReaders(Mutant):
@@ -561,34 +567,34 @@ class TestClearTakesFromReaders(Mutant):
     class store(MemoryStore):  # noqa: N801
         def clear(self) -> int:
             with self._changed:
-                for held in self._held.values():
-                    if self._leases.is_lent(held.entry_id) and held.entry.key is not None:
-                        held.entry.key.zero_()
+                for stored in self._entries.values():
+                    if self._leases.is_lent(stored.entry_id) and stored.entry.key is not None:
+                        stored.entry.key.zero_()
                 return super().clear()
 
         def select(self, input_tokens: Any, *args: Any, **given: Any) -> Any:
             sink = given.get("sink")
             if sink is None:
                 return super().select(input_tokens, *args, **given)
-            loan = self.lend_longest(tuple(input_tokens), b"", 1)
+            leased = self.lease_longest(tuple(input_tokens), b"", 1)
             try:
-                sink.begin(loan.held.entry.header)
-                for index in range(loan.held.entry.header.num_layers):
-                    sink.layer(index, loan.held.entry.key[index], loan.held.entry.value[index])
-                return attrs.evolve(loan.held.entry, key=None, value=None)
+                sink.begin(leased.stored.entry.header)
+                for index in range(leased.stored.entry.header.num_layers):
+                    sink.layer(index, leased.stored.entry.key[index], leased.stored.entry.value[index])
+                return attrs.evolve(leased.stored.entry, key=None, value=None)
             finally:
-                self.end(loan, taken=False)
+                self.release(leased, is_received=False)
 
 
 class TestSkipsAnEvent(Mutant):
-    """Every fourth event reaches nobody."""
+    """Every fourth event is not delivered."""
 
     breaks = ("LOOKUP-9",)
 
     class store(MemoryStore):  # noqa: N801
-        def _tell(self, event: Any) -> None:
+        def _notify(self, event: Any) -> None:
             if event.seq % 4:
-                super()._tell(event)
+                super()._notify(event)
 
 
 class TestTellsTooLate(Mutant):
@@ -599,14 +605,14 @@ class TestTellsTooLate(Mutant):
     class store(MemoryStore):  # noqa: N801
         kept: Any = None
 
-        def _tell(self, event: Any) -> None:
+        def _notify(self, event: Any) -> None:
             last, self.kept = self.kept, event
             if last is not None:
-                super()._tell(last)
+                super()._notify(last)
 
 
 class TestSnapshotsAreEmpty(Mutant):
-    """Who comes late is not told what is held already."""
+    """Who comes late is not told what is stored already."""
 
     breaks = ("LOOKUP-9",)
 
@@ -664,7 +670,7 @@ class TestTheStoresEndIsNotHeardOf(Mutant):
 
     breaks = ("ALL-2",)
 
-    class reaching(MemoryReachingEnd):  # noqa: N801
+    class reaching(MemoryRemoteStore):  # noqa: N801
         def _end(self, error: KvplugError) -> None:
             if isinstance(error, ClosedError):
                 super()._end(error)
@@ -676,8 +682,8 @@ class TestIgnoresTimeouts(Mutant):
     breaks = ("ALL-4", "LOOKUP-4")
 
     class store(MemoryStore):  # noqa: N801
-        def lend_oldest(self, key: Any, extra: bytes, deadline: Deadline, *given: Any) -> Loan:
-            return super().lend_oldest(key, extra, Deadline.after(None), *given)
+        def lease_oldest(self, key: Any, extra: bytes, deadline: Deadline, *given: Any) -> LeasedEntry:
+            return super().lease_oldest(key, extra, Deadline.after(None), *given)
 
 
 class TestGivesUpEarly(Mutant):
@@ -686,9 +692,9 @@ class TestGivesUpEarly(Mutant):
     breaks = ("ALL-4",)
 
     class store(MemoryStore):  # noqa: N801
-        def _wait_for_room(self, nbytes: int, num_clears: int, deadline: Deadline) -> None:
+        def _wait_for_capacity(self, nbytes: int, num_clears: int, deadline: Deadline) -> None:
             left = deadline.remaining()
-            super()._wait_for_room(nbytes, num_clears, Deadline.after(None if left is None else left / 2))
+            super()._wait_for_capacity(nbytes, num_clears, Deadline.after(None if left is None else left / 2))
 
 
 class TestWaitsForAnAnswerForEver(Mutant):
@@ -696,9 +702,9 @@ class TestWaitsForAnAnswerForEver(Mutant):
 
     breaks = ("ALL-4",)
 
-    class reaching(MemoryReachingEnd):  # noqa: N801
-        def _carried(self, entry: Any, deadline: Deadline) -> Any:
-            return super()._carried(entry, Deadline.after(None))
+    class reaching(MemoryRemoteStore):  # noqa: N801
+        def _copied(self, entry: Any, deadline: Deadline) -> Any:
+            return super()._copied(entry, Deadline.after(None))
 
 
 class TestWorksInAForkedChild(Mutant):
@@ -716,7 +722,7 @@ class TestLeavesAThread(Mutant):
 
     breaks = ("ALL-7",)
 
-    class reaching(MemoryReachingEnd):  # noqa: N801
+    class reaching(MemoryRemoteStore):  # noqa: N801
         def __init__(self, *args: Any, **given: Any) -> None:
             super().__init__(*args, **given)
             threading.Thread(target=threading.Event().wait, daemon=True).start()
@@ -732,9 +738,9 @@ class TestKeepsWhatWasTaken(Mutant):
     caught_by = "test_a_thousand_of_them_leave_no_memory_either"
 
     class store(MemoryStore):  # noqa: N801
-        def _let_go(self, held: Held, reason: RemovalReason) -> None:
-            _kept.append(held.entry.hidden)
-            super()._let_go(held, reason)
+        def _remove(self, stored: StoredEntry, reason: RemovalReason) -> None:
+            _kept.append(stored.entry.hidden)
+            super()._remove(stored, reason)
 
 
 # -- the control -----------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline
 from kvplug.transport.pipe import Transfer
 from kvplug_testing import PipeContract
 from kvplug_testing.memory import pipe as memory
-from kvplug_testing.memory.pipe import MemoryEndpoint, MemoryListener, MemoryPipe, Message
+from kvplug_testing.memory.pipe import MemoryEndpoint, MemoryListener, MemoryPipe, PipeMessage
 
 MIB = 1 << 20
 kept: list[Any] = []
@@ -56,17 +56,17 @@ class Counting(MemoryPipe):
 
     number = 0
 
-    def deliver(self, message: Message, *args: Any, **given: Any) -> None:
+    def deliver(self, message: PipeMessage, *args: Any, **given: Any) -> None:
         self.number += 1
         self.deliver_number(self.number, message, *args, **given)
 
-    def deliver_number(self, number: int, message: Message, *args: Any, **given: Any) -> None:
+    def deliver_number(self, number: int, message: PipeMessage, *args: Any, **given: Any) -> None:
         super().deliver(message, *args, **given)
 
 
-def changed(message: Message, tensor: Any) -> Message:
+def changed(message: PipeMessage, tensor: Any) -> PipeMessage:
     """A message with another content and the same transfer."""
-    other = Message.of(tensor, eager=True)
+    other = PipeMessage.of(tensor, eager=True)
     return attrs.evolve(message, meta=other.meta, memory=other.memory)
 
 
@@ -105,7 +105,7 @@ class TestSwapsTwo(Mutant):
     breaks = ("PIPE-1",)
 
     class pipe(Counting):  # noqa: N801
-        def deliver_number(self, number: int, message: Message, *args: Any, **given: Any) -> None:
+        def deliver_number(self, number: int, message: PipeMessage, *args: Any, **given: Any) -> None:
             if number == 900:
                 self.kept = message
                 return
@@ -275,7 +275,7 @@ class TestRefusesLargeMessages(Mutant):
     breaks = ("PIPE-2",)
 
     class pipe(MemoryPipe):  # noqa: N801
-        def deliver(self, message: Message, limit: int, *args: Any, **given: Any) -> None:
+        def deliver(self, message: PipeMessage, limit: int, *args: Any, **given: Any) -> None:
             if message.cost > limit:
                 raise CapacityError("that is more than max_in_flight_bytes")
             super().deliver(message, limit, *args, **given)
@@ -288,7 +288,7 @@ class TestQueuesAlthoughItTimedOut(Mutant):
     caught_by = "test_a_send_that_timed_out_has_queued_nothing"
 
     class pipe(MemoryPipe):  # noqa: N801
-        def deliver(self, message: Message, limit: int, *args: Any, **given: Any) -> None:
+        def deliver(self, message: PipeMessage, limit: int, *args: Any, **given: Any) -> None:
             try:
                 super().deliver(message, limit, *args, **given)
             except TimeoutError:
@@ -302,7 +302,7 @@ class TestNeverSeesThatThereIsRoom(Mutant):
     breaks = ("PIPE-2",)
 
     class pipe(MemoryPipe):  # noqa: N801
-        def deliver(self, message: Message, limit: int, deadline: Deadline, sender: Any) -> None:
+        def deliver(self, message: PipeMessage, limit: int, deadline: Deadline, sender: Any) -> None:
             with contextlib.suppress(TimeoutError):
                 return super().deliver(message, limit, Deadline.after(0), sender)
             time.sleep(deadline.remaining() or 0)
@@ -315,7 +315,7 @@ class TestHasNoBound(Mutant):
     breaks = ("PIPE-3",)
 
     class pipe(MemoryPipe):  # noqa: N801
-        def deliver(self, message: Message, limit: int, *args: Any, **given: Any) -> None:
+        def deliver(self, message: PipeMessage, limit: int, *args: Any, **given: Any) -> None:
             super().deliver(message, 1 << 60, *args, **given)
 
 
@@ -325,7 +325,7 @@ class TestHoldsTwiceTheLimit(Mutant):
     breaks = ("PIPE-3",)
 
     class pipe(MemoryPipe):  # noqa: N801
-        def deliver(self, message: Message, limit: int, *args: Any, **given: Any) -> None:
+        def deliver(self, message: PipeMessage, limit: int, *args: Any, **given: Any) -> None:
             super().deliver(message, 2 * limit, *args, **given)
 
 
@@ -335,7 +335,7 @@ class TestNothingWeighsNothing(Mutant):
     breaks = ("PIPE-3",)
 
     class pipe(MemoryPipe):  # noqa: N801
-        def deliver(self, message: Message, limit: int, *args: Any, **given: Any) -> None:
+        def deliver(self, message: PipeMessage, limit: int, *args: Any, **given: Any) -> None:
             super().deliver(message, limit if message.memory.nbytes else 1 << 60, *args, **given)
 
 
@@ -356,7 +356,7 @@ class TestDoesNotCopy(Mutant):
 
 
 class TestLetsGoOfTheSource(Late):
-    """The message is read when it is received, and nobody has kept the tensor alive until then."""
+    """The message is read when it is received, and the tensor is not kept alive until then."""
 
     breaks = ("PIPE-4",)
 
@@ -580,7 +580,7 @@ class TestLetsTwoReceive(Mutant):
 
 
 class TestHasOneTurnForBoth(Mutant):
-    """Nobody may send while somebody receives."""
+    """A send is refused while another thread receives."""
 
     breaks = ("PIPE-7",)
 
@@ -746,7 +746,7 @@ class TestNeverFinishes(Mutant):
 
 
 class CallsTwice(Transfer):
-    """Whoever asks to be called is called twice."""
+    """A callback is called twice."""
 
     def add_done_callback(self, callback: Any) -> None:
         super().add_done_callback(callback)
@@ -785,7 +785,7 @@ class TestFailsWithACallback(Late):
     breaks = ("ALL-5",)
 
     class pipe(MemoryPipe):  # noqa: N801
-        def deliver(self, message: Message, *args: Any, **given: Any) -> None:
+        def deliver(self, message: PipeMessage, *args: Any, **given: Any) -> None:
             super().deliver(message, *args, **given)
             message.transfer.__class__ = Fragile
 
@@ -829,7 +829,7 @@ class TestChokesOnGarbage(Mutant):
 
 
 class TestIgnoresWhomItIsFor(Mutant):
-    """Whoever listened last is connected, whatever the contact says."""
+    """The newest listener is connected, whatever the contact says."""
 
     breaks = ("END-1",)
 

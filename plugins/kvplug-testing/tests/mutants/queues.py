@@ -17,7 +17,7 @@ from kvplug.net.wire import encode
 from kvplug.transport import DEFAULT_TIMEOUT, Deadline, QueueHandle, Reader, Timeout, Wait
 from kvplug_testing import MessageQueueContract
 from kvplug_testing.contract.suite_ref import module_at
-from kvplug_testing.memory.queue import MemoryQueueEndpoint, MemoryReader, MemoryWriter, Message, Ring
+from kvplug_testing.memory.queue import MemoryQueueEndpoint, MemoryReader, MemoryWriter, QueueMessage, Ring
 
 socket_queue = module_at(str(Path(__file__).parents[1] / "subjects" / "socket_queue.py"))
 
@@ -58,20 +58,20 @@ class TestLosesEveryThousandth(Mutant):
     class ring(Ring):  # noqa: N801
         count = 0
 
-        def put(self, message: Message) -> None:
+        def put(self, message: QueueMessage) -> None:
             self.count += 1
             if self.count % 1000:
                 super().put(message)
 
 
 class TestSwapsTwo(Mutant):
-    """Every fiftieth message overtakes the one before it, if nobody has read that yet."""
+    """Every fiftieth message overtakes the one before it, if that is unread."""
 
     breaks = ("QUEUE-1",)
     caught_by = "test_each_reader_gets_thousands_of_messages_once_and_in_order"
 
     class ring(Ring):  # noqa: N801
-        def put(self, message: Message) -> None:
+        def put(self, message: QueueMessage) -> None:
             super().put(message)
             number = self.first + len(self.messages)
             if number % 50 == 0 and len(self.messages) > 1 and max(self.taken.values()) < number - 1:
@@ -158,8 +158,8 @@ class TestDropsTheOldestOfWhoSleeps(Mutant):
             return found
 
     class writer_(MemoryWriter):  # noqa: N801
-        def wait(self, what: str, whom: Any, timeout: Timeout, **given: Any) -> Wait:
-            return Wait(what, whom, Deadline.after(timeout), 0.1, **given)  # it looks that often
+        def wait(self, what: str, waits_for: Any, timeout: Timeout, **given: Any) -> Wait:
+            return Wait(what, waits_for, Deadline.after(timeout), 0.1, **given)  # it looks that often
 
 
 class TestSaysAWrongNumber(TestDropsTheOldestOfWhoSleeps):
@@ -182,11 +182,11 @@ class TestKeepsNothingLargeForWhoIsLate(Mutant):
             super().__init__(*args)
             self.before = self._ring.first + len(self._ring.messages)
 
-        def _next(self, *args: Any) -> Message:
+        def _next(self, *args: Any) -> QueueMessage:
             message = super()._next(*args)
             late = self._ring.taken[self._rank] < self.before
             if late and len(message.data) > self._context.max_chunk_bytes:
-                return Message(message.raw, encode(b""))
+                return QueueMessage(message.raw, encode(b""))
             return message
 
 
@@ -330,8 +330,8 @@ class TestNeverWarns(Mutant):
     caught_by = "test_a_long_wait_is_warned_of_again_and_again_and_says_whom_for"
 
     class writer_(MemoryWriter):  # noqa: N801
-        def wait(self, what: str, whom: Any, timeout: Timeout, **given: Any) -> Wait:
-            return super().wait(what, whom, timeout, **{**given, "indefinite": True})
+        def wait(self, what: str, waits_for: Any, timeout: Timeout, **given: Any) -> Wait:
+            return super().wait(what, waits_for, timeout, **{**given, "indefinite": True})
 
 
 class TestWarnsOfWhatIsIndefinite(Mutant):
@@ -340,8 +340,8 @@ class TestWarnsOfWhatIsIndefinite(Mutant):
     breaks = ("QUEUE-3",)
 
     class reader_(MemoryReader):  # noqa: N801
-        def wait(self, what: str, whom: Any, timeout: Timeout, **given: Any) -> Wait:
-            return super().wait(what, whom, timeout, **{**given, "indefinite": False})
+        def wait(self, what: str, waits_for: Any, timeout: Timeout, **given: Any) -> Wait:
+            return super().wait(what, waits_for, timeout, **{**given, "indefinite": False})
 
 
 class TestIgnoresDeadlines(Mutant):
@@ -350,8 +350,8 @@ class TestIgnoresDeadlines(Mutant):
     breaks = ("ALL-4",)
 
     class reader_(MemoryReader):  # noqa: N801
-        def wait(self, what: str, whom: Any, timeout: Timeout, **given: Any) -> Wait:
-            return super().wait(what, whom, None, **given)
+        def wait(self, what: str, waits_for: Any, timeout: Timeout, **given: Any) -> Wait:
+            return super().wait(what, waits_for, None, **given)
 
 
 class TestIgnoresCancel(Mutant):
@@ -361,8 +361,8 @@ class TestIgnoresCancel(Mutant):
     caught_by = "test_who_cancels_is_heard"
 
     class reader_(MemoryReader):  # noqa: N801
-        def wait(self, what: str, whom: Any, timeout: Timeout, **given: Any) -> Wait:
-            return super().wait(what, whom, timeout, **{**given, "cancel": None})
+        def wait(self, what: str, waits_for: Any, timeout: Timeout, **given: Any) -> Wait:
+            return super().wait(what, waits_for, timeout, **{**given, "cancel": None})
 
 
 class TestGivesUpTooEarly(Mutant):
@@ -387,7 +387,7 @@ class TestSendsWhatTimedOut(Mutant):
             try:
                 super().enqueue(value, timeout)
             except TimeoutError:
-                self._put(Message(False, encode(value)))
+                self._put(QueueMessage(False, encode(value)))
                 raise
 
 
@@ -591,7 +591,7 @@ class Apart(MessageQueueContract):
 
 
 class TestDoesNotSeeAReaderDie(Apart):
-    """The writer's thread that hears a dead reader gives up, and tells nobody."""
+    """The writer's thread that notices a dead reader ends, and does not report it."""
 
     breaks = ("QUEUE-2",)
 
@@ -663,7 +663,7 @@ class _Hasty(socket_queue.SocketWriter):  # type: ignore[misc, name-defined]
     def acquire_write(self, nbytes: Any = None, timeout: Any = DEFAULT_TIMEOUT) -> Iterator[memoryview]:
         chunk = bytearray(nbytes)
         self._wait_for_room(timeout)
-        self._put(Message(True, chunk))
+        self._put(QueueMessage(True, chunk))
         with memoryview(chunk) as view:
             yield view
 

@@ -62,7 +62,7 @@ class Mutant(PipeContract):
 
 
 class TestSeesOnlyItsSocket(Mutant):
-    """Nobody watches the peer's process: while a child of it holds the socket it looks alive."""
+    """The peer's process is not watched: while a child of it holds the socket it looks alive."""
 
     breaks = ("ALL-2",)
     caught_by = "test_a_child_of_the_dead_peer_that_still_holds_its_descriptors_does_not_hide_its_death"
@@ -74,7 +74,7 @@ class TestSeesOnlyItsSocket(Mutant):
 
 
 class TestWakesNobody(Mutant):
-    """A death is noted for the next call, and whoever is blocked stays so."""
+    """A death is noted for the next call, and a blocked call stays blocked."""
 
     breaks = ("ALL-2",)
     caught_by = "test_a_blocked_send_wakes_and_every_transfer_ends_when_the_peer_is_killed"
@@ -159,7 +159,7 @@ class TestForgetsWhatWaited(Mutant):
 
 
 class TestTakesADeathForAClose(Mutant):
-    """When the peer dies, whoever calls is told that the pipe was closed here."""
+    """When the peer dies, calls raise that the pipe was closed here."""
 
     breaks = ("ALL-2",)
 
@@ -184,7 +184,7 @@ class TestListenerEndsWithABadPeer(Mutant):
 
 
 class TestListenerServesOneAtATime(Mutant):
-    """Nobody is accepted before the peer that was accepted last has sent something, or has gone."""
+    """No peer is accepted before the one that was accepted last has sent something, or is gone."""
 
     breaks = ("END-2",)
 

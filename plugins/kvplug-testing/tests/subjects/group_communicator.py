@@ -1,6 +1,6 @@
 """A communicator between processes, so that the suite has one to judge: every tensor goes through the group.
 
-A group passes everything through its rank 0, and bounds a value at 16 MiB: nobody's transport.
+A group passes everything through its rank 0, and bounds a value at 16 MiB: no transport for real use.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from kvplug.transport import (
     WireError,
     dial,
 )
-from kvplug_testing.memory.queue import MemoryQueueEndpoint, MemoryReader, MemoryWriter, Message, Ring
+from kvplug_testing.memory.queue import MemoryQueueEndpoint, MemoryReader, MemoryWriter, QueueMessage, Ring
 
 PURPOSE = "socket queue"
 HELLO_S = 5.0
@@ -33,7 +33,7 @@ MAX_BYTES = 15 << 20  # a channel's frame, less what surrounds the message
 
 
 class SocketRing(Ring):
-    """The writer's list, and to whom it goes."""
+    """The writer's list, and the readers that it is sent to."""
 
     def __init__(self, reader_ranks: Sequence[int], max_chunks: int) -> None:
         super().__init__(reader_ranks, max_chunks)
@@ -46,7 +46,7 @@ class SocketRing(Ring):
         return self.gone.get(rank) or attrs.evolve(super().reader(rank), process=process)
 
     def unsent(self) -> list[int]:
-        """Readers for whom something is not in the kernel's hands yet."""
+        """Readers with bytes that the kernel has not accepted yet."""
         end = self.first + len(self.messages)
         return [rank for rank in self.here() if rank in self.links and self.links[rank].sent < end]
 
@@ -126,7 +126,7 @@ class Link:
     def is_over(self) -> bool:
         return self.channel.closed or self.rank in self.ring.gone
 
-    def due(self) -> Message | None:
+    def due(self) -> QueueMessage | None:
         at = self.sent - self.ring.first
         return self.ring.messages[at] if at < len(self.ring.messages) else None
 
@@ -203,7 +203,7 @@ class SocketWriter(MemoryWriter):
             link = ring.links[rank] = self._endpoint.make_link(ring, rank, channel)
         link.start()
 
-    def _put(self, message: Message) -> None:
+    def _put(self, message: QueueMessage) -> None:
         if len(message.data) > MAX_BYTES:
             raise WireError("larger than this queue carries")
         super()._put(message)
@@ -271,7 +271,7 @@ class SocketReader(MemoryReader):
                 match self._channel.recv(None):
                     case ("message", bool(raw), bytes(data)):
                         with ring.changed:
-                            ring.put(Message(raw, data))
+                            ring.put(QueueMessage(raw, data))
                     case ("ready",):
                         with ring.changed:
                             ring.ready.add(None)
@@ -309,7 +309,7 @@ class SocketReader(MemoryReader):
         self._receiving.join()
 
     def _leave(self, why: str, died: bool) -> None:
-        """The writer's end says so; nobody else looks at this list."""
+        """The writer's end says so; no other end has this list."""
 
     def _after_fork_in_child(self) -> None:
         self._closed = self._forked = True

@@ -1,4 +1,4 @@
-"""``kvplug demo`` and its two halves. Light: what is heavy lives in other processes."""
+"""``kvplug demo`` and its two halves. Imports nothing heavy: models run in other processes."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ import attrs
 import click
 
 from kvplug import KvplugError
-from kvplug_transformers.demo.orders import Orders, Report
+from kvplug_transformers.demo.settings import DemoSettings, Report
 
 _LONGEST_PROMPT = 4 << 20
-"""In bytes; more than any model's context, and little enough to be read by mistake."""
+"""In bytes; more than any model's context, and small enough to read by mistake."""
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 
 
@@ -33,25 +33,29 @@ def _shared(function: Callable[..., Any]) -> Callable[..., Any]:
             type=click.FloatRange(1),
             default=300,
             show_default=True,
-            help="Give up on a process that reports nothing for so long (beyond the config's timeouts).",
+            help="Give up when a process reports nothing for this long, beyond the config's timeouts.",
         ),
         click.option(
             "--device",
             metavar="NAME",
-            help='Where the models compute and the KV lies: "cpu", "cuda", "cuda:1". From the config unless'
-            ' given, "cpu" by default.',
+            help='The device of the models and of the KV: "cpu", "cuda", "cuda:1". By default the config\'s,'
+            ' which is "cpu" by default.',
         ),
         click.option(
             "--policy",
             type=click.Choice(["recompute", "fail"]),
-            help="What happens when KV fails to load. From the config unless given.",
+            help="What to do when KV fails to load. By default the config's.",
         ),
-        click.option("--integrity", metavar="auto|off|HASH", help="The hash that guards the KV on its way."),
-        click.option("--layout", type=click.Choice(["KBTHD", "KBHTD"]), help="How a block lies in memory."),
+        click.option("--integrity", metavar="auto|off|HASH", help="The hash that detects corrupted KV."),
+        click.option("--layout", type=click.Choice(["KBTHD", "KBHTD"]), help="The memory layout of a block."),
         click.option(
-            "--block-size", type=click.IntRange(1, 1024), default=16, show_default=True, help="In tokens."
+            "--block-size",
+            type=click.IntRange(1, 1024),
+            default=16,
+            show_default=True,
+            help="How many tokens a block has.",
         ),
-        click.option("--config", type=_FILE, help="A kvplug.toml or .json."),
+        click.option("--config", type=_FILE, help="A config file, kvplug.toml or .json."),
         click.option("--transport", metavar="NAME", help='"auto", or a pipe that `kvplug list` shows.'),
         click.option("--connector", metavar="NAME", help="A connector that `kvplug list` shows."),
         click.option(
@@ -60,7 +64,7 @@ def _shared(function: Callable[..., Any]) -> Callable[..., Any]:
             help="A Hugging Face folder instead of the packaged SmolLM2-135M-Instruct.",
         ),
         click.option("--prompt-file", type=_FILE, help="Read the prompt from this file."),
-        click.option("--prompt", help="The prompt. Built in, about 1,000 tokens, unless given."),
+        click.option("--prompt", help="The prompt. By default a built-in one of about 1,000 tokens."),
     ):
         function = option(function)
     return function
@@ -82,11 +86,11 @@ def _generates(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _corrupts = click.option(
-    "--corrupt", is_flag=True, help="Flip bits on the way, to see what integrity checking does."
+    "--corrupt", is_flag=True, help="Flip bits of the KV in transit, to see what integrity checking does."
 )
 
 
-def _orders(
+def _settings(
     *,
     prompt: str | None,
     prompt_file: Path | None,
@@ -96,7 +100,7 @@ def _orders(
     policy: str | None,
     device: str | None,
     **rest: Any,
-) -> Orders:
+) -> DemoSettings:
     from kvplug_transformers.demo.prompt import PROMPT
 
     if prompt is not None and prompt_file is not None:
@@ -115,7 +119,7 @@ def _orders(
         "device": device,
     }
     overrides = {key: value for key, value in given.items() if value is not None}
-    return Orders(prompt=PROMPT if prompt is None else prompt, overrides=overrides, **rest)
+    return DemoSettings(prompt=PROMPT if prompt is None else prompt, overrides=overrides, **rest)
 
 
 def _read(file: Path) -> str:
@@ -146,7 +150,7 @@ def _terminated_like_interrupted() -> Iterator[None]:
 
 
 def _conduct(work: Callable[[Any], Report | None], *, as_json: bool) -> None:
-    """Run one session, show its report, and end with a status: 0 only if all is well, 130 if stopped."""
+    """Run one session, show its report, and exit: with 0 only if all is well, with 130 if interrupted."""
     from kvplug_transformers.demo.display import Display
     from kvplug_transformers.demo.session import DemoError
     from kvplug_transformers.model.bundled import ModelMissingError
@@ -160,7 +164,7 @@ def _conduct(work: Callable[[Any], Report | None], *, as_json: bool) -> None:
             display.table(report)
         sys.stdout.flush()
     except BrokenPipeError:
-        # Whoever read stdout has gone away; let nothing more be written there, also not at the end.
+        # The reader of stdout is gone: write nothing more there, also not when the interpreter ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         raise SystemExit(1) from None
     except (KvplugError, DemoError, ModelMissingError, OSError) as e:
@@ -178,49 +182,49 @@ def _conduct(work: Callable[[Any], Report | None], *, as_json: bool) -> None:
 @_corrupts
 @click.pass_context
 def demo(context: click.Context, /, as_json: bool, **options: Any) -> None:
-    """A real model's KV cache moves between two processes.
+    """Move a real model's KV cache between two processes.
 
-    A prefill worker computes a prompt; its KV cache crosses through the connector and transport named in
-    the config; a decode worker goes on from there without computing the prompt again. A third process,
-    which knows nothing of kvplug, generates from the same prompt: the tokens must be the same.
+    A prefill worker computes a prompt. The config's connector and transport move its KV cache to a decode
+    worker, which continues without computing the prompt again. A third process, without kvplug, generates
+    from the same prompt: the tokens must be identical.
 
-    Exit status 0 only if they are and KV was really loaded.
+    The exit status is 0 only if they are, and if KV was loaded.
     """
     if context.invoked_subcommand is not None:
         return
     from kvplug_transformers.demo.runs import run
 
-    orders = _orders(**options)
-    _conduct(lambda display: run(orders, display), as_json=as_json)
+    settings = _settings(**options)
+    _conduct(lambda display: run(settings, display), as_json=as_json)
 
 
 @demo.command()
 @_shared
 @_corrupts
-@click.option("--listen", metavar="ADDRESS", help="host:port or unix:@name. From the config unless given.")
+@click.option("--listen", metavar="ADDRESS", help="host:port or unix:@name. By default the config's.")
 def prefill(listen: str | None, **options: Any) -> None:
-    """One of two terminals: compute the prompt and keep its KV until Ctrl-C.
+    """Compute the prompt and keep its KV until Ctrl-C, in the first of two terminals.
 
-    Prints the command for the other terminal.
+    Prints the command for the second terminal.
     """
     from kvplug_transformers.demo.runs import run_prefill
 
-    orders = _orders(**options)
-    _conduct(lambda display: run_prefill(orders, display, listen), as_json=False)
+    settings = _settings(**options)
+    _conduct(lambda display: run_prefill(settings, display, listen), as_json=False)
 
 
 @demo.command()
 @_shared
 @_generates
 @click.option(
-    "--connect", metavar="CONTACT", help="What the other terminal printed. From the config unless given."
+    "--connect", metavar="CONTACT", help="What the first terminal printed. By default the config's address."
 )
 def decode(connect: str | None, as_json: bool, **options: Any) -> None:
-    """The other terminal: load the prompt's KV from the prefill worker, and decode.
+    """Load the prompt's KV from the prefill worker and decode, in the second terminal.
 
-    Give it the same prompt.
+    The prompt must be the same.
     """
     from kvplug_transformers.demo.runs import run_decode
 
-    orders = _orders(**options)
-    _conduct(lambda display: run_decode(orders, display, connect), as_json=as_json)
+    settings = _settings(**options)
+    _conduct(lambda display: run_decode(settings, display, connect), as_json=as_json)

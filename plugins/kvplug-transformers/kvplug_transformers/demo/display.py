@@ -1,4 +1,4 @@
-"""What the person in front of the terminal sees: progress, the text as it comes, the table."""
+"""The demo's output on a terminal: progress, the text as it comes, the table of results."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rich.progress import TaskID
 
-    from kvplug_transformers.demo.orders import Report
+    from kvplug_transformers.demo.settings import Report
 
 _PHASES = {"progress": "prefill", "decode_progress": "prefill", "recompute_progress": "recompute"}
 
 
 class Display:
-    """Progress goes to stderr: bars on a terminal, else a line for each thing that is done.
+    """Progress goes to stderr: bars on a terminal, else a line for each completed phase.
 
-    The text goes to stdout as it comes. ``quiet`` leaves the text out: with ``--json``, stdout is one
-    object and nothing else.
+    The text goes to stdout as it comes. ``quiet`` omits the text: with ``--json``, stdout is one object and
+    nothing else.
     """
 
     def __init__(self, *, quiet: bool = False) -> None:
@@ -27,7 +27,7 @@ class Display:
 
         self._quiet = quiet
         for stream in (sys.stdout, sys.stderr):
-            # A character that the terminal's encoding does not have is no reason to end.
+            # A character that the terminal's encoding lacks must not end the demo.
             if isinstance(stream, io.TextIOWrapper):
                 stream.reconfigure(errors="replace")
         self._stderr = Console(stderr=True, highlight=False)
@@ -51,8 +51,8 @@ class Display:
     def __exit__(self, *_: object) -> None:
         self._progress.stop()
 
-    def hear(self, name: str, event: dict[str, Any]) -> None:
-        """An event of a worker: show what is worth showing."""
+    def show(self, name: str, event: dict[str, Any]) -> None:
+        """Show an event of a worker; most events show nothing."""
         kind = event["event"]
         if kind in _PHASES:
             self._advance(name, _PHASES[kind], event["done"], event["total"])
@@ -71,7 +71,7 @@ class Display:
             self._text(event["text"])
 
     def note(self, text: str) -> None:
-        """One sentence for the person."""
+        """Print one sentence on stderr."""
         self._stderr.print(text, markup=False, soft_wrap=True)
 
     def loading(self, *names: str) -> None:
@@ -80,15 +80,15 @@ class Display:
             self._begin(name, "load model", None)
 
     def generating(self, name: str) -> None:
-        """The model alone generates; it says nothing until it is done."""
+        """The reference process generates, without progress until it is done."""
         self._begin(name, "generate", None)
 
     def serving(self, contact: str) -> None:
-        """How the other terminal gets here."""
+        """Print the command for the other terminal."""
         print(f"kvplug demo decode --connect '{contact}'", flush=True)  # noqa: T201
 
     def end_of_text(self) -> None:
-        """The last token is there; bars again, for what is only compared."""
+        """The text is complete; show bars again for the comparisons."""
         for name, what in list(self._tasks):
             self._finish(name, what)
         if self._is_in_text:
@@ -125,7 +125,7 @@ class Display:
         sys.stdout.flush()
 
     def table(self, report: Report) -> None:
-        """The figures, at the end, on stdout."""
+        """Print the results on stdout."""
         from rich.console import Console
         from rich.table import Table
         from rich.text import Text

@@ -1,4 +1,4 @@
-"""The parent's end of its workers: started, listened to, ended, and never left behind."""
+"""The parent's end of its workers: starts them, reads their events, ends them and leaves none behind."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from pathlib import Path
 from typing import IO, Any
 
 Event = tuple[str, dict[str, Any]]
-"""Who says it, and what."""
+"""The worker's name, and its event."""
 
-WORKER = (sys.executable, "-P", "-m", "kvplug_transformers.demo.worker")
+WORKER_COMMAND = (sys.executable, "-P", "-m", "kvplug_transformers.demo.worker")
 # -P: modules that happen to lie in the current folder are not imported.
-REFERENCE = (sys.executable, "-P", str(Path(__file__).with_name("reference.py")))
+REFERENCE_COMMAND = (sys.executable, "-P", str(Path(__file__).with_name("reference.py")))
 
 _ENVIRONMENT = {
-    # Threads that spin while they wait are fast on an idle machine and ten times slower than none on a busy
-    # one, where the thread they wait for is not running.
+    # Threads that spin while they wait are fast on an idle machine. On a busy one, where the thread they wait
+    # for is not running, they are ten times slower than threads that sleep.
     "OMP_WAIT_POLICY": "PASSIVE",
     "HF_HUB_OFFLINE": "1",
     "TQDM_DISABLE": "1",
@@ -61,9 +61,9 @@ class Child:
         self._threads = [
             threading.Thread(target=target, args=(stream,), name=f"kvplug-demo-{name}", daemon=True)
             for target, stream in (
-                (self._hear, self._process.stdout),
-                (self._keep, self._process.stderr),
-                (self._talk, self._process.stdin),
+                (self._read_events, self._process.stdout),
+                (self._keep_stderr, self._process.stderr),
+                (self._write_commands, self._process.stdin),
             )
         ]
         for thread in self._threads:
@@ -74,17 +74,17 @@ class Child:
         return self._process.pid
 
     @property
-    def last_words(self) -> str:
+    def last_output(self) -> str:
         """The end of what it wrote to stderr."""
         return "".join(self._stderr).strip()
 
     def send(self, op: str, **arguments: Any) -> None:
-        """One command, without waiting. To a dead worker it is lost: its ``exit`` event says so."""
+        """Send one command, without waiting. A dead worker does not get it; its ``exit`` event says so."""
         self._commands.put(json.dumps({"op": op, **arguments}) + "\n")
 
     @property
     def is_stopped(self) -> bool:
-        """By a signal such as SIGSTOP. False where that cannot be seen."""
+        """Whether a signal such as SIGSTOP has stopped it. False where this cannot be found out."""
         try:
             stat = Path(f"/proc/{self.pid}/stat").read_text()
         except OSError:
@@ -94,30 +94,30 @@ class Child:
     def kill(self) -> None:
         self._process.kill()
 
-    def _hear(self, stream: IO[str]) -> None:
+    def _read_events(self, stream: IO[str]) -> None:
         for line in stream:
             try:
                 event = json.loads(line)
             except ValueError:
-                self._stderr.append(line)  # some library's, before the worker took its stdout away
+                self._stderr.append(line)  # from a library, before the worker redirected stdout
             else:
                 self._events.put((self.name, event))
         stream.close()
         code = self._process.wait()
-        self._threads[1].join()  # its last words
+        self._threads[1].join()  # the rest of its stderr
         self._events.put((self.name, {"event": "exit", "code": code}))
 
-    def _keep(self, stream: IO[str]) -> None:
-        """What the worker logs comes here too: where a log is wanted all of it is shown."""
+    def _keep_stderr(self, stream: IO[str]) -> None:
+        """Keep the end of the worker's stderr, which has its log too; with ``KVPLUG_LOG``, show all of it."""
         for line in stream:
             self._stderr.append(line)
             if self._logs:
-                with contextlib.suppress(OSError):  # nobody reads it any more: that stops no worker
+                with contextlib.suppress(OSError):  # our stderr is closed: no reason to stop a worker
                     sys.stderr.write(f"{self.name}: {line}")
         stream.close()
 
-    def _talk(self, stream: IO[str]) -> None:
-        """In a thread of its own: a worker that does not read would stop the writer for good."""
+    def _write_commands(self, stream: IO[str]) -> None:
+        """Runs in its own thread, since a worker that does not read blocks the writer for ever."""
         try:
             while (line := self._commands.get()) is not None:
                 stream.write(line)
@@ -127,10 +127,10 @@ class Child:
         try:
             stream.close()
         except BrokenPipeError:
-            pass  # a command it never read
+            pass  # the worker did not read a command
 
     def end(self, *, at_once: bool, patience_s: float = 10.0) -> None:
-        """See it gone: asked politely first, unless ``at_once``."""
+        """End it and wait for its exit: by a "stop" first, or by SIGKILL if ``at_once``."""
         if at_once:
             self.kill()
         else:
@@ -146,7 +146,7 @@ class Child:
 
 
 def end_all(children: Iterable[Child], *, at_once: bool) -> None:
-    """All of them, side by side."""
+    """End all of them, in parallel."""
     children = list(children)
     for child in children:
         child.kill() if at_once else child.send("stop")
@@ -154,8 +154,8 @@ def end_all(children: Iterable[Child], *, at_once: bool) -> None:
         child.end(at_once=at_once)
 
 
-def how_it_ended(code: int) -> str:
-    """A return code in words."""
+def describe_exit(code: int) -> str:
+    """A return code as text."""
     if code < 0:
         try:
             return f"was killed by {signal.Signals(-code).name}"

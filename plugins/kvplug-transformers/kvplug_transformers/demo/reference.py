@@ -1,7 +1,7 @@
-"""The third process: the model running alone, by transformers' own ``generate``.
+"""The reference process: the model runs without kvplug, by transformers' own ``generate``.
 
-A program that is run by its path and imports nothing of kvplug, not even to share ten lines with the
-workers: what it says is evidence only as long as that is so, and it reports what it imported.
+This program is run by its path and imports nothing of kvplug, not even to share ten lines with the workers:
+only so are its tokens evidence. It reports which modules of kvplug it has imported.
 """
 
 import ctypes
@@ -29,14 +29,14 @@ def main() -> None:
 
     threading.Thread(target=listen, daemon=True).start()
 
-    def tell(**event: object) -> None:
+    def send(**event: object) -> None:
         events.write(json.dumps(event) + "\n")
 
     class Streamer:
-        """What ``generate`` calls with each token: a sign of life."""
+        """``generate`` calls it with each token; it reports progress."""
 
         def put(self, value: object) -> None:
-            tell(event="token")
+            send(event="token")
 
         def end(self) -> None:
             pass
@@ -49,15 +49,15 @@ def main() -> None:
     torch.set_num_threads(start["threads"])
     model = AutoModelForCausalLM.from_pretrained(start["model"], dtype=torch.float32, trust_remote_code=False)
     model = model.to(start["device"]).eval()
-    tell(event="loaded")
+    send(event="loaded")
     while (command := commands.get())["op"] != "stop":
         ids = torch.tensor([command["ids"]], device=start["device"])
         began = time.perf_counter()
         output = model.generate(
             ids,
-            # Said, since transformers would mask prompt tokens that happen to equal the pad token.
+            # Explicit, since transformers would mask prompt tokens that happen to equal the pad token.
             attention_mask=torch.ones_like(ids),
-            # A fresh one: greedy, without the penalties a model's own settings may bring.
+            # A new one: greedy, without the penalties that a model's own settings may have.
             generation_config=GenerationConfig(
                 do_sample=False,
                 max_new_tokens=command["max_new_tokens"],
@@ -66,7 +66,7 @@ def main() -> None:
             ),
             streamer=Streamer(),
         )
-        tell(
+        send(
             event="generated",
             ids=output[0, ids.shape[1] :].tolist(),
             seconds=time.perf_counter() - began,

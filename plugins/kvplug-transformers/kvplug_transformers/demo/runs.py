@@ -1,4 +1,4 @@
-"""The demo's three ways to run, whole or as one of two terminals: who is told what, and when."""
+"""The demo's three programs, the whole and the two halves: which command goes to which worker, and when."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Any
 
 from kvplug import Config
 from kvplug_transformers.demo.display import Display
-from kvplug_transformers.demo.orders import Orders, Report
 from kvplug_transformers.demo.preparation import (
     check,
     encode,
@@ -18,58 +17,61 @@ from kvplug_transformers.demo.preparation import (
     too_short,
 )
 from kvplug_transformers.demo.session import (
-    ALONE,
     DECODE,
     PREFILL,
+    REFERENCE,
     DemoError,
     Session,
     WorkerLostError,
 )
+from kvplug_transformers.demo.settings import DemoSettings, Report
 
 
 def _session(
-    config: Config, orders: Orders, display: Display, programs: Mapping[str, Sequence[str]] | None
+    config: Config, settings: DemoSettings, display: Display, programs: Mapping[str, Sequence[str]] | None
 ) -> Session:
-    # The workers' own deadlines come first: what they say when one has passed says more.
-    patience_s = orders.patience_s + max(config.connect_timeout_s, config.timeout_s)
+    # The workers' own deadlines come first, since their errors say more.
+    patience_s = settings.patience_s + max(config.connect_timeout_s, config.timeout_s)
     return Session(display, programs, patience_s=patience_s)
 
 
-def run(orders: Orders, display: Display, programs: Mapping[str, Sequence[str]] | None = None) -> Report:
+def run(
+    settings: DemoSettings, display: Display, programs: Mapping[str, Sequence[str]] | None = None
+) -> Report:
     """The whole demo: prefill, transfer, decode, and the two comparisons.
 
     Args:
         programs: command lines instead of the usual ones, by worker.
 
     Raises:
-        DemoError, KvplugError: it could not be done, and why.
+        DemoError, KvplugError: the demo failed; says why.
     """
-    config = Config.load(orders.config, overrides=orders.overrides)
+    config = Config.load(settings.config, overrides=settings.overrides)
     check(config, display)
     notes: list[str] = []
-    with _session(config, orders, display, programs) as session:
-        folder = model_folder(orders, session, display)
-        start_worker(session, PREFILL, folder, orders)
-        start_worker(session, DECODE, folder, orders)
+    with _session(config, settings, display, programs) as session:
+        folder = model_folder(settings, session, display)
+        start_worker(session, PREFILL, folder, settings)
+        start_worker(session, DECODE, folder, settings)
         start_reference(session, folder, config.device)
-        display.loading(PREFILL, DECODE, ALONE)
+        display.loading(PREFILL, DECODE, REFERENCE)
         loaded, _ = session.wait_for((PREFILL, "loaded"), (DECODE, "loaded"))
-        ids, stop = encode(session, PREFILL, orders, loaded["context"])
-        num_tokens = len(ids) + orders.max_new_tokens
-        if (short := too_short(ids, orders)) is not None:
+        ids, stop = encode(session, PREFILL, settings, loaded["context"])
+        num_tokens = len(ids) + settings.max_new_tokens
+        if (short := too_short(ids, settings)) is not None:
             notes.append(short)
             display.note(short)
 
-        session.tell(
+        session.send(
             PREFILL,
             "open",
             num_tokens=num_tokens,
             listen=listen_address(config),
             connect=None,
-            corrupt=orders.corrupt,
+            corrupt=settings.corrupt,
         )
         (opened,) = session.wait_for((PREFILL, "opened"))
-        session.tell(
+        session.send(
             DECODE,
             "open",
             num_tokens=num_tokens,
@@ -78,24 +80,24 @@ def run(orders: Orders, display: Display, programs: Mapping[str, Sequence[str]] 
             corrupt=False,
         )
         (ready,) = session.wait_for((DECODE, "ready"), while_alive=[PREFILL])
-        # Nobody measures while somebody else is still loading.
-        session.wait_for((ALONE, "loaded"))
+        # Nothing is measured while a process still loads.
+        session.wait_for((REFERENCE, "loaded"))
         try:
-            session.tell(PREFILL, "prefill", ids=ids)
+            session.send(PREFILL, "prefill", ids=ids)
             session.wait_for((PREFILL, "prefilled"))
         except WorkerLostError as e:
             if config.failure_policy == "fail":
                 raise DemoError(f"{e}, and the policy is to fail") from e
-            notes.append(f"{e}: what has not arrived is recomputed")
+            notes.append(f"{e}: KV that has not arrived is recomputed")
             display.note(notes[-1])
-        report = decode_and_compare(session, display, orders, ids, stop, notes=notes, ready=ready)
+        report = decode_and_compare(session, display, settings, ids, stop, notes=notes, ready=ready)
     return report
 
 
 def decode_and_compare(
     session: Session,
     display: Display,
-    orders: Orders,
+    settings: DemoSettings,
     ids: list[int],
     stop: list[int],
     *,
@@ -103,9 +105,9 @@ def decode_and_compare(
     ready: Mapping[str, Any],
     patience_s: float = 0.0,
 ) -> Report:
-    """Decode, then compute the same prompt without a transfer, then ask the model running alone."""
-    session.tell(
-        DECODE, "decode", ids=ids, max_new_tokens=orders.max_new_tokens, stop=stop, patience_s=patience_s
+    """Decode, then compute the same prompt without a transfer, then let the reference process generate."""
+    session.send(
+        DECODE, "decode", ids=ids, max_new_tokens=settings.max_new_tokens, stop=stop, patience_s=patience_s
     )
     (decoded,) = session.wait_for((DECODE, "decoded"))
     display.end_of_text()
@@ -121,20 +123,20 @@ def decode_and_compare(
             f"the {PREFILL} process had no KV of this prompt, so nothing was transferred: give both the same"
         )
         display.note(notes[-1])
-    session.tell(DECODE, "recompute", ids=ids)
+    session.send(DECODE, "recompute", ids=ids)
     (recomputed,) = session.wait_for((DECODE, "recomputed"))
-    display.generating(ALONE)
-    session.tell(ALONE, "generate", ids=ids, max_new_tokens=orders.max_new_tokens, stop=stop)
-    (generated,) = session.wait_for((ALONE, "generated"))
+    display.generating(REFERENCE)
+    session.send(REFERENCE, "generate", ids=ids, max_new_tokens=settings.max_new_tokens, stop=stop)
+    (generated,) = session.wait_for((REFERENCE, "generated"))
     if generated["imported"]:
         raise DemoError(f"the reference process has imported {', '.join(generated['imported'])}")
 
-    _note_if_lost(session, notes)  # its peer may have heard of its death long before its parent
+    _note_if_lost(session, notes)  # the decode worker may notice its death long before this process does
     loaded = decoded["tokens_loaded"]
     nbytes = loaded * decoded["kv_bytes_per_token"]
     load = decoded["stats"]["ops"].get("load")
     seconds = load["seconds"] if load and loaded else None
-    config = Config.load(orders.config, overrides=orders.overrides)
+    config = Config.load(settings.config, overrides=settings.overrides)
     return Report(
         prompt_tokens=len(ids),
         tokens_loaded=loaded,
@@ -158,28 +160,28 @@ def _note_if_lost(session: Session, notes: list[str]) -> None:
 
 
 def run_prefill(
-    orders: Orders,
+    settings: DemoSettings,
     display: Display,
     listen: str | None,
     programs: Mapping[str, Sequence[str]] | None = None,
 ) -> None:
-    """One of two terminals: prefill, say how to reach it, and keep the KV until Ctrl-C."""
-    config = Config.load(orders.config, overrides=orders.overrides)
+    """The first terminal: prefill, print how to reach it, and keep the KV until Ctrl-C."""
+    config = Config.load(settings.config, overrides=settings.overrides)
     check(config, display)
-    with _session(config, orders, display, programs) as session:
-        folder = model_folder(orders, session, display)
-        start_worker(session, PREFILL, folder, orders)
+    with _session(config, settings, display, programs) as session:
+        folder = model_folder(settings, session, display)
+        start_worker(session, PREFILL, folder, settings)
         display.loading(PREFILL)
         (loaded,) = session.wait_for((PREFILL, "loaded"))
-        ids, _ = encode(session, PREFILL, orders, loaded["context"])
-        if (short := too_short(ids, orders)) is not None:
+        ids, _ = encode(session, PREFILL, settings, loaded["context"])
+        if (short := too_short(ids, settings)) is not None:
             display.note(short)
-        session.tell(
-            PREFILL, "open", num_tokens=len(ids) + 1, listen=listen, connect=None, corrupt=orders.corrupt
+        session.send(
+            PREFILL, "open", num_tokens=len(ids) + 1, listen=listen, connect=None, corrupt=settings.corrupt
         )
         (opened,) = session.wait_for((PREFILL, "opened"))
         display.serving(opened["contact"])
-        session.tell(PREFILL, "prefill", ids=ids)
+        session.send(PREFILL, "prefill", ids=ids)
         session.wait_for((PREFILL, "prefilled"))
         display.note("the KV cache is ready; Ctrl-C ends this")
         session.wait_for_end(PREFILL)
@@ -187,29 +189,29 @@ def run_prefill(
 
 
 def run_decode(
-    orders: Orders,
+    settings: DemoSettings,
     display: Display,
     connect: str | None,
     programs: Mapping[str, Sequence[str]] | None = None,
 ) -> Report:
-    """The other terminal: load from the prefill worker at ``connect``, decode, compare."""
-    config = Config.load(orders.config, overrides=orders.overrides)
+    """The second terminal: load from the prefill worker at ``connect``, decode, compare."""
+    config = Config.load(settings.config, overrides=settings.overrides)
     check(config, display)
     notes: list[str] = []
-    with _session(config, orders, display, programs) as session:
-        folder = model_folder(orders, session, display)
-        start_worker(session, DECODE, folder, orders)
+    with _session(config, settings, display, programs) as session:
+        folder = model_folder(settings, session, display)
+        start_worker(session, DECODE, folder, settings)
         start_reference(session, folder, config.device)
-        display.loading(DECODE, ALONE)
-        loaded, _ = session.wait_for((DECODE, "loaded"), (ALONE, "loaded"))
-        ids, stop = encode(session, DECODE, orders, loaded["context"])
-        if (short := too_short(ids, orders)) is not None:
+        display.loading(DECODE, REFERENCE)
+        loaded, _ = session.wait_for((DECODE, "loaded"), (REFERENCE, "loaded"))
+        ids, stop = encode(session, DECODE, settings, loaded["context"])
+        if (short := too_short(ids, settings)) is not None:
             notes.append(short)
             display.note(short)
-        session.tell(
+        session.send(
             DECODE,
             "open",
-            num_tokens=len(ids) + orders.max_new_tokens,
+            num_tokens=len(ids) + settings.max_new_tokens,
             listen=None,
             connect=connect,
             corrupt=False,
@@ -219,7 +221,7 @@ def run_decode(
         return decode_and_compare(
             session,
             display,
-            orders,
+            settings,
             ids,
             stop,
             notes=notes,

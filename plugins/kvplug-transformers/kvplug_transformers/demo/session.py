@@ -1,4 +1,4 @@
-"""The workers of one demo, as long as it lasts: told what to do, listened to, and ended."""
+"""The workers of one demo: sends them commands, collects their events, and ends them."""
 
 from __future__ import annotations
 
@@ -8,21 +8,28 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvplug_transformers.demo.display import Display
-from kvplug_transformers.demo.processes import REFERENCE, WORKER, Child, Event, end_all, how_it_ended
+from kvplug_transformers.demo.processes import (
+    REFERENCE_COMMAND,
+    WORKER_COMMAND,
+    Child,
+    Event,
+    describe_exit,
+    end_all,
+)
 
-PREFILL, DECODE, ALONE, CONVERT = "prefill", "decode", "reference", "convert"
+PREFILL, DECODE, REFERENCE, CONVERT = "prefill", "decode", "reference", "convert"
 
 _TICK_S = 0.5
 _NOTE_AFTER_S = 60.0
-"""Of silence: the person is told who is waited for."""
+"""After this silence, a note names the worker that the demo waits for."""
 
 
 class DemoError(Exception):
-    """The demo cannot go on. The text is for the person in front of it."""
+    """The demo cannot go on. The text is for its user."""
 
 
 class WorkerLostError(DemoError):
-    """A worker ended before it said what was waited for."""
+    """A worker ended before it sent the event that the demo waits for."""
 
     def __init__(self, name: str, why: str) -> None:
         self.name = name
@@ -31,21 +38,21 @@ class WorkerLostError(DemoError):
 
 
 class WorkerSilentError(DemoError):
-    """A worker is there and reports nothing."""
+    """A worker is alive and reports nothing."""
 
 
 class Session:
-    """The workers of one demo. Leaving it ends them: politely after success, at once otherwise.
+    """The workers of one demo. On exit it ends them: by a "stop" after success, by SIGKILL otherwise.
 
-    A worker that is waited for and reports nothing for ``patience_s`` ends the demo. They report each step
-    of a prompt and each token, so the longest honest silence is that of loading a large model.
+    The demo ends if a worker that it waits for reports nothing for ``patience_s``. Workers report each step
+    of a prompt and each token, so their longest regular silence is that of loading a large model.
     """
 
     def __init__(
         self, display: Display, programs: Mapping[str, Sequence[str]] | None = None, *, patience_s: float
     ) -> None:
         self._display = display
-        self._programs = {ALONE: REFERENCE, **(programs or {})}
+        self._programs = {REFERENCE: REFERENCE_COMMAND, **(programs or {})}
         self._patience_s = patience_s
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._children: dict[str, Child] = {}
@@ -62,18 +69,18 @@ class Session:
 
     def start(self, name: str) -> Child:
         """Start one worker. It waits for its first command."""
-        self._children[name] = Child(name, self._programs.get(name, WORKER), self._events)
+        self._children[name] = Child(name, self._programs.get(name, WORKER_COMMAND), self._events)
         return self._children[name]
 
     def kill(self, name: str) -> None:
-        """End one worker at once, and see it gone."""
+        """End one worker at once, and wait for its exit."""
         self._children[name].end(at_once=True)
 
-    def tell(self, name: str, op: str, **arguments: Any) -> None:
+    def send(self, name: str, op: str, **arguments: Any) -> None:
         self._children[name].send(op, **arguments)
 
     def wait_for(self, *wanted: tuple[str, str], while_alive: Sequence[str] = ()) -> list[dict[str, Any]]:
-        """Until each of these (worker, event) has come; what they said, in that order.
+        """Wait until each of these (worker, event) has come; returns the events in that order.
 
         Raises:
             WorkerLostError: one of these workers, or of ``while_alive``, ended first.
@@ -88,28 +95,28 @@ class Session:
         return [self._said.pop(key) for key in wanted]
 
     def wait_for_end(self, name: str) -> None:
-        """Until this worker ends by itself, however long that takes."""
+        """Wait until this worker ends by itself, without a limit."""
         while name not in self.lost:
-            self._hear(*self._events.get())
+            self._handle(*self._events.get())
 
     def _listen(self, awaited: set[str]) -> None:
-        """Hear the next event, or a moment of silence."""
+        """Handle the next event, or note that none came for a moment."""
         began = time.monotonic()
         try:
             speaker, event = self._events.get(timeout=_TICK_S)
         except queue.Empty:
             speaker = ""
-        # No more than a tick or so at once: of the hours in which this process itself was stopped, or the
-        # machine asleep, nobody could have heard anything.
+        # At most two ticks at once: while this process was stopped, or the machine asleep, it could not
+        # receive events.
         passed = min(time.monotonic() - began, 2 * _TICK_S)
         for name in awaited:
-            self._be_silent(name, passed)
+            self._add_silence(name, passed)
         if speaker:
             self._silent_s[speaker] = 0.0
-            self._hear(speaker, event)
+            self._handle(speaker, event)
             return
         if any(self._silent_s[name] >= self._patience_s for name in awaited):
-            # A stopped one first: the others may be waiting for it.
+            # Name a stopped worker first: the others may be waiting for it.
             name = min(awaited, key=lambda name: (not self._children[name].is_stopped, -self._silent_s[name]))
             state = " and is stopped (SIGCONT lets it go on)" if self._children[name].is_stopped else ""
             raise WorkerSilentError(
@@ -117,7 +124,7 @@ class Session:
                 " machine, or for a large model, give it longer with --patience"
             )
 
-    def _be_silent(self, name: str, seconds: float) -> None:
+    def _add_silence(self, name: str, seconds: float) -> None:
         before = self._silent_s.get(name, 0.0)
         self._silent_s[name] = before + seconds
         if before < _NOTE_AFTER_S <= self._silent_s[name] < self._patience_s:
@@ -126,13 +133,13 @@ class Session:
                 f" {self._patience_s:.0f} s"
             )
 
-    def _hear(self, name: str, event: dict[str, Any]) -> None:
+    def _handle(self, name: str, event: dict[str, Any]) -> None:
         kind = event["event"]
         if kind == "exit":
             said = self._said.get((name, "error"))
-            words = self._children[name].last_words
-            why = how_it_ended(event["code"]) + (f":\n{words}" if words else "")
+            words = self._children[name].last_output
+            why = describe_exit(event["code"]) + (f":\n{words}" if words else "")
             self.lost[name] = f"gave up: {said['text']}" if said else why
         else:
             self._said[name, kind] = event
-            self._display.hear(name, event)
+            self._display.show(name, event)

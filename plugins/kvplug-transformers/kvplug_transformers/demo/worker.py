@@ -1,7 +1,7 @@
 """The main program of the prefill and of the decode worker: ``python -m kvplug_transformers.demo.worker``.
 
-One process, one engine, one connector with its two sides. Which role it has it is told in the first
-command; the commands are the methods ``_do_<op>`` of :class:`Worker`.
+One process, one engine, one connector with its two sides. The first command says which role it has; the
+commands are the methods ``_do_<op>`` of :class:`DemoWorker`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from kvplug import Config, KvplugError, Registry, UnsupportedError, build_connector, required_layout
 from kvplug.engine import Request, RequestEnd, Side
 from kvplug.transport import Pipe
-from kvplug_transformers.demo.ties import Parent
+from kvplug_transformers.demo.parent_link import ParentLink
 
 if TYPE_CHECKING:
     from kvplug_transformers.engine.engine import Engine
@@ -30,39 +30,39 @@ if TYPE_CHECKING:
 WrapPipe = Callable[[Pipe], Pipe]
 
 _CHUNK = 256
-"""Tokens in one step of prefill: small enough that the progress bar moves."""
+"""Tokens in one step of prefill: small enough for a progress bar that moves."""
 _ASK_AGAIN_S = 0.2
 _FLIPPED_BITS = 1024
-"""In each tensor of KV: enough that without integrity the text is another one."""
+"""Bits in each tensor of KV: enough to change the text if integrity is off."""
 _SIGNAL_BYTES = 10 << 10
-"""What is smaller is no KV, and crosses as it is: the token ids of a thousand tokens, for one."""
+"""A smaller message is not KV, for example the ids of a thousand tokens, and is not corrupted."""
 
 
-class Worker:
-    """Does as it is told, one command after another, and says what came of it."""
+class DemoWorker:
+    """Executes commands one after another, and reports the results."""
 
-    def __init__(self, parent: Parent, wrap_pipe: WrapPipe | None = None) -> None:
+    def __init__(self, parent: ParentLink, wrap_pipe: WrapPipe | None = None) -> None:
         self._parent = parent
         self._wrap_pipe = wrap_pipe
         self._loaded: LoadedModel
         self._facts: ModelFacts
-        self._orders: dict[str, Any]
+        self._settings: dict[str, Any]
         self._config: Config
         self._registry = Registry.from_env()
         self._engine: Engine | None = None
         self._connectors: dict[Side, Any] = {}
 
     def run(self) -> int:
-        """Until the parent says stop, or something goes wrong. Returns the exit status."""
+        """Run until the parent says stop, or a command fails. Returns the exit status."""
         try:
             for command in self._parent.commands():
                 getattr(self, f"_do_{command.pop('op')}")(**command)
         except (KvplugError, ValueError, OSError) as e:
-            self._parent.tell("error", kind=type(e).__name__, text=str(e))
+            self._parent.send("error", kind=type(e).__name__, text=str(e))
             return 1
         except Exception as e:
             traceback.print_exc()
-            self._parent.tell("error", kind=type(e).__name__, text=f"{type(e).__name__}: {e}")
+            self._parent.send("error", kind=type(e).__name__, text=f"{type(e).__name__}: {e}")
             return 1
         finally:
             for connector in self._connectors.values():
@@ -70,15 +70,15 @@ class Worker:
         return 0
 
     def _do_convert(self, source: str) -> None:
-        """Make the folder of the model that comes as a package."""
+        """Make the folder of the packaged model."""
         from kvplug_transformers.model.convert import converted
 
-        self._parent.tell("converted", folder=str(converted(Path(source))))
+        self._parent.send("converted", folder=str(converted(Path(source))))
 
-    def _do_start(self, role: str, model: str, threads: int, orders: dict[str, Any]) -> None:
+    def _do_start(self, role: str, model: str, threads: int, settings: dict[str, Any]) -> None:
         """Load the model."""
-        self._orders = orders
-        self._config = Config.load(orders["config"], overrides={**orders["overrides"], "role": role})
+        self._settings = settings
+        self._config = Config.load(settings["config"], overrides={**settings["overrides"], "role": role})
         began = time.perf_counter()
         import torch
 
@@ -99,11 +99,11 @@ class Worker:
             why = str(e).partition("\n")[0]
             raise UnsupportedError(f"the model does not fit on device {device!r}: {why}") from e
         self._facts = describe(self._loaded.model)
-        self._parent.tell("loaded", seconds=time.perf_counter() - began, context=self._facts.context)
+        self._parent.send("loaded", seconds=time.perf_counter() - began, context=self._facts.context)
 
     def _do_encode(self, prompt: str) -> None:
         ids = self._loaded.encode(prompt)
-        self._parent.tell("tokens", ids=ids, stop=list(self._loaded.stop_token_ids))
+        self._parent.send("tokens", ids=ids, stop=list(self._loaded.stop_token_ids))
 
     def _do_open(self, num_tokens: int, listen: str | None, connect: str | None, corrupt: bool) -> None:
         """Build the engine, with room for one request of ``num_tokens``, and its connector."""
@@ -138,23 +138,23 @@ class Worker:
             scheduler_connector=self._connectors[Side.SCHEDULER],
             worker_connector=self._connectors[Side.WORKER],
         )
-        self._parent.tell("opened", contact=getattr(self._connectors[Side.WORKER], "contact", ""))
+        self._parent.send("opened", contact=getattr(self._connectors[Side.WORKER], "contact", ""))
         for connector in self._connectors.values():
             connector.wait_until_ready()
-        self._parent.tell("ready", **self._choice())
+        self._parent.send("ready", **self._choice())
 
     def _warm_up(self, num_tokens: int) -> None:
-        """Compute so many tokens of nothing, in an engine without a connector.
+        """Compute ``num_tokens`` arbitrary tokens, in an engine without a connector.
 
-        A GPU loads each kernel when it is first asked for it: without this whoever computes first, with the
-        transfer, would pay for that, and whoever comes second, without it, would not.
+        A GPU loads each kernel at its first use. Without a warm-up, the first measurement, with the transfer,
+        would include this, and the second one, without a transfer, would not.
         """
         from kvplug_transformers.engine.engine import Engine
 
         engine = Engine(self._loaded.model, self._engine_options(num_tokens), facts=self._facts)
         engine.add([0] * max(1, num_tokens - 2), max_new_tokens=2)
         for _ in engine.run():
-            self._parent.tell("warming")
+            self._parent.send("warming")
 
     def _engine_options(self, num_tokens: int) -> Any:
         from kvplug_transformers.engine.blocks import blocks_for
@@ -162,20 +162,20 @@ class Worker:
 
         insisted = required_layout(self._config, self._registry)
         return EngineOptions(
-            block_size=self._orders["block_size"],
-            num_blocks=blocks_for(num_tokens, self._orders["block_size"]),
-            layout=self._orders["layout"] or insisted or "KBTHD",
+            block_size=self._settings["block_size"],
+            num_blocks=blocks_for(num_tokens, self._settings["block_size"]),
+            layout=self._settings["layout"] or insisted or "KBTHD",
             max_tokens_per_step=_CHUNK,
             load_failure_policy=self._config.failure_policy,
         )
 
     def _choice(self) -> dict[str, Any]:
-        """Which transport was agreed on, and what was said of each candidate."""
+        """The agreed transport, and the reason for or against each candidate."""
         link = getattr(self._connectors[Side.WORKER], "link", None)
         if link is None:
             return {"transport": "", "reasons": []}
         agreement = link.agreement
-        # KV that lies on different kinds of device at the two ends crosses as CPU tensors do.
+        # KV on different kinds of device at the two ends uses the transport of CPU tensors.
         agreed = agreement.transports
         selection = agreed.get(self._config.device.partition(":")[0]) or agreed["cpu"]
         reasons = [f"{candidate.name}: {candidate.reason}" for candidate in selection.candidates]
@@ -188,9 +188,9 @@ class Worker:
         began = time.perf_counter()
         sequence = engine.add(ids, max_new_tokens=1)
         for _ in self._steps(engine, sequence, "progress"):
-            self._parent.tell("first_token", seconds=time.perf_counter() - began)
+            self._parent.send("first_token", seconds=time.perf_counter() - began)
         engine.settle(timeout=self._config.timeout_s)
-        self._parent.tell("prefilled", seconds=time.perf_counter() - began)
+        self._parent.send("prefilled", seconds=time.perf_counter() - began)
 
     def _do_decode(self, ids: list[int], max_new_tokens: int, stop: list[int], patience_s: float) -> None:
         """Load what can be loaded, compute the rest, and generate."""
@@ -206,12 +206,12 @@ class Worker:
                 first = time.perf_counter() - began
             text = self._loaded.decode(sequence.output)
             if not text.endswith("\ufffd"):  # half a character: the next token completes it
-                self._parent.tell("text", text=text[len(shown) :])
+                self._parent.send("text", text=text[len(shown) :])
                 shown = text
         engine.settle(timeout=self._config.timeout_s)
         info = self._facts.info
         per_layer = 2 * info.num_kv_heads * info.head_size * _size_of(info.dtype)
-        self._parent.tell(
+        self._parent.send(
             "decoded",
             ids=sequence.output,
             text=self._loaded.decode(sequence.output),
@@ -224,28 +224,28 @@ class Worker:
         )
 
     def _do_recompute(self, ids: list[int]) -> None:
-        """The first token once more, in an engine without a connector."""
+        """Compute the first token again, in an engine without a connector."""
         from kvplug_transformers.engine.engine import Engine
 
         engine = Engine(self._loaded.model, self._engine_options(len(ids) + 1), facts=self._facts)
         began = time.perf_counter()
         sequence = engine.add(ids, max_new_tokens=1)
         for _ in self._steps(engine, sequence, "recompute_progress"):
-            self._parent.tell("recomputed", ttft_s=time.perf_counter() - began)
+            self._parent.send("recomputed", ttft_s=time.perf_counter() - began)
 
     def _steps(self, engine: Engine, sequence: Sequence, event: str) -> Iterator[Token]:
-        """Step until the request has ended; its tokens, and while its prompt is computed, how far."""
+        """Step until the request has ended; yields its tokens, and reports progress of its prompt."""
         done, total = 0, len(sequence.prompt)
         while sequence.finish_reason is None:
             yield from engine.step()
             if not sequence.output and sequence.num_computed_tokens != done:
                 done = sequence.num_computed_tokens
-                self._parent.tell(event, done=done, total=total)
+                self._parent.send(event, done=done, total=total)
 
     def _wait_for_kv(self, ids: list[int], patience_s: float) -> None:
-        """Until the peer has the KV of this prompt: it may still be computing it. Then go on without.
+        """Wait until the peer, which may still compute this prompt, has its KV; at most ``patience_s``.
 
-        Asks the scheduler side as an engine would for a request that it has not admitted yet.
+        Asks the scheduler side, as an engine does for a request that it has not admitted yet.
         """
         scheduler = self._connectors[Side.SCHEDULER]
         end = time.monotonic() + patience_s
@@ -261,7 +261,7 @@ class Worker:
             scheduler.request_finished(request, ((),), RequestEnd.ABORTED)
             if found or time.monotonic() > end:
                 return
-            self._parent.tell("waiting")
+            self._parent.send("waiting")
             time.sleep(_ASK_AGAIN_S)
 
     def _opened(self) -> Engine:
@@ -277,20 +277,20 @@ def _size_of(dtype: str) -> int:
 
 
 def _start_log() -> None:
-    """With the level of the command line's own, which looked at it before it started us."""
+    """Log at the level in ``KVPLUG_LOG``, which the command line has checked."""
     level = os.environ.get("KVPLUG_LOG", "").strip().upper()
     if level:
         logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
 
 
 def main(wrap_pipe: WrapPipe | None = None) -> None:
-    """``wrap_pipe`` is put around every pipe; tests break them with it."""
-    parent = Parent()
+    """``wrap_pipe`` wraps every pipe; tests inject faults with it."""
+    parent = ParentLink()
     _start_log()
     os.environ["HF_HUB_OFFLINE"] = "1"
-    status = Worker(parent, wrap_pipe).run()
+    status = DemoWorker(parent, wrap_pipe).run()
     sys.stderr.flush()
-    os._exit(status)  # everything is shut down; the interpreter's own end would only take longer
+    os._exit(status)  # everything is shut down; the interpreter's own shutdown would only take longer
 
 
 if __name__ == "__main__":

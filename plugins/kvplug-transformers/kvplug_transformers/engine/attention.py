@@ -1,9 +1,9 @@
 """The paged cache inside a Hugging Face model.
 
-transformers asks two things of whoever wants to keep the KV cache itself: a ``Cache`` whose ``update`` is
-called in each attention layer with the new keys and values, and an attention function, found by name
-through ``AttentionInterface``. Both are here, and both work on one :class:`Pass`: the forward pass under
-way, with the tokens of all its requests packed behind one another in a batch of one.
+transformers requires two things from an engine that has its own KV cache: a ``Cache`` whose ``update`` each
+attention layer calls with the new keys and values, and an attention function that is found by name through
+``AttentionInterface``. Both are here, and both work on one :class:`ForwardPass`: the current forward pass,
+with the tokens of all its requests packed one after another in a batch of one.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from kvplug_transformers.engine.batch import Batch
 from kvplug_transformers.engine.pages import Pages
 
 PAGED = "kvplug-paged"
-"""The name under which the attention function is known to transformers."""
+"""The name of the attention function in transformers."""
 
 
 @attrs.define(eq=False)
-class Pass:
+class ForwardPass:
     """One forward pass: which token goes where, and how far the layers have come."""
 
     pages: Pages
@@ -39,13 +39,13 @@ class Pass:
     """int64 [num_tokens]: ``batch.slot_mapping`` on the model's device."""
     block_tables: list[Tensor]
     masks: list[Tensor | None]
-    """For each request: which of its tokens each new token may see. ``None`` where causality or a single
-    new token says it already."""
+    """For each request: which of its tokens each new token may see. ``None`` if all tokens are new, which
+    causality covers, or only one is."""
     layer: int = -1
     num_attended: int = 0
 
     @classmethod
-    def over(cls, pages: Pages, batch: Batch) -> Pass:
+    def over(cls, pages: Pages, batch: Batch) -> ForwardPass:
         device = pages.tensor.device
         return cls(
             pages=pages,
@@ -88,9 +88,9 @@ def _causal_mask(new: int, total: int, device: torch.device) -> Tensor | None:
 
 
 class PagedCache(Cache):  # type: ignore[misc]  # transformers is not typed
-    """Writes each layer's new keys and values into the pages, and lets the connector in before and after."""
+    """Writes each layer's new keys and values into the pages, and calls the connector before and after."""
 
-    def __init__(self, under_way: Pass, connector: WorkerConnector | None) -> None:
+    def __init__(self, under_way: ForwardPass, connector: WorkerConnector | None) -> None:
         super().__init__(layers=[])
         self._pass = under_way
         self._connector = connector
@@ -103,7 +103,7 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is not typed
         name = under_way.pages.layer_names[layer_idx]
         active = connector is not None and connector.has_connector_metadata()
         if active:
-            # First, since a load may bring the very slots that are written below.
+            # First, since a load may write the same slots that are written below.
             connector.wait_for_layer_load(name)  # type: ignore[union-attr]  # [connector]
         under_way.pages.write(
             layer_idx, under_way.slots, key_states[0].transpose(0, 1), value_states[0].transpose(0, 1)
@@ -116,11 +116,11 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is not typed
         return key_states, value_states
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Of no use with several requests packed together: positions are handed to the model."""
+        """Always 0: with several requests packed together, positions are passed to the model instead."""
         return 0
 
 
-_UNDER_WAY: ContextVar[Pass] = ContextVar("kvplug_pass_under_way")
+_UNDER_WAY: ContextVar[ForwardPass] = ContextVar("kvplug_pass_under_way")
 
 
 def paged_attention(
@@ -131,7 +131,7 @@ def paged_attention(
     attention_mask: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers calls in each layer. ``key`` and ``value`` are in the pages by now."""
+    """Called by transformers in each layer. ``key`` and ``value`` are already in the pages."""
     kwargs.pop("is_causal", None)
     return _UNDER_WAY.get().attend(module, query, **kwargs), None
 
@@ -140,11 +140,11 @@ AttentionInterface.register(PAGED, paged_attention)
 
 
 @contextmanager
-def under_way(model: PreTrainedModel, this: Pass) -> Iterator[None]:
-    """Let ``model`` attend through the pages of ``this`` pass; afterwards it is as it was.
+def under_way(model: PreTrainedModel, this: ForwardPass) -> Iterator[None]:
+    """Let ``model`` attend through the pages of ``this`` pass; restores its attention at the end.
 
     Raises:
-        UnsupportedError: some layer did not attend through them, so that what came out is wrong.
+        UnsupportedError: some layer did not attend through them, so that its output is wrong.
     """
     before = model.config._attn_implementation
     model.set_attn_implementation(PAGED)

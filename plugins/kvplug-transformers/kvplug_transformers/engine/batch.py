@@ -1,4 +1,4 @@
-"""One forward pass's tokens, packed behind one another, and where each of them goes."""
+"""The tokens of one forward pass, packed one after another, and the slot of each."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Batch:
     block_tables: tuple[tuple[int, ...], ...]
     """Blocks of each request, in token order."""
     positions: tuple[int, ...]
-    """Of each token in its request."""
+    """The position of each token in its request."""
     slot_mapping: tuple[int, ...]
     """``block_id * block_size + offset`` of each token."""
 

@@ -1,4 +1,4 @@
-"""The pages of the KV cache: who has which."""
+"""The allocator of the KV cache's blocks."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ def blocks_for(num_tokens: int, block_size: int) -> int:
 class BlockPool:
     """Hands out block ids and takes them back. A block has one owner at a time; nothing is shared.
 
-    Freed blocks go to the end of the line, so that a stale reference is as old as it can be before it
-    becomes somebody else's data.
+    Freed blocks go to the end of the queue, so that a block is reused as late as possible.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -27,7 +26,7 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Blocks that nobody has."""
+        """How many blocks are free."""
         return len(self._free)
 
     def allocate(self, count: int) -> list[int] | None:

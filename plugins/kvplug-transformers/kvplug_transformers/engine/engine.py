@@ -1,4 +1,4 @@
-"""One loop around the two sides."""
+"""The engine: one loop around the scheduler and the worker."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from kvplug_transformers.engine.worker import Worker
 from kvplug_transformers.model.facts import ModelFacts, describe
 
 _PAUSE_S = 0.001
-"""Between steps that had nothing to compute, while a load is under way elsewhere."""
+"""The pause after a step that had nothing to compute, while a load is under way in the background."""
 _MOST_EVENTS = 10_000
-"""Kept for somebody who takes them; when nobody does, the oldest are dropped."""
+"""How many cache events are kept until ``take_events``; the oldest are dropped."""
 
 
 class Engine:
@@ -47,7 +47,7 @@ class Engine:
         scheduler_connector: SchedulerConnector | None = None,
         worker_connector: WorkerConnector | None = None,
     ) -> None:
-        """Allocates the pages and introduces the two sides of the connector to each other.
+        """Allocates the pages and passes the worker side's handshake metadata to the scheduler side.
 
         Raises:
             UnsupportedError: the model's cache is not keys and values per layer; says what it is.
@@ -63,11 +63,11 @@ class Engine:
         self._ids = itertools.count()
         self._events: deque[CacheEvent] = deque(maxlen=_MOST_EVENTS)
         self.stats = TransferStats()
-        """What both sides of the connector counted."""
+        """The figures of both sides of the connector."""
         if scheduler_connector is not None and worker_connector is not None:
             metadata = worker_connector.get_handshake_metadata()
             scheduler_connector.set_xfer_handshake_metadata({} if metadata is None else {0: metadata})
-            scheduler_connector.get_finished_count()  # one worker: whatever it says, that one is all
+            scheduler_connector.get_finished_count()  # ignored, since there is one worker
 
     def add(
         self,
@@ -79,7 +79,7 @@ class Engine:
         extra: bytes = b"",
         params: Mapping[str, Any] | None = None,
     ) -> Sequence:
-        """Put a request in line; its record, which the engine goes on filling, is returned.
+        """Add a request; returns its record, which the engine updates.
 
         Raises:
             ValueError: the prompt is empty, or longer than the model's context or the whole cache.
@@ -107,7 +107,7 @@ class Engine:
         return self.scheduler.abort(request_id)
 
     def step(self) -> list[Token]:
-        """Plan, compute, book. At most one token for each request."""
+        """Plan, compute, record. Returns at most one token for each request."""
         step = self.scheduler.schedule()
         sampled, output = self.worker.execute(step)
         tokens = self.scheduler.update(step, sampled, output)
@@ -120,32 +120,32 @@ class Engine:
         return tokens
 
     def run(self) -> Iterator[Token]:
-        """Step until no request is left; tokens as they come."""
+        """Step until no request is left; yields tokens as they come."""
         while self.scheduler.has_requests:
             yield from self.step()
 
     def settle(self, timeout: float | None = None) -> None:
-        """Step until the connector has heard of every end, has given back every block and wants no step.
+        """Step until the connector knows of every finished request, holds no block and needs no more steps.
 
         Raises:
-            TimeoutError: it still holds blocks, or has something under way.
+            TimeoutError: it still holds blocks, or has pending work.
         """
         end = None if timeout is None else time.monotonic() + timeout
-        while self.scheduler.has_errands:
+        while self.scheduler.has_pending_connector_work:
             self.step()
-            if end is not None and time.monotonic() > end and self.scheduler.has_errands:
+            if end is not None and time.monotonic() > end and self.scheduler.has_pending_connector_work:
                 raise TimeoutError(
                     f"the connector still holds blocks, or wants more steps, after {timeout} s"
                 )
 
     def take_events(self) -> list[CacheEvent]:
-        """Cache events of both sides since the last call; the newest ones, should there be very many."""
+        """Cache events of both sides since the last call; only the newest ones if there are very many."""
         events = list(self._events)
         self._events.clear()
         return events
 
     def shutdown(self) -> None:
-        """End the connector's two sides. Idempotent as they are."""
+        """Shut both sides of the connector down. Idempotent."""
         for side in self._connectors:
             if side is not None:
                 side.shutdown()

@@ -1,4 +1,4 @@
-"""What can be set about the engine."""
+"""The options of the engine."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from kvplug.engine import CacheGroup, KVCacheConfig, KVLayout
 from kvplug_transformers.model.facts import ModelFacts
 
 LAYOUTS = ("KBTHD", "KBHTD")
-"""Of one layer's pages: heads inside tokens, or tokens inside heads."""
+"""Layouts of one layer's pages: heads inside tokens, or tokens inside heads."""
 
 POLICIES = ("recompute", "fail")
 
 
 @attrs.frozen(kw_only=True)
 class EngineOptions:
-    """How large the cache is, how it lies in memory, and how much one step does."""
+    """The size of the cache, its memory layout, and the limits of one step."""
 
     block_size: int = attrs.field(default=16, validator=attrs.validators.ge(1))
     """Tokens in a block."""
@@ -24,13 +24,13 @@ class EngineOptions:
     max_tokens_per_step: int = attrs.field(default=512, validator=attrs.validators.ge(1))
     """Longer prompts are computed in chunks of this size."""
     max_requests: int = attrs.field(default=8, validator=attrs.validators.ge(1))
-    """That have blocks at the same time; the others wait in line."""
+    """How many requests have blocks at the same time; the others wait."""
     load_failure_policy: str = attrs.field(default="recompute", validator=attrs.validators.in_(POLICIES))
-    """What becomes of a request whose KV could not be loaded."""
+    """What happens to a request whose KV could not be loaded."""
 
 
 def cache_config(facts: ModelFacts, options: EngineOptions) -> KVCacheConfig:
-    """The paged cache that an engine with these options keeps: what ``build_connector`` must be told."""
+    """The paged cache of an engine with these options: the ``cache`` of ``build_connector``."""
     sizes = {
         "K": 2,
         "B": options.num_blocks,

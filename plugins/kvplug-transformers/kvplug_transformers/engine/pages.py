@@ -11,9 +11,9 @@ from kvplug.engine import KVCacheConfig, KVLayout
 class Pages:
     """Keys and values of every layer, in blocks.
 
-    One tensor with a leading layer axis; a layer's tensor is a contiguous slice of it, so that both of
-    a connector's ways to register (per layer, or across layers) are offered from the same memory.
-    Reading and writing go through views with the axes in one order, whatever the layout.
+    One tensor with a leading layer axis. A layer's tensor is a contiguous slice of it, so that a connector
+    can register either per layer or across layers. Reads and writes use views whose axes have the same order
+    in every layout.
     """
 
     def __init__(self, cache: KVCacheConfig, dtype: torch.dtype, device: torch.device | str = "cpu") -> None:
@@ -23,7 +23,7 @@ class Pages:
         axes, sizes = self.layout.axes, self.layout.sizes
         self.block_size = sizes["T"]
         num_layers = len(self.layer_names)
-        # Zeros and not garbage: unwritten slots are masked, but 0 times a NaN is a NaN.
+        # Zeros: unwritten slots are masked, but 0 times a NaN is a NaN.
         self.tensor = torch.zeros((num_layers, *(sizes[axis] for axis in axes)), dtype=dtype, device=device)
         ordered = self.tensor.permute([("L" + axes).index(axis) for axis in "LKBTHD"])
         self._keys = [ordered[layer, 0] for layer in range(num_layers)]
@@ -36,7 +36,7 @@ class Pages:
 
     @property
     def cross_layer_layout(self) -> KVLayout:
-        """Of :attr:`tensor`, for ``register_cross_layers_kv_cache``."""
+        """The layout of :attr:`tensor`, for ``register_cross_layers_kv_cache``."""
         return KVLayout("L" + self.layout.axes, {"L": len(self.layer_names), **self.layout.sizes})
 
     def write(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:

@@ -34,15 +34,14 @@ def first_bad_token(block_ids: list[int], invalid: frozenset[int], block_size: i
 
 
 class Scheduler:
-    """Queues, blocks and the order of things. It touches no tensor.
+    """The queues of requests and their blocks. It touches no tensor.
 
-    Oldest first. Running requests come before waiting ones; a prompt longer than what is left of the
-    step's budget is computed in chunks. When blocks run out a request is preempted: it loses its blocks
-    and starts over later. Those whose load has ended and that wait for their turn come first, since a load
-    is all they lose; then the youngest that runs. A preempted request never ends without being computed
-    again, so a connector's ``requires_kv_delivery`` is kept whatever it says. The calls to the connector are
-    those of ``SchedulerConnector``'s docstring, in that order; each is made in one place, marked
-    ``[connector]``.
+    Oldest first. Running requests come before waiting ones; a prompt longer than the rest of the step's
+    budget is computed in chunks. When blocks run out, a request is preempted: it loses its blocks and starts
+    over later. Waiting requests whose load has ended are preempted first, since they lose only the load; then
+    the youngest running one. A preempted request never ends without being computed again, so that both values
+    of a connector's ``requires_kv_delivery`` are satisfied. The calls to the connector are those of
+    ``SchedulerConnector``'s docstring, in that order; each is made in one place, marked ``[connector]``.
     """
 
     def __init__(self, options: EngineOptions, connector: SchedulerConnector | None = None) -> None:
@@ -66,8 +65,8 @@ class Scheduler:
         return bool(self._waiting or self._running or self._loading)
 
     @property
-    def has_errands(self) -> bool:
-        """Nothing to compute, but the connector has still to hear of an end, holds blocks, or says so."""
+    def has_pending_connector_work(self) -> bool:
+        """The connector does not know of a finished request yet, holds blocks, or has pending push work."""
         return self._connector is not None and bool(
             self._ended_since_last_step
             or self._held
@@ -79,7 +78,7 @@ class Scheduler:
         return self._pool.num_free
 
     def add(self, sequence: Sequence) -> None:
-        """Put a request in line.
+        """Add a request to the queue.
 
         Raises:
             ValueError: it could never be served, or its id is taken.
@@ -137,7 +136,7 @@ class Scheduler:
     # -- one step: plan ----------------------------------------------------------------------------
 
     def schedule(self) -> Step:
-        """Choose what the next step computes. May be nothing; then the step only serves the connector."""
+        """Plan the next step. A step may compute nothing; then it only serves the connector."""
         self._num_steps += 1
         self._preempted_in_this_step = set()
         planned: list[tuple[Sequence, int]] = []
@@ -207,11 +206,11 @@ class Scheduler:
         self._preempted_in_this_step.add(sequence.request_id)
 
     def _last_in_line_with_blocks(self) -> Sequence | None:
-        """The last of those in line whose load has ended. Never one whose load is still writing."""
+        """The last waiting request whose load has ended. Never one whose load is still writing."""
         return next((sequence for sequence in reversed(self._waiting) if sequence.block_ids), None)
 
     def _admit(self, budget: int) -> list[tuple[Sequence, int]]:
-        """Let waiting requests in, as far as the step's budget and the free blocks go."""
+        """Admit waiting requests, as far as the step's budget and the free blocks allow."""
         planned = []
         passed_over = []
         while self._waiting and budget > 0:
@@ -219,7 +218,7 @@ class Scheduler:
                 break
             sequence = self._waiting[0]
             if sequence.request_id in self._ended_since_last_step:
-                # The worker side has still to hear that the one before it with this id is over.
+                # The worker side does not know yet that the previous request of this id has ended.
                 passed_over.append(self._waiting.popleft())
                 continue
             external, in_background = self._ask_for_match(sequence)
@@ -270,7 +269,7 @@ class Scheduler:
     # -- one step: results -------------------------------------------------------------------------
 
     def update(self, step: Step, sampled: dict[str, int], output: WorkerOutput) -> list[Token]:
-        """Book what the step did: tokens, loads that ended or failed, blocks that came back."""
+        """Record the results of the step: tokens, loads that ended or failed, blocks that are free again."""
         if self._connector is not None:
             self._connector.update_connector_output(output)  # [connector]
         tokens = []
@@ -286,7 +285,7 @@ class Scheduler:
             if bad is not None:
                 known = sequence.valid_up_to
                 sequence.valid_up_to = bad if known is None else min(bad, known)
-        # Blocks held until now first: whose end is only booked below may hold some from now on.
+        # Blocks held until now come first: a request that finishes below may hold its blocks from now on.
         for request_id in output.finished_sending | output.finished_recving:
             self._pool.free(self._held.pop(request_id, ()))
         for request_id in output.finished_recving:
@@ -301,7 +300,7 @@ class Scheduler:
         end = sequence.num_computed_tokens + count
         bad = first_bad_token(sequence.block_ids, output.invalid_block_ids, self._options.block_size)
         if bad is not None and bad < end:
-            # What this step computed has looked at the bad blocks: it goes as well, its token included.
+            # This step computed with the bad blocks: its results are dropped as well, its token included.
             return self._load_failed(sequence, bad)
         if sequence.external_end:
             sequence.num_loaded_tokens, sequence.external_end = sequence.external_end, 0
@@ -315,7 +314,7 @@ class Scheduler:
         return Token(request_id=sequence.request_id, token_id=token_id)
 
     def _end_load(self, sequence: Sequence) -> Token | None:
-        """An asynchronous load has ended: back in line, in front, with what arrived."""
+        """An asynchronous load has ended: the request goes to the front of the queue, with what arrived."""
         end = sequence.external_end
         del self._loading[sequence.request_id]
         sequence.status = Status.WAITING
@@ -328,7 +327,7 @@ class Scheduler:
         return None
 
     def _load_failed(self, sequence: Sequence, bad: int) -> Token | None:
-        """By policy: keep what is before the first bad token and compute the rest, or give up."""
+        """By policy, keep the tokens before the first bad one and compute the rest, or fail the request."""
         end = max(sequence.external_end, bad)
         sequence.num_failed_loads += 1
         sequence.load_error = f"the KV of tokens {bad} to {end} could not be loaded"

@@ -1,4 +1,4 @@
-"""One request in the engine: its tokens, its blocks, and where it stands."""
+"""One request in the engine: its tokens, its blocks, and its status."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from kvplug.engine import BlockIds, Request
 
 
 class Status(enum.StrEnum):
-    """Where a request stands."""
+    """The status of a request."""
 
     WAITING = "waiting"
-    """In line: new, preempted, or back from an asynchronous load."""
+    """In the queue: new, preempted, or back from an asynchronous load."""
     LOADING = "loading"
-    """Its blocks are lent to an asynchronous load until ``get_finished`` names it."""
+    """An asynchronous load uses its blocks until ``get_finished`` names it."""
     RUNNING = "running"
     """Has blocks; each step may compute some of its tokens."""
     FINISHED = "finished"
@@ -58,14 +58,14 @@ class Sequence:
     external_end: int = 0
     """How far (a count from the first token) the load under way will reach; 0 when there is none."""
     valid_up_to: int | None = None
-    """A block of the load under way failed: tokens before this one are good."""
+    """A block of the current load failed: tokens before this one are good."""
     may_load: bool = True
     """Ask the connector before computing. False once a load of this request has failed."""
     generation: int = 0
     num_preemptions: int = 0
     num_failed_loads: int = 0
     load_error: str = ""
-    """What the last failed load failed to bring; stays when the rest was recomputed."""
+    """Which tokens the last failed load lacked; kept when the rest was recomputed."""
     finish_reason: str | None = None
     error: str = ""
 
@@ -98,7 +98,7 @@ class Sequence:
         return (tuple(self.block_ids),)
 
     def start_over(self) -> None:
-        """Everything computed is lost: the blocks are gone, or hold nothing that can be trusted."""
+        """Forget everything computed: the blocks are gone, or their content is not valid."""
         self.num_computed_tokens = 0
         self.num_loaded_tokens = 0
         self.external_end = 0

@@ -1,4 +1,4 @@
-"""What passes from the scheduler to the worker: one step's work."""
+"""One step's work, from the scheduler to the worker."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ class Step:
     output: SchedulerOutput
     """The plan as connectors see it."""
     token_ids: tuple[tuple[int, ...], ...]
-    """What to compute for each scheduled request."""
+    """The tokens to compute for each scheduled request."""
     block_tables: tuple[tuple[int, ...], ...]
     """The blocks of each, in token order."""
     samples: tuple[bool, ...]
-    """Whether its last token is reached, so that the next one can be chosen."""
+    """Whether each request's last token is computed, so that the next one can be sampled."""
     metadata: Plain
     """From ``build_connector_meta``, for ``bind_connector_metadata``."""

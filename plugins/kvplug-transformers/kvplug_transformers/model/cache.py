@@ -18,7 +18,7 @@ from pathlib import Path
 
 MANIFEST = "manifest.json"
 FORMAT = 1
-"""Of the conversion: a new number makes every cached model anew."""
+"""The version of the conversion: a new number converts every cached model again."""
 
 _CHUNK = 1 << 22
 
@@ -31,7 +31,7 @@ def cache_folder() -> Path:
 
 
 def folder_for(source: Path) -> Path:
-    """Where the conversion of this file belongs: by its name, its size and its first bytes."""
+    """The folder of this file's conversion, by the file's name, its size and its first bytes."""
     with source.open("rb") as file:
         head = file.read(1 << 16)
     key = hashlib.blake2b(head, digest_size=6, salt=f"{FORMAT}".encode()).hexdigest()
@@ -51,10 +51,10 @@ def is_complete(folder: Path) -> bool:
 
 
 def make_once(folder: Path, make: Callable[[Path], None]) -> Path:
-    """``folder``, made by ``make(empty_folder)`` unless it is there and whole.
+    """``folder``, made by ``make(empty_folder)`` unless it exists and is complete.
 
-    Safe against several processes at once (one makes, the others wait for it) and against being killed
-    in the middle (the new folder gets its name by one rename, when it is complete).
+    Safe if several processes call it at once (one makes it, the others wait), and if the process is killed
+    in the middle (a complete folder gets its name by one rename).
 
     Raises:
         OSError: the cache cannot be written to; the message names KVPLUG_CACHE.
@@ -74,13 +74,13 @@ def make_once(folder: Path, make: Callable[[Path], None]) -> Path:
 
 
 def sweep(folder: Path) -> None:
-    """Remove what makers of ``folder`` left behind that were killed, unless one is at work now."""
+    """Remove leftovers of killed makers of ``folder``, unless a maker is at work now."""
     try:
         with (folder.parent / f".{folder.name}.lock").open("r+") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             _remove_leftovers(folder)
     except OSError:
-        pass  # nothing was begun there, or somebody is at work
+        pass  # nothing was begun there, or a maker is at work
 
 
 def _make(folder: Path, make: Callable[[Path], None]) -> None:
@@ -97,7 +97,7 @@ def _make(folder: Path, make: Callable[[Path], None]) -> None:
         }
         (content / MANIFEST).write_text(json.dumps({"format": FORMAT, "files": files}, indent=1))
         if folder.exists():
-            # Whoever has its files mapped keeps them: unlinking does not take memory away.
+            # A process that has its files mapped keeps them: unlinking does not free mapped memory.
             folder.rename(fresh / "old")
         content.rename(folder)
     finally:
@@ -105,7 +105,7 @@ def _make(folder: Path, make: Callable[[Path], None]) -> None:
 
 
 def _remove_leftovers(folder: Path) -> None:
-    """Of makers that were killed. The caller holds the lock, so nobody is at work."""
+    """Remove leftovers of killed makers. The caller holds the lock, so no maker is at work."""
     for leftover in folder.parent.glob(f".{folder.name}.tmp-*"):
         shutil.rmtree(leftover, ignore_errors=True)
 

@@ -1,4 +1,4 @@
-"""From a GGUF file to a folder that transformers loads in a moment."""
+"""Converts a GGUF file into a folder that transformers loads quickly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What kvplug must know about a Hugging Face model, and which models are refused."""
+"""Describes a Hugging Face model for kvplug, and refuses models that this engine cannot serve."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvplug import UnsupportedError
 from kvplug.engine import ModelInfo, positions_of
 
 _NOT_KV = (
-    # (in the class name of a cache layer, what it means), the first that fits is told
+    # (part of a cache layer's class name, what it means); the first match is reported
     ("Sliding", "it keeps a sliding window only"),
     ("Linear", "it has recurrent layers, whose state is not keys and values per token"),
     ("Indexed", "it keeps an index of its keys beside them"),
@@ -29,16 +29,16 @@ class ModelFacts:
 
     info: ModelInfo
     context: int
-    """The most tokens it was made for."""
+    """The model's maximum number of tokens."""
     layer_names: tuple[str, ...]
 
 
 def describe(model: PreTrainedModel, name: str = "") -> ModelFacts:
-    """Look at a model, run two tokens through it, and say what its KV cache is made of.
+    """Describe a model's KV cache, from its config and a run of two tokens.
 
     Raises:
-        UnsupportedError: its cache is something else than full keys and values in every layer, or its
-            attention cannot be replaced; the model's class and the reason are in the message.
+        UnsupportedError: its cache is not full keys and values in every layer, or its attention cannot be
+            replaced; names the model's class and the reason.
     """
     config = model.config.get_text_config(decoder=True)
     _refuse(model, config)
@@ -90,7 +90,7 @@ def _refuse(model: PreTrainedModel, config: Any) -> None:
 def _probe(model: PreTrainedModel) -> torch.Tensor:
     """Keys of the first layer after two tokens, [1, num_kv_heads, 2, head_size].
 
-    The model itself says what its configuration only hints at.
+    The configuration alone does not tell these sizes reliably.
     """
     ids = torch.zeros((1, 2), dtype=torch.int64, device=next(model.parameters()).device)
     with torch.no_grad():

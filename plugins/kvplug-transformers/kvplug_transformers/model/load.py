@@ -1,4 +1,4 @@
-"""A Hugging Face folder -> a model, its tokenizer, and how to talk to it."""
+"""Loads a Hugging Face folder: the model, its tokenizer and its chat template."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def load(folder: Path) -> LoadedModel:
     logging.disable_progress_bar()
     logging.set_verbosity_error()
     try:
-        # Said, since transformers would ask on stdin otherwise.
+        # Explicit, since transformers would ask on stdin otherwise.
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
         if "trust_remote_code" in str(e):

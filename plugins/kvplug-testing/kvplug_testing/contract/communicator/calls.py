@@ -1,4 +1,4 @@
-"""One call of one rank, in plain values on its way there and back."""
+"""One call of one rank and its outcome, as plain values."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvplug.transport.communicator import DeviceCommunicator, RecvOp, SendOp
 
 
 @attrs.frozen(kw_only=True)
-class Outcome:
+class CallOutcome:
     """How one call of one rank ended."""
 
     rank: int
@@ -43,7 +43,7 @@ class Strided:
 
 
 @attrs.frozen
-class Elsewhere:
+class OtherDevice:
     """An argument: this tensor on a device that is not the rank's own ("meta", which every torch has)."""
 
     tensor: Any
@@ -54,7 +54,7 @@ def carried(arg: Any) -> Any:
     match arg:
         case Strided(tensor):
             return {"strided": tensor}
-        case Elsewhere(tensor):
+        case OtherDevice(tensor):
             return {"elsewhere": tensor}
         case SendOp(tensor, dst):
             return {"send": carried(tensor), "peer": dst}
@@ -67,7 +67,7 @@ def carried(arg: Any) -> Any:
 
 def perform(
     made: DeviceCommunicator, rank: int, method: str, args: Sequence[Any], given: dict[str, Any]
-) -> Outcome:
+) -> CallOutcome:
     """Call a method of a rank's end, where that is."""
     import torch
 
@@ -81,9 +81,9 @@ def perform(
         value = found(*args, **given) if callable(found) else found
     except Exception as e:
         took = time.monotonic() - began
-        return Outcome(rank=rank, error=type(e).__name__, text=str(e), took_s=took, first=_here(first))
+        return CallOutcome(rank=rank, error=type(e).__name__, text=str(e), took_s=took, first=_here(first))
     took = time.monotonic() - began
-    return Outcome(
+    return CallOutcome(
         rank=rank,
         value=_here(value),
         took_s=took,

@@ -1,4 +1,4 @@
-"""What a collective gives (law COMM-1), against a slow model, whatever order the ranks come in."""
+"""The results of collectives (law COMM-1), against a slow model, in whatever order the ranks call."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ class Endings(CommunicatorSuite):
 
     @law("ALL-6", needs="forked_processes", timeout_s=120)
     def test_in_a_forked_child_it_is_destroyed(self) -> None:
-        child = self.start_forked(f"{__name__}:_forks", self.recipe(), timeout_s=90)
+        child = self.start_forked(f"{__name__}:_forks", self.suite_ref(), timeout_s=90)
         assert child.result(timeout=90) == ["ClosedError"]
 
     @law("ALL-7")
@@ -127,14 +127,14 @@ class Endings(CommunicatorSuite):
         assert grown < 20_000, f"1,000 collectives of 40 KB, and {grown:,} KiB of memory stayed"
 
 
-def _forks(parent: peers.Parent, recipe: dict[str, Any]) -> list[str]:
+def _forks(parent: peers.Parent, suite_ref: dict[str, Any]) -> list[str]:
     """In a process of its own: make the only rank of a group, fork, and use it in the fork's child."""
     import os
     import warnings
 
     from kvplug.transport.group.group import StatelessGroup
 
-    suite = suite_from_ref(recipe)
+    suite = suite_from_ref(suite_ref)
     with StatelessGroup.create("unix:", rank=0, world_size=1) as group, suite.made(group) as made:
         seen, told = os.pipe()
         with warnings.catch_warnings():

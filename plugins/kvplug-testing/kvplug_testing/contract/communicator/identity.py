@@ -1,4 +1,4 @@
-"""Who a rank is, whom it serves, and what experts need: the rest of the ABC (law COMM-1)."""
+"""A rank's identity, its group, and what experts need: the rest of the ABC (law COMM-1)."""
 
 from __future__ import annotations
 
@@ -99,12 +99,12 @@ class Identity(CommunicatorSuite):
             ranks: Any = self.ranks(1, unique_name=name)
             if self.ends_are_processes:
                 pytest.skip("a model cannot be sent to another process")
-            model = Model()
+            model = FakeModel()
             ranks[0].made.prepare_communication_buffer_for_model(model)
             assert [each for module in model.found for each in module.seen] == [ranks[0].made] * wanted
 
 
-class Experts:
+class FakeExperts:
     """A module that wants to know the communicator."""
 
     def __init__(self) -> None:
@@ -114,11 +114,11 @@ class Experts:
         self.seen.append(communicator)
 
 
-class Model:
+class FakeModel:
     """As much of a torch module as is asked for: it lists its modules, itself too."""
 
     def __init__(self) -> None:
-        self.found = [Experts(), Experts()]
+        self.found = [FakeExperts(), FakeExperts()]
 
     def modules(self) -> list[Any]:
         return [self, object(), *self.found]

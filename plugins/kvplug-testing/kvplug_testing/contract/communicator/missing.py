@@ -1,4 +1,4 @@
-"""Who takes part (law COMM-2): deadlines, and ranks that do not come, leave, die or stop."""
+"""Taking part (law COMM-2): deadlines, and ranks that do not call, leave, die or stop."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from kvplug.errors import KvplugError, PeerGoneError, TimeoutError, TransportError
 from kvplug_testing import waits
 from kvplug_testing.contract.base import law
-from kvplug_testing.contract.communicator.calls import Outcome
+from kvplug_testing.contract.communicator.calls import CallOutcome
 from kvplug_testing.contract.communicator.collectives import check, tensor_of, total
 from kvplug_testing.contract.communicator.suite import WORLD, CommunicatorSuite, check_raised
 
@@ -20,7 +20,7 @@ DEADLINE_S = 0.4
 METHODS = ["all_reduce", "all_gather", "all_gatherv", "reduce_scatter", "gather", "broadcast"]
 
 
-def names(outcome: Outcome, rank: int) -> None:
+def names(outcome: CallOutcome, rank: int) -> None:
     said = f"rank {rank} is missing, and it is not named: {outcome}"
     assert re.search(rf"\brank {rank}\b", outcome.text), said
 
@@ -30,7 +30,7 @@ class Missing(CommunicatorSuite):
 
     def who_waits(self, method: str, ranks: Sequence[int]) -> list[int]:
         """Those of ``ranks`` that must wait for one more: all, where ranks compare what they are about to do.
-        Else a rank that only gives something may be done at once, and a broadcast needs nobody but its root.
+        Else a rank that only sends may be done at once, and a broadcast needs only its root.
         """
         if not self.compared_calls or method not in ("gather", "broadcast", "send"):
             return list(ranks)
@@ -145,7 +145,7 @@ class Missing(CommunicatorSuite):
         ranks[2].leave()
         check_raised(pending.outcome(), PeerGoneError)
 
-    @law("ALL-2", "ALL-5", needs="far_processes")
+    @law("ALL-2", "ALL-5", needs="remote_processes")
     def test_when_the_first_rank_is_killed_all_others_hear_it(self) -> None:
         ranks = self.ranks()
         pending = [
@@ -158,7 +158,7 @@ class Missing(CommunicatorSuite):
         for each in pending:
             check_raised(each.outcome(), PeerGoneError)
 
-    @law("ALL-3", "COMM-2", needs="far_processes")
+    @law("ALL-3", "COMM-2", needs="remote_processes")
     def test_a_rank_that_is_stopped_is_alive_and_named(self) -> None:
         ranks = self.ranks()
         stopped: Any = ranks[2]
@@ -171,7 +171,7 @@ class Missing(CommunicatorSuite):
             names(each.outcome(), 2)
         stopped.child.cont()
 
-    @law("ALL-5", "ALL-2", "COMM-2", needs="far_processes", timeout_s=120)
+    @law("ALL-5", "ALL-2", "COMM-2", needs="remote_processes", timeout_s=120)
     @pytest.mark.parametrize("method", ["all_reduce", "all_gather", "reduce_scatter"])
     def test_a_rank_that_is_killed_in_the_middle_is_named_or_was_not_needed(self, method: str) -> None:
         given = [tensor_of("float32", (3 << 17,), rank) for rank in range(WORLD)]
@@ -192,7 +192,7 @@ class Missing(CommunicatorSuite):
                             [outcome.value], [whole[rank]], f"{method}, {moment} s before a rank was killed"
                         )
 
-    @law("ALL-3", "COMM-2", needs="far_processes", timeout_s=120)
+    @law("ALL-3", "COMM-2", needs="remote_processes", timeout_s=120)
     @pytest.mark.parametrize("method", ["all_reduce", "all_gather", "reduce_scatter"])
     def test_a_rank_that_is_stopped_in_the_middle_is_named_or_was_not_needed(self, method: str) -> None:
         given = [tensor_of("float32", (3 << 17,), rank) for rank in range(WORLD)]

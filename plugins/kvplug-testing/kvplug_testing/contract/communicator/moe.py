@@ -1,4 +1,4 @@
-"""Tokens to their experts and back (law COMM-4), against a mixture of experts that is worked out alone."""
+"""Tokens to their experts and back (law COMM-4), against a mixture of experts that is computed alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is refused (law COMM-3): at every rank, in words, and the communicator stays usable."""
+"""Refused calls (law COMM-3): refused at every rank, with the reason, and the communicator stays usable."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvplug.errors import ConfigError, KvplugError, TensorMismatchError, Unsuppo
 from kvplug.transport.communicator import RecvOp, SendOp
 from kvplug_testing import waits
 from kvplug_testing.contract.base import law
-from kvplug_testing.contract.communicator.calls import Elsewhere
+from kvplug_testing.contract.communicator.calls import OtherDevice
 from kvplug_testing.contract.communicator.collectives import check, tensor_of, total
 from kvplug_testing.contract.communicator.suite import WORLD, CommunicatorSuite, Ranks, check_raised
 
@@ -171,7 +171,7 @@ class Refusals(CommunicatorSuite):
             if method == "all_reduce":
                 check([outcome.first], [given[outcome.rank][0]], "the input of a refused all_reduce")
         assert any("rank 0" in outcome.text and "rank 2" in outcome.text for outcome in found), (
-            f"{case}: nobody says what each rank gave: {found[0]}"
+            f"{case}: the error does not say what each rank gave: {found[0]}"
         )
         still_works(ranks)
 
@@ -202,7 +202,7 @@ class Refusals(CommunicatorSuite):
     @law("COMM-3")
     def test_a_tensor_of_another_device_is_refused_by_its_name(self) -> None:
         ranks = self.ranks(2)
-        there = Elsewhere(tensor_of(_F32, (2,), 0))
+        there = OtherDevice(tensor_of(_F32, (2,), 0))
         for method in ("all_reduce", "all_gather", "all_gatherv", "reduce_scatter", "gather", "broadcast"):
             for outcome in ranks.refused(method, lambda _: [there], UnsupportedError):
                 assert "on meta" in outcome.text, str(outcome)

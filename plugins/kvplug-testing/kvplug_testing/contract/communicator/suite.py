@@ -1,6 +1,6 @@
-"""What the tests of communicators share: ranks, as threads or as processes, that are told what to call.
+"""The base of the communicator suite: ranks, as threads or as processes, that execute calls.
 
-A test says in plain values what each rank is to call, so that it does not matter where the rank is.
+A test describes each rank's calls in plain values, so that a rank may be a thread or a process.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from kvplug.transport.group.group import StatelessGroup
 from kvplug.transport.spec import Kind
 from kvplug_testing import peers, waits
 from kvplug_testing.contract.base import Contract
-from kvplug_testing.contract.communicator.calls import Outcome, carried, perform
+from kvplug_testing.contract.communicator.calls import CallOutcome, carried, perform
 from kvplug_testing.contract.suite_ref import suite_from_ref
 from kvplug_testing.waits import Call
 
 WORLD = 3
 LIFE_S = 300.0
-"""Of a process that is a rank: no test is longer. It ends with its test."""
+"""The maximum life of a rank's process: no test is longer. The process ends with its test."""
 
 
 class Rank(abc.ABC):
@@ -40,11 +40,11 @@ class Rank(abc.ABC):
 
     @abc.abstractmethod
     def begin(self, method: str, *args: Any, **given: Any) -> Pending:
-        """Call it, and do not wait."""
+        """Start the call, and do not wait."""
 
     @abc.abstractmethod
     def leave(self) -> None:
-        """End without a word to the others: as if it had died, where it is a process."""
+        """End without telling the other ranks; a process is killed."""
 
     @property
     def pid(self) -> int:
@@ -53,19 +53,19 @@ class Rank(abc.ABC):
 
 @attrs.frozen
 class Pending:
-    """A call of a rank that was begun."""
+    """A call of a rank that was started."""
 
-    outcome: Callable[[], Outcome]
+    outcome: Callable[[], CallOutcome]
     """Waits for its end."""
     is_blocked: Callable[[], bool]
-    """Whether it is still there after a moment."""
+    """Whether it still waits after a moment."""
 
     def check_blocked(self, why: str = "") -> None:
-        """That it is; how it ended if it did not wait."""
+        """Assert that it waits."""
         assert self.is_blocked(), f"it did not wait{why}: {self.outcome()}"
 
 
-class Near(Rank):
+class LocalRank(Rank):
     """A rank that is a thread of this process."""
 
     def __init__(self, number: int, group: StatelessGroup, made: DeviceCommunicator) -> None:
@@ -85,14 +85,14 @@ class Near(Rank):
         self.group.abort()
 
 
-class Far(Rank):
+class RemoteRank(Rank):
     """A rank that is a process."""
 
     def __init__(self, number: int, child: peers.Peer) -> None:
         super().__init__(number)
         self.child = child
         self._begun = 0
-        self._heard: dict[int, Outcome] = {}
+        self._heard: dict[int, CallOutcome] = {}
 
     def begin(self, method: str, *args: Any, **given: Any) -> Pending:
         plain = [carried(arg) for arg in args]
@@ -102,7 +102,7 @@ class Far(Rank):
         kept = functools.cache(lambda: self._outcome(number, waits.patience_s + 5))
         return Pending(kept, lambda: self._is_blocked(number))
 
-    def _outcome(self, number: int, within: float) -> Outcome:
+    def _outcome(self, number: int, within: float) -> CallOutcome:
         while number not in self._heard:
             self._hear(within)
         return self._heard.pop(number)
@@ -116,7 +116,7 @@ class Far(Rank):
 
     def _hear(self, within: float) -> None:
         heard, plain = self.child.recv(timeout=within)
-        self._heard[heard] = Outcome(**plain)
+        self._heard[heard] = CallOutcome(**plain)
 
     def leave(self) -> None:
         self.child.kill()
@@ -143,11 +143,11 @@ class Ranks:
         given.setdefault("timeout", waits.patience_s)
         return [rank.begin(method, *each(rank.number), **given) for rank in self.every]
 
-    def outcomes(self, method: str, each: Callable[[int], Sequence[Any]], **given: Any) -> list[Outcome]:
+    def outcomes(self, method: str, each: Callable[[int], Sequence[Any]], **given: Any) -> list[CallOutcome]:
         return [pending.outcome() for pending in self.begin(method, each, **given)]
 
     def values(self, method: str, each: Callable[[int], Sequence[Any]], **given: Any) -> list[Any]:
-        """What each rank's call returned; fails if one raised."""
+        """The results of all ranks' calls; fails if one raised."""
         found = self.outcomes(method, each, **given)
         failed = [str(outcome) for outcome in found if outcome.error]
         assert not failed, f"{method}: {'; '.join(failed)}"
@@ -155,7 +155,7 @@ class Ranks:
 
     def refused(
         self, method: str, each: Callable[[int], Sequence[Any]], *kinds: type[KvplugError], **given: Any
-    ) -> list[Outcome]:
+    ) -> list[CallOutcome]:
         """A call that every rank must refuse, with one of ``kinds``."""
         found = self.outcomes(method, each, **given)
         for outcome in found:
@@ -163,8 +163,8 @@ class Ranks:
         return found
 
 
-def check_raised(outcome: Outcome, *kinds: type[KvplugError]) -> None:
-    """That a call raised one of these, or what inherits it."""
+def check_raised(outcome: CallOutcome, *kinds: type[KvplugError]) -> None:
+    """Assert that a call raised one of these, or a subclass."""
     wanted = " or ".join(kind.__name__ for kind in kinds)
     assert outcome.error, (
         f"{wanted} was expected at rank {outcome.rank}, and its call returned {outcome.value}"
@@ -204,15 +204,15 @@ class CommunicatorSuite(Contract):
     def ranks(self, world_size: int = WORLD, **context: Any) -> Ranks:
         """A group of ranks, each with its end: threads, or processes where :attr:`ends_are_processes`."""
         return (
-            self._far_ranks(world_size, context)
+            self._remote_ranks(world_size, context)
             if self.ends_are_processes
-            else self._near_ranks(world_size, context)
+            else self._local_ranks(world_size, context)
         )
 
-    def _near_ranks(self, world_size: int, context: dict[str, Any]) -> Ranks:
+    def _local_ranks(self, world_size: int, context: dict[str, Any]) -> Ranks:
         listener = StatelessGroup.listen("unix:")
 
-        def make(number: int) -> Near:
+        def make(number: int) -> LocalRank:
             address = listener.contact if number else listener
             group = StatelessGroup.create(
                 address,
@@ -222,17 +222,17 @@ class CommunicatorSuite(Contract):
                 timeout_s=self.timeout_s,
             )
             self.later(group.abort)
-            made = Near(number, group, self.made(group, **context))
+            made = LocalRank(number, group, self.made(group, **context))
             self.later(made.end)
             return made
 
         calls = [Call(lambda number=number: make(number)) for number in range(world_size)]  # type: ignore[misc]
         return Ranks([call.result(2 * waits.patience_s) for call in calls])
 
-    def _far_ranks(self, world_size: int, context: dict[str, Any]) -> Ranks:
-        target = f"{__name__}:_far_rank"
+    def _remote_ranks(self, world_size: int, context: dict[str, Any]) -> Ranks:
+        target = f"{__name__}:_run_rank"
         children = [
-            self.start_forked(target, self.recipe(), number, world_size, context, timeout_s=LIFE_S)
+            self.start_forked(target, self.suite_ref(), number, world_size, context, timeout_s=LIFE_S)
             for number in range(world_size)
         ]
         contact = children[0].recv()
@@ -240,7 +240,7 @@ class CommunicatorSuite(Contract):
             child.send(contact)
         for child in children:
             assert child.recv() == "ready"
-        return Ranks([Far(number, child) for number, child in enumerate(children)])
+        return Ranks([RemoteRank(number, child) for number, child in enumerate(children)])
 
     def takes(self, rank: Rank, dtype: str, *, summing: bool = False) -> bool:
         """Whether the transport claims that dtype on the device under test."""
@@ -265,14 +265,14 @@ class CommunicatorSuite(Contract):
         return f"the ranks of {self.called} do not compare what they are about to do (compares)"
 
     def _end_compares(self) -> bool:
-        recipe = str(self.recipe())
-        if recipe not in self._compares:
+        suite_ref = str(self.suite_ref())
+        if suite_ref not in self._compares:
             with StatelessGroup.create("unix:", rank=0, world_size=1) as group, self.made(group) as alone:
-                self._compares[recipe] = alone.compares
-        return self._compares[recipe]
+                self._compares[suite_ref] = alone.compares
+        return self._compares[suite_ref]
 
     @property
-    def far_processes(self) -> str:
+    def remote_processes(self) -> str:
         """For ``needs``."""
         return (
             ""
@@ -281,11 +281,11 @@ class CommunicatorSuite(Contract):
         )
 
 
-def _far_rank(
-    parent: peers.Parent, recipe: dict[str, Any], number: int, world_size: int, context: dict[str, Any]
+def _run_rank(
+    parent: peers.Parent, suite_ref: dict[str, Any], number: int, world_size: int, context: dict[str, Any]
 ) -> Any:
-    """A rank: makes its end, and calls what it is told, each in a thread of its own."""
-    suite = suite_from_ref(recipe)
+    """A rank's process: makes its end, and executes each call in a thread of its own."""
+    suite = suite_from_ref(suite_ref)
     if number == 0:
         address: Any = StatelessGroup.listen("unix:")
         parent.send(address.contact)

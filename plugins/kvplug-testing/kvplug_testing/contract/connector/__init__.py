@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from kvplug_testing.contract.connector.ends import Ends
+from kvplug_testing.contract.connector.blocks_in_use import BlocksInUse
+from kvplug_testing.contract.connector.call_sequence import CallSequence
+from kvplug_testing.contract.connector.endings import Endings
 from kvplug_testing.contract.connector.failures import Failures
-from kvplug_testing.contract.connector.figures import Figures
-from kvplug_testing.contract.connector.lending import Lending
-from kvplug_testing.contract.connector.order import Order
 from kvplug_testing.contract.connector.preemption import Preemption
 from kvplug_testing.contract.connector.promises import Promises
 from kvplug_testing.contract.connector.references import References
 from kvplug_testing.contract.connector.schedules import Schedules
+from kvplug_testing.contract.connector.stats import Stats
 
 
-class ConnectorContract(Promises, Failures, Lending, Preemption, Schedules, Figures, Order, References, Ends):
+class ConnectorContract(
+    Promises, Failures, BlocksInUse, Preemption, Schedules, Stats, CallSequence, References, Endings
+):
     """Judges a connector by the laws CONN, REF, and those for everything with an end.
 
     A test file for an installed connector is this::

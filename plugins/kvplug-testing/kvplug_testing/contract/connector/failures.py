@@ -1,4 +1,4 @@
-"""Loads that fail: said in the same step, never used, never saved (laws CONN-3 and CONN-6)."""
+"""Loads that fail: reported in the same step, never used, never saved (laws CONN-3 and CONN-6)."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class Failures(ConnectorSuite):
         """The load of this engine's first prompt, made to fail."""
         prompt = request_of("a", range(100), params=self._params)
         blocks, found, _ = self.promised(decode, prompt)
-        with self.spoiling(how):
+        with self.injecting_fault(how):
             scheduled = [(prompt, blocks, found, 100 - found)]
             report = Call(lambda: decode.step(scheduled, order=CallOrder(drafts=drafts))).result()
-        self.skip_unless_spoilt()
+        self.skip_unless_injected()
         wrong = decode.cache.wrong_blocks(prompt.token_ids, blocks, 0, found)
         unsaid = sorted(wrong - report.invalid_block_ids)
         assert not unsaid, f"blocks {unsaid} have wrong KV after the step, which its report does not say"
@@ -66,9 +66,9 @@ class Failures(ConnectorSuite):
         prompt = request_of("a", range(100), params=self.stored(prefill, range(100)))
         blocks, found, is_async = self.promised(decode, prompt)
         assert is_async, "it was told to load in the background"
-        with self.spoiling():
+        with self.injecting_fault():
             reports = self.run_until_named(decode, "a")
-        self.skip_unless_spoilt()
+        self.skip_unless_injected()
         invalid = frozenset().union(*(report.invalid_block_ids for report in reports))
         unsaid = sorted(decode.cache.wrong_blocks(prompt.token_ids, blocks, 0, found) - invalid)
         assert not unsaid, f"a is named as received, and its blocks {unsaid} are wrong and not reported"
@@ -101,7 +101,7 @@ class Failures(ConnectorSuite):
         engine.scheduler.update_state_after_alloc(sharing, (theirs,), 0)
         first = engine.plan([(prompt, blocks, found, 24)])
         second = engine.plan([(prompt, blocks, found + 24, 126 - found), (sharing, theirs, found, 24)])
-        with self.spoiling():
+        with self.injecting_fault():
             reports = [Call(lambda: engine.execute(first, order=order)).result()]
             # The shorter one has all its tokens, so it ends before its engine has heard of any of this.
             engine.finish(sharing, theirs)

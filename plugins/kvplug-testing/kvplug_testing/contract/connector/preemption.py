@@ -15,7 +15,7 @@ _PREEMPTED = frozenset({"a"})
 
 
 class Preemption(ConnectorSuite):
-    """An engine that takes a request's blocks away, and gives them to nobody."""
+    """An engine that takes a request's blocks away, and does not reuse them."""
 
     @law("CONN-4", "CONN-5")
     def test_what_is_preempted_before_a_step_was_told_of_its_load_is_not_loaded(self) -> None:
@@ -34,9 +34,9 @@ class Preemption(ConnectorSuite):
         blocks, found, _ = self.promised(decode, prompt)
         first = decode.plan([(prompt, blocks, found, 100 - found)])
         second = decode.plan([], preempted=_PREEMPTED)
-        with self.spoiling():
+        with self.injecting_fault():
             Call(lambda: decode.execute(first)).result()
-        self.skip_unless_spoilt()
+        self.skip_unless_injected()
         self._preempt(decode, blocks)
         self._is_left_alone(decode, blocks, second)
 

@@ -1,4 +1,4 @@
-"""What is promised is there (law CONN-2): on every layout, for every prompt, and no more than that."""
+"""Promised tokens can be loaded (law CONN-2): on every layout, for every prompt, and no others."""
 
 from __future__ import annotations
 

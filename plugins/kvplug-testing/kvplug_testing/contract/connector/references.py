@@ -12,7 +12,7 @@ import attrs
 import pytest
 
 from kvplug_testing.contract.base import law
-from kvplug_testing.contract.connector.figures import failed
+from kvplug_testing.contract.connector.stats import failed
 from kvplug_testing.contract.connector.suite import ConnectorSuite
 from kvplug_testing.engine import FakeEngine, request_of
 from kvplug_testing.waits import Call

@@ -38,9 +38,9 @@ def arrivals(chance: random.Random, name: str, count: int, first: int = 0) -> li
     return made
 
 
-def scheduled(double: FakeEngine, chance: random.Random, **given: Any) -> Schedule:
+def scheduled(fake: FakeEngine, chance: random.Random, **given: Any) -> Schedule:
     """A schedule of some engine: how far it plans ahead, and whether it drafts, is chance."""
-    return Schedule(double, chance, depth=chance.choice([1, 2, 2, 4]), drafts=chance.random() < 0.3, **given)
+    return Schedule(fake, chance, depth=chance.choice([1, 2, 2, 4]), drafts=chance.random() < 0.3, **given)
 
 
 class Schedules(ConnectorSuite):
@@ -67,18 +67,18 @@ class Schedules(ConnectorSuite):
         ours.submit(*arrivals(chance, "p", 4, first=100))
         theirs.submit(*again, *arrivals(chance, "d", 4, first=200))
         Call(lambda: theirs.run_with(ours)).result(4 * waits.patience_s)
-        self.spoil("")
+        self.inject_fault("")
         return theirs
 
-    def _scheduled(self, double: FakeEngine, chance: random.Random, spoils: bool) -> Schedule:
+    def _scheduled(self, fake: FakeEngine, chance: random.Random, spoils: bool) -> Schedule:
         """``spoils``: the first load fails, and some of those that follow."""
 
         def before_step() -> None:
             if spoils:
-                self.spoil("fail" if not schedule.ledger.num_failed or chance.random() < 0.4 else "")
+                self.inject_fault("fail" if not schedule.audit.num_failed or chance.random() < 0.4 else "")
 
-        schedule = scheduled(double, chance, before_step=before_step)
-        schedule.ledger.must_arrive = not spoils
+        schedule = scheduled(fake, chance, before_step=before_step)
+        schedule.audit.must_arrive = not spoils
         return schedule
 
     @staticmethod
@@ -94,7 +94,7 @@ class Schedules(ConnectorSuite):
 
     def _check_pair(self, seed: int, **given: bool) -> None:
         done = self._run_pair(seed, **given)
-        assert done.ledger.num_loaded, "nothing was loaded, though much was stored"
+        assert done.audit.num_loaded, "nothing was loaded, though much was stored"
 
     @law("CONN-2", "CONN-1", "CONN-4", "CONN-5")
     @pytest.mark.parametrize("seed", QUICK)
@@ -120,41 +120,41 @@ class Schedules(ConnectorSuite):
     @pytest.mark.parametrize("seed", QUICK)
     def test_whatever_fails_is_reported_and_never_used(self, seed: int) -> None:
         done = self._run_pair(2000 + seed, spoils=True)
-        self.skip_unless_spoilt()
-        assert done.ledger.num_failed, "no load failed, though many were made to"
+        self.skip_unless_injected()
+        assert done.audit.num_failed, "no load failed, though many were made to"
 
     @law("CONN-3", "CONN-4", "CONN-5", needs="background")
     @pytest.mark.parametrize("seed", QUICK)
     def test_whatever_fails_in_the_background_is_reported_and_never_used(self, seed: int) -> None:
         self._run_pair(3000 + seed, background=True, spoils=True)
-        self.skip_unless_spoilt()
+        self.skip_unless_injected()
 
     # -- one engine that saves and loads ---------------------------------------------------------
 
     def _run_both(self, seed: int, *, spoils: bool = False, background: bool = False) -> Schedule:
         chance = random.Random(seed)
-        double = self.both(num_blocks=96, background=background)
-        schedule = self._scheduled(double, chance, spoils)
+        fake = self.both(num_blocks=96, background=background)
+        schedule = self._scheduled(fake, chance, spoils)
         for first in (0, 1000):  # there is something to load from the beginning
-            self.stored(double, range(first, first + 96), f"stored{first}")
-        self._forget_blocks(double, schedule)
+            self.stored(fake, range(first, first + 96), f"stored{first}")
+        self._forget_blocks(fake, schedule)
         coming = arrivals(chance, "r", 16)
         schedule.submit(*coming)
         Call(schedule.run).result(4 * waits.patience_s)
-        self.spoil("")
+        self.inject_fault("")
         # Whatever it has saved meanwhile is right: another request gets it.
-        fresh = scheduled(double, chance)
+        fresh = scheduled(fake, chance)
         fresh.submit(*(self._again(each, None) for each in coming))
         Call(fresh.run).result(4 * waits.patience_s)
         return schedule
 
     @staticmethod
-    def _forget_blocks(double: FakeEngine, schedule: Schedule) -> None:
+    def _forget_blocks(fake: FakeEngine, schedule: Schedule) -> None:
         """The blocks of prompts that are done are for others."""
-        known = set(double.free_blocks)
-        for block in range(double.cache.num_blocks):
+        known = set(fake.free_blocks)
+        for block in range(fake.cache.num_blocks):
             if block not in known:
-                double.free_blocks.append(block)
+                fake.free_blocks.append(block)
                 schedule.add_free(block)
 
     @law("CONN-2", "CONN-4", "CONN-5")
@@ -176,9 +176,9 @@ class Schedules(ConnectorSuite):
 
     def _run_resets(self, seed: int) -> None:
         chance = random.Random(seed)
-        double = self.both(num_blocks=128)
-        schedule = scheduled(double, chance)
-        schedule.ledger.must_arrive = False  # what was promised before may have been forgotten since
+        fake = self.both(num_blocks=128)
+        schedule = scheduled(fake, chance)
+        schedule.audit.must_arrive = False  # what was promised before may have been forgotten since
         schedule.submit(*arrivals(chance, "r", 10))
 
         def run() -> bool:
@@ -194,9 +194,9 @@ class Schedules(ConnectorSuite):
 
         if not Call(run).result(4 * waits.patience_s):
             pytest.skip(f"{self.called} says that it cannot forget: reset_cache returned false")
-        schedule.ledger.must_arrive = True
+        schedule.audit.must_arrive = True
         # Those that come now see nothing old: each of their tokens is checked.
-        fresh = scheduled(double, chance)
+        fresh = scheduled(fake, chance)
         fresh.submit(*arrivals(chance, "fresh", 8, first=900))
         Call(fresh.run).result(4 * waits.patience_s)
 
@@ -232,9 +232,7 @@ class Schedules(ConnectorSuite):
     def test_a_prompt_begun_before_a_reset_is_not_had_after_it(self) -> None:
         engine = self.both()
         prompt = request_of("a", range(100))
-        blocks = engine.allocate(100)
-        engine.scheduler.on_new_request(prompt)
-        engine.scheduler.update_state_after_alloc(prompt, (blocks,), 0)
+        blocks = engine.admit(prompt)
         planned = [engine.plan([(prompt, blocks, 0, 40)]), engine.plan([(prompt, blocks, 40, 30)])]
         engine.hear(engine.execute(planned[0]))
         if Call(engine.scheduler.reset_cache).result() is not True:

@@ -1,4 +1,4 @@
-"""What the tests of connectors share: engines that know each other, faults on demand, and their end."""
+"""The base of the connector suite: connected engines, injected faults, and cleanup."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kvplug.transport.spec import ConnectorSpec, Kind
 from kvplug_testing import waits
 from kvplug_testing.contract import base
 from kvplug_testing.contract.base import Contract
-from kvplug_testing.contract.connector.spoiling import SpoiledPipe, Switch
+from kvplug_testing.contract.connector.fault_injection import FaultInjectingPipe, FaultSwitch
 from kvplug_testing.engine import FakeEngine, request_of
 from kvplug_testing.waits import Call
 
@@ -29,7 +29,7 @@ _numbers = itertools.count(1)
 
 BLOCK = 16
 KV_OF_A_TOKEN = 2 * 3 * 2 * 8 * 4
-"""Bytes, in the double's cache as it is made here: keys and values, layers, heads, elements, float32."""
+"""Bytes, in the fake's cache as it is made here: keys and values, layers, heads, elements, float32."""
 
 
 class _Overriding:
@@ -81,12 +81,12 @@ class ConnectorSuite(Contract):
     """What makes the scheduler side, in the place of the installed connector's factory."""
     worker_factory: ClassVar[Callable[..., Any] | None] = None
     """What makes the worker side, in the place of the installed connector's."""
-    spoils_own: ClassVar[bool] = False
-    """:meth:`spoil` works for what an engine loads from itself, too, in the role "both"."""
+    injects_into_own: ClassVar[bool] = False
+    """:meth:`inject_fault` works for what an engine loads from itself, too, in the role "both"."""
     timeout_s: ClassVar[float] = 10.0
     """``timeout_s`` of the configs."""
 
-    _switch: Switch | None = None
+    _switch: FaultSwitch | None = None
     _host = ""
 
     def __init_subclass__(cls, **given: Any) -> None:
@@ -131,12 +131,12 @@ class ConnectorSuite(Contract):
     def engine(
         self, role: str, *, background: bool = False, config: Mapping[str, Any] | None = None, **given: Any
     ) -> FakeEngine:
-        """An engine of this process, which ends with the test. ``given``: arguments of the double."""
+        """An engine of this process, which ends with the test. ``given``: arguments of the fake."""
         made = Call(
             lambda: FakeEngine(
                 self.config_of(role, background=background, **(config or {})),
                 make=self.make_side,
-                wrap_pipe=lambda pipe: SpoiledPipe(pipe, self.switch) if role != "producer" else pipe,
+                wrap_pipe=lambda pipe: FaultInjectingPipe(pipe, self.switch) if role != "producer" else pipe,
                 **given,
             )
         ).result()
@@ -208,13 +208,13 @@ class ConnectorSuite(Contract):
     # -- faults --------------------------------------------------------------------------------
 
     @property
-    def switch(self) -> Switch:
+    def switch(self) -> FaultSwitch:
         """What happens to tensors that an engine of this test receives."""
         if self._switch is None:
-            self._switch = Switch()
+            self._switch = FaultSwitch()
         return self._switch
 
-    def spoil(self, how: str) -> None:
+    def inject_fault(self, how: str) -> None:
         """From now on what is loaded fails (``"fail"``), is changed (``"corrupt"``), or is right (``""``).
 
         The default does it in the pipes of an engine that consumes. Override it for a connector that loads
@@ -223,13 +223,13 @@ class ConnectorSuite(Contract):
         self.switch.how = how
 
     @contextmanager
-    def spoiling(self, how: str = "fail") -> Iterator[None]:
+    def injecting_fault(self, how: str = "fail") -> Iterator[None]:
         """While the block runs."""
-        self.spoil(how)
+        self.inject_fault(how)
         try:
             yield
         finally:
-            self.spoil("")
+            self.inject_fault("")
 
     @contextmanager
     def holding_up(self) -> Iterator[threading.Event]:
@@ -245,10 +245,12 @@ class ConnectorSuite(Contract):
         finally:
             self.switch.how = ""
 
-    def skip_unless_spoilt(self) -> None:
+    def skip_unless_injected(self) -> None:
         """A load was to fail. Skip the test if none can have."""
-        if type(self).spoil is ConnectorSuite.spoil and not self.switch.num_pipes:
-            pytest.skip(f"no load of {self.called} crosses a pipe: nothing was spoilt (override spoil)")
+        if type(self).inject_fault is ConnectorSuite.inject_fault and not self.switch.num_pipes:
+            pytest.skip(
+                f"no load of {self.called} crosses a pipe: no fault was injected (override inject_fault)"
+            )
 
     # -- what tests need -----------------------------------------------------------------------
 
@@ -265,8 +267,8 @@ class ConnectorSuite(Contract):
         """For ``needs``: loads of the role "both" can be made to fail."""
         return (
             ""
-            if self.spoils_own
-            else f"what {self.called} loads from itself cannot be made to fail (spoil, spoils_own)"
+            if self.injects_into_own
+            else f"loads of {self.called} from itself cannot be made to fail (inject_fault, injects_into_own)"
         )
 
     @property
@@ -276,5 +278,5 @@ class ConnectorSuite(Contract):
             return f"the engines of {self.called} are in one process (in_one_process)"
         return super().other_processes
 
-    def recipe(self) -> dict[str, Any]:
-        return {**super().recipe(), "transport": self.connector}
+    def suite_ref(self) -> dict[str, Any]:
+        return {**super().suite_ref(), "transport": self.connector}

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
+from kvplug_testing.contract.lookup.capacity import Capacity
 from kvplug_testing.contract.lookup.clearing import Clearing, Events
 from kvplug_testing.contract.lookup.contents import Contents
 from kvplug_testing.contract.lookup.cost import Cost
-from kvplug_testing.contract.lookup.ending import Ending
+from kvplug_testing.contract.lookup.endings import Endings
 from kvplug_testing.contract.lookup.keys import Keys
 from kvplug_testing.contract.lookup.matching import Matching
 from kvplug_testing.contract.lookup.processes import Processes
 from kvplug_testing.contract.lookup.reading import Reading
-from kvplug_testing.contract.lookup.room import Room
 from kvplug_testing.contract.lookup.taking import Taking
 
 
 # pytest collects the last base first.
 class LookupBufferContract(
-    Processes, Ending, Cost, Events, Clearing, Room, Taking, Reading, Matching, Contents, Keys
+    Processes, Endings, Cost, Events, Clearing, Capacity, Taking, Reading, Matching, Contents, Keys
 ):
     """Judges a transport of kind "lookup buffer" by the laws ALL and LOOKUP.
 

@@ -1,4 +1,4 @@
-"""``clear`` (law LOOKUP-8) and ``subscribe`` (law LOOKUP-9): what can be had no more, and who is told."""
+"""``clear`` (law LOOKUP-8) and ``subscribe`` (law LOOKUP-9): removed entries, and events."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvplug.transport.events import RemovalReason, Removed, Snapshot, Stored
 from kvplug.transport.lookup import LookupBuffer
 from kvplug_testing import waits
 from kvplug_testing.contract.base import law
-from kvplug_testing.contract.lookup.entries import Sink, entry, room_for, sized, unlike
+from kvplug_testing.contract.lookup.entries import Sink, capacity_for, entry, sized, unlike
 from kvplug_testing.contract.lookup.model import Replica
 from kvplug_testing.contract.lookup.suite import (
     SOON_S,
@@ -30,7 +30,7 @@ class Clearing(LookupSuite):
     @law("LOOKUP-8")
     @at_both_ends
     def test_a_cleared_store_holds_nothing_and_has_said_so(self, end: str) -> None:
-        store, buffer = self.ends(end, room_for(3))
+        store, buffer = self.ends(end, capacity_for(3))
         ids = [inserted(store, sized(tokens)) for tokens in ([1, 2], [1, 2, 3], [9])]
         heard = Replica()
         store.subscribe(heard)
@@ -50,7 +50,7 @@ class Clearing(LookupSuite):
 
     @law("LOOKUP-8")
     def test_an_insert_that_waits_when_the_store_is_cleared_stores_nothing(self) -> None:
-        store = self.hold(room_for(1))
+        store = self.hold(capacity_for(1))
         inserted(store, sized([1]))
         waiting = [Call(partial(insert, store, sized([number]), 60)) for number in (2, 3)]
         assert all(call.is_blocked() for call in waiting)
@@ -64,7 +64,7 @@ class Clearing(LookupSuite):
     @law("LOOKUP-8")
     @at_both_ends
     def test_who_reads_an_entry_reads_on_and_it_is_not_put_up_again(self, end: str) -> None:
-        store, buffer = self.ends(end, room_for(1))
+        store, buffer = self.ends(end, capacity_for(1))
         put = sized([1, 2, 3], layers=3)
         inserted(store, put)
         heard = Replica()
@@ -87,32 +87,25 @@ class Clearing(LookupSuite):
 
     @law("LOOKUP-8")
     def test_who_is_taking_an_entry_gets_it(self) -> None:
-        store = self.hold(room_for(1))
-        buffer, gate = self.reach_gated(store)
-        put = sized([1, 2, 3], layers=8)
-        inserted(store, put)
-        within = waits.patience_s
-        taking = self.hold_up(gate, lambda: buffer.drop_select([1, 2, 3], timeout=within))
+        store = self.hold(capacity_for(1))
+        taking = self.paused_call(store, "drop_select")
         Call(store.clear).result()
-        gate.open()
-        assert not unlike(put, taking.result())
+        taking.data_pipe.resume()
+        assert not unlike(taking.put, taking.call.result())
         inserted(store, sized([4]))  # its bytes are given back
 
     @law("LOOKUP-8")
     def test_where_the_taking_fails_a_cleared_entry_is_not_put_up_again(self) -> None:
-        store = self.hold(room_for(1))
+        store = self.hold(capacity_for(1))
         for how in ("its time is up", "it is gone"):
-            buffer, gate = self.reach_gated(store)
-            inserted(store, sized([1, 2, 3], layers=8))
-            within = SOON_S if how == "its time is up" else waits.patience_s
-            taking = self.hold_up(gate, partial(buffer.drop_select, [1, 2, 3], timeout=within))
+            taking = self.paused_call(store, "drop_select", SOON_S if how == "its time is up" else None)
             heard = Replica()
             store.subscribe(heard)
             Call(store.clear).result()
             if how == "it is gone":
-                buffer.abort()
-            taking.raised(TimeoutError if how == "its time is up" else KvplugError)
-            gate.open()
+                taking.end.abort()
+            taking.call.raised(TimeoutError if how == "its time is up" else KvplugError)
+            taking.data_pipe.resume()
             missed(store, None)
             assert matched(store, [1, 2, 3]) == 0, f"a cleared entry came back when {how}"
             assert not heard.held, f"a cleared entry was announced again when {how}"
@@ -136,7 +129,7 @@ class Clearing(LookupSuite):
 
     @law("LOOKUP-8", timeout_s=100)
     def test_what_was_put_in_before_a_clear_is_not_found_after_it(self) -> None:
-        store = self.hold(room_for(6))
+        store = self.hold(capacity_for(6))
         heard = Replica()
         store.subscribe(heard)
         reader = self.reach(store)
@@ -211,14 +204,14 @@ class Events(LookupSuite):
     @law("LOOKUP-9")
     def test_an_entry_that_comes_back_is_announced_again(self) -> None:
         store = self.hold()
-        buffer, gate = self.reach_gated(store)
+        buffer, data_pipe = self.reach_pausable(store)
         heard = Replica()
         store.subscribe(heard)
         entry_id = inserted(store, entry([1, 2, 3], layers=8))
-        taking = self.hold_up(gate, lambda: buffer.drop_select([1, 2, 3], timeout=SOON_S))
+        taking = self.pause_in_entry(data_pipe, lambda: buffer.drop_select([1, 2, 3], timeout=SOON_S))
         assert not heard.held, "an entry that is being handed over is not to be had, and was not removed"
         taking.raised(TimeoutError)
-        gate.open()
+        data_pipe.resume()
         waits.until(lambda: heard.held, what="the word that the entry is back")
         assert [type(event) for event in heard.events[1:]] == [Stored, Removed, Stored]
         assert {event.entry_id for event in heard.events[1:]} == {entry_id}
@@ -226,7 +219,7 @@ class Events(LookupSuite):
 
     @law("LOOKUP-9")
     def test_an_evicted_entry_is_announced_as_evicted(self) -> None:
-        store = self.hold(room_for(1), as_cache=True)
+        store = self.hold(capacity_for(1), as_cache=True)
         heard = Replica()
         store.subscribe(heard)
         old = inserted(store, sized([1]))

@@ -1,4 +1,4 @@
-"""What comes out is what went in (LOOKUP-2): every part, every bit, and a copy of its own."""
+"""The content of entries (LOOKUP-2): every part and every bit is returned, as a copy."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class Contents(LookupSuite):
         parts: list[Any] = [got.tokens, got.roi, got.key, got.value, got.hidden, got.header.tokens]
         for part in parts:
             part.zero_()
-        got.header.metadata["of"] = "somebody else"
+        got.header.metadata["of"] = "another one"
         wrong = unlike(put, read(buffer, [1, 2, 3]))
         assert not wrong, f"what a reader overwrote came out: {wrong}"
         assert not unlike(put, taken(buffer, [1, 2, 3]))

@@ -66,11 +66,11 @@ def entry(
 
 
 def sized(tokens: Sequence[int], **given: Any) -> Put:
-    """An entry of about :data:`SIZED` bytes, for budgets (:func:`room_for`). At most 8 tokens."""
+    """An entry of about :data:`SIZED` bytes, for budgets (:func:`capacity_for`). At most 8 tokens."""
     return entry(tokens, hidden=SIZED // 4, **given)
 
 
-def room_for(count: int) -> int:
+def capacity_for(count: int) -> int:
     """A budget for ``count`` sized entries and not one more. At most 8."""
     return count * (SIZED + _OVERHEAD)
 

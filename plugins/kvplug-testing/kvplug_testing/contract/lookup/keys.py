@@ -1,4 +1,4 @@
-"""What an entry is known by (law LOOKUP-1): equal ``extra``, and token ids as integers, under the roi."""
+"""The key of an entry (law LOOKUP-1): equal ``extra``, and token ids as integers, under the roi."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Random calls of a lookup buffer, each held against the slow model. Hypothesis makes and shrinks them."""
 
-# Whoever checks types may not have hypothesis, whose decorators then are of no type.
+# A type checker may run without hypothesis; then its decorators have no type.
 # mypy: disallow-untyped-decorators=False
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from hypothesis.stateful import (
 
 from kvplug.errors import CapacityError, EntryGoneError, TimeoutError
 from kvplug.transport.lookup import LookupBuffer, LookupStore
-from kvplug_testing.contract.lookup.entries import Put, room_for, sized, unlike
-from kvplug_testing.contract.lookup.model import Model, Replica
+from kvplug_testing.contract.lookup.entries import Put, capacity_for, sized, unlike
+from kvplug_testing.contract.lookup.model import ReferenceModel, Replica
 from kvplug_testing.contract.lookup.suite import insert, inserted, matched, missed, read, taken
 from kvplug_testing.waits import raises
 
-ROOM = 5
+CAPACITY = 5
 # Few, so that keys collide and are each other's prefixes; neighbours, so that a tolerance shows.
 _token = st.sampled_from([1, 2, 120001, 120002, (1 << 31) + 1])
 _extra = st.sampled_from([b"", b"a"])
@@ -54,7 +54,7 @@ class Machine(RuleBasedStateMachine):  # type: ignore[misc, unused-ignore]
         self.store: LookupStore
         self.end: LookupBuffer
         self.store, self.end = type(self).make()
-        self.model = Model(ROOM)
+        self.model = ReferenceModel(CAPACITY)
         self.replica = Replica()
         self.store.subscribe(self.replica)
 
@@ -92,8 +92,8 @@ class Machine(RuleBasedStateMachine):  # type: ignore[misc, unused-ignore]
         entry_id = self.model.oldest(query, extra)
         if entry_id is None:
             missed(self.end, *key, extra=extra, timeout=0.01)
-            # Its next call is answered after the store has heard that nobody waits here any more. Until then
-            # what is inserted may be handed out in vain, and be back a moment later.
+            # The store answers this end's next call after it knows that the last one has ended. Until then
+            # it may hand an inserted entry to that call, and take it back a moment later.
             matched(self.end, [1])
             return
         got = taken(self.end, *key, extra=extra)
@@ -157,4 +157,4 @@ def run(make: Any, examples: int, steps: int, shrink: bool) -> None:
     )
 
 
-BUDGET = room_for(ROOM)
+BUDGET = capacity_for(CAPACITY)

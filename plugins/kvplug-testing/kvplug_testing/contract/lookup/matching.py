@@ -128,15 +128,15 @@ class Matching(LookupSuite):
     @law("LOOKUP-3")
     def test_a_match_is_answered_while_other_calls_of_its_end_wait_and_receive(self) -> None:
         store = self.hold()
-        buffer, gate = self.reach_gated(store)
+        buffer, data_pipe = self.reach_pausable(store)
         put = entry([1, 2, 3], layers=8, hidden=30_000)  # more than the data pipe holds
         inserted(store, put)
         within = waits.patience_s
         waiting = Call(lambda: buffer.drop_select([9], timeout=within))
-        receiving = self.hold_up(gate, lambda: buffer.select([1, 2, 3], timeout=within))
+        receiving = self.pause_in_entry(data_pipe, lambda: buffer.select([1, 2, 3], timeout=within))
         assert matched(buffer, [1, 2, 9]) == 2
         assert matched(buffer, [9]) == 0
-        gate.open()
+        data_pipe.resume()
         assert not unlike(put, receiving.result())
         inserted(store, entry([9]))
         assert waiting.result().tokens.tolist() == [9]

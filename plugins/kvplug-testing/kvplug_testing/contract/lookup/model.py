@@ -9,16 +9,16 @@ from kvplug_testing.contract.lookup.entries import Put
 Query = tuple[int, ...]
 
 
-class Model:
+class ReferenceModel:
     """What is held, oldest first. It says what an answer may be, not what bytes are."""
 
-    def __init__(self, room: int) -> None:
-        self.room = room
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
         self.held: dict[int, Put] = {}
 
     @property
     def is_full(self) -> bool:
-        return len(self.held) >= self.room
+        return len(self.held) >= self.capacity
 
     def oldest(self, query: Query | None, extra: bytes) -> int | None:
         """What ``drop_select`` hands out."""

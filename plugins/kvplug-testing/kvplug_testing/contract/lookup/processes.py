@@ -11,8 +11,8 @@ from kvplug.errors import PeerGoneError, TimeoutError
 from kvplug.transport.lookup import LookupBuffer
 from kvplug_testing import peers, waits
 from kvplug_testing.contract.base import law
-from kvplug_testing.contract.lookup.entries import Sink, room_for, sized, unlike
-from kvplug_testing.contract.lookup.gate import Gate
+from kvplug_testing.contract.lookup.entries import Sink, capacity_for, sized, unlike
+from kvplug_testing.contract.lookup.pausable_pipe import PausablePipe
 from kvplug_testing.contract.lookup.suite import (
     SOON_S,
     LookupSuite,
@@ -26,16 +26,16 @@ from kvplug_testing.waits import Call, raises, until
 
 
 def stop_in_the_middle(
-    parent: peers.Parent, end: LookupBuffer, gate: Gate, passes: int, verb: str, timeout: float
+    parent: peers.Parent, end: LookupBuffer, data_pipe: PausablePipe, passes: int, verb: str, timeout: float
 ) -> Any:
-    """In another process: take or read an entry as far as the gate lets it pass, and say how that ended."""
-    gate.shut(passes)
+    """In another process: take or read an entry until the data pipe is paused, and report the result."""
+    data_pipe.pause_after(passes)
 
     def watch() -> None:
-        if gate.holds(60):
+        if data_pipe.wait_until_paused(60):
             parent.send("in the middle")
         parent.recv(None)
-        gate.open()
+        data_pipe.resume()
 
     threading.Thread(target=watch, daemon=True).start()
     call = {"take": end.drop_select, "read": end.select}[verb]
@@ -46,7 +46,7 @@ def stop_in_the_middle(
     return "it has it all"
 
 
-def take_all(parent: peers.Parent, end: LookupBuffer, gate: Gate) -> Any:
+def take_all(parent: peers.Parent, end: LookupBuffer, data_pipe: PausablePipe) -> Any:
     """In another process: take whatever comes, and say what it was."""
     parent.send("ready")
     got: list[Any] = []
@@ -64,10 +64,10 @@ class Processes(LookupSuite):
 
     @law("LOOKUP-4", "ALL-2", "ALL-5", needs="other_processes", timeout_s=120)
     def test_an_entry_whose_taker_is_killed_in_the_middle_is_back(self) -> None:
-        store = self.hold(room_for(1))
+        store = self.hold(capacity_for(1))
         put = sized([1, 2, 3], layers=8)
         entry_id = inserted(store, put)
-        taker = self.far_reach(store, stop_in_the_middle, self.passes, "take", 60.0)
+        taker = self.remote_reach(store, stop_in_the_middle, self.passes, "take", 60.0)
         assert taker.recv(30) == "in the middle"
         assert matched(store, [1, 2, 3]) == 0, "it is being handed over, and others find it"
         taker.kill()
@@ -79,10 +79,10 @@ class Processes(LookupSuite):
 
     @law("LOOKUP-7", "ALL-2", needs="other_processes", timeout_s=120)
     def test_the_lease_of_a_reader_that_is_killed_ends(self) -> None:
-        store = self.hold(room_for(1))
+        store = self.hold(capacity_for(1))
         put = sized([1, 2, 3], layers=8)
         inserted(store, put)
-        reader = self.far_reach(store, stop_in_the_middle, self.passes, "read", 60.0)
+        reader = self.remote_reach(store, stop_in_the_middle, self.passes, "read", 60.0)
         assert reader.recv(30) == "in the middle"
         missed(store, [1, 2, 3], timeout=0.1)
         reader.kill()
@@ -94,7 +94,7 @@ class Processes(LookupSuite):
         store = self.hold()
         put = sized([1, 2, 3], layers=8)
         inserted(store, put)
-        taker = self.far_reach(store, stop_in_the_middle, self.passes, "take", 1.0)
+        taker = self.remote_reach(store, stop_in_the_middle, self.passes, "take", 1.0)
         assert taker.recv(30) == "in the middle"
         taker.stop()
         missed(store, [1, 2, 3], timeout=0.2)
@@ -115,7 +115,7 @@ class Processes(LookupSuite):
     @law("ALL-2", needs="other_processes", timeout_s=120)
     @pytest.mark.parametrize("what", ["waiting", "receiving"])
     def test_a_store_that_is_killed_is_noticed_by_who_waits_and_who_receives(self, what: str) -> None:
-        holder, end = self.far_store()
+        holder, end = self.remote_store()
         if what == "waiting":
             assert matched(end, [7, 8, 1]) == 2
             call = Call(lambda: end.drop_select([5], timeout=None))
@@ -138,14 +138,14 @@ class Processes(LookupSuite):
 
     @law("ALL-3", needs="other_processes", timeout_s=120)
     def test_calls_to_a_store_that_is_stopped_run_out_of_time_and_it_goes_on(self) -> None:
-        holder, end = self.far_store()
+        holder, end = self.remote_store()
         assert matched(end, [7, 8, 9]) == 3
         holder.stop()
         raises(TimeoutError, lambda: end.drop_select([7], timeout=SOON_S))
         raises(TimeoutError, lambda: end.select([7], timeout=SOON_S))
         assert not end.is_lost, "a store that is stopped was taken for dead"
         holder.cont()
-        # It first answers whoever has gone, and takes back what it had given out for that.
+        # The store first answers the end that is gone, and then takes that entry back.
         until(lambda: matched(end, [7, 8, 9]) == 3, what="that the entry can be found again")
         assert not unlike(known_entry(), taken(end, [7]))
         Call(end.close).result()
@@ -153,7 +153,7 @@ class Processes(LookupSuite):
     @law("LOOKUP-4", needs="other_processes", timeout_s=120)
     def test_takers_in_several_processes_share_the_entries_among_them(self) -> None:
         store = self.hold()
-        takers = [self.far_reach(store, take_all) for _ in range(2)]
+        takers = [self.remote_reach(store, take_all) for _ in range(2)]
         for taker in takers:
             assert taker.recv(30) == "ready"
         puts = {inserted(store, put): put for put in (sized([1, number]) for number in range(40))}

@@ -1,4 +1,4 @@
-"""``select`` (law LOOKUP-7): the longest prefix, left where it is, and lent as long as it is read."""
+"""``select`` (law LOOKUP-7): the longest prefix, which stays in the buffer and is leased while it is read."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from kvplug.errors import EntryGoneError, TimeoutError
 from kvplug_testing import waits
 from kvplug_testing.contract.base import law
-from kvplug_testing.contract.lookup.entries import Sink, SinkError, entry, room_for, sized, unlike
+from kvplug_testing.contract.lookup.entries import Sink, SinkError, capacity_for, entry, sized, unlike
 from kvplug_testing.contract.lookup.suite import (
     SOON_S,
     LookupSuite,
@@ -88,7 +88,7 @@ class Reading(LookupSuite):
     @law("LOOKUP-7")
     @at_both_ends
     def test_while_it_is_read_an_entry_is_not_evicted(self, end: str) -> None:
-        store, buffer = self.ends(end, room_for(1), as_cache=True)
+        store, buffer = self.ends(end, capacity_for(1), as_cache=True)
         put = sized([1, 2, 3], layers=3)
         inserted(store, put)
         sink = Sink(wait_at=1)
@@ -124,28 +124,23 @@ class Reading(LookupSuite):
     @law("LOOKUP-7", "ALL-4", "ALL-5")
     def test_a_reader_whose_time_is_up_in_the_middle_leaves_the_entry(self) -> None:
         store = self.hold()
-        buffer, gate = self.reach_gated(store)
-        put = entry([1, 2, 3], layers=8)
-        inserted(store, put)
-        call = self.hold_up(gate, lambda: buffer.select([1, 2, 3], timeout=SOON_S))
-        call.raised(TimeoutError)
-        assert call.took_s > 0.9 * SOON_S, f"it gave up after {call.took_s:.2f} s of {SOON_S}"
-        gate.open()
-        assert not unlike(put, read(buffer, [1, 2, 3])), "the rest of a transfer came as another's"
-        assert not unlike(put, taken(buffer, [1, 2, 3]))
+        reading = self.paused_call(store, "select", SOON_S)
+        reading.call.raised(TimeoutError)
+        took_s = reading.call.took_s
+        assert took_s > 0.9 * SOON_S, f"it gave up after {took_s:.2f} s of {SOON_S}"
+        reading.data_pipe.resume()
+        again = read(reading.end, [1, 2, 3])
+        assert not unlike(reading.put, again), "the rest of a transfer came as another's"
+        assert not unlike(reading.put, taken(reading.end, [1, 2, 3]))
 
     @law("LOOKUP-7")
     def test_the_lease_of_a_reader_that_is_gone_ends(self) -> None:
-        store = self.hold(room_for(1))
-        buffer, gate = self.reach_gated(store)
-        put = sized([1, 2, 3], layers=8)
-        inserted(store, put)
-        within = waits.patience_s
-        reading = self.hold_up(gate, lambda: buffer.select([1, 2, 3], timeout=within))
+        store = self.hold(capacity_for(1))
+        reading = self.paused_call(store, "select")
         missed(store, [1], timeout=0.1)
-        buffer.abort()
-        reading.end()
-        assert not unlike(put, taken(store, [1, 2, 3]))
+        reading.end.abort()
+        reading.call.end()
+        assert not unlike(reading.put, taken(store, [1, 2, 3]))
         inserted(store, sized([4]))
 
     @law("LOOKUP-7")

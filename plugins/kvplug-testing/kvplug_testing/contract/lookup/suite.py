@@ -1,4 +1,4 @@
-"""What the tests of lookup buffers share: stores, ends that reach them, and calls that must end."""
+"""The base of the lookup suite: stores, ends that reach them, and calls that must end."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, ClassVar
 
+import attrs
 import pytest
 
 from kvplug.config import check_options
@@ -18,8 +19,8 @@ from kvplug.transport.spec import Kind
 from kvplug_testing import peers, waits
 from kvplug_testing.contract import base
 from kvplug_testing.contract.base import Contract
-from kvplug_testing.contract.lookup.entries import Put
-from kvplug_testing.contract.lookup.gate import Gate
+from kvplug_testing.contract.lookup.entries import Put, sized
+from kvplug_testing.contract.lookup.pausable_pipe import PausablePipe
 from kvplug_testing.contract.suite_ref import suite_from_ref
 from kvplug_testing.waits import Call
 
@@ -30,21 +31,32 @@ at_both_ends = pytest.mark.parametrize("end", ["holding", "reaching"])
 """The law is the same at the end that holds the entries and at one that reaches it."""
 
 
+@attrs.frozen
+class PausedCall:
+    """A call of a remote end that is paused in the middle of an entry."""
+
+    end: LookupBuffer
+    data_pipe: PausablePipe
+    put: Put
+    entry_id: int
+    call: Call
+
+
 class LookupSuite(Contract):
     """What is judged, and how its ends are made. The class attributes are an author's to set."""
 
     kind: ClassVar[Kind] = Kind.LOOKUP_BUFFER
     pipes: ClassVar[str] = "memory"
     """The pipe transport over which reaching ends of this process are connected."""
-    far_pipes: ClassVar[str] = "cpu"
+    remote_pipes: ClassVar[str] = "cpu"
     """The pipe transport for reaching ends in other processes. Where it is not installed, their tests are
     skipped."""
     data_pipe_options: ClassVar[Mapping[str, Any]] = MappingProxyType({"max_in_flight_bytes": 2048})
-    """Options of the pipes that carry the entries: narrow, so that an entry stops in the middle when nobody
-    receives."""
+    """Options of the pipes that carry the entries: narrow, so that an entry stops in the middle without a
+    receiver."""
     passes: ClassVar[int] = 1
-    """How many messages of an entry pass on the data pipe before it is held up in the middle. 0 where an
-    entry is a single message."""
+    """How many messages of an entry pass on the data pipe before a pause in its middle. 0 if an entry is a
+    single message."""
     timeout_s: ClassVar[float] = 20.0
     """The context's ``timeout_s``: what counts where a call says nothing."""
 
@@ -69,17 +81,17 @@ class LookupSuite(Contract):
 
     def reach(self, store: LookupStore, **given: Any) -> LookupBuffer:
         """An end of this process that reaches it, aborted when the test is over."""
-        return self.reach_gated(store, **given)[0]
+        return self.reach_pausable(store, **given)[0]
 
-    def reach_gated(self, store: LookupStore, **given: Any) -> tuple[LookupBuffer, Gate]:
-        """The same, and the gate in its data pipe."""
+    def reach_pausable(self, store: LookupStore, **given: Any) -> tuple[LookupBuffer, PausablePipe]:
+        """The same, and its data pipe, which can be paused."""
         our_signal, their_signal = self.pipe_pair()
         our_data, their_data = self.pipe_pair(**self.data_pipe_options)
         store.attach(their_signal, their_data)
-        gate = Gate(our_data)
-        end = self.endpoint(**given).reach(our_signal, gate)
+        data_pipe = PausablePipe(our_data)
+        end = self.endpoint(**given).reach(our_signal, data_pipe)
         self.later(end.abort)
-        return end, gate
+        return end, data_pipe
 
     def ends(
         self, end: str, buffer_size: int = 64 << 20, *, as_cache: bool = False
@@ -89,7 +101,7 @@ class LookupSuite(Contract):
         return store, store if end == "holding" else self.reach(store)
 
     def pipe_pair(self, **options: Any) -> tuple[Pipe, Pipe]:
-        """Two connected pipes of this process. Whoever is handed them closes them."""
+        """Two connected pipes of this process. The caller closes them."""
         end = pipe_endpoint(self.pipes, self.timeout_s, options)
         listener = end.listen()
         try:
@@ -102,28 +114,40 @@ class LookupSuite(Contract):
             listener.close()
         return connected, accepted
 
-    def hold_up(self, gate: Gate, call: Callable[[], Any]) -> Call:
-        """Make a call that receives an entry, and stop it in the middle."""
-        gate.shut(self.passes)
+    def pause_in_entry(self, data_pipe: PausablePipe, call: Callable[[], Any]) -> Call:
+        """Start a call that receives an entry, and pause it in the middle."""
+        data_pipe.pause_after(self.passes)
         held_up = Call(call)
-        assert gate.holds(waits.patience_s), (
+        assert data_pipe.wait_until_paused(waits.patience_s), (
             "the second tensor of an entry is not received over the data pipe that was given"
             f" (passes = {self.passes}); the call ended with {held_up.error!r}"
         )
         return held_up
+
+    def paused_call(self, store: LookupStore, verb: str, timeout: float | None = None) -> PausedCall:
+        """Insert an entry, and pause a remote end's ``select`` or ``drop_select`` in the middle of it.
+
+        ``timeout=None`` is :data:`waits.patience_s`.
+        """
+        end, data_pipe = self.reach_pausable(store)
+        put = sized([1, 2, 3], layers=8)
+        entry_id = inserted(store, put)
+        within = waits.patience_s if timeout is None else timeout
+        call = self.pause_in_entry(data_pipe, lambda: getattr(end, verb)([1, 2, 3], timeout=within))
+        return PausedCall(end, data_pipe, put, entry_id, call)
 
     # -- ends in other processes ---------------------------------------------------------------
 
     @property
     def other_processes(self) -> str:
         reason = super().other_processes
-        if not reason and not base._registry().owners(Kind.PIPE, self.far_pipes):
-            return f"the pipe {self.far_pipes!r}, which reaches other processes, is not installed (far_pipes)"
+        if not reason and not base._registry().owners(Kind.PIPE, self.remote_pipes):
+            return f"the pipe {self.remote_pipes!r} to other processes is not installed (remote_pipes)"
         return reason
 
-    def far_listener(self, make: Callable[[str], peers.Peer]) -> tuple[peers.Peer, Pipe, Pipe]:
+    def remote_listener(self, make: Callable[[str], peers.Peer]) -> tuple[peers.Peer, Pipe, Pipe]:
         """Another process, made by ``make(contact)``, and the two pipes to it."""
-        listener = pipe_endpoint(self.far_pipes, self.timeout_s, self.data_pipe_options).listen()
+        listener = pipe_endpoint(self.remote_pipes, self.timeout_s, self.data_pipe_options).listen()
         self.later(listener.close)
         peer = make(listener.contact)
         pipes = [listener.accept(timeout=waits.patience_s) for _ in range(2)]
@@ -131,24 +155,24 @@ class LookupSuite(Contract):
             self.later(pipe.abort)
         return peer, pipes[0], pipes[1]
 
-    def far_reach(self, store: LookupStore, what: Callable[..., Any], *args: Any) -> peers.Peer:
-        """Another process that reaches the store, and runs ``what(parent, end, gate, *args)``.
+    def remote_reach(self, store: LookupStore, what: Callable[..., Any], *args: Any) -> peers.Peer:
+        """Another process that reaches the store, and runs ``what(parent, end, data_pipe, *args)``.
 
         ``what`` is a function of an importable module's top level.
         """
         where = f"{what.__module__}:{what.__qualname__}"
-        peer, signal, data = self.far_listener(
+        peer, signal, data = self.remote_listener(
             lambda contact: self.start_forked(
-                f"{__name__}:reach_from_afar", self.recipe(), contact, where, list(args)
+                f"{__name__}:run_remote_reach", self.suite_ref(), contact, where, list(args)
             )
         )
         store.attach(signal, data)
         return peer
 
-    def far_store(self) -> tuple[peers.Peer, LookupBuffer]:
+    def remote_store(self) -> tuple[peers.Peer, LookupBuffer]:
         """A store in another process that holds a well-known entry, and an end here that reaches it."""
-        peer, signal, data = self.far_listener(
-            lambda contact: self.start_forked(f"{__name__}:hold_far_away", self.recipe(), contact)
+        peer, signal, data = self.remote_listener(
+            lambda contact: self.start_forked(f"{__name__}:run_remote_store", self.suite_ref(), contact)
         )
         end = self.endpoint().reach(signal, data)
         self.later(end.abort)
@@ -159,8 +183,8 @@ class LookupSuite(Contract):
         import torch  # noqa: F401
 
         if not self.other_processes:
-            far_pipes: Any = base._registry().get(Kind.PIPE, self.far_pipes)
-            far_pipes.load_factory()
+            remote_pipes: Any = base._registry().get(Kind.PIPE, self.remote_pipes)
+            remote_pipes.load_factory()
         super().import_all()
 
     def warm_up(self) -> None:
@@ -178,25 +202,25 @@ def pipe_endpoint(name: str, timeout_s: float, options: Mapping[str, Any]) -> Pi
     return spec.load_factory()(context)  # type: ignore[no-any-return]
 
 
-def reach_from_afar(
-    parent: peers.Parent, recipe: dict[str, Any], contact: str, where: str, args: list[Any]
+def run_remote_reach(
+    parent: peers.Parent, suite_ref: dict[str, Any], contact: str, where: str, args: list[Any]
 ) -> Any:
     """In another process: reach the store, and run the function."""
     import importlib
 
     module, _, name = where.rpartition(":")
     what = getattr(importlib.import_module(module), name)
-    suite = suite_from_ref(recipe)
-    pipes = pipe_endpoint(suite.far_pipes, suite.timeout_s, suite.data_pipe_options)
+    suite = suite_from_ref(suite_ref)
+    pipes = pipe_endpoint(suite.remote_pipes, suite.timeout_s, suite.data_pipe_options)
     signal = pipes.connect(contact)
-    gate = Gate(pipes.connect(contact))
-    return what(parent, suite.endpoint().reach(signal, gate), gate, *args)
+    data_pipe = PausablePipe(pipes.connect(contact))
+    return what(parent, suite.endpoint().reach(signal, data_pipe), data_pipe, *args)
 
 
-def hold_far_away(parent: peers.Parent, recipe: dict[str, Any], contact: str) -> None:
+def run_remote_store(parent: peers.Parent, suite_ref: dict[str, Any], contact: str) -> None:
     """In another process: a store with one entry, until the parent says that it is enough."""
-    suite = suite_from_ref(recipe)
-    pipes = pipe_endpoint(suite.far_pipes, suite.timeout_s, suite.data_pipe_options)
+    suite = suite_from_ref(suite_ref)
+    pipes = pipe_endpoint(suite.remote_pipes, suite.timeout_s, suite.data_pipe_options)
     signal, data = pipes.connect(contact), pipes.connect(contact)
     store = suite.endpoint().hold()
     put = known_entry()

@@ -1,4 +1,4 @@
-"""``drop_select`` (law LOOKUP-4): one caller gets the entry, or it is back; and it waits."""
+"""``drop_select`` (law LOOKUP-4): one caller gets the entry, or it is available again; and it waits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvplug.errors import EntryGoneError, KvplugError, TimeoutError
 from kvplug.transport.lookup import LookupBuffer
 from kvplug_testing import waits
 from kvplug_testing.contract.base import law
-from kvplug_testing.contract.lookup.entries import entry, room_for, sized, unlike
+from kvplug_testing.contract.lookup.entries import capacity_for, entry, sized, unlike
 from kvplug_testing.contract.lookup.suite import (
     SOON_S,
     LookupSuite,
@@ -78,7 +78,7 @@ class Taking(LookupSuite):
     @law("LOOKUP-4")
     @at_both_ends
     def test_all_kinds_of_those_who_wait_are_woken_by_what_they_wait_for(self, end: str) -> None:
-        store, buffer = self.ends(end, room_for(1))
+        store, buffer = self.ends(end, capacity_for(1))
         within = waits.patience_s
         full = sized([8], extra=b"full")
         inserted(store, full)
@@ -105,7 +105,7 @@ class Taking(LookupSuite):
     @law("LOOKUP-4")
     @at_both_ends
     def test_no_wake_up_is_lost_where_room_and_entries_are_waited_for(self, end: str) -> None:
-        store, buffer = self.ends(end, room_for(1))
+        store, buffer = self.ends(end, capacity_for(1))
         within = waits.patience_s
         takers = [Call(lambda: buffer.drop_select([1], timeout=within)) for _ in range(8)]
         putters = [Call(lambda: inserted(store, sized([1, 2]))) for _ in range(8)]
@@ -123,7 +123,7 @@ class Taking(LookupSuite):
         got = [entry_id for call in racing for entry_id in call.result(60)]
         twice = sorted({entry_id for entry_id in got if got.count(entry_id) > 1})
         assert not twice, f"the entries {twice} were handed to more than one caller"
-        assert sorted(got) == put, f"the entries {sorted({*put} - {*got})} were handed to nobody"
+        assert sorted(got) == put, f"the entries {sorted({*put} - {*got})} were not handed to any caller"
 
     # -- callers that give up --------------------------------------------------------------------
 
@@ -142,36 +142,33 @@ class Taking(LookupSuite):
 
     @law("LOOKUP-4", "ALL-4", "ALL-5")
     def test_the_entry_of_a_caller_whose_time_is_up_in_the_middle_is_back(self) -> None:
-        store = self.hold(room_for(1))
-        buffer, gate = self.reach_gated(store)
-        put = sized([1, 2, 3], layers=8)
-        entry_id = inserted(store, put)
-        taking = self.hold_up(gate, lambda: buffer.drop_select([1, 2, 3], timeout=SOON_S))
-        taking.raised(TimeoutError)
-        gate.open()
+        store = self.hold(capacity_for(1))
+        taking = self.paused_call(store, "drop_select", SOON_S)
+        taking.call.raised(TimeoutError)
+        taking.data_pipe.resume()
         got = taken(store, [1, 2, 3])
-        assert got.header.entry_id == entry_id, "it is another entry now"
-        assert not unlike(put, got)
+        assert got.header.entry_id == taking.entry_id, "it is another entry now"
+        assert not unlike(taking.put, got)
         again = sized([4])
         inserted(store, again)  # the bytes are given back
-        assert not unlike(again, taken(buffer, [4]))
+        assert not unlike(again, taken(taking.end, [4]))
 
     @law("LOOKUP-4", "ALL-5")
     @pytest.mark.parametrize("how", ["abort", "its data pipe breaks", "its signal pipe breaks"])
     def test_the_entry_of_a_caller_that_is_gone_in_the_middle_is_back(self, how: str) -> None:
-        store = self.hold(room_for(1))
+        store = self.hold(capacity_for(1))
         our_signal, their_signal = self.pipe_pair()
         our_data, their_data = self.pipe_pair(**self.data_pipe_options)
         store.attach(their_signal, their_data)
-        from kvplug_testing.contract.lookup.gate import Gate
+        from kvplug_testing.contract.lookup.pausable_pipe import PausablePipe
 
-        gate = Gate(our_data)
-        buffer = self.endpoint().reach(our_signal, gate)
+        data_pipe = PausablePipe(our_data)
+        buffer = self.endpoint().reach(our_signal, data_pipe)
         self.later(buffer.abort)
         put = sized([1, 2, 3], layers=8)
         entry_id = inserted(store, put)
         within = waits.patience_s
-        taking = self.hold_up(gate, lambda: buffer.drop_select([1, 2, 3], timeout=within))
+        taking = self.pause_in_entry(data_pipe, lambda: buffer.drop_select([1, 2, 3], timeout=within))
         assert matched(store, [1, 2, 3]) == 0, "it is being handed over, and others find it"
         end_it = {
             "abort": buffer.abort,
@@ -179,7 +176,7 @@ class Taking(LookupSuite):
             "its signal pipe breaks": our_signal.abort,
         }
         end_it[how]()
-        gate.open()
+        data_pipe.resume()
         taking.raised(KvplugError)
         got = taken(store, [1, 2])
         assert got.header.entry_id == entry_id, "it is another entry now"

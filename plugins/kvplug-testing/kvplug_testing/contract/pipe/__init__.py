@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from kvplug_testing.contract.pipe.across import Across
 from kvplug_testing.contract.pipe.backpressure import Backpressure
 from kvplug_testing.contract.pipe.blocks import BlockMessages
+from kvplug_testing.contract.pipe.connecting import Connecting
 from kvplug_testing.contract.pipe.deadlines import Deadlines
+from kvplug_testing.contract.pipe.endings import Endings
 from kvplug_testing.contract.pipe.endpoints import Endpoints
-from kvplug_testing.contract.pipe.ends import Ends
 from kvplug_testing.contract.pipe.forks import Forks
 from kvplug_testing.contract.pipe.leaks import Leaks
-from kvplug_testing.contract.pipe.meetings import Meetings
 from kvplug_testing.contract.pipe.order import Order
 from kvplug_testing.contract.pipe.peer_death import PeerDeath
+from kvplug_testing.contract.pipe.processes import Processes
 from kvplug_testing.contract.pipe.recv_into import RecvInto
 from kvplug_testing.contract.pipe.sigstop import SigStop
 from kvplug_testing.contract.pipe.tensors import Tensors
@@ -29,12 +29,12 @@ class PipeContract(
     Transfers,
     Deadlines,
     Threads,
-    Ends,
+    Endings,
     Endpoints,
-    Across,
+    Processes,
     PeerDeath,
     SigStop,
-    Meetings,
+    Connecting,
     Forks,
     Leaks,
 ):

@@ -1,4 +1,4 @@
-"""Back pressure (laws PIPE-2 and PIPE-3): what is accepted with nobody receiving, and what happens then."""
+"""Back pressure (laws PIPE-2 and PIPE-3): how much is accepted without a receiver, and what happens then."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from kvplug_testing.contract.pipe.suite import LIMIT, MIB, PipeSuite, fill, rece
 from kvplug_testing.waits import Call, raises
 
 _MOST_EMPTY = 100_000
-"""Messages without content that fit into 64 KiB by nobody's count."""
+"""More messages without content than fit into 64 KiB, however they are counted."""
 
 
 class Backpressure(PipeSuite):
-    """Pairs that may have little unsent, and nobody receives."""
+    """Pairs with a low limit of unsent bytes, without a receiver."""
 
     @law("PIPE-3", "PIPE-2", needs="a_limit")
     @pytest.mark.parametrize("nbytes", [2000, 100_000, MIB, 3 * MIB])
@@ -29,7 +29,7 @@ class Backpressure(PipeSuite):
         accepted = len(transfers) * nbytes
         bound = LIMIT + nbytes + self.beyond_limit_bytes
         said = f"{LIMIT} may be unsent, {nbytes} are one message, {self.beyond_limit_bytes} lie beyond"
-        assert accepted <= bound, f"{accepted} bytes were accepted with nobody receiving: {said}"
+        assert accepted <= bound, f"{accepted} bytes were accepted without a receiver: {said}"
         assert transfers, "not even one message was accepted"
         for number, transfer in enumerate(transfers):
             _check_filled(received(other), number % 251, nbytes)
@@ -59,7 +59,7 @@ class Backpressure(PipeSuite):
             return _MOST_EMPTY
 
         count = Call(pile).result(50.0)
-        assert count < _MOST_EMPTY, f"{count:,} were accepted, and nobody has received any"
+        assert count < _MOST_EMPTY, f"{count:,} were accepted, and none has been received"
 
     @law("PIPE-2", needs="a_limit")
     def test_a_message_larger_than_the_limit_passes_alone(self) -> None:

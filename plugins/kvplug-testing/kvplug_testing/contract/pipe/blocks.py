@@ -192,7 +192,7 @@ class BlockMessages(PipeSuite):
         import torch
 
         num_blocks = 3_000  # 18 MB: more than any ring or socket holds
-        pipe, child = self.far(send_and_wait, num_blocks)
+        pipe, child = self.remote_pipe(send_and_wait, num_blocks)
         cache = torch.zeros(num_blocks + 5, 1500, dtype=torch.int32)
         here = [num_blocks + 4 - block_id for block_id in range(num_blocks)]
         receive_rows(pipe, cache, here)
@@ -205,7 +205,7 @@ class BlockMessages(PipeSuite):
     def test_a_peer_that_is_killed_while_it_sends_blocks_is_told_and_no_message_comes(self) -> None:
         import torch
 
-        pipe, child = self.far(send_and_wait, 20_000)  # 120 MB, which nobody reads at first
+        pipe, child = self.remote_pipe(send_and_wait, 20_000)  # 120 MB, which are not received at first
         child.kill()
         cache = torch.zeros(20_000, 1500, dtype=torch.int32)
         within = waits.patience_s

@@ -1,4 +1,4 @@
-"""The content of messages: tensors of random bits, and what is not as it was."""
+"""The content of messages: tensors of random bits, and differences between two messages."""
 
 from __future__ import annotations
 

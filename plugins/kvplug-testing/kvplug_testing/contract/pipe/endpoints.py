@@ -29,7 +29,7 @@ _GARBAGE = {
     "a megabyte": "x" * MIB,
 }
 _REFUSALS = (WireError, PeerGoneError, AuthenticationError, TransportError)
-"""What a contact that was damaged may end in: it may still read as one, and name somebody else."""
+"""Errors of a damaged contact: it may still be valid, and name another listener."""
 
 
 class Endpoints(PipeSuite):
@@ -111,12 +111,12 @@ class Endpoints(PipeSuite):
     @law("END-1", needs="proof")
     def test_who_cannot_prove_itself_is_refused_and_the_next_is_not(self) -> None:
         credentials = [Credentials(Secret(letter * 32)) for letter in "ab"]
-        ours, theirs, nobody = (
+        ours, theirs, unset = (
             self.make_endpoint(attrs.evolve(self.context(), credentials=each))
             for each in (*credentials, Credentials())
         )
         listener = self.listen(ours)
-        for end in (theirs, nobody):
+        for end in (theirs, unset):
             raises(
                 AuthenticationError,
                 lambda end=end: end.connect(listener.contact, timeout=waits.patience_s),  # type: ignore[misc]
@@ -196,7 +196,7 @@ class Endpoints(PipeSuite):
     def _meet(
         self, count: int, listener: PipeListener | None = None
     ) -> tuple[PipeListener, list[tuple[Pipe, Pipe]]]:
-        """Pairs that have connected at once: whoever connected, and its other end."""
+        """Pairs that have connected at once: the connecting end, and its other end."""
         end = self.endpoint()
         listener = self.listen(end) if listener is None else listener
         contact = listener.contact
@@ -210,7 +210,7 @@ class Endpoints(PipeSuite):
         for number, pipe in by_number.items():
             sent(pipe, tensor_of("int8", (number,)))
         for number, pipe in enumerate(connected):
-            assert received(pipe).numel() == number, "an answer came to another one than who had asked"
+            assert received(pipe).numel() == number, "an answer came to another pipe than the one that asked"
         return listener, [(pipe, by_number[number]) for number, pipe in enumerate(connected)]
 
     def _accepted(self, listener: PipeListener) -> Pipe:
@@ -238,4 +238,4 @@ def _go(one: Pipe, other: Pipe, count: int) -> None:
         message = tensor_of("uint8", (number % 50 * 1000,), seed=number)
         one.send_tensor(message, timeout=waits.patience_s)
         lost = difference(message, other.recv_tensor(timeout=waits.patience_s))
-        assert not lost, f"message {number} of a pair that nobody has ended: {lost}"
+        assert not lost, f"message {number} of a pair that was not ended: {lost}"

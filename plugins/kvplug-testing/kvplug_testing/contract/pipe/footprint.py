@@ -25,7 +25,7 @@ MOST_KEPT_OBJECTS = 100
 class Footprint:
     """Of one process, at one moment."""
 
-    belongings: Resources
+    resources: Resources
     resident_bytes: int
     objects: int
     """Objects that Python's collector knows. A pipe that is kept is dozens of them. 0 under a tracer, such as
@@ -44,17 +44,17 @@ class Footprint:
         return cls(Resources.of(), _resident(), 0 if is_traced else len(gc.get_objects()))
 
     def plain(self) -> dict[str, Any]:
-        """As plain values, without what belongs to nobody else."""
-        held = attrs.asdict(self.belongings)
+        """As plain values, without what only this process can see."""
+        held = attrs.asdict(self.resources)
         return {
-            "belongings": {name: sorted(value) for name, value in held.items()},
+            "resources": {name: sorted(value) for name, value in held.items()},
             "resident_bytes": self.resident_bytes,
             "objects": self.objects,
         }
 
     @classmethod
     def from_plain(cls, plain: dict[str, Any]) -> Self:
-        held = {name: frozenset(value) for name, value in plain["belongings"].items()}
+        held = {name: frozenset(value) for name, value in plain["resources"].items()}
         return cls(Resources(**held), plain["resident_bytes"], plain["objects"])
 
     def growth(self, before: Footprint, rounds: int, nbytes: int) -> str:
@@ -65,7 +65,7 @@ class Footprint:
         objects, it may have one more for every fourth round. What they keep does not grow with the rounds
         for ever: of many rounds :data:`MOST_KEPT_BYTES` and :data:`MOST_KEPT_OBJECTS` are the bound.
         """
-        words = [self.belongings.beyond(before.belongings)]
+        words = [self.resources.beyond(before.resources)]
         grown = self.resident_bytes - before.resident_bytes
         if grown > min(rounds * nbytes // 2, MOST_KEPT_BYTES):
             words.append(f"{grown:,} bytes of memory more after {rounds} rounds with {nbytes:,} bytes each")

@@ -195,7 +195,7 @@ class Forks(PipeSuite):
 
     @law("ALL-6", "ALL-2", needs="other_and_forked_processes")
     def test_a_forked_child_of_the_peer_neither_ends_the_pipe_nor_keeps_it_open(self) -> None:
-        pipe, child = self.far(remote.fork_and_echo)
+        pipe, child = self.remote_pipe(remote.fork_and_echo)
         grandchild = child.recv()
         self.later(lambda: os.kill(grandchild, signal.SIGKILL))
         pipe.send_tensor(remote.content(1, 1000))

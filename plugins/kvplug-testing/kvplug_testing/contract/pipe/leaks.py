@@ -1,4 +1,4 @@
-"""Peers come and go, messages come and go, and nothing of them is left (law ALL-7).
+"""Peers and messages come and go, and no resource of them is left (law ALL-7).
 
 Measured in this process and in the other one, which lives on: descriptors, threads, children, names of
 sockets and of shared memory must be the same after the rounds as before them, to the last one. Of memory,
@@ -60,7 +60,7 @@ class Leaks(PipeSuite):
         The pipe is open all the while: a thread that it starts once, when a message first has to wait, is
         its own until it is closed.
         """
-        pipe, child = self.far(remote.echo_and_look)
+        pipe, child = self.remote_pipe(remote.echo_and_look)
 
         def one(number: int) -> None:
             child.send("echo")
@@ -81,7 +81,7 @@ class Leaks(PipeSuite):
                     child.kill()
                     raises(PeerGoneError, partial(pipe.recv_tensor, timeout=waits.patience_s))
                 if number % 4 == 1:
-                    child.kill()  # and nobody looks
+                    child.kill()  # without a wait for it
                 if number % 2:
                     pipe.abort()
                 else:
@@ -91,7 +91,7 @@ class Leaks(PipeSuite):
         _repeat(one, rounds, None)
 
     def _connect_again_and_again(self, rounds: int) -> None:
-        contact, child = self.far_listener(remote.accept_without_end)
+        contact, child = self.remote_listener(remote.accept_without_end)
         end = self.endpoint()
 
         def one(number: int) -> None:

@@ -30,7 +30,7 @@ ENDS = ["is killed", "is killed and not reaped", "exits"]
 
 
 def end(child: peers.Peer, how: str) -> None:
-    """A process ends without a word to anybody. It is in :func:`remote.leave`."""
+    """A process ends without closing anything. It is in :func:`remote.leave`."""
     if how == "is killed":
         child.kill()
     elif how == "is killed and not reaped":
@@ -84,7 +84,7 @@ class PeerDeath(PipeSuite):
     @law("ALL-2", needs="other_processes")
     @pytest.mark.parametrize("how", ENDS)
     def test_a_blocked_receive_wakes_when_the_peer_ends(self, how: str) -> None:
-        pipe, child = self.far(remote.leave)
+        pipe, child = self.remote_pipe(remote.leave)
         child.recv()
         receiving = Call(partial(pipe.recv_tensor, timeout=None))
         assert receiving.is_blocked(0.1)
@@ -96,14 +96,14 @@ class PeerDeath(PipeSuite):
     @law("ALL-2", needs="other_processes")
     @pytest.mark.parametrize("how", ENDS)
     def test_the_next_calls_raise_when_the_peer_ends_while_nobody_calls(self, how: str) -> None:
-        pipe, child = self.far(remote.leave)
+        pipe, child = self.remote_pipe(remote.leave)
         child.recv()
         end(child, how)
         assert_gone(pipe)
 
     @law("ALL-2", "ALL-5", needs="other_processes")
     def test_a_blocked_send_wakes_and_every_transfer_ends_when_the_peer_is_killed(self) -> None:
-        pipe, child = self.far(remote.wait, **self.limited())
+        pipe, child = self.remote_pipe(remote.wait, **self.limited())
         child.recv()
         transfers = fill(pipe) if self.limit_option else []
         sending = Call(lambda: _send_until_gone(pipe, transfers))
@@ -115,7 +115,7 @@ class PeerDeath(PipeSuite):
     @law("ALL-5", needs="other_processes")
     @pytest.mark.parametrize("nbytes", [100, MIB, 24 * MIB])
     def test_every_transfer_ends_when_the_peer_is_killed_and_whoever_waits_is_told(self, nbytes: int) -> None:
-        pipe, child = self.far(remote.wait)
+        pipe, child = self.remote_pipe(remote.wait)
         child.recv()
         transfers = [pipe.send_tensor(remote.content(n, nbytes)) for n in range(2)]
         called: list[Transfer] = []
@@ -126,12 +126,14 @@ class PeerDeath(PipeSuite):
         assert_ended(transfers)
         for call, transfer in zip(waiting, transfers, strict=True):
             call.end()
-            assert call.error is transfer.error(), f"{transfer} ended, and whoever waited got {call.error!r}"
+            assert call.error is transfer.error(), (
+                f"{transfer} ended, and the waiting call got {call.error!r}"
+            )
         until(lambda: len(called) == len(transfers), what="the callback of each transfer")
 
     @law("ALL-2", "ALL-5", needs="other_processes")
     def test_a_close_that_is_still_sending_ends_when_the_peer_is_killed(self) -> None:
-        pipe, child = self.far(remote.wait)
+        pipe, child = self.remote_pipe(remote.wait)
         child.recv()
         transfer = pipe.send_tensor(remote.content(1, 40 * MIB))
         closing = Call(partial(pipe.close, timeout=10 * waits.patience_s))
@@ -166,9 +168,9 @@ class PeerDeath(PipeSuite):
         for round_ in range(rounds):
             count.write_bytes(bytes(8))
             singly = round_ % 8 >= 4
-            pipe, child = self.far(remote.send_without_end, nbytes, str(count), singly)
+            pipe, child = self.remote_pipe(remote.send_without_end, nbytes, str(count), singly)
             child.recv()
-            if round_ % 2:  # nobody receives: the peer is stuck in the middle of something
+            if round_ % 2:  # no receiver: the peer is blocked in the middle of a message
                 until(partial(_number_in, count), what="the first message of a peer")
                 time.sleep(chance.uniform(0, 0.03))
                 child.kill()
@@ -188,7 +190,7 @@ class PeerDeath(PipeSuite):
     @pytest.mark.parametrize("count", [1, 20])
     def test_whole_messages_of_a_peer_that_was_killed_come_first_or_not_at_all(self, count: int) -> None:
         sizes = [1000 + n for n in range(count)]
-        pipe, child = self.far(remote.send, sizes)
+        pipe, child = self.remote_pipe(remote.send, sizes)
         assert [child.recv(), child.recv()] == ["queued", "sent"]
         child.kill()
         came = receive_until_gone(pipe, lambda number: sizes[min(number, count - 1)])
@@ -198,7 +200,7 @@ class PeerDeath(PipeSuite):
     @law("ALL-2", needs="both_ways_and_other_processes")
     @pytest.mark.parametrize("round_", range(3))
     def test_a_peer_killed_under_load_both_ways_ends_both_directions(self, round_: int) -> None:
-        pipe, child = self.far(remote.both_ways, 1_000_000, 100_000, **self.limited())
+        pipe, child = self.remote_pipe(remote.both_ways, 1_000_000, 100_000, **self.limited())
         transfers: list[Transfer] = []
         sending = Call(lambda: _send_until_gone(pipe, transfers))
         receiving = Call(lambda: receive_until_gone(pipe, lambda number: remote.size_of(number, 100_000)))
@@ -210,7 +212,7 @@ class PeerDeath(PipeSuite):
 
     @law("ALL-2", needs="other_and_forked_processes")
     def test_a_child_of_the_dead_peer_that_still_holds_its_descriptors_does_not_hide_its_death(self) -> None:
-        pipe, child = self.far(remote.leave_a_child, **self.limited())
+        pipe, child = self.remote_pipe(remote.leave_a_child, **self.limited())
         grandchild = child.recv()
         self.later(lambda: os.kill(grandchild, signal.SIGKILL))
         transfers = fill(pipe) if self.limit_option else []

@@ -1,6 +1,6 @@
-"""What other processes do in the tests of pipes: each function takes ``(parent, pipe, ...)``, or a listener.
+"""The functions of other processes in the tests of pipes: each takes ``(parent, pipe, ...)``, or a listener.
 
-They run in a child; :meth:`kvplug_testing.contract.pipe.suite.PipeSuite.far` says how.
+They run in a child; :meth:`kvplug_testing.contract.pipe.suite.PipeSuite.remote_pipe` says how.
 """
 
 from __future__ import annotations
@@ -187,7 +187,7 @@ def hello(parent: Parent, pipe: Pipe, number: int) -> None:
 
 
 def accept_one(parent: Parent, listener: PipeListener) -> int:
-    """Echo to the first who comes."""
+    """Echo to the first peer that connects."""
     with listener.accept(timeout=None) as pipe:
         return echo(parent, pipe)
 

@@ -27,7 +27,7 @@ class SigStop(PipeSuite):
 
     @law("ALL-3", needs="other_processes")
     def test_calls_to_a_stopped_peer_time_out_and_everything_arrives_when_it_goes_on(self) -> None:
-        pipe, child = self.far(remote.echo, heartbeat_timeout_s=HEARTBEAT_S)
+        pipe, child = self.remote_pipe(remote.echo, heartbeat_timeout_s=HEARTBEAT_S)
         pipe.send_tensor(remote.content(0, 1000))
         _receive(pipe, 0, 1000)
         child.stop()
@@ -45,7 +45,7 @@ class SigStop(PipeSuite):
 
     @law("ALL-3", needs="other_processes")
     def test_a_call_that_is_blocked_while_the_peer_is_stopped_goes_on_with_it(self) -> None:
-        pipe, child = self.far(remote.echo, heartbeat_timeout_s=HEARTBEAT_S)
+        pipe, child = self.remote_pipe(remote.echo, heartbeat_timeout_s=HEARTBEAT_S)
         pipe.send_tensor(remote.content(0, 1000))
         _receive(pipe, 0, 1000)
         receiving = Call(partial(pipe.recv_tensor, timeout=None))
@@ -60,7 +60,7 @@ class SigStop(PipeSuite):
     def test_with_the_peer_stopped_no_more_is_taken_than_the_limit_and_nothing_is_lost(
         self, nbytes: int
     ) -> None:
-        pipe, child = self.far(remote.echo, heartbeat_timeout_s=HEARTBEAT_S, **self.limited())
+        pipe, child = self.remote_pipe(remote.echo, heartbeat_timeout_s=HEARTBEAT_S, **self.limited())
         child.stop()
         most = LIMIT + nbytes + self.beyond_limit_bytes
         taken = 0
@@ -88,7 +88,7 @@ class SigStop(PipeSuite):
         self, first_out: bool, second_out: bool
     ) -> None:
         sizes = [1000, LARGE, 2000, 3000]
-        pipe, child = self.far(remote.send, sizes, heartbeat_timeout_s=HEARTBEAT_S)
+        pipe, child = self.remote_pipe(remote.send, sizes, heartbeat_timeout_s=HEARTBEAT_S)
         _receive(pipe, 0, 1000)
         assert child.recv() == "queued"
         child.stop()
@@ -110,7 +110,7 @@ class SigStop(PipeSuite):
     @law("PIPE-6", needs="other_processes")
     def test_a_receive_that_runs_out_of_time_again_and_again_is_not_skipped(self) -> None:
         sizes = [LARGE, 1000, LARGE // 2, 2000]
-        pipe, child = self.far(remote.send, sizes)
+        pipe, child = self.remote_pipe(remote.send, sizes)
         limit = time.monotonic() + waits.patience_s
         number = 0
         while number < len(sizes):
@@ -148,7 +148,7 @@ class SigStop(PipeSuite):
 
     @law("ALL-3", "ALL-4", needs="other_processes")
     def test_connecting_to_a_stopped_listener_ends_in_time_and_succeeds_when_it_goes_on(self) -> None:
-        contact, child = self.far_listener(remote.accept_one)
+        contact, child = self.remote_listener(remote.accept_one)
         child.stop()
         end = self.endpoint()
         connecting = Call(partial(end.connect, contact, timeout=0.5)).end()
@@ -160,7 +160,7 @@ class SigStop(PipeSuite):
         else:
             connecting.raised(TimeoutError)
             child.cont()
-            # The one that gave up may be taken for the first who comes; then the listener's end is over.
+            # The listener may accept the peer that gave up; then its pipe is over.
             within = waits.patience_s
             pipe = Call(partial(end.connect, contact, timeout=within)).end(within + 1).value
             if pipe is None:

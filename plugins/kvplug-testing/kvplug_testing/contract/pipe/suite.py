@@ -1,4 +1,4 @@
-"""What the tests of pipes share: endpoints, connected pairs, clogged pairs, and ends in other processes."""
+"""The base of the pipe suite: endpoints, connected pairs, clogged pairs, and ends in other processes."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ LIMIT = 2 * MIB
 """``max_in_flight_bytes`` of pairs whose room is judged."""
 
 MOST_ACCEPTED = 128 * MIB
-"""A pipe that takes so much, and nobody has received anything, has no bound."""
+"""A pipe that accepts so many bytes without a receiver has no bound."""
 
 CHILD_S = 900.0
 """The life of another process: longer than any test, which has a limit of its own."""
 
-Ends = tuple[Pipe, Pipe]
+PipePair = tuple[Pipe, Pipe]
 
 
 class PipeSuite(Contract):
@@ -51,7 +51,7 @@ class PipeSuite(Contract):
         return self.installed("make_endpoint").load_factory()(context)  # type: ignore[no-any-return]
 
     def silent_contact(self) -> str:
-        """A contact at which somebody takes connections and never answers. Override it where there is one."""
+        """A contact that accepts connections and never answers. Override it if the transport can have one."""
         return ""
 
     # -- ends in this process ------------------------------------------------------------------
@@ -68,11 +68,11 @@ class PipeSuite(Contract):
     def endpoint(self, **options: Any) -> PipeEndpoint:
         return self.make_endpoint(self.context(**options))
 
-    def pair(self, **options: Any) -> Ends:
+    def pair(self, **options: Any) -> PipePair:
         """Two connected pipes of this process, aborted when the test is over."""
         return self.pair_of(self.endpoint(**options))
 
-    def pair_of(self, end: PipeEndpoint) -> Ends:
+    def pair_of(self, end: PipeEndpoint) -> PipePair:
         """The same over an endpoint that is there."""
         listener = end.listen()
         try:
@@ -80,8 +80,8 @@ class PipeSuite(Contract):
         finally:
             listener.close()
 
-    def join(self, end: PipeEndpoint, listener: PipeListener) -> Ends:
-        """The same over a listener that is there, at which nobody else is connecting."""
+    def join(self, end: PipeEndpoint, listener: PipeListener) -> PipePair:
+        """The same over an existing listener, to which nothing else connects."""
         connecting = Call(lambda: end.connect(listener.contact, timeout=waits.patience_s))
         accepted = Call(lambda: listener.accept(timeout=waits.patience_s)).result(waits.patience_s + 1)
         self.later(accepted.abort)
@@ -89,7 +89,7 @@ class PipeSuite(Contract):
         self.later(connected.abort)
         return connected, accepted
 
-    def limited_pair(self, limit: int = LIMIT) -> Ends:
+    def limited_pair(self, limit: int = LIMIT) -> PipePair:
         """A pair that may have ``limit`` bytes unsent."""
         return self.pair(**self.limited(limit))
 
@@ -156,36 +156,42 @@ class PipeSuite(Contract):
         return (
             ""
             if overridden
-            else f"nobody says who takes connections of {self.called} and never answers:"
+            else f"no contact is known that accepts connections of {self.called} and never answers:"
             " override `silent_contact()` to have this judged"
         )
 
     # -- ends in other processes ---------------------------------------------------------------
 
-    def far(self, what: Callable[..., Any], *args: Any, **options: Any) -> tuple[Pipe, peers.Peer]:
+    def remote_pipe(self, what: Callable[..., Any], *args: Any, **options: Any) -> tuple[Pipe, peers.Peer]:
         """A pipe whose other end is in another process, which runs ``what(parent, pipe, *args)``.
 
         ``what`` is a function of an importable module's top level, as in
         :mod:`kvplug_testing.contract.pipe.remote`.
         ``options`` are the transport's, at both ends; ``heartbeat_timeout_s`` is the context's.
         """
-        return self._far(self.start_forked, what, args, options)
+        return self._remote_pipe(self.start_forked, what, args, options)
 
-    def far_spawned(self, what: Callable[..., Any], *args: Any, **options: Any) -> tuple[Pipe, peers.Peer]:
+    def spawned_pipe(self, what: Callable[..., Any], *args: Any, **options: Any) -> tuple[Pipe, peers.Peer]:
         """The same with a fresh interpreter: seconds, where the other takes milliseconds."""
-        return self._far(self.start, what, args, options)
+        return self._remote_pipe(self.start, what, args, options)
 
-    def far_listener(self, what: Callable[..., Any], *args: Any, **options: Any) -> tuple[str, peers.Peer]:
+    def remote_listener(self, what: Callable[..., Any], *args: Any, **options: Any) -> tuple[str, peers.Peer]:
         """The contact of a listener in another process, which runs ``what(parent, listener, *args)``."""
         child = self.start_forked(
-            f"{__name__}:far_listens", self.recipe(), options, _name(what), list(args), timeout_s=CHILD_S
+            f"{__name__}:listening_end", self.suite_ref(), options, _name(what), list(args), timeout_s=CHILD_S
         )
         return child.recv(), child
 
     def connecting(self, contact: str, what: Callable[..., Any], *args: Any, **options: Any) -> peers.Peer:
         """Another process, which connects to ``contact`` and runs ``what(parent, pipe, *args)``."""
         return self.start_forked(
-            f"{__name__}:far_end", self.recipe(), options, contact, _name(what), list(args), timeout_s=CHILD_S
+            f"{__name__}:connecting_end",
+            self.suite_ref(),
+            options,
+            contact,
+            _name(what),
+            list(args),
+            timeout_s=CHILD_S,
         )
 
     def accept(self, listener: PipeListener) -> Pipe:
@@ -195,14 +201,14 @@ class PipeSuite(Contract):
         self.later(pipe.abort)
         return pipe
 
-    def _far(
+    def _remote_pipe(
         self, start: Callable[..., peers.Peer], what: Callable[..., Any], args: Any, options: dict[str, Any]
     ) -> tuple[Pipe, peers.Peer]:
         listener = self.endpoint(**options).listen()
         try:
             child = start(
-                f"{__name__}:far_end",
-                self.recipe(),
+                f"{__name__}:connecting_end",
+                self.suite_ref(),
                 options,
                 listener.contact,
                 _name(what),
@@ -229,19 +235,24 @@ class PipeSuite(Contract):
         torch.ones(1 << 20).add_(1)
 
 
-def far_end(
-    parent: peers.Parent, recipe: dict[str, Any], options: dict[str, Any], contact: str, what: str, args: Any
+def connecting_end(
+    parent: peers.Parent,
+    suite_ref: dict[str, Any],
+    options: dict[str, Any],
+    contact: str,
+    what: str,
+    args: Any,
 ) -> Any:
     """In another process: connect, run the function, and end politely."""
-    with suite_from_ref(recipe).endpoint(**options).connect(contact) as pipe:
+    with suite_from_ref(suite_ref).endpoint(**options).connect(contact) as pipe:
         return _named(what)(parent, pipe, *args)
 
 
-def far_listens(
-    parent: peers.Parent, recipe: dict[str, Any], options: dict[str, Any], what: str, args: Any
+def listening_end(
+    parent: peers.Parent, suite_ref: dict[str, Any], options: dict[str, Any], what: str, args: Any
 ) -> Any:
     """In another process: listen, say where, and run the function."""
-    listener = suite_from_ref(recipe).endpoint(**options).listen()
+    listener = suite_from_ref(suite_ref).endpoint(**options).listen()
     try:
         parent.send(listener.contact)
         return _named(what)(parent, listener, *args)
@@ -288,7 +299,7 @@ def fill(pipe: Pipe, nbytes: int = MIB // 4, timeout: float = 0.2) -> list[Trans
                 transfers.append(pipe.send_tensor(message, timeout=timeout))
             except TimeoutError:
                 return
-        pytest.fail(f"{MOST_ACCEPTED} bytes were taken, and nobody has received anything: there is no bound")
+        pytest.fail(f"{MOST_ACCEPTED} bytes were accepted, and none has been received: there is no bound")
 
     Call(clog).result(waits.patience_s + 10)
     return transfers

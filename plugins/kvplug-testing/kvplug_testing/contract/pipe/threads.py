@@ -1,4 +1,4 @@
-"""Threads: one sends while one receives, and another one is told (law PIPE-7)."""
+"""Threads: one sends while one receives, and a second one is refused (law PIPE-7)."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Threads(PipeSuite):
         )
         for number in range(count):
             got = received(other)
-            assert got is not None, "a message that nobody sent has come"
+            assert got is not None, "a message has come that was not sent"
             assert int(got[0]) == number % 251
         first.result()
         assert not difference(message, received(other)), "the message of the refused sender has come"

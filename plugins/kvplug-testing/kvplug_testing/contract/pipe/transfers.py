@@ -1,4 +1,4 @@
-"""Transfers: how they end (law ALL-5), and whose the tensor's memory is meanwhile (law PIPE-4)."""
+"""Transfers: how they end (law ALL-5), and who may use the tensor's memory until then (law PIPE-4)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Transfers(PipeSuite):
         wanted = source.clone()
         transfer = sent(one, source)
         receiving = None
-        if Call(lambda: transfer.wait(0.2)).end().error is not None:  # not before somebody receives, then
+        if Call(lambda: transfer.wait(0.2)).end().error is not None:  # not before a receive, then
             receiving = Call(lambda: other.recv_tensor(timeout=waits.patience_s))
             transfer.wait(waits.patience_s)
         source.fill_(0xEE)
@@ -119,7 +119,7 @@ class Transfers(PipeSuite):
         transfer.wait(waits.patience_s)
         transfer.add_done_callback(lambda t: calls.append(("after", t, t.done())))
         until(lambda: len(calls) >= 2, what="a callback of a transfer that has ended")
-        sent(one, None)  # whoever would call again has had the time to
+        sent(one, None)  # a second callback would have come by now
         assert received(other) is None
         assert [name for name, *_ in calls] == ["before", "after"], f"calls: {[n for n, *_ in calls]}"
         assert all(given is transfer and done for _, given, done in calls)

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from kvplug_testing.contract.queue.chunks import Chunks
+from kvplug_testing.contract.queue.crash_points import CrashPoints
 from kvplug_testing.contract.queue.endings import Endings
 from kvplug_testing.contract.queue.groups import Groups
 from kvplug_testing.contract.queue.handles import Handles
 from kvplug_testing.contract.queue.large import Large
 from kvplug_testing.contract.queue.messages import Messages
-from kvplug_testing.contract.queue.moments import Moments
 from kvplug_testing.contract.queue.processes import Processes
 from kvplug_testing.contract.queue.waiting import Waiting
 
 
-class MessageQueueContract(Messages, Large, Handles, Chunks, Waiting, Groups, Endings, Processes, Moments):
+class MessageQueueContract(
+    Messages, Large, Handles, Chunks, Waiting, Groups, Endings, Processes, CrashPoints
+):
     """Judges a transport of kind "queue" by the laws ALL and QUEUE.
 
     A test file for an installed transport is this::

@@ -1,4 +1,4 @@
-"""Chunks (law QUEUE-5): written and read in place, given back whatever happens, and not more than allowed."""
+"""Chunks (law QUEUE-5): written and read in place, always released, and no more than allowed."""
 
 from __future__ import annotations
 
@@ -76,11 +76,11 @@ class Chunks(QueueSuite):
         writer, readers = self.queue(2)
         write(writer, b"original")
 
-        def spoil() -> None:
+        def fails() -> None:
             with readers[0].acquire_read(timeout=waits.patience_s) as view:
                 view[:] = b"spoiled!"
 
-        raises(TypeError, spoil)
+        raises(TypeError, fails)
         assert read(readers[1]) == b"original"
 
     @law("QUEUE-5")

@@ -66,13 +66,7 @@ class Endings(QueueSuite):
     def test_a_reader_that_waits_is_woken_when_it_is_closed(self, verb: str, end: str) -> None:
         _, readers = self.queue(2)
         reader = readers[0]
-        calls: dict[str, Callable[[], Any]] = {
-            "dequeue": lambda: reader.dequeue(timeout=None),
-            "acquire_read": lambda: acquire_read(reader, timeout=None),
-            "wait_until_ready": lambda: reader.wait_until_ready(None),
-        }
-        call = Call(calls[verb])
-        assert call.is_blocked()
+        call = _blocked(reader, verb)
         Call(getattr(reader, end)).result()
         call.raised(ClosedError)
 
@@ -81,13 +75,7 @@ class Endings(QueueSuite):
     def test_a_writer_that_waits_is_woken_when_it_is_aborted(self, verb: str) -> None:
         writer, _ = self.queue(2)
         fill(writer)
-        calls: dict[str, Callable[[], Any]] = {
-            "enqueue": lambda: writer.enqueue("x", timeout=None),
-            "acquire_write": lambda: acquire_write(writer, timeout=None),
-            "wait_until_ready": lambda: writer.wait_until_ready(None),
-        }
-        call = Call(calls[verb])
-        assert call.is_blocked()
+        call = _blocked(writer, verb)
         Call(writer.abort).result()
         call.raised(ClosedError)
 
@@ -128,13 +116,7 @@ class Endings(QueueSuite):
     def test_a_reader_that_waits_hears_that_the_writer_has_ended(self, verb: str) -> None:
         writer, readers = self.queue(2)
         reader = readers[1]
-        calls: dict[str, Callable[[], Any]] = {
-            "dequeue": lambda: reader.dequeue(timeout=None),
-            "acquire_read": lambda: acquire_read(reader, timeout=None),
-            "wait_until_ready": lambda: reader.wait_until_ready(None),
-        }
-        call = Call(calls[verb])
-        assert call.is_blocked()
+        call = _blocked(reader, verb)
         Call(writer.abort).result()
         call.raised(PeerGoneError)
 
@@ -261,16 +243,16 @@ class Endings(QueueSuite):
 
     @law("ALL-6", needs="forked_processes")
     def test_in_a_forked_child_everything_is_closed_and_the_parents_goes_on(self) -> None:
-        child = self.start(_forks, self.recipe())
+        child = self.start(_forks, self.suite_ref())
         assert child.result() == {"child": [], "parent": ["after the fork"]}
 
 
-def _forks(parent: peers.Parent, recipe: dict[str, Any]) -> dict[str, Any]:
+def _forks(parent: peers.Parent, suite_ref: dict[str, Any]) -> dict[str, Any]:
     """In a process of its own: make both ends, fork, and use all verbs in the fork's child."""
     import os
     import warnings
 
-    suite = suite_from_ref(recipe)
+    suite = suite_from_ref(suite_ref)
     end = suite.endpoint()
     with end.create() as writer, end.create_from_handle(writer.export_handle(), 0) as reader:
         seen, told = os.pipe()
@@ -316,5 +298,19 @@ def _resident_kib() -> int:
         return next(int(line.split()[1]) for line in file if line.startswith("VmRSS"))
 
 
-def _told_of(whom: str, caplog: pytest.LogCaptureFixture) -> bool:
-    return any(whom in record.getMessage() for record in caplog.records)
+def _blocked(end: MessageQueue, verb: str) -> Call:
+    """A call of this method without a timeout, which waits."""
+    calls: dict[str, Callable[[], Any]] = {
+        "enqueue": lambda: end.enqueue("x", timeout=None),
+        "acquire_write": lambda: acquire_write(end, timeout=None),
+        "dequeue": lambda: end.dequeue(timeout=None),
+        "acquire_read": lambda: acquire_read(end, timeout=None),
+        "wait_until_ready": lambda: end.wait_until_ready(None),
+    }
+    call = Call(calls[verb])
+    assert call.is_blocked()
+    return call
+
+
+def _told_of(name: str, caplog: pytest.LogCaptureFixture) -> bool:
+    return any(name in record.getMessage() for record in caplog.records)

@@ -1,4 +1,4 @@
-"""Attaching (laws QUEUE-1 and ALL-5): who may, with what, and in a process that can open no more."""
+"""Attaching (laws QUEUE-1 and ALL-5): which ranks may, with what, and in a process that can open no more."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ROOMS = 24
 
 
 class Handles(QueueSuite):
-    """Who takes part."""
+    """Which ranks take part."""
 
     @law("QUEUE-1")
     @pytest.mark.parametrize("carrier", list(CARRIERS))
@@ -55,8 +55,8 @@ class Handles(QueueSuite):
 
     def _places(self) -> list[dict[str, Any]]:
         """Context of readers that memory reaches, and of those that only a network does."""
-        far = self.spec is not None and self.spec.capabilities.cross_host
-        return [{}, {"local_reader_ranks": ()}] if far else [{}]
+        remote = self.spec is not None and self.spec.capabilities.cross_host
+        return [{}, {"local_reader_ranks": ()}] if remote else [{}]
 
     @law("QUEUE-1")
     def test_readers_are_named_by_any_ranks(self) -> None:
@@ -75,7 +75,7 @@ class Handles(QueueSuite):
         handle = writer.export_handle()
         for rank in (2, -1):
             error = raises(ConfigError, lambda rank=rank: self.attach(handle, rank))  # type: ignore[misc]
-            assert "0, 1" in str(error), f"it does not say who the readers are: {error}"
+            assert "0, 1" in str(error), f"it does not name the readers: {error}"
 
     @law("QUEUE-1")
     def test_a_rank_attaches_once_also_after_it_has_left(self) -> None:
@@ -102,22 +102,24 @@ class Handles(QueueSuite):
     @law("ALL-5", "ALL-7", needs="other_processes")
     def test_where_no_descriptors_are_left_an_end_is_refused_in_words_and_made_when_there_are(self) -> None:
         writer = self.writer(ROOMS + 2)
-        near = self.reader(writer, ROOMS + 1)
+        local = self.reader(writer, ROOMS + 1)
         sent(writer, "first")
         context = {"n_reader": ROOMS + 2}
         handle = writer.export_handle().as_plain()
-        child = self.start_forked(f"{__name__}:_opens_little", self.recipe(), context, handle, timeout_s=50)
+        child = self.start_forked(
+            f"{__name__}:_opens_little", self.suite_ref(), context, handle, timeout_s=50
+        )
         told = child.result(50)
         assert told == {"attach": "", "create": ""}
         sent(writer, "second")
-        assert [received(near), received(near)] == ["first", "second"], "the others were disturbed"
+        assert [received(local), received(local)] == ["first", "second"], "the others were disturbed"
 
 
 def _opens_little(
-    parent: Parent, recipe: dict[str, Any], context: dict[str, Any], handle: dict[str, Any]
+    parent: Parent, suite_ref: dict[str, Any], context: dict[str, Any], handle: dict[str, Any]
 ) -> dict[str, str]:
     """In a process of its own: make ends with hardly any descriptors left; what was wrong with each."""
-    endpoint = suite_from_ref(recipe).endpoint(**context)
+    endpoint = suite_from_ref(suite_ref).endpoint(**context)
     attached = QueueHandle.from_plain(handle)
     ranks = iter(range(ROOMS + 1))  # one that has failed in the middle may have been used up
 

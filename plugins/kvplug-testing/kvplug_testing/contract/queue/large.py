@@ -100,19 +100,19 @@ class Large(QueueSuite):
         nbytes -= nbytes % 4096
         writer = self.writer(n_reader)
         first, *others = range(n_reader)
-        near = [first, *(others if self.other_processes else ())]
+        local = [first, *(others if self.other_processes else ())]
         calls = [
             Call(lambda reader=reader: digests(None, reader, ROUNDS))  # type: ignore[misc]
-            for reader in (self.reader(writer, rank) for rank in near)
+            for reader in (self.reader(writer, rank) for rank in local)
         ]
-        far = [self.far_reader(writer, rank, digests, ROUNDS) for rank in others if rank not in near]
-        for child in far:
+        remote = [self.remote_reader(writer, rank, digests, ROUNDS) for rank in others if rank not in local]
+        for child in remote:
             child.recv()
         wanted = []
         for step in range(ROUNDS):
             value = layers(nbytes, step)
             wanted.append(digest(value))
             sent(writer, value)
-        for got in [*(call.result(60) for call in calls), *(child.result(60) for child in far)]:
+        for got in [*(call.result(60) for call in calls), *(child.result(60) for child in remote)]:
             fault = wrong(got, wanted)
             assert not fault, f"of {nbytes:,} bytes each, {fault}"

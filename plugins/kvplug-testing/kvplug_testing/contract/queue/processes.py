@@ -1,4 +1,4 @@
-"""What only processes show: ends that are killed or stopped."""
+"""Ends in several processes, which are killed or stopped."""
 
 from __future__ import annotations
 
@@ -88,19 +88,19 @@ class Processes(QueueSuite):
     def test_readers_in_other_processes_get_every_message_in_order(self) -> None:
         count = 2_000
         writer = self.writer(3)
-        near = self.reader(writer, 0)
-        far = [self.far_reader(writer, rank, add_up, count) for rank in (1, 2)]
-        for child in far:
+        local = self.reader(writer, 0)
+        remote = [self.remote_reader(writer, rank, add_up, count) for rank in (1, 2)]
+        for child in remote:
             assert child.recv() == "attached"
-        call = Call(lambda: [near.dequeue(timeout=waits.patience_s) for _ in range(count)])
+        call = Call(lambda: [local.dequeue(timeout=waits.patience_s) for _ in range(count)])
         for number in range(count):
             sent(writer, number)
         assert not wrong(call.result(), range(count))
-        assert [child.result() for child in far] == ["", ""]
+        assert [child.result() for child in remote] == ["", ""]
 
     @law("QUEUE-1", needs="other_processes")
     def test_a_writer_in_another_process_is_heard_from_the_first_message(self) -> None:
-        handle, child = self.far_writer(1, give, CHUNKS)
+        handle, child = self.remote_writer(1, give, CHUNKS)
         child.send("go")
         assert child.recv() == "enqueued"
         reader = self.attach(handle)
@@ -110,23 +110,23 @@ class Processes(QueueSuite):
     @law("QUEUE-1", needs="other_processes")
     def test_a_second_process_of_one_rank_is_refused(self) -> None:
         writer = self.writer(1)
-        child = self.far_reader(writer, 0, sit)
+        child = self.remote_reader(writer, 0, sit)
         child.recv()
         raises(ConfigError, lambda: self.attach(writer.export_handle()))
 
     @law("QUEUE-2", "ALL-2", needs="other_processes")
     def test_a_reader_that_is_killed_is_evicted_by_name_and_the_others_go_on(self) -> None:
         writer = self.writer(3)
-        near = self.reader(writer, 0)
-        victim, other = self.far_reader(writer, 1, sit), self.far_reader(writer, 2, drain, 3 * CHUNKS)
+        local = self.reader(writer, 0)
+        victim, other = self.remote_reader(writer, 1, sit), self.remote_reader(writer, 2, drain, 3 * CHUNKS)
         victim.recv()
         other.recv()
         sent(writer, 0)
-        assert received(near) == 0
+        assert received(local) == 0
         victim.kill()
         for number in range(1, 3 * CHUNKS):
             sent(writer, number)
-            assert received(near) == number
+            assert received(local) == number
         assert other.result() == list(range(3 * CHUNKS))
         dead = writer.readers[1]
         assert dead.gone and dead.died, f"reader rank 1 was killed, and this is known of it: {dead}"
@@ -135,49 +135,49 @@ class Processes(QueueSuite):
     @law("QUEUE-2", needs="other_processes")
     def test_a_writer_blocked_by_a_reader_goes_on_when_that_is_killed(self) -> None:
         writer = self.writer(2)
-        near = self.reader(writer, 0)
-        victim = self.far_reader(writer, 1, sit)
+        local = self.reader(writer, 0)
+        victim = self.remote_reader(writer, 1, sit)
         victim.recv()
         held = fill(writer)
         for _ in range(held):
-            received(near)
+            received(local)
         call = Call(lambda: writer.enqueue("on", timeout=waits.patience_s))
         assert call.is_blocked()
         victim.kill()
         call.result(waits.patience_s + 1)
-        assert received(near) == "on"
+        assert received(local) == "on"
 
     @law("QUEUE-2", needs="other_processes")
     def test_a_reader_that_is_killed_while_it_holds_a_chunk_blocks_nobody(self) -> None:
         writer = self.writer(2)
-        near = self.reader(writer, 0)
-        victim = self.far_reader(writer, 1, sit)
+        local = self.reader(writer, 0)
+        victim = self.remote_reader(writer, 1, sit)
         victim.recv()
         with writer.acquire_write(8, timeout=waits.patience_s) as view:
             view[:] = b"in place"
         victim.send("hold")
         assert victim.recv() == "holding"
         victim.kill()
-        with near.acquire_read(timeout=waits.patience_s) as view:
+        with local.acquire_read(timeout=waits.patience_s) as view:
             assert bytes(view) == b"in place"
         for number in range(3 * CHUNKS):
             sent(writer, number)
-            assert received(near) == number
+            assert received(local) == number
 
     @law("QUEUE-2", needs="other_processes")
     def test_when_the_last_reader_is_killed_the_writer_hears_it(self) -> None:
         writer = self.writer(1)
-        child = self.far_reader(writer, 0, sit)
+        child = self.remote_reader(writer, 0, sit)
         child.recv()
         fill(writer)
-        call = Call(lambda: writer.enqueue("for nobody", timeout=waits.patience_s))
+        call = Call(lambda: writer.enqueue("unread", timeout=waits.patience_s))
         assert call.is_blocked()
         child.kill()
         call.raised(PeerGoneError, waits.patience_s + 1)
 
     @law("ALL-2", "ALL-5", needs="other_processes")
     def test_of_a_writer_that_is_killed_everything_it_had_enqueued_is_received_first(self) -> None:
-        handle, child = self.far_writer(2, give, CHUNKS)
+        handle, child = self.remote_writer(2, give, CHUNKS)
         readers = [self.attach(handle, rank) for rank in range(2)]
         for reader in readers:
             self.later(reader.abort)
@@ -191,7 +191,7 @@ class Processes(QueueSuite):
 
     @law("ALL-2", needs="other_processes")
     def test_a_reader_that_waits_hears_that_the_writer_was_killed(self) -> None:
-        handle, child = self.far_writer(1, give, 1)
+        handle, child = self.remote_writer(1, give, 1)
         reader = self.attach(handle)
         self.later(reader.abort)
         call = Call(lambda: reader.dequeue(timeout=None))
@@ -202,7 +202,7 @@ class Processes(QueueSuite):
 
     @law("ALL-2", "ALL-5", needs="other_processes")
     def test_of_a_writer_that_is_killed_whole_chunks_are_read_and_half_a_one_never_is(self) -> None:
-        handle, child = self.far_writer(2, give_chunks)
+        handle, child = self.remote_writer(2, give_chunks)
         readers = [self.attach(handle, rank) for rank in range(2)]
         for reader in readers:
             self.later(reader.abort)
@@ -219,7 +219,7 @@ class Processes(QueueSuite):
 
     @law("ALL-2", needs="other_processes")
     def test_of_a_writer_killed_in_the_middle_only_whole_messages_are_received(self) -> None:
-        handle, child = self.far_writer(1, give_without_end)
+        handle, child = self.remote_writer(1, give_without_end)
         reader = self.attach(handle)
         self.later(reader.abort)
         for number in range(50):
@@ -241,13 +241,13 @@ class Processes(QueueSuite):
     @law("ALL-3", "QUEUE-3", needs="other_processes")
     def test_a_reader_that_is_stopped_is_named_with_its_process_and_not_evicted(self) -> None:
         writer = self.writer(2)
-        near = self.reader(writer, 0)
-        child = self.far_reader(writer, 1, sit)
+        local = self.reader(writer, 0)
+        child = self.remote_reader(writer, 1, sit)
         child.recv()
         child.stop()
         held = fill(writer)
         for _ in range(held):
-            received(near)
+            received(local)
         error = raises(TimeoutError, lambda: writer.enqueue("x", timeout=0.5))
         check_named(error, 1, f"pid {child.pid}", held)
         assert not writer.readers[1].gone, "a reader that is only stopped was evicted"
@@ -261,7 +261,7 @@ class Processes(QueueSuite):
 
     @law("ALL-3", needs="other_processes")
     def test_a_writer_that_is_stopped_is_alive(self) -> None:
-        handle, child = self.far_writer(1, give, 1)
+        handle, child = self.remote_writer(1, give, 1)
         reader = self.attach(handle)
         self.later(reader.abort)
         child.stop()
@@ -273,13 +273,13 @@ class Processes(QueueSuite):
     @law("ALL-7", needs="other_processes")
     def test_of_processes_that_were_killed_nothing_stays(self) -> None:
         for _ in range(2):
-            handle, child = self.far_writer(1, give, 1)
+            handle, child = self.remote_writer(1, give, 1)
             reader = self.attach(handle)
             child.kill()
             raises(PeerGoneError, lambda reader=reader: reader.dequeue(timeout=waits.patience_s))  # type: ignore[misc]
             reader.close()
             writer = self.writer(1)
-            child = self.far_reader(writer, 0, sit)
+            child = self.remote_reader(writer, 0, sit)
             child.recv()
             child.kill()
             until(
@@ -289,6 +289,6 @@ class Processes(QueueSuite):
 
     @law("QUEUE-1", needs="other_processes")
     def test_a_handle_whose_writer_was_killed_is_refused_in_time(self) -> None:
-        handle, child = self.far_writer(1, give, 1)
+        handle, child = self.remote_writer(1, give, 1)
         child.kill()
         raises(PeerGoneError, lambda: self.attach(QueueHandle.from_plain(handle.as_plain())))

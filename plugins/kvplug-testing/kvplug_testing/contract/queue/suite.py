@@ -1,4 +1,4 @@
-"""What the tests of queues share: queues with readers in this process, and ends in other processes."""
+"""The base of the queue suite: queues with readers in this process, and ends in other processes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LIFE_S = 300.0
 """Of a process that has an end: no test is longer. It ends with its test."""
 
 
-class Ends(NamedTuple):
+class QueueEnds(NamedTuple):
     """The ends of one queue in this process."""
 
     writer: MessageQueue
@@ -79,16 +79,16 @@ class QueueSuite(Contract):
         return made
 
     def attach(self, handle: QueueHandle, rank: int = 0, **context: Any) -> MessageQueue:
-        """The same, which must come in time; who calls it ends it."""
+        """The same, which must come in time; the caller ends it."""
         end = self.endpoint(**context)
         within = waits.patience_s
         call = Call(lambda: end.create_from_handle(handle, rank, timeout=within))
         return call.result(within + 1)  # type: ignore[no-any-return]
 
-    def queue(self, n_reader: int = 1, **context: Any) -> Ends:
+    def queue(self, n_reader: int = 1, **context: Any) -> QueueEnds:
         """A queue whose readers have all attached."""
         writer = self.writer(n_reader, **context)
-        return Ends(writer, [self.reader(writer, rank, **context) for rank in range(n_reader)])
+        return QueueEnds(writer, [self.reader(writer, rank, **context) for rank in range(n_reader)])
 
     def warm_up(self) -> None:
         """torch's own threads are made by its first large operation, and stay."""
@@ -106,7 +106,7 @@ class QueueSuite(Contract):
             return f"the ends of {self.called} are in one process (in_one_process)"
         return super().other_processes
 
-    def far_reader(
+    def remote_reader(
         self, writer: MessageQueue, rank: int, what: Callable[..., Any], *args: Any, **context: Any
     ) -> peers.Peer:
         """A child process that attaches as reader ``rank`` and runs ``what(parent, queue, *args)``.
@@ -115,37 +115,37 @@ class QueueSuite(Contract):
         """
         handle = writer.export_handle().as_plain()
         where = f"{what.__module__}:{what.__qualname__}"
-        of_it = (self.recipe(), context, handle, rank)
-        return self.start_forked(f"{__name__}:_far_reader", *of_it, where, list(args), timeout_s=LIFE_S)
+        of_it = (self.suite_ref(), context, handle, rank)
+        return self.start_forked(f"{__name__}:_remote_reader", *of_it, where, list(args), timeout_s=LIFE_S)
 
-    def far_writer(
+    def remote_writer(
         self, n_reader: int, what: Callable[..., Any], *args: Any, **context: Any
     ) -> tuple[QueueHandle, peers.Peer]:
         """A child process that has the writer's end and runs ``what(parent, queue, *args)``; its handle."""
         where = f"{what.__module__}:{what.__qualname__}"
-        of_it = (self.recipe(), {"n_reader": n_reader, **context})
-        child = self.start_forked(f"{__name__}:_far_writer", *of_it, where, list(args), timeout_s=LIFE_S)
+        of_it = (self.suite_ref(), {"n_reader": n_reader, **context})
+        child = self.start_forked(f"{__name__}:_remote_writer", *of_it, where, list(args), timeout_s=LIFE_S)
         return QueueHandle.from_plain(child.recv()), child
 
 
-def _far_reader(
+def _remote_reader(
     parent: peers.Parent,
-    recipe: dict[str, Any],
+    suite_ref: dict[str, Any],
     context: dict[str, Any],
     handle: dict[str, Any],
     rank: int,
     where: str,
     args: list[Any],
 ) -> Any:
-    suite = suite_from_ref(recipe)
+    suite = suite_from_ref(suite_ref)
     with suite.endpoint(**context).create_from_handle(QueueHandle.from_plain(handle), rank) as queue:
         return _named(where)(parent, queue, *args)
 
 
-def _far_writer(
-    parent: peers.Parent, recipe: dict[str, Any], context: dict[str, Any], where: str, args: list[Any]
+def _remote_writer(
+    parent: peers.Parent, suite_ref: dict[str, Any], context: dict[str, Any], where: str, args: list[Any]
 ) -> Any:
-    with suite_from_ref(recipe).endpoint(**context).create() as queue:
+    with suite_from_ref(suite_ref).endpoint(**context).create() as queue:
         parent.send(queue.export_handle().as_plain())
         return _named(where)(parent, queue, *args)
 
@@ -186,7 +186,7 @@ def fill(writer: MessageQueue, most: int = 10_000) -> int:
                 writer.enqueue(number, timeout=0.2)
             except TimeoutError:
                 return number
-        raise AssertionError(f"{most} messages were taken, and nobody has read any: there is no bound")
+        raise AssertionError(f"{most} messages were accepted, and none has been read: there is no bound")
 
     return Call(clog).result(waits.patience_s + 10)  # type: ignore[no-any-return]
 

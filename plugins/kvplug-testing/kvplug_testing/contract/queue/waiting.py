@@ -1,4 +1,4 @@
-"""Waiting: deadlines, whom a writer waits for, warnings, cancelling, and what it costs."""
+"""Waiting: deadlines, which readers a writer waits for, warnings, cancelling, and what it costs."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Waiting(QueueSuite):
             "broadcast_object": lambda: reader.broadcast_object(timeout=DEADLINE_S),
             "wait_until_ready": lambda: reader.wait_until_ready(DEADLINE_S),
         }
-        assert "writer" in str(in_time(calls[verb])), "it does not say whom it waited for"
+        assert "writer" in str(in_time(calls[verb])), "it does not name what it waited for"
         sent(writer, "late")
         assert received(reader) == "late"
 
@@ -132,7 +132,7 @@ class Waiting(QueueSuite):
         sent(writer, "for the first")
         assert first.result() == "for the first"
 
-    # -- whom for --------------------------------------------------------------------------------
+    # -- which readers it waits for ------------------------------------------------------------
 
     @law("QUEUE-3")
     def test_a_writers_timeout_names_the_reader_its_process_and_its_lag(self) -> None:
@@ -152,7 +152,7 @@ class Waiting(QueueSuite):
         writer = self.writer(2)
         self.reader(writer, 0)
         error = raises(TimeoutError, lambda: writer.wait_until_ready(0.2))
-        assert re.search(r"\brank 1\b.*not come", str(error)), f"it does not name who has not come: {error}"
+        assert re.search(r"\brank 1\b.*not come", str(error)), f"it does not name the missing reader: {error}"
 
     @law("QUEUE-3")
     def test_how_far_each_reader_has_come_can_be_asked(self) -> None:
@@ -186,7 +186,7 @@ class Waiting(QueueSuite):
             raises(TimeoutError, lambda: reader.dequeue(timeout=0.35))
         warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
         assert warnings, "0.35 s at an interval of 0.1 s, and nothing was logged"
-        assert all("writer" in warning for warning in warnings), f"they name nobody: {warnings}"
+        assert all("writer" in warning for warning in warnings), f"they do not name the writer: {warnings}"
 
     @law("QUEUE-3")
     def test_who_waits_indefinitely_is_not_warned_and_waits_without_end(

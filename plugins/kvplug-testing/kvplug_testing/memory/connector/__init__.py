@@ -3,14 +3,15 @@
 ::
 
     scheduler side                                worker side
-    get_num_new_matched_tokens   looks into the peer's shelf, or at the reference that the request carries
+    get_num_new_matched_tokens   looks into the peer's table, or at the reference that the request carries
     update_state_after_alloc     plans a load  ->   start_load_kv copies, or a later step does (async_load)
     request_finished             plans a save,
                                  keeps blocks  ->   a later step copies them and names the request as sent
 
 Written to be read. Nothing runs beside the engine's own calls: what is in the background waits for a later
-step. Both sides and the peer engine are in one process, and the shelf (:mod:`kvplug_testing.memory.shelf`) is
-all that they share; whatever else one side tells the other goes through metadata, as between processes.
+step. Both sides and the peer engine are in one process, and the table
+(:mod:`kvplug_testing.memory.entry_table`) is all that they share; whatever else one side tells the other goes
+through metadata, as between processes.
 """
 
 from __future__ import annotations

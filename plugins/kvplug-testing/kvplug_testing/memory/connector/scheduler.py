@@ -13,8 +13,8 @@ from kvplug.engine.connector.values import BlockIds, Plain, Request, RequestEnd,
 from kvplug.engine.context import ConnectorContext
 from kvplug.errors import ConfigError, KvplugError, PeerGoneError
 from kvplug.metrics.reasons import Reason
+from kvplug_testing.memory.entry_table import EntryTable, kv_format_of
 from kvplug_testing.memory.reference import Reference, StaleError
-from kvplug_testing.memory.shelf import Shelf, form_of
 
 PARAMS = "memory"
 """The key of its reference among a request's params."""
@@ -120,16 +120,16 @@ class MemoryScheduler(SchedulerConnector):
             self._context.stats.fail("match", reason)
         return 0
 
-    def _peer(self) -> Shelf:
+    def _peer(self) -> EntryTable:
         """Where loads come from.
 
         Raises:
-            PeerGoneError: nobody keeps KV there, or none that means the same here.
+            PeerGoneError: no engine keeps KV there, or its KV has another format.
         """
-        shelf = Shelf.at(self._contact)
-        if shelf.form != form_of(self._context):
+        table = EntryTable.at(self._contact)
+        if table.kv_format != kv_format_of(self._context):
             raise PeerGoneError(f"the engine at {self._contact} has another model or layout")
-        return shelf
+        return table
 
     def update_state_after_alloc(
         self, request: Request, block_ids: BlockIds, num_external_tokens: int
@@ -168,8 +168,8 @@ class MemoryScheduler(SchedulerConnector):
         whole = computed // self._block_size * self._block_size
         if not self._produces or tracked.is_old or whole == 0:
             return False, None
-        shelf, tokens = Shelf.at(self._contact), request.token_ids[:whole]
-        reference = self._lend(shelf, request, tokens)
+        table, tokens = EntryTable.at(self._contact), request.token_ids[:whole]
+        reference = self._lease(table, request, tokens)
         self._unsent.add(request.request_id)
         self._saves.append(
             {
@@ -178,14 +178,14 @@ class MemoryScheduler(SchedulerConnector):
                 "tokens": tokens,
                 "blocks": block_ids[0][: whole // self._block_size],
                 "lease": reference.lease,
-                "era": shelf.era,
+                "era": table.era,
             }
         )
         return True, {PARAMS: reference.to_params()}
 
-    def _lend(self, shelf: Shelf, request: Request, tokens: tuple[int, ...]) -> Reference:
-        """A reference to what will be saved. What was lent under the same request id before is so no more."""
-        reference = shelf.lend(
+    def _lease(self, table: EntryTable, request: Request, tokens: tuple[int, ...]) -> Reference:
+        """A reference to the KV that will be saved. Ends an earlier lease of the same request id."""
+        reference = table.lease(
             (request.extra, tokens),
             request_id=request.request_id,
             generation=request.generation,
@@ -198,7 +198,7 @@ class MemoryScheduler(SchedulerConnector):
         }
         self._references[request.request_id] = reference
         if earlier is not None:
-            shelf.settle(earlier.lease, is_stored=False)
+            table.settle(earlier.lease, is_stored=False)
         return reference
 
     def _drop_loads(self, request_ids: set[str] | frozenset[str]) -> bool:
@@ -249,7 +249,7 @@ class MemoryScheduler(SchedulerConnector):
     def reset_cache(self) -> bool:
         if not self._produces:
             return False  # what it loads is another engine's, which does not forget by being asked here
-        Shelf.at(self._contact).clear()
+        EntryTable.at(self._contact).clear()
         for tracked in self._tracked.values():
             tracked.is_old = True
         return True

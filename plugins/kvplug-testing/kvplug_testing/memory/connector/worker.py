@@ -21,7 +21,7 @@ from kvplug.errors import (
 from kvplug.metrics.reasons import Reason, reason_of
 from kvplug.net.checksum import digest
 from kvplug.net.wire.tensors import memory_of
-from kvplug_testing.memory.shelf import Entry, Shelf, form_of
+from kvplug_testing.memory.entry_table import EntryTable, PromptEntry, kv_format_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -47,12 +47,12 @@ class MemoryWorker(WorkerConnector):
         """Blocks that nothing is saved from, each with the step in which its load failed."""
         self._failed_blocks: set[int] = set()
         self._failed: list[str] = []
-        self._shelf: Shelf | None = None
+        self._table: EntryTable | None = None
         if context.config.require_role().produces:
-            self._shelf = Shelf(
+            self._table = EntryTable(
                 self._contact,
                 engine_id=context.config.engine_id,
-                form=form_of(context),
+                kv_format=kv_format_of(context),
                 max_bytes=context.config.buffer_size,
             )
 
@@ -126,8 +126,8 @@ class MemoryWorker(WorkerConnector):
         return self._context.stats.take()
 
     def shutdown(self) -> None:
-        if self._shelf is not None:
-            self._shelf.close()
+        if self._table is not None:
+            self._table.close()
         self._context.close()
 
     # -- copies --------------------------------------------------------------------------------
@@ -139,7 +139,7 @@ class MemoryWorker(WorkerConnector):
         try:
             if not load["tokens"]:
                 raise ClosedError("its request was preempted")
-            entry = Shelf.at(self._contact).find(load["extra"], tuple(load["tokens"]))
+            entry = EntryTable.at(self._contact).find(load["extra"], tuple(load["tokens"]))
             self._verify(entry)
             for cache, (key, value) in zip(self._caches, entry.layers, strict=True):
                 part = key[start:end], None if value is None else value[start:end]
@@ -160,14 +160,14 @@ class MemoryWorker(WorkerConnector):
 
     def _save(self, save: Mapping[str, Any]) -> None:
         """Copy the blocks of a request that has ended. It is named afterwards, and its blocks are free."""
-        shelf, tokens = self._shelf, tuple(save["tokens"])
-        assert shelf is not None
+        table, tokens = self._table, tuple(save["tokens"])
+        assert table is not None
         is_stored = False
-        if tokens and save["era"] == shelf.era:
+        if tokens and save["era"] == table.era:
             began = time.perf_counter()
             entry = self._entry((save["extra"], tokens), save["blocks"])
             try:
-                shelf.put(entry, save["era"])
+                table.put(entry, save["era"])
             except EntryGoneError:
                 pass  # forgotten, as was wanted
             except TimeoutError:
@@ -178,11 +178,11 @@ class MemoryWorker(WorkerConnector):
                 is_stored = True
                 took = time.perf_counter() - began
                 self._context.stats.record("save", entry.nbytes, took, tokens=len(tokens))
-        shelf.settle(save["lease"], is_stored=is_stored)
+        table.settle(save["lease"], is_stored=is_stored)
 
-    def _entry(self, key: tuple[bytes, tuple[int, ...]], blocks: tuple[int, ...]) -> Entry:
+    def _entry(self, key: tuple[bytes, tuple[int, ...]], blocks: tuple[int, ...]) -> PromptEntry:
         layers = tuple(gather(cache, self._layout, blocks, 0, len(key[1])) for cache in self._caches)
-        return Entry(key=key, layers=layers, digests=self._digests(layers))
+        return PromptEntry(key=key, layers=layers, digests=self._digests(layers))
 
     def _digests(self, layers: tuple[tuple[Tensor, Tensor | None], ...]) -> tuple[bytes, ...]:
         if not self._context.checksums:
@@ -192,6 +192,6 @@ class MemoryWorker(WorkerConnector):
             digest(name, *(memory_of(part) for part in layer if part is not None)) for layer in layers
         )
 
-    def _verify(self, entry: Entry) -> None:
+    def _verify(self, entry: PromptEntry) -> None:
         if entry.digests and self._digests(entry.layers) not in (entry.digests, ()):
             raise IntegrityError("the entry does not hash to what its producer stated: it is not used")

@@ -20,8 +20,8 @@ from kvplug_testing.contract.pipe.suite import PipeSuite, received
 from kvplug_testing.waits import Call, raises, until
 
 
-class Meetings(PipeSuite):
-    """One listener, and many who come to it."""
+class Connecting(PipeSuite):
+    """One listener, and many peers that connect to it."""
 
     @law("END-2", "ALL-2", needs="other_processes")
     def test_after_a_peer_that_was_killed_the_same_listener_and_endpoint_take_the_next(self) -> None:
@@ -36,7 +36,7 @@ class Meetings(PipeSuite):
             raises(PeerGoneError, partial(pipe.recv_tensor, timeout=waits.patience_s))
             if number % 2:
                 pipe.close()
-        contact, child = self.far_listener(remote.accept_one)
+        contact, child = self.remote_listener(remote.accept_one)
         with end.connect(contact) as pipe:
             pipe.send_tensor(remote.content(1, 1000))
             assert not (wrong := remote.unlike(received(pipe), 1, 1000)), wrong
@@ -103,7 +103,7 @@ class Meetings(PipeSuite):
         end = self.endpoint()
         chance = random.Random(1)
         for round_ in range(8):
-            contact, child = self.far_listener(remote.accept_one)
+            contact, child = self.remote_listener(remote.accept_one)
             if round_:
                 threading.Timer(chance.uniform(0, 0.01), os.kill, (child.pid, signal.SIGKILL)).start()
             else:

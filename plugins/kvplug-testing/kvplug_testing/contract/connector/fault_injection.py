@@ -1,4 +1,4 @@
-"""Pipes whose tensors do not arrive, or arrive as others, while a switch says so."""
+"""Pipes whose tensors do not arrive, or arrive changed, while a switch is on."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _HELD_S = 10.0
 """How long a receive that is held up waits where nothing is said."""
 
 
-class Switch:
+class FaultSwitch:
     """What happens to what is received."""
 
     def __init__(self) -> None:
@@ -35,10 +35,10 @@ class Switch:
         self.num_received = 0
 
 
-class SpoiledPipe(Pipe):
+class FaultInjectingPipe(Pipe):
     """Another pipe, as the switch wants it."""
 
-    def __init__(self, pipe: Pipe, switch: Switch) -> None:
+    def __init__(self, pipe: Pipe, switch: FaultSwitch) -> None:
         self._pipe, self._switch = pipe, switch
         switch.num_pipes += 1
 

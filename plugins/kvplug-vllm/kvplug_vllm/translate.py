@@ -1,4 +1,4 @@
-"""What vLLM's own configuration says, in kvplug's words: config, model, cache, parallelism."""
+"""Translates vLLM's configuration into kvplug's: config, model, cache, parallelism."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig as VllmKVCacheConfig, KVCacheSpec
 
 _LETTERS = "LBHTD"
-"""Ours for vLLM's logical axes L, B, H, N, C of a KV cache."""
+"""kvplug's letters for vLLM's logical axes L, B, H, N, C of a KV cache."""
 
 
 def config_of(vllm_config: VllmConfig) -> Config:
-    """The connector's configuration: what ``--kv-transfer-config`` says, kvplug's keys in its extra config.
+    """The connector's configuration: ``--kv-transfer-config``, with kvplug's keys in its extra config.
 
-    Ranks of data parallelism are engines of their own; on one address each takes the ports after those of
-    the rank before it.
+    Each rank of data parallelism is an engine. On one address, a rank takes the ports after those of the
+    previous rank.
 
     Raises:
-        ConfigError: with every fault.
+        ConfigError: the configuration is wrong; lists every fault.
     """
     given = vllm_config.kv_transfer_config
     assert given is not None
@@ -59,8 +59,8 @@ def parallelism_of(vllm_config: VllmConfig) -> Parallelism:
     parallel = vllm_config.parallel_config
     if parallel.distributed_executor_backend == "external_launcher" and parallel.world_size > 1:
         raise UnsupportedError(
-            "under an external launcher each rank schedules by itself and hears of its own loads only, so"
-            " that ranks would part; let vLLM start its workers (distributed_executor_backend 'mp' or 'ray')"
+            "under an external launcher each rank schedules by itself and knows of its own loads only, so the"
+            " ranks would diverge; let vLLM start its workers (distributed_executor_backend 'mp' or 'ray')"
         )
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name) > 1:
@@ -79,18 +79,18 @@ def parallelism_of(vllm_config: VllmConfig) -> Parallelism:
     )
 
 
-def goes_back(vllm_config: VllmConfig) -> bool:
-    """Whether a request that runs can be made to compute tokens that vLLM took for computed.
+def can_rewind(vllm_config: VllmConfig) -> bool:
+    """Whether a running request can be made to compute tokens that vLLM already counts as computed.
 
-    Not where the next step is planned by then (asynchronous scheduling, pipeline parallelism). And not with
-    vLLM's second model runner, which tells its device how many tokens a request has computed when the
-    request comes, and from then on only counts up (0.32).
+    Not if the next step is planned before the failure is known (asynchronous scheduling, pipeline
+    parallelism). And not with vLLM's second model runner, which sets the number of computed tokens on its
+    device when the request starts, and afterwards only increases it (0.32).
     """
     return vllm_config.max_concurrent_batches == 1 and not vllm_config.use_v2_model_runner
 
 
 def model_of(vllm_config: VllmConfig, cache: VllmKVCacheConfig) -> ModelInfo:
-    """The model, as far as its KV is concerned.
+    """The properties of the model that its KV depends on.
 
     Raises:
         UnsupportedError: as :func:`cache_of`.
@@ -111,7 +111,7 @@ def model_of(vllm_config: VllmConfig, cache: VllmKVCacheConfig) -> ModelInfo:
 
 
 def _positions_of(model: ModelConfig) -> str:
-    """As of every engine; where vLLM chooses among factors when it starts, with its choice in front."""
+    """The positions as of every engine, after the factors that vLLM chooses when it starts, if it does."""
     from vllm.transformers_utils.config import iter_rope_parameters
 
     config = model.hf_text_config
@@ -119,7 +119,7 @@ def _positions_of(model: ModelConfig) -> str:
     for parameters in iter_rope_parameters(config):
         if parameters.get("rope_type") == "longrope":
             limit = parameters["original_max_position_embeddings"]
-            is_fitted = model.original_max_model_len == -1  # after it was built for all that the model can
+            is_fitted = model.original_max_model_len == -1  # reduced after vLLM chose the model's maximum
             is_long = is_fitted or model.max_model_len > limit
             length = f"{'above' if is_long else 'up to'} {limit}"
             return f"factors of --max-model-len {length}: {positions}"
@@ -127,14 +127,14 @@ def _positions_of(model: ModelConfig) -> str:
 
 
 def cache_of(vllm_config: VllmConfig, cache: VllmKVCacheConfig) -> KVCacheConfig:
-    """The paged cache, as vLLM declares it: sizes from each group's spec, order in memory from its layout.
+    """The paged cache, as vLLM declares it: sizes from each group's spec, memory order from its layout.
 
-    How an attention kernel orders the inside of a block, vLLM does not declare (on CPUs keys are transposed,
-    under the same shape), so blocks are declared to be in the format of this release and this kernel.
+    vLLM does not declare how an attention kernel orders the inside of a block (on CPUs keys are transposed,
+    under the same shape), so the block format names this release and this kernel.
 
     Raises:
-        UnsupportedError: blocks hold something else than the keys and values of each token.
-        ConfigError: vLLM does not say how its cache lies in memory.
+        UnsupportedError: blocks do not hold the keys and values of each token.
+        ConfigError: vLLM does not declare the memory order of its cache.
     """
     if not cache.transfer_groups:
         raise UnsupportedError("this model has no KV cache that could be moved")
@@ -158,12 +158,12 @@ def in_memory_order(tensor: Tensor, layout: KVLayout) -> Tensor:
     """A view of vLLM's logical ``[B, H, N, C]`` tensor with its dimensions in the layout's order.
 
     Raises:
-        LayoutError: vLLM cut its blocks into smaller ones for its kernels.
+        LayoutError: vLLM has split its blocks into smaller ones for its kernels.
     """
     if layout.num_blocks is not None and tensor.shape[0] > layout.num_blocks:
         raise LayoutError(
             f"vLLM's kernels work on {tensor.shape[0]} blocks where its scheduler counts {layout.num_blocks}:"
-            f" choose a --block-size that they take whole (below {layout.block_size})"
+            f" choose a --block-size that they do not split (below {layout.block_size})"
         )
     letters = "BHTD"
     if "H" not in layout.axes:
@@ -172,7 +172,7 @@ def in_memory_order(tensor: Tensor, layout: KVLayout) -> Tensor:
 
 
 def vllm_layout(axes: str) -> str:
-    """vLLM's name of a layout that a connector asks for.
+    """vLLM's name of a layout that a connector requires.
 
     Raises:
         ConfigError: vLLM has no such layout.
@@ -180,7 +180,7 @@ def vllm_layout(axes: str) -> str:
     names = {"BHTKD": "LBHNC", "BTHKD": "LBNHC", "HBTKD": "LHBNC"}
     if axes not in names:
         raise ConfigError(
-            f"the connector asks for the KV layout {axes!r}, and vLLM has {', '.join(sorted(names))}"
+            f"the connector requires the KV layout {axes!r}, and vLLM has {', '.join(sorted(names))}"
         )
     return names[axes]
 
@@ -190,13 +190,13 @@ def _order_of(name: str | None) -> str:
     from vllm.v1.kv_cache_layout import KVCacheLayout
 
     if name is None:
-        raise ConfigError("vLLM has not said how its KV cache lies in memory (kv_cache_layout is None)")
+        raise ConfigError("vLLM does not declare the memory order of its KV cache (kv_cache_layout is None)")
     order = (_LETTERS[axis] for axis in KVCacheLayout[name].stride_order)
     return "".join(letter for letter in order if letter != "L")
 
 
 def _spec_of(spec: KVCacheSpec) -> AttentionSpec:
-    """The spec, if its blocks are keys and values of ``block_size`` tokens each, and never given up early."""
+    """The spec, if its blocks are keys and values of ``block_size`` tokens, kept until the request ends."""
     from vllm.v1.kv_cache_interface import (
         FullAttentionSpec,
         KVQuantMode,
@@ -212,7 +212,7 @@ def _spec_of(spec: KVCacheSpec) -> AttentionSpec:
     if type(spec) not in (FullAttentionSpec, MLAAttentionSpec):
         raise UnsupportedError(
             f"{type(spec).__name__}: kvplug moves the KV of full attention; blocks of other kinds are"
-            " given up or overwritten while a request runs"
+            " freed or overwritten while a request runs"
         )
     if spec.kv_quant_mode != KVQuantMode.NONE:
         raise UnsupportedError(
@@ -221,11 +221,11 @@ def _spec_of(spec: KVCacheSpec) -> AttentionSpec:
         )
     plain = spec.tokens_per_state == 1 and spec.num_head_slots is None and spec.state_content_bytes is None
     if not plain or spec.attention_chunk_size is not None:
-        raise UnsupportedError(f"blocks of {spec} are no plain keys and values per token")
+        raise UnsupportedError(f"blocks of {spec} are not plain keys and values per token")
     if not _is_latent(spec) and spec.head_size_v != spec.head_size:
         raise UnsupportedError(
-            f"keys have {spec.head_size} elements per head and values {spec.head_size_v}; kvplug takes equal"
-            " sizes"
+            f"keys have {spec.head_size} elements per head and values {spec.head_size_v}; kvplug requires"
+            " equal sizes"
         )
     return spec
 
@@ -250,10 +250,10 @@ def _block_format(vllm_config: VllmConfig, layer_name: str, spec: AttentionSpec)
 
 
 def _cpu_isa(vllm_config: VllmConfig, spec: AttentionSpec) -> str:
-    """What vLLM's kernels for CPUs will be told when they are set up; it decides how keys are tiled.
+    """The instruction set of vLLM's kernels for CPUs, which decides how keys are tiled.
 
     Raises:
-        UnsupportedError: this release chooses it in another way.
+        UnsupportedError: this release of vLLM chooses it in another way.
     """
     try:
         from vllm.v1.attention.backends.cpu_attn import _get_attn_isa as isa_of

@@ -124,14 +124,14 @@ def _end(victim: Peer, delay_s: float) -> None:
     victim.kill()
 
 
-class Moments(QueueSuite):
-    """Whenever it happens."""
+class CrashPoints(QueueSuite):
+    """At many moments."""
 
     @law("ALL-2", "ALL-5", needs="other_processes", level="full", timeout_s=300)
     def test_whenever_the_writer_is_killed_readers_get_what_it_had_enqueued_and_nothing_else(self) -> None:
         for delay_s in delays():
             with self.scope(), tempfile.NamedTemporaryFile() as noted:
-                handle, child = self.far_writer(2, write_and_note, noted.name)
+                handle, child = self.remote_writer(2, write_and_note, noted.name)
                 readers = [self.attach(handle, rank) for rank in range(2)]
                 calls = [Call(partial(until_the_writer_is_gone, reader)) for reader in readers]
                 child.send("go")
@@ -153,16 +153,16 @@ class Moments(QueueSuite):
         for delay_s in delays():
             with self.scope():
                 writer = self.writer(3)
-                near = self.reader(writer, 0)
-                victim, far = (self.far_reader(writer, rank, read_all) for rank in (1, 2))
+                local = self.reader(writer, 0)
+                victim, remote = (self.remote_reader(writer, rank, read_all) for rank in (1, 2))
                 victim.recv()
-                far.recv()
-                call = Call(partial(read_all, None, near))
+                remote.recv()
+                call = Call(partial(read_all, None, local))
                 killing = Call(partial(_end, victim, delay_s))
                 over = partial(getattr, killing, "ended")
                 count = Call(partial(write_until, writer, over)).result(60)
                 killing.result()
-                for got in (call.result(), far.result()):
+                for got in (call.result(), remote.result()):
                     assert got == [count, ""], f"killed after {delay_s:.4f} s"
                 writer.close()
 
@@ -171,14 +171,14 @@ class Moments(QueueSuite):
     def test_whenever_a_process_is_stopped_it_goes_on_where_it_was(self, who: str) -> None:
         over = threading.Event()
         if who == "writer":
-            handle, child = self.far_writer(1, write_until_told)
+            handle, child = self.remote_writer(1, write_until_told)
             reader = self.attach(handle)
             self.later(reader.abort)
             child.send("go")
             call = Call(partial(read_all, None, reader, 0.05))
         else:
             writer = self.writer(1)
-            child = self.far_reader(writer, 0, read_all)
+            child = self.remote_reader(writer, 0, read_all)
             child.recv()
             call = Call(partial(write_until, writer, over.is_set))
         for delay_s in delays():

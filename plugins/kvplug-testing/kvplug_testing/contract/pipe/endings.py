@@ -25,7 +25,7 @@ def _end(pipe: Pipe, how: str) -> None:
     Call(pipe.abort if how == "abort" else lambda: pipe.close(timeout=0.1)).result()
 
 
-class Ends(PipeSuite):
+class Endings(PipeSuite):
     """Ending a pipe in this process, and its other end there as well."""
 
     # -- here ----------------------------------------------------------------------------------
@@ -111,7 +111,7 @@ class Ends(PipeSuite):
         _end(one, how)
         assert one.closed, f"closed is false after {how}()"
         raises(PeerGoneError, lambda: other.recv_tensor(timeout=waits.patience_s))
-        assert not other.closed, "nobody has closed the other end"
+        assert not other.closed, "the other end is closed, though only this one was"
         assert other.peer.strip()
 
     @law("ALL-1", "PIPE-1")
@@ -256,7 +256,7 @@ class Ends(PipeSuite):
                 for number in range(20):
                     sent(pipe, tensor_of("int16", (number,)))
             _end(one, how)
-            if how == "close":  # it has 0.1 s, and needs none for so little unless somebody must receive it
+            if how == "close":  # it has 0.1 s, and needs none for so little, unless it waits for a receiver
                 got = 0
                 with pytest.raises(PeerGoneError):
                     while got <= 20:

@@ -1,4 +1,4 @@
-"""What crosses between vLLM's processes for us: dataclasses, as vLLM wants them, around plain values."""
+"""The metadata that vLLM carries between its processes for this connector: dataclasses of plain values."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 
 from kvplug.engine import CacheEvent, Plain, TransferStats
-from kvplug_vllm.ledger import Waits
+from kvplug_vllm.pending import NewlyPending
 
 
 @dataclasses.dataclass
 class KvplugMetadata(KVConnectorMetadata):
-    """Scheduler side to every worker, once a step."""
+    """From the scheduler side to every worker, once a step."""
 
     plan: Plain
-    """What ``build_connector_meta`` said."""
+    """The result of ``build_connector_meta``."""
     begun: frozenset[str] = frozenset()
     """Requests that are scheduled for the first time."""
     preempted: frozenset[str] = frozenset()
-    waits: Waits = dataclasses.field(default_factory=Waits)
-    """Whom vLLM waits for, from this step on."""
+    waits: NewlyPending = dataclasses.field(default_factory=NewlyPending)
+    """Requests that vLLM waits for from this step on."""
 
 
 @dataclasses.dataclass
 class KvplugWorkerMetadata(KVConnectorWorkerMetadata):
-    """Workers to the scheduler side, once a step."""
+    """From the workers to the scheduler side, once a step."""
 
     parts: tuple[Plain, ...] = ()
     events: tuple[CacheEvent, ...] = ()
@@ -43,17 +43,17 @@ class KvplugWorkerMetadata(KVConnectorWorkerMetadata):
 
 @dataclasses.dataclass
 class KvplugHandshakeMetadata(KVConnectorHandshakeMetadata):
-    """Each worker to the scheduler side, once."""
+    """From each worker to the scheduler side, once."""
 
     payload: bytes
     """In kvplug's wire format."""
     which: str
-    """The connector that says it, among the children of a MultiConnector."""
+    """The sending connector, among the children of a MultiConnector."""
 
 
 @dataclasses.dataclass
 class KvplugStats(KVConnectorStats):
-    """A snapshot of TransferStats. A dataclass because its base is one: vLLM makes it with ``data=``."""
+    """A snapshot of TransferStats. A dataclass as its base class is: vLLM constructs it with ``data=``."""
 
     def reset(self) -> None:
         self.data: dict[str, Any] = {}
@@ -68,7 +68,7 @@ class KvplugStats(KVConnectorStats):
         return KvplugStats(data=stats.snapshot())
 
     def reduce(self) -> dict[str, int | float]:
-        """For vLLM's log: a few figures for each operation, and every reason of failure."""
+        """The figures of vLLM's log: some for each operation, and every reason of failure."""
         found: dict[str, int | float] = {}
         for op, figures in self.data.get("ops", {}).items():
             found[f"{op} count"] = figures["count"]

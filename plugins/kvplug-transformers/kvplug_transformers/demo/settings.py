@@ -1,4 +1,4 @@
-"""What a demo is told to do: plain values, made by the command line, sent to the workers as JSON."""
+"""The settings of a demo, which the command line makes and workers get as JSON, and its report."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ import attrs
 
 
 @attrs.frozen(kw_only=True)
-class Orders:
+class DemoSettings:
     """One run of the demo."""
 
     prompt: str
     model: Path | None = None
-    """A Hugging Face folder; ``None`` is the model that comes as a package."""
+    """A Hugging Face folder; ``None`` is the packaged model."""
     config: Path | None = None
     overrides: Mapping[str, Any] = attrs.field(factory=dict)
-    """Keys of the config that the command line set."""
+    """Config keys that the command line sets."""
     max_new_tokens: int = 64
     block_size: int = 16
     layout: str | None = None
-    """``None``: what the connector insists on, else ``KBTHD``."""
+    """``None``: the connector's required layout, else ``KBTHD``."""
     corrupt: bool = False
     patience_s: float = 300.0
-    """How long a process that is waited for may report nothing, beyond its own deadlines."""
+    """How long a worker may report nothing while the demo waits for it, beyond the worker's own deadlines."""
 
     def to_plain(self) -> dict[str, Any]:
         return {
@@ -38,27 +38,28 @@ class Orders:
 
 @attrs.frozen(kw_only=True)
 class Report:
-    """What came out: exactly what ``--json`` prints."""
+    """The results, exactly as ``--json`` prints them."""
 
     prompt_tokens: int
     tokens_loaded: int
     kv_bytes: int
     """Of the loaded tokens: keys and values, all layers."""
     transfer_s: float | None
-    """From asking for the KV until all of it is in the decode worker's cache."""
+    """Seconds from the request for the KV until all of it is in the decode worker's cache."""
     gb_per_s: float | None
     ttft_s: float | None
-    """From the request's arrival in the decode worker to its first token: match, load, compute the rest."""
+    """Seconds from the request's arrival in the decode worker to its first token: match, load, compute the
+    rest."""
     ttft_recompute_s: float | None
-    """The same in the same process with no connector: the whole prompt computed."""
+    """The same in the same process without a connector: the whole prompt is computed."""
     identical: bool
     text: str
     connector: str
     transport: str
     device: str
-    """Where all three processes computed, as the config has it."""
+    """The config's device, on which all three processes computed."""
     reasons: tuple[str, ...]
-    """Why that transport, why not the others, and whatever else did not go as it should."""
+    """Why this transport was chosen, why the others were not, and what else went wrong."""
 
     @property
     def ok(self) -> bool:

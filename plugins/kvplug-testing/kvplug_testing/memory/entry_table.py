@@ -1,7 +1,7 @@
-"""Where the connector "memory" keeps KV: a shelf for each engine that produces, known to all of this process.
+"""Where the connector "memory" keeps KV: a table for each engine that produces, known to all of this process.
 
 Whole prompts, found by (extra, tokens), compared one by one. The oldest goes first when there is no more
-room, unless it is lent.
+room, unless it is leased.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 Key = tuple[bytes, tuple[int, ...]]
 """Extra, and the tokens of a prompt in whole blocks."""
 
-_shelves: Final[dict[str, Shelf]] = {}
+_tables: Final[dict[str, EntryTable]] = {}
 
 
 @attrs.frozen(eq=False, kw_only=True)
-class Entry:
+class PromptEntry:
     """One prompt's KV."""
 
     key: Key
@@ -45,7 +45,7 @@ class Entry:
 
 
 @attrs.define(eq=False, kw_only=True)
-class Lent:
+class PromptLease:
     """What a reference refers to."""
 
     key: Key
@@ -57,62 +57,62 @@ class Lent:
     """The request's KV has been copied out of its blocks."""
 
 
-class Shelf:
-    """What one engine has stored, and lent."""
+class EntryTable:
+    """What one engine has stored, and leased."""
 
-    def __init__(self, contact: str, *, engine_id: str, form: Hashable, max_bytes: int) -> None:
-        """``form``: what must be equal for its KV to mean the same to others.
+    def __init__(self, contact: str, *, engine_id: str, kv_format: Hashable, max_bytes: int) -> None:
+        """``kv_format``: what must be equal for its KV to mean the same to others.
 
         Raises:
             AddressInUseError: another engine of this process has this contact.
         """
-        if _shelves.setdefault(contact, self) is not self:
+        if _tables.setdefault(contact, self) is not self:
             raise AddressInUseError(f"another engine of this process keeps its KV at {contact}")
-        self.contact, self.engine_id, self.form = contact, engine_id, form
+        self.contact, self.engine_id, self.kv_format = contact, engine_id, kv_format
         self.epoch = uuid.uuid4().hex
         self.era = 0
         """Grows with each reset: what was computed in an older one is not stored any more."""
-        self.fault: Callable[[Entry], Entry] | None = None
+        self.fault: Callable[[PromptEntry], PromptEntry] | None = None
         """For tests: what is read goes through it, and it may raise."""
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
-        self._entries: dict[Key, Entry] = {}  # oldest first
-        self._lent: dict[int, Lent] = {}
+        self._entries: dict[Key, PromptEntry] = {}  # oldest first
+        self._leases: dict[int, PromptLease] = {}
         self._numbers = itertools.count(1)
 
     @staticmethod
-    def at(contact: str) -> Shelf:
-        """The shelf with this contact.
+    def at(contact: str) -> EntryTable:
+        """The table with this contact.
 
         Raises:
             PeerGoneError: there is none (any more).
         """
-        shelf = _shelves.get(contact)
-        if shelf is None:
+        table = _tables.get(contact)
+        if table is None:
             raise PeerGoneError(f"no engine of this process keeps KV at {contact}")
-        return shelf
+        return table
 
     def close(self) -> None:
-        if _shelves.get(self.contact) is self:
-            del _shelves[self.contact]
+        if _tables.get(self.contact) is self:
+            del _tables[self.contact]
         self.clear()
 
     # -- entries -------------------------------------------------------------------------------
 
-    def put(self, entry: Entry, era: int) -> None:
+    def put(self, entry: PromptEntry, era: int) -> None:
         """Keep it, in the place of what was there under this key.
 
         Raises:
             EntryGoneError: it was computed before the last reset.
             CapacityError: it is larger than all the room there is.
-            TimeoutError: what is there is lent, and there is no room beside it.
+            TimeoutError: what is there is leased, and there is no room beside it.
         """
         if entry.nbytes > self._max_bytes:
             raise CapacityError(f"{entry.nbytes} bytes do not fit into {self._max_bytes}")
         with self._lock:
             if era != self.era:
                 raise EntryGoneError("everything computed before was forgotten meanwhile")
-            kept = {lent.key for lent in self._lent.values() if lent.expires_at > time.time()}
+            kept = {leased.key for leased in self._leases.values() if leased.expires_at > time.time()}
             others = {key: each for key, each in self._entries.items() if key != entry.key}
             room = self._max_bytes - entry.nbytes - sum(each.nbytes for each in others.values())
             for key in [key for key in others if key not in kept]:
@@ -120,7 +120,7 @@ class Shelf:
                     break
                 room += others.pop(key).nbytes
             if room < 0:
-                raise TimeoutError("everything on the shelf is lent")
+                raise TimeoutError("everything on the table is leased")
             self._entries = {**others, entry.key: entry}
 
     def match(self, extra: bytes, tokens: tuple[int, ...]) -> int:
@@ -129,7 +129,7 @@ class Shelf:
             prefixes = (_common(tokens, held) for key_extra, held in self._entries if key_extra == extra)
             return max(prefixes, default=0)
 
-    def find(self, extra: bytes, tokens: tuple[int, ...]) -> Entry:
+    def find(self, extra: bytes, tokens: tuple[int, ...]) -> PromptEntry:
         """An entry that begins with all of these tokens.
 
         Raises:
@@ -146,17 +146,19 @@ class Shelf:
         with self._lock:
             self.era += 1
             self._entries.clear()
-            self._lent.clear()
+            self._leases.clear()
 
     # -- references ----------------------------------------------------------------------------
 
-    def lend(self, key: Key, *, request_id: str, generation: int, duration_s: float) -> Reference:
+    def lease(self, key: Key, *, request_id: str, generation: int, duration_s: float) -> Reference:
         """A reference to what will be stored under this key. It is not evicted until the time is over."""
         expires_at_ms = int((time.time() + duration_s) * 1000)
-        lent = Lent(key=key, request_id=request_id, generation=generation, expires_at=expires_at_ms / 1000)
+        leased = PromptLease(
+            key=key, request_id=request_id, generation=generation, expires_at=expires_at_ms / 1000
+        )
         with self._lock:
             lease = next(self._numbers)
-            self._lent[lease] = lent
+            self._leases[lease] = leased
         return Reference(
             engine_id=self.engine_id,
             epoch=self.epoch,
@@ -169,33 +171,33 @@ class Shelf:
         )
 
     def settle(self, lease: int, *, is_stored: bool) -> None:
-        """What was lent is here now, or never will be."""
+        """What was leased is here now, or never will be."""
         with self._lock:
             if not is_stored:
-                self._lent.pop(lease, None)
-            elif lease in self._lent:
-                self._lent[lease].is_stored = True
+                self._leases.pop(lease, None)
+            elif lease in self._leases:
+                self._leases[lease].is_stored = True
 
     def resolve(self, reference: Reference, extra: bytes, tokens: tuple[int, ...]) -> int | None:
         """How many of a prompt's leading tokens it refers to; ``None`` while those are still being stored.
 
         Raises:
-            StaleError: it is of another start of the engine, is lent no more, or is about something else.
+            StaleError: it is of another start of the engine, is leased no more, or is about something else.
         """
         if (reference.engine_id, reference.epoch) != (self.engine_id, self.epoch):
             raise StaleError(Reason.GONE, "it is of another engine, or of an earlier start of this one")
         with self._lock:
-            lent = self._lent.get(reference.lease)
-            if lent is None or (lent.request_id, lent.generation) != (
+            leased = self._leases.get(reference.lease)
+            if leased is None or (leased.request_id, leased.generation) != (
                 reference.request_id,
                 reference.generation,
             ):
-                raise StaleError(Reason.GONE, "what it refers to is lent no more")
-            held = lent.key[1]
+                raise StaleError(Reason.GONE, "what it refers to is leased no more")
+            held = leased.key[1]
             if reference.num_tokens > len(held):
                 raise StaleError(Reason.REFUSED, f"it says {reference.num_tokens} tokens of {len(held)}")
-            common = _common(tokens, held[: reference.num_tokens]) if lent.key[0] == extra else 0
-            return common if lent.is_stored else None
+            common = _common(tokens, held[: reference.num_tokens]) if leased.key[0] == extra else 0
+            return common if leased.is_stored else None
 
 
 def _common(ours: tuple[int, ...], theirs: tuple[int, ...]) -> int:
@@ -208,7 +210,7 @@ def _common(ours: tuple[int, ...], theirs: tuple[int, ...]) -> int:
     return count
 
 
-def form_of(context: ConnectorContext) -> tuple[Any, ...]:
+def kv_format_of(context: ConnectorContext) -> tuple[Any, ...]:
     """What must be equal at two engines for the KV of one to mean the same to the other."""
     layout, model = context.cache.groups[0].layout, attrs.evolve(context.model, name="")
     inside = (layout.axes, layout.block_format, layout.block_size) if layout.block_format else ()

@@ -1,4 +1,4 @@
-"""How a worker hangs together with its parent: commands in, events out, and never outliving it."""
+"""A worker's link to its parent: it receives commands, sends events, and dies with the parent."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from typing import Any
 _PR_SET_PDEATHSIG = 1
 
 
-class Parent:
-    """The worker's end: one JSON object a line, commands on stdin, events on what was stdout.
+class ParentLink:
+    """The worker's end: one JSON object per line, commands on stdin, events on the original stdout.
 
-    The worker is gone when its parent is: on Linux the kernel kills it (also while it computes, or is
-    stopped); elsewhere, and should the parent have died before that was set up, the end of stdin does it.
-    Whatever a library prints goes to stderr, and not between the events.
+    The worker dies with its parent: on Linux the kernel kills it, also while it computes or is stopped.
+    Elsewhere, and if the parent died before this was set up, the worker ends at the end of stdin. Stdout of
+    libraries is redirected to stderr, so that it does not mix with the events.
     """
 
     def __init__(self) -> None:
@@ -32,8 +32,8 @@ class Parent:
         self._commands: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         threading.Thread(target=self._listen, name="kvplug-demo-parent", daemon=True).start()
 
-    def tell(self, event: str, **facts: Any) -> None:
-        """Send one event. A parent that no longer listens ends this process."""
+    def send(self, event: str, **facts: Any) -> None:
+        """Send one event. Ends this process if the parent no longer reads."""
         try:
             with self._lock:
                 self._events.write(json.dumps({"event": event, **facts}) + "\n")

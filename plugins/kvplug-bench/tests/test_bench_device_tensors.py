@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from kvplug_bench import pipes, worker
+from kvplug_bench.device import CpuDevice, burst_bytes, open_device
 from kvplug_bench.links import Link, UnavailableError
-from kvplug_bench.place import Cpu, burst_bytes, place
 from kvplug_bench.stopwatch import BURSTS, Stopwatch
 
 pytestmark = pytest.mark.timeout(60)
@@ -20,14 +20,14 @@ KIB = 1 << 10
 TASK = {"bulk": [("into", 4 * KIB), ("owned", 4 * KIB)], "burst_bytes": 8 * KIB, "latency_bytes": KIB}
 
 
-class Noted(Cpu):
+class Noted(CpuDevice):
     """The CPU, as a device that would have to be waited for."""
 
     def __init__(self, events: list[str]) -> None:
         self._events = events
 
-    def finish(self) -> None:
-        self._events.append("finish")
+    def synchronize(self) -> None:
+        self._events.append("synchronize")
 
 
 class End(Link):
@@ -75,7 +75,7 @@ def test_a_copy_is_timed_until_the_device_has_made_it(noted: Any) -> None:
     events: list[str] = []
     noted(worker, events)
     figures = worker._copy({"bulk": [("into", 4 * KIB)], "burst_bytes": 8 * KIB}, Noted(events))
-    assert events == ["finish", "start", "finish", "stop"] * BURSTS
+    assert events == ["synchronize", "start", "synchronize", "stop"] * BURSTS
     assert list(figures) == ["into 4096"]
 
 
@@ -91,8 +91,8 @@ def test_a_receiver_answers_when_its_device_has_the_messages() -> None:
     far.join(30)
     assert not far.is_alive()
     burst = ["received 4096"] * 2
-    assert receiver == ["finish", "send 64", *burst, "finish", "send 64"] * (2 * BURSTS)
-    assert sender == ["finish", "received 64", "send 4096", "send 4096", "received 64"] * (2 * BURSTS)
+    assert receiver == ["synchronize", "send 64", *burst, "synchronize", "send 64"] * (2 * BURSTS)
+    assert sender == ["synchronize", "received 64", "send 4096", "send 4096", "received 64"] * (2 * BURSTS)
 
 
 def test_the_message_of_a_latency_has_the_size_that_was_asked_for() -> None:
@@ -106,15 +106,15 @@ def test_the_message_of_a_latency_has_the_size_that_was_asked_for() -> None:
     figures = pipes.run_sender(End(one, other, events), task, Noted(events))
     far.join(30)
     assert len(figures["latency"]["seconds"]) == pipes.TRIPS
-    assert events == ["finish", *["send 1024", "received 1024"] * (pipes.WARM_TRIPS + pipes.TRIPS)]
+    assert events == ["synchronize", *["send 1024", "received 1024"] * (pipes.WARM_TRIPS + pipes.TRIPS)]
 
 
 def test_a_device_that_cannot_be_measured_says_why() -> None:
-    assert place("cpu").name == "cpu"
+    assert open_device("cpu").name == "cpu"
     with pytest.raises(UnavailableError, match="device 'cuda:99' cannot be used on this machine"):
-        place("cuda:99")
-    with pytest.raises(UnavailableError, match="what a device 'npu' does cannot be timed"):
-        place("npu:1")
+        open_device("cuda:99")
+    with pytest.raises(UnavailableError, match="devices of the kind 'npu' cannot be timed"):
+        open_device("npu:1")
 
 
 def test_what_is_timed_together_on_a_gpu_is_more() -> None:
@@ -125,10 +125,10 @@ def test_what_is_timed_together_on_a_gpu_is_more() -> None:
 def test_on_a_gpu_the_clock_stops_when_the_kernels_have_ended() -> None:
     if not torch.cuda.is_available():
         pytest.skip("there is no GPU here")
-    where = place("cuda")
+    where = open_device("cuda")
     assert where.name == "cuda:0"
     torch.cuda._sleep(200_000_000)
     ended = torch.cuda.Event()
     ended.record()
-    where.finish()
+    where.synchronize()
     assert ended.query()

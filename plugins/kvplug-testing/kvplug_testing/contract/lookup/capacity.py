@@ -1,4 +1,4 @@
-"""The budget (law LOOKUP-5): an insert waits for room, or is refused; what goes gives its bytes back."""
+"""The budget (law LOOKUP-5): an insert waits for capacity or is refused; removed entries free their bytes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from kvplug.errors import CapacityError, TimeoutError, UnsupportedError
 from kvplug_testing import waits
 from kvplug_testing.contract.base import law
-from kvplug_testing.contract.lookup.entries import Sink, entry, room_for, sized, unlike
+from kvplug_testing.contract.lookup.entries import Sink, capacity_for, entry, sized, unlike
 from kvplug_testing.contract.lookup.suite import (
     SOON_S,
     LookupSuite,
@@ -23,13 +23,13 @@ from kvplug_testing.contract.lookup.suite import (
 from kvplug_testing.waits import Call, raises
 
 
-class Room(LookupSuite):
+class Capacity(LookupSuite):
     """Budgets for a few entries."""
 
     @law("LOOKUP-5")
     @at_both_ends
     def test_an_insert_waits_for_room_and_goes_on_when_there_is_some(self, end: str) -> None:
-        store, buffer = self.ends(end, room_for(2))
+        store, buffer = self.ends(end, capacity_for(2))
         puts = [sized([number]) for number in (1, 2, 3)]
         for put in puts[:2]:
             inserted(store, put)
@@ -41,7 +41,7 @@ class Room(LookupSuite):
 
     @law("LOOKUP-5", "ALL-4")
     def test_an_insert_that_finds_no_room_in_time_stores_nothing(self) -> None:
-        store = self.hold(room_for(1))
+        store = self.hold(capacity_for(1))
         inserted(store, sized([1]))
         call = Call(lambda: insert(store, sized([2]), timeout=SOON_S))
         call.raised(TimeoutError)
@@ -55,11 +55,11 @@ class Room(LookupSuite):
     @law("LOOKUP-5")
     @pytest.mark.parametrize("as_cache", [False, True])
     def test_an_entry_larger_than_the_budget_is_refused_at_once(self, as_cache: bool) -> None:
-        store = self.hold(room_for(2), as_cache=as_cache)
+        store = self.hold(capacity_for(2), as_cache=as_cache)
         inserted(store, sized([1]))
         call = Call(
             lambda: store.insert(
-                [5], None, None, None, entry([5], hidden=room_for(2) // 4 + 1).hidden, timeout=None
+                [5], None, None, None, entry([5], hidden=capacity_for(2) // 4 + 1).hidden, timeout=None
             )
         )
         call.raised(CapacityError)
@@ -67,7 +67,7 @@ class Room(LookupSuite):
 
     @law("LOOKUP-5")
     def test_an_insert_that_is_refused_takes_no_room(self) -> None:
-        store = self.hold(room_for(1))
+        store = self.hold(capacity_for(1))
         good = sized([1, 2])
         for _ in range(3):
             for key, value in (
@@ -90,7 +90,7 @@ class Room(LookupSuite):
         self._fill_and_empty(end, rounds=1000)
 
     def _fill_and_empty(self, end: str, rounds: int) -> None:
-        store, buffer = self.ends(end, room_for(2))
+        store, buffer = self.ends(end, capacity_for(2))
         for number in range(rounds):
             for each in (1, 2):
                 call = Call(partial(insert, store, sized([1, each]))).end(waits.patience_s + 1)
@@ -100,7 +100,7 @@ class Room(LookupSuite):
 
     @law("LOOKUP-5")
     def test_a_cache_drops_the_oldest_entries_that_nobody_is_reading(self) -> None:
-        store = self.hold(room_for(3), as_cache=True)
+        store = self.hold(capacity_for(3), as_cache=True)
         reader = self.reach(store)
         puts = [sized([number]) for number in range(6)]
         for put in puts[:3]:
@@ -122,7 +122,7 @@ class Room(LookupSuite):
 
     @law("LOOKUP-5")
     def test_a_cache_drops_nothing_for_an_entry_that_would_not_fit_even_so(self) -> None:
-        store = self.hold(room_for(2), as_cache=True)
+        store = self.hold(capacity_for(2), as_cache=True)
         reader = self.reach(store)
         inserted(store, sized([1]))
         inserted(store, sized([2]))
@@ -131,7 +131,7 @@ class Room(LookupSuite):
         reading = Call(lambda: reader.select([2], sink=sink, timeout=within))
         assert sink.waits.wait(waits.patience_s)
         try:
-            large = entry([3], hidden=room_for(2) // 4 - 1024)
+            large = entry([3], hidden=capacity_for(2) // 4 - 1024)
             raises(TimeoutError, lambda: insert(store, large, timeout=0.05))
             assert matched(store, [1]) == 1, "an entry went for one that was not stored"
         finally:
@@ -141,18 +141,18 @@ class Room(LookupSuite):
     @law("LOOKUP-5", "ALL-5")
     def test_one_who_takes_its_time_holds_up_neither_inserts_nor_others(self) -> None:
         store = self.hold()
-        (slow, gate), quick = self.reach_gated(store), self.reach(store)
+        (slow, data_pipe), quick = self.reach_pausable(store), self.reach(store)
         put = entry([1, 2, 3], layers=8, hidden=30_000)  # more than the data pipe holds
         inserted(store, put)
         within = waits.patience_s
-        receiving = self.hold_up(gate, lambda: slow.select([1, 2, 3], timeout=within))
+        receiving = self.pause_in_entry(data_pipe, lambda: slow.select([1, 2, 3], timeout=within))
         for number in range(10):
             other = entry([5, number])
             inserted(store, other)
             assert not unlike(other, taken(quick, [5, number])), "another end was held up, or given another's"
             assert matched(quick, [1, 2]) == 2
         assert not receiving.ended
-        gate.open()
+        data_pipe.resume()
         assert not unlike(put, receiving.result())
 
     @law("LOOKUP-5")

@@ -25,10 +25,10 @@ with warnings.catch_warnings():
         SlidingWindowSpec,
     )
 
-    from kvplug_vllm.facts import (
+    from kvplug_vllm.translate import (
         cache_of,
+        can_rewind,
         config_of,
-        goes_back,
         in_memory_order,
         model_of,
         parallelism_of,
@@ -130,7 +130,7 @@ def test_vllm_goes_back_only_step_by_step_and_with_its_first_runner(
     batches: int, second_runner: bool, wanted: bool
 ) -> None:
     config = SimpleNamespace(max_concurrent_batches=batches, use_v2_model_runner=second_runner)
-    assert goes_back(config) is wanted  # type: ignore[arg-type]
+    assert can_rewind(config) is wanted  # type: ignore[arg-type]
 
 
 # -- cache and layout ---------------------------------------------------------------------------------
@@ -248,7 +248,7 @@ def quantised() -> FullAttentionSpec:
             FullAttentionSpec(
                 block_size=32, num_kv_heads=3, head_size=64, dtype=torch.float32, num_head_slots=4
             ),
-            "no plain keys and values",
+            "not plain keys and values",
         ),
     ],
     ids=["sliding window", "quantised", "unequal", "slots"],

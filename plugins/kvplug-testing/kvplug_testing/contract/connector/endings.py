@@ -31,7 +31,7 @@ _POINTS = (
 )
 
 
-class Ends(ConnectorSuite):
+class Endings(ConnectorSuite):
     """One side, or both, or the peer, ends where a request happens to be."""
 
     def _go(self, decode: FakeEngine, point: str, params: Any) -> None:
@@ -134,9 +134,7 @@ class Ends(ConnectorSuite):
     def test_a_producer_can_be_shut_down_in_the_middle_of_a_prompt(self) -> None:
         prefill = self.engine("producer")
         prompt = request_of("a", range(100))
-        blocks = prefill.allocate(100)
-        prefill.scheduler.on_new_request(prompt)
-        prefill.scheduler.update_state_after_alloc(prompt, (blocks,), 0)
+        blocks = prefill.admit(prompt)
         Call(lambda: prefill.step([(prompt, blocks, 0, 40)])).result()
         planned = prefill.plan([(prompt, blocks, 40, 60)])
         prefill.worker.bind_connector_metadata(planned.metadata)
@@ -148,9 +146,7 @@ class Ends(ConnectorSuite):
     def test_what_has_been_handed_off_and_not_been_fetched_does_not_hold_up_the_end(self) -> None:
         prefill = self.engine("producer")
         prompt = request_of("a", range(100))
-        blocks = prefill.allocate(100)
-        prefill.scheduler.on_new_request(prompt)
-        prefill.scheduler.update_state_after_alloc(prompt, (blocks,), 0)
+        blocks = prefill.admit(prompt)
         Call(lambda: prefill.step([(prompt, blocks, 0, 100)])).result()
         prefill.finish(prompt, blocks)
         self._end(prefill, is_worker_first=False)
@@ -227,7 +223,7 @@ class Ends(ConnectorSuite):
     @pytest.mark.parametrize("when", ["promised", "loading", "half"])
     def test_a_peer_that_is_killed_is_a_reported_failure(self, when: str) -> None:
         config = self.config_of("producer")  # takes the address
-        child = self.start(_produce, self.recipe(), config.host, dict(self.config))
+        child = self.start(_produce, self.suite_ref(), config.host, dict(self.config))
         params = child.recv()
         if when == "half":
             self.switch.before_receiving = lambda number: child.kill() if number == 2 else None
@@ -254,9 +250,9 @@ class Ends(ConnectorSuite):
         self._computes_by_itself(decode, prompt, blocks, found)
 
 
-def _produce(parent: peers.Parent, recipe: Any, host: str, config: Any) -> None:
+def _produce(parent: peers.Parent, suite_ref: Any, host: str, config: Any) -> None:
     """In a child: an engine that has stored a prompt, and lives until it is killed."""
-    suite = suite_from_ref(recipe)
+    suite = suite_from_ref(suite_ref)
     suite._host = host
     engine = FakeEngine(suite.config_of("producer"), make=suite.make_side, seed=1)
     _, params = engine.hand_off(request_of("stored", range(100)))

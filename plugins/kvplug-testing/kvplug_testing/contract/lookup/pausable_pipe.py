@@ -1,4 +1,4 @@
-"""A data pipe that can be held up in the middle of an entry, at the end that receives."""
+"""A data pipe that can be paused in the middle of an entry, at the receiving end."""
 
 from __future__ import annotations
 
@@ -13,35 +13,35 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class Gate(Pipe):
-    """The pipe, but for what is held up. A receive that runs out of time loses nothing."""
+class PausablePipe(Pipe):
+    """The pipe, except that it can be paused. A receive that runs out of time loses nothing."""
 
     def __init__(self, pipe: Pipe) -> None:
         self.pipe = pipe
         self._changed = threading.Condition()
         self._left: int | None = None
-        self._holds = threading.Event()
+        self._paused = threading.Event()
 
-    def shut(self, after: int) -> None:
-        """Let ``after`` more messages through, and hold up the next one."""
+    def pause_after(self, after: int) -> None:
+        """Pass ``after`` more messages, and pause before the next one."""
         with self._changed:
             self._left = after
-            self._holds.clear()
+            self._paused.clear()
 
-    def open(self) -> None:
+    def resume(self) -> None:
         with self._changed:
             self._left = None
             self._changed.notify_all()
 
-    def holds(self, within: float) -> bool:
-        """Wait until somebody is held up; whether that came in time."""
-        return self._holds.wait(within)
+    def wait_until_paused(self, within: float) -> bool:
+        """Wait until a receive is paused; returns whether one is in time."""
+        return self._paused.wait(within)
 
     def recv_tensor(self, out: Tensor | None = None, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Tensor | None:
         deadline = Deadline.after(timeout, 60.0)
         with self._changed:
             while self._left == 0:
-                self._holds.set()
+                self._paused.set()
                 if not self._changed.wait(deadline.remaining()):
                     raise TimeoutError("nothing came in time")
         received = self.pipe.recv_tensor(out, timeout=deadline.remaining())
@@ -62,9 +62,9 @@ class Gate(Pipe):
         return self.pipe.peer
 
     def close(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
-        self.open()
+        self.resume()
         self.pipe.close(timeout)
 
     def abort(self) -> None:
         self.pipe.abort()
-        self.open()
+        self.resume()

@@ -21,7 +21,7 @@ def failed(figures: Mapping[str, Any] | None, op: str) -> int:
     return sum((figures or {}).get("failures", {}).get(op, {}).values())
 
 
-class Figures(ConnectorSuite):
+class Stats(ConnectorSuite):
     """Loads that are made and made to fail, and what is said of them afterwards."""
 
     @staticmethod
@@ -56,15 +56,15 @@ class Figures(ConnectorSuite):
         params = self.stored(prefill, range(100))
         self._said(decode)
         for number in range(4):
-            self.spoil("fail" if number % 2 else "")
+            self.inject_fault("fail" if number % 2 else "")
             prompt = request_of(f"r{number}", range(100), params=params)
             blocks, found, _ = self.promised(decode, prompt)
             scheduled = [(prompt, blocks, found, 100 - found)]
             report = self.run(decode.step, scheduled)
             if number == 1:
-                self.skip_unless_spoilt()
+                self.skip_unless_injected()
             assert bool(report.invalid_block_ids) == bool(number % 2)
-        self.spoil("")
+        self.inject_fault("")
         said = self._said(decode)
         assert (done(said, "load"), failed(said, "load")) == (2, 2), (
             f"of 4 loads that were made 2 failed, and counted are {said}"
@@ -78,10 +78,10 @@ class Figures(ConnectorSuite):
         for number in range(2):
             prompt = request_of(f"r{number}", range(100), params=params)
             self.promised(decode, prompt)
-            self.spoil("fail" if number else "")
+            self.inject_fault("fail" if number else "")
             self.run_until_named(decode, f"r{number}")
-        self.spoil("")
-        self.skip_unless_spoilt()
+        self.inject_fault("")
+        self.skip_unless_injected()
         said = self._said(decode)
         assert (done(said, "load"), failed(said, "load")) == (1, 1), f"of 2 loads 1 failed: {said}"
 
@@ -91,7 +91,7 @@ class Figures(ConnectorSuite):
         for number in range(3):
             tokens = range(1000 * number, 1000 * number + 96)
             params = self.stored(prefill, tokens, f"s{number}")
-            # Somebody who can have it shows that it has been saved, wherever that goes on.
+            # Another engine that can load it shows that it was saved, wherever saving runs.
             prompt = request_of(f"r{number}", tokens, params=params)
             self.promised(decode, prompt)
         said = self._said(prefill)

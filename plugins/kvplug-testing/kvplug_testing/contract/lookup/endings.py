@@ -1,4 +1,4 @@
-"""How the two ends end: politely, at once, while others are blocked, and in a forked child."""
+"""The end of both ends: by close, by abort, while calls are blocked, and in a forked child."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvplug.errors import ClosedError, EntryGoneError, KvplugError, PeerGoneErro
 from kvplug.transport.lookup import LookupBuffer, LookupStore
 from kvplug_testing import waits
 from kvplug_testing.contract.base import law
-from kvplug_testing.contract.lookup.entries import Sink, entry, room_for, sized, unlike
+from kvplug_testing.contract.lookup.entries import Sink, capacity_for, entry, sized, unlike
 from kvplug_testing.contract.lookup.suite import (
     SOON_S,
     LookupSuite,
@@ -56,7 +56,7 @@ def is_lost(buffer: LookupBuffer) -> bool:
     return buffer.is_lost
 
 
-class Ending(LookupSuite):
+class Endings(LookupSuite):
     """Each end, in each state."""
 
     @law("ALL-1")
@@ -85,7 +85,7 @@ class Ending(LookupSuite):
     @at_both_ends
     @at_once_and_politely
     def test_calls_that_wait_end_with_closed_error(self, end: str, verb: str) -> None:
-        store, buffer = self.ends(end, room_for(1))
+        store, buffer = self.ends(end, capacity_for(1))
         inserted(store, sized([1]))
         waiting = [Call(partial(buffer.drop_select, query, timeout=None)) for query in ([9], [8])]
         waiting.append(Call(lambda: buffer.drop_select(None, extra=b"e", timeout=None)))
@@ -100,16 +100,12 @@ class Ending(LookupSuite):
     @at_once_and_politely
     def test_a_transfer_at_an_end_that_is_closed_ends(self, verb: str) -> None:
         store = self.hold()
-        buffer, gate = self.reach_gated(store)
-        put = entry([1, 2, 3], layers=8)
-        inserted(store, put)
-        within = waits.patience_s
-        reading = self.hold_up(gate, lambda: buffer.select([1, 2, 3], timeout=within))
-        Call(lambda: getattr(buffer, verb)()).result()
-        reading.end()
-        assert reading.error is None or isinstance(reading.error, ClosedError), repr(reading.error)
-        assert reading.error is not None or not unlike(put, reading.value)
-        assert not unlike(put, taken(store, [1, 2, 3]))  # its lease has ended
+        reading = self.paused_call(store, "select")
+        Call(lambda: getattr(reading.end, verb)()).result()
+        call = reading.call.end()
+        assert call.error is None or isinstance(call.error, ClosedError), repr(call.error)
+        assert call.error is not None or not unlike(reading.put, call.value)
+        assert not unlike(reading.put, taken(store, [1, 2, 3]))  # its lease has ended
 
     @law("ALL-1", "ALL-2")
     @at_once_and_politely
@@ -147,18 +143,14 @@ class Ending(LookupSuite):
     @law("ALL-1", "ALL-4")
     def test_a_store_that_closes_waits_no_longer_than_its_timeout(self) -> None:
         store = self.hold()
-        buffer, gate = self.reach_gated(store)
-        put = entry([1, 2, 3], layers=8)
-        inserted(store, put)
-        within = waits.patience_s
-        reading = self.hold_up(gate, lambda: buffer.select([1, 2, 3], timeout=within))
+        reading = self.paused_call(store, "select")
         closing = Call(lambda: store.close(timeout=SOON_S)).end()
         assert closing.error is None, f"close raised {closing.error!r}"
-        gate.open()
-        # All of it may have been on its way already, and have come before the news did.
-        reading.end()
-        assert isinstance(reading.error, KvplugError) or reading.error is None, repr(reading.error)
-        assert reading.error is not None or not unlike(put, reading.value)
+        reading.data_pipe.resume()
+        # All of the entry may have been on its way already, and arrive before the end does.
+        call = reading.call.end()
+        assert isinstance(call.error, KvplugError) or call.error is None, repr(call.error)
+        assert call.error is not None or not unlike(reading.put, call.value)
 
     @law("ALL-1")
     @at_both_ends
@@ -203,7 +195,7 @@ class Ending(LookupSuite):
 
     @law("ALL-4")
     def test_where_nothing_is_said_the_contexts_timeout_applies(self) -> None:
-        store = self.hold(room_for(1), timeout_s=SOON_S)
+        store = self.hold(capacity_for(1), timeout_s=SOON_S)
         buffer = self.reach(store, timeout_s=SOON_S)
         inserted(store, sized([1]))
         for call in (
@@ -262,7 +254,7 @@ class Ending(LookupSuite):
         assert grown < 16 << 20, f"a thousand stores of 32 KiB each have left {grown} bytes"
 
     def _come_and_go(self, number: int) -> None:
-        store = self.endpoint(room_for(3)).hold()
+        store = self.endpoint(capacity_for(3)).hold()
         (our_signal, their_signal), (our_data, their_data) = self._bare_pair(), self._bare_pair()
         store.attach(their_signal, their_data)
         buffer = self.endpoint().reach(our_signal, our_data)

@@ -1,4 +1,4 @@
-"""Where the tensors lie that are measured: what is waited for there, and how much is timed together."""
+"""The devices of measured tensors: how to wait for one, and how many bytes are timed together on it."""
 
 from __future__ import annotations
 
@@ -20,35 +20,35 @@ def kind_of(device: str) -> str:
 
 
 def burst_bytes(device: str) -> int:
-    """How much is timed together there. Light: nothing is imported."""
+    """The bytes that are timed together on that device. Imports nothing heavy."""
     return BURST_BYTES if kind_of(device) == CPU else DEVICE_BURST_BYTES
 
 
-class Place(abc.ABC):
-    """A device as its own measuring process sees it."""
+class TimedDevice(abc.ABC):
+    """A device, in the process that measures on it."""
 
     name: str
-    """As torch spells it."""
+    """Torch's name of it."""
 
     @abc.abstractmethod
-    def finish(self) -> None:
-        """Return when all that this thread has given the device is done: before the clock is read."""
+    def synchronize(self) -> None:
+        """Return when all work that this thread gave the device is done. Called before the clock is read."""
 
 
-class Cpu(Place):
-    """What is called is done when the call returns."""
+class CpuDevice(TimedDevice):
+    """The CPU: every call is done when it returns."""
 
     name = CPU
 
-    def finish(self) -> None:
+    def synchronize(self) -> None:
         pass
 
 
-class Cuda(Place):
-    """A GPU. Calls only enqueue, on the thread's current stream."""
+class CudaDevice(TimedDevice):
+    """A GPU. Calls only enqueue work on the thread's current stream."""
 
     def __init__(self, name: str) -> None:
-        """Raises UnavailableError: there is none here, or none of that number."""
+        """Raises UnavailableError: this machine has no GPU, or none of that number."""
         import torch
 
         try:
@@ -59,18 +59,18 @@ class Cuda(Place):
         torch.cuda.set_device(self._device)
         self.name = str(self._device)
 
-    def finish(self) -> None:
+    def synchronize(self) -> None:
         import torch
 
         torch.cuda.current_stream(self._device).synchronize()
 
 
-def place(device: str) -> Place:
-    """Raises UnavailableError: it cannot be used, or nothing is known of how to time what it does."""
+def open_device(device: str) -> TimedDevice:
+    """Raises UnavailableError: it cannot be used, or it is of a kind that cannot be timed."""
     match kind_of(device):
         case "cpu":
-            return Cpu()
+            return CpuDevice()
         case "cuda":
-            return Cuda(device)
+            return CudaDevice(device)
         case other:
-            raise UnavailableError(f"what a device {other!r} does cannot be timed: cpu and cuda can")
+            raise UnavailableError(f"devices of the kind {other!r} cannot be timed, only cpu and cuda")

@@ -24,7 +24,7 @@ _ORDERS = [
 ]
 
 
-class Order(ConnectorSuite):
+class CallSequence(ConnectorSuite):
     """Recorded orders, open places, and calls that come where none may."""
 
     @law("CONN-1", "CONN-2", "CONN-3", "CONN-5")
@@ -39,37 +39,41 @@ class Order(ConnectorSuite):
             for number, (request, prompt) in enumerate(run.prompts.items())
         }
         if run.role == "producer":
-            double = self.engine("producer", **size)
+            fake = self.engine("producer", **size)
         else:
             prefill = self.engine("producer", **size)
-            double = self.engine("consumer", background=run.is_async, **size)
-            self.meet(double)
+            fake = self.engine("consumer", background=run.is_async, **size)
+            self.meet(fake)
             for request, prompt in run.prompts.items():
                 if prompt.num_stored:
                     self.stored(prefill, prompts[request][: prompt.num_stored], f"stored-{request}")
         spoils = any(prompt.spoilt for prompt in run.prompts.values())
         if spoils:
-            self.spoil("fail")
+            self.inject_fault("fail")
         try:
-            ledger = Call(lambda: replay(run, double, prompts)).result(2 * waits.patience_s)
+            audit = Call(lambda: replay(run, fake, prompts)).result(2 * waits.patience_s)
         except Departed as e:
-            self.spoil("")
+            self.inject_fault("")
             if e.is_nothing:
                 self._promises_as_little(run, run.prompts[e.request], prompts[e.request], size)
             if spoils:
-                self.skip_unless_spoilt()
+                self.skip_unless_injected()
             pytest.skip(f"the record ends to fit: {e}")
         finally:
-            self.spoil("")
+            self.inject_fault("")
         if spoils:
-            self.skip_unless_spoilt()
+            self.skip_unless_injected()
             aborted = any(
                 call.given["end"] == "aborted" for call in run.calls if call.method == "request_finished"
             )
-            assert ledger.num_failed or aborted, "its load was made to fail, and did not"
+            assert audit.num_failed or aborted, "its load was made to fail, and did not"
 
     def _promises_as_little(
-        self, run: call_traces.Run, prompt: call_traces.Prompt, tokens: tuple[int, ...], size: dict[str, Any]
+        self,
+        run: call_traces.TracedRun,
+        prompt: call_traces.Prompt,
+        tokens: tuple[int, ...],
+        size: dict[str, Any],
     ) -> None:
         """Nothing is a lawful promise where engines that do nothing else get no other for this prompt."""
         self._host = ""
@@ -121,7 +125,7 @@ class Order(ConnectorSuite):
 
     @law("CONN-1")
     def test_block_tables_are_looked_up_while_a_step_is_planned_and_not_later(self) -> None:
-        """The double empties them then, as an engine that has moved on; and a consumer gets what it wants."""
+        """The fake empties them then, as an engine that has moved on; and a consumer gets what it wants."""
         prefill, decode = self.pair()
         prompt = request_of("s", range(100))
         _, params = Call(lambda: prefill.hand_off(prompt, chunk=16)).result()
@@ -170,7 +174,7 @@ class Order(ConnectorSuite):
     @staticmethod
     def _is_named(method: str, breach: Any) -> None:
         error = Call(breach).end().error
-        assert error is not None, f"{method} is missing or comes where it may not, and nobody says so"
+        assert error is not None, f"{method} is missing or comes where it may not, and no error says so"
         assert method in str(error), (
             f"the call that broke the order is {method}, and the error says: {error!r}"
         )
@@ -193,7 +197,7 @@ class _Unregistered(FakeEngine):
 
     @classmethod
     def made(cls, suite: ConnectorSuite) -> FakeEngine:
-        double = Call(lambda: cls(suite.config_of("consumer"), make=suite.make_side, seed=2)).result()
-        suite.later(lambda: suite.shut(double))
-        assert isinstance(double, FakeEngine)
-        return double
+        fake = Call(lambda: cls(suite.config_of("consumer"), make=suite.make_side, seed=2)).result()
+        suite.later(lambda: suite.shut(fake))
+        assert isinstance(fake, FakeEngine)
+        return fake

@@ -1,4 +1,4 @@
-"""Blocks in use, and who is named (laws CONN-4 and CONN-5)."""
+"""Blocks in use, and which requests are named (laws CONN-4 and CONN-5)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from kvplug.engine.connector.values import RequestEnd
 from kvplug_testing import peers, waits
 from kvplug_testing.contract.base import law
-from kvplug_testing.contract.connector.spoiling import SpoiledPipe
+from kvplug_testing.contract.connector.fault_injection import FaultInjectingPipe
 from kvplug_testing.contract.connector.suite import ConnectorSuite
 from kvplug_testing.contract.suite_ref import suite_from_ref
 from kvplug_testing.engine import CallOrder, FakeEngine, request_of
@@ -20,7 +20,7 @@ _ORDERS = [CallOrder(), CallOrder(loads_after_forward=True), CallOrder(drafts=Tr
 _any_order = pytest.mark.parametrize("order", _ORDERS, ids=["usual", "loads-late", "drafting"])
 
 
-class Lending(ConnectorSuite):
+class BlocksInUse(ConnectorSuite):
     """An engine that gives blocks to the next one at the first moment it may."""
 
     @law("CONN-4")
@@ -31,9 +31,7 @@ class Lending(ConnectorSuite):
         params = []
         for number in range(4):
             prompt = request_of(f"s{number}", range(1000 * number, 1000 * number + 100))
-            blocks = prefill.allocate(100)
-            prefill.scheduler.on_new_request(prompt)
-            prefill.scheduler.update_state_after_alloc(prompt, (blocks,), 0)
+            blocks = prefill.admit(prompt)
             self.run(prefill.step, [(prompt, blocks, 0, 100)])
             keeps, given = prefill.finish(prompt, blocks)
             params.append(given)
@@ -79,9 +77,7 @@ class Lending(ConnectorSuite):
     def _finished(self, prefill: FakeEngine) -> tuple[tuple[int, ...], bool, dict[str, Any] | None]:
         """A prompt has been computed: its blocks, whether they are kept, and what its consumer is given."""
         prompt = request_of("s", range(100))
-        blocks = prefill.allocate(100)
-        prefill.scheduler.on_new_request(prompt)
-        prefill.scheduler.update_state_after_alloc(prompt, (blocks,), 0)
+        blocks = prefill.admit(prompt)
         Call(lambda: prefill.step([(prompt, blocks, 0, 100)])).result()
         return (blocks, *prefill.finish(prompt, blocks))
 
@@ -128,7 +124,7 @@ class Lending(ConnectorSuite):
     @pytest.mark.parametrize("when", ["met", "promised", "loading"])
     def test_blocks_that_were_kept_for_a_consumer_that_is_killed_are_free_again(self, when: str) -> None:
         prefill = self.engine("producer", seed=1)
-        child = self.start(_consume, self.recipe(), self._host, when)
+        child = self.start(_consume, self.suite_ref(), self._host, when)
         child.recv()
         blocks, keeps, params = self._finished(prefill)
         named: list[str] = []
@@ -151,9 +147,7 @@ class Lending(ConnectorSuite):
     def test_a_request_whose_blocks_are_kept_is_named_once(self) -> None:
         prefill = self.engine("producer")
         prompt = request_of("a", range(100))
-        blocks = prefill.allocate(100)
-        prefill.scheduler.on_new_request(prompt)
-        prefill.scheduler.update_state_after_alloc(prompt, (blocks,), 0)
+        blocks = prefill.admit(prompt)
         Call(lambda: prefill.step([(prompt, blocks, 0, 100)])).result()
         keeps, _ = prefill.finish(prompt, blocks)
         if keeps:
@@ -170,9 +164,8 @@ class Lending(ConnectorSuite):
         prompt = request_of("a", range(100), params=self.stored(prefill, range(100)))
         blocks, found, is_async = self.promised(decode, prompt)
         assert is_async, "it was told to load in the background"
-        other, theirs = request_of("other", range(5000, 5040)), decode.allocate(40)
-        decode.scheduler.on_new_request(other)
-        decode.scheduler.update_state_after_alloc(other, (theirs,), 0)
+        other = request_of("other", range(5000, 5040))
+        theirs = decode.admit(other)
         named: list[str] = []
 
         def is_named() -> bool:  # beside a request that computes, so that there is a forward pass
@@ -224,14 +217,14 @@ class Lending(ConnectorSuite):
             assert not written, f"blocks {sorted(written)} were written after they were said to be free"
 
 
-def _consume(parent: peers.Parent, recipe: Any, host: str, when: str) -> None:
+def _consume(parent: peers.Parent, suite_ref: Any, host: str, when: str) -> None:
     """In a child: an engine that asks for a prompt, loads it perhaps, and lives until it is killed."""
-    suite = suite_from_ref(recipe)
+    suite = suite_from_ref(suite_ref)
     suite._host = host
     engine = FakeEngine(
         suite.config_of("consumer"),
         make=suite.make_side,
-        wrap_pipe=lambda pipe: SpoiledPipe(pipe, suite.switch),
+        wrap_pipe=lambda pipe: FaultInjectingPipe(pipe, suite.switch),
         seed=2,
     )
     engine.scheduler.wait_until_ready(waits.patience_s)

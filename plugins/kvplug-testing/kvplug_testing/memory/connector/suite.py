@@ -1,0 +1,53 @@
+"""The connector suite for the connector "memory", whose loads can be made to fail."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+
+import attrs
+
+from kvplug.errors import PeerGoneError, TransportError
+from kvplug_testing.contract.connector import ConnectorContract
+from kvplug_testing.memory.entry_table import EntryTable, PromptEntry
+
+
+def _fail(entry: PromptEntry) -> PromptEntry:
+    raise TransportError("the test wants it so")
+
+
+def _corrupt(entry: PromptEntry) -> PromptEntry:
+    key, value = entry.layers[-1]
+    key = key.clone()
+    key.view(-1)[-1] += 1
+    return attrs.evolve(entry, layers=(*entry.layers[:-1], (key, value)))
+
+
+class MemoryConnectorContract(ConnectorContract):
+    """Injects faults where entries are read, since no pipe carries them."""
+
+    connector = "memory"
+    injects_into_own = True
+
+    def inject_fault(self, how: str) -> None:
+        self._fault({"fail": _fail, "corrupt": _corrupt, "": None}[how])
+
+    @contextlib.contextmanager
+    def holding_up(self) -> Iterator[threading.Event]:
+        is_held = threading.Event()
+
+        def hold(entry: PromptEntry) -> PromptEntry:
+            is_held.set()
+            threading.Event().wait(1.0)
+            return _fail(entry)
+
+        self._fault(hold)
+        try:
+            yield is_held
+        finally:
+            self._fault(None)
+
+    def _fault(self, fault: Callable[[PromptEntry], PromptEntry] | None) -> None:
+        with contextlib.suppress(PeerGoneError):  # no engine of this test produces
+            EntryTable.at(self.config_of("both").control_address()).fault = fault

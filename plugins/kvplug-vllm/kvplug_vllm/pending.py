@@ -1,0 +1,84 @@
+"""Which requests vLLM waits for: it keeps their blocks until a worker names them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Set
+
+import attrs
+
+_log = logging.getLogger(__name__)
+
+
+@attrs.frozen(kw_only=True)
+class NewlyPending:
+    """Requests that vLLM begins to wait for in one step."""
+
+    held: frozenset[str] = frozenset()
+    """Their blocks are held until they are named as sent."""
+    loading: frozenset[str] = frozenset()
+    """They load until they are named as received."""
+    settling: frozenset[str] = frozenset()
+    """Those of ``loading`` whose load ends in this same step."""
+
+
+class PendingRequests:
+    """Requests that load, or that have ended and whose blocks are held.
+
+    vLLM frees a request's blocks when the request is named, and fails an assertion if it is named again, so
+    the connector makes it wait for one name only. In a MultiConnector, one child may load a request whose
+    blocks another child would hold.
+    """
+
+    def __init__(self) -> None:
+        self._held: set[str] = set()
+        self._loading: set[str] = set()
+        self._settling: set[str] = set()
+        self._loaded_by_sibling: set[str] = set()
+        """Requests with blocks that no step has computed: a sibling may load them in the background."""
+        self._new = NewlyPending()
+
+    def allocate(self, request_id: str) -> None:
+        """The request has blocks, and this connector loads nothing for it in the background."""
+        self._loaded_by_sibling.add(request_id)
+
+    def load(self, request_id: str, *, settles: bool) -> None:
+        """The request waits for a load. ``settles``: it ends in its step, without the connector's report."""
+        self._loading.add(request_id)
+        loading, settling = self._new.loading | {request_id}, self._new.settling
+        if settles:
+            self._settling.add(request_id)
+            settling |= {request_id}
+        self._new = attrs.evolve(self._new, loading=loading, settling=settling)
+
+    def end(self, request_id: str, *, keeps: bool) -> bool:
+        """The request has ended, and the connector may keep its blocks. Returns whether vLLM waits for it."""
+        elsewhere = request_id in self._loaded_by_sibling
+        self._loaded_by_sibling.discard(request_id)
+        if not keeps:
+            return False
+        if elsewhere:
+            _log.error(
+                "the connector keeps the blocks of %s, into which another connector still loads: they are"
+                " freed when that load has ended",
+                request_id,
+            )
+            return False
+        if request_id not in self._loading:  # one that still loads is named as received instead
+            self._held.add(request_id)
+            self._new = attrs.evolve(self._new, held=self._new.held | {request_id})
+        return True
+
+    def begin_step(self, scheduled: Iterable[str]) -> NewlyPending:
+        """A step is planned. Returns the requests that the workers must know of."""
+        self._loaded_by_sibling.difference_update(scheduled)
+        new, self._new = self._new, NewlyPending()
+        return new
+
+    def settle(self, sent: Set[str], received: Set[str]) -> tuple[frozenset[str], frozenset[str]]:
+        """These requests were named. Returns those that this connector held, or loaded in the background."""
+        ours = frozenset(sent & self._held), frozenset(received & self._loading - self._settling)
+        self._held -= sent
+        self._loading -= received
+        self._settling -= received
+        return ours
