@@ -109,7 +109,7 @@ def start(
 
 
 class Process(Protocol):
-    """What a :class:`Peer` asks of its process: a part of ``subprocess.Popen``."""
+    """What a :class:`Peer` requires of its process: a part of ``subprocess.Popen``."""
 
     @property
     def pid(self) -> int: ...

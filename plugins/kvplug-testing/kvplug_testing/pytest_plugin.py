@@ -1,7 +1,7 @@
 """The pytest plugin of the conformance kit: options, levels, waivers, and failures that name the law.
 
-Installed with kvplug, so pytest loads it everywhere. Of kvplug it imports nothing but this file until an
-option is used or a suite is collected; then :mod:`kvplug_testing.reporting` takes over.
+pytest loads it wherever kvplug-testing is installed. It imports only this file until an option is used or a
+suite is collected; then it calls :mod:`kvplug_testing.reporting`.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="NAME.KEY=VALUE",
         action="append",
         default=[],
-        help="set the option KEY of what is judged as NAME, as the variable KVPLUG_OPTIONS__NAME__KEY would",
+        help="set the option KEY of the judged NAME, as the variable KVPLUG_OPTIONS__NAME__KEY does",
     )
     group.addoption(
         "--kvplug-level",
         choices=_LEVELS,
         default="quick",
-        help="quick: under two minutes a transport (the default); full: minutes; soak: gigabytes, an hour",
+        help="quick: less than two minutes per transport (default); full: minutes; soak: gigabytes, an hour",
     )
     group.addoption(
         "--kvplug-report",
@@ -58,19 +58,19 @@ def pytest_configure(config: pytest.Config) -> None:
     if option.kvplug_transport or option.kvplug_connector or option.kvplug_option or option.kvplug_report:
         from kvplug_testing import reporting
 
-        judge = reporting.reporter_of(config)
-        judge.choose(option.kvplug_transport, option.kvplug_connector, option.kvplug_option)
+        reporter = reporting.reporter_of(config)
+        reporter.choose(option.kvplug_transport, option.kvplug_connector, option.kvplug_option)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Generator[None]:
-    """Waivers are held against all that was collected; levels choose from what others leave of it."""
+    """Check waivers against all collected tests; levels select from those that other plugins leave."""
     if not any(item.get_closest_marker("kvplug_law") for item in items):
         return (yield)
     from kvplug_testing import reporting
 
-    judge = reporting.reporter_of(config)
-    judge.waive(items)
+    reporter = reporting.reporter_of(config)
+    reporter.waive(items)
     result = yield
-    judge.select(items)
+    reporter.select(items)
     return result

@@ -43,17 +43,16 @@ def law(
 
     Args:
         id_, more: of :data:`kvplug_testing.laws.LAWS`; more than one where the test shows several at once.
-        level: the lowest level (:data:`LEVELS`) that runs it.
-        needs: what the subject must claim, or the test is skipped and says so: the name of a property of the
-            suite that returns ``""``, or in words why it is not there. One that ends in ``_processes`` has
-            :meth:`Contract.start_forked` made ready.
+        level: the lowest level (:data:`LEVELS`) that runs it. needs: the name of a property of the suite that
+        returns ``""``, or the reason to skip the test: what the
+            subject does not claim. A name that ends in ``_processes`` prepares :meth:`Contract.start_forked`.
         timeout_s: seconds that the test may take.
     """
     for each in (id_, *more):
         if each not in LAWS:
-            raise ValueError(f"{each!r} is no law; these are: {', '.join(LAWS)}")
+            raise ValueError(f"{each!r} is not a law; these are: {', '.join(LAWS)}")
     if level not in LEVELS:
-        raise ValueError(f"{level!r} is no level; these are: {', '.join(LEVELS)}")
+        raise ValueError(f"{level!r} is not a level; these are: {', '.join(LEVELS)}")
 
     def mark(test: T) -> T:
         marked = pytest.mark.timeout(timeout_s)(test)
@@ -63,44 +62,44 @@ def law(
 
 
 class Contract:
-    """What the suites share. The class attributes say what is judged; an author's subclass sets them."""
+    """The base of all suites. An author's subclass sets the class attributes to name the subject."""
 
     kind: ClassVar[Kind]
-    """Of what the suite judges."""
+    """The kind of the subject."""
     _named_by: ClassVar[str] = "transport"
-    """The attribute that an author names it with."""
+    """The attribute that names the subject."""
     transport: ClassVar[str] = ""
-    """Name of an installed transport of the kind. Empty where the method that makes it is overridden
+    """Name of an installed transport of the kind. Empty if the method that makes it is overridden
     instead."""
     options: ClassVar[Mapping[str, Any]] = MappingProxyType({})
     """The transport's own options, as a config would give them."""
     options_class: ClassVar[type | None] = None
-    """The attrs class that they are made into. ``None`` is that of the installed transport's spec."""
+    """The attrs class of the options. ``None`` is the one in the installed transport's spec."""
     across_processes: ClassVar[bool] = True
-    """Whether its ends can be in two processes. If not, the tests that need it are skipped, and say so."""
+    """Whether its ends can be in two processes. If not, the tests that need this are skipped."""
     ends_are_processes: ClassVar[bool] = False
-    """Whether a suite that can do either puts every end into a process of its own."""
+    """Whether every end is in a process of its own, in a suite that supports both."""
     settle_s: ClassVar[float] = 5.0
-    """How long what has been closed may take to be gone."""
+    """How long resources may remain after they are closed."""
     forks: ClassVar[bool] = True
-    """Whether a process that has its library loaded may fork at all."""
+    """Whether a process that has loaded its library may fork."""
 
     _stack: ExitStack
 
     @classmethod
     def subject(cls) -> str:
-        """What is judged, for the scorecard: ``"pipe cpu"``; a class that makes its own gives its name."""
+        """The subject's name in the scorecard: ``"pipe cpu"``, or the class's name if it makes its own."""
         return f"{cls.kind.replace('_', ' ')} {cls.transport or cls.__name__}"
 
     @classmethod
     def distribution(cls) -> str:
-        """What has brought it, with its version: ``"kvplug-cpu 0.1.0"``. Empty for what is not installed."""
+        """The subject's distribution and version: ``"kvplug-cpu 0.1.0"``. Empty if it is not installed."""
         owners = _registry().owners(cls.kind, cls.transport) if cls.transport else ()
         return ", ".join(str(plugin) for plugin in owners)
 
     @pytest.fixture(autouse=True)
     def _judged(self, request: pytest.FixtureRequest) -> Iterator[None]:
-        """Around every test: what it needs is there, and afterwards nothing is left."""
+        """Around every test: skip it if it lacks what it needs, and check afterwards that nothing is left."""
         marker = request.node.get_closest_marker("kvplug_law")
         needs = marker.kwargs["needs"] if marker is not None else ""
         if needs and (reason := getattr(self, needs)):
@@ -112,7 +111,7 @@ class Contract:
             yield
 
     def _have_a_server(self, node: pytest.Item) -> None:
-        """For a test that starts processes, before "nothing left" looks first. It ends with the test file."""
+        """Start a fork server before "nothing left" looks first. It ends with the test file."""
         key = self._server_key
         if key in _servers or self.other_and_forked_processes or not ForkServer.works():
             return
@@ -121,19 +120,19 @@ class Contract:
 
     @property
     def _server_key(self) -> tuple[str, str, Any]:
-        """One server does for all classes of a file that judge the same and import it in the same way."""
+        """Classes of a file share a server if they have the same subject and import it in the same way."""
         return self.suite_ref()["source"].rpartition(":")[0], self.transport, type(self).import_all
 
     def warm_up(self) -> None:
-        """Before "nothing left" looks first: what a process makes once and keeps (the watcher's thread).
+        """Make what a process makes once and keeps, before "nothing left" looks first (the watcher's thread).
 
         Override it for a library that makes more, and call this one as well.
         """
 
     def import_all(self) -> None:
-        """Import what an end in another process needs, and make nothing of it.
+        """Import the modules that an end in another process needs, without creating anything.
 
-        Override it where that is not the factory's module alone, and call this one as well.
+        Override it if that is more than the factory's module, and call this one as well.
         """
         if self.spec is not None:
             self.spec.load_factory()
@@ -144,7 +143,7 @@ class Contract:
 
     @contextmanager
     def scope(self) -> Iterator[None]:
-        """What is started and put off until later in the block ends with the block."""
+        """What is started in the block, and calls given to :meth:`later` in it, end with the block."""
         outer = self._stack
         try:
             with ExitStack() as self._stack:
@@ -157,10 +156,10 @@ class Contract:
         return self._stack.enter_context(peers.start(target, *args, **given))
 
     def start_forked(self, target: str, *args: Any, **given: Any) -> peers.Peer:
-        """The same in milliseconds: a fork of a process that has imported all that the suite needs, and no
-        more. Where there can be none it is a fresh process too. ``target`` is ``"module:function"``.
+        """The same in milliseconds: a fork of a process that has imported only what the suite needs. Without
+        a fork server it is a fresh process too. ``target`` is ``"module:function"``.
 
-        For tests whose ``needs`` ends in ``_processes``, or all where :attr:`ends_are_processes`.
+        For tests whose ``needs`` ends in ``_processes``, or all if :attr:`ends_are_processes`.
         """
         server = _servers.get(self._server_key)
         start = peers.start if server is None else server.start
@@ -174,7 +173,7 @@ class Contract:
         return _registry().get(self.kind, self.transport) if self.transport else None
 
     def installed(self, override: str = "") -> Any:
-        """The spec, for what cannot do without.
+        """The spec, for code that requires one.
 
         Raises:
             pytest.fail.Exception: no :attr:`transport` is named. It says to name one, or to override the
@@ -191,7 +190,7 @@ class Contract:
 
     @property
     def _takes(self) -> type | None:
-        """The options class; ``None`` where there are no options."""
+        """The options class; ``None`` if there are no options."""
         if self.options_class is not None:
             return self.options_class
         return None if self.spec is None else self.spec.load_options()
@@ -200,8 +199,8 @@ class Contract:
         """An instance of the options class: :attr:`options`, and ``more`` over them.
 
         Raises:
-            ValueError: there is no options class, and something was given.
-            ConfigError: with every fault of what was given.
+            ValueError: there is no options class, and options were given.
+            ConfigError: the options are wrong; lists every fault.
         """
         cls, given = self._takes, {**self.options, **more}
         if cls is None:
@@ -212,7 +211,7 @@ class Contract:
         return check_options(cls, given, where=f"options.{self.called}")
 
     def suite_ref(self) -> dict[str, Any]:
-        """How another process makes this very suite again; plain values. See :func:`suite_from_ref`."""
+        """Plain values from which another process recreates this suite. See :func:`suite_from_ref`."""
         cls = type(self)
         source = (
             getattr(cls, "made_from", None) or f"{os.path.abspath(inspect.getfile(cls))}:{cls.__qualname__}"
@@ -244,12 +243,12 @@ class Contract:
 
     @property
     def called(self) -> str:
-        """What is judged, for messages."""
+        """The subject's name, for messages."""
         return self.transport or type(self).__name__
 
 
 def _prepare(suite_ref: Mapping[str, Any]) -> None:
-    """In a fork server: import what its children will need, and make nothing."""
+    """In a fork server: import what its children will need, without creating anything."""
     suite_from_ref(suite_ref).import_all()
 
 

@@ -29,7 +29,7 @@ class FaultyOptions:
         "auto", help="The transport that moves the bytes, as it would be named without faults."
     )
     plan: str | Mapping[str, Any] = option(
-        help="What goes wrong: a .toml or .json file, the plan itself as TOML text, or a table.",
+        help="The plan of faults: a .toml or .json file, the plan itself as TOML text, or a table.",
         validator=_is_plan,
     )
     rules: Plan = attrs.field(

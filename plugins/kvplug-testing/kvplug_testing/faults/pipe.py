@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 LEAVING_S: Final = 5.0
-"""How long ``disconnect`` and ``kill`` wait at most for what was sent before to have left."""
+"""How long ``disconnect`` and ``kill`` wait at most until earlier messages have left."""
 
 
 class _Limit:
-    """The deadline of one call. Where the caller says nothing, the inner pipe goes by its own default."""
+    """The deadline of one call. Without a timeout of the caller, the inner pipe uses its own default."""
 
     def __init__(self, timeout: Timeout, timeout_s: float) -> None:
         self.deadline = Deadline.after(timeout, timeout_s)
@@ -44,18 +44,18 @@ class _Limit:
 
 
 class _Direction:
-    """How far one direction has come, and what has happened already to the message that is next."""
+    """The progress of one direction, and the faults that the next message has had already."""
 
     def __init__(self, what: str, course: FaultSchedule) -> None:
         self.what = what
         self.turn = ExclusiveUse(what)
         self.course = course
         self.until: dict[int, float] = {}
-        """By the rule's position: the moment until which it holds this message up."""
+        """By the rule's position: until when it delays this message."""
         self.happened: set[int] = set()
-        """Positions of the rules that have had their way with this message."""
+        """Positions of the rules that are done with this message."""
         self.late: list[Tensor | None] = []
-        """Swapped: what passes after the next message."""
+        """A swapped message, which passes after the next one."""
 
     def advance(self, nbytes: int) -> None:
         self.course.advance(nbytes)
@@ -68,7 +68,7 @@ class _Direction:
 
 
 class FaultyPipe(Pipe):
-    """Another pipe, with faults. With a plan without rules it is that pipe, and keeps all of its laws.
+    """Another pipe, with faults. With an empty plan it behaves as that pipe, and keeps all of its laws.
 
     Faults are made at this end alone. What crosses is what the inner pipe puts on the wire, so that the
     other end needs no plan and is told nothing.
@@ -83,7 +83,7 @@ class FaultyPipe(Pipe):
         when: Callable[[], bool] | None = None,
         timeout_s: float = 30.0,
     ) -> None:
-        """Put ``plan`` around ``pipe``.
+        """Wrap ``pipe`` with ``plan``.
 
         Args:
             number: this pipe's, for rules that name one.
@@ -100,9 +100,9 @@ class FaultyPipe(Pipe):
         self._receiving = _Direction("receiving", FaultSchedule(plan, "recv", number))
         self._last: Transfer | None = None
         self._owed: deque[Tensor | None] = deque()
-        """To be sent before anything else: second copies, and what was swapped."""
+        """Messages to send before others: second copies, and swapped ones."""
         self._inbox: deque[tuple[Tensor | None, float]] = deque()
-        """Received already, each with the moment from which the caller may have it."""
+        """Received messages, each with the time from which the caller may have it."""
         self._over = threading.Event()
         self._closed = False
         self._lost = False
@@ -122,7 +122,7 @@ class FaultyPipe(Pipe):
 
     @property
     def _name(self) -> str:
-        """Of this end, for messages."""
+        """The name of this end, for error messages."""
         return f"pipe to {self.peer}"
 
     # -- sending -------------------------------------------------------------------------------
@@ -165,7 +165,7 @@ class FaultyPipe(Pipe):
         return transfer
 
     def _pay(self, limit: _Limit) -> None:
-        """Send what is owed. Raises TimeoutError where there is no room in time."""
+        """Send the messages that are due. Raises TimeoutError if there is no capacity in time."""
         while self._owed:
             with self._inner_call():
                 self._last = self.pipe.send_tensor(self._owed[0], timeout=limit.left())
@@ -204,7 +204,7 @@ class FaultyPipe(Pipe):
             return self._hand_over(out, limit.deadline)
 
     def _take(self, message: Tensor | None, hits: list[Injection]) -> None:
-        """What happens to a message that is here: into the inbox with it, as often as it should come."""
+        """Apply the faults to a received message, and put it into the inbox as often as it should come."""
         copies = self._copies(message, hits)
         if _swaps(hits) and not self._receiving.late:
             self._receiving.late = copies
@@ -288,7 +288,7 @@ class FaultyPipe(Pipe):
 
     @contextlib.contextmanager
     def _inner_call(self) -> Iterator[None]:
-        """Around calls of the inner pipe: a disconnection that was planned looks like the peer's death."""
+        """Around calls of the inner pipe: a planned disconnection looks like the peer's death."""
         try:
             yield
         except ClosedError:
@@ -311,7 +311,7 @@ class FaultyPipe(Pipe):
         return None if message is None else flipped(message, hit.rule.bits or 1, hit.random())
 
     def _copies(self, message: Tensor | None, hits: list[Injection]) -> list[Tensor | None]:
-        """What becomes of a message: nothing, itself or another, and how often."""
+        """The result for a message: dropped, itself or changed, and how often."""
         actions = [hit.rule.do for hit in hits]
         if "drop" in actions:
             return []
@@ -345,7 +345,7 @@ class FaultyPipe(Pipe):
 
 
 def _held_s(hit: Injection, nbytes: int) -> float:
-    """For how long ``delay`` and ``slow`` hold a message up; 0 for anything else."""
+    """How long ``delay`` and ``slow`` hold a message; 0 for other actions."""
     if hit.rule.do == "delay":
         return hit.rule.seconds or 0.0
     return nbytes / (hit.rule.bytes_per_s or 1) if hit.rule.do == "slow" else 0.0

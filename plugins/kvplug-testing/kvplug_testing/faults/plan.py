@@ -29,59 +29,57 @@ PARAMETERS: Final[Mapping[str, tuple[str, bool]]] = {
 
 @attrs.frozen(kw_only=True)
 class Rule:
-    """What goes wrong, and with which messages of each pipe and direction.
+    """One fault, and the messages of each pipe and direction that it hits.
 
-    Messages are counted from 1, in each pipe and direction for itself, and only those of at least
-    ``min_bytes``. A rule that says nothing about which hits them all; one that says several things hits those
-    of which all are true.
+    Messages are counted from 1, separately in each pipe and direction, and only those of at least
+    ``min_bytes``. A rule without conditions hits all messages; one with several conditions hits messages that
+    meet all of them.
     """
 
     do: Literal[
         "delay", "stop", "slow", "drop", "duplicate", "swap", "flip", "raise", "disconnect", "kill"
-    ] = option(help="What happens to a message that is hit.")
+    ] = option(help="The fault of a message that is hit.")
     direction: Literal["send", "recv"] = option(
-        "send", help="Whether messages are counted that this end sends, or that it receives."
+        "send", help="Whether the rule applies to messages that this end sends, or that it receives."
     )
-    message: int | None = option(None, help="The number of the one message that is hit.", at_least=1)
+    message: int | None = option(None, help="Only the message with this number is hit.", at_least=1)
     every: int | None = option(
         None, help="Every n-th message is hit: 3 hits the third, the sixth and so on.", at_least=1
     )
     after: int | None = option(
         None,
-        help="Messages are hit that begin when at least this much has passed in their direction.",
+        help="Only messages that begin after this many bytes in their direction are hit.",
         unit="bytes",
         at_least=0,
     )
     probability: float = option(
-        1.0, help="How many of them are hit; which ones the seed says.", above=0, at_most=1
+        1.0, help="The share of them that is hit; the seed selects which.", above=0, at_most=1
     )
     times: int | None = option(None, help="The most hits in one pipe.", at_least=1)
     min_bytes: int = option(
         0,
-        help="Smaller messages are neither counted nor hit: signals pass, and KV does not.",
+        help="Smaller messages are neither counted nor hit, so that signals pass and KV is hit.",
         unit="bytes",
         at_least=0,
     )
     pipe: int | None = option(
         None,
-        help="Only the pipe (or end of a queue) of this number; they are counted from 1 as they are made.",
+        help="Only the pipe (or end of a queue) of this number is hit; they are counted from 1.",
         at_least=1,
     )
     seconds: float | None = option(
         None,
-        help="For how long delay and stop hold it up; stop without it does for good.",
+        help="How long delay and stop hold a message; stop without it never ends.",
         unit="seconds",
         above=0,
     )
-    bytes_per_s: int | None = option(
-        None, help="What slow lets through in a second.", unit="bytes", at_least=1
-    )
-    bits: int | None = option(None, help="How many bits flip turns over; 1 unless given.", at_least=1)
+    bytes_per_s: int | None = option(None, help="The rate of slow, per second.", unit="bytes", at_least=1)
+    bits: int | None = option(None, help="How many bits flip inverts; by default 1.", at_least=1)
     error: (
         Literal["PeerGoneError", "TimeoutError", "TransportError", "WireError", "UnsupportedError"] | None
-    ) = option(None, help="What raise raises, once for each message that is hit.")
+    ) = option(None, help="The error of raise, raised once for each message that is hit.")
     signal: Literal["SIGKILL", "SIGSTOP"] | None = option(
-        None, help="What kill sends to this very process; SIGKILL unless given."
+        None, help="The signal that kill sends to its own process; by default SIGKILL."
     )
 
     def __attrs_post_init__(self) -> None:

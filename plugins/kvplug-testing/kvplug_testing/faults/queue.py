@@ -56,7 +56,7 @@ class FaultyQueue(MessageQueue):
     """
 
     def __init__(self, queue: MessageQueue, plan: Plan, *, number: int = 1, timeout_s: float = 30.0) -> None:
-        """Put ``plan`` around ``queue``.
+        """Wrap ``queue`` with ``plan``.
 
         Args:
             number: this end's, for rules that name one.
@@ -133,12 +133,12 @@ def faulty(context: QueueContext) -> QueueEndpoint:
 
 
 class _Values(Pipe):
-    """An end of a queue as a pipe of values, for :class:`FaultyPipe`, which does not look into messages."""
+    """An end of a queue as a pipe of values, for :class:`FaultyPipe`, which does not inspect messages."""
 
     def __init__(self, queue: MessageQueue) -> None:
         self._queue = queue
         self.given = threading.local()
-        """What else this thread's ``dequeue`` was given."""
+        """The other arguments of this thread's ``dequeue``."""
 
     @property
     def closed(self) -> bool:
@@ -169,7 +169,7 @@ class _Values(Pipe):
 
 
 class _FaultyValues(FaultyPipe):
-    """What messages are where they are values."""
+    """The operations on messages that are values."""
 
     pipe: _Values
 

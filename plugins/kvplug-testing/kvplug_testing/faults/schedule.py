@@ -18,19 +18,19 @@ class Injection:
     position: int
     """The rule's place in the plan, from 1."""
     number: int
-    """The message's, as the rule counts."""
+    """The number of the message, as the rule counts."""
     seed: int
 
     def __str__(self) -> str:
         return f"rule {self.position} ({self.rule.do}), message {self.number}"
 
     def random(self) -> random.Random:
-        """For what is left to chance about this message: the same for the same seed, rule and number."""
+        """The random numbers of this message: the same for the same seed, rule and number."""
         return _random(self.seed, self.position, self.number, self.rule.do)
 
 
 class FaultSchedule:
-    """What a plan does to the messages of one direction of one pipe, one after another."""
+    """The faults of a plan for the messages of one direction of one pipe, one after another."""
 
     def __init__(self, plan: Plan, direction: str, pipe: int = 1) -> None:
         self._seed = plan.seed
@@ -48,7 +48,7 @@ class FaultSchedule:
         return bool(self._rules)
 
     def hits(self, nbytes: int | None) -> list[Injection]:
-        """The rules that hit the next message, in the plan's order, and nothing moves on.
+        """The rules that hit the next message, in the plan's order; does not count it.
 
         ``nbytes``: its size; ``None`` if it is unknown, and then the faults that could hit it.
         """
@@ -59,7 +59,7 @@ class FaultSchedule:
         ]
 
     def advance(self, nbytes: int) -> list[Injection]:
-        """The next message has that size and passes: the rules that hit it."""
+        """Count the next message, of this size; returns the rules that hit it."""
         hits = self.hits(nbytes)
         for hit in hits:
             self._hit[hit.position] += 1
@@ -84,7 +84,7 @@ class FaultSchedule:
 def schedule(
     plan: Plan, sizes: Iterable[int], direction: str = "send", pipe: int = 1
 ) -> tuple[tuple[Injection, ...], ...]:
-    """What would hit each of these messages, if none broke the pipe."""
+    """The faults of each of these messages, if none breaks the pipe."""
     course = FaultSchedule(plan, direction, pipe)
     return tuple(tuple(course.advance(nbytes)) for nbytes in sizes)
 

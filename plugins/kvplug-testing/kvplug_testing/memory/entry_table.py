@@ -1,4 +1,4 @@
-"""Where the connector "memory" keeps KV: a table for each engine that produces, known to all of this process.
+"""The storage of the connector "memory": a table for each producing engine, shared within this process.
 
 Whole prompts, found by (extra, tokens), compared one by one. The oldest goes first when there is no more
 room, unless it is leased.
@@ -46,7 +46,7 @@ class PromptEntry:
 
 @attrs.define(eq=False, kw_only=True)
 class PromptLease:
-    """What a reference refers to."""
+    """The KV that a reference refers to."""
 
     key: Key
     request_id: str
@@ -61,7 +61,7 @@ class EntryTable:
     """What one engine has stored, and leased."""
 
     def __init__(self, contact: str, *, engine_id: str, kv_format: Hashable, max_bytes: int) -> None:
-        """``kv_format``: what must be equal for its KV to mean the same to others.
+        """``kv_format``: must be equal at an engine that loads from this table.
 
         Raises:
             AddressInUseError: another engine of this process has this contact.
@@ -211,7 +211,7 @@ def _common(ours: tuple[int, ...], theirs: tuple[int, ...]) -> int:
 
 
 def kv_format_of(context: ConnectorContext) -> tuple[Any, ...]:
-    """What must be equal at two engines for the KV of one to mean the same to the other."""
+    """The properties that must be equal at two engines for one to load the other's KV."""
     layout, model = context.cache.groups[0].layout, attrs.evolve(context.model, name="")
     inside = (layout.axes, layout.block_format, layout.block_size) if layout.block_format else ()
     return model, layout.num_kv_heads, layout.head_size, layout.has_values, inside

@@ -25,8 +25,8 @@ class MemoryPipeOptions:
     )
     eager: bool = option(
         default=True,
-        help="Copy a tensor when it is sent. Otherwise when it is received, and its transfer is under way"
-        " until then.",
+        help="Copy a tensor when it is sent. Otherwise it is copied when it is received, which ends its"
+        " transfer.",
     )
 
 
@@ -36,13 +36,13 @@ class MemoryConnectorOptions:
 
     async_load: bool = option(
         default=False,
-        help="Load in the background: a later step does it, and other requests go on meanwhile.",
+        help="Load in the background: a later step loads, and other requests continue until then.",
     )
     lease_s: float = option(
         default=60.0,
         unit="seconds",
         above=0,
-        help="How long what a finished request refers to is lent: it is not evicted, and its ticket is good.",
+        help="How long KV of a finished request is leased: it is not evicted, and its ticket is valid.",
     )
 
 

@@ -23,7 +23,7 @@ _KEY: Final = os.urandom(32)
 
 
 class StaleError(Exception):
-    """The reference is good for nothing; ``reason`` is what that is counted as."""
+    """The reference is not valid; it is counted with ``reason``."""
 
     def __init__(self, reason: Reason, text: str) -> None:
         super().__init__(text)
@@ -62,21 +62,23 @@ class Reference:
 
     @classmethod
     def from_params(cls, given: Any) -> Reference:
-        """The reference, if its ticket is one of ours and its time is not over.
+        """The reference, if its ticket was made here and it has not expired.
 
         Raises:
             StaleError: it is not.
         """
         names = {*attrs.fields_dict(cls), "ticket"}
         if not isinstance(given, dict) or set(given) != names or type(given["ticket"]) is not str:
-            raise StaleError(Reason.REFUSED, "that is no reference")
+            raise StaleError(Reason.REFUSED, "this is not a reference")
         found = cls(**{name: given[name] for name in names - {"ticket"}})
         try:
             is_ours = hmac.compare_digest(found._ticket().encode(), given["ticket"].encode())
         except (UnicodeEncodeError, UnsupportedError):  # half a character is in it, which no text has
             is_ours = False
         if not is_ours:
-            raise StaleError(Reason.REFUSED, "its ticket was not made here, or for another reference")
+            raise StaleError(
+                Reason.REFUSED, "its ticket was not made here, or was made for another reference"
+            )
         if found.expires_at_ms <= time.time() * 1000:
-            raise StaleError(Reason.EXPIRED, "its time is over")
+            raise StaleError(Reason.EXPIRED, "it has expired")
         return found

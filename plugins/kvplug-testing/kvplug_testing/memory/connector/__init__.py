@@ -1,4 +1,4 @@
-"""The connector "memory": what one engine of this process has computed, another loads. For tests.
+"""The connector "memory": an engine of this process loads what another one has computed. For tests.
 
 ::
 
@@ -8,7 +8,7 @@
     request_finished             plans a save,
                                  keeps blocks  ->   a later step copies them and names the request as sent
 
-Written to be read. Nothing runs beside the engine's own calls: what is in the background waits for a later
+An example. Nothing runs outside the engine's own calls: a load in the background waits for a later
 step. Both sides and the peer engine are in one process, and the table
 (:mod:`kvplug_testing.memory.entry_table`) is all that they share; whatever else one side tells the other goes
 through metadata, as between processes.

@@ -26,7 +26,7 @@ class OrderError(KvplugError, RuntimeError):
 
 @attrs.define
 class _Tracked:
-    """What is remembered of a request between its first call and its last."""
+    """The record of a request between its first call and its last."""
 
     request: Request
     answered: tuple[int, int] = (0, 0)
@@ -35,15 +35,15 @@ class _Tracked:
     """Tokens that the steps planned so far compute or have computed."""
     is_loading: bool = False
     has_failed: bool = False
-    """A load failed: it is computed from now on, without another try."""
+    """A load failed: the request is computed from now on, without another load."""
     is_refused: bool = False
-    """Its reference is good for nothing, and that was counted."""
+    """Its reference is not valid, and this was counted."""
     is_old: bool = False
-    """It may hold KV from before a reset; until its first token is computed again."""
+    """Its blocks may have KV from before a reset, until its first token is computed again."""
 
 
 class MemoryScheduler(SchedulerConnector):
-    """Decides; see the drawing in :mod:`kvplug_testing.memory.connector`."""
+    """Decides what is loaded and saved; see the drawing in :mod:`kvplug_testing.memory.connector`."""
 
     in_one_process: ClassVar[bool] = True
     """The conformance kit need not look for its peer in another one."""
@@ -63,7 +63,7 @@ class MemoryScheduler(SchedulerConnector):
         self._unsent: set[str] = set()
         """Requests whose blocks are kept until they are saved."""
         self._references: dict[str, Reference] = {}
-        """By request; those whose time is not over."""
+        """By request; only references that have not expired."""
         self._heard = 0
         """The latest step that a failed load was reported of."""
 
@@ -202,7 +202,7 @@ class MemoryScheduler(SchedulerConnector):
         return reference
 
     def _drop_loads(self, request_ids: set[str] | frozenset[str]) -> bool:
-        """Loads that no step has been told of yet; whether there were any."""
+        """Drop loads that no step has planned yet; returns whether there were any."""
         kept = [load for load in self._loads if load["request"] not in request_ids]
         dropped, self._loads = len(kept) < len(self._loads), kept
         return dropped

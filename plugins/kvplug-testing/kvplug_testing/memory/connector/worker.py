@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class MemoryWorker(WorkerConnector):
-    """Moves; see the drawing in :mod:`kvplug_testing.memory.connector`."""
+    """Moves KV; see the drawing in :mod:`kvplug_testing.memory.connector`."""
 
     def __init__(self, context: ConnectorContext) -> None:
         super().__init__()
