@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 import threading
 from pathlib import Path
@@ -98,12 +99,27 @@ class TestReturnsWhatCameOfAMessage(Mutant):
                 return True
 
 
-class ByteByByte(SamplePipe):
-    """No fault: the start of a message goes and comes a byte at a time, so that a death cuts it anywhere."""
+class ByteByByteSocket:
+    """A socket that sends what is as short as the start of a message a byte at a time."""
 
-    def _put(self, parts: list[memoryview]) -> None:
-        start, *rest = parts
-        super()._put([*(start[at : at + 1] for at in range(len(start))), *rest])
+    def __init__(self, inner: socket.socket) -> None:
+        self._inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def sendall(self, part: memoryview) -> None:
+        step = 1 if len(part) < 256 else len(part)
+        for at in range(0, len(part), step):
+            self._inner.sendall(part[at : at + step])
+
+
+class ByteByByte(SamplePipe):
+    """No fault: the start of a message is sent a byte at a time, so that a death can cut it anywhere."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._sock: Any = ByteByByteSocket(self._sock)
 
     @property
     def in_header(self) -> bool:
