@@ -47,7 +47,7 @@ TESTS = {
     "the rest": [
         "plugins/kvplug-lookup/tests/test_lookup_device.py",
         "plugins/kvplug-transformers/tests/test_demo.py",
-        "plugins/kvplug-bench/tests/test_bench_place_tensors.py",
+        "plugins/kvplug-bench/tests/test_bench_device_tensors.py",
         "tests/engine/test_layout_tensors.py",
     ],
     "pynccl": ["plugins/kvplug-pynccl/tests"],
