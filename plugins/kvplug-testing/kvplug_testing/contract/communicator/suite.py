@@ -259,7 +259,7 @@ class CommunicatorSuite(Contract):
 
     @property
     def compared_calls(self) -> str:
-        """For ``needs``."""
+        """The reason to skip a test, for ``needs``."""
         if self.compares and self._end_compares():
             return ""
         return f"the ranks of {self.called} do not compare what they are about to do (compares)"
@@ -273,7 +273,7 @@ class CommunicatorSuite(Contract):
 
     @property
     def remote_processes(self) -> str:
-        """For ``needs``."""
+        """The reason to skip a test, for ``needs``."""
         return (
             ""
             if self.ends_are_processes
