@@ -235,7 +235,7 @@ class Peer:
         return _state_of(self.pid) in "Tt"
 
     def _writes(self, before: int, within: float) -> bool:
-        """Wait until the child has written more than ``before`` bytes to stderr, and its output has paused."""
+        """Wait until the child has written more than ``before`` bytes to stderr, and its output pauses."""
         limit = time.monotonic() + within
         length = before
         while length == before or length != len(self.stderr):

@@ -1,4 +1,4 @@
-"""The part of the pytest plugin that runs if a suite is collected: levels, waivers, quoted laws, scorecard."""
+"""The part of the pytest plugin that runs if a suite is collected: levels, waivers, laws, scorecard."""
 
 from __future__ import annotations
 
@@ -171,7 +171,9 @@ class Reporter:
 
     @property
     def scorecard(self) -> Scorecard:
-        """The results so far. A test that failed twice (in its call and in its check for leaks) counts once."""
+        """The results so far. A test that failed twice (in its call and in the check for leaks) is one
+        result.
+        """
         final: dict[tuple[str, str, str], Result] = {}
         for result in self._results:
             key = (result.subject, result.suite, result.test)

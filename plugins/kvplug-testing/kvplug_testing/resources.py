@@ -35,7 +35,7 @@ class Resources:
 
     @classmethod
     def of(cls, pid: int | None = None) -> Resources:
-        """The resources of a process of this user; by default of this process. Linux only; empty elsewhere."""
+        """The resources of a process of this user, by default of this process. Empty outside Linux."""
         pid = os.getpid() if pid is None else pid
         descriptors = _descriptors(pid)
         return cls(

@@ -41,7 +41,7 @@ class Breach:
 
 
 def _may_be_a_type(device: str) -> bool:
-    """Whether a backend outside torch may use this device type. A name close to a known one is a misspelling."""
+    """Whether a backend outside torch may use this device type. A name close to a known one is a typo."""
     if not re.fullmatch(r"[a-z][a-z_]*", device) or device == "gpu":
         return False
     return not difflib.get_close_matches(device, DEVICE_TYPES, n=1, cutoff=0.8)

@@ -67,7 +67,7 @@ class Connecting(PipeSuite):
             child.close()
 
     def _find(self, listener: PipeListener, number: int) -> None:
-        """Accept until the live peer is found; the pipe of a dead peer reports at once that its peer is gone."""
+        """Accept until the live peer is found; the pipe of a dead peer reports its death at once."""
         for _ in range(2):
             pipe = self.accept(listener)
             receiving = Call(partial(pipe.recv_tensor, timeout=waits.patience_s))

@@ -150,7 +150,7 @@ def _repeat(one: Callable[[int], None], rounds: int, child: peers.Peer | None, s
 
 
 def _held(growth: Callable[[], str], who: str) -> str:
-    """A description of what has grown; empty if nothing has. Resources that are being released get some time."""
+    """A description of what has grown; empty if nothing has. Resources get some time to be released."""
     limit = time.monotonic() + waits.patience_s / 4
     while more := growth():
         if time.monotonic() > limit:

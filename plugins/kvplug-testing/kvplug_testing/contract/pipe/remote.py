@@ -125,7 +125,7 @@ def send_without_end(parent: Parent, pipe: Pipe, nbytes: int, count: str, singly
 
 
 def receive(parent: Parent, pipe: Pipe, sizes: list[int]) -> str:
-    """Receive numbered messages of these sizes; returns a description of the first error, or an empty string."""
+    """Receive numbered messages of these sizes; returns a description of the first error, if any."""
     parent.send("here")
     parent.recv(None)
     for number, nbytes in enumerate(sizes):

@@ -130,7 +130,7 @@ class SigStop(PipeSuite):
         return None
 
     def _rest(self, pipe: Pipe, sizes: list[int], number: int, with_out: bool = False) -> None:
-        """All messages from ``number`` on arrive complete; or the pipe is broken, and every call reports it."""
+        """All messages from ``number`` on arrive complete; or the pipe is broken and every call says so."""
         for each in range(number, len(sizes)):
             out = _memory(sizes[each]) if with_out else None
             receiving = Call(partial(pipe.recv_tensor, out, timeout=waits.patience_s))
