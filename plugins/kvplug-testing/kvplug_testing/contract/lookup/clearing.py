@@ -152,7 +152,7 @@ class Clearing(LookupSuite):
                 except EntryGoneError:
                     continue
                 then = got.header.metadata["clears"]
-                if then < before - 1:  # the last one may not have recorded its start when that insert began
+                if then < before - 1:  # cleared[0] grows only after clear() returns
                     return f"after {before} clears an entry was read that was put in after {then}"
             return ""
 
