@@ -76,7 +76,7 @@ class PagedCache:
         num_layers: int = NUM_LAYERS,
         seed: int = 0,
     ) -> None:
-        """``block_format``: the block format of a kernel that transposes each head's block (axes KBHTD only)."""
+        """``block_format``: that of a kernel that transposes each head's block (axes KBHTD only)."""
         if block_format and axes != "KBHTD":
             raise ValueError(f"the kernel with its own block format wants KBHTD, not {axes}")
         import torch
