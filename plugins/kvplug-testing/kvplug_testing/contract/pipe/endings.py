@@ -26,7 +26,7 @@ def _end(pipe: Pipe, how: str) -> None:
 
 
 class Endings(PipeSuite):
-    """Ending a pipe whose both ends are in this process."""
+    """Ending a pipe with both ends in this process."""
 
     # -- this end ------------------------------------------------------------------------------
 
