@@ -21,7 +21,7 @@ PARAMS = "memory"
 
 
 class OrderError(KvplugError, RuntimeError):
-    """A call broke the documented order. The message says which."""
+    """A call came out of the documented order. The message says which."""
 
 
 @attrs.define
