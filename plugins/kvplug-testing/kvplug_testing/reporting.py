@@ -42,7 +42,7 @@ def reporter_of(config: pytest.Config) -> Reporter:
 
 
 class Reporter:
-    """A pytest plugin of its own."""
+    """The pytest plugin that collects the results."""
 
     def __init__(self, config: pytest.Config) -> None:
         self._config = config

@@ -153,12 +153,12 @@ class Contract:
             self._stack = outer
 
     def start(self, target: Callable[..., Any], *args: Any, **given: Any) -> peers.Peer:
-        """``target(parent, *args)`` in a real child process, which ends with the test."""
+        """Run ``target(parent, *args)`` in a real child process, which ends with the test."""
         return self._stack.enter_context(peers.start(target, *args, **given))
 
     def start_forked(self, target: str, *args: Any, **given: Any) -> peers.Peer:
-        """The same in milliseconds: a fork of a process that has imported only what the suite needs. Without
-        a fork server it is a fresh process too. ``target`` is ``"module:function"``.
+        """Like :meth:`start`, in milliseconds: a fork of a process that has imported only the suite's
+        modules. Without a fork server it starts a fresh process. ``target`` is ``"module:function"``.
 
         For tests whose ``needs`` ends in ``_processes``, or all if :attr:`ends_are_processes`.
         """
@@ -166,7 +166,7 @@ class Contract:
         start = peers.start if server is None else server.start
         return self._stack.enter_context(start(target, *args, **given))
 
-    # -- what is judged ------------------------------------------------------------------------
+    # -- the subject ---------------------------------------------------------------------------
 
     @property
     def spec(self) -> Any:

@@ -74,7 +74,7 @@ def _counted(number: int) -> str:
     return "a law" if number == 1 else f"laws in {number} places"
 
 
-# -- what is wrong ---------------------------------------------------------------------------------
+# -- breaches --------------------------------------------------------------------------------------
 
 
 def breaches_of(found: Inspection) -> Iterator[Breach]:

@@ -1,4 +1,4 @@
-"""Decides what each step computes; the side of the engine that talks to a SchedulerConnector."""
+"""Plans the steps; the side of the engine that calls a SchedulerConnector."""
 
 from __future__ import annotations
 

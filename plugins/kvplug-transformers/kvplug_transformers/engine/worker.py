@@ -1,4 +1,4 @@
-"""Computes what the scheduler planned; the side of the engine that talks to a WorkerConnector."""
+"""Computes the steps that the scheduler plans; the side of the engine that calls a WorkerConnector."""
 
 from __future__ import annotations
 

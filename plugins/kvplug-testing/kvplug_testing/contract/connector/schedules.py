@@ -150,7 +150,7 @@ class Schedules(ConnectorSuite):
 
     @staticmethod
     def _forget_blocks(fake: FakeEngine, schedule: Schedule) -> None:
-        """The blocks of prompts that are done are for others."""
+        """Free the blocks of finished prompts for other requests."""
         known = set(fake.free_blocks)
         for block in range(fake.cache.num_blocks):
             if block not in known:
@@ -172,13 +172,13 @@ class Schedules(ConnectorSuite):
     def test_whatever_fails_for_long_with_steps_in_flight_nothing_wrong_is_saved(self, seed: int) -> None:
         self._run_both(5000 + seed, spoils=True)
 
-    # -- forgetting ------------------------------------------------------------------------------
+    # -- resets ----------------------------------------------------------------------------------
 
     def _run_resets(self, seed: int) -> None:
         chance = random.Random(seed)
         fake = self.both(num_blocks=128)
         schedule = scheduled(fake, chance)
-        schedule.audit.must_arrive = False  # what was promised before may have been forgotten since
+        schedule.audit.must_arrive = False  # the reset may have removed KV that was promised before
         schedule.submit(*arrivals(chance, "r", 10))
 
         def run() -> bool:
@@ -195,7 +195,7 @@ class Schedules(ConnectorSuite):
         if not Call(run).result(4 * waits.patience_s):
             pytest.skip(f"{self.called} says that it cannot forget: reset_cache returned false")
         schedule.audit.must_arrive = True
-        # Those that come now see nothing old: each of their tokens is checked.
+        # New requests must not load old KV: each of their tokens is checked.
         fresh = scheduled(fake, chance)
         fresh.submit(*arrivals(chance, "fresh", 8, first=900))
         Call(fresh.run).result(4 * waits.patience_s)
@@ -237,7 +237,7 @@ class Schedules(ConnectorSuite):
         engine.hear(engine.execute(planned[0]))
         if Call(engine.scheduler.reset_cache).result() is not True:
             pytest.skip(f"{self.called} says that it cannot forget: reset_cache returned false")
-        engine.hear(engine.execute(planned[1]))  # a step that was under way
+        engine.hear(engine.execute(planned[1]))  # a step that was planned before
         engine.weights = 1
         engine.step([(prompt, blocks, 70, 30)])
         engine.finish(prompt, blocks)

@@ -29,11 +29,11 @@ _numbers = itertools.count(1)
 
 BLOCK = 16
 KV_OF_A_TOKEN = 2 * 3 * 2 * 8 * 4
-"""Bytes, in the fake's cache as it is made here: keys and values, layers, heads, elements, float32."""
+"""Bytes of a token in the fake engine's cache: keys and values, layers, heads, elements, float32."""
 
 
 class _Overriding:
-    """The installed plugins, and a suite's own factories in the place of one connector's."""
+    """A registry in which the suite's factories replace those of one connector."""
 
     def __init__(self, suite: ConnectorSuite, registry: Registry) -> None:
         self._suite, self._registry = suite, registry

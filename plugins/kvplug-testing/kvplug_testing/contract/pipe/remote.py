@@ -47,7 +47,7 @@ def unlike(message: Any, number: int, nbytes: int) -> str:
     return ""
 
 
-# -- what a peer does ------------------------------------------------------------------------------
+# -- peers -----------------------------------------------------------------------------------------
 
 
 def leave(parent: Parent, pipe: Pipe) -> None:
@@ -185,7 +185,7 @@ def hello(parent: Parent, pipe: Pipe, number: int) -> None:
     pipe.recv_tensor(timeout=None)
 
 
-# -- what a listener does --------------------------------------------------------------------------
+# -- listeners -------------------------------------------------------------------------------------
 
 
 def accept_one(parent: Parent, listener: PipeListener) -> int:

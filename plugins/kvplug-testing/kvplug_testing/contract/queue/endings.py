@@ -209,7 +209,7 @@ class Endings(QueueSuite):
             sent(writer, number)
         assert Call(lambda: writer.broadcast_object("alone", 1.0)).result() == "alone"
 
-    # -- what is left --------------------------------------------------------------------------------
+    # -- leaks ---------------------------------------------------------------------------------------
 
     @law("ALL-7")
     def test_queues_that_have_ended_leave_nothing(self) -> None:
