@@ -1,15 +1,15 @@
-# `make demo` shows that it works, `make test` tests it in one environment, `make test-all` in all of them. They need
-# make, Python 3.11 or later and pip's way to the package index; everything is installed into .venv and .tox,
-# nothing outside this folder.
+# `make demo` runs the demo, `make test` the tests in one environment, `make test-all` the tests in all
+# environments. They need make, Python 3.11 or later and access to a package index. They install only into
+# .venv and .tox.
 
 PYTHON ?= python3
 TOX = .venv/bin/tox
 TOX_ARGS ?=
-# Environments at a time; `make test-all PARALLEL=1` for one after the other.
+# Number of concurrent environments; `make test-all PARALLEL=1` runs them one after another.
 PARALLEL ?= auto
-# Processes that `make test` runs tests in: as many as there are processors, and at most eight.
+# Number of test processes of `make test`: one per CPU, and at most eight.
 JOBS ?= logical
-# Of `make demo` and `make test`: more arguments, such as ARGS="-k wire".
+# More arguments for `make demo` and `make test`, such as ARGS="-k wire".
 ARGS ?=
 
 # The development environment is .venv: the core and its plugins are imported from this checkout.
@@ -20,7 +20,7 @@ INSTALLED = .venv/installed-for-tests
 INSTALLED_FROM = Makefile constraints.txt pyproject.toml $(EDITABLE:%=%/pyproject.toml) \
 	$(SHM)/hatch_build.py $(SHM)/kvplug_shm/native/ring.c
 IN_VENV = .venv/bin/python -m pip install --quiet -c constraints.txt
-# CONTRIBUTING.md says what the markers mean.
+# CONTRIBUTING.md explains the markers.
 QUICK = not (slow or mutant or variant or full)
 
 .PHONY: demo install test test-all clean
@@ -46,7 +46,8 @@ $(TOX):
 	$(PYTHON) -m venv .venv
 	.venv/bin/python -m pip install --quiet "tox>=4.37,<5"
 
-# Plugins come without what they ask for: the core is there, and NCCL's library, 350 MB, is for `make test-all`.
+# Plugins are installed without dependencies: the core is installed, and only `make test-all` needs NCCL (350
+# MB).
 $(INSTALLED): $(TOX) $(INSTALLED_FROM)
 	$(IN_VENV) -e ".[prometheus,scaffold]" accelerate coverage editables gguf hatchling hypothesis import-linter \
 		matplotlib mypy numpy pre-commit psutil pytest pytest-timeout pytest-xdist pyzmq ruff torch transformers

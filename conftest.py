@@ -1,4 +1,4 @@
-"""For all tests, the core's and the plugins'."""
+"""Fixtures and hooks for all tests of the core and the plugins."""
 
 from __future__ import annotations
 
@@ -20,23 +20,22 @@ import kvplug
 from kvplug_testing.forkserver import ForkServer
 from kvplug_testing.site import Site
 
-# How long an example takes depends on what else the machine does; a test of speed measures that itself. A
-# test that wants more or fewer examples takes a multiple of settings.default.max_examples, which each profile
-# has its own of.
+# No deadline: an example's time depends on the machine's load, and tests of speed measure it themselves. A
+# test that wants more or fewer examples uses a multiple of settings.default.max_examples of the profile.
 settings.register_profile("kvplug", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("dev", settings.get_profile("kvplug"), max_examples=20)
-settings.load_profile("kvplug")  # `--hypothesis-profile dev`, which `make test` gives, comes after this
+settings.load_profile("kvplug")  # `--hypothesis-profile dev` of `make test` is applied later
 
 
-# tox says it, for the recap at the very end of the matrix; pytest runs that tests start are not meant.
+# tox sets it, for the summary at the end of the matrix. pytest runs that tests start must not use it.
 _failed_to = os.environ.pop("FAILED_TESTS_FILE", None)
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Note a failure where all environments' failures are gathered: what it was, and how it ended."""
+    """Write each failure and its error to the file that collects the failures of all environments."""
     if _failed_to is not None and report.failed:
         said = report.longreprtext.splitlines()
-        errors = [line for line in said if line.startswith("E  ")][:10]  # stacks may follow
+        errors = [line for line in said if line.startswith("E  ")][:10]  # stacks can follow
         lines = [f"{report.nodeid} ({report.when})", *errors, *said[-5:]]
         Path(_failed_to).parent.mkdir(parents=True, exist_ok=True)
         with Path(_failed_to).open("a") as file:
@@ -47,9 +46,9 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests marked ``timing`` run one after the other: they are one group for pytest-xdist."""
+    """Tests marked ``timing`` run one after another: they are one group for pytest-xdist."""
     if not config.pluginmanager.hasplugin("xdist"):
-        return  # which knows the mark
+        return  # without pytest-xdist there are no groups
     for item in items:
         if item.get_closest_marker("timing") is not None:
             item.add_marker(pytest.mark.xdist_group("timing"))
@@ -76,10 +75,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 @pytest.fixture(scope="session")
 def fork_server() -> Iterator[ForkServer]:
-    """Forks children that need torch: milliseconds, where a fresh process takes a second to import it.
+    """Forks children that need torch, in milliseconds; a fresh process takes a second to import it.
 
-    ``peers.start`` is for a child that gets descriptors, flags or variables of its own, or that must not have
-    been forked.
+    Use ``peers.start`` for a child with its own descriptors, flags or variables, or that must not be forked.
     """
     server = ForkServer.of("torch", "pytest")
     yield server
@@ -88,12 +86,14 @@ def fork_server() -> Iterator[ForkServer]:
 
 @pytest.fixture(scope="session")
 def core_server() -> Iterator[Callable[[], ForkServer]]:
-    """What forks children that need the core and nothing heavy, such as torch; the first use starts it."""
+    """A server that forks children with the core but nothing heavy such as torch; started at first use."""
     with ExitStack() as stack:
 
         @cache
         def server() -> ForkServer:
-            made = ForkServer.of(*{*kvplug._door.homes().values()})  # all rooms that the front door leads to
+            made = ForkServer.of(
+                *{*kvplug._door.homes().values()}
+            )  # all modules behind ``kvplug``'s public names
             stack.callback(made.close)
             return made
 
@@ -110,7 +110,7 @@ _STARTS = {
     "os.fork": "forks of the tests' own",
     "kvplug_testing.forkserver.fork": "forks of fork servers",
 }
-"""Events that Python audits, and what they start. Processes that children start are not counted."""
+"""Audit events of Python, and what they start. Processes that children start are not counted."""
 _started: Counter[str] = Counter()
 
 
@@ -145,14 +145,16 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @pytest.fixture(autouse=True, scope="module")
 def _what_was_there_before_is_not_collected() -> None:
-    """Tests that count what is left collect before they count; they need not walk all that is imported."""
+    """Freeze imported objects: tests that check for leaks run the garbage collector, which then skips
+    them.
+    """
     gc.collect()
     gc.freeze()
 
 
 if sys.version_info < (3, 12) and sys.gettrace() is not None:
-    # Under coverage each thread begins with settrace, which fails there while another thread is inside it:
-    # the thread ends without a word, and the test that waits for it fails.
+    # Under coverage each thread begins with settrace, which fails while another thread is inside it: the
+    # thread ends silently, and the test that waits for it fails.
     _settrace = sys.settrace
 
     def _set_in_turn(function: Any) -> None:

@@ -1,8 +1,8 @@
-"""After the matrix has failed: run the tests that failed once more, in the environments in which they did.
+"""After the matrix has failed: run the failed tests once more, in the environments in which they failed.
 
     python .ci/once_more.py .tox/results.json
 
-Where something else than a test failed, or pytest itself ended early, nothing is run, and the exit code is 1.
+If anything other than a test failed, or pytest itself ended early, nothing runs, and the exit code is 1.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Build an sdist and a wheel of the core, of every plugin and of the sample, and look into them.
+"""Build an sdist and a wheel of the core, of every plugin and of the sample, and check their content.
 
 Usage: packages.py FOLDER (emptied first). Exit code 1 and one line for each fault.
 """

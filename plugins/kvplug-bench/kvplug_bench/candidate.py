@@ -1,4 +1,4 @@
-"""What is measured: transports, and what they are compared with."""
+"""The candidates: transports, and the baselines with which they are compared."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ ALONE: Final = "alone"
 OWNED: Final = "owned"
 """Each message is received into a new tensor, after the previous one was dropped."""
 KEPT: Final = "kept"
-"""The same for a queue: each reader receives into its own tensor."""
+"""Each reader of a queue receives into its own tensor."""
 LOOKED: Final = "looked"
 """Readers of a queue read messages in the queue's memory, without a copy."""
 LATENCY: Final = "latency"
 """A small message whose receiver is already waiting."""
 WAKE: Final = "wake"
-"""The same, after a pause."""
+"""A small message whose receiver is already waiting, after a pause."""
 
 PIPE, QUEUE, COPY = "pipe", "queue", "copy"
 OPS: Final = {
@@ -39,7 +39,7 @@ BULK: Final = (INTO, ALONE, OWNED, KEPT, LOOKED)
 
 @attrs.frozen(kw_only=True)
 class Candidate:
-    """One thing to be measured."""
+    """A transport, library or copy to measure."""
 
     name: str
     kind: str
@@ -76,7 +76,7 @@ class Candidate:
         return self.devices[min(rank, len(self.devices) - 1)]
 
     def refuses(self, op: str, nbytes: int) -> str:
-        """Why it cannot do ``op`` with messages of that size; empty where it can."""
+        """Why it cannot do ``op`` with messages of that size; empty if it can."""
         if op == LOOKED and nbytes > self.largest_looked:
             if not self.largest_looked:
                 return "readers cannot read its memory in place"

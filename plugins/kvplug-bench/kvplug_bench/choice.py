@@ -43,8 +43,9 @@ def transports(
 
     Raises:
         UnknownTransportError: no pipe and no queue has this name; lists the known names and a similar one.
-        AmbiguousNameError: two plugins offer it.
-        ConfigError: the configuration, or the options of a transport, are wrong; every fault of the first.
+        AmbiguousNameError: two plugins offer the name.
+        ConfigError: the configuration, or the options of a transport, are wrong; lists every fault of the
+            first.
     """
     resolved = ResolvedConfig(Config.load(path, overrides=overrides), registry)
     chosen = []

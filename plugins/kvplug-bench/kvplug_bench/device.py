@@ -1,4 +1,4 @@
-"""The devices of measured tensors: how to wait for one, and how many bytes are timed together on it."""
+"""The devices of measured tensors: how to wait for them, and how many bytes are timed together."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ CPU: Final = "cpu"
 _MIB: Final = 1 << 20
 BURST_BYTES: Final = 64 * _MIB
 DEVICE_BURST_BYTES: Final = 4096 * _MIB
-"""A GPU copies 64 MiB in less time than the answer to a burst takes."""
+"""Larger than for a CPU: a GPU copies 64 MiB in less time than the answer to a burst takes."""
 
 
 def kind_of(device: str) -> str:
-    """``"cuda:1"`` is of the kind ``"cuda"``."""
+    """The kind of a device: ``"cuda"`` for ``"cuda:1"``."""
     return device.partition(":")[0]
 
 
@@ -32,7 +32,7 @@ class TimedDevice(abc.ABC):
 
     @abc.abstractmethod
     def synchronize(self) -> None:
-        """Return when all work that this thread gave the device is done. Called before the clock is read."""
+        """Return when all work that this thread has enqueued is done. Called before the clock is read."""
 
 
 class CpuDevice(TimedDevice):
@@ -48,7 +48,7 @@ class CudaDevice(TimedDevice):
     """A GPU. Calls only enqueue work on the thread's current stream."""
 
     def __init__(self, name: str) -> None:
-        """Raises UnavailableError: this machine has no GPU, or none of that number."""
+        """Raises UnavailableError: this machine has no GPU with that number."""
         import torch
 
         try:
@@ -66,7 +66,7 @@ class CudaDevice(TimedDevice):
 
 
 def open_device(device: str) -> TimedDevice:
-    """Raises UnavailableError: it cannot be used, or it is of a kind that cannot be timed."""
+    """Open a device. Raises UnavailableError: it cannot be used, or its kind cannot be timed."""
     match kind_of(device):
         case "cpu":
             return CpuDevice()

@@ -1,4 +1,4 @@
-"""Ctrl-C while processes are measured: noticed at once, raised only at points where nothing is half done.
+"""Ctrl-C during measurements: noticed at once, raised only at safe points.
 
 Python may raise KeyboardInterrupt between any two steps of the main thread. If the main thread has just taken
 the lock of a future, the future's thread waits for that lock without end. If it has just started a process,
@@ -31,15 +31,17 @@ class DeferredInterrupts:
             signal.default_int_handler(number, frame)
         self._came = True
         if self._awaited is not None:
-            self._awaited.put(None)  # the one call that a handler may make while its own thread waits there
+            self._awaited.put(None)  # safe in a handler, even while this thread waits in get()
 
     def check(self) -> None:
-        """Raises KeyboardInterrupt: a SIGINT came."""
+        """Raises KeyboardInterrupt: a SIGINT has arrived."""
         if self._came:
             raise KeyboardInterrupt
 
     def get(self, queue: SimpleQueue[T]) -> T:
-        """The next item of ``queue``, which has no other reader. Raises KeyboardInterrupt: a SIGINT came."""
+        """The next item of ``queue``, which has no other reader. Raises KeyboardInterrupt: a SIGINT has
+        arrived.
+        """
         self._awaited = queue
         self.check()
         got = queue.get()
@@ -51,8 +53,8 @@ class DeferredInterrupts:
 def deferred_interrupts() -> Iterator[DeferredInterrupts]:
     """In the block, SIGINT raises only at ``check``, ``get`` and the end; a second SIGINT raises at once.
 
-    A nested block shares the handler of the outer one. In a thread that is not the main one, and where SIGINT
-    has another handler than Python's default, the block changes nothing.
+    A nested block shares the handler of the outer one. The block changes nothing in a thread other than the
+    main one, or if SIGINT has another handler than Python's default.
 
     Raises:
         KeyboardInterrupt: a SIGINT came.

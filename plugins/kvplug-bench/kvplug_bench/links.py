@@ -17,12 +17,12 @@ RENDEZVOUS_TIMEOUT_S = 120.0
 
 
 class UnavailableError(Exception):
-    """A candidate cannot be measured here, and why."""
+    """A candidate cannot be measured here. The message says why."""
 
 
 @attrs.frozen(kw_only=True)
 class Rendezvous:
-    """What the ends of one candidate use to find each other."""
+    """Lets the ends of one candidate find each other."""
 
     rank: int
     """0 is the first end, the writer of a queue."""
@@ -42,7 +42,7 @@ class Rendezvous:
 
 
 class Link(abc.ABC):
-    """One of two ends, each of which sends to the other. Made with a :class:`Rendezvous`.
+    """One of two connected ends. Made with a :class:`Rendezvous`.
 
     Raises:
         UnavailableError, ImportError: it cannot work here; the candidate is skipped with this reason.
@@ -50,7 +50,9 @@ class Link(abc.ABC):
 
     @abc.abstractmethod
     def send(self, tensor: Tensor) -> None:
-        """Return when the next can be sent; ``tensor`` is not changed before the other end has answered."""
+        """Return when the next tensor can be sent; ``tensor`` is not changed before the other end has
+        answered.
+        """
 
     @abc.abstractmethod
     def receive(self, out: Tensor) -> None:
@@ -65,7 +67,7 @@ class Link(abc.ABC):
 
 
 class Broadcast(abc.ABC):
-    """The end of the writer, or of one reader. Made with a :class:`Rendezvous`; all ends are ready then.
+    """The writer's or one reader's end. Made with a :class:`Rendezvous`; then all ends are ready.
 
     Raises:
         UnavailableError, ImportError: it cannot work here; the candidate is skipped with this reason.
@@ -96,7 +98,7 @@ class InPlaceBroadcast(Broadcast):
 
     @abc.abstractmethod
     def send_in_place(self, tensor: Tensor) -> None:
-        """Send a tensor so that readers can get it by :meth:`view_in_place`."""
+        """Send a tensor so that readers can use :meth:`view_in_place`."""
 
     @abc.abstractmethod
     def view_in_place(self, like: Tensor) -> AbstractContextManager[Tensor]:

@@ -21,7 +21,7 @@ TRIPS = 1000
 
 
 def run_sender(link: Link, task: Mapping[str, Any], device: TimedDevice) -> dict[str, Any]:
-    """Time each burst from the call of its first send until the receiver's answer has arrived."""
+    """Time each burst from the call of its first send to the arrival of the receiver's answer."""
     answer = content(SMALLEST, device.name)
     figures: dict[str, Any] = {}
     for op, nbytes in task["bulk"]:
@@ -51,7 +51,7 @@ def run_sender(link: Link, task: Mapping[str, Any], device: TimedDevice) -> dict
 
 
 def run_receiver(link: Link, task: Mapping[str, Any], device: TimedDevice) -> dict[str, Any]:
-    """Answer each burst, then check its last message. Its time counts from ready to answered."""
+    """Answer each burst, then check its last message. Its time is measured from ready to answered."""
     ping = content(SMALLEST, device.name)
     figures: dict[str, Any] = {}
     for op, nbytes in task["bulk"]:
@@ -98,7 +98,7 @@ def _burst(link: Link, op: str, out: Tensor, count: int) -> Tensor:
 
 
 def _trips(link: Link, nbytes: int, device: TimedDevice) -> dict[str, Any]:
-    """Seconds of half a round trip, many times."""
+    """Half the round-trip times, in seconds, of many messages."""
     ping, answer = content(nbytes, device.name), content(nbytes, device.name)
     device.synchronize()
     seconds = []

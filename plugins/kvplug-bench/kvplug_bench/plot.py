@@ -1,4 +1,4 @@
-"""Size against GB/s, on logarithmic axes."""
+"""Plots of GB/s over message size, on logarithmic axes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvplug_bench.rows import Row
 
 FORMATS: Final = (".png", ".svg")
 MANY: Final = 6
-"""With more lines than this, the legend stands beside the plot."""
+"""With more lines than this, the legend is beside the plot."""
 _STYLES: Final = ("-", ":", "-.")
 """Line styles of the ops of one candidate, which share a colour."""
 
@@ -22,7 +22,7 @@ def check_plot() -> None:
     """Check before anything is measured that a plot can be drawn.
 
     Raises:
-        UnsupportedError: matplotlib is not installed; says how to get it.
+        UnsupportedError: matplotlib is not installed; the message says how to install it.
     """
     if importlib.util.find_spec("matplotlib") is None:
         raise UnsupportedError("a plot needs matplotlib: pip install matplotlib")

@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from kvplug_bench.links import Broadcast, Rendezvous
 
 VALUE = bytes(range(256)) * 16
-"""A small value: 4 KiB, about the size of what a scheduler sends its workers in a step."""
+"""A small value: 4 KiB, about the size of a scheduler's message to its workers in a step."""
 WARM_VALUES = 200
 VALUES = 1000
 
 
 class Acknowledgements:
-    """One byte from each reader to the writer over a Unix socket, independent of what is measured."""
+    """One byte from each reader to the writer over a Unix socket, independent of the measured queue."""
 
     def __init__(self, rendezvous: Rendezvous) -> None:
         path = f"{rendezvous.folder}/acks"
@@ -48,7 +48,7 @@ class Acknowledgements:
         self._sockets[0].send(b"+")
 
     def wait_for_all(self) -> None:
-        """Wait for one byte of every reader. Raises EOFError: a reader is gone."""
+        """Wait for one byte from every reader. Raises EOFError: a reader is gone."""
         for each in self._sockets:
             if not each.recv(1):
                 raise EOFError("a reader is gone")

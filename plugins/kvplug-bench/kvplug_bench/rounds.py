@@ -26,7 +26,7 @@ from kvplug_testing import peers
 
 LIFE_S = 300.0
 SETTLE_S = 1.0
-"""When one end fails, the other ends fail too; this is how long their reports are waited for."""
+"""When one end fails, the other ends fail too; this is how long to wait for their reports."""
 
 _FOLLOWS = {"PeerGoneError", "EOFError", "ConnectionResetError", "BrokenPipeError"}
 """Errors that an end raises because the other end is gone."""
@@ -34,20 +34,22 @@ _FOLLOWS = {"PeerGoneError", "EOFError", "ConnectionResetError", "BrokenPipeErro
 
 @attrs.frozen(kw_only=True)
 class Plan:
-    """What is measured of each candidate."""
+    """What to measure for each candidate, and for how long."""
 
     sizes: tuple[int, ...]
     rounds: int = 5
     readers: int = 1
-    """Of each queue."""
+    """Number of readers of each queue."""
     idle_s: float = 1.0
-    """How long a receiver waits before it is woken; 0 skips this op."""
+    """How long a receiver waits before the message; 0 skips this op."""
     latency_bytes: int = SMALLEST
     """The message size of a pipe's latency test."""
     life_s: float = LIFE_S
-    """A measuring process that runs longer, ``idle_s`` aside, is ended, and its candidate has failed."""
+    """Time limit of a measuring process, besides ``idle_s``; a candidate that exceeds it has failed."""
     limit_s: float = math.inf
-    """Limit of all rounds: another round starts only if it should end before. The first one always runs."""
+    """Limit of all rounds: another round starts only if it is expected to end in time. The first always
+    runs.
+    """
 
 
 @attrs.frozen(kw_only=True)
@@ -73,7 +75,7 @@ class Outcome:
     """Empty if it was not measured; else every round has the same ops and sizes."""
     skipped_because: str = ""
     failed: bool = False
-    """Whether it was skipped because it failed; then ``last_output`` says how."""
+    """Whether it was skipped because of a failure; then ``last_output`` describes it."""
     last_output: str = ""
 
 
@@ -118,8 +120,8 @@ def measure_once(candidate: Candidate, plan: Plan) -> list[Figures]:
 
     Raises:
         UnavailableError: it cannot work here.
-        KvplugError: a process of it died, raised or did not end; contains its last output.
-        KeyboardInterrupt: a SIGINT came; raised after the last of its processes is gone.
+        KvplugError: one of its processes died, raised or did not end; the message contains its last output.
+        KeyboardInterrupt: a SIGINT has arrived; raised after the last of its processes is gone.
     """
     size = {COPY: 1, QUEUE: 1 + plan.readers}.get(candidate.kind, 2)
     bulk = [
@@ -168,7 +170,7 @@ def measure_once(candidate: Candidate, plan: Plan) -> list[Figures]:
 
 
 def _attend(end: peers.Peer, ends: Sequence[peers.Peer], life_s: float) -> dict[str, Any]:
-    """Forward what one end sends to the other ends, until it reports its figures. A thread for each end."""
+    """Forward one end's messages to the other ends until it reports its figures. One thread for each end."""
     while True:
         said, value = end.recv(life_s + SETTLE_S)
         if said == FIGURES:
@@ -232,7 +234,7 @@ def _small(op: str, ends: Sequence[dict[str, Any]], nbytes: int) -> Figures:
     first, readers = ends[0], ends[1:]
     if "seconds" in first:
         seconds = first["seconds"]
-    else:  # until the last reader has it
+    else:  # until the last reader has received it
         last = [max(came) for came in zip(*(each["received"] for each in readers), strict=True)]
         seconds = [came - sent for came, sent in zip(last, first["sent"], strict=True)]
     idle = [each["idle"] * 100 for each in readers if "idle" in each]

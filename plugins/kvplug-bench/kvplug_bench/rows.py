@@ -83,7 +83,7 @@ def refused(outcome: Outcome, sizes: Iterable[int]) -> list[Comparison]:
 
 
 def medians(outcome: Outcome) -> list[Figures]:
-    """One for each op and size, over the rounds."""
+    """The medians over the rounds, for each op and size."""
     return [
         Figures(op=op, nbytes=nbytes, **{name: _median(values) for name, values in columns.items()})
         for (op, nbytes), columns in _columns(outcome).items()
@@ -158,7 +158,7 @@ COLUMNS = (
 
 
 def cells(comparison: Comparison, size: str) -> tuple[str, ...]:
-    """For the table."""
+    """The cells of its row in the table."""
     row = comparison.row
     over = comparison.over_best
     return (
@@ -178,7 +178,7 @@ def cells(comparison: Comparison, size: str) -> tuple[str, ...]:
 
 
 def _number(value: float | None) -> str:
-    """Three significant digits."""
+    """A number with three significant digits."""
     if value is None:
         return ""
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"

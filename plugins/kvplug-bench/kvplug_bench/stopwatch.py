@@ -17,7 +17,9 @@ BURSTS = WARM_BURSTS + TIMED_BURSTS
 
 
 def in_burst(nbytes: int, burst_bytes: int = BURST_BYTES) -> int:
-    """How many messages of a size are timed together, so that a burst's answer costs little beside them."""
+    """How many messages of a size are timed together, so that the time of a burst's answer does not
+    matter.
+    """
     return max(1, min(MOST_IN_BURST, burst_bytes // nbytes))
 
 
@@ -40,7 +42,9 @@ class Stopwatch:
         self._faults.append(_faults() - self._began_faults)
 
     def plain(self) -> dict[str, Any]:
-        """Seconds of each burst that counts; CPU seconds (user and system) and page faults of all these."""
+        """Seconds of each counted burst; CPU seconds (user and system) and page faults of all counted
+        bursts.
+        """
         return {
             "seconds": self._seconds[WARM_BURSTS:],
             "cpu_s": sum(self._cpu[WARM_BURSTS:]),

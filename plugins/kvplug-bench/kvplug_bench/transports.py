@@ -29,8 +29,8 @@ _ONE_PROCESS = "its two ends can be connected within one process only"
 class PipeLink(Link):
     """The pipe that a configuration names, without the wrapper that counts its messages.
 
-    Its calls have no timeout, since a receiver is idle for as long as the plan says; the life of the
-    measuring process is limited instead.
+    Its calls have no timeout, since the plan may make a receiver idle for long; the measuring process has a
+    time limit instead.
     """
 
     def __init__(self, rendezvous: Rendezvous, path: str | None, overrides: Sequence[str]) -> None:
@@ -134,7 +134,7 @@ def _pipe_endpoint(config: Config, device: str) -> tuple[TransportSpec, PipeEndp
     """The endpoint of the config's transport for that device, and the spec of what moves the bytes.
 
     Raises:
-        PluginError: the config says "auto" and no transport can be used.
+        PluginError: the config has "auto" and no transport can be used.
     """
     resolved = ResolvedConfig(config, Registry.from_env())
     resolved.check(keys=("transport",))

@@ -18,17 +18,17 @@ from kvplug_bench.stopwatch import BURSTS, PAUSE_S, Stopwatch, in_burst
 from kvplug_testing.peers import Parent
 
 RENDEZVOUS, UNAVAILABLE, FIGURES = "rendezvous", "unavailable", "figures"
-"""The kinds of message from a measuring process to its parent. Each has a value."""
+"""The kinds of messages from a measuring process to its parent. Each carries a value."""
 
 
 def take_part(parent: Parent, task: dict[str, Any]) -> None:
-    """Construct this process's end, connect it with the others, and measure what the task says."""
+    """Construct this process's end, connect it with the others, and run the task's measurements."""
     import warnings
 
     import torch
 
     warnings.filterwarnings("ignore", message="The given buffer is not writable")  # nothing writes there
-    # OpenMP's idle workers spin for a while, and would take the cores from the measured threads.
+    # OpenMP's idle workers spin for some time, and would take CPU cores from the measured threads.
     torch.set_num_threads(1)
     try:
         device = open_device(task["device"])

@@ -1,4 +1,4 @@
-"""Pipes for tests: both ends here, or one in a real child process."""
+"""Pipes for tests: both ends in this process, or one in a real child process."""
 
 from __future__ import annotations
 
@@ -39,7 +39,9 @@ def peer_end(parent: peers.Parent, contact: str, socket: str, options: Any, what
 
 
 def send_part(parent: peers.Parent, pipe: Any, nbytes: int, before_death: int) -> None:
-    """One whole message, then ``before_death`` bytes of one of ``nbytes`` bytes on its connections."""
+    """Send a whole message, then ``before_death`` bytes of a message of ``nbytes`` bytes on its
+    connections.
+    """
     import torch
 
     from kvplug_cpu.message import Content, parts
@@ -73,14 +75,14 @@ def socket_kind(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def near_pair(socket_kind: str) -> Iterator[Callable[..., tuple[CpuPipe, CpuPipe]]]:
-    """Makes two connected pipes, both of this process."""
+    """Makes two connected pipes in this process."""
     with PipePairs() as pairs:
         yield lambda **options: pairs.local(make_endpoint(socket_kind, **options))
 
 
 @pytest.fixture
 def far_pair(socket_kind: str, fork_server: ForkServer) -> Iterator[Callable[..., Any]]:
-    """Makes a pipe whose other end is in a child that does ``what``: (pipe, child)."""
+    """Makes a pipe whose other end is in a child that runs ``what``: (pipe, child)."""
     with PipePairs() as pairs:
 
         def make(what: str, *args: Any, **options: Any) -> tuple[CpuPipe, peers.Peer]:
@@ -95,6 +97,6 @@ def far_pair(socket_kind: str, fork_server: ForkServer) -> Iterator[Callable[...
 
 @pytest.fixture
 def groups() -> Iterator[Callable[[int], list[StatelessGroup]]]:
-    """Makes a group, all of whose ranks are here."""
+    """Makes a group with all ranks in this process."""
     with local_groups(timeout=30.0) as make:
         yield make

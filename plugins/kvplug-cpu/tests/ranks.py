@@ -104,7 +104,7 @@ def joiner(
         raise AssertionError(f"it met without rank {who}")
     except KvplugError as e:
         parent.send((type(e).__name__, str(e)))
-    parent.recv()  # whoever ends now is missed by those who still wait
+    parent.recv()  # other ranks still wait for this one: do not end yet
 
 
 def over_torch(parent: Parent, rank: int, world_size: int) -> Any:

@@ -1,4 +1,4 @@
-"""The fake NCCL, compiled once, and processes that are ranks of it."""
+"""The fake NCCL, compiled once, and processes that are its ranks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def nccl(fake_path: str, controls: fake.Controls) -> Library:
 
 @pytest.fixture
 def start_ranks(fake_path: str, nccl: Library) -> Iterator[Callable[..., list[peers.Peer]]]:
-    """Starts a process for each function of ranks.py that is named, with an environment of its own."""
+    """Starts a process for each named function of ranks.py, each with its own environment."""
     with ExitStack() as stack:
 
         def start(*functions: str, environments: Any = (), world_sizes: Any = ()) -> list[peers.Peer]:

@@ -1,15 +1,15 @@
-"""Every interleaving of the ends of a ring, on processors that store late.
+"""Every interleaving of the ends of a ring, on CPUs with store buffers.
 
-The ends run as they are; between two accesses of theirs the explorer lets anybody else go first.
+The explorer runs the real code of the ends. Before each memory access of one end, any other end may run.
 
-A processor has a buffer of what it has stored and nobody else can see yet (x86-TSO: seen in order, and any
-time later; P. Sewell et al., "x86-TSO: a rigorous and usable programmer's model for x86 multiprocessors",
-CACM 53(7), 2010). Fences, and calls of the kernel, are where it must be empty. The kernel compares the word
-and enqueues the sleeper in one step. A sleeper may wake up without a reason. A process that may be killed may
-be so at any time, and what it has stored is seen all the same.
+Each CPU has a store buffer, whose stores other CPUs see in order at any later time (x86-TSO; P. Sewell et
+al., "x86-TSO: a rigorous and usable programmer's model for x86 multiprocessors", CACM 53(7), 2010). It is
+empty after fences and system calls. The kernel compares the futex word and enqueues the sleeper in one step.
+Spurious wake-ups are possible. A process that may be killed can die at any time, and its buffered stores
+still become visible.
 
-What must hold of any program: from every state that can be reached all get to their end, without luck
-(:class:`StuckError`), and nobody runs on and on while nobody else does anything (:class:`BusyError`).
+The explorer checks every program: from each reachable state all processes can end without spurious wake-ups
+(:class:`StuckError`), and no process runs for ever while the others do nothing (:class:`BusyError`).
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ from processes import (
 
 
 class StuckError(AssertionError):
-    """Somebody waits for what never happens."""
+    """A process waits for an event that never happens."""
 
 
 class BusyError(AssertionError):
-    """Somebody waits without sleeping."""
+    """A process waits without sleeping."""
 
 
 State = tuple[Any, ...]
-"""The words, then where each process is."""
+"""The words, then the position of each process."""
 
 
 @contextmanager
 def _unmeasured() -> Iterator[None]:
-    """Without coverage, which would look at each of millions of steps and take as long again."""
+    """Disable coverage, which would double the time of millions of steps."""
     before = sys.gettrace()
     sys.settrace(None)
     try:
@@ -62,7 +62,7 @@ def _unmeasured() -> Iterator[None]:
 
 
 class Explorer:
-    """``late=False``: what is stored is seen at once. The kernel compares the lowest ``bits`` of a word."""
+    """``late=False``: stores are visible at once. The kernel compares the lowest ``bits`` of a word."""
 
     def __init__(self, num_words: int, programs: list[Program], *, late: bool = True, bits: int = 32) -> None:
         self._num_words = num_words
@@ -73,7 +73,9 @@ class Explorer:
 
     @_unmeasured()
     def explore(self, at_end: Callable[[tuple[int, ...]], None] = lambda words: None) -> int:
-        """How many states there are. Raises what a turn, or ``at_end`` with the last words, raises in any."""
+        """Returns the number of states. Raises errors of a turn, or of ``at_end``, which gets the final
+        words.
+        """
         begin = (*(0,) * self._num_words, *(process.start for process in self._processes))
         numbers, came, before = {begin: 0}, [0], [[]]
         todo, ends = deque([begin]), []
@@ -165,7 +167,7 @@ class Explorer:
         return state
 
     def _check_calm(self, state: State) -> None:
-        """Each process alone comes to where it sleeps, waits for a death, or is done."""
+        """Check that each process, running alone, reaches a sleep, a wait for a death, or its end."""
         for k, process in enumerate(self._processes):
             words, at = list(state[: self._num_words]), state[self._num_words + k]
             if at.node is None or at.node[1] or at.buffer:
@@ -182,7 +184,7 @@ class Explorer:
             self._calm |= passed
 
     def _alone(self, process: Process, words: list[int], at: Local) -> Local:
-        """One step of a process, with what it stores seen at once."""
+        """One step of a process whose stores are visible at once."""
         what, word, value = at.node[2]
         if at.buffer:
             word, value = at.buffer[0]
@@ -197,7 +199,7 @@ class Explorer:
         return process.answered(at)
 
     def _story(self, states: list[State], came: list[int], number: int) -> str:
-        """How it came to that, in as few steps as can be."""
+        """The shortest sequence of steps to the failure, as text."""
         path = [number]
         while path[-1]:
             path.append(came[path[-1]])

@@ -1,7 +1,7 @@
-"""The processes of an explorer: programs as they are, run again up to each access of their memory.
+"""The processes of an explorer: real code, run again up to each of its memory accesses.
 
-The memory they are given is not one: at each access that has not happened yet it stops them, and they are run
-again from the beginning of their turn with one more answer known.
+Their memory is a recording: it stops the code at the first access without a recorded answer. The explorer
+then runs the code again from the beginning of its turn, with one more answer.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class _Stopped(BaseException):
 
 
 class Recording:
-    """A memory that gives the answers it knows, and stops at the first access it has none for."""
+    """A memory that returns recorded answers, and stops at the first access without one."""
 
     def __init__(self, answers: tuple[int, ...]) -> None:
         self._answers = answers
@@ -54,11 +54,11 @@ class Recording:
         self._access(Op(WAKE, word))
 
     def choose(self) -> bool:
-        """Both."""
+        """The explorer tries both results."""
         return bool(self._access(Op(CHOOSE)))
 
     def death(self, process: int) -> bool:
-        """Comes back when that process is no more and all that it stored is seen: whether it was killed."""
+        """Returns, when that process has ended and all its stores are visible, whether it was killed."""
         return bool(self._access(Op(DEATH, process)))
 
     def _access(self, op: Op) -> int:
@@ -71,7 +71,7 @@ class Recording:
 
 
 Turn = Callable[[Any, Any], Hashable]
-"""From a state between two turns to the next, by what it does to a memory; ``None``: this process is done."""
+"""One turn of a process: from a state to the next, by accesses of a memory; ``None`` at its end."""
 
 
 class Program(NamedTuple):
@@ -82,7 +82,7 @@ class Program(NamedTuple):
 
 
 class Local:
-    """Where one process is: its next access, what it has stored and nobody sees, the word it sleeps on."""
+    """The position of one process: its next access, its store buffer, and the word it sleeps on."""
 
     __slots__ = ("answered", "buffer", "dead", "moved", "node", "sleeping")
 
@@ -98,7 +98,7 @@ class Local:
 
 
 class Process:
-    """All places that one process can be at. A node is (state, answers so far, next access)."""
+    """All positions of one process. A node is (state, answers so far, next access)."""
 
     def __init__(self, program: Program, *, late: bool) -> None:
         self.name, self._turn, self.killable = program.name, program.turn, program.killable
@@ -107,7 +107,7 @@ class Process:
         self.start = self._local(self._settle(program.start, ()))
 
     def answered(self, at: Local, answer: int = 0) -> Local:
-        """The next access has happened."""
+        """The position after the next access."""
         if answer not in at.answered:
             at.answered[answer] = self._local(
                 self._following(at.node, answer), self._stored(at.node, at.buffer)
@@ -115,7 +115,7 @@ class Process:
         return at.answered[answer]
 
     def moved(self, at: Local, how: str) -> Local:
-        """Something else has happened to it."""
+        """The position after another event."""
         if how not in at.moved:
             if how == ASLEEP:
                 to = self._local(self._following(at.node, 0), (), at.node[2].word)
@@ -135,7 +135,7 @@ class Process:
         sleeping: int | None = None,
         dead: bool = False,
     ) -> Local:
-        """What concerns nobody else has happened at once: others can go before it or after it."""
+        """Accesses that other processes cannot observe happen at once: their order does not matter."""
         while node is not None and sleeping is None:
             what, word, _ = node[2]
             own = dict(buffer)

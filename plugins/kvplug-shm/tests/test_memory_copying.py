@@ -111,7 +111,7 @@ def test_a_large_copy_lets_other_threads_run(segment: Segment, nbytes: int, othe
     other = threading.Thread(target=lambda: (go.acquire(), ran.set()))
     other.start()
     interval = sys.getswitchinterval()
-    sys.setswitchinterval(1000)  # nobody is made to let the lock go
+    sys.setswitchinterval(1000)  # no thread is forced to release the GIL
     try:
         go.release()
         copies = 0

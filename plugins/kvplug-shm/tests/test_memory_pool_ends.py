@@ -1,4 +1,4 @@
-"""Receive memory and whoever has it: threads, finalizers, forked children, and the end of the pool."""
+"""Receive memory and its users: threads, finalizers, forked children, and the end of the pool."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ idle, in_forked_child = ends.idle, ends.in_forked_child
 
 
 class Taken:
-    """A lock that somebody has."""
+    """A lock that is already held."""
 
     def __init__(self) -> None:
         self.tried: list[bool] = []
@@ -50,7 +50,7 @@ def test_a_finalizer_never_waits_for_its_own_thread() -> None:
 
 
 def test_what_comes_back_meanwhile_is_not_forgotten() -> None:
-    """Whoever holds the lock looks again after it: nobody else needs to come along."""
+    """The holder of the lock checks again after its release, so no other call is needed."""
     pool = Pool(2 * MIB)
     late = pool.tensor(of(4 * MIB))
     address = late.data_ptr()

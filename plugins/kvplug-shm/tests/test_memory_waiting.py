@@ -1,4 +1,4 @@
-"""Spinning, then dozing: soon enough when something comes, free when nothing does."""
+"""Spinning, then sleeping: a short latency when data arrives, little CPU time when none does."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvplug_shm.ring.ends import RingEnd
 
 
 class Counting(RingEnd):
-    """An end with a word that counts units, and another that says that somebody sleeps."""
+    """An end with a word that counts units, and a word that is set while a process sleeps."""
 
     def __init__(self) -> None:
         segment, fd = Segment.create("test", 4096)

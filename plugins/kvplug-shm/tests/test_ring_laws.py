@@ -1,8 +1,8 @@
-"""What holds of a ring in every interleaving of its ends.
+"""Invariants of a ring in every interleaving of its ends.
 
-Every reader gets each unit once and in order. Nothing is overwritten before it was released. Nobody sleeps
-for ever, and nobody waits without sleeping. An end that ends, dies or is given up lets the others go on, and
-what a writer that died had published is read.
+Every reader gets each unit once and in order. No unit is overwritten before it is released. No end sleeps for
+ever or waits without sleeping. If an end closes, dies or is evicted, the others continue, and readers get all
+units that a dead writer has published.
 """
 
 from __future__ import annotations
@@ -75,7 +75,9 @@ def test_the_laws_hold_where_more_happens(case: Case) -> None:
 
 
 def test_a_futex_may_compare_as_few_bits_as_the_places_need() -> None:
-    """Three places: a word that somebody waits for moves by 7 at most, as 2**30 - 1 places do in 32 bits."""
+    """With three places, a word that an end waits for moves by at most 7, as with 2**30 - 1 places in 32
+    bits.
+    """
     explore(Programs(Case(sizes=ONE * 7, places=3), protocol, ends), bits=3)
 
 

@@ -170,7 +170,7 @@ def test_both_agree_on_what_is_blocked_on(values: list[int], at: int, count: int
     try:
         room = writing[0].room()
     except WireError:
-        assert writing[1].spin(count, 0.0)  # nothing to wait for: whoever goes on finds it out
+        assert writing[1].spin(count, 0.0)  # do not wait: the next access raises the error
         return
     assert writing[1].spin(count, 0.0) == (room >= count)
 
@@ -228,9 +228,9 @@ def test_a_reader_that_looked_in_vain_sleeps_until_it_is_woken(native_reader: bo
     thread.join(30)
     assert came == [True]
     assert not words[protocol.asleep(0)]
-    assert reader.poll(LINE, 0.0, 3600.0)  # is there: nobody sleeps
+    assert reader.poll(LINE, 0.0, 3600.0)  # the data is there: it does not sleep
     writer.end()
-    assert not reader.poll(2 * LINE, 0.0, 3600.0)  # nobody sleeps on the word of an end that is over
+    assert not reader.poll(2 * LINE, 0.0, 3600.0)  # it does not sleep on the word of an ended end
 
 
 @compiled

@@ -75,7 +75,7 @@ def test_blocks_that_are_late_are_resumed_by_whatever_comes_next(local_pair: Any
     first, second = cache_of(12, (3, 35), torch.float16, 2), cache_of(12, (3, 35), torch.float16, 3)
     transfer = one.send_blocks(views(source), there)
     ring = other._inbox._ring
-    arrived = ring.end.available()  # what is there while nobody reads: not all of it
+    arrived = ring.end.available()  # without a reader, only a part of the message arrives
     assert 0 < arrived < 2 * 6 * 210
     with one._outbox._writing, pytest.raises(TimeoutError, match=r"[1-9]\d* of 2520 bytes"):
         other.recv_blocks(views(first), [0, 1, 2, 3, 4, 5], timeout=0.05)

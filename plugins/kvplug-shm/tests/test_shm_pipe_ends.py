@@ -80,7 +80,7 @@ def test_without_a_pidfd_silence_counts_as_death_and_both_ends_hear_of_it(
             pipe.recv_tensor(timeout=ends.PATIENCE_S)
     finally:
         child.cont()
-    assert child.result() == 8  # its receive has ended: it was hung up on, though nobody has closed here
+    assert child.result() == 8  # its receive has ended: its peer hung up, though this end is not closed
     assert not pipe.closed
 
 
@@ -408,7 +408,7 @@ def unshared(*flags: str) -> list[str]:
 
 @pytest.mark.parametrize("flags", [("--ipc",), ("--pid", "--fork", "--kill-child", "--ipc")])
 def test_processes_in_other_namespaces_of_one_host_share_memory(flags: tuple[str, ...]) -> None:
-    """Of pids as well: nobody has a pidfd of the other, and heartbeats take its place."""
+    """In other pid namespaces too, where the ends have no pidfds and use heartbeats."""
     command = unshared(*flags)
     path = "\n".join(f"sys.path.append({each!r})" for each in sys.path if each)
     with ends.endpoint(heartbeat_timeout_s=2.0).listen() as listener:

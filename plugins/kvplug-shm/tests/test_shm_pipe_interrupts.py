@@ -1,4 +1,4 @@
-"""Interrupted calls, and ends that come while somebody copies: nothing is lost, mixed, or read too late."""
+"""Interrupted calls, and ends during a copy: no data is lost, mixed, or read too late."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def bytes_of(nbytes: int, seed: int) -> Any:
 
 
 def exchange(one: Any, other: Any, messages: list[Any], into: bool = False) -> None:
-    """All of them at once, while somebody receives."""
+    """Send all messages at once while the other end receives them."""
     sending = Call(lambda: [one.send_tensor(each) for each in messages])
     for each in messages:
         out = None if each is None or not into else torch.empty_like(each)

@@ -1,4 +1,4 @@
-"""Readers join the queue "shm": its handle, its ring, other namespaces, and who is gone again."""
+"""Readers join the queue "shm": its handle, its ring, other namespaces, and readers that leave again."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def head(writer: Any) -> int:
 def test_a_reader_that_was_welcomed_and_cannot_be_watched_is_evicted(
     queue: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It believes that it has joined: nobody else may have its place, and nobody else is told of an end."""
+    """It believes that it has joined: no other reader may take its place or receive an end notice."""
     writer, (reader,) = queue(2, attached=1)
     until(lambda: len(writer._admission._joined) == 1)  # this one is looked after
 
@@ -177,7 +177,7 @@ while True:
 
 @pytest.mark.parametrize("flags", [("--ipc",), ("--pid", "--fork", "--kill-child", "--ipc")])
 def test_processes_in_other_namespaces_of_one_host_share_memory(queue: Any, flags: tuple[str, ...]) -> None:
-    """Of pids as well: nobody has a pidfd of the other, and heartbeats take its place."""
+    """In other pid namespaces too, where the ends have no pidfds and use heartbeats."""
     command = ["unshare", *flags]
     if shutil.which("unshare") is None:
         pytest.skip("there is no unshare here")

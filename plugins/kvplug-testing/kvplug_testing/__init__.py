@@ -1,9 +1,9 @@
-"""What tests of kvplug, of its plugins and of yours are written with: public, shipped, light to import.
+"""Tools for tests of kvplug, of its plugins and of your plugins: public, shipped, light to import.
 
 The conformance kit is one class for each ABC: subclass :class:`PipeContract`, name your transport in it, and
-pytest judges it by the laws. :mod:`~kvplug_testing.peers` runs a test's functions in real child processes and
-finds what they leave behind; :mod:`~kvplug_testing.waits` watches calls that could block;
-:mod:`~kvplug_testing.faults` makes any pipe a faulty one, by a plan.
+pytest checks it against the laws. :mod:`~kvplug_testing.peers` runs functions of a test in real child
+processes and finds the resources that they leave behind; :mod:`~kvplug_testing.waits` watches calls that
+could block; :mod:`~kvplug_testing.faults` injects faults into any pipe or queue, following a plan.
 """
 
 from kvplug.door import Door

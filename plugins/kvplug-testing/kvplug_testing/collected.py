@@ -17,10 +17,10 @@ from kvplug_testing.waivers import WaiverName, Waivers, function_of
 
 
 class Collected:
-    """What pytest has collected before anything is left out: a level, ``-k`` and ``-m`` choose from it.
+    """All tests that pytest has collected, before a level, ``-k`` or ``-m`` deselects any.
 
-    The command line may have named one file of several, or one test of a class. What it did not name is
-    looked up before a waiver of it is called wrong.
+    The command line may name one file of several, or one test of a class. A waiver of a test that is not
+    collected is reported as wrong only after the test is looked up in the other files.
     """
 
     def __init__(self, config: pytest.Config, items: Iterable[pytest.Item]) -> None:
@@ -35,7 +35,7 @@ class Collected:
         self._tests = {item.name for item in items}
 
     def faults(self, waivers: Waivers) -> list[str]:
-        """For each waiver that names no test of the kit: its name, and in words what there is not."""
+        """For each waiver that names no test of the kit: its name, and what does not exist."""
         given = [(name, self._fault(WaiverName.parsed(name), waivers.path)) for name in waivers.reasons]
         return [f"{name} ({fault})" for name, fault in given if fault]
 
@@ -45,7 +45,7 @@ class Collected:
             if self._narrowed or self._is_elsewhere(name.suite, path):
                 return ""
             return f"there is no class {name.suite}{did_you_mean(name.suite, self._classes)}"
-        whole = bool(name.suite and not self._narrowed)  # else another class, or another file, may have it
+        whole = bool(name.suite and not self._narrowed)  # otherwise another class or file may have it
         functions = {each for node in known for each in dir(node.obj)}
         if not whole:
             functions |= {each for suite in suites.every() for each in dir(suite)}
@@ -62,7 +62,7 @@ class Collected:
         return f"it has no such parameters{did_you_mean(name.test, tests)}"
 
     def _is_of_others(self, function: str) -> bool:
-        """Whether a suite of which no class was collected has the test too, perhaps with other parameters."""
+        """Whether a suite without a collected class has the test too, perhaps with other parameters."""
         collected = [node.obj for node in self._every]
         return any(
             hasattr(suite, function)
@@ -75,11 +75,11 @@ class Collected:
         return [node for nodes in self._classes.values() for node in nodes]
 
     def _is_elsewhere(self, suite: str, path: Path | None) -> bool:
-        """Whether a class that was not collected is in another file, or made for another name."""
+        """Whether a class that is not collected is in another file, or generated for another name."""
         return suite in suites.made_names() or self._is_written(suite, path)
 
     def _is_written(self, name: str, path: Path | None) -> bool:
-        """Whether any file of the package has the word."""
+        """Whether any file of the package contains the word."""
         word = re.compile(rf"\b{re.escape(name)}\b")
         return path is not None and any(word.search(_text(each)) for each in self._sources(path.parent))
 
@@ -97,7 +97,7 @@ class Collected:
 
 
 def _tests_of(node: pytest.Class) -> list[str]:
-    """All tests of a class, whichever of them were collected."""
+    """All tests of a class, including those that are not collected."""
     fresh: Any = type(node).from_parent(node.parent, name=node.name)
     return [each.name for each in fresh.collect()]
 

@@ -1,9 +1,9 @@
 """Fast child processes for tests: one process imports everything once, and forks each child.
 
-A fresh interpreter that imports torch takes seconds to start, a fork of one milliseconds. Nothing but imports
-has happened in the server, so its children are as good as fresh: they hold no transport, and no library has
-started a thread in them. Linux only, since it signals through pidfds: the number of a process that has ended
-may be another's.
+A fresh interpreter that imports torch takes seconds to start; a fork of such a process takes milliseconds.
+The server only imports, so its children are as good as fresh: they hold no transport, and no library has
+started a thread in them. Linux only: it signals through pidfds, because the pid of an ended process can be
+reused.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _NUMBER = struct.Struct("<q")
 
 
 class ForkServer:
-    """A child that forks. Its own children are :class:`kvplug_testing.peers.Peer` objects, as those of
-    ``peers.start`` are.
+    """A child process that forks on request. :meth:`start` returns a :class:`kvplug_testing.peers.Peer`, as
+    ``peers.start`` does.
     """
 
     def __init__(self, prepare: str, *args: Any) -> None:
@@ -50,16 +50,18 @@ class ForkServer:
 
     @classmethod
     def of(cls, *modules: str) -> Self:
-        """One that has imported these modules."""
+        """A server that has imported these modules."""
         return cls(f"{__name__}:_import_all", *modules)
 
     @staticmethod
     def works() -> bool:
-        """Whether it does on this system."""
+        """Whether this system supports it."""
         return hasattr(os, "fork") and hasattr(os, "pidfd_open") and hasattr(signal, "pidfd_send_signal")
 
     def start(self, target: str, *args: Any, timeout_s: float = DEFAULT_TIMEOUT_S) -> peers.Peer:
-        """``target(parent, *args)`` in a forked child; ``target`` as ``peers.start`` takes it, in words."""
+        """Run ``target(parent, *args)`` in a forked child; ``target`` is a string in a form that
+        ``peers.start`` takes.
+        """
         sys.audit("kvplug_testing.forkserver.fork", target)
         ours, theirs = socket.socketpair()
         stderr = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the peer
@@ -68,7 +70,7 @@ class ForkServer:
         return _Forked(target, args, _Process(pid, self._status), ours, stderr)
 
     def close(self) -> None:
-        """End it. Close its children first: only the server knows how they ended."""
+        """End the server. Close its children first: only the server can read their exit status."""
         self._control.close()
         self._server.close()
 
@@ -98,10 +100,10 @@ class _Forked(peers.Peer):
 
 
 class _Process:
-    """A grandchild of this process, by its pidfd."""
+    """A grandchild of this process, held by its pidfd."""
 
     def __init__(self, pid: int, status: Callable[[int], int]) -> None:
-        # Until the server is asked for its status it is a zombie at least: the number is not another's.
+        # The server reaps it when it is asked for the status. Until then the pid cannot be reused.
         self.pid = pid
         self._pidfd = os.pidfd_open(pid)
         self._status = status
@@ -122,7 +124,7 @@ class _Process:
         return self._code
 
     def _ended(self) -> None:
-        # The server can be asked once: then the number is another's.
+        # Ask the server only once: afterwards the pid can be reused.
         with self._asking:
             if self._code is None:
                 self._code = self._status(self.pid)
@@ -148,7 +150,7 @@ def _import_all(*modules: str) -> None:
 
 
 def _serve(parent: peers.Parent, fd: int, prepare: str, args: list[Any]) -> None:
-    """The server, until the process that started it is gone."""
+    """Run the server until the process that started it is gone."""
     import faulthandler
     import gc
     import importlib
@@ -156,10 +158,10 @@ def _serve(parent: peers.Parent, fd: int, prepare: str, args: list[Any]) -> None
     control = socket.socket(fileno=fd)
     module, _, name = prepare.rpartition(":")
     getattr(importlib.import_module(module), name)(*args)
-    # It lives as long as it is wanted; and a timer that runs here could never be set anew in a child, whose
-    # copy of the timer's thread does not exist.
+    # The server has no time limit. A timer that runs here could also not be restarted in a child, because the
+    # timer's thread does not exist there.
     faulthandler.cancel_dump_traceback_later()
-    # A collection in a child would touch, and so copy, the memory of all that has been imported.
+    # A garbage collection in a child would touch, and so copy, the memory of all imported modules.
     gc.collect()
     gc.freeze()
     parent.send("ready")
@@ -181,7 +183,7 @@ def _serve(parent: peers.Parent, fd: int, prepare: str, args: list[Any]) -> None
 
 def _fork() -> int:
     with warnings.catch_warnings():
-        # Python 3.12 warns of forks in processes with threads. The one here only reads, and holds nothing
+        # Python 3.12 warns of forks in processes with threads. The thread here only reads, and holds no lock
         # that a child needs.
         warnings.simplefilter("ignore", DeprecationWarning)
         return os.fork()

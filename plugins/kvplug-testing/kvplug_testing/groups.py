@@ -1,4 +1,4 @@
-"""Groups whose ranks are all in one process, for tests of what is made over a group."""
+"""Process groups whose ranks are all in one process, for tests of queues and communicators."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from kvplug import StatelessGroup
 
 @contextmanager
 def local_groups(timeout: float) -> Iterator[Callable[[int], list[StatelessGroup]]]:
-    """Makes groups of as many ranks as it is told: the group as each rank has it. They end with the block."""
+    """Yields a function that makes a group of a given size, and returns one object per rank. Groups end with
+    the block.
+    """
     with ExitStack() as stack:
 
         def make(world_size: int) -> list[StatelessGroup]:

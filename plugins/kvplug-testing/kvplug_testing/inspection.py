@@ -1,7 +1,7 @@
 """The results of inspecting one installed plugin in a fresh process: what each step loaded and opened.
 
 :func:`inspect_plugin` runs :mod:`kvplug_testing.plugin_inspector` twice: once to load what ``kvplug list``
-loads, and once to load what is used. It judges nothing; :mod:`kvplug_testing.contract.plugin` does.
+loads, and once to load what is used. It only reports; :mod:`kvplug_testing.contract.plugin` judges.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ import attrs
 from kvplug_testing import plugin_inspector
 
 USED: Final = ("factory", "worker_factory", "command")
-"""Steps that choosing a name takes; the others are taken by looking."""
+"""Steps that happen when a name is used; ``kvplug list`` causes the others."""
 
 
 @attrs.frozen(kw_only=True)
 class InspectionStep:
-    """One thing that was done with the plugin."""
+    """One step of the inspection."""
 
     what: str
     """``entry point``, ``options``, ``probe``, ``factory``, ``worker_factory`` or ``command``."""
     of: str = ""
-    """Kind and name of what it belongs to: ``"pipe cpu"``. Empty for the entry point."""
+    """Kind and name of the spec: ``"pipe cpu"``. Empty for the entry point."""
     target: str = ""
     error: str = ""
-    """What it raised; empty where it went well."""
+    """The error that it raised; empty if it succeeded."""
     missing: str = ""
-    """The top-level package that is not installed, where that was the error."""
+    """The top-level package whose absence caused the error."""
     heavy: tuple[str, ...] = ()
-    """Of :data:`kvplug_testing.plugin_inspector.HEAVY`, what was loaded now and not before."""
+    """The packages of :data:`kvplug_testing.plugin_inspector.HEAVY` that this step loaded."""
     devices: tuple[str, ...] = ()
-    """Paths in ``/dev`` that were opened."""
+    """Paths in ``/dev`` that this step opened."""
     answer: Mapping[str, Any] = attrs.field(factory=dict)
 
     def __str__(self) -> str:
@@ -49,32 +49,33 @@ class InspectionStep:
 
 @attrs.frozen(kw_only=True)
 class Inspection:
-    """Everything that was found."""
+    """All results of the inspection."""
 
     name: str
     installed: tuple[str, ...] = ()
-    """Names of all plugins that are installed."""
+    """Names of all installed plugins."""
     entry_points: tuple[str, ...] = ()
-    """``"distribution: name = module"``, of those with this name and of others that lead to its module."""
+    """``"distribution: name = module"`` for each entry point with this name or with the same module."""
     distribution: str = ""
     api_fault: str = ""
-    """Why the API that it states cannot be read, or does not fit."""
+    """Why its declared API cannot be read, or is not compatible."""
     readme: str = ""
     offers: tuple[Mapping[str, Any], ...] = ()
-    """Of each spec: ``of`` ("pipe cpu"), ``name``, ``summary``, and of a transport ``devices``,
-    ``cross_host``, ``probe`` and ``cost_stated``."""
+    """For each spec: ``of`` ("pipe cpu"), ``name``, ``summary``, and for a transport ``devices``,
+    ``cross_host``, ``probe`` and ``cost_stated``.
+    """
     steps: tuple[InspectionStep, ...] = ()
     cut_short: str = ""
-    """What was going on when the process died or its time was up, and how it ended."""
+    """The step during which the process died or timed out, and how it ended."""
 
     def of(self, *what: str) -> tuple[InspectionStep, ...]:
         return tuple(step for step in self.steps if step.what in what)
 
 
 def inspect_plugin(name: str, timeout_s: float) -> Inspection:
-    """Look at the plugin whose entry point is called ``name``, in processes of their own.
+    """Inspect the plugin whose entry point is called ``name``, in two separate processes.
 
-    ``timeout_s`` is the life of each of the two processes, in seconds.
+    ``timeout_s`` is the time limit of each process, in seconds.
     """
     looked = _run("look", name, timeout_s)
     if looked.cut_short or not looked.offers:
@@ -119,5 +120,5 @@ def _read(name: str, told: str, ended: str) -> Inspection:
 
 
 def _tuples(plain: Mapping[str, Any]) -> dict[str, Any]:
-    """As the classes above have them."""
+    """Convert lists to tuples, as the classes above require."""
     return {key: tuple(value) if isinstance(value, list) else value for key, value in plain.items()}

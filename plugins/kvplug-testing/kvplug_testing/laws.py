@@ -1,4 +1,5 @@
-"""The laws by their ids, which tests name and failures quote. docs/reference/laws.md is generated from them.
+"""The laws by id. Tests name the ids, and failures quote the laws. docs/reference/laws.md is generated from
+them.
 
 ``python -m kvplug_testing.laws PIPE-5 PIPE-6`` prints these laws; without an id, all of them.
 ``python -m kvplug_testing.laws --page docs/reference/laws.md`` updates the page.
@@ -16,7 +17,7 @@ from typing import Final
 import attrs
 
 _WIDTH = 100
-"""Columns of a law that is printed."""
+"""Columns of a law on the terminal."""
 _PAGE_WIDTH = 118
 """Columns of a law on the page."""
 _BEGIN = "<!-- Laws, made of laws.py: `python -m kvplug_testing.laws --page docs/reference/laws.md`. -->\n"
@@ -33,16 +34,16 @@ class Law:
     text: str
     """The law itself, in Markdown, on one line."""
     section: str
-    """Its heading."""
+    """The heading of its section."""
 
     @property
     def page(self) -> str:
-        """Its place in the documentation."""
+        """Its link in the documentation."""
         return f"docs/reference/laws.md#{self.id.lower()}"
 
     @property
     def quoted(self) -> str:
-        """Id, title and page, and below them the text."""
+        """Id, title and page, and the text below them."""
         lines = textwrap.wrap(self.text, _WIDTH, break_on_hyphens=False)
         return f"law {self}: see {self.page}\n" + "\n".join(f"    {line}" for line in lines)
 
@@ -295,14 +296,14 @@ def _read(written: str) -> dict[str, Law]:
 
 
 LAWS: Final = _read(_WRITTEN)
-"""By id, in the order of the page."""
+"""The laws by id, in the order of the page."""
 
 
 def with_laws(page: str) -> str:
     """The page with the laws updated; the text before and after them is kept.
 
     Raises:
-        ValueError: the page has no place for laws.
+        ValueError: the page lacks the marker lines around the laws.
     """
     before, _, rest = page.partition(_BEGIN)
     _, end, after = rest.partition(_END)
@@ -314,7 +315,7 @@ def with_laws(page: str) -> str:
 
 
 def _as_definitions(laws: Iterable[Law]) -> str:
-    """Markdown's definition lists, each with a target for links."""
+    """Markdown definition lists, each with a link target."""
 
     def indented(text: str) -> str:
         return textwrap.fill(
@@ -328,7 +329,7 @@ def main(arguments: Sequence[str]) -> None:
     """The program.
 
     Raises:
-        SystemExit: an id is unknown; lists the known ones.
+        SystemExit: an id is unknown; the message lists the known ids.
     """
     match arguments:
         case ["--page", path]:

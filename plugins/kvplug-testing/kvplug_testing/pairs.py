@@ -1,4 +1,4 @@
-"""Pairs of connected pipes for tests of a transport, and what a process at the other end does.
+"""Pairs of connected pipes for tests of a transport, and functions for the process at the other end.
 
 with PipePairs() as pairs:
     one, other = pairs.local(make_endpoint())
@@ -25,13 +25,13 @@ class PipePairs(ExitStack):
     """Makes pairs. At the end of the block pipes are aborted, children end, and listeners are closed."""
 
     def local(self, endpoint: PipeEndpoint) -> tuple[Any, Any]:
-        """Two connected pipes, both of this process."""
+        """Two connected pipes in this process."""
         listener = self._listen(endpoint)
         one = self._aborted(endpoint.connect(listener.contact))
         return one, self._aborted(listener.accept())
 
     def remote(self, endpoint: PipeEndpoint, start: Callable[[str], Peer]) -> tuple[Any, Peer]:
-        """A pipe, and the child that has its other end: ``start`` gets a contact, and starts the child."""
+        """A pipe, and the child process with its other end: ``start`` gets a contact and starts the child."""
         listener = self._listen(endpoint)
         child = self.enter_context(start(listener.contact))
         return self._aborted(listener.accept()), child
@@ -50,13 +50,13 @@ class PipePairs(ExitStack):
 
 
 def wait(parent: Parent, pipe: Any) -> None:
-    """Nothing, until told to go on."""
+    """Do nothing until the parent sends a value."""
     parent.send("here")
     parent.recv(None)
 
 
 def echo(parent: Parent, pipe: Pipe) -> int:
-    """Send back what comes, until the other end has gone; returns how many that were."""
+    """Send every message back until the peer is gone; return the number of messages."""
     count = 0
     while True:
         try:
@@ -68,7 +68,7 @@ def echo(parent: Parent, pipe: Pipe) -> int:
 
 
 def send_ones(parent: Parent, pipe: Pipe, nbytes: int) -> None:
-    """Send a message of ``nbytes`` bytes, say so, and wait."""
+    """Send a message of ``nbytes`` bytes, report it to the parent, and wait."""
     import torch
 
     pipe.send_tensor(torch.ones(nbytes, dtype=torch.uint8))
@@ -77,9 +77,9 @@ def send_ones(parent: Parent, pipe: Pipe, nbytes: int) -> None:
 
 
 def receive_interrupted(parent: Parent, pipe: Pipe, nbytes: int, timeout: float) -> list[str]:
-    """What calls raise that Ctrl-C interrupts in the middle of a message, and what the next one does.
+    """The errors of calls that Ctrl-C interrupts in the middle of a message, and of the next call.
 
-    The last text says whether the caller's memory was left alone after that.
+    The last string says whether the caller's memory stayed unchanged afterwards.
     """
     import torch
 
@@ -100,7 +100,7 @@ def receive_interrupted(parent: Parent, pipe: Pipe, nbytes: int, timeout: float)
 
 
 def connect_and_send(endpoint: PipeEndpoint, contact: str, timeout: float) -> str:
-    """What became of a connection: "connected", or the error."""
+    """The result of a connection attempt: "connected", or the error."""
     import torch
 
     try:
@@ -112,5 +112,5 @@ def connect_and_send(endpoint: PipeEndpoint, contact: str, timeout: float) -> st
 
 
 def see_no_process_end() -> None:
-    """From now on only a missing heartbeat tells this process that a peer is gone."""
+    """Disable pidfds: from now on this process detects a dead peer only by missing heartbeats."""
     PeerIdentity.open_pidfd = lambda self: None  # type: ignore[method-assign]

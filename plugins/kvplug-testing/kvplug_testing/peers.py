@@ -1,6 +1,6 @@
-"""Child processes for tests: run a function in one, exchange values with it, kill it, check what is left.
+"""Child processes for tests: run a function in one, exchange values with it, kill it, check for leaks.
 
-The function is one of the test's own file (or of any module) and takes the :class:`Parent` first::
+The function is at the top level of the test file (or of any module) and takes the :class:`Parent` first::
 
     def echo(parent, times):
         for _ in range(times):
@@ -13,9 +13,9 @@ The function is one of the test's own file (or of any module) and takes the :cla
             assert child.recv() == {"a": 1}
             assert child.result() == "done"
 
-Values cross in kvplug's wire format: plain values only, nothing is pickled. Nothing waits for ever:
-a wait that takes too long raises with the stacks of *both* processes, and a child whose time is up dumps its
-stacks and exits. A child also exits when its parent is gone.
+Values cross in kvplug's wire format: plain values only, nothing is pickled. No wait is endless: a wait that
+takes too long raises an error with the stacks of *both* processes, and a child dumps its stacks and exits
+after its time limit. A child also exits when its parent is gone.
 """
 
 from __future__ import annotations
@@ -84,10 +84,10 @@ def start(
     """Run ``target(parent, *args)`` in a new process.
 
     ``target`` is a function at the top level of a file, ``"package.module:function"`` or
-    ``"/path/to/file.py:function"``. The file is imported there, so what it does at its top level happens
-    again. ``timeout_s`` is the child's whole life: then it dumps its stacks and exits. ``env`` is added to
-    this process's. ``flags`` go to the interpreter. ``pass_fds`` are descriptors that it inherits under their
-    numbers.
+    ``"/path/to/file.py:function"``. The child imports the file, so code at its top level runs again.
+    ``timeout_s`` is the child's time limit: then it dumps its stacks and exits. ``env`` is added to the
+    environment of this process. ``flags`` go to the interpreter. The child inherits the descriptors
+    ``pass_fds`` with the same numbers.
     """
     if not isinstance(target, str):
         source = inspect.getsourcefile(target)
@@ -109,7 +109,7 @@ def start(
 
 
 class Process(Protocol):
-    """What a :class:`Peer` requires of its process: a part of ``subprocess.Popen``."""
+    """The part of ``subprocess.Popen`` that a :class:`Peer` requires."""
 
     @property
     def pid(self) -> int: ...
@@ -125,7 +125,7 @@ class Peer:
     def __init__(
         self, target: str, args: Sequence[Any], process: Process, wire: socket.socket, stderr: IO[bytes]
     ) -> None:
-        """For the starter of the process: :func:`start`, or a fork server."""
+        """:func:`start` and the fork server call this."""
         self._target = target
         self._process = process
         self._wire = _Wire(wire)
@@ -144,35 +144,36 @@ class Peer:
 
     @property
     def exit_code(self) -> int | None:
-        """Negative: the signal it died of. ``None``: it runs."""
+        """``None`` while it runs; negative if a signal killed it."""
         return self._process.poll()
 
     @property
     def stderr(self) -> str:
-        """What it has written there so far."""
+        """What the child has written to stderr so far."""
         end = self._stderr.seek(0, os.SEEK_END)
         return os.pread(self._stderr.fileno(), end, 0).decode("utf-8", "replace")
 
     def send(self, value: Any) -> None:
-        """Give it a value, which its ``parent.recv()`` returns."""
+        """Send the child a value, which its ``parent.recv()`` returns."""
         try:
             self._wire.send(("value", value))
         except OSError as e:
             raise PeerGoneError(f"{self!r} is gone; it wrote:\n{self.stderr}") from e
 
     def recv(self, timeout: float | None = DEFAULT_TIMEOUT_S) -> Any:
-        """The next value that it gave to ``parent.send``.
+        """The next value that the child sent with ``parent.send``.
 
         Raises:
-            TimeoutError: none came; the message holds both processes' stacks.
-            ChildError: its function raised.
-            PeerGoneError: it ended without a word.
+            TimeoutError: no value arrived; the message holds the stacks of both processes.
+            ChildError: the child's function raised.
+            PeerGoneError: the child ended without a value or an error.
         """
         return self._next("value", timeout)
 
     def poll(self, timeout: float = 0.0) -> bool:
-        """Whether :meth:`recv` would have something to return or to raise, without a wait, within ``timeout``
-        seconds. Unlike a :meth:`recv` that is too long it leaves the child alone."""
+        """Whether :meth:`recv` can return or raise at once; waits up to ``timeout`` seconds for that. Unlike
+        a :meth:`recv` that times out, it does not make the child dump its stacks.
+        """
         if not self._unread:
             try:
                 self._unread.append(self._receive(time.monotonic() + timeout))
@@ -183,18 +184,18 @@ class Peer:
         return True
 
     def result(self, timeout: float | None = DEFAULT_TIMEOUT_S) -> Any:
-        """What its function returned. Raises like :meth:`recv`."""
+        """The return value of the child's function. Raises like :meth:`recv`."""
         value = self._next("result", timeout)
         self._process.wait(timeout)
         return value
 
     def kill(self) -> None:
-        """SIGKILL, and wait until it is gone."""
+        """Send SIGKILL, and wait until the child is gone."""
         self._process.kill()
         self.wait()
 
     def stop(self) -> None:
-        """SIGSTOP, and wait until it has stopped."""
+        """Send SIGSTOP, and wait until the child has stopped."""
         self._process.send_signal(signal.SIGSTOP)
         limit = time.monotonic() + DEFAULT_TIMEOUT_S
         while not self._is_stopped():
@@ -203,11 +204,11 @@ class Peer:
             time.sleep(0.001)
 
     def cont(self) -> None:
-        """SIGCONT."""
+        """Send SIGCONT."""
         self._process.send_signal(signal.SIGCONT)
 
     def wait(self, timeout: float | None = DEFAULT_TIMEOUT_S) -> int:
-        """Wait for its end; returns the exit code."""
+        """Wait until the child ends; returns the exit code."""
         try:
             return self._process.wait(timeout)
         except subprocess.TimeoutExpired as e:
@@ -218,13 +219,13 @@ class Peer:
         return f"-- this process --\n{stacks()}\n-- {self!r} --\n{self.stacks()}"
 
     def stacks(self) -> str:
-        """The stacks of its threads, and whatever else it wrote to stderr."""
+        """The stacks of the child's threads, and everything else that it wrote to stderr."""
         if self.exit_code is None and not self._is_stopped():
             before = len(self.stderr)
             with contextlib.suppress(OSError):
                 self._wire.send(("stacks", None))
-            # A signal's handler walks the frames of threads that run on meanwhile, and at times crashes the
-            # child. It is for one whose interpreter's lock is held by a call that does not return.
+            # The signal's handler reads frames of threads that continue to run, and sometimes crashes the
+            # child. It is used only if a call holds the GIL and does not return.
             if not self._writes(before, 2.0) and self._may_be_signalled():
                 self._process.send_signal(_DUMP)
                 self._writes(before, 2.0)
@@ -234,7 +235,7 @@ class Peer:
         return _state_of(self.pid) in "Tt"
 
     def _writes(self, before: int, within: float) -> bool:
-        """Wait until it has written more than it had ``before``, and has come to its end with that."""
+        """Wait until the child has written more than ``before`` bytes to stderr, and its output pauses."""
         limit = time.monotonic() + within
         length = before
         while length == before or length != len(self.stderr):
@@ -245,7 +246,7 @@ class Peer:
         return length != before
 
     def close(self) -> None:
-        """Kill it if it still runs, reap it, and give back what belongs to it. Idempotent."""
+        """Kill the child if it still runs, reap it, and release its resources. Idempotent."""
         if self._process.poll() is None:
             self._process.kill()
         self._process.wait()
@@ -286,14 +287,14 @@ class Peer:
             self._listens_to_signals = True
 
     def _may_be_signalled(self) -> bool:
-        """Before its handler is in place the signal that asks for stacks would kill it."""
+        """Whether the handler is installed: without it, the signal that asks for stacks kills the child."""
         if not self._listens_to_signals:
             self.poll()
         return self._listens_to_signals
 
 
 class Parent:
-    """The child's door to the process that started it."""
+    """The child's connection to the process that started it."""
 
     def __init__(self, wire: _Wire) -> None:
         self._wire = wire
@@ -310,11 +311,11 @@ class Parent:
             raise TimeoutError(f"no value from the parent in {timeout} s") from e
 
     def disown(self) -> None:
-        """In a forked child of the child: that process has its own door, or none."""
+        """Close this connection in a forked child of the child, which must not use it."""
         self._wire.close()
 
     def _listen(self) -> None:
-        """A thread of the child: also shows its stacks, and notices that the parent is gone."""
+        """The child's reader thread: also dumps stacks on request, and exits when the parent is gone."""
         try:
             while True:
                 kind, value = self._wire.recv(None)
@@ -327,7 +328,7 @@ class Parent:
 
 
 class _Wire:
-    """Length and value, both ways, over a socket pair."""
+    """Values with a length prefix, in both directions, over a socket pair."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
@@ -367,12 +368,12 @@ class _Wire:
 
 
 def _main() -> None:
-    """The child: argv holds the descriptor of its end, and how long it may live."""
+    """The child's program: argv holds the descriptor of its socket, and its time limit."""
     _live(int(sys.argv[1]), float(sys.argv[2]))
 
 
 def _live(fd: int, timeout_s: float) -> None:
-    """A child's whole life."""
+    """Run the child from its first import to its exit."""
     import importlib.util
     import traceback
 
@@ -412,10 +413,11 @@ def stacks() -> str:
 
 @contextlib.contextmanager
 def nothing_left(settle_s: float = 5.0) -> Iterator[None]:
-    """The block must leave this process with no more than it had; what is ending gets ``settle_s``.
+    """The block must leave no new resource in this process. Resources that are being released get
+    ``settle_s``.
 
     Raises:
-        AssertionError: it has more; the message says what, and holds all stacks.
+        AssertionError: a resource is left; the message names it and holds all stacks.
     """
     before = Resources.of()
     yield

@@ -1,6 +1,6 @@
 """The program that inspects one installed plugin, and records what happens.
 
-It has a process of its own, in which nothing but the plugin and what it needs has been loaded.
+It runs in a separate process that has loaded only the plugin and its dependencies.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ HEAVY: Final = frozenset(
         *("ucxx", "vllm", "xformers", "zmq"),
     }
 )
-"""Top-level packages that no look at a plugin may load: slow to import, large, or the owners of a device."""
+"""Top-level packages that ``kvplug list`` must not load: slow to import, large, or they open a device."""
 
 _NO_DEVICE = re.compile(r"/dev/(null|zero|full|u?random|tty|ptmx|std(in|out|err)|(shm|pts|fd)(/.*)?)")
 _ERRORS = (Exception, SystemExit)
 
 
 class PluginInspector:
-    """Writes down what happens, line by line, so that what was going on at a sudden end is known."""
+    """Records each step as one line, so that after a crash the last step is known."""
 
     def __init__(self, path: str) -> None:
         self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - as long as the process lives
@@ -61,7 +61,7 @@ class PluginInspector:
 
     @contextmanager
     def step(self, what: str, of: str, target: str) -> Iterator[dict[str, Any]]:
-        """Around one thing that is done; what it raises is an answer."""
+        """A context around one step. An error in it is recorded as the result."""
         named = {"what": what, "of": of, "target": target}
         self.record(begins=named)
         self._opened.clear()
@@ -88,7 +88,7 @@ def _top(module: str) -> str:
 
 
 def _open_devices() -> Iterator[str]:
-    """What native code has opened shows here only."""
+    """Open devices, including those that native code has opened."""
     try:
         numbers = os.listdir("/proc/self/fd")
     except OSError:
@@ -107,7 +107,7 @@ def _in_words(error: BaseException) -> str:
 
 
 def _missing(error: BaseException | None) -> str:
-    """The package that a chain of errors began with."""
+    """The missing package at the start of a chain of errors."""
     while error is not None:
         if isinstance(error, ModuleNotFoundError) and error.name:
             return error.name.partition(".")[0]
@@ -116,7 +116,7 @@ def _missing(error: BaseException | None) -> str:
 
 
 def _look(inspector: PluginInspector, name: str) -> None:
-    """What ``kvplug list`` does, and nothing else."""
+    """Do what ``kvplug list`` does, and nothing else."""
     from kvplug.assembly.registry.discovery import check_api, discover
     from kvplug.errors import PluginError
 
@@ -146,7 +146,7 @@ def _look(inspector: PluginInspector, name: str) -> None:
 
 
 def _use(inspector: PluginInspector, name: str) -> None:
-    """What choosing each of the names does."""
+    """Do what a program does that uses each of the names."""
     for spec in _specs(inspector, name, ""):
         of = f"{spec.kind.replace('_', ' ')} {spec.name}"
         for what in ("factory", "worker_factory"):
@@ -163,7 +163,7 @@ def _use(inspector: PluginInspector, name: str) -> None:
 
 
 def _specs(inspector: PluginInspector, name: str, value: str) -> tuple[Any, ...]:
-    """What the plugin offers, loaded while all others are blocked."""
+    """The plugin's specs, loaded while all other plugins are blocked."""
     from kvplug.assembly.registry import PluginStatus, Registry
     from kvplug.assembly.registry.discovery import discover
 
@@ -172,7 +172,7 @@ def _specs(inspector: PluginInspector, name: str, value: str) -> tuple[Any, ...]
     mine, others = (
         {_top(each.module) for each in found if (each.name == name) is it} for it in (True, False)
     )
-    before = {_top(module) for module in sys.modules}  # the kit is a plugin, too
+    before = {_top(module) for module in sys.modules}  # the kit is a plugin too
     with inspector.step("entry point", "", value) as answer:
         registry = Registry.from_env({"KVPLUG_DISABLE_PLUGINS": blocked})
         plugin = next(each for each in registry.plugins if each.name == name)
@@ -186,7 +186,7 @@ def _offer(spec: Any) -> dict[str, Any]:
     from kvplug.transport.capabilities import UNSTATED
 
     plain = {"of": f"{spec.kind.replace('_', ' ')} {spec.name}", "name": spec.name, "summary": spec.summary}
-    if not hasattr(spec, "capabilities") or spec.wraps:  # then they are those of the inner one
+    if not hasattr(spec, "capabilities") or spec.wraps:  # a wrapper has those of the inner transport
         return plain
     able = spec.capabilities
     return plain | {
@@ -215,14 +215,14 @@ def _look_at(inspector: PluginInspector, spec: Any) -> None:
 
 
 def _takes_one(factory: Callable[..., Any]) -> None:
-    """A factory is called with one argument; a class that is one leaves nothing abstract."""
+    """Check that the factory takes one argument and, if it is a class, is not abstract."""
     import inspect
 
     if left := sorted(getattr(factory, "__abstractmethods__", ())):
         raise TypeError(f"it cannot be made: abstract are {', '.join(left)}")
     try:
         signature = inspect.signature(factory)
-    except ValueError:  # of a callable that is not Python's
+    except ValueError:  # a callable that is not written in Python
         return
     signature.bind(object())
 

@@ -64,7 +64,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Generator[None]:
-    """Check waivers against all collected tests; levels select from those that other plugins leave."""
+    """Check waivers against all tests; levels then select from the tests that other plugins
+    leave.
+    """
     if not any(item.get_closest_marker("kvplug_law") for item in items):
         return (yield)
     from kvplug_testing import reporting

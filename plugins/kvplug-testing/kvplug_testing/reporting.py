@@ -1,4 +1,4 @@
-"""The part of the pytest plugin that runs if suites are judged: tests, waivers, quoted laws, scorecard."""
+"""The part of the pytest plugin that runs if a suite is collected: levels, waivers, laws, scorecard."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ _NAME = "kvplug_judge"
 _PROPERTY = "kvplug"
 _WAIVED = "waived: "
 _KEPT = pytest.StashKey[str]()
-"""Of a waived test that has passed: its waiver. What it leaves behind may still break the law."""
+"""The waiver of a waived test whose call has passed. A leak that it leaves may still break the law."""
 _ABOVE = "kvplug_above"
 _NOTHING_JUDGED = (pytest.ExitCode.USAGE_ERROR, pytest.ExitCode.INTERNAL_ERROR)
-"""Ends of a run that leave an earlier report as it is."""
+"""Exit codes of a run that does not overwrite an earlier report."""
 _JUDGED = Path(__file__).with_name("contract") / "collected_suites.py"
 
 
 def reporter_of(config: pytest.Config) -> Reporter:
-    """The judge of this run, made when there is first something for it to do."""
+    """The reporter of this run, created on first use."""
     found = config.pluginmanager.get_plugin(_NAME)
     if found is None:
         found = Reporter(config)
@@ -42,19 +42,19 @@ def reporter_of(config: pytest.Config) -> Reporter:
 
 
 class Reporter:
-    """A pytest plugin of its own."""
+    """The pytest plugin that collects the results."""
 
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
         self._level: str = config.option.kvplug_level
         self._results: list[Result] = []
         self._above: dict[str, Counter[str]] = {}
-        """By subject and level: how many tests were not run, since they are of higher levels."""
+        """By subject and level: how many tests are deselected because their level is higher."""
         self._distributions: dict[type[Contract], str] = {}
-        """What has brought the subject of a suite."""
+        """The distribution of each suite's subject."""
         self._date = datetime.now(UTC).isoformat(timespec="seconds")
         self._is_worker = hasattr(config, "workerinput")
-        """Of pytest-xdist: what it judges is counted by the process that started it."""
+        """Whether this is a worker of pytest-xdist: the controller counts its results."""
         self._reports = [Path(name).absolute() for name in config.option.kvplug_report]
         for path in self._reports:
             if path.suffix not in (".json", ".md"):
@@ -65,10 +65,10 @@ class Reporter:
     def choose(
         self, transports: Iterable[str], connectors: Iterable[str], options: Iterable[str] = ()
     ) -> None:
-        """Judge what is named, beside the test files that the command line names.
+        """Add suites for these names to the test files of the command line.
 
         Raises:
-            pytest.UsageError: nothing of such a name is installed, or the options are wrong.
+            pytest.UsageError: a name is not installed, or the options are wrong.
         """
         try:
             chosen = suites.installed(transports, connectors, options)
@@ -82,11 +82,11 @@ class Reporter:
     # -- before ----------------------------------------------------------------------------------
 
     def waive(self, items: list[pytest.Item]) -> None:
-        """Mark what is waived.
+        """Mark the waived tests.
 
         Raises:
-            pytest.UsageError: a test with a law stands in no suite, waivers cannot be read, or one of them
-                names no test.
+            pytest.UsageError: a test with a law is in no suite, waivers cannot be read, or a waiver names no
+            test.
         """
         known: dict[Path, Waivers] = {}
         judged = [item for item in items if item.get_closest_marker("kvplug_law") is not None]
@@ -94,7 +94,7 @@ class Reporter:
             suite = _suite_of(item)
             reason = self._waivers(item, known).reason(suite.__name__, item.name)
             if reason:
-                # Not strict: that would be decided before it is known what the test leaves behind.
+                # Not strict: pytest would decide before the check for leaks has run.
                 item.add_marker(pytest.mark.xfail(reason=f"{_WAIVED}{reason}", strict=False))
         collected = Collected(self._config, judged)
         for waivers in {each.path: each for each in known.values() if each.reasons}.values():
@@ -108,7 +108,7 @@ class Reporter:
                 )
 
     def select(self, items: list[pytest.Item]) -> None:
-        """Leave out what is above the level, and count it."""
+        """Deselect tests above the level, and count them."""
         kept, left_out = [], []
         for item in items:
             marker = item.get_closest_marker("kvplug_law")
@@ -119,8 +119,8 @@ class Reporter:
             left_out.append(item)
             self._above.setdefault(_suite_of(item).subject(), Counter())[level] += 1
         for suite in {_suite_of(item) for item in kept if item.get_closest_marker("kvplug_law") is not None}:
-            # Before any test: what looking for it loads is not to be charged to one.
-            with contextlib.suppress(KvplugError):  # then the tests say what is wrong
+            # Before any test, so that modules and resources that this loads are not counted as a test's leak.
+            with contextlib.suppress(KvplugError):  # the tests report the error
                 self._distributions[suite] = suite.distribution()
         if left_out:
             self._config.hook.pytest_deselected(items=left_out)
@@ -171,7 +171,9 @@ class Reporter:
 
     @property
     def scorecard(self) -> Scorecard:
-        """What has been judged so far. A test that failed twice (itself, and in what it left) counts once."""
+        """The results so far. A test that failed twice (in its call and in the check for leaks) is one
+        result.
+        """
         final: dict[tuple[str, str, str], Result] = {}
         for result in self._results:
             key = (result.subject, result.suite, result.test)
@@ -201,7 +203,7 @@ class Reporter:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:
-        """Of pytest-xdist. Each worker collects all tests, so one of them tells enough."""
+        """A hook of pytest-xdist. Every worker collects all tests, so the counts of one worker are enough."""
         told = getattr(node, "workeroutput", None) or {}
         self._above.update((subject, Counter(counts)) for subject, counts in told.get(_ABOVE, {}).items())
 
@@ -215,7 +217,7 @@ class Reporter:
 
 
 def _suite_of(item: pytest.Item) -> type[Contract]:
-    """The class that a test with a law stands in."""
+    """The suite of a test with a law."""
     suite = getattr(item, "cls", None)
     if not (isinstance(suite, type) and issubclass(suite, Contract)):
         raise pytest.UsageError(
@@ -228,7 +230,7 @@ def _suite_of(item: pytest.Item) -> type[Contract]:
 def _result(
     report: pytest.TestReport, suite: type[Contract], test: str, laws: tuple[str, ...]
 ) -> dict[str, Any] | None:
-    """What a :class:`Result` has of a test; ``None`` where this phase of the test decides nothing."""
+    """The fields of a :class:`Result`; ``None`` if this phase of the test decides nothing."""
     waived = getattr(report, "wasxfail", "")
     if report.skipped and waived.startswith(_WAIVED):
         outcome, reason = Outcome.WAIVED, waived.removeprefix(_WAIVED)
@@ -258,14 +260,14 @@ def _skip_reason(report: pytest.TestReport) -> str:
 
 
 def _observed(report: pytest.TestReport) -> str:
-    """The first line of what went wrong."""
+    """The first line of the failure."""
     crash = getattr(report.longrepr, "reprcrash", None)
     text = crash.message if crash is not None else str(report.longrepr)
     return next((line for line in text.splitlines() if line.strip()), "")
 
 
 def _quote(report: pytest.TestReport, laws: tuple[str, ...]) -> None:
-    """Put the law before what was observed, and what it says after it."""
+    """Put the law's title before the failure, and its text after it."""
     said = " and ".join(str(LAWS[id_]) for id_ in laws)
     crash = getattr(report.longrepr, "reprcrash", None)
     if crash is not None:

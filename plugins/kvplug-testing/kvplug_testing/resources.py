@@ -12,16 +12,16 @@ import attrs
 
 _SHARED_MEMORY = "/dev/shm"  # noqa: S108 - where Linux has it
 _OF_PROCESSES = ("__KMP_REGISTERED_LIB_",)
-"""How names begin that a library makes once in each process, whatever is done there: that of OpenMP."""
+"""Prefixes of names that a library (OpenMP) creates once in each process."""
 _MOST_READINGS = 100
-"""Of a list that never stays as it is."""
+"""Limit for a list that never becomes stable."""
 
 _T = TypeVar("_T")
 
 
 @attrs.frozen
 class Resources:
-    """What a process holds: descriptors, threads, children, abstract sockets, shared-memory names."""
+    """The resources of a process: descriptors, threads, children, abstract sockets, shared-memory names."""
 
     descriptors: frozenset[str]
     """``"7 -> socket:[123]"``"""
@@ -29,13 +29,13 @@ class Resources:
     """``"kernel id name"``"""
     children: frozenset[int]
     abstract_sockets: frozenset[str]
-    """Names of those the process holds itself."""
+    """Names of the abstract sockets that the process itself holds."""
     shared_memory: frozenset[str]
-    """Names in /dev/shm of this process's user, from all processes."""
+    """Names in /dev/shm that belong to this process's user, from all processes."""
 
     @classmethod
     def of(cls, pid: int | None = None) -> Resources:
-        """Of a process of this user; by default of this one. Linux only; empty elsewhere."""
+        """The resources of a process of this user, by default of this process. Empty outside Linux."""
         pid = os.getpid() if pid is None else pid
         descriptors = _descriptors(pid)
         return cls(
@@ -47,10 +47,10 @@ class Resources:
         )
 
     def beyond(self, before: Resources) -> str:
-        """What is here and was not there, in words; empty if nothing is.
+        """A description of the resources that ``before`` lacks; empty if there are none.
 
-        Shared memory that only processes hold which this one has not started is theirs, and does not count.
-        A name that no process holds may belong to any process of this user, and counts as ours.
+        Shared memory that is held only by processes outside this process's family does not count. Shared
+        memory that no process holds does count, although another process of this user may have left it.
         """
         words = []
         for field in attrs.fields(Resources):
@@ -88,7 +88,7 @@ def abstract_sockets(pid: int) -> set[str]:
 
 
 def _shared_memory() -> Iterator[str]:
-    """Names of this user's."""
+    """Names of this user's shared memory."""
     for name in _listdir(_SHARED_MEMORY):
         if not name.startswith(_OF_PROCESSES):
             with contextlib.suppress(OSError):
@@ -97,7 +97,7 @@ def _shared_memory() -> Iterator[str]:
 
 
 def _of_strangers(names: Set[str]) -> set[str]:
-    """Those of the names that processes hold, and neither this one nor any that descends from it."""
+    """Those of the names that are held, but neither by this process nor by a descendant of it."""
     family = _family(os.getpid())
     ours: set[str] = set()
     theirs: set[str] = set()
@@ -109,7 +109,7 @@ def _of_strangers(names: Set[str]) -> set[str]:
 
 
 def _family(pid: int) -> set[int]:
-    """A process and all that descend from it."""
+    """A process and all its descendants."""
     found, new = set[int](), [pid]
     while new:
         found.update(new)
@@ -132,7 +132,7 @@ def _descriptors(pid: int) -> frozenset[str]:
     for fd in _listdir(f"/proc/{pid}/fd"):
         with contextlib.suppress(OSError):
             target = os.readlink(f"/proc/{pid}/fd/{fd}")
-            if not target.endswith("/fd"):  # the descriptor this very listing uses
+            if not target.endswith("/fd"):  # the descriptor that this listing itself uses
                 found.add(f"{fd} -> {target}")
     return frozenset(found)
 
@@ -143,8 +143,8 @@ def _tasks(pid: int) -> list[str]:
 
 
 def _steady(read: Callable[[], list[_T]]) -> list[_T]:
-    """What two readings agree on: of threads and of children the kernel leaves out one that lives, where the
-    one before it ends while they are listed.
+    """The result on which two consecutive readings agree. While one thread or child ends, the kernel can omit
+    the next one from the list although it is alive.
     """
     found = read()
     for _ in range(_MOST_READINGS):

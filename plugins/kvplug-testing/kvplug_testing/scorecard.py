@@ -14,7 +14,7 @@ import attrs
 from kvplug_testing.laws import LAWS
 
 FORMAT = 1
-"""Of the JSON: changes when a reader of it would have to."""
+"""Version of the JSON format: changes when readers of it must change."""
 
 
 class Outcome(enum.StrEnum):
@@ -31,7 +31,7 @@ class Result:
     """One test of one suite."""
 
     subject: str
-    """What was judged: ``"pipe cpu"``."""
+    """The tested implementation: ``"pipe cpu"``."""
     suite: str
     """Name of the class that ran."""
     test: str
@@ -39,15 +39,15 @@ class Result:
     laws: tuple[str, ...]
     outcome: Outcome
     reason: str = ""
-    """Why it was skipped or waived; of a failure, what was observed, in one line, the first thing first."""
+    """Why it was skipped or waived; for a failure, its first line."""
     seconds: float = 0.0
     distribution: str = ""
-    """What has brought the subject, with its version: ``"kvplug-cpu 0.1.0"``; empty where nothing has."""
+    """The subject's distribution and version: ``"kvplug-cpu 0.1.0"``; empty if there is none."""
 
 
 @attrs.frozen(kw_only=True)
 class Scorecard:
-    """Everything that one run has judged."""
+    """All results of one run."""
 
     level: str
     results: tuple[Result, ...]
@@ -56,19 +56,19 @@ class Scorecard:
     date: str = ""
     """When the run began, with its time zone (ISO 8601)."""
     above: Mapping[str, Mapping[str, int]] = attrs.field(factory=dict)
-    """Of each subject: for each higher level, in their order, how many tests of it were left out."""
+    """By subject and higher level, in their order: how many tests are deselected."""
 
     @property
     def subjects(self) -> tuple[str, ...]:
-        """In the order in which they came."""
+        """The subjects in the order of their first result."""
         return tuple(dict.fromkeys(result.subject for result in self.results))
 
     def suites(self, subject: str) -> tuple[str, ...]:
-        """The classes that judged a subject, in the order in which they came."""
+        """The suite classes of a subject, in the order of their first result."""
         return tuple(dict.fromkeys(result.suite for result in self.results if result.subject == subject))
 
     def counts(self, subject: str, suite: str = "") -> dict[str, Counter[Outcome]]:
-        """For each law that was judged, in the order of the page: how many tests ended how.
+        """For each tested law, in the order of the page: the number of tests with each outcome.
 
         ``suite`` is one of :meth:`suites`; without it, all of them count.
         """
@@ -79,7 +79,7 @@ class Scorecard:
         return {id_: counter for id_, counter in found.items() if counter}
 
     def of(self, subject: str, *outcomes: Outcome, suite: str = "") -> tuple[Result, ...]:
-        """The results of a subject, and of one of its :meth:`suites` where ``suite`` says which."""
+        """The results of a subject; only those of one of its :meth:`suites` if ``suite`` is given."""
         return tuple(
             result
             for result in self.results
@@ -87,7 +87,7 @@ class Scorecard:
         )
 
     def seconds(self, subject: str, suite: str = "") -> float:
-        """How long the tests of a subject took, or those of one of its :meth:`suites`."""
+        """The total time of a subject's tests, or of those of one of its :meth:`suites`."""
         return round(sum(result.seconds for result in self.of(subject, *Outcome, suite=suite)), 3)
 
     # -- forms ---------------------------------------------------------------------------------
@@ -126,7 +126,7 @@ class Scorecard:
         return "\n".join(lines)
 
     def write(self, path: Path) -> None:
-        """As the file's name ends: ``.json`` or ``.md``."""
+        """Write JSON if the file's name ends in ``.json``, otherwise Markdown."""
         text = self.as_json() if path.suffix == ".json" else self.as_markdown()
         path.write_text(text, encoding="utf-8")
 
@@ -153,17 +153,19 @@ class Scorecard:
                 console.print(f"  {above}", markup=False, highlight=False)
 
     def _titles(self, subject: str) -> Iterable[tuple[str, str]]:
-        """Its suites, and what stands over the table of each: the class's name where there are several."""
+        """The subject's suites and the title of each table, which includes the class's name if there are
+        several.
+        """
         suites = self.suites(subject)
         return [(suite, subject if len(suites) == 1 else f"{subject} ({suite})") for suite in suites]
 
     def _above(self, subject: str) -> str:
-        """What was left out, in words."""
+        """A sentence about the deselected tests."""
         counts = self.above.get(subject, {})
         return ", ".join(f"{count} more with --kvplug-level {level}" for level, count in counts.items())
 
     def _told(self, subject: str, suite: str) -> Iterable[Result]:
-        """What is said in words: each reason once."""
+        """The results to explain below the table: each reason once."""
         seen = set()
         for result in self.of(subject, Outcome.FAILED, Outcome.WAIVED, Outcome.SKIPPED, suite=suite):
             key = (result.outcome, result.reason, result.test.partition("[")[0])
@@ -181,10 +183,10 @@ def _sentence(result: Result) -> str:
 
 
 def from_json(text: str) -> Scorecard:
-    """Read what :meth:`Scorecard.as_json` wrote, now or before it said as much.
+    """Read the output of :meth:`Scorecard.as_json`, also of an earlier version with fewer fields.
 
     Raises:
-        ValueError: it is of another format.
+        ValueError: the format is another one.
     """
     plain = json.loads(text)
     if plain.get("format") != FORMAT:
@@ -195,7 +197,7 @@ def from_json(text: str) -> Scorecard:
 
 
 def result_from_plain(plain: Mapping[str, Any]) -> Result:
-    """A :class:`Result` from its plain values. What is not of a result is left out."""
+    """A :class:`Result` from its plain values. Other keys are ignored."""
     known = {field.name for field in attrs.fields(Result)}
     given = {key: value for key, value in plain.items() if key in known}
     return Result(**{**given, "laws": tuple(given["laws"]), "outcome": Outcome(given["outcome"])})

@@ -1,4 +1,4 @@
-"""Plugins for tests: real packages with real metadata in a folder that only child processes use."""
+"""Plugins for tests: real packages with real metadata, in a folder that only child processes import from."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvplug_testing.peers import Parent
 
 
 class Site:
-    """A folder of installed packages, and processes that have it on their path."""
+    """A folder of installed packages, and processes with this folder on their path."""
 
     def __init__(self, folder: Path, server: Callable[[], ForkServer]) -> None:
         self.folder = folder
@@ -42,7 +42,7 @@ class Site:
     ) -> Path:
         """Install a package whose entry point ``name`` is ``<module>.plugin``.
 
-        Importing the package, or its entry-point module, leaves a mark of its name.
+        Importing the package, or its entry-point module, is recorded; see :meth:`marked`.
         """
         distribution = distribution or f"kvplug-{name}"
         module = module or distribution.replace("-", "_")
@@ -61,7 +61,7 @@ class Site:
     def add_metadata(
         self, distribution: str, version: str, *entry_points: str, where: str = "site", readme: str = ""
     ) -> Path:
-        """A dist-info folder with these entry points and this readme, and nothing else."""
+        """Add a dist-info folder with only these entry points and this readme."""
         info = self.folder / where / f"{distribution.replace('-', '_')}-{version}.dist-info"
         info.mkdir(parents=True, exist_ok=True)
         (info / "METADATA").write_text(
@@ -71,13 +71,13 @@ class Site:
         return info
 
     def marked(self) -> set[str]:
-        """Modules of these packages that some process has imported."""
+        """Modules of these packages that any process has imported."""
         return {path.name for path in self.marks.iterdir()}
 
     def run(
         self, *arguments: str, timeout_s: float = 60.0, **environment: str
     ) -> subprocess.CompletedProcess[str]:
-        """A Python process that has these packages installed."""
+        """Run Python with these packages installed."""
         clean = {key: value for key, value in os.environ.items() if not key.startswith("KVPLUG_")}
         path = os.pathsep.join([*map(str, self.path), *clean.get("PYTHONPATH", "").split(os.pathsep)])
         return subprocess.run(
@@ -93,13 +93,13 @@ class Site:
     def kvplug(
         self, *arguments: str, timeout_s: float = 60.0, **environment: str
     ) -> subprocess.CompletedProcess[str]:
-        """The program ``kvplug``."""
+        """Run the program ``kvplug`` with these packages installed."""
         return self.run("-m", "kvplug.cli", *arguments, timeout_s=timeout_s, **environment)
 
     def ask(self, code: str, **environment: str) -> Any:
-        """What ``code`` assigns to ``answer``, which it does with ``registry`` at hand.
+        """The value that ``code`` assigns to ``answer``. It may use ``registry``.
 
-        It runs in a fork of a process that has imported kvplug and looked at no plugin.
+        It runs in a fork of a process that has imported kvplug and loaded no plugin.
         """
         program = "\n".join(
             [
@@ -118,7 +118,7 @@ class Site:
             return json.loads(child.result(60.0))
 
     def plugin(self, name: str, **environment: str) -> dict[str, Any]:
-        """The plugin of that name, as the registry of a child process has it."""
+        """The plugin with this name, from the registry of a child process."""
         every = self.ask(
             """
             answer = [
@@ -136,7 +136,7 @@ class Site:
 
 
 def answer(parent: Parent, program: str, path: list[str], folder: str, environment: dict[str, str]) -> str:
-    """In a child: set everything up as ``PYTHONPATH`` and a new process would, and run the program."""
+    """In a child: set up the path and environment as in a new process, and run the program."""
     for name in [name for name in os.environ if name.startswith("KVPLUG_")]:
         del os.environ[name]
     os.environ.update(environment)

@@ -1,4 +1,4 @@
-"""Waits with a limit for tests: for calls that could block, and for conditions to come true."""
+"""Waits with a time limit for tests: for calls that may block, and for conditions."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from kvplug_testing import peers
 __all__ = ["Call", "patience_s", "raises", "until"]
 
 patience_s = 20.0
-"""How long what must come is waited for. Machines under test are busy; a law's own deadlines are not this.
-Tests of transports that are known to hang, such as the kit's own, set it lower."""
+"""How long a test waits for an expected event. It is long because test machines are busy; deadlines of laws
+are separate. Tests of transports that are known to hang, such as the kit's own, lower it.
+"""
 
 
 class Call:
-    """A call in a thread of its own, which can be watched: is it blocked, how did it end, and when?
+    """A call in a separate thread. It reports whether the call is blocked, how it ended, and when.
 
     The thread is a daemon, so that a call that never returns ends its test and not the whole run.
     """
@@ -45,7 +46,9 @@ class Call:
         return not self._thread.is_alive()
 
     def end(self, within: float | None = None) -> Call:
-        """Wait for its end. Fails the test, with all stacks, if it does not come (:data:`patience_s`)."""
+        """Wait until it ends. Fails the test with all stacks if that takes longer than ``within``
+        (:data:`patience_s`).
+        """
         within = patience_s if within is None else within
         self._thread.join(within)
         if self._thread.is_alive():
@@ -53,19 +56,19 @@ class Call:
         return self
 
     def result(self, within: float | None = None) -> Any:
-        """What it returned; raises what it raised."""
+        """Its return value; raises the error that it raised."""
         self.end(within)
         if self.error is not None:
             raise self.error
         return self.value
 
     def outcome(self, within: float | None = None) -> Any:
-        """What it returned, or what it raised."""
+        """Its return value, or the error that it raised."""
         self.end(within)
         return self.value if self.error is None else self.error
 
     def raised(self, kind: type[BaseException], within: float | None = None) -> BaseException:
-        """What it raised, which must be a ``kind``."""
+        """The error that it raised, which must be a ``kind``."""
         self.end(within)
         if self.error is None:
             raise AssertionError(f"{kind.__name__} was expected, and the call returned {self.value!r:.300}")
@@ -80,7 +83,7 @@ class Call:
 
 
 def raises(kind: type[BaseException], call: Callable[[], Any], within: float | None = None) -> BaseException:
-    """What ``call`` raised, which must be a ``kind`` and must come in time."""
+    """The error that ``call`` raises. It must be a ``kind``, and be raised in time."""
     return Call(call).raised(kind, within)
 
 

@@ -23,13 +23,15 @@ _KEY = ("tool", "kvplug", "waivers")
 
 @attrs.frozen
 class Waivers:
-    """Of one file: by test name, or by ``Class::test``, either with the parameters or for all of them."""
+    """The waivers of one file, by test name or by ``Class::test``; each with parameters or without, for all
+    of them.
+    """
 
     path: Path | None = None
     reasons: Mapping[str, str] = attrs.field(factory=dict)
 
     def reason(self, suite: str, test: str) -> str:
-        """Why this test, of that name with its parameters, is waived; empty where it is not."""
+        """Why this test (its name with parameters) is waived; empty if it is not."""
         of_all = function_of(test)
         names = (f"{suite}::{test}", test, f"{suite}::{of_all}", of_all)
         return next((self.reasons[name] for name in names if name in self.reasons), "")
@@ -37,13 +39,13 @@ class Waivers:
 
 @attrs.frozen
 class WaiverName:
-    """What one name in the table consists of."""
+    """The parts of one name in the table."""
 
     suite: str
-    """Empty where it is waived in whichever class."""
+    """Empty if the waiver applies to every class."""
     function: str
     test: str
-    """The function, and its parameters where they are named."""
+    """The function, with its parameters if they are given."""
 
     @classmethod
     def parsed(cls, name: str) -> WaiverName:
@@ -57,11 +59,12 @@ def function_of(test: str) -> str:
 
 
 def waivers_for(folder: Path) -> Waivers:
-    """Those of the nearest ``pyproject.toml`` at or above ``folder`` that is a package's (``[project]``) or
-    says something to kvplug (``[tool.kvplug]``).
+    """The waivers of the nearest ``pyproject.toml`` at or above ``folder`` that has a table ``[project]`` or
+    ``[tool.kvplug]``.
 
     Raises:
-        ConfigError: the file cannot be read, or the table is not of names and reasons; every fault at once.
+        ConfigError: the file cannot be read, or the table has an entry that is not a name with a reason;
+            lists every fault.
     """
     for place in (folder, *folder.parents):
         path = place / "pyproject.toml"

@@ -1,4 +1,4 @@
-"""A plugin author's folder, and pytest run in it."""
+"""A plugin author's folder, and runs of pytest in it."""
 
 from __future__ import annotations
 

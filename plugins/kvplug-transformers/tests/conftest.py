@@ -1,4 +1,4 @@
-"""Tiny models, and a connector that keeps KV in a dict: the engine's test double."""
+"""Tiny models, and a fake connector that keeps KV in a dict."""
 
 from __future__ import annotations
 
@@ -79,7 +79,9 @@ def gpt2() -> GPT2LMHeadModel:
 
 
 def generate(model: Any, prompt: list[int], count: int, stop: int | None = None) -> list[int]:
-    """What transformers itself says. The mask is given, for else tokens equal to the pad token are masked."""
+    """The tokens that transformers itself generates. Without the mask it would mask tokens equal to the
+    pad token.
+    """
     output = model.generate(
         torch.tensor([prompt]),
         attention_mask=torch.ones((1, len(prompt)), dtype=torch.int64),
@@ -92,7 +94,7 @@ def generate(model: Any, prompt: list[int], count: int, stop: int | None = None)
 
 @pytest.fixture(scope="session")
 def tiny(llama, tmp_path_factory) -> Callable[[str], Path]:
-    """``tiny(name)``: a folder with a model and a tokenizer of a hundred words. Other name, other weights."""
+    """``tiny(name)``: a folder with a model and a tokenizer of a hundred words. Weights differ by name."""
 
     def make(name: str, **changes: int) -> Path:
         folder = tmp_path_factory.mktemp(name)
@@ -121,7 +123,7 @@ def random_prompt() -> Callable[[int], list[int]]:
 
 
 class KVTable:
-    """What two engines share: prompts and their KV, as lists of (key, value) for each layer."""
+    """The state that two engines share: prompts and their KV, as lists of (key, value) for each layer."""
 
     def __init__(self) -> None:
         self.entries: dict[tuple[bytes, tuple[int, ...]], list[tuple[torch.Tensor, torch.Tensor]]] = {}
@@ -129,9 +131,9 @@ class KVTable:
         self.bad_tokens: set[int] = set()
         """Tokens at these positions fail to load."""
         self.not_yet = 0
-        """So many times, the answer to a match is "ask again"."""
+        """How many times a match is answered with "ask again"."""
         self.steps_to_load = 3
-        """An asynchronous load ends in the n-th step after it began."""
+        """The number of steps that an asynchronous load takes."""
         self.lock = threading.Lock()
 
     def match(self, extra: bytes, tokens: tuple[int, ...]) -> int:

@@ -45,12 +45,12 @@ TESTED = "0.32"
 class KvplugConnector(KVConnectorBase_V1):
     """Adapts the kvplug connector that the extra config names to vLLM's connector API.
 
-    It translates, and decides nothing. The connector decides which tokens come from where, how and when;
-    vLLM decides what happens after a failed load (``kv_load_failure_policy``).
+    It only translates. The connector decides which tokens it loads, from where, how and when; vLLM decides
+    what happens after a failed load (``kv_load_failure_policy``).
 
     Raises (the constructor):
         kvplug.ConfigError: the configuration is wrong; lists every fault.
-        kvplug.UnsupportedError: the model or its cache cannot be moved; says why.
+        kvplug.UnsupportedError: the model's KV cannot be moved; the message says why.
         kvplug.KvplugError: any other error of ``kvplug.build_connector``.
     """
 
@@ -65,7 +65,7 @@ class KvplugConnector(KVConnectorBase_V1):
         cache = cache_of(vllm_config, kv_cache_config)
         side: Literal["scheduler", "worker"] = "scheduler" if role is KVConnectorRole.SCHEDULER else "worker"
         config = config_of(vllm_config)
-        which = f"{config.connector} at {config.host}, {config.port}"  # of several in a MultiConnector
+        which = f"{config.connector} at {config.host}, {config.port}"  # for a MultiConnector
         built = build_connector(
             config,
             side,

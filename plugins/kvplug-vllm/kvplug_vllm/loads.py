@@ -1,4 +1,4 @@
-"""Loads that the current step needs: no other request may use their blocks before the step is reported."""
+"""Loads of the current step: no other request may use their blocks before the step is reported."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvplug.engine import Request
 class _Load:
     request: Request
     start: int
-    """Its first token; the tokens before were in the cache."""
+    """The first token to load; earlier tokens are in vLLM's cache."""
     block_ids: tuple[int, ...]
     """All blocks of the request, in token order."""
 
@@ -23,8 +23,8 @@ class StepLoads:
 
     vLLM 0.32 offers the blocks of such a load to other requests as soon as they are allocated. If the load
     fails, vLLM makes running requests compute them. But a request that has ended in the meantime leaves its
-    blocks in the prefix cache; and of several requests that share the blocks only one is made to compute
-    them, and it may end before it does.
+    blocks in the prefix cache. If several requests share the blocks, vLLM makes only one of them compute the
+    blocks, and that one may end first.
     """
 
     def __init__(self) -> None:

@@ -46,7 +46,7 @@ class KvplugHandshakeMetadata(KVConnectorHandshakeMetadata):
     """From each worker to the scheduler side, once."""
 
     payload: bytes
-    """In kvplug's wire format."""
+    """Encoded in kvplug's wire format."""
     which: str
     """The sending connector, among the children of a MultiConnector."""
 

@@ -19,7 +19,7 @@ class NewlyPending:
     loading: frozenset[str] = frozenset()
     """They load until they are named as received."""
     settling: frozenset[str] = frozenset()
-    """Those of ``loading`` whose load ends in this same step."""
+    """Those of ``loading`` whose load ends in the same step."""
 
 
 class PendingRequests:
@@ -64,7 +64,7 @@ class PendingRequests:
                 request_id,
             )
             return False
-        if request_id not in self._loading:  # one that still loads is named as received instead
+        if request_id not in self._loading:  # a request that still loads is named as received instead
             self._held.add(request_id)
             self._new = attrs.evolve(self._new, held=self._new.held | {request_id})
         return True

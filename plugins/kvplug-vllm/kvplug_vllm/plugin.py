@@ -14,8 +14,8 @@ def register() -> None:
     """Make ``"kv_connector": "KvplugConnector"`` work. May be called several times.
 
     Without plugins (see vLLM's ``VLLM_PLUGINS``), vLLM finds the class by ``kv_connector_module_path``. But
-    it looks up a child of a MultiConnector by name, and an unregistered name ends its engine; so the module
-    of the class calls this function as well.
+    it looks up the children of a MultiConnector by name, and an unregistered name ends its engine. Therefore
+    the module of the class also calls this function.
     """
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 

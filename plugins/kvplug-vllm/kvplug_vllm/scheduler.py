@@ -78,7 +78,7 @@ class SchedulerSide:
     ) -> tuple[int | None, bool]:
         asked = self._requests[request]
         if self._step_loads.are_shared_by(asked, num_computed_tokens):
-            return None, False  # not yet: in the next step it is known whether the load succeeded
+            return None, False  # not yet: the next step knows whether the load has succeeded
         found, in_background = self.connector.get_num_new_matched_tokens(asked, num_computed_tokens)
         if found is None:
             return None, False

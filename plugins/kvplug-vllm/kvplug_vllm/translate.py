@@ -50,7 +50,7 @@ def config_of(vllm_config: VllmConfig) -> Config:
 
 
 def parallelism_of(vllm_config: VllmConfig) -> Parallelism:
-    """Where this process's worker stands in its engine; for the scheduler side, how many there are.
+    """The ranks of this process's worker in its engine; for the scheduler side, the numbers of ranks.
 
     Raises:
         UnsupportedError: tokens of one request are split over ranks (context parallelism), or ranks
@@ -82,9 +82,9 @@ def parallelism_of(vllm_config: VllmConfig) -> Parallelism:
 def can_rewind(vllm_config: VllmConfig) -> bool:
     """Whether a running request can be made to compute tokens that vLLM already counts as computed.
 
-    Not if the next step is planned before the failure is known (asynchronous scheduling, pipeline
-    parallelism). And not with vLLM's second model runner, which sets the number of computed tokens on its
-    device when the request starts, and afterwards only increases it (0.32).
+    It cannot if the next step is planned before the failure is known (asynchronous scheduling, pipeline
+    parallelism), nor with vLLM's second model runner, which sets the number of computed tokens on its device
+    when the request starts, and afterwards only increases it (0.32).
     """
     return vllm_config.max_concurrent_batches == 1 and not vllm_config.use_v2_model_runner
 
@@ -111,7 +111,7 @@ def model_of(vllm_config: VllmConfig, cache: VllmKVCacheConfig) -> ModelInfo:
 
 
 def _positions_of(model: ModelConfig) -> str:
-    """The positions as of every engine, after the factors that vLLM chooses when it starts, if it does."""
+    """The model's position embedding, including the factors that vLLM chooses at startup."""
     from vllm.transformers_utils.config import iter_rope_parameters
 
     config = model.hf_text_config
@@ -133,7 +133,7 @@ def cache_of(vllm_config: VllmConfig, cache: VllmKVCacheConfig) -> KVCacheConfig
     under the same shape), so the block format names this release and this kernel.
 
     Raises:
-        UnsupportedError: blocks do not hold the keys and values of each token.
+        UnsupportedError: a block does not hold the keys and values of each of its tokens.
         ConfigError: vLLM does not declare the memory order of its cache.
     """
     if not cache.transfer_groups:
@@ -237,7 +237,7 @@ def _is_latent(spec: Any) -> bool:
 
 
 def _block_format(vllm_config: VllmConfig, layer_name: str, spec: AttentionSpec) -> str:
-    """Release, attention backend and, on CPUs, instruction set; the scheduler side knows the release only."""
+    """Release, attention backend and, on CPUs, instruction set; the scheduler side knows only the release."""
     release = ".".join(vllm.__version__.split(".")[:2])
     layer = vllm_config.compilation_config.static_forward_context.get(layer_name)
     if layer is None:

@@ -1,4 +1,4 @@
-"""Fingerprints of checkpoints, so that engines do not mix the KV of different models of one shape."""
+"""Fingerprints of checkpoints, so that engines do not mix the KV of different models with the same shapes."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ _FORMATS = frozenset(
 )
 """Load formats that read safetensors files."""
 _OF_A_KIND = 256
-"""Of tensors whose names differ only in numbers, this many are sampled for values; name, dtype and shape of
-all are hashed."""
+"""How many tensors to sample for values among those whose names differ only in numbers. Name, dtype and
+shape of all tensors are hashed.
+"""
 _ELEMENTS = 1 << 16
 """How many elements of a vector are hashed."""
 
@@ -32,10 +33,10 @@ def fingerprint_of(vllm_config: VllmConfig) -> str:
     """The fingerprint of the safetensors files that this engine loads; empty (not compared) for other
     formats.
 
-    A hash over name, dtype and shape of every tensor, and over two rows of it (of layers' experts, of some of
-    them). It does not depend on the names and the number of the files, differs for different weights, and
-    takes milliseconds; for hundreds of files with tens of thousands of experts, about a second. Weights that
-    are quantised while they are loaded differ from the files, which the fingerprint says.
+    It is a hash over name, dtype and shape of every tensor and over two of its rows (for experts, rows of
+    some of them). It does not depend on the names and the number of files, and differs for different weights.
+    It takes milliseconds, or about a second for hundreds of files with tens of thousands of experts. Weights
+    that are quantised while loading differ from the files, so the fingerprint includes the quantisation.
     """
     model, load = vllm_config.model_config, vllm_config.load_config
     if load.load_format not in _FORMATS:
@@ -49,7 +50,7 @@ def fingerprint_of(vllm_config: VllmConfig) -> str:
         return ""
     try:
         return _hash_of(files, _stamps(files)) + _quantised(model)
-    except Exception as e:  # vLLM can read them: no reason to end its engine
+    except Exception as e:  # vLLM may still read them: do not end its engine
         _log.warning(
             "the safetensors files of %s have no fingerprint, and are not compared with the peer's: %s",
             model.model,
@@ -144,7 +145,7 @@ def _hash_of(files: tuple[Path, ...], _: tuple[tuple[int, int], ...]) -> str:
 
 
 def _chosen(names: Iterable[str]) -> Iterator[str]:
-    """All names; of more than :data:`_OF_A_KIND` of one kind, that many, evenly spread."""
+    """All names; if there are more than :data:`_OF_A_KIND` of one kind, that many, evenly spread."""
     of_a_kind: dict[str, list[str]] = defaultdict(list)
     for name in sorted(names):
         of_a_kind[re.sub(r"\d+", "0", name)].append(name)
@@ -164,7 +165,7 @@ def _kinds(file: Path) -> Iterator[tuple[str, str]]:
 
 
 def _values(file: Path, names: Iterable[str]) -> Iterator[tuple[str, bytes]]:
-    """A hash of each of these tensors: of its first row, and of one in its middle."""
+    """A hash of each of these tensors: of its first row and of its middle row."""
     import torch
     from safetensors import safe_open
 

@@ -105,7 +105,7 @@ class WorkerSide:
         self._receipts.add(metadata.newly_pending.loading)
         self._settling = metadata.newly_pending.settling
         self.connector.bind_connector_metadata(metadata.plan)
-        if self._settling:  # now, since vLLM starts loads in the background after the step
+        if self._settling:  # start it now: vLLM starts background loads after the step
             self.connector.start_load_kv()
 
     @_outside_inference_mode
@@ -119,7 +119,7 @@ class WorkerSide:
 
     @_outside_inference_mode
     def wait_for_layer_load(self, layer_name: str) -> None:
-        if layer_name in self._layouts:  # else a layer that uses another's cache
+        if layer_name in self._layouts:  # other layers use another layer's cache
             self.connector.wait_for_layer_load(layer_name)
 
     @_outside_inference_mode
@@ -156,7 +156,7 @@ class WorkerSide:
 
 
 class _AwaitedRequests:
-    """Requests whose names vLLM waits for, once each. Another name would fail an assertion in its engine."""
+    """Requests whose names vLLM waits for, once each. Any other name fails an assertion in vLLM's engine."""
 
     def __init__(self, how: str) -> None:
         self._how = how

@@ -1,4 +1,6 @@
-"""Fixtures for kvplug inside vLLM. Without vLLM nothing here is collected: `tox run -e vllm` has it."""
+"""Fixtures for kvplug inside vLLM. Without vLLM these tests are not collected; `tox run -e vllm` installs
+it.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +18,11 @@ collect_ignore_glob = [] if importlib.util.find_spec("vllm") else ["test_*.py"]
 
 FOLDER = Path(__file__).parent
 LENGTHS = {100: 40, 300: 300, 700: 650, 1500: 200}
-"""Tokens in a prompt, and where in the text it begins."""
+"""The number of tokens of each prompt, and its start in the text."""
 
 
 def module_of(name: str) -> Any:
-    """A module beside this file; test files are not importable by name."""
+    """A module next to this file; test files are not importable by name."""
     spec = importlib.util.spec_from_file_location(f"kvplug_vllm_tests_{name}", FOLDER / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
@@ -38,7 +40,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture(scope="session")
 def model() -> str:
-    """A folder with the demo's model, as vLLM loads it."""
+    """A folder with the demo's model, for vLLM."""
     from kvplug_transformers.model.bundled import find_gguf
     from kvplug_transformers.model.convert import converted
 
@@ -47,7 +49,7 @@ def model() -> str:
 
 @pytest.fixture(scope="session")
 def prompts(model: str, pytestconfig: pytest.Config) -> dict[int, list[int]]:
-    """Length in tokens to a prompt of that length: real text, different from the first token on."""
+    """Prompts by their number of tokens: real text, different from the first token on."""
     from tokenizers import Tokenizer
 
     text = (pytestconfig.rootpath / "LICENSE").read_text(encoding="utf-8")
@@ -65,7 +67,7 @@ def random_llama(model: str, tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="session")
 def start(model: str) -> Callable[..., AbstractContextManager[Any]]:
-    """``start(transfer_config, **settings)``: an engine in a process of its own; see engines.py."""
+    """``start(transfer_config, **settings)``: an engine in a separate process; see engines.py."""
 
     def start_engine(transfer: dict[str, Any] | None = None, **more: Any) -> AbstractContextManager[Any]:
         return engines.engine(more.pop("model", model), transfer, **more)
@@ -75,7 +77,7 @@ def start(model: str) -> Callable[..., AbstractContextManager[Any]]:
 
 @pytest.fixture(scope="session")
 def alone(start: Any, prompts: dict[int, list[int]]) -> dict[int, tuple[int, ...]]:
-    """What one engine that knows nothing of kvplug says to each prompt."""
+    """The output of an engine without kvplug for each prompt."""
     with start() as only:
         return {length: only.one(prompt).tokens for length, prompt in prompts.items()}
 
@@ -88,13 +90,13 @@ def servers() -> Any:
 
 @pytest.fixture(scope="session")
 def multiprocess() -> dict[str, str]:
-    """Environment of an engine whose core has a process of its own."""
+    """Environment of an engine whose core runs in a separate process."""
     return dict(engines.MULTIPROCESS)
 
 
 @pytest.fixture(scope="session")
 def probe(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The module probe.py, installed as a distribution of its own where its ``PYTHONPATH`` is set."""
+    """The module probe.py, as a separate distribution in the folder of its ``PYTHONPATH``."""
     module = module_of("probe")
     site = tmp_path_factory.mktemp("site")
     module.PYTHONPATH = os.pathsep.join(filter(None, [str(site), os.environ.get("PYTHONPATH")]))
@@ -108,7 +110,7 @@ def probe(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.fixture(scope="session")
 def made(model: str) -> Callable[..., Any]:
-    """``made(policy, *ports, plans_ahead=False)``: vLLM's scheduler around connectors; see stepping.py."""
+    """``made(policy, *ports, plans_ahead=False)``: vLLM's scheduler with connectors; see stepping.py."""
     stepping = module_of("stepping")
 
     def make(policy: str = "recompute", *ports: int, **more: Any) -> Any:
@@ -119,7 +121,7 @@ def made(model: str) -> Callable[..., Any]:
 
 @pytest.fixture(scope="module")
 def exits() -> Iterator[ExitStack]:
-    """Closes what a module's fixtures opened, the last first."""
+    """Closes everything that a module's fixtures opened, in reverse order."""
     with ExitStack() as stack:
         yield stack
 

@@ -121,7 +121,7 @@ def test_cve_2025_47277_pickles_at_the_door_are_refused_unread(tmp_path: Path) -
 
 
 def test_cve_2024_11041_a_pickle_from_a_proven_peer_is_not_a_value(tmp_path: Path) -> None:
-    """Also whoever knows the secret gets nothing executed."""
+    """A peer that knows the secret cannot execute code either."""
     marker = tmp_path / "executed"
     payloads = [
         evil(marker),

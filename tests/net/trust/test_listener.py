@@ -511,7 +511,7 @@ needs_root = pytest.mark.skipif(
 
 
 def as_nobody(program: str, *argv: str) -> subprocess.Popen[str]:
-    # Everything is imported before it becomes somebody else, who may not be able to read our files.
+    # Import everything before the process changes its user: the other user may not be able to read our files.
     path = ";".join(f"sys.path.append({p!r})" for p in sys.path if p)
     preload = "import sys;" + path + ";import kvplug.net.trust.listener, kvplug.net.trust.credentials\n"
     return subprocess.Popen(
@@ -555,7 +555,7 @@ attempt(sys.argv[1])
 @needs_linux
 @pytest.mark.parametrize("address", ["unix:@kvplug-squatted", "127.0.0.1:0"])
 def test_a_listener_of_another_user_is_not_talked_to(address: str) -> None:
-    """Abstract names and ports are first come, first served: somebody else may sit there."""
+    """Any user can bind an abstract name or a port first."""
     program = """
 listener = Listener.open(sys.argv[1], Credentials(), "test")
 print(listener.address, flush=True)

@@ -21,7 +21,7 @@ PLAIN = st.recursive(
         st.lists(inner, max_size=4)
         | st.lists(inner, max_size=4).map(tuple)
         | st.dictionaries(st.text("abc", max_size=3) | st.tuples(st.integers(0, 9)), inner, max_size=4)
-        | st.frozensets(st.binary(max_size=3), max_size=1)  # its order is nobody's
+        | st.frozensets(st.binary(max_size=3), max_size=1)  # at most one element: sets have no order
     ),
     max_leaves=20,
 )
@@ -157,5 +157,5 @@ def test_read_only_memory_is_not_written_and_no_memory_stays_held() -> None:
     with pytest.raises(TypeError), memoryview(target).toreadonly() as view:
         copy_bytes(view, memoryview(source))
     copy_bytes(memoryview(target), memoryview(source))
-    target.append(1)  # a buffer that somebody still holds cannot be resized
+    target.append(1)  # raises BufferError if a view of the buffer is left
     source.append(1)

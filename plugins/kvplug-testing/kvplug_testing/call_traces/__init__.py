@@ -1,4 +1,4 @@
-"""The calls of real engines to a connector, recorded to be replayed against any connector.
+"""Recorded calls of real engines to a connector, to replay against any connector.
 
 ::
 
@@ -6,11 +6,11 @@
     for call in traces.runs["load in the background"].calls:
         print(call.step, call.role, call.method, call.request, call.given, call.answer)
 
-A record is one JSON file beside this module, made by a test of the engine's adapter, which also fails when
-the engine calls otherwise. Methods are those of :class:`kvplug.engine.SchedulerConnector` and
-:class:`kvplug.engine.WorkerConnector`. Requests are called r0, r1, ... in the order in which they
-came; blocks are named by their request and their place in its table, layers by their place in the forward
-pass. What a call was given and what the connector answered is kept as far as a replay needs it:
+A record is one JSON file next to this module. A test of the engine's adapter makes it, and fails if the
+engine calls differently. Methods are those of :class:`kvplug.engine.SchedulerConnector` and
+:class:`kvplug.engine.WorkerConnector`. Requests are named r0, r1, ... in the order of their arrival. Blocks
+are identified by their request and their position in its block table, layers by their position in the forward
+pass. A record keeps the arguments and answers that a replay needs:
 
 =================================  ===============================================  =========================
 method                             given                                            answer
@@ -35,9 +35,9 @@ has_connector_metadata                                                          
 has_pending_push_work                                                               bool
 =================================  ===============================================  =========================
 
-All others are given nothing and answer nothing here: what passes between a connector's own two sides, stats
-and events are the connector's. Blocks that no request has any more are given under the name of the one that
-had them last.
+Calls of all other methods are recorded without arguments and answers: data between a connector's two sides,
+stats and events are specific to the connector. Blocks that belong to no request any more are recorded with
+their last request.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ import attrs
 from kvplug.engine.connector.values import Side
 
 FORMAT = 1
-"""Of the files. Another one is not read."""
+"""Version of the file format. Other versions are refused."""
 
 
 @attrs.frozen(kw_only=True)
@@ -61,8 +61,9 @@ class TracedCall:
     """One call of one method."""
 
     step: int
-    """How many steps the scheduler side had planned; 0 before the first. At the worker side: which of them
-    runs, with ``handle_preemptions`` in front of it."""
+    """The number of steps that the scheduler side has planned; 0 before the first. At the worker side: the
+    number of the running step, which begins with ``handle_preemptions``.
+    """
     role: Side
     method: str
     request: str = ""
@@ -73,56 +74,56 @@ class TracedCall:
 
 @attrs.frozen(kw_only=True)
 class Prompt:
-    """What a request asks about."""
+    """The prompt of a request."""
 
     num_tokens: int
-    """Of the prompt. No two prompts of a run have a token in common at the same place."""
+    """Length of the prompt. Two prompts of a run never have the same token at the same position."""
     num_stored: int = 0
     """Leading tokens whose KV the peer engine holds, in whole blocks."""
     spoilt: bool = False
-    """Loading it fails."""
+    """Whether loading it fails."""
 
 
 @attrs.frozen(kw_only=True)
 class TracedRun:
-    """One engine's life, from its first call to its last, around a few requests."""
+    """All calls of one engine that runs a few requests."""
 
     name: str
     about: str
-    """What happens."""
+    """A description of the run."""
     role: str
     """``producer``, ``consumer`` or ``both``."""
     is_async: bool
-    """The connector loads in the background."""
+    """Whether the connector loads in the background."""
     block_size: int
     num_layers: int
     prompts: Mapping[str, Prompt]
-    """By request."""
+    """Prompts by request."""
     calls: tuple[TracedCall, ...]
 
 
 @attrs.frozen(kw_only=True)
 class CallTraces:
-    """Everything that was recorded from one engine."""
+    """All recorded runs of one engine."""
 
     name: str
     engine: str
-    """With its version."""
+    """The engine's name and version."""
     runs: Mapping[str, TracedRun]
 
 
 def names() -> tuple[str, ...]:
-    """What :func:`load` knows."""
+    """The names that :func:`load` knows."""
     files = (entry.name for entry in resources.files(__name__).iterdir())
     return tuple(sorted(name.removesuffix(".json") for name in files if name.endswith(".json")))
 
 
 def load(name: str) -> CallTraces:
-    """What was recorded from the engine of this name.
+    """The record with this name.
 
     Raises:
-        LookupError: there is no such record; the message lists those that are.
-        ValueError: it is in another format than this release of kvplug reads.
+        LookupError: there is no such record; the message lists the known ones.
+        ValueError: its format is not the one that this release of kvplug reads.
     """
     if name not in names():
         raise LookupError(f"there are no call traces named {name!r}; known are {', '.join(names())}")
@@ -130,7 +131,7 @@ def load(name: str) -> CallTraces:
 
 
 def from_text(name: str, text: str) -> CallTraces:
-    """What a file of that name with this content says. Raises like :func:`load`."""
+    """The record in a file's content. Raises like :func:`load`."""
     data = json.loads(text)
     if data.get("format") != FORMAT:
         raise ValueError(f"{name} is in format {data.get('format')!r}, and this kvplug reads {FORMAT}")
@@ -141,13 +142,15 @@ def from_text(name: str, text: str) -> CallTraces:
 
 
 def to_text(traces: CallTraces) -> str:
-    """The content of an order's file: one call in a line, so that a difference can be read."""
+    """The content of a record's file: one call per line, so that a diff is readable."""
     runs = ",\n".join(_run_to_text(run) for run in traces.runs.values())
     return f'{{"format": {FORMAT}, "engine": {json.dumps(traces.engine)}, "runs": [\n{runs}\n]}}\n'
 
 
 def run_from_plain(data: Mapping[str, Any]) -> TracedRun:
-    """A run as its file has it: an object with the fields of :class:`TracedRun`, calls as lists of theirs."""
+    """A run from its JSON: an object with the fields of :class:`TracedRun`; each call is a list of its
+    fields.
+    """
     prompts = {name: Prompt(**prompt) for name, prompt in data["prompts"].items()}
     fields = {**data, "prompts": MappingProxyType(prompts), "calls": tuple(map(_call, data["calls"]))}
     return TracedRun(**fields)

@@ -1,1 +1,1 @@
-"""The suites of the conformance kit: a room for each ABC, called like it. ``kvplug_testing`` names them."""
+"""The suites of the conformance kit: one package per ABC, with its name. ``kvplug_testing`` exports them."""

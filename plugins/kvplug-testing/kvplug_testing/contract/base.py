@@ -1,4 +1,4 @@
-"""The base of every suite: laws of tests, the subject, deadlines, and the check that nothing is left.
+"""The base of every suite: laws of tests, the subject, time limits, and the check for leaks.
 
 A suite is an ordinary pytest class. Each of its tests names the law that it judges::
 
@@ -31,7 +31,7 @@ from kvplug_testing.laws import LAWS
 
 LEVELS = ("quick", "full", "soak")
 TIMEOUT_S = 60.0
-"""The life of one test, unless it says otherwise: then all stacks are dumped, and it has failed."""
+"""The default time limit of one test: then all stacks are dumped and the test fails."""
 
 T = TypeVar("T", bound=Callable[..., Any])
 
@@ -43,10 +43,11 @@ def law(
 
     Args:
         id_, more: of :data:`kvplug_testing.laws.LAWS`; more than one where the test shows several at once.
-        level: the lowest level (:data:`LEVELS`) that runs it. needs: the name of a property of the suite that
-        returns ``""``, or the reason to skip the test: what the
-            subject does not claim. A name that ends in ``_processes`` prepares :meth:`Contract.start_forked`.
-        timeout_s: seconds that the test may take.
+        level: the lowest level (:data:`LEVELS`) that runs it.
+        needs: the name of a property of the suite that returns ``""``, or the reason to skip the test: what
+            the subject does not claim. A name that ends in ``_processes`` prepares
+            :meth:`Contract.start_forked`.
+        timeout_s: the test's time limit, in seconds.
     """
     for each in (id_, *more):
         if each not in LAWS:
@@ -99,7 +100,7 @@ class Contract:
 
     @pytest.fixture(autouse=True)
     def _judged(self, request: pytest.FixtureRequest) -> Iterator[None]:
-        """Around every test: skip it if it lacks what it needs, and check afterwards that nothing is left."""
+        """Around every test: skip it if ``needs`` gives a reason, and check for leaks afterwards."""
         marker = request.node.get_closest_marker("kvplug_law")
         needs = marker.kwargs["needs"] if marker is not None else ""
         if needs and (reason := getattr(self, needs)):
@@ -111,7 +112,7 @@ class Contract:
             yield
 
     def _have_a_server(self, node: pytest.Item) -> None:
-        """Start a fork server before "nothing left" looks first. It ends with the test file."""
+        """Start a fork server before the first check for leaks. It ends with the test file."""
         key = self._server_key
         if key in _servers or self.other_and_forked_processes or not ForkServer.works():
             return
@@ -152,12 +153,12 @@ class Contract:
             self._stack = outer
 
     def start(self, target: Callable[..., Any], *args: Any, **given: Any) -> peers.Peer:
-        """``target(parent, *args)`` in a real child process, which ends with the test."""
+        """Run ``target(parent, *args)`` in a real child process, which ends with the test."""
         return self._stack.enter_context(peers.start(target, *args, **given))
 
     def start_forked(self, target: str, *args: Any, **given: Any) -> peers.Peer:
-        """The same in milliseconds: a fork of a process that has imported only what the suite needs. Without
-        a fork server it is a fresh process too. ``target`` is ``"module:function"``.
+        """Like :meth:`start`, in milliseconds: a fork of a process that has imported only the suite's
+        modules. Without a fork server it starts a fresh process. ``target`` is ``"module:function"``.
 
         For tests whose ``needs`` ends in ``_processes``, or all if :attr:`ends_are_processes`.
         """
@@ -165,7 +166,7 @@ class Contract:
         start = peers.start if server is None else server.start
         return self._stack.enter_context(start(target, *args, **given))
 
-    # -- what is judged ------------------------------------------------------------------------
+    # -- the subject ---------------------------------------------------------------------------
 
     @property
     def spec(self) -> Any:
@@ -222,7 +223,7 @@ class Contract:
 
     @property
     def other_processes(self) -> str:
-        """For ``needs``."""
+        """The reason to skip a test, for ``needs``."""
         return (
             ""
             if self.across_processes
@@ -231,14 +232,14 @@ class Contract:
 
     @property
     def forked_processes(self) -> str:
-        """For ``needs``."""
+        """The reason to skip a test, for ``needs``."""
         if not hasattr(os, "fork"):
             return "this system has no fork"
         return "" if self.forks else f"a process with {self.called} must not fork (forks)"
 
     @property
     def other_and_forked_processes(self) -> str:
-        """For ``needs``."""
+        """The reason to skip a test, for ``needs``."""
         return self.other_processes or self.forked_processes
 
     @property

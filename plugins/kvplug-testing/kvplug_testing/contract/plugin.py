@@ -24,16 +24,16 @@ DEVICE_TYPES: Final = (
     *("lazy", "vulkan", "mps", "meta", "hpu", "mtia", "privateuseone"),
     *("npu", "mlu", "musa"),
 )
-"""Those of torch's devices; the last ones are what backends outside of torch call ``privateuseone``."""
+"""torch's device types, followed by names that backends outside torch give to ``privateuseone``."""
 
 
 @attrs.frozen
 class Breach:
-    """One thing that is wrong with a plugin."""
+    """One violation of a law by a plugin."""
 
     law: str
     about: str
-    """What the test of :class:`PluginContract` that fails for it is about."""
+    """The topic of the test of :class:`PluginContract` that fails because of it."""
     observed: str
 
     def __str__(self) -> str:
@@ -41,25 +41,25 @@ class Breach:
 
 
 def _may_be_a_type(device: str) -> bool:
-    """Whether a backend outside of torch may call its devices so; what is near a known one is misspelt."""
+    """Whether a backend outside torch may use this device type. A name close to a known one is a typo."""
     if not re.fullmatch(r"[a-z][a-z_]*", device) or device == "gpu":
         return False
     return not difflib.get_close_matches(device, DEVICE_TYPES, n=1, cutoff=0.8)
 
 
 def check_plugin(name: str) -> tuple[str, ...]:
-    """Judge the installed plugin whose entry point is called ``name`` by the laws PLUGIN-1 to PLUGIN-4.
+    """Check the installed plugin whose entry point is called ``name`` against the laws PLUGIN-1 to PLUGIN-4.
 
-    It is looked at in processes of their own, as ``kvplug list`` and a config do, so what the calling
-    process has imported already makes no difference. No device is needed.
+    Separate processes inspect it as ``kvplug list`` and a config do, so modules that the calling process has
+    imported make no difference. No device is needed.
 
     Returns:
-        What could not be judged here, and why: a sentence for each factory whose heavy library is not
-        installed. Empty where everything was.
+        What could not be checked here, and why: a sentence for each factory whose heavy library is not
+        installed. Empty if everything was checked.
 
     Raises:
-        AssertionError: it breaks a law. The message has all the breaches, each with its law, what was
-            observed and where the law is written; below them is what these laws say.
+        AssertionError: the plugin breaks a law. The message lists all breaches, each with its law, the
+            observation and a link to the law, followed by the text of these laws.
     """
     found = inspect_plugin(name, waits.patience_s)
     breaches = tuple(breaches_of(found))
@@ -74,11 +74,11 @@ def _counted(number: int) -> str:
     return "a law" if number == 1 else f"laws in {number} places"
 
 
-# -- what is wrong ---------------------------------------------------------------------------------
+# -- breaches --------------------------------------------------------------------------------------
 
 
 def breaches_of(found: Inspection) -> Iterator[Breach]:
-    """Everything that is wrong with a plugin that has been looked at."""
+    """All breaches of an inspected plugin."""
     yield from _being_found(found)
     yield from _light_to_load(found)
     yield from _claims(found)
@@ -86,7 +86,7 @@ def breaches_of(found: Inspection) -> Iterator[Breach]:
 
 
 def unjudged(found: Inspection) -> Iterator[str]:
-    """What could not be looked at where a heavy library is not installed."""
+    """A sentence for each step that was skipped because a heavy library is not installed."""
     for step in found.of(*USED):
         if step.missing in HEAVY:
             yield f"{step} was not loaded: {step.missing} is not installed here"
@@ -204,10 +204,10 @@ def _named(name: str, text: str) -> bool:
 
 
 class PluginContract(Contract):
-    """Judges the plugin that offers something, by the laws PLUGIN: in a run that keeps a scorecard.
+    """Checks a plugin against the laws PLUGIN, in a run that keeps a scorecard.
 
-    ``pytest --kvplug-transport NAME`` judges what offers NAME with it, too. In a test file of a plugin's own
-    :func:`check_plugin` is enough.
+    ``pytest --kvplug-transport NAME`` also runs it for the plugin that offers NAME. In a plugin's own test
+    file :func:`check_plugin` is enough.
     """
 
     plugin: ClassVar[str] = ""
@@ -219,12 +219,12 @@ class PluginContract(Contract):
 
     @classmethod
     def distribution(cls) -> str:
-        found = [each for each in discover() if each.name == cls.plugin]  # imports nothing of it
+        found = [each for each in discover() if each.name == cls.plugin]  # does not import the plugin
         return ", ".join(f"{each.distribution} {each.version}" for each in found)
 
     @property
     def is_loaded(self) -> str:
-        """For ``needs``."""
+        """The reason to skip a test, for ``needs``."""
         return "" if self._found.offers else f"nothing that the plugin {self.plugin} offers could be loaded"
 
     @property
@@ -289,5 +289,5 @@ class PluginContract(Contract):
 
 @cache
 def _inspected(name: str) -> Inspection:
-    """Once for all tests of a suite."""
+    """The inspection, run once for all tests of a suite."""
     return inspect_plugin(name, waits.patience_s)

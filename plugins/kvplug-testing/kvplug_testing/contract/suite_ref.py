@@ -23,7 +23,7 @@ def suite_from_ref(suite_ref: Mapping[str, Any]) -> Any:
 
 
 def module_at(path: str) -> Any:
-    """The module of a test file, under the name it has if it lies in an importable package."""
+    """The module of a test file, under its full name if the file is in an importable package."""
     for module in list(sys.modules.values()):
         if getattr(module, "__file__", None) == path:
             return module

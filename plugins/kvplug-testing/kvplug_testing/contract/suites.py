@@ -1,4 +1,4 @@
-"""The suites by kind, and the classes that are made for subjects on the command line."""
+"""The suites by kind, and the classes generated for subjects on the command line."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ _AROUND = {
     Kind.PIPE: "kvplug_testing.contract.wrapping:WrappingPipe",
     Kind.QUEUE: "kvplug_testing.contract.wrapping:WrappingQueue",
 }
-"""Where the transport goes around another one."""
+"""Suites for transports that wrap another one."""
 
 chosen: list[type[Contract]] = []
-"""What the command line names, for the module ``judged``, which pytest collects."""
+"""The suites of the subjects on the command line. pytest collects them in ``collected_suites``."""
 
 
 def suite_of(kind: Kind) -> type[Contract]:
@@ -53,12 +53,11 @@ def installed(
 ) -> list[type[Contract]]:
     """A suite for each name, as an author would have written it, and one for each plugin that offers them.
 
-    ``options`` are ``"NAME.KEY=VALUE"``; the name is one of what is judged, or ``KIND:NAME``.
+    ``options`` are ``"NAME.KEY=VALUE"``; NAME is the name of a subject, or ``KIND:NAME``.
 
     Raises:
-        UnknownTransportError, UnknownConnectorError, AmbiguousNameError: nothing, or more than one thing, has
-            the name.
-        ConfigError: with every fault of the options, or one is not of what is named.
+        UnknownTransportError, UnknownConnectorError, AmbiguousNameError: none, or more than one, has the
+        name. ConfigError: the options are wrong (lists every fault), or one names no subject.
     """
     registry = Registry.from_env()
     given = _by_name(options)
@@ -79,10 +78,10 @@ def installed(
 
 
 def _by_name(options: Iterable[str]) -> dict[str, dict[str, str]]:
-    """What was given for each name. As in the environment, a value that is empty counts as not given.
+    """The options by name. As in the environment, an empty value counts as not given.
 
     Raises:
-        ConfigError: with each that has another form.
+        ConfigError: options have another form; lists each of them.
     """
     found: dict[str, dict[str, str]] = {}
     faults: list[str] = []
@@ -99,7 +98,7 @@ def _by_name(options: Iterable[str]) -> dict[str, dict[str, str]]:
 
 
 def made_names() -> set[str]:
-    """Of the classes that :func:`installed` makes of whatever is installed."""
+    """Names of all classes that :func:`installed` can generate from the installed plugins."""
     registry = Registry.from_env()
     offered = {_called(spec.name, suite_of(spec.kind)) for _, spec in registry if spec.kind in _SUITES}
     return offered | {_called(plugin.name, PluginContract) for plugin in registry.plugins}
@@ -108,7 +107,7 @@ def made_names() -> set[str]:
 def _kinds(registry: Registry, given: str) -> list[tuple[Kind, str]]:
     """The kinds that have a transport of this name. ``KIND:NAME`` asks for one of them."""
     word, _, name = given.partition(":")
-    word = word.replace(" ", "_")  # as a list prints it
+    word = word.replace(" ", "_")  # the form in which ``kvplug list`` prints a kind
     if name and word in {kind.value for kind in TRANSPORTS}:
         registry.get(Kind(word), name)
         return [(Kind(word), name)]
@@ -125,10 +124,10 @@ def _kinds(registry: Registry, given: str) -> list[tuple[Kind, str]]:
 
 
 def _made(registry: Registry, kind: Kind, name: str, options: Mapping[str, str]) -> type[Contract]:
-    """The suite of what has the name.
+    """The suite for the subject with this name.
 
     Raises:
-        ConfigError: with every fault of the options.
+        ConfigError: the options are wrong; lists every fault.
     """
     spec: Any = registry.get(kind, name)
     goes_around = kind in TRANSPORTS and spec.wraps
@@ -153,7 +152,7 @@ def _check(spec: Any, options: Mapping[str, str]) -> None:
 def _reaches_other_processes(spec: Any, name: str) -> bool:
     """Whether a transport's probe names the same domain in another process of this host as here.
 
-    ``name`` is as it was given: with its distribution, perhaps, where two offer one of that name.
+    ``name`` is as given, and may include the distribution if two plugins offer the same name.
     """
     if spec.kind not in TRANSPORTS:
         return True
@@ -165,7 +164,7 @@ def _reaches_other_processes(spec: Any, name: str) -> bool:
 
 
 def domain_of(parent: peers.Parent, kind: str, name: str) -> str:
-    """In another process."""
+    """The probe's domain in another process."""
     spec: Any = Registry.from_env().get(Kind(kind), name)
     return spec.run_probe().domain  # type: ignore[no-any-return]
 
@@ -175,13 +174,13 @@ def _made_of_plugin(name: str) -> type[Contract]:
 
 
 def _called(name: str, suite: type[Contract]) -> str:
-    """A name that pytest collects."""
+    """A class name that pytest collects."""
     words = re.split(r"[^A-Za-z0-9]+", name)
     return "Test" + "".join(word.capitalize() for word in words) + suite.__name__
 
 
 def versions() -> dict[str, str]:
-    """Of what takes part in every run; what is judged says its own."""
+    """Versions of the packages of every run. The subject's own version is in its results."""
     found = {"python": sys.version.split()[0]}
     for name in ("kvplug", "torch"):
         try:

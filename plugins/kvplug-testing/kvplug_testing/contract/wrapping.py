@@ -1,4 +1,4 @@
-"""Suites of transports that wrap another one of their kind: the inner one is the kit's own."""
+"""Suites for transports that wrap another one of their kind: the inner one is the kit's "memory"."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvplug_testing.contract.queue import MessageQueueContract
 
 
 class WrappingPipe(PipeContract):
-    """Around the pipe "memory", which lives in one process. The bound of what is unsent is that one's."""
+    """Wraps the pipe "memory", which works in one process. The inner pipe limits the unsent bytes."""
 
     across_processes: ClassVar[bool] = False
     limit_option: ClassVar[str] = ""
@@ -27,7 +27,7 @@ class WrappingPipe(PipeContract):
 
 
 class WrappingQueue(MessageQueueContract):
-    """Around the message queue "memory", which lives in one process."""
+    """Wraps the message queue "memory", which works in one process."""
 
     across_processes: ClassVar[bool] = False
 

@@ -1,8 +1,8 @@
-"""An engine without a model: a paged cache, and the calls that a real engine makes to its connector.
+"""A fake engine without a model: a paged cache, and the calls that a real engine makes to its connector.
 
-:class:`FakeEngine` makes them one step at a time, as a test says. :class:`Schedule` decides by itself, at
-random and by the rules, and holds the connector to its promises after each step. :func:`replay` makes the
-calls that a real engine was seen to make (:mod:`kvplug_testing.call_traces`).
+:class:`FakeEngine` makes them one step at a time, as a test says. :class:`Schedule` makes random valid calls,
+and checks the connector's promises after each step. :func:`replay` makes the recorded calls of a real engine
+(:mod:`kvplug_testing.call_traces`).
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The paged KV cache of :class:`FakeEngine`, which can check whether KV is right.
 
-What the KV of a token "is" depends on (token, position, layer, weights) alone, see :func:`kv_of`. What is
-computed upon wrong KV is wrong, as with a model. How the cache lies in memory is worked out here a second
-time, apart from :mod:`kvplug.engine.layout`, so that neither can vouch for the other. Looking is done with
-numpy: torch would start threads for it.
+A token's KV depends only on (token, position, layer, weights), see :func:`kv_of`. KV computed after wrong KV
+is wrong, as with a model. This module computes the memory layout of the cache independently of
+:mod:`kvplug.engine.layout`, so that an error in one is found by the other. It compares with numpy, because
+torch would start threads.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ MODEL = ModelInfo(
 )
 
 AXES = ("KBTHD", "KBHTD", "BKTHD", "BTKHD", "KTBHD", "BHTKD", "BTHKD", "BTD")
-"""Some of the orders that engines use; the last is latent attention."""
+"""Some of the axis orders that engines use; the last is latent attention."""
 
 FREED = -7777.0
-"""The content that the fake puts into free blocks."""
+"""The value that the fake engine writes into free blocks."""
 
 
 def layout_of(axes: str, block_size: int, num_blocks: int, block_format: str = "") -> KVLayout:
@@ -51,8 +51,8 @@ def model_of(axes: str, num_layers: int = NUM_LAYERS) -> ModelInfo:
 def kv_of(token_ids: Sequence[int], start: int, layer: int, num_heads: int = NUM_HEADS) -> Array:
     """The keys of tokens at positions from ``start`` on: [tokens, heads, head size]. Values are ``-key``.
 
-    Whole numbers below 2**24, which float32 holds exactly: other tokens, positions, layers, heads and
-    elements have others.
+    Whole numbers below 2**24, which float32 holds exactly. They differ by token, position, layer, head and
+    element.
     """
     import numpy as np
 
@@ -64,7 +64,7 @@ def kv_of(token_ids: Sequence[int], start: int, layer: int, num_heads: int = NUM
 
 
 class PagedCache:
-    """The tensors of every layer, and what must be in them."""
+    """The tensors of every layer, and their expected content."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class PagedCache:
         num_layers: int = NUM_LAYERS,
         seed: int = 0,
     ) -> None:
-        """``block_format``: its kernel keeps each head's block transposed (axes KBHTD only)."""
+        """``block_format``: that of a kernel that transposes each head's block (axes KBHTD only)."""
         if block_format and axes != "KBHTD":
             raise ValueError(f"the kernel with its own block format wants KBHTD, not {axes}")
         import torch
@@ -91,7 +91,7 @@ class PagedCache:
             name: torch.randn(self.layout.shape, generator=self.random) for name in self.layer_names
         }
         self.weights = 0.0
-        """What the KV depends on besides its tokens."""
+        """A number that the KV depends on, besides its tokens."""
 
     def by_token(self, layer: int) -> Array:
         """A view of one layer: [blocks, tokens in a block, 2 (1 for latent attention), heads, head size]."""
@@ -115,7 +115,7 @@ class PagedCache:
         return np.stack((key, -key), axis=1) if self.layout.has_values else key[:, None]
 
     def _at(self, block_ids: Sequence[int], start: int, end: int) -> tuple[Array, Array]:
-        """Of each token its block, and its place in it."""
+        """Each token's block, and its position in the block."""
         import numpy as np
 
         positions = np.arange(start, end)
@@ -124,7 +124,7 @@ class PagedCache:
     def compute(
         self, layer: int, token_ids: Sequence[int], block_ids: Sequence[int], start: int, end: int
     ) -> None:
-        """Put one layer's KV of these tokens into their blocks; wrong KV if what is before them is wrong."""
+        """Write one layer's KV of these tokens into their blocks; wrong KV if the KV before them is wrong."""
         if start < end:
             kv = self._expected(token_ids, start, end, layer)
             spoilt = 0.0 if self._is_right_in(layer, token_ids, block_ids, 0, start) else 0.5
@@ -148,7 +148,7 @@ class PagedCache:
     def wrong_blocks(
         self, token_ids: Sequence[int], block_ids: Sequence[int], start: int, end: int
     ) -> frozenset[int]:
-        """Those of the blocks that do not have the KV of those of the tokens that lie in them."""
+        """The blocks that do not hold the right KV of their tokens among ``start`` to ``end``."""
         if self.is_right(token_ids, block_ids, end, start=start):
             return frozenset()
         wrong = set()
@@ -159,13 +159,13 @@ class PagedCache:
         return frozenset(wrong)
 
     def free(self, block_ids: Iterable[int]) -> None:
-        """Fill blocks that were freed with :data:`FREED`."""
+        """Fill freed blocks with :data:`FREED`."""
         blocks = list(block_ids)
         for layer in range(len(self.layer_names) if blocks else 0):
             self.by_token(layer)[blocks] = FREED
 
     def written(self, block_ids: Iterable[int]) -> frozenset[int]:
-        """Those of the freed blocks that were written to since."""
+        """The freed blocks that were written to after they were freed."""
         blocks = list(block_ids)
         touched: set[int] = set()
         for layer in range(len(self.layer_names) if blocks else 0):

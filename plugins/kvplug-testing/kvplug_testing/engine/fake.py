@@ -1,4 +1,4 @@
-"""A model-free engine: enough of one to drive both sides of the connector in the documented order."""
+"""A fake engine without a model, which calls both sides of the connector in the documented order."""
 
 from __future__ import annotations
 
@@ -30,26 +30,27 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 PATIENCE_S = 30.0
-"""How long a connector may take for what needs further steps, or for an answer that is "not yet"."""
+"""How long a connector may take for work that needs further steps, or may answer "not yet"."""
 
 Scheduled = tuple[Request, tuple[int, ...], int, int]
-"""A request in a step: itself, its blocks, the tokens computed before it and those that it computes."""
+"""A request in a step: the request, its blocks, the tokens computed earlier and those of this step."""
 
 
 @attrs.frozen(kw_only=True)
 class CallOrder:
-    """Where an engine makes those calls of a step that have no fixed place; see ``WorkerConnector``."""
+    """When an engine makes the calls of a step whose order is not fixed; see ``WorkerConnector``."""
 
     loads_after_forward: bool = False
-    """``start_load_kv`` comes after the forward pass; for a step whose loads are all in the background."""
+    """``start_load_kv`` is called after the forward pass, if all loads of the step are in the background."""
     drafts: bool = False
-    """The last layer is a draft model's: it, ``wait_for_save`` and ``clear_connector_metadata`` come after
-    the step's reports."""
+    """The last layer is a draft model's: its calls, ``wait_for_save`` and ``clear_connector_metadata``
+    come after the step's reports.
+    """
 
 
 @attrs.frozen(kw_only=True)
 class PlannedStep:
-    """What passes from the scheduler side to the worker side, connector and engine alike."""
+    """The data of a step that goes from the scheduler side to the worker side, of connector and engine."""
 
     scheduled: tuple[Scheduled, ...]
     preempted: frozenset[str]
@@ -61,9 +62,9 @@ class PlannedStep:
 class FakeEngine:
     """Both sides of one engine's connector around a paged cache of random numbers.
 
-    :func:`~kvplug_testing.engine.kv_of` says what the KV of a token "is", so that what is loaded can be
-    checked against what should have been computed; what is computed upon wrong KV is wrong. Whatever passes
-    between the two sides is turned into bytes and back on its way, so that nothing but plain values can.
+    :func:`~kvplug_testing.engine.kv_of` defines the KV of a token, so that loaded KV can be checked; KV
+    computed after wrong KV is wrong. Everything that passes between the two sides is encoded to bytes and
+    decoded, so that only plain values can pass.
     """
 
     def __init__(
@@ -82,9 +83,9 @@ class FakeEngine:
     ) -> None:
         """
         Args:
-            block_format: its kernel keeps each head's block transposed (axes KBHTD only).
+            block_format: the block format of a kernel that transposes each head's block (axes KBHTD only).
             make: builds a side of the connector, like ``build_connector``.
-            build: more arguments of it.
+            build: more arguments for ``make``.
         """
         self.cache = PagedCache(
             axes=axes,
@@ -124,7 +125,7 @@ class FakeEngine:
             raise
 
     def _begin(self) -> None:
-        """The calls at start."""
+        """Make the calls at start."""
         self.worker.register_kv_caches(self.kv_caches)
         said = roundtrip(self.worker.get_handshake_metadata(), "what get_handshake_metadata returned")
         self.scheduler.set_xfer_handshake_metadata({} if said is None else {0: said})
@@ -141,7 +142,7 @@ class FakeEngine:
 
     @property
     def weights(self) -> float:
-        """What the KV depends on besides its tokens. A change needs a reset of the scheduler side's cache."""
+        """A number that the KV depends on. A change requires a reset of the scheduler side's cache."""
         return self.cache.weights
 
     @weights.setter
@@ -166,19 +167,21 @@ class FakeEngine:
         return tuple(blocks)
 
     def admit(self, request: Request) -> tuple[int, ...]:
-        """A request comes in and loads nothing; returns its blocks."""
+        """Start a request that loads nothing; returns its blocks."""
         blocks = self.allocate(len(request.token_ids))
         self.scheduler.on_new_request(request)
         self.scheduler.update_state_after_alloc(request, (blocks,), 0)
         return blocks
 
     def matched(self, request: Request, num_computed: int = 0) -> tuple[int, bool]:
-        """A request comes in. Ask about it until the answer is no longer "not yet"."""
+        """Start a request, and :meth:`ask` about it."""
         self.scheduler.on_new_request(request)
         return self.ask(request, num_computed)
 
     def ask(self, request: Request, num_computed: int = 0) -> tuple[int, bool]:
-        """How many tokens can be loaded, and whether in the background; asks until it is known."""
+        """How many tokens can be loaded, and whether in the background; repeats while the answer is "not
+        yet".
+        """
         limit = time.monotonic() + PATIENCE_S
         while True:
             found, is_async = self.scheduler.get_num_new_matched_tokens(request, num_computed)
@@ -191,7 +194,7 @@ class FakeEngine:
     def finish(
         self, request: Request, block_ids: tuple[int, ...], end: RequestEnd = RequestEnd.FINISHED
     ) -> tuple[bool, dict[str, Any] | None]:
-        """The request has ended. What ``request_finished`` answers."""
+        """End the request; returns the answer of ``request_finished``."""
         keeps, params = self.scheduler.request_finished(request, (block_ids,), end)
         self._ended.add(request.request_id)
         if keeps:
@@ -199,10 +202,11 @@ class FakeEngine:
         return keeps, roundtrip(params, "the kv_transfer_params of request_finished")
 
     def settle(self) -> None:
-        """Step without requests until the connector has no more to do and has named all whose blocks it kept.
+        """Run steps without requests until the connector has no work left and has named all requests with
+        kept blocks.
 
         Raises:
-            AssertionError: it does not come to an end.
+            AssertionError: this does not end in time.
         """
         limit = time.monotonic() + PATIENCE_S
         while self._kept or self.scheduler.has_pending_push_work():
@@ -246,7 +250,7 @@ class FakeEngine:
             finished_request_ids=ended,
         )
         metadata = self.scheduler.build_connector_meta(output)
-        tables.clear()  # a later look finds nothing, as in an engine that has moved on
+        tables.clear()  # a later lookup finds nothing, as in a real engine
         return PlannedStep(
             scheduled=tuple(scheduled),
             preempted=preempted,
@@ -258,9 +262,9 @@ class FakeEngine:
     def execute(
         self, planned: PlannedStep, *, compute: bool = True, order: CallOrder = CallOrder()
     ) -> WorkerOutput:
-        """The worker side's half: what it reports, for :meth:`hear`.
+        """The worker side's half; returns its report, for :meth:`hear`.
 
-        Without anything scheduled there is no forward pass, and no layer is visited.
+        If nothing is scheduled, there is no forward pass and no layer is visited.
         """
         worker, num_layers = self.worker, len(self.layer_names)
         if planned.preempted:
@@ -282,7 +286,7 @@ class FakeEngine:
         return report
 
     def report(self, planned: PlannedStep) -> WorkerOutput:
-        """What the worker side says at the end of a step."""
+        """The worker side's report at the end of a step."""
         worker = self.worker
         sending, receiving = worker.get_finished(planned.finished)
         invalid = worker.get_block_ids_with_load_errors()
@@ -300,14 +304,14 @@ class FakeEngine:
         )
 
     def hear(self, report: WorkerOutput) -> None:
-        """The scheduler side is told what the worker side said after a step."""
+        """Give the worker side's report of a step to the scheduler side."""
         self.scheduler.update_connector_output(report)
         list(self.scheduler.take_events())
         for request_id in report.finished_sending | report.finished_recving:
             self._kept.pop(request_id, None)
 
     def figures(self) -> Mapping[str, Any] | None:
-        """What the worker side has counted since the last call, as a snapshot; ``None`` if nothing."""
+        """The worker side's stats since the last call, as a snapshot; ``None`` if there are none."""
         left = self.worker.get_stats()
         if left is not None:
             self._stats.merge(left)
@@ -315,7 +319,7 @@ class FakeEngine:
         return found
 
     def visit(self, layer: int, planned: PlannedStep, *, compute: bool = True) -> None:
-        """One attention layer of the forward pass."""
+        """Run one attention layer of the forward pass."""
         name = self.layer_names[layer]
         self.worker.wait_for_layer_load(name)
         for request, blocks, computed, new in planned.scheduled if compute else ():
@@ -326,7 +330,7 @@ class FakeEngine:
         for layer in layers if planned.scheduled else ():
             self.visit(layer, planned, compute=compute)
 
-    # -- whole lives of requests ---------------------------------------------------------------
+    # -- whole requests ------------------------------------------------------------------------
 
     def prefill(
         self, request: Request, *, chunk: int | None = None, order: CallOrder = CallOrder()
@@ -337,7 +341,7 @@ class FakeEngine:
     def hand_off(
         self, request: Request, *, chunk: int | None = None, order: CallOrder = CallOrder()
     ) -> tuple[tuple[int, ...], dict[str, Any] | None]:
-        """The same; returns the ``kv_transfer_params`` beside the blocks."""
+        """Like :meth:`prefill`; also returns the ``kv_transfer_params``."""
         total = len(request.token_ids)
         blocks = self.admit(request)
         for start in range(0, total, chunk or total):
@@ -366,7 +370,7 @@ def request_of(
     extra: bytes = b"",
     params: Mapping[str, Any] | None = None,
 ) -> Request:
-    """A request that is all prompt."""
+    """A request whose tokens are all prompt."""
     tokens = tuple(token_ids)
     return Request(
         request_id=request_id,

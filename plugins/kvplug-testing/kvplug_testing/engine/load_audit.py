@@ -1,4 +1,4 @@
-"""The engine's records to check its connector: promised loads, and kept blocks."""
+"""Checks a connector's reports against its promises: promised loads, and kept blocks."""
 
 from __future__ import annotations
 
@@ -18,33 +18,33 @@ class Load:
     end: int
     is_async: bool
     step: int = 0
-    """The first that was planned since; 0: none yet."""
+    """The first step planned after the promise; 0 if there is none yet."""
     invalid: set[int] = attrs.field(factory=set)
-    """Of its blocks, those that were reported."""
+    """Its blocks that were reported as invalid."""
     is_checked: bool = True
-    """Its content is known: neither has its request ended, nor have the weights changed since it came."""
+    """Whether its content can be checked: its request has not ended, and the weights have not changed."""
 
 
 class LoadAudit:
-    """Judges each report of a worker side, when the step is over."""
+    """Checks each report of a worker side at the end of a step."""
 
     def __init__(self, cache: PagedCache) -> None:
         self._cache = cache
         self.loads: dict[str, Load] = {}
-        """By request, until they have ended."""
+        """Loads by request, until they end."""
         self.kept: set[str] = set()
-        """Requests that have ended, whose blocks are kept until they are named."""
+        """Ended requests whose blocks are kept until they are named."""
         self._may_be_named: set[str] = set()
         self._named: dict[str, str] = {}
         self.must_arrive = True
-        """Nothing was done that could make a load fail."""
+        """Whether nothing has happened that could make a load fail."""
         self.num_loaded = 0
-        """Tokens that came."""
+        """Number of loaded tokens."""
         self.num_failed = 0
-        """Loads of which something was reported."""
+        """Number of loads with invalid blocks."""
 
     def promise(self, request: Request, num_computed: int, found: int | None, is_async: bool) -> None:
-        """What ``get_num_new_matched_tokens`` answered."""
+        """Record the answer of ``get_num_new_matched_tokens``."""
         total, end = len(request.token_ids), num_computed + (found or 0)
         if found is None or (found == 0 and not is_async):
             return
@@ -56,38 +56,40 @@ class LoadAudit:
         assert end == total or end % self._cache.block_size == 0, f"{said}: no whole blocks"
 
     def begin(self, load: Load) -> None:
-        """Blocks are allocated for a load."""
+        """Record that blocks are allocated for a load."""
         self._named.pop(load.request.request_id, None)
         self.loads[load.request.request_id] = load
 
     def drop(self, request_id: str) -> None:
-        """The request has lost its blocks before any step was told of them."""
+        """The request has lost its blocks before any step knew of them."""
         self.loads.pop(request_id, None)
 
     def plan(self, step: int) -> bool:
-        """The loads that were begun since the last plan are this step's. Whether it must wait for one."""
+        """Assign the loads begun since the last plan to this step. Returns whether it must wait for one."""
         fresh = [load for load in self.loads.values() if not load.step]
         for load in fresh:
             load.step = step
         return any(not load.is_async for load in fresh)
 
     def end(self, request_id: str, keeps: bool, *, is_reported: bool) -> None:
-        """Its request has ended. ``is_reported``: a report that names it is on its way to the scheduler."""
+        """The request has ended. ``is_reported``: a report that names it has not reached the scheduler
+        yet.
+        """
         load = self.loads.get(request_id)
         if load is not None:
             load.is_checked = False
             if load.is_async and load.step and not keeps:
-                self._may_be_named.add(request_id)  # a report of it may be under way
+                self._may_be_named.add(request_id)  # a report of it may be in flight
             if not load.step or (load.is_async and not keeps):
                 del self.loads[request_id]
         if keeps and not is_reported:
             self.kept.add(request_id)
 
     def judge(self, step: int, report: WorkerOutput) -> None:
-        """The step has been executed, and this is what its worker side says.
+        """Check the worker side's report of an executed step.
 
         Raises:
-            AssertionError: it broke a promise; says which.
+            AssertionError: the report breaks a promise; the message says which.
         """
         for load in [load for load in self.loads.values() if load.step and load.step <= step]:
             load.invalid |= report.invalid_block_ids & set(load.blocks)
@@ -121,7 +123,7 @@ class LoadAudit:
         return f"step {step}: {name} is named as {how}, and it was neither kept nor loaded in the background"
 
     def _check(self, load: Load, step: int) -> None:
-        """A load has ended: every block of it is right or was reported."""
+        """Check an ended load: every block of it is right or was reported."""
         who = f"request {load.request.request_id}, tokens {load.start} to {load.end}"
         if not load.is_checked:
             return

@@ -16,10 +16,10 @@ from kvplug_testing.engine.load_audit import Load, LoadAudit
 
 
 class Departed(Exception):  # noqa: N818 - it ends a replay, and is not an error
-    """The connector answered lawfully, and otherwise than when it was recorded."""
+    """The connector's answer is allowed, but differs from the recorded one."""
 
     def __init__(self, text: str, *, request: str, is_nothing: bool) -> None:
-        """``is_nothing``: ``request`` was promised something when it was recorded, and never is now."""
+        """``is_nothing``: the recording has a promise for ``request``, and this connector makes none."""
         super().__init__(text)
         self.request, self.is_nothing = request, is_nothing
 
@@ -28,12 +28,12 @@ def replay(run: TracedRun, fake: FakeEngine, prompts: Mapping[str, tuple[int, ..
     """Make the calls of a recorded run, one by one, up to the last before ``shutdown``.
 
     Args:
-        fake: a new one, of the run's block size and number of layers.
-        prompts: the tokens of each of the run's requests, more than its prompt: what it generates as well.
+        fake: a new engine with the run's block size and number of layers.
+        prompts: the tokens of each of the run's requests: its prompt and the tokens that it generates.
 
     Raises:
         AssertionError: a promise was broken.
-        Departed: the run cannot be gone on with; says why.
+        Departed: the replay cannot continue; the message says why.
     """
     replaying = _Replay(run, fake, prompts)
     for call in run.calls:
@@ -52,18 +52,18 @@ class _Replay:
         self._answers: dict[str, tuple[int | None, bool]] = {}
         self._asked_with: dict[str, int] = {}
         self._promised: set[str] = set()
-        """Requests that some tokens were promised to."""
+        """Requests to which tokens were promised."""
         self._planned: dict[int, PlannedStep] = {}
         self._reports: dict[int, WorkerOutput] = {}
         self._parts: dict[str, Any] = {}
-        """What the worker side has said so far at the end of the step that runs."""
+        """The parts of the running step's report so far."""
         self._unheard: set[str] = set()
         self._received: set[str] = set()
         self._done: set[tuple[str, int]] = set()
 
     def make(self, call: TracedCall) -> None:
         if call.step == 0 and not call.request and call.method in _AT_START:
-            return  # the fake has made them
+            return  # the fake engine has made these calls
         side = self.fake.worker if call.role is Side.WORKER else self.fake.scheduler
         own: Callable[[TracedCall], Any] | None = getattr(self, f"_{call.role.value}_{call.method}", None)
         if own is not None:
@@ -137,7 +137,7 @@ class _Replay:
             self._hear(each)
         waited = set(call.given["receiving"]) - report.finished_recving
         unnamed = {name for name in waited if name in self.audit.loads}
-        # An engine that let a request wait for a load that is not in the background names it by itself.
+        # If a request waited for a load that is not in the background, the engine itself names it.
         by_itself = frozenset(waited - unnamed - self._received)
         self._hear(attrs.evolve(report, finished_recving=report.finished_recving | by_itself))
         self._step_until(lambda: not unnamed & self.audit.loads.keys())
@@ -169,7 +169,7 @@ class _Replay:
         self.fake.worker.bind_connector_metadata(self._planned[call.step].metadata)
 
     def _catch_up(self, call: TracedCall) -> None:
-        """Reports that said nothing were not handed on when this was recorded; here each of them is."""
+        """Pass on the empty reports, which the recording does not contain."""
         at = next(index for index, each in enumerate(self.run.calls) if each is call)
         if not any(each.method == "update_connector_output" for each in self.run.calls[at:]):
             for step in sorted(self._reports):
@@ -199,10 +199,10 @@ class _Replay:
         self.audit.judge(self._planned[call.step].number, report)
         self._reports[call.step] = report
 
-    # -- beside the record ---------------------------------------------------------------------
+    # -- calls that are not recorded -----------------------------------------------------------
 
     def _step_until(self, condition: Callable[[], bool]) -> None:
-        """Steps without requests, which an engine may always make: this connector takes longer."""
+        """Run steps without requests, which are always allowed, for a connector that takes longer."""
         limit = time.monotonic() + fake.PATIENCE_S
         while not condition():
             assert time.monotonic() < limit, f"no step has named {sorted(self.audit.loads)}"
@@ -213,7 +213,7 @@ class _Replay:
             time.sleep(0.0005)
 
     def end(self) -> None:
-        """All that is left is heard, and named."""
+        """Pass on all remaining reports; all kept requests must be named."""
         while self._reports:
             self._hear(self._reports.pop(min(self._reports)))
         self._step_until(lambda: not self.audit.loads and not self.audit.kept)

@@ -13,16 +13,16 @@ from kvplug.engine.connector.values import Request, RequestEnd
 
 @attrs.frozen(kw_only=True)
 class Arrival:
-    """A request that comes, and how it ends."""
+    """A request that arrives, and how it ends."""
 
     request_id: str
     prompt: tuple[int, ...]
     generated: tuple[int, ...] = ()
-    """Tokens that it computes one by one after the prompt."""
+    """Tokens that it generates one by one after the prompt."""
     extra: bytes = b""
     params: Mapping[str, Any] = attrs.field(factory=dict)
     end: RequestEnd = RequestEnd.FINISHED
-    """One that does not finish ends at any time: before, during and after its load."""
+    """With another value than ``FINISHED`` it ends at a random time: before, during or after its load."""
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -44,16 +44,16 @@ class Running:
     state: State = State.WAITING
     blocks: tuple[int, ...] = ()
     num_computed: int = 0
-    """As far as steps were planned."""
+    """Tokens computed by planned steps."""
     num_right: int = 0
-    """As far as the engine has heard that they went well."""
+    """Tokens computed by steps that were reported as successful."""
     generation: int = 0
     life: int = 0
-    """Grows when it goes back: what steps before that computed does not count."""
+    """Grows on each rollback: results of earlier steps no longer count."""
     must_run: bool = False
-    """Its blocks are allocated for the next step."""
+    """Its blocks are allocated, so the next step must run it."""
     is_mixed: bool = False
-    """It went on when the weights changed: what it computes is right for neither."""
+    """It continued after a change of weights, so its KV is right for neither."""
 
     @property
     def name(self) -> str:
@@ -64,7 +64,7 @@ class Running:
         return len(self.arrival.tokens) - self.num_computed
 
     def request(self, num_tokens: int = 0) -> Request:
-        """As the engine shows it: the prompt, and of what was generated as much as there is."""
+        """The request as a connector sees it: the prompt, and the tokens generated so far."""
         prompt = len(self.arrival.prompt)
         shown = max(prompt, num_tokens, self.num_computed)
         return Request(

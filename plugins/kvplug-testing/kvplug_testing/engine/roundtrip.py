@@ -1,4 +1,6 @@
-"""Encodes and decodes what a connector's two sides exchange: in an engine they are two processes."""
+"""Encodes and decodes the values that a connector's two sides exchange: in an engine they are two
+processes.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +14,10 @@ _LIMITS = Limits(max_bytes=64 << 20, max_items=1 << 24)
 
 
 def roundtrip(value: Any, what: str) -> Any:
-    """The value as the other side gets it.
+    """The value as the other side receives it.
 
     Raises:
-        AssertionError: it is not made of :data:`kvplug.engine.connector.values.Plain` alone; says where not.
+        AssertionError: a part is not :data:`kvplug.engine.connector.values.Plain`; the message says which.
     """
     _check(value, what)
     return decode(encode(value, limits=_LIMITS), limits=_LIMITS)

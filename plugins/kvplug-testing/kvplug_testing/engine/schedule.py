@@ -1,4 +1,4 @@
-"""Random schedules of valid engine steps, in orders that no engine may have tried."""
+"""Random schedules of valid engine steps, including orders that no known engine uses."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ class _Step:
     planned: PlannedStep
     weights: float
     computed: tuple[tuple[Running, int, int], ...]
-    """Request, its life then, and as far as this step computes."""
+    """Each request, its ``life`` at that time, and its number of tokens after this step."""
     held: tuple[tuple[Running, int], ...]
-    """Request and its generation then: waiting for the load that this step makes."""
+    """Each request that waits for a load of this step, and its generation at that time."""
     needs_loads: bool
 
 
 class Schedule:
-    """One engine's work, done one random move at a time; the same seed gives the same moves.
+    """One engine's work as random moves; the same seed gives the same moves.
 
-    It shares prefixes, computes prompts in chunks, preempts, aborts, plans steps before others have been
-    executed or reported, goes back after failed loads, and gives freed blocks to others at once. Meanwhile it
-    asks: is everything right that the engine counts as computed? Was a free block written to?
+    It shares prefixes, computes prompts in chunks, preempts, aborts, plans steps before earlier ones are
+    executed or reported, rolls back after failed loads, and reuses freed blocks at once. It checks that all
+    KV that counts as computed is right, and that free blocks are not written to.
 
     Args:
-        chance: where the randomness comes from.
-        depth: steps that may be planned and not yet reported.
-        drafts: the engine ends its steps after their reports, see :class:`CallOrder`.
-        before_step: called in front of each step's execution; to make its loads fail, say.
+        chance: the source of random numbers.
+        depth: the number of steps that may be planned and not yet reported.
+        drafts: the engine ends its steps after their reports; see :class:`CallOrder`.
+        before_step: called before each step is executed, for example to make its loads fail.
     """
 
     def __init__(
@@ -57,7 +57,8 @@ class Schedule:
         self.audit = LoadAudit(fake.cache)
         self.counts: Counter[str] = Counter()
         """How often it has preempted, aborted, computed a part of a prompt (``"chunked"``), planned a step
-        while another was under way (``"ahead"``), and begun a load in the background (``"async"``)."""
+        before an earlier one ended (``"ahead"``), and begun a load in the background (``"async"``).
+        """
         self.coming: deque[Running] = deque()
         self.active: list[Running] = []
         self._planned: deque[_Step] = deque()
@@ -66,17 +67,17 @@ class Schedule:
         self._kept: dict[str, tuple[int, ...]] = {}
         self._blank: set[int] = set()
         self._freed: dict[int, int] = {}
-        """Free blocks, each with the last step that was planned when it was freed."""
+        """Free blocks, each with the last step planned before it was freed."""
         for block in fake.free_blocks:
             self._freed[block] = 0
         self._to_preempt: list[Running] = []
 
     def add_free(self, block: int) -> None:
-        """The engine has one more free block: its request is done."""
+        """Add a free block, whose request is done."""
         self._freed[block] = self.fake.step_number
 
     def submit(self, *arrivals: Arrival) -> None:
-        """Requests that come, in this order, whenever chance lets them in."""
+        """Add requests, which start in this order at random times."""
         self.coming += (Running(arrival) for arrival in arrivals)
 
     @property
@@ -92,15 +93,15 @@ class Schedule:
         )
 
     def run(self) -> None:
-        """Until all is done.
+        """Run until all requests are done.
 
         Raises:
-            AssertionError: a promise was broken, or it comes to no end.
+            AssertionError: a promise is broken, or the run does not end.
         """
         self.run_with()
 
     def run_with(self, *others: Schedule) -> None:
-        """The same, taking turns with other engines' schedules at random."""
+        """Like :meth:`run`, alternating at random with other engines' schedules."""
         limit = time.monotonic() + fake.PATIENCE_S
         every = (self, *others)
         while busy := [each for each in every if each.has_work]:
@@ -115,7 +116,7 @@ class Schedule:
     # -- moves ---------------------------------------------------------------------------------
 
     def move(self) -> None:
-        """One random move, and a look at everything."""
+        """Make one random move, and check everything."""
         moves: list[tuple[int, Callable[[], Any]]] = []
         in_flight = len(self._planned) + len(self._reports)
         waiting = [
@@ -149,7 +150,7 @@ class Schedule:
         shared = self._shared(each)
         start, request = len(shared) * self._block_size, each.request()
         found: int | None = None
-        for _ in range(self.chance.randrange(1, 4)):  # it may be asked often
+        for _ in range(self.chance.randrange(1, 4)):  # an engine may ask several times
             found, is_async = self.fake.scheduler.get_num_new_matched_tokens(request, start)
             self.audit.promise(request, start, found, is_async)
         if found is None:
@@ -170,7 +171,7 @@ class Schedule:
         each.must_run = each.state is State.RUNNING
 
     def _shared(self, each: Running) -> tuple[int, ...]:
-        """Blocks of others that begin with the same tokens; or none, as without a prefix cache."""
+        """Blocks of other requests with the same prefix; or none, as without a prefix cache."""
         best: tuple[int, ...] = ()
         tokens = each.arrival.tokens[: len(each.request().token_ids) - 1]
         for other in self.active if self.chance.random() < 0.5 else ():
@@ -236,7 +237,7 @@ class Schedule:
         self.fake.cache.free(fresh)
         self._blank.update(fresh)
         if not step.planned.scheduled:
-            time.sleep(0.0002)  # what goes on in the background gets its turn
+            time.sleep(0.0002)  # lets background threads run
 
     def _hear(self) -> None:
         step, report = self._reports.popleft()
@@ -285,14 +286,16 @@ class Schedule:
         self.on_end(each.arrival, params)
 
     def change_weights(self, restart: float = 0.5) -> bool:
-        """The model gets other weights, if the connector can forget. Running requests restart or go on."""
+        """Change the model's weights if the connector can reset its cache. Running requests restart or
+        continue.
+        """
         if self.fake.scheduler.reset_cache() is not True:
             return False
         self.fake.weights += 1
         for load in self.audit.loads.values():
             load.is_checked = False
         for each in list(self.active):
-            each.is_mixed = True  # it came before, and may load what is older than it
+            each.is_mixed = True  # it started earlier, and may load older KV
             if each.state is State.RUNNING and self.chance.random() < restart:
                 self._preempt(each)
         return True
@@ -304,7 +307,7 @@ class Schedule:
         return self.fake.block_size
 
     def _take(self, each: Running, shared: tuple[int, ...], num_tokens: int) -> bool:
-        """Blocks for so many tokens, the shared ones first."""
+        """Allocate blocks for this many tokens, with the shared ones first."""
         count = -(-num_tokens // self._block_size) - len(shared)
         if count > len(self.fake.free_blocks):
             return False
@@ -336,7 +339,7 @@ class Schedule:
         return [each for each in self.active if each.state is State.RUNNING and not each.must_run]
 
     def _preempt(self, each: Running) -> None:
-        """It loses its blocks, and waits. The connector hears of it with the next plan."""
+        """Preempt the request: it loses its blocks and waits. The next plan tells the connector."""
         load = self.audit.loads.get(each.name)
         if load is not None and not load.step:
             self.audit.drop(each.name)
@@ -353,13 +356,13 @@ class Schedule:
             if not self._users[block]:
                 del self._users[block]
                 self._freed[block] = self.fake.step_number
-                # The next request gets the blocks that were freed last.
+                # The next request gets the most recently freed blocks.
                 self.fake.free_blocks.insert(0, block)
 
-    # -- looking -------------------------------------------------------------------------------
+    # -- checks --------------------------------------------------------------------------------
 
     def _look(self) -> None:
-        """Everything that the engine relies on is right, and what is free was left alone."""
+        """Check that all computed KV is right, and that free blocks are unchanged."""
         for each in self.active:
             if each.state is not State.RUNNING or each.is_mixed:
                 continue

@@ -1,10 +1,9 @@
-"""Faults as plans: what goes wrong with which message, decided by a seed, over any pipe or queue.
+"""Fault injection for any pipe or queue: a plan with a seed decides which messages get which faults.
 
-:class:`FaultyPipe` goes around one pipe, :class:`FaultyEndpoint` around all pipes of a transport;
-``transport = "faulty"`` in a config does so for an operator. :class:`FaultyQueue`,
-:class:`FaultyQueueEndpoint` and ``queue = "faulty"`` do the same to message queues. A lookup buffer and a
-connector reach each other over pipes, so that their faults are those of the pipes. No plan reaches the
-collectives of a communicator.
+:class:`FaultyPipe` wraps one pipe, :class:`FaultyEndpoint` all pipes of a transport; operators set
+``transport = "faulty"`` in a config. :class:`FaultyQueue`, :class:`FaultyQueueEndpoint` and ``queue =
+"faulty"`` do the same for message queues. Lookup buffers and connectors communicate over pipes, so faults of
+the pipes are their faults. Plans do not cover the collectives of a communicator.
 """
 
 from kvplug_testing.faults.pipe import FaultyPipe

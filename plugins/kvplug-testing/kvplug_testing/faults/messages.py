@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 
 def nbytes_of(message: Tensor | None) -> int:
-    """Raises UnsupportedError where it is nothing that any pipe carries."""
+    """The size of a message. Raises UnsupportedError for a value that no pipe carries."""
     return 0 if message is None else meta_of(message).nbytes
 
 
 def copied(message: Tensor | None) -> Tensor | None:
-    """Of the same shape, dtype, bits and device, in memory of its own."""
+    """A copy with the same shape, dtype, bits and device, in separate memory."""
     if message is None:
         return None
     copy = empty_like_meta(meta_of(message))
@@ -29,7 +29,7 @@ def copied(message: Tensor | None) -> Tensor | None:
 
 
 def flipped(message: Tensor, bits: int, chance: random.Random) -> Tensor:
-    """A copy with ``bits`` different bits turned over, all of them where it has no more."""
+    """A copy with ``bits`` different bits flipped, or all bits if it has fewer."""
     copy = empty_like_meta(meta_of(message))
     copy_into(copy, memory_of(message.cpu()))
     flip([memory_of_writable(copy)], bits, chance)
@@ -37,7 +37,7 @@ def flipped(message: Tensor, bits: int, chance: random.Random) -> Tensor:
 
 
 def flip(memories: Sequence[memoryview], bits: int, chance: random.Random) -> None:
-    """Turn over ``bits`` different bits of all that memory, all of them where it has no more."""
+    """Flip ``bits`` different bits in this memory, or all bits if it has fewer."""
     there = 8 * sum(memory.nbytes for memory in memories)
     for at in chance.sample(range(there), min(bits, there)):
         byte = at // 8
@@ -49,7 +49,7 @@ def flip(memories: Sequence[memoryview], bits: int, chance: random.Random) -> No
 
 
 def is_tensor(value: object) -> bool:
-    """Without importing torch."""
+    """Whether it is a tensor, without importing torch."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(value, torch.Tensor)
 
@@ -68,12 +68,12 @@ def parts(value: Any) -> Iterator[Any]:
 
 
 def writable(part: Any) -> memoryview:
-    """The memory of a contiguous tensor or array, of those that :func:`parts` gives."""
+    """The memory of a contiguous tensor or array that :func:`parts` returns."""
     return memory_of_writable(part) if is_tensor(part) else memoryview(part.reshape(-1).view("uint8"))
 
 
 def fill(out: Tensor, message: Tensor | None) -> Tensor:
-    """What a pipe does with ``out``.
+    """Copy a message into ``out``, as a pipe does.
 
     Raises:
         TensorMismatchError: the message has another shape or dtype, or is ``None``.

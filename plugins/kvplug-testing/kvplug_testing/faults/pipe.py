@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 LEAVING_S: Final = 5.0
-"""How long ``disconnect`` and ``kill`` wait at most until earlier messages have left."""
+"""The longest time that ``disconnect`` and ``kill`` wait until earlier messages are sent."""
 
 
 class _Limit:
@@ -44,18 +44,18 @@ class _Limit:
 
 
 class _Direction:
-    """The progress of one direction, and the faults that the next message has had already."""
+    """The progress of one direction, and the faults that have already hit the next message."""
 
     def __init__(self, what: str, course: FaultSchedule) -> None:
         self.what = what
         self.turn = ExclusiveUse(what)
         self.course = course
         self.until: dict[int, float] = {}
-        """By the rule's position: until when it delays this message."""
+        """By the rule's position: the time until which it delays this message."""
         self.happened: set[int] = set()
-        """Positions of the rules that are done with this message."""
+        """Positions of the rules that have already been applied to this message."""
         self.late: list[Tensor | None] = []
-        """A swapped message, which passes after the next one."""
+        """A swapped message, which is sent after the next one."""
 
     def advance(self, nbytes: int) -> None:
         self.course.advance(nbytes)
@@ -68,10 +68,10 @@ class _Direction:
 
 
 class FaultyPipe(Pipe):
-    """Another pipe, with faults. With an empty plan it behaves as that pipe, and keeps all of its laws.
+    """A pipe around another one that injects faults. With an empty plan it behaves like the inner pipe.
 
-    Faults are made at this end alone. What crosses is what the inner pipe puts on the wire, so that the
-    other end needs no plan and is told nothing.
+    Faults happen only at this end. The inner pipe's wire format is unchanged, so the other end needs no plan
+    and does not know of this one.
     """
 
     def __init__(
@@ -86,23 +86,23 @@ class FaultyPipe(Pipe):
         """Wrap ``pipe`` with ``plan``.
 
         Args:
-            number: this pipe's, for rules that name one.
-            when: asked before each fault whether it is to happen; for tests with a switch.
-            timeout_s: how long a rule may hold up a call that says nothing.
+            number: this pipe's number, for rules that name one.
+            when: called before each fault; the fault happens only if it returns true.
+            timeout_s: how long a rule may delay a call without a timeout.
         """
         self.pipe = pipe
         """The inner pipe."""
         self.hits: collections.Counter[str] = collections.Counter()
-        """How often each action has happened. A ``flip`` that found no bit has not."""
+        """How often each action has happened. A ``flip`` without a bit to flip does not count."""
         self._when = when
         self._timeout_s = timeout_s
         self._sending = _Direction("sending", FaultSchedule(plan, "send", number))
         self._receiving = _Direction("receiving", FaultSchedule(plan, "recv", number))
         self._last: Transfer | None = None
         self._owed: deque[Tensor | None] = deque()
-        """Messages to send before others: second copies, and swapped ones."""
+        """Messages to send next: second copies, and swapped ones."""
         self._inbox: deque[tuple[Tensor | None, float]] = deque()
-        """Received messages, each with the time from which the caller may have it."""
+        """Received messages, each with the time from which the caller may receive it."""
         self._over = threading.Event()
         self._closed = False
         self._lost = False
@@ -137,7 +137,9 @@ class FaultyPipe(Pipe):
             limit = _Limit(timeout, self._timeout_s)
             self._pay(limit)
             transfer = self._send(tensor, limit)
-            with contextlib.suppress(KvplugError):  # the message was taken: the next call pays, or tells
+            with contextlib.suppress(
+                KvplugError
+            ):  # the message was accepted: the next call sends the rest, or raises
                 self._pay(limit)
             return transfer
 
@@ -157,7 +159,7 @@ class FaultyPipe(Pipe):
             self._last = transfer
             self._owed += [*copies, *self._sending.pass_late()]
         else:
-            # The pipe keeps no more than a copy of it: the caller may overwrite the tensor.
+            # Keep only copies: the caller may overwrite the tensor.
             self._sending.late += [self._copied(tensor) if each is tensor else each for each in copies]
             transfer.finish()
         self._sending.advance(nbytes)
@@ -192,7 +194,7 @@ class FaultyPipe(Pipe):
                 except PeerGoneError:
                     if not self._receiving.late:
                         raise
-                    self._put(self._receiving.pass_late())  # the message to swap it with never came
+                    self._put(self._receiving.pass_late())  # no message came to swap it with
                     break
                 hits = [hit for hit in possible if self._nbytes_of(message) >= hit.rule.min_bytes]
                 self._receiving.advance(self._nbytes_of(message))
@@ -204,7 +206,7 @@ class FaultyPipe(Pipe):
             return self._hand_over(out, limit.deadline)
 
     def _take(self, message: Tensor | None, hits: list[Injection]) -> None:
-        """Apply the faults to a received message, and put it into the inbox as often as it should come."""
+        """Apply the faults to a received message, and put the resulting copies into the inbox."""
         copies = self._copies(message, hits)
         if _swaps(hits) and not self._receiving.late:
             self._receiving.late = copies
@@ -222,7 +224,7 @@ class FaultyPipe(Pipe):
         self._inbox.popleft()
         return received
 
-    # -- what both do --------------------------------------------------------------------------
+    # -- both directions -----------------------------------------------------------------------
 
     def _now(self, direction: _Direction, nbytes: int | None) -> list[Injection]:
         return [hit for hit in direction.course.hits(nbytes) if self._when is None or self._when()]
@@ -236,15 +238,15 @@ class FaultyPipe(Pipe):
             self._wait(self._until(direction, hit, seconds), deadline, hit)
         else:
             with contextlib.suppress(KvplugError):
-                if self._last is not None and rule.do != "raise":  # what was sent before is not torn
+                if self._last is not None and rule.do != "raise":  # earlier messages are sent whole
                     self._last.wait(min(max(0.0, deadline.at - time.monotonic()), LEAVING_S))
         direction.happened.add(hit.position)
         self._happens(hit, f"{direction.what}")
         if rule.do == "raise":
             raise getattr(errors, str(rule.error))(f"a planned fault: {hit}")
         if rule.do == "kill":
-            # To this thread: one that goes to the process stops it when some thread of it takes the signal,
-            # and until then this one goes on with what must not be sent any more.
+            # Signal this thread: a signal to the process takes effect only when some thread receives it, and
+            # until then this thread would go on sending.
             signal.pthread_kill(threading.get_ident(), getattr(signal, rule.signal or "SIGKILL"))
         if rule.do == "disconnect":
             self._lost = True
@@ -256,11 +258,11 @@ class FaultyPipe(Pipe):
         return direction.until.setdefault(hit.position, time.monotonic() + seconds)
 
     def _wait(self, until: float, deadline: Deadline, hit: Injection | None = None) -> None:
-        """Until that moment.
+        """Wait until this time.
 
         Raises:
-            TimeoutError: the deadline comes first. The message is where it was.
-            ClosedError, PeerGoneError: this pipe was ended meanwhile.
+            TimeoutError: the deadline is earlier. The message stays in place.
+            ClosedError, PeerGoneError: this pipe ended in the meantime.
         """
         left = min(until, deadline.at) - time.monotonic()
         if left > 0:
@@ -288,14 +290,14 @@ class FaultyPipe(Pipe):
 
     @contextlib.contextmanager
     def _inner_call(self) -> Iterator[None]:
-        """Around calls of the inner pipe: a planned disconnection looks like the peer's death."""
+        """A context for calls of the inner pipe: a planned disconnection looks like the peer's death."""
         try:
             yield
         except ClosedError:
             self._check()
             raise
 
-    # -- what messages are ---------------------------------------------------------------------
+    # -- messages ------------------------------------------------------------------------------
 
     def _nbytes_of(self, message: Tensor | None) -> int:
         return nbytes_of(message)
@@ -311,7 +313,7 @@ class FaultyPipe(Pipe):
         return None if message is None else flipped(message, hit.rule.bits or 1, hit.random())
 
     def _copies(self, message: Tensor | None, hits: list[Injection]) -> list[Tensor | None]:
-        """The result for a message: dropped, itself or changed, and how often."""
+        """The messages that result from one message and its faults."""
         actions = [hit.rule.do for hit in hits]
         if "drop" in actions:
             return []

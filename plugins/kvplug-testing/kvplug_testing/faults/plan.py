@@ -14,9 +14,9 @@ from kvplug.config.options import convert_values
 from kvplug.errors import ConfigError
 
 BEFORE: Final = ("stop", "raise", "disconnect", "kill")
-"""What happens to a call before it touches the inner pipe."""
+"""Actions on a call, before it uses the inner pipe."""
 CONTENT: Final = ("delay", "slow", "drop", "duplicate", "swap", "flip")
-"""What happens to a message: to one that is received, once it is there."""
+"""Actions on a message; on a received one, after it has arrived."""
 PARAMETERS: Final[Mapping[str, tuple[str, bool]]] = {
     "seconds": ("delay, stop", True),
     "bytes_per_s": ("slow", True),
@@ -24,7 +24,7 @@ PARAMETERS: Final[Mapping[str, tuple[str, bool]]] = {
     "error": ("raise", True),
     "signal": ("kill", False),
 }
-"""What goes with which action, and whether that one must have it; ``stop`` may do without ``seconds``."""
+"""For each parameter, its action and whether the action requires it; ``stop`` works without ``seconds``."""
 
 
 @attrs.frozen(kw_only=True)
@@ -94,14 +94,14 @@ def _tuple(rules: Iterable[Rule]) -> tuple[Rule, ...]:
 
 @attrs.frozen(kw_only=True)
 class Plan:
-    """Rules, and the seed that decides what they leave to chance. Without rules nothing happens."""
+    """Rules, and the seed of their random decisions. Without rules there are no faults."""
 
     seed: int = 0
     rules: tuple[Rule, ...] = attrs.field(default=(), converter=_tuple)
 
 
 def rule_faults(values: Mapping[str, Any]) -> list[str]:
-    """What is wrong between the fields of one rule, each of which is right by itself."""
+    """Errors in the combination of one rule's fields, each of which is valid alone."""
     faults = []
     do = values.get("do")
     for name, (actions, needed) in PARAMETERS.items():
@@ -126,7 +126,7 @@ def read_plan(given: str | os.PathLike[str] | Mapping[str, Any]) -> Plan:
     A path is as seen from the process's working directory.
 
     Raises:
-        ConfigError: every fault at once. Rules are counted from 1 in them.
+        ConfigError: the plan is wrong; lists every error. Rules are counted from 1.
     """
     if isinstance(given, Mapping):
         return _plan(given)

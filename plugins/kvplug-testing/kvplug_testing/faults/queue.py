@@ -20,13 +20,13 @@ from kvplug_testing.faults.schedule import Injection
 from kvplug_testing.faults.transport import planned
 
 _LIMITS: Final = Limits(max_bytes=1 << 40)
-"""The inner queue has its own."""
+"""No limit here: the inner queue has its own."""
 
 
 class FaultyQueueEndpoint(QueueEndpoint):
-    """Any queue's endpoint, and the ends that it makes with faults. The handle is that of the inner one.
+    """An endpoint around another one; its queue ends inject faults. The handle is the inner endpoint's.
 
-    The ends are numbered from 1 as they are made, for rules that name one.
+    The ends are numbered from 1 in the order in which they are made, for rules that name one.
     """
 
     def __init__(self, inner: QueueEndpoint, plan: Plan) -> None:
@@ -50,24 +50,24 @@ class FaultyQueueEndpoint(QueueEndpoint):
 class FaultyQueue(MessageQueue):
     """One end of another queue, with faults: rules of direction "send" at a writer, "recv" at a reader.
 
-    They are for values. Chunks that are written and read in place are not counted, and pass. ``flip`` turns
-    over bits of tensors and numpy arrays, also of those in lists, tuples and values of dicts; a value without
-    any passes as it is. A call that a rule holds up does not look at ``cancel``.
+    Rules apply to values. Chunks that are written and read in place are not counted, and pass unchanged.
+    ``flip`` flips bits of tensors and numpy arrays, also inside lists, tuples and dict values; a value
+    without any passes unchanged. A call that a rule delays ignores ``cancel``.
     """
 
     def __init__(self, queue: MessageQueue, plan: Plan, *, number: int = 1, timeout_s: float = 30.0) -> None:
         """Wrap ``queue`` with ``plan``.
 
         Args:
-            number: this end's, for rules that name one.
-            timeout_s: how long a rule may hold up a call that says nothing.
+            number: this end's number, for rules that name one.
+            timeout_s: how long a rule may delay a call without a timeout.
         """
         self.queue = queue
         """The inner queue's end."""
         self._values = _Values(queue)
         self._pipe = _FaultyValues(self._values, plan, number=number, timeout_s=timeout_s)
         self.hits = self._pipe.hits
-        """How often each action has happened. A ``flip`` that found no bit has not."""
+        """How often each action has happened. A ``flip`` without a bit to flip does not count."""
 
     @property
     def rank(self) -> int | None:

@@ -1,4 +1,4 @@
-"""Which messages a fault hits: pure arithmetic on a plan, message numbers and sizes, without a clock."""
+"""Which messages a fault hits: a pure function of the plan, message numbers and sizes, without a clock."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Injection:
 
     rule: Rule
     position: int
-    """The rule's place in the plan, from 1."""
+    """The rule's position in the plan, from 1."""
     number: int
     """The number of the message, as the rule counts."""
     seed: int
@@ -50,7 +50,7 @@ class FaultSchedule:
     def hits(self, nbytes: int | None) -> list[Injection]:
         """The rules that hit the next message, in the plan's order; does not count it.
 
-        ``nbytes``: its size; ``None`` if it is unknown, and then the faults that could hit it.
+        ``nbytes``: its size; if it is unknown (``None``), returns all rules that could hit it.
         """
         return [
             Injection(rule, position, self._counted[position] + 1, self._seed)

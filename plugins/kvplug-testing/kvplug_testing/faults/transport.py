@@ -18,7 +18,7 @@ _log = logging.getLogger(__name__)
 
 
 class FaultyEndpoint(PipeEndpoint):
-    """Any endpoint, and its pipes with faults. The contact is the inner endpoint's."""
+    """An endpoint around another one; its pipes inject faults. The contact is the inner endpoint's."""
 
     def __init__(
         self,
@@ -28,7 +28,7 @@ class FaultyEndpoint(PipeEndpoint):
         numbers: Iterator[int] | None = None,
         timeout_s: float = 30.0,
     ) -> None:
-        """Apply ``plan`` to each pipe of ``inner``. ``numbers``: theirs, from 1 unless given."""
+        """Apply ``plan`` to each pipe of ``inner``. ``numbers``: numbers for the pipes, by default from 1."""
         self._inner = inner
         self._plan = plan
         self._numbers = itertools.count(1) if numbers is None else numbers

@@ -11,7 +11,7 @@ from kvplug_testing.gpu import fake, host
 
 
 class HostDevice(host.HostDevice, device.Device):
-    """What a pipe is given."""
+    """The device for a pipe under test."""
 
     def __init__(self, path: str, caller: fake.Stream | None = None) -> None:
         super().__init__(path, caller)

@@ -1,4 +1,4 @@
-"""A ``libnccl`` and a ``libcudart`` for tests, without a GPU: compiled from C as they are needed.
+"""Fakes of ``libnccl`` and ``libcudart`` for tests without a GPU; compiled from C when needed.
 
     path = fake.NCCL.build(folder)
     nccl = load(path)
@@ -8,65 +8,65 @@
     assert stream.wait(stream.record(), timeout=10.0)
 
 Streams are threads. Faults are set by name, with :meth:`Controls.set` or, for a child process, in its
-environment (:meth:`FakeLibrary.environment`). Both libraries have ``gate``: while it is 1, a stream does not
-go on from where it was given a gate.
+environment (:meth:`FakeLibrary.environment`). Both libraries have ``gate``: while it is 1, a stream stops at
+each gate that was enqueued on it.
 
-:data:`NCCL` works over Unix sockets and host memory. It has the functions that are bound, and behaves as NCCL
-does where tests look: operations are enqueued on a stream and go on in a thread; those of one communicator go
-one after the other, whatever stream they are on; a non-blocking communicator is in progress until it has been
-asked; one that failed ends by an abort only. The ranks are processes of one host (or communicators of one
-process) that share a unique id.
+:data:`NCCL` works over Unix sockets and host memory. It has the functions that the plugin binds, and behaves
+as NCCL does in these respects: operations are enqueued on a stream and run in a thread; operations of one
+communicator run one after the other, whatever their streams; a call on a non-blocking communicator is in
+progress until it has been polled; a failed communicator must be aborted. The ranks are processes of one host
+(or communicators of one process) that share a unique id.
 
 =================== =========== ==============================================================================
 name                default
 =================== =========== ==============================================================================
-``version``         23203       what ``ncclGetVersion`` gives
-``polls``           1           how many times a call on a non-blocking communicator is still in progress
-``hold``            0           1: operations do not begin
-``call_result``     0           what enqueuing an operation gives at once, if it is not 0
+``version``         23203       result of ``ncclGetVersion``
+``polls``           1           polls until a call on a non-blocking communicator is done
+``hold``            0           1: operations do not start
+``call_result``     0           if not 0, enqueuing an operation returns it at once
 ``call_hangs``      0           1: enqueuing an operation does not return
-``init_hangs``      0           1: this rank does not show itself to the others
-``init_result``     0           what the start ends in, if it is not 0
-``begin_result``    0           what the start gives at once, if it is not 0; it is there, and has failed
-``fail_after``      -1          the communicator fails when so many operations are done
-``fail_result``     6           what it fails with
-``hang_after``      -1          when so many operations are done, the next one never ends
-``exit_after``      -1          when so many operations are done, the process kills itself inside the next one
-``peer_result``     6           what it fails with when it finds a rank gone; 0: the operation never ends
+``init_hangs``      0           1: this rank does not contact the others
+``init_result``     0           if not 0, the initialization ends with it
+``begin_result``    0           if not 0, the initialization returns it at once, with a failed communicator
+``fail_after``      -1          the communicator fails after this many operations
+``fail_result``     6           its error then
+``hang_after``      -1          after this many operations, the next one never ends
+``exit_after``      -1          after this many operations, the process kills itself inside the next one
+``peer_result``     6           its error when another rank is gone; 0: the operation never ends
 ``finalize_hangs``  0           1: a communicator is never finalized
 ``abort_hangs``     0           1: an abort does not return
-``operations``      0           counts those that were done
-``communicators``   0           counts those that are there
-``aborts``          0           counts those that were aborted
+``operations``      0           number of finished operations
+``communicators``   0           number of existing communicators
+``aborts``          0           number of aborted communicators
 =================== =========== ==============================================================================
 
-Ranks that give the same ``KVPLUG_TEST_NCCL_GPU`` and ``NCCL_HOSTID`` have one GPU, which is invalid usage.
-Ranks that disagree on the world size, or on what an operation moves, wait for ever, as NCCL's do. An id knows
-no process: the one that made it may be gone.
+Ranks with the same ``KVPLUG_TEST_NCCL_GPU`` and ``NCCL_HOSTID`` share one GPU, which is invalid usage. Ranks
+that disagree on the world size, or on the data of an operation, wait for ever, as with NCCL. An id works also
+after the process that made it is gone.
 
-:data:`CUDART` has shared memory for device memory. Another process maps it by its handle; its own process
-cannot. ``cudaFree`` waits for all streams, as CUDA's does, and what was freed is overwritten.
+:data:`CUDART` uses shared memory as device memory. Another process maps it by its handle; its own process
+cannot. ``cudaFree`` waits for all streams, as CUDA does, and overwrites the freed memory.
 
 ====================== ========== =========================================================================
 name                   default
 ====================== ========== =========================================================================
-``version``            12090      what ``cudaRuntimeGetVersion`` gives
-``devices``            1          how many GPUs there are
-``gpu``                1          which GPU device 0 is; two processes with the same number have the same
-``hold``               0          1: copies do not begin
-``capturing``          0          1: a thread captures a graph, and others must not disturb it
-``delay_us``           0          each copy takes so much longer
-``malloc_result``      0          what ``cudaMalloc`` gives, if it is not 0
-``open_result``        0          what ``cudaIpcOpenMemHandle`` gives, if it is not 0
-``copy_result``        0          what ``cudaMemcpyAsync`` gives at once, if it is not 0
-``fail_after``         -1         when so many copies are done, the device fails, for good
-``fail_result``        700        what it fails with
-``failed``             0          what it has failed with; 0 makes it work again, as in a new process
-``exit_after``         -1         when so many copies are done, the process kills itself inside the next one
-``copies``             0          counts those that were done
-``allocations``        0          counts those that are there
-``mappings``           0          counts other processes' allocations that are open here
-``freed_while_mapped`` 0          counts what was freed while a process that lives had it open
+``version``            12090      result of ``cudaRuntimeGetVersion``
+``devices``            1          number of GPUs
+``gpu``                1          id of the GPU that is device 0; processes with the same id share the GPU
+``hold``               0          1: copies do not start
+``capturing``          0          1: a thread captures a graph; other threads must not disturb it
+``delay_us``           0          extra time of each copy, in microseconds
+``malloc_result``      0          if not 0, ``cudaMalloc`` returns it
+``open_result``        0          if not 0, ``cudaIpcOpenMemHandle`` returns it
+``copy_result``        0          if not 0, ``cudaMemcpyAsync`` returns it at once
+``fail_after``         -1         after this many copies, the device fails permanently
+``fail_result``        700        its error then
+``failed``             0          its current error; 0 repairs the device, as in a new process
+``exit_after``         -1         after this many copies, the process kills itself inside the next one
+``copies``             0          number of finished copies
+``allocations``        0          number of existing allocations
+``mappings``           0          number of other processes' allocations that are open here
+``freed_while_mapped`` 0          number of allocations freed while a live process had them open
 ====================== ========== =========================================================================
 """
 
@@ -93,18 +93,18 @@ class FakeLibrary:
     """The source of a library."""
 
     folder: str
-    """Where its own files are, beside those that all have."""
+    """The folder of its sources, besides the common ones."""
     file: str
-    """What the library is called."""
+    """The file name of the library."""
     variable: str
-    """Names the faults of a process from the beginning."""
+    """The environment variable with a process's initial faults."""
     defines: tuple[str, ...] = ()
 
     def build(self, folder: Path, *flags: str) -> str:
         """Compile it into ``folder``, with ``CC`` or else ``cc``, and return its path.
 
         Raises:
-            OSError: there is no compiler.
+            OSError: no compiler is found.
             subprocess.CalledProcessError: it does not compile.
         """
         path = str(folder / self.file)
@@ -116,21 +116,21 @@ class FakeLibrary:
         return path
 
     def environment(self, **values: int) -> dict[str, str]:
-        """What a process needs in its environment for faults from the beginning. A wrong name ends it."""
+        """Environment variables for a process with these initial faults. An unknown name ends the process."""
         return {self.variable: ",".join(f"{name}={int(value)}" for name, value in values.items())}
 
 
 NCCL: Final = FakeLibrary("nccl", "libnccl.so.2", "KVPLUG_TEST_NCCL")
 OLD_NCCL: Final = attrs.evolve(NCCL, file="libnccl-old.so.2", defines=("OLD_NCCL",))
-"""Without what only newer releases of NCCL have."""
+"""Without functions that only newer releases of NCCL have."""
 CUDART: Final = FakeLibrary("cudart", "libcudart.so.12", "KVPLUG_TEST_CUDART")
 
 
 class Controls:
-    """The levers of the fake at ``path``, in this process."""
+    """Controls the fake library at ``path``, in this process."""
 
     def __init__(self, path: str) -> None:
-        """Raises AttributeError: it is no fake."""
+        """Raises AttributeError: it is not a fake library."""
         library = ctypes.CDLL(path)
         handle, i64 = ctypes.c_void_p, ctypes.c_int64
         self._set = _function(library, "set", ctypes.c_int, ctypes.c_char_p, ctypes.c_long)
@@ -145,48 +145,48 @@ class Controls:
         self._gate = _function(library, "stream_gate", ctypes.c_int, handle)
 
     def set(self, **values: int) -> None:
-        """From now on, for all of this process. Raises LookupError: there is no such fault."""
+        """Set faults for the whole process. Raises LookupError: there is no such fault."""
         for name, value in values.items():
             if self._set(name.encode(), int(value)):
                 raise LookupError(f"the fake has no {name}")
 
     def get(self, name: str) -> int:
-        """Raises LookupError: there is no such fault or counter."""
+        """The value of a fault or counter. Raises LookupError: there is none with this name."""
         value = ctypes.c_long()
         if self._get(name.encode(), ctypes.byref(value)):
             raise LookupError(f"the fake has no {name}")
         return value.value
 
     def reset(self) -> None:
-        """All faults are as they were when the library was loaded. What is counted goes on being counted."""
+        """Reset all faults to their values when the library was loaded. Counters keep their values."""
         self._reset()
 
     def stream(self) -> Stream:
-        """A new one. It has a thread, until it is closed and has done what it was given."""
+        """A new stream. Its thread runs until the stream is closed and its work is done."""
         return Stream(self, int(self._new()))
 
     def default_stream(self) -> Stream:
-        """That of handle 0, which is there for good."""
+        """The stream with handle 0, which always exists."""
         return Stream(self, 0)
 
 
 @attrs.frozen
 class Stream:
-    """Work that is done in order, beside its caller. ``handle`` is what the library is given.
+    """Runs work in order, asynchronously. ``handle`` is the value for the library's functions.
 
     Raises (every method but ``close``):
-        ClosedError: it was closed.
+        ClosedError: it is closed.
     """
 
     _controls: Controls
     handle: int
 
     def record(self) -> int:
-        """An event: all that was enqueued so far."""
+        """An event for all work enqueued so far."""
         return self._check(self._controls._record(self.handle))
 
     def wait(self, event: int, timeout: float | None = None) -> bool:
-        """Whether all of it is done, at the latest after ``timeout`` seconds."""
+        """Wait for an event, for at most ``timeout`` seconds; returns whether its work is done."""
         milliseconds = -1 if timeout is None else int(timeout * 1000)
         return bool(self._check(self._controls._wait(self.handle, event, milliseconds)))
 
@@ -194,23 +194,23 @@ class Stream:
         return self.wait(event, 0.0)
 
     def synchronize(self, timeout: float | None = None) -> bool:
-        """Whether it has done all it was given, at the latest after ``timeout`` seconds."""
+        """Wait for all enqueued work, for at most ``timeout`` seconds; returns whether it is done."""
         return self.wait(self.record(), timeout)
 
     def wait_for(self, other: Stream, event: int) -> None:
-        """What is enqueued here from now on begins when that event of the other is done."""
+        """Work enqueued here from now on starts after that event of the other stream."""
         self._check(self._controls._follow(self.handle, other.handle, event))
 
     def put_gate(self) -> None:
-        """What is enqueued here from now on begins when ``gate`` is 0."""
+        """Work enqueued here from now on starts when ``gate`` is 0."""
         self._check(self._controls._gate(self.handle))
 
     def copy(self, to: int, source: int, nbytes: int) -> None:
-        """Enqueue a copy between two addresses, whose memory is kept alive by the caller."""
+        """Enqueue a copy between two addresses; the caller keeps their memory alive."""
         self._check(self._controls._copy(self.handle, to, source, nbytes))
 
     def close(self) -> None:
-        """It still does what it was given; nothing waits for that. Idempotent."""
+        """Close it without waiting; work already enqueued is still done. Idempotent."""
         self._controls._free(self.handle)
 
     def _check(self, answer: int) -> int:

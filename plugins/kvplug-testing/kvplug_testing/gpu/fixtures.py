@@ -1,4 +1,4 @@
-"""Fixtures of tests over a fake library. A ``conftest.py`` takes them by name:
+"""Fixtures for tests with a fake library. A ``conftest.py`` defines them by name:
 
 fake_path, controls = fixtures_of(fake.NCCL)
 """
@@ -15,7 +15,7 @@ from kvplug_testing.gpu.fake import Controls, FakeLibrary
 
 
 def fixtures_of(library: FakeLibrary) -> tuple[Any, Any]:
-    """``fake_path``, the library compiled once, and ``controls``, whose faults end with the test."""
+    """``fake_path``, the path of the compiled library, and ``controls``, whose faults end with the test."""
 
     @pytest.fixture(scope="session")
     def fake_path(tmp_path_factory: pytest.TempPathFactory) -> str:

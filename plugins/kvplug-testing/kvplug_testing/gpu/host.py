@@ -1,4 +1,4 @@
-"""CPU memory as a device, whose streams are a fake library's: what the devices of plugins have in common."""
+"""CPU memory as a device with a fake library's streams: the common part of the plugins' test devices."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @attrs.frozen
 class HostEvent:
-    """Of a stream of the fake's."""
+    """An event of a fake library's stream."""
 
     stream: fake.Stream
     ticket: int
@@ -25,7 +25,7 @@ class HostEvent:
 
 
 class HostStream:
-    """A stream of the fake's, as one of a plugin's own. What torch does is done at once."""
+    """A fake library's stream in the interface of a plugin's streams. Operations of torch run at once."""
 
     def __init__(self, stream: fake.Stream) -> None:
         self._stream = stream
@@ -41,27 +41,28 @@ class HostStream:
         self._stream.wait_for(event.stream, event.ticket)
 
     def keep(self, tensor: Tensor) -> None:
-        """The fake frees nothing."""
+        """Do nothing: the fake does not free memory."""
 
     def close(self) -> None:
         self._stream.close()
 
 
 class HostDevice:
-    """CPU tensors. A plugin's device is made of this class and of its own base class, in this order.
+    """CPU tensors. A plugin's test device inherits from this class and the plugin's base class, in this
+    order.
 
-    With ``caller``, a stream of the fake's, that is the caller's current one, as a GPU has one: what a test
-    enqueues there is what the plugin has to wait for.
+    ``caller`` is a stream of the fake library that acts as the caller's current stream: the plugin must wait
+    for work that a test enqueues there.
     """
 
     name = "cpu"
     index = 0
     identity: Any = ""
-    """A test sets it."""
+    """Tests set it."""
 
     def __init__(self, path: str, caller: fake.Stream | None = None) -> None:
         self.capturing = False
-        """A test sets it."""
+        """Tests set it."""
         self._controls = fake.Controls(path)
         self._caller = caller
 
@@ -91,4 +92,4 @@ class HostDevice:
         return tensor
 
     def hand_over(self, tensor: Tensor) -> None:
-        """The host's memory is of no stream."""
+        """Do nothing: host memory belongs to no stream."""

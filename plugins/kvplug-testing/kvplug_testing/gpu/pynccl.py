@@ -8,10 +8,10 @@ from kvplug_testing.gpu import host
 
 
 class HostDevice(host.HostDevice, device.Device):
-    """What pipe and communicator are given."""
+    """The device for a pipe or communicator under test."""
 
 
 class HostCommunicator(PyncclCommunicator):
-    """Takes tensors on the CPU."""
+    """Accepts CPU tensors."""
 
     devices = frozenset({"cpu"})

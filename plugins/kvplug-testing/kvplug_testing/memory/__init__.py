@@ -1,4 +1,4 @@
-"""In-process transports that keep every law they can: examples, and the first subjects of the suites.
+"""Transports and a connector within one process: examples, fakes for tests, and first subjects of the suites.
 
-Every author's fakes, too. A config names them ``memory``; ``auto`` never considers one.
+A config names them ``memory``; ``auto`` never selects them.
 """

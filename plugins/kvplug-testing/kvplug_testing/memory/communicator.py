@@ -32,10 +32,10 @@ class Exchange:
         self.waits_for: dict[int, list[int]] = {}
         self.gone: set[int] = set()
         self.broken: KvplugError | None = None
-        """Why a rank gave up: no other rank may wait for it, or continue without it."""
+        """Why a rank gave up: other ranks must neither wait for it nor continue without it."""
 
     def meet(self, rank: int, members: Sequence[int], what: Any, deadline: Deadline) -> list[Any]:
-        """The values of ``members`` in this round, once all of them are there.
+        """The values of ``members`` in this round, once all have arrived.
 
         Raises:
             TimeoutError, PeerGoneError: names the missing ranks.
@@ -43,7 +43,7 @@ class Exchange:
         members = tuple(sorted(members))
         began = time.monotonic()
         with self.changed:
-            self._check(rank, [])  # values of ranks that then gave up are not used
+            self._check(rank, [])  # values of ranks that gave up afterwards are not used
             number = self.counts.get((rank, members), 0)
             self.counts[rank, members] = number + 1
             here = self.rounds.setdefault((members, number), {})
@@ -63,7 +63,7 @@ class Exchange:
             return [here[member] for member in members]
 
     def _absent(self, missing: Sequence[int]) -> list[int]:
-        """The missing ranks that do not wait themselves: these make the others late."""
+        """The missing ranks that are not blocked themselves: these delay the others."""
         found = list(missing)
         for member in found:
             found += [each for each in self.waits_for.get(member, []) if each not in found]
@@ -79,7 +79,7 @@ class Exchange:
             self._break(PeerGoneError(f"{_named(gone)} left before taking part"))
 
     def give_up(self, reason: str) -> None:
-        """A rank will take part in nothing more; the first reason is everybody's."""
+        """A rank takes part in no further call. The first reason is the error of all ranks."""
         with self.changed:
             if self.broken is None:
                 self.broken = TransportError(reason)
@@ -177,7 +177,7 @@ class MemoryCommunicator(DeviceCommunicator):
 
 
 def _sum(parts: Sequence[Tensor]) -> Tensor:
-    """In the order of ranks, so that it is the same everywhere."""
+    """The sum in the order of ranks, so that it is the same at every rank."""
     total = parts[0].clone()
     for part in parts[1:]:
         total += part

@@ -16,15 +16,15 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Key = tuple[int, ...]
-"""The token ids that count, those under the roi."""
+"""The token ids under the roi."""
 
 
 def checked_tokens(tokens: Any, roi: Any) -> tuple[Tensor, Tensor]:
-    """Token ids (int64) and the roi (bool; ``None`` is every token), each a tensor of its own.
+    """Copies of the token ids (int64) and of the roi (bool; ``None`` is every token).
 
     Raises:
-        UnsupportedError: they are not integers of 64 bits and booleans.
-        ValueError: they have not one dimension, or not the same length.
+        UnsupportedError: they are not 64-bit integers and booleans.
+        ValueError: they do not have one dimension or the same length.
     """
     import torch
 
@@ -51,16 +51,16 @@ def _row(given: Any, dtype: Any, what: str) -> Tensor:
 
 
 def key_under(tokens: Any, roi: Any) -> Key:
-    """The tokens that count. Raises as :func:`checked_tokens`."""
+    """The tokens under the roi. Raises like :func:`checked_tokens`."""
     ids, mask = checked_tokens(tokens, roi)
     return tuple(ids[mask].tolist())
 
 
 def extra_bytes(extra: Any) -> bytes:
-    """What is the key besides the tokens.
+    """The part of the key besides the tokens.
 
     Raises:
-        UnsupportedError: not bytes (``bytes`` of an int would be so many zeros).
+        UnsupportedError: it is not bytes-like (``bytes`` of an int would be that many zeros).
     """
     try:
         return bytes(memoryview(extra))
@@ -69,10 +69,10 @@ def extra_bytes(extra: Any) -> bytes:
 
 
 def num_layers_of(num_tokens: int, key: Tensor | None, value: Tensor | None) -> int:
-    """The first dimension of key and value; 0 where there is neither.
+    """The first dimension of key and value; 0 if there are none.
 
     Raises:
-        ValueError: the shapes do not belong together.
+        ValueError: the shapes do not match.
     """
     shapes = [tuple(part.shape) for part in (key, value) if part is not None]
     if any(len(shape) < 2 or shape[1] != num_tokens for shape in shapes):
@@ -83,19 +83,19 @@ def num_layers_of(num_tokens: int, key: Tensor | None, value: Tensor | None) -> 
 
 
 def nbytes_of(num_tokens: int, *parts: Tensor | None) -> int:
-    """Bytes of the parts, of the token ids and of the roi."""
+    """Total bytes of the parts, the token ids and the roi."""
     return 9 * num_tokens + sum(meta_of(part).nbytes for part in parts if part is not None)
 
 
 def copy_of(entry: Entry) -> Entry:
-    """An entry that shares nothing with this one."""
+    """A copy that shares no memory with this entry."""
     header = entry.header
     copy = EntryHeader(
         entry_id=header.entry_id,
         tokens=header.tokens.clone(),
         roi=header.roi.clone(),
         num_layers=header.num_layers,
-        metadata=decode(encode(header.metadata)),  # refuses what could not travel
+        metadata=decode(encode(header.metadata)),  # refuses values that cannot be encoded
     )
     parts = {name: _copied(getattr(entry, name)) for name in ("key", "value", "hidden")}
     return Entry(header=copy, tokens=copy.tokens, roi=copy.roi, **parts)
@@ -110,11 +110,11 @@ def _copied(tensor: Tensor | None) -> Tensor | None:
 
 
 def give_layers(entry: Entry, sink: EntrySink, deadline: Deadline) -> Entry:
-    """Hand key and value to a sink layer by layer, and return the rest.
+    """Pass key and value to a sink layer by layer, and return the rest.
 
     Raises:
         TimeoutError: the sink was too slow.
-        Exception: the sink's own.
+        Exception: raised by the sink.
     """
     sink.begin(entry.header)
     for index in range(entry.header.num_layers):

@@ -1,7 +1,7 @@
 """The storage of the connector "memory": a table for each producing engine, shared within this process.
 
-Whole prompts, found by (extra, tokens), compared one by one. The oldest goes first when there is no more
-room, unless it is leased.
+It stores whole prompts, found by (extra, tokens) with a linear search. A full table evicts the oldest entry
+that is not leased.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Key = tuple[bytes, tuple[int, ...]]
-"""Extra, and the tokens of a prompt in whole blocks."""
+"""``extra``, and the tokens of a prompt in whole blocks."""
 
 _tables: Final[dict[str, EntryTable]] = {}
 
@@ -37,7 +37,7 @@ class PromptEntry:
     layers: tuple[tuple[Tensor, Tensor | None], ...]
     """Keys and values of each layer: [tokens, heads, head size]. Latent attention has no values."""
     digests: tuple[bytes, ...] = ()
-    """Of each layer; empty where integrity is off."""
+    """A digest of each layer; empty if ``integrity`` is off."""
 
     @property
     def nbytes(self) -> int:
@@ -52,13 +52,13 @@ class PromptLease:
     request_id: str
     generation: int
     expires_at: float
-    """On the clock of ``time.time``, as tickets have it."""
+    """On the clock of ``time.time``, as in tickets."""
     is_stored: bool = False
     """The request's KV has been copied out of its blocks."""
 
 
 class EntryTable:
-    """What one engine has stored, and leased."""
+    """The entries that one engine has stored, and their leases."""
 
     def __init__(self, contact: str, *, engine_id: str, kv_format: Hashable, max_bytes: int) -> None:
         """``kv_format``: must be equal at an engine that loads from this table.
@@ -71,9 +71,9 @@ class EntryTable:
         self.contact, self.engine_id, self.kv_format = contact, engine_id, kv_format
         self.epoch = uuid.uuid4().hex
         self.era = 0
-        """Grows with each reset: what was computed in an older one is not stored any more."""
+        """Grows with each reset: KV computed in an earlier era is no longer stored."""
         self.fault: Callable[[PromptEntry], PromptEntry] | None = None
-        """For tests: what is read goes through it, and it may raise."""
+        """For tests: called with each entry that is read; may replace it or raise."""
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
         self._entries: dict[Key, PromptEntry] = {}  # oldest first
@@ -85,7 +85,7 @@ class EntryTable:
         """The table with this contact.
 
         Raises:
-            PeerGoneError: there is none (any more).
+            PeerGoneError: there is none, or it is closed.
         """
         table = _tables.get(contact)
         if table is None:
@@ -100,12 +100,12 @@ class EntryTable:
     # -- entries -------------------------------------------------------------------------------
 
     def put(self, entry: PromptEntry, era: int) -> None:
-        """Keep it, in the place of what was there under this key.
+        """Store an entry, replacing the one with the same key.
 
         Raises:
             EntryGoneError: it was computed before the last reset.
-            CapacityError: it is larger than all the room there is.
-            TimeoutError: what is there is leased, and there is no room beside it.
+            CapacityError: it is larger than the table.
+            TimeoutError: there is no room, since the other entries are leased.
         """
         if entry.nbytes > self._max_bytes:
             raise CapacityError(f"{entry.nbytes} bytes do not fit into {self._max_bytes}")
@@ -124,7 +124,7 @@ class EntryTable:
             self._entries = {**others, entry.key: entry}
 
     def match(self, extra: bytes, tokens: tuple[int, ...]) -> int:
-        """How many of the leading tokens are here."""
+        """The number of leading tokens that the table holds."""
         with self._lock:
             prefixes = (_common(tokens, held) for key_extra, held in self._entries if key_extra == extra)
             return max(prefixes, default=0)
@@ -142,7 +142,7 @@ class EntryTable:
         raise EntryGoneError(f"{len(tokens)} tokens that were promised are not here any more")
 
     def clear(self) -> None:
-        """Forget everything that was computed until now."""
+        """Forget all KV computed until now."""
         with self._lock:
             self.era += 1
             self._entries.clear()
@@ -151,7 +151,9 @@ class EntryTable:
     # -- references ----------------------------------------------------------------------------
 
     def lease(self, key: Key, *, request_id: str, generation: int, duration_s: float) -> Reference:
-        """A reference to what will be stored under this key. It is not evicted until the time is over."""
+        """A reference to the entry that will be stored under this key. It is not evicted for
+        ``duration_s``.
+        """
         expires_at_ms = int((time.time() + duration_s) * 1000)
         leased = PromptLease(
             key=key, request_id=request_id, generation=generation, expires_at=expires_at_ms / 1000
@@ -171,7 +173,7 @@ class EntryTable:
         )
 
     def settle(self, lease: int, *, is_stored: bool) -> None:
-        """What was leased is here now, or never will be."""
+        """Record that the leased entry is stored, or never will be."""
         with self._lock:
             if not is_stored:
                 self._leases.pop(lease, None)
@@ -179,10 +181,12 @@ class EntryTable:
                 self._leases[lease].is_stored = True
 
     def resolve(self, reference: Reference, extra: bytes, tokens: tuple[int, ...]) -> int | None:
-        """How many of a prompt's leading tokens it refers to; ``None`` while those are still being stored.
+        """The number of a prompt's leading tokens that it refers to; ``None`` while they are still being
+        stored.
 
         Raises:
-            StaleError: it is of another start of the engine, is leased no more, or is about something else.
+            StaleError: it is from an earlier start of the engine, has no lease any more, or belongs to
+                another prompt.
         """
         if (reference.engine_id, reference.epoch) != (self.engine_id, self.epoch):
             raise StaleError(Reason.GONE, "it is of another engine, or of an earlier start of this one")

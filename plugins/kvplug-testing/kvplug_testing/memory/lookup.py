@@ -82,6 +82,6 @@ class MemoryStore(StoreCore, MemoryLookupBuffer, LookupStore):
             client.end()
 
     def _after_fork_in_child(self) -> None:
-        self._changed = threading.Condition()  # another thread of the parent may hold the old one
+        self._changed = threading.Condition()  # a thread of the parent may hold the old one
         self._closed = True
         self._listeners, self._clients = [], []

@@ -1,9 +1,9 @@
-"""The calls that both ends of a lookup buffer "memory" share, and the end that reaches a store of this
+"""The calls that both ends of a lookup buffer "memory" share, and the end that reaches a store in this
 process.
 
-The signal pipe carries one message, the number of the attached client. Calls go directly to the store; key,
+The signal pipe carries one message, the number of the attached client. Calls go directly to the store. Key,
 value and hidden states of a leased entry go over the data pipe, so that a slow or broken pipe has the same
-effect here as on any lookup buffer. A thread waits for the end of the signal pipe.
+effect as with any lookup buffer. A thread waits for the end of the signal pipe.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @attrs.frozen(eq=False)
 class AttachedClient:
-    """A remote end, as its store knows it: the store's ends of the two pipes."""
+    """The store's record of a remote end: the store's ends of the two pipes."""
 
     store: StoreCore
     signal: Pipe
@@ -199,7 +199,7 @@ class MemoryRemoteStore(MemoryLookupBuffer):
     def _check(self) -> None:
         if self._ended is not None:
             raise type(self._ended)(str(self._ended)) from self._ended
-        if self._signal.closed:  # the watching thread will see this in a moment
+        if self._signal.closed:  # the watching thread will notice this soon
             raise PeerGoneError("the signal pipe is closed")
 
     # -- the end -------------------------------------------------------------------------------
@@ -236,5 +236,5 @@ class MemoryRemoteStore(MemoryLookupBuffer):
             self._client.end()
 
     def _after_fork_in_child(self) -> None:
-        self._changed = threading.Condition()  # another thread of the parent may hold the old one
+        self._changed = threading.Condition()  # a thread of the parent may hold the old one
         self._ended = ClosedError("this end of the lookup buffer belongs to the parent of this process")

@@ -47,5 +47,5 @@ class MemoryConnectorOptions:
 
 
 def describe() -> Probe:
-    """It reaches what is in this process, and a forked child is another one."""
+    """The probe. It reaches only this process; a forked child is another process."""
     return Probe(domain=f"{_THIS_PROCESS} {os.getpid()}")

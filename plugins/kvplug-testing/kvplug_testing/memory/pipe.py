@@ -1,8 +1,8 @@
 """The pipe "memory": two inboxes in one process. Sending puts a message into the other end's inbox.
 
 With the option ``eager``, the default, a tensor is copied when it is sent, and its transfer is done at once.
-Without it the copy is made when the message is received, and the transfer is under way until then, as it is
-where a device reads the sender's memory: code that overwrites too early is found by that.
+Without it, the tensor is copied when the message is received, and the transfer ends only then, as with a
+device that reads the sender's memory. This finds code that overwrites a tensor too early.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _listeners: Final[dict[str, MemoryListener]] = {}
 _numbers = itertools.count(1)
 _EMPTY_NBYTES = 64
-"""What a message without content counts for, so that those do not pile up without bound either."""
+"""What an empty message counts for, so that the number of empty messages is limited too."""
 
 
 class MemoryEndpoint(PipeEndpoint):
@@ -45,7 +45,7 @@ class MemoryEndpoint(PipeEndpoint):
         return MemoryListener(self._context, self.make_pipe)
 
     def connect(self, contact: str, timeout: Timeout = DEFAULT_TIMEOUT) -> Pipe:
-        Deadline.after(timeout)  # refuses what is no timeout; there is nothing to wait for
+        Deadline.after(timeout)  # checks the timeout; there is nothing to wait for
         if not contact.startswith("memory:"):
             raise WireError('this is no contact of the pipe "memory", which begins with memory:')
         listener = _listeners.get(contact)
@@ -55,7 +55,7 @@ class MemoryEndpoint(PipeEndpoint):
 
 
 class MemoryListener(PipeListener):
-    """A name in this process, and the pipes that wait to be accepted."""
+    """A name in this process, and the queue of pipes to accept."""
 
     def __init__(self, context: PipeContext, make_pipe: Callable[[], MemoryPipe]) -> None:
         self._timeout_s = context.timeout_s
@@ -81,7 +81,7 @@ class MemoryListener(PipeListener):
             return self._waiting.popleft()
 
     def join(self, local: MemoryPipe) -> Pipe:
-        """For ``connect``: the two are a pair from now on; the other end waits for ``accept``."""
+        """For ``connect``: make a pair with ``local``; the other end waits for ``accept``."""
         remote = self._make_pipe()
         local.meet(remote)
         remote.meet(local)
@@ -103,23 +103,23 @@ class MemoryListener(PipeListener):
 
     def _after_fork_in_child(self) -> None:
         _listeners.pop(self._contact, None)
-        self._changed = threading.Condition()  # the old one may be held by a thread that is not here
+        self._changed = threading.Condition()  # a thread of the parent may hold the old one
         self._closed = True
 
 
 @attrs.frozen(eq=False)
 class PipeMessage:
-    """What lies in an inbox."""
+    """A message in an inbox."""
 
     meta: TensorMeta | None
     """``None`` is a message too."""
     memory: memoryview
-    """Its bytes: a copy, or the sender's own, which this keeps alive."""
+    """Its bytes: a copy, or the sender's memory, which this keeps alive."""
     transfer: Transfer
 
     @classmethod
     def of(cls, tensor: Tensor | None, *, eager: bool) -> PipeMessage:
-        """Refuses what is not carried."""
+        """A message with this tensor. Raises for unsupported tensors."""
         if tensor is None:
             meta, memory = None, memoryview(b"")
         else:
@@ -132,11 +132,11 @@ class PipeMessage:
 
     @property
     def cost(self) -> int:
-        """What it counts for, in bytes."""
+        """The bytes that it counts for."""
         return max(_EMPTY_NBYTES, self.memory.nbytes)
 
     def put(self, out: Tensor | None) -> Tensor | None:
-        """Its tensor: ``out``, filled, or a new one."""
+        """Copy it into ``out``, or return it as a new tensor."""
         if self.meta is None:
             if out is not None:
                 raise TensorMismatchError("the next message is None, and out was given")
@@ -156,19 +156,19 @@ class MemoryPipe(Pipe):
         self._limit: int = context.options.max_in_flight_bytes
         self._eager: bool = context.options.eager
         self._timeout_s = context.timeout_s
-        # Guards the inbox and how it ended; never held together with the peer's.
+        # Guards the inbox and the flags; never held together with the peer's lock.
         self._changed = threading.Condition()
         self._inbox: deque[PipeMessage] = deque()
         self._held = 0  # bytes in the inbox
-        self._closed = False  # here: calls are refused
-        self._ended = False  # and the other end has been told
+        self._closed = False  # at this end: calls are refused
+        self._ended = False  # the other end knows
         self._peer_ended = False
         self._sending, self._receiving = ExclusiveUse("sending"), ExclusiveUse("receiving")
         self._other: MemoryPipe
         close_after_fork(self)
 
     def meet(self, other: MemoryPipe) -> None:
-        """For the listener: this is the other end."""
+        """For the listener: set the other end."""
         self._other = other
 
     @property
@@ -188,7 +188,7 @@ class MemoryPipe(Pipe):
         return message.transfer
 
     def deliver(self, message: PipeMessage, limit: int, deadline: Deadline, sender: MemoryPipe) -> None:
-        """For the other end: put a message into this end's inbox, as soon as there is room."""
+        """For the other end: put a message into this end's inbox once there is room."""
         with self._changed:
             while self._inbox and self._held + message.cost > limit and not (self._closed or sender.closed):
                 if not self._changed.wait(deadline.remaining()):
@@ -219,7 +219,7 @@ class MemoryPipe(Pipe):
                 self._inbox.popleft()
                 self._held -= message.cost
                 self._changed.notify_all()
-            message.transfer.finish()  # without the lock: it calls what the sender's caller asked for
+            message.transfer.finish()  # without the lock: it runs callbacks of the sender
         return received
 
     def close(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
@@ -231,9 +231,9 @@ class MemoryPipe(Pipe):
         self.abort()
 
     def drain(self, deadline: Deadline) -> None:
-        """For the other end: wait until every transfer of what lies here is done."""
+        """For the other end: wait until the transfers of all messages in the inbox are done."""
         with self._changed:
-            self._changed.notify_all()  # a sender that waits for room will find none
+            self._changed.notify_all()  # wakes a sender that waits for room
             over = lambda: self._ended or self._peer_ended or all(m.transfer.done() for m in self._inbox)  # noqa: E731
             self._changed.wait_for(over, deadline.remaining())
 
@@ -249,7 +249,7 @@ class MemoryPipe(Pipe):
         self._other.lose_peer()
 
     def lose_peer(self) -> None:
-        """For the other end: it has ended. What it had sent by then can still be received."""
+        """For the other end: it has ended. Messages that it sent before can still be received."""
         with self._changed:
             self._peer_ended = True
             unsent = [message for message in self._inbox if not message.transfer.done()]
@@ -263,7 +263,7 @@ class MemoryPipe(Pipe):
             raise ClosedError(f"the pipe to {self.peer} is closed")
 
     def _after_fork_in_child(self) -> None:
-        self._changed = threading.Condition()  # the old one may be held by a thread that is not here
+        self._changed = threading.Condition()  # a thread of the parent may hold the old one
         self._sending, self._receiving = ExclusiveUse("sending"), ExclusiveUse("receiving")
         self._closed = self._ended = True
         parents = ClosedError("it belongs to the process that this one was forked from")

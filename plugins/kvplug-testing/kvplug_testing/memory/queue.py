@@ -25,21 +25,21 @@ from kvplug.transport.queue import MessageQueue, QueueEndpoint, QueueHandle, Rea
 logger = logging.getLogger(__name__)
 
 LIMITS: Final = Limits(max_bytes=1 << 40)
-"""Nothing crosses from a stranger here, so a value may be as large as memory is."""
+"""No value comes from an untrusted process, so its size is limited only by memory."""
 _rings: Final[dict[str, Ring]] = {}
 _numbers = itertools.count(1)
 
 
 class QueueMessage(NamedTuple):
-    """What lies in one place."""
+    """One message of the list."""
 
     raw: bool
     data: bytes | bytearray
-    """A value's encoding, from which each reader makes its own; or a chunk's bytes."""
+    """An encoded value, which each reader decodes; or a chunk's bytes."""
 
 
 class Ring:
-    """What the ends share. Its methods are called with ``changed`` held."""
+    """The state that the ends share. Its methods are called with ``changed`` held."""
 
     def __init__(self, reader_ranks: Sequence[int], max_chunks: int) -> None:
         self.name = f"memory:{next(_numbers)}"
@@ -55,7 +55,7 @@ class Ring:
         self.writer_gone = ""
 
     def here(self) -> list[int]:
-        """Readers that are waited for, come or not."""
+        """Readers that the writer waits for, attached or not."""
         return [rank for rank in self.reader_ranks if rank not in self.gone]
 
     def lag(self, rank: int) -> int:
@@ -86,7 +86,7 @@ class Ring:
             self.drop_what_all_have_read()
 
     def reader(self, rank: int) -> Reader:
-        """As it is now, or as it was when it was evicted."""
+        """The reader's current state, or its state when it was evicted."""
         process = f"pid {os.getpid()}" if rank in self.attached else "has not come yet"
         return self.gone.get(rank) or Reader(rank=rank, process=process, lag=self.lag(rank))
 
@@ -99,7 +99,7 @@ class MemoryQueueEndpoint(QueueEndpoint):
 
     ring = Ring
     in_one_process: ClassVar[bool] = True
-    """The conformance kit need not look for its readers in another one."""
+    """Tells the conformance kit that its readers cannot be in another process."""
 
     def create(self, reader_ranks: Sequence[int] | None = None) -> MemoryWriter:
         ring = self.ring(self._reader_ranks(reader_ranks), self.context.max_chunks)
@@ -109,7 +109,7 @@ class MemoryQueueEndpoint(QueueEndpoint):
     def create_from_handle(
         self, handle: QueueHandle, rank: int, timeout: Timeout = DEFAULT_TIMEOUT
     ) -> MemoryReader:
-        Deadline.after(timeout)  # refuses what is no timeout; there is nothing to wait for
+        Deadline.after(timeout)  # checks the timeout; there is nothing to wait for
         handle.check("memory", rank)
         ring = _rings.get(handle.data.get("name", ""))
         if ring is None:
@@ -136,7 +136,7 @@ class MemoryQueueEndpoint(QueueEndpoint):
 
 
 class MemoryQueueEnd(MessageQueue):
-    """What both ends have."""
+    """The common part of both ends."""
 
     def __init__(self, endpoint: MemoryQueueEndpoint, ring: Ring, rank: int | None) -> None:
         self._endpoint = endpoint
@@ -179,18 +179,18 @@ class MemoryQueueEnd(MessageQueue):
         return Wait(what, waits_for, deadline, self._context.warning_interval_s, **given)
 
     def _wait(self, ready: Callable[[], object], wait: Wait) -> None:
-        """Until ``ready()``, with the lock held."""
+        """Wait until ``ready()``, with the lock held."""
         while not ready():
             self._check_others()
             self._ring.changed.wait(wait.pause())
             self._check_open()
 
     def _check_others(self) -> None:
-        """Raise if what is waited for cannot come any more."""
+        """Raise if the awaited event can no longer happen."""
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        self._check_open()  # before the lock, which in a forked child a thread of the parent may hold
+        self._check_open()  # before the lock: in a forked child, a thread of the parent may hold it
         with self._ring.changed:
             self._check_open()
             yield
@@ -215,7 +215,7 @@ class MemoryQueueEnd(MessageQueue):
 
     @abc.abstractmethod
     def _leave(self, why: str, died: bool) -> None:
-        """It has ended: what the ring must know. Called with the ring's condition held."""
+        """Update the ring after this end has ended. Called with the ring's condition held."""
 
     def _after_fork_in_child(self) -> None:
         self._closed = True
@@ -339,7 +339,7 @@ class MemoryReader(MemoryQueueEnd):
     def _next(
         self, raw: bool, timeout: Timeout, cancel: threading.Event | None, indefinite: bool
     ) -> QueueMessage:
-        """Wait for the next message, and leave it where it is."""
+        """Wait for the next message, without removing it."""
         ring = self._ring
         timeout = None if indefinite and timeout is DEFAULT_TIMEOUT else timeout
         with self._locked():

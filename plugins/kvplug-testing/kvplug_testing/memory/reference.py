@@ -1,8 +1,8 @@
-"""References to what the connector "memory" has lent, as they travel through a client's request.
+"""References to entries that the connector "memory" has leased. They travel through a client's request.
 
-A reference says whose entry it is (engine, its epoch, where it is found), which (lease, request, generation,
-tokens) and until when. The ticket is an HMAC over all of that. The key never leaves this process, and neither
-do the entries: a connector between processes derives its key from the secret that both ends share.
+A reference names the owner (engine, its epoch, its address), the entry (lease, request, generation, tokens)
+and the expiry time. The ticket is an HMAC over all of these. The key and the entries never leave this
+process; a connector between processes derives its key from the secret that both ends share.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ def _is(kind: type) -> Any:
 
 @attrs.frozen(kw_only=True)
 class Reference:
-    """What a ticket is for."""
+    """A reference, without its ticket."""
 
     engine_id: str = _is(str)
     epoch: str = _is(str)
-    """Of the engine's start."""
+    """The epoch of the engine's start."""
     contact: str = _is(str)
     request_id: str = _is(str)
     generation: int = _is(int)
@@ -54,7 +54,7 @@ class Reference:
     """Milliseconds since 1970, UTC."""
 
     def to_params(self) -> dict[str, Any]:
-        """As JSON carries it, with its ticket."""
+        """As JSON values, with its ticket."""
         return {**attrs.asdict(self), "ticket": self._ticket()}
 
     def _ticket(self) -> str:
@@ -65,7 +65,7 @@ class Reference:
         """The reference, if its ticket was made here and it has not expired.
 
         Raises:
-            StaleError: it is not.
+            StaleError: it is invalid or has expired.
         """
         names = {*attrs.fields_dict(cls), "ticket"}
         if not isinstance(given, dict) or set(given) != names or type(given["ticket"]) is not str:
@@ -73,7 +73,7 @@ class Reference:
         found = cls(**{name: given[name] for name in names - {"ticket"}})
         try:
             is_ours = hmac.compare_digest(found._ticket().encode(), given["ticket"].encode())
-        except (UnicodeEncodeError, UnsupportedError):  # half a character is in it, which no text has
+        except (UnicodeEncodeError, UnsupportedError):  # a lone surrogate cannot be encoded
             is_ours = False
         if not is_ours:
             raise StaleError(

@@ -1,8 +1,8 @@
-"""The entries of a lookup store "memory": its index, its budget, its leases and its events.
+"""The entries of a lookup store "memory": its index, capacity, leases and events.
 
-One lock and one condition. A call that waits, for capacity, for an entry or for the end of a lease, waits
-until something changes and then looks again. The index is a dict of whole keys and of all their prefixes: few
-lines, and much memory for long prompts.
+There is one lock with one condition. A call that waits for capacity, for an entry or for the end of a lease
+checks again after each change. The index is a dict of all keys and all their prefixes: simple code that needs
+much memory for long prompts.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class StoredEntry:
 
 @attrs.frozen(eq=False)
 class LeasedEntry:
-    """An entry that one caller has: to read it, or (exclusively) to take it."""
+    """An entry that one caller has leased: to read it, or (exclusively) to take it."""
 
     stored: StoredEntry
     lease: Lease
@@ -154,7 +154,7 @@ class StoreCore:
         """Lease the oldest match (any entry if ``key`` is ``None``) to be taken; waits until there is one.
 
         Raises:
-            TimeoutError: none came in time, or ``is_cancelled()``, which is called after each change.
+            TimeoutError: no entry arrived in time, or ``is_cancelled()``, which is called after each change.
             ClosedError: the store is closed.
         """
         with self._changed:
@@ -189,7 +189,9 @@ class StoreCore:
         return LeasedEntry(stored, lease)
 
     def release(self, leased: LeasedEntry, *, is_received: bool) -> None:
-        """End a lease. An entry leased to be taken is removed if it ``is_received``, else it is back."""
+        """End a lease. An entry leased to be taken is removed if it ``is_received``, else it is available
+        again.
+        """
         stored = leased.stored
         with self._changed:
             self._leases.release(leased.lease)
@@ -204,7 +206,9 @@ class StoreCore:
     # -- index ---------------------------------------------------------------------------------
 
     def _find_oldest(self, key: Key | None, extra: bytes) -> StoredEntry | None:
-        """The oldest that may be taken: any, one that begins with the key, or one that is a prefix of it."""
+        """The oldest entry that matches: it begins with the key, or is a prefix of it. Without a key, any
+        entry.
+        """
         if key == ():
             return None
         found = [self._index.get(("prefix", extra, key or ()), {})]
@@ -213,7 +217,7 @@ class StoreCore:
         return min((stored for stored in free if stored), key=lambda it: it.entry_id, default=None)
 
     def _find_longest(self, key: Key, extra: bytes) -> tuple[int, StoredEntry | None]:
-        """How many tokens are shared, and with which entry."""
+        """The number of shared tokens, and the entry that shares them."""
         for end in range(len(key), 0, -1):
             stored = self._first(self._index.get(("prefix", extra, key[:end]), {}), lambda it: True)
             if stored is not None:
@@ -233,7 +237,7 @@ class StoreCore:
     def _publish(self, stored: StoredEntry) -> None:
         stored.is_published = True
         for key in self._index_keys(stored):
-            self._index[key].setdefault(stored.entry_id, stored)  # a returned one keeps its position
+            self._index[key].setdefault(stored.entry_id, stored)  # a returned entry keeps its position
         self._notify(self._events.stored(stored.entry_id, stored.key, extra=stored.extra))
 
     def _unpublish(self, stored: StoredEntry, reason: RemovalReason) -> None:

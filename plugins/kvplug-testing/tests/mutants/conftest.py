@@ -1,9 +1,9 @@
-"""Each mutant is judged by the tests of the laws that it breaks, until one of them has caught it.
+"""Each mutant runs the tests of the laws that it breaks, until one of them has caught it.
 
-The test that it names itself (``caught_by``) comes first, where others would take their time before.
+The test that the mutant names (``caught_by``) runs first, since the others may be slow.
 
-A control has no fault (``is_control``). It comes last, in the same process and with the same patience, and is
-judged by what is quick and has caught a mutant made as it is: one that has the control's first base.
+A control (``is_control``) has no fault. It runs last, in the same process and with the same ``patience_s``.
+It runs the quick tests that have caught a similar mutant: one with the same first base class.
 """
 
 from __future__ import annotations
@@ -20,23 +20,24 @@ from kvplug_testing import waits
 from kvplug_testing.contract import base
 
 BREACHES = (AssertionError, KvplugError, pytest.fail.Exception)
-"""What a test raises that has caught something; beside errors of its own making, such as a callback's, and
-what a mutant is said to raise (``raises``) where its law is broken."""
+"""Errors of a test that has caught a fault. A mutant's ``raises`` adds others; a test's own errors, such
+as a callback's, count too.
+"""
 SUITES = Path(base.__file__).parent
 MISTAKES = (AttributeError, NameError, ImportError, TypeError)
-"""What a mutant raises that no longer fits the class that it is made from."""
+"""Errors of a mutant that no longer fits its base class."""
 
 _caught: set[tuple[Any, str]] = set()
-"""A mutant, and a law by whose tests it was caught."""
+"""Each mutant with a law whose tests have caught it."""
 _catching: set[tuple[Any, str]] = set()
-"""A mutant, and the name of a test that has caught it."""
+"""Each mutant with the name of a test that has caught it."""
 _dead: list[BaseException | None] = []
-"""Of the threads that have died in this test: what of."""
+"""The errors of threads that have died in this test."""
 
 
 @pytest.fixture(autouse=True, scope="session")
 def _impatient() -> None:
-    """A mutant that hangs does so for ever, and what it has left stays."""
+    """Shorten the waits: a mutant that hangs never ends, and its leaks stay."""
     waits.patience_s = 2.0
     base.Contract.settle_s = 1.0
 
@@ -55,10 +56,10 @@ def _listening() -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    # This file is read whenever the folder is seen.
+    # pytest calls this hook for the tests of all folders.
     others = [item for item in items if not _is_mutants(item)]
     kept = [item for item in items if _is_mutants(item) and (_is_control(item) or _broken(item))]
-    kept.sort(  # stable: else their order stays
+    kept.sort(  # stable: other tests keep their order
         key=lambda item: (_is_control(item), item.cls.__name__, _level(item), not _is_named(item))
     )
     items[:] = others + kept
@@ -73,17 +74,17 @@ def _is_control(item: Any) -> bool:
 
 
 def _is_named(item: Any) -> bool:
-    """By the mutant, as what catches it."""
+    """Whether the mutant names this test in ``caught_by``."""
     return item.originalname == getattr(item.cls, "caught_by", "")
 
 
 def _broken(item: Any) -> set[tuple[Any, str]]:
-    """The laws that the mutant breaks and this test judges."""
+    """The laws that the mutant breaks and this test checks."""
     return {(item.cls, id_) for id_ in {*item.cls.breaks} & {*item.get_closest_marker("kvplug_law").args}}
 
 
 def _level(item: Any) -> int:
-    """What is quick comes first: the other levels are left to those that it does not catch."""
+    """The sort key: quick tests run first, and other levels only for mutants that they do not catch."""
     return base.LEVELS.index(item.get_closest_marker("kvplug_law").kwargs["level"])
 
 
@@ -100,7 +101,7 @@ def pytest_runtest_setup(item: Any) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: Any, call: Any) -> Any:
-    """What a mutant fails with and is no breach is told as skipped. A control may not fail at all."""
+    """Report a mutant's failure that is no breach as skipped. A control must not fail at all."""
     report = yield
     if report.failed and not _is_control(item):
         if reason := _no_breach(item, call):
@@ -113,10 +114,10 @@ def pytest_runtest_makereport(item: Any, call: Any) -> Any:
 
 
 def _no_breach(item: Any, call: Any) -> str:
-    """Why a failure catches nothing; empty where it does."""
+    """Why a failure does not count as a catch; empty if it does."""
     error = call.excinfo.value
     said: str = call.excinfo.exconly().partition("\n")[0]
-    # What is left behind is told when the test is over, and is a breach of no other law.
+    # Leaks are reported in the teardown, and break only ALL-7.
     if call.when != "call" and not (call.when == "teardown" and (item.cls, "ALL-7") in _broken(item)):
         return f"in {call.when}: {said}"
     breaches = (*BREACHES, *getattr(item.cls, "raises", ()))
@@ -130,14 +131,14 @@ def _no_breach(item: Any, call: Any) -> str:
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """An error, and what it came of."""
+    """An error and its causes."""
     while error is not None:
         yield error
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
 
 
 def _is_mistake(error: BaseException) -> bool:
-    """Itself, or in what a child has told."""
+    """Whether the error, or a child's error in its text, is one of :data:`MISTAKES`."""
     if isinstance(error, MISTAKES) and not isinstance(error, KvplugError):
         return True
     begins = tuple(f"{mistake.__name__}: " for mistake in MISTAKES)

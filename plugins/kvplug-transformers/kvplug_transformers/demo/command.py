@@ -19,7 +19,7 @@ from kvplug import KvplugError
 from kvplug_transformers.demo.settings import DemoSettings, Report
 
 _LONGEST_PROMPT = 4 << 20
-"""In bytes; more than any model's context, and small enough to read by mistake."""
+"""In bytes; more than any model's context, and small enough if the path is wrong."""
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 
 
@@ -138,7 +138,7 @@ def _read(file: Path) -> str:
 
 @contextmanager
 def _terminated_like_interrupted() -> Iterator[None]:
-    """SIGTERM does what Ctrl-C does: the workers are ended at once, and waited for."""
+    """Handle SIGTERM like Ctrl-C: kill the workers and wait for them."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -164,7 +164,7 @@ def _conduct(work: Callable[[Any], Report | None], *, as_json: bool) -> None:
             display.table(report)
         sys.stdout.flush()
     except BrokenPipeError:
-        # The reader of stdout is gone: write nothing more there, also not when the interpreter ends.
+        # The reader of stdout is gone: write nothing more there, even when the interpreter exits.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         raise SystemExit(1) from None
     except (KvplugError, DemoError, ModelMissingError, OSError) as e:

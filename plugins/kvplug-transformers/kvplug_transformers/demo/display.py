@@ -1,4 +1,4 @@
-"""The demo's output on a terminal: progress, the text as it comes, the table of results."""
+"""The demo's output on a terminal: progress, the generated text, the table of results."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _PHASES = {"progress": "prefill", "decode_progress": "prefill", "recompute_progr
 class Display:
     """Progress goes to stderr: bars on a terminal, else a line for each completed phase.
 
-    The text goes to stdout as it comes. ``quiet`` omits the text: with ``--json``, stdout is one object and
-    nothing else.
+    The text goes to stdout as it is generated. ``quiet`` omits it: with ``--json``, stdout holds only one
+    object.
     """
 
     def __init__(self, *, quiet: bool = False) -> None:
@@ -119,7 +119,7 @@ class Display:
 
     def _text(self, text: str) -> None:
         if not self._is_in_text:
-            self._progress.stop()  # text and bars do not share a terminal
+            self._progress.stop()  # text and bars would mix on a terminal
             self._is_in_text = True
         sys.stdout.write(text)
         sys.stdout.flush()

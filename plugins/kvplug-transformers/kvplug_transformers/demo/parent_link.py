@@ -41,7 +41,7 @@ class ParentLink:
             os._exit(1)
 
     def commands(self) -> Iterator[dict[str, Any]]:
-        """Each command as it comes, until the parent says stop."""
+        """Yield each command until the parent sends "stop"."""
         while (command := self._commands.get())["op"] != "stop":
             yield command
 

@@ -21,26 +21,26 @@ _FOR_GPUS = "; kvplug-cuda-ipc and kvplug-pynccl bring some that do"
 def check(config: Config, display: Display) -> None:
     """Refuse a config that cannot work, before any process is started and any model loaded.
 
-    A config for whose device no pipe is installed only causes a note: a connector may need no pipe.
+    If no pipe is installed for the config's device, this only prints a note: a connector may need no pipe.
 
     Raises:
-        UnknownConnectorError, UnknownTransportError, AmbiguousNameError: lists the known names.
-        ConfigError: every other fault of names and options.
-        InsecureAddressError: other hosts can reach the address, and there is no secret.
+        UnknownConnectorError, UnknownTransportError, AmbiguousNameError: a name is wrong; lists the known
+        names. ConfigError: other names or options are wrong; lists every fault. InsecureAddressError: other
+        hosts can reach the address, and there is no secret.
     """
     registry = Registry.from_env()
-    # Each worker gets a role of its own.
+    # Each worker has its own role.
     check_config(attrs.evolve(config, role=Role.PRODUCER), registry)
     if (lack := explain_missing_pipe(config, registry)) is not None:
         display.note(lack + (_FOR_GPUS if config.device.partition(":")[0] == "cuda" else ""))
 
 
 def model_folder(settings: DemoSettings, session: Session, display: Display) -> Path:
-    """The folder to load from; the packaged model is converted if it has not been yet.
+    """The folder to load from; the packaged model is converted first if necessary.
 
     Raises:
         DemoError: there is no such folder.
-        ModelMissingError: the package is not installed; says how to get it.
+        ModelMissingError: the package is not installed; the message says how to install it.
     """
     from kvplug_transformers.model.bundled import find_gguf
     from kvplug_transformers.model.cache import folder_for, is_complete, sweep
@@ -58,7 +58,7 @@ def model_folder(settings: DemoSettings, session: Session, display: Display) -> 
         try:
             session.wait_for((CONVERT, "converted"))
         except BaseException:
-            # A process that is ended while it converts leaves half a model.
+            # Killing a process while it converts leaves an incomplete model.
             session.kill(CONVERT)
             sweep(folder)
             raise
@@ -83,13 +83,13 @@ def start_worker(session: Session, name: str, folder: Path, settings: DemoSettin
 
 
 def start_reference(session: Session, folder: Path, device: str) -> None:
-    """Start it on the same device: two devices may round differently and so choose different tokens."""
+    """Start it on the same device: other devices may round differently and choose different tokens."""
     session.start(REFERENCE)
     session.send(REFERENCE, "start", model=str(folder), threads=num_cpus(), device=device)
 
 
 def num_cpus() -> int:
-    """How many processors this process may use. Workers compute one after another, so each uses all."""
+    """How many CPUs this process may use. Workers compute one after another, so each uses all of them."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

@@ -1,4 +1,4 @@
-"""The parent's end of its workers: starts them, reads their events, ends them and leaves none behind."""
+"""The parent's side of its workers: starts them, reads their events, and ends all of them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Event = tuple[str, dict[str, Any]]
 """The worker's name, and its event."""
 
 WORKER_COMMAND = (sys.executable, "-P", "-m", "kvplug_transformers.demo.worker")
-# -P: modules that happen to lie in the current folder are not imported.
+# -P: do not import modules from the current folder.
 REFERENCE_COMMAND = (sys.executable, "-P", str(Path(__file__).with_name("reference.py")))
 
 _ENVIRONMENT = {
@@ -75,16 +75,18 @@ class Child:
 
     @property
     def last_output(self) -> str:
-        """The end of what it wrote to stderr."""
+        """The last lines that it wrote to stderr."""
         return "".join(self._stderr).strip()
 
     def send(self, op: str, **arguments: Any) -> None:
-        """Send one command, without waiting. A dead worker does not get it; its ``exit`` event says so."""
+        """Send one command, without waiting. A dead worker does not receive it, and reports ``exit``
+        instead.
+        """
         self._commands.put(json.dumps({"op": op, **arguments}) + "\n")
 
     @property
     def is_stopped(self) -> bool:
-        """Whether a signal such as SIGSTOP has stopped it. False where this cannot be found out."""
+        """Whether a signal such as SIGSTOP has stopped it. False if the system does not tell."""
         try:
             stat = Path(f"/proc/{self.pid}/stat").read_text()
         except OSError:
@@ -108,11 +110,13 @@ class Child:
         self._events.put((self.name, {"event": "exit", "code": code}))
 
     def _keep_stderr(self, stream: IO[str]) -> None:
-        """Keep the end of the worker's stderr, which has its log too; with ``KVPLUG_LOG``, show all of it."""
+        """Keep the last lines of the worker's stderr, which include its log; with ``KVPLUG_LOG``, show all
+        lines.
+        """
         for line in stream:
             self._stderr.append(line)
             if self._logs:
-                with contextlib.suppress(OSError):  # our stderr is closed: no reason to stop a worker
+                with contextlib.suppress(OSError):  # our stderr is closed: the worker continues
                     sys.stderr.write(f"{self.name}: {line}")
         stream.close()
 
@@ -130,7 +134,7 @@ class Child:
             pass  # the worker did not read a command
 
     def end(self, *, at_once: bool, patience_s: float = 10.0) -> None:
-        """End it and wait for its exit: by a "stop" first, or by SIGKILL if ``at_once``."""
+        """End it and wait for its exit: first with "stop", or with SIGKILL if ``at_once``."""
         if at_once:
             self.kill()
         else:

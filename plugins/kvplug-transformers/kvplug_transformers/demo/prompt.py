@@ -1,4 +1,4 @@
-"""The prompt that is there when none is given: about a thousand tokens with SmolLM2's vocabulary."""
+"""The default prompt: about a thousand tokens with SmolLM2's vocabulary."""
 
 PROMPT = """\
 Read the following pages from the logbook of a small observatory, and then do what is asked at the end.

@@ -1,7 +1,7 @@
 """The reference process: the model runs without kvplug, by transformers' own ``generate``.
 
 This program is run by its path and imports nothing of kvplug, not even to share ten lines with the workers:
-only so are its tokens evidence. It reports which modules of kvplug it has imported.
+otherwise its tokens would prove nothing. It reports which modules of kvplug it has imported.
 """
 
 import ctypes
@@ -17,7 +17,7 @@ from typing import Any
 
 def main() -> None:
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG: gone when the parent is
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG: die with the parent
     events = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     commands: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -57,7 +57,7 @@ def main() -> None:
             ids,
             # Explicit, since transformers would mask prompt tokens that happen to equal the pad token.
             attention_mask=torch.ones_like(ids),
-            # A new one: greedy, without the penalties that a model's own settings may have.
+            # A new config: greedy, without penalties of the model's own settings.
             generation_config=GenerationConfig(
                 do_sample=False,
                 max_new_tokens=command["max_new_tokens"],

@@ -1,4 +1,4 @@
-"""The demo's three programs, the whole and the two halves: which command goes to which worker, and when."""
+"""The demo's three programs, the whole demo and its two halves: the commands for each worker, in order."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def run(
         programs: command lines instead of the usual ones, by worker.
 
     Raises:
-        DemoError, KvplugError: the demo failed; says why.
+        DemoError, KvplugError: the demo failed; the message says why.
     """
     config = Config.load(settings.config, overrides=settings.overrides)
     check(config, display)
@@ -80,7 +80,7 @@ def run(
             corrupt=False,
         )
         (ready,) = session.wait_for((DECODE, "ready"), while_alive=[PREFILL])
-        # Nothing is measured while a process still loads.
+        # Do not measure while a process still loads.
         session.wait_for((REFERENCE, "loaded"))
         try:
             session.send(PREFILL, "prefill", ids=ids)
@@ -165,7 +165,9 @@ def run_prefill(
     listen: str | None,
     programs: Mapping[str, Sequence[str]] | None = None,
 ) -> None:
-    """The first terminal: prefill, print how to reach it, and keep the KV until Ctrl-C."""
+    """The first terminal: prefill, print the command for the second terminal, and keep the KV until
+    Ctrl-C.
+    """
     config = Config.load(settings.config, overrides=settings.overrides)
     check(config, display)
     with _session(config, settings, display, programs) as session:

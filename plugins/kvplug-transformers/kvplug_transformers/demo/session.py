@@ -42,7 +42,7 @@ class WorkerSilentError(DemoError):
 
 
 class Session:
-    """The workers of one demo. On exit it ends them: by a "stop" after success, by SIGKILL otherwise.
+    """The workers of one demo. On exit it ends them: with "stop" after success, otherwise with SIGKILL.
 
     The demo ends if a worker that it waits for reports nothing for ``patience_s``. Workers report each step
     of a prompt and each token, so their longest regular silence is that of loading a large model.
@@ -59,7 +59,7 @@ class Session:
         self._said: dict[tuple[str, str], dict[str, Any]] = {}
         self._silent_s: dict[str, float] = {}
         self.lost: dict[str, str] = {}
-        """Workers that have ended, and how."""
+        """How workers have ended, by name."""
 
     def __enter__(self) -> Session:
         return self
@@ -80,7 +80,7 @@ class Session:
         self._children[name].send(op, **arguments)
 
     def wait_for(self, *wanted: tuple[str, str], while_alive: Sequence[str] = ()) -> list[dict[str, Any]]:
-        """Wait until each of these (worker, event) has come; returns the events in that order.
+        """Wait until each of these (worker, event) has arrived; returns the events in that order.
 
         Raises:
             WorkerLostError: one of these workers, or of ``while_alive``, ended first.
@@ -95,12 +95,12 @@ class Session:
         return [self._said.pop(key) for key in wanted]
 
     def wait_for_end(self, name: str) -> None:
-        """Wait until this worker ends by itself, without a limit."""
+        """Wait without a limit until this worker ends by itself."""
         while name not in self.lost:
             self._handle(*self._events.get())
 
     def _listen(self, awaited: set[str]) -> None:
-        """Handle the next event, or note that none came for a moment."""
+        """Handle the next event, or record that none arrived for a short time."""
         began = time.monotonic()
         try:
             speaker, event = self._events.get(timeout=_TICK_S)

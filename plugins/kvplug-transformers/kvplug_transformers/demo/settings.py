@@ -1,4 +1,4 @@
-"""The settings of a demo, which the command line makes and workers get as JSON, and its report."""
+"""The settings of a demo, which the command line makes and workers receive as JSON, and its report."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Report:
     prompt_tokens: int
     tokens_loaded: int
     kv_bytes: int
-    """Of the loaded tokens: keys and values, all layers."""
+    """Bytes of the loaded tokens' keys and values, in all layers."""
     transfer_s: float | None
     """Seconds from the request for the KV until all of it is in the decode worker's cache."""
     gb_per_s: float | None

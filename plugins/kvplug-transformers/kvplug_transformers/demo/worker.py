@@ -1,7 +1,7 @@
 """The main program of the prefill and of the decode worker: ``python -m kvplug_transformers.demo.worker``.
 
-One process, one engine, one connector with its two sides. The first command says which role it has; the
-commands are the methods ``_do_<op>`` of :class:`DemoWorker`.
+It runs one engine and one connector with its two sides. The first command sets its role. The commands are the
+methods ``_do_<op>`` of :class:`DemoWorker`.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class DemoWorker:
         self._connectors: dict[Side, Any] = {}
 
     def run(self) -> int:
-        """Run until the parent says stop, or a command fails. Returns the exit status."""
+        """Run until the parent sends "stop", or a command fails. Returns the exit status."""
         try:
             for command in self._parent.commands():
                 getattr(self, f"_do_{command.pop('op')}")(**command)
@@ -290,7 +290,7 @@ def main(wrap_pipe: WrapPipe | None = None) -> None:
     os.environ["HF_HUB_OFFLINE"] = "1"
     status = DemoWorker(parent, wrap_pipe).run()
     sys.stderr.flush()
-    os._exit(status)  # everything is shut down; the interpreter's own shutdown would only take longer
+    os._exit(status)  # everything is shut down; the interpreter's own shutdown only takes longer
 
 
 if __name__ == "__main__":

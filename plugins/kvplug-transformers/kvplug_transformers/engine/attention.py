@@ -31,7 +31,7 @@ PAGED = "kvplug-paged"
 
 @attrs.define(eq=False)
 class ForwardPass:
-    """One forward pass: which token goes where, and how far the layers have come."""
+    """One forward pass: the slot of each token, and the progress through the layers."""
 
     pages: Pages
     batch: Batch
@@ -39,8 +39,9 @@ class ForwardPass:
     """int64 [num_tokens]: ``batch.slot_mapping`` on the model's device."""
     block_tables: list[Tensor]
     masks: list[Tensor | None]
-    """For each request: which of its tokens each new token may see. ``None`` if all tokens are new, which
-    causality covers, or only one is."""
+    """For each request: which of its tokens each new token may see. ``None`` if all tokens are new (causal
+    attention is enough) or only one is.
+    """
     layer: int = -1
     num_attended: int = 0
 
@@ -81,7 +82,9 @@ class ForwardPass:
 
 
 def _causal_mask(new: int, total: int, device: torch.device) -> Tensor | None:
-    """The last ``new`` of ``total`` tokens, each seeing all before it and itself: bool [1, 1, new, total]."""
+    """The mask of the last ``new`` of ``total`` tokens; each sees itself and all before: bool [1, 1, new,
+    total].
+    """
     if new == 1 or new == total:
         return None
     return torch.ones((new, total), dtype=torch.bool, device=device).tril(total - new)[None, None]
@@ -144,7 +147,7 @@ def under_way(model: PreTrainedModel, this: ForwardPass) -> Iterator[None]:
     """Let ``model`` attend through the pages of ``this`` pass; restores its attention at the end.
 
     Raises:
-        UnsupportedError: some layer did not attend through them, so that its output is wrong.
+        UnsupportedError: some layer did not use them, so its output is wrong.
     """
     before = model.config._attn_implementation
     model.set_attn_implementation(PAGED)

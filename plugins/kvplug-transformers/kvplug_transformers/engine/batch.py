@@ -24,7 +24,7 @@ class Batch:
 
     @classmethod
     def of(cls, step: Step, block_size: int) -> Batch:
-        """Lay out what a step computes."""
+        """Lay out the tokens that a step computes."""
         lens = [(one.num_computed_tokens, one.num_scheduled_tokens) for one in step.output.scheduled]
         placed = [
             (position, table[position // block_size] * block_size + position % block_size)

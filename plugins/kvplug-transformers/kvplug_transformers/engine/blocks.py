@@ -30,7 +30,7 @@ class BlockPool:
         return len(self._free)
 
     def allocate(self, count: int) -> list[int] | None:
-        """``count`` block ids, or ``None`` (and nothing taken) when there are not as many."""
+        """``count`` block ids; ``None``, without allocating any, if fewer are free."""
         if count > len(self._free):
             return None
         block_ids = [self._free.popleft() for _ in range(count)]
@@ -42,7 +42,7 @@ class BlockPool:
         """Take blocks back.
 
         Raises:
-            ValueError: one of them is free already; then none is taken back.
+            ValueError: one of them is already free; then none is taken back.
         """
         ids = list(block_ids)
         twice = [block_id for block_id in ids if self._is_free[block_id]]

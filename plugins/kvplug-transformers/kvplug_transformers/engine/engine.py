@@ -50,7 +50,7 @@ class Engine:
         """Allocates the pages and passes the worker side's handshake metadata to the scheduler side.
 
         Raises:
-            UnsupportedError: the model's cache is not keys and values per layer; says what it is.
+            UnsupportedError: the model's cache is not keys and values per layer; the message says what it is.
             ValueError: one side of a connector was given without the other.
         """
         if (scheduler_connector is None) != (worker_connector is None):
@@ -103,7 +103,7 @@ class Engine:
         return sequence
 
     def abort(self, request_id: str) -> Token | None:
-        """End a request now; ``None`` when it is over already."""
+        """End a request now; ``None`` if it has already ended."""
         return self.scheduler.abort(request_id)
 
     def step(self) -> list[Token]:
@@ -120,7 +120,7 @@ class Engine:
         return tokens
 
     def run(self) -> Iterator[Token]:
-        """Step until no request is left; yields tokens as they come."""
+        """Step until no request is left; yields each token as it is computed."""
         while self.scheduler.has_requests:
             yield from self.step()
 

@@ -11,9 +11,9 @@ from kvplug.engine import KVCacheConfig, KVLayout
 class Pages:
     """Keys and values of every layer, in blocks.
 
-    One tensor with a leading layer axis. A layer's tensor is a contiguous slice of it, so that a connector
-    can register either per layer or across layers. Reads and writes use views whose axes have the same order
-    in every layout.
+    It is one tensor with a leading layer axis. A layer's tensor is a contiguous slice of it, so that a
+    connector can register the cache per layer or across layers. Reads and writes use views whose axes have
+    the same order in every layout.
     """
 
     def __init__(self, cache: KVCacheConfig, dtype: torch.dtype, device: torch.device | str = "cpu") -> None:
@@ -40,7 +40,7 @@ class Pages:
         return KVLayout("L" + self.layout.axes, {"L": len(self.layer_names), **self.layout.sizes})
 
     def write(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
-        """Put tokens into their slots. ``key``, ``value``: [num_tokens, num_kv_heads, head_size]."""
+        """Write tokens into their slots. ``key``, ``value``: [num_tokens, num_kv_heads, head_size]."""
         block, offset = slots // self.block_size, slots % self.block_size
         self._keys[layer][block, offset] = key
         self._values[layer][block, offset] = value

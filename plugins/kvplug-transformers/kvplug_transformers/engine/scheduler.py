@@ -1,4 +1,4 @@
-"""Decides what each step computes; the side of the engine that talks to a SchedulerConnector."""
+"""Plans the steps; the side of the engine that calls a SchedulerConnector."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _ENDS = {"stop": RequestEnd.FINISHED, "length": RequestEnd.FINISHED, "abort": Re
 
 
 def first_bad_token(block_ids: list[int], invalid: frozenset[int], block_size: int) -> int | None:
-    """The first token that lies in an invalid block; ``None`` when all blocks are good."""
+    """The first token in an invalid block; ``None`` if all blocks are valid."""
     for index, block_id in enumerate(block_ids):
         if block_id in invalid:
             return index * block_size
@@ -36,12 +36,13 @@ def first_bad_token(block_ids: list[int], invalid: frozenset[int], block_size: i
 class Scheduler:
     """The queues of requests and their blocks. It touches no tensor.
 
-    Oldest first. Running requests come before waiting ones; a prompt longer than the rest of the step's
-    budget is computed in chunks. When blocks run out, a request is preempted: it loses its blocks and starts
-    over later. Waiting requests whose load has ended are preempted first, since they lose only the load; then
-    the youngest running one. A preempted request never ends without being computed again, so that both values
-    of a connector's ``requires_kv_delivery`` are satisfied. The calls to the connector are those of
-    ``SchedulerConnector``'s docstring, in that order; each is made in one place, marked ``[connector]``.
+    Requests are served oldest first, and running requests before waiting ones. A prompt longer than the rest
+    of the step's budget is computed in chunks. When blocks run out, a request is preempted: it loses its
+    blocks and starts over later. Waiting requests whose load has ended are preempted first, since they lose
+    only the load; then the youngest running one. A preempted request never ends without being computed again,
+    so that both values of a connector's ``requires_kv_delivery`` are satisfied. The calls to the connector
+    are those of ``SchedulerConnector``'s docstring, in that order; each is made in one place, marked
+    ``[connector]``.
     """
 
     def __init__(self, options: EngineOptions, connector: SchedulerConnector | None = None) -> None:
@@ -61,12 +62,14 @@ class Scheduler:
 
     @property
     def has_requests(self) -> bool:
-        """Some request has not ended."""
+        """Whether a request has not ended."""
         return bool(self._waiting or self._running or self._loading)
 
     @property
     def has_pending_connector_work(self) -> bool:
-        """The connector does not know of a finished request yet, holds blocks, or has pending push work."""
+        """Whether the connector has yet to learn of a finished request, holds blocks, or has pending push
+        work.
+        """
         return self._connector is not None and bool(
             self._ended_since_last_step
             or self._held
@@ -81,7 +84,7 @@ class Scheduler:
         """Add a request to the queue.
 
         Raises:
-            ValueError: it could never be served, or its id is taken.
+            ValueError: it can never be served, or its id is in use.
         """
         size = self._options.block_size
         needed = blocks_for(len(sequence.prompt) + sequence.max_new_tokens - 1, size)
@@ -98,7 +101,7 @@ class Scheduler:
             self._connector.on_new_request(sequence.as_request())  # [connector]
 
     def abort(self, request_id: str) -> Token | None:
-        """End a request now; ``None`` when there is no such request (any more)."""
+        """End a request now; ``None`` if there is no such request, or it has ended."""
         sequence = self._sequences.get(request_id)
         return None if sequence is None else self._finish(sequence, "abort", "aborted")
 
@@ -123,7 +126,7 @@ class Scheduler:
             end = _ENDS.get(reason, RequestEnd.FAILED)
             keeps, params = ended(sequence.as_request(), sequence.as_block_ids(), end)  # [connector]
             self._ended_since_last_step.add(sequence.request_id)
-        # A load that is still writing into the blocks keeps them, whatever the connector answered.
+        # A load that is still writing into the blocks keeps them, whatever the connector's answer.
         if keeps or was_loading:
             self._held[sequence.request_id] = sequence.block_ids
         else:
@@ -179,7 +182,9 @@ class Scheduler:
         )
 
     def _grow(self, sequence: Sequence, count: int) -> bool:
-        """Find blocks for ``count`` more tokens, at the cost of younger requests. False: it lost its own."""
+        """Find blocks for ``count`` more tokens, preempting younger requests. False: it was preempted
+        itself.
+        """
         end = sequence.num_computed_tokens + count
         while (blocks := self._blocks_up_to(sequence, end)) is None:
             victim = self._last_in_line_with_blocks() or self._running[-1]
@@ -206,7 +211,7 @@ class Scheduler:
         self._preempted_in_this_step.add(sequence.request_id)
 
     def _last_in_line_with_blocks(self) -> Sequence | None:
-        """The last waiting request whose load has ended. Never one whose load is still writing."""
+        """The last waiting request with blocks whose load has ended."""
         return next((sequence for sequence in reversed(self._waiting) if sequence.block_ids), None)
 
     def _admit(self, budget: int) -> list[tuple[Sequence, int]]:
@@ -222,7 +227,7 @@ class Scheduler:
                 passed_over.append(self._waiting.popleft())
                 continue
             external, in_background = self._ask_for_match(sequence)
-            if external is None:  # "not yet": keep the place in line, and let others by meanwhile
+            if external is None:  # "not yet": it keeps its position, and others may pass
                 passed_over.append(self._waiting.popleft())
                 continue
             loaded_up_to = sequence.num_computed_tokens + external
@@ -253,15 +258,17 @@ class Scheduler:
         return planned
 
     def _break_deadlock(self, first: Sequence) -> None:
-        """Requests that have loaded and wait for one more block each would wait for each other for ever."""
+        """Preempt a request if loaded requests that each need one more block would wait for each other for
+        ever.
+        """
         if self._running or self._loading:
-            return  # their blocks come back
+            return  # their blocks will be freed
         victim = self._last_in_line_with_blocks()
         if victim is not None and victim is not first:
             self._preempt(victim)
 
     def _ask_for_match(self, sequence: Sequence) -> tuple[int | None, bool]:
-        """How much of this request the connector can bring. Not asked again once a load has ended."""
+        """How many tokens of this request the connector can load. It is not asked again after a load."""
         if self._connector is None or not sequence.may_load or sequence.num_computed_tokens > 0:
             return 0, False
         return self._connector.get_num_new_matched_tokens(sequence.as_request(), 0)  # [connector]
@@ -314,7 +321,9 @@ class Scheduler:
         return Token(request_id=sequence.request_id, token_id=token_id)
 
     def _end_load(self, sequence: Sequence) -> Token | None:
-        """An asynchronous load has ended: the request goes to the front of the queue, with what arrived."""
+        """An asynchronous load has ended: the request goes to the front of the queue, with its loaded
+        tokens.
+        """
         end = sequence.external_end
         del self._loading[sequence.request_id]
         sequence.status = Status.WAITING
@@ -345,5 +354,5 @@ class Scheduler:
         return [] if self._connector is None else list(self._connector.take_events())  # [connector]
 
     def take_stats(self) -> Mapping[str, Any] | None:
-        """What the scheduler side counted since the last call."""
+        """The scheduler side's stats since the last call."""
         return None if self._connector is None else self._connector.get_stats()  # [connector]

@@ -25,16 +25,16 @@ class Status(enum.StrEnum):
 
 @attrs.frozen(kw_only=True)
 class Token:
-    """What a step produced for one request."""
+    """The result of a step for one request."""
 
     request_id: str
     token_id: int | None
-    """``None`` when the request ended without a token: an error."""
+    """``None`` if the request ended without a token, because of an error."""
     finish_reason: str | None = None
-    """``"stop"`` (an end token), ``"length"``, ``"error"``, ``"abort"``; ``None`` while it goes on."""
+    """``"stop"`` (an end token), ``"length"``, ``"error"``, ``"abort"``; ``None`` while it continues."""
     error: str = ""
     params: Mapping[str, Any] | None = None
-    """With the last token: ``kv_transfer_params`` from the connector."""
+    """``kv_transfer_params`` from the connector, with the last token."""
 
 
 @attrs.define(kw_only=True, eq=False)
@@ -52,20 +52,20 @@ class Sequence:
     status: Status = Status.WAITING
     block_ids: list[int] = attrs.field(factory=list)
     num_computed_tokens: int = 0
-    """Tokens whose KV is in the blocks, loaded ones included."""
+    """Tokens whose KV is in the blocks, including loaded ones."""
     num_loaded_tokens: int = 0
-    """How many of them came from outside, and arrived."""
+    """How many of them were loaded."""
     external_end: int = 0
-    """How far (a count from the first token) the load under way will reach; 0 when there is none."""
+    """The number of tokens after the current load ends; 0 if there is no load."""
     valid_up_to: int | None = None
-    """A block of the current load failed: tokens before this one are good."""
+    """A block of the current load has failed: tokens before this one are valid."""
     may_load: bool = True
-    """Ask the connector before computing. False once a load of this request has failed."""
+    """Whether to ask the connector before computing. False after a load of this request has failed."""
     generation: int = 0
     num_preemptions: int = 0
     num_failed_loads: int = 0
     load_error: str = ""
-    """Which tokens the last failed load lacked; kept when the rest was recomputed."""
+    """Which tokens the last failed load lacked; kept after they are recomputed."""
     finish_reason: str | None = None
     error: str = ""
 
@@ -83,7 +83,7 @@ class Sequence:
         ]
 
     def as_request(self) -> Request:
-        """What a connector sees."""
+        """The request that a connector sees."""
         return Request(
             request_id=self.request_id,
             token_ids=(*self.prompt, *self.output),
@@ -94,11 +94,11 @@ class Sequence:
         )
 
     def as_block_ids(self) -> BlockIds:
-        """One KV cache group, so one tuple."""
+        """The blocks; one tuple, since there is one KV cache group."""
         return (tuple(self.block_ids),)
 
     def start_over(self) -> None:
-        """Forget everything computed: the blocks are gone, or their content is not valid."""
+        """Reset to nothing computed: the blocks are gone, or their content is invalid."""
         self.num_computed_tokens = 0
         self.num_loaded_tokens = 0
         self.external_end = 0
@@ -106,7 +106,7 @@ class Sequence:
         self.generation += 1
 
     def append(self, token_id: int) -> str | None:
-        """Add a generated token; the finish reason if it is the last one."""
+        """Add a generated token; returns the finish reason if it is the last one."""
         self.output.append(token_id)
         if token_id in self.stop_token_ids:
             return "stop"

@@ -1,4 +1,4 @@
-"""Computes what the scheduler planned; the side of the engine that talks to a WorkerConnector."""
+"""Computes the steps that the scheduler plans; the side of the engine that calls a WorkerConnector."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Worker:
             connector.register_kv_caches(self.pages.by_layer)
 
     def execute(self, step: Step) -> tuple[dict[str, int], WorkerOutput]:
-        """Run one step: the tokens chosen, by request, and what the connector reports."""
+        """Run one step; returns the sampled tokens by request, and the connector's report."""
         connector = self._connector
         if connector is None:
             return self._forward(step), WorkerOutput()
@@ -83,8 +83,8 @@ class Worker:
                 last[one.request_id] = end
         keep = torch.tensor(list(last.values()), dtype=torch.int64, device=device)
         this = ForwardPass.over(self.pages, batch)
-        # Not inference_mode: tensors that a connector makes inside save_kv_layer would be marked for good,
-        # and its other threads could not write to them.
+        # Not inference_mode: a connector's other threads could not write to tensors that save_kv_layer makes
+        # in it.
         with torch.no_grad(), under_way(self._model, this):
             logits = self._model(
                 input_ids=torch.tensor([ids], device=device),

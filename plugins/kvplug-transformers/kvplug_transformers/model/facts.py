@@ -110,9 +110,9 @@ def _probe(model: PreTrainedModel) -> torch.Tensor:
 
 
 def fingerprint(model: PreTrainedModel) -> str:
-    """A hash over a sample of every parameter: different weights differ, and it costs milliseconds.
+    """A hash over a sample of every parameter: it differs for different weights, and takes milliseconds.
 
-    The sample is taken as float32, so that the same weights in another dtype are the same weights.
+    The sample is converted to float32, so that the hash does not depend on the dtype.
     """
     digest = hashlib.blake2b(digest_size=16)
     for name, parameter in sorted(model.named_parameters()):

@@ -14,14 +14,14 @@ from kvplug import UnsupportedError
 
 @attrs.frozen(kw_only=True, eq=False)
 class LoadedModel:
-    """What it takes to turn a prompt into tokens and tokens into text."""
+    """A model with its tokenizer and chat template."""
 
     model: PreTrainedModel
     tokenizer: Any
     stop_token_ids: tuple[int, ...]
 
     def encode(self, prompt: str) -> list[int]:
-        """Token ids of the prompt, as one message of a chat where the model has a chat template."""
+        """Token ids of the prompt, as one chat message if the model has a chat template."""
         if self.tokenizer.chat_template is None:
             return list(self.tokenizer(prompt)["input_ids"])
         encoded = self.tokenizer.apply_chat_template(
@@ -35,10 +35,10 @@ class LoadedModel:
 
 
 def load(folder: Path) -> LoadedModel:
-    """Load from the folder alone, in float32; nothing is downloaded and no code from the folder runs.
+    """Load only from the folder, in float32; nothing is downloaded and no code from the folder runs.
 
     Raises:
-        UnsupportedError: there is no causal language model in it, or one that needs code of its own.
+        UnsupportedError: it holds no causal language model, or one that requires its own code.
     """
     os.environ["HF_HUB_OFFLINE"] = "1"
     import torch
@@ -64,7 +64,7 @@ def load(folder: Path) -> LoadedModel:
             folder, config=config, dtype=torch.float32, trust_remote_code=False
         )
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    except Exception as e:  # whatever a broken file makes transformers or safetensors raise
+    except Exception as e:  # a broken file raises various errors of transformers or safetensors
         raise UnsupportedError(
             f"the model in {folder} ({config.model_type}) cannot be loaded: {_first_line(e)}"
         ) from e
@@ -74,6 +74,6 @@ def load(folder: Path) -> LoadedModel:
 
 
 def _first_line(error: Exception) -> str:
-    """The first sentence or so of a text that others wrote, on one line."""
+    """The beginning of another library's error message, on one line."""
     lines = (str(error).strip() or type(error).__name__).splitlines()
     return " ".join(" ".join(lines).split())[:300] if lines[0].rstrip().endswith(":") else lines[0]

@@ -14,7 +14,7 @@ from kvplug_testing.contract.communicator.refusals import Refusals
 class DeviceCommunicatorContract(
     Collectives, PointToPoint, ExpertLayers, Refusals, Missing, Endings, Identity
 ):
-    """Judges a transport of kind "communicator" by the laws ALL and COMM.
+    """Checks a transport of kind "communicator" against the laws ALL and COMM.
 
     A test file for an installed transport is this::
 
@@ -23,6 +23,7 @@ class DeviceCommunicatorContract(
         class TestMine(DeviceCommunicatorContract):
             transport = "mine"
 
-    Its ranks are threads of one process; with ``ends_are_processes = True`` they are processes. What else it
-    may set or override is in :class:`~kvplug_testing.contract.communicator.suite.CommunicatorSuite`.
+    Its ranks are threads of one process; with ``ends_are_processes = True`` they are processes. All other
+    attributes and methods that it may set or override are in
+    :class:`~kvplug_testing.contract.communicator.suite.CommunicatorSuite`.
     """

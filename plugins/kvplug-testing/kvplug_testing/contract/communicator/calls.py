@@ -18,14 +18,14 @@ class CallOutcome:
     rank: int
     value: Any = None
     error: str = ""
-    """Name of what it raised; empty if it returned."""
+    """Class name of the error that it raised; empty if it returned."""
     text: str = ""
-    """What the error said."""
+    """The error's message."""
     took_s: float = 0.0
     first: Any = None
-    """The first tensor it was given, as it is after the call; of a batch, what it has received into."""
+    """The first tensor argument, as it is after the call; for a batch, the tensors received into."""
     same: bool = False
-    """Whether it returned that very tensor."""
+    """Whether it returned that same tensor object."""
 
     def __str__(self) -> str:
         return (
@@ -37,20 +37,20 @@ class CallOutcome:
 
 @attrs.frozen
 class Strided:
-    """An argument: a tensor that is not contiguous, with this one's content."""
+    """An argument: a tensor that is not contiguous, with the same content."""
 
     tensor: Any
 
 
 @attrs.frozen
 class OtherDevice:
-    """An argument: this tensor on a device that is not the rank's own ("meta", which every torch has)."""
+    """An argument: this tensor on another device than the rank's ("meta", which every torch has)."""
 
     tensor: Any
 
 
 def carried(arg: Any) -> Any:
-    """An argument as it is told to a rank: plain values and tensors."""
+    """An argument in the form in which it is sent to a rank: plain values and tensors."""
     match arg:
         case Strided(tensor):
             return {"strided": tensor}
@@ -68,7 +68,7 @@ def carried(arg: Any) -> Any:
 def perform(
     made: DeviceCommunicator, rank: int, method: str, args: Sequence[Any], given: dict[str, Any]
 ) -> CallOutcome:
-    """Call a method of a rank's end, where that is."""
+    """Call a method of a rank's communicator, in the rank's thread or process."""
     import torch
 
     args = [_there(arg, made.device) for arg in args]
@@ -93,7 +93,7 @@ def perform(
 
 
 def _there(arg: Any, device: str) -> Any:
-    """An argument as the rank passes it on."""
+    """An argument in the form in which the rank passes it to the method."""
     import torch
 
     match arg:
@@ -113,7 +113,7 @@ def _there(arg: Any, device: str) -> Any:
 
 
 def _here(value: Any) -> Any:
-    """A result as it is carried back: plain values, tensors of the CPU."""
+    """A result in the form in which it is sent back: plain values and CPU tensors."""
     import torch
 
     if isinstance(value, torch.Tensor):

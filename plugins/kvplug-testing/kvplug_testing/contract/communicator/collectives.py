@@ -1,4 +1,4 @@
-"""The results of collectives (law COMM-1), against a slow model, in whatever order the ranks call."""
+"""The results of collectives (law COMM-1), against a slow model, whatever the order in which ranks call."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SHAPES: list[tuple[int, ...]] = [(3,), (2, 3), (1, 1), (3, 6, 2), (0, 3), (4, 0)
 
 
 def tensor_of(dtype: str, shape: Sequence[int], rank: int) -> Any:
-    """Small whole numbers, so that sums are exact in every dtype; another one for each rank and place."""
+    """Small whole numbers, so that sums are exact in every dtype; different for each rank and position."""
     import torch
 
     count = 1
@@ -30,7 +30,7 @@ def tensor_of(dtype: str, shape: Sequence[int], rank: int) -> Any:
 
 
 def differs(got: Any, wanted: Any) -> str:
-    """In words; empty if it is the same."""
+    """A description of the difference; empty if there is none."""
     import torch
 
     if got is None or wanted is None:
@@ -45,7 +45,7 @@ def differs(got: Any, wanted: Any) -> str:
 
 
 def _comparable(tensor: Any) -> Any:
-    """The same numbers, in a dtype that can be compared and concatenated."""
+    """The same values in a dtype that can be compared and concatenated."""
     import torch
 
     return tensor.to(torch.complex128 if tensor.dtype.is_complex else torch.float64)
@@ -58,7 +58,7 @@ def check(found: Sequence[Any], wanted: Sequence[Any], what: str) -> None:
 
 
 def total(parts: Sequence[Any]) -> Any:
-    """The sum, in the dtype of its parts."""
+    """The sum, in the dtype of the parts."""
     import torch
 
     wide = torch.float64 if parts[0].dtype.is_floating_point else torch.int64
@@ -66,14 +66,14 @@ def total(parts: Sequence[Any]) -> Any:
 
 
 def joined(parts: Sequence[Any], dim: int) -> Any:
-    """Concatenated element by element: not every dtype can be otherwise."""
+    """The concatenation, copied element by element: torch cannot concatenate some dtypes."""
     import torch
 
     return torch.cat([_comparable(part) for part in parts], dim).to(parts[0].dtype)
 
 
 class Collectives(CommunicatorSuite):
-    """Values."""
+    """The values that collectives return."""
 
     @law("COMM-1")
     @pytest.mark.parametrize("dtype", sorted(SUMMED))
@@ -268,7 +268,7 @@ class Collectives(CommunicatorSuite):
             found = ranks.values(method, lambda rank: [given[rank]])  # noqa: B023
             check(found, [wanted(given)] * 2, f"{method}, call {number}")
 
-    # -- alone ---------------------------------------------------------------------------------------
+    # -- one rank ------------------------------------------------------------------------------------
 
     @law("COMM-1")
     def test_with_one_rank_everything_is_its_own_input(self) -> None:

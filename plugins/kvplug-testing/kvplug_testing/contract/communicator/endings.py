@@ -1,4 +1,4 @@
-"""Sleep (law COMM-5) and ends."""
+"""Sleep (law COMM-5) and the end of a communicator."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvplug_testing.waits import Call, until
 
 
 class Endings(CommunicatorSuite):
-    """How an end sleeps, and ends."""
+    """How a communicator sleeps and ends."""
 
     # -- sleep -----------------------------------------------------------------------------------------
 
@@ -102,7 +102,7 @@ class Endings(CommunicatorSuite):
     @law("ALL-7")
     def test_groups_that_have_ended_leave_nothing(self) -> None:
         with self.scope():
-            self.ranks(2)  # what is made once and kept is made by this one
+            self.ranks(2)  # creates everything that is created once and kept
         before = peers.Resources.of()
         for _ in range(5):
             with self.scope():
@@ -128,7 +128,7 @@ class Endings(CommunicatorSuite):
 
 
 def _forks(parent: peers.Parent, suite_ref: dict[str, Any]) -> list[str]:
-    """In a process of its own: make the only rank of a group, fork, and use it in the fork's child."""
+    """In a separate process: make the only rank of a group, fork, and use it in the forked child."""
     import os
     import warnings
 
@@ -138,7 +138,7 @@ def _forks(parent: peers.Parent, suite_ref: dict[str, Any]) -> list[str]:
     with StatelessGroup.create("unix:", rank=0, world_size=1) as group, suite.made(group) as made:
         seen, told = os.pipe()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # that there are threads is the point
+            warnings.simplefilter("ignore", DeprecationWarning)  # forking with threads is what this tests
             pid = os.fork()
         if pid == 0:
             word = "it died"

@@ -1,4 +1,4 @@
-"""A rank's identity, its group, and what experts need: the rest of the ABC (law COMM-1)."""
+"""A rank's identity, its group, and the calls for experts: the rest of the ABC (law COMM-1)."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class Identity(CommunicatorSuite):
 
 
 class FakeExperts:
-    """A module that wants to know the communicator."""
+    """A module with ``prepare_communication_buffer``."""
 
     def __init__(self) -> None:
         self.seen: list[Any] = []
@@ -115,7 +115,7 @@ class FakeExperts:
 
 
 class FakeModel:
-    """As much of a torch module as is asked for: it lists its modules, itself too."""
+    """A stand-in for a torch module: it lists its modules, including itself."""
 
     def __init__(self) -> None:
         self.found = [FakeExperts(), FakeExperts()]

@@ -1,4 +1,4 @@
-"""Taking part (law COMM-2): deadlines, and ranks that do not call, leave, die or stop."""
+"""Participation (law COMM-2): deadlines, and ranks that do not call, leave, die or stop."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def names(outcome: CallOutcome, rank: int) -> None:
 
 
 class Missing(CommunicatorSuite):
-    """Ranks that are needed and are not there."""
+    """Ranks that a call needs and that do not take part."""
 
     def who_waits(self, method: str, ranks: Sequence[int]) -> list[int]:
-        """Those of ``ranks`` that must wait for one more: all, where ranks compare what they are about to do.
-        Else a rank that only sends may be done at once, and a broadcast needs only its root.
+        """Those of ``ranks`` that must wait for a missing rank: all, if ranks compare their calls first.
+        Otherwise a rank that only sends may return at once, and a broadcast needs only its root.
         """
         if not self.compared_calls or method not in ("gather", "broadcast", "send"):
             return list(ranks)
@@ -111,7 +111,7 @@ class Missing(CommunicatorSuite):
     @pytest.mark.parametrize("method", METHODS)
     def test_a_rank_that_is_gone_is_named_at_all_others(self, method: str) -> None:
         ranks = self.ranks()
-        gone = 2  # not the one that keeps a group's store
+        gone = 2  # not the rank that runs the group's store
         pending = {
             rank: ranks[rank].begin(method, tensor_of("float32", (3,), rank), timeout=waits.patience_s)
             for rank in (0, 1)

@@ -1,4 +1,4 @@
-"""Tokens to their experts and back (law COMM-4), against a mixture of experts that is computed alone."""
+"""Tokens go to their experts and back (law COMM-4), compared with a mixture of experts on one rank."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TOP_K = 2
 
 @attrs.frozen
 class Tokens:
-    """What one rank has. Whole numbers and powers of two, so that no order of additions matters."""
+    """One rank's tokens. Whole numbers and powers of two, so that the order of additions does not matter."""
 
     hidden: Any
     weights: Any
@@ -44,7 +44,7 @@ class Tokens:
 
 
 def layer(hidden: Any, weights: Any, ids: Any, experts: Sequence[int] = range(NUM_EXPERTS)) -> Any:
-    """What ``experts`` make of these tokens; all of them: the layer's result."""
+    """The result of ``experts`` for these tokens; with all experts, the layer's result."""
     import torch
 
     found = torch.zeros_like(hidden)
@@ -59,7 +59,7 @@ def layer(hidden: Any, weights: Any, ids: Any, experts: Sequence[int] = range(NU
 def through_experts(
     ranks: Ranks, given: Sequence[Tokens], *, is_sequence_parallel: bool, extra: bool
 ) -> tuple[list[Any], list[Any]]:
-    """Each rank's result, and what became of the extra tensors (their place in the order of tokens)."""
+    """Each rank's result, and the dispatched extra tensors (which hold each token's position)."""
     import torch
 
     more = [[torch.arange(len(each.hidden)) + 100 * rank] for rank, each in enumerate(given)]
@@ -73,7 +73,7 @@ def through_experts(
 
 
 class ExpertLayers(CommunicatorSuite):
-    """``dispatch``, ``dispatch_router_logits`` and ``combine``, where there is an all-to-all manager."""
+    """``dispatch``, ``dispatch_router_logits`` and ``combine``, with an all-to-all manager."""
 
     @law("COMM-4")
     @pytest.mark.parametrize("backend", BACKENDS)
@@ -141,7 +141,7 @@ class ExpertLayers(CommunicatorSuite):
         short = [right[0], right[1][:2], right[2]]
         wide = [tensor_of("float32", (3, HIDDEN + 1), 0), *right[1:]]
         for each in (
-            lambda rank: short if rank else right,  # rows that are missing, at one rank
+            lambda rank: short if rank else right,  # missing rows at one rank
             lambda rank: wide if rank else right,  # rows of another shape
             lambda rank: [*right, bool(rank)],
             lambda rank: [*right, False, [right[0]] if rank else []],

@@ -1,4 +1,4 @@
-"""What one rank sends and another receives (law COMM-1), one tensor or many at once."""
+"""One rank sends and another receives (law COMM-1), one tensor or many at once."""
 
 from __future__ import annotations
 

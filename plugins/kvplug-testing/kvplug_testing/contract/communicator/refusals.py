@@ -20,14 +20,14 @@ _F32 = "float32"
 
 
 def still_works(ranks: Ranks) -> None:
-    """The communicator after a refusal."""
+    """Check that the communicator works after a refusal."""
     given = [tensor_of("int64", (3,), rank) for rank in range(len(ranks))]
     found = ranks.values("all_reduce", lambda rank: [given[rank]])
     check(found, [total(given)] * len(ranks), "all_reduce after a call that was refused")
 
 
 def wrong_everywhere() -> dict[str, tuple[str, Each, type[KvplugError], list[str]]]:
-    """Calls that are wrong at every rank: name, arguments, error, and words that must be in it."""
+    """Calls that are wrong at every rank: name, arguments, error, and words that its message must contain."""
     two = (2, 3)
     return {
         "all_gather along a dimension that is not there": (
@@ -113,7 +113,7 @@ def wrong_everywhere() -> dict[str, tuple[str, Each, type[KvplugError], list[str
 
 
 def wrong_together() -> dict[str, tuple[str, Each]]:
-    """Calls of which each is right, and which do not fit together."""
+    """Calls that are valid alone but do not match each other."""
     return {
         "shapes of all_reduce": ("all_reduce", lambda rank: [tensor_of(_F32, (2 + rank % 2,), rank)]),
         "dtypes of all_reduce": (
@@ -148,7 +148,7 @@ def wrong_together() -> dict[str, tuple[str, Each]]:
 
 
 class Refusals(CommunicatorSuite):
-    """Arguments."""
+    """Wrong arguments."""
 
     @law("COMM-3")
     @pytest.mark.parametrize("case", list(wrong_everywhere()))

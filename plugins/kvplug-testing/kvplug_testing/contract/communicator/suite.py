@@ -29,7 +29,7 @@ from kvplug_testing.waits import Call
 
 WORLD = 3
 LIFE_S = 300.0
-"""The maximum life of a rank's process: no test is longer. The process ends with its test."""
+"""The time limit of a rank's process: longer than any test. The process ends with its test."""
 
 
 class Rank(abc.ABC):
@@ -40,7 +40,7 @@ class Rank(abc.ABC):
 
     @abc.abstractmethod
     def begin(self, method: str, *args: Any, **given: Any) -> Pending:
-        """Start the call, and do not wait."""
+        """Start the call without waiting for it."""
 
     @abc.abstractmethod
     def leave(self) -> None:
@@ -53,15 +53,15 @@ class Rank(abc.ABC):
 
 @attrs.frozen
 class Pending:
-    """A call of a rank that was started."""
+    """A started call of a rank."""
 
     outcome: Callable[[], CallOutcome]
-    """Waits for its end."""
+    """Waits until the call ends."""
     is_blocked: Callable[[], bool]
-    """Whether it still waits after a moment."""
+    """Whether it is still blocked after a short time."""
 
     def check_blocked(self, why: str = "") -> None:
-        """Assert that it waits."""
+        """Assert that it is blocked."""
         assert self.is_blocked(), f"it did not wait{why}: {self.outcome()}"
 
 
@@ -139,7 +139,7 @@ class Ranks:
         return self.every[number]
 
     def begin(self, method: str, each: Callable[[int], Sequence[Any]], **given: Any) -> list[Pending]:
-        """The same call at every rank; ``each(rank)`` gives its arguments."""
+        """Start the same call at every rank; ``each(rank)`` gives its arguments."""
         given.setdefault("timeout", waits.patience_s)
         return [rank.begin(method, *each(rank.number), **given) for rank in self.every]
 
@@ -156,7 +156,7 @@ class Ranks:
     def refused(
         self, method: str, each: Callable[[int], Sequence[Any]], *kinds: type[KvplugError], **given: Any
     ) -> list[CallOutcome]:
-        """A call that every rank must refuse, with one of ``kinds``."""
+        """Make a call that every rank must refuse with one of ``kinds``."""
         found = self.outcomes(method, each, **given)
         for outcome in found:
             check_raised(outcome, *kinds)
@@ -174,7 +174,7 @@ def check_raised(outcome: CallOutcome, *kinds: type[KvplugError]) -> None:
 
 
 class CommunicatorSuite(Contract):
-    """What is judged, and how its ranks are made. The class attributes are an author's to set."""
+    """The subject, and how its ranks are made. Authors set the class attributes."""
 
     kind: ClassVar[Kind] = Kind.COMMUNICATOR
     device: ClassVar[str] = "cpu"
@@ -185,14 +185,14 @@ class CommunicatorSuite(Contract):
     """Whether the ranks are judged by comparing what they are about to do; not where an end of one rank says
     that it does not, since an option decides, say."""
     _compares: ClassVar[dict[str, bool]] = {}
-    """What ends have said, by the options of their suite."""
+    """The value of ``compares`` that communicators have returned, by suite and options."""
 
     def make_communicator(self, context: CommunicatorContext) -> DeviceCommunicator:
         """The transport's factory, called. Override it for a transport that is not installed."""
         return self.installed("make_communicator").load_factory()(context)  # type: ignore[no-any-return]
 
     def made(self, group: StatelessGroup, **context: Any) -> DeviceCommunicator:
-        """One rank's end. ``context``: fields that differ from this suite's usual ones."""
+        """One rank's communicator. ``context``: fields that differ from this suite's defaults."""
         usual = {"device": self.device, "timeout_s": self.timeout_s}
         options = self.made_options(**context.pop("options", {}))
         return self.make_communicator(
@@ -202,7 +202,7 @@ class CommunicatorSuite(Contract):
         )
 
     def ranks(self, world_size: int = WORLD, **context: Any) -> Ranks:
-        """A group of ranks, each with its end: threads, or processes where :attr:`ends_are_processes`."""
+        """A group of ranks with communicators: threads, or processes with :attr:`ends_are_processes`."""
         return (
             self._remote_ranks(world_size, context)
             if self.ends_are_processes
@@ -247,7 +247,7 @@ class CommunicatorSuite(Contract):
         return bool(rank.begin("supports", self.device, dtype, summing=summing).outcome().value)
 
     def warm_up(self) -> None:
-        """torch's own threads are made by its first large operation, and stay."""
+        """Run one large operation: torch starts its threads then and keeps them."""
         import torch
 
         torch.ones(1 << 20).add_(1)
@@ -259,7 +259,7 @@ class CommunicatorSuite(Contract):
 
     @property
     def compared_calls(self) -> str:
-        """For ``needs``."""
+        """The reason to skip a test, for ``needs``."""
         if self.compares and self._end_compares():
             return ""
         return f"the ranks of {self.called} do not compare what they are about to do (compares)"
@@ -273,7 +273,7 @@ class CommunicatorSuite(Contract):
 
     @property
     def remote_processes(self) -> str:
-        """For ``needs``."""
+        """The reason to skip a test, for ``needs``."""
         return (
             ""
             if self.ends_are_processes
@@ -284,7 +284,7 @@ class CommunicatorSuite(Contract):
 def _run_rank(
     parent: peers.Parent, suite_ref: dict[str, Any], number: int, world_size: int, context: dict[str, Any]
 ) -> Any:
-    """A rank's process: makes its end, and executes each call in a thread of its own."""
+    """A rank's process: makes its communicator, and runs each call in a separate thread."""
     suite = suite_from_ref(suite_ref)
     if number == 0:
         address: Any = StatelessGroup.listen("unix:")

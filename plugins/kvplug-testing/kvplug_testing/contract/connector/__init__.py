@@ -16,7 +16,7 @@ from kvplug_testing.contract.connector.stats import Stats
 class ConnectorContract(
     Promises, Failures, BlocksInUse, Preemption, Schedules, Stats, CallSequence, References, Endings
 ):
-    """Judges a connector by the laws CONN, REF, and those for everything with an end.
+    """Checks a connector against the laws ALL, CONN and REF.
 
     A test file for an installed connector is this::
 
@@ -25,5 +25,6 @@ class ConnectorContract(
         class TestMine(ConnectorContract):
             connector = "mine"
 
-    What it may set or override is in :class:`~kvplug_testing.contract.connector.suite.ConnectorSuite`.
+    All attributes and methods that it may set or override are in
+    :class:`~kvplug_testing.contract.connector.suite.ConnectorSuite`.
     """

@@ -1,4 +1,4 @@
-"""Blocks in use, and which requests are named (laws CONN-4 and CONN-5)."""
+"""Blocks in use, and the requests that are named as sent or received (laws CONN-4 and CONN-5)."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _any_order = pytest.mark.parametrize("order", _ORDERS, ids=["usual", "loads-late
 
 
 class BlocksInUse(ConnectorSuite):
-    """An engine that gives blocks to the next one at the first moment it may."""
+    """An engine that reuses blocks for another request as soon as it may."""
 
     @law("CONN-4")
     @pytest.mark.parametrize("num_ahead", [0, 1, 3])
     def test_blocks_are_another_requests_as_soon_as_they_are_free(self, num_ahead: int) -> None:
-        """The producer has room for one prompt; each gets the blocks of the one before."""
+        """The producer has blocks for one prompt; each prompt reuses those of the previous one."""
         prefill, decode = self.pair(producer={"num_blocks": 7}, consumer={"num_blocks": 64})
         params = []
         for number in range(4):
@@ -53,7 +53,9 @@ class BlocksInUse(ConnectorSuite):
             )
 
     def _wait_for(self, engine: FakeEngine, name: str, named: list[str] | None = None) -> None:
-        """Steps until it is named as sent, once. ``named``: by earlier ones."""
+        """Run steps until the request is named as sent, exactly once. ``named``: the names of earlier
+        steps.
+        """
         named = [] if named is None else named
 
         def is_named() -> bool:
@@ -67,7 +69,7 @@ class BlocksInUse(ConnectorSuite):
         assert named == [name], f"named as sent are {named}"
 
     def _note_sent(self, engine: FakeEngine, named: list[str]) -> None:
-        """A step of an engine that loads nothing."""
+        """Run a step that loads nothing, and record its names."""
         report = Call(lambda: engine.step([])).result()
         named.extend(sorted(report.finished_sending))
         assert not report.finished_recving, "nothing was loaded, and something is named as received"
@@ -75,7 +77,9 @@ class BlocksInUse(ConnectorSuite):
     # -- a consumer that is gone ---------------------------------------------------------------
 
     def _finished(self, prefill: FakeEngine) -> tuple[tuple[int, ...], bool, dict[str, Any] | None]:
-        """A prompt has been computed: its blocks, whether they are kept, and what its consumer is given."""
+        """Compute a prompt. Returns its blocks, whether they are kept, and the parameters for its
+        consumer.
+        """
         prompt = request_of("s", range(100))
         blocks = prefill.admit(prompt)
         Call(lambda: prefill.step([(prompt, blocks, 0, 100)])).result()
@@ -84,7 +88,9 @@ class BlocksInUse(ConnectorSuite):
     def _are_free_again(
         self, prefill: FakeEngine, blocks: tuple[int, ...], keeps: bool, named: list[str]
     ) -> None:
-        """The prompt is named if its blocks are kept. They are another's then, and a new consumer gets it."""
+        """If the blocks are kept, the prompt is named as sent. Another prompt can then use them and be
+        loaded.
+        """
         if keeps:
             self._wait_for(prefill, "s", named)
         prefill.cache.free(blocks)
@@ -132,7 +138,7 @@ class BlocksInUse(ConnectorSuite):
             child.send(params or {})
             asking = Call(child.recv)
 
-            def is_promised() -> bool:  # what is kept may need steps before it can be promised
+            def is_promised() -> bool:  # saved KV may need steps before it can be promised
                 self._note_sent(prefill, named)
                 return asking.ended
 
@@ -168,7 +174,7 @@ class BlocksInUse(ConnectorSuite):
         theirs = decode.admit(other)
         named: list[str] = []
 
-        def is_named() -> bool:  # beside a request that computes, so that there is a forward pass
+        def is_named() -> bool:  # with a request that computes, so that there is a forward pass
             report = Call(lambda: decode.step([(other, theirs, 0, 40)], order=order)).result()
             named.extend(sorted(report.finished_recving))
             return bool(named)
@@ -196,7 +202,7 @@ class BlocksInUse(ConnectorSuite):
                 decode.hear(reports[-1])
         received = [name for report in reports for name in report.finished_recving]
         keeps, _ = decode.finish(prompt, blocks, RequestEnd.ABORTED)
-        if not keeps:  # they are free: nothing may be written into them any more
+        if not keeps:  # they are free: nothing may write into them any more
             decode.cache.free(blocks)
         for report in () if is_heard else reports:
             decode.hear(report)
@@ -218,7 +224,7 @@ class BlocksInUse(ConnectorSuite):
 
 
 def _consume(parent: peers.Parent, suite_ref: Any, host: str, when: str) -> None:
-    """In a child: an engine that asks for a prompt, loads it perhaps, and lives until it is killed."""
+    """In a child: run an engine that asks for a prompt, may load it, and runs until it is killed."""
     suite = suite_from_ref(suite_ref)
     suite._host = host
     engine = FakeEngine(
@@ -231,7 +237,7 @@ def _consume(parent: peers.Parent, suite_ref: Any, host: str, when: str) -> None
     engine.worker.wait_until_ready(waits.patience_s)
     parent.send("met")
     params, found = parent.recv(timeout=None), 0
-    while not found:  # it may have been asked before its peer has stored anything
+    while not found:  # the first query may come before its peer has stored the prompt
         prompt = request_of(f"a{time.monotonic_ns()}", range(100), params=params)
         found, _ = engine.matched(prompt)
         if not found:

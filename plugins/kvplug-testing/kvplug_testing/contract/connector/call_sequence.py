@@ -1,4 +1,4 @@
-"""The order of calls: wherever a call may come it is right there, and a breach is named (law CONN-1)."""
+"""The order of calls: a connector accepts every allowed order and names a breach (law CONN-1)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _ORDERS = [
 
 
 class CallSequence(ConnectorSuite):
-    """Recorded orders, open places, and calls that come where none may."""
+    """Recorded orders, orders that the law leaves open, and calls that break the order."""
 
     @law("CONN-1", "CONN-2", "CONN-3", "CONN-5")
     @pytest.mark.parametrize(("record", "name"), RUNS)
@@ -75,7 +75,7 @@ class CallSequence(ConnectorSuite):
         tokens: tuple[int, ...],
         size: dict[str, Any],
     ) -> None:
-        """Nothing is a lawful promise where engines that do nothing else get no other for this prompt."""
+        """A promise of no tokens is allowed only if the same prompt alone gets no promise either."""
         self._host = ""
         prefill, decode = self.pair(background=run.is_async, **size)
         self.stored(prefill, tokens[: prompt.num_stored])
@@ -125,7 +125,7 @@ class CallSequence(ConnectorSuite):
 
     @law("CONN-1")
     def test_block_tables_are_looked_up_while_a_step_is_planned_and_not_later(self) -> None:
-        """The fake empties them then, as an engine that has moved on; and a consumer gets what it wants."""
+        """The fake engine empties block tables after planning; a consumer must still get the right KV."""
         prefill, decode = self.pair()
         prompt = request_of("s", range(100))
         _, params = Call(lambda: prefill.hand_off(prompt, chunk=16)).result()
@@ -190,7 +190,7 @@ class CallSequence(ConnectorSuite):
 
 
 class _Unregistered(FakeEngine):
-    """An engine that forgets to hand its cache over."""
+    """An engine that does not register its KV cache."""
 
     def _begin(self) -> None:
         self.scheduler.get_finished_count()

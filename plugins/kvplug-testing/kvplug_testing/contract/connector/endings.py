@@ -1,4 +1,4 @@
-"""Shutdown at any point, and peers that are gone (laws ALL-1, ALL-2, ALL-4, ALL-5 and ALL-7)."""
+"""Shutdown at any point, and dead peers (laws ALL-1, ALL-2, ALL-4, ALL-5 and ALL-7)."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ _POINTS = (
 
 
 class Endings(ConnectorSuite):
-    """One side, or both, or the peer, ends where a request happens to be."""
+    """One side, both sides or the peer end while a request is in any state."""
 
     def _go(self, decode: FakeEngine, point: str, params: Any) -> None:
-        """A request is taken as far as that, and no further."""
+        """Take a request up to this point."""
         worker, scheduler = decode.worker, decode.scheduler
         prompt = request_of("a", range(100), params=params)
         reached = _POINTS.index(point)
@@ -63,7 +63,7 @@ class Endings(ConnectorSuite):
                 decode.finish(prompt, blocks)
 
     def _end(self, engine: FakeEngine, is_worker_first: bool) -> None:
-        """Both sides, twice each, and each in time."""
+        """Shut down both sides, twice each; every call must end in time."""
         sides = [engine.worker, engine.scheduler] if is_worker_first else [engine.scheduler, engine.worker]
         for side in (*sides, *sides):
             Call(side.shutdown).result()
@@ -116,7 +116,7 @@ class Endings(ConnectorSuite):
     def _shut_down_while_it_waits(
         self, decode: FakeEngine, load: Callable[[threading.Event], Any], is_worker_first: bool
     ) -> Any:
-        """What ``load`` returned, if it did; that it raised one of kvplug's errors is as good."""
+        """The return value of ``load``, if any; it may also raise one of kvplug's errors."""
         with self.holding_up() as is_held:
             loading = Call(lambda: load(is_held))
             waits.until(lambda: is_held.is_set() or loading.ended, what="a load that is held up")
@@ -186,7 +186,9 @@ class Endings(ConnectorSuite):
         assert wrong <= report.invalid_block_ids, "its peer is gone, and it loaded something"
 
     def _computes_by_itself(self, decode: FakeEngine, prompt: Any, blocks: Any, found: int) -> None:
-        """What was promised does not come, which is said within the time that the config gives."""
+        """The promised KV does not arrive. The step reports that within ``timeout_s``, and the engine
+        computes it.
+        """
         began = time.monotonic()
         scheduled = [(prompt, blocks, found, 100 - found)]
         report = Call(lambda: decode.step(scheduled)).result(self.timeout_s + waits.patience_s)
@@ -222,7 +224,7 @@ class Endings(ConnectorSuite):
     @law("ALL-2", "ALL-5", "ALL-7", needs="other_processes")
     @pytest.mark.parametrize("when", ["promised", "loading", "half"])
     def test_a_peer_that_is_killed_is_a_reported_failure(self, when: str) -> None:
-        config = self.config_of("producer")  # takes the address
+        config = self.config_of("producer")  # reserves the address
         child = self.start(_produce, self.suite_ref(), config.host, dict(self.config))
         params = child.recv()
         if when == "half":
@@ -251,7 +253,7 @@ class Endings(ConnectorSuite):
 
 
 def _produce(parent: peers.Parent, suite_ref: Any, host: str, config: Any) -> None:
-    """In a child: an engine that has stored a prompt, and lives until it is killed."""
+    """In a child: run an engine that stores a prompt, and runs until it is killed."""
     suite = suite_from_ref(suite_ref)
     suite._host = host
     engine = FakeEngine(suite.config_of("producer"), make=suite.make_side, seed=1)

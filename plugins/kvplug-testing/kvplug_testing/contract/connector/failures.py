@@ -14,10 +14,10 @@ _NEEDING = pytest.mark.parametrize("drafts", [False, True], ids=["usual", "draft
 
 
 class Failures(ConnectorSuite):
-    """One load at a time, in either order of the end of a step."""
+    """One load at a time, with both orders of the calls at the end of a step."""
 
     def _is_reported(self, decode: FakeEngine, how: str, drafts: bool) -> None:
-        """The load of this engine's first prompt, made to fail."""
+        """Make the load of this engine's first prompt fail, and check that it is reported."""
         prompt = request_of("a", range(100), params=self._params)
         blocks, found, _ = self.promised(decode, prompt)
         with self.injecting_fault(how):
@@ -94,7 +94,7 @@ class Failures(ConnectorSuite):
         self.stored(engine, range(100))
         prompt = request_of("a", range(150))
         blocks, found, _ = self.promised(engine, prompt)
-        # It has a prefix cache: another prompt begins with the blocks that are being loaded.
+        # The engine has a prefix cache: another prompt begins with the blocks that are being loaded.
         sharing = request_of("sharing", [*range(found), *range(7000, 7024)])
         theirs = (*blocks[: found // engine.block_size], *engine.allocate(24))
         engine.scheduler.on_new_request(sharing)
@@ -103,7 +103,7 @@ class Failures(ConnectorSuite):
         second = engine.plan([(prompt, blocks, found + 24, 126 - found), (sharing, theirs, found, 24)])
         with self.injecting_fault():
             reports = [Call(lambda: engine.execute(first, order=order)).result()]
-            # The shorter one has all its tokens, so it ends before its engine has heard of any of this.
+            # The shorter request has all its tokens, so it ends before its engine sees the report.
             engine.finish(sharing, theirs)
             third = engine.plan([])
             reports += [self.run(engine.execute, step, order=order) for step in (second, third)]

@@ -1,4 +1,4 @@
-"""Pipes whose tensors do not arrive, or arrive changed, while a switch is on."""
+"""Pipes whose tensors fail, arrive changed or are delayed while a switch is on."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _SIGNAL_BYTES = 2048
-"""What is smaller is talk between the two ends, and is left alone when bits are flipped."""
+"""Smaller tensors are control messages between the two ends; ``"corrupt"`` does not change them."""
 
 _HELD_S = 10.0
-"""How long a receive that is held up waits where nothing is said."""
+"""How long a held receive waits if no timeout is given."""
 
 
 class FaultSwitch:
-    """What happens to what is received."""
+    """What happens to received tensors."""
 
     def __init__(self) -> None:
         self.how = ""
-        """``"fail"``, ``"corrupt"``, ``"hold"``, or nothing."""
+        """``"fail"``, ``"corrupt"``, ``"hold"``, or empty."""
         self.is_held = threading.Event()
-        """Something is being held up."""
+        """Set while a receive is held."""
         self.num_pipes = 0
         self.before_receiving: Callable[[int], object] = lambda number: None
-        """Called with the number of the tensor, from 0; talk between the ends is not counted."""
+        """Called with the number of the tensor, from 0; control messages are not counted."""
         self.num_received = 0
 
 
 class FaultInjectingPipe(Pipe):
-    """Another pipe, as the switch wants it."""
+    """A pipe around another one that follows the switch."""
 
     def __init__(self, pipe: Pipe, switch: FaultSwitch) -> None:
         self._pipe, self._switch = pipe, switch
@@ -70,11 +70,11 @@ class FaultInjectingPipe(Pipe):
         return found
 
     def _hold(self, deadline: Deadline) -> None:
-        """Wait as a receive does whose tensor has come in part.
+        """Wait as a receive does whose tensor has arrived only in part.
 
         Raises:
-            ClosedError: this end was closed meanwhile.
-            TimeoutError: the rest did not come in time.
+            ClosedError: this end was closed during the wait.
+            TimeoutError: the rest did not arrive in time.
         """
         while self._switch.how == "hold":
             self._switch.is_held.set()

@@ -1,4 +1,4 @@
-"""Requests that lose their blocks: nothing reads or writes those any more (laws CONN-4 and CONN-5)."""
+"""Preempted requests: their former blocks are neither read nor written any more (laws CONN-4 and CONN-5)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _PREEMPTED = frozenset({"a"})
 
 
 class Preemption(ConnectorSuite):
-    """An engine that takes a request's blocks away, and does not reuse them."""
+    """An engine that preempts a request, and does not reuse its blocks."""
 
     @law("CONN-4", "CONN-5")
     def test_what_is_preempted_before_a_step_was_told_of_its_load_is_not_loaded(self) -> None:
@@ -52,7 +52,7 @@ class Preemption(ConnectorSuite):
 
     @staticmethod
     def _preempt(decode: FakeEngine, blocks: tuple[int, ...]) -> None:
-        """Its blocks are free as soon as the worker side has heard of it."""
+        """Preempt a request. Its blocks are free as soon as the worker side knows of it."""
         Call(lambda: decode.worker.handle_preemptions(_PREEMPTED)).result()
         decode.cache.free(blocks)
 
@@ -65,7 +65,9 @@ class Preemption(ConnectorSuite):
         named: int = 0,
         is_async: bool = False,
     ) -> None:
-        """In that step and the next ones. ``named``: how often it was named as received before."""
+        """The blocks stay unchanged in that step and the next ones. ``named``: how often the request was
+        named as received before.
+        """
         reports: list[Any] = [
             Call(lambda: decode.execute(attrs.evolve(planned, preempted=frozenset()))).result()
         ]
@@ -82,7 +84,7 @@ class Preemption(ConnectorSuite):
         assert not invalid, f"blocks {sorted(invalid)} are reported, which a had before it was preempted"
 
     def _comes_again(self, decode: FakeEngine, prompt: Any) -> None:
-        """Into other blocks, from the beginning."""
+        """The request is scheduled again, with other blocks, from its first token."""
         prompt = attrs.evolve(prompt, generation=1)
         found, _ = Call(lambda: decode.ask(prompt)).result()
         assert found, "nothing is promised to a request that was preempted before its load"

@@ -23,9 +23,9 @@ _CASES = [
     (range(100), range(64), 64),  # longer
     (range(64), range(64), 64),  # equal
     (range(70), range(100), 64),  # ends inside a block
-    (range(15), range(100), 0),  # under a block
+    (range(15), range(100), 0),  # less than a block
     (range(100), range(15), 0),
-    ([*range(40), 7, 7, 7], [*range(40), 8, 8, 8], 32),  # they part inside a block
+    ([*range(40), 7, 7, 7], [*range(40), 8, 8, 8], 32),  # they differ inside a block
     ([1, 2, 120001] * 20, [1, 2, 120002] * 20, 0),  # ids that a tolerance would confuse
 ]
 
@@ -40,7 +40,7 @@ class Promises(ConnectorSuite):
     ) -> None:
         layout: dict[str, Any] = {"axes": axes, "block_size": block_size, "block_format": block_format}
         prefill, decode = self.pair(**layout)
-        # A third prompt is between the two, so that block tables are no plain ranges.
+        # A third prompt lies between the two, so that block tables are not plain ranges.
         params = [
             self.stored(prefill, range(1000 * n, 1000 * n + count), f"stored{n}")
             for n, count in enumerate((100, 7, 90))

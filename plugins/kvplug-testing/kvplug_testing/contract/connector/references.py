@@ -1,4 +1,4 @@
-"""References that travel through clients' requests, good ones and others (laws REF-1 and REF-2)."""
+"""References that travel through clients' requests, valid and invalid ones (laws REF-1 and REF-2)."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def dialled() -> Iterator[list[Any]]:
     """Addresses that this process connects to while the block runs."""
     global _is_listening
     if not _is_listening:
-        sys.addaudithook(_hear)  # for ever: it cannot be taken away
+        sys.addaudithook(_hear)  # an audit hook cannot be removed
         _is_listening = True
     found: list[Any] = []
     _dialled.append(found)
@@ -45,7 +45,7 @@ def dialled() -> Iterator[list[Any]]:
 
 
 def leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Every value within that holds no others, and how to get there."""
+    """Every leaf value inside, with its path."""
     if isinstance(value, dict):
         for key, each in value.items():
             yield from leaves(each, (*path, key))
@@ -57,7 +57,7 @@ def leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
 
 
 def with_leaf(params: Any, path: Path, value: Any) -> Any:
-    """The same with another value there."""
+    """A copy with another value at this path."""
     made = copy.deepcopy(params)
     at = made
     for step in path[:-1]:
@@ -69,7 +69,7 @@ def with_leaf(params: Any, path: Path, value: Any) -> Any:
 
 
 def forged(value: Any) -> Iterator[Any]:
-    """Other values, each near to this one, and some that have no business there."""
+    """Values close to this one, and values of the wrong type."""
     if isinstance(value, bool):
         yield not value
     elif isinstance(value, int):
@@ -90,7 +90,7 @@ def forged(value: Any) -> Iterator[Any]:
 
 
 class References(ConnectorSuite):
-    """A reference that is good, and everything that it is not."""
+    """A valid reference, and changed copies of it."""
 
     def _lent(self, **consumer: Any) -> tuple[FakeEngine, FakeEngine, dict[str, Any]]:
         prefill, decode = self.pair(num_blocks=64, consumer=consumer)

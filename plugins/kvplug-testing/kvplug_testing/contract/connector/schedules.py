@@ -1,4 +1,4 @@
-"""Random schedules: whatever an engine may do, its KV is right (laws CONN-2 to CONN-7)."""
+"""Random schedules: the KV is right after any allowed actions of an engine (laws CONN-2 to CONN-7)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ QUICK, _FULL = range(4), range(4, 60)
 
 
 def arrivals(chance: random.Random, name: str, count: int, first: int = 0) -> list[Arrival]:
-    """Requests whose prompts begin alike, and some of which end before they are done."""
+    """Requests whose prompts share prefixes. Some are aborted early."""
     made = []
     for number in range(first, first + count):
         start, common = chance.choice([0, 1000]), chance.choice([48, 96, 100])
@@ -39,12 +39,12 @@ def arrivals(chance: random.Random, name: str, count: int, first: int = 0) -> li
 
 
 def scheduled(fake: FakeEngine, chance: random.Random, **given: Any) -> Schedule:
-    """A schedule of some engine: how far it plans ahead, and whether it drafts, is chance."""
+    """A schedule with a random number of steps planned ahead, and with or without draft tokens."""
     return Schedule(fake, chance, depth=chance.choice([1, 2, 2, 4]), drafts=chance.random() < 0.3, **given)
 
 
 class Schedules(ConnectorSuite):
-    """Seeds, each an engine's life; all its promises are held against the connector after each move."""
+    """Each seed is one random schedule; every promise of the connector is checked after each action."""
 
     # -- a producer and a consumer ---------------------------------------------------------------
 
@@ -61,7 +61,7 @@ class Schedules(ConnectorSuite):
         coming = arrivals(chance, "p", 8)
         ours.submit(*coming)
         Call(ours.run).result(4 * waits.patience_s)
-        # The consumer's requests: some are the producer's, with what it handed them; some only begin alike.
+        # The consumer's requests: some repeat the producer's, with its parameters; some only share a prefix.
         again = [self._again(each, params.get((each.extra, each.prompt))) for each in coming]
         chance.shuffle(again)
         ours.submit(*arrivals(chance, "p", 4, first=100))
@@ -71,7 +71,7 @@ class Schedules(ConnectorSuite):
         return theirs
 
     def _scheduled(self, fake: FakeEngine, chance: random.Random, spoils: bool) -> Schedule:
-        """``spoils``: the first load fails, and some of those that follow."""
+        """``spoils``: the first load fails, and some later ones."""
 
         def before_step() -> None:
             if spoils:
@@ -135,14 +135,14 @@ class Schedules(ConnectorSuite):
         chance = random.Random(seed)
         fake = self.both(num_blocks=96, background=background)
         schedule = self._scheduled(fake, chance, spoils)
-        for first in (0, 1000):  # there is something to load from the beginning
+        for first in (0, 1000):  # so that there is KV to load from the beginning
             self.stored(fake, range(first, first + 96), f"stored{first}")
         self._forget_blocks(fake, schedule)
         coming = arrivals(chance, "r", 16)
         schedule.submit(*coming)
         Call(schedule.run).result(4 * waits.patience_s)
         self.inject_fault("")
-        # Whatever it has saved meanwhile is right: another request gets it.
+        # KV that it has saved in the meantime is right: another request loads it.
         fresh = scheduled(fake, chance)
         fresh.submit(*(self._again(each, None) for each in coming))
         Call(fresh.run).result(4 * waits.patience_s)
@@ -150,7 +150,7 @@ class Schedules(ConnectorSuite):
 
     @staticmethod
     def _forget_blocks(fake: FakeEngine, schedule: Schedule) -> None:
-        """The blocks of prompts that are done are for others."""
+        """Free the blocks of finished prompts for other requests."""
         known = set(fake.free_blocks)
         for block in range(fake.cache.num_blocks):
             if block not in known:
@@ -172,13 +172,13 @@ class Schedules(ConnectorSuite):
     def test_whatever_fails_for_long_with_steps_in_flight_nothing_wrong_is_saved(self, seed: int) -> None:
         self._run_both(5000 + seed, spoils=True)
 
-    # -- forgetting ------------------------------------------------------------------------------
+    # -- resets ----------------------------------------------------------------------------------
 
     def _run_resets(self, seed: int) -> None:
         chance = random.Random(seed)
         fake = self.both(num_blocks=128)
         schedule = scheduled(fake, chance)
-        schedule.audit.must_arrive = False  # what was promised before may have been forgotten since
+        schedule.audit.must_arrive = False  # the reset may have removed KV that was promised before
         schedule.submit(*arrivals(chance, "r", 10))
 
         def run() -> bool:
@@ -195,7 +195,7 @@ class Schedules(ConnectorSuite):
         if not Call(run).result(4 * waits.patience_s):
             pytest.skip(f"{self.called} says that it cannot forget: reset_cache returned false")
         schedule.audit.must_arrive = True
-        # Those that come now see nothing old: each of their tokens is checked.
+        # New requests must not load old KV: each of their tokens is checked.
         fresh = scheduled(fake, chance)
         fresh.submit(*arrivals(chance, "fresh", 8, first=900))
         Call(fresh.run).result(4 * waits.patience_s)
@@ -237,7 +237,7 @@ class Schedules(ConnectorSuite):
         engine.hear(engine.execute(planned[0]))
         if Call(engine.scheduler.reset_cache).result() is not True:
             pytest.skip(f"{self.called} says that it cannot forget: reset_cache returned false")
-        engine.hear(engine.execute(planned[1]))  # a step that was under way
+        engine.hear(engine.execute(planned[1]))  # a step that was planned before
         engine.weights = 1
         engine.step([(prompt, blocks, 70, 30)])
         engine.finish(prompt, blocks)

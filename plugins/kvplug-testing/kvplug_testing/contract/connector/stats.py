@@ -1,4 +1,4 @@
-"""What a connector counts adds up (law CONN-8)."""
+"""A connector's stats are correct (law CONN-8)."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from kvplug_testing.waits import Call
 
 
 def done(figures: Mapping[str, Any] | None, op: str) -> int:
-    """How many of an operation succeeded."""
+    """How many transfers of this operation succeeded."""
     return int((figures or {}).get("ops", {}).get(op, {}).get("count", 0))
 
 
 def failed(figures: Mapping[str, Any] | None, op: str) -> int:
-    """How many of an operation failed, for whatever reason."""
+    """How many transfers of this operation failed, for any reason."""
     return sum((figures or {}).get("failures", {}).get(op, {}).values())
 
 
 class Stats(ConnectorSuite):
-    """Loads that are made and made to fail, and what is said of them afterwards."""
+    """The stats after successful and failed loads."""
 
     @staticmethod
     def _said(engine: FakeEngine) -> Any:
@@ -47,7 +47,7 @@ class Stats(ConnectorSuite):
         assert loaded["tokens"] == num_tokens, f"{num_tokens} tokens were loaded: {loaded}"
         assert loaded["bytes"] == num_tokens * KV_OF_A_TOKEN, f"{num_tokens} tokens were loaded: {loaded}"
         assert sum(loaded["buckets"]) == 3, f"3 loads have 3 durations: {loaded}"
-        late = self._said(decode)  # talk on its pipes may have come after the last load
+        late = self._said(decode)  # messages on its pipes may arrive after the last load
         assert not done(late, "load") + failed(late, "load"), f"nothing was loaded since, and said is {late}"
 
     @law("CONN-8", "ALL-5")
@@ -91,7 +91,7 @@ class Stats(ConnectorSuite):
         for number in range(3):
             tokens = range(1000 * number, 1000 * number + 96)
             params = self.stored(prefill, tokens, f"s{number}")
-            # Another engine that can load it shows that it was saved, wherever saving runs.
+            # Another engine loads it, which shows that the save is done, whichever thread saves.
             prompt = request_of(f"r{number}", tokens, params=params)
             self.promised(decode, prompt)
         said = self._said(prefill)

@@ -29,11 +29,11 @@ _numbers = itertools.count(1)
 
 BLOCK = 16
 KV_OF_A_TOKEN = 2 * 3 * 2 * 8 * 4
-"""Bytes, in the fake's cache as it is made here: keys and values, layers, heads, elements, float32."""
+"""Bytes of a token in the fake engine's cache: keys and values, layers, heads, elements, float32."""
 
 
 class _Overriding:
-    """The installed plugins, and a suite's own factories in the place of one connector's."""
+    """A registry in which the suite's factories replace those of one connector."""
 
     def __init__(self, suite: ConnectorSuite, registry: Registry) -> None:
         self._suite, self._registry = suite, registry
@@ -50,7 +50,7 @@ class _Overriding:
 
 
 class _Own:
-    """A spec with other factories."""
+    """A spec with the suite's factories."""
 
     def __init__(self, spec: ConnectorSpec, suite: ConnectorSuite) -> None:
         self._spec, self._suite = spec, suite
@@ -66,7 +66,7 @@ class _Own:
 
 
 class ConnectorSuite(Contract):
-    """What is judged, and how its engines are made. The class attributes are an author's to set."""
+    """The subject, and how its engines are made. Authors set the class attributes."""
 
     kind: ClassVar[Kind] = Kind.CONNECTOR
     _named_by: ClassVar[str] = "connector"
@@ -97,7 +97,7 @@ class ConnectorSuite(Contract):
             cls.connector = cls.transport
 
     def warm_up(self) -> None:
-        """torch's own threads are made by its first large operation, and stay."""
+        """Run one large operation: torch starts its threads then and keeps them."""
         import torch
 
         torch.ones(1 << 20).add_(1)
@@ -110,7 +110,7 @@ class ConnectorSuite(Contract):
     # -- engines -------------------------------------------------------------------------------
 
     def config_of(self, role: str, *, background: bool = False, **more: Any) -> Config:
-        """Of one engine. All engines of one test have one address."""
+        """The config of one engine. All engines of one test share an address."""
         self.installed()
         self._host = self._host or f"unix:@kvplug-judged-{os.getpid()}-{next(_numbers)}"
         given = {**self.config, **more}
@@ -131,7 +131,7 @@ class ConnectorSuite(Contract):
     def engine(
         self, role: str, *, background: bool = False, config: Mapping[str, Any] | None = None, **given: Any
     ) -> FakeEngine:
-        """An engine of this process, which ends with the test. ``given``: arguments of the fake."""
+        """An engine in this process, which ends with the test. ``given``: arguments of the fake engine."""
         made = Call(
             lambda: FakeEngine(
                 self.config_of(role, background=background, **(config or {})),
@@ -145,7 +145,7 @@ class ConnectorSuite(Contract):
         return made
 
     def shut(self, engine: FakeEngine) -> None:
-        """Both sides are shut down, in time."""
+        """Shut down both sides; both calls must end in time."""
         Call(engine.scheduler.shutdown).result()
         Call(engine.worker.shutdown).result()
 
@@ -157,37 +157,39 @@ class ConnectorSuite(Contract):
         consumer: Mapping[str, Any] | None = None,
         **given: Any,
     ) -> tuple[FakeEngine, FakeEngine]:
-        """An engine that produces and one that consumes, and that know each other."""
+        """A connected producer engine and consumer engine."""
         prefill = self.engine("producer", **{"seed": 1, **given, **(producer or {})})
         decode = self.engine("consumer", background=background, **{"seed": 2, **given, **(consumer or {})})
         self.meet(decode)
         return prefill, decode
 
     def meet(self, decode: FakeEngine) -> None:
-        """It has found its peer."""
+        """Wait until the consumer has found its peer."""
         Call(lambda: decode.scheduler.wait_until_ready(waits.patience_s)).result()
         Call(lambda: decode.worker.wait_until_ready(waits.patience_s)).result()
 
     def both(self, **given: Any) -> FakeEngine:
-        """An engine that loads what it has saved itself."""
+        """An engine in the role "both": it loads KV that it has saved."""
         return self.engine("both", **{"num_blocks": 256, **given})
 
     # -- requests ------------------------------------------------------------------------------
 
     @staticmethod
     def run(call: Callable[..., Any], *args: Any, within: float | None = None, **given: Any) -> Any:
-        """What the call returns, which must come in time."""
+        """The call's return value; it must return in time."""
         return Call(functools.partial(call, *args, **given)).result(within)
 
     def stored(self, engine: FakeEngine, tokens: Any, name: str = "stored", **given: Any) -> dict[str, Any]:
-        """A prompt is computed, handed off and done with. What a request that wants it carries along."""
+        """Compute a prompt, hand it off and finish it. Returns the ``kv_transfer_params`` for loading it."""
         _, params = Call(lambda: engine.hand_off(request_of(name, tokens, **given))).result()
         return params or {}
 
     def promised(
         self, engine: FakeEngine, request: Request, num_computed: int = 0
     ) -> tuple[tuple[int, ...], int, bool]:
-        """It comes in, and is promised something: its blocks, how many tokens, whether in the background."""
+        """Start a request that is promised tokens. Returns its blocks, the number of tokens, and whether
+        they load in the background.
+        """
         found, is_async = Call(lambda: engine.matched(request, num_computed)).result()
         assert found > 0, f"nothing is promised to {request.request_id}, though its tokens were stored"
         blocks = engine.allocate(len(request.token_ids))
@@ -195,7 +197,7 @@ class ConnectorSuite(Contract):
         return blocks, found, is_async
 
     def run_until_named(self, engine: FakeEngine, name: str) -> list[Any]:
-        """Steps without requests, until one names this request as received. Their reports."""
+        """Run steps without requests until one names this request as received. Returns their reports."""
         reports: list[Any] = []
 
         def is_named() -> bool:
@@ -209,7 +211,7 @@ class ConnectorSuite(Contract):
 
     @property
     def switch(self) -> FaultSwitch:
-        """What happens to tensors that an engine of this test receives."""
+        """The switch for faults of tensors that engines of this test receive."""
         if self._switch is None:
             self._switch = FaultSwitch()
         return self._switch
@@ -224,7 +226,7 @@ class ConnectorSuite(Contract):
 
     @contextmanager
     def injecting_fault(self, how: str = "fail") -> Iterator[None]:
-        """While the block runs."""
+        """Like :meth:`inject_fault`, while the block runs."""
         self.inject_fault(how)
         try:
             yield
@@ -246,7 +248,7 @@ class ConnectorSuite(Contract):
             self.switch.how = ""
 
     def skip_unless_injected(self) -> None:
-        """A load was to fail. Skip the test if none can have."""
+        """Skip the test if no load can have failed."""
         if type(self).inject_fault is ConnectorSuite.inject_fault and not self.switch.num_pipes:
             pytest.skip(
                 f"no load of {self.called} crosses a pipe: no fault was injected (override inject_fault)"

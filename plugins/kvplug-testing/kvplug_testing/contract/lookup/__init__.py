@@ -18,7 +18,7 @@ from kvplug_testing.contract.lookup.taking import Taking
 class LookupBufferContract(
     Processes, Endings, Cost, Events, Clearing, Capacity, Taking, Reading, Matching, Contents, Keys
 ):
-    """Judges a transport of kind "lookup buffer" by the laws ALL and LOOKUP.
+    """Checks a transport of kind "lookup buffer" against the laws ALL and LOOKUP.
 
     A test file for an installed transport is this::
 
@@ -27,5 +27,6 @@ class LookupBufferContract(
         class TestMine(LookupBufferContract):
             transport = "mine"
 
-    What it may set or override is in :class:`~kvplug_testing.contract.lookup.suite.LookupSuite`.
+    All attributes and methods that it may set or override are in
+    :class:`~kvplug_testing.contract.lookup.suite.LookupSuite`.
     """

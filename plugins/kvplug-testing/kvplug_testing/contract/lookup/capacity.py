@@ -1,4 +1,4 @@
-"""The budget (law LOOKUP-5): an insert waits for capacity or is refused; removed entries free their bytes."""
+"""The capacity (law LOOKUP-5): an insert waits for free bytes or is refused; removed entries free theirs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from kvplug_testing.waits import Call, raises
 
 
 class Capacity(LookupSuite):
-    """Budgets for a few entries."""
+    """Stores with capacity for a few entries."""
 
     @law("LOOKUP-5")
     @at_both_ends

@@ -25,7 +25,7 @@ from kvplug_testing.waits import Call, raises
 
 
 class Clearing(LookupSuite):
-    """A store that is emptied while others put in, read, take and wait."""
+    """``clear`` while other calls insert, read, take and wait."""
 
     @law("LOOKUP-8")
     @at_both_ends
@@ -44,7 +44,7 @@ class Clearing(LookupSuite):
         assert Call(store.clear).result() == 0
         puts = [sized([1, number]) for number in range(3)]
         for put in puts:
-            inserted(store, put)  # there is room for all again
+            inserted(store, put)  # all of them fit again
         assert heard.is_complete
         assert not unlike(puts[0], taken(buffer, [1]))
 
@@ -83,7 +83,7 @@ class Clearing(LookupSuite):
         missed(store, None, timeout=0.2)
         assert matched(buffer, [1, 2, 3]) == 0, "a cleared entry came back when its reader was done"
         assert not heard.held, "a cleared entry was announced again when its reader was done"
-        inserted(store, sized([4]))  # its bytes are given back
+        inserted(store, sized([4]))  # its bytes are free again
 
     @law("LOOKUP-8")
     def test_who_is_taking_an_entry_gets_it(self) -> None:
@@ -92,7 +92,7 @@ class Clearing(LookupSuite):
         Call(store.clear).result()
         taking.data_pipe.resume()
         assert not unlike(taking.put, taking.call.result())
-        inserted(store, sized([4]))  # its bytes are given back
+        inserted(store, sized([4]))  # its bytes are free again
 
     @law("LOOKUP-8")
     def test_where_the_taking_fails_a_cleared_entry_is_not_put_up_again(self) -> None:
@@ -110,7 +110,7 @@ class Clearing(LookupSuite):
             assert matched(store, [1, 2, 3]) == 0, f"a cleared entry came back when {how}"
             assert not heard.held, f"a cleared entry was announced again when {how}"
             put = sized([4])
-            inserted(store, put)  # its bytes are given back
+            inserted(store, put)  # its bytes are free again
             assert not unlike(put, taken(store, [4]))
 
     @law("LOOKUP-8", "LOOKUP-4")
@@ -152,7 +152,7 @@ class Clearing(LookupSuite):
                 except EntryGoneError:
                     continue
                 then = got.header.metadata["clears"]
-                if then < before - 1:  # the last one may not have said so yet when that insert began
+                if then < before - 1:  # cleared[0] grows only after clear() returns
                     return f"after {before} clears an entry was read that was put in after {then}"
             return ""
 
@@ -178,7 +178,7 @@ class Clearing(LookupSuite):
 
 
 class Events(LookupSuite):
-    """What listeners are told."""
+    """The events that listeners receive."""
 
     @law("LOOKUP-9")
     @at_both_ends

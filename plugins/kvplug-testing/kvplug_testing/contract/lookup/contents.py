@@ -1,4 +1,4 @@
-"""The content of entries (LOOKUP-2): every part and every bit is returned, as a copy."""
+"""The content of entries (law LOOKUP-2): every part is returned bit by bit, as a copy."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _PARTS = [("key",), ("value",), ("hidden",), ("key", "value"), ("key", "value", 
 
 
 class Contents(LookupSuite):
-    """One entry at a time, taken and read."""
+    """One entry at a time, with ``drop_select`` and ``select``."""
 
     @law("LOOKUP-2")
     @at_both_ends

@@ -1,8 +1,8 @@
-"""What finding costs (law LOOKUP-6): it grows with the prompt, not with the number of entries.
+"""The cost of a search (law LOOKUP-6): it grows with the prompt, not with the number of entries.
 
-A law about growth, not about speed. Processor time with 100 and with 10,000 entries is compared, on one
-machine and within seconds: where every entry is looked at it grows a hundredfold, where none is it hardly
-grows, and ten is far from both.
+The law is about growth, not speed. The test compares CPU time with 100 and with 10,000 entries, on one
+machine and within seconds. A linear search costs a hundred times more, an index hardly more; the limit of ten
+is far from both.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _LENGTH = 24
 
 
 def _tokens(number: int) -> list[int]:
-    """Of equal length, half of it the same for all, so that every entry is nearly what is asked for."""
+    """Tokens of equal length; the first half is the same for all, so that every entry nearly matches."""
     return [*range(_LENGTH // 2), *(1000 * (number + 1) + place for place in range(_LENGTH // 2))]
 
 
@@ -49,7 +49,7 @@ FINDS = {"match": _match, "select": _select, "drop_select": _drop_select}
 
 
 class Cost(LookupSuite):
-    """At the end that holds the entries: there they are found for both."""
+    """Measured at the end that holds the entries, which searches for both ends."""
 
     @law("LOOKUP-6", timeout_s=120)
     def test_finding_does_not_cost_more_where_more_is_held(self) -> None:

@@ -1,4 +1,4 @@
-"""The end of both ends: by close, by abort, while calls are blocked, and in a forked child."""
+"""How both ends end: by close, by abort, while calls are blocked, and in a forked child."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ at_once_and_politely = pytest.mark.parametrize("verb", ["close", "abort"])
 
 
 def calls_of(buffer: LookupBuffer) -> dict[str, Callable[[], Any]]:
-    """Every call of an end."""
+    """All calls of an end, by name."""
     put = entry([1])
     calls: dict[str, Callable[[], Any]] = {
         "insert": lambda: insert(buffer, put),
@@ -52,7 +52,7 @@ def all_raise(kind: type[BaseException], buffer: LookupBuffer) -> None:
 
 
 def is_lost(buffer: LookupBuffer) -> bool:
-    """A call, since it changes between two looks."""
+    """Whether the store is lost. A function, since mypy assumes that an attribute does not change."""
     return buffer.is_lost
 
 
@@ -147,7 +147,7 @@ class Endings(LookupSuite):
         closing = Call(lambda: store.close(timeout=SOON_S)).end()
         assert closing.error is None, f"close raised {closing.error!r}"
         reading.data_pipe.resume()
-        # All of the entry may have been on its way already, and arrive before the end does.
+        # The whole entry may already be in flight, and arrive before the news of the end.
         call = reading.call.end()
         assert isinstance(call.error, KvplugError) or call.error is None, repr(call.error)
         assert call.error is not None or not unlike(reading.put, call.value)
@@ -245,7 +245,7 @@ class Endings(LookupSuite):
 
     @law("ALL-7", level="full", timeout_s=600)
     def test_a_thousand_of_them_leave_no_memory_either(self) -> None:
-        for number in range(100):  # what is made once is made
+        for number in range(100):  # the first rounds create everything that is created once
             self._come_and_go(number)
         before = _resident_bytes()
         for number in range(1000):
@@ -271,7 +271,7 @@ class Endings(LookupSuite):
                 end.abort()
 
     def _bare_pair(self) -> Any:
-        """A pair that nothing but the two ends keeps."""
+        """A pair of pipes that only the two ends reference."""
         from kvplug_testing.contract.lookup.suite import pipe_endpoint
 
         end = pipe_endpoint(self.pipes, self.timeout_s, self.data_pipe_options)
@@ -284,7 +284,7 @@ class Endings(LookupSuite):
 
 
 def _what_a_child_finds(buffer: LookupBuffer) -> str:
-    """Bare calls: a forked child has no other threads, and makes none."""
+    """What calls raise in a forked child. It starts no threads."""
     for name, call in calls_of(buffer).items():
         try:
             call()
@@ -299,7 +299,7 @@ def _what_a_child_finds(buffer: LookupBuffer) -> str:
 
 
 def _in_a_fork(look: Callable[[], str]) -> str:
-    """What ``look`` says in a forked child of this process, which has to say it in time."""
+    """The result of ``look`` in a forked child of this process, which must return in time."""
     ours, theirs = os.pipe()
     pid = os.fork()
     if pid == 0:

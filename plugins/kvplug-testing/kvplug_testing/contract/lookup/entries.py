@@ -1,4 +1,4 @@
-"""Entries whose every part tells which entry it is of, and what is wrong with one that came out."""
+"""Entries with unique content in every part, and a comparison with returned entries."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvplug.transport.lookup import Entry, EntryHeader
 
 KIB = 1 << 10
 SIZED = 32 * KIB
-"""Bytes of a :func:`sized` entry, but for its keys, values, tokens, roi and what a buffer keeps of it."""
+"""Bytes of a :func:`sized` entry, without its keys, values, tokens, roi and the buffer's own data."""
 _OVERHEAD = 3 * KIB
 
 _tags = itertools.count(1)
@@ -22,7 +22,7 @@ _tags = itertools.count(1)
 
 @attrs.frozen(kw_only=True, eq=False)
 class Put:
-    """What is put in, and must come out as it is."""
+    """An inserted entry, which must be returned unchanged."""
 
     tokens: Sequence[int]
     roi: Sequence[bool] | None = None
@@ -49,7 +49,7 @@ def entry(
     hidden: int = 6,
     without: Sequence[str] = (),
 ) -> Put:
-    """One of its own: no two have a tensor in common.
+    """A unique entry: no two entries share a tensor's content.
 
     Args:
         hidden: elements of the hidden states.
@@ -66,17 +66,17 @@ def entry(
 
 
 def sized(tokens: Sequence[int], **given: Any) -> Put:
-    """An entry of about :data:`SIZED` bytes, for budgets (:func:`capacity_for`). At most 8 tokens."""
+    """An entry of about :data:`SIZED` bytes, for :func:`capacity_for`. At most 8 tokens."""
     return entry(tokens, hidden=SIZED // 4, **given)
 
 
 def capacity_for(count: int) -> int:
-    """A budget for ``count`` sized entries and not one more. At most 8."""
+    """A capacity for ``count`` sized entries and not one more. At most 8."""
     return count * (SIZED + _OVERHEAD)
 
 
 def random_tensor(dtype: str, shape: tuple[int, ...], seed: int) -> Any:
-    """Of random bits; ``bool`` holds 0 and 1 only."""
+    """A tensor of random bits; ``bool`` holds only 0 and 1."""
     import torch
 
     meta = TensorMeta(dtype=dtype, shape=shape)
@@ -90,10 +90,10 @@ def random_tensor(dtype: str, shape: tuple[int, ...], seed: int) -> Any:
 
 
 def unlike(put: Put, got: Entry, *, without: Sequence[str] = ()) -> str:
-    """What of an entry that came out is not as it was put in, in words; empty if all is.
+    """A description of how a returned entry differs from the inserted one; empty if it is equal.
 
     Args:
-        without: names of parts that went elsewhere (to a sink), and must be ``None``.
+        without: names of parts that a sink received, and that must be ``None``.
     """
     header = got.header
     mask = [True] * len(put.tokens) if put.roi is None else list(put.roi)
@@ -117,7 +117,7 @@ def unlike(put: Put, got: Entry, *, without: Sequence[str] = ()) -> str:
 
 
 def difference(name: str, put: Any, got: Any) -> str:
-    """What is not as it was of one tensor, in words; empty if all is."""
+    """A description of how one part differs; empty if it is equal."""
     if put is None or got is None:
         return "" if put is got else f"{name} is {_brief(got)} and was {_brief(put)}"
     if meta_of(put) != meta_of(got):
@@ -136,7 +136,7 @@ def _said(name: str, put: Any, got: Any) -> str:
 
 
 class Sink:
-    """Keeps a copy of each layer. May be told to wait, or to raise, at ``"begin"`` or at a layer."""
+    """Keeps a copy of each layer. It can wait or raise at ``"begin"`` or at a layer."""
 
     def __init__(self, wait_at: Any = None, raise_at: Any = None) -> None:
         self.headers: list[EntryHeader] = []
@@ -161,7 +161,7 @@ class Sink:
             raise SinkError(f"the sink does not want it ({place})")
 
     def unlike(self, put: Put) -> str:
-        """What of the layers is not as it was put in, in words."""
+        """A description of how the layers differ from the inserted ones; empty if they are equal."""
         count = 0 if put.key is None else put.key.shape[0]
         if [index for index, *_ in self.layers] != list(range(count)):
             return f"the layers {[index for index, *_ in self.layers]} came, of {count}"
@@ -175,4 +175,4 @@ class Sink:
 
 
 class SinkError(Exception):
-    """What a sink of a test raises."""
+    """The error that a test's sink raises."""

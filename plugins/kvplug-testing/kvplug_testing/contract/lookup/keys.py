@@ -23,7 +23,7 @@ from kvplug_testing.waits import Call, raises
 
 _M61 = (1 << 61) - 1
 NEIGHBOURS = [
-    (120001, 120002),  # a tolerance of one in a hundred thousand is no tolerance
+    (120001, 120002),  # equal with a relative tolerance of 1e-5
     (120001, 120000),
     ((1 << 31) + 1, (1 << 31) + 2),
     ((1 << 31) + 1, 1 - (1 << 31)),  # the same lower 32 bits
@@ -32,11 +32,11 @@ NEIGHBOURS = [
     (16777217, 16777216),  # equal as floats of 32 bits
 ]
 EQUAL_HASHES = [(-1, -2), (4, 4 + _M61), (0, _M61), (11 + _M61, 11)]
-"""Different integers for which Python's own hash is the same."""
+"""Different integers with the same hash in Python."""
 
 
 def given_as(kind: str, tokens: list[int]) -> Any:
-    """Token ids in each of the forms that a caller may use."""
+    """Token ids in one of the forms that a caller may use."""
     if kind == "list":
         return tokens
     if kind == "tuple":
@@ -54,7 +54,7 @@ FORMS = ["list", "tuple", "array", "tensor", "tensor of int32"]
 
 
 class Keys(LookupSuite):
-    """One entry, and queries that are nearly its own."""
+    """One entry, and queries that nearly equal its key."""
 
     @law("LOOKUP-1")
     @at_both_ends

@@ -1,4 +1,6 @@
-"""Random calls of a lookup buffer, each held against the slow model. Hypothesis makes and shrinks them."""
+"""Random calls of a lookup buffer, each compared with the slow model. Hypothesis generates and shrinks
+them.
+"""
 
 # A type checker may run without hypothesis; then its decorators have no type.
 # mypy: disallow-untyped-decorators=False
@@ -24,7 +26,7 @@ from kvplug_testing.contract.lookup.suite import insert, inserted, matched, miss
 from kvplug_testing.waits import raises
 
 CAPACITY = 5
-# Few, so that keys collide and are each other's prefixes; neighbours, so that a tolerance shows.
+# Few values, so that keys are often equal or prefixes; close values, so that a tolerance is detected.
 _token = st.sampled_from([1, 2, 120001, 120002, (1 << 31) + 1])
 _extra = st.sampled_from([b"", b"a"])
 _min_tokens = st.integers(1, 3)
@@ -45,7 +47,7 @@ def _under(tokens: list[int], roi: list[bool] | None) -> tuple[int, ...]:
 
 
 class Machine(RuleBasedStateMachine):  # type: ignore[misc, unused-ignore]
-    """Set before a run: how to make a store and the end that is judged."""
+    """The state machine. Class attributes set how it makes a store and the tested end."""
 
     make: Any
 
@@ -92,8 +94,8 @@ class Machine(RuleBasedStateMachine):  # type: ignore[misc, unused-ignore]
         entry_id = self.model.oldest(query, extra)
         if entry_id is None:
             missed(self.end, *key, extra=extra, timeout=0.01)
-            # The store answers this end's next call after it knows that the last one has ended. Until then
-            # it may hand an inserted entry to that call, and take it back a moment later.
+            # The store answers this end's next call only after it knows that the last one has ended. Until
+            # then it may give an inserted entry to that call, and take it back afterwards.
             matched(self.end, [1])
             return
         got = taken(self.end, *key, extra=extra)
@@ -118,7 +120,7 @@ class Machine(RuleBasedStateMachine):  # type: ignore[misc, unused-ignore]
     @rule()
     def clear(self) -> None:
         count, held = self.store.clear(), len(self.model.held)
-        # what a reaching end has just taken may be on its way out still
+        # an entry that a reaching end has just taken may not be removed yet
         assert count == held or (count > held and self.end is not self.store), (
             f"{count} of {held} were cleared"
         )
@@ -137,10 +139,10 @@ class Machine(RuleBasedStateMachine):  # type: ignore[misc, unused-ignore]
 
 
 def run(make: Any, examples: int, steps: int, shrink: bool) -> None:
-    """Hold what ``make()`` gives, a store and one of its ends, against the model.
+    """Compare the result of ``make()``, a store and one of its ends, with the model.
 
     Args:
-        shrink: make calls that fail fewer. Where failing means waiting in vain, that can take minutes.
+        shrink: minimize failing calls. If a failure is a timeout, that can take minutes.
     """
     machine = type("LookupMachine", (Machine,), {"make": staticmethod(make)})
     run_state_machine_as_test(

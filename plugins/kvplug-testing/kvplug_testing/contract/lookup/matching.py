@@ -1,4 +1,4 @@
-"""Which entry a query finds (LOOKUP-2), and how much of it is shared (LOOKUP-3)."""
+"""Which entry a query finds (law LOOKUP-2), and how many tokens they share (law LOOKUP-3)."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Matching(LookupSuite):
             ([1, 2, 3, 4, 5], [1, 2], True),  # the query is a prefix of the entry
             (list(range(17)), list(range(16)), True),  # not on the border of a block
             ([7], [7, 8, 9], True),
-            ([1, 2, 3], [1, 2, 4], False),  # a common prefix, and then they part
+            ([1, 2, 3], [1, 2, 4], False),  # a common prefix, then different tokens
             ([1, 2, 3], [2, 3], False),
             ([1, 2, 3], [3, 2, 1], False),
             ([1, 2, 3], [], False),
@@ -90,7 +90,7 @@ class Matching(LookupSuite):
             ([1, 2, 3, 4], 4),
             ([1, 2, 3, 4, 5, 6], 4),  # the entry ends first
             ([1, 2, 3], 3),  # the query ends first
-            ([1, 2, 3, 7], 3),  # they part in the middle of an entry
+            ([1, 2, 3, 7], 3),  # they differ in the middle of an entry
             ([1, 2, 9, 9], 3),
             ([1, 7], 1),
             ([5, 5], 1),

@@ -1,4 +1,4 @@
-"""A lookup buffer as slow and as simple as can be: a list, looked through from its beginning each time."""
+"""The simplest model of a lookup buffer: a list that every query searches from its beginning."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Query = tuple[int, ...]
 
 
 class ReferenceModel:
-    """What is held, oldest first. It says what an answer may be, not what bytes are."""
+    """The held entries, oldest first. It predicts which entries are found, not their bytes."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -21,7 +21,7 @@ class ReferenceModel:
         return len(self.held) >= self.capacity
 
     def oldest(self, query: Query | None, extra: bytes) -> int | None:
-        """What ``drop_select`` hands out."""
+        """The entry that ``drop_select`` returns."""
         for entry_id, put in self.held.items():
             if put.extra == extra and (query is None or _is_prefix(query, put.counts)):
                 return entry_id
@@ -31,7 +31,7 @@ class ReferenceModel:
         return max((shared(query, put.counts) for put in self.held.values() if put.extra == extra), default=0)
 
     def longest(self, query: Query, extra: bytes, min_tokens: int) -> set[int]:
-        """What ``select`` may read: any of those that share the longest prefix."""
+        """The entries that ``select`` may read: all those that share the longest prefix."""
         longest = self.match(query, extra)
         if longest < min_tokens:
             return set()
@@ -58,7 +58,7 @@ def _is_prefix(one: Query, other: Query) -> bool:
 
 
 class Replica:
-    """What a listener knows: the entries that can be had, as the store's events have it."""
+    """A listener's view: the available entries according to the store's events."""
 
     def __init__(self) -> None:
         from kvplug.transport.events import Follower

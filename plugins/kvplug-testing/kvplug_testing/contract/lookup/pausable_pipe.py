@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class PausablePipe(Pipe):
-    """The pipe, except that it can be paused. A receive that runs out of time loses nothing."""
+    """A pipe that can be paused. A receive that times out loses nothing."""
 
     def __init__(self, pipe: Pipe) -> None:
         self.pipe = pipe

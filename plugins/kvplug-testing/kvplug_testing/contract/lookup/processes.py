@@ -1,4 +1,4 @@
-"""Ends in other processes, which are killed and stopped in the middle."""
+"""Ends in other processes that are killed or stopped in the middle of an entry."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def stop_in_the_middle(
 
 
 def take_all(parent: peers.Parent, end: LookupBuffer, data_pipe: PausablePipe) -> Any:
-    """In another process: take whatever comes, and say what it was."""
+    """In another process: take every entry and report it."""
     parent.send("ready")
     got: list[Any] = []
     try:
@@ -60,7 +60,7 @@ def take_all(parent: peers.Parent, end: LookupBuffer, data_pipe: PausablePipe) -
 
 
 class Processes(LookupSuite):
-    """SIGKILL and SIGSTOP, on either side."""
+    """SIGKILL and SIGSTOP at either end."""
 
     @law("LOOKUP-4", "ALL-2", "ALL-5", needs="other_processes", timeout_s=120)
     def test_an_entry_whose_taker_is_killed_in_the_middle_is_back(self) -> None:
@@ -75,7 +75,7 @@ class Processes(LookupSuite):
         assert got.header.entry_id == entry_id
         wrong = unlike(put, got)
         assert not wrong, f"it is back, and not whole: {wrong}"
-        inserted(store, sized([4]))  # its bytes are given back
+        inserted(store, sized([4]))  # its bytes are free again
 
     @law("LOOKUP-7", "ALL-2", needs="other_processes", timeout_s=120)
     def test_the_lease_of_a_reader_that_is_killed_ends(self) -> None:
@@ -101,7 +101,7 @@ class Processes(LookupSuite):
         other = sized([9])
         inserted(store, other)
         assert not unlike(other, taken(store, [9])), "one that is stopped holds up others"
-        # Whether it is back when the taker's time is up, or when the taker says so, is the buffer's affair.
+        # The buffer may return the entry when the taker's timeout expires, or only when the taker reports it.
         waiting = Call(lambda: store.drop_select([1, 2, 3], timeout=2.0)).end()
         taker.cont()
         taker.send("go on")
@@ -145,7 +145,7 @@ class Processes(LookupSuite):
         raises(TimeoutError, lambda: end.select([7], timeout=SOON_S))
         assert not end.is_lost, "a store that is stopped was taken for dead"
         holder.cont()
-        # The store first answers the end that is gone, and then takes that entry back.
+        # The store first answers the end that is gone, and then makes that entry available again.
         until(lambda: matched(end, [7, 8, 9]) == 3, what="that the entry can be found again")
         assert not unlike(known_entry(), taken(end, [7]))
         Call(end.close).result()

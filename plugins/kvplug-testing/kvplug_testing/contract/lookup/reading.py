@@ -1,4 +1,6 @@
-"""``select`` (law LOOKUP-7): the longest prefix, which stays in the buffer and is leased while it is read."""
+"""``select`` (law LOOKUP-7): the entry with the longest prefix stays in the buffer and is leased while it
+is read.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ from kvplug_testing.waits import Call, raises
 
 
 class Reading(LookupSuite):
-    """Readers that take their time, and readers that fail."""
+    """Slow readers, and readers that fail."""
 
     @law("LOOKUP-7")
     @at_both_ends
@@ -104,7 +106,7 @@ class Reading(LookupSuite):
         )
         assert still == 3, "an entry was evicted while it was read"
         assert not sink.unlike(put)
-        inserted(store, sized([7]))  # now it may go
+        inserted(store, sized([7]))  # now it may be evicted
         assert matched(store, [1, 2, 3]) == 0
 
     @law("LOOKUP-7")

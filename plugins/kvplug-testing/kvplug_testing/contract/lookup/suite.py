@@ -28,7 +28,7 @@ SOON_S = 0.3
 """The timeout of a call that must not succeed."""
 
 at_both_ends = pytest.mark.parametrize("end", ["holding", "reaching"])
-"""The law is the same at the end that holds the entries and at one that reaches it."""
+"""Run a test at the end that holds the entries and at one that reaches it."""
 
 
 @attrs.frozen
@@ -43,7 +43,7 @@ class PausedCall:
 
 
 class LookupSuite(Contract):
-    """What is judged, and how its ends are made. The class attributes are an author's to set."""
+    """The subject, and how its ends are made. Authors set the class attributes."""
 
     kind: ClassVar[Kind] = Kind.LOOKUP_BUFFER
     pipes: ClassVar[str] = "memory"
@@ -74,17 +74,17 @@ class LookupSuite(Contract):
         )
 
     def hold(self, buffer_size: int = 64 << 20, *, as_cache: bool = False, **given: Any) -> LookupStore:
-        """An empty store, aborted when the test is over."""
+        """An empty store, aborted at the end of the test."""
         store = self.endpoint(buffer_size, **given).hold(as_cache=as_cache)
         self.later(store.abort)
         return store
 
     def reach(self, store: LookupStore, **given: Any) -> LookupBuffer:
-        """An end of this process that reaches it, aborted when the test is over."""
+        """An end in this process that reaches the store, aborted at the end of the test."""
         return self.reach_pausable(store, **given)[0]
 
     def reach_pausable(self, store: LookupStore, **given: Any) -> tuple[LookupBuffer, PausablePipe]:
-        """The same, and its data pipe, which can be paused."""
+        """Such an end, and its data pipe, which can be paused."""
         our_signal, their_signal = self.pipe_pair()
         our_data, their_data = self.pipe_pair(**self.data_pipe_options)
         store.attach(their_signal, their_data)
@@ -96,12 +96,12 @@ class LookupSuite(Contract):
     def ends(
         self, end: str, buffer_size: int = 64 << 20, *, as_cache: bool = False
     ) -> tuple[LookupStore, LookupBuffer]:
-        """A store, and the end that is judged: itself, or one that reaches it."""
+        """A store and the tested end: the store itself, or an end that reaches it."""
         store = self.hold(buffer_size, as_cache=as_cache)
         return store, store if end == "holding" else self.reach(store)
 
     def pipe_pair(self, **options: Any) -> tuple[Pipe, Pipe]:
-        """Two connected pipes of this process. The caller closes them."""
+        """Two connected pipes in this process. The caller closes them."""
         end = pipe_endpoint(self.pipes, self.timeout_s, options)
         listener = end.listen()
         try:
@@ -146,7 +146,7 @@ class LookupSuite(Contract):
         return reason
 
     def remote_listener(self, make: Callable[[str], peers.Peer]) -> tuple[peers.Peer, Pipe, Pipe]:
-        """Another process, made by ``make(contact)``, and the two pipes to it."""
+        """Another process, started by ``make(contact)``, and the two pipes to it."""
         listener = pipe_endpoint(self.remote_pipes, self.timeout_s, self.data_pipe_options).listen()
         self.later(listener.close)
         peer = make(listener.contact)
@@ -158,7 +158,7 @@ class LookupSuite(Contract):
     def remote_reach(self, store: LookupStore, what: Callable[..., Any], *args: Any) -> peers.Peer:
         """Another process that reaches the store, and runs ``what(parent, end, data_pipe, *args)``.
 
-        ``what`` is a function of an importable module's top level.
+        ``what`` is a function at the top level of an importable module.
         """
         where = f"{what.__module__}:{what.__qualname__}"
         peer, signal, data = self.remote_listener(
@@ -188,7 +188,7 @@ class LookupSuite(Contract):
         super().import_all()
 
     def warm_up(self) -> None:
-        """torch's own threads are made by its first large operation, and stay."""
+        """Run one large operation: torch starts its threads then and keeps them."""
         import torch
 
         torch.ones(1 << 20).add_(1)
@@ -218,7 +218,7 @@ def run_remote_reach(
 
 
 def run_remote_store(parent: peers.Parent, suite_ref: dict[str, Any], contact: str) -> None:
-    """In another process: a store with one entry, until the parent says that it is enough."""
+    """In another process: hold a store with one entry until the parent tells it to end."""
     suite = suite_from_ref(suite_ref)
     pipes = pipe_endpoint(suite.remote_pipes, suite.timeout_s, suite.data_pipe_options)
     signal, data = pipes.connect(contact), pipes.connect(contact)
@@ -232,23 +232,23 @@ def run_remote_store(parent: peers.Parent, suite_ref: dict[str, Any], contact: s
 
 
 def known_entry() -> Put:
-    """One that is the same in every process."""
+    """An entry that is the same in every process."""
     import torch
 
     key = torch.arange(4 * 3 * 2 * 64, dtype=torch.float32).reshape(4, 3, 2, 64)
     return Put(tokens=[7, 8, 9], key=key, value=key + 1, hidden=key[0] + 2)
 
 
-# -- calls that must come to an end ----------------------------------------------------------------
+# -- calls that must end in time -------------------------------------------------------------------
 
 
 def inserted(store: LookupBuffer, put: Put, timeout: float | None = None) -> int:
-    """The id of an entry for which there must be room, or will be."""
+    """Insert an entry, which must fit in time. Returns its id."""
     return Call(lambda: insert(store, put, timeout)).result(waits.patience_s + 1)  # type: ignore[no-any-return]
 
 
 def insert(store: LookupBuffer, put: Put, timeout: float | None = None) -> int:
-    """The bare call. ``timeout=None`` is :data:`waits.patience_s`."""
+    """Call ``insert`` directly. ``timeout=None`` is :data:`waits.patience_s`."""
     return store.insert(
         put.tokens,
         put.roi,
@@ -262,14 +262,14 @@ def insert(store: LookupBuffer, put: Put, timeout: float | None = None) -> int:
 
 
 def taken(end: LookupBuffer, tokens: Any, roi: Any = None, *, extra: bytes = b"") -> Entry:
-    """An entry that must be there, or come."""
+    """Take an entry, which must be available in time."""
     within = waits.patience_s
     call = Call(lambda: end.drop_select(tokens, roi, extra=extra, timeout=within))
     return call.result(within + 1)  # type: ignore[no-any-return]
 
 
 def read(end: LookupBuffer, tokens: Any, roi: Any = None, **given: Any) -> Entry:
-    """An entry that must be there."""
+    """Read an entry, which must be in the store."""
     within = waits.patience_s
     return Call(lambda: end.select(tokens, roi, timeout=within, **given)).result(within + 1)  # type: ignore[no-any-return]
 
@@ -281,7 +281,7 @@ def matched(end: LookupBuffer, tokens: Any, roi: Any = None, *, extra: bytes = b
 def missed(
     end: LookupBuffer, tokens: Any, roi: Any = None, *, extra: bytes = b"", timeout: float = SOON_S
 ) -> None:
-    """Nothing that matches may be handed out."""
+    """Check that no matching entry is returned."""
     call = Call(lambda: end.drop_select(tokens, roi, extra=extra, timeout=timeout)).end()
     if call.error is None:
         raise AssertionError(f"a query that matches nothing was given the entry {call.value.header.entry_id}")

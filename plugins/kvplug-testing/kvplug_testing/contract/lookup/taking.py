@@ -1,4 +1,4 @@
-"""``drop_select`` (law LOOKUP-4): one caller gets the entry, or it is available again; and it waits."""
+"""``drop_select`` (law LOOKUP-4): it waits; one caller gets the entry, or it is available again."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from kvplug_testing.waits import Call, raises, until
 
 
 def take_until_quiet(end: LookupBuffer, query: Any, quiet_s: float = 1.0) -> list[int]:
-    """Ids of all that one caller gets, until nothing has come for so long."""
+    """Ids of all entries that one caller takes, until none arrives for ``quiet_s``."""
     ids = []
     try:
         while True:
@@ -37,7 +37,7 @@ def take_until_quiet(end: LookupBuffer, query: Any, quiet_s: float = 1.0) -> lis
 
 
 class Taking(LookupSuite):
-    """Waiting, racing, and giving up at every moment."""
+    """Waiting, concurrent callers, and timeouts at every moment."""
 
     @law("LOOKUP-4", "ALL-4")
     @at_both_ends
@@ -94,7 +94,7 @@ class Taking(LookupSuite):
             lambda: [inserted(store, put) for put in (sized([2]), sized([5], extra=b"e"), sized([1, 1]))]
         )
         assert all(call.is_blocked(0.1) for call in (*waiting.values(), inserting))
-        assert not unlike(full, taken(buffer, [8], extra=b"full"))  # room: the rest follows from it
+        assert not unlike(full, taken(buffer, [8], extra=b"full"))  # frees capacity for all other calls
         inserting.result()
         assert {name: call.result().tokens.tolist() for name, call in waiting.items()} == {
             "one": [1, 1],
@@ -150,7 +150,7 @@ class Taking(LookupSuite):
         assert got.header.entry_id == taking.entry_id, "it is another entry now"
         assert not unlike(taking.put, got)
         again = sized([4])
-        inserted(store, again)  # the bytes are given back
+        inserted(store, again)  # the bytes are free again
         assert not unlike(again, taken(taking.end, [4]))
 
     @law("LOOKUP-4", "ALL-5")
@@ -181,7 +181,7 @@ class Taking(LookupSuite):
         got = taken(store, [1, 2])
         assert got.header.entry_id == entry_id, "it is another entry now"
         assert not unlike(put, got)
-        inserted(store, sized([4]))  # the bytes are given back
+        inserted(store, sized([4]))  # the bytes are free again
 
     @law("LOOKUP-4")
     def test_who_waits_for_a_caller_that_is_gone_takes_nothing(self) -> None:

@@ -38,7 +38,7 @@ class PipeContract(
     Forks,
     Leaks,
 ):
-    """Judges a transport of kind "pipe" by the laws ALL, END and PIPE.
+    """Checks a transport of kind "pipe" against the laws ALL, END and PIPE.
 
     A test file for an installed transport is this::
 
@@ -47,5 +47,6 @@ class PipeContract(
         class TestMine(PipeContract):
             transport = "mine"
 
-    What it may set or override is in :class:`~kvplug_testing.contract.pipe.suite.PipeSuite`.
+    All attributes and methods that it may set or override are in
+    :class:`~kvplug_testing.contract.pipe.suite.PipeSuite`.
     """

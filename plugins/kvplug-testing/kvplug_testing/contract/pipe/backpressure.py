@@ -1,4 +1,6 @@
-"""Back pressure (laws PIPE-2 and PIPE-3): how much is accepted without a receiver, and what happens then."""
+"""Back pressure (laws PIPE-2 and PIPE-3): how much a sender may send without a receiver, and what happens at
+the limit.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from kvplug_testing.contract.pipe.suite import LIMIT, MIB, PipeSuite, fill, rece
 from kvplug_testing.waits import Call, raises
 
 _MOST_EMPTY = 100_000
-"""More messages without content than fit into 64 KiB, however they are counted."""
+"""Far more empty messages than any accounting allows in 64 KiB."""
 
 
 class Backpressure(PipeSuite):
@@ -88,10 +90,10 @@ class Backpressure(PipeSuite):
                 accepted.append(number % 251)
             elif not isinstance(call.error, TimeoutError):
                 raise call.error
-            if number % 10 == 9:  # room for some of them
+            if number % 10 == 9:  # make room for some of them
                 _check_filled(received(other), accepted.pop(0), MIB // 4)
         if not self.both_ways:
-            sent(other, None)  # the other direction is not concerned
+            sent(other, None)  # the other direction is not affected
             assert received(one) is None
         last = Call(
             lambda: one.send_tensor(torch.full((3,), 251, dtype=torch.uint8), timeout=waits.patience_s)

@@ -33,7 +33,7 @@ def views_of(cache: Any) -> list[Any]:
 
 
 def expected(cache: Any, block_ids: Sequence[int]) -> Any:
-    """The message, by other means than :class:`Blocks`."""
+    """The expected message, computed without :class:`Blocks`."""
     import torch
 
     message = torch.empty((2, len(block_ids), *_ROW), dtype=cache.dtype)
@@ -43,13 +43,13 @@ def expected(cache: Any, block_ids: Sequence[int]) -> Any:
 
 
 def receive_blocks(pipe: Pipe, cache: Any, block_ids: Sequence[int]) -> None:
-    """Which must come in time."""
+    """Receive blocks; they must arrive in time."""
     within = waits.patience_s
     Call(lambda: pipe.recv_blocks(views_of(cache), block_ids, timeout=within)).result(within + 1)
 
 
 def receive_rows(pipe: Pipe, view: Any, block_ids: Sequence[int]) -> None:
-    """The same for one view."""
+    """Receive blocks of one view; they must arrive in time."""
     within = waits.patience_s
     Call(lambda: pipe.recv_blocks([view], block_ids, timeout=within)).result(within + 1)
 
@@ -60,7 +60,7 @@ def send_blocks(pipe: Pipe, cache: Any, block_ids: Sequence[int]) -> Any:
 
 
 def send_and_wait(parent: Parent, pipe: Pipe, num_blocks: int) -> None:
-    """Blocks of a large cache, in the order of a shuffle that both ends know."""
+    """Send blocks of a large cache, in a shuffled order that both ends know."""
     cache = _large(num_blocks)
     pipe.send_blocks([cache], _shuffled(num_blocks), timeout=waits.patience_s).wait(waits.patience_s)
     parent.recv(timeout=waits.patience_s)

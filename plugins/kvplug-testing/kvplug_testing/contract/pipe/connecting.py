@@ -1,4 +1,4 @@
-"""Peers come, die half-way, and come back, while others work (law END-2)."""
+"""Peers connect, die while connecting, and connect again, while other pipes work (law END-2)."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Connecting(PipeSuite):
             child.close()
 
     def _find(self, listener: PipeListener, number: int) -> None:
-        """Accept until the living one is there; a dead one's pipe says at once that its peer is gone."""
+        """Accept until the live peer is found; the pipe of a dead peer reports its death at once."""
         for _ in range(2):
             pipe = self.accept(listener)
             receiving = Call(partial(pipe.recv_tensor, timeout=waits.patience_s))
@@ -114,7 +114,7 @@ class Connecting(PipeSuite):
                 self.later(connecting.value.abort)
                 raises(PeerGoneError, partial(connecting.value.recv_tensor, timeout=waits.patience_s))
             else:
-                # Where the listener proves itself first, one that hangs up has not.
+                # If the listener must authenticate first, one that hangs up has not done so.
                 assert isinstance(connecting.error, PeerGoneError | AuthenticationError), connecting.error
             child.wait()
             child.close()

@@ -8,9 +8,9 @@ from kvplug.net.wire.tensors import DTYPES, TensorMeta, copy_into, empty_like_me
 
 
 def tensor_of(dtype: str, shape: tuple[int, ...], seed: int = 1) -> Any:
-    """Of random bits, so that every pattern of a dtype comes: NaNs with a payload, subnormals, ...
+    """A tensor of random bits, with every pattern of a dtype: NaNs with a payload, subnormals, ...
 
-    ``bool`` holds 0 and 1 only: other bits are no booleans.
+    ``bool`` holds only 0 and 1: other bytes are not valid booleans.
     """
     import torch
 
@@ -26,7 +26,7 @@ def tensor_of(dtype: str, shape: tuple[int, ...], seed: int = 1) -> Any:
 
 
 def difference(sent: Any, received: Any) -> str:
-    """What is not as it was, in words; empty if all is."""
+    """A description of how the received message differs; empty if it is equal."""
     if sent is None or received is None:
         return "" if sent is received else f"{said(sent)} was sent, and {said(received)} received"
     if meta_of(sent) != meta_of(received):
@@ -40,12 +40,12 @@ def difference(sent: Any, received: Any) -> str:
 
 
 def said(message: Any) -> str:
-    """A message in words."""
+    """A short description of a message."""
     return "None" if message is None else str(meta_of(message))
 
 
 def dtypes() -> list[str]:
-    """Those of the wire format that the torch installed here has."""
+    """The dtypes of the wire format that the installed torch has."""
     import torch
 
     return [name for name in DTYPES if isinstance(getattr(torch, name, None), torch.dtype)]

@@ -1,4 +1,4 @@
-"""Deadlines (law ALL-4), and what a receive that ran out of time leaves (law PIPE-6)."""
+"""Deadlines (law ALL-4), and the state after a receive that timed out (law PIPE-6)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvplug_testing.contract.pipe.suite import LIMIT, PipeSuite, fill, received,
 from kvplug_testing.waits import Call, raises
 
 _EARLY_S = 0.05
-"""How much before its time a deadline may pass: clocks are read with less than that."""
+"""How much too early a call may time out: more than the error of reading a clock."""
 _Blocking = dict[str, Callable[..., Any]]
 
 
@@ -27,7 +27,7 @@ class Deadlines(PipeSuite):
     """Every call that can block."""
 
     def blocking(self, **context: Any) -> _Blocking:
-        """Calls that would block for ever, by their names; each takes ``timeout`` by its name."""
+        """Calls that block for ever, by name; each takes ``timeout`` as a keyword."""
         options = self.limited() if not self.a_limit else {}
         end = self.make_endpoint(attrs.evolve(self.context(**options), **context))
         one, other = self.pair_of(end)
@@ -131,7 +131,7 @@ class Deadlines(PipeSuite):
         assert one.closed
         waits.until(lambda: all(transfer.done() for transfer in transfers), what="the end of each transfer")
 
-    # -- what a receive that ran out of time leaves --------------------------------------------
+    # -- the state after a receive that timed out ----------------------------------------------
 
     @law("PIPE-6")
     def test_a_receive_that_times_out_before_the_first_byte_loses_nothing(self) -> None:
@@ -180,12 +180,12 @@ def _with_short_deadlines(pipe: Pipe, outs: list[Any]) -> Any:
             return pipe.recv_tensor(out, timeout=(0.0, 0.0005, 0.002)[number % 3])
         except TimeoutError:
             if out is not None:
-                out.fill_(0xAA)  # it is the caller's again
+                out.fill_(0xAA)  # the memory belongs to the caller again
     raise AssertionError("20,000 receives in a row timed out, and a message was on its way")
 
 
 def _is_broken(pipe: Pipe, error: BaseException) -> None:
-    """The other thing that the law allows: the pipe says that it is broken, and goes on saying so."""
+    """Check the alternative that the law allows: the pipe is broken, and every later call reports it."""
     if isinstance(error, AssertionError) or not isinstance(error, KvplugError):
         raise error
     again = raises(KvplugError, lambda: pipe.recv_tensor(timeout=waits.patience_s))
@@ -200,7 +200,7 @@ def _ends_after(name: str, call: Callable[[], Any], timeout: float) -> None:
 
 
 def _try(pipe: Pipe) -> bool:
-    """Whether there is something to receive at once."""
+    """Whether a message can be received at once."""
     try:
         Call(lambda: pipe.recv_tensor(timeout=0)).result()
     except TimeoutError:

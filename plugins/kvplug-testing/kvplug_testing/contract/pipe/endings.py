@@ -1,4 +1,4 @@
-"""How a pipe ends: closing and aborting here (law ALL-1), and what the other end sees of it (law ALL-2)."""
+"""How a pipe ends: closing and aborting it (law ALL-1), and the effect on the other end (law ALL-2)."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from kvplug_testing.waits import Call, raises, until
 
 ENDS = ("close", "abort")
 _LONG_S = 600.0
-"""Of calls that something else must end."""
+"""Timeout of calls that another event must end first."""
 
 
 def _end(pipe: Pipe, how: str) -> None:
-    """End it; a ``close`` that could wait for what was sent does not."""
+    """End the pipe; ``close`` does not wait for unsent messages."""
     Call(pipe.abort if how == "abort" else lambda: pipe.close(timeout=0.1)).result()
 
 
 class Endings(PipeSuite):
-    """Ending a pipe in this process, and its other end there as well."""
+    """Ending a pipe with both ends in this process."""
 
-    # -- here ----------------------------------------------------------------------------------
+    # -- this end ------------------------------------------------------------------------------
 
     @law("ALL-1")
     @pytest.mark.parametrize("how", ENDS)
@@ -72,14 +72,14 @@ class Endings(PipeSuite):
             Call(getattr(one, how)).result()
         raises(ClosedError, lambda: one.send_tensor(None))
         _end(other, "abort")
-        for how in (first, second):  # also where the peer is gone
+        for how in (first, second):  # also if the peer is gone
             Call(getattr(one, how)).result()
 
     @law("ALL-1")
     @pytest.mark.parametrize("how", ENDS)
     def test_after_an_end_every_call_raises_closed(self, how: str) -> None:
         one, other = self.pair()
-        sent(other, tensor_of("int8", (3,)))  # what waits to be received changes nothing
+        sent(other, tensor_of("int8", (3,)))  # a message that waits to be received changes nothing
         _end(one, how)
         for timeout in (0, None, waits.patience_s):
             for call in (
@@ -181,7 +181,7 @@ class Endings(PipeSuite):
             while True:
                 received(other)
 
-    # -- there ---------------------------------------------------------------------------------
+    # -- the other end -------------------------------------------------------------------------
 
     @law("ALL-2", "PIPE-1")
     def test_what_was_sent_before_a_polite_close_is_received_before_the_peer_is_gone(self) -> None:
@@ -256,7 +256,7 @@ class Endings(PipeSuite):
                 for number in range(20):
                     sent(pipe, tensor_of("int16", (number,)))
             _end(one, how)
-            if how == "close":  # it has 0.1 s, and needs none for so little, unless it waits for a receiver
+            if how == "close":  # its timeout is 0.1 s: enough, unless it waits for a receiver
                 got = 0
                 with pytest.raises(PeerGoneError):
                     while got <= 20:
@@ -266,7 +266,7 @@ class Endings(PipeSuite):
 
 
 def _told(name: str, call: Callable[[], Any]) -> None:
-    """PeerGoneError comes; until the news has travelled calls may succeed."""
+    """Repeat a call until it raises PeerGoneError; before the death is detected it may succeed."""
 
     def told() -> bool:
         error = Call(call).end().error

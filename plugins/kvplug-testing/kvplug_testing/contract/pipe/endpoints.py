@@ -1,4 +1,4 @@
-"""Meeting: contacts and the two verbs (law END-1), and peers that come and go (law END-2)."""
+"""Connecting: contacts, ``listen`` and ``connect`` (law END-1), and peers that come and go (law END-2)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvplug_testing.contract.pipe.suite import MIB, PipeSuite, received, sent
 from kvplug_testing.waits import Call, raises
 
 _LONGEST_CONTACT = 2000
-"""Characters: it fits into a line of a log, an environment variable, a field of a store."""
+"""Characters: a contact fits into a log line, an environment variable or a store's value."""
 _GARBAGE = {
     "nothing": "",
     "a word": "garbage",
@@ -29,14 +29,14 @@ _GARBAGE = {
     "a megabyte": "x" * MIB,
 }
 _REFUSALS = (WireError, PeerGoneError, AuthenticationError, TransportError)
-"""Errors of a damaged contact: it may still be valid, and name another listener."""
+"""Errors that a damaged contact may cause: it can still be valid and lead to another listener."""
 
 
 class Endpoints(PipeSuite):
     """``listen`` and ``connect``."""
 
     def listen(self, end: PipeEndpoint) -> PipeListener:
-        """Closed when the test is over."""
+        """A listener that is closed at the end of the test."""
         listener = end.listen()
         self.later(listener.close)
         return listener
@@ -102,7 +102,7 @@ class Endpoints(PipeSuite):
 
     @property
     def proof(self) -> str:
-        """For ``needs``."""
+        """The reason to skip a test, for ``needs``."""
         if not self.across_processes:
             return self.other_processes
         claimed = self.spec is not None and self.spec.capabilities.authenticated
@@ -196,7 +196,7 @@ class Endpoints(PipeSuite):
     def _meet(
         self, count: int, listener: PipeListener | None = None
     ) -> tuple[PipeListener, list[tuple[Pipe, Pipe]]]:
-        """Pairs that have connected at once: the connecting end, and its other end."""
+        """Pairs that connect at the same time: the connecting end and the accepting end."""
         end = self.endpoint()
         listener = self.listen(end) if listener is None else listener
         contact = listener.contact
@@ -225,7 +225,7 @@ class Endpoints(PipeSuite):
 
 
 def _greet(one: Pipe, other: Pipe) -> None:
-    """One message each way."""
+    """Send one message in each direction."""
     for sender, receiver in ((one, other), (other, one)):
         message = tensor_of("int32", (3, 2))
         sent(sender, message)
@@ -233,7 +233,7 @@ def _greet(one: Pipe, other: Pipe) -> None:
 
 
 def _go(one: Pipe, other: Pipe, count: int) -> None:
-    """Many messages one way."""
+    """Send many messages in one direction."""
     for number in range(count):
         message = tensor_of("uint8", (number % 50 * 1000,), seed=number)
         one.send_tensor(message, timeout=waits.patience_s)

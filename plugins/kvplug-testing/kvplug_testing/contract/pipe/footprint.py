@@ -1,4 +1,4 @@
-"""How much memory a process has, and how that grows from one round of a test to the next."""
+"""A process's memory and other resources, and how they grow over the rounds of a test."""
 
 from __future__ import annotations
 
@@ -16,27 +16,29 @@ import attrs
 from kvplug_testing.peers import Resources
 
 MOST_KEPT_BYTES = 32 << 20
-"""What allocators may keep after any number of rounds."""
+"""Bytes that allocators may keep, after any number of rounds."""
 MOST_KEPT_OBJECTS = 100
-"""The same of caches, in Python objects."""
+"""Python objects that caches may keep, after any number of rounds."""
 
 
 @attrs.frozen
 class Footprint:
-    """Of one process, at one moment."""
+    """The resources of one process at one moment."""
 
     resources: Resources
     resident_bytes: int
     objects: int
-    """Objects that Python's collector knows. A pipe that is kept is dozens of them. 0 under a tracer, such as
-    coverage's: that keeps some of its own for every thread there was."""
+    """Objects that Python's garbage collector tracks. A leaked pipe is dozens of them. 0 under a tracer such
+    as coverage's, which keeps objects for every past thread.
+    """
 
     @classmethod
     def taken(cls) -> Self:
-        """Of this process, after a collection. Linux; elsewhere memory is 0.
+        """The footprint of this process, after a garbage collection. On systems other than Linux, memory is
+        0.
 
-        What was freed and the allocator still has is given back first, where it can be: what is kept from
-        then on would lie in it, and not show.
+        If possible, freed memory goes back to the operating system first: otherwise later leaks fill it and
+        are not visible.
         """
         gc.collect()
         _trim()(0)
@@ -44,7 +46,7 @@ class Footprint:
         return cls(Resources.of(), _resident(), 0 if is_traced else len(gc.get_objects()))
 
     def plain(self) -> dict[str, Any]:
-        """As plain values, without what only this process can see."""
+        """As plain values, without fields that only this process can read."""
         held = attrs.asdict(self.resources)
         return {
             "resources": {name: sorted(value) for name, value in held.items()},
@@ -58,12 +60,12 @@ class Footprint:
         return cls(Resources(**held), plain["resident_bytes"], plain["objects"])
 
     def growth(self, before: Footprint, rounds: int, nbytes: int) -> str:
-        """What has grown since ``before``, in words; empty if nothing has.
+        """A description of what has grown since ``before``; empty if nothing has.
 
-        In each of the ``rounds`` messages of ``nbytes`` came and went. A process that kept every one would
-        have grown by their sum, and half of that is what counts as growth: allocators keep some. Of Python
-        objects, it may have one more for every fourth round. What they keep does not grow with the rounds
-        for ever: of many rounds :data:`MOST_KEPT_BYTES` and :data:`MOST_KEPT_OBJECTS` are the bound.
+        In each of the ``rounds``, messages of ``nbytes`` are sent and freed. A process that leaks all of them
+        grows by their sum; more than half of that counts as growth, because allocators keep some. One Python
+        object per four rounds is allowed. Allocators and caches do not grow for ever: :data:`MOST_KEPT_BYTES`
+        and :data:`MOST_KEPT_OBJECTS` are the limits for many rounds.
         """
         words = [self.resources.beyond(before.resources)]
         grown = self.resident_bytes - before.resident_bytes
@@ -84,5 +86,5 @@ def _resident() -> int:
 
 @functools.cache
 def _trim() -> Callable[[int], object]:
-    """glibc's ``malloc_trim``, or nothing."""
+    """glibc's ``malloc_trim``, or a function that does nothing."""
     return getattr(ctypes.CDLL(None), "malloc_trim", lambda _: None)

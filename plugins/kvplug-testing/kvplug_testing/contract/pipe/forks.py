@@ -1,4 +1,4 @@
-"""A process with open pipes forks: in the child they are closed, in the parent they go on (law ALL-6)."""
+"""A process with open pipes forks: the child's are closed, the parent's continue to work (law ALL-6)."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from kvplug_testing.waits import Call, raises
 
 
 def in_forked_child(call: Callable[[], str]) -> str:
-    """What ``call()`` returns in a forked child of this process, or what it raised there, in words."""
+    """What ``call()`` returns in a forked child of this process, or a description of the error there."""
     readable, writable = os.pipe()
     with warnings.catch_warnings():
-        # Python 3.12 warns of forks in processes with threads: that is what is judged here.
+        # Python 3.12 warns of forks in processes with threads; this test needs them.
         warnings.simplefilter("ignore", DeprecationWarning)
         pid = os.fork()
     if pid == 0:
@@ -49,7 +49,7 @@ def in_forked_child(call: Callable[[], str]) -> str:
 
 
 def not_closed(pipes: list[Pipe], listeners: list[PipeListener]) -> str:
-    """Which calls do not raise ``ClosedError``, in words; empty if all do, and ending is nothing."""
+    """The calls that do not raise ``ClosedError``; empty if all do. Closing and aborting must do nothing."""
     calls: dict[str, Callable[[], Any]] = {}
     for n, pipe in enumerate(pipes):
         calls[f"send_tensor of pipe {n}"] = partial(pipe.send_tensor, None, timeout=1)
@@ -96,11 +96,11 @@ class Forks(PipeSuite):
     def test_a_forked_child_holds_none_of_the_descriptors(self) -> None:
         before = set(in_forked_child(held).splitlines())
         one, other = self.pair()
-        one.send_tensor(remote.content(1, 8 * MIB))  # whatever a transport opens for large messages
+        one.send_tensor(remote.content(1, 8 * MIB))  # opens all resources of the transport
         self._receive(other, 1, 8 * MIB)
         listener = self.endpoint().listen()
         self.later(listener.close)
-        # The pipe that tells of it has numbers of its own each time.
+        # The pipe that reports the result has new descriptors each time.
         after = {line for line in in_forked_child(held).splitlines() if " -> pipe:" not in line}
         assert not (more := after - before), f"a forked child holds {', '.join(sorted(more))}"
         self._go_on(one, other)

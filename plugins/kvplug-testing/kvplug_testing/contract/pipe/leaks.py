@@ -1,9 +1,9 @@
-"""Peers and messages come and go, and no resource of them is left (law ALL-7).
+"""Peers and messages come and go, and leave no resource (law ALL-7).
 
-Measured in this process and in the other one, which lives on: descriptors, threads, children, names of
-sockets and of shared memory must be the same after the rounds as before them, to the last one. Of memory,
-:class:`~kvplug_testing.contract.pipe.footprint.Footprint` says what counts as growth. The first rounds are
-not counted: caches fill, and allocators take what they then keep.
+Measured in this process and in the other one, which continues to run: descriptors, threads, children, names
+of sockets and of shared memory must be exactly the same after the rounds as before. For memory,
+:class:`~kvplug_testing.contract.pipe.footprint.Footprint` defines what counts as growth. The first rounds are
+not measured: they fill caches and allocators.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from kvplug_testing.waits import Call, raises
 
 WARM_UP = 10
 NBYTES = MIB
-"""Of the message of a round."""
+"""Size of the message of a round."""
 
 
 class Leaks(PipeSuite):
-    """Many rounds, each like the one before."""
+    """Many equal rounds."""
 
     @law("ALL-7", needs="other_processes")
     def test_peers_that_come_and_end_or_are_killed_leave_nothing(self) -> None:
@@ -55,10 +55,10 @@ class Leaks(PipeSuite):
 
     @law("ALL-7", needs="other_processes")
     def test_messages_that_came_and_went_leave_nothing_here_nor_there(self) -> None:
-        """As many as would show if each was kept, at either end.
+        """Enough messages that a leak of each of them is visible, at either end.
 
-        The pipe is open all the while: a thread that it starts once, when a message first has to wait, is
-        its own until it is closed.
+        The pipe stays open: a thread that it starts when a message first has to wait ends only when it
+        closes.
         """
         pipe, child = self.remote_pipe(remote.echo_and_look)
 
@@ -81,7 +81,7 @@ class Leaks(PipeSuite):
                     child.kill()
                     raises(PeerGoneError, partial(pipe.recv_tensor, timeout=waits.patience_s))
                 if number % 4 == 1:
-                    child.kill()  # without a wait for it
+                    child.kill()  # does not wait for its death to be detected
                 if number % 2:
                     pipe.abort()
                 else:
@@ -127,10 +127,10 @@ class Leaks(PipeSuite):
 
 
 def _repeat(one: Callable[[int], None], rounds: int, child: peers.Peer | None, spans: int = 1) -> None:
-    """Run the rounds, and see that nothing has grown since the first few.
+    """Run the rounds, and check that nothing grows after the first few.
 
-    Of several ``spans`` of so many rounds something may grow in fewer than half: what is made once in a while
-    is no leak, and memory that was let go of before hides one for a while.
+    With several ``spans`` of that many rounds, growth is allowed in fewer than half of them: an occasional
+    allocation is not a leak, and memory that was freed earlier can hide a leak for a while.
     """
     for number in range(WARM_UP):
         one(number)
@@ -150,7 +150,7 @@ def _repeat(one: Callable[[int], None], rounds: int, child: peers.Peer | None, s
 
 
 def _held(growth: Callable[[], str], who: str) -> str:
-    """What has grown, in words; empty if nothing has. What is ending gets a moment."""
+    """A description of what has grown; empty if nothing has. Resources get some time to be released."""
     limit = time.monotonic() + waits.patience_s / 4
     while more := growth():
         if time.monotonic() > limit:

@@ -1,4 +1,4 @@
-"""Order under load (law PIPE-1): thousands of numbered messages, both ways at once."""
+"""Order under load (law PIPE-1): thousands of numbered messages in both directions at once."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Order(PipeSuite):
 
 
 def numbered(number: int, sizes: tuple[int, ...]) -> Any:
-    """Message ``number``: every ninth is ``None``; others hold the number in all of their bytes."""
+    """Message ``number``: every ninth is ``None``; the others hold the number in all of their bytes."""
     import torch
 
     if number % 9 == 4:

@@ -1,4 +1,4 @@
-"""The process at the other end dies: before, during and after what it sends (laws ALL-2, ALL-5)."""
+"""The process at the other end dies before, during and after a message that it sends (laws ALL-2, ALL-5)."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from kvplug_testing.contract.pipe.suite import LIMIT, MIB, PipeSuite, fill
 from kvplug_testing.waits import Call, raises, until
 
 SIZES = (0, 1, 100, 5_000, 70_000, MIB, 3 * MIB, 24 * MIB)
-"""Of the messages in which a peer is killed: within one read and one buffer, and far beyond."""
+"""Sizes of messages during which a peer is killed: from less than one read to far more than any buffer."""
 CUT_BYTES = 3 * MIB
-"""Of messages so large that of many kills of their sender some cut one."""
+"""A message size so large that some of many kills interrupt a message."""
 ENDS = ["is killed", "is killed and not reaped", "exits"]
 
 
 def end(child: peers.Peer, how: str) -> None:
-    """A process ends without closing anything. It is in :func:`remote.leave`."""
+    """End a process that runs :func:`remote.leave`, without closing anything."""
     if how == "is killed":
         child.kill()
     elif how == "is killed and not reaped":
@@ -40,7 +40,7 @@ def end(child: peers.Peer, how: str) -> None:
 
 
 def assert_gone(pipe: Pipe) -> None:
-    """Every call raises, again and again. What was sent to a dead peer before that may have been taken."""
+    """Every call raises, also repeatedly. Before the death is detected, sends may succeed."""
     for _ in range(2):
         raises(PeerGoneError, partial(pipe.recv_tensor, timeout=waits.patience_s))
     raises(PeerGoneError, lambda: _send_until_told(pipe))
@@ -56,7 +56,7 @@ def _send_until_told(pipe: Pipe) -> None:
 
 
 def receive_until_gone(pipe: Pipe, size_of: Callable[[int], int], with_out: bool = False) -> int:
-    """How many numbered messages came before the end, each of them whole."""
+    """The number of messages received before the peer is gone; each must be complete."""
     import torch
 
     number = 0
@@ -72,14 +72,14 @@ def receive_until_gone(pipe: Pipe, size_of: Callable[[int], int], with_out: bool
 
 
 def assert_ended(transfers: list[Transfer]) -> None:
-    """Each in success or with the news that the peer is gone."""
+    """Each transfer ends in success or with PeerGoneError."""
     for number, transfer in enumerate(transfers):
         until(transfer.done, what=f"the end of transfer {number} of {len(transfers)}")
         assert transfer.error() is None or isinstance(transfer.error(), PeerGoneError), transfer
 
 
 class PeerDeath(PipeSuite):
-    """A process at the other end dies."""
+    """The process at the other end dies."""
 
     @law("ALL-2", needs="other_processes")
     @pytest.mark.parametrize("how", ENDS)
@@ -147,7 +147,7 @@ class PeerDeath(PipeSuite):
     def test_of_a_message_in_which_the_peer_is_killed_nothing_is_received(
         self, nbytes: int, tmp_path: Path
     ) -> None:
-        """At many places of the message, with the receiver in the middle of it and with the receiver away."""
+        """Kills at many positions in the message, with a receiver that is reading it and without one."""
         self._kill_at_many_places(nbytes, 4, tmp_path / "begun")
 
     @law("ALL-2", level="full", needs="other_processes", timeout_s=600)
@@ -159,9 +159,9 @@ class PeerDeath(PipeSuite):
         assert cut or nbytes < CUT_BYTES, f"of 50 kills none has cut a message of {nbytes:,} bytes"
 
     def _kill_at_many_places(self, nbytes: int, rounds: int, count: Path) -> int:
-        """In how many rounds the peer had begun a message, had not sent it, and it did not come whole.
+        """The number of rounds in which the kill interrupted a message that the peer had begun.
 
-        Only those where messages go singly count: in the others one may just wait for its turn.
+        Only rounds that send one message at a time count: in the others a message may still be queued.
         """
         chance = random.Random(nbytes)
         cut = 0

@@ -1,4 +1,4 @@
-"""Messages from another process (law PIPE-1), of each kind of peer."""
+"""Messages from another process (law PIPE-1), forked or freshly started."""
 
 from __future__ import annotations
 

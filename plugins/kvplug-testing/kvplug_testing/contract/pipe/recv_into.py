@@ -33,7 +33,7 @@ _MISFITS: Final = {
 
 
 def _out(dtype: str, shape: tuple[int, ...]) -> Any:
-    """Memory full of a pattern that no message has by chance."""
+    """Memory filled with a pattern that no message contains."""
     return tensor_of(dtype, shape, seed=99)
 
 
@@ -98,7 +98,7 @@ class RecvInto(PipeSuite):
 
     @property
     def received_in_place(self) -> str:
-        """For ``needs``."""
+        """The reason to skip a test, for ``needs``."""
         if self.spec is None or not self.spec.capabilities.receive_into:
             return f"{self.called} does not claim receive_into"
         return "" if _PEAK.exists() else "this system does not tell how much memory was used at most"
@@ -110,7 +110,7 @@ class RecvInto(PipeSuite):
         one, other = self.pair()
         message, out = torch.ones(64 * MIB, dtype=torch.uint8), torch.zeros(64 * MIB, dtype=torch.uint8)
         transfer = sent(one, message)
-        _PEAK.write_text("5")  # forget the peak so far
+        _PEAK.write_text("5")  # reset the peak
         before = _kilobytes("VmRSS")
         received(other, out)
         more = (_kilobytes("VmHWM") - before) << 10
@@ -173,12 +173,12 @@ class RecvInto(PipeSuite):
 
 
 def _kilobytes(name: str) -> int:
-    """Of this process's memory, from /proc."""
+    """A value of this process's memory from /proc, in kB."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
 
 
 def _refusal(pipe: Any, out: Any) -> BaseException | None:
-    """What receiving into ``out`` raises."""
+    """The error that receiving into ``out`` raises."""
     within = waits.patience_s
     return Call(lambda: pipe.recv_tensor(out, timeout=within)).end(within + 1).error

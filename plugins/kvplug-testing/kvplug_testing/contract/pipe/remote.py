@@ -1,6 +1,7 @@
-"""The functions of other processes in the tests of pipes: each takes ``(parent, pipe, ...)``, or a listener.
+"""Functions that run in other processes in the tests of pipes: each takes ``(parent, pipe, ...)``, or a
+listener.
 
-They run in a child; :meth:`kvplug_testing.contract.pipe.suite.PipeSuite.remote_pipe` says how.
+See :meth:`kvplug_testing.contract.pipe.suite.PipeSuite.remote_pipe`.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def content(number: int, nbytes: int) -> Any:
 
 
 def unlike(message: Any, number: int, nbytes: int) -> str:
-    """How a message is not message ``number``, in words; empty if it is."""
+    """A description of how a message differs from message ``number``; empty if it is equal."""
     if message is None or message.numel() != nbytes:
         size = "None" if message is None else f"{message.numel()} bytes"
         return f"{size} came where message {number} of {nbytes} bytes was next"
@@ -46,21 +47,20 @@ def unlike(message: Any, number: int, nbytes: int) -> str:
     return ""
 
 
-# -- what a peer does ------------------------------------------------------------------------------
+# -- peers -----------------------------------------------------------------------------------------
 
 
 def leave(parent: Parent, pipe: Pipe) -> None:
-    """End at a word, and end nothing properly."""
+    """Exit on the parent's command, without closing anything."""
     parent.send("here")
     parent.recv(None)
     os._exit(0)
 
 
 def leave_a_child(parent: Parent, pipe: Pipe) -> None:
-    """Leave a process behind that holds every descriptor of this one, and says its pid.
+    """Leave a process behind that holds every descriptor of this one, and report its pid.
 
-    The fork is the C library's own, which no hook of Python's sees, as in a library of
-    another language.
+    It calls the C library's ``fork``, which runs no hook of Python, as a library in another language does.
     """
     import ctypes
 
@@ -74,12 +74,12 @@ def leave_a_child(parent: Parent, pipe: Pipe) -> None:
 
 
 def fork_and_echo(parent: Parent, pipe: Pipe) -> None:
-    """Leave a forked child that does nothing, say its pid, and send back what comes."""
+    """Leave a forked child that does nothing, report its pid, and echo all messages."""
     import time
     import warnings
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of Python 3.12, about threads
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of forks with threads
         pid = os.fork()
     if pid == 0:
         time.sleep(120)
@@ -89,7 +89,7 @@ def fork_and_echo(parent: Parent, pipe: Pipe) -> None:
 
 
 def echo_and_look(parent: Parent, pipe: Pipe) -> None:
-    """At a word, send back the next message, or say what this process holds."""
+    """On the parent's command, echo the next message or report this process's resources."""
     while True:
         if parent.recv(None) == "echo":
             pipe.send_tensor(pipe.recv_tensor(timeout=None)).wait()
@@ -98,7 +98,7 @@ def echo_and_look(parent: Parent, pipe: Pipe) -> None:
 
 
 def send(parent: Parent, pipe: Pipe, sizes: list[int]) -> None:
-    """A message of each size, numbered from 0. Says so when the last one has left, and waits."""
+    """Send a message of each size, numbered from 0. Report the end of the last transfer, and wait."""
     transfers = [pipe.send_tensor(content(number, nbytes)) for number, nbytes in enumerate(sizes)]
     parent.send("queued")
     for transfer in transfers:
@@ -108,9 +108,9 @@ def send(parent: Parent, pipe: Pipe, sizes: list[int]) -> None:
 
 
 def send_without_end(parent: Parent, pipe: Pipe, nbytes: int, count: str, singly: bool) -> None:
-    """Numbered messages, for as long as it lives. The file ``count`` says how many it has begun to send.
+    """Send numbered messages until it is killed. The file ``count`` holds the number of messages begun.
 
-    Where they go ``singly``, none is begun before the transfer of the one before it is done.
+    With ``singly``, a message begins only after the transfer of the previous one is done.
     """
     begun = os.open(count, os.O_WRONLY)
     parent.send("here")
@@ -125,7 +125,7 @@ def send_without_end(parent: Parent, pipe: Pipe, nbytes: int, count: str, singly
 
 
 def receive(parent: Parent, pipe: Pipe, sizes: list[int]) -> str:
-    """What is wrong with numbered messages of these sizes; empty if nothing is."""
+    """Receive numbered messages of these sizes; returns a description of the first error, if any."""
     parent.send("here")
     parent.recv(None)
     for number, nbytes in enumerate(sizes):
@@ -136,17 +136,19 @@ def receive(parent: Parent, pipe: Pipe, sizes: list[int]) -> str:
 
 
 def both_ways(parent: Parent, pipe: Pipe, count: int, nbytes: int) -> str:
-    """Send numbered messages while those of the other end arrive; what is wrong with them."""
+    """Send numbered messages while receiving those of the other end; returns a description of an error in
+    them.
+    """
     wrong = exchange(pipe, count, nbytes)
     parent.send("received")
-    parent.recv(None)  # or what it sent last would be on its way while it goes
+    parent.recv(None)  # its last messages may still be in flight
     return wrong
 
 
 def exchange(pipe: Pipe, count: int, nbytes: int) -> str:
-    """One end of :func:`both_ways`: ``count`` messages out of one thread and into another.
+    """One end of :func:`both_ways`: one thread sends ``count`` messages and another receives as many.
 
-    Their sizes vary: that of message n is :func:`size_of` it.
+    Message n has the size :func:`size_of` (n).
     """
     failures: list[BaseException] = []
 
@@ -173,17 +175,17 @@ def exchange(pipe: Pipe, count: int, nbytes: int) -> str:
 
 
 def size_of(number: int, nbytes: int) -> int:
-    """Of message ``number`` of an exchange: small and large in turn."""
+    """Size of message ``number`` of an exchange: small and large alternate."""
     return (1, nbytes, nbytes // 7, 0, 3 * nbytes)[number % 5]
 
 
 def hello(parent: Parent, pipe: Pipe, number: int) -> None:
-    """Message ``number``, of 1,000 bytes, and its echo."""
+    """Send message ``number``, of 1,000 bytes, and receive its echo."""
     pipe.send_tensor(content(number, 1000)).wait()
     pipe.recv_tensor(timeout=None)
 
 
-# -- what a listener does --------------------------------------------------------------------------
+# -- listeners -------------------------------------------------------------------------------------
 
 
 def accept_one(parent: Parent, listener: PipeListener) -> int:
@@ -193,7 +195,7 @@ def accept_one(parent: Parent, listener: PipeListener) -> int:
 
 
 def accept_without_end(parent: Parent, listener: PipeListener) -> None:
-    """Echo to one after the other. In between, at a word, say what this process holds."""
+    """Accept peers one after the other and echo. In between, report this process's resources on command."""
     while True:
         word = parent.recv(None)
         if word == "accept":

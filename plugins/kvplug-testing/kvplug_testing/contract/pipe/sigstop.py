@@ -17,13 +17,13 @@ from kvplug_testing.contract.pipe.suite import LIMIT, MIB, MOST_ACCEPTED, PipeSu
 from kvplug_testing.waits import Call, raises, until
 
 HEARTBEAT_S = 0.5
-"""``heartbeat_timeout_s`` of a peer that is stopped for longer: on this host it is not to count."""
+"""``heartbeat_timeout_s`` of a peer that is stopped for longer: it must have no effect on this host."""
 LARGE = 24 * MIB
-"""More than the operating system and any buffer hold: a peer that is stopped has sent a part of it."""
+"""More than the operating system and any buffer hold: a stopped peer has sent only a part of it."""
 
 
 class SigStop(PipeSuite):
-    """A process at the other end gets SIGSTOP, and SIGCONT."""
+    """The process at the other end receives SIGSTOP and SIGCONT."""
 
     @law("ALL-3", needs="other_processes")
     def test_calls_to_a_stopped_peer_time_out_and_everything_arrives_when_it_goes_on(self) -> None:
@@ -95,13 +95,13 @@ class SigStop(PipeSuite):
         out = _memory(LARGE) if first_out else None
         receiving = Call(partial(pipe.recv_tensor, out, timeout=2 * HEARTBEAT_S)).end()
         number = 1
-        if receiving.error is None:  # it held all of it already
+        if receiving.error is None:  # the whole message had already arrived
             assert not (wrong := remote.unlike(receiving.value, number, LARGE)), wrong
             number += 1
         else:
             receiving.raised(TimeoutError)
             if out is not None:
-                out.fill_(99)  # the caller's again
+                out.fill_(99)  # the memory belongs to the caller again
         child.cont()
         self._rest(pipe, sizes, number, second_out)
         if out is not None and number == 1:
@@ -114,7 +114,7 @@ class SigStop(PipeSuite):
         limit = time.monotonic() + waits.patience_s
         number = 0
         while number < len(sizes):
-            # Moments of work between stops: the peer gets on by some part of a message each time.
+            # The peer runs briefly between stops, and sends a part of a message each time.
             child.stop()
             receiving = Call(partial(pipe.recv_tensor, timeout=0.02)).end()
             child.cont()
@@ -130,7 +130,7 @@ class SigStop(PipeSuite):
         return None
 
     def _rest(self, pipe: Pipe, sizes: list[int], number: int, with_out: bool = False) -> None:
-        """All messages from ``number`` on, each whole; or the pipe is broken, and says so for good."""
+        """All messages from ``number`` on arrive complete; or the pipe is broken and every call says so."""
         for each in range(number, len(sizes)):
             out = _memory(sizes[each]) if with_out else None
             receiving = Call(partial(pipe.recv_tensor, out, timeout=waits.patience_s))
@@ -152,7 +152,7 @@ class SigStop(PipeSuite):
         child.stop()
         end = self.endpoint()
         connecting = Call(partial(end.connect, contact, timeout=0.5)).end()
-        if connecting.error is None:  # the operating system met for it
+        if connecting.error is None:  # the kernel completed the connection
             pipe = connecting.value
             self.later(pipe.abort)
             raises(TimeoutError, partial(pipe.recv_tensor, timeout=0.2))
@@ -160,7 +160,7 @@ class SigStop(PipeSuite):
         else:
             connecting.raised(TimeoutError)
             child.cont()
-            # The listener may accept the peer that gave up; then its pipe is over.
+            # The listener may accept the peer that gave up; then that pipe is closed.
             within = waits.patience_s
             pipe = Call(partial(end.connect, contact, timeout=within)).end(within + 1).value
             if pipe is None:
@@ -195,7 +195,7 @@ class SigStop(PipeSuite):
 
     @property
     def bounded_and_other_processes(self) -> str:
-        """For ``needs``."""
+        """The reason to skip a test, for ``needs``."""
         return self.a_limit or self.other_processes
 
 

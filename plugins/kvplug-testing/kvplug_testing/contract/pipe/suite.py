@@ -20,19 +20,19 @@ from kvplug_testing.waits import Call
 
 MIB = 1 << 20
 LIMIT = 2 * MIB
-"""``max_in_flight_bytes`` of pairs whose room is judged."""
+"""``max_in_flight_bytes`` of pairs in tests of the limit."""
 
 MOST_ACCEPTED = 128 * MIB
-"""A pipe that accepts so many bytes without a receiver has no bound."""
+"""A pipe that accepts this many bytes without a receiver has no limit."""
 
 CHILD_S = 900.0
-"""The life of another process: longer than any test, which has a limit of its own."""
+"""The time limit of another process: longer than that of any test."""
 
 PipePair = tuple[Pipe, Pipe]
 
 
 class PipeSuite(Contract):
-    """What is judged, and how its ends are made. The class attributes are an author's to set."""
+    """The subject, and how its ends are made. Authors set the class attributes."""
 
     kind: ClassVar[Kind] = Kind.PIPE
     limit_option: ClassVar[str] = "max_in_flight_bytes"
@@ -69,11 +69,11 @@ class PipeSuite(Contract):
         return self.make_endpoint(self.context(**options))
 
     def pair(self, **options: Any) -> PipePair:
-        """Two connected pipes of this process, aborted when the test is over."""
+        """Two connected pipes in this process, aborted at the end of the test."""
         return self.pair_of(self.endpoint(**options))
 
     def pair_of(self, end: PipeEndpoint) -> PipePair:
-        """The same over an endpoint that is there."""
+        """Two connected pipes over an existing endpoint."""
         listener = end.listen()
         try:
             return self.join(end, listener)
@@ -81,7 +81,7 @@ class PipeSuite(Contract):
             listener.close()
 
     def join(self, end: PipeEndpoint, listener: PipeListener) -> PipePair:
-        """The same over an existing listener, to which nothing else connects."""
+        """Two connected pipes over an existing listener, to which nothing else connects."""
         connecting = Call(lambda: end.connect(listener.contact, timeout=waits.patience_s))
         accepted = Call(lambda: listener.accept(timeout=waits.patience_s)).result(waits.patience_s + 1)
         self.later(accepted.abort)
@@ -90,14 +90,14 @@ class PipeSuite(Contract):
         return connected, accepted
 
     def limited_pair(self, limit: int = LIMIT) -> PipePair:
-        """A pair that may have ``limit`` bytes unsent."""
+        """A pair whose limit of unsent bytes is ``limit``."""
         return self.pair(**self.limited(limit))
 
     def limited(self, limit: int = LIMIT) -> dict[str, int]:
-        """The option that says so.
+        """The option for that limit, as keyword arguments.
 
         Raises:
-            pytest.fail.Exception: there is no such option. It says what to set.
+            pytest.fail.Exception: there is no such option. The message says what to set.
         """
         makes_own = any(
             getattr(type(self), name) is not getattr(PipeSuite, name)
@@ -115,7 +115,7 @@ class PipeSuite(Contract):
 
     @property
     def a_limit(self) -> str:
-        """For ``needs``."""
+        """The reason to skip a test, for ``needs``."""
         return (
             ""
             if self.limit_option
@@ -124,34 +124,36 @@ class PipeSuite(Contract):
 
     @property
     def devices(self) -> list[str]:
-        """What is claimed, by name, "cpu" first. A class that makes its own claims "cpu" alone."""
+        """The claimed devices by name, "cpu" first. A class that overrides ``make_endpoint`` claims only
+        "cpu".
+        """
         claimed = {"cpu"} if self.spec is None else self.spec.capabilities.devices
         return sorted(claimed, key=lambda name: (name != "cpu", name))
 
     @property
     def both_ways(self) -> str:
-        """For ``needs``."""
+        """The reason to skip a test, for ``needs``."""
         duplex = self.spec is None or self.spec.capabilities.full_duplex
         return "" if duplex else f"{self.called} does not claim full_duplex"
 
     @property
     def both_ways_and_a_limit(self) -> str:
-        """For ``needs``."""
+        """The reason to skip a test, for ``needs``."""
         return self.both_ways or self.a_limit
 
     @property
     def both_ways_and_other_processes(self) -> str:
-        """For ``needs``."""
+        """The reason to skip a test, for ``needs``."""
         return self.both_ways or self.other_processes
 
     @property
     def both_ways_and_forked_processes(self) -> str:
-        """For ``needs``."""
+        """The reason to skip a test, for ``needs``."""
         return self.both_ways or self.forked_processes
 
     @property
     def a_silent_contact(self) -> str:
-        """For ``needs``."""
+        """The reason to skip a test, for ``needs``."""
         overridden = type(self).silent_contact is not PipeSuite.silent_contact
         return (
             ""
@@ -172,7 +174,7 @@ class PipeSuite(Contract):
         return self._remote_pipe(self.start_forked, what, args, options)
 
     def spawned_pipe(self, what: Callable[..., Any], *args: Any, **options: Any) -> tuple[Pipe, peers.Peer]:
-        """The same with a fresh interpreter: seconds, where the other takes milliseconds."""
+        """Like :meth:`remote_pipe`, with a fresh interpreter, which takes seconds instead of milliseconds."""
         return self._remote_pipe(self.start, what, args, options)
 
     def remote_listener(self, what: Callable[..., Any], *args: Any, **options: Any) -> tuple[str, peers.Peer]:
@@ -195,7 +197,7 @@ class PipeSuite(Contract):
         )
 
     def accept(self, listener: PipeListener) -> Pipe:
-        """The next pipe, which must come in time; aborted when the test is over."""
+        """The next pipe, which must connect in time; aborted at the end of the test."""
         within = waits.patience_s
         pipe: Pipe = Call(lambda: listener.accept(timeout=within)).result(within + 1)
         self.later(pipe.abort)
@@ -229,7 +231,7 @@ class PipeSuite(Contract):
         super().import_all()
 
     def warm_up(self) -> None:
-        """torch's own threads are made by its first large operation, and stay."""
+        """Run one large operation: torch starts its threads then and keeps them."""
         import torch
 
         torch.ones(1 << 20).add_(1)
@@ -243,7 +245,7 @@ def connecting_end(
     what: str,
     args: Any,
 ) -> Any:
-    """In another process: connect, run the function, and end politely."""
+    """In another process: connect, run the function, and close the pipe."""
     with suite_from_ref(suite_ref).endpoint(**options).connect(contact) as pipe:
         return _named(what)(parent, pipe, *args)
 
@@ -251,7 +253,7 @@ def connecting_end(
 def listening_end(
     parent: peers.Parent, suite_ref: dict[str, Any], options: dict[str, Any], what: str, args: Any
 ) -> Any:
-    """In another process: listen, say where, and run the function."""
+    """In another process: listen, report the contact, and run the function."""
     listener = suite_from_ref(suite_ref).endpoint(**options).listen()
     try:
         parent.send(listener.contact)
@@ -272,7 +274,7 @@ def _named(name: str) -> Callable[..., Any]:
 
 
 def received(pipe: Pipe, out: Any = None) -> Any:
-    """The next message of a pipe, which must come in time."""
+    """The next message of a pipe, which must arrive in time."""
     within = waits.patience_s
     return Call(lambda: pipe.recv_tensor(out, timeout=within)).result(within + 1)
 
@@ -284,7 +286,7 @@ def sent(pipe: Pipe, message: Any) -> Transfer:
 
 
 def fill(pipe: Pipe, nbytes: int = MIB // 4, timeout: float = 0.2) -> list[Transfer]:
-    """Clog a pipe: send until there is no room. Returns the transfers of what was accepted.
+    """Clog a pipe: send until there is no room. Returns the transfers of the accepted messages.
 
     Every byte of message n is ``n % 251``.
     """

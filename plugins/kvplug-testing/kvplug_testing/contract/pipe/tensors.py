@@ -1,4 +1,4 @@
-"""What arrives (law PIPE-1): every dtype, every shape, any strides, any size, ``None``."""
+"""Messages arrive unchanged (law PIPE-1): every dtype, every shape, any strides, any size, ``None``."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from kvplug_testing.waits import Call, raises
 
 SHAPES: Final = [(), (0,), (3, 0, 2), (1,), (7,), (3, 5), (2, 3, 4)]
 SIZES: Final = [1, 15, 4095, 4096, 4097, 65_535, 65_536, 65_537, MIB - 1, MIB, MIB + 1, 3 * MIB + 5]
-"""Bytes, around the sizes that buffers and pages have."""
+"""Bytes, around typical sizes of buffers and pages."""
 SPARSE_BYTES: Final = (4 << 30) + 12_345
 DEVICES: Final = ("cpu", "cuda")
-"""Those that have a test of their own; all others share one."""
+"""Devices with a separate test; all others share one."""
 
 
 def _matrix() -> Any:
@@ -31,7 +31,7 @@ def _matrix() -> Any:
 
 
 STRIDED: Final[dict[str, Callable[[Any], Any]]] = {
-    # Tensors whose elements do not lie one after the other, or not as they read; given torch.
+    # Functions of torch that make tensors whose elements are not contiguous, or in another order.
     "transposed": lambda torch: _matrix().t(),
     "strided": lambda torch: _matrix()[::2, 1::3],
     "sliced at an offset": lambda torch: _matrix()[3:7],
@@ -56,7 +56,7 @@ class Tensors(PipeSuite):
 
     @property
     def max_dims(self) -> int:
-        """What the transport claims, or what the wire format carries."""
+        """The limit that the transport claims, or that of the wire format."""
         claimed = None if self.spec is None else self.spec.capabilities.max_dims
         return MAX_DIMS if claimed is None else min(MAX_DIMS, claimed)
 
@@ -86,7 +86,7 @@ class Tensors(PipeSuite):
 
         try:
             torch.empty(0, device=device)
-        except (AssertionError, RuntimeError) as e:  # torch says it in either way
+        except (AssertionError, RuntimeError) as e:  # torch raises either
             pytest.skip(f"torch has no device {device} here: {str(e).partition('.')[0]}")
         one, other = self.pair_of(self.make_endpoint(attrs.evolve(self.context(), device=device)))
         message = _matrix().to(device)
@@ -200,7 +200,7 @@ class Tensors(PipeSuite):
             torch.from_file(str(tmp_path / name), shared=True, size=SPARSE_BYTES, dtype=torch.uint8)
             for name in ("source", "target")
         )
-        marks = [0, 1, 2**31 - 1, 2**31, 2**32 - 1, 2**32, SPARSE_BYTES - 1]  # where counters overflow
+        marks = [0, 1, 2**31 - 1, 2**31, 2**32 - 1, 2**32, SPARSE_BYTES - 1]  # counters overflow here
         for value, at in enumerate(marks, 1):
             source[at] = value
         sending = Call(lambda: one.send_tensor(source))
@@ -213,7 +213,9 @@ class Tensors(PipeSuite):
 
 
 def _skip_without_room(folder: Path) -> None:
-    """The target's pages are written; a transport without ``receive_into`` holds the message besides."""
+    """Skip without space for the target file; a transport without ``receive_into`` also holds the whole
+    message.
+    """
     free = shutil.disk_usage(folder).free
     if free < 2 * SPARSE_BYTES:
         pytest.skip(f"{folder} has {free >> 20} MiB left, and {2 * SPARSE_BYTES >> 20} are needed")

@@ -1,4 +1,4 @@
-"""Threads: one sends while one receives, and a second one is refused (law PIPE-7)."""
+"""Threads: one sends while one receives; a second sender or receiver is refused (law PIPE-7)."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Threads(PipeSuite):
         first = _refused(
             "sender",
             lambda: one.send_tensor(message, timeout=10 * waits.patience_s),
-            # As large as the other one: where that is late, there is no room for this one either.
+            # As large as the first message: if that one is late, there is no room for this one either.
             lambda: one.send_tensor(refused, timeout=0),
         )
         for number in range(count):
@@ -55,7 +55,7 @@ class Threads(PipeSuite):
         one, other = self.limited_pair()
         receiving = Call(lambda: one.recv_tensor(timeout=10 * waits.patience_s))
         assert receiving.is_blocked(0.1)
-        count = len(fill(one))  # its other end receives nothing meanwhile
+        count = len(fill(one))  # the other end receives nothing meanwhile
         sending = Call(lambda: one.send_tensor(tensor_of("uint8", (LIMIT,)), timeout=10 * waits.patience_s))
         assert sending.is_blocked(0.1), f"a sender beside a receiver: {sending.error!r}"
         message = tensor_of("int32", (3,))
@@ -142,12 +142,12 @@ class Threads(PipeSuite):
 
 
 def _refused(who: str, first: Callable[[], Any], second: Callable[[], Any]) -> Call:
-    """The call that waits in its turn, after one beside it was refused with BusyError."""
+    """The first call, still blocked, after a concurrent second call was refused with BusyError."""
     waiting = Call(first)
     limit = time.monotonic() + waits.patience_s
     while time.monotonic() < limit:
         if waiting.ended and isinstance(waiting.error, BusyError):
-            waiting = Call(first)  # it came while the other one was inside
+            waiting = Call(first)  # it started while the second call was inside
         error = Call(second).end().error
         if isinstance(error, BusyError):
             assert waiting.is_blocked(0.05), f"the first {who} was disturbed: {waiting.error!r}"

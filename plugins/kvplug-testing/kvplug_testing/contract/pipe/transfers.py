@@ -1,4 +1,4 @@
-"""Transfers: how they end (law ALL-5), and who may use the tensor's memory until then (law PIPE-4)."""
+"""Transfers: how they end (law ALL-5), and when the tensor's memory may be reused (law PIPE-4)."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from kvplug_testing.waits import Call, raises, until
 
 
 class Transfers(PipeSuite):
-    """What ``send_tensor`` returns."""
+    """The transfers that ``send_tensor`` returns."""
 
-    # -- whose memory --------------------------------------------------------------------------
+    # -- memory --------------------------------------------------------------------------------
 
     @law("PIPE-4")
     @pytest.mark.parametrize("nbytes", [1, 1000, 100_000, 3 * MIB])
@@ -29,7 +29,7 @@ class Transfers(PipeSuite):
         wanted = source.clone()
         transfer = sent(one, source)
         receiving = None
-        if Call(lambda: transfer.wait(0.2)).end().error is not None:  # not before a receive, then
+        if Call(lambda: transfer.wait(0.2)).end().error is not None:  # it ends only when received
             receiving = Call(lambda: other.recv_tensor(timeout=waits.patience_s))
             transfer.wait(waits.patience_s)
         source.fill_(0xEE)
@@ -66,7 +66,7 @@ class Transfers(PipeSuite):
         transfers = []
         for number in range(12):
             transfers.append(sent(one, torch.full((MIB // 4 + number,), number, dtype=torch.int32)))
-            torch.full((MIB // 4 + number,), -1, dtype=torch.int32)  # where the sent one was, if it is free
+            torch.full((MIB // 4 + number,), -1, dtype=torch.int32)  # reuses freed memory
         for number, transfer in enumerate(transfers):
             got = received(other)
             assert got.numel() == MIB // 4 + number
@@ -119,7 +119,7 @@ class Transfers(PipeSuite):
         transfer.wait(waits.patience_s)
         transfer.add_done_callback(lambda t: calls.append(("after", t, t.done())))
         until(lambda: len(calls) >= 2, what="a callback of a transfer that has ended")
-        sent(one, None)  # a second callback would have come by now
+        sent(one, None)  # a second callback would have been called by now
         assert received(other) is None
         assert [name for name, *_ in calls] == ["before", "after"], f"calls: {[n for n, *_ in calls]}"
         assert all(given is transfer and done for _, given, done in calls)
@@ -134,7 +134,7 @@ class Transfers(PipeSuite):
         try:
             transfer.add_done_callback(_raise)
         except KeyError:
-            assert transfer.done(), "a callback was called before the end"  # at once, in this thread
+            assert transfer.done(), "a callback was called before the end"  # called at once, in this thread
         transfer.add_done_callback(lambda _: called.set())
         assert not difference(message, received(other))
         transfer.wait(waits.patience_s)

@@ -16,7 +16,7 @@ from kvplug_testing.contract.queue.waiting import Waiting
 class MessageQueueContract(
     Messages, Large, Handles, Chunks, Waiting, Groups, Endings, Processes, CrashPoints
 ):
-    """Judges a transport of kind "queue" by the laws ALL and QUEUE.
+    """Checks a transport of kind "queue" against the laws ALL and QUEUE.
 
     A test file for an installed transport is this::
 
@@ -25,5 +25,6 @@ class MessageQueueContract(
         class TestMine(MessageQueueContract):
             transport = "mine"
 
-    What it may set or override is in :class:`~kvplug_testing.contract.queue.suite.QueueSuite`.
+    All attributes and methods that it may set or override are in
+    :class:`~kvplug_testing.contract.queue.suite.QueueSuite`.
     """

@@ -1,4 +1,4 @@
-"""Chunks (law QUEUE-5): written and read in place, always released, and no more than allowed."""
+"""Chunks (law QUEUE-5): written and read in place, always released, and limited in number and size."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from kvplug_testing.waits import Call, raises
 
 
 class FaultOfTheBlockError(Exception):
-    """What a test's own block raises."""
+    """The error that a test raises inside a block."""
 
 
 def write(writer: MessageQueue, data: bytes, fault: bool = False) -> None:
-    """Send one chunk, which must be had in time."""
+    """Send one chunk, which must become free in time."""
 
     def block() -> None:
         with writer.acquire_write(len(data), timeout=waits.patience_s) as view:
@@ -31,7 +31,7 @@ def write(writer: MessageQueue, data: bytes, fault: bool = False) -> None:
 
 
 def read(reader: MessageQueue, fault: bool = False) -> bytes:
-    """A copy of the next chunk, which must come in time."""
+    """A copy of the next chunk, which must arrive in time."""
 
     def block() -> bytes:
         with reader.acquire_read(timeout=waits.patience_s) as view:
@@ -43,7 +43,7 @@ def read(reader: MessageQueue, fault: bool = False) -> bytes:
 
 
 class Chunks(QueueSuite):
-    """Raw bytes in place, and room."""
+    """Raw bytes in place, and free chunks."""
 
     @law("QUEUE-5")
     def test_a_chunk_is_read_as_it_was_written(self) -> None:

@@ -1,4 +1,4 @@
-"""Ends that are killed or stopped at many moments, while messages are under way (ALL-2, ALL-3, QUEUE-2)."""
+"""Ends are killed or stopped at many moments while messages are in flight (ALL-2, ALL-3, QUEUE-2)."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from kvplug_testing.peers import Parent, Peer
 from kvplug_testing.waits import Call, until
 
 SIZES = (10, CHUNK // 2, 3000, 3 * CHUNK, 100)
-"""Bytes of the messages, in turn."""
+"""Sizes of the messages in bytes, used in turn."""
 MOMENTS = 24
 MORE = 50
-"""Messages after what happened: more than there are chunks."""
+"""Messages after the kill or stop: more than there are chunks."""
 LAST = "the last"
 _NUMBER = 8
 
@@ -35,7 +35,7 @@ def message(number: int) -> tuple[int, bytes]:
 
 
 def fault_of(got: Any, number: int) -> str:
-    """What is wrong with a message that should be :func:`message` of ``number``."""
+    """A description of how a message differs from ``message(number)``; empty if it is equal."""
     if got == message(number):
         return ""
     if not (type(got) is tuple and len(got) == 2 and type(got[1]) is bytes):
@@ -44,16 +44,16 @@ def fault_of(got: Any, number: int) -> str:
 
 
 def delays() -> Iterator[float]:
-    """Moments at which something is killed: soon after the beginning, and later."""
+    """Delays before a kill: short and longer ones."""
     rng = random.Random(5)
     for _ in range(MOMENTS):
         yield 0.0005 * 2 ** rng.uniform(0, 9)
 
 
 def read_all(parent: Parent | None, reader: MessageQueue, timeout: float | None = None) -> list[Any]:
-    """A reader that takes messages to the last: how many came, and what was wrong with one.
+    """Read all messages. Returns their number and the first error.
 
-    With a ``timeout`` it asks again when that is up.
+    With a ``timeout``, it retries after each timeout.
     """
     if parent is not None:
         parent.send("attached")
@@ -73,7 +73,7 @@ def read_all(parent: Parent | None, reader: MessageQueue, timeout: float | None 
 
 
 def write_until(writer: MessageQueue, over: Callable[[], bool]) -> int:
-    """Send messages until it is over, then some more and the last. Returns how many."""
+    """Send messages until ``over()``, then some more and the last one. Returns their number."""
     number, more = 0, MORE
     while more:
         writer.enqueue(message(number), timeout=waits.patience_s)
@@ -96,7 +96,7 @@ def write_until_told(parent: Parent, writer: MessageQueue) -> int:
 
 
 def write_and_note(parent: Parent, writer: MessageQueue, path: str) -> str:
-    """A writer that sends without an end; a file says how many messages it has enqueued."""
+    """Send messages until killed; a file holds the number of enqueued messages."""
     parent.recv(timeout=waits.patience_s)
     noted = os.open(path, os.O_WRONLY)
     number = 0
@@ -107,7 +107,7 @@ def write_and_note(parent: Parent, writer: MessageQueue, path: str) -> str:
 
 
 def until_the_writer_is_gone(reader: MessageQueue) -> tuple[int, str]:
-    """How many messages came, and what was wrong with one."""
+    """Read until the writer is gone. Returns the number of messages and the first error."""
     number = 0
     while True:
         try:
@@ -125,7 +125,7 @@ def _end(victim: Peer, delay_s: float) -> None:
 
 
 class CrashPoints(QueueSuite):
-    """At many moments."""
+    """Kills and stops at many moments."""
 
     @law("ALL-2", "ALL-5", needs="other_processes", level="full", timeout_s=300)
     def test_whenever_the_writer_is_killed_readers_get_what_it_had_enqueued_and_nothing_else(self) -> None:
@@ -141,7 +141,7 @@ class CrashPoints(QueueSuite):
                 for reader, call in zip(readers, calls, strict=True):
                     came, fault = call.result(waits.patience_s + 5)
                     assert not fault, f"killed after {delay_s:.4f} s: {fault}"
-                    # One more may have been on its way out of the call.
+                    # One more may be enqueued by a call that has not returned yet.
                     assert enqueued <= came <= enqueued + 1, (
                         f"the writer had enqueued {enqueued:,} messages when it was killed, and reader rank"
                         f" {reader.rank} got {came:,}"

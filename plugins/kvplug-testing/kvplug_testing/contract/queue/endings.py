@@ -1,4 +1,4 @@
-"""Ends: closing, aborting, readers that leave or die, a writer that ends, and what is left."""
+"""How queues end: closing, aborting, readers that leave or die, a writer that ends, and leaks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ROUNDS = 1_000
 
 
 def verbs_of(queue: MessageQueue) -> dict[str, Callable[[], Any]]:
-    """Everything that can be asked of an end."""
+    """All methods of an end, by name."""
     found: dict[str, Callable[[], Any]] = {
         "export_handle": queue.export_handle,
         "wait_until_ready": lambda: queue.wait_until_ready(0.1),
@@ -40,7 +40,7 @@ def verbs_of(queue: MessageQueue) -> dict[str, Callable[[], Any]]:
 
 
 class Endings(QueueSuite):
-    """One end after the other."""
+    """The end of the writer, of readers, and of both."""
 
     @law("ALL-1")
     @pytest.mark.parametrize("end", ["close", "abort"])
@@ -209,7 +209,7 @@ class Endings(QueueSuite):
             sent(writer, number)
         assert Call(lambda: writer.broadcast_object("alone", 1.0)).result() == "alone"
 
-    # -- what is left --------------------------------------------------------------------------------
+    # -- leaks ---------------------------------------------------------------------------------------
 
     @law("ALL-7")
     def test_queues_that_have_ended_leave_nothing(self) -> None:
@@ -248,7 +248,7 @@ class Endings(QueueSuite):
 
 
 def _forks(parent: peers.Parent, suite_ref: dict[str, Any]) -> dict[str, Any]:
-    """In a process of its own: make both ends, fork, and use all verbs in the fork's child."""
+    """In a separate process: make both ends, fork, and call all methods in the forked child."""
     import os
     import warnings
 
@@ -257,7 +257,7 @@ def _forks(parent: peers.Parent, suite_ref: dict[str, Any]) -> dict[str, Any]:
     with end.create() as writer, end.create_from_handle(writer.export_handle(), 0) as reader:
         seen, told = os.pipe()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # that there are threads is the point
+            warnings.simplefilter("ignore", DeprecationWarning)  # forking with threads is what this tests
             pid = os.fork()
         if pid == 0:
             try:
@@ -274,7 +274,7 @@ def _forks(parent: peers.Parent, suite_ref: dict[str, Any]) -> dict[str, Any]:
 
 
 def _not_closed(*ends: MessageQueue) -> list[str]:
-    """What did something else than to say that it is closed, or not to mind."""
+    """The calls that did not raise ``ClosedError``, and the ``close`` or ``abort`` calls that raised."""
     found = []
     for end in ends:
         for name, call in verbs_of(end).items():
@@ -299,7 +299,7 @@ def _resident_kib() -> int:
 
 
 def _blocked(end: MessageQueue, verb: str) -> Call:
-    """A call of this method without a timeout, which waits."""
+    """A blocked call of this method, without a timeout."""
     calls: dict[str, Callable[[], Any]] = {
         "enqueue": lambda: end.enqueue("x", timeout=None),
         "acquire_write": lambda: acquire_write(end, timeout=None),

@@ -1,4 +1,4 @@
-"""Queues that the ranks of a group make, from one of them to all others."""
+"""Queues that the ranks of a group make, from one rank to all others."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Groups(QueueSuite):
             call.raised(KvplugError)
 
     def _groups(self) -> list[StatelessGroup]:
-        """Of all ranks, in this process."""
+        """The group objects of all ranks, in this process."""
         listener = StatelessGroup.listen("unix:")
 
         def make(rank: int) -> StatelessGroup:
@@ -86,7 +86,7 @@ class Groups(QueueSuite):
     def _making(
         self, group: StatelessGroup, writer_rank: int, attach: Any = None, timeout: float | None = None
     ) -> Call:
-        """One rank's call. ``attach`` instead of its endpoint's ``create_from_handle``."""
+        """One rank's call. ``attach`` replaces its endpoint's ``create_from_handle``."""
         end = self.endpoint(n_reader=WORLD - 1)
         if attach is not None:
             end.create_from_handle = attach  # type: ignore[method-assign]

@@ -1,4 +1,6 @@
-"""Attaching (laws QUEUE-1 and ALL-5): which ranks may, with what, and in a process that can open no more."""
+"""Attaching (laws QUEUE-1 and ALL-5): which ranks may attach, with which handle, and without free
+descriptors.
+"""
 
 from __future__ import annotations
 
@@ -28,11 +30,11 @@ CARRIERS: dict[str, Callable[[Any], Any]] = {
     "JSON": lambda plain: json.loads(json.dumps(plain)),
 }
 ROOMS = 24
-"""CheckedCalls with 0, 1, 2, ... descriptors to spare. No end should need as many."""
+"""Tries with 0, 1, 2, ... free descriptors. No end should need this many."""
 
 
 class Handles(QueueSuite):
-    """Which ranks take part."""
+    """Ranks, handles and descriptors of readers that attach."""
 
     @law("QUEUE-1")
     @pytest.mark.parametrize("carrier", list(CARRIERS))
@@ -54,7 +56,7 @@ class Handles(QueueSuite):
             assert received(reader) == 5
 
     def _places(self) -> list[dict[str, Any]]:
-        """Context of readers that memory reaches, and of those that only a network does."""
+        """Contexts of readers that share memory with the writer, and of those that need the network."""
         remote = self.spec is not None and self.spec.capabilities.cross_host
         return [{}, {"local_reader_ranks": ()}] if remote else [{}]
 
@@ -97,7 +99,7 @@ class Handles(QueueSuite):
     def test_two_ranks_with_one_name_are_refused(self) -> None:
         raises(ConfigError, lambda: self.endpoint().create([1, 1]))
 
-    # -- a process that can open no more -----------------------------------------------------------
+    # -- a process without free descriptors --------------------------------------------------------
 
     @law("ALL-5", "ALL-7", needs="other_processes")
     def test_where_no_descriptors_are_left_an_end_is_refused_in_words_and_made_when_there_are(self) -> None:
@@ -118,22 +120,22 @@ class Handles(QueueSuite):
 def _opens_little(
     parent: Parent, suite_ref: dict[str, Any], context: dict[str, Any], handle: dict[str, Any]
 ) -> dict[str, str]:
-    """In a process of its own: make ends with hardly any descriptors left; what was wrong with each."""
+    """In a separate process: make ends with few free descriptors. Returns what was wrong with each."""
     endpoint = suite_from_ref(suite_ref).endpoint(**context)
     attached = QueueHandle.from_plain(handle)
-    ranks = iter(range(ROOMS + 1))  # one that has failed in the middle may have been used up
+    ranks = iter(range(ROOMS + 1))  # a failed attempt may use up its rank
 
     def attach() -> MessageQueue:
         made: MessageQueue = endpoint.create_from_handle(attached, next(ranks), timeout=waits.patience_s)
         return made
 
-    attach().close()  # whatever is imported, or opened once and kept
+    attach().close()  # imports modules, and opens everything that stays open
     endpoint.create().close()
     return {"attach": _with_ever_more(attach), "create": _with_ever_more(endpoint.create)}
 
 
 def _with_ever_more(make: Callable[[], MessageQueue]) -> str:
-    """What is wrong with how an end is made: with no descriptor to spare, then with one, and so on."""
+    """Make an end with 0, 1, 2, ... free descriptors. Returns what is wrong; empty if nothing is."""
     refused = []
     for room in range(ROOMS):
         try:
@@ -153,7 +155,7 @@ def _with_ever_more(make: Callable[[], MessageQueue]) -> str:
 
 @contextmanager
 def _descriptors(room: int) -> Iterator[None]:
-    """This process may open so many more."""
+    """Limit this process to ``room`` more descriptors."""
     import resource
 
     free = (number for number in itertools.count() if not _is_open(number))

@@ -1,4 +1,4 @@
-"""Values larger than a chunk (law QUEUE-1): to readers that come late, and of many mebibytes to several."""
+"""Values larger than a chunk (law QUEUE-1): to late readers, and many mebibytes to several readers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROUNDS = 3
 
 
 def layers(nbytes: int, step: int) -> dict[str, Any]:
-    """Tensors and an array in a value of about ``nbytes``, other ones in each step."""
+    """A value of about ``nbytes`` with tensors and an array, different in each step."""
     import numpy
     import torch
 
@@ -35,7 +35,7 @@ def layers(nbytes: int, step: int) -> dict[str, Any]:
 
 
 def digest(got: dict[str, Any]) -> list[Any]:
-    """What a value of :func:`layers` has in it, in a few words."""
+    """A short summary of a value of :func:`layers`."""
     ((key, within),) = got["layers"]
     value, ids = within["value"], got["ids"]
     return [
@@ -46,14 +46,14 @@ def digest(got: dict[str, Any]) -> list[Any]:
 
 
 def digests(parent: Parent | None, reader: MessageQueue, count: int) -> list[Any]:
-    """A reader that takes ``count`` of them."""
+    """Read ``count`` values; returns their digests."""
     if parent is not None:
         parent.send("attached")
     return [digest(reader.dequeue(timeout=waits.patience_s)) for _ in range(count)]
 
 
 class Large(QueueSuite):
-    """Values that fit no chunk."""
+    """Values that do not fit into a chunk."""
 
     @law("QUEUE-1")
     def test_a_reader_that_attaches_late_gets_messages_larger_than_a_chunk(self) -> None:
@@ -93,10 +93,10 @@ class Large(QueueSuite):
         self._cross(mib * MIB, READERS)
 
     def _cross(self, nbytes: int, n_reader: int) -> None:
-        """To readers of which all but one are in other processes, where that can be."""
+        """Send values to readers; all but one are in other processes if the transport supports that."""
         pytest.importorskip("torch")
         pytest.importorskip("numpy")
-        nbytes = min(nbytes, self.most_bytes) - 4096  # some bytes say what the others are
+        nbytes = min(nbytes, self.most_bytes) - 4096  # leaves room for headers
         nbytes -= nbytes % 4096
         writer = self.writer(n_reader)
         first, *others = range(n_reader)

@@ -1,4 +1,4 @@
-"""What arrives (law QUEUE-1): every message, once, in order, from the first, as it was sent."""
+"""Delivery (law QUEUE-1): every message arrives once, in order, from the first one, unchanged."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ PLAIN: dict[str, Any] = {
 }
 
 TENSORS = (16, CHUNK // 2, 3 * CHUNK)
-"""Bytes of tensors: one is small, one fits a chunk, and one does not."""
+"""Sizes of tensors in bytes: a small one, one that fits into a chunk, and one that does not."""
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether two arrays or tensors are equal in everything."""
+    """Whether two arrays or tensors are equal in type, dtype, shape and content."""
     return (
         type(one) is type(other)
         and one.dtype == other.dtype
@@ -162,7 +162,7 @@ class Messages(QueueSuite):
             for reader, pause in ((busy, 0.0), (sleepy, pause_s))
         ]
         sending = Call(lambda: [writer.enqueue((at, "x" * 100), timeout=within) for at in range(count)])
-        # One that has found something wrong reads no more, and the writer waits for it.
+        # A reader that finds an error stops reading, and the writer waits for it.
         until(lambda: any(call.ended and (call.value or call.error) for call in calls) or sending.ended, 240)
         for call in calls:
             fault = call.result() if call.ended or sending.ended else ""
@@ -285,7 +285,7 @@ class Messages(QueueSuite):
 
 
 def taken(reader: MessageQueue, count: int, pause_s: float, within: float) -> str:
-    """What is wrong with the numbers that a reader receives; empty if each came, or was said to be lost."""
+    """The first error in the numbers that a reader receives; empty if each arrives or is reported as lost."""
     number = lost = 0
     while number < count:
         if number == 10:

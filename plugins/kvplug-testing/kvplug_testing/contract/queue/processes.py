@@ -1,4 +1,4 @@
-"""Ends in several processes, which are killed or stopped."""
+"""Ends in several processes that are killed or stopped."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from kvplug_testing.waits import Call, raises, until
 
 
 def drain(parent: Parent, reader: MessageQueue, count: int) -> Any:
-    """A reader that takes ``count`` values and returns them."""
+    """Read ``count`` values and return them."""
     parent.send("attached")
     return [reader.dequeue(timeout=waits.patience_s) for _ in range(count)]
 
 
 def add_up(parent: Parent, reader: MessageQueue, count: int) -> Any:
-    """A reader that takes numbers, and says whether they came in order."""
+    """Read numbers, and check their order."""
     parent.send("attached")
     for number in range(count):
         got = reader.dequeue(timeout=waits.patience_s)
@@ -35,7 +35,7 @@ def add_up(parent: Parent, reader: MessageQueue, count: int) -> Any:
 
 
 def sit(parent: Parent, queue: MessageQueue) -> Any:
-    """An end that does nothing until it is told, then what it is told."""
+    """Wait for commands of the parent, and carry them out."""
     parent.send(os.getpid())
     while (word := parent.recv(timeout=waits.patience_s)) != "end":
         if word == "read":
@@ -48,7 +48,7 @@ def sit(parent: Parent, queue: MessageQueue) -> Any:
 
 
 def give(parent: Parent, writer: MessageQueue, count: int, pause_s: float = 0.0) -> Any:
-    """A writer that enqueues numbers, says so, and waits for its end."""
+    """Enqueue numbers, report it, and wait for the command to end."""
     parent.recv(timeout=waits.patience_s)
     for number in range(count):
         writer.enqueue(number, timeout=waits.patience_s)
@@ -66,7 +66,7 @@ def give_without_end(parent: Parent, writer: MessageQueue) -> Any:
 
 
 def give_chunks(parent: Parent, writer: MessageQueue) -> Any:
-    """A writer that sends chunks, each of its number, and stays within one more that it has half written."""
+    """Send chunks filled with their number, and stop in the middle of writing another one."""
     parent.recv(timeout=waits.patience_s)
     for number in range(CHUNKS - 1):
         with writer.acquire_write(1000, timeout=waits.patience_s) as view:
@@ -82,7 +82,7 @@ def _has_lost_a_reader(writer: MessageQueue) -> bool:
 
 
 class Processes(QueueSuite):
-    """Several processes at one queue."""
+    """One queue with ends in several processes."""
 
     @law("QUEUE-1", needs="other_processes")
     def test_readers_in_other_processes_get_every_message_in_order(self) -> None:

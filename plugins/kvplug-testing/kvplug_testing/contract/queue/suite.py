@@ -19,13 +19,13 @@ from kvplug_testing.waits import Call
 KIB, MIB = 1 << 10, 1 << 20
 CHUNK = 64 * KIB
 CHUNKS = 4
-"""What the queues under test are made with, unless a test is about it."""
+"""The default number of chunks of the tested queues."""
 QUICK_BYTES = 8 * MIB
 """The largest value at level quick."""
 
 
 LIFE_S = 300.0
-"""Of a process that has an end: no test is longer. It ends with its test."""
+"""The time limit of a process with an end: longer than any test. It ends with its test."""
 
 
 class QueueEnds(NamedTuple):
@@ -36,7 +36,7 @@ class QueueEnds(NamedTuple):
 
 
 class QueueSuite(Contract):
-    """What is judged, and how its ends are made. The class attributes are an author's to set."""
+    """The subject, and how its ends are made. Authors set the class attributes."""
 
     kind: ClassVar[Kind] = Kind.QUEUE
     timeout_s: ClassVar[float] = 20.0
@@ -55,7 +55,7 @@ class QueueSuite(Contract):
     # -- ends in this process ------------------------------------------------------------------
 
     def endpoint(self, **context: Any) -> QueueEndpoint:
-        """``context``: fields of the :class:`QueueContext` that differ from this suite's usual ones."""
+        """``context``: fields of the :class:`QueueContext` that differ from this suite's defaults."""
         usual = {
             "max_chunk_bytes": CHUNK,
             "max_chunks": CHUNKS,
@@ -73,25 +73,25 @@ class QueueSuite(Contract):
         return made
 
     def reader(self, writer: MessageQueue, rank: int = 0, **context: Any) -> MessageQueue:
-        """Another end of it, in this process."""
+        """A reader of the writer's queue, in this process."""
         made = self.attach(writer.export_handle(), rank, **context)
         self.later(made.abort)
         return made
 
     def attach(self, handle: QueueHandle, rank: int = 0, **context: Any) -> MessageQueue:
-        """The same, which must come in time; the caller ends it."""
+        """A reader that must attach in time; the caller ends it."""
         end = self.endpoint(**context)
         within = waits.patience_s
         call = Call(lambda: end.create_from_handle(handle, rank, timeout=within))
         return call.result(within + 1)  # type: ignore[no-any-return]
 
     def queue(self, n_reader: int = 1, **context: Any) -> QueueEnds:
-        """A queue whose readers have all attached."""
+        """A queue to which all readers have attached."""
         writer = self.writer(n_reader, **context)
         return QueueEnds(writer, [self.reader(writer, rank, **context) for rank in range(n_reader)])
 
     def warm_up(self) -> None:
-        """torch's own threads are made by its first large operation, and stay."""
+        """Run one large operation: torch starts its threads then and keeps them."""
         with contextlib.suppress(ImportError):
             import torch
 
@@ -111,7 +111,7 @@ class QueueSuite(Contract):
     ) -> peers.Peer:
         """A child process that attaches as reader ``rank`` and runs ``what(parent, queue, *args)``.
 
-        ``what`` is a function of a file's top level.
+        ``what`` is a function at the top level of a file.
         """
         handle = writer.export_handle().as_plain()
         where = f"{what.__module__}:{what.__qualname__}"
@@ -121,7 +121,9 @@ class QueueSuite(Contract):
     def remote_writer(
         self, n_reader: int, what: Callable[..., Any], *args: Any, **context: Any
     ) -> tuple[QueueHandle, peers.Peer]:
-        """A child process that has the writer's end and runs ``what(parent, queue, *args)``; its handle."""
+        """A child process with the writer's end that runs ``what(parent, queue, *args)``. Returns its
+        handle too.
+        """
         where = f"{what.__module__}:{what.__qualname__}"
         of_it = (self.suite_ref(), {"n_reader": n_reader, **context})
         child = self.start_forked(f"{__name__}:_remote_writer", *of_it, where, list(args), timeout_s=LIFE_S)
@@ -155,29 +157,29 @@ def _named(where: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
-# -- calls that must come to an end ------------------------------------------------------------
+# -- calls that must end in time ---------------------------------------------------------------
 
 
 def sent(writer: MessageQueue, value: object) -> None:
-    """Enqueue, which must end in time."""
+    """Enqueue a value, which must end in time."""
     within = waits.patience_s
     Call(lambda: writer.enqueue(value, timeout=within)).result(within + 1)
 
 
 def received(reader: MessageQueue) -> Any:
-    """The next value, which must come in time."""
+    """The next value, which must arrive in time."""
     within = waits.patience_s
     return Call(lambda: reader.dequeue(timeout=within)).result(within + 1)
 
 
 def all_received(reader: MessageQueue, count: int) -> Call:
-    """``count`` values, in a thread of its own; fewer if one does not come in time."""
+    """Read ``count`` values in a separate thread; fewer if one does not arrive in time."""
     within = waits.patience_s
     return Call(lambda: [reader.dequeue(timeout=within) for _ in range(count)])
 
 
 def fill(writer: MessageQueue, most: int = 10_000) -> int:
-    """Enqueue 0, 1, 2, ... until there is no room. Returns how many were taken."""
+    """Enqueue 0, 1, 2, ... until there is no room. Returns the number of accepted values."""
     from kvplug.errors import TimeoutError
 
     def clog() -> int:
@@ -192,7 +194,7 @@ def fill(writer: MessageQueue, most: int = 10_000) -> int:
 
 
 def wrong(got: Iterable[Any], wanted: Iterable[Any]) -> str:
-    """What is not as it was sent, in words; empty if all is."""
+    """A description of how the received values differ; empty if they are equal."""
     got, wanted = list(got), list(wanted)
     for at, (ours, theirs) in enumerate(zip(wanted, got, strict=False)):
         if ours != theirs or type(ours) is not type(theirs):

@@ -1,4 +1,4 @@
-"""Waiting: deadlines, which readers a writer waits for, warnings, cancelling, and what it costs."""
+"""Waiting: deadlines, the readers that a writer waits for, warnings, cancellation, and CPU time."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def acquire_read(queue: MessageQueue, **given: Any) -> None:
 
 
 def in_time(call: Callable[[], Any]) -> TimeoutError:
-    """The ``TimeoutError`` of a call with :data:`DEADLINE_S`, which it must have waited for."""
+    """The ``TimeoutError`` of a call that must wait for :data:`DEADLINE_S`."""
     made = Call(call)
     error = made.raised(TimeoutError)
     took = f"a deadline of {DEADLINE_S} s, and it ended after {made.took_s:.3f} s"
@@ -43,7 +43,7 @@ def in_time(call: Callable[[], Any]) -> TimeoutError:
 
 
 class Waiting(QueueSuite):
-    """Calls that wait."""
+    """Calls that block."""
 
     @law("ALL-4")
     @pytest.mark.parametrize("verb", ["dequeue", "acquire_read", "broadcast_object", "wait_until_ready"])
@@ -132,7 +132,7 @@ class Waiting(QueueSuite):
         sent(writer, "for the first")
         assert first.result() == "for the first"
 
-    # -- which readers it waits for ------------------------------------------------------------
+    # -- readers to wait for -----------------------------------------------------------------------
 
     @law("QUEUE-3")
     def test_a_writers_timeout_names_the_reader_its_process_and_its_lag(self) -> None:
@@ -202,7 +202,7 @@ class Waiting(QueueSuite):
         warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
         assert not warnings, f"an indefinite wait was warned of: {warnings}"
 
-    # -- what it costs -----------------------------------------------------------------------------
+    # -- CPU time ----------------------------------------------------------------------------------
 
     @law("QUEUE-4")
     def test_readers_that_wait_cost_next_to_no_processor_time(self) -> None:
@@ -223,7 +223,7 @@ def _polled(reader: MessageQueue) -> Any:
 
 
 def check_named(said: object, rank: int, process: str, lag: int) -> None:
-    """Whether a text names a reader by all that it must be named by."""
+    """Check that a text names a reader with its rank, its process and its lag."""
     text = str(said)
     missing = [
         what

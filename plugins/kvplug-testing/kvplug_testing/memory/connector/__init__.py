@@ -1,4 +1,4 @@
-"""The connector "memory": an engine of this process loads what another one has computed. For tests.
+"""The connector "memory": an engine loads KV that another engine of this process has computed. For tests.
 
 ::
 
@@ -8,10 +8,9 @@
     request_finished             plans a save,
                                  keeps blocks  ->   a later step copies them and names the request as sent
 
-An example. Nothing runs outside the engine's own calls: a load in the background waits for a later
-step. Both sides and the peer engine are in one process, and the table
-(:mod:`kvplug_testing.memory.entry_table`) is all that they share; whatever else one side tells the other goes
-through metadata, as between processes.
+It is also an example. It runs only inside the engine's calls: a background load waits for a later step. Both
+sides and the peer engine are in one process, and share only the table
+(:mod:`kvplug_testing.memory.entry_table`). All other data goes through metadata, as between processes.
 """
 
 from __future__ import annotations

@@ -30,14 +30,14 @@ class _Tracked:
 
     request: Request
     answered: tuple[int, int] = (0, 0)
-    """Tokens computed when it was last asked about, and tokens promised then."""
+    """The numbers of computed and of promised tokens in the latest query."""
     num_planned: int = 0
-    """Tokens that the steps planned so far compute or have computed."""
+    """Tokens that the planned steps compute or have computed."""
     is_loading: bool = False
     has_failed: bool = False
-    """A load failed: the request is computed from now on, without another load."""
+    """A load has failed: the engine computes the request without another load."""
     is_refused: bool = False
-    """Its reference is not valid, and this was counted."""
+    """Its reference is invalid, and this is already counted."""
     is_old: bool = False
     """Its blocks may have KV from before a reset, until its first token is computed again."""
 
@@ -46,7 +46,7 @@ class MemoryScheduler(SchedulerConnector):
     """Decides what is loaded and saved; see the drawing in :mod:`kvplug_testing.memory.connector`."""
 
     in_one_process: ClassVar[bool] = True
-    """The conformance kit need not look for its peer in another one."""
+    """Tells the conformance kit that its peer cannot be in another process."""
 
     def __init__(self, context: ConnectorContext) -> None:
         if len(context.cache.groups) != 1 or context.parallelism.num_workers != 1:
@@ -63,9 +63,9 @@ class MemoryScheduler(SchedulerConnector):
         self._unsent: set[str] = set()
         """Requests whose blocks are kept until they are saved."""
         self._references: dict[str, Reference] = {}
-        """By request; only references that have not expired."""
+        """References by request; only those that have not expired."""
         self._heard = 0
-        """The latest step that a failed load was reported of."""
+        """The latest step with a reported failed load."""
 
     # -- one request ---------------------------------------------------------------------------
 
@@ -100,7 +100,7 @@ class MemoryScheduler(SchedulerConnector):
         return new, self._context.options.async_load
 
     def _held(self, tracked: _Tracked) -> int | None:
-        """How many leading tokens can be loaded; ``None``: not known yet."""
+        """The number of leading tokens that can be loaded; ``None`` if it is not known yet."""
         request = tracked.request
         try:
             if PARAMS not in request.params:
@@ -121,10 +121,10 @@ class MemoryScheduler(SchedulerConnector):
         return 0
 
     def _peer(self) -> EntryTable:
-        """Where loads come from.
+        """The table of the peer, from which it loads.
 
         Raises:
-            PeerGoneError: no engine keeps KV there, or its KV has another format.
+            PeerGoneError: no engine has this address, or its KV has another format.
         """
         table = EntryTable.at(self._contact)
         if table.kv_format != kv_format_of(self._context):
@@ -233,7 +233,7 @@ class MemoryScheduler(SchedulerConnector):
             self._tracked[request_id].is_loading = False
         for save in self._saves:
             if not output.invalid_block_ids.isdisjoint(save["blocks"]):
-                save["tokens"] = ()  # it ended before it was known that its KV is wrong
+                save["tokens"] = ()  # it ended before its KV was known to be wrong
         for part in output.worker_metadata:
             assert isinstance(part, Mapping)
             self._heard = max(self._heard, part["step"])
@@ -244,11 +244,11 @@ class MemoryScheduler(SchedulerConnector):
     def has_pending_push_work(self) -> bool:
         return bool(self._unsent)
 
-    # -- the whole -----------------------------------------------------------------------------
+    # -- the engine ----------------------------------------------------------------------------
 
     def reset_cache(self) -> bool:
         if not self._produces:
-            return False  # what it loads is another engine's, which does not forget by being asked here
+            return False  # it loads another engine's KV, which this call does not reset
         EntryTable.at(self._contact).clear()
         for tracked in self._tracked.values():
             tracked.is_old = True

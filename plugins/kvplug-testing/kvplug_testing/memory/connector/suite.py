@@ -25,7 +25,7 @@ def _corrupt(entry: PromptEntry) -> PromptEntry:
 
 
 class MemoryConnectorContract(ConnectorContract):
-    """Injects faults where entries are read, since no pipe carries them."""
+    """Injects faults when entries are read, since no pipe carries them."""
 
     connector = "memory"
     injects_into_own = True
@@ -49,5 +49,5 @@ class MemoryConnectorContract(ConnectorContract):
             self._fault(None)
 
     def _fault(self, fault: Callable[[PromptEntry], PromptEntry] | None) -> None:
-        with contextlib.suppress(PeerGoneError):  # no engine of this test produces
+        with contextlib.suppress(PeerGoneError):  # this test has no producer
             EntryTable.at(self.config_of("both").control_address()).fault = fault

@@ -39,12 +39,12 @@ class MemoryWorker(WorkerConnector):
         self._caches: tuple[Tensor, ...] = ()
         self._plan: Mapping[str, Any] = {}
         self._loading: list[Mapping[str, Any]] = []
-        """In the background; begun in earlier steps."""
+        """Background loads that earlier steps have begun."""
         self._saving: list[Mapping[str, Any]] = []
         self._begun: tuple[list[Mapping[str, Any]], list[Mapping[str, Any]]] = ([], [])
         """Loads and saves of this step."""
         self._suspect: dict[int, int] = {}
-        """Blocks that nothing is saved from, each with the step in which its load failed."""
+        """Blocks that must not be saved, each with the step in which its load failed."""
         self._failed_blocks: set[int] = set()
         self._failed: list[str] = []
         self._table: EntryTable | None = None
@@ -99,7 +99,7 @@ class MemoryWorker(WorkerConnector):
         return None  # start_load_kv has loaded every layer
 
     def save_kv_layer(self, layer_name: str, kv_layer: Tensor) -> None:
-        return None  # saved is what has ended
+        return None  # KV is saved when its request ends
 
     def wait_for_save(self) -> None:
         return None
@@ -133,7 +133,7 @@ class MemoryWorker(WorkerConnector):
     # -- copies --------------------------------------------------------------------------------
 
     def _load(self, load: Mapping[str, Any]) -> None:
-        """Copy an entry into a request's blocks. If anything is wrong with it, its blocks are reported."""
+        """Copy an entry into a request's blocks. On any error, report the blocks."""
         began, nbytes = time.perf_counter(), 0
         start, end = load["start"], len(load["tokens"])
         try:
@@ -159,7 +159,7 @@ class MemoryWorker(WorkerConnector):
         self._failed.append(load["request"])
 
     def _save(self, save: Mapping[str, Any]) -> None:
-        """Copy the blocks of a request that has ended. It is named afterwards, and its blocks are free."""
+        """Copy the blocks of an ended request. Afterwards it is named as sent, and its blocks are free."""
         table, tokens = self._table, tuple(save["tokens"])
         assert table is not None
         is_stored = False
@@ -169,7 +169,7 @@ class MemoryWorker(WorkerConnector):
             try:
                 table.put(entry, save["era"])
             except EntryGoneError:
-                pass  # forgotten, as was wanted
+                pass  # a reset has removed it
             except TimeoutError:
                 self._context.stats.fail("save", Reason.NO_ROOM)
             except KvplugError as e:
