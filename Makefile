@@ -7,8 +7,8 @@ TOX = .venv/bin/tox
 TOX_ARGS ?=
 # Number of concurrent environments; `make test-all PARALLEL=1` runs them one after another.
 PARALLEL ?= auto
-# Number of test processes of `make test`: one per CPU, and at most eight.
-JOBS ?= logical
+# Number of test processes of `make test`: two per CPU, since most tests wait, and at most eight.
+JOBS ?= $(shell expr 2 '*' "$$(getconf _NPROCESSORS_ONLN)")
 # More arguments for `make demo` and `make test`, such as ARGS="-k wire".
 ARGS ?=
 
@@ -31,8 +31,8 @@ demo: $(TOX)
 install: $(INSTALLED)
 
 test: $(INSTALLED)
-	.venv/bin/pytest -q -n $(JOBS) --maxprocesses 8 --dist loadgroup --hypothesis-profile dev -m "$(QUICK)" \
-		--ignore plugins/kvplug-vllm $(ARGS)
+	.venv/bin/pytest -q -n $(JOBS) --maxprocesses 8 --dist loadgroup --no-loadscope-reorder \
+		--hypothesis-profile dev -m "$(QUICK)" --ignore plugins/kvplug-vllm $(ARGS)
 
 test-all: $(TOX)
 	rm -rf .tox/coverage-data .tox/failed-tests

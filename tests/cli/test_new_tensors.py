@@ -42,7 +42,7 @@ def generate(what: str, folder: Path) -> Path:
 @pytest.mark.parametrize(
     "what",
     [
-        "connector",
+        pytest.param("connector", marks=pytest.mark.full),
         # The environment `generated` runs every test of a transport, in the tox that comes with it.
         pytest.param("transport", marks=pytest.mark.slow),
     ],

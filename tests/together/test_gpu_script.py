@@ -43,6 +43,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=190)
 
 
+@pytest.mark.full
 @pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler (cc) for the fakes")
 def test_all_that_is_measured_comes_of_the_fakes_too_and_is_called_no_measurement(
     script: Any, tmp_path: Path
@@ -119,6 +120,7 @@ def test_a_part_that_fails_is_a_row_and_the_others_go_on(
     assert [row.said for row in written[-1]] == ["not run: the 0 minutes were over"]
 
 
+@pytest.mark.full
 @pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler (cc) for the fakes")
 def test_what_nccl_refuses_is_a_row_that_says_what_it_said(
     script: Any, setting: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

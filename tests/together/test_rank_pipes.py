@@ -31,7 +31,7 @@ def rank_of(parent: peers.Parent, address: str, rank: int, transport: str) -> li
     return got
 
 
-@pytest.mark.parametrize("transport", ["cpu", "shm"])
+@pytest.mark.parametrize("transport", ["cpu", pytest.param("shm", marks=pytest.mark.full)])
 def test_every_rank_has_a_pipe_to_every_other(transport: str) -> None:
     if transport not in {spec.name for spec in kvplug.Registry.from_env().transports(Kind.PIPE)}:
         pytest.skip(f"{transport} is not installed")

@@ -96,17 +96,24 @@ def test_its_options_are_printed(python: Path) -> None:
     assert "max_in_flight_bytes" in run(python, "-m", "kvplug.cli", "list", "--options", "sample")
 
 
+FULL = pytest.mark.full
 CHEAP = {"SAMPLE_PIPE_GB_PER_S": "1000"}
 
 
 @pytest.mark.parametrize(
     ("prefill", "transport", "environ", "chosen"),
     [
-        pytest.param(("sample", {}), "sample", {}, "kvplug_sample.pipe", id="by name at both ends"),
-        pytest.param(("auto", {}), "sample", {}, "kvplug_sample.pipe", id="by name at one end"),
+        pytest.param(
+            ("sample", {}), "sample", {}, "kvplug_sample.pipe", id="by name at both ends", marks=FULL
+        ),
+        pytest.param(("auto", {}), "sample", {}, "kvplug_sample.pipe", id="by name at one end", marks=FULL),
         pytest.param(("auto", CHEAP), "auto", CHEAP, "kvplug_sample.pipe", id="auto, cheaper than ours"),
-        pytest.param(("auto", {}), "auto", {}, "kvplug_shm.pipe.pipe", id="auto, dearer than ours"),
-        pytest.param(("auto", CHEAP), "auto", {}, "kvplug_shm.pipe.pipe", id="auto, cheap at one end only"),
+        pytest.param(
+            ("auto", {}), "auto", {}, "kvplug_shm.pipe.pipe", id="auto, dearer than ours", marks=FULL
+        ),
+        pytest.param(
+            ("auto", CHEAP), "auto", {}, "kvplug_shm.pipe.pipe", id="auto, cheap at one end only", marks=FULL
+        ),
     ],
     indirect=["prefill"],
 )

@@ -117,6 +117,7 @@ def test_a_torch_group_makes_a_queue_from_one_rank_to_all_others(tmp_path: Path)
     ]
 
 
+@pytest.mark.full
 def test_where_one_rank_of_a_torch_group_cannot_attach_all_are_told(tmp_path: Path) -> None:
     words = "rank 1 cannot make its end of the queue: AuthenticationError: who are you?"
     told = all_ranks(is_refused, tmp_path)
@@ -124,6 +125,7 @@ def test_where_one_rank_of_a_torch_group_cannot_attach_all_are_told(tmp_path: Pa
     assert [each[2] for each in told] == ["NoneType", "AuthenticationError", "NoneType"]
 
 
+@pytest.mark.full
 def test_a_rank_of_a_torch_group_that_has_left_is_not_waited_for(tmp_path: Path) -> None:
     assert all_ranks(is_left_alone, tmp_path) == ["TransportError", "TransportError", "left"]
 

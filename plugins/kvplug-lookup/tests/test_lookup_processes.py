@@ -75,7 +75,9 @@ def before_layer(number: int, signal: str) -> list[dict[str, Any]]:
     return [{"do": "kill", "signal": signal, "message": number, "min_bytes": LARGE}]
 
 
-@pytest.mark.parametrize("number", [1, 4, 6])
+@pytest.mark.parametrize(
+    "number", [1, pytest.param(4, marks=pytest.mark.full), pytest.param(6, marks=pytest.mark.full)]
+)
 def test_a_producer_killed_while_it_sends_is_a_load_error_at_once(number: int) -> None:
     with peers.nothing_left(), peers.start(prefill_worker, before_layer(number, "SIGKILL")) as child:
         with engine(child.recv()) as decode:

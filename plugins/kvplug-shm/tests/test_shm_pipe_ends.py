@@ -317,6 +317,7 @@ def without_descriptors(parent: peers.Parent) -> list[str]:
     return said
 
 
+@pytest.mark.full
 def test_too_few_descriptors_are_an_error_and_leave_nothing() -> None:
     with peers.start(without_descriptors, timeout_s=120) as child:
         said = child.result(120)
@@ -406,6 +407,7 @@ def unshared(*flags: str) -> list[str]:
     return command
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("flags", [("--ipc",), ("--pid", "--fork", "--kill-child", "--ipc")])
 def test_processes_in_other_namespaces_of_one_host_share_memory(flags: tuple[str, ...]) -> None:
     """In other pid namespaces too, where the ends have no pidfds and use heartbeats."""

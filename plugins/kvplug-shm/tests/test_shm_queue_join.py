@@ -175,6 +175,7 @@ while True:
 """
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("flags", [("--ipc",), ("--pid", "--fork", "--kill-child", "--ipc")])
 def test_processes_in_other_namespaces_of_one_host_share_memory(queue: Any, flags: tuple[str, ...]) -> None:
     """In other pid namespaces too, where the ends have no pidfds and use heartbeats."""

@@ -183,6 +183,7 @@ def test_a_reader_that_is_stopped_holds_the_writer_up_once_and_costs_bounded_mem
         assert len(messages) == 100 and end.startswith("PeerGoneError")
 
 
+@pytest.mark.full
 def test_a_reader_that_pauses_4_s_under_20_000_messages_gets_all_of_them(fork_server: Any) -> None:
     count = 20_000
     writer = ends.Writing(context(), places=10)

@@ -319,6 +319,7 @@ def test_a_law_of_plugins_has_a_faulty_plugin(id_: str) -> None:
     assert id_ in {fault.law for fault in FAULTS.values()}
 
 
+@pytest.mark.full
 def test_all_breaches_are_told_at_once(site: Any) -> None:
     install(site, Fault("", "", '"kvplug_subject.light:describe"', "None", more="import jax", readme=""))
     done = site.run("-c", CHECK, "subject", "30")
@@ -337,11 +338,13 @@ def test_the_types_of_devices_are_those_of_torch() -> None:
     assert {*named[1].split(", ")} <= {*DEVICE_TYPES}
 
 
+@pytest.mark.full
 def test_a_backend_outside_of_torch_names_its_own_devices(site: Any) -> None:
     done = check(site, Fault("", "", '{"cpu"}', '{"cpu", "gcu"}'))
     assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
 
 
+@pytest.mark.full
 def test_what_needs_a_library_that_is_not_here_is_not_judged_and_says_so(site: Any) -> None:
     done = check(site, Fault("", "", "import click", "import click, cupy"))
     assert done.returncode == 0, done.stderr
@@ -358,6 +361,7 @@ def test_a_plugin_that_is_not_installed_is_told_with_those_that_are(site: Any) -
     assert "subject" in done.stderr
 
 
+@pytest.mark.full
 def test_what_blocks_a_plugin_elsewhere_does_not_block_its_judgement(site: Any) -> None:
     install(site)
     assert site.run("-c", CHECK, "subject", "30", KVPLUG_DISABLE_PLUGINS="subject").returncode == 0
@@ -380,6 +384,7 @@ def judge(site: Any, *arguments: str) -> Any:
     return done, json.loads(report.read_text())["results"]
 
 
+@pytest.mark.full
 def test_judging_a_name_judges_the_plugin_that_offers_it(site: Any) -> None:
     install(site, FAULTS["an option has no help"])
     done, results = judge(site, "--kvplug-transport", "kvplug-subject:smoke")
@@ -396,6 +401,7 @@ def test_judging_a_name_judges_the_plugin_that_offers_it(site: Any) -> None:
     }
 
 
+@pytest.mark.full
 def test_a_factory_that_is_not_judged_is_a_skip_with_its_reason(site: Any) -> None:
     install(site, Fault("", "", "import click", "import click, cupy"))
     _, results = judge(site, "--kvplug-transport", "kvplug-subject:smoke")

@@ -96,7 +96,7 @@ def test_a_child_that_ends_without_a_word_is_missed_with_what_it_wrote(server: F
 
 
 def test_a_child_whose_time_is_up_ends_with_its_stacks(server: ForkServer) -> None:
-    with server.start(f"{HERE}:wait_here", timeout_s=0.5) as child:
+    with server.start(f"{HERE}:wait_here", timeout_s=3.0) as child:
         assert child.wait() == 1
         assert "wait_here" in child.stderr
 
