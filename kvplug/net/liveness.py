@@ -285,7 +285,7 @@ class _Loop:
         return [fd for fd, _ in events]
 
 
-_lock = threading.Lock()
+_lock = threading.RLock()  # a signal's handler may end a watch while its thread ends or adds one
 _loop: _Loop | None = None
 
 
@@ -302,9 +302,8 @@ def _add(new: Watch) -> None:
             if started is None:
                 loop.close()
             raise
-        if started is None:
-            _loop = loop
-        else:
+        _loop = loop  # also if there was one: a signal's handler may have ended its last watch meanwhile
+        if started is not None:
             loop.wake()
 
 
@@ -330,7 +329,7 @@ def _drop(old: Watch, reason: str | None) -> bool:
 def _in_child() -> None:
     """A forked child has no watcher thread. The epoll set is the parent's too: only close it here."""
     global _lock, _loop
-    _lock = threading.Lock()
+    _lock = threading.RLock()
     loop, _loop = _loop, None
     if loop is None:
         return

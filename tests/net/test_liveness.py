@@ -361,6 +361,32 @@ def test_a_forked_child_starts_its_own_watcher_and_leaves_the_parents_alone(
 
 
 @needs_pidfd
+def test_a_signals_handler_may_end_the_watch_that_its_thread_is_ending(
+    pair: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watched = watch(sock=pair[0], on_gone=print)
+    ended = threading.Event()
+
+    def close_again(*_: object) -> None:
+        watched.close()
+        ended.set()
+
+    remove = liveness._Loop.remove
+
+    def interrupted(loop: liveness._Loop, old: liveness.Watch) -> None:
+        signal.raise_signal(signal.SIGUSR1)
+        remove(loop, old)
+
+    monkeypatch.setattr(liveness._Loop, "remove", interrupted)
+    before = signal.signal(signal.SIGUSR1, close_again)
+    try:
+        watched.close()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert ended.is_set()
+    assert eventually(lambda: not watcher_threads())
+
+
 def test_an_identity_opens_the_right_process_and_no_other(sleeper: subprocess.Popen[bytes]) -> None:
     with open(f"/proc/{sleeper.pid}/stat", encoding="ascii") as f:
         start_time = int(f.read().rpartition(")")[2].split()[19])

@@ -31,7 +31,7 @@ class Transfer:
         self.nbytes = nbytes
         self._done = False
         self._error: BaseException | None = None
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal's handler may end the transfer whose lock its thread holds
         self._event: threading.Event | None = None
         self._callbacks: list[Callable[[Transfer], None]] = []
 
@@ -84,7 +84,7 @@ class Transfer:
 
         Takes no lock made before the fork. The callbacks are the parent's and are not called here.
         """
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._callbacks = []
         if not self._done:
             self._error = error

@@ -120,7 +120,7 @@ class _SideReader:
             )
             try:
                 thread.start()
-            except BaseException:
+            except Exception:  # after Ctrl-C the thread may run, and leave itself
                 self._descriptors.leave()
                 raise
             self.thread = thread

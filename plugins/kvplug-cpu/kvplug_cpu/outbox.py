@@ -144,9 +144,15 @@ class Outbox:
                 queue.shares.clear()
                 queue.changed.notify_all()
             self._window.end()
+        interrupted: BaseException | None = None
         for message in lost.values():
-            message.transfer.fail(self._lifecycle.error())
+            try:
+                message.transfer.fail(self._lifecycle.error())
+            except BaseException as e:  # Ctrl-C, or of a callback; the other transfers must fail, too
+                interrupted = e
             message.content = None
+        if interrupted is not None:
+            raise interrupted
 
     def after_fork(self) -> None:
         """This is a forked child: its parent's transfers end here too. Takes no lock."""
@@ -171,7 +177,7 @@ class Outbox:
             )
             try:
                 thread.start()
-            except BaseException:
+            except Exception:  # after Ctrl-C the thread may run, and leave itself
                 self._descriptors.leave()
                 raise
             queue.thread = thread

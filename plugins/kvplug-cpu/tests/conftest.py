@@ -74,14 +74,14 @@ def socket_kind(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def near_pair(socket_kind: str) -> Iterator[Callable[..., tuple[CpuPipe, CpuPipe]]]:
+def local_pair(socket_kind: str) -> Iterator[Callable[..., tuple[CpuPipe, CpuPipe]]]:
     """Makes two connected pipes in this process."""
     with PipePairs() as pairs:
         yield lambda **options: pairs.local(make_endpoint(socket_kind, **options))
 
 
 @pytest.fixture
-def far_pair(socket_kind: str, fork_server: ForkServer) -> Iterator[Callable[..., Any]]:
+def remote_pair(socket_kind: str, fork_server: ForkServer) -> Iterator[Callable[..., Any]]:
     """Makes a pipe whose other end is in a child that runs ``what``: (pipe, child)."""
     with PipePairs() as pairs:
 

@@ -21,9 +21,9 @@ MIB = 1024 * 1024
     ],
 )
 def test_part_of_a_message_is_never_received_and_the_whole_one_before_it_may_be(
-    far_pair: Any, nbytes: int, before_death: int
+    remote_pair: Any, nbytes: int, before_death: int
 ) -> None:
-    pipe, child = far_pair("send_part", nbytes, before_death)
+    pipe, child = remote_pair("send_part", nbytes, before_death)
     child.recv()
     child.kill()
     try:
@@ -38,11 +38,11 @@ def test_part_of_a_message_is_never_received_and_the_whole_one_before_it_may_be(
         pipe.send_tensor(None, timeout=5)
 
 
-def test_without_a_pidfd_silence_counts_as_death(far_pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_pidfd_silence_counts_as_death(remote_pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from kvplug.transport import PeerIdentity
 
     monkeypatch.setattr(PeerIdentity, "open_pidfd", lambda self: None)
-    pipe, child = far_pair("echo", heartbeat_timeout_s=1.0)
+    pipe, child = remote_pair("echo", heartbeat_timeout_s=1.0)
     for _ in range(8):  # longer than the timeout: heartbeats keep it alive
         pipe.send_tensor(torch.arange(5))
         assert pipe.recv_tensor().numel() == 5

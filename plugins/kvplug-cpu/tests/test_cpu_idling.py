@@ -16,8 +16,8 @@ from kvplug_testing.waits import Call
 
 
 @pytest.mark.timing
-def test_waiting_costs_no_processor_time(near_pair: Any) -> None:
-    one, _ = near_pair(max_in_flight_bytes=1000)
+def test_waiting_costs_no_processor_time(local_pair: Any) -> None:
+    one, _ = local_pair(max_in_flight_bytes=1000)
     fill(one)
     blocked = [
         Call(lambda: one.recv_tensor(timeout=1.5)),
@@ -32,8 +32,8 @@ def test_waiting_costs_no_processor_time(near_pair: Any) -> None:
         each.raised(TimeoutError)
 
 
-def test_small_messages_need_no_thread(near_pair: Any) -> None:
-    one, other = near_pair()
+def test_small_messages_need_no_thread(local_pair: Any) -> None:
+    one, other = local_pair()
     before = set(threading.enumerate())
     for number in range(1000):
         one.send_tensor(torch.tensor(number))

@@ -33,9 +33,9 @@ def send_all(connection: Any, view: memoryview) -> None:
 
 @pytest.mark.parametrize("with_out", [False, True])
 def test_a_message_interrupted_while_the_peer_closes_goes_on_with_its_first_bytes(
-    near_pair: Any, with_out: bool
+    local_pair: Any, with_out: bool
 ) -> None:
-    one, other = near_pair(split_bytes=64 * MIB)
+    one, other = local_pair(split_bytes=64 * MIB)
     sent = torch.randint(1, 255, (MIB,), dtype=torch.uint8)
     content = Content.of(sent, 64 * MIB)
     assert one._data[0].send_now([memoryview(content.prefix), content.memory[:50_000]])
@@ -49,12 +49,12 @@ def test_a_message_interrupted_while_the_peer_closes_goes_on_with_its_first_byte
 
 
 def test_no_memory_to_keep_a_part_in_breaks_the_pipe_and_says_so(
-    near_pair: Any, monkeypatch: pytest.MonkeyPatch
+    local_pair: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from kvplug import CapacityError
     from kvplug_cpu import inbox
 
-    one, other = near_pair(split_bytes=64 * MIB)
+    one, other = local_pair(split_bytes=64 * MIB)
     content = Content.of(torch.ones(MIB, dtype=torch.uint8), 64 * MIB)
     assert one._data[0].send_now([memoryview(content.prefix), content.memory[:50_000]])
 
@@ -69,8 +69,8 @@ def test_no_memory_to_keep_a_part_in_breaks_the_pipe_and_says_so(
         other.recv_tensor(timeout=0.2)
 
 
-def test_memory_that_cannot_be_written_is_refused_and_the_message_stays(near_pair: Any) -> None:
-    one, other = near_pair()
+def test_memory_that_cannot_be_written_is_refused_and_the_message_stays(local_pair: Any) -> None:
+    one, other = local_pair()
     sent = torch.randn(4, 3)
     one.send_tensor(sent)
     one.send_tensor(None)
@@ -80,8 +80,8 @@ def test_memory_that_cannot_be_written_is_refused_and_the_message_stays(near_pai
     assert other.recv_tensor(timeout=2) is None
 
 
-def test_signals_do_not_move_the_deadline_of_a_receive(near_pair: Any) -> None:
-    one, other = near_pair(split_bytes=64 * MIB)
+def test_signals_do_not_move_the_deadline_of_a_receive(local_pair: Any) -> None:
+    one, other = local_pair(split_bytes=64 * MIB)
     content = Content.of(torch.ones(MIB, dtype=torch.uint8), 64 * MIB)
     assert one._data[0].send_now([memoryview(content.prefix), content.memory[:50_000]])
     old = signal.signal(signal.SIGALRM, lambda *_: None)
@@ -102,11 +102,11 @@ def test_signals_do_not_move_the_deadline_of_a_receive(near_pair: Any) -> None:
 
 @pytest.mark.parametrize("end", ["close", "abort"])
 def test_ending_just_before_a_message_is_read_from_all_connections_wakes_its_receiver(
-    near_pair: Any, monkeypatch: pytest.MonkeyPatch, end: str
+    local_pair: Any, monkeypatch: pytest.MonkeyPatch, end: str
 ) -> None:
     from kvplug_cpu import inbox
 
-    one, other = near_pair(split_bytes=4096)
+    one, other = local_pair(split_bytes=4096)
     one.send_tensor(torch.ones(MIB))
     assert other.recv_tensor().numel() == MIB  # so that the side reader has its thread
     make = inbox.fresh
@@ -124,8 +124,8 @@ def test_ending_just_before_a_message_is_read_from_all_connections_wakes_its_rec
 
 
 @pytest.mark.parametrize("end", ["close", "abort"])
-def test_ending_in_the_middle_of_a_message_wakes_its_receiver(near_pair: Any, end: str) -> None:
-    one, other = near_pair()
+def test_ending_in_the_middle_of_a_message_wakes_its_receiver(local_pair: Any, end: str) -> None:
+    one, other = local_pair()
     content = Content.of(torch.zeros(4 * MIB, dtype=torch.uint8), MIB)
     one._data[0].send_now([memoryview(content.prefix), content.memory[:1000]])
     receiving = Call(lambda: other.recv_tensor(timeout=10))
@@ -137,8 +137,8 @@ def test_ending_in_the_middle_of_a_message_wakes_its_receiver(near_pair: Any, en
             one.send_tensor(torch.zeros(MIB), timeout=2)
 
 
-def test_a_connection_that_breaks_alone_ends_a_receive_at_once(near_pair: Any) -> None:
-    one, other = near_pair(split_bytes=4096)
+def test_a_connection_that_breaks_alone_ends_a_receive_at_once(local_pair: Any) -> None:
+    one, other = local_pair(split_bytes=4096)
     content = Content.of(torch.ones(MIB, dtype=torch.uint8), 4096)
     a, _ = parts(MIB, 2)[0]
     assert one._data[0].send_now([memoryview(content.prefix), content.memory[a : a + 1000]])
@@ -148,18 +148,34 @@ def test_a_connection_that_breaks_alone_ends_a_receive_at_once(near_pair: Any) -
     assert isinstance(receiving.outcome(3), PeerGoneError)
 
 
-def test_a_message_that_was_received_has_been_sent_whatever_is_queued_behind_it(near_pair: Any) -> None:
+def test_a_message_that_was_received_has_been_sent_whatever_is_queued_behind_it(local_pair: Any) -> None:
     # The writer gives the kernel small messages together; the kernel has room for two or three of these.
-    one, other = near_pair(connections=1, socket_buffer_bytes=4096)
+    one, other = local_pair(connections=1, socket_buffer_bytes=4096)
     message = torch.ones(2000, dtype=torch.uint8)
     for transfer in [one.send_tensor(message) for _ in range(200)]:
         other.recv_tensor(timeout=10)
         transfer.wait(10)
 
 
-def test_what_has_failed_is_not_sent_any_further(near_pair: Any) -> None:
+def test_a_callback_that_ends_its_thread_leaves_no_other_transfer_under_way(local_pair: Any) -> None:
+    one, _ = local_pair(connections=1)
+    first, second = (one.send_tensor(torch.ones(20 * MIB, dtype=torch.uint8)) for _ in range(2))
+
+    def leave(_: Any) -> None:
+        raise SystemExit
+
+    first.add_done_callback(leave)
+    one._lifecycle.close("was aborted")
+    with pytest.raises(SystemExit):
+        one._outbox.fail()
+    with pytest.raises(ClosedError):
+        second.wait(10)
+    one.abort()
+
+
+def test_what_has_failed_is_not_sent_any_further(local_pair: Any) -> None:
     # Its memory is the caller's again: it would arrive whole, with what was written over it.
-    one, other = near_pair(split_bytes=30 * MIB)
+    one, other = local_pair(split_bytes=30 * MIB)
     source = torch.ones(20 * MIB, dtype=torch.uint8)
     first = one.send_tensor(source)
     time.sleep(0.1)
@@ -172,8 +188,8 @@ def test_what_has_failed_is_not_sent_any_further(near_pair: Any) -> None:
         other.recv_tensor(timeout=5)
 
 
-def test_a_message_that_was_sent_is_let_go(near_pair: Any) -> None:
-    one, other = near_pair(split_bytes=64 * MIB)
+def test_a_message_that_was_sent_is_let_go(local_pair: Any) -> None:
+    one, other = local_pair(split_bytes=64 * MIB)
     source = torch.ones(8 * MIB, dtype=torch.uint8)
     gone = weakref.ref(source)
     transfer = one.send_tensor(source)
@@ -195,9 +211,9 @@ def no_threads(self: Any) -> None:
 
 
 def test_a_send_that_gets_no_thread_ends_and_so_does_every_other(
-    near_pair: Any, monkeypatch: pytest.MonkeyPatch
+    local_pair: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one, _ = near_pair()
+    one, _ = local_pair()
     with peers.nothing_left():
         with monkeypatch.context() as patch:
             patch.setattr(threading.Thread, "start", no_threads)
@@ -210,9 +226,9 @@ def test_a_send_that_gets_no_thread_ends_and_so_does_every_other(
 
 
 def test_a_receive_that_gets_no_thread_breaks_the_pipe_and_it_can_be_closed(
-    near_pair: Any, monkeypatch: pytest.MonkeyPatch
+    local_pair: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one, other = near_pair(split_bytes=4096)
+    one, other = local_pair(split_bytes=4096)
     one.send_tensor(torch.ones(10_000))
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", no_threads)
@@ -244,8 +260,8 @@ def test_a_listener_that_got_no_thread_for_one_peer_takes_the_next(
         assert failed
 
 
-def test_a_writer_that_fails_ends_its_transfers(near_pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    one, _ = near_pair()
+def test_a_writer_that_fails_ends_its_transfers(local_pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, _ = local_pair()
 
     def fail(views: Any) -> int:
         raise MemoryError
@@ -256,8 +272,8 @@ def test_a_writer_that_fails_ends_its_transfers(near_pair: Any, monkeypatch: pyt
         transfer.wait(3)
 
 
-def test_a_side_reader_that_fails_breaks_the_pipe(near_pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    one, other = near_pair(split_bytes=4096)
+def test_a_side_reader_that_fails_breaks_the_pipe(local_pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, other = local_pair(split_bytes=4096)
 
     def fail(*_: Any) -> int:
         raise MemoryError
@@ -324,8 +340,8 @@ def in_forked_child(call: Any, within: float = 5.0) -> str:
         return f.read()
 
 
-def test_a_transfer_under_way_ends_in_a_forked_child_too(near_pair: Any) -> None:
-    one, other = near_pair()
+def test_a_transfer_under_way_ends_in_a_forked_child_too(local_pair: Any) -> None:
+    one, other = local_pair()
     called: list[int] = []
     transfer = one.send_tensor(torch.ones(20 * MIB, dtype=torch.uint8))
     transfer.add_done_callback(lambda _: called.append(os.getpid()))

@@ -13,8 +13,8 @@ from kvplug.transport import TensorMismatchError
 
 
 @pytest.mark.parametrize("connections", [1, 3])
-def test_any_number_of_connections_carries_the_same_bytes(near_pair: Any, connections: int) -> None:
-    one, other = near_pair(connections=connections, split_bytes=1)
+def test_any_number_of_connections_carries_the_same_bytes(local_pair: Any, connections: int) -> None:
+    one, other = local_pair(connections=connections, split_bytes=1)
     for size in (1, 4095, 4096, 4097, 8192, 100_001, 3_000_000):
         sent = torch.randint(0, 255, (size,), dtype=torch.uint8)
         one.send_tensor(sent)
@@ -35,8 +35,8 @@ def test_the_smaller_number_of_connections_counts(socket_kind: str, endpoint: An
 # -- out= ---------------------------------------------------------------------------------------
 
 
-def test_only_the_view_that_was_given_as_out_is_written(near_pair: Any) -> None:
-    one, other = near_pair(split_bytes=4096)
+def test_only_the_view_that_was_given_as_out_is_written(local_pair: Any) -> None:
+    one, other = local_pair(split_bytes=4096)
     memory = torch.zeros(50_000)
     one.send_tensor(torch.ones(20_000))
     other.recv_tensor(memory[10_000:30_000])
@@ -45,8 +45,8 @@ def test_only_the_view_that_was_given_as_out_is_written(near_pair: Any) -> None:
     assert memory[30_000:].sum() == 0
 
 
-def test_a_message_that_does_not_fit_out_stays(near_pair: Any) -> None:
-    one, other = near_pair(split_bytes=4096)
+def test_a_message_that_does_not_fit_out_stays(local_pair: Any) -> None:
+    one, other = local_pair(split_bytes=4096)
     sent = torch.randn(50, 60)
     one.send_tensor(sent)
     one.send_tensor(None)
@@ -67,11 +67,11 @@ def test_a_message_that_does_not_fit_out_stays(near_pair: Any) -> None:
 @pytest.mark.parametrize("first_out", [False, True])
 @pytest.mark.parametrize("second_out", [False, True])
 def test_a_receive_that_times_out_in_the_middle_goes_on_in_the_next_call(
-    near_pair: Any, first_out: bool, second_out: bool
+    local_pair: Any, first_out: bool, second_out: bool
 ) -> None:
     from kvplug_cpu.message import Content, parts
 
-    one, other = near_pair(split_bytes=100_000)
+    one, other = local_pair(split_bytes=100_000)
     sent = torch.randint(0, 255, (2_000_000,), dtype=torch.uint8)
     content = Content.of(sent, 100_000)
     assert content.split

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import time
 from collections import deque
 from contextlib import ExitStack
@@ -15,7 +17,7 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from kvplug import PeerGoneError, TimeoutError, TransportError, UnsupportedError
+from kvplug import ClosedError, PeerGoneError, TimeoutError, TransportError, UnsupportedError
 from kvplug.net.wire.messages import NONE, tensor_prefix
 from kvplug.transport import (
     Channel,
@@ -61,6 +63,64 @@ def test_what_the_caller_has_enqueued_is_done_before_it_is_sent(
     assert torch.equal(receiving.outcome(), wanted)
     transfer.wait(PATIENCE_S)
     caller.close()
+
+
+def test_a_callback_that_ends_its_thread_leaves_no_other_transfer_under_way(
+    local_pair: Any, controls: Any
+) -> None:
+    one, _ = local_pair()
+    controls.set(hold=1)
+    first, second = (one.send_tensor(torch.ones(MIB, dtype=torch.uint8)) for _ in range(2))
+
+    def leave(_: Any) -> None:
+        raise SystemExit
+
+    first.add_done_callback(leave)
+    one._lifecycle.close("was aborted")
+    with pytest.raises(SystemExit):
+        one._outbox.fail()
+    with pytest.raises(ClosedError):
+        second.wait(PATIENCE_S)
+    controls.set(hold=0)
+    one.abort()
+
+
+INTERRUPTED = """
+import signal, threading
+from kvplug.transport import Lifecycle
+from kvplug_cuda_ipc.pipe.pieces import AnnouncedPieces
+
+def interrupt(*_):
+    raise KeyboardInterrupt
+
+signal.signal(signal.SIGALRM, interrupt)
+pieces = AnnouncedPieces(100, Lifecycle("a pipe"))
+for _ in range(300):
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.0002)
+        while True:
+            pieces.after(0)
+    except KeyboardInterrupt:
+        pass
+    reader = threading.Thread(target=pieces.stop, daemon=True)
+    reader.start()
+    reader.join(5)
+    assert not reader.is_alive(), "the lock is still taken"
+"""
+
+
+def test_ctrl_c_leaves_the_announced_pieces_to_the_reader() -> None:
+    # In a process that nothing measures: an interrupt in the middle of coverage leaves its locks taken.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("COVERAGE_")}
+    done = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_memory_is_received_into_only_when_the_caller_has_done_with_it(

@@ -65,6 +65,22 @@ def test_an_operation_that_nccl_refuses_breaks_the_pipe(local_pair: Any, control
     assert_works(local_pair())
 
 
+@pytest.mark.parametrize("half", ["_outbox", "_inbox", "_control"])
+def test_an_abort_waits_for_no_lock_and_wakes_every_caller_once_it_is_free(
+    local_pair: Any, half: str
+) -> None:
+    # A signal's handler may abort the pipe: its own thread may hold one lock, and the worker another one
+    # while it waits for the first.
+    one, _ = local_pair()
+    receiving = Call(lambda: one.recv_tensor(timeout=None))
+    assert receiving.is_blocked(0.1)
+    with getattr(one, half)._lock:
+        Call(one.abort).result(PATIENCE_S)
+        with pytest.raises(ClosedError):
+            one.send_tensor(noise(100))
+    assert isinstance(receiving.outcome(PATIENCE_S), ClosedError)
+
+
 def test_an_abort_that_hangs_blocks_no_call(remote_pair: Any, local_pair: Any, controls: Any) -> None:
     pipe, child = remote_pair("wait")
     assert child.recv() == "here"

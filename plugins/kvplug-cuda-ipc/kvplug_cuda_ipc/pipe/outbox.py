@@ -215,13 +215,19 @@ class Outbox:
     def fail(self) -> None:
         """Nothing more is announced; every unresolved transfer fails with how the pipe ended. Idempotent."""
         with self._lock:
-            lost = list(self._unresolved.values())
-            self._unresolved.clear()
             self._queue.clear()
             self._window.end()
             self._work.notify_all()
-        for message in lost:
-            message.transfer.fail(self._lifecycle.error())
+            lost = dict(self._unresolved)
+        interrupted: BaseException | None = None
+        for key, message in lost.items():
+            try:
+                message.transfer.fail(self._lifecycle.error())
+            except BaseException as e:  # Ctrl-C, or of a callback; the other transfers must fail, too
+                interrupted = e
+            self._unresolved.pop(key, None)  # only now: a forked child ends what is in there
+        if interrupted is not None:
+            raise interrupted
 
     def after_fork(self) -> None:
         """This is a forked child: its parent's transfers end here too. Takes no lock."""

@@ -16,8 +16,10 @@ class AnnouncedPieces:
         """``memory_bytes`` is the size of the peer's memory, in which every piece has to lie."""
         self._memory_bytes = memory_bytes
         self._lifecycle = lifecycle
-        self._changed = threading.Condition()
-        """Its lock is re-entrant: a signal's handler may abort the pipe while its own thread holds it."""
+        self._lock = threading.RLock()
+        """Re-entrant: a handler of a signal may abort the pipe while its thread holds the lock. Code takes it
+        and not the condition: Ctrl-C inside of the condition's ``__enter__`` would leave it taken."""
+        self._changed = threading.Condition(self._lock)
         self._pieces: deque[Piece] = deque()
         self._unannounced = 0
         """Bytes that are still to be announced of the last message."""
@@ -34,7 +36,7 @@ class AnnouncedPieces:
         Raises:
             WireError: it contradicts what the peer announced before, or is one too many.
         """
-        with self._changed:
+        with self._lock:
             if bool(piece.prefix) is bool(self._unannounced):
                 raise WireError("it announces a message within another, or bytes of no message")
             if piece.prefix:
@@ -55,7 +57,7 @@ class AnnouncedPieces:
 
     def expect_no_more(self) -> None:
         """The peer announces nothing more. Messages that it has wholly announced can still be taken."""
-        with self._changed:
+        with self._lock:
             self._no_more = True
             for _ in range(self._incomplete):
                 self._pieces.pop()
@@ -64,13 +66,13 @@ class AnnouncedPieces:
 
     def stop(self) -> None:
         """Nothing more is taken. Wakes the threads that wait; blocks nowhere."""
-        with self._changed:
+        with self._lock:
             self._stopped = True
             self._changed.notify_all()
 
     def wait_until_taken(self, deadline: Deadline) -> None:
         """Wait until nothing is left to take, if the peer announces nothing more; then stop."""
-        with self._changed:
+        with self._lock:
             while self._no_more and self._pieces and not self._stopped and not deadline.expired:
                 self._changed.wait(deadline.remaining())
             self.stop()
@@ -88,7 +90,7 @@ class AnnouncedPieces:
         Raises:
             KvplugError: none will come, and why.
         """
-        with self._changed:
+        with self._lock:
             while not self._pieces:
                 self.check()
                 if self._no_more:
@@ -100,12 +102,12 @@ class AnnouncedPieces:
 
     def after(self, count: int) -> list[Piece]:
         """All but the oldest ``count``."""
-        with self._changed:
+        with self._lock:
             return list(self._pieces)[count:]
 
     def take(self, count: int) -> None:
         """Remove the oldest ``count``: they were copied. After the end there may be fewer."""
-        with self._changed:
+        with self._lock:
             for _ in range(min(count, len(self._pieces))):
                 self._pieces.popleft()
             self._incomplete = min(self._incomplete, len(self._pieces))

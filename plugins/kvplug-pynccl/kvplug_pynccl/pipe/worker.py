@@ -15,7 +15,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from typing import Final
 
 from kvplug import TransportError, UnsupportedError
@@ -104,14 +104,19 @@ class PipeWorker:
         return threading.current_thread() is self._thread
 
     def stop(self) -> None:
-        """Wake every caller, and have the thread release everything. Does not block. Idempotent."""
+        """Wake every caller, and have the thread release everything. Does not block. Idempotent.
+
+        Another thread takes the locks for that. A signal's handler may be the caller: its own thread may hold
+        one of the locks, and the worker another one while it waits for the first.
+        """
         first, self._stopping = not self._stopping, True
-        self._outbox.end()
-        self._inbox.end()
-        self._control.wake()
-        if first and not self.is_current():
-            with suppress(RuntimeError):  # no more threads just now
+        if self.is_current():
+            self._wake_all()
+        elif first:
+            try:
                 threading.Thread(target=self._supervise, name="kvplug-pynccl-end", daemon=True).start()
+            except RuntimeError:  # no more threads just now
+                self._wake_all()
 
     def join(self) -> None:
         """Wait for the thread to be gone, after :meth:`stop`, but not for a call of NCCL that hangs."""
@@ -124,8 +129,14 @@ class PipeWorker:
         self._control.after_fork()
         self._outbox.after_fork()
 
+    def _wake_all(self) -> None:
+        self._outbox.end()
+        self._inbox.end()
+        self._control.wake()
+
     def _supervise(self) -> None:
-        """Every transfer ends, also where a call of NCCL, or of the GPU's driver, does not return."""
+        """Every call and transfer ends, even if a call of NCCL, or of the GPU's driver, does not return."""
+        self._wake_all()
         self._begun.wait()  # the watch may find the peer gone before the thread was started
         if self._thread.ident is None:
             return
