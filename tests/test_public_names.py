@@ -78,7 +78,8 @@ def loaded_by(code: str) -> list[str]:
 
 
 def test_importing_kvplug_loads_nothing_but_itself() -> None:
-    assert loaded_by("import kvplug") == ["__future__", "kvplug", "kvplug.door"]
+    loaded = loaded_by("import kvplug")  # where coverage is measured, __future__ was loaded before
+    assert [name for name in loaded if name != "__future__"] == ["kvplug", "kvplug.door"]
 
 
 def test_an_error_costs_only_the_errors() -> None:

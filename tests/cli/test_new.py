@@ -51,7 +51,7 @@ def test_a_kind_without_a_template_is_refused_and_those_with_one_are_told(site: 
 
 def test_help_says_which_kinds_there_are(site: Any) -> None:
     said = " ".join(new(site, "transport", "--help").stdout.split())
-    assert "so far only a pipe can be generated" in said
+    assert "Only pipes can be generated so far" in said
     assert [kind.value for kind in KINDS] == ["pipe"]
 
 
