@@ -15,7 +15,8 @@ from pathlib import Path
 
 
 def main(results: Path) -> int:
-    outcomes = {name: run["result"] for name, run in json.loads(results.read_text())["testenvs"].items()}
+    environments = json.loads(results.read_text())["testenvs"]  # also those that build packages
+    outcomes = {name: run["result"] for name, run in environments.items() if "result" in run}
     failed = [name for name, outcome in outcomes.items() if not outcome["success"]]
     tests = results.parent / "failed-tests"
     hopeless = [name for name in failed if outcomes[name]["exit_code"] != 1 or not (tests / name).exists()]

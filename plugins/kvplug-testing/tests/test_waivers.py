@@ -217,7 +217,7 @@ def test_a_name_that_suites_share_is_judged_by_all_of_them(package: Any) -> None
     package.waive("""
         "test_ending_twice_is_ending_once[close-abort]" = "of the pipes in another file"
     """)
-    done = package.judge("tests/transport/test_queue.py", "-k", "ending_twice")
+    done = package.judge("tests/test_queue.py", "-k", "ending_twice")
     assert done.returncode == 0, done.stdout + done.stderr
 
 
