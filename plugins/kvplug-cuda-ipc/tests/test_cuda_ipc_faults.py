@@ -27,6 +27,8 @@ from kvplug_testing.gpu.fake import CUDART
 from kvplug_testing.gpu.host import HostStream
 from kvplug_testing.waits import Call, until
 
+pytestmark = pytest.mark.full
+
 ENDS = Path(__file__).with_name("cuda_ipc_ends.py")
 ends = SimpleNamespace(**run_path(str(ENDS)))
 local_pair, remote_pair = ends.local_pair, ends.remote_pair

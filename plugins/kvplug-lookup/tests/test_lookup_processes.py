@@ -16,6 +16,7 @@ from kvplug.engine import RequestEnd
 from kvplug_testing import peers
 from kvplug_testing.engine import FakeEngine, request_of
 from kvplug_testing.faults import FaultyPipe, Plan, Rule
+from kvplug_testing.forkserver import ForkServer
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -78,8 +79,13 @@ def before_layer(number: int, signal: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     "number", [1, pytest.param(4, marks=pytest.mark.full), pytest.param(6, marks=pytest.mark.full)]
 )
-def test_a_producer_killed_while_it_sends_is_a_load_error_at_once(number: int) -> None:
-    with peers.nothing_left(), peers.start(prefill_worker, before_layer(number, "SIGKILL")) as child:
+def test_a_producer_killed_while_it_sends_is_a_load_error_at_once(
+    fork_server: ForkServer, number: int
+) -> None:
+    with (
+        peers.nothing_left(),
+        fork_server.start(f"{__file__}:prefill_worker", before_layer(number, "SIGKILL")) as child,
+    ):
         with engine(child.recv()) as decode:
             scheduled = promise(decode)
             begun = time.monotonic()
@@ -95,8 +101,13 @@ def test_a_producer_killed_while_it_sends_is_a_load_error_at_once(number: int) -
         child.wait()
 
 
-def test_a_producer_that_is_stopped_while_it_sends_is_a_load_error_at_the_deadline() -> None:
-    with peers.nothing_left(), peers.start(prefill_worker, before_layer(3, "SIGSTOP")) as child:
+def test_a_producer_that_is_stopped_while_it_sends_is_a_load_error_at_the_deadline(
+    fork_server: ForkServer,
+) -> None:
+    with (
+        peers.nothing_left(),
+        fork_server.start(f"{__file__}:prefill_worker", before_layer(3, "SIGSTOP")) as child,
+    ):
         with engine(child.recv()) as decode:
             scheduled = promise(decode)
             begun = time.monotonic()
@@ -120,13 +131,13 @@ def test_a_producer_that_is_stopped_while_it_sends_is_a_load_error_at_the_deadli
         child.wait()
 
 
-def test_a_consumer_killed_while_it_receives_leaves_the_entry_to_the_next() -> None:
-    with peers.nothing_left(), peers.start(prefill_worker, []) as prefill:
+def test_a_consumer_killed_while_it_receives_leaves_the_entry_to_the_next(fork_server: ForkServer) -> None:
+    with peers.nothing_left(), fork_server.start(f"{__file__}:prefill_worker", []) as prefill:
         contact = prefill.recv()
-        with peers.start(decode_worker, contact, 0) as first:
+        with fork_server.start(f"{__file__}:decode_worker", contact, 0) as first:
             first.wait()
             assert first.exit_code == -signal.SIGKILL
-        with peers.start(decode_worker, contact, -1) as second:
+        with fork_server.start(f"{__file__}:decode_worker", contact, -1) as second:
             assert second.recv() == (96, 0, True)
             second.result()
         prefill.send("end")

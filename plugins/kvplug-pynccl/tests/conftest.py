@@ -11,6 +11,7 @@ import pytest
 
 from kvplug_pynccl.nccl.library import Library, load
 from kvplug_testing import peers
+from kvplug_testing.forkserver import ForkServer
 from kvplug_testing.gpu import fake
 from kvplug_testing.gpu.fixtures import fixtures_of
 
@@ -25,7 +26,9 @@ def nccl(fake_path: str, controls: fake.Controls) -> Library:
 
 
 @pytest.fixture
-def start_ranks(fake_path: str, nccl: Library) -> Iterator[Callable[..., list[peers.Peer]]]:
+def start_ranks(
+    fake_path: str, nccl: Library, fork_server: ForkServer
+) -> Iterator[Callable[..., list[peers.Peer]]]:
     """Starts a process for each named function of ranks.py, each with its own environment."""
     with ExitStack() as stack:
 
@@ -35,11 +38,10 @@ def start_ranks(fake_path: str, nccl: Library) -> Iterator[Callable[..., list[pe
             environments = [*environments, *[{}] * (len(functions) - len(environments))]
             return [
                 stack.enter_context(
-                    peers.start(
+                    fork_server.start(
                         f"{RANKS}:in_child",
-                        *(fake_path, unique_id, world_sizes[rank], rank, function),
+                        *(fake_path, unique_id, world_sizes[rank], rank, function, environments[rank]),
                         timeout_s=120.0,
-                        env=environments[rank],
                     )
                 )
                 for rank, function in enumerate(functions)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from functools import partial
 from types import SimpleNamespace
@@ -61,11 +62,10 @@ def remote_pair(
     with PipePairs() as pairs:
 
         def make(what: str, *args: Any, env: Any = None, **options: Any) -> tuple[PyncclPipe, peers.Peer]:
-            start = fork_server.start if env is None else partial(peers.start, env=env)
-            given = (options, what, list(args))
+            given = (options, what, list(args), env or {})
             return pairs.remote(
                 endpoint(fake_path, **options),
-                lambda contact: start(
+                lambda contact: fork_server.start(
                     f"{__file__}:remote_end", fake_path, contact, *given, timeout_s=4 * PATIENCE_S
                 ),
             )
@@ -87,9 +87,10 @@ def gated(fake_path: str, controls: Any) -> Iterator[SimpleNamespace]:
 
 
 def remote_end(
-    parent: peers.Parent, path: str, contact: str, options: dict[str, Any], what: str, args: Any
+    parent: peers.Parent, path: str, contact: str, options: Any, what: str, args: Any, env: dict[str, str]
 ) -> Any:
-    """In a child: connect, then run ``what``."""
+    """In a child: connect, then run ``what``. The fake reads ``env`` when it is loaded, which is in here."""
+    os.environ.update(env)
     with endpoint(path, **options).connect(contact) as pipe:
         return WHAT[what](parent, pipe, *args)
 

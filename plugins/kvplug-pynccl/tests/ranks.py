@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import time
 from collections.abc import Callable
 from typing import Any
@@ -75,7 +76,16 @@ def at(array: Any, index: int = 0) -> int:
     return ctypes.addressof(array) + index * ctypes.sizeof(array._type_)
 
 
-def in_child(parent: peers.Parent, path: str, unique_id: bytes, world_size: int, rank: int, what: str) -> Any:
+def in_child(
+    parent: peers.Parent,
+    path: str,
+    unique_id: bytes,
+    world_size: int,
+    rank: int,
+    what: str,
+    env: dict[str, str],
+) -> Any:
+    os.environ.update(env)  # the fake reads it when it is loaded, which is in here
     me = Rank(path, unique_id, world_size, rank)
     assert me.began == Result.IN_PROGRESS
     if what != "start":

@@ -19,6 +19,8 @@ from kvplug_testing.gpu.fake import GPU_VARIABLE
 from kvplug_testing.gpu.pynccl import HostDevice
 from kvplug_testing.waits import until
 
+pytestmark = pytest.mark.full
+
 ENDS = Path(__file__).with_name("pynccl_group.py")
 ends = SimpleNamespace(**run_path(str(ENDS)))
 groups, local_ranks, remote_ranks = ends.groups, ends.local_ranks, ends.remote_ranks
