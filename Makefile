@@ -7,8 +7,8 @@ TOX = .venv/bin/tox
 TOX_ARGS ?=
 # Number of concurrent environments; `make test-all PARALLEL=1` runs them one after another.
 PARALLEL ?= auto
-# Number of test processes of `make test`: two per CPU, since most tests wait, and at most eight.
-JOBS ?= $(shell expr 2 '*' "$$(getconf _NPROCESSORS_ONLN)")
+# Number of test processes of `make test`: three per CPU, since most tests wait, and at most eight.
+JOBS ?= $(shell expr 3 '*' "$$(getconf _NPROCESSORS_ONLN)")
 # More arguments for `make demo` and `make test`, such as ARGS="-k wire".
 ARGS ?=
 
@@ -30,6 +30,8 @@ demo: $(TOX)
 
 install: $(INSTALLED)
 
+# Without stored bytecode every process compiles what it imports, and each run rewrites the asserts of all tests.
+test: export PYTHONDONTWRITEBYTECODE =
 test: $(INSTALLED)
 	.venv/bin/pytest -q -n $(JOBS) --maxprocesses 8 --dist loadgroup --no-loadscope-reorder \
 		--hypothesis-profile dev -m "$(QUICK)" --ignore plugins/kvplug-vllm $(ARGS)

@@ -211,8 +211,13 @@ def test_a_process_whose_thread_is_in_gloo_ends_as_any_other(program: str) -> No
 
 
 def at_all(groups: list[StatelessGroup], do: Callable[[StatelessGroup], Any]) -> list[Any]:
+    """``do(group)`` in a thread for each group. Each thread's failure is shown: one may explain another's."""
     with ThreadPoolExecutor(len(groups)) as pool:
-        return list(pool.map(do, groups))
+        calls = [pool.submit(do, group) for group in groups]
+    failures = [error for call in calls if isinstance(error := call.exception(), Exception)]
+    if len(failures) > 1:
+        raise ExceptionGroup("more than one rank failed", failures)
+    return [call.result() for call in calls]
 
 
 def listening() -> set[str]:
