@@ -9,14 +9,13 @@ import time
 from collections import deque
 from contextlib import ExitStack
 from pathlib import Path
-from runpy import run_path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, strategies as st
 
+import cuda_ipc_ends as ends
 from kvplug import ClosedError, PeerGoneError, TimeoutError, TransportError, UnsupportedError
 from kvplug.net.wire.messages import NONE, tensor_prefix
 from kvplug.transport import (
@@ -38,7 +37,6 @@ from kvplug_testing.gpu.cuda_ipc import HostDevice
 from kvplug_testing.waits import Call, until
 
 ENDS = Path(__file__).with_name("cuda_ipc_ends.py")
-ends = SimpleNamespace(**run_path(str(ENDS)))
 local_pair = ends.local_pair
 LARGE, MIB, PATIENCE_S = ends.LARGE, ends.MIB, ends.PATIENCE_S
 

@@ -8,13 +8,12 @@ import socket
 import threading
 import time
 from pathlib import Path
-from runpy import run_path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+import cuda_ipc_ends as ends
 from kvplug import CapacityError, KvplugError, PeerGoneError, TimeoutError, TransportError
 from kvplug.transport import Channel, Credentials, HeartbeatTerms, dial
 from kvplug_cuda_ipc import peer_process
@@ -30,7 +29,6 @@ from kvplug_testing.waits import Call, until
 pytestmark = pytest.mark.full
 
 ENDS = Path(__file__).with_name("cuda_ipc_ends.py")
-ends = SimpleNamespace(**run_path(str(ENDS)))
 local_pair, remote_pair = ends.local_pair, ends.remote_pair
 LARGE, MIB, PATIENCE_S = ends.LARGE, ends.MIB, ends.PATIENCE_S
 

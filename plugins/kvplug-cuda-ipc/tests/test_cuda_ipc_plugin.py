@@ -6,13 +6,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from runpy import run_path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+import cuda_ipc_ends as ends
 from kvplug import ConfigError, KvplugError, TransportError, UnsupportedError
 from kvplug.transport import Credentials, PipeContext, WireError
 from kvplug_cuda_ipc import plugin, probe
@@ -26,7 +25,6 @@ from kvplug_testing import check_plugin
 from kvplug_testing.gpu.cuda_ipc import HostDevice
 
 ENDS = Path(__file__).with_name("cuda_ipc_ends.py")
-ends = SimpleNamespace(**run_path(str(ENDS)))
 local_pair = ends.local_pair
 
 

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import time
-from pathlib import Path
-from runpy import run_path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+import faulty_engines as engines
 from kvplug import PeerGoneError, TimeoutError, TransportError
 from kvplug.transport import DEFAULT_TIMEOUT, Pipe, WireError
 from kvplug_lookup.connector import serve
 from kvplug_lookup.connector.load import Load, Loader
 from kvplug_testing.engine import FakeEngine, request_of
 
-engines = SimpleNamespace(**run_path(str(Path(__file__).with_name("faulty_engines.py"))))
 config, pair, tokens, promised = engines.config, engines.pair, engines.tokens, engines.promised
 made, load = engines.made, engines.load
 

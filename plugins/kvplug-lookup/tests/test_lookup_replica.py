@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import threading
 import time
-from pathlib import Path
-from runpy import run_path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+import faulty_engines as engines
 from kvplug import ClosedError, PeerGoneError
 from kvplug.transport import EventLog, Stored, event_to_plain, pack_tokens
 from kvplug_lookup.connector.replica import Replica
 from kvplug_testing.engine import FakeEngine
 
-engines = SimpleNamespace(**run_path(str(Path(__file__).with_name("faulty_engines.py"))))
 config, pair = engines.config, engines.pair
 
 pytestmark = pytest.mark.timeout(60)

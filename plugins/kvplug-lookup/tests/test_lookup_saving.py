@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
-from pathlib import Path
-from runpy import run_path
-from types import SimpleNamespace
 
 import pytest
 
+import faulty_engines as engines
 from kvplug import ClosedError
 from kvplug_testing.engine import FakeEngine, request_of
 
-engines = SimpleNamespace(**run_path(str(Path(__file__).with_name("faulty_engines.py"))))
 config, pair, tokens = engines.config, engines.pair, engines.tokens
 
 KV_OF_100_TOKENS = engines.KV_OF_100_TOKENS

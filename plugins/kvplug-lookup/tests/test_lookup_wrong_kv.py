@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from runpy import run_path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+import faulty_engines as engines
 from kvplug import IntegrityError
 from kvplug.engine import KVLayout, LayoutError, RequestEnd
 from kvplug.transport import EntryHeader
@@ -17,7 +15,6 @@ from kvplug_lookup.connector.load import Load
 from kvplug_lookup.connector.plan import LoadPlan
 from kvplug_testing.engine import FakeEngine, request_of
 
-engines = SimpleNamespace(**run_path(str(Path(__file__).with_name("faulty_engines.py"))))
 config, pair, tokens, promised = engines.config, engines.pair, engines.tokens, engines.promised
 made, ASYNC, KV_OF_100_TOKENS = engines.made, engines.ASYNC, engines.KV_OF_100_TOKENS
 load = engines.load

@@ -15,7 +15,7 @@ from kvplug_testing.forkserver import ForkServer
 from kvplug_testing.gpu import fake
 from kvplug_testing.gpu.fixtures import fixtures_of
 
-RANKS = Path(__file__).with_name("ranks.py")
+RANKS = Path(__file__).with_name("pynccl_ranks.py")
 
 fake_path, controls = fixtures_of(fake.NCCL)
 

@@ -8,13 +8,11 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
-from pathlib import Path
-from runpy import run_path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+import pynccl_ranks as ranks
 from kvplug_pynccl.nccl.abi import DataType, RedOp, Result
 from kvplug_pynccl.nccl.errors import (
     NcclError,
@@ -22,8 +20,6 @@ from kvplug_pynccl.nccl.errors import (
 from kvplug_pynccl.nccl.library import Library
 from kvplug_pynccl.nccl.prototypes import PROTOTYPES
 from kvplug_testing.gpu import fake
-
-ranks = SimpleNamespace(**run_path(str(Path(__file__).with_name("ranks.py"))))
 
 
 def test_a_call_that_waits_lets_other_threads_run(

@@ -6,13 +6,12 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from runpy import run_path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+import pynccl_group as ends
 from kvplug import ClosedError, ConfigError, PeerGoneError, TimeoutError, TransportError, UnsupportedError
 from kvplug.transport import TensorMismatchError, WireError
 from kvplug_pynccl.communicator.bootstrap import RankHello, agree
@@ -23,7 +22,6 @@ from kvplug_testing.gpu import fake
 from kvplug_testing.gpu.pynccl import HostDevice
 
 ENDS = Path(__file__).with_name("pynccl_group.py")
-ends = SimpleNamespace(**run_path(str(ENDS)))
 groups, local_ranks = ends.groups, ends.local_ranks
 at_all, make, context_of = ends.at_all, ends.make, ends.context_of
 threads, PATIENCE_S = ends.threads, ends.PATIENCE_S

@@ -5,13 +5,12 @@ from __future__ import annotations
 import logging
 import time
 from pathlib import Path
-from runpy import run_path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+import pynccl_group as ends
 from kvplug import ConfigError, PeerGoneError, TimeoutError, TransportError
 from kvplug_pynccl.nccl.abi import Result
 from kvplug_pynccl.nccl.errors import NcclInvalidArgumentError, NcclInvalidUsageError
@@ -22,7 +21,6 @@ from kvplug_testing.waits import until
 pytestmark = pytest.mark.full
 
 ENDS = Path(__file__).with_name("pynccl_group.py")
-ends = SimpleNamespace(**run_path(str(ENDS)))
 groups, local_ranks, remote_ranks = ends.groups, ends.local_ranks, ends.remote_ranks
 at_all, carry = ends.at_all, ends.carry
 PATIENCE_S, STOP, KILL = ends.PATIENCE_S, ends.STOP, ends.KILL

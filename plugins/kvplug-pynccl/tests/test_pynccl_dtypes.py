@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from runpy import run_path
-from types import SimpleNamespace
-
 import pytest
 import torch
 
+import pynccl_ranks as ranks
 from kvplug import UnsupportedError
 from kvplug_pynccl.nccl.abi import DataType, RedOp, Result, Version
 from kvplug_pynccl.nccl.dtypes import Carried, moved_as, reduced_as
 from kvplug_pynccl.nccl.library import Library
 
-ranks = SimpleNamespace(**run_path(str(Path(__file__).with_name("ranks.py"))))
 NEW = Version(2, 32, 3)
 DTYPES = sorted({each for each in vars(torch).values() if isinstance(each, torch.dtype)}, key=str)
 

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from pathlib import Path
-from runpy import run_path
-from types import SimpleNamespace
 
 import pytest
 
+import pynccl_ranks as ranks
 from kvplug_pynccl.nccl.abi import DataType, Result
 from kvplug_pynccl.nccl.errors import (
     NcclInvalidArgumentError,
@@ -19,7 +17,6 @@ from kvplug_pynccl.nccl.library import Library
 from kvplug_testing import peers
 from kvplug_testing.gpu import fake
 
-ranks = SimpleNamespace(**run_path(str(Path(__file__).with_name("ranks.py"))))
 StartRanks = Callable[..., list[peers.Peer]]
 PATIENCE_S, near = ranks.PATIENCE_S, ranks.near
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
-from runpy import run_path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
+import pynccl_ranks as ranks
 from kvplug import ClosedError
 from kvplug_pynccl.nccl.abi import DataType, RedOp, Result
 from kvplug_pynccl.nccl.dtypes import reduced_as
@@ -22,7 +20,6 @@ from kvplug_pynccl.nccl.library import Library
 from kvplug_testing import peers
 from kvplug_testing.gpu import fake
 
-ranks = SimpleNamespace(**run_path(str(Path(__file__).with_name("ranks.py"))))
 StartRanks = Callable[..., list[peers.Peer]]
 PATIENCE_S, near = ranks.PATIENCE_S, ranks.near
 

@@ -8,7 +8,6 @@ import json
 import shutil
 import subprocess
 from pathlib import Path
-from runpy import run_path
 from typing import Any
 
 import pytest
@@ -18,8 +17,7 @@ from kvplug_pynccl.nccl.abi import Config, DataType, Properties, RedOp, Result, 
 from kvplug_pynccl.nccl.errors import _ERRORS, _MEANINGS
 from kvplug_pynccl.nccl.places import PACKAGE
 from kvplug_pynccl.nccl.prototypes import FLOAT8_SINCE, OPTIONAL, PROTOTYPES
-
-Header = run_path(str(Path(__file__).with_name("header.py")))["Header"]
+from nccl_header import Header
 
 
 def folder() -> Path | None:

@@ -12,12 +12,11 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from runpy import run_path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+import pynccl_ranks as ranks
 from kvplug import UnsupportedError
 from kvplug_pynccl.nccl.abi import HEADER, Config, Properties, Result, UniqueId, Version
 from kvplug_pynccl.nccl.errors import (
@@ -29,8 +28,6 @@ from kvplug_pynccl.nccl.places import PACKAGE, SONAME, VARIABLE
 from kvplug_pynccl.nccl.prototypes import MIN_VERSION, OPTIONAL, PROTOTYPES
 from kvplug_testing import peers
 from kvplug_testing.gpu import fake
-
-ranks = SimpleNamespace(**run_path(str(Path(__file__).with_name("ranks.py"))))
 
 
 def packaged() -> str:

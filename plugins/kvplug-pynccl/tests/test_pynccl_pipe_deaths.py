@@ -8,13 +8,13 @@ import signal
 import time
 from contextlib import suppress
 from pathlib import Path
-from runpy import run_path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+import pynccl_ends as ends
 from kvplug import ClosedError, KvplugError, PeerGoneError, TimeoutError, TransportError
 from kvplug.transport import HeartbeatTerms, PeerIdentity
 from kvplug_pynccl.pipe import join, worker
@@ -22,7 +22,6 @@ from kvplug_testing.gpu.fake import NCCL
 from kvplug_testing.waits import Call, until
 
 ENDS = Path(__file__).with_name("pynccl_ends.py")
-ends = SimpleNamespace(**run_path(str(ENDS)))
 local_pair, remote_pair = ends.local_pair, ends.remote_pair
 LARGE, PATIENCE_S, noise = ends.LARGE, ends.PATIENCE_S, ends.noise
 assert_works = ends.assert_works

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from runpy import run_path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+import pynccl_ends as ends
 from kvplug import ClosedError, KvplugError, PeerGoneError, TransportError
 from kvplug_pynccl.nccl.abi import Result
 from kvplug_pynccl.pipe import worker
 from kvplug_testing.waits import Call, until
 
 ENDS = Path(__file__).with_name("pynccl_ends.py")
-ends = SimpleNamespace(**run_path(str(ENDS)))
 local_pair, remote_pair = ends.local_pair, ends.remote_pair
 LARGE, PATIENCE_S, noise = ends.LARGE, ends.PATIENCE_S, ends.noise
 assert_works = ends.assert_works

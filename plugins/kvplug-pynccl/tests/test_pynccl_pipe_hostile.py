@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from pathlib import Path
-from runpy import run_path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, strategies as st
 
+import pynccl_ends as ends
 from kvplug import KvplugError, PeerGoneError, TransportError
 from kvplug.net.wire.messages import NONE, tensor_prefix
 from kvplug.transport import Credentials, WireError, dial
@@ -21,7 +20,6 @@ from kvplug_pynccl.pipe.frames import WINDOW, Announcement, Frame, FrameParser, 
 from kvplug_testing.waits import Call, until
 
 ENDS = Path(__file__).with_name("pynccl_ends.py")
-ends = SimpleNamespace(**run_path(str(ENDS)))
 local_pair = ends.local_pair
 PATIENCE_S, gated = ends.PATIENCE_S, ends.gated
 

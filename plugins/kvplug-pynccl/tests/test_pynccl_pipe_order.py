@@ -7,13 +7,13 @@ import os
 import time
 from collections import defaultdict
 from pathlib import Path
-from runpy import run_path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+import pynccl_ends as ends
 from kvplug import TimeoutError
 from kvplug.net import streams
 from kvplug_pynccl.device import CudaStream
@@ -22,7 +22,6 @@ from kvplug_testing.gpu.pynccl import HostDevice
 from kvplug_testing.waits import Call, until
 
 ENDS = Path(__file__).with_name("pynccl_ends.py")
-ends = SimpleNamespace(**run_path(str(ENDS)))
 local_pair = ends.local_pair
 PATIENCE_S, gated = ends.PATIENCE_S, ends.gated
 

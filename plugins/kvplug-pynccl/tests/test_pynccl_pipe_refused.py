@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from runpy import run_path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+import pynccl_ends as ends
 from kvplug import CapacityError, ConfigError, TransportError, UnsupportedError
 from kvplug.transport import Blocks, Credentials, PipeContext
 from kvplug_pynccl import interface
@@ -24,7 +23,6 @@ from kvplug_pynccl.pipe.frames import Announcement, Frame, FrameType
 from kvplug_testing.gpu.pynccl import HostDevice
 
 ENDS = Path(__file__).with_name("pynccl_ends.py")
-ends = SimpleNamespace(**run_path(str(ENDS)))
 local_pair = ends.local_pair
 
 PATIENCE_S = ends.PATIENCE_S

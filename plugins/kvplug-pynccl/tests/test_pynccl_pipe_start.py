@@ -6,14 +6,13 @@ import os
 import socket
 import threading
 from pathlib import Path
-from runpy import run_path
-from types import SimpleNamespace
 from typing import Any
 
 import attrs
 import pytest
 import torch
 
+import pynccl_ends as ends
 from kvplug import PeerGoneError, TimeoutError, TransportError
 from kvplug.transport import Credentials, dial, this_process
 from kvplug_pynccl import interface
@@ -26,7 +25,6 @@ from kvplug_testing.gpu.fake import GPU_VARIABLE, NCCL
 from kvplug_testing.waits import Call, until
 
 ENDS = Path(__file__).with_name("pynccl_ends.py")
-ends = SimpleNamespace(**run_path(str(ENDS)))
 local_pair = ends.local_pair
 
 PATIENCE_S = ends.PATIENCE_S

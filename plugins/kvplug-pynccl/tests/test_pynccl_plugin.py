@@ -6,11 +6,10 @@ import subprocess
 import sys
 from contextlib import ExitStack
 from pathlib import Path
-from runpy import run_path
-from types import SimpleNamespace
 
 import pytest
 
+import pynccl_ends as ends
 from kvplug import StatelessGroup
 from kvplug_pynccl import plugin, probe
 from kvplug_pynccl.options import PyncclPipeOptions
@@ -18,7 +17,6 @@ from kvplug_pynccl.pipe.endpoint import PyncclEndpoint
 from kvplug_testing import check_plugin, peers
 
 ENDS = Path(__file__).with_name("pynccl_ends.py")
-ends = SimpleNamespace(**run_path(str(ENDS)))
 
 PATIENCE_S = ends.PATIENCE_S
 

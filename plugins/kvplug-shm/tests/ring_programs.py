@@ -6,9 +6,8 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from processes import Program, Turn
-
 from kvplug.transport import WireError
+from ring_processes import Program, Turn
 
 
 class LawError(AssertionError):

@@ -6,14 +6,12 @@ import gc
 import mmap
 import resource
 from collections.abc import Callable
-from pathlib import Path
-from runpy import run_path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+import shm_pool_memory as ends
 from kvplug import CapacityError, UnsupportedError
 from kvplug.net.wire.tensors import DTYPES, TensorMeta, memory_of, memory_of_writable
 from kvplug_shm.memory import pool as room
@@ -22,7 +20,6 @@ from kvplug_shm.memory.pool import POOLED_FROM, Pool
 MIB = 1 << 20
 PLENTY = 256 * MIB
 HUGE_PAGE = 2 * MIB
-ends = SimpleNamespace(**run_path(str(Path(__file__).with_name("pool_memory.py"))))
 of, fill, holds, is_mapped = ends.of, ends.fill, ends.holds, ends.is_mapped
 idle, in_forked_child = ends.idle, ends.in_forked_child
 

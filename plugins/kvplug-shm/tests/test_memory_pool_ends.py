@@ -9,19 +9,16 @@ import subprocess
 import sys
 import threading
 import weakref
-from pathlib import Path
-from runpy import run_path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+import shm_pool_memory as ends
 from kvplug_shm.memory.pool import Pool
 
 MIB = 1 << 20
 PLENTY = 256 * MIB
-ends = SimpleNamespace(**run_path(str(Path(__file__).with_name("pool_memory.py"))))
 of, fill, holds, is_mapped = ends.of, ends.fill, ends.holds, ends.is_mapped
 idle, in_forked_child = ends.idle, ends.in_forked_child
 

@@ -7,17 +7,12 @@ units that a dead writer has published.
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvplug_shm.ring import ends, protocol
-
-sys.path.append(str(Path(__file__).parent))
-
-from explorer import Explorer, StuckError
+from ring_explorer import Explorer, StuckError
 from ring_programs import Case, LawError, Programs
 
 ONE = (1,)

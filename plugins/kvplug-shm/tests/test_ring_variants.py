@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 
 from kvplug_shm.ring import ends, protocol
-
-sys.path.append(str(Path(__file__).parent))
-
-from explorer import BusyError, Explorer, StuckError
+from ring_explorer import BusyError, Explorer, StuckError
 from ring_programs import Case, LawError, Programs
-from variants import Variant, variants
+from ring_variants import Variant, variants
 
 ONE = (1,)
 CASES = [

@@ -13,14 +13,13 @@ import sys
 import threading
 import time
 from pathlib import Path
-from runpy import run_path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
+import shm_pipe_ends as ends_of_pipes
 from kvplug import TimeoutError
 from kvplug.transport import Blocks, WireError
 from kvplug_shm.memory.segment import Segment
@@ -35,7 +34,6 @@ from kvplug_shm.pipe.rings import Incoming, Outgoing
 from kvplug_shm.ring import protocol
 from kvplug_shm.ring.ends import ReadingEnd, WritingEnd
 
-ends_of_pipes = SimpleNamespace(**run_path(str(Path(__file__).with_name("pipe_ends.py"))))
 local_pair = ends_of_pipes.local_pair
 compiled = pytest.mark.skipif(native.library() is None, reason="this installation has no compiled steps")
 RING = 1024

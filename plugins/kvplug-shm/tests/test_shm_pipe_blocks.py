@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import random
-from pathlib import Path
-from runpy import run_path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
+import shm_pipe_ends as ends
 from kvplug import TimeoutError, UnsupportedError
 from kvplug_testing.waits import Call
 
-ends = SimpleNamespace(**run_path(str(Path(__file__).with_name("pipe_ends.py"))))
 local_pair = ends.local_pair
 
 

@@ -14,14 +14,13 @@ import textwrap
 import threading
 import time
 from pathlib import Path
-from runpy import run_path
-from types import SimpleNamespace
 from typing import Any
 
 import attrs
 import pytest
 import torch
 
+import shm_pipe_ends as ends
 from kvplug import CapacityError, ClosedError, ConfigError, PeerGoneError, TimeoutError, TransportError
 from kvplug.transport import PeerIdentity, WireError
 from kvplug_shm.memory import waiting
@@ -30,7 +29,6 @@ from kvplug_shm.pipe.endpoint import ShmEndpoint
 from kvplug_testing import peers
 from kvplug_testing.waits import Call, until
 
-ends = SimpleNamespace(**run_path(str(Path(__file__).with_name("pipe_ends.py"))))
 local_pair, remote_pair = ends.local_pair, ends.remote_pair
 
 MIB = 1024 * 1024

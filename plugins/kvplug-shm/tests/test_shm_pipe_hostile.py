@@ -7,15 +7,13 @@ import secrets
 import socket
 import struct
 import time
-from pathlib import Path
-from runpy import run_path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
+import shm_pipe_ends as ends
 from kvplug import CapacityError, KvplugError, PeerGoneError, TimeoutError, TransportError
 from kvplug.net.wire.frames import FrameKind, encode_header
 from kvplug.net.wire.messages import GOODBYE, tensor_prefix
@@ -29,7 +27,6 @@ from kvplug_shm.ring.protocol import HEAD, tail
 from kvplug_testing import peers
 from kvplug_testing.waits import Call
 
-ends = SimpleNamespace(**run_path(str(Path(__file__).with_name("pipe_ends.py"))))
 local_pair = ends.local_pair
 
 MIB = 1024 * 1024

@@ -6,21 +6,18 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable
-from pathlib import Path
-from runpy import run_path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+import shm_pipe_ends as ends
 from kvplug import ClosedError, KvplugError, PeerGoneError, TransportError
 from kvplug_shm.pipe.content import Content
 from kvplug_shm.pipe.message import Message
 from kvplug_shm.ring import protocol
 from kvplug_testing.waits import Call, until
 
-ends = SimpleNamespace(**run_path(str(Path(__file__).with_name("pipe_ends.py"))))
 local_pair = ends.local_pair
 
 MIB = 1024 * 1024

@@ -7,8 +7,6 @@ import threading
 import time
 import weakref
 from pathlib import Path
-from runpy import run_path
-from types import SimpleNamespace
 from typing import Any
 
 import attrs
@@ -16,13 +14,13 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
+import shm_pipe_ends as ends
 from kvplug import TimeoutError
 from kvplug.net.wire.messages import tensor_prefix
 from kvplug_shm.pipe.geometry import LINE, SMALLEST_BYTES, lines
 from kvplug_testing import peers
 from kvplug_testing.waits import Call, until
 
-ends = SimpleNamespace(**run_path(str(Path(__file__).with_name("pipe_ends.py"))))
 local_pair = ends.local_pair
 
 MIB = 1024 * 1024

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import logging
 import threading
-from pathlib import Path
-from runpy import run_path
-from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
 
+import shm_queue_ends as ends
 from kvplug import ClosedError, PeerGoneError, TimeoutError
 from kvplug_shm.queue.admission import Admission
 from kvplug_shm.queue.reader_table import ReaderTable
 from kvplug_testing.waits import Call, until
 
-ends = SimpleNamespace(**run_path(str(Path(__file__).with_name("queue_ends.py"))))
 queue = ends.queue
 
 

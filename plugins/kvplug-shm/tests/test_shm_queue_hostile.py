@@ -8,13 +8,12 @@ import socket
 import struct
 from collections.abc import Iterator
 from pathlib import Path
-from runpy import run_path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+import shm_queue_ends as ends
 from kvplug import ClosedError, ConfigError, KvplugError, PeerGoneError, TransportError
 from kvplug.net.wire import encode
 from kvplug.transport import Credentials, QueueHandle, WireError, dial
@@ -23,7 +22,6 @@ from kvplug_shm.queue.join import PURPOSE
 from kvplug_shm.ring import protocol
 from kvplug_testing.waits import Call, until
 
-ends = SimpleNamespace(**run_path(str(Path(__file__).with_name("queue_ends.py"))))
 queue = ends.queue
 
 

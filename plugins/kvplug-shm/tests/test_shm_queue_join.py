@@ -9,20 +9,18 @@ import sys
 import textwrap
 import threading
 import time
-from pathlib import Path
-from runpy import run_path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+import shm_queue_ends as ends
 from kvplug import CapacityError, ConfigError, PeerGoneError, TransportError
 from kvplug_shm.queue.join import hang_up
 from kvplug_shm.ring import protocol
 from kvplug_testing.waits import Call, until
 
-ends = SimpleNamespace(**run_path(str(Path(__file__).with_name("queue_ends.py"))))
 queue, remote_reader, sound_sleep, asleep = ends.queue, ends.remote_reader, ends.sound_sleep, ends.asleep
 MIB = 1 << 20
 

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
-from runpy import run_path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+import shm_queue_ends as ends
 from kvplug import CapacityError, TimeoutError
 from kvplug_testing.waits import Call
 
-ends = SimpleNamespace(**run_path(str(Path(__file__).with_name("queue_ends.py"))))
 queue, remote_reader = ends.queue, ends.remote_reader
 
 MIB = 1 << 20

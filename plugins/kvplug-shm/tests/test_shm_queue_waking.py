@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
-from runpy import run_path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+import shm_queue_ends as ends
 from kvplug import ClosedError, PeerGoneError
 from kvplug.transport import BusyError
 from kvplug_testing.waits import Call, until
 
-ends = SimpleNamespace(**run_path(str(Path(__file__).with_name("queue_ends.py"))))
 queue = ends.queue
 
 sound_sleep, asleep = ends.sound_sleep, ends.asleep

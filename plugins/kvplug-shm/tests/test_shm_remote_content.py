@@ -8,20 +8,18 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from runpy import run_path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import zmq
 
+import shm_remote_ends as ends
 from kvplug import ConfigError, PeerGoneError, TimeoutError
 from kvplug.transport import CancelledError, Deadline, Wait
 from kvplug_shm.queue import reader_link
 from kvplug_shm.queue.remote_frames import PIECE_BYTES, QueueFrameKind
 
-REMOTE = str(Path(__file__).with_name("remote_ends.py"))
-ends = SimpleNamespace(**run_path(REMOTE))
+REMOTE = str(Path(__file__).with_name("shm_remote_ends.py"))
 context, joined, taken = ends.context, ends.joined, ends.taken
 
 

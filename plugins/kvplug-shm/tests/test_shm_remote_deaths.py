@@ -5,26 +5,23 @@ from __future__ import annotations
 import errno
 import os
 import signal
-import socket
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from runpy import run_path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import zmq
 
+import shm_remote_ends as ends
 from kvplug import KvplugError, PeerGoneError, TransportError
 from kvplug.transport import Deadline, PeerIdentity
 from kvplug_shm.queue import reader_link, remote_writer
 from kvplug_shm.queue.remote_frames import QueueFrameKind
 from kvplug_testing import peers
 
-REMOTE = str(Path(__file__).with_name("remote_ends.py"))
-ends = SimpleNamespace(**run_path(REMOTE))
+REMOTE = str(Path(__file__).with_name("shm_remote_ends.py"))
 context, joined, taken = ends.context, ends.joined, ends.taken
 
 
@@ -34,39 +31,6 @@ def writer() -> Iterator[Any]:
     yield made
     made.network.abort()
     made.network.join(None)
-
-
-class Relay:
-    """Carries bytes between a reader and the writer, until it is cut."""
-
-    def __init__(self, data: dict[str, Any]) -> None:
-        self._listening = socket.create_server(("127.0.0.1", 0))
-        self.data = {**data, "port": self._listening.getsockname()[1]}
-        self._there = (data["host"], data["port"])
-        self._ends: list[socket.socket] = []
-        self.heard = bytearray()
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    def _accept(self) -> None:
-        one, _ = self._listening.accept()
-        other = socket.create_connection(self._there)
-        self._ends += [one, other]
-        threading.Thread(target=self._carry, args=(one, other, self.heard), daemon=True).start()
-        self._carry(other, one, bytearray())
-
-    def _carry(self, source: socket.socket, target: socket.socket, heard: bytearray) -> None:
-        try:
-            while data := source.recv(65536):
-                heard += data
-                target.sendall(data)
-        except OSError:
-            return
-
-    def cut(self) -> None:
-        self._listening.close()
-        for end in self._ends:
-            end.shutdown(socket.SHUT_RDWR)
-            end.close()
 
 
 def test_a_reader_that_is_killed_is_evicted_by_name_and_the_others_go_on(
@@ -248,7 +212,7 @@ def test_a_writer_on_this_host_that_is_stopped_is_alive_and_elsewhere_it_is_not(
 
 
 def test_a_connection_that_breaks_is_not_made_again_in_silence(writer: Any) -> None:
-    relay = Relay(writer.network.data)
+    relay = ends.Relay(writer.network.data)
     reader = joined(context(), relay.data)
     writer.send(b"before")
     relay.cut()

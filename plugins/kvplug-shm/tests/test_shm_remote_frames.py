@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import socket
 from pathlib import Path
-from runpy import run_path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given, strategies
 
+import shm_remote_ends as ends
 from kvplug import AuthenticationError, PeerGoneError
 from kvplug.transport import WireError
 from kvplug_shm.queue import remote_frames as frames
@@ -18,8 +17,7 @@ from kvplug_shm.queue.reader_link import identity_of
 from kvplug_shm.queue.remote_assembly import Assembly
 from kvplug_shm.queue.remote_frames import First, Piece, Plain, QueueFrameKind
 
-REMOTE = str(Path(__file__).with_name("remote_ends.py"))
-ends = SimpleNamespace(**run_path(REMOTE))
+REMOTE = str(Path(__file__).with_name("shm_remote_ends.py"))
 context, joined, joining = ends.context, ends.joined, ends.joining
 
 

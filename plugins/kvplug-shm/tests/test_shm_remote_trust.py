@@ -10,13 +10,12 @@ import struct
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from runpy import run_path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import zmq
 
+import shm_remote_ends as ends
 from kvplug import AuthenticationError
 from kvplug.transport import InsecureAddressError, QueueHandle
 from kvplug_shm.queue import remote_frames as frames
@@ -24,8 +23,7 @@ from kvplug_shm.queue.remote_contact import RemoteContact
 from kvplug_shm.queue.remote_frames import QueueFrameKind
 from kvplug_shm.queue.remote_keys import Keys
 
-REMOTE = str(Path(__file__).with_name("remote_ends.py"))
-ends = SimpleNamespace(**run_path(REMOTE))
+REMOTE = str(Path(__file__).with_name("shm_remote_ends.py"))
 context, joined, taken, joining = ends.context, ends.joined, ends.taken, ends.joining
 WHO = ends.WHO
 SECRET = "a secret that these tests share"
@@ -161,8 +159,7 @@ def test_a_client_without_keys_is_not_heard(writer: Any) -> None:
 
 
 def test_a_conversation_that_is_replayed_opens_nothing(writer: Any) -> None:
-    relay_of = run_path(str(Path(__file__).with_name("test_shm_remote_deaths.py")))["Relay"]
-    relay = relay_of(writer.network.data)
+    relay = ends.Relay(writer.network.data)
     reader = joined(context(secret=SECRET), relay.data)
     writer.send(b"once")
     assert taken(reader)[2] == b"once"

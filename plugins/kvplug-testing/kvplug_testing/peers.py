@@ -388,6 +388,7 @@ def _live(fd: int, timeout_s: float) -> None:
     try:
         path, _, name = where.rpartition(":")
         if path.endswith(".py"):
+            sys.path.append(str(Path(path).parent))  # for what the file imports from beside itself
             spec = importlib.util.spec_from_file_location("kvplug_testing_target", path)
             assert spec is not None
             assert spec.loader is not None

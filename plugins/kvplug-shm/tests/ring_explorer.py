@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
-from processes import (
+from ring_processes import (
     ASLEEP,
     AWAKE,
     CHOOSE,

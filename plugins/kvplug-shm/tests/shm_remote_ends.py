@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -230,3 +231,36 @@ WHO = {
 def joining(**given: Any) -> dict[str, Any]:
     """What a reader says first."""
     return {"version": 1, "who": WHO, "patience_s": 10.0, **given}
+
+
+class Relay:
+    """Carries bytes between a reader and the writer, until it is cut."""
+
+    def __init__(self, data: dict[str, Any]) -> None:
+        self._listening = socket.create_server(("127.0.0.1", 0))
+        self.data = {**data, "port": self._listening.getsockname()[1]}
+        self._there = (data["host"], data["port"])
+        self._ends: list[socket.socket] = []
+        self.heard = bytearray()
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        one, _ = self._listening.accept()
+        other = socket.create_connection(self._there)
+        self._ends += [one, other]
+        threading.Thread(target=self._carry, args=(one, other, self.heard), daemon=True).start()
+        self._carry(other, one, bytearray())
+
+    def _carry(self, source: socket.socket, target: socket.socket, heard: bytearray) -> None:
+        try:
+            while data := source.recv(65536):
+                heard += data
+                target.sendall(data)
+        except OSError:
+            return
+
+    def cut(self) -> None:
+        self._listening.close()
+        for end in self._ends:
+            end.shutdown(socket.SHUT_RDWR)
+            end.close()
