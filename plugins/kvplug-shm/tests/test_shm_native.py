@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +36,10 @@ from kvplug_shm.ring import protocol
 from kvplug_shm.ring.ends import ReadingEnd, WritingEnd
 
 local_pair = ends_of_pipes.local_pair
-compiled = pytest.mark.skipif(native.library() is None, reason="this installation has no compiled steps")
+STEPS_THERE: Any = native.library()
+compiled = pytest.mark.skipif(STEPS_THERE is None, reason="this installation has no compiled steps")
 RING = 1024
+WHOLE = Pieces(at_once=0, smallest=2**30, largest=2**30)
 PIECES = Pieces(at_once=500, smallest=2 * LINE, largest=4 * LINE)
 
 
@@ -357,6 +360,52 @@ def test_words_that_cannot_be_true_move_nothing(word: int) -> None:
         assert ring.into.pull(span, 0, 600, 0, LINE, patient=True) == 0
         with pytest.raises(WireError):
             ring.into.next_line()
+
+
+MIB = 1024 * 1024
+
+
+@compiled
+@pytest.mark.parametrize("offset", [0, 1, 63], ids="at {}".format)
+def test_a_message_that_is_stored_past_the_caches_arrives_whole(local_pair: Any, offset: int) -> None:
+    sender, receiver = local_pair()
+    tensor = torch.arange(33 * MIB // 4 + 1, dtype=torch.int32).view(torch.uint8)
+    out = torch.full((64 + len(tensor) + 64,), 7, dtype=torch.uint8)
+    within = out[offset : offset + len(tensor)]
+    with ThreadPoolExecutor(1) as pool:
+        sending = pool.submit(sender.send_tensor, tensor)
+        receiver.recv_tensor(out=within)
+        sending.result().wait()
+    assert torch.equal(within, tensor)
+    assert set(out[:offset].tolist()) | set(out[offset + len(tensor) :].tolist()) == {7}
+
+
+@compiled
+@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="there is one processor")
+@pytest.mark.parametrize("bound", [False, True], ids=["anywhere", "bound to its processor"])
+def test_a_reader_leaves_the_processor_of_its_writer_unless_it_is_bound_to_it(bound: bool) -> None:
+    where = ctypes.CDLL(None).sched_getcpu
+    everywhere = os.sched_getaffinity(0)
+    if len(everywhere) < (os.cpu_count() or 1):
+        pytest.skip("this process is bound to some processors")
+    data = torch.zeros(2 * MIB, dtype=torch.uint8)
+    span, moved = Span.flat(data.data_ptr()), False
+    try:
+        for _ in range(20):
+            memory = segment(segment_size(4 * MIB))
+            out = NativeOutgoing(STEPS_THERE, memory, 0, 4 * MIB, 0.0)
+            into = NativeIncoming(STEPS_THERE, memory, 0, 4 * MIB, 0.0)
+            before = where()
+            if bound:
+                os.sched_setaffinity(0, {before})
+            allowed = os.sched_getaffinity(0)
+            out.push(b"p" * LINE, span, 0, len(data), WHOLE, patient=False)
+            into.pull(span, 0, len(data), LINE, len(data), patient=False)
+            moved = moved or where() != before
+            assert os.sched_getaffinity(0) == allowed
+    finally:
+        os.sched_setaffinity(0, everywhere)
+    assert moved is not bound
 
 
 @pytest.mark.skipif(sys.platform != "linux" or shutil.which("cc") is None, reason="there is no compiler")
