@@ -12,6 +12,7 @@ from kvplug_transformers.engine.attention import ForwardPass, PagedCache, under_
 from kvplug_transformers.engine.batch import Batch
 from kvplug_transformers.engine.pages import Pages
 from kvplug_transformers.engine.step import Step
+from kvplug_transformers.model.facts import cache_argument
 
 
 class Worker:
@@ -27,6 +28,7 @@ class Worker:
         self._model = model.eval()
         self._connector = connector
         self._takes_positions_to_keep = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self._cache_argument = cache_argument(model)
         self._events: list[CacheEvent] = []
         parameter = next(model.parameters())
         self.pages = Pages(cache, parameter.dtype, parameter.device)
@@ -89,8 +91,8 @@ class Worker:
             logits = self._model(
                 input_ids=torch.tensor([ids], device=device),
                 position_ids=torch.tensor([batch.positions], device=device),
-                past_key_values=PagedCache(this, self._connector),
                 use_cache=True,
+                **{self._cache_argument: PagedCache(this, self._connector)},
                 **({"logits_to_keep": keep} if self._takes_positions_to_keep else {}),
             ).logits[0]
         chosen = (logits if self._takes_positions_to_keep else logits[keep]).argmax(-1).tolist()

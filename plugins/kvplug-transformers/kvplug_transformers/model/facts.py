@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 from typing import Any
 
 import attrs
@@ -94,7 +95,8 @@ def _probe(model: PreTrainedModel) -> torch.Tensor:
     """
     ids = torch.zeros((1, 2), dtype=torch.int64, device=next(model.parameters()).device)
     with torch.no_grad():
-        cache = model.eval()(input_ids=ids, use_cache=True).past_key_values
+        output = model.eval()(input_ids=ids, use_cache=True)
+    cache = output.get(cache_argument(model))
     layers = cache.layers if isinstance(cache, Cache) else []
     shapes = {
         (tuple(tensor.shape), tensor.dtype) for layer in layers for tensor in (layer.keys, layer.values)
@@ -107,6 +109,14 @@ def _probe(model: PreTrainedModel) -> torch.Tensor:
         )
     key: torch.Tensor = layers[0].keys
     return key
+
+
+def cache_argument(model: PreTrainedModel) -> str:
+    """Name of the cache in the arguments and the output of the model's forward pass.
+
+    It is "cache" from transformers 5.24 on, which warns of the older name.
+    """
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
 def fingerprint(model: PreTrainedModel) -> str:
