@@ -178,7 +178,7 @@ class Inbox:
     def _at_once(
         self, ring: Incoming, out: Tensor | None, spin_s: float
     ) -> Tensor | Literal[Answer.NOT_YET] | None:
-        plain = out is not None and is_plain(out)  # before the message arrives: it takes most of a microsecond
+        plain = out is not None and is_plain(out)  # asked before the message arrives: takes most of 1 µs
         here, line = ring.next_line(spin_s)
         if here < LINE or self._stopped:
             return NOT_YET
