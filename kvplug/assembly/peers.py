@@ -7,23 +7,34 @@ channel, connect. Each pipe is wrapped once, by :class:`~kvplug.metrics.record.R
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Generic, TypeVar
 
 import attrs
 
 from kvplug.config import Config
 from kvplug.engine.context import PeerLink, PeerListener, Peers
-from kvplug.errors import BusyError, ClosedError, HandshakeError, KvplugError, TimeoutError, WireError
+from kvplug.errors import (
+    BusyError,
+    ClosedError,
+    HandshakeError,
+    KvplugError,
+    PeerGoneError,
+    TimeoutError,
+    WireError,
+)
 from kvplug.metrics.reasons import reason_of
 from kvplug.metrics.record import RecordedPipe
 from kvplug.metrics.stats import TransferStats
 from kvplug.negotiation.handshake.agreement import Agreement
 from kvplug.negotiation.handshake.exchange import exchange
 from kvplug.negotiation.handshake.hello import Hello
+from kvplug.net import liveness
 from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
 from kvplug.net.trust.channel import Channel
 from kvplug.net.trust.connection import Connection
@@ -38,8 +49,15 @@ CONTROL = "control"
 """The purpose bound into the proof of every control channel."""
 
 _MAX_PENDING_HANDSHAKES = 32
+_MAX_READY = 128
+"""Links or pipes that the program has not accepted yet."""
+_LEAVE_S = 2.0
+"""How long a pipe may take to become ready after its peer has hung up the control channel."""
 _CLOSE_S = 2.0
 """How long ``close`` waits for handshakes that it has just ended."""
+
+
+T = TypeVar("T")
 
 
 @attrs.frozen(kw_only=True)
@@ -132,12 +150,41 @@ class ControlLink(PeerLink):
             self._opening, closed = listener, self._closed
         if closed:
             listener.close()
+        left = threading.Event()
         try:
             self.channel.send({"pipe": label, "contact": listener.contact}, timeout=deadline.remaining())
-            return listener.accept(timeout=deadline.remaining())
+            with self._when_it_leaves(left, listener):
+                return listener.accept(timeout=deadline.remaining())
+        except ClosedError as e:
+            if left.is_set():
+                raise PeerGoneError(f"{self.channel.peer} hung up before it opened the pipe") from e
+            raise
         finally:
             self._opening = None
             listener.close()
+
+    @contextlib.contextmanager
+    def _when_it_leaves(self, left: threading.Event, listener: PipeListener) -> Iterator[None]:
+        """End the wait for a peer that has died. One that has opened its pipe leaves too, so it gets a moment
+        first, in which the listener finishes with it.
+        """
+
+        def give_up() -> None:
+            left.set()
+            listener.close()
+
+        def hung_up(_: str) -> None:
+            timer.start()
+
+        timer = threading.Timer(_LEAVE_S, give_up)
+        timer.daemon = True
+        with self.channel.socket().dup() as ours:  # another part of the connector may watch the channel's own
+            watching = liveness.watch(sock=ours, on_gone=hung_up)
+            try:
+                yield
+            finally:
+                watching.close()
+                timer.cancel()
 
     def _join(self, label: str, transport: str, device: str, deadline: Deadline) -> Pipe:
         offer = self.channel.recv(timeout=deadline.remaining())
@@ -158,37 +205,53 @@ class ControlLink(PeerLink):
             listener.close()
 
 
-class LinkListener(PeerListener):
-    """Accepts channels and shakes hands with each in its own short-lived thread.
+class LinkServer(Generic[T]):
+    """Accepts channels, shakes hands with each peer, and makes of each link what is wanted, concurrently.
 
-    So a peer that is stopped in the middle of its handshake delays no other.
+    Each peer has a short-lived thread and a deadline of its own, so one that is stopped or dies half-way
+    delays no other; what fails is logged and counted. ``complete`` makes the result of a link, by a deadline;
+    ``drop`` ends a result that was not accepted.
     """
 
-    def __init__(self, settings: LinkSettings, listener: Listener) -> None:
+    def __init__(
+        self,
+        settings: LinkSettings,
+        listener: Listener,
+        complete: Callable[[ControlLink, Deadline], T],
+        drop: Callable[[T], None],
+    ) -> None:
         self.contact = listener.contact
         self._settings = settings
         self._listener = listener
-        self._ready: queue.SimpleQueue[ControlLink | None] = queue.SimpleQueue()
+        self._complete = complete
+        self._drop = drop
+        self._ready: queue.SimpleQueue[T | None] = queue.SimpleQueue()
         self._closed = threading.Event()
         self._lock = threading.Lock()
-        self._shaking: dict[Channel, threading.Thread] = {}
-        """Handshakes under way."""
+        self._under_way: dict[threading.Thread, Channel | ControlLink] = {}
         self._thread = threading.Thread(target=self._accept_all, name="kvplug-accept", daemon=True)
         self._thread.start()
 
-    def accept(self, timeout: Timeout = DEFAULT_TIMEOUT) -> ControlLink:
+    def accept(self, timeout: Timeout = DEFAULT_TIMEOUT) -> T:
+        """The next result.
+
+        Raises:
+            TimeoutError: no peer came in time. Those that are on their way are not disturbed.
+            ClosedError: this end is closed, also when that happens during the wait.
+        """
         deadline = Deadline.after(timeout, self._settings.config.timeout_s)
         seconds = deadline.remaining()  # as far as the message goes; without an end there is none
         try:
-            link = None if self._closed.is_set() else self._ready.get(timeout=seconds)
+            result = None if self._closed.is_set() else self._ready.get(timeout=seconds)
         except queue.Empty:
             raise TimeoutError(f"no peer came to {self._listener!r} within {seconds:.3g} s") from None
-        if link is None:
+        if result is None:
             self._ready.put(None)  # wakes the next thread that waits
             raise ClosedError("this listener is closed")
-        return link
+        return result
 
     def close(self) -> None:
+        """Stop listening, and end what is under way or was not accepted. Idempotent."""
         if self._closed.is_set():
             return
         self._closed.set()
@@ -197,20 +260,23 @@ class LinkListener(PeerListener):
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout=5)
         with self._lock:
-            shaking = list(self._shaking.items())
-        for channel, _ in shaking:
-            channel.close()
+            under_way = list(self._under_way.items())
+        for _, link in under_way:
+            link.close()
         deadline = Deadline.after(_CLOSE_S)
-        for _, thread in shaking:
+        for thread, _ in under_way:
             thread.join(deadline.remaining())
-        while True:  # links that were not accepted
+        self._drop_ready()
+        self._ready.put(None)
+
+    def _drop_ready(self) -> None:
+        while True:
             try:
-                link = self._ready.get_nowait()
+                result = self._ready.get_nowait()
             except queue.Empty:
                 break
-            if link is not None:
-                link.close()
-        self._ready.put(None)
+            if result is not None:
+                self._drop(result)
 
     def _accept_all(self) -> None:
         while not self._closed.is_set():
@@ -229,49 +295,71 @@ class LinkListener(PeerListener):
                 connection.close()
 
     def _begin(self, connection: Connection) -> None:
-        """Shake hands in a thread of its own.
+        """Serve one peer in a thread of its own.
 
         Raises:
-            BusyError: too many handshakes are under way.
+            BusyError: too many peers are served, or were not accepted yet.
             OSError, RuntimeError: this process has too many descriptors or threads.
         """
         channel = Channel(connection)
-        thread = threading.Thread(
-            target=self._shake_hands, args=(channel,), name="kvplug-handshake", daemon=True
-        )
+        thread = threading.Thread(target=self._serve, args=(channel,), name="kvplug-handshake", daemon=True)
         with self._lock:
-            refused = self._closed.is_set() or len(self._shaking) >= _MAX_PENDING_HANDSHAKES
+            refused = self._closed.is_set() or len(self._under_way) >= _MAX_PENDING_HANDSHAKES
             if not refused:
-                self._shaking[channel] = thread
+                self._under_way[thread] = channel
         try:
             if refused:
                 raise BusyError("too many handshakes are under way")
+            if self._ready.qsize() >= _MAX_READY:
+                raise BusyError(f"this program has not accepted the {_MAX_READY} peers before it")
             thread.start()
         except BaseException:
             with self._lock:
-                self._shaking.pop(channel, None)
+                self._under_way.pop(thread, None)
             channel.close()
             raise
 
-    def _shake_hands(self, channel: Channel) -> None:
-        link = None
+    def _serve(self, channel: Channel) -> None:
+        thread, result = threading.current_thread(), None
+        link: Channel | ControlLink = channel
+        deadline = Deadline.after(self._settings.config.timeout_s)
         try:
-            agreement = self._settings.agree(channel, "", self._settings.config.timeout_s)
+            agreement = self._settings.agree(channel, "", deadline.remaining())
             link = ControlLink(self._settings, channel, agreement, accepted=True)
+            with self._lock:
+                self._under_way[thread] = link
+                if self._closed.is_set():
+                    raise ClosedError("this listener is closed")
+            result = self._complete(link, deadline)
         except KvplugError as e:
             if not self._closed.is_set():
-                _log.warning("no agreement with %s: %s", channel.peer, e)
+                _log.warning("%s with %s: %s", _step(link), channel.peer, e)
         except Exception:
-            _log.exception("the handshake with %s failed: a fault of kvplug or a plugin", channel.peer)
+            _log.exception("%s with %s: a fault of kvplug or a plugin", _step(link), channel.peer)
         finally:
             with self._lock:
-                self._shaking.pop(channel, None)
-            if link is None:
-                channel.close()
+                self._under_way.pop(thread, None)
+            if result is None:
+                link.close()
             else:
-                self._ready.put(link)
+                self._ready.put(result)
                 if self._closed.is_set():
-                    link.close()
+                    self._drop_ready()
+                    self._ready.put(None)
+
+
+def _step(link: Channel | ControlLink) -> str:
+    return "no agreement" if isinstance(link, Channel) else "no pipe"
+
+
+class LinkListener(LinkServer[ControlLink], PeerListener):
+    """Accepts links; what is opened over each is the caller's."""
+
+    def __init__(self, settings: LinkSettings, listener: Listener) -> None:
+        super().__init__(settings, listener, lambda link, _: link, ControlLink.close)
+
+
+AnyServer = TypeVar("AnyServer", bound=LinkServer[Any])
 
 
 class ControlPeers(Peers):
@@ -290,14 +378,24 @@ class ControlPeers(Peers):
         self._listen = listen
         self._connect = {0: connect} if isinstance(connect, str) else connect
         self._lock = threading.Lock()
-        self._listeners: list[LinkListener] = []
+        self._listeners: list[LinkServer[Any]] = []
         self._shaking: set[Channel] = set()
         self._closed = threading.Event()
 
     def listen(self) -> LinkListener:
-        config = self._settings.config
-        address = self._listen or config.control_address(self._rank)
-        listener = LinkListener(self._settings, Listener.open(address, self._settings.credentials, CONTROL))
+        return self._listening(LinkListener(self._settings, self._bound()))
+
+    def serve(
+        self, complete: Callable[[ControlLink, Deadline], T], drop: Callable[[T], None]
+    ) -> LinkServer[T]:
+        """As :meth:`listen`, for what ``complete`` makes of each link."""
+        return self._listening(LinkServer(self._settings, self._bound(), complete, drop))
+
+    def _bound(self) -> Listener:
+        address = self._listen or self._settings.config.control_address(self._rank)
+        return Listener.open(address, self._settings.credentials, CONTROL)
+
+    def _listening(self, listener: AnyServer) -> AnyServer:
         with self._lock:
             self._listeners.append(listener)
             closed = self._closed.is_set()

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import attrs
 
-from kvplug.assembly.peers import ControlPeers, LinkListener, LinkSettings
+from kvplug.assembly.peers import ControlLink, ControlPeers, LinkServer, LinkSettings
 from kvplug.assembly.registry import Registry
 from kvplug.assembly.resolve import (
     ResolvedConfig,
@@ -58,25 +58,31 @@ class PipeServer:
     def __init__(self, settings: LinkSettings, peers: ControlPeers) -> None:
         self._settings = settings
         self._peers = peers
-        self._listener: LinkListener = peers.listen()
-        self.contact: str = self._listener.contact
+        self._server: LinkServer[Pipe] = peers.serve(self._open, lambda pipe: pipe.abort())
+        self.contact: str = self._server.contact
         """The argument of :func:`connect_pipe` in the other process. May carry a token; do not log it."""
 
     def accept(self, timeout: Timeout = DEFAULT_TIMEOUT) -> Pipe:
         """The pipe to the next program, over the transport both ends agreed on.
 
+        Pipes to several programs are opened at the same time, in threads of the server: a program that is
+        slow, stopped or gone delays no other. Opening that fails within the config's ``timeout_s`` is logged.
+
         Raises:
-            TimeoutError, ClosedError.
+            TimeoutError: no pipe became ready within ``timeout`` seconds (default: the config's
+                ``timeout_s``). Call again: programs on their way are not turned away.
+            ClosedError: the server is closed.
         """
-        deadline = Deadline.after(timeout, self._settings.config.timeout_s)
-        link = self._listener.accept(timeout=deadline.remaining())
+        return self._server.accept(timeout)
+
+    def _open(self, link: ControlLink, deadline: Deadline) -> Pipe:
         try:
             return link.open_pipe(_LABEL, device=self._settings.config.device, timeout=deadline.remaining())
         finally:
             link.close()
 
     def close(self) -> None:
-        """Stop listening; pipes live on. Idempotent."""
+        """Stop listening; accepted pipes live on, the others end. Idempotent."""
         self._peers.close()
 
     def __enter__(self) -> PipeServer:

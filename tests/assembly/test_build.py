@@ -248,8 +248,8 @@ def test_options_of_the_config_reach_the_transport_checked_and_converted() -> No
 def test_of_two_transports_auto_takes_the_cheaper_one() -> None:
     registry = registry_of(transport("queues"), transport("dear", gb_per_s=0.1))
     with listen_pipe(config(), "unix:", registry=registry) as server:
-        threading.Thread(target=server.accept, daemon=True).start()
         connect_pipe(config(), server.contact, registry=registry)
+        server.accept()
     assert len(CONTEXTS) == 2
 
 
@@ -261,8 +261,8 @@ def test_a_refusal_reaches_both_ends_with_every_reason_and_the_listener_goes_on(
             connect_pipe(config(), server.contact, registry=blocked)
         with pytest.raises(HandshakeError, match="none can move cpu tensors"):
             connect_pipe(config(), server.contact, registry=Registry())
-        threading.Thread(target=server.accept, daemon=True).start()
         connect_pipe(config(), server.contact, registry=able).close()
+        server.accept()
 
 
 def test_who_listens_where_no_pipe_can_work_is_warned_at_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -1,0 +1,100 @@
+"""A pipe server whose clients are many, stopped or dead half-way."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from kvplug import ClosedError, Config, PipeServer, TimeoutError, connect_pipe, listen_pipe
+from kvplug.assembly.peers import ControlPeers
+from kvplug.assembly.pipes import _link_settings, _resolve
+from kvplug.transport import Pipe
+from kvplug_testing import peers
+from kvplug_testing.waits import Call, raises, until
+
+pytestmark = pytest.mark.timeout(60)
+
+CONFIG = Config(transport="cpu", timeout_s=20, connect_timeout_s=20)
+CLIENTS = 24
+
+
+def send_one(parent: peers.Parent, contact: str, number: int) -> None:
+    with connect_pipe(CONFIG, contact) as pipe:
+        pipe.send_tensor(torch.full((8,), number)).wait(20)
+        parent.recv()
+
+
+def agree_only(parent: peers.Parent, contact: str) -> None:
+    """A client that never opens its pipe."""
+    link = ControlPeers(_link_settings(_resolve(CONFIG, None), None), connect=contact).connect(0, "pipe")
+    parent.send(str(link.agreement.transports["cpu"].chosen))
+    parent.recv()
+
+
+def accepted(server: PipeServer, count: int) -> list[Pipe]:
+    """Polls, as a program does that has other work in the same thread."""
+    pipes: list[Pipe] = []
+    for _ in range(4000):
+        try:
+            pipes.append(server.accept(timeout=0.01))
+        except TimeoutError:
+            continue
+        if len(pipes) == count:
+            return pipes
+    raise AssertionError(f"only {len(pipes)} of {count} clients came")
+
+
+def test_a_server_that_polls_turns_no_client_away() -> None:
+    with listen_pipe(CONFIG, "unix:") as server:
+        calls = [Call(lambda: connect_pipe(CONFIG, server.contact)) for _ in range(CLIENTS)]
+        theirs = accepted(server, CLIENTS)
+        ours = [call.result(20) for call in calls]
+        sent = [pipe.send_tensor(torch.full((4,), number)) for number, pipe in enumerate(ours)]
+        received = sorted(int(pipe.recv_tensor(timeout=20)[0]) for pipe in theirs)
+        for transfer in sent:
+            transfer.wait(20)
+        assert received == list(range(CLIENTS))
+        for pipe in (*ours, *theirs):
+            pipe.close()
+
+
+def test_clients_that_are_stopped_or_killed_half_way_delay_no_other(fork_server) -> None:
+    with (
+        listen_pipe(CONFIG, "unix:") as server,
+        fork_server.start(f"{__name__}:agree_only", server.contact) as stopped,
+        fork_server.start(f"{__name__}:agree_only", server.contact) as killed,
+    ):
+        assert stopped.recv() == killed.recv() == "cpu"
+        stopped.stop()
+        killed.kill()
+        with fork_server.start(f"{__name__}:send_one", server.contact, 7) as honest:
+            (pipe,) = accepted(server, 1)
+            assert pipe.recv_tensor(timeout=20).tolist() == [7] * 8
+            honest.send("done")
+            pipe.close()
+        raises(TimeoutError, lambda: server.accept(timeout=0.2))
+        stopped.cont()
+
+
+def test_a_client_that_dies_half_way_is_logged_and_never_raised(fork_server, caplog) -> None:
+    with listen_pipe(CONFIG, "unix:") as server:
+        with fork_server.start(f"{__name__}:agree_only", server.contact) as client:
+            client.recv()
+            client.kill()
+        until(lambda: "no pipe with" in caplog.text, what="the warning about a client that died")
+        raises(TimeoutError, lambda: server.accept(timeout=0.1))
+
+
+def test_closing_ends_the_pipes_that_were_not_accepted_and_those_under_way(fork_server) -> None:
+    server = listen_pipe(CONFIG, "unix:")
+    with fork_server.start(f"{__name__}:agree_only", server.contact) as half:
+        half.recv()
+        ours = connect_pipe(CONFIG, server.contact)
+        waiting = Call(lambda: ours.recv_tensor(timeout=20))
+        server.close()
+        assert isinstance(waiting.outcome(10), Exception)
+        ours.close()
+        raises(ClosedError, server.accept)
+        assert not [t.name for t in threading.enumerate() if t.name in ("kvplug-accept", "kvplug-handshake")]
