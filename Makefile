@@ -52,7 +52,7 @@ $(TOX):
 # MB).
 $(INSTALLED): $(TOX) $(INSTALLED_FROM)
 	$(IN_VENV) -e ".[prometheus,scaffold]" accelerate coverage editables gguf hatchling hypothesis import-linter \
-		matplotlib mypy numpy pre-commit psutil pytest pytest-timeout pytest-xdist pyzmq ruff torch transformers
+		matplotlib mypy numpy pre-commit psutil pytest pytest-timeout pytest-xdist pyzmq ruff torch transformers trustme
 	$(IN_VENV) --no-deps --no-build-isolation $(EDITABLE:%=-e ./%)
 	touch $@
 

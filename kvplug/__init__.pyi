@@ -1,19 +1,27 @@
 # What this door shows, and from where: for type checkers, and read by kvplug.door.
 __version__: str
 
-from kvplug.assembly import (
-    PipeServer as PipeServer,
+from kvplug.assembly.communicators import (
     build_communicator as build_communicator,
+)
+from kvplug.assembly.connector import (
     build_connector as build_connector,
-    build_lookup as build_lookup,
-    build_pipe_endpoint as build_pipe_endpoint,
-    build_queue as build_queue,
     check_config as check_config,
-    connect_pipe as connect_pipe,
     connector_class as connector_class,
     explain_missing_pipe as explain_missing_pipe,
-    listen_pipe as listen_pipe,
     required_layout as required_layout,
+)
+from kvplug.assembly.lookups import (
+    build_lookup as build_lookup,
+)
+from kvplug.assembly.pipes import (
+    PipeServer as PipeServer,
+    build_pipe_endpoint as build_pipe_endpoint,
+    connect_pipe as connect_pipe,
+    listen_pipe as listen_pipe,
+)
+from kvplug.assembly.queues import (
+    build_queue as build_queue,
 )
 from kvplug.assembly.registry import (
     PluginInfo as PluginInfo,

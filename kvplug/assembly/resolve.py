@@ -24,6 +24,7 @@ from kvplug.net.checksum import available
 from kvplug.net.trust.addresses import is_loopback
 from kvplug.net.trust.credentials import Credentials
 from kvplug.net.trust.identity import this_process
+from kvplug.net.trust.tls import TlsFiles
 from kvplug.transport.capabilities import Requirements
 from kvplug.transport.context import LookupContext, PipeContext
 from kvplug.transport.lookup import LookupEndpoint
@@ -204,12 +205,18 @@ def _made(spec: TransportSpec, context: PipeContext) -> PipeEndpoint:
 
 
 def credentials_of(config: Config) -> Credentials:
-    """The secret from the config's file or the environment.
+    """The secret from the config's file or the environment, and its TLS files.
 
     Raises:
+        ConfigError: one of the files cannot be used.
         InsecureAddressError: other hosts can reach the config's host, and there is no secret.
     """
-    return Credentials.for_host(config.host, secret_file=config.secret_file)
+    tls = None
+    if config.tls_cert and config.tls_key and config.tls_ca:
+        tls = TlsFiles(
+            cert=config.tls_cert, key=config.tls_key, ca=config.tls_ca, check_host=config.tls_check_host
+        )
+    return Credentials.for_host(config.host, secret_file=config.secret_file, tls=tls)
 
 
 def must_authenticate(config: Config) -> bool:

@@ -14,6 +14,7 @@ import click
 from kvplug.assembly.registry import CHOSEN, Registry, name_faults, own_part
 from kvplug.cli.table import show_table
 from kvplug.config import KEYS, UNIT, Config, Draft, check_options, format_value, option_fields
+from kvplug.config.schema import TLS_KEYS
 from kvplug.errors import ConfigError, InsecureAddressError, PluginError
 from kvplug.transport.spec import CommandSpec, Spec
 
@@ -74,7 +75,7 @@ def check(path: str) -> None:
     if draft.values.get("role") is None and not any(fault.startswith("role:") for fault in draft.faults):
         notes.append("role is not set here; KVPLUG_ROLE must set it (producer, consumer or both)")
     try:
-        _check_secret(draft)
+        _check_trust(draft)
     except InsecureAddressError as e:
         notes += e.faults
     except ConfigError as e:
@@ -89,11 +90,15 @@ def check(path: str) -> None:
         sys.exit(1)
 
 
-def _check_secret(draft: Draft) -> None:
+def _check_trust(draft: Draft) -> None:
     from kvplug.net.trust.credentials import Credentials
+    from kvplug.net.trust.tls import TlsFiles
 
-    host = draft.values.get("host", "127.0.0.1")
-    Credentials.for_host(host, secret_file=draft.values.get("secret_file"), environ=os.environ)
+    values = draft.values
+    cert, key, ca = (values.get(name) for name in TLS_KEYS)
+    tls = TlsFiles(cert=cert, key=key, ca=ca) if cert and key and ca else None
+    host = values.get("host", "127.0.0.1")
+    Credentials.for_host(host, secret_file=values.get("secret_file"), tls=tls, environ=os.environ)
 
 
 def _settings(effective: Config, registry: Registry) -> Iterator[Setting]:

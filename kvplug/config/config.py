@@ -188,6 +188,22 @@ class Config:
     secret_file: str | None = option(
         None, help="File with the secret that both ends share. Takes precedence over KVPLUG_SECRET."
     )
+    tls_cert: str | None = option(
+        None,
+        help="PEM file with this process's certificate, then those between it and tls_ca. Turns on TLS 1.3"
+        " for connections over TCP. Needs tls_key and tls_ca.",
+    )
+    tls_key: str | None = option(None, help="PEM file with the private key of tls_cert, not encrypted.")
+    tls_ca: str | None = option(
+        None,
+        help="PEM file with the certificate of the deployment's own authority. Both ends' certificates must"
+        " be signed by it.",
+    )
+    tls_check_host: bool = option(
+        True,
+        help="Whether the certificate of a listener must name the host that was dialled. Switch it off where"
+        " addresses change; any certificate of tls_ca is accepted then.",
+    )
     allow_unauthenticated_data_plane: bool = option(
         False,
         help="Permit transports that cannot authenticate their peers (NCCL, gloo) at addresses that other"

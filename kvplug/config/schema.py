@@ -53,6 +53,10 @@ def count(what: str) -> Any:
     return check
 
 
+TLS_KEYS = ("tls_cert", "tls_key", "tls_ca")
+"""They turn TLS on: all of them, or none."""
+
+
 def cross_faults(values: Mapping[str, Any]) -> list[str]:
     """Faults between keys. Keys that are missing in ``values`` had faults of their own."""
     faults = []
@@ -69,5 +73,14 @@ def cross_faults(values: Mapping[str, Any]) -> list[str]:
         faults.append(
             f"heartbeat_timeout_s: {heartbeat:g} was given; allowed is at most timeout_s ({timeout:g}), or"
             " calls would give up before the death of a peer is noticed"
+        )
+    missing = [key for key in TLS_KEYS if not values.get(key)]
+    given = [key for key in TLS_KEYS if key not in missing]
+    if given and missing:
+        faults.append(f"{missing[0]}: nothing was given; TLS needs it, since {given[0]} is set")
+    if given and host.startswith("unix:"):
+        faults.append(
+            f"{given[0]}: a file was given, and host is {host!r}; TLS is for TCP, and a Unix socket never"
+            " leaves the host: remove one of the two"
         )
     return faults

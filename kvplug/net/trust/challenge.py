@@ -9,11 +9,13 @@
 
 Every message has a fixed size, so an unproven client cannot make the listener allocate memory. The client
 proves first: a listener never shows a keyed hash to a client that does not know the key. Each proof covers
-both nonces (no replay), the prover's role (no reflection), the mode and the purpose (a proof made for one
-service is not valid for another).
+every byte of OPENING and ANSWER: both nonces (no replay), the mode, the purpose (a proof made for one service
+is not valid for another) and the reserved bytes, which must be zero. It also covers the prover's role (no
+reflection) and the TLS session that carries the connection, if there is one (no relay from another session).
 
-The challenge proves the identity of the other end when the connection is made. It does not protect the bytes
-that follow against an attacker on the network path, which could also relay the whole exchange.
+The challenge proves the identity of the other end when the connection is made. Without TLS it does not
+protect the bytes that follow against an attacker on the network path, which could also relay the whole
+exchange.
 """
 
 from __future__ import annotations
@@ -28,15 +30,17 @@ from collections.abc import Callable, Mapping
 from kvplug.errors import AuthenticationError, WireError
 from kvplug.net.trust.identity import IDENTITY_SIZE, PeerIdentity, decode_identity
 
-VERSION = 1
+VERSION = 2
 NONCE_SIZE = 32
-_MAGIC = b"KVPT"
-_LABEL = b"kvplug trust 1"
+MAGIC = b"KVPT"
+_LABEL = b"kvplug trust 2"
 _OPENING = struct.Struct("<4sBBH32s32s")  # magic, version, mode, 0, digest of the purpose, nonce
 _REPLY = struct.Struct("<4sBBH32s")  # magic, version, refusal, 0, nonce or proof
 OPENING_SIZE = _OPENING.size
 REPLY_SIZE = _REPLY.size
 PROOF_SIZE = hashlib.sha256().digest_size
+_VERDICT = _REPLY.pack(MAGIC, VERSION, 0, 0, b"")[:8]
+"""What stands before the listener's proof."""
 
 
 class Mode(enum.IntEnum):
@@ -65,15 +69,19 @@ class Refusal(enum.IntEnum):
     OTHER_USER = 9
     UNKNOWN_USER = 10
     CROWDED = 11
+    TLS_NEEDED = 12
+    NO_TLS_HERE = 13
     # Never sent, only counted:
     SILENT = 64
     LEFT = 65
+    TLS_FAILED = 66
 
     @property
     def reason(self) -> str:
         return self.name.lower().replace("_", " ")
 
 
+_SET_TLS = "set tls_cert, tls_key and tls_ca on both ends, or on neither"
 _GIVE_BOTH = "give both ends the same (KVPLUG_SECRET or secret_file)"
 
 _ADVICE = {  # for the dialling end; "it" is the listener
@@ -89,6 +97,8 @@ _ADVICE = {  # for the dialling end; "it" is the listener
     Refusal.UNKNOWN_USER: "the kernel does not tell it which user this end is; use its whole contact (with"
     " the token) or give both ends a secret",
     Refusal.CROWDED: "it has as many connections as it takes, and does not accept them fast enough",
+    Refusal.TLS_NEEDED: f"it uses TLS and this end does not; {_SET_TLS}",
+    Refusal.NO_TLS_HERE: f"this end uses TLS and the listener does not; {_SET_TLS}",
 }
 
 _SEEN_HERE = {  # for the listener; "it" is the dialling end
@@ -99,6 +109,8 @@ _SEEN_HERE = {  # for the listener; "it" is the dialling end
     Refusal.WRONG_SECRET: "its secret is another one; check KVPLUG_SECRET or secret_file on both ends",
     Refusal.WRONG_TOKEN: "its token is not ours: it may have the contact of an earlier run",
     Refusal.CROWDED: "too many connections at once",
+    Refusal.TLS_NEEDED: f"it does not use TLS, and this end does; {_SET_TLS}",
+    Refusal.NO_TLS_HERE: f"it uses TLS, and this end does not; {_SET_TLS}",
     Refusal.SILENT: "it did not prove itself in time",
     Refusal.LEFT: "it hung up before it had proved itself",
 }
@@ -113,7 +125,7 @@ class RefusedError(AuthenticationError):
 
     @property
     def reply(self) -> bytes:
-        return _REPLY.pack(_MAGIC, VERSION, self.refusal, 0, bytes(NONCE_SIZE))
+        return _REPLY.pack(MAGIC, VERSION, self.refusal, 0, bytes(NONCE_SIZE))
 
 
 def advice(refusal: int, purpose: str) -> str:
@@ -124,17 +136,18 @@ def advice(refusal: int, purpose: str) -> str:
         return f"for a reason this version does not know (number {refusal}); install the same kvplug"
 
 
-def prove(key: bytes, role: str, mode: Mode, purpose: str, client_nonce: bytes, server_nonce: bytes) -> bytes:
-    """The proof of one role. Every part has a fixed size, so no two inputs give the same bytes."""
+def prove(key: bytes, role: str, mode: Mode, opening: bytes, answer: bytes, binding: bytes = b"") -> bytes:
+    """The proof of one role. Every part has a fixed size, so no two inputs give the same bytes.
+
+    ``binding`` identifies the TLS session; empty without TLS.
+    """
     derived = hmac.digest(key, _LABEL + b" key " + mode.name.encode(), "sha256")
-    transcript = b"".join(
-        (_LABEL, bytes([VERSION, mode]), _digest(role), _digest(purpose), client_nonce, server_nonce)
-    )
+    transcript = b"".join((_LABEL, _digest(role.encode()), opening, answer, _VERDICT, _digest(binding)))
     return hmac.digest(derived, transcript, "sha256")
 
 
-def _digest(text: str) -> bytes:
-    return hashlib.sha256(text.encode()).digest()
+def _digest(data: bytes) -> bytes:
+    return hashlib.sha256(data).digest()
 
 
 class ServerChallenge:
@@ -142,17 +155,24 @@ class ServerChallenge:
 
     ``keys`` are the modes this listener accepts. ``attest`` is asked in mode SAME_USER: it returns
     normally if the kernel says that the peer is the same user, and raises :class:`RefusedError` if not.
+    ``binding`` identifies the TLS session that carries the connection.
     """
 
     def __init__(
-        self, purpose: str, keys: Mapping[Mode, bytes], identity: bytes, attest: Callable[[], None]
+        self,
+        purpose: str,
+        keys: Mapping[Mode, bytes],
+        identity: bytes,
+        attest: Callable[[], None],
+        binding: bytes = b"",
     ) -> None:
         self._purpose = purpose
         self._keys = keys
         self._identity = identity
         self._attest = attest
-        self._nonce = os.urandom(NONCE_SIZE)
-        self._client_nonce = b""
+        self._binding = binding
+        self._answer = _REPLY.pack(MAGIC, VERSION, Refusal.NONE, 0, os.urandom(NONCE_SIZE))
+        self._opened = b""
         self._proved = False
         self.mode: Mode | None = None
         self.peer: PeerIdentity | None = None
@@ -178,43 +198,52 @@ class ServerChallenge:
         return b""
 
     def _opening(self, message: bytes) -> bytes:
-        magic, version, number, _, purpose, self._client_nonce = _OPENING.unpack(message)
-        if magic != _MAGIC:
+        magic, version, number, reserved, purpose, _ = _OPENING.unpack(message)
+        if magic != MAGIC:
             raise RefusedError(Refusal.GARBAGE)
         if version != VERSION:
             raise RefusedError(
                 Refusal.VERSION, f"it speaks version {version} of the challenge, ours is {VERSION}"
             )
+        if reserved:
+            raise RefusedError(Refusal.GARBAGE)
         if number not in self._keys:
             if Mode.SECRET in self._keys:
                 raise RefusedError(Refusal.SECRET_NEEDED)
             raise RefusedError(Refusal.NO_SECRET_HERE if number == Mode.SECRET else Refusal.MODE)
-        if not hmac.compare_digest(purpose, _digest(self._purpose)):
+        if not hmac.compare_digest(purpose, _digest(self._purpose.encode())):
             raise RefusedError(Refusal.PURPOSE, f"it came for something else than {self._purpose!r}")
         mode = Mode(number)
         if mode is Mode.SAME_USER:
             self._attest()
         self.mode = mode
+        self._opened = message
         self.need = PROOF_SIZE
-        return _REPLY.pack(_MAGIC, VERSION, Refusal.NONE, 0, self._nonce)
+        return self._answer
 
     def _proof(self, message: bytes) -> bytes:
         assert self.mode is not None
         key = self._keys[self.mode]
-        nonces = self._client_nonce, self._nonce
-        if not hmac.compare_digest(message, prove(key, "client", self.mode, self._purpose, *nonces)):
+        said = self.mode, self._opened, self._answer, self._binding
+        if not hmac.compare_digest(message, prove(key, "client", *said)):
             raise RefusedError(Refusal.WRONG_TOKEN if self.mode is Mode.TOKEN else Refusal.WRONG_SECRET)
         self._proved = True
         self.need = IDENTITY_SIZE
-        ours = prove(key, "server", self.mode, self._purpose, *nonces)
-        return _REPLY.pack(_MAGIC, VERSION, Refusal.NONE, 0, ours) + self._identity
+        return _VERDICT + prove(key, "server", *said) + self._identity
 
 
 class ClientChallenge:
     """The same connection, seen by the dialling end. ``where`` names the listener in messages."""
 
     def __init__(
-        self, purpose: str, mode: Mode, key: bytes, identity: bytes, attest: Callable[[], None], where: str
+        self,
+        purpose: str,
+        mode: Mode,
+        key: bytes,
+        identity: bytes,
+        attest: Callable[[], None],
+        where: str,
+        binding: bytes = b"",
     ) -> None:
         self._purpose = purpose
         self._mode = mode
@@ -222,15 +251,17 @@ class ClientChallenge:
         self._identity = identity
         self._attest = attest
         self._where = where
-        self._nonce = os.urandom(NONCE_SIZE)
-        self._server_nonce = b""
+        self._binding = binding
+        digest, nonce = _digest(purpose.encode()), os.urandom(NONCE_SIZE)
+        self._opening = _OPENING.pack(MAGIC, VERSION, mode, 0, digest, nonce)
+        self._answer = b""
         self._verdict_seen = False
         self.peer: PeerIdentity | None = None
         self.need = REPLY_SIZE
 
     def opening(self) -> bytes:
         """The first message."""
-        return _OPENING.pack(_MAGIC, VERSION, self._mode, 0, _digest(self._purpose), self._nonce)
+        return self._opening
 
     def feed(self, message: bytes) -> bytes:
         """Take one message of exactly ``need`` bytes, return what to send back.
@@ -245,23 +276,25 @@ class ClientChallenge:
                 raise AuthenticationError(f"{self._where} proved itself and then sent {e}") from e
             self.need = 0
             return self._identity
-        magic, version, refusal, _, body = _REPLY.unpack(message)
-        if magic != _MAGIC:
+        magic, version, refusal, reserved, body = _REPLY.unpack(message)
+        if magic != MAGIC:
             raise AuthenticationError(f"what answers at {self._where} is not a kvplug listener")
         if refusal:
             raise AuthenticationError(f"{self._where} refused us: {advice(refusal, self._purpose)}")
         if version != VERSION:
             raise AuthenticationError(f"{self._where} refused us: {advice(Refusal.VERSION, self._purpose)}")
-        if not self._server_nonce:
+        if reserved:
+            raise AuthenticationError(f"what answers at {self._where} is not a kvplug listener")
+        if not self._answer:
             if self._mode is Mode.SAME_USER:
                 self._attest()
-            self._server_nonce = body
-            return prove(self._key, "client", self._mode, self._purpose, self._nonce, body)
-        nonces = self._nonce, self._server_nonce
-        if not hmac.compare_digest(body, prove(self._key, "server", self._mode, self._purpose, *nonces)):
+            self._answer = message
+            return prove(self._key, "client", self._mode, self._opening, message, self._binding)
+        proof = prove(self._key, "server", self._mode, self._opening, self._answer, self._binding)
+        if not hmac.compare_digest(body, proof):
             raise AuthenticationError(
                 f"{self._where} did not prove itself to us: it does not know our"
-                f" {'token' if self._mode is Mode.TOKEN else 'secret'}"
+                f" {'token' if self._mode is Mode.TOKEN else 'secret'}, or another process is between us"
             )
         self._verdict_seen = True
         self.need = IDENTITY_SIZE

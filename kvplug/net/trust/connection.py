@@ -7,6 +7,7 @@ import contextlib
 import errno
 import functools
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Iterator
@@ -14,12 +15,21 @@ from typing import Self
 
 import attrs
 
-from kvplug.errors import AuthenticationError, ClosedError, PeerGoneError, TimeoutError, WireError
+from kvplug.errors import (
+    AuthenticationError,
+    ClosedError,
+    KvplugError,
+    PeerGoneError,
+    TimeoutError,
+    TransportError,
+    WireError,
+)
 from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
 from kvplug.net.trust.addresses import (
     HAS_ABSTRACT_SOCKETS,
     ListenerContact,
     Resolved,
+    TcpAddress,
     UnixAddress,
     parse_contact,
     resolve,
@@ -28,6 +38,8 @@ from kvplug.net.trust.challenge import ClientChallenge, Mode, Refusal, advice
 from kvplug.net.trust.credentials import Credentials
 from kvplug.net.trust.identity import PeerIdentity, encode_identity, this_process
 from kvplug.net.trust.peercred import same_user, tcp_peer_uid, unix_peer_uid
+from kvplug.net.trust.relay import plain_end
+from kvplug.net.trust.tls import binding_of, refusal_of, wrap_dialled
 
 DIAL_TIMEOUT_S = 10.0
 """The default timeout of ``dial``."""
@@ -87,6 +99,7 @@ def dial(
         PeerGoneError: no process listens there, or it hung up. Not retried (see :func:`dial_until`).
         AuthenticationError: one end did not prove itself; the message says what to check.
         TimeoutError: no answer in time (10 s by default).
+        ConfigError: a TLS file cannot be used.
         WireError: ``contact`` is not one.
     """
     deadline = Deadline.after(timeout, DIAL_TIMEOUT_S)
@@ -101,8 +114,13 @@ def dial(
     sock = _connect(target, resolved, deadline)
     try:
         with _in_words(str(target), deadline):
+            if credentials.tls is not None and isinstance(target.address, TcpAddress):
+                sock.settimeout(_seconds(deadline))
+                sock = wrap_dialled(sock, credentials.tls, target.address.host, str(target))
             peer, mode = _prove(sock, target, credentials, purpose, deadline, label)
             sock.settimeout(None)
+            if isinstance(sock, ssl.SSLSocket):
+                sock = _plain(sock, str(target))
     except BaseException:
         sock.close()
         raise
@@ -151,6 +169,13 @@ def dial_until(
         pause = min(pause * 2, _RETRY_MAX_S)
 
 
+def _plain(sock: ssl.SSLSocket, where: str) -> socket.socket:
+    try:
+        return plain_end(sock)
+    except RuntimeError as e:
+        raise TransportError(f"no thread can be started for the TLS connection to {where}: {e}") from e
+
+
 def tune(sock: socket.socket) -> None:
     """Set the options of every TCP connection of kvplug: no delay, and probes that notice a vanished host.
 
@@ -168,8 +193,10 @@ def _in_words(where: str, deadline: Deadline) -> Iterator[None]:
     """Map foreign exceptions of a dial to kvplug's."""
     try:
         yield
-    except (TimeoutError, PeerGoneError, AuthenticationError):
+    except KvplugError:
         raise
+    except ssl.SSLError as e:  # in the middle of the proof: only now a listener refuses our certificate
+        raise refusal_of(e, where) from e
     except (OSError, EOFError) as e:
         if isinstance(e, builtins.TimeoutError):
             raise TimeoutError(f"{where} did not answer in time") from e
@@ -245,11 +272,12 @@ def _prove(
     if mode is Mode.SAME_USER and isinstance(target.address, UnixAddress):
         attest()  # before a single byte is sent to what may be another user's socket
     identity = encode_identity(this_process(label))
-    challenge = ClientChallenge(purpose, mode, key, identity, attest, str(target))
+    binding = binding_of(sock) if isinstance(sock, ssl.SSLSocket) else b""
+    challenge = ClientChallenge(purpose, mode, key, identity, attest, str(target), binding)
     outgoing = challenge.opening()
     while True:
         sock.settimeout(_seconds(deadline))
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError, ssl.SSLError):
             sock.sendall(outgoing)  # refused already? then the reason is waiting to be read
         if challenge.peer is not None:
             return challenge.peer, mode

@@ -6,12 +6,15 @@ import logging
 import os
 import stat
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
 
 from kvplug.errors import ConfigError, InsecureAddressError
 from kvplug.net.trust.addresses import Address, Resolved, TcpAddress, UnixAddress, is_loopback, parse_address
+
+if TYPE_CHECKING:
+    from kvplug.net.trust.tls import TlsFiles
 
 logger = logging.getLogger(__name__)
 
@@ -98,6 +101,8 @@ class Credentials:
     """
 
     secret: Secret | None = None
+    tls: TlsFiles | None = None
+    """For connections over TCP. Unix sockets never leave the host, and use no TLS."""
 
     @classmethod
     def for_host(
@@ -105,6 +110,7 @@ class Credentials:
         host: str,
         *,
         secret_file: str | os.PathLike[str] | None = None,
+        tls: TlsFiles | None = None,
         environ: Mapping[str, str] = os.environ,
     ) -> Credentials:
         """The credentials of a process that listens at or dials ``host`` (or ``unix:@name``).
@@ -112,11 +118,13 @@ class Credentials:
         The file goes before ``KVPLUG_SECRET``.
 
         Raises:
-            ConfigError: the secret cannot be read.
+            ConfigError: the secret cannot be read, or a TLS file cannot be used.
             InsecureAddressError: other hosts can reach ``host`` and there is no secret.
         """
         secret = Secret.from_file(secret_file) if secret_file else Secret.from_env(environ)
-        credentials = cls(secret)
+        credentials = cls(secret, tls)
+        if tls is not None:
+            tls.for_listener()  # a file that cannot be used is a fault now, not at the first connection
         credentials.require_secret(UnixAddress("") if host.startswith("unix:") else TcpAddress(host, 0))
         return credentials
 

@@ -1,8 +1,9 @@
 """A listener accepts connections, has each one prove itself, and hands out the proven ones.
 
-One thread per listener serves all unproven connections concurrently. Each has its own deadline and a few
-hundred bytes of memory, and there are at most ``max_unproven`` of them (the oldest is dropped for a new one).
-A connection that is silent, slow or sends garbage delays no other.
+One thread per listener serves all unproven connections concurrently. Each has its own deadline and bounded
+memory (a few hundred bytes; with TLS what its handshake needs), and there are at most ``max_unproven`` of
+them, of which one origin does not take all: see :mod:`kvplug.net.trust.admission`. A connection that is
+silent, slow or sends garbage delays no other.
 """
 
 from __future__ import annotations
@@ -10,26 +11,36 @@ from __future__ import annotations
 import collections
 import contextlib
 import errno
-import functools
+import ipaddress
 import logging
+import os
 import selectors
 import socket
+import ssl
 import threading
 import time
-from typing import Self
-
-import attrs
+from typing import Any, Self
 
 from kvplug.errors import ClosedError, TimeoutError
 from kvplug.net.deadline import Deadline, Timeout
 from kvplug.net.fork import close_after_fork
-from kvplug.net.trust.addresses import Address, ListenerContact, UnixAddress
+from kvplug.net.trust.addresses import Address, ListenerContact, TcpAddress, UnixAddress, is_loopback
+from kvplug.net.trust.admission import Admission
 from kvplug.net.trust.binding import bound, cannot_bind
-from kvplug.net.trust.challenge import Mode, Refusal, RefusedError, ServerChallenge
+from kvplug.net.trust.challenge import Mode, Refusal, RefusedError
 from kvplug.net.trust.connection import Connection, dial, dial_until, tune
 from kvplug.net.trust.credentials import Credentials
 from kvplug.net.trust.identity import encode_identity, this_process
-from kvplug.net.trust.peercred import HAS_PROC_NET, same_user, tcp_peer_uid, unix_peer_uid
+from kvplug.net.trust.peercred import (
+    HAS_PROC_NET,
+    NoSocketDiagError,
+    tcp_peer_uid_at_once,
+    tcp_peer_uids,
+    unix_peer_uid,
+)
+from kvplug.net.trust.relay import plain_end
+from kvplug.net.trust.stranger import AskTablesError, Stranger
+from kvplug.net.trust.tls import ListenerTls
 
 __all__ = ["Connection", "Listener", "dial", "dial_until"]
 
@@ -40,16 +51,13 @@ PROOF_TIMEOUT_S = 5.0
 MAX_UNPROVEN = 64
 _MAX_WAITING = 1024  # proven, and not yet taken by accept()
 _PAUSE_S = 0.1  # when the process is out of descriptors
+_AF_UNIX = getattr(socket, "AF_UNIX", None)
 
 
-@attrs.define(eq=False)
-class _Stranger:
-    """A connection that has not proved itself yet."""
-
-    sock: socket.socket
-    challenge: ServerChallenge
-    deadline: float
-    received: bytearray = attrs.field(factory=bytearray)
+THIS_USER = "this user"
+"""The origin of connections that are this user's own: they may fail as often as they like."""
+UNKNOWN = "this host"
+"""The origin of connections of this host whose user the kernel does not show at once."""
 
 
 class Listener:
@@ -73,9 +81,15 @@ class Listener:
         self._purpose = purpose
         self._label = label
         self._proof_timeout_s = proof_timeout_s
-        self._max_unproven = max_unproven
         self._keys = _accepted(contact, credentials)
-        self._strangers: dict[_Stranger, None] = {}  # oldest first
+        tcp = isinstance(contact.address, TcpAddress)
+        self._tls = ListenerTls(credentials.tls) if tcp and credentials.tls is not None else None
+        self._admission = Admission[Stranger](max_unproven)
+        self._asking_lock = threading.Lock()
+        self._asking: list[Stranger] = []
+        """Strangers whose users are looked up in the kernel's tables, by another thread."""
+        self._answered: collections.deque[Stranger] = collections.deque()
+        self._asker: threading.Thread | None = None
         self._proven: collections.deque[Connection] = collections.deque()
         self._changed = threading.Condition()
         self._closed = False
@@ -107,13 +121,14 @@ class Listener:
 
         Without a secret only this user's processes on this host can connect. The dialling end must name the
         same ``purpose``; ``label`` names this process to it. Where there are no abstract Unix sockets,
-        ``unix:`` becomes loopback TCP with a token.
+        ``unix:`` becomes loopback TCP with a token. With TLS in ``credentials``, TCP connections use it.
 
         Raises:
             InsecureAddressError: other hosts can reach it and there is no secret; nothing is bound.
             AddressInUseError: another process listens there; names the address, and the process if known.
             TransportError: it cannot be bound for another reason.
-            ConfigError: it is not an address, or not one of this platform's or host's.
+            ConfigError: it is not an address, or not one of this platform's or host's; or a TLS file cannot
+                be used.
         """
         sock, contact = bound(address, credentials)
         try:
@@ -205,8 +220,12 @@ class Listener:
                             self._let_in()
                         except Exception:  # out of memory, say: the listener outlives it
                             logger.exception("taking in a connection at %s failed", self._contact)
-                    elif key.data is not None and key.data in self._strangers:
+                    elif key.data is not None and key.data in self._admission:
                         self._hear(key.data)
+                    elif key.fileobj is self._wake_out:
+                        self._wake_out.recv(64)
+                while self._answered:
+                    self._go_on(self._answered.popleft())
                 self._drop_overdue()
         except Exception:
             logger.exception("the listener at %s stops: a fault of kvplug", self._contact)
@@ -224,25 +243,25 @@ class Listener:
         self._selector.close()
         for sock in (self._sock, self._wake_in, self._wake_out):
             sock.close()
-        for stranger in list(self._strangers):
+        for stranger in self._admission.all():
             stranger.sock.close()
         for connection in list(self._proven):
             connection.close()
-        self._strangers.clear()
         self._proven.clear()
 
     def _pause(self) -> float | None:
         """How long to sleep if nothing happens."""
         moments = []
-        if self._strangers:
-            moments.append(next(iter(self._strangers)).deadline)
+        oldest = self._admission.oldest
+        if oldest is not None:
+            moments.append(oldest.deadline)
         if self._paused_until:
             moments.append(self._paused_until)
         return max(0.0, min(moments) - time.monotonic()) if moments else None
 
     def _let_in(self) -> None:
         try:
-            sock, _ = self._sock.accept()
+            sock, peer = self._sock.accept()
         except (BlockingIOError, InterruptedError, ConnectionAbortedError):
             return
         except OSError as e:
@@ -251,96 +270,149 @@ class Listener:
                 logger.warning("cannot accept at %s: %s", self._contact, e.strerror)
                 self._selector.unregister(self._sock)
                 self._paused_until = time.monotonic() + _PAUSE_S
-                if self._strangers:
-                    self._refuse(next(iter(self._strangers)), RefusedError(Refusal.CROWDED))
+                if self._admission.oldest is not None:
+                    self._refuse(self._admission.oldest, RefusedError(Refusal.CROWDED))
                 return
             logger.warning("accept failed at %s: %s", self._contact, e)
             return
+        now = time.monotonic()
         try:
             sock.setblocking(False)
-            if sock.family != getattr(socket, "AF_UNIX", None):
-                tune(sock)
+            uid, ask_uid = self._user_of(sock)
         except OSError:  # gone again
             sock.close()
             return
-        attest = functools.partial(_attest_dialler, sock)
-        identity = encode_identity(this_process(self._label))
-        challenge = ServerChallenge(self._purpose, self._keys, identity, attest)
-        stranger = _Stranger(sock, challenge, time.monotonic() + self._proof_timeout_s)
-        if Mode.SECRET not in self._keys and sock.family == getattr(socket, "AF_UNIX", None):
+        origin = _origin(sock, peer, uid)
+        stranger = Stranger(
+            sock,
+            purpose=self._purpose,
+            keys=self._keys,
+            identity=lambda: encode_identity(this_process(self._label)),
+            deadline=now + self._proof_timeout_s,
+            uid=uid,
+            ask_uid=ask_uid,
+            tls=None if self._tls is None else self._tls.context,
+        )
+        if origin not in (THIS_USER, UNKNOWN) and not self._admission.may_come(origin, now):
+            self._refuse(stranger, RefusedError(Refusal.CROWDED, f"too many connections of {origin} failed"))
+            return
+        if Mode.SECRET not in self._keys and sock.family == _AF_UNIX:
             try:
-                attest()  # another user does not even get a place
+                stranger.attest()  # another user does not even get a place
             except RefusedError as refused:
                 self._refuse(stranger, refused)
                 return
-        while len(self._strangers) >= self._max_unproven:
-            self._refuse(next(iter(self._strangers)), RefusedError(Refusal.CROWDED))
-        self._strangers[stranger] = None
+        while (crowding := self._admission.to_drop(origin)) is not None:
+            self._refuse(crowding, RefusedError(Refusal.CROWDED))
+        self._admission.add(stranger, origin)
         self._selector.register(sock, selectors.EVENT_READ, stranger)
 
-    def _hear(self, stranger: _Stranger) -> None:
-        challenge = stranger.challenge
+    def _user_of(self, sock: socket.socket) -> tuple[int | None, bool]:
+        """The uid of a new connection, as far as the kernel shows it at once, and whether to ask later."""
+        if sock.family == _AF_UNIX:
+            return unix_peer_uid(sock), False
+        tune(sock)
+        if not isinstance(self._contact.address, TcpAddress) or not is_loopback(sock.getpeername()[0]):
+            return None, False
         try:
-            data = stranger.sock.recv(challenge.need - len(stranger.received))
-            if not data:
-                raise RefusedError(Refusal.LEFT)
-            stranger.received += data
-            if len(stranger.received) < challenge.need:
-                return
-            reply = challenge.feed(bytes(stranger.received))
-            stranger.received.clear()
-            # A few hundred bytes into an empty buffer: a client for which that would block is dropped.
-            if reply and stranger.sock.send(reply) != len(reply):
-                raise RefusedError(Refusal.LEFT)
+            return tcp_peer_uid_at_once(sock), False
+        except NoSocketDiagError:
+            return None, True
+
+    def _hear(self, stranger: Stranger) -> None:
+        try:
+            proven = stranger.hear()
         except RefusedError as refused:
             self._refuse(stranger, refused)
             return
-        except BlockingIOError:
-            return
-        except OSError:
-            self._refuse(stranger, RefusedError(Refusal.LEFT))
+        except AskTablesError:
+            self._ask_tables(stranger)
             return
         except Exception:
             logger.exception("a challenge at %s failed: a fault of kvplug", self._contact)
             self._refuse(stranger, RefusedError(Refusal.LEFT))
             return
-        if challenge.peer is not None:
+        if proven:
             self._proved(stranger)
 
-    def _proved(self, stranger: _Stranger) -> None:
+    def _ask_tables(self, stranger: Stranger) -> None:
+        """Have the user of a connection looked up, while others are served."""
+        self._selector.unregister(stranger.sock)
+        with self._asking_lock:
+            self._asking.append(stranger)
+            if self._asker is not None:
+                return
+            asker = threading.Thread(
+                target=self._read_tables, name=f"kvplug uids {self._contact}", daemon=True
+            )
+            try:
+                asker.start()
+                self._asker = asker
+                return
+            except RuntimeError as e:
+                self._asking.clear()
+                why = str(e)
+        self._refuse(stranger, RefusedError(Refusal.CROWDED, f"its user cannot be looked up: {why}"))
+
+    def _read_tables(self) -> None:
+        """In a thread of its own: answer all questions with one look at the tables."""
+        while True:
+            with self._asking_lock:
+                asking, self._asking = self._asking, []
+                if not asking or self._closed:
+                    self._asker = None
+                    return
+            try:
+                uids = tcp_peer_uids([each.sock for each in asking])
+            except OSError as e:
+                logger.warning("the users of connections to %s cannot be looked up: %s", self._contact, e)
+                uids = [None] * len(asking)
+            for stranger, uid in zip(asking, uids, strict=True):
+                stranger.uid, stranger.ask_uid = uid, False
+                self._answered.append(stranger)
+            with contextlib.suppress(OSError):  # full: it is awake anyway; closed: it has ended
+                self._wake_in.send(b"x")
+
+    def _go_on(self, stranger: Stranger) -> None:
+        if stranger in self._admission:  # not dropped meanwhile
+            self._selector.register(stranger.sock, selectors.EVENT_READ, stranger)
+            self._hear(stranger)
+
+    def _proved(self, stranger: Stranger) -> None:
         peer, mode = stranger.challenge.peer, stranger.challenge.mode
         assert peer is not None and mode is not None
         if len(self._proven) >= _MAX_WAITING:
             self._refuse(stranger, RefusedError(Refusal.CROWDED))
             return
-        self._strangers.pop(stranger, None)
         self._selector.unregister(stranger.sock)
-        stranger.sock.setblocking(True)
+        self._admission.remove(stranger)
+        sock = stranger.sock
+        if isinstance(sock, ssl.SSLSocket):
+            try:
+                sock = plain_end(sock)
+            except (OSError, RuntimeError) as e:
+                logger.warning("a connection to %s was dropped: %s", self._contact, e)
+                return
+        sock.setblocking(True)
         with self._changed:
-            self._proven.append(Connection(stranger.sock, peer, self._purpose, mode, str(self._contact)))
+            self._proven.append(Connection(sock, peer, self._purpose, mode, str(self._contact)))
             self._changed.notify()
 
-    def _refuse(self, stranger: _Stranger, refused: RefusedError) -> None:
+    def _refuse(self, stranger: Stranger, refused: RefusedError) -> None:
         reason = refused.refusal.reason
         self._refusals[reason] += 1
         self._last_refusal = refused
         level = logging.WARNING if self._refusals[reason] == 1 else logging.DEBUG
         logger.log(level, "a connection to %s was refused: %s", self._contact, refused)
-        if stranger in self._strangers:
-            del self._strangers[stranger]
-            self._selector.unregister(stranger.sock)
-        with contextlib.suppress(OSError):
-            if refused.refusal < Refusal.SILENT:
-                stranger.sock.send(refused.reply)
-                stranger.sock.shutdown(socket.SHUT_WR)
-        stranger.sock.close()
+        if stranger in self._admission:
+            self._admission.failed(self._admission.remove(stranger), time.monotonic())
+            with contextlib.suppress(KeyError, ValueError):  # its user is being looked up
+                self._selector.unregister(stranger.sock)
+        stranger.refuse(refused)
 
     def _drop_overdue(self) -> None:
         now = time.monotonic()
-        while self._strangers:
-            oldest = next(iter(self._strangers))
-            if oldest.deadline > now:
-                break
+        while (oldest := self._admission.oldest) is not None and oldest.deadline <= now:
             self._refuse(oldest, RefusedError(Refusal.SILENT))
         if self._paused_until and self._paused_until <= now:
             self._paused_until = 0.0
@@ -362,13 +434,13 @@ def _accepted(contact: ListenerContact, credentials: Credentials) -> dict[Mode, 
     return {Mode.TOKEN: contact.token.encode()} | ({Mode.SAME_USER: b""} if HAS_PROC_NET else {})
 
 
-def _attest_dialler(sock: socket.socket) -> None:
-    unix = sock.family == getattr(socket, "AF_UNIX", None)
-    try:
-        uid = unix_peer_uid(sock) if unix else tcp_peer_uid(sock)
-    except OSError as e:
-        raise RefusedError(Refusal.LEFT) from e
-    if uid is None:
-        raise RefusedError(Refusal.UNKNOWN_USER, "the kernel does not say which user it belongs to")
-    if not same_user(uid):
-        raise RefusedError(Refusal.OTHER_USER, f"it belongs to another user of this host (uid {uid})")
+def _origin(sock: socket.socket, peer: Any, uid: int | None) -> str:
+    """Where a connection comes from, as far as the kernel shows it: a user of this host, or another host."""
+    if uid is not None:
+        return THIS_USER if uid == os.geteuid() else f"user {uid} of this host"
+    if sock.family == _AF_UNIX or is_loopback(peer[0]):
+        return UNKNOWN
+    host = ipaddress.ip_address(peer[0].partition("%")[0])
+    if isinstance(host, ipaddress.IPv6Address) and host.ipv4_mapped is None:
+        return str(ipaddress.ip_network((host, 64), strict=False))  # one host may have all of these
+    return str(host)

@@ -1,7 +1,9 @@
 """Which user holds the other end of a connection on this host, on the kernel's word.
 
-Unix sockets carry it (``SO_PEERCRED``). For loopback TCP, Linux shows the owner of every socket in
-``/proc/net/tcp`` and ``tcp6``: the peer's socket is the row whose local address is our remote one.
+Unix sockets carry it (``SO_PEERCRED``). For loopback TCP, Linux knows the owner of every socket: the peer's
+socket is the one whose local address is our remote one. ``sock_diag`` answers for exactly that one. Where it
+is missing, ``/proc/net/tcp`` and ``tcp6`` list all sockets of the host: reading them takes a second if there
+are many.
 """
 
 from __future__ import annotations
@@ -12,14 +14,16 @@ import os
 import socket
 import struct
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import attrs
 
 from kvplug.net.trust.addresses import Address, UnixAddress
+from kvplug.net.trust.sockdiag import tcp_owner
 
 _UCRED = struct.Struct("iII")
 _ESTABLISHED = "01"
+_IS_ESTABLISHED = 1
 _LISTEN = "0A"
 HAS_PROC_NET = os.path.exists("/proc/self/net/tcp")
 
@@ -32,6 +36,10 @@ def unix_peer_uid(sock: socket.socket) -> int | None:
     return int(uid)
 
 
+class NoSocketDiagError(Exception):
+    """The kernel does not answer questions about one socket: only its tables show the owner."""
+
+
 def tcp_peer_uid(sock: socket.socket) -> int | None:
     """Uid that owns the socket at the other end of a loopback connection; ``None``: unknown.
 
@@ -39,12 +47,47 @@ def tcp_peer_uid(sock: socket.socket) -> int | None:
     as belonging to root. A listener's socket has an inode only once it was accepted, so a client asks
     after it has received the first bytes from there.
     """
-    ours, theirs = _keys(sock.getsockname()), _keys(sock.getpeername())
+    try:
+        return tcp_peer_uid_at_once(sock)
+    except NoSocketDiagError:
+        return tcp_peer_uids([sock])[0]
+
+
+def tcp_peer_uid_at_once(sock: socket.socket) -> int | None:
+    """The same, in microseconds.
+
+    Raises:
+        NoSocketDiagError: ask :func:`tcp_peer_uids`.
+    """
+    ours, theirs = sock.getsockname()[:2], sock.getpeername()[:2]
+    try:
+        found = tcp_owner(theirs, ours)
+        if found is None and tcp_owner(ours, theirs) is None:
+            raise NoSocketDiagError  # it does not know our own socket either
+    except OSError as e:
+        raise NoSocketDiagError from e
+    return found.uid if found is not None and found.state == _IS_ESTABLISHED and found.inode else None
+
+
+def tcp_peer_uids(socks: Sequence[socket.socket]) -> list[int | None]:
+    """The same for several connections, from the tables of all sockets of the host, which are read once."""
+    wanted: dict[tuple[str, str], int] = {}
+    uids: list[int | None] = [None] * len(socks)
+    for number, sock in enumerate(socks):
+        try:
+            ours, theirs = _keys(sock.getsockname()), _keys(sock.getpeername())
+        except OSError:
+            continue  # it is gone
+        wanted.update({(remote, local): number for remote in theirs for local in ours})
     for _ in range(3):  # the table may change under the reader, and a row be missed
+        if not wanted:
+            break
         for row in _rows():
-            if row.local in theirs and row.remote in ours and row.state == _ESTABLISHED and row.inode:
-                return row.uid
-    return None
+            number = wanted.get((row.local, row.remote), -1)
+            if number >= 0 and row.state == _ESTABLISHED and row.inode:
+                uids[number] = row.uid
+        wanted = {key: number for key, number in wanted.items() if uids[number] is None}
+    return uids
 
 
 def same_user(uid: int) -> bool:

@@ -117,17 +117,43 @@ def test_a_proof_reflected_to_the_one_who_made_it_is_refused() -> None:
         c.feed(opening[:5] + b"\0\0\0" + proof)
 
 
-def test_no_proof_of_one_role_mode_purpose_or_nonce_serves_as_another() -> None:
-    a, b = b"a" * 32, b"b" * 32
+def test_no_proof_of_one_role_mode_message_or_session_serves_as_another() -> None:
+    a, b = b"a" * OPENING_SIZE, b"b" * OPENING_SIZE
     proofs = [
-        prove(key, role, mode, purpose, *nonces)
+        prove(key, role, mode, *messages, binding)
         for key in (KEY, OTHER_KEY)
         for role in ("client", "server")
         for mode in Mode
-        for purpose in ("group", "control", "")
-        for nonces in ((a, b), (b, a), (a, a))
+        for messages in ((a, b), (b, a), (a, a))
+        for binding in (b"", b"one session", b"another")
     ]
     assert len(set(proofs)) == len(proofs)
+
+
+@pytest.mark.parametrize("at", range(OPENING_SIZE + REPLY_SIZE + 8))
+def test_a_byte_that_is_changed_on_the_way_is_noticed_before_both_are_proven(at: int) -> None:
+    """Also a reserved byte: of the opening, of the answer, and before the listener's proof."""
+
+    def changed(message: bytes, first: int) -> bytes:
+        data = bytearray(message)
+        if first <= at < first + len(data):
+            data[at - first] ^= 1
+        return bytes(data)
+
+    c, s = client(), server()
+    with pytest.raises(AuthenticationError):
+        answer = changed(s.feed(changed(c.opening(), 0)), OPENING_SIZE)
+        verdict = s.feed(c.feed(answer))
+        c.feed(changed(verdict[:8], OPENING_SIZE + REPLY_SIZE) + verdict[8:REPLY_SIZE])
+
+
+def test_the_ends_of_two_tls_sessions_do_not_prove_themselves_to_each_other() -> None:
+    """A process with a certificate of the same authority stands between them."""
+    c = ClientChallenge("group", Mode.SECRET, KEY, IDENTITY, nothing, "host:1", b"session 1")
+    s = ServerChallenge("group", {Mode.SECRET: KEY}, IDENTITY, nothing, b"session 2")
+    with pytest.raises(RefusedError) as refused:
+        s.feed(c.feed(s.feed(c.opening())))
+    assert refused.value.refusal is Refusal.WRONG_SECRET
 
 
 def test_a_client_for_another_purpose_is_refused_before_it_proves_anything() -> None:

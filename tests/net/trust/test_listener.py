@@ -29,11 +29,13 @@ from kvplug.errors import (
     WireError,
 )
 from kvplug.net.deadline import Deadline
+from kvplug.net.trust import listener as listener_module
 from kvplug.net.trust.addresses import parse_contact
 from kvplug.net.trust.challenge import ClientChallenge, Mode
 from kvplug.net.trust.credentials import Credentials, Secret
 from kvplug.net.trust.identity import encode_identity, this_process
 from kvplug.net.trust.listener import Connection, Listener, dial, dial_until
+from kvplug.net.trust.peercred import NoSocketDiagError
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -593,6 +595,62 @@ print("done")
             listener.accept(0)
 
 
+@needs_root
+@needs_linux
+def test_another_user_who_floods_is_rated_and_delays_no_client() -> None:
+    """Each of its connections is silent, and one of ours is admitted while they hold their places."""
+    program = """
+import socket
+host, port = sys.argv[1].rsplit(":", 1)
+held = []
+for _ in range(200):
+    s = socket.create_connection((host, int(port)))
+    s.sendall(b"KVPT")
+    held.append(s)
+print("done", flush=True)
+sys.stdin.read()
+"""
+    with Listener.open("127.0.0.1:0", OPEN, "test") as listener:
+        child = as_nobody(program, listener.address)
+        assert child.stdout is not None and child.stdout.readline() == "done\n"
+        meet(listener, contact=listener.address).close()
+        # 48 hold places, 64 more were dropped for newer ones, and the rest was not looked at.
+        assert eventually(lambda: listener.refusals.get("crowded", 0) >= 200 - 48 - 1)
+        unread = [each for each in listener._admission.all() if each.uid == NOBODY]
+        assert 0 < len(unread) <= 48
+        child.communicate(timeout=30)
+
+
+@needs_linux
+def test_a_look_at_the_kernels_tables_delays_no_other_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a kernel without sock_diag, with a table of sockets that takes long to read."""
+    reading, go_on = threading.Event(), threading.Event()
+    read = listener_module.tcp_peer_uids
+
+    def slow(socks: list[socket.socket]) -> list[int | None]:
+        reading.set()
+        assert go_on.wait(20)
+        return read(socks)
+
+    def unknown(sock: socket.socket) -> int:
+        raise NoSocketDiagError
+
+    monkeypatch.setattr(listener_module, "tcp_peer_uids", slow)
+    monkeypatch.setattr(listener_module, "tcp_peer_uid_at_once", unknown)
+    with Listener.open("127.0.0.1:0", OPEN, "test") as listener:
+        by_user: list[Connection] = []
+        thread = threading.Thread(target=lambda: by_user.append(dial(listener.address, OPEN, "test", 20)))
+        thread.start()
+        assert reading.wait(10)
+        for _ in range(3):  # by the token, which needs no look
+            meet(listener).close()
+        go_on.set()
+        thread.join(10)
+        listener.accept(5).close()
+        assert by_user[0].mode is Mode.SAME_USER
+        by_user[0].close()
+
+
 def test_what_strangers_send_takes_no_more_memory_than_their_places(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -676,7 +734,7 @@ def test_where_there_are_no_abstract_sockets_the_token_on_loopback_serves(
 
 def test_a_kernel_that_does_not_tell_the_user_is_no_proof(monkeypatch: pytest.MonkeyPatch) -> None:
     with Listener.open("127.0.0.1:0", OPEN, "test") as listener:
-        monkeypatch.setattr("kvplug.net.trust.listener.tcp_peer_uid", lambda sock: None)
+        monkeypatch.setattr("kvplug.net.trust.listener.tcp_peer_uid_at_once", lambda sock: None)
         with pytest.raises(AuthenticationError, match="use its whole contact"):
             dial(listener.address, OPEN, "test", 5)
         assert eventually(lambda: listener.refusals == {"unknown user": 1})

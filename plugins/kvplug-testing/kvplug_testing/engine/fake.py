@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from kvplug.assembly import build_connector
+from kvplug.assembly.connector import build_connector
 from kvplug.config import Config
 from kvplug.engine.connector.values import (
     CacheGroup,

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from kvplug.assembly import build_connector
+from kvplug.assembly.connector import build_connector
 from kvplug.assembly.registry import Registry
 from kvplug.config import Config
 from kvplug.engine.connector.values import Request

@@ -1,0 +1,176 @@
+"""TLS of kvplug's TCP connections: version 1.3 only, and both ends show a certificate.
+
+A deployment has a certificate authority of its own (``tls_ca``), which signs for its processes and for no
+others. The other end's certificate must be signed by it, and a listener's certificate must also name the host
+that was dialled. TLS encrypts; the secret is still proved, over the TLS session and bound to it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import socket
+import ssl
+
+import attrs
+
+from kvplug.errors import AuthenticationError, ConfigError, PeerGoneError
+
+logger = logging.getLogger(__name__)
+
+
+@attrs.frozen(kw_only=True)
+class TlsFiles:
+    """PEM files: this process's certificate with its chain, its private key, and the authority's certificate.
+
+    They are read again when they change, so that renewed files are used without a restart.
+    """
+
+    cert: str
+    key: str
+    ca: str
+    check_host: bool = True
+    """Whether a listener's certificate must name the host that was dialled."""
+
+    def for_listener(self) -> ssl.SSLContext:
+        """Raises ConfigError: a file cannot be read or used; names its config key."""
+        return self._context(ssl.PROTOCOL_TLS_SERVER)
+
+    def for_dialler(self) -> ssl.SSLContext:
+        """Raises ConfigError: a file cannot be read or used; names its config key."""
+        context = self._context(ssl.PROTOCOL_TLS_CLIENT)
+        context.check_hostname = self.check_host
+        return context
+
+    def _context(self, protocol: int) -> ssl.SSLContext:
+        context = ssl.SSLContext(protocol)
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        # An end without TLS's farewell is an end like any other, after which this side may still send: frames
+        # have lengths, so one that is cut off is noticed.
+        context.options |= ssl.OP_IGNORE_UNEXPECTED_EOF
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_REQUIRED
+        if protocol == ssl.PROTOCOL_TLS_SERVER:
+            context.num_tickets = 0  # each connection has a session of its own, which the proof is bound to
+        for key, path in (("tls_cert", self.cert), ("tls_key", self.key), ("tls_ca", self.ca)):
+            try:
+                with open(path, "rb"):
+                    pass
+            except OSError as e:
+                raise ConfigError(f"{key} {path}: {e.strerror or e}") from e
+        try:
+            context.load_cert_chain(self.cert, self.key, password=_no_password)
+        except (ssl.SSLError, OSError, ValueError) as e:
+            raise ConfigError(
+                f"tls_cert {self.cert} and tls_key {self.key}: not a certificate and its key in PEM"
+                f" ({reason_of(e)})"
+            ) from e
+        try:
+            context.load_verify_locations(self.ca)
+        except (ssl.SSLError, OSError) as e:
+            raise ConfigError(f"tls_ca {self.ca}: not a certificate in PEM ({reason_of(e)})") from e
+        return context
+
+
+class ListenerTls:
+    """The TLS context of a listener, made anew when one of the files has changed. For one thread."""
+
+    def __init__(self, files: TlsFiles) -> None:
+        """Raises ConfigError."""
+        self._files = files
+        self._seen = self._stamps()
+        self._context = files.for_listener()
+
+    @property
+    def context(self) -> ssl.SSLContext:
+        stamps = self._stamps()
+        if stamps != self._seen:
+            self._seen = stamps
+            try:
+                self._context = self._files.for_listener()
+            except ConfigError as e:  # half of the files are new, for example: they change once more
+                logger.warning("the changed TLS files are not used yet: %s", e)
+        return self._context
+
+    def _stamps(self) -> list[tuple[int, int]]:
+        stamps = []
+        for path in (self._files.cert, self._files.key, self._files.ca):
+            try:
+                found = os.stat(path)
+                stamps.append((found.st_mtime_ns, found.st_ino))
+            except OSError:
+                stamps.append((0, 0))
+        return stamps
+
+
+def _no_password() -> str:
+    raise ValueError("the key is encrypted; kvplug has no password for it")
+
+
+def binding_of(sock: ssl.SSLSocket) -> bytes:
+    """What both ends of one TLS session know, and no other session has: a hash of the client's Finished
+    message, a MAC over the whole handshake.
+
+    The other end of a relayed connection has another one.
+
+    Raises:
+        AuthenticationError: this Python's TLS library does not tell it.
+    """
+    finished = sock.get_channel_binding("tls-unique")
+    if not finished or sock.version() != "TLSv1.3":
+        raise AuthenticationError(f"{ssl.OPENSSL_VERSION} does not tell what identifies a TLS session")
+    return hashlib.sha256(b"kvplug tls 1" + finished).digest()
+
+
+def wrap_dialled(sock: socket.socket, files: TlsFiles, host: str, where: str) -> ssl.SSLSocket:
+    """TLS over a connected socket, whose descriptor the result owns, with the timeout of ``sock``.
+
+    ``host`` was dialled; ``where`` names the listener in messages.
+
+    Raises:
+        ConfigError: a file cannot be used.
+        AuthenticationError: the listener's certificate is not accepted, or it does not speak TLS.
+        PeerGoneError: it hung up.
+        TimeoutError: the builtin one, at the socket's timeout.
+    """
+    context = files.for_dialler()
+    wrapped = context.wrap_socket(sock, server_hostname=host.partition("%")[0], do_handshake_on_connect=False)
+    try:
+        wrapped.do_handshake()
+    except ssl.SSLCertVerificationError as e:
+        wrapped.close()
+        raise AuthenticationError(
+            f"the certificate of {where} is not accepted: {e.verify_message}; check tls_ca here and tls_cert"
+            " there" + ("" if "match" not in e.verify_message.lower() else ", which must name that host")
+        ) from e
+    except ssl.SSLError as e:
+        wrapped.close()
+        raise refusal_of(e, where) from e
+    except BaseException:
+        wrapped.close()
+        raise
+    return wrapped
+
+
+def refusal_of(error: ssl.SSLError, where: str) -> AuthenticationError | PeerGoneError:
+    """What an error of the TLS library means for the dialling end."""
+    if isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError):
+        return PeerGoneError(
+            f"{where} hung up during the TLS handshake: it is shutting down, overloaded, or uses no TLS"
+        )
+    reason = reason_of(error)
+    if "alert" in reason:
+        return AuthenticationError(
+            f"{where} refused our certificate ({reason}); check tls_cert here and tls_ca there"
+        )
+    return AuthenticationError(
+        f"what answers at {where} does not speak TLS 1.3 as this end does ({reason}); set tls_cert, tls_key"
+        " and tls_ca on both ends, or on neither"
+    )
+
+
+def reason_of(error: Exception) -> str:
+    """The TLS library's own words for an error, in lower case."""
+    reason = getattr(error, "verify_message", "") or getattr(error, "reason", "") or str(error)
+    return str(reason).replace("_", " ").lower()

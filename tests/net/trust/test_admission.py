@@ -1,0 +1,72 @@
+"""Which unproven connection goes when there is no place, and how often an origin may fail."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from hypothesis import given, strategies as st
+
+from kvplug.net.trust.admission import BURST, PER_SECOND, Admission
+
+
+def test_a_flood_drops_its_own_connections_and_leaves_places_for_others() -> None:
+    admission = Admission[int](max_unproven=8)
+    for number in range(6):
+        assert admission.to_drop("flood") is None
+        admission.add(number, "flood")
+    assert admission.to_drop("flood") == 0
+    for number in (6, 7):
+        assert admission.to_drop("other") is None
+        admission.add(number, "other")
+    assert admission.to_drop("third") == 0  # full: the origin that has most makes room
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from("abc"), st.booleans()), max_size=60),
+    st.integers(min_value=1, max_value=9),
+)
+def test_there_are_never_more_than_the_places_and_each_is_counted(
+    moves: list[tuple[str, bool]], most: int
+) -> None:
+    admission = Admission[int](max_unproven=most)
+    expected: dict[int, str] = {}
+    for number, (origin, leaves) in enumerate(moves):
+        if leaves and expected:
+            gone = next(iter(expected))
+            assert admission.oldest == gone
+            assert admission.remove(gone) == expected.pop(gone)
+            continue
+        while (crowding := admission.to_drop(origin)) is not None:
+            admission.remove(crowding)
+            dropped = expected.pop(crowding)
+            counts = Counter(expected.values())
+            assert dropped == origin or counts[dropped] + 1 >= max(counts.values(), default=0)
+        admission.add(number, origin)
+        expected[number] = origin
+        assert admission.all() == list(expected)
+        assert len(admission) <= most
+    assert all(number in admission for number in expected)
+
+
+def test_an_origin_whose_connections_fail_waits_and_another_one_does_not() -> None:
+    admission = Admission[int](max_unproven=8)
+    for _ in range(BURST):
+        assert admission.may_come("flood", 100.0)
+        admission.failed("flood", 100.0)
+    assert not admission.may_come("flood", 100.0)
+    assert admission.may_come("other", 100.0)
+    assert admission.may_come("flood", 100.0 + 1.01 / PER_SECOND)
+    come = 0
+    for tenth in range(100):  # ten seconds, fifty tries a second
+        for _ in range(5):
+            if admission.may_come("flood", 200.0 + tenth / 10):
+                admission.failed("flood", 200.0 + tenth / 10)
+                come += 1
+    assert come <= BURST + 10 * PER_SECOND
+
+
+def test_origins_that_were_never_seen_again_are_forgotten() -> None:
+    admission = Admission[int](max_unproven=8)
+    for number in range(5000):
+        admission.failed(f"host {number}", float(number))
+    assert len(admission._failures) <= 1024

@@ -1,0 +1,460 @@
+"""TLS under the challenge: both ends verified, what is refused, and the plain socket that users get."""
+
+from __future__ import annotations
+
+import datetime
+import logging
+import os
+import select
+import socket
+import ssl
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+trustme = pytest.importorskip("trustme")  # the environment with the oldest dependencies has none
+
+from kvplug import AuthenticationError, Config, ConfigError, PeerGoneError, TransportError  # noqa: E402
+from kvplug.assembly.resolve import credentials_of  # noqa: E402
+from kvplug.net.trust.credentials import Credentials, Secret  # noqa: E402
+from kvplug.net.trust.listener import Listener, dial  # noqa: E402
+from kvplug.net.trust.tls import ListenerTls, TlsFiles  # noqa: E402
+from kvplug_testing import peers  # noqa: E402
+from kvplug_testing.waits import Call, until  # noqa: E402
+
+pytestmark = pytest.mark.timeout(60)
+
+SECRET = Secret("the secret of these tests")
+OURS = ("127.0.0.1", "::1", "localhost")
+
+Issue = Callable[..., Credentials]
+
+
+def write(folder: Path, ca: Any, *names: str, trusts: Any = None, **more: Any) -> TlsFiles:
+    """Files of a new certificate by ``ca`` for ``names``, which accepts those that ``trusts`` has signed."""
+    leaf = ca.issue_cert(*(names or OURS), **more)
+    folder.mkdir(parents=True, exist_ok=True)
+    leaf.private_key_pem.write_to_path(folder / "key.pem")
+    with open(folder / "cert.pem", "wb") as f:
+        f.writelines(blob.bytes() for blob in leaf.cert_chain_pems)
+    (trusts or ca).cert_pem.write_to_path(folder / "ca.pem")
+    return TlsFiles(cert=str(folder / "cert.pem"), key=str(folder / "key.pem"), ca=str(folder / "ca.pem"))
+
+
+@pytest.fixture(scope="module")
+def ca() -> Any:
+    return trustme.CA(key_type=trustme.KeyType.ECDSA)
+
+
+@pytest.fixture(scope="module")
+def files(ca: Any, tmp_path_factory: pytest.TempPathFactory) -> TlsFiles:
+    return write(tmp_path_factory.mktemp("tls"), ca)
+
+
+@pytest.fixture
+def both(files: TlsFiles) -> Credentials:
+    return Credentials(SECRET, files)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left_behind() -> Iterator[None]:
+    with peers.nothing_left():
+        yield
+
+
+def pair(credentials: Credentials, address: str = "127.0.0.1:0") -> tuple[socket.socket, socket.socket]:
+    with Listener.open(address, credentials, "test") as listener:
+        ours = dial(listener.contact, credentials, "test", 10)
+        return ours.sock, listener.accept(10).sock
+
+
+def read(sock: socket.socket, size: int) -> bytes:
+    data = bytearray()
+    while len(data) < size and (chunk := sock.recv(size - len(data))):
+        data += chunk
+    return bytes(data)
+
+
+# -- both ends are verified --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:0", "[::1]:0", "localhost:0"])
+@pytest.mark.parametrize("secret", [None, SECRET], ids=["token", "secret"])
+def test_two_ends_meet_over_tls(address: str, secret: Secret | None, files: TlsFiles) -> None:
+    ours, theirs = pair(Credentials(secret, files), address)
+    ours.sendall(b"to the listener")
+    theirs.sendall(b"to the dialler")
+    assert (read(theirs, 15), read(ours, 14)) == (b"to the listener", b"to the dialler")
+    ours.close()
+    assert theirs.recv(1) == b""
+    theirs.close()
+
+
+def test_no_byte_of_the_data_is_on_the_wire_in_clear(both: Credentials) -> None:
+    with Listener.open("127.0.0.1:0", both, "test") as listener, Wire(listener.address) as wire:
+        ours = dial(wire.address, both, "test", 10).sock
+        theirs = listener.accept(10).sock
+        ours.sendall(b"the prompt of a user " * 100)
+        assert read(theirs, 2100) == b"the prompt of a user " * 100
+        ours.close()
+        theirs.close()
+    assert len(wire.seen) > 2100
+    assert b"prompt" not in wire.seen
+    assert str(os.getpid()).encode() not in wire.seen  # the identity of a process is under TLS as well
+
+
+def test_a_relay_that_ends_tls_with_a_certificate_of_its_own_cannot_pass_on_the_proof(
+    both: Credentials, ca: Any, tmp_path: Path
+) -> None:
+    """The secret's proof is bound to the TLS session: an insider without the secret gets nothing."""
+    insider = write(tmp_path, ca)
+    with (
+        Listener.open("127.0.0.1:0", both, "test") as listener,
+        Wire(listener.address, insider) as wire,
+    ):
+        with pytest.raises((AuthenticationError, PeerGoneError)):
+            dial(wire.address, both, "test", 10)
+        until(lambda: listener.refusals, what="the refusal of a proof that was passed on")
+        assert listener.refusals == {"wrong secret": 1}
+    assert b"KVPT" in wire.seen  # it read the challenge
+
+
+@pytest.mark.parametrize("stranger", ["dialler", "listener"])
+def test_a_certificate_of_another_authority_is_refused(
+    stranger: str, both: Credentials, ca: Any, tmp_path: Path
+) -> None:
+    other = Credentials(SECRET, write(tmp_path, trustme.CA(), trusts=ca))
+    listening, dialling = (both, other) if stranger == "dialler" else (other, both)
+    with Listener.open("127.0.0.1:0", listening, "test") as listener:
+        match = "refused our certificate" if stranger == "dialler" else "check tls_ca here and tls_cert there"
+        with pytest.raises(AuthenticationError, match=match):
+            dial(listener.contact, dialling, "test", 10)
+        until(lambda: listener.refusals, what="the refusal")
+        assert set(listener.refusals) <= {"tls failed", "left"}
+
+
+def test_a_dialler_that_accepts_another_authority_only_says_which_file_to_check(
+    both: Credentials, ca: Any, tmp_path: Path
+) -> None:
+    suspicious = Credentials(SECRET, write(tmp_path, ca, trusts=trustme.CA()))
+    with (
+        Listener.open("127.0.0.1:0", both, "test") as listener,
+        pytest.raises(AuthenticationError, match="check tls_ca here"),
+    ):
+        dial(listener.contact, suspicious, "test", 10)
+
+
+def test_an_expired_certificate_is_refused_and_said_to_be_expired(
+    both: Credentials, ca: Any, tmp_path: Path
+) -> None:
+    past = datetime.datetime.now(datetime.UTC) - datetime.timedelta(days=1)
+    expired = Credentials(SECRET, write(tmp_path, ca, not_after=past))
+    with (
+        Listener.open("127.0.0.1:0", both, "test") as listener,
+        pytest.raises(AuthenticationError, match=r"refused our certificate .*expired"),
+    ):
+        dial(listener.contact, expired, "test", 10)
+    with (
+        Listener.open("127.0.0.1:0", expired, "test") as listener,
+        pytest.raises(AuthenticationError, match="has expired"),
+    ):
+        dial(listener.contact, both, "test", 10)
+
+
+def test_a_certificate_must_name_the_host_that_was_dialled_unless_the_config_says_otherwise(
+    files: TlsFiles, ca: Any, tmp_path: Path
+) -> None:
+    elsewhere = write(tmp_path, ca, "gpu7.example.org")
+    with Listener.open("127.0.0.1:0", Credentials(SECRET, elsewhere), "test") as listener:
+        with pytest.raises(AuthenticationError, match=r"IP address mismatch.*which must name that host"):
+            dial(listener.contact, Credentials(SECRET, files), "test", 10)
+        lenient = TlsFiles(cert=files.cert, key=files.key, ca=files.ca, check_host=False)
+        dial(listener.contact, Credentials(SECRET, lenient), "test", 10).close()
+
+
+@pytest.mark.parametrize("what", ["no certificate", "TLS 1.2"])
+def test_another_tls_client_is_refused(what: str, both: Credentials, files: TlsFiles) -> None:
+    context = ssl.create_default_context(cafile=files.ca)
+    if what == "TLS 1.2":
+        context.load_cert_chain(files.cert, files.key)
+        context.maximum_version = ssl.TLSVersion.TLSv1_2
+    with Listener.open("127.0.0.1:0", both, "test") as listener:
+        host, port = listener.address.split(":")
+        raw = socket.create_connection((host, int(port)), 10)
+        with (
+            context.wrap_socket(raw, server_hostname=host, do_handshake_on_connect=False) as client,
+            pytest.raises((ssl.SSLError, ConnectionError)),
+        ):
+            client.do_handshake()
+            client.recv(1)
+        until(lambda: listener.refusals, what="the refusal")
+        assert listener.refusals == {"tls failed": 1}
+
+
+# -- one end with TLS, one without -------------------------------------------------------------------
+
+
+def test_tls_on_one_end_only_is_refused_and_both_say_what_to_set(both: Credentials) -> None:
+    plain = Credentials(SECRET)
+    with Listener.open("127.0.0.1:0", both, "test") as listener:
+        with pytest.raises(AuthenticationError, match="set tls_cert, tls_key and tls_ca"):
+            dial(listener.contact, plain, "test", 10)
+        assert listener.refusals == {"tls needed": 1}
+    with Listener.open("127.0.0.1:0", plain, "test") as listener:
+        with pytest.raises(AuthenticationError, match="set tls_cert, tls_key and tls_ca"):
+            dial(listener.contact, both, "test", 10)
+        until(lambda: listener.refusals, what="the refusal")
+        assert listener.refusals == {"no tls here": 1}
+
+
+def test_unix_sockets_use_no_tls(both: Credentials) -> None:
+    ours, theirs = pair(both, "unix:")
+    assert not [thread for thread in threading.enumerate() if thread.name == "kvplug-tls"]
+    ours.close()
+    theirs.close()
+
+
+def test_strangers_at_a_tls_listener_delay_no_honest_client(both: Credentials) -> None:
+    with Listener.open("127.0.0.1:0", both, "test", proof_timeout_s=1.0) as listener:
+        host, port = listener.address.split(":")
+        strangers = [socket.create_connection((host, int(port))) for _ in range(12)]
+        for number, sock in enumerate(strangers):
+            sock.sendall(
+                (b"", b"\x16", b"\x16\x03\x01\x02\x00" + b"x" * 40, b"GET / HTTP/1.1\r\n")[number % 4]
+            )
+        dial(listener.contact, both, "test", 10).close()
+        listener.accept(10).close()
+        until(lambda: sum(listener.refusals.values()) == 12, what="the end of every stranger")
+        assert set(listener.refusals) == {"silent", "tls failed"}
+        for sock in strangers:
+            sock.close()
+
+
+# -- files -------------------------------------------------------------------------------------------
+
+
+def test_renewed_files_are_used_by_the_next_connection(
+    files: TlsFiles, ca: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    renewed = write(tmp_path, trustme.CA(), trusts=ca)  # not accepted by the other end
+    with Listener.open("127.0.0.1:0", Credentials(SECRET, renewed), "test") as listener:
+        with pytest.raises(AuthenticationError):
+            dial(listener.contact, Credentials(SECRET, files), "test", 10)
+        write(tmp_path, ca)
+        dial(listener.contact, Credentials(SECRET, files), "test", 10).close()
+        listener.accept(10).close()
+        # A key without its certificate: the old pair goes on.
+        before = Path(renewed.key).read_bytes()
+        write(tmp_path / "next", ca)
+        os.replace(tmp_path / "next" / "key.pem", renewed.key)
+        dial(listener.contact, Credentials(SECRET, files), "test", 10).close()
+        listener.accept(10).close()
+        assert "the changed TLS files are not used yet" in caplog.text
+        assert Path(renewed.key).read_bytes() != before
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        ({"tls_cert": "nowhere.pem"}, r"tls_cert nowhere\.pem: No such file"),
+        ({"tls_key": "{ca}"}, "tls_cert .* and tls_key .*: not a certificate and its key"),
+        ({"tls_ca": "{key}"}, "tls_ca .*: not a certificate in PEM"),
+        ({"tls_key": None}, "tls_key: nothing was given; TLS needs it, since tls_cert is set"),
+        ({"host": "unix:@x"}, "tls_cert: a file was given, and host is 'unix:@x'; TLS is for TCP"),
+    ],
+)
+def test_files_that_cannot_be_used_are_named(files: TlsFiles, change: Any, fault: str) -> None:
+    given = {"tls_cert": files.cert, "tls_key": files.key, "tls_ca": files.ca, **change}
+    given = {
+        key: value.format(ca=files.ca, key=files.key) if isinstance(value, str) else value
+        for key, value in given.items()
+    }
+    with pytest.raises(ConfigError, match=fault):
+        credentials_of(Config.from_dict(given))
+
+
+def test_an_encrypted_key_is_refused_and_no_password_is_asked_for(files: TlsFiles, tmp_path: Path) -> None:
+    from cryptography.hazmat.primitives import serialization as pem
+
+    key = pem.load_pem_private_key(Path(files.key).read_bytes(), None)
+    locked = key.private_bytes(
+        pem.Encoding.PEM, pem.PrivateFormat.PKCS8, pem.BestAvailableEncryption(b"unknown")
+    )
+    (tmp_path / "key.pem").write_bytes(locked)
+    encrypted = TlsFiles(cert=files.cert, key=str(tmp_path / "key.pem"), ca=files.ca)
+    with pytest.raises(ConfigError, match="the key is encrypted"):
+        ListenerTls(encrypted)
+
+
+# -- the plain socket --------------------------------------------------------------------------------
+
+
+def test_what_was_sent_before_the_close_arrives_and_then_the_end(both: Credentials) -> None:
+    ours, theirs = pair(both)
+    data = os.urandom(3 << 20)
+
+    def send() -> None:
+        ours.sendall(data)
+        ours.close()
+
+    sending = Call(send)
+    assert read(theirs, len(data) + 1) == data
+    sending.result(10)
+    theirs.close()
+
+
+def test_both_directions_flow_at_once_and_one_may_end_first(both: Credentials) -> None:
+    ours, theirs = pair(both)
+    data = os.urandom(2 << 20)
+
+    def send_all(sock: socket.socket) -> None:
+        sock.sendall(data)
+        sock.shutdown(socket.SHUT_WR)
+
+    calls = [Call(lambda: send_all(ours)), Call(lambda: read(ours, len(data) + 1))]
+    assert read(theirs, len(data) + 1) == data
+    send_all(theirs)
+    assert calls[1].result(10) == data
+    for sock in (ours, theirs):
+        sock.close()
+
+
+def test_an_end_that_does_not_read_holds_its_sender_up(both: Credentials) -> None:
+    """No buffer grows without bound between the two."""
+    ours, theirs = pair(both)
+    ours.setblocking(False)
+    sent = 0
+    while True:
+        try:
+            sent += ours.send(bytes(1 << 16))
+            assert sent < 64 << 20, "64 MiB went into a connection that is not read"
+        except BlockingIOError:
+            if not select.select([], [ours], [], 0.5)[1]:
+                break
+    reading = Call(lambda: len(read(theirs, sent)))
+    assert reading.result(20) == sent
+    for sock in (ours, theirs):
+        sock.close()
+
+
+def meets_and_waits(parent: peers.Parent, contact: str, *paths: str) -> None:
+    sock = dial(contact, Credentials(SECRET, TlsFiles(cert=paths[0], key=paths[1], ca=paths[2])), "test").sock
+    sock.sendall(b"here")
+    parent.send("met")
+    parent.recv()
+
+
+def test_the_end_of_a_killed_process_is_the_end_of_the_connection(both: Credentials, files: TlsFiles) -> None:
+    with Listener.open("127.0.0.1:0", both, "test") as listener:
+        child = peers.start(meets_and_waits, listener.contact, files.cert, files.key, files.ca)
+        with child, listener.accept(20) as connection:
+            assert read(connection.sock, 4) == b"here"
+            child.recv()
+            child.kill()
+            connection.sock.settimeout(10)
+            assert connection.sock.recv(1) == b""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux only")
+def test_a_forked_child_does_not_keep_the_connection_open(both: Credentials) -> None:
+    ours, theirs = pair(both)
+    ready, done = os.pipe(), os.pipe()
+    pid = os.fork()
+    if not pid:
+        try:
+            ours.close()
+            os.write(ready[1], b"x")
+            os.read(done[0], 1)
+        finally:
+            os._exit(0)
+    try:
+        os.read(ready[0], 1)
+        ours.close()
+        theirs.settimeout(10)
+        assert theirs.recv(1) == b""
+    finally:
+        os.write(done[1], b"x")
+        os.waitpid(pid, 0)
+        theirs.close()
+        for fd in (*ready, *done):
+            os.close(fd)
+
+
+def test_without_a_thread_for_it_a_dial_fails_in_words(
+    both: Credentials, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name == "kvplug-tls":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    caplog.set_level(logging.WARNING)
+    with Listener.open("127.0.0.1:0", both, "test") as listener:
+        monkeypatch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(TransportError, match="no thread can be started for the TLS"):
+            dial(listener.contact, both, "test", 10)
+        until(lambda: "was dropped" in caplog.text, what="the listener's own warning")
+        monkeypatch.undo()
+        dial(listener.contact, both, "test", 10).close()
+        listener.accept(10).close()
+
+
+class Wire:
+    """A relay between a dialler and a listener that records what it sees.
+
+    That is the bytes of the connection, or with ``files`` those inside two TLS sessions of its own.
+    """
+
+    def __init__(self, target: str, files: TlsFiles | None = None) -> None:
+        host, port = target.split(":")
+        self._target = host, int(port)
+        self._files = files
+        self._listening = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self._listening.getsockname()[1]}"
+        self.seen = b""
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> Wire:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._listening.close()
+        self._thread.join(10)
+        assert not self._thread.is_alive()
+
+    def _run(self) -> None:
+        inner: socket.socket = self._listening.accept()[0]
+        outer: socket.socket = socket.create_connection(self._target)
+        try:
+            if self._files is not None:
+                inner = self._files.for_listener().wrap_socket(inner, server_side=True)
+                outer = self._files.for_dialler().wrap_socket(outer, server_hostname=self._target[0])
+            directions = [
+                threading.Thread(target=self._carry, args=ends) for ends in ((inner, outer), (outer, inner))
+            ]
+            for thread in directions:
+                thread.start()
+            for thread in directions:
+                thread.join(20)
+        finally:
+            inner.close()
+            outer.close()
+
+    def _carry(self, source: socket.socket, sink: socket.socket) -> None:
+        try:
+            while data := source.recv(1 << 16):
+                self.seen += data
+                sink.sendall(data)
+        except OSError:
+            pass
+        try:
+            sink.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass
