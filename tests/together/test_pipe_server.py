@@ -63,13 +63,13 @@ def test_a_server_that_polls_turns_no_client_away() -> None:
 def test_clients_that_are_stopped_or_killed_half_way_delay_no_other(fork_server) -> None:
     with (
         listen_pipe(CONFIG, "unix:") as server,
-        fork_server.start(f"{__name__}:agree_only", server.contact) as stopped,
-        fork_server.start(f"{__name__}:agree_only", server.contact) as killed,
+        fork_server.start(f"{__file__}:agree_only", server.contact) as stopped,
+        fork_server.start(f"{__file__}:agree_only", server.contact) as killed,
     ):
         assert stopped.recv() == killed.recv() == "cpu"
         stopped.stop()
         killed.kill()
-        with fork_server.start(f"{__name__}:send_one", server.contact, 7) as honest:
+        with fork_server.start(f"{__file__}:send_one", server.contact, 7) as honest:
             (pipe,) = accepted(server, 1)
             assert pipe.recv_tensor(timeout=20).tolist() == [7] * 8
             honest.send("done")
@@ -80,7 +80,7 @@ def test_clients_that_are_stopped_or_killed_half_way_delay_no_other(fork_server)
 
 def test_a_client_that_dies_half_way_is_logged_and_never_raised(fork_server, caplog) -> None:
     with listen_pipe(CONFIG, "unix:") as server:
-        with fork_server.start(f"{__name__}:agree_only", server.contact) as client:
+        with fork_server.start(f"{__file__}:agree_only", server.contact) as client:
             client.recv()
             client.kill()
         until(lambda: "no pipe with" in caplog.text, what="the warning about a client that died")
@@ -89,7 +89,7 @@ def test_a_client_that_dies_half_way_is_logged_and_never_raised(fork_server, cap
 
 def test_closing_ends_the_pipes_that_were_not_accepted_and_those_under_way(fork_server) -> None:
     server = listen_pipe(CONFIG, "unix:")
-    with fork_server.start(f"{__name__}:agree_only", server.contact) as half:
+    with fork_server.start(f"{__file__}:agree_only", server.contact) as half:
         half.recv()
         ours = connect_pipe(CONFIG, server.contact)
         waiting = Call(lambda: ours.recv_tensor(timeout=20))

@@ -49,7 +49,7 @@ def echoes(parent: peers.Parent, tls: dict[str, Any]) -> None:
 
 
 def test_tensors_cross_a_pipe_over_tls_and_a_death_is_noticed(tls: dict[str, Any], fork_server) -> None:
-    with fork_server.start(f"{__name__}:echoes", tls, timeout_s=50) as peer:
+    with fork_server.start(f"{__file__}:echoes", tls, timeout_s=50) as peer:
         pipe = connect_pipe(config(tls), peer.recv())
         assert relays() > 1, "the connections of the pipe have no TLS"
         for tensor in (torch.arange(5.0), torch.randn(3, 1 << 20), torch.empty(0, dtype=torch.int8)):
@@ -74,7 +74,7 @@ def holds(parent: peers.Parent, tls: dict[str, Any]) -> None:
 
 
 def test_a_lookup_buffer_is_read_over_tls(tls: dict[str, Any], fork_server) -> None:
-    with fork_server.start(f"{__name__}:holds", tls, timeout_s=50) as holder:
+    with fork_server.start(f"{__file__}:holds", tls, timeout_s=50) as holder:
         contact = holder.recv()
         pipes = [connect_pipe(config(tls), contact) for _ in range(2)]
         buffer = build_lookup(config(tls)).reach(*pipes)

@@ -25,7 +25,7 @@ class KvplugMetadata(KVConnectorMetadata):
     begun: frozenset[str] = frozenset()
     """Requests that are scheduled for the first time."""
     preempted: frozenset[str] = frozenset()
-    waits: NewlyPending = dataclasses.field(default_factory=NewlyPending)
+    newly_pending: NewlyPending = dataclasses.field(default_factory=NewlyPending)
     """Requests that vLLM waits for from this step on."""
 
 
