@@ -129,8 +129,6 @@ from kvplug.transport.events import (
     StoreEvent as StoreEvent,
     event_from_plain as event_from_plain,
     event_to_plain as event_to_plain,
-    pack_tokens as pack_tokens,
-    unpack_tokens as unpack_tokens,
 )
 from kvplug.transport.group.mesh import (
     Mesh as Mesh,

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kvplug.engine.layout.axes import KVLayout, dimensions
 from kvplug.engine.layout.blocks import blocks_of
 from kvplug.errors import LayoutError
+from kvplug.transport.store.copies import copy_tokens, ids_on
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
 
@@ -94,10 +94,10 @@ def gather(
     key = _memory("out_key", out_key, key_view, end - start)
     value = None if value_view is None else _memory("out_value", out_value, value_view, end - start)
     if index is not None:
-        ids = _ids_on(index, key_view.device)
-        _copy(key_view, index, ids, start, key, into_cache=False)
+        ids = ids_on(index, key_view.device)
+        copy_tokens(key_view, index, ids, start, key, into_cache=False)
         if value_view is not None and value is not None:
-            _copy(value_view, index, ids, start, value, into_cache=False)
+            copy_tokens(value_view, index, ids, start, value, into_cache=False)
     return key, value
 
 
@@ -132,10 +132,10 @@ def scatter(
         _memory("value", value, value_view, num_tokens)
     if index is None:
         return
-    ids = _ids_on(index, key_view.device)
-    _copy(key_view, index, ids, start, key, into_cache=True)
+    ids = ids_on(index, key_view.device)
+    copy_tokens(key_view, index, ids, start, key, into_cache=True)
     if value is not None and value_view is not None:
-        _copy(value_view, index, ids, start, value, into_cache=True)
+        copy_tokens(value_view, index, ids, start, value, into_cache=True)
 
 
 def permute(tensor: Tensor, from_axes: str, to_axes: str) -> Tensor:
@@ -206,53 +206,3 @@ def _memory(name: str, given: Tensor | None, view: Tensor, num_tokens: int) -> T
             f" {given.device}"
         )
     return given
-
-
-def _ids_on(block_ids: array[int], device: torch.device) -> Tensor:
-    """Block ids as indices: on a CPU the same memory, on a GPU an asynchronous copy."""
-    import torch
-
-    ids = torch.frombuffer(block_ids, dtype=torch.int64)
-    if device.type == "cuda":  # from other memory the host would wait for all that the stream was given
-        ids = ids.pin_memory()
-    return ids.to(device, non_blocking=True)
-
-
-def _copy(
-    view: Tensor, block_ids: array[int], ids: Tensor, start: int, tokens: Tensor, *, into_cache: bool
-) -> None:
-    """Between blocks ``view`` [B, T, H, D] and ``tokens`` [N, H, D]; the first token has offset start % T.
-
-    ``ids`` are the ``block_ids`` where the cache is.
-    """
-    import torch
-
-    # as integers: bits stay bits, and torch indexes few of its float8 and unsigned types
-    raw = _raw_dtype(torch, view.dtype.itemsize)
-    if raw is not None:
-        view, tokens = view.view(raw), tokens.view(raw)
-    block_size, num_tokens = view.shape[1], tokens.shape[0]
-    offset = start % block_size
-    head = min(-offset % block_size, num_tokens)
-    whole, tail = divmod(num_tokens - head, block_size)
-    first = 0
-    if head:
-        in_cache, outside = view[block_ids[0], offset : offset + head], tokens[:head]
-        in_cache.copy_(outside) if into_cache else outside.copy_(in_cache)
-        first = 1
-    if whole:
-        index = ids[first : first + whole]
-        # splitting a dimension is a view whatever the strides are
-        outside = tokens[head : num_tokens - tail].view(whole, *view.shape[1:])
-        if into_cache:
-            view.index_copy_(0, index, outside)
-        else:
-            torch.index_select(view, 0, index, out=outside)
-    if tail:
-        in_cache, outside = view[block_ids[-1], :tail], tokens[num_tokens - tail :]
-        in_cache.copy_(outside) if into_cache else outside.copy_(in_cache)
-
-
-def _raw_dtype(torch: Any, itemsize: int) -> Any:
-    """The integer type of that many bytes; ``None`` where there is none."""
-    return {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(itemsize)

@@ -1,0 +1,73 @@
+"""Stores whose calls block: three methods, from which an executor makes a whole store."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Sequence
+
+from kvplug.errors import UnsupportedError
+from kvplug.transport.store.results import Usage
+
+
+class BlockingStore(abc.ABC):
+    """Keeps bytes under keys, by calls that return when they are done.
+
+    Law. :meth:`read` returns bytes of one :meth:`write`, never a mixture, also after a crash in the middle of
+    a write. A page that is there is not replaced: the first whole write of a key wins.
+
+    Callers. An executor of kvplug, from several threads at once. It makes the headers and verifies them,
+    keeps the deadlines, counts, and tries again after errors. So a method may take its time, and may raise
+    whatever its libraries raise: for the callers that is a miss."""
+
+    num_threads: int = 4
+    """How many calls the executor makes at the same time."""
+
+    is_shared: bool = True
+    """Whether every process that makes it with the same options reaches the same pages."""
+
+    @abc.abstractmethod
+    def has(self, keys: Sequence[bytes]) -> Sequence[bool]:
+        """Whether there is a whole page under each key (32 bytes). One call for a whole prompt."""
+
+    @abc.abstractmethod
+    def read(self, key: bytes, into: Sequence[memoryview]) -> int | None:
+        """Fill the buffers, one after the other, with the page from its first byte on.
+
+        Returns the length of the whole page in bytes, which may be more or less than the buffers take;
+        ``None``: there is none.
+        """
+
+    @abc.abstractmethod
+    def write(self, key: bytes, page: Sequence[memoryview]) -> bool:
+        """Keep the page, whose bytes are those of the buffers one after the other.
+
+        Returns whether it is there now. False: there is no room for it; the caller goes on without.
+        """
+
+    def remove(self, keys: Sequence[bytes]) -> None:
+        """Forget these pages, as far as they are there. Also called for pages whose bytes are wrong."""
+        raise UnsupportedError(f"{type(self).__name__} cannot remove pages")
+
+    def clear(self) -> None:
+        """Forget all pages.
+
+        Raises:
+            UnsupportedError: other programs keep theirs here, too.
+        """
+        raise UnsupportedError(f"{type(self).__name__} cannot forget all its pages at once")
+
+    def keys(self, series: bytes) -> Sequence[bytes]:
+        """The keys that are there, of that series (its id) as far as the store can tell them apart."""
+        raise UnsupportedError(f"{type(self).__name__} cannot list what it holds")
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """The pages were used, and should be kept longer than others."""
+        return None
+
+    def usage(self) -> Usage:
+        """What the store holds, as far as is known. Must not block."""
+        return Usage(num_pages=0, used_bytes=0, budget_bytes=None)
+
+    def close(self) -> None:
+        """No call follows. Idempotent."""
+        return None

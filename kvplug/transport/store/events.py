@@ -1,0 +1,306 @@
+"""Events of a store about its pages, and followers that keep a complete index of its keys.
+
+A store numbers its events: 1, 2, 3, … A follower applies them in that order. If one is missing, or the store
+has restarted (its *epoch* changed), the follower is not *ready*: its index then says "not yet" instead of an
+answer that may be wrong.
+
+A new follower begins with a :class:`Snapshot`: its header says up to which number it reaches, and how many
+:class:`Stored` and :class:`Declared` events follow for it; then come the live events.
+
+Pure: no thread, no lock, no I/O.
+"""
+
+from __future__ import annotations
+
+import enum
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final
+
+import attrs
+
+from kvplug.errors import WireError
+from kvplug.transport.store.keys import KEY_BYTES
+
+SERIES_BYTES: Final = 16
+_SNAPSHOT_PAGES: Final = 4096
+"""Keys in one event of a snapshot."""
+
+
+class RemovalReason(enum.StrEnum):
+    """Why a page is no longer there, or does not come."""
+
+    EVICTED = "evicted"
+    """It made room for another."""
+    EXPIRED = "expired"
+    """It reached its maximum age, or was declared and did not come in time."""
+    WITHDRAWN = "withdrawn"
+    """It was declared, and its writer gave it up."""
+    REMOVED = "removed"
+    """A program removed it."""
+    CORRUPT = "corrupt"
+    """Its bytes were found to be wrong."""
+    OTHER = "other"
+    """A reason this version does not know."""
+
+
+def _keys(given: Sequence[bytes]) -> tuple[bytes, ...]:
+    return tuple(given)
+
+
+def _shown(keys: Sequence[bytes]) -> str:
+    return f"<{len(keys)} keys>"
+
+
+@attrs.frozen(kw_only=True)
+class Stored:
+    """The pages are held from now on."""
+
+    epoch: str
+    """The store's epoch; changes when it restarts."""
+    seq: int
+    series: bytes
+    """Id of the series of all these pages."""
+    keys: tuple[bytes, ...] = attrs.field(converter=_keys, repr=_shown)
+
+
+@attrs.frozen(kw_only=True)
+class Declared:
+    """The pages are going to be put. They are *stored* or *removed* later, at the latest after ``for_s``."""
+
+    epoch: str
+    seq: int
+    series: bytes
+    keys: tuple[bytes, ...] = attrs.field(converter=_keys, repr=_shown)
+    for_s: float
+    """Seconds from the event on."""
+
+
+@attrs.frozen(kw_only=True)
+class Removed:
+    """The pages are no longer held, or no longer going to be put."""
+
+    epoch: str
+    seq: int
+    series: bytes
+    keys: tuple[bytes, ...] = attrs.field(converter=_keys, repr=_shown)
+    reason: RemovalReason = attrs.field(converter=RemovalReason)
+
+
+@attrs.frozen(kw_only=True)
+class Cleared:
+    """No page is held from now on, and none that was declared comes."""
+
+    epoch: str
+    seq: int
+
+
+@attrs.frozen(kw_only=True)
+class Snapshot:
+    """Empty the index: the next ``count`` events are all that the store holds and expects as of ``seq``."""
+
+    epoch: str
+    seq: int
+    count: int
+
+
+StoreEvent = Snapshot | Stored | Declared | Removed | Cleared
+_OfPages = Stored | Declared | Removed | Cleared
+
+
+# -- the store's side --------------------------------------------------------------------------
+
+
+class EventLog:
+    """Numbers a store's events.
+
+    The store calls it under its own lock, and hands every event to its followers in the same order. The store
+    knows what it holds, so the log keeps no copy of it.
+
+    >>> log = EventLog("life 1")
+    >>> event = log.stored(bytes(16), [bytes(32)])
+    >>> log.position
+    ('life 1', 1)
+
+    Args:
+        epoch: of this store's life; a new random one by default.
+    """
+
+    def __init__(self, epoch: str | None = None) -> None:
+        self.epoch = uuid.uuid4().hex if epoch is None else epoch
+        self._seq = 0
+
+    @property
+    def position(self) -> tuple[str, int]:
+        """(epoch, number of the latest event); the number is 0 before the first."""
+        return self.epoch, self._seq
+
+    def _next(self) -> int:
+        self._seq += 1
+        return self._seq
+
+    def stored(self, series: bytes, keys: Sequence[bytes]) -> Stored:
+        """The event of pages that are held from now on."""
+        return Stored(epoch=self.epoch, seq=self._next(), series=series, keys=tuple(keys))
+
+    def declared(self, series: bytes, keys: Sequence[bytes], for_s: float) -> Declared:
+        """The event of pages that are going to be put within ``for_s`` seconds."""
+        return Declared(epoch=self.epoch, seq=self._next(), series=series, keys=tuple(keys), for_s=for_s)
+
+    def removed(self, series: bytes, keys: Sequence[bytes], reason: RemovalReason) -> Removed:
+        """The event of pages that are held, or expected, no more."""
+        return Removed(epoch=self.epoch, seq=self._next(), series=series, keys=tuple(keys), reason=reason)
+
+    def cleared(self) -> Cleared:
+        """The event of a store that forgets everything."""
+        return Cleared(epoch=self.epoch, seq=self._next())
+
+    def snapshot(
+        self,
+        held: Mapping[bytes, Sequence[bytes]],
+        declared: Sequence[tuple[bytes, Sequence[bytes], float]] = (),
+    ) -> list[StoreEvent]:
+        """The first events for a new follower.
+
+        Args:
+            held: keys of all held pages by series.
+            declared: series, keys and seconds that are left, of all declared pages that have not come.
+        """
+        of_pages: list[StoreEvent] = [
+            Stored(epoch=self.epoch, seq=self._seq, series=series, keys=part)
+            for series, keys in held.items()
+            for part in _parts(keys)
+        ]
+        of_pages += [
+            Declared(epoch=self.epoch, seq=self._seq, series=series, keys=part, for_s=for_s)
+            for series, keys, for_s in declared
+            for part in _parts(keys)
+        ]
+        return [Snapshot(epoch=self.epoch, seq=self._seq, count=len(of_pages)), *of_pages]
+
+
+def _parts(keys: Sequence[bytes]) -> Iterator[tuple[bytes, ...]]:
+    for begin in range(0, len(keys), _SNAPSHOT_PAGES):
+        yield tuple(keys[begin : begin + _SNAPSHOT_PAGES])
+
+
+# -- the follower's side -----------------------------------------------------------------------
+
+
+class Follower:
+    """Checks that each event is the next one, and whether the index is complete.
+
+    >>> log, follower = EventLog(), Follower()
+    >>> all(map(follower.accept, log.snapshot({}))), follower.ready
+    (True, True)
+    >>> missed, event = log.stored(bytes(16), [bytes(32)]), log.cleared()
+    >>> follower.accept(event), follower.ready
+    (False, False)
+    """
+
+    def __init__(self) -> None:
+        self._epoch: str | None = None
+        self._seq = 0
+        self._left = 0
+        """Events the snapshot still owes."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether the index equals the store as of the last accepted event, and no event is missing."""
+        return self._epoch is not None and not self._left
+
+    @property
+    def epoch(self) -> str | None:
+        """The store's; ``None``: a snapshot is needed."""
+        return self._epoch
+
+    def accept(self, event: StoreEvent) -> bool:
+        """Whether ``event`` is the next one, to be applied now.
+
+        False: something before it is missing, or the store has restarted. The follower is not ready until the
+        next snapshot has been accepted.
+        """
+        if isinstance(event, Snapshot):
+            self._epoch, self._seq, self._left = event.epoch, event.seq, event.count
+            return True
+        if event.epoch != self._epoch:
+            self._epoch = None
+        elif self._left:
+            if isinstance(event, Stored | Declared) and event.seq == self._seq:
+                self._left -= 1
+                return True
+            self._epoch = None
+        elif event.seq == self._seq + 1:
+            self._seq = event.seq
+            return True
+        else:
+            self._epoch = None
+        return False
+
+
+# -- plain form --------------------------------------------------------------------------------
+
+
+def event_to_plain(event: StoreEvent) -> dict[str, Any]:
+    """For a channel: a dict with ``event`` one of "snapshot", "stored", "declared", "removed", "cleared"."""
+    plain: dict[str, Any] = {
+        "event": type(event).__name__.lower(),
+        "epoch": event.epoch,
+        "seq": event.seq,
+    }
+    match event:
+        case Snapshot():
+            return {**plain, "count": event.count}
+        case Cleared():
+            return plain
+    plain |= {"series": event.series, "keys": b"".join(event.keys)}
+    match event:
+        case Declared():
+            plain["for_s"] = event.for_s
+        case Removed():
+            plain["reason"] = str(event.reason)
+    return plain
+
+
+def event_from_plain(plain: Any) -> StoreEvent:
+    """The event that :func:`event_to_plain` described. Fields of a newer version are passed over.
+
+    Raises:
+        WireError: it is none.
+    """
+    kind = _field(plain, "event", str)
+    epoch, seq = _field(plain, "epoch", str), _count(plain, "seq")
+    if kind == "snapshot":
+        return Snapshot(epoch=epoch, seq=seq, count=_count(plain, "count"))
+    if kind == "cleared":
+        return Cleared(epoch=epoch, seq=seq)
+    if kind not in ("stored", "declared", "removed"):
+        raise WireError(f"no store event is called {kind!r:.40}")
+    series, joined = _field(plain, "series", bytes), _field(plain, "keys", bytes)
+    if len(series) != SERIES_BYTES or len(joined) % KEY_BYTES:
+        raise WireError(f"no store event: a series of {len(series)} bytes, keys of {len(joined)} bytes")
+    keys = tuple(joined[at : at + KEY_BYTES] for at in range(0, len(joined), KEY_BYTES))
+    if kind == "stored":
+        return Stored(epoch=epoch, seq=seq, series=series, keys=keys)
+    if kind == "declared":
+        for_s = _field(plain, "for_s", float)
+        if not 0 <= for_s < 1e9:
+            raise WireError(f"no store event: pages are declared for {for_s!r} s")
+        return Declared(epoch=epoch, seq=seq, series=series, keys=keys, for_s=for_s)
+    reason = _field(plain, "reason", str)
+    known = reason if reason in frozenset(RemovalReason) else RemovalReason.OTHER
+    return Removed(epoch=epoch, seq=seq, series=series, keys=keys, reason=known)
+
+
+def _field(plain: Any, name: str, kind: type) -> Any:
+    found = plain.get(name) if isinstance(plain, Mapping) else None
+    if type(found) is not kind:
+        raise WireError(f"no store event: {name!r} is {type(found).__name__}, not {kind.__name__}")
+    return found
+
+
+def _count(plain: Any, name: str) -> int:
+    found: int = _field(plain, name, int)
+    if found < 0:
+        raise WireError(f"no store event: {name!r} is negative")
+    return found

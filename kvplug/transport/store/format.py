@@ -1,0 +1,208 @@
+"""The format of a page: which bytes it consists of, and in which order.
+
+A page holds the KV of consecutive tokens of one worker's shard of one KV cache group. Its bytes are layer
+after layer; a layer is part after part (keys, values, or what the model has instead); each part is one dense
+tensor."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from typing import Any, Final
+
+import attrs
+
+from kvplug.errors import LayoutError
+from kvplug.net.wire.tensors import DTYPES
+
+VERSION: Final = 1
+"""Of the order of a page's bytes. It is part of the key, so pages of another version are misses."""
+DIGEST_BYTES: Final = 16
+MAX_PARTS: Final = 64
+
+
+def _check_dtype(_: Any, __: Any, dtype: Any) -> None:
+    if dtype not in DTYPES:
+        raise LayoutError(f"{dtype!r} is no dtype of a page's part; these are: {', '.join(DTYPES)}")
+
+
+def _shape(given: Any) -> tuple[int, ...]:
+    return tuple(given)
+
+
+@attrs.frozen(kw_only=True)
+class Part:
+    """One tensor of each layer of a page.
+
+    Raises:
+        LayoutError: a size is not positive, or an axis is none of the shape's.
+    """
+
+    name: str
+    """"key", "value", "latent", "block" or another word; different for each part of a format."""
+    dtype: str = attrs.field(validator=_check_dtype)
+    """torch's name, without ``torch.``."""
+    shape: tuple[int, ...] = attrs.field(converter=_shape)
+    """Of one layer of one page, for example ``(page_tokens, num_kv_heads, head_size)``."""
+    token_axis: int | None = 0
+    """The axis of the tokens; ``None``: the order inside is an attention kernel's own."""
+    head_axis: int | None = None
+    """The axis of the heads; ``None``: there is none, or the order inside is a kernel's own."""
+
+    def __attrs_post_init__(self) -> None:
+        if not self.shape or not all(type(size) is int and size > 0 for size in self.shape):
+            raise LayoutError(f"part {self.name!r} of a page: its shape is {self.shape!r}")
+        for axis in (self.token_axis, self.head_axis):
+            if axis is not None and not 0 <= axis < len(self.shape):
+                raise LayoutError(f"part {self.name!r} of a page: {self.shape!r} has no axis {axis}")
+
+    @functools.cached_property
+    def nbytes(self) -> int:
+        """Bytes of one layer of one page."""
+        return math.prod(self.shape) * DTYPES[self.dtype][1]
+
+
+def _parts(given: Any) -> tuple[Part, ...]:
+    return tuple(given)
+
+
+@attrs.frozen(kw_only=True)
+class PageFormat:
+    """The format of pages. Two engines share pages only if their formats are equal.
+
+    >>> key = Part(name="key", dtype="float16", shape=(16, 8, 64), head_axis=1)
+    >>> form = PageFormat(page_tokens=16, num_layers=4, parts=(key, attrs.evolve(key, name="value")))
+    >>> form.layer_nbytes, form.nbytes
+    (32768, 131072)
+
+    Raises:
+        LayoutError: no part, a name twice, or a size that is not positive.
+    """
+
+    page_tokens: int
+    """Tokens in a page; 0 for pages that hold something else (opaque bytes under a foreign key)."""
+    num_layers: int
+    parts: tuple[Part, ...] = attrs.field(converter=_parts)
+    block_format: str = ""
+    """The attention kernel whose own order the parts have; empty: the axes say all."""
+    version: int = VERSION
+
+    def __attrs_post_init__(self) -> None:
+        names = [part.name for part in self.parts]
+        if not 0 < len(names) <= MAX_PARTS or len(set(names)) != len(names):
+            raise LayoutError(f"a page has 1 to {MAX_PARTS} parts, each with its own name; got {names}")
+        if type(self.num_layers) is not int or self.num_layers < 1 or self.page_tokens < 0:
+            raise LayoutError(f"a page of {self.page_tokens} tokens and {self.num_layers} layers")
+
+    @functools.cached_property
+    def layer_nbytes(self) -> int:
+        """Bytes of one layer of one page."""
+        return sum(part.nbytes for part in self.parts)
+
+    @functools.cached_property
+    def nbytes(self) -> int:
+        """Bytes of one page, without its header."""
+        return self.num_layers * self.layer_nbytes
+
+    @functools.cached_property
+    def spans(self) -> tuple[tuple[int, int], ...]:
+        """First byte and number of bytes of each part in a layer."""
+        ends = [0]
+        for part in self.parts:
+            ends.append(ends[-1] + part.nbytes)
+        return tuple((ends[i], part.nbytes) for i, part in enumerate(self.parts))
+
+    @functools.cached_property
+    def digest(self) -> bytes:
+        """16 bytes that are equal exactly for equal formats."""
+        text = json.dumps(self.to_plain(), sort_keys=True, separators=(",", ":"))
+        return hashlib.blake2b(text.encode(), digest_size=DIGEST_BYTES, person=b"kvplug format").digest()
+
+    def to_plain(self) -> dict[str, Any]:
+        """Plain values, for the wire."""
+        return {
+            "page_tokens": self.page_tokens,
+            "num_layers": self.num_layers,
+            "parts": [{**attrs.asdict(part), "shape": list(part.shape)} for part in self.parts],
+            "block_format": self.block_format,
+            "version": self.version,
+        }
+
+    @classmethod
+    def from_plain(cls, plain: Any) -> PageFormat:
+        """The format that :meth:`to_plain` described. Keys of a newer version are passed over.
+
+        Raises:
+            LayoutError: it is none.
+        """
+        try:
+            return cls(
+                page_tokens=_integer(plain["page_tokens"]),
+                num_layers=_integer(plain["num_layers"]),
+                parts=tuple(_part_of(part) for part in plain["parts"]),
+                block_format=_text(plain["block_format"]),
+                version=_integer(plain["version"]),
+            )
+        except (KeyError, TypeError, IndexError) as e:
+            raise LayoutError(f"no format of pages: {type(e).__name__}: {e}") from e
+
+    def differences(self, theirs: PageFormat) -> tuple[str, ...]:
+        """The fields that differ, one sentence each; empty if the formats are equal.
+
+        >>> key = Part(name="key", dtype="float16", shape=(16, 8, 64))
+        >>> ours = PageFormat(page_tokens=16, num_layers=4, parts=(key,))
+        >>> ours.differences(attrs.evolve(ours, num_layers=5))
+        ('num_layers: ours 4, theirs 5',)
+        """
+        mine, yours = self.to_plain(), theirs.to_plain()
+        found = [
+            f"{field}: ours {mine[field]!r}, theirs {yours[field]!r}"
+            for field in mine
+            if field != "parts" and mine[field] != yours[field]
+        ]
+        if self.parts != theirs.parts:
+            found.append(f"parts: ours {_listed(self.parts)}, theirs {_listed(theirs.parts)}")
+        return tuple(found)
+
+
+def opaque_format(nbytes: int) -> PageFormat:
+    """The format of pages that are ``nbytes`` opaque bytes each: for engines with keys of their own.
+
+    >>> opaque_format(4096).nbytes
+    4096
+    """
+    return PageFormat(
+        page_tokens=0,
+        num_layers=1,
+        parts=(Part(name="bytes", dtype="uint8", shape=(nbytes,), token_axis=None),),
+    )
+
+
+def _listed(parts: tuple[Part, ...]) -> str:
+    return ", ".join(f"{part.name} {part.dtype}{list(part.shape)}" for part in parts)
+
+
+def _part_of(plain: Mapping[str, Any]) -> Part:
+    token_axis, head_axis = plain["token_axis"], plain["head_axis"]
+    return Part(
+        name=_text(plain["name"]),
+        dtype=_text(plain["dtype"]),
+        shape=tuple(_integer(size) for size in plain["shape"]),
+        token_axis=None if token_axis is None else _integer(token_axis),
+        head_axis=None if head_axis is None else _integer(head_axis),
+    )
+
+
+def _integer(value: Any) -> int:
+    if type(value) is not int:
+        raise TypeError(f"{value!r} is no integer")
+    return value
+
+
+def _text(value: Any) -> str:
+    if type(value) is not str:
+        raise TypeError(f"{value!r} is no text")
+    return value

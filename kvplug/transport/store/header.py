@@ -1,0 +1,185 @@
+"""The header of a stored page: what the page is, and how its bytes are verified.
+
+=================  ======  =======================================================================
+field              bytes   content
+=================  ======  =======================================================================
+magic              4       ``KVPG``
+version            1       of this table
+checksum           1       0 none, 1 xxh3_64
+proof              1       0 none, 1 HMAC-SHA256
+reserved           1       0
+header length      4       of the whole header, little-endian, as all numbers here
+identity length    4
+payload length     8       of the page's bytes, which follow the header
+format             16      digest of the page format
+series             16      id of the series, see :class:`~kvplug.transport.store.keys.Series`
+identity                   token ids and parent, or the engine's own key
+checksums          8 each  of each part of each layer, layer after layer; none with checksum 0
+proof              32      over all of the header before it, and the page's bytes; none with proof 0
+=================  ======  =======================================================================
+
+A reader knows format, series and identity of the page it asks for, so it knows the header's length, and all
+of its bytes but checksums and proof. What a store returns is compared with that. Nothing in a header is
+believed."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import hmac
+import struct
+from typing import Final
+
+import attrs
+
+from kvplug.net.checksum import digest
+from kvplug.transport.store.format import PageFormat
+from kvplug.transport.store.keys import Series
+from kvplug.transport.store.results import MissReason
+
+Buffer = bytes | bytearray | memoryview
+
+MAGIC: Final = b"KVPG"
+VERSION: Final = 1
+MAX_IDENTITY_BYTES: Final = 1 << 20
+CHECKSUM: Final = "xxh3_64"
+_CHECKSUM_BYTES: Final = 8
+_PROOF_BYTES: Final = 32
+_FIXED = struct.Struct("<4sBBBBIIQ16s16s")
+
+
+@attrs.frozen(kw_only=True)
+class PageSeal:
+    """How the pages of one deployment are protected: the same for every writer and reader of a store.
+
+    Checksums find accidents. A proof also finds forgery by a process that can write to the store: it needs
+    the secret."""
+
+    checksums: bool = True
+    secret: bytes | None = attrs.field(default=None, repr=False)
+    """Key of the proof; ``None``: pages have none."""
+
+    @functools.cached_property
+    def id(self) -> bytes:
+        """16 bytes that are equal for equal protection. Part of every key, and shows nothing of the
+        secret."""
+        checksum = CHECKSUM.encode() if self.checksums else b""
+        if self.secret is None:
+            return hashlib.sha256(b"kvplug seal" + checksum).digest()[:16]
+        return hmac.digest(self.secret, b"kvplug seal" + checksum, "sha256")[:16]
+
+    def header_length(self, form: PageFormat, identity: bytes) -> int:
+        """Bytes of the header of a page with this format and identity."""
+        checksums = _num_checksums(form) * _CHECKSUM_BYTES if self.checksums else 0
+        return _FIXED.size + len(identity) + checksums + (_PROOF_BYTES if self.secret is not None else 0)
+
+    def _known(self, series: Series, identity: bytes) -> bytes:
+        """The first bytes of a header: all that a reader knows before it reads."""
+        return (
+            _FIXED.pack(
+                MAGIC,
+                VERSION,
+                1 if self.checksums else 0,
+                1 if self.secret is not None else 0,
+                0,
+                self.header_length(series.format, identity),
+                len(identity),
+                series.format.nbytes,
+                series.format.digest,
+                series.id,
+            )
+            + identity
+        )
+
+    def header(self, series: Series, identity: bytes, payload: memoryview) -> bytes:
+        """The header of a page whose bytes are ``payload``, layer after layer."""
+        header = self._known(series, identity)
+        if self.checksums:
+            header += b"".join(checksums_of(series.format, payload))
+        if self.secret is not None:
+            header += _proof(self.secret, header, payload)
+        return header
+
+    def check_header(self, series: Series, identity: bytes, header: Buffer) -> MissReason | None:
+        """Why this is not the header of that page; ``None`` if it is, as far as a header can tell."""
+        known = self._known(series, identity)
+        found = bytes(header[: len(known)])
+        if (
+            len(header) != self.header_length(series.format, identity)
+            or found[: _FIXED.size] != known[: _FIXED.size]
+        ):
+            return MissReason.FORMAT
+        return None if found == known else MissReason.IDENTITY
+
+    def check_layers(
+        self, form: PageFormat, header: Buffer, first_layer: int, layers: memoryview
+    ) -> MissReason | None:
+        """Why these bytes are not those of the layers from ``first_layer`` on; ``None`` if they are.
+
+        ``header`` has passed :meth:`check_header`. Without checksums every byte passes.
+        """
+        if not self.checksums:
+            return None
+        proof = _PROOF_BYTES if self.secret is not None else 0
+        start = len(header) - proof - _num_checksums(form) * _CHECKSUM_BYTES
+        at = start + first_layer * len(form.parts) * _CHECKSUM_BYTES
+        for found in checksums_of(form, layers):
+            if bytes(header[at : at + _CHECKSUM_BYTES]) != found:
+                return MissReason.CORRUPT
+            at += _CHECKSUM_BYTES
+        return None
+
+    def check_proof(self, header: Buffer, payload: memoryview) -> MissReason | None:
+        """Why the page is not proven to be of a holder of the secret; ``None`` if it is, or if none is
+        needed."""
+        if self.secret is None:
+            return None
+        proof = _proof(self.secret, header[:-_PROOF_BYTES], payload)
+        return None if hmac.compare_digest(bytes(header[-_PROOF_BYTES:]), proof) else MissReason.FORGED
+
+    def check(
+        self, series: Series, identity: bytes, header: Buffer, payload: memoryview
+    ) -> MissReason | None:
+        """Why this is not that page, whole and unchanged; ``None`` if it is."""
+        return (
+            self.check_header(series, identity, header)
+            or self.check_proof(header, payload)
+            or self.check_layers(series.format, header, 0, payload)
+        )
+
+
+def checksums_of(form: PageFormat, layers: memoryview) -> list[bytes]:
+    """The checksum of each part of whole layers, layer after layer."""
+    spans, step = form.spans, form.layer_nbytes
+    return [
+        digest(CHECKSUM, layers[at + begin : at + begin + count])
+        for at in range(0, len(layers), step)
+        for begin, count in spans
+    ]
+
+
+def split_header(page: Buffer) -> tuple[bytes, bytes, bytes, int] | None:
+    """Format digest, series id, identity and payload length that a header states; ``None`` if it is none.
+
+    For listing what a store holds; a page that is read is compared with what its reader expects instead.
+    """
+    if len(page) < _FIXED.size:
+        return None
+    magic, version, _, _, _, length, identity_length, payload, form, series = _FIXED.unpack_from(page)
+    if magic != MAGIC or version != VERSION or identity_length > MAX_IDENTITY_BYTES:
+        return None
+    identity = bytes(page[_FIXED.size : _FIXED.size + identity_length])
+    if len(identity) != identity_length or length < _FIXED.size + identity_length:
+        return None
+    return form, series, identity, payload
+
+
+def _num_checksums(form: PageFormat) -> int:
+    return form.num_layers * len(form.parts)
+
+
+def _proof(secret: bytes, header: Buffer, payload: memoryview) -> bytes:
+    made = hmac.new(secret, b"kvplug page", hashlib.sha256)
+    made.update(header)
+    made.update(payload)
+    return made.digest()

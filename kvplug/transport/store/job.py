@@ -1,0 +1,191 @@
+"""One request to a store under way."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar
+
+from kvplug.errors import TimeoutError
+from kvplug.net.deadline import Deadline, Timeout
+from kvplug.transport.store.results import MissReason
+
+T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
+
+
+class Job(Generic[T]):
+    """A request to a store: one result for each key, in the order of the keys.
+
+    Law. It always ends, by its deadline, also when the store's process is stopped or killed. A failure of the
+    store is a result (a miss with its reason), never an exception.
+
+    A job that has ended is *done*: its results are final. It is *settled* when the store touches the caller's
+    memory no more, which is the same moment for most stores. Where a deadline cannot stop a copy that is
+    under way (another process, a device or a library performs it), the job is done first and settled later:
+    the memory must not be used again in between.
+
+    Thread-safe. The store calls :meth:`set` and :meth:`settle`; callers do the rest.
+    """
+
+    __slots__ = ("_callbacks", "_changed", "_on_cancel", "_results", "_settled", "count", "deadline")
+
+    def __init__(self, count: int, deadline: Deadline) -> None:
+        self.count = count
+        """Number of keys."""
+        self.deadline = deadline
+        self._changed = threading.Condition()
+        self._results: list[T] | None = None
+        self._settled = False
+        self._callbacks: list[Callable[[Job[T]], None]] = []
+        self._on_cancel: Callable[[], None] | None = None
+
+    def __repr__(self) -> str:
+        state = "under way" if self._results is None else "done" if self._settled else "done, not settled"
+        return f"<{type(self).__name__} for {self.count} pages, {state}>"
+
+    # -- for callers ---------------------------------------------------------------------------
+
+    @property
+    def done(self) -> bool:
+        """Whether the results are final."""
+        return self._results is not None
+
+    @property
+    def settled(self) -> bool:
+        """Whether the store touches the caller's memory no more."""
+        return self._settled
+
+    def wait(self, timeout: Timeout = None) -> list[T]:
+        """The results, once the job is done.
+
+        Raises:
+            TimeoutError: it is still under way. The job goes on.
+        """
+        deadline = Deadline.after(timeout)
+        with self._changed:
+            while self._results is None:
+                if not self._changed.wait(deadline.remaining()) and deadline.expired:
+                    raise TimeoutError(f"a request to a store for {self.count} pages is still under way")
+            return self._results
+
+    def wait_settled(self, timeout: Timeout = None) -> bool:
+        """Return whether the job has settled in time."""
+        deadline = Deadline.after(timeout)
+        with self._changed:
+            while not self._settled:
+                if not self._changed.wait(deadline.remaining()) and deadline.expired:
+                    return False
+            return True
+
+    def results(self) -> list[T] | None:
+        """The results; ``None`` while the job is under way."""
+        return self._results
+
+    def cancel(self) -> None:
+        """The caller needs it no more: it ends soon, with what it has. Idempotent; never blocks for long."""
+        with self._changed:
+            cancel = None if self._results is not None else self._on_cancel
+        if cancel is not None:
+            cancel()
+
+    def add_done_callback(self, callback: Callable[[Job[T]], None]) -> None:
+        """Call ``callback(self)`` once the job is done: at once if it is, else in the thread that ends it.
+
+        The callback must not block.
+        """
+        with self._changed:
+            if self._results is None:
+                self._callbacks.append(callback)
+                return
+        callback(self)
+
+    # -- for stores ----------------------------------------------------------------------------
+
+    def on_cancel(self, cancel: Callable[[], None]) -> None:
+        """What :meth:`cancel` calls, in the caller's thread, while the job is under way."""
+        self._on_cancel = cancel
+
+    def set(self, results: Sequence[T], *, settled: bool = True) -> bool:
+        """The job is done. Returns whether it was not before: of two that end it, the first wins."""
+        if len(results) != self.count:
+            raise ValueError(f"{len(results)} results for {self.count} keys")
+        with self._changed:
+            if self._results is not None:
+                return False
+            self._results = list(results)
+            self._settled = self._settled or settled
+            callbacks, self._callbacks = self._callbacks, []
+            self._on_cancel = None
+            self._changed.notify_all()
+        for callback in callbacks:
+            try:
+                callback(self)
+            except Exception:  # it runs in a store's thread, which others depend on
+                _log.exception("a callback of %r failed", self)
+        return True
+
+    def settle(self) -> None:
+        """The store touches the caller's memory no more."""
+        with self._changed:
+            self._settled = True
+            self._changed.notify_all()
+
+    def after_fork(self, results: Sequence[T]) -> None:
+        """For stores, in a forked child: the request is the parent's, and ends here with these results.
+
+        Takes no lock made before the fork. The callbacks are the parent's and are not called here.
+        """
+        self._changed = threading.Condition()
+        self._callbacks = []
+        self._on_cancel = None
+        if self._results is None:
+            self._results = list(results)
+        self._settled = True
+
+
+class GetJob(Job[MissReason | None]):
+    """A request for pages, which may become usable layer by layer.
+
+    The pages' layers before :attr:`num_layers_ready` are in the caller's memory, and verified, for every page
+    that was not missed.
+    """
+
+    __slots__ = ("_num_layers", "_progress", "_ready")
+
+    def __init__(self, count: int, num_layers: int, deadline: Deadline) -> None:
+        super().__init__(count, deadline)
+        self._num_layers = num_layers
+        self._ready = 0
+        self._progress = 0
+
+    @property
+    def num_layers_ready(self) -> int:
+        """Layers that may be used; all of them once the job is done."""
+        return self._num_layers if self.done else self._ready
+
+    def wait_for_layer(self, layer: int, timeout: Timeout = None) -> None:
+        """Return when the layer may be used, or the job is done.
+
+        Raises:
+            TimeoutError: neither came in time.
+        """
+        deadline = Deadline.after(timeout)
+        with self._changed:
+            while self._ready <= layer and self._results is None:
+                if not self._changed.wait(deadline.remaining()) and deadline.expired:
+                    raise TimeoutError(f"layer {layer} of {self.count} pages did not come in time")
+
+    @property
+    def progress(self) -> int:
+        """Grows with what has arrived; a load whose progress stands still is not being served."""
+        return self._progress
+
+    def advance(self, num_layers: int = 0) -> None:
+        """For stores: something more has arrived, and so many layers may be used now."""
+        with self._changed:
+            self._ready = max(self._ready, num_layers)
+            self._progress += 1
+            self._changed.notify_all()

@@ -1,0 +1,176 @@
+"""Keys of pages: what a page's KV is computed from, as 32 bytes.
+
+The *chain* of a page is a hash over the model, the extra, and every token up to the page's end: the chain of
+the page before it is hashed together with the page's own tokens. So equal prefixes have equal chains, and the
+chains of a prompt are computed once, whatever the number of workers.
+
+The *series* of a worker's pages is (page format, shard). A page's key is its chain with the series' mask over
+it (exclusive or). The mask is a hash, so keys of different series differ wherever chains do; and whoever
+knows the series can compute the chain back, which lets an index of keys answer for chains.
+
+Engines that have keys of their own instead of tokens use :func:`foreign_key`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import Any, Final
+
+import attrs
+
+from kvplug.errors import LayoutError
+from kvplug.transport.store.format import PageFormat
+from kvplug.transport.token_ids import pack_tokens
+
+KEY_BYTES: Final = 32
+"""Bytes of a chain and of a key."""
+_TOKEN_BYTES: Final = 8
+
+# blake2s has a field for the purpose of a hash, of 8 bytes: a hash made for one purpose is never one of
+# another.
+_ROOT: Final = b"kvp root"
+_PAGE: Final = b"kvp page"
+_MASK: Final = b"kvp mask"
+_FOREIGN: Final = b"kvp forn"
+
+
+def chain_root(namespace: bytes, extra: bytes = b"") -> bytes:
+    """The chain before the first page.
+
+    Args:
+        namespace: What determines the KV besides tokens and ``extra``: the model, its weights, static scales.
+        extra: What the engine adds for this request: adapter, media, cache salt. Opaque.
+    """
+    hashed = hashlib.blake2s(len(namespace).to_bytes(8, "little"), person=_ROOT)
+    hashed.update(namespace)
+    hashed.update(extra)
+    return hashed.digest()
+
+
+def next_chain(parent: bytes, packed_tokens: bytes) -> bytes:
+    """The chain of a page with these tokens (int64, little-endian) after the page with chain ``parent``."""
+    return hashlib.blake2s(parent + packed_tokens, person=_PAGE).digest()
+
+
+def chains_of(
+    root: bytes, token_ids: Iterable[int], page_tokens: int, known: Sequence[bytes] = ()
+) -> list[bytes]:
+    """The chains of all whole pages of a sequence of tokens.
+
+    >>> root = chain_root(b"model")
+    >>> short, long = chains_of(root, range(4), 2), chains_of(root, range(7), 2)
+    >>> len(short), len(long), short == long[:2]
+    (2, 3, True)
+
+    Args:
+        root: as :func:`chain_root` makes it.
+        token_ids: integers of 64 bits; a buffer of them (an array, a numpy array) is taken as a whole.
+        known: chains of the sequence's first pages, which are not computed again.
+    """
+    packed = pack_tokens(token_ids)
+    step = page_tokens * _TOKEN_BYTES
+    found = list(known)
+    parent = found[-1] if found else root
+    hash_of = hashlib.blake2s
+    for begin in range(len(found) * step, len(packed) - step + 1, step):
+        parent = hash_of(parent + packed[begin : begin + step], person=_PAGE).digest()
+        found.append(parent)
+    return found
+
+
+@attrs.frozen
+class Series:
+    """The pages of one format and one shard of the heads and layers.
+
+    >>> from kvplug.transport.store.format import opaque_format
+    >>> series, chain = Series(opaque_format(64), b"rank 0 of 2"), chain_root(b"model")
+    >>> series.chain_of(series.key_of(chain)) == chain
+    True
+    """
+
+    format: PageFormat
+    shard: bytes = b""
+    """Which part of the model this worker holds: equal for workers whose pages are interchangeable."""
+    seal: bytes = b""
+    """:attr:`PageSeal.id` of the store: pages that are protected in another way are misses."""
+    _mask: int = attrs.field(init=False, eq=False, repr=False)
+    id: bytes = attrs.field(init=False, eq=False)
+    """16 bytes that name the series."""
+
+    def __attrs_post_init__(self) -> None:
+        hashed = hashlib.blake2s(self.format.digest, person=_MASK)
+        hashed.update(len(self.shard).to_bytes(8, "little") + self.shard)
+        hashed.update(self.seal)
+        digest = hashed.digest()
+        object.__setattr__(self, "_mask", int.from_bytes(digest, "little"))
+        object.__setattr__(self, "id", hashlib.blake2s(digest, digest_size=16, person=_MASK).digest())
+
+    def key_of(self, chain: bytes) -> bytes:
+        """The key of the page with this chain."""
+        return (int.from_bytes(chain, "little") ^ self._mask).to_bytes(KEY_BYTES, "little")
+
+    def chain_of(self, key: bytes) -> bytes:
+        """The chain of the page with this key."""
+        return self.key_of(key)
+
+    def keys_of(self, chains: Iterable[bytes]) -> list[bytes]:
+        """The keys of several chains."""
+        mask = self._mask
+        return [(int.from_bytes(each, "little") ^ mask).to_bytes(KEY_BYTES, "little") for each in chains]
+
+
+def foreign_key(namespace: bytes, key: bytes) -> bytes:
+    """The key of a page that an engine calls ``key``.
+
+    ``namespace``: what the engine's key leaves out: the engine, model, revision, salt, adapter, dtype.
+    """
+    hashed = hashlib.blake2s(len(namespace).to_bytes(8, "little"), person=_FOREIGN)
+    hashed.update(namespace)
+    hashed.update(key)
+    return hashed.digest()
+
+
+# -- identities --------------------------------------------------------------------------------
+
+
+def token_identity(parent: bytes, token_ids: Iterable[int]) -> bytes:
+    """The identity of a page of tokens: the chain of the page before it, then its token ids.
+
+    A reader compares the identity in a page's header with the one that it expects, byte for byte.
+    """
+    return parent + pack_tokens(token_ids)
+
+
+def token_identities(
+    root: bytes, chains: Sequence[bytes], token_ids: Any, page_tokens: int, first: int = 0
+) -> list[bytes]:
+    """The identities of pages ``first`` and on of a sequence, one for each chain from there on.
+
+    Args:
+        chains: of the sequence's pages, from its first page on.
+        token_ids: of the sequence, from its first token on.
+
+    Raises:
+        LayoutError: there are fewer tokens than the pages have.
+    """
+    packed = pack_tokens(itertools.islice(token_ids, len(chains) * page_tokens))
+    step = page_tokens * _TOKEN_BYTES
+    if len(packed) < len(chains) * step:
+        raise LayoutError(
+            f"{len(chains)} pages of {page_tokens} tokens, and there are {len(packed) // _TOKEN_BYTES}"
+        )
+    parents = [root, *chains]
+    return [parents[at] + packed[at * step : (at + 1) * step] for at in range(first, len(chains))]
+
+
+def tokens_of_identity(identity: bytes) -> tuple[bytes, bytes]:
+    """The parent's chain and the packed token ids in an identity of tokens.
+
+    Raises:
+        LayoutError: it is none.
+    """
+    if len(identity) < KEY_BYTES or (len(identity) - KEY_BYTES) % _TOKEN_BYTES:
+        raise LayoutError(f"{len(identity)} bytes are no identity of a page of tokens")
+    return identity[:KEY_BYTES], identity[KEY_BYTES:]

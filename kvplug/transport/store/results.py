@@ -1,0 +1,74 @@
+"""The answers of a store: what it has, what it kept, what it could not give, and why."""
+
+from __future__ import annotations
+
+import enum
+
+import attrs
+
+
+class Presence(enum.StrEnum):
+    """What a store says of one key."""
+
+    HELD = "held"
+    """The page is there, whole."""
+    COMING = "coming"
+    """Its writer has declared it; it will be there, or be absent after its deadline."""
+    ABSENT = "absent"
+
+
+class MissReason(enum.StrEnum):
+    """Why a page could not be had. Every miss is counted under one of these."""
+
+    ABSENT = "absent"
+    """The store does not have it."""
+    EVICTED = "evicted"
+    """It was there, and its memory was used again before it was read."""
+    EXPIRED = "expired"
+    """Its lease, its time to live, or the time of a declared page was over."""
+    FORMAT = "format"
+    """What is there has another format: another version, layout, dtype, or protection."""
+    IDENTITY = "identity"
+    """What is there is the page of other tokens."""
+    CORRUPT = "corrupt"
+    """Its bytes do not have the checksums in its header, or some of them are missing."""
+    FORGED = "forged"
+    """Its proof is not one made with the secret."""
+    TIMEOUT = "timeout"
+    """The store did not answer by the deadline."""
+    CANCELLED = "cancelled"
+    """The caller needs it no more."""
+    STORE_GONE = "store_gone"
+    """The store cannot be reached, or failed."""
+    CLOSED = "closed"
+    """This end of the store was closed."""
+    NO_MEMORY = "no_memory"
+    """This process has no memory to receive it."""
+    OTHER = "other"
+
+
+class PutReason(enum.StrEnum):
+    """Why a page was not kept."""
+
+    NO_ROOM = "no_room"
+    """The budget is used by pages that may not be evicted, or the disk is full."""
+    TOO_LARGE = "too_large"
+    """It is larger than the whole budget."""
+    READ_ONLY = "read_only"
+    """The store cannot be written to from here."""
+    TIMEOUT = "timeout"
+    CANCELLED = "cancelled"
+    STORE_GONE = "store_gone"
+    CLOSED = "closed"
+    OTHER = "other"
+
+
+@attrs.frozen(kw_only=True)
+class Usage:
+    """What a store holds."""
+
+    num_pages: int
+    used_bytes: int
+    """Pages, headers, and what is lost between them."""
+    budget_bytes: int | None
+    """The most that it may hold; ``None``: the store has no limit of its own."""

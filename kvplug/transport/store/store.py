@@ -1,0 +1,192 @@
+"""The interface of a store: pages of KV under content keys."""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Self
+
+import attrs
+
+from kvplug.errors import UnsupportedError
+from kvplug.net.deadline import DEFAULT_TIMEOUT, Timeout
+from kvplug.transport.store.events import StoreEvent
+from kvplug.transport.store.job import GetJob, Job
+from kvplug.transport.store.keys import Series
+from kvplug.transport.store.memory import PageBuffers, PageMemory
+from kvplug.transport.store.results import MissReason, Presence, PutReason, Usage
+
+
+@attrs.frozen(kw_only=True)
+class PageRequest:
+    """Pages of one series, for a put or a get.
+
+    Raises:
+        ValueError: there are not as many keys as identities and pages of memory.
+    """
+
+    series: Series
+    keys: Sequence[bytes]
+    """One for each page: :meth:`Series.key_of` of its chain, or a foreign key."""
+    identities: Sequence[bytes]
+    """What each page is: token ids and parent, or the engine's own key. A reader gets a page only if the
+    identity in the page's header is equal."""
+    memory: PageMemory
+    """Where the pages are, or go to."""
+
+    def __attrs_post_init__(self) -> None:
+        if not len(self.keys) == len(self.identities) == len(self.memory):
+            raise ValueError(
+                f"{len(self.keys)} keys, {len(self.identities)} identities and memory for"
+                f" {len(self.memory)} pages"
+            )
+
+
+class Store(abc.ABC):
+    """Pages of KV under content keys, kept in this process or elsewhere.
+
+    Law. What is got is what was put, bit for bit, verified before the caller may use it, or a miss with a
+    reason. A page is visible whole or not at all; the first whole put of a key wins. The methods ``submit_*``
+    never wait; every job ends by its deadline. After a job has settled, its memory is not touched. Memory and
+    disk stay within the budget. A store that is gone is a miss, and is tried again.
+
+    Callers. Connectors and adapters of engines. Every method may be called from any thread, and several at
+    once.
+
+    Not promised. That a page which was held is still there when it is got: only a lease postpones eviction,
+    and the store may die. That a put is kept.
+
+    A store whose calls block implements :class:`~kvplug.transport.store.blocking.BlockingStore` instead.
+    """
+
+    # -- jobs ----------------------------------------------------------------------------------
+
+    @abc.abstractmethod
+    def submit_lookup(
+        self, keys: Sequence[bytes], *, lease_s: float = 0.0, timeout: Timeout = DEFAULT_TIMEOUT
+    ) -> Job[Presence]:
+        """Whether the pages are there. At its deadline the job says ``ABSENT`` of those it does not know.
+
+        Args:
+            lease_s: the held pages are not evicted for this long, or until :meth:`release`, where the store
+                has
+                leases.
+        """
+
+    @abc.abstractmethod
+    def submit_put(self, pages: PageRequest, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Job[PutReason | None]:
+        """Keep copies of the pages. A page that is held already counts as kept, and is not replaced.
+
+        Result: ``None`` for a page that is held now, else why not. No room is a result, not an error.
+        """
+
+    @abc.abstractmethod
+    def submit_get(self, pages: PageRequest, *, timeout: Timeout = DEFAULT_TIMEOUT) -> GetJob:
+        """Copy the pages into ``pages.memory``.
+
+        Result: ``None`` for a page that is there and verified, else why not; then the content of its memory
+        is undefined."""
+
+    # -- at once -------------------------------------------------------------------------------
+
+    def allocate(self, series: Series, count: int) -> PageBuffers | None:
+        """Memory to gather pages into that are put next: a put of it may need no copy.
+
+        It belongs to the caller until it is put, or :meth:`free` returns it. ``None``: there is no room now.
+        """
+        try:
+            return PageBuffers.empty(series.format, count)
+        except MemoryError:
+            return None
+
+    def free(self, memory: PageBuffers) -> None:
+        """Memory from :meth:`allocate` is not put after all. Idempotent."""
+        return None
+
+    def declare(self, keys: Sequence[bytes], *, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
+        """The caller is going to put these pages: until then, or until ``timeout`` is over, a lookup says
+        ``COMING`` of those that are absent, where the store can say that. Does not wait."""
+        return None
+
+    def withdraw(self, keys: Sequence[bytes]) -> None:
+        """The declared pages are not put after all. Does not wait."""
+        return None
+
+    def release(self, keys: Sequence[bytes]) -> None:
+        """This end's leases on the pages end. Does not wait."""
+        return None
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """The pages were used elsewhere, and are evicted later than others. Does not wait."""
+        return None
+
+    @abc.abstractmethod
+    def submit_remove(self, keys: Sequence[bytes] | None, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Job[bool]:
+        """Forget the pages; ``None``: all pages, and the job has one result. Result: whether it is done.
+
+        Pages that were declared, or whose put had not ended, when this was called are not kept either. A
+        reader that has begun may get its pages or a miss.
+
+        Raises:
+            UnsupportedError: with ``None``: other programs keep pages in the store, too.
+        """
+
+    def keys(self, series: Series) -> Sequence[bytes]:
+        """Keys of that series that are held now, in no particular order. May wait.
+
+        Raises:
+            UnsupportedError: the store cannot list them.
+            KvplugError: the store does not answer.
+        """
+        raise UnsupportedError(f"{type(self).__name__} cannot list what it holds")
+
+    @abc.abstractmethod
+    def usage(self) -> Usage:
+        """What the store holds, as far as this end knows. Does not wait."""
+
+    @property
+    def has_events(self) -> bool:
+        """Whether :meth:`subscribe` works: then an index of the keys can answer in place of lookups."""
+        return False
+
+    def subscribe(self, listener: Callable[[StoreEvent], None]) -> Callable[[], None]:
+        """Call ``listener`` with a snapshot (its header, then *stored* events), then with every change.
+
+        In the order of the sequence numbers, without a gap, in any thread; the listener must not block.
+        Returns a function that ends the subscription.
+
+        Raises:
+            UnsupportedError: this store has no events.
+        """
+        raise UnsupportedError(f"{type(self).__name__} has no events")
+
+    def register_memory(self, memory: PageMemory) -> None:
+        """The caller is going to get into this memory, or put from it, often: the store may prepare it."""
+        return None
+
+    # -- the end -------------------------------------------------------------------------------
+
+    @property
+    @abc.abstractmethod
+    def is_lost(self) -> bool:
+        """Whether this end can never answer again: it was closed, or its other end is gone for good."""
+
+    @abc.abstractmethod
+    def close(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
+        """Finish the puts that have begun, then end. Idempotent. Other jobs end as ``CLOSED`` at once."""
+
+    @abc.abstractmethod
+    def abort(self) -> None:
+        """End at once: every job ends as ``CLOSED``. Idempotent; never waits for another process."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with contextlib.suppress(Exception):
+            self.close()
+
+
+MissResult = MissReason | None
+"""Of one page of a get: ``None``, or why it could not be had."""

@@ -1,0 +1,318 @@
+"""The executor that makes a store of blocking calls: deadlines, turns, back-off, ends."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+
+from kvplug.errors import ClosedError, TimeoutError, UnsupportedError
+from kvplug.transport.store.blocking import BlockingStore
+from kvplug.transport.store.executor import ExecutedStore
+from kvplug.transport.store.format import opaque_format
+from kvplug.transport.store.header import PageSeal
+from kvplug.transport.store.keys import Series, foreign_key
+from kvplug.transport.store.memory import PageBuffers
+from kvplug.transport.store.results import MissReason, Presence, PutReason
+from kvplug.transport.store.store import PageRequest
+from kvplug_testing.waits import until
+
+SEAL = PageSeal()
+SERIES = Series(opaque_format(64), b"", SEAL.id)
+
+
+class InDict(BlockingStore):
+    """A blocking store over a dict, whose calls go through :attr:`gate` first."""
+
+    num_threads = 2
+
+    def __init__(self) -> None:
+        self.pages: dict[bytes, bytes] = {}
+        self.calls: list[tuple[str, bytes]] = []
+        self.gate: Callable[[str, bytes], None] = lambda call, key: None
+        self.closed = False
+
+    def _enter(self, call: str, key: bytes) -> None:
+        self.calls.append((call, key))
+        self.gate(call, key)
+
+    def has(self, keys: Sequence[bytes]) -> list[bool]:
+        self._enter("has", keys[0])
+        return [key in self.pages for key in keys]
+
+    def read(self, key: bytes, into: Sequence[memoryview]) -> int | None:
+        self._enter("read", key)
+        page = self.pages.get(key)
+        if page is None:
+            return None
+        at = 0
+        for buffer in into:
+            part = page[at : at + len(buffer)]
+            buffer[: len(part)] = part
+            at += len(buffer)
+        return len(page)
+
+    def write(self, key: bytes, page: Sequence[memoryview]) -> bool:
+        self._enter("write", key)
+        self.pages.setdefault(key, b"".join(page))
+        return True
+
+    def remove(self, keys: Sequence[bytes]) -> None:
+        self._enter("remove", keys[0])
+        for key in keys:
+            self.pages.pop(key, None)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@pytest.fixture
+def inner() -> InDict:
+    return InDict()
+
+
+@pytest.fixture
+def store(inner: InDict) -> Iterator[ExecutedStore]:
+    made = ExecutedStore(inner, name="dict", seal=SEAL, timeout_s=10.0)
+    yield made
+    inner.gate = lambda call, key: None
+    made.abort()
+
+
+def request(*names: str, fill: str = "") -> PageRequest:
+    memory = PageBuffers.empty(SERIES.format, len(names))
+    if fill:
+        for index in range(len(names)):
+            memory.rows().row(index)[:] = fill.encode() * (64 // len(fill))
+    identities = [name.encode() for name in names]
+    keys = [foreign_key(b"test", identity) for identity in identities]
+    return PageRequest(series=SERIES, keys=keys, identities=identities, memory=memory)
+
+
+def content(pages: PageRequest) -> list[bytes]:
+    return [bytes(pages.memory.rows().row(index)[:1]) for index in range(len(pages.keys))]
+
+
+def test_what_was_put_is_found_and_got(store: ExecutedStore) -> None:
+    assert store.submit_put(request("a", "b", fill="x")).wait(5) == [None, None]
+    wanted = request("a", "c", "b")
+    assert store.submit_lookup(wanted.keys).wait(5) == [Presence.HELD, Presence.ABSENT, Presence.HELD]
+    job = store.submit_get(wanted)
+    assert job.wait(5) == [None, MissReason.ABSENT, None]
+    assert job.settled and job.num_layers_ready == 1 and content(wanted) == [b"x", b"\0", b"x"]
+
+
+def test_no_keys_are_no_call(store: ExecutedStore, inner: InDict) -> None:
+    empty = request()
+    for job in (
+        store.submit_lookup(()),
+        store.submit_put(empty),
+        store.submit_get(empty),
+        store.submit_remove(()),
+    ):
+        assert job.done and job.wait() == []
+    store.touch(())
+    assert not inner.calls
+
+
+@pytest.mark.parametrize("at", [0, 5, 30, -1])
+def test_a_wrong_page_is_a_miss_and_makes_room_for_a_right_one(
+    store: ExecutedStore, inner: InDict, at: int
+) -> None:
+    pages = request("a", fill="x")
+    store.submit_put(pages).wait(5)
+    page = bytearray(inner.pages[pages.keys[0]])
+    page[at] ^= 1
+    inner.pages[pages.keys[0]] = bytes(page)
+    wanted = request("a", fill="?")
+    (reason,) = store.submit_get(wanted).wait(5)
+    assert reason in (MissReason.FORMAT, MissReason.IDENTITY, MissReason.CORRUPT)
+    assert content(wanted) == [b"?"], "nothing of it reached the caller"
+    if reason is MissReason.CORRUPT:
+        assert not inner.pages
+
+
+@pytest.mark.parametrize(
+    "change", [lambda page: page[:-1], lambda page: page[:20], lambda page: page + b"x", lambda page: b""]
+)
+def test_a_page_of_the_wrong_length_is_a_miss(store: ExecutedStore, inner: InDict, change) -> None:
+    pages = request("a", fill="x")
+    store.submit_put(pages).wait(5)
+    inner.pages[pages.keys[0]] = change(inner.pages[pages.keys[0]])
+    (reason,) = store.submit_get(request("a")).wait(5)
+    assert reason in (MissReason.CORRUPT, MissReason.FORMAT)
+
+
+def test_a_job_ends_at_its_deadline_and_its_memory_is_not_touched_after_it(
+    store: ExecutedStore, inner: InDict
+) -> None:
+    store.submit_put(request("a", "b", fill="x")).wait(5)
+    opened = threading.Event()
+    inner.gate = lambda call, key: call != "read" or (opened.wait(20) and None)
+    wanted = request("a", "b", "c", fill="?")
+    job = store.submit_get(wanted, timeout=0.2)
+    assert job.wait(5) == [MissReason.TIMEOUT] * 3
+    assert job.settled
+    opened.set()
+    until(lambda: not store._busy)
+    assert content(wanted) == [b"?"] * 3
+
+
+def test_calls_that_never_return_do_not_hold_up_other_jobs_for_ever(inner: InDict) -> None:
+    store = ExecutedStore(inner, name="dict", seal=SEAL, timeout_s=0.2)
+    opened = threading.Event()
+    stuck = request("a", "b")
+    inner.gate = lambda call, key: key in stuck.keys and opened.wait(20) and None
+    try:
+        assert store.submit_get(stuck).wait(5) == [MissReason.TIMEOUT] * 2
+        until(lambda: len(store._busy) == 2)
+        time.sleep(0.25)  # longer than the default deadline: the threads count as stuck
+        assert store.submit_lookup(request("c").keys).wait(5) == [Presence.ABSENT]
+        assert ("has", request("c").keys[0]) in inner.calls
+    finally:
+        opened.set()
+        store.abort()
+
+
+def test_jobs_take_turns_page_by_page_and_lookups_go_first(inner: InDict) -> None:
+    store = ExecutedStore(inner, name="dict", seal=SEAL, num_threads=1)
+    opened, first = threading.Event(), request("first")
+    inner.gate = lambda call, key: key in first.keys and opened.wait(20) and None
+    try:
+        jobs = [store.submit_get(first)]
+        until(lambda: inner.calls)
+        long, short = request(*"abcdefgh"), request(*"xy")
+        jobs += [store.submit_get(long), store.submit_get(short)]
+        look = store.submit_lookup(request("z").keys)
+        opened.set()
+        for job in jobs:
+            job.wait(5)
+        order = [key for _, key in inner.calls[1:]]
+        assert look.done and order[0] == request("z").keys[0]
+        assert order[1:5] == [long.keys[0], short.keys[0], long.keys[1], short.keys[1]]
+    finally:
+        opened.set()
+        store.abort()
+
+
+def test_a_cancelled_job_ends_at_once_and_asks_for_no_further_page(
+    store: ExecutedStore, inner: InDict
+) -> None:
+    opened = threading.Event()
+    inner.gate = lambda call, key: opened.wait(20) and None
+    job = store.submit_get(request(*"abcdef"))
+    until(lambda: len(inner.calls) == 2)
+    job.cancel()
+    assert job.wait(1) == [MissReason.CANCELLED] * 6
+    opened.set()
+    until(lambda: not store._busy)
+    assert len(inner.calls) == 2
+
+
+def test_a_store_that_fails_is_a_miss_and_is_tried_again_after_a_while(
+    store: ExecutedStore, inner: InDict, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(call: str, key: bytes) -> None:
+        raise ConnectionError("no route to it")
+
+    inner.gate = fail
+    wanted = request("a")
+    assert store.submit_get(wanted).wait(5) == [MissReason.STORE_GONE]
+    assert store.submit_put(wanted).wait(5) == [PutReason.STORE_GONE]
+    assert store.submit_lookup(wanted.keys).wait(5) == [Presence.ABSENT]
+    assert len(inner.calls) == 1, "it is left alone until the back-off is over"
+    inner.gate = lambda call, key: None
+    until(lambda: store.submit_get(wanted).wait(5) == [MissReason.ABSENT])
+    assert store.submit_put(wanted).wait(5) == [None]
+    warnings = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert len(warnings) == 1 and "no route to it" in warnings[0].getMessage()
+
+
+def test_room_and_permission_are_results_not_failures(store: ExecutedStore, inner: InDict) -> None:
+    inner.write = lambda key, page: False  # type: ignore[method-assign]
+    assert store.submit_put(request("a")).wait(5) == [PutReason.NO_ROOM]
+
+    def refuse(key: bytes, page: object) -> bool:
+        raise PermissionError("read-only file system")
+
+    inner.write = refuse  # type: ignore[method-assign]
+    assert store.submit_put(request("a")).wait(5) == [PutReason.READ_ONLY]
+    assert store.submit_lookup(request("a").keys).wait(5) == [Presence.ABSENT]
+
+
+def test_closing_finishes_puts_and_ends_the_rest(store: ExecutedStore, inner: InDict) -> None:
+    opened = threading.Event()
+    inner.gate = lambda call, key: opened.wait(20) and None
+    put, get = store.submit_put(request(*"abc", fill="x")), store.submit_get(request(*"abc"))
+    closing = threading.Thread(target=store.close)
+    closing.start()
+    assert get.wait(5) == [MissReason.CLOSED] * 3
+    assert not put.done and store.is_lost
+    opened.set()
+    closing.join(5)
+    assert put.wait(5) == [None] * 3 and len(inner.pages) == 3 and inner.closed
+    for call in (
+        lambda: store.submit_get(request("a")),
+        lambda: store.submit_lookup([]),
+        lambda: store.touch([]),
+    ):
+        with pytest.raises(ClosedError):
+            call()
+    store.close()
+    store.abort()
+
+
+def test_a_put_that_does_not_end_holds_a_close_until_its_timeout(store: ExecutedStore, inner: InDict) -> None:
+    opened = threading.Event()
+    inner.gate = lambda call, key: opened.wait(1) and None
+    put = store.submit_put(request(*"abcdef"))
+    store.close(timeout=0.1)
+    assert put.wait(1)[-1] is PutReason.CLOSED
+
+
+def test_waiting_has_a_deadline_of_its_own(store: ExecutedStore, inner: InDict) -> None:
+    opened = threading.Event()
+    inner.gate = lambda call, key: opened.wait(20) and None
+    job = store.submit_get(request("a"))
+    with pytest.raises(TimeoutError):
+        job.wait(0.05)
+    with pytest.raises(TimeoutError):
+        job.wait_for_layer(0, 0.05)
+    assert not job.wait_settled(0.05)
+    opened.set()
+    job.wait_for_layer(0, 5)
+    assert job.wait_settled(5)
+
+
+def test_a_store_says_what_it_cannot_do(store: ExecutedStore) -> None:
+    with pytest.raises(UnsupportedError):
+        store.submit_remove(None)
+    with pytest.raises(UnsupportedError):
+        store.keys(SERIES)
+    with pytest.raises(UnsupportedError):
+        store.subscribe(print)
+    assert not store.has_events
+
+
+def test_in_a_forked_child_the_store_is_closed_and_its_jobs_have_ended(
+    store: ExecutedStore, inner: InDict
+) -> None:
+    opened = threading.Event()
+    inner.gate = lambda call, key: opened.wait(20) and None
+    job = store.submit_get(request("a"))
+    until(lambda: inner.calls)
+    pid = os.fork()
+    if not pid:
+        code = 1
+        try:
+            with pytest.raises(ClosedError):
+                store.submit_get(request("a"))
+            code = 0 if job.wait(1) == [MissReason.CLOSED] and job.settled else 2
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    opened.set()
+    assert job.wait(5) == [MissReason.ABSENT]

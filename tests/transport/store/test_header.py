@@ -1,0 +1,89 @@
+"""Headers of pages: what is wrong with a page, or who forged it, is found and named."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, strategies as st
+
+from kvplug.transport.store.format import PageFormat, Part, opaque_format
+from kvplug.transport.store.header import PageSeal, split_header
+from kvplug.transport.store.keys import Series
+from kvplug.transport.store.results import MissReason
+
+PARTS = (Part(name="key", dtype="uint8", shape=(4, 2)), Part(name="value", dtype="uint8", shape=(4, 3)))
+FORM = PageFormat(page_tokens=4, num_layers=3, parts=PARTS)
+PAYLOAD = bytes(range(FORM.nbytes))
+SEALS = [
+    PageSeal(),
+    PageSeal(checksums=False),
+    PageSeal(secret=b"secret"),
+    PageSeal(checksums=False, secret=b"s"),
+]
+
+
+def series_of(seal: PageSeal) -> Series:
+    return Series(FORM, b"0 of 1", seal.id)
+
+
+@pytest.mark.parametrize("seal", SEALS)
+def test_a_page_passes_as_what_it_is(seal) -> None:
+    series = series_of(seal)
+    header = seal.header(series, b"identity", memoryview(PAYLOAD))
+    assert len(header) == seal.header_length(FORM, b"identity")
+    assert seal.check(series, b"identity", header, memoryview(PAYLOAD)) is None
+    assert split_header(header) == (FORM.digest, series.id, b"identity", FORM.nbytes)
+
+
+@pytest.mark.parametrize("seal", SEALS)
+@given(at=st.integers(0, 10**6), bit=st.integers(0, 7))
+def test_a_turned_bit_is_found(seal, at, bit) -> None:
+    series = series_of(seal)
+    page = bytearray(seal.header(series, b"identity", memoryview(PAYLOAD)) + PAYLOAD)
+    length = len(page) - len(PAYLOAD)
+    at %= length if not seal.checksums and seal.secret is None else len(page)
+    page[at] ^= 1 << bit
+    found = seal.check(series, b"identity", page[:length], memoryview(page)[length:])
+    assert found is not None
+    if at >= length:
+        assert found is (MissReason.FORGED if seal.secret else MissReason.CORRUPT)
+
+
+def test_pages_of_other_tokens_formats_or_protection_are_named() -> None:
+    seal = SEALS[0]
+    series = series_of(seal)
+    header = seal.header(series, b"identity", memoryview(PAYLOAD))
+    assert seal.check_header(series, b"identitx", header) is MissReason.IDENTITY
+    assert seal.check_header(series, b"identity, longer", header) is MissReason.FORMAT
+    assert seal.check_header(Series(opaque_format(FORM.nbytes)), b"identity", header) is MissReason.FORMAT
+    assert seal.check_header(series, b"identity", header[:-1]) is MissReason.FORMAT
+    for other in SEALS[1:]:
+        assert other.check_header(series_of(other), b"identity", header) is MissReason.FORMAT
+
+
+def test_layers_are_checked_alone_and_a_wrong_one_spoils_no_other() -> None:
+    seal, series, step = SEALS[0], series_of(SEALS[0]), FORM.layer_nbytes
+    header = seal.header(series, b"identity", memoryview(PAYLOAD))
+    wrong = bytearray(PAYLOAD)
+    wrong[step] ^= 1
+    assert seal.check_layers(FORM, header, 0, memoryview(wrong)[:step]) is None
+    assert seal.check_layers(FORM, header, 1, memoryview(wrong)[step : 2 * step]) is MissReason.CORRUPT
+    assert seal.check_layers(FORM, header, 2, memoryview(wrong)[2 * step :]) is None
+
+
+def test_a_forged_page_needs_the_secret() -> None:
+    ours, theirs = PageSeal(secret=b"ours"), PageSeal(secret=b"theirs")
+    series = series_of(ours)
+    forged = theirs.header(series, b"identity", memoryview(PAYLOAD))
+    assert ours.check(series, b"identity", forged, memoryview(PAYLOAD)) is MissReason.FORGED
+
+
+def test_deployments_with_other_secrets_have_other_keys_and_no_id_shows_the_secret() -> None:
+    assert len({seal.id for seal in SEALS}) == len(SEALS)
+    assert PageSeal(secret=b"ours").id == PageSeal(secret=b"ours").id != PageSeal(secret=b"theirs").id
+    assert b"ours" not in PageSeal(secret=b"ours").id and "ours" not in repr(PageSeal(secret=b"ours"))
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_are_split_or_refused(data) -> None:
+    found = split_header(data)
+    assert found is None or data.startswith(b"KVPG")

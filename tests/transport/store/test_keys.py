@@ -1,0 +1,89 @@
+"""Chains, series and keys."""
+
+from __future__ import annotations
+
+from array import array
+
+import pytest
+from hypothesis import given, strategies as st
+
+from kvplug.engine import LayoutError
+from kvplug.transport.store.format import opaque_format
+from kvplug.transport.store.keys import (
+    KEY_BYTES,
+    Series,
+    chain_root,
+    chains_of,
+    foreign_key,
+    token_identities,
+    token_identity,
+    tokens_of_identity,
+)
+
+TOKENS = st.lists(st.integers(-(2**63), 2**63 - 1), max_size=24)
+ROOT = chain_root(b"model", b"salt")
+
+
+@given(tokens=TOKENS, more=TOKENS, page=st.integers(1, 5))
+def test_equal_prefixes_have_equal_chains_and_others_do_not(tokens, more, page) -> None:
+    ours, longer = chains_of(ROOT, tokens, page), chains_of(ROOT, tokens + more, page)
+    assert len(ours) == len(tokens) // page
+    assert longer[: len(ours)] == ours
+    assert chains_of(ROOT, tokens + more, page, known=ours) == longer
+    assert chains_of(ROOT, array("q", tokens), page) == ours
+    for at in range(len(ours)):
+        changed = list(tokens)
+        changed[at * page] ^= 1
+        other = chains_of(ROOT, changed, page)
+        assert other[:at] == ours[:at]
+        assert not set(other[at:]) & set(ours)
+
+
+def test_what_else_determines_the_kv_is_in_the_chain() -> None:
+    roots = {
+        chain_root(*each) for each in ((b"model", b"salt"), (b"models", b"alt"), (b"model",), (b"", b"model"))
+    }
+    assert len(roots) == 4
+    chains = {chains_of(root, range(4), 4)[0] for root in roots}
+    assert len(chains) == 4
+
+
+def test_the_keys_of_a_chain_differ_by_format_shard_and_seal_and_give_the_chain_back() -> None:
+    chain = chains_of(ROOT, range(4), 4)[0]
+    series = [
+        Series(opaque_format(8), b"0 of 2"),
+        Series(opaque_format(16), b"0 of 2"),
+        Series(opaque_format(8), b"1 of 2"),
+        Series(opaque_format(8), b"0 of ", b"2"),
+        Series(opaque_format(8), b"0 of 2", b"seal"),
+    ]
+    assert len({each.key_of(chain) for each in series}) == len({each.id for each in series}) == 5
+    for each in series:
+        assert len(each.key_of(chain)) == KEY_BYTES
+        assert each.chain_of(each.key_of(chain)) == chain
+        assert each.keys_of([chain, ROOT]) == [each.key_of(chain), each.key_of(ROOT)]
+    assert Series(opaque_format(8), b"0 of 2") == series[0]
+
+
+def test_foreign_keys_depend_on_what_the_engines_key_leaves_out() -> None:
+    assert foreign_key(b"vllm", b"key") == foreign_key(b"vllm", b"key")
+    assert len({foreign_key(b"vllm", b"key"), foreign_key(b"vllmk", b"ey"), foreign_key(b"vllm", b"ke")}) == 3
+
+
+def test_identities_are_parents_and_tokens_of_each_page() -> None:
+    tokens = list(range(7))
+    chains = chains_of(ROOT, tokens, 2)
+    identities = token_identities(ROOT, chains, tokens, 2)
+    assert identities == [
+        token_identity(ROOT, [0, 1]),
+        token_identity(chains[0], [2, 3]),
+        token_identity(chains[1], [4, 5]),
+    ]
+    assert token_identities(ROOT, chains, tokens, 2, first=2) == identities[2:]
+    parent, packed = tokens_of_identity(identities[1])
+    assert (parent, list(memoryview(packed).cast("q"))) == (chains[0], [2, 3])
+    with pytest.raises(LayoutError, match="there are 5"):
+        token_identities(ROOT, chains, tokens[:5], 2)
+    for wrong in (b"", bytes(31), bytes(33)):
+        with pytest.raises(LayoutError):
+            tokens_of_identity(wrong)
