@@ -27,6 +27,11 @@ from kvplug.assembly.registry import (
     PluginInfo as PluginInfo,
     Registry as Registry,
 )
+from kvplug.assembly.stores import (
+    StoreServer as StoreServer,
+    build_store as build_store,
+    serve_store as serve_store,
+)
 from kvplug.config import (
     Config as Config,
 )

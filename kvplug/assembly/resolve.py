@@ -14,8 +14,9 @@ from typing import Any, Literal
 import attrs
 
 import kvplug
-from kvplug.assembly.registry import CHOSEN, Registry, name_faults, own_part
+from kvplug.assembly.registry import CHOSEN, NAMED, Registry, name_faults, own_part
 from kvplug.config import Config, Role, check_options
+from kvplug.config.options import option_fields
 from kvplug.errors import ConfigError, PluginError
 from kvplug.metrics.sinks import Sink
 from kvplug.negotiation.handshake.hello import EngineFacts, Hello
@@ -175,10 +176,11 @@ class ResolvedConfig:
             made.append(sink)
         return tuple(made)
 
-    def check(self, keys: Iterable[str] = (*CHOSEN, "sinks", "integrity")) -> None:
+    def check(self, keys: Iterable[str] = (*CHOSEN, *NAMED, "integrity")) -> None:
         """Resolve the names in the config and check every table of options.
 
-        ``keys``: the keys that the caller uses.
+        ``keys``: the keys that the caller uses. The default of ``stores`` is checked when a connector opens
+        them.
 
         Raises:
             UnknownConnectorError, UnknownTransportError, AmbiguousNameError: an unknown or ambiguous name,
@@ -188,6 +190,8 @@ class ResolvedConfig:
         """
         config = self.config
         names = {key: getattr(config, key) for key in keys}
+        if config.stores == option_fields(Config)["stores"].default:
+            names.pop("stores", None)
         faults = name_faults(self.registry, names, config.options)
         if len(faults) == 1:
             for key in names.keys() & CHOSEN.keys():

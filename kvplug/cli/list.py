@@ -16,7 +16,7 @@ from kvplug.config import OptionRow, describe_options
 from kvplug.config.messages import did_you_mean
 from kvplug.errors import AmbiguousNameError, UnknownNameError
 from kvplug.transport.capabilities import Capabilities
-from kvplug.transport.spec import CommandSpec, Spec, TransportSpec
+from kvplug.transport.spec import CommandSpec, Spec, StoreSpec, TransportSpec
 
 
 @attrs.frozen(kw_only=True)
@@ -33,6 +33,10 @@ class Line:
     """ok, unavailable (not on this host), ambiguous (two offer it), broken or blocked (of plugins)."""
     reason: str = ""
     capabilities: Capabilities | None = None
+    persistent: bool | None = None
+    """Of a store: whether its pages outlive the processes that use it."""
+    cross_host: bool | None = None
+    """Of a store: whether processes of several hosts can use it."""
     summary: str = ""
 
 
@@ -97,7 +101,7 @@ def _offer(registry: Registry, plugin: PluginInfo, spec: Spec) -> Line:
     except AmbiguousNameError as e:
         status, reason = "ambiguous", str(e)
     else:
-        probe = transport.run_probe() if transport is not None else None
+        probe = spec.run_probe() if isinstance(spec, TransportSpec | StoreSpec) else None
         if probe is not None and not probe.viable:
             status, reason = "unavailable", probe.reason or "its probe gives no reason"
     return Line(
@@ -109,6 +113,8 @@ def _offer(registry: Registry, plugin: PluginInfo, spec: Spec) -> Line:
         status=status,
         reason=reason,
         capabilities=transport.capabilities if transport is not None and not transport.wraps else None,
+        persistent=spec.persistent if isinstance(spec, StoreSpec) else None,
+        cross_host=spec.cross_host if isinstance(spec, StoreSpec) else None,
         summary=spec.summary,
     )
 
@@ -121,9 +127,16 @@ def _plain(line: Line) -> dict[str, Any]:
 
 
 def _cells(line: Line) -> tuple[str, ...]:
-    able = _in_words(line.capabilities) if line.capabilities is not None else ""
+    able = _in_words(line.capabilities) if line.capabilities is not None else _store_in_words(line)
     kind = line.kind.replace("_", " ")
     return (line.name, kind, line.distribution, line.version, line.status, able, line.reason or line.summary)
+
+
+def _store_in_words(line: Line) -> str:
+    if line.persistent is None:
+        return ""
+    words = ["any host" if line.cross_host else "one host", *(["persistent"] if line.persistent else [])]
+    return ", ".join(words)
 
 
 def _in_words(able: Capabilities) -> str:

@@ -18,9 +18,11 @@ from kvplug.config.schema import (
     HASH,
     LAST_PORT,
     NAME,
+    address_form,
     chosen,
     count,
     cross_faults,
+    each_one,
     host_form,
     matches,
     name_form,
@@ -104,6 +106,18 @@ class Config:
     )
     communicator: str = option(
         "auto", help='The device communicator. "auto": the fastest that works here.', validator=name_form
+    )
+    stores: tuple[str, ...] = option(
+        ("host",),
+        help="Stores that keep KV page by page, the fastest first. Pages are saved into the first one and"
+        " copied to the others; a page is loaded from the first one that has it.",
+        validator=each_one(name_form),
+    )
+    peers: tuple[str, ...] = option(
+        (),
+        help="Addresses of the engines whose KV is loaded: host:port or unix:@name of rank 0 of each, or the"
+        " contact of a program. None given: the one at host and port, for a consumer.",
+        validator=each_one(address_form),
     )
     role: Role | None = attrs.field(
         default=None,

@@ -45,6 +45,23 @@ def host_form(_: Any, __: Any, value: Any) -> None:
         raise ValueError("allowed is a host name, an IP address, or unix:@name")
 
 
+def each_one(check_one: Any) -> Any:
+    """The form of a list: that of each element, none of which comes twice."""
+
+    def check(instance: Any, attribute: Any, values: Any) -> None:
+        for value in values:
+            check_one(instance, attribute, value)
+        if len(set(values)) != len(values):
+            raise ValueError("allowed is each once")
+
+    return check
+
+
+def address_form(_: Any, __: Any, value: Any) -> None:
+    if not isinstance(value, str) or not value or len(value) > 1000 or not value.isprintable():
+        raise ValueError('allowed is an address such as "10.0.0.5:29555" or "unix:@name", or a contact')
+
+
 def count(what: str) -> Any:
     def check(_: Any, __: Any, value: Any) -> None:
         if isinstance(value, bool) or not isinstance(value, int):

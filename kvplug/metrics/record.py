@@ -1,4 +1,4 @@
-"""The only instrumented place: a pipe that wraps a pipe."""
+"""The only instrumented place: a pipe that wraps a pipe, and a store that wraps a store."""
 
 from __future__ import annotations
 
@@ -12,6 +12,12 @@ from kvplug.metrics.reasons import reason_of
 from kvplug.metrics.stats import TransferStats
 from kvplug.net.deadline import DEFAULT_TIMEOUT, Timeout
 from kvplug.transport.pipe import Pipe, Transfer
+from kvplug.transport.store.events import PageEvent
+from kvplug.transport.store.job import GetJob, Job
+from kvplug.transport.store.keys import Series
+from kvplug.transport.store.memory import PageBuffers, PageMemory
+from kvplug.transport.store.results import Presence, PutReason, Usage
+from kvplug.transport.store.store import PageRequest, Store, StoreLink
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -102,6 +108,107 @@ class RecordedPipe(Pipe):
 
     def abort(self) -> None:
         self.pipe.abort()
+
+
+class RecordedStore(Store):
+    """Counts what passes into and out of another store, and is otherwise that store.
+
+    Each page counts once, when its job is done, with the time since it was asked for.
+    """
+
+    def __init__(self, store: Store, stats: TransferStats) -> None:
+        self.store = store
+        """The store inside."""
+        self.seal = store.seal
+        self._stats = stats
+
+    def __repr__(self) -> str:
+        return f"<recorded {self.store!r}>"
+
+    @property
+    def is_shared(self) -> bool:
+        return self.store.is_shared
+
+    def submit_lookup(
+        self, keys: Sequence[bytes], *, lease_s: float = 0.0, timeout: Timeout = DEFAULT_TIMEOUT
+    ) -> Job[Presence]:
+        job = self.store.submit_lookup(keys, lease_s=lease_s, timeout=timeout)
+        self._count("lookup", 0, job, lambda found: None if found is Presence.HELD else "absent")
+        return job
+
+    def submit_put(self, pages: PageRequest, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Job[PutReason | None]:
+        job = self.store.submit_put(pages, timeout=timeout)
+        self._count("put", pages.series.format.nbytes, job, lambda reason: reason)
+        return job
+
+    def submit_get(self, pages: PageRequest, *, timeout: Timeout = DEFAULT_TIMEOUT) -> GetJob:
+        job = self.store.submit_get(pages, timeout=timeout)
+        self._count("get", pages.series.format.nbytes, job, lambda reason: reason)
+        return job
+
+    def _count(self, op: str, nbytes: int, job: Job[_T], reason_in: Callable[[_T], str | None]) -> None:
+        started = time.perf_counter()
+
+        def count(ended: Job[_T]) -> None:
+            seconds = time.perf_counter() - started
+            for result in ended.results() or ():
+                reason = reason_in(result)
+                if reason is None:
+                    self._stats.record(op, nbytes, seconds)
+                else:
+                    self._stats.fail(op, reason)
+
+        job.add_done_callback(count)
+
+    def allocate(self, series: Series, count: int) -> PageBuffers | None:
+        return self.store.allocate(series, count)
+
+    def free(self, memory: PageBuffers) -> None:
+        self.store.free(memory)
+
+    def declare(self, series: Series, keys: Sequence[bytes], *, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
+        self.store.declare(series, keys, timeout=timeout)
+
+    def withdraw(self, keys: Sequence[bytes]) -> None:
+        self.store.withdraw(keys)
+
+    def release(self, keys: Sequence[bytes]) -> None:
+        self.store.release(keys)
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        self.store.touch(keys)
+
+    def submit_remove(self, keys: Sequence[bytes] | None, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Job[bool]:
+        return self.store.submit_remove(keys, timeout=timeout)
+
+    def keys(self, series: Series) -> Sequence[bytes]:
+        return self.store.keys(series)
+
+    def usage(self) -> Usage:
+        return self.store.usage()
+
+    @property
+    def has_events(self) -> bool:
+        return self.store.has_events
+
+    def subscribe(self, listener: Callable[[PageEvent], None]) -> Callable[[], None]:
+        return self.store.subscribe(listener)
+
+    def serve(self, link: StoreLink) -> None:
+        self.store.serve(link)
+
+    def register_memory(self, memory: PageMemory) -> None:
+        self.store.register_memory(memory)
+
+    @property
+    def is_lost(self) -> bool:
+        return self.store.is_lost
+
+    def close(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
+        self.store.close(timeout)
+
+    def abort(self) -> None:
+        self.store.abort()
 
 
 def _nbytes(tensor: Tensor | None) -> int:

@@ -85,6 +85,7 @@ from kvplug.transport.context import (
     LookupContext as LookupContext,
     PipeContext as PipeContext,
     QueueContext as QueueContext,
+    StoreContext as StoreContext,
 )
 from kvplug.transport.duplex.contact import (
     Contact as Contact,
@@ -166,5 +167,69 @@ from kvplug.transport.queue import (
 from kvplug.transport.spec import (
     Kind as Kind,
     Probe as Probe,
+    StoreSpec as StoreSpec,
     TransportSpec as TransportSpec,
+)
+from kvplug.transport.store.blocking import (
+    BlockingStore as BlockingStore,
+)
+from kvplug.transport.store.events import (
+    PageEvent as PageEvent,
+    PageEventLog as PageEventLog,
+    PageFollower as PageFollower,
+    PageRemoval as PageRemoval,
+    PagesCleared as PagesCleared,
+    PagesDeclared as PagesDeclared,
+    PagesRemoved as PagesRemoved,
+    PagesSnapshot as PagesSnapshot,
+    PagesStored as PagesStored,
+    page_event_from_plain as page_event_from_plain,
+    page_event_to_plain as page_event_to_plain,
+)
+from kvplug.transport.store.executor import (
+    ExecutedStore as ExecutedStore,
+)
+from kvplug.transport.store.format import (
+    PageFormat as PageFormat,
+    Part as Part,
+    opaque_format as opaque_format,
+)
+from kvplug.transport.store.header import (
+    PageSeal as PageSeal,
+    split_header as split_header,
+)
+from kvplug.transport.store.job import (
+    GetJob as GetJob,
+    Job as Job,
+)
+from kvplug.transport.store.keys import (
+    Series as Series,
+    chain_root as chain_root,
+    chains_of as chains_of,
+    foreign_key as foreign_key,
+    next_chain as next_chain,
+    token_identities as token_identities,
+    token_identity as token_identity,
+    tokens_of_identity as tokens_of_identity,
+)
+from kvplug.transport.store.memory import (
+    PageBlocks as PageBlocks,
+    PageBuffers as PageBuffers,
+    PageMemory as PageMemory,
+    PageRows as PageRows,
+)
+from kvplug.transport.store.results import (
+    MissReason as MissReason,
+    Presence as Presence,
+    PutReason as PutReason,
+    Usage as Usage,
+)
+from kvplug.transport.store.store import (
+    PageRequest as PageRequest,
+    Store as Store,
+    StoreLink as StoreLink,
+)
+from kvplug.transport.token_ids import (
+    pack_tokens as pack_tokens,
+    unpack_tokens as unpack_tokens,
 )

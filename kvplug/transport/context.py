@@ -15,6 +15,8 @@ from kvplug.net.trust.credentials import Credentials
 from kvplug.transport.group.group import StatelessGroup
 from kvplug.transport.pipe import PipeEndpoint
 from kvplug.transport.queue import MAX_CHUNK_BYTES, MAX_CHUNKS, WARNING_INTERVAL_S, QueueEndpoint
+from kvplug.transport.store.header import PageSeal
+from kvplug.transport.store.store import StoreLink
 
 
 @attrs.frozen(kw_only=True)
@@ -73,6 +75,27 @@ class QueueContext:
     make_inner: Callable[[], QueueEndpoint] | None = None
     """For a queue that wraps another one (``TransportSpec.wraps``): makes that one's endpoint, with
     its own options and the rest of this context. ``None`` for all others."""
+
+
+@attrs.frozen(kw_only=True)
+class StoreContext:
+    """For the factory of a store, which returns a ``Store`` or a ``BlockingStore``."""
+
+    options: Any
+    """An instance of the spec's options class, or ``None``."""
+    credentials: Credentials
+    seal: PageSeal = attrs.field(factory=PageSeal)
+    """How its pages are protected, where other programs can write to it: with a proof if the config has a
+    secret."""
+    buffer_size: int = 2**30
+    """Bytes of memory that it may use for pages, where its options say nothing else."""
+    timeout_s: float = 30.0
+    """The default deadline of a job."""
+    heartbeat_timeout_s: float = 10.0
+    connect: Callable[[str, float | None], StoreLink] | None = None
+    """``connect(address, timeout)``: a link to a program that serves a store there (``kvplug store serve``).
+
+    Raises what a handshake raises. ``None`` where the caller has no way to connect."""
 
 
 @attrs.frozen(kw_only=True)

@@ -18,7 +18,7 @@ from typing import Final
 
 import pluggy
 
-from kvplug.transport.spec import CommandSpec, ConnectorSpec, SinkSpec, TransportSpec
+from kvplug.transport.spec import CommandSpec, ConnectorSpec, SinkSpec, StoreSpec, TransportSpec
 
 PROJECT: Final = "kvplug"
 """Name of the pluggy project and of the entry-point group."""
@@ -34,6 +34,11 @@ hookimpl = pluggy.HookimplMarker(PROJECT)
 @hookspec
 def kvplug_transports() -> list[TransportSpec]:  # type: ignore[empty-body]
     """Pipes, message queues, lookup buffers and device communicators that the plugin offers."""
+
+
+@hookspec
+def kvplug_stores() -> list[StoreSpec]:  # type: ignore[empty-body]
+    """Stores of KV pages that the plugin offers."""
 
 
 @hookspec
@@ -53,6 +58,7 @@ def kvplug_commands() -> list[CommandSpec]:  # type: ignore[empty-body]
 
 OFFERED: Final = {
     "kvplug_transports": TransportSpec,
+    "kvplug_stores": StoreSpec,
     "kvplug_connectors": ConnectorSpec,
     "kvplug_sinks": SinkSpec,
     "kvplug_commands": CommandSpec,

@@ -34,6 +34,7 @@ class Kind(enum.StrEnum):
     QUEUE = "queue"
     LOOKUP_BUFFER = "lookup_buffer"
     COMMUNICATOR = "communicator"
+    STORE = "store"
     SINK = "sink"
     COMMAND = "command"
 
@@ -212,19 +213,38 @@ class TransportSpec(_Spec):
 
     def run_probe(self) -> Probe:
         """The probe's result. A probe that fails gives a result too: not viable, with the reason."""
-        if self.probe is None:
-            return Probe()
-        try:
-            probe = self._load("probe")
-        except PluginLoadError as e:
-            return Probe(viable=False, reason=str(e))
-        try:
-            found = probe()
-        except (Exception, SystemExit) as e:
-            return Probe(viable=False, reason=f"its probe failed: {type(e).__name__}: {e}")
-        if not isinstance(found, Probe):
-            return Probe(viable=False, reason=f"its probe returned {found!r}, not a Probe")
-        return found
+        return _probed(self)
+
+
+@attrs.frozen(kw_only=True)
+class StoreSpec(_Spec):
+    """One store of KV pages.
+
+    ``factory`` is called with one argument, a ``kvplug.transport.StoreContext``, and returns a ``Store`` or a
+    ``BlockingStore``.
+    """
+
+    client: str | None = attrs.field(default=None, validator=_check_target)
+    """Makes the ``Store`` of a process that reaches one which a peer serves: called with the same context and
+    the link. ``None``: it serves no peers."""
+    probe: str | None = attrs.field(default=None, validator=_check_target)
+    """A function without arguments that returns a :class:`Probe`."""
+    persistent: bool = False
+    """Its pages outlive the processes that use it."""
+    cross_host: bool = False
+    """Processes of several hosts can use it."""
+
+    @property
+    def kind(self) -> Kind:
+        return Kind.STORE
+
+    def load_client(self) -> Callable[..., Any]:
+        """The maker of clients, as :meth:`load_factory` loads the factory."""
+        return self._load_callable("client")
+
+    def run_probe(self) -> Probe:
+        """The probe's result. A probe that fails gives a result too: not viable, with the reason."""
+        return _probed(self)
 
 
 @attrs.frozen(kw_only=True)
@@ -282,5 +302,21 @@ class CommandSpec(_Offered):
         return self._load("target")
 
 
-Spec = TransportSpec | ConnectorSpec | SinkSpec | CommandSpec
+def _probed(spec: TransportSpec | StoreSpec) -> Probe:
+    if spec.probe is None:
+        return Probe()
+    try:
+        probe = spec._load("probe")
+    except PluginLoadError as e:
+        return Probe(viable=False, reason=str(e))
+    try:
+        found = probe()
+    except (Exception, SystemExit) as e:
+        return Probe(viable=False, reason=f"its probe failed: {type(e).__name__}: {e}")
+    if not isinstance(found, Probe):
+        return Probe(viable=False, reason=f"its probe returned {found!r}, not a Probe")
+    return found
+
+
+Spec = TransportSpec | StoreSpec | ConnectorSpec | SinkSpec | CommandSpec
 """Anything a plugin can offer."""

@@ -1,6 +1,15 @@
 """Plugins: discovered, loaded one by one, and resolved by name. A broken plugin does not affect others."""
 
-from kvplug.assembly.registry.check import CHOSEN, name_faults, option_faults, own_part
+from kvplug.assembly.registry.check import CHOSEN, NAMED, name_faults, option_faults, own_part
 from kvplug.assembly.registry.registry import PluginInfo, PluginStatus, Registry
 
-__all__ = ["CHOSEN", "PluginInfo", "PluginStatus", "Registry", "name_faults", "option_faults", "own_part"]
+__all__ = [
+    "CHOSEN",
+    "NAMED",
+    "PluginInfo",
+    "PluginStatus",
+    "Registry",
+    "name_faults",
+    "option_faults",
+    "own_part",
+]

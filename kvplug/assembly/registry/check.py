@@ -11,7 +11,7 @@ from kvplug.config.messages import did_you_mean, listed, shown
 from kvplug.config.options import option_fields
 from kvplug.errors import ConfigError, PluginError
 from kvplug.net import checksum
-from kvplug.transport.spec import CommandSpec, ConnectorSpec, Kind, SinkSpec, TransportSpec
+from kvplug.transport.spec import CommandSpec, Kind, Spec, TransportSpec
 
 CHOSEN: Mapping[str, Kind] = {
     "connector": Kind.CONNECTOR,
@@ -22,13 +22,17 @@ CHOSEN: Mapping[str, Kind] = {
 }
 """Keys of a config that name a plugin's offer, and its kind."""
 
+NAMED: Mapping[str, Kind] = {"stores": Kind.STORE, "sinks": Kind.SINK}
+"""Keys of a config that list such names."""
+
 
 def name_faults(
     registry: Registry, names: Mapping[str, Any], options: Mapping[str, Mapping[str, Any]]
 ) -> tuple[str, ...]:
     """The faults of the names in a config, and of every table of options in it.
 
-    ``names`` holds the keys of :data:`CHOSEN`, ``sinks`` and ``integrity``, as far as their form is right.
+    ``names`` holds the keys of :data:`CHOSEN` and :data:`NAMED`, and ``integrity``, as far as their form is
+    right.
     """
     faults: list[str] = []
     for key, kind in CHOSEN.items():
@@ -45,11 +49,15 @@ def name_faults(
             faults += _spec_faults(spec, given)  # something may have to be given
         if isinstance(spec, TransportSpec) and spec.wraps:
             faults += _inner_faults(registry, spec, given)
-    for name in names.get("sinks", ()):
-        try:
-            registry.get(Kind.SINK, name)
-        except PluginError as e:
-            faults.append(f"sinks: {e}")
+    for key, kind in NAMED.items():
+        for name in names.get(key, ()):
+            try:
+                listed_spec = registry.get(kind, name)
+            except PluginError as e:
+                faults.append(f"{key}: {e}")
+                continue
+            if listed_spec.name not in options:
+                faults += _spec_faults(listed_spec, {})  # something may have to be given
     integrity = names.get("integrity", "auto")
     if integrity not in ("auto", "off", *checksum.NAMES):
         allowed = f"allowed is {listed(['auto', 'off', *checksum.NAMES])}"
@@ -85,17 +93,17 @@ def own_part(registry: Registry, spec: Any, given: Mapping[str, Any]) -> dict[st
     return {key: value for key, value in given.items() if key not in theirs}
 
 
-def _keys(spec: TransportSpec | ConnectorSpec | SinkSpec) -> set[str]:
+def _keys(spec: Spec) -> set[str]:
     try:
-        cls = spec.load_options()
+        cls = None if isinstance(spec, CommandSpec) else spec.load_options()
     except PluginError:
         return set()  # a fault of its own, which is reported there
     return set() if cls is None else set(option_fields(cls))
 
 
-def _spec_faults(spec: TransportSpec | ConnectorSpec | SinkSpec, given: Mapping[str, Any]) -> tuple[str, ...]:
+def _spec_faults(spec: Spec, given: Mapping[str, Any]) -> tuple[str, ...]:
     try:
-        cls = spec.load_options()
+        cls = None if isinstance(spec, CommandSpec) else spec.load_options()
         if cls is not None:
             check_options(cls, given, where=f"options.{spec.name}")
         elif given:

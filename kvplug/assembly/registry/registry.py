@@ -36,6 +36,7 @@ from kvplug.transport.spec import (
     Kind,
     SinkSpec,
     Spec,
+    StoreSpec,
     TransportSpec,
     note_distribution,
 )
@@ -160,6 +161,8 @@ class Registry:
     def get(self, kind: Literal[Kind.CONNECTOR], name: str) -> ConnectorSpec: ...
     @overload
     def get(self, kind: _TransportKind, name: str) -> TransportSpec: ...
+    @overload
+    def get(self, kind: Literal[Kind.STORE], name: str) -> StoreSpec: ...
     @overload
     def get(self, kind: Literal[Kind.SINK], name: str) -> SinkSpec: ...
     @overload

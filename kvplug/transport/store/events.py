@@ -4,8 +4,8 @@ A store numbers its events: 1, 2, 3, … A follower applies them in that order. 
 has restarted (its *epoch* changed), the follower is not *ready*: its index then says "not yet" instead of an
 answer that may be wrong.
 
-A new follower begins with a :class:`Snapshot`: its header says up to which number it reaches, and how many
-:class:`Stored` and :class:`Declared` events follow for it; then come the live events.
+A new follower begins with a :class:`PagesSnapshot`: its header says up to which number it reaches, and how
+many :class:`PagesStored` and :class:`PagesDeclared` events follow for it; then come the live events.
 
 Pure: no thread, no lock, no I/O.
 """
@@ -27,7 +27,7 @@ _SNAPSHOT_PAGES: Final = 4096
 """Keys in one event of a snapshot."""
 
 
-class RemovalReason(enum.StrEnum):
+class PageRemoval(enum.StrEnum):
     """Why a page is no longer there, or does not come."""
 
     EVICTED = "evicted"
@@ -53,7 +53,7 @@ def _shown(keys: Sequence[bytes]) -> str:
 
 
 @attrs.frozen(kw_only=True)
-class Stored:
+class PagesStored:
     """The pages are held from now on."""
 
     epoch: str
@@ -65,7 +65,7 @@ class Stored:
 
 
 @attrs.frozen(kw_only=True)
-class Declared:
+class PagesDeclared:
     """The pages are going to be put. They are *stored* or *removed* later, at the latest after ``for_s``."""
 
     epoch: str
@@ -77,18 +77,18 @@ class Declared:
 
 
 @attrs.frozen(kw_only=True)
-class Removed:
+class PagesRemoved:
     """The pages are no longer held, or no longer going to be put."""
 
     epoch: str
     seq: int
     series: bytes
     keys: tuple[bytes, ...] = attrs.field(converter=_keys, repr=_shown)
-    reason: RemovalReason = attrs.field(converter=RemovalReason)
+    reason: PageRemoval = attrs.field(converter=PageRemoval)
 
 
 @attrs.frozen(kw_only=True)
-class Cleared:
+class PagesCleared:
     """No page is held from now on, and none that was declared comes."""
 
     epoch: str
@@ -96,7 +96,7 @@ class Cleared:
 
 
 @attrs.frozen(kw_only=True)
-class Snapshot:
+class PagesSnapshot:
     """Empty the index: the next ``count`` events are all that the store holds and expects as of ``seq``."""
 
     epoch: str
@@ -104,20 +104,19 @@ class Snapshot:
     count: int
 
 
-StoreEvent = Snapshot | Stored | Declared | Removed | Cleared
-_OfPages = Stored | Declared | Removed | Cleared
+PageEvent = PagesSnapshot | PagesStored | PagesDeclared | PagesRemoved | PagesCleared
 
 
 # -- the store's side --------------------------------------------------------------------------
 
 
-class EventLog:
+class PageEventLog:
     """Numbers a store's events.
 
     The store calls it under its own lock, and hands every event to its followers in the same order. The store
     knows what it holds, so the log keeps no copy of it.
 
-    >>> log = EventLog("life 1")
+    >>> log = PageEventLog("life 1")
     >>> event = log.stored(bytes(16), [bytes(32)])
     >>> log.position
     ('life 1', 1)
@@ -139,44 +138,46 @@ class EventLog:
         self._seq += 1
         return self._seq
 
-    def stored(self, series: bytes, keys: Sequence[bytes]) -> Stored:
+    def stored(self, series: bytes, keys: Sequence[bytes]) -> PagesStored:
         """The event of pages that are held from now on."""
-        return Stored(epoch=self.epoch, seq=self._next(), series=series, keys=tuple(keys))
+        return PagesStored(epoch=self.epoch, seq=self._next(), series=series, keys=tuple(keys))
 
-    def declared(self, series: bytes, keys: Sequence[bytes], for_s: float) -> Declared:
+    def declared(self, series: bytes, keys: Sequence[bytes], for_s: float) -> PagesDeclared:
         """The event of pages that are going to be put within ``for_s`` seconds."""
-        return Declared(epoch=self.epoch, seq=self._next(), series=series, keys=tuple(keys), for_s=for_s)
+        return PagesDeclared(epoch=self.epoch, seq=self._next(), series=series, keys=tuple(keys), for_s=for_s)
 
-    def removed(self, series: bytes, keys: Sequence[bytes], reason: RemovalReason) -> Removed:
+    def removed(self, series: bytes, keys: Sequence[bytes], reason: PageRemoval) -> PagesRemoved:
         """The event of pages that are held, or expected, no more."""
-        return Removed(epoch=self.epoch, seq=self._next(), series=series, keys=tuple(keys), reason=reason)
+        return PagesRemoved(
+            epoch=self.epoch, seq=self._next(), series=series, keys=tuple(keys), reason=reason
+        )
 
-    def cleared(self) -> Cleared:
+    def cleared(self) -> PagesCleared:
         """The event of a store that forgets everything."""
-        return Cleared(epoch=self.epoch, seq=self._next())
+        return PagesCleared(epoch=self.epoch, seq=self._next())
 
     def snapshot(
         self,
         held: Mapping[bytes, Sequence[bytes]],
         declared: Sequence[tuple[bytes, Sequence[bytes], float]] = (),
-    ) -> list[StoreEvent]:
+    ) -> list[PageEvent]:
         """The first events for a new follower.
 
         Args:
             held: keys of all held pages by series.
             declared: series, keys and seconds that are left, of all declared pages that have not come.
         """
-        of_pages: list[StoreEvent] = [
-            Stored(epoch=self.epoch, seq=self._seq, series=series, keys=part)
+        of_pages: list[PageEvent] = [
+            PagesStored(epoch=self.epoch, seq=self._seq, series=series, keys=part)
             for series, keys in held.items()
             for part in _parts(keys)
         ]
         of_pages += [
-            Declared(epoch=self.epoch, seq=self._seq, series=series, keys=part, for_s=for_s)
+            PagesDeclared(epoch=self.epoch, seq=self._seq, series=series, keys=part, for_s=for_s)
             for series, keys, for_s in declared
             for part in _parts(keys)
         ]
-        return [Snapshot(epoch=self.epoch, seq=self._seq, count=len(of_pages)), *of_pages]
+        return [PagesSnapshot(epoch=self.epoch, seq=self._seq, count=len(of_pages)), *of_pages]
 
 
 def _parts(keys: Sequence[bytes]) -> Iterator[tuple[bytes, ...]]:
@@ -187,10 +188,10 @@ def _parts(keys: Sequence[bytes]) -> Iterator[tuple[bytes, ...]]:
 # -- the follower's side -----------------------------------------------------------------------
 
 
-class Follower:
+class PageFollower:
     """Checks that each event is the next one, and whether the index is complete.
 
-    >>> log, follower = EventLog(), Follower()
+    >>> log, follower = PageEventLog(), PageFollower()
     >>> all(map(follower.accept, log.snapshot({}))), follower.ready
     (True, True)
     >>> missed, event = log.stored(bytes(16), [bytes(32)]), log.cleared()
@@ -214,19 +215,19 @@ class Follower:
         """The store's; ``None``: a snapshot is needed."""
         return self._epoch
 
-    def accept(self, event: StoreEvent) -> bool:
+    def accept(self, event: PageEvent) -> bool:
         """Whether ``event`` is the next one, to be applied now.
 
         False: something before it is missing, or the store has restarted. The follower is not ready until the
         next snapshot has been accepted.
         """
-        if isinstance(event, Snapshot):
+        if isinstance(event, PagesSnapshot):
             self._epoch, self._seq, self._left = event.epoch, event.seq, event.count
             return True
         if event.epoch != self._epoch:
             self._epoch = None
         elif self._left:
-            if isinstance(event, Stored | Declared) and event.seq == self._seq:
+            if isinstance(event, PagesStored | PagesDeclared) and event.seq == self._seq:
                 self._left -= 1
                 return True
             self._epoch = None
@@ -241,29 +242,29 @@ class Follower:
 # -- plain form --------------------------------------------------------------------------------
 
 
-def event_to_plain(event: StoreEvent) -> dict[str, Any]:
+def page_event_to_plain(event: PageEvent) -> dict[str, Any]:
     """For a channel: a dict with ``event`` one of "snapshot", "stored", "declared", "removed", "cleared"."""
     plain: dict[str, Any] = {
-        "event": type(event).__name__.lower(),
+        "event": type(event).__name__.removeprefix("Pages").lower(),
         "epoch": event.epoch,
         "seq": event.seq,
     }
     match event:
-        case Snapshot():
+        case PagesSnapshot():
             return {**plain, "count": event.count}
-        case Cleared():
+        case PagesCleared():
             return plain
     plain |= {"series": event.series, "keys": b"".join(event.keys)}
     match event:
-        case Declared():
+        case PagesDeclared():
             plain["for_s"] = event.for_s
-        case Removed():
+        case PagesRemoved():
             plain["reason"] = str(event.reason)
     return plain
 
 
-def event_from_plain(plain: Any) -> StoreEvent:
-    """The event that :func:`event_to_plain` described. Fields of a newer version are passed over.
+def page_event_from_plain(plain: Any) -> PageEvent:
+    """The event that :func:`page_event_to_plain` described. Fields of a newer version are passed over.
 
     Raises:
         WireError: it is none.
@@ -271,9 +272,9 @@ def event_from_plain(plain: Any) -> StoreEvent:
     kind = _field(plain, "event", str)
     epoch, seq = _field(plain, "epoch", str), _count(plain, "seq")
     if kind == "snapshot":
-        return Snapshot(epoch=epoch, seq=seq, count=_count(plain, "count"))
+        return PagesSnapshot(epoch=epoch, seq=seq, count=_count(plain, "count"))
     if kind == "cleared":
-        return Cleared(epoch=epoch, seq=seq)
+        return PagesCleared(epoch=epoch, seq=seq)
     if kind not in ("stored", "declared", "removed"):
         raise WireError(f"no store event is called {kind!r:.40}")
     series, joined = _field(plain, "series", bytes), _field(plain, "keys", bytes)
@@ -281,15 +282,15 @@ def event_from_plain(plain: Any) -> StoreEvent:
         raise WireError(f"no store event: a series of {len(series)} bytes, keys of {len(joined)} bytes")
     keys = tuple(joined[at : at + KEY_BYTES] for at in range(0, len(joined), KEY_BYTES))
     if kind == "stored":
-        return Stored(epoch=epoch, seq=seq, series=series, keys=keys)
+        return PagesStored(epoch=epoch, seq=seq, series=series, keys=keys)
     if kind == "declared":
         for_s = _field(plain, "for_s", float)
         if not 0 <= for_s < 1e9:
             raise WireError(f"no store event: pages are declared for {for_s!r} s")
-        return Declared(epoch=epoch, seq=seq, series=series, keys=keys, for_s=for_s)
+        return PagesDeclared(epoch=epoch, seq=seq, series=series, keys=keys, for_s=for_s)
     reason = _field(plain, "reason", str)
-    known = reason if reason in frozenset(RemovalReason) else RemovalReason.OTHER
-    return Removed(epoch=epoch, seq=seq, series=series, keys=keys, reason=known)
+    known = reason if reason in frozenset(PageRemoval) else PageRemoval.OTHER
+    return PagesRemoved(epoch=epoch, seq=seq, series=series, keys=keys, reason=known)
 
 
 def _field(plain: Any, name: str, kind: type) -> Any:

@@ -5,17 +5,20 @@ from __future__ import annotations
 import abc
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import Self
+from typing import Protocol, Self
 
 import attrs
 
 from kvplug.errors import UnsupportedError
 from kvplug.net.deadline import DEFAULT_TIMEOUT, Timeout
-from kvplug.transport.store.events import StoreEvent
+from kvplug.net.trust.channel import Channel
+from kvplug.transport.pipe import Pipe
+from kvplug.transport.store.events import PageEvent
+from kvplug.transport.store.header import PageSeal
 from kvplug.transport.store.job import GetJob, Job
 from kvplug.transport.store.keys import Series
 from kvplug.transport.store.memory import PageBuffers, PageMemory
-from kvplug.transport.store.results import MissReason, Presence, PutReason, Usage
+from kvplug.transport.store.results import Presence, PutReason, Usage
 
 
 @attrs.frozen(kw_only=True)
@@ -43,6 +46,20 @@ class PageRequest:
             )
 
 
+class StoreLink(Protocol):
+    """An agreed connection to another process, over which a store is served."""
+
+    @property
+    def channel(self) -> Channel:
+        """Small plain values both ways."""
+
+    def open_pipe(self, label: str, *, device: str = "cpu", timeout: Timeout = DEFAULT_TIMEOUT) -> Pipe:
+        """A pipe over the transport that both ends agreed on. Both ends call it, with the same label."""
+
+    def close(self) -> None:
+        """Close the channel; pipes live on. Idempotent."""
+
+
 class Store(abc.ABC):
     """Pages of KV under content keys, kept in this process or elsewhere.
 
@@ -59,6 +76,14 @@ class Store(abc.ABC):
 
     A store whose calls block implements :class:`~kvplug.transport.store.blocking.BlockingStore` instead.
     """
+
+    seal: PageSeal = PageSeal()
+    """How its pages are protected. Its id is part of the series of every page in it."""
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether every process that opens it with the same options reaches the same pages."""
+        return False
 
     # -- jobs ----------------------------------------------------------------------------------
 
@@ -104,7 +129,7 @@ class Store(abc.ABC):
         """Memory from :meth:`allocate` is not put after all. Idempotent."""
         return None
 
-    def declare(self, keys: Sequence[bytes], *, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
+    def declare(self, series: Series, keys: Sequence[bytes], *, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
         """The caller is going to put these pages: until then, or until ``timeout`` is over, a lookup says
         ``COMING`` of those that are absent, where the store can say that. Does not wait."""
         return None
@@ -150,7 +175,7 @@ class Store(abc.ABC):
         """Whether :meth:`subscribe` works: then an index of the keys can answer in place of lookups."""
         return False
 
-    def subscribe(self, listener: Callable[[StoreEvent], None]) -> Callable[[], None]:
+    def subscribe(self, listener: Callable[[PageEvent], None]) -> Callable[[], None]:
         """Call ``listener`` with a snapshot (its header, then *stored* events), then with every change.
 
         In the order of the sequence numbers, without a gap, in any thread; the listener must not block.
@@ -160,6 +185,16 @@ class Store(abc.ABC):
             UnsupportedError: this store has no events.
         """
         raise UnsupportedError(f"{type(self).__name__} has no events")
+
+    def serve(self, link: StoreLink) -> None:
+        """Serve this store to one peer over the link. Returns when the peer is gone, or this store is closed.
+
+        The peer makes its end with the ``client`` of the store's spec.
+
+        Raises:
+            UnsupportedError: this store serves no peers.
+        """
+        raise UnsupportedError(f"{type(self).__name__} serves no other processes")
 
     def register_memory(self, memory: PageMemory) -> None:
         """The caller is going to get into this memory, or put from it, often: the store may prepare it."""
@@ -186,7 +221,3 @@ class Store(abc.ABC):
     def __exit__(self, *_: object) -> None:
         with contextlib.suppress(Exception):
             self.close()
-
-
-MissResult = MissReason | None
-"""Of one page of a get: ``None``, or why it could not be had."""

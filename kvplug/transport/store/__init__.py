@@ -1,0 +1,1 @@
+"""Stores: pages of KV under content keys, kept in memory, on disk or elsewhere."""
