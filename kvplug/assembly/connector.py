@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from kvplug.assembly.peers import ControlPeers, LinkSettings
 from kvplug.assembly.registry import Registry
 from kvplug.assembly.resolve import ResolvedConfig, checksums_of, credentials_of, make_hello
+from kvplug.assembly.stores import StoreOpener, store_links
 from kvplug.config import Config
 from kvplug.engine.connector.scheduler import SchedulerConnector
 from kvplug.engine.connector.values import KVCacheConfig, Parallelism, Side
@@ -92,6 +93,7 @@ def build_connector(
         missing=registry.failures(),
         wrap_pipe=wrap_pipe,
     )
+    stores = StoreOpener(resolved, store_links(resolved, stats))
     peers = ControlPeers(settings, rank=parallelism.worker_rank, listen=listen, connect=connect)
     labels = {"connector": spec.name, "side": which.value, "role": str(config.role)}
     reporter = Reporter(stats, (*resolved.sinks(), *sinks), labels)
@@ -110,7 +112,8 @@ def build_connector(
         peers=peers,
         stats=stats,
         checksums=checksums_of(config),
-        lookup_buffer=resolved.lookup_endpoint,
+        open_store=stores.open,
+        store_client=stores.client,
         close=close,
     )
     factory = spec.load_factory() if which is Side.SCHEDULER else spec.load_worker_factory()

@@ -404,8 +404,10 @@ class ControlPeers(Peers):
             raise ClosedError("this connector was shut down")
         return listener
 
-    def address_of(self, rank: int) -> str:
-        """The address or contact of the peer engine's worker ``rank``."""
+    def address_of(self, rank: int, peer: str | None = None) -> str:
+        """The address or contact of a peer engine's worker ``rank``."""
+        if peer is not None:
+            return self._settings.config.address_beside(peer, rank)
         if self._connect is None:
             return self._settings.config.control_address(rank)
         if rank not in self._connect:
@@ -414,12 +416,18 @@ class ControlPeers(Peers):
         return self._connect[rank]
 
     def connect(
-        self, rank: int, purpose: str, timeout: Timeout = DEFAULT_TIMEOUT, *, retry: bool = True
+        self,
+        rank: int,
+        purpose: str,
+        timeout: Timeout = DEFAULT_TIMEOUT,
+        *,
+        retry: bool = True,
+        peer: str | None = None,
     ) -> ControlLink:
         if self._closed.is_set():
             raise ClosedError("this connector was shut down")
         deadline = Deadline.after(timeout, self._settings.config.connect_timeout_s)
-        address, credentials = self.address_of(rank), self._settings.credentials
+        address, credentials = self.address_of(rank, peer), self._settings.credentials
         if retry:
             connection = dial_until(address, credentials, CONTROL, deadline, stop=self._closed)
         else:

@@ -315,6 +315,26 @@ class Config:
             raise ConfigError(f"rank {rank} would listen at port {port}; the last one is {LAST_PORT}")
         return f"[{self.host}]:{port}" if ":" in self.host else f"{self.host}:{port}"
 
+    @staticmethod
+    def address_beside(peer: str, rank: int) -> str:
+        """The address of worker ``rank`` of the engine whose worker 0 listens at ``peer``.
+
+        >>> Config.address_beside("10.0.0.5:29555", 2), Config.address_beside("unix:@decode-0", 2)
+        ('10.0.0.5:29557', 'unix:@decode-2')
+
+        Raises:
+            ConfigError: it names a single process, by a contact, and another rank is asked for.
+        """
+        if not rank:
+            return peer
+        head, separator, number = peer.rpartition("-" if peer.startswith("unix:@") else ":")
+        if not separator or not number.isdecimal():
+            raise ConfigError(
+                f"peers: {peer} names one process, and worker {rank} is looked for too; give host:port or"
+                " unix:@name-0 of worker 0"
+            )
+        return f"{head}{separator}{int(number) + rank}"
+
     def source_of(self, key: str) -> str:
         """Source of the value of ``key`` (also ``options.cpu.connections``); ``"default"`` if none set it."""
         return self.sources.get(key, "generated" if key == "engine_id" else "default")

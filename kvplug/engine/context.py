@@ -19,8 +19,8 @@ from kvplug.negotiation.handshake.agreement import Agreement
 from kvplug.negotiation.model import ModelInfo
 from kvplug.net.deadline import DEFAULT_TIMEOUT, Timeout
 from kvplug.net.trust.channel import Channel
-from kvplug.transport.lookup import LookupEndpoint
 from kvplug.transport.pipe import Pipe
+from kvplug.transport.store.store import Store
 
 
 class PeerLink(abc.ABC):
@@ -74,12 +74,20 @@ class Peers(abc.ABC):
 
     @abc.abstractmethod
     def connect(
-        self, rank: int, purpose: str, timeout: Timeout = DEFAULT_TIMEOUT, *, retry: bool = True
+        self,
+        rank: int,
+        purpose: str,
+        timeout: Timeout = DEFAULT_TIMEOUT,
+        *,
+        retry: bool = True,
+        peer: str | None = None,
     ) -> PeerLink:
-        """Connect to the peer engine's worker ``rank``; retries until it listens or the deadline passes.
+        """Connect to worker ``rank`` of a peer engine; retries until it listens or the deadline passes.
 
         ``purpose`` is a word both connectors understand; the acceptor finds it in the agreement. With
-        ``retry=False`` the peer must already listen.
+        ``retry=False`` the peer must already listen. ``peer`` is the address of the peer engine's worker 0,
+        as in the config's ``peers``; by default the config's host and port, or what the embedding program
+        says.
 
         Raises:
             TimeoutError: no process listened there in time; names the address.
@@ -111,8 +119,10 @@ class ConnectorContext:
     """The counters of this connector. One object for each side; sinks read it."""
     checksums: tuple[str, ...] = ()
     """Hashes this side computes and verifies with, preferred ones first; empty when integrity is off."""
-    lookup_buffer: Callable[[], LookupEndpoint]
-    """Builds the lookup buffer that the config names."""
+    open_store: Callable[[str], Store]
+    """Opens a store by its name, with the config's options for it. The caller closes it."""
+    store_client: Callable[[str, PeerLink], Store]
+    """Makes this process's end of the store of that name which the peer at the link's other end serves."""
     close: Callable[[], None]
     """Ends what was built for this connector outside it (listeners, links, reporters).
 

@@ -116,6 +116,10 @@ class SchedulerOutput:
     """All blocks so far of a request that this step schedules, by its id; looked up on demand, and valid
     during ``build_connector_meta`` only. Copying every table in every step would cost more than the step
     saves."""
+    token_ids: Callable[[str], Sequence[int]] | None = attrs.field(default=None, eq=False, repr=False)
+    """The token ids known so far of a request that this step schedules, by its id: the prompt, then what was
+    generated and accepted, never drafts or placeholders. Valid as ``block_ids``. ``None``: the engine does
+    not say, and only prompts can be saved."""
     preempted_request_ids: frozenset[str] = frozenset()
     """Their blocks may be overwritten in this very step."""
     finished_request_ids: frozenset[str] = frozenset()

@@ -32,6 +32,7 @@ from __future__ import annotations
 from kvplug.engine.layout.axes import LETTERS, KVLayout, dimensions
 from kvplug.engine.layout.blocks import blocks_of, slots, spans
 from kvplug.engine.layout.copies import gather, permute, scatter, views
+from kvplug.engine.layout.pages import page_format_of, page_tokens_of, page_views
 
 __all__ = [
     "LETTERS",
@@ -39,6 +40,9 @@ __all__ = [
     "blocks_of",
     "dimensions",
     "gather",
+    "page_format_of",
+    "page_tokens_of",
+    "page_views",
     "permute",
     "scatter",
     "slots",

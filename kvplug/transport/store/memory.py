@@ -186,12 +186,16 @@ class PageBlocks(PageMemory):
         block_ids: Sequence[int],
         first_token: int,
         count: int,
+        *,
+        writable: range | None = None,
     ) -> None:
         """``count`` pages, from token ``first_token`` of the sequence on.
 
         Args:
             views: ``[layer][part]``, in the order of the format.
             block_ids: the sequence's block table, from its first block on.
+            writable: tokens of the sequence that :meth:`scatter` may write; it leaves the others of the same
+                pages as they are. Default: all tokens of the pages.
 
         Raises:
             LayoutError: the views are not those of the format; a block id is out of range or comes twice; the
@@ -209,8 +213,11 @@ class PageBlocks(PageMemory):
         self._count = count
         self._block_size = sample.shape[1]
         end = first_token + count * form.page_tokens
+        if writable is not None:
+            end = min(end, writable.stop)
         self._first_token = first_token
         self._first_block = first_token // self._block_size
+        self._writable = range(first_token, end) if writable is None else writable
         used = block_ids[self._first_block : -(-end // self._block_size)]
         if len(block_ids) * self._block_size < end:
             raise LayoutError(
@@ -243,21 +250,27 @@ class PageBlocks(PageMemory):
         if not len(rows) or not layers:
             return
         form, dense = self.format, rows.as_tensor()
-        start = self._first_token + first * form.page_tokens
+        first_token = self._first_token + first * form.page_tokens
         num_tokens = len(rows) * form.page_tokens
+        start, end = first_token, first_token + num_tokens
+        if into_cache:
+            start, end = max(start, self._writable.start), min(end, self._writable.stop)
+        if start >= end:
+            return
         begin = start // self._block_size - self._first_block
-        end = -(-(start + num_tokens) // self._block_size) - self._first_block
-        block_ids = self._block_ids[begin:end]
+        block_ids = self._block_ids[begin : -(-end // self._block_size) - self._first_block]
         ids = ids_on(block_ids, self._views[0][0].device)
         for layer in layers:
             base = (layer - layers.start) * form.layer_nbytes
             for view, (at, nbytes) in zip(self._views[layer], form.spans, strict=True):
                 tokens = view.new_empty((num_tokens, *view.shape[2:]))
+                part = tokens[start - first_token : end - first_token]
                 columns = slice(base + at, base + at + nbytes)
                 if into_cache:
                     _copy_rows(rows, dense, columns, tokens, into_rows=False)
-                copy_tokens(view, block_ids, ids, start, tokens, into_cache=into_cache)
-                if not into_cache:
+                    copy_tokens(view, block_ids, ids, start, part, into_cache=True)
+                else:
+                    copy_tokens(view, block_ids, ids, start, part, into_cache=False)
                     _copy_rows(rows, dense, columns, tokens, into_rows=True)
 
 

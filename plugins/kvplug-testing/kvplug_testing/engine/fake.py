@@ -246,6 +246,7 @@ class FakeEngine:
                 for request, _, computed, new in scheduled
             ),
             block_ids=tables.__getitem__,
+            token_ids={request.request_id: request.token_ids for request, *_ in scheduled}.__getitem__,
             preempted_request_ids=preempted,
             finished_request_ids=ended,
         )
