@@ -42,6 +42,8 @@ class Op(enum.StrEnum):
     """One page out of a store, until it is verified and in the caller's memory."""
     PUT = "put"
     """One page into a store, until it is held."""
+    COPY = "copy"
+    """One page from one store of an engine into another: behind a save, or up after a load."""
     HANDSHAKE = "handshake"
     """One agreement with a peer, from the proven connection on."""
     OTHER = "other"
@@ -89,6 +91,8 @@ class Reason(enum.StrEnum):
     """The store cannot be written to from here."""
     NO_MEMORY = "no_memory"
     """This process had no memory for it."""
+    NOT_WORTH_IT = "not_worth_it"
+    """Loading it would have taken longer than computing it."""
     OTHER = "other"
     """None of these."""
 

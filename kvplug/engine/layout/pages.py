@@ -3,7 +3,7 @@
 A page has the same format whatever the cache's layout is, as long as the axes say where everything lies:
 keys, then values, each [tokens, heads, head size]; one latent where there are no values. Engines with
 different layouts and block sizes share pages. Blocks in a kernel's own order make pages that only the same
-kernel can read. """
+kernel can read."""
 
 from __future__ import annotations
 

@@ -24,6 +24,11 @@ class Mark:
             self._event = torch.cuda.Event(blocking=True)  # who waits sleeps instead of spinning
             self._event.record(torch.cuda.current_stream(tensor.device))
 
+    @property
+    def is_passed(self) -> bool:
+        """Whether the device has come past it."""
+        return self._event is None or self._event.query()
+
     def wait(self) -> None:
         """Return when the device has come past it. Any thread, any number of times."""
         if self._event is not None:

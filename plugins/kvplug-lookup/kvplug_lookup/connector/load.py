@@ -1,222 +1,258 @@
-"""Fetching one prompt's KV from a lookup buffer and scattering it, layer by layer."""
+"""Loading the pages of one request into its blocks."""
 
 from __future__ import annotations
 
-import logging
-import math
-import queue
 import threading
 import time
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from kvplug import ClosedError, IntegrityError, TimeoutError
-from kvplug.engine import KVLayout, TransferStats, reason_of, scatter
-from kvplug.transport import Deadline, EntryHeader, LookupBuffer
-from kvplug_lookup.connector.device import Mark, wait_for_device
+import attrs
+
+from kvplug import IntegrityError, KvplugError, TimeoutError
+from kvplug.engine import EntryGoneError, TransferStats, reason_of
+from kvplug.transport import (
+    Deadline,
+    GetJob,
+    MissReason,
+    PageBlocks,
+    PageRequest,
+    Series,
+    Store,
+)
 from kvplug_lookup.connector.plan import LoadPlan
-from kvplug_lookup.connector.save import hash_of
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-_log = logging.getLogger(__name__)
+
+@attrs.define(eq=False)
+class Part:
+    """Consecutive pages of a load from one source."""
+
+    source: str
+    first: int
+    """Number of the first page among those of the load."""
+    count: int
+    job: GetJob | None = None
+    error: Exception | None = None
+    """Why it could not be asked for."""
 
 
 class Load:
-    """One load under way: an ``EntrySink`` that verifies and scatters each layer as it arrives.
+    """Pages on their way into one request's blocks, layer by layer.
 
-    Once it has failed, for whatever reason, it never touches a block again: the check and the scatter
-    happen under one lock, so that blocks may be recomputed, or reused, as soon as the failure is known.
-
-    Args:
-        free: behind what the engine has still queued for the blocks; nothing is written before.
-    """
+    It ends when every page is there or missed. Pages from the first missed one on count as failed: their
+    blocks are computed again."""
 
     def __init__(
         self,
         plan: LoadPlan,
-        layout: KVLayout,
-        caches: tuple[Tensor, ...],
+        views: list[list[Tensor]],
         *,
-        free: Mark,
-        checksum: Callable[[], str | None],
+        rank: int,
+        block_size: int,
+        chains: list[bytes],
+        identities: list[bytes],
         stats: TransferStats,
+        timeout_s: float,
+        stall_timeout_s: float,
     ) -> None:
         self.plan = plan
-        self._free = free
+        self._views = views
+        self._block_size = block_size
+        self._chains = chains
+        self._identities = identities
         self._stats = stats
+        self._stall_timeout_s = stall_timeout_s
+        self.deadline = Deadline.after(timeout_s)
         self._started = time.perf_counter()
-        self.submitted = time.monotonic()
-        self._layout = layout
-        self._caches = caches
-        self._checksum = checksum
-        self._lock = threading.Condition()
-        self._num_layers_done = 0
+        self._changed = threading.Condition()
         self._error: BaseException | None = None
-        self._hashes: list[bytes] | None = None
-        self._hash_name = ""
-        self._nbytes = 0
-
-    # -- the sink ------------------------------------------------------------------------------
-
-    def begin(self, header: EntryHeader) -> None:
-        if header.num_layers != len(self._caches):
-            raise IntegrityError(
-                f"entry {header.entry_id} has {header.num_layers} layers, and this cache {len(self._caches)}"
-            )
-        # Whatever the buffer found it by: a token's KV is used for that very token at that position only.
-        end = self.plan.end
-        if header.tokens[:end].tolist() != list(self.plan.token_ids) or not bool(header.roi[:end].all()):
-            raise IntegrityError(
-                f"entry {header.entry_id} is not the KV of the {end} tokens that were promised to request"
-                f" {self.plan.request_id}"
-            )
-        wanted = self._checksum()
-        self._hash_name = header.metadata.get("checksum", "")
-        self._hashes = None
-        if wanted is not None:
-            hashes = header.metadata.get("layers")
-            if (
-                self._hash_name != wanted
-                or not isinstance(hashes, list)
-                or len(hashes) != header.num_layers
-                or not all(isinstance(each, bytes) for each in hashes)
-            ):
-                raise IntegrityError(
-                    f"entry {header.entry_id} carries no {wanted} hashes of its layers, which both ends"
-                    " agreed on"
-                )
-            self._hashes = hashes
-
-    def layer(self, index: int, key: Tensor | None, value: Tensor | None) -> None:
-        if key is None:
-            raise IntegrityError(f"layer {index} of the entry has no keys")
-        plan = self.plan
-        for part in (key, value):
-            if part is not None and part.shape[0] < plan.end:
-                raise IntegrityError(
-                    f"layer {index} of the entry has {part.shape[0]} tokens, and {plan.end} were promised to"
-                    f" request {plan.request_id}"
-                )
-        if self._hashes is not None and hash_of(self._hash_name, key, value) != self._hashes[index]:
-            raise IntegrityError(
-                f"layer {index} of the KV of request {plan.request_id} does not hash to what its"
-                f" producer stated ({self._hash_name}): it is not used"
-            )
-        key = key[plan.start : plan.end]
-        value = None if value is None else value[plan.start : plan.end]
-        self._free.wait()  # outside the lock: meanwhile it can be failed
-        with self._lock:
-            if self._error is not None:
-                raise self._error
-            scatter(self._caches[index], self._layout, plan.block_ids, plan.start, key, value)
-            wait_for_device(self._caches[index])
-            self._nbytes += key.nbytes + (0 if value is None else value.nbytes)
-            self._num_layers_done = index + 1
-            if self._is_done():
-                seconds = time.perf_counter() - self._started
-                self._stats.record("load", self._nbytes, seconds, tokens=plan.end - plan.start)
-            self._lock.notify_all()
-
-    # -- the waiters ---------------------------------------------------------------------------
-
-    def wait_for_layer(self, index: int, deadline: Deadline) -> None:
-        """Return when the layer is in the cache or the load has failed; at the deadline it has failed."""
-        with self._lock:
-            while self._num_layers_done <= index and self._error is None:
-                if not self._lock.wait(deadline.remaining()) and deadline.expired:
-                    self._fail(
-                        TimeoutError(f"layer {index} of request {self.plan.request_id} did not come in time")
-                    )
-
-    def fail(self, error: BaseException) -> None:
-        with self._lock:
-            self._fail(error)
-
-    def _fail(self, error: BaseException) -> None:
-        if self._error is None and not self._is_done():
-            self._error = error
-            self._stats.fail("load", reason_of(error))
-            self._lock.notify_all()
-
-    def _is_done(self) -> bool:
-        return self._num_layers_done == len(self._caches)
+        self._first_missed = len(chains)
+        self.parts: list[Part] = []
+        at = 0
+        for source, count in plan.sources[rank] if plan.sources else ():
+            self.parts.append(Part(source, at, count))
+            at += count
+        self._progress, self._progressed_at = -1, time.monotonic()
+        self._is_over = False
+        self.stalled: str | None = None
+        """The source of which nothing arrived."""
+        self.seconds = 0.0
 
     @property
-    def error(self) -> BaseException | None:
-        with self._lock:
-            return self._error
+    def request_id(self) -> str:
+        return self.plan.request_id
+
+    # -- asking --------------------------------------------------------------------------------
+
+    def begin(self, part: Part, store: Store, series: Series) -> None:
+        """Ask a source for its part. Any thread; never waits."""
+        plan, form = self.plan, series.format
+        pages = slice(part.first, part.first + part.count)
+        first_token = (plan.first_page + part.first) * form.page_tokens
+        writable = range(
+            max(plan.start, first_token), min(plan.end, first_token + part.count * form.page_tokens)
+        )
+        with self._changed:
+            if self._error is not None:
+                return
+        try:
+            request = PageRequest(
+                series=series,
+                keys=series.keys_of(self._chains[pages]),
+                identities=self._identities[pages],
+                memory=PageBlocks(
+                    form, self._views, plan.block_ids, first_token, part.count, writable=writable
+                ),
+            )
+            job = store.submit_get(request, timeout=self.deadline.remaining())
+        except KvplugError as e:
+            self.give_up(part, e)
+            return
+        with self._changed:
+            part.job = job
+            failed = self._error is not None
+            self._changed.notify_all()
+        if failed:
+            job.cancel()
+
+    def give_up(self, part: Part, error: Exception) -> None:
+        """The source cannot be asked."""
+        with self._changed:
+            part.error = error
+            self._changed.notify_all()
+
+    # -- waiting -------------------------------------------------------------------------------
+
+    def wait_for_layer(self, layer: int) -> None:
+        """Return when the layer is in the cache, or the load has failed: at the latest when nothing has
+        arrived for ``stall_timeout_s``."""
+        for part in self.parts:
+            while not self._is_ready(part, layer):
+                left = self._before_stall()
+                if left <= 0:
+                    self._stall(part.source)
+                    return
+                if part.job is None:
+                    with self._changed:
+                        if part.job is None and part.error is None and self._error is None:
+                            self._changed.wait(left)
+                    continue
+                try:
+                    part.job.wait_for_layer(layer, left)
+                except TimeoutError:
+                    continue
+
+    def _is_ready(self, part: Part, layer: int) -> bool:
+        if self._error is not None or part.error is not None:
+            return True
+        return part.job is not None and (part.job.done or part.job.num_layers_ready > layer)
+
+    def _before_stall(self) -> float:
+        """Seconds that may still pass without anything arriving."""
+        progress = sum(part.job.progress + part.job.done for part in self.parts if part.job is not None)
+        now = time.monotonic()
+        if progress != self._progress:
+            self._progress, self._progressed_at = progress, now
+        return min(self._progressed_at + self._stall_timeout_s, self.deadline.at) - now
+
+    def check_stall(self) -> None:
+        """For loads that no call waits for: fail if nothing has arrived for too long."""
+        if not self.has_ended and self._before_stall() <= 0:
+            waiting = (part.source for part in self.parts if part.job is None or not part.job.done)
+            self._stall(next(waiting, ""))
+
+    def _stall(self, source: str) -> None:
+        self.stalled = source
+        self.fail(
+            TimeoutError(
+                f"nothing of request {self.request_id} came from {source!r} for {self._stall_timeout_s:g} s"
+            )
+        )
+
+    # -- the end -------------------------------------------------------------------------------
+
+    def fail(self, error: BaseException) -> None:
+        """It is not needed, or does not come: nothing more is copied, and what was not there has failed."""
+        with self._changed:
+            if self._error is None:
+                self._error = error
+            jobs = [part.job for part in self.parts if part.job is not None]
+            self._changed.notify_all()
+        for job in jobs:
+            job.cancel()
 
     @property
     def has_ended(self) -> bool:
-        with self._lock:
-            return self._error is not None or self._is_done()
+        """Whether every part is done or given up, and nothing is copied into the blocks any more."""
+        if self._error is not None:
+            return all(part.job is None or part.job.settled for part in self.parts)
+        return all(
+            part.error is not None or (part.job is not None and part.job.done and part.job.settled)
+            for part in self.parts
+        )
+
+    def settle(self) -> None:
+        """Wait until nothing is copied any more, which is a matter of one copy, and note what was missed."""
+        for part in self.parts:
+            if part.job is not None:
+                part.job.wait_settled(self._stall_timeout_s)
+        if self._is_over:
+            return
+        self._is_over = True
+        self.seconds = time.perf_counter() - self._started
+        reason: str | None = None
+        for part in self.parts:
+            missed = self._missed_in(part)
+            if missed is not None:
+                at, reason = missed
+                self._first_missed = part.first + at
+                break
+        plan = self.plan
+        if reason is not None:
+            self._stats.fail("load", reason)
+            if self._error is None:
+                self._error = _error_of(reason, plan.request_id)
+        elif self._error is not None and self._first_missed == len(self._chains):
+            self._error = None  # it was all there before it was given up
+        if self._error is None:
+            nbytes = (plan.end - plan.start) * self._token_bytes()
+            self._stats.record("load", nbytes, self.seconds, tokens=plan.end - plan.start)
+
+    def _token_bytes(self) -> int:
+        return sum(view.element_size() * view[0, 0].numel() for layer in self._views for view in layer)
+
+    def _missed_in(self, part: Part) -> tuple[int, str] | None:
+        """The number of the first page of the part that is not there, and why; ``None`` if all are."""
+        results = None if part.job is None else part.job.results()
+        if results is None:
+            error = part.error or self._error
+            return 0, "other" if error is None else reason_of(error)
+        for at, missed in enumerate(results):
+            if missed is not None:
+                stalled = missed is MissReason.CANCELLED and isinstance(self._error, TimeoutError)
+                return at, "timeout" if stalled else str(missed)
+        return None
+
+    @property
+    def error(self) -> BaseException | None:
+        """Why it failed; ``None`` while it is under way and after success."""
+        return self._error
 
     @property
     def block_ids(self) -> frozenset[int]:
-        """Every block it is to write. If it fails, none of them is known to be whole in all layers."""
-        block_size = self._layout.block_size
-        first = self.plan.start // block_size
-        return frozenset(self.plan.block_ids[first:])
+        """Every block that it writes into."""
+        return frozenset(self.plan.block_ids[self.plan.start // self._block_size :])
+
+    def failed_block_ids(self, page_tokens: int) -> frozenset[int]:
+        """Blocks that do not have the KV of all their tokens, in all layers."""
+        first = max(self.plan.start, (self.plan.first_page + self._first_missed) * page_tokens)
+        return frozenset(self.plan.block_ids[first // self._block_size :])
 
 
-class Loader:
-    """Runs loads one after the other in its own thread, each over the buffer that serves it then.
-
-    A load's time begins when it is submitted, or when the one before it succeeded, if that is later: so a
-    long queue is worked off as long as something comes, and behind a store that does not answer all fail
-    at once instead of one timeout after the other.
-    """
-
-    def __init__(self, buffer: Callable[[Deadline], LookupBuffer], *, timeout_s: float) -> None:
-        self._buffer = buffer
-        self._timeout_s = timeout_s
-        self._last_success = -math.inf
-        self._queue: queue.SimpleQueue[Load | None] = queue.SimpleQueue()
-        self._closed = False
-        self._thread = threading.Thread(target=self._run, name="kvplug-lookup-load", daemon=True)
-        self._thread.start()
-
-    def submit(self, load: Load) -> None:
-        if self._closed:
-            load.fail(ClosedError("the connector was shut down"))
-        self._queue.put(load)
-
-    def close(self) -> None:
-        self._closed = True
-        self._queue.put(None)
-        self._thread.join(timeout=5)
-
-    def _run(self) -> None:
-        while (load := self._queue.get()) is not None:
-            if self._closed:
-                load.fail(ClosedError("the connector was shut down"))
-            elif load.error is None:
-                self._run_one(load)
-
-    def _run_one(self, load: Load) -> None:
-        plan = load.plan
-        deadline = Deadline(max(load.submitted, self._last_success) + self._timeout_s)
-        try:
-            if deadline.expired:
-                raise TimeoutError("the loads before it took all the time")
-            self._buffer(deadline).select(
-                plan.token_ids,
-                extra=plan.extra,
-                min_tokens=plan.end,
-                sink=load,
-                timeout=deadline.remaining(),
-            )
-            self._last_success = time.monotonic()
-        except Exception as e:
-            load.fail(e)
-            if not self._closed and load.error is not None:
-                _log.warning(
-                    "%d tokens of request %s could not be loaded: %s",
-                    plan.end - plan.start,
-                    plan.request_id,
-                    load.error,
-                )
-        else:
-            load.fail(IntegrityError("the entry ended before its last layer"))  # nothing where it is whole
+def _error_of(reason: str, request_id: str) -> Exception:
+    text = f"a page of request {request_id} could not be loaded: {reason}"
+    if reason in ("corrupt", "forged", "identity", "format"):
+        return IntegrityError(text)
+    return TimeoutError(text) if reason == "timeout" else EntryGoneError(text)

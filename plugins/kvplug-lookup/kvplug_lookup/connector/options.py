@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import attrs
 
 from kvplug.transport import option
@@ -16,20 +18,46 @@ class LookupConnectorOptions:
         help="Load in the background while other requests compute, instead of layer by layer"
         " in front of the request's own forward pass.",
     )
+    page_tokens: int | None = option(
+        default=None,
+        unit="tokens",
+        at_least=1,
+        help="Tokens in a page. Engines that share pages must use the same number. Default: 16, or as many"
+        " whole blocks as have 16 tokens where an attention kernel does not let blocks be divided.",
+    )
+    stall_timeout_s: float = option(
+        default=2.0,
+        unit="seconds",
+        above=0,
+        help="A load of which nothing arrives for this long has failed, and its tokens are computed. Lower"
+        " frees waiting requests sooner; higher tolerates slower stores.",
+    )
+    wait_timeout_s: float = option(
+        default=2.0,
+        unit="seconds",
+        above=0,
+        help="How long a new request waits for KV that is on its way into a store, and for a store's answer."
+        " Afterwards it is computed (and counted).",
+    )
+    load_policy: Literal["auto", "always"] = option(
+        default="auto",
+        help='When to load what is held. "auto": where loading is expected to take less time than computing,'
+        ' by the measured rates of both. "always": whenever something is held.',
+    )
     save_timeout_s: float = option(
         default=10.0,
         unit="seconds",
-        help="How long a saved prompt waits for room in the store before it is given up (and counted).",
+        above=0,
+        help="How long a store may take to keep a step's pages before they are given up (and counted).",
     )
     max_unsaved: int | None = option(
         default=None,
         unit="bytes",
         at_least=1,
-        help="KV that may be gathered and not yet stored; the prompt that would be more is given up (and"
-        " counted), unless it is the only one. None: as much as `buffer_size`.",
+        help="KV that may wait to be kept by a store; pages beyond it are given up (and counted). None: as"
+        " much as `buffer_size`.",
     )
-    fence_timeout_s: float = option(
-        default=2.0,
-        unit="seconds",
-        help="How long a new request waits to hear that everything stored before it came in is known here.",
+    promote: bool = option(
+        default=True,
+        help="Copy pages that were loaded from a later store of `stores` into the first one.",
     )

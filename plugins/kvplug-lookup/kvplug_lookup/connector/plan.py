@@ -1,4 +1,4 @@
-"""What the scheduler side tells the worker side in one step, and what it hears back: plain values."""
+"""What the scheduler side tells the worker side in one step: plain values."""
 
 from __future__ import annotations
 
@@ -7,36 +7,57 @@ from typing import Any
 
 import attrs
 
+from kvplug.transport import next_chain
 
-@attrs.frozen(kw_only=True)
-class LoadPlan:
-    """Load tokens ``start`` to ``end`` of a prompt into the request's blocks."""
-
-    request_id: str
-    token_ids: tuple[int, ...]
-    """The prompt up to ``end``."""
-    extra: bytes
-    block_ids: tuple[int, ...]
-    start: int
-    in_background: bool
-
-    @property
-    def end(self) -> int:
-        return len(self.token_ids)
+_TOKEN_BYTES = 8
 
 
 @attrs.frozen(kw_only=True)
-class SavePlan:
-    """Gather tokens ``start`` to ``end`` of a prompt; store it once the last token is there."""
+class PagePlan:
+    """Consecutive pages of one request's tokens."""
 
     request_id: str
-    token_ids: tuple[int, ...]
-    """The whole prompt in its first step (``start`` is 0), else empty."""
-    extra: bytes
+    first_page: int
+    """Number of the first page in the sequence."""
+    parent: bytes
+    """The chain of the page before it."""
+    packed_tokens: bytes = attrs.field(repr=False)
+    """The token ids of all pages: int64, little-endian."""
     block_ids: tuple[int, ...]
+    """The request's blocks, from its first one to the one with the last token of the pages."""
+
+    def identities(self, page_tokens: int) -> list[bytes]:
+        """The identity of each page."""
+        return [parent + tokens for parent, tokens, _ in self._pages(page_tokens)]
+
+    def chains(self, page_tokens: int) -> list[bytes]:
+        """The chain of each page."""
+        return [chain for *_, chain in self._pages(page_tokens)]
+
+    def _pages(self, page_tokens: int) -> list[tuple[bytes, bytes, bytes]]:
+        step, parent, found = page_tokens * _TOKEN_BYTES, self.parent, []
+        for at in range(0, len(self.packed_tokens), step):
+            tokens = self.packed_tokens[at : at + step]
+            chain = next_chain(parent, tokens)
+            found.append((parent, tokens, chain))
+            parent = chain
+        return found
+
+
+@attrs.frozen(kw_only=True)
+class LoadPlan(PagePlan):
+    """Load tokens ``start`` to ``end`` of a request, which lie in these pages, into its blocks."""
+
     start: int
     end: int
-    is_last: bool
+    sources: tuple[tuple[tuple[str, int], ...], ...]
+    """For each worker: from which source, and so many pages, one after the other."""
+    in_background: bool
+
+
+@attrs.frozen(kw_only=True)
+class SavePlan(PagePlan):
+    """Save these pages, whose last tokens this step computes."""
 
 
 @attrs.frozen(kw_only=True)
@@ -52,8 +73,11 @@ class StepPlan:
     saves: tuple[SavePlan, ...] = ()
     forget: tuple[str, ...] = ()
     """Requests that ended or were preempted: stop whatever goes on for them."""
-    reset: bool = False
-    """Before anything else: forget all that was gathered or stored until now."""
+    reset: bytes = b""
+    """Before anything else: forget all that was saved until now. The bytes are new for each reset; empty: no
+    reset."""
+    num_tokens: int = 0
+    """Tokens that the step computes."""
 
     def to_plain(self) -> dict[str, Any]:
         return attrs.asdict(self)
@@ -63,12 +87,22 @@ class StepPlan:
         return cls(
             step=plain["step"],
             heard=plain["heard"],
-            loads=tuple(LoadPlan(**{**load, **_tuples(load)}) for load in plain["loads"]),
-            saves=tuple(SavePlan(**{**save, **_tuples(save)}) for save in plain["saves"]),
+            loads=tuple(
+                LoadPlan(
+                    **{
+                        **load,
+                        "block_ids": tuple(load["block_ids"]),
+                        "sources": tuple(
+                            tuple((name, count) for name, count in of_rank) for of_rank in load["sources"]
+                        ),
+                    }
+                )
+                for load in plain["loads"]
+            ),
+            saves=tuple(
+                SavePlan(**{**save, "block_ids": tuple(save["block_ids"])}) for save in plain["saves"]
+            ),
             forget=tuple(plain["forget"]),
             reset=plain["reset"],
+            num_tokens=plain["num_tokens"],
         )
-
-
-def _tuples(plan: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    return {"token_ids": tuple(plan["token_ids"]), "block_ids": tuple(plan["block_ids"])}

@@ -2,31 +2,30 @@
 
 So a question about a prompt is answered locally, in microseconds. What keeps the answer honest:
 
-- *not yet*: while a snapshot is incomplete, and after a gap in the sequence, the answer is ``None``;
+- *not yet*: while a snapshot is incomplete, and after a gap in the sequence, it is not known what is held;
 - *the fence*: a new request sends a ping down the event channel. The store answers it in line with the
-  events, after whatever was being stored when the ping came. Until the pong is back (or a short
-  timeout has passed) the answer for that request is ``None``; so what was stored before the request
-  came in is always seen;
-- *unreachable*: while the store cannot be reached nothing can be loaded from it, and the answer is 0;
-  so it is after a load that timed out, and after the store was cleared, until the store has answered a
-  ping sent since;
-- *refused*: workers know more than the scheduler sides, which kernel orders their blocks, say. Where two
-  of them can never agree, nothing can be loaded either, until the store is connected to anew.
+  events. Until the pong is back (or a short timeout has passed) the answer for that request is "not yet"; so
+  what was saved, or declared, before the request came in is always seen;
+- *unreachable*: while the store cannot be reached nothing can be loaded from it; so it is after a load that
+  stalled, and after the store was cleared, until the store has answered a ping sent since;
+- *refused*: where the two workers' pages can never be the same, nothing is loaded until the store is
+  connected to anew.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import attrs
 
 from kvplug import ClosedError, HandshakeError, KvplugError, PeerGoneError, TimeoutError
-from kvplug.engine import PeerLink
-from kvplug.transport import Deadline, Follower, Removed, Snapshot, Stored, event_from_plain
-from kvplug_lookup.index import TokenIndex
+from kvplug.engine import ModelInfo, PeerLink
+from kvplug.transport import Deadline, PageFollower, Presence, Series, page_event_from_plain
+from kvplug_lookup.connector.keys import StoreHello
+from kvplug_lookup.connector.page_index import PageIndex
 
 _log = logging.getLogger(__name__)
 
@@ -47,14 +46,25 @@ class Fence:
 
 
 class Replica:
-    """Follows one store from a thread of its own; answers from any thread."""
+    """Follows one worker's store from a thread of its own; answers from any thread."""
 
-    def __init__(self, connect: Callable[[float], PeerLink], *, rank: int, fence_timeout_s: float) -> None:
+    def __init__(
+        self,
+        connect: Callable[[float], PeerLink],
+        *,
+        name: str,
+        model: ModelInfo,
+        wait_timeout_s: float,
+    ) -> None:
+        """``name``: of the worker that is followed, for messages."""
         self._connect = connect
-        self._rank = rank
-        self._fence_timeout_s = fence_timeout_s
+        self._name = name
+        self._model = model
+        self._wait_timeout_s = wait_timeout_s
         self._lock = threading.Condition()
-        self._index = TokenIndex()
+        self._index = PageIndex()
+        self._series: Series | None = None
+        """Of the store's pages, once it has said which they are."""
         self._link: PeerLink | None = None
         self._is_current = False
         self._has_gap = False
@@ -67,13 +77,13 @@ class Replica:
         self._doubted = 0
         """Nothing is promised until this ping is answered."""
         self._refused_link: PeerLink | None = None
-        """To a store whose worker and ours do not agree."""
+        """To a store whose pages are not ours."""
         self._refusal: Exception | None = None
         self._has_tried = False
         """It was connected once, or refused."""
         self._was_connected = False
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._run, name=f"kvplug-lookup-replica-{rank}", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="kvplug-lookup-replica", daemon=True)
         self._thread.start()
 
     # -- asked by the scheduler ----------------------------------------------------------------
@@ -84,7 +94,7 @@ class Replica:
             self._pinged += 1
             number = self._pinged
         self._ping()
-        return Fence(number, Deadline.after(self._fence_timeout_s))
+        return Fence(number, Deadline.after(self._wait_timeout_s))
 
     def has_passed(self, fence: Fence) -> bool:
         with self._lock:
@@ -94,7 +104,7 @@ class Replica:
             return self._link is None and self._has_tried
 
     def doubt(self) -> None:
-        """A load timed out: promise nothing until the store has answered again.
+        """A load stalled: promise nothing until the store has answered again.
 
         So a store that is stopped, which is no death, costs one timeout and not one for each request.
         """
@@ -119,22 +129,40 @@ class Replica:
         with self._lock:
             if self._link is not None and self._refused_link is not self._link:
                 _log.error(
-                    "nothing is loaded from the peer engine's worker %d any more: ours does not agree with it"
-                    " (its log says why); change one of them and restart it",
-                    self._rank,
+                    "nothing is loaded from %s any more: our worker does not agree with it (its log says"
+                    " why); change one of them and restart it",
+                    self._name,
                 )
             self._refused_link = self._link
 
-    def match(self, token_ids: tuple[int, ...], extra: bytes) -> int | None:
-        """Length of the longest prefix the store holds; ``None`` while the copy is behind."""
+    def expect(self, chains: Iterable[bytes], for_s: float) -> None:
+        """The store is told in this step that these pages are coming: they are waited for."""
+        with self._lock:
+            if self._link is not None:
+                self._index.expect(chains, for_s)
+
+    def presences(self, chains: list[bytes], first: int) -> list[Presence] | None:
+        """What is known of the pages from number ``first`` on, up to the first that is absent.
+
+        ``None``: it is not known yet.
+        """
         with self._lock:
             if self._has_gap:
                 return None
             if self._link is None or self._link is self._refused_link or self._doubted > self._ponged:
-                return 0
+                return []
             if not self._is_current:
                 return None
-            return self._index.match(token_ids, extra)
+            found = []
+            held, presence = self._index.held, self._index.presence
+            for chain in chains[first:]:
+                if chain in held:
+                    found.append(Presence.HELD)
+                    continue
+                if (known := presence(chain)) is Presence.ABSENT:
+                    break
+                found.append(known)
+            return found
 
     @property
     def link(self) -> PeerLink | None:
@@ -154,7 +182,7 @@ class Replica:
                 if self._closed.is_set():
                     raise ClosedError("this connector was shut down")
                 if not self._lock.wait(deadline.remaining()) and deadline.expired:
-                    raise TimeoutError(f"the peer engine's worker {self._rank} did not come in time")
+                    raise TimeoutError(f"{self._name} did not come in time")
 
     def close(self) -> None:
         self._closed.set()
@@ -181,7 +209,7 @@ class Replica:
             except Exception as e:  # out of descriptors, say, as well as what connect raises
                 if str(e) != said:
                     said = str(e)
-                    _log.warning("no index of the peer engine's worker %d: %s", self._rank, e)
+                    _log.warning("no index of %s: %s", self._name, e)
                 with self._lock:
                     self._has_gap = False
                     if isinstance(e, HandshakeError | PermissionError):
@@ -189,29 +217,28 @@ class Replica:
                     self._lock.notify_all()
                 self._closed.wait(_RETRY_S)
                 continue
+            said = ""
             try:
                 self._follow(link)
             except (ClosedError, PeerGoneError) as e:
                 if not self._closed.is_set():
-                    _log.warning("the index of the peer engine's worker %d is lost: %s", self._rank, e)
+                    _log.warning("the index of %s is lost: %s", self._name, e)
                 self._lose(link)
             except Exception as e:
-                _log.warning(
-                    "the index of the peer engine's worker %d is lost: %s: %s",
-                    self._rank,
-                    type(e).__name__,
-                    e,
-                )
+                _log.warning("the index of %s is lost: %s: %s", self._name, type(e).__name__, e)
                 self._lose(link)
                 self._closed.wait(_RETRY_S)
             else:
                 self._lose(link)
 
     def _follow(self, link: PeerLink) -> None:
-        follower = Follower()
+        follower = PageFollower()
+        series = self._series_of(link)
         with self._lock:
             self._link, self._refusal, self._has_tried, self._was_connected = link, None, True, True
+            self._series = series
             self._asked = 0
+        _log.info("following the pages of %s", self._name)
         if self._closed.is_set():
             return
         self._ping()
@@ -223,22 +250,31 @@ class Replica:
                     self._asked = 0
                 self._ping()
                 continue
-            event = event_from_plain(message)
+            event = page_event_from_plain(message)
             with self._lock:
                 if not follower.accept(event):
-                    _log.warning("events of worker %d have a gap: starting over", self._rank)
+                    _log.warning("events of %s have a gap: starting over", self._name)
                     self._has_gap = True
                     return
-                match event:
-                    case Snapshot():
-                        self._index = TokenIndex()
-                    case Stored():
-                        self._index.insert(event.entry_id, event.token_ids, event.extra)
-                    case Removed():
-                        self._index.remove(event.entry_id)
+                self._index.apply(event, series)
                 self._is_current = follower.ready
                 self._has_gap = self._has_gap and not follower.ready
                 self._lock.notify_all()
+
+    def _series_of(self, link: PeerLink) -> Series:
+        """The store's series, after its first words.
+
+        Raises:
+            HandshakeError: its pages cannot be ours.
+        """
+        hello = StoreHello.from_plain(link.channel.recv(timeout=_CONNECT_S))
+        if differences := hello.differences(self._model):
+            refusal = HandshakeError(*differences, peer=self._name)
+            with self._lock:
+                self._refusal, self._has_tried = refusal, True
+                self._lock.notify_all()
+            raise refusal
+        return hello.series()
 
     def _ping(self) -> None:
         """Ask the store, unless it has still to answer or every fence has been answered."""

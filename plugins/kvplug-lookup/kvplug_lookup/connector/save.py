@@ -1,22 +1,29 @@
-"""Gathering a prompt's KV step by step, hashing it, storing it."""
+"""Saving the pages that a step completes: gathered on the model's thread, kept by the stores behind it."""
 
 from __future__ import annotations
 
 import logging
-import math
+import queue
 import threading
 import time
-from collections import deque
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import attrs
-import torch
 
-from kvplug import CapacityError, ClosedError, TimeoutError
-from kvplug.engine import EntryGoneError, KVLayout, TransferStats, gather
-from kvplug.net.wire import memory_of
-from kvplug.transport import LookupStore, digest
-from kvplug_lookup.connector.device import Mark, wait_for_device
+from kvplug import KvplugError
+from kvplug.engine import TransferStats
+from kvplug.transport import (
+    Job,
+    PageBlocks,
+    PageBuffers,
+    PageRequest,
+    PageRows,
+    Presence,
+    PutReason,
+    Series,
+    Store,
+)
 from kvplug_lookup.connector.plan import SavePlan
 
 if TYPE_CHECKING:
@@ -24,255 +31,337 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
+_MAX_BEHIND = 64
+"""Batches of pages that wait to be copied between stores. What is more is given up: one store has it."""
+_CLOSE_S = 5.0
+
 
 @attrs.define(eq=False)
-class _Gathered:
-    """One prompt's KV on its way into the store."""
+class Tier:
+    """One store of the config, and what this worker's pages are called in it."""
 
-    token_ids: tuple[int, ...]
-    extra: bytes
-    key: Tensor
-    """[num_layers, num_tokens, num_kv_heads, head_size]"""
-    value: Tensor | None
-    nbytes: int
-    num_resets: int
-    """Of the saver, when its first tokens were gathered."""
+    name: str
+    store: Store
+    series: Series
+
+
+@attrs.define(eq=False)
+class _Batch:
+    """Pages of one request that a step completes."""
+
+    request_id: str
+    block_ids: frozenset[int]
+    chains: list[bytes]
+    identities: list[bytes]
+    source: PageBlocks
+    memory: PageBuffers
+    first: int
+    """Number of its first page in :attr:`source`."""
     started: float
-    complete: Mark | None = None
-    """Behind the copies of its last tokens, once they are queued."""
 
 
 class Saver:
-    """Gathers on the model's thread, layer by layer; hashes and stores on one of its own.
+    """Gathers each layer once it is computed, and gives whole pages to the first store.
 
-    What was gathered and is not yet stored is bounded by ``max_bytes`` (one prompt passes alone), since
-    the store's own budget counts what it holds; ``None``: by ``store_bytes``.
-
-    A save that does not succeed costs nothing but a later recomputation: it is counted, with its
-    reason, and never raised.
+    A save that does not succeed costs nothing but a later recomputation: it is counted, with its reason, and
+    never raised.
     """
 
     def __init__(
         self,
-        store: LookupStore,
-        layout: KVLayout,
-        num_layers: int,
+        tiers: Sequence[Tier],
         *,
-        checksum: str | None,
+        views: list[list[Tensor]],
         timeout_s: float,
-        max_bytes: int | None,
-        store_bytes: int,
+        wait_timeout_s: float,
+        max_bytes: int,
         stats: TransferStats,
     ) -> None:
-        self._store = store
-        self._layout = layout
-        self._num_layers = num_layers
-        self._checksum = checksum
+        self._tiers = tuple(tiers)
+        self._views = views
         self._timeout_s = timeout_s
-        self._store_bytes = store_bytes
-        self._max_bytes = store_bytes if max_bytes is None else max_bytes
+        self._wait_timeout_s = wait_timeout_s
+        self._max_bytes = max_bytes
         self._stats = stats
-        self._gathering: dict[str, _Gathered] = {}
-        self._lock = threading.Condition()
-        self._pending: deque[_Gathered] = deque()
-        self._num_taken = self._num_stored = 0
+        self._batches: list[_Batch] = []
+        """Of this step."""
+        self._lock = threading.Lock()
+        self._unsaved = 0
+        self._settled: list[bytes] = []
         self._num_resets = 0
-        self._bytes = 0
+        self._behind: queue.SimpleQueue[tuple[int, str, list[bytes], list[bytes]] | None]
+        self._behind = queue.SimpleQueue()
+        self._num_behind = 0
         self._closed = False
-        self._thread = threading.Thread(target=self._store_all, name="kvplug-lookup-save", daemon=True)
-        self._thread.start()
+        self._thread: threading.Thread | None = None
+
+    @property
+    def first(self) -> Tier:
+        """The tier that pages are saved into."""
+        return self._tiers[0]
 
     # -- on the model's thread -----------------------------------------------------------------
 
-    def begin(self, plans: tuple[SavePlan, ...], dtype: torch.dtype, device: torch.device) -> None:
-        """A step begins: make room for prompts whose first tokens it computes."""
+    def begin(self, plans: Sequence[SavePlan]) -> None:
+        """A step begins: find memory for the pages that it completes, and say that they are coming."""
         for plan in plans:
-            if plan.start == 0:
-                self.forget(plan.request_id)
-                if self._store.match(plan.token_ids, extra=plan.extra) >= len(plan.token_ids):
-                    continue  # held already
-                gathered = self._room_for(plan, dtype, device)
-                if gathered is not None:
-                    self._gathering[plan.request_id] = gathered
+            try:
+                self._begin_one(plan)
+            except KvplugError as e:
+                self._give_up(str(e), "other", plan.chains(self.first.series.format.page_tokens))
 
-    def _room_for(self, plan: SavePlan, dtype: torch.dtype, device: torch.device) -> _Gathered | None:
-        layout, num_tokens = self._layout, len(plan.token_ids)
-        shape = (self._num_layers, num_tokens, layout.num_kv_heads, layout.head_size)
-        nbytes = math.prod(shape) * dtype.itemsize * (2 if layout.has_values else 1)
-        if nbytes > self._store_bytes:
-            self._give_up(f"{num_tokens} tokens are {nbytes} bytes, more than the whole store", "too_large")
-            return None
+    def _begin_one(self, plan: SavePlan) -> None:
+        tier = self.first
+        form = tier.series.format
+        chains, identities = plan.chains(form.page_tokens), plan.identities(form.page_tokens)
+        keys = tier.series.keys_of(chains)
+        # A store in this process answers at once; pages that it holds are not gathered again.
+        held = tier.store.submit_lookup(keys, timeout=self._wait_timeout_s).results()
+        begin, end = 0, len(chains)
+        if held is not None:
+            wanted = [at for at, found in enumerate(held) if found is not Presence.HELD]
+            if not wanted:
+                self._settle(chains)
+                return
+            begin, end = wanted[0], wanted[-1] + 1
+            self._settle([*chains[:begin], *chains[end:]])
+        chains, identities, keys = chains[begin:end], identities[begin:end], keys[begin:end]
+        nbytes = len(chains) * form.nbytes
         with self._lock:
-            used = self._bytes
-            if used and used + nbytes > self._max_bytes:
-                self._give_up(f"{used} bytes are gathered and not yet stored (max_unsaved)", "no_room")
-                return None
-            self._bytes += nbytes
-        try:
-            key = torch.empty(shape, dtype=dtype, device=device)
-            value = torch.empty(shape, dtype=dtype, device=device) if layout.has_values else None
-        except (MemoryError, RuntimeError) as e:
+            full = self._unsaved and self._unsaved + nbytes > self._max_bytes
+            if not full:
+                self._unsaved += nbytes
+        if full:
+            self._give_up("pages that wait to be kept take max_unsaved bytes", "no_room", chains)
+            return
+        memory = tier.store.allocate(tier.series, len(chains))
+        if memory is None:
             self._return_bytes(nbytes)
-            self._give_up(e, "no_room")
-            return None
-        return _Gathered(
-            plan.token_ids, plan.extra, key, value, nbytes, self._num_resets, time.perf_counter()
+            self._give_up(f"the store {tier.name!r} has no room", "no_room", chains)
+            return
+        first_token = (plan.first_page + begin) * form.page_tokens
+        source = PageBlocks(form, self._views, plan.block_ids, first_token, len(chains))
+        tier.store.declare(tier.series, keys, timeout=self._wait_timeout_s)
+        self._batches.append(
+            _Batch(
+                plan.request_id,
+                frozenset(plan.block_ids),
+                chains,
+                identities,
+                source,
+                memory,
+                0,
+                time.perf_counter(),
+            )
         )
 
-    @property
-    def bytes_unsaved(self) -> int:
-        """Of prompts that are being gathered, or wait to be stored."""
-        with self._lock:
-            return self._bytes
+    def gather_layer(self, layer: int) -> None:
+        """Copy this layer of the step's pages out of the paged cache."""
+        for batch in self._batches:
+            form, rows = batch.memory.format, batch.memory.rows()
+            columns = rows.columns(layer * form.layer_nbytes, (layer + 1) * form.layer_nbytes)
+            batch.source.gather(batch.first, columns, range(layer, layer + 1))
 
-    def _return_bytes(self, nbytes: int) -> None:
-        with self._lock:
-            self._bytes -= nbytes
+    def spoil(self, suspect: frozenset[int]) -> frozenset[str]:
+        """Give up pages that lie in these blocks. Returns the requests whose pages they are."""
+        spoilt = [batch for batch in self._batches if not suspect.isdisjoint(batch.block_ids)]
+        for batch in spoilt:
+            self._drop(batch)
+        return frozenset(batch.request_id for batch in spoilt)
 
-    def gather_layer(self, plans: tuple[SavePlan, ...], index: int, cache: Tensor) -> None:
-        """Copy this step's tokens of one layer out of the paged cache."""
-        for plan in plans:
-            gathered = self._gathering.get(plan.request_id)
-            if gathered is None:
-                continue
-            value = gathered.value
-            gather(
-                cache,
-                self._layout,
-                plan.block_ids,
-                plan.start,
-                plan.end,
-                out_key=gathered.key[index, plan.start : plan.end],
-                out_value=None if value is None else value[index, plan.start : plan.end],
+    def forget(self, request_id: str) -> None:
+        """It ended, was preempted, or its KV is not to be trusted."""
+        for batch in [batch for batch in self._batches if batch.request_id == request_id]:
+            self._drop(batch)
+
+    def _drop(self, batch: _Batch) -> None:
+        self._batches.remove(batch)
+        tier = self.first
+        tier.store.free(batch.memory)
+        tier.store.withdraw(tier.series.keys_of(batch.chains))
+        self._return_bytes(len(batch.chains) * batch.memory.format.nbytes)
+        self._settle(batch.chains)
+
+    def end(self) -> None:
+        """The step is over: its pages are whole."""
+        batches, self._batches = self._batches, []
+        tier = self.first
+        for batch in batches:
+            request = PageRequest(
+                series=tier.series,
+                keys=tier.series.keys_of(batch.chains),
+                identities=batch.identities,
+                memory=batch.memory,
             )
+            try:
+                job = tier.store.submit_put(request, timeout=self._timeout_s)
+            except KvplugError as e:
+                self._return_bytes(len(batch.chains) * batch.memory.format.nbytes)
+                self._give_up(str(e), "closed", batch.chains)
+                continue
+            job.add_done_callback(self._noting(batch))
 
-    def end(self, plans: tuple[SavePlan, ...]) -> None:
-        """The step is over: prompts that are complete go into the store.
-
-        Their copies may only be queued yet. What this thread queues next comes after them, so that the blocks
-        may be overwritten; the saving thread, which would overtake them, waits.
-        """
-        complete = [self._gathering.pop(plan.request_id, None) for plan in plans if plan.is_last]
-        ready = [gathered for gathered in complete if gathered is not None]
-        if not ready:
-            return
-        mark = Mark(ready[0].key)
-        for gathered in ready:
-            gathered.complete = mark
-        with self._lock:
-            self._pending += ready
-            self._num_taken += len(ready)
-            self._lock.notify_all()
-
-    def forget(self, request_id: str) -> bool:
-        """It ended, was preempted, or its KV is not to be trusted. Returns whether it was being gathered."""
-        gathered = self._gathering.pop(request_id, None)
-        if gathered is not None:
-            self._return_bytes(gathered.nbytes)
-        return gathered is not None
-
-    def reset(self) -> None:
-        """Nothing that was gathered by now is stored, nor will be. Does not wait for the one in hand."""
-        for request_id in list(self._gathering):
-            self.forget(request_id)
+    def reset(self, salt: bytes, shard_series: dict[str, Series]) -> None:
+        """Nothing that was gathered by now is kept, and the first store forgets what it has, if it is ours
+        alone."""
+        for batch in list(self._batches):
+            self._drop(batch)
         with self._lock:
             self._num_resets += 1
-            self._bytes -= sum(gathered.nbytes for gathered in self._pending)
-            self._num_stored += len(self._pending)
-            self._pending.clear()
-            self._lock.notify_all()
-        self._store.clear()
+        for tier in self._tiers:
+            if tier.store.is_shared:
+                tier.series = shard_series[tier.name]
+            else:
+                tier.store.submit_remove(None)
 
     # -- from other threads --------------------------------------------------------------------
 
-    def settle(self) -> None:
-        """Return when everything handed over by now is stored or given up."""
+    def take_settled(self) -> list[bytes]:
+        """Chains of pages that the first store has kept, or that are given up, since the last call."""
         with self._lock:
-            goal = self._num_taken
-            self._lock.wait_for(lambda: self._closed or self._num_stored >= goal)
+            settled, self._settled = self._settled, []
+            return settled
 
-    def stop(self) -> None:
-        """Nothing more is stored; who waits for it is woken. The store must be closed before ``join``."""
+    @property
+    def bytes_unsaved(self) -> int:
+        """Of pages that are being gathered, or wait to be kept."""
         with self._lock:
-            self._closed = True
-            self._pending.clear()
-            self._lock.notify_all()
+            return self._unsaved
 
-    def join(self) -> None:
-        self._thread.join(timeout=5)
+    def _noting(self, batch: _Batch) -> Callable[[Job[PutReason | None]], None]:
+        num_resets, series = self._num_resets, self.first.series
 
-    # -- the thread ----------------------------------------------------------------------------
+        def note(job: Job[PutReason | None]) -> None:
+            self._return_bytes(len(batch.chains) * batch.memory.format.nbytes)
+            results = job.results() or []
+            kept = [reason is None for reason in results]
+            seconds = time.perf_counter() - batch.started
+            page_tokens = series.format.page_tokens
+            if any(kept):
+                self._stats.record(
+                    "save", sum(kept) * series.format.nbytes, seconds, tokens=sum(kept) * page_tokens
+                )
+            for reason in set(results) - {None}:
+                _log.warning("pages of request %s are not kept: %s", batch.request_id, reason)
+            for reason in results:
+                if reason is not None:
+                    self._stats.fail("save", str(reason))
+            self._settle(batch.chains)
+            if len(self._tiers) > 1 and num_resets == self._num_resets:
+                whole = [at for at, is_kept in enumerate(kept) if is_kept]
+                self._later(
+                    self.first.name,
+                    [batch.chains[at] for at in whole],
+                    [batch.identities[at] for at in whole],
+                )
 
-    def _store_all(self) -> None:
-        while True:
-            with self._lock:
-                self._lock.wait_for(lambda: self._closed or self._pending)
-                if self._closed:
-                    return
-                gathered = self._pending.popleft()
-            try:
-                self._store_one(gathered)
-            except ClosedError:
-                self.stop()
+        return note
+
+    def _settle(self, chains: Sequence[bytes]) -> None:
+        with self._lock:
+            self._settled += chains
+
+    def _return_bytes(self, nbytes: int) -> None:
+        with self._lock:
+            self._unsaved -= nbytes
+
+    def _give_up(self, error: str, reason: str, chains: Sequence[bytes]) -> None:
+        _log.warning("%d pages are not saved: %s", len(chains), error)
+        self._stats.fail("save", reason)
+        self._settle(chains)
+
+    # -- between stores ------------------------------------------------------------------------
+
+    def promote(self, name: str, chains: list[bytes], identities: list[bytes]) -> None:
+        """Copy pages that were loaded from a later store into the first one. Does not wait."""
+        if any(tier.name == name for tier in self._tiers[1:]):
+            self._later(name, chains, identities)
+
+    def _later(self, source: str, chains: list[bytes], identities: list[bytes]) -> None:
+        with self._lock:
+            if self._closed or not chains:
                 return
-            except EntryGoneError:
-                _log.debug("a prompt is not stored: the store was cleared")
-            except TimeoutError as e:
-                self._give_up(e, "no_room")
-            except CapacityError as e:
-                self._give_up(e, "too_large")
-            except Exception as e:
-                self._give_up(e, "other")
+            full = self._num_behind >= _MAX_BEHIND
+            if not full:
+                self._num_behind += 1
+                self._behind.put((self._num_resets, source, chains, identities))
+                if self._thread is None:
+                    self._thread = threading.Thread(
+                        target=self._run, name="kvplug-lookup-behind", daemon=True
+                    )
+                    self._thread.start()
+        if full:
+            self._stats.fail("copy", "no_room")
+
+    def _run(self) -> None:
+        while (batch := self._behind.get()) is not None:
+            num_resets, source, chains, identities = batch
+            try:
+                if num_resets == self._num_resets:
+                    self._copy(source, chains, identities)
+            except KvplugError as e:
+                _log.debug("pages are not copied to a later store: %s", e)
+            except Exception:
+                _log.exception("copying pages to a later store failed")
             finally:
                 with self._lock:
-                    self._num_stored += 1
-                    self._bytes -= gathered.nbytes
-                    self._lock.notify_all()
+                    self._num_behind -= 1
 
-    def _store_one(self, gathered: _Gathered) -> None:
-        if self._store.match(gathered.token_ids, extra=gathered.extra) >= len(gathered.token_ids):
-            return  # the same prompt came twice at about the same time
-        assert gathered.complete is not None
-        gathered.complete.wait()
-        metadata: dict[str, Any] = {}
-        if self._checksum is not None:
-            metadata = {
-                "checksum": self._checksum,
-                "layers": [
-                    hash_of(self._checksum, gathered.key[index], _layer(gathered.value, index))
-                    for index in range(self._num_layers)
-                ],
-            }
-        if gathered.num_resets != self._num_resets:
-            return
-        self._store.insert(
-            gathered.token_ids,
-            None,
-            gathered.key,
-            gathered.value,
-            None,
-            extra=gathered.extra,
-            metadata=metadata,
-            timeout=self._timeout_s,
-        )
-        wait_for_device(gathered.key)  # the store has copied it; now its memory may be another's
-        if gathered.num_resets != self._num_resets:
-            self._store.clear()  # it came after the reset did; what this thread stores next is newer
-            return
-        self._stats.record("save", gathered.nbytes, time.perf_counter() - gathered.started)
+    def _copy(self, name: str, chains: list[bytes], identities: list[bytes]) -> None:
+        """From the store of that name: into the first one, or from that into each later one."""
+        source = next(tier for tier in self._tiers if tier.name == name)
+        for target in self._tiers[1:] if source is self.first else (self.first,):
+            begun = time.perf_counter()
+            lookup = target.store.submit_lookup(target.series.keys_of(chains), timeout=self._timeout_s)
+            wanted = [
+                at for at, found in enumerate(lookup.wait(self._timeout_s + 1)) if found is not Presence.HELD
+            ]
+            if not wanted:
+                continue
+            results = _copied(
+                source,
+                target,
+                [chains[at] for at in wanted],
+                [identities[at] for at in wanted],
+                self._timeout_s,
+            )
+            seconds = time.perf_counter() - begun
+            for reason in results:
+                if reason is None:
+                    self._stats.record("copy", source.series.format.nbytes, seconds)
+                else:
+                    self._stats.fail("copy", str(reason))
 
-    def _give_up(self, error: Exception | str, reason: str) -> None:
-        _log.warning("a prompt is not stored: %s", error)
-        self._stats.fail("save", reason)
+    def close(self) -> None:
+        """End what is behind. Idempotent; the stores are closed by their owner, before or after."""
+        with self._lock:
+            self._closed = True
+            self._num_resets += 1
+        self._behind.put(None)
+
+    def join(self) -> None:
+        if self._thread is not None:
+            self._thread.join(timeout=_CLOSE_S)
 
 
-def _layer(tensor: Tensor | None, index: int) -> Tensor | None:
-    return None if tensor is None else tensor[index]
-
-
-def hash_of(name: str, key: Tensor, value: Tensor | None) -> bytes:
-    """The hash of one layer of an entry: its keys' bytes, then its values'."""
-    parts = [memory_of(key.cpu())]
-    if value is not None:
-        parts.append(memory_of(value.cpu()))
-    return digest(name, *parts)
+def _copied(
+    source: Tier, target: Tier, chains: list[bytes], identities: list[bytes], timeout_s: float
+) -> list[PutReason | None]:
+    """Copy pages from one store to another. Returns the results of the put, of those that were there."""
+    memory = PageBuffers.empty(source.series.format, len(chains))
+    keys = source.series.keys_of(chains)
+    request = PageRequest(series=source.series, keys=keys, identities=identities, memory=memory)
+    got = source.store.submit_get(request, timeout=timeout_s).wait(timeout_s + 1)
+    there = [at for at, missed in enumerate(got) if missed is None]
+    if not there:
+        return []
+    rows = memory.rows()
+    request = PageRequest(
+        series=target.series,
+        keys=target.series.keys_of([chains[at] for at in there]),
+        identities=[identities[at] for at in there],
+        memory=PageBuffers(
+            memory.format, PageRows(rows.buffer, [rows.offsets[at] for at in there], rows.nbytes)
+        ),
+    )
+    return target.store.submit_put(request, timeout=timeout_s).wait(timeout_s + 1)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import attrs
@@ -22,23 +23,36 @@ from kvplug.engine import (
     SchedulerOutput,
     WorkerOutput,
 )
-from kvplug.transport import DEFAULT_TIMEOUT, Deadline, Timeout
+from kvplug.transport import DEFAULT_TIMEOUT, Deadline, Presence, Store, Timeout, pack_tokens
+from kvplug_lookup.connector.keys import PromptChains, Shard, namespace_of, shard_of
 from kvplug_lookup.connector.plan import LoadPlan, SavePlan, StepPlan
-from kvplug_lookup.connector.replica import Fence, Replica
+from kvplug_lookup.connector.replica import Replica
+from kvplug_lookup.connector.sources import AskedSource, FollowedSource, Inquiry, Source
+from kvplug_lookup.connector.worth import Worth
 
 _log = logging.getLogger(__name__)
 
+_Runs = tuple[tuple[str, int], ...]
+"""From which source, and so many pages, one after the other."""
 
-@attrs.define
+
+@attrs.define(eq=False)
 class _Tracked:
     """What is remembered of a request between its first call and its last."""
 
     request: Request
-    fences: list[Fence] = attrs.field(factory=list)
+    chains: PromptChains
+    inquiries: list[Inquiry] = attrs.field(factory=list)
+    """One for each source, in their order."""
+    waits_until: float = 0.0
+    """When it is computed instead of waiting for pages that are coming; 0: it does not wait yet."""
     num_computed_at_match: int = 0
     num_promised: int = 0
     """When it was last asked about, and its blocks were not allocated yet."""
+    sources: tuple[_Runs, ...] = ()
+    """Of what is promised: for each worker."""
     num_saved: int = 0
+    """Pages whose save is planned, or which need none."""
     has_failed: bool = False
     """A load failed: it is computed from now on, without another try."""
     is_loading: bool = False
@@ -48,11 +62,10 @@ class _Tracked:
 
 
 class LookupScheduler(SchedulerConnector):
-    """Promises what the peer's store holds, plans loads and saves. Touches no tensor, waits for nobody.
+    """Promises pages that every worker can load, plans loads and saves. Touches no tensor, waits for nobody.
 
-    As consumer it keeps a :class:`Replica` of each of the peer engine's stores (of its own workers', in
-    the role "both") and promises what all of them hold. As producer it plans, step by step, what the
-    workers gather.
+    It looks for pages in *sources*, in this order: the stores of the config, then the peer engines. Of stores
+    that live in workers it keeps replicas; it asks those that every process reaches.
     """
 
     def __init__(self, context: ConnectorContext) -> None:
@@ -62,8 +75,12 @@ class LookupScheduler(SchedulerConnector):
                 f" {len(context.cache.groups)}"
             )
         self._context = context
-        self._block_size = context.cache.groups[0].block_size
-        self._granule = context.cache.groups[0].layout.granule
+        options, group = context.options, context.cache.groups[0]
+        self._block_size = group.block_size
+        self._granule = group.layout.granule
+        self._shard = shard_of(context.cache, context.model, context.parallelism, options.page_tokens)
+        self._page_tokens = self._shard.format.page_tokens
+        self._namespace = namespace_of(context.model)
         role = context.config.role
         self._saves = role in (Role.PRODUCER, Role.BOTH)
         self._loads = role in (Role.CONSUMER, Role.BOTH)
@@ -72,28 +89,82 @@ class LookupScheduler(SchedulerConnector):
         self._forget: list[str] = []
         self._heard = -1
         """The latest step that a worker has reported something about; -1: none."""
-        self._must_reset = False
-        """The next plan tells the workers to forget everything."""
+        self._reset = b""
+        """The next plan tells the workers to forget everything; new bytes for each reset."""
         self._reset_step: int | None = None
         """The step that told them so last, until all of them have reported it."""
         self._num_reset = 0
         """How many have."""
-        self._replicas: tuple[Replica, ...] = ()
-        if self._loads:
-            self._replicas = tuple(
+        self._salt = b""
+        """Of keys in stores that other engines use, too, since the last reset."""
+        self._worth = Worth()
+        self._sources: list[Source] = []
+        self._own: list[Source] = []
+        """The sources that this engine's workers put pages into."""
+        self._shards: dict[int, Shard] = {}
+        """Of the workers that have said which they are."""
+        try:
+            self._open_sources()
+        except BaseException:
+            self.shutdown()
+            raise
+
+    def _open_sources(self) -> None:
+        context = self._context
+        for name in context.config.stores if self._loads or self._saves else ():
+            source = self._source_of(name)
+            if source is not None:
+                self._sources.append(source)
+        self._own = list(self._sources) if self._saves else []
+        if not self._loads:
+            return
+        peers: tuple[str | None, ...] = context.config.peers
+        if not peers and not self._saves:
+            peers = (None,)
+        for peer in peers:
+            self._sources.append(self._followed(f"peer {peer or ''}".strip(), peer))
+
+    def _source_of(self, name: str) -> Source | None:
+        """The source that a store of the config is; ``None`` where nothing can be looked for in it."""
+        context = self._context
+        store: Store = context.open_store(name)
+        if store.is_shared:
+            workers = context.parallelism.num_workers
+            return AskedSource(name, store, workers, context.options.wait_timeout_s)
+        store.abort()
+        # It lives in each worker, which lets this side follow it.
+        return self._followed(name, None) if self._saves and self._loads else None
+
+    def _followed(self, name: str, peer: str | None) -> FollowedSource:
+        context = self._context
+        whose = "this engine's" if self._saves else "the peer engine's"
+        if peer is not None:
+            whose = f"the engine at {peer}:"
+
+        def connector_to(rank: int) -> Callable[[float], PeerLink]:
+            return lambda timeout: context.peers.connect(rank, "events", timeout=timeout, peer=peer)
+
+        return FollowedSource(
+            name,
+            [
                 Replica(
-                    self._connector_to(rank),
-                    rank=rank,
-                    fence_timeout_s=context.options.fence_timeout_s,
+                    connector_to(rank),
+                    name=f"{whose} worker {rank}",
+                    model=context.model,
+                    wait_timeout_s=context.options.wait_timeout_s,
                 )
                 for rank in range(context.parallelism.num_workers)
-            )
+            ],
+        )
 
-    def _connector_to(self, rank: int) -> Any:
-        def connect(timeout: float) -> PeerLink:
-            return self._context.peers.connect(rank, "events", timeout=timeout)
-
-        return connect
+    @property
+    def _replicas(self) -> list[Replica]:
+        return [
+            replica
+            for source in self._sources
+            if isinstance(source, FollowedSource)
+            for replica in source.replicas
+        ]
 
     @property
     def links(self) -> tuple[PeerLink, ...]:
@@ -102,6 +173,24 @@ class LookupScheduler(SchedulerConnector):
 
     # -- at start and at the end ---------------------------------------------------------------
 
+    def set_xfer_handshake_metadata(self, metadata: Mapping[int, Plain]) -> None:
+        for rank, said in metadata.items():
+            self._hear_shard(rank, said)
+
+    def _hear_shard(self, rank: int, said: Any) -> None:
+        """A worker says which part of the model it holds, and how its stores protect pages."""
+        if not isinstance(said, Mapping) or "shard" not in said:
+            return
+        self._shards[rank] = Shard.from_plain(said["shard"])
+        self._name_series()
+
+    def _name_series(self) -> None:
+        for source in self._sources:
+            if isinstance(source, AskedSource):
+                for rank, shard in self._shards.items():
+                    if rank < len(source.series):
+                        source.series[rank] = shard.series(source.store.seal.id, self._salt)
+
     def wait_until_ready(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
         deadline = Deadline.after(timeout, self._context.config.connect_timeout_s)
         for replica in self._replicas:
@@ -109,8 +198,8 @@ class LookupScheduler(SchedulerConnector):
 
     def shutdown(self) -> None:
         self._context.peers.close()  # wakes those that are connecting
-        for replica in self._replicas:
-            replica.close()
+        for source in self._sources:
+            source.close()
         self._context.close()
 
     def get_stats(self) -> Mapping[str, Any] | None:
@@ -124,7 +213,11 @@ class LookupScheduler(SchedulerConnector):
     def _track(self, request: Request) -> _Tracked:
         tracked = self._tracked.get(request.request_id)
         if tracked is None:
-            tracked = _Tracked(request, fences=[replica.fence() for replica in self._replicas])
+            tracked = _Tracked(
+                request,
+                PromptChains(self._namespace, request.extra, self._page_tokens),
+                [source.inquire() for source in self._sources] if self._loads else [],
+            )
             self._tracked[request.request_id] = tracked
         tracked.request = request
         return tracked
@@ -139,29 +232,98 @@ class LookupScheduler(SchedulerConnector):
         usable = (len(request.token_ids) - 1) // self._block_size * self._block_size
         if usable <= num_computed_tokens or num_computed_tokens % self._granule:
             return 0, False
-        held = self._held(tracked, usable)
-        if held is None:
+        if self._reset or self._reset_step is not None:
+            return 0, False  # the stores may have pages that must not be loaded, and soon have none at all
+        begun = time.perf_counter()
+        found = self._held(tracked, num_computed_tokens, usable)
+        if found is None:
             return None, False
-        new = held // self._block_size * self._block_size - num_computed_tokens
+        end, sources = found
+        new = end // self._block_size * self._block_size - num_computed_tokens
+        self._context.stats.record("match", seconds=time.perf_counter() - begun, tokens=max(0, new))
         if new <= 0:
             return 0, False
+        if not self._is_worth_it(sources):
+            self._context.stats.fail("match", "not_worth_it")
+            return 0, False
         tracked.num_computed_at_match, tracked.num_promised = num_computed_tokens, new
+        tracked.sources = sources
         return new, self._context.options.async_load
 
-    def _held(self, tracked: _Tracked, usable: int) -> int | None:
-        """Of the first ``usable`` tokens those that every store holds; ``None``: not known yet."""
-        if self._must_reset or self._reset_step is not None:
-            return 0  # the stores may have entries that must not be loaded, and soon have none at all
-        begun = time.perf_counter()
-        token_ids, extra = tracked.request.token_ids[:usable], tracked.request.extra
-        held = usable
-        for replica, fence in zip(self._replicas, tracked.fences, strict=True):
-            found = replica.match(token_ids, extra) if replica.has_passed(fence) else None
+    def _held(self, tracked: _Tracked, start: int, usable: int) -> tuple[int, tuple[_Runs, ...]] | None:
+        """The end of the tokens from ``start`` on that every worker can load, and from where; ``None``: not
+        known yet.
+        """
+        page_tokens, num_workers = self._page_tokens, self._context.parallelism.num_workers
+        # The last page may reach beyond what is usable: its first tokens are.
+        reach = min(len(tracked.request.token_ids), usable + page_tokens - 1)
+        chains = tracked.chains.upto(tracked.request.token_ids, reach)
+        first, last = start // page_tokens, min(len(chains), -(-usable // page_tokens))
+        chains = chains[:last]
+        count, sources = last - first, []
+        for rank in range(num_workers):
+            found = self._held_by(tracked, chains, first, rank)
             if found is None:
                 return None
-            held = min(held, found)
-        self._context.stats.record("match", seconds=time.perf_counter() - begun, tokens=held)
-        return held
+            held, runs = found
+            count = min(count, held)
+            sources.append(runs)
+        tracked.waits_until = 0.0
+        return (first + count) * page_tokens, tuple(_cut(runs, count) for runs in sources)
+
+    def _held_by(
+        self, tracked: _Tracked, chains: list[bytes], first: int, rank: int
+    ) -> tuple[int, _Runs] | None:
+        """How many pages from ``first`` on worker ``rank`` can load, and from where; ``None``: not known yet.
+
+        A source is asked only for what those before it do not have.
+        """
+        runs: list[tuple[str, int]] = []
+        answers: dict[int, list[Presence]] = {}
+        begun: dict[int, int] = {}
+        at = first
+        while at < len(chains):
+            must_wait, taken = False, 0
+            for number, inquiry in enumerate(tracked.inquiries):
+                if number not in answers or at < begun[number] or at - begun[number] >= len(answers[number]):
+                    known = inquiry.presences(chains, at, rank)
+                    if known is None:
+                        must_wait = True
+                        continue
+                    answers[number], begun[number] = known, at
+                have = answers[number][at - begun[number] :]
+                taken = next((i for i, each in enumerate(have) if each is not Presence.HELD), len(have))
+                if taken:
+                    runs.append((self._sources[number].name, taken))
+                    break
+                must_wait = must_wait or bool(have)
+            if taken:
+                at += taken
+            elif must_wait and self._may_wait(tracked):
+                return None
+            else:
+                break
+        return at - first, tuple(runs)
+
+    def _may_wait(self, tracked: _Tracked) -> bool:
+        """Whether the request waits a little longer for pages that are coming, or for a source's answer."""
+        now = time.monotonic()
+        if not tracked.waits_until:
+            tracked.waits_until = now + self._context.options.wait_timeout_s
+        if now < tracked.waits_until:
+            return True
+        if tracked.waits_until != -1.0:
+            self._context.stats.fail("match", "expired")
+            tracked.waits_until = -1.0
+        return False
+
+    def _is_worth_it(self, sources: tuple[_Runs, ...]) -> bool:
+        if self._context.options.load_policy == "always" or not sources:
+            return True
+        num_tokens: dict[str, int] = {}
+        for name, count in sources[0]:
+            num_tokens[name] = num_tokens.get(name, 0) + count * self._page_tokens
+        return self._worth.is_worth_it(num_tokens)
 
     def update_state_after_alloc(
         self, request: Request, block_ids: BlockIds, num_external_tokens: int
@@ -179,16 +341,23 @@ class LookupScheduler(SchedulerConnector):
         end = start + num_external_tokens
         in_background = self._context.options.async_load
         tracked.is_loading = in_background
+        first, last = start // self._page_tokens, -(-end // self._page_tokens)
+        tokens = request.token_ids[first * self._page_tokens : last * self._page_tokens]
         self._planned_loads.append(
             LoadPlan(
                 request_id=request.request_id,
-                token_ids=request.token_ids[:end],
-                extra=request.extra,
+                first_page=first,
+                parent=tracked.chains.parent_of(first),
+                packed_tokens=pack_tokens(tokens),
                 block_ids=tuple(block_ids[0][: -(-end // self._block_size)]),
                 start=start,
+                end=end,
+                sources=tuple(_cut(runs, last - first) for runs in tracked.sources),
                 in_background=in_background,
             )
         )
+        # Pages that are held by the first store, or wholly loaded, need no save.
+        tracked.num_saved = max(tracked.num_saved, end // self._page_tokens)
 
     def request_finished(
         self, request: Request, block_ids: BlockIds, end: RequestEnd
@@ -208,9 +377,10 @@ class LookupScheduler(SchedulerConnector):
     # -- of the whole --------------------------------------------------------------------------
 
     def reset_cache(self) -> bool:
-        """In the next step the workers forget what they have gathered and stored.
+        """In the next step the workers forget what they have saved, and use other keys from then on in stores
+        that other engines use, too.
 
-        Nothing that they hold is promised any more until they have said so. A consumer's entries are not its
+        Nothing that they hold is promised any more until they have said so. What a consumer loads is not its
         own to forget: refused, unless there was no producer yet.
         """
         if not self._saves:
@@ -220,21 +390,21 @@ class LookupScheduler(SchedulerConnector):
                 "the cache is not reset: what this engine loads is held by its producer; reset that engine"
             )
             return False
-        self._must_reset = True
+        self._reset = os.urandom(16)
         for tracked in self._tracked.values():
             tracked.is_old = True
         return True
 
     def has_pending_push_work(self) -> bool:
         """The workers are told of a reset by a step, and an engine without requests makes none otherwise."""
-        return self._must_reset
+        return bool(self._reset)
 
     def _note_reset(self) -> None:
         self._num_reset += 1
         if self._num_reset == self._context.parallelism.num_workers:
             self._reset_step = None
-            for replica in self._replicas:
-                replica.drop()
+            for source in self._own:
+                source.drop()
 
     # -- of one step ---------------------------------------------------------------------------
 
@@ -247,17 +417,21 @@ class LookupScheduler(SchedulerConnector):
             if request_id in self._tracked:
                 self._tracked[request_id].num_saved = 0
                 forget.append(request_id)
+        if self._reset:
+            self._salt = self._reset
+            self._name_series()
         plan = StepPlan(
             step=output.step,
             heard=self._heard,
             loads=tuple(self._planned_loads),
             saves=tuple(self._plan_saves(output)) if self._saves else (),
             forget=tuple(forget),
-            reset=self._must_reset,
+            reset=self._reset,
+            num_tokens=sum(one.num_scheduled_tokens for one in output.scheduled),
         )
         self._planned_loads, self._forget = [], []
-        if self._must_reset:
-            self._must_reset, self._reset_step, self._num_reset = False, output.step, 0
+        if self._reset:
+            self._reset, self._reset_step, self._num_reset = b"", output.step, 0
         return plan.to_plain()
 
     def _plan_saves(self, output: SchedulerOutput) -> Any:
@@ -269,26 +443,27 @@ class LookupScheduler(SchedulerConnector):
                 continue
             tracked.is_old = False
             request = tracked.request
-            # An engine that went back computes again from there, and what was gathered beyond is void.
-            start = self._whole(min(tracked.num_saved, scheduled.num_computed_tokens))
-            last = self._whole(request.num_prompt_tokens)
-            end = min(self._whole(scheduled.num_computed_tokens + scheduled.num_scheduled_tokens), last)
-            if end <= start:
+            token_ids = request.token_ids[: request.num_prompt_tokens]
+            if output.token_ids is not None:
+                token_ids = tuple(output.token_ids(request.request_id))
+            # Tokens that this step computes and that are known; never those of a draft.
+            end = min(scheduled.num_computed_tokens + scheduled.num_scheduled_tokens, len(token_ids))
+            last, first = end // self._page_tokens, tracked.num_saved
+            if last <= first:
                 continue
-            tracked.num_saved = end
+            tracked.num_saved = last
+            chains = tracked.chains.upto(token_ids, end)[first:last]
+            for source in self._own[:1]:
+                source.expect(chains, self._context.options.wait_timeout_s)
+            tokens = token_ids[first * self._page_tokens : last * self._page_tokens]
+            blocks = output.block_ids(request.request_id)[0]
             yield SavePlan(
                 request_id=request.request_id,
-                token_ids=request.token_ids[:last] if start == 0 else (),
-                extra=request.extra,
-                block_ids=tuple(output.block_ids(request.request_id)[0][: -(-end // self._block_size)]),
-                start=start,
-                end=end,
-                is_last=end == last,
+                first_page=first,
+                parent=tracked.chains.parent_of(first),
+                packed_tokens=pack_tokens(tokens),
+                block_ids=tuple(blocks[: -(-last * self._page_tokens // self._block_size)]),
             )
-
-    def _whole(self, num_tokens: int) -> int:
-        """So many of the leading tokens as can be moved without the rest of a block."""
-        return num_tokens // self._granule * self._granule
 
     def update_connector_output(self, output: WorkerOutput) -> None:
         for request_id in output.finished_recving:
@@ -296,19 +471,39 @@ class LookupScheduler(SchedulerConnector):
                 self._tracked[request_id].is_loading = False
         for part in output.worker_metadata:
             assert isinstance(part, Mapping)
-            self._heard = max(self._heard, part["step"])
-            if part["reset"] and part["step"] == self._reset_step:
-                self._note_reset()
-            if part["timed_out"]:
-                for replica in self._replicas:
-                    replica.doubt()
-            if part["refused"]:
-                for replica in self._replicas:
-                    replica.refuse()
-            for request_id in part["failed_loads"]:
-                if request_id in self._tracked:
-                    self._tracked[request_id].has_failed = True
-                    self._tracked[request_id].num_saved = 0
-            for request_id in part["spoilt_saves"]:
-                if request_id in self._tracked:
-                    self._tracked[request_id].num_saved = 0
+            self._hear(part)
+
+    def _hear(self, part: Mapping[str, Any]) -> None:
+        """What one worker says after a step."""
+        rank = part["rank"]
+        self._heard = max(self._heard, part["step"])
+        self._hear_shard(rank, part)
+        if part["reset"] and part["step"] == self._reset_step:
+            self._note_reset()
+        if part["rates"]:
+            self._worth.hear(rank, part["rates"])
+        for source in self._sources:
+            if source.name in part["stalled"]:
+                source.doubt()
+            if source.name in part["refused"]:
+                source.refuse()
+        for source in self._own[:1]:
+            source.settle(part["settled"], rank)
+        for request_id in part["failed_loads"]:
+            if request_id in self._tracked:
+                self._tracked[request_id].has_failed = True
+                self._tracked[request_id].num_saved = 0
+        for request_id in part["spoilt_saves"]:
+            if request_id in self._tracked:
+                self._tracked[request_id].num_saved = 0
+
+
+def _cut(runs: _Runs, count: int) -> _Runs:
+    """The first ``count`` pages of these runs."""
+    found, left = [], count
+    for name, length in runs:
+        if left <= 0:
+            break
+        found.append((name, min(length, left)))
+        left -= length
+    return tuple(found)

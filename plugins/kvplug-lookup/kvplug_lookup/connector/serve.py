@@ -1,4 +1,4 @@
-"""The producer's door: peers come for events or for entries, each in its own thread."""
+"""The engine's door: peers come to follow the index of the first store, or for its pages."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import logging
 import math
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Mapping
+from typing import Any
 
 from kvplug import ClosedError, KvplugError, TimeoutError
 from kvplug.engine import PeerLink, PeerListener
-from kvplug.transport import Deadline, LookupStore, Pipe, Stored, StoreEvent, WireError, event_to_plain
+from kvplug.transport import Deadline, PageEvent, PagesStored, Store, WireError, page_event_to_plain
 
 _log = logging.getLogger(__name__)
 
@@ -18,17 +19,18 @@ _MAX_LAG_BYTES = 64 << 20
 """A follower that has more than this to read, beyond the snapshot it began with, is dropped; when it
 connects again it gets a snapshot."""
 _EVENT_BYTES = 256
-"""Of an event, besides its tokens and extra."""
+"""Of an event, besides its keys."""
+_KEY_BYTES = 32
 _CLOSE_S = 2.0
+_HELLO_S = 10.0
 
 
 class _Publisher:
     """Sends one follower every event of the store, and answers its pings in line."""
 
-    def __init__(self, link: PeerLink, store: LookupStore, settle: Callable[[], None]) -> None:
+    def __init__(self, link: PeerLink, store: Store) -> None:
         self._link = link
-        self._settle = settle
-        self._queue: queue.SimpleQueue[tuple[dict[str, object], int] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[dict[str, Any], int] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._lag_bytes = 0
         self._max_lag_bytes = math.inf
@@ -46,7 +48,6 @@ class _Publisher:
                 message = self._link.channel.recv(timeout=None)
                 if not isinstance(message, dict) or type(message.get("ping")) is not int:
                     raise WireError("a follower sent something else than a ping")
-                self._settle()
                 self._put({"pong": message["ping"]}, 0)
         except KvplugError as e:
             _log.debug("%s follows no more: %s", self._link.agreement.remote.engine_id, e)
@@ -59,11 +60,11 @@ class _Publisher:
         self._queue.put(None)
         self._link.close()
 
-    def _put_event(self, event: StoreEvent) -> None:
-        size = len(event.packed_tokens) + len(event.extra) if isinstance(event, Stored) else 0
-        self._put(event_to_plain(event), size)
+    def _put_event(self, event: PageEvent) -> None:
+        size = len(event.keys) * _KEY_BYTES if isinstance(event, PagesStored) else 0
+        self._put(page_event_to_plain(event), size)
 
-    def _put(self, message: dict[str, object], size: int) -> None:
+    def _put(self, message: dict[str, Any], size: int) -> None:
         size += _EVENT_BYTES
         with self._lock:
             self._lag_bytes += size
@@ -86,33 +87,27 @@ class _Publisher:
             _log.debug("no more events for %s: %s", self._link, e)
         finally:
             self._ended.set()
-            self._link.close()  # so that the follower knows, and whoever waits for its pings
+            self._link.close()  # so that the follower knows, and the thread that waits for its pings
 
 
 class Service:
     """Accepts peers of one store until it is closed."""
 
-    def __init__(
-        self,
-        listener: PeerListener,
-        store: LookupStore,
-        *,
-        device: str,
-        settle: Callable[[], None],
-    ) -> None:
+    def __init__(self, listener: PeerListener, store: Store, hello: Mapping[str, Any]) -> None:
+        """``hello``: the first words to every peer."""
         self._listener = listener
         self._store = store
-        self._device = device
-        self._settle = settle
+        self._hello = dict(hello)
         self._lock = threading.Lock()
         self._served: dict[PeerLink, threading.Thread] = {}
-        """Links in use, and who serves them."""
+        """Links in use, and the threads that serve them."""
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="kvplug-lookup-serve", daemon=True)
         self._thread.start()
+        _log.info("serving pages at %s", listener.contact.split()[0])
 
     def close(self) -> None:
-        """Hang up on everybody. Pipes that are attached belong to the store."""
+        """Stop listening and hang up on every peer."""
         with self._lock:
             self._closed = True
             served = list(self._served.items())
@@ -151,12 +146,21 @@ class Service:
     def _serve(self, link: PeerLink) -> None:
         remote = link.agreement.remote
         try:
-            if remote.purpose == "events":
-                _Publisher(link, self._store, self._settle).run()
-            elif remote.purpose == "entries":
-                self._attach(link)
-            else:
+            if remote.purpose not in ("events", "store"):
                 _log.warning("a peer came for %r, which connector 'lookup' does not know", remote.purpose)
+                return
+            if not self._store.has_events:
+                link.channel.send(
+                    {"error": "its first store is one that other engines name in their `stores`"},
+                    timeout=_HELLO_S,
+                )
+                return
+            link.channel.send(self._hello, timeout=_HELLO_S)
+            if remote.purpose == "events":
+                _Publisher(link, self._store).run()
+            else:
+                _log.info("%s loads pages from here", link.agreement.remote.engine_id)
+                self._store.serve(link)
         except KvplugError as e:
             if not self._closed:
                 _log.warning("serving %s for %r failed: %s", remote.engine_id, remote.purpose, e)
@@ -166,14 +170,3 @@ class Service:
             link.close()
             with self._lock:
                 self._served.pop(link, None)
-
-    def _attach(self, link: PeerLink) -> None:
-        pipes = list[Pipe]()
-        try:
-            pipes.append(link.open_pipe("signal"))
-            pipes.append(link.open_pipe("data", device=self._device))
-            self._store.attach(*pipes)
-        except BaseException:
-            for pipe in pipes:
-                pipe.abort()
-            raise

@@ -2,88 +2,124 @@
 
 from __future__ import annotations
 
+import logging
 import threading
+import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from kvplug import ClosedError, HandshakeError, TimeoutError
-from kvplug.engine import ConnectorContext, KVLayout, LayoutError, PeerLink, Plain, Role, WorkerConnector
-from kvplug.transport import DEFAULT_TIMEOUT, Deadline, LookupBuffer, LookupStore, Pipe, Timeout
+from kvplug import ClosedError, ConfigError
+from kvplug.engine import (
+    ConnectorContext,
+    LayoutError,
+    PeerLink,
+    Plain,
+    Role,
+    WorkerConnector,
+    page_views,
+)
+from kvplug.transport import DEFAULT_TIMEOUT, Deadline, Timeout
 from kvplug_lookup.connector.device import Mark
-from kvplug_lookup.connector.load import Load, Loader
-from kvplug_lookup.connector.plan import StepPlan
-from kvplug_lookup.connector.save import Saver
+from kvplug_lookup.connector.keys import hello_of, shard_of
+from kvplug_lookup.connector.load import Load, Part
+from kvplug_lookup.connector.peers import PeerStore
+from kvplug_lookup.connector.plan import LoadPlan, StepPlan
+from kvplug_lookup.connector.save import Saver, Tier
 from kvplug_lookup.connector.serve import Service
+from kvplug_lookup.connector.worth import Rates
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+_log = logging.getLogger(__name__)
+
 
 class LookupWorker(WorkerConnector):
-    """Saves prompts into a store in this process, or loads them from the peer engine's.
+    """Saves the pages that its engine computes into stores, and loads pages from them and from peer engines.
 
-    As producer it holds the store and listens; as consumer it dials the worker of its own rank in the
-    peer engine, when first needed and again after a loss; in the role "both" it does the former and
-    loads from its own store.
-    """
+    As producer it saves, and serves its first store to peers; as consumer it loads from the workers of its
+    own rank in peer engines, and from stores that every process reaches; in the role "both" it does all of
+    it."""
 
     def __init__(self, context: ConnectorContext) -> None:
         super().__init__()
         self._context = context
-        config, options = context.config, context.options
-        self._layer_names = context.cache.groups[0].layer_names
+        config, options, group = context.config, context.options, context.cache.groups[0]
+        self._layer_names = group.layer_names
         self._index_of = {name: index for index, name in enumerate(self._layer_names)}
-        self._layout: KVLayout = context.cache.groups[0].layout
+        self._layout = group.layout
+        self._shard = shard_of(context.cache, context.model, context.parallelism, options.page_tokens)
+        self._page_tokens = self._shard.format.page_tokens
         self._caches: tuple[Tensor, ...] = ()
+        self._views: list[list[Tensor]] = []
         self._plan = StepPlan()
         self._loads: dict[str, Load] = {}
         """Of this step, and in the background."""
         self._step = 0
+        self._step_began = 0.0
         self._suspect: dict[int, int] = {}
         """Blocks that nothing is saved from, each with the step in which its load failed: plans of later
         steps may have been made before the scheduler side heard of that. With several workers, those of
         any load that its step needs: it may have failed at another worker."""
-        self._doubts_loads = False
+        self._doubts_loads = context.parallelism.num_workers > 1
         self._failed_blocks: set[int] = set()
         self._failed_requests: set[str] = set()
         self._spoilt_saves: set[str] = set()
-        self._timed_out = False
-        self._is_refused = False
-        """This worker and the peer's can never agree, which the two engines' other sides do not know."""
-        self._deadline = Deadline.after(None)
-
-        self._endpoint = context.lookup_buffer()
-        self._store: LookupStore | None = None
+        self._stalled: set[str] = set()
+        self._refused: set[str] = set()
+        """Peers whose pages can never be ours, which the two engines' other sides do not know."""
+        self._has_said_shard = False
+        self._rates = Rates()
+        self._saves = config.role in (Role.PRODUCER, Role.BOTH)
+        loads = config.role in (Role.CONSUMER, Role.BOTH)
+        self._tiers: dict[str, Tier] = {}
         self._saver: Saver | None = None
         self._service: Service | None = None
+        self._peers: dict[str, PeerStore] = {}
         self.contact = ""
-        """Where consumers find this worker; empty for a consumer. May carry a token: do not log it."""
-        self._reach_lock = threading.Lock()
-        self._reach: LookupBuffer | None = None
-        self._dialling = threading.Lock()
-        """Held while somebody connects, which may take long; the other lock never is."""
-        self._closed = False
-        self.link: PeerLink | None = None
-        """What was agreed on with the producer, once connected."""
-        self._loader: Loader | None = None
-        if config.role in (Role.PRODUCER, Role.BOTH):
-            listener = context.peers.listen()
-            self.contact = listener.contact
-            self._store = self._endpoint.hold(as_cache=True)
-            self._saver = Saver(
-                self._store,
-                self._layout,
-                len(self._layer_names),
-                checksum=context.checksums[0] if context.checksums else None,
-                timeout_s=options.save_timeout_s,
-                max_bytes=options.max_unsaved,
-                store_bytes=config.buffer_size,
-                stats=context.stats,
-            )
-            self._doubts_loads = context.parallelism.num_workers > 1
-            self._service = Service(listener, self._store, device=config.device, settle=self._saver.settle)
-        if config.role in (Role.CONSUMER, Role.BOTH):
-            self._loader = Loader(self._buffer, timeout_s=config.timeout_s)
+        """Where peers find this worker; empty where it serves none. May carry a token: do not log it."""
+        try:
+            self._open_stores()
+            if loads:
+                addresses: tuple[str | None, ...] = config.peers
+                if not addresses and not self._saves:
+                    addresses = (None,)
+                for address in addresses:
+                    peer = PeerStore(context, address, self._shard)
+                    self._peers[peer.name] = peer
+            if self._saves and not self.first_tier.store.is_shared:
+                listener = context.peers.listen()
+                self.contact = listener.contact
+                hello = hello_of(
+                    self._shard,
+                    context.model,
+                    self.first_tier.name,
+                    self.first_tier.store.seal.id,
+                )
+                self._service = Service(listener, self.first_tier.store, hello)
+        except BaseException:
+            self.shutdown()
+            raise
+
+    def _open_stores(self) -> None:
+        if self._saves and not self._context.config.stores:
+            raise ConfigError("stores: nothing was given; an engine that saves needs at least one store")
+        for name in self._context.config.stores:
+            store = self._context.open_store(name)
+            if self._saves or store.is_shared:
+                self._tiers[name] = Tier(name, store, self._shard.series(store.seal.id))
+            else:
+                store.abort()  # a store of this process's own, which nothing would be put into
+
+    @property
+    def first_tier(self) -> Tier:
+        """The store that pages are saved into."""
+        return next(iter(self._tiers.values()))
+
+    @property
+    def link(self) -> PeerLink | None:
+        """What was agreed on with the first peer that is connected."""
+        return next((peer.link for peer in self._peers.values() if peer.link is not None), None)
 
     # -- at start and at the end ---------------------------------------------------------------
 
@@ -95,109 +131,48 @@ class LookupWorker(WorkerConnector):
             )
         for name in self._layer_names:
             self._layout.check(kv_caches[name])
+            dtype = str(kv_caches[name].dtype).removeprefix("torch.")
+            if dtype != self._context.model.dtype:
+                stated = self._context.model.dtype
+                raise LayoutError(f"the cache of {name} is of {dtype}, and the model's facts say {stated}")
         self._caches = tuple(kv_caches[name] for name in self._layer_names)
+        self._views = page_views(self._caches, self._layout)
+        options, config = self._context.options, self._context.config
+        if self._saves:
+            self._saver = Saver(
+                list(self._tiers.values()),
+                views=self._views,
+                timeout_s=options.save_timeout_s,
+                wait_timeout_s=options.wait_timeout_s,
+                max_bytes=config.buffer_size if options.max_unsaved is None else options.max_unsaved,
+                stats=self._context.stats,
+            )
+
+    def get_handshake_metadata(self) -> Plain:
+        return {"shard": self._shard.to_plain()}
 
     def wait_until_ready(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
-        if self._loader is not None:
-            self._buffer(Deadline.after(timeout, self._context.config.connect_timeout_s), retry=True)
+        deadline = Deadline.after(timeout, self._context.config.connect_timeout_s)
+        for peer in self._peers.values():
+            peer.connected(deadline, retry=True)
 
     def shutdown(self) -> None:
-        # First what wakes everybody who waits, then whoever may need a moment to end.
+        # First what wakes those that wait, then what may need a moment to end.
         closing = ClosedError("the connector was shut down")
         for load in list(self._loads.values()):
             load.fail(closing)
-        with self._reach_lock:
-            self._closed = True
-            reach, self._reach = self._reach, None
-            link = self.link
         self._context.peers.close()
-        if link is not None:
-            link.close()
-        if reach is not None:
-            reach.close(timeout=1.0)
+        for peer in self._peers.values():
+            peer.close()
         if self._saver is not None:
-            self._saver.stop()
+            self._saver.close()
         if self._service is not None:
             self._service.close()
-        if self._store is not None:
-            self._store.close(timeout=1.0)
+        for tier in self._tiers.values():
+            tier.store.close(timeout=1.0)
         if self._saver is not None:
             self._saver.join()
-        if self._loader is not None:
-            self._loader.close()
         self._context.close()
-
-    def _buffer(self, deadline: Deadline, *, retry: bool = False) -> LookupBuffer:
-        """The buffer that loads come from: our own store, or one end of a pair of pipes to the peer's.
-
-        A new pair where the last one is lost, so that a producer that came back costs no failed load.
-        ``retry``: wait for a producer that is not up; one whose entries were promised must be.
-        """
-        if self._store is not None:
-            return self._store
-        remaining = deadline.remaining()
-        if not self._dialling.acquire(
-            timeout=-1 if remaining is None else min(remaining, threading.TIMEOUT_MAX)
-        ):
-            raise TimeoutError("the peer engine's worker was still being connected to when the time was over")
-        try:
-            with self._reach_lock:
-                self._check_open()
-                reach = self._reach
-            if reach is not None and not reach.is_lost:
-                return reach
-            if reach is not None:
-                self._lose(reach)
-            reach, link = self._connect(deadline, retry=retry)
-            with self._reach_lock:
-                closed = self._closed
-                if not closed:
-                    self._reach, self.link = reach, link
-            if closed:
-                reach.abort()
-                self._check_open()
-            return reach
-        finally:
-            self._dialling.release()
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise ClosedError("the connector was shut down")
-
-    def _connect(self, deadline: Deadline, *, retry: bool) -> tuple[LookupBuffer, PeerLink]:
-        rank, device = self._context.parallelism.worker_rank, self._context.config.device
-        peers, pipes = self._context.peers, list[Pipe]()
-        try:
-            link = peers.connect(rank, "entries", timeout=deadline.remaining(), retry=retry)
-        except HandshakeError:
-            self._is_refused = True
-            raise
-        try:
-            with self._reach_lock:
-                self.link = link  # so that a shutdown meanwhile can end the opening of the pipes
-                self._check_open()
-            pipes.append(link.open_pipe("signal", timeout=deadline.remaining()))
-            pipes.append(link.open_pipe("data", device=device, timeout=deadline.remaining()))
-            return self._endpoint.reach(*pipes), link
-        except BaseException:
-            for pipe in pipes:
-                pipe.abort()
-            raise
-        finally:
-            link.close()
-
-    def _lose(self, reach: LookupBuffer) -> None:
-        """The peer is gone, or the pipes cannot be trusted any more: dial again at the next load."""
-        with self._reach_lock:
-            if self._reach is reach:
-                self._reach = None
-        reach.abort()
-
-    def _checksum(self) -> str | None:
-        """The hash that was agreed on with whoever loads come from."""
-        if self._store is not None:
-            return self._context.checksums[0] if self._context.checksums else None
-        return self.link.agreement.checksum if self.link is not None else None
 
     # -- each step -----------------------------------------------------------------------------
 
@@ -208,102 +183,164 @@ class LookupWorker(WorkerConnector):
     def _forget(self, request_id: str) -> None:
         if self._saver is not None:
             self._saver.forget(request_id)
-        if request_id in self._loads:
-            self._loads[request_id].fail(ClosedError(f"request {request_id} ended or was preempted"))
+        load = self._loads.get(request_id)
+        if load is not None:
+            load.fail(ClosedError(f"request {request_id} ended or was preempted"))
 
     def bind_connector_metadata(self, metadata: Plain) -> None:
         super().bind_connector_metadata(metadata)
         assert isinstance(metadata, Mapping)
         self._plan = plan = StepPlan.from_plain(metadata)
         self._step = plan.step
+        self._step_began = time.perf_counter()
         self._suspect = {block: step for block, step in self._suspect.items() if step > plan.heard}
         if plan.reset and self._saver is not None:
-            self._saver.reset()
-        for request_id in self._plan.forget:
+            series = {
+                name: self._shard.series(tier.store.seal.id, plan.reset) for name, tier in self._tiers.items()
+            }
+            self._saver.reset(plan.reset, series)
+        for request_id in plan.forget:
             self._forget(request_id)
-        if self._saver is not None and self._caches:
-            cache = self._caches[0]
-            self._saver.begin(self._plan.saves, cache.dtype, cache.device)
+        if self._saver is not None:
+            self._saver.begin(plan.saves)
 
     def clear_connector_metadata(self) -> None:
         super().clear_connector_metadata()
         self._plan = StepPlan()
 
     def start_load_kv(self) -> None:
-        self._deadline = Deadline.after(self._context.config.timeout_s)
         if not self._plan.loads:
             return
         if not self._caches:
             raise LayoutError("there is no cache to load into: register_kv_caches was not called")
-        # Whoever had the blocks before may still use them, in a forward pass that is only queued.
+        # The requests that had the blocks before may still use them, in a forward pass that is only queued.
         free = Mark(self._caches[0])
-        for plan in self._plan.loads:
-            load = Load(
-                plan,
-                self._layout,
-                self._caches,
-                free=free,
-                checksum=self._checksum,
-                stats=self._context.stats,
-            )
-            self._loads[plan.request_id] = load
-            if self._doubts_loads and not plan.in_background:
+        loads = [self._load_of(plan) for plan in self._plan.loads]
+        for load in loads:
+            self._loads[load.request_id] = load
+            if self._doubts_loads and not load.plan.in_background:
                 self._suspect |= dict.fromkeys(load.block_ids, self._step)
-            assert self._loader is not None
-            self._loader.submit(load)
+        if free.is_passed:
+            self._begin(loads)
+        else:  # this thread must not wait for the device
+            threading.Thread(
+                target=self._begin_when_free, args=(loads, free), name="kvplug-lookup-load", daemon=True
+            ).start()
+
+    def _begin_when_free(self, loads: list[Load], free: Mark) -> None:
+        try:
+            free.wait()
+        except Exception as e:  # of the device
+            for load in loads:
+                load.fail(e)
+        else:
+            self._begin(loads)
+
+    def _load_of(self, plan: LoadPlan) -> Load:
+        return Load(
+            plan,
+            self._views,
+            rank=self._context.parallelism.worker_rank,
+            block_size=self._layout.block_size,
+            chains=plan.chains(self._page_tokens),
+            identities=plan.identities(self._page_tokens),
+            stats=self._context.stats,
+            timeout_s=self._context.config.timeout_s,
+            stall_timeout_s=self._context.options.stall_timeout_s,
+        )
+
+    def _begin(self, loads: list[Load]) -> None:
+        for load in loads:
+            for part in load.parts:
+                self._begin_part(load, part)
+
+    def _begin_part(self, load: Load, part: Part) -> None:
+        tier, peer = self._tiers.get(part.source), self._peers.get(part.source)
+        if tier is not None:
+            load.begin(part, tier.store, tier.series)
+        elif peer is not None:
+            peer.use(
+                lambda store, series: load.begin(part, store, series),
+                lambda error: load.give_up(part, error),
+                load.deadline,
+            )
+        else:
+            load.give_up(part, ClosedError(f"this worker has no source {part.source!r}"))
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         for load in self._loads_in_step():
-            load.wait_for_layer(self._index_of[layer_name], self._deadline)
+            load.wait_for_layer(self._index_of[layer_name])
 
     def _loads_in_step(self) -> list[Load]:
         return [load for load in self._loads.values() if not load.plan.in_background]
 
     def save_kv_layer(self, layer_name: str, kv_layer: Tensor) -> None:
         if self._saver is not None:
-            self._saver.gather_layer(self._plan.saves, self._index_of[layer_name], kv_layer)
+            self._saver.gather_layer(self._index_of[layer_name])
 
     def wait_for_save(self) -> None:
         self._settle_loads()
         if self._saver is not None:
-            self._saver.end(self._plan.saves)
+            self._saver.end()
+        if self._plan.num_tokens and self._step_began:
+            self._rates.note("compute", self._plan.num_tokens, time.perf_counter() - self._step_began)
 
     def _settle_loads(self) -> None:
         """The loads that the step needed have ended, whichever call the engine makes first after it."""
         for load in self._loads_in_step():
-            load.wait_for_layer(len(self._layer_names) - 1, self._deadline)
+            load.wait_for_layer(len(self._layer_names) - 1)
             self._end(load)
-        if self._saver is not None:
-            self._spoil_saves(self._saver)
-
-    def _spoil_saves(self, saver: Saver) -> None:
-        """Requests may share blocks: what was gathered from one that a failed load was to fill is wrong.
-
-        So is what was computed from it, here and, since they share the model, at every other worker. The
-        scheduler side plans these saves anew.
-        """
-        for plan in self._plan.saves if self._suspect else ():
-            if not self._suspect.keys().isdisjoint(plan.block_ids) and saver.forget(plan.request_id):
-                self._spoilt_saves.add(plan.request_id)
+        # Requests may share blocks: what was gathered from one that a failed load was to fill is wrong. So is
+        # what was computed from it, here and, since they share the model, at every other worker. The
+        # scheduler side plans these saves anew.
+        if self._saver is not None and self._suspect:
+            self._spoilt_saves |= self._saver.spoil(frozenset(self._suspect))
 
     def _end(self, load: Load) -> None:
         """A load has ended; if it failed, nothing of what it touched is used or saved."""
-        request_id = load.plan.request_id
+        request_id = load.request_id
         del self._loads[request_id]
+        load.settle()
         if load.error is not None:
-            self._failed_blocks |= load.block_ids
-            self._suspect |= dict.fromkeys(load.block_ids, self._step)
-            self._failed_requests.add(request_id)
-            self._timed_out |= isinstance(load.error, TimeoutError)
-            if self._saver is not None:
-                self._saver.forget(request_id)
+            self._note_failure(load)
+            return
+        num_tokens = load.plan.end - load.plan.start
+        for part in load.parts:
+            self._rates.note(part.source, num_tokens, load.seconds)
+            if self._saver is not None and self._context.options.promote:
+                chains = load.plan.chains(self._page_tokens)[part.first : part.first + part.count]
+                identities = load.plan.identities(self._page_tokens)
+                self._saver.promote(part.source, chains, identities[part.first : part.first + part.count])
+
+    def _note_failure(self, load: Load) -> None:
+        request_id = load.request_id
+        failed = load.failed_block_ids(self._page_tokens)
+        self._failed_blocks |= failed
+        self._suspect |= dict.fromkeys(failed, self._step)
+        self._failed_requests.add(request_id)
+        if load.stalled is not None:
+            self._stalled.add(load.stalled)
+        self._refused |= {name for name, peer in self._peers.items() if peer.is_refused}
+        if self._saver is not None:
+            self._saver.forget(request_id)
+        if not isinstance(load.error, ClosedError):
+            _log.warning(
+                "%d tokens of request %s could not be loaded: %s",
+                load.plan.end - load.plan.start,
+                request_id,
+                load.error,
+            )
 
     def get_finished(self, finished_request_ids: frozenset[str]) -> tuple[frozenset[str], frozenset[str]]:
         self._settle_loads()
-        received = [load for load in self._loads.values() if load.plan.in_background and load.has_ended]
-        for load in received:
-            self._end(load)
-        return frozenset(), frozenset(load.plan.request_id for load in received)
+        in_background = [load for load in self._loads.values() if load.plan.in_background]
+        received = []
+        for load in in_background:
+            load.check_stall()
+            if load.has_ended:
+                received.append(load.request_id)
+                self._end(load)
+        return frozenset(), frozenset(received)
 
     def get_block_ids_with_load_errors(self) -> frozenset[int]:
         self._settle_loads()
@@ -311,21 +348,31 @@ class LookupWorker(WorkerConnector):
         return failed
 
     def build_worker_metadata(self) -> Plain:
+        settled = self._saver.take_settled() if self._saver is not None else []
+        if not (self._saver is not None and self.first_tier.store.is_shared):
+            settled = []  # a store with events tells of its pages itself
+        rates = self._rates.take()
         has_suspects = self._step in self._suspect.values()
-        if not (self._failed_requests or self._spoilt_saves or has_suspects or self._plan.reset):
+        news = self._failed_requests or self._spoilt_saves or has_suspects or self._plan.reset
+        if not (news or settled or rates or self._refused or not self._has_said_shard):
             return None
-        failed, self._failed_requests = sorted(self._failed_requests), set()
-        spoilt, self._spoilt_saves = sorted(self._spoilt_saves), set()
-        timed_out, self._timed_out = self._timed_out, False
-        is_refused, self._is_refused = self._is_refused, False
-        return {
+        said: dict[str, Any] = {
+            "rank": self._context.parallelism.worker_rank,
             "step": self._step,
-            "failed_loads": failed,
-            "spoilt_saves": spoilt,
-            "timed_out": timed_out,
-            "refused": is_refused,
-            "reset": self._plan.reset,
+            "failed_loads": sorted(self._failed_requests),
+            "spoilt_saves": sorted(self._spoilt_saves),
+            "stalled": sorted(self._stalled),
+            "refused": sorted(self._refused),
+            "reset": bool(self._plan.reset),
+            "settled": settled,
+            "rates": rates,
         }
+        if not self._has_said_shard:
+            said["shard"] = self._shard.to_plain()
+            self._has_said_shard = True
+        self._failed_requests, self._spoilt_saves = set(), set()
+        self._stalled, self._refused = set(), set()
+        return said
 
     def get_stats(self) -> Mapping[str, Any] | None:
         return self._context.stats.take()

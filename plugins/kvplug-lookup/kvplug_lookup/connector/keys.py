@@ -1,0 +1,165 @@
+"""What the pages of one engine are called: the root of their chains, and the series of a worker."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import attrs
+
+from kvplug import ConfigError
+from kvplug.engine import KVCacheConfig, LayoutError, ModelInfo, Parallelism, page_format_of, page_tokens_of
+from kvplug.transport import PageFormat, Series, WireError, chain_root, chains_of
+
+_VERSION = 1
+"""Of what is in the namespace and the shard. Pages of another version are misses."""
+
+
+def model_facts(model: ModelInfo) -> dict[str, Any]:
+    """What determines the KV of tokens, besides the tokens: everything of the model but its name."""
+    facts = attrs.asdict(model)
+    del facts["name"]
+    return facts
+
+
+def namespace_of(model: ModelInfo) -> bytes:
+    """The namespace of the chains of that model's tokens."""
+    return json.dumps([_VERSION, model_facts(model)], sort_keys=True).encode()
+
+
+@attrs.frozen
+class Shard:
+    """The part of a model that one worker holds the KV of."""
+
+    format: PageFormat
+    first_layer: int
+    end_layer: int
+    tensor_rank: int
+    tensor_size: int
+
+    def series(self, seal: bytes, salt: bytes = b"") -> Series:
+        """The series of this worker's pages in a store with this seal.
+
+        ``salt``: what makes the pages others than those of the same worker without it.
+        """
+        place = json.dumps(
+            [_VERSION, self.first_layer, self.end_layer, self.tensor_rank, self.tensor_size]
+        ).encode()
+        return Series(self.format, place + salt, seal)
+
+    def to_plain(self) -> dict[str, Any]:
+        """Plain values, for other processes."""
+        return {**attrs.asdict(self, recurse=False), "format": self.format.to_plain()}
+
+    @classmethod
+    def from_plain(cls, plain: Any) -> Shard:
+        """The shard that :meth:`to_plain` described.
+
+        Raises:
+            WireError: it is none.
+        """
+        try:
+            numbers = [plain[name] for name in ("first_layer", "end_layer", "tensor_rank", "tensor_size")]
+            form = PageFormat.from_plain(plain["format"])
+        except (KeyError, TypeError, IndexError, LayoutError) as e:
+            raise WireError(f"no shard of a model: {e}") from e
+        if not all(type(number) is int for number in numbers):
+            raise WireError(f"no shard of a model: {numbers!r:.100}")
+        return cls(form, *numbers)
+
+    def differences(self, theirs: Shard) -> list[str]:
+        """The fields that differ, one sentence each; empty if the pages are interchangeable."""
+        found = list(self.format.differences(theirs.format))
+        for name in ("first_layer", "end_layer", "tensor_rank", "tensor_size"):
+            ours, other = getattr(self, name), getattr(theirs, name)
+            if ours != other:
+                found.append(f"{name}: ours {ours}, theirs {other}")
+        return found
+
+
+def shard_of(
+    cache: KVCacheConfig, model: ModelInfo, parallelism: Parallelism, page_tokens: int | None
+) -> Shard:
+    """The shard of this worker.
+
+    Raises:
+        ConfigError: pages of so many tokens would divide a kernel's own blocks.
+    """
+    group = cache.groups[0]
+    try:
+        tokens = page_tokens_of(group.layout, page_tokens)
+    except LayoutError as e:
+        raise ConfigError(f"options.lookup.page_tokens: {e}") from e
+    return Shard(
+        page_format_of(group.layout, model.dtype, len(group.layer_names), tokens),
+        parallelism.first_layer,
+        model.num_layers if parallelism.end_layer is None else parallelism.end_layer,
+        parallelism.tensor_rank,
+        parallelism.tensor_size,
+    )
+
+
+class PromptChains:
+    """The chains of one request's pages, computed once each, as its tokens become known."""
+
+    def __init__(self, namespace: bytes, extra: bytes, page_tokens: int) -> None:
+        self.root = chain_root(namespace, extra)
+        self._page_tokens = page_tokens
+        self._chains: list[bytes] = []
+
+    def upto(self, token_ids: Sequence[int], num_tokens: int) -> list[bytes]:
+        """The chains of all whole pages among the first ``num_tokens``; maybe more. Must not be changed."""
+        wanted = num_tokens // self._page_tokens
+        if wanted > len(self._chains):
+            tokens = token_ids[: wanted * self._page_tokens]
+            self._chains = chains_of(self.root, tokens, self._page_tokens, known=self._chains)
+        return self._chains
+
+    def parent_of(self, page: int) -> bytes:
+        """The chain before that page, whose predecessors' chains are known."""
+        return self._chains[page - 1] if page else self.root
+
+
+def hello_of(shard: Shard, model: ModelInfo, store: str, seal: bytes) -> dict[str, Any]:
+    """What a worker says first to those who follow or reach its store."""
+    return {"shard": shard.to_plain(), "model": model_facts(model), "store": store, "seal": seal}
+
+
+@attrs.frozen
+class StoreHello:
+    """What a worker has said of its store."""
+
+    shard: Shard
+    model: Mapping[str, Any]
+    store: str
+    """The store's name: what makes an end of it in another process."""
+    seal: bytes
+
+    @classmethod
+    def from_plain(cls, plain: Any) -> StoreHello:
+        """What :func:`hello_of` made.
+
+        Raises:
+            WireError: it is nothing of the kind.
+        """
+        if not isinstance(plain, Mapping) or "error" in plain:
+            reason = plain.get("error") if isinstance(plain, Mapping) else None
+            raise WireError(f"the peer serves no pages: {reason!r:.200}")
+        model, store, seal = plain.get("model"), plain.get("store"), plain.get("seal")
+        if not isinstance(model, Mapping) or not isinstance(store, str) or not isinstance(seal, bytes):
+            raise WireError("the peer does not say what its pages are")
+        return cls(Shard.from_plain(plain.get("shard")), model, store, seal)
+
+    def differences(self, model: ModelInfo) -> list[str]:
+        """Facts of the models that differ, so that no page of theirs is one of ours."""
+        ours = model_facts(model)
+        return [
+            f"model.{name}: ours {ours.get(name)!r}, theirs {self.model.get(name)!r:.200}"
+            for name in sorted(ours.keys() | self.model.keys())
+            if ours.get(name) != self.model.get(name)
+        ]
+
+    def series(self) -> Series:
+        """The series of the pages in that store."""
+        return self.shard.series(self.seal)

@@ -1,0 +1,77 @@
+"""An index of the pages that one store holds for one worker: by chain, in this process."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+
+from kvplug.transport import (
+    PageEvent,
+    PagesCleared,
+    PagesDeclared,
+    PagesRemoved,
+    PagesSnapshot,
+    PagesStored,
+    Presence,
+    Series,
+)
+
+
+class PageIndex:
+    """The chains of pages that are held, and of those that are coming, in one series.
+
+    Not locked: its owner locks it.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self.held: set[bytes] = set()
+        """Chains of pages that are held."""
+        self._coming: dict[bytes, float] = {}
+        """Chains of pages that are coming, and until when they are waited for."""
+
+    def apply(self, event: PageEvent, series: Series) -> None:
+        """Follow an event of the store. Pages of other series are passed over."""
+        match event:
+            case PagesSnapshot() | PagesCleared():
+                self.held.clear()
+                self._coming.clear()
+                return
+        if event.series != series.id:
+            return
+        chains = series.keys_of(event.keys)  # the chains, since masking twice gives them back
+        match event:
+            case PagesStored():
+                self.held.update(chains)
+                for chain in chains:
+                    self._coming.pop(chain, None)
+            case PagesDeclared():
+                self.expect(chains, event.for_s)
+            case PagesRemoved():
+                self.held.difference_update(chains)
+                for chain in chains:
+                    self._coming.pop(chain, None)
+
+    def expect(self, chains: Iterable[bytes], for_s: float) -> None:
+        """These pages are coming, unless they are held: they are waited for, at most ``for_s`` seconds."""
+        until = self._clock() + for_s
+        for chain in chains:
+            if chain not in self.held:
+                self._coming[chain] = until
+
+    def settle(self, chains: Iterable[bytes]) -> None:
+        """These pages are not waited for any more."""
+        for chain in chains:
+            self._coming.pop(chain, None)
+
+    def presence(self, chain: bytes) -> Presence:
+        """What is known of one page."""
+        if chain in self.held:
+            return Presence.HELD
+        until = self._coming.get(chain)
+        if until is None:
+            return Presence.ABSENT
+        if self._clock() >= until:
+            del self._coming[chain]
+            return Presence.ABSENT
+        return Presence.COMING

@@ -1,0 +1,152 @@
+"""The worker's ends of peer engines' stores: connected when first needed, and again after a loss."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable
+
+from kvplug import ClosedError, HandshakeError, PeerGoneError
+from kvplug.engine import ConnectorContext, PeerLink
+from kvplug.transport import Deadline, Series, Store
+from kvplug_lookup.connector.keys import Shard, StoreHello
+
+_log = logging.getLogger(__name__)
+
+_HELLO_S = 10.0
+
+Use = Callable[[Store, Series], None]
+"""What is done with the store once it is connected."""
+GiveUp = Callable[[Exception], None]
+"""What is done where it cannot be connected to."""
+
+
+class PeerStore:
+    """One peer engine's store, as far as this worker is concerned: that of the worker of its rank.
+
+    A thread of its own connects, so that a peer that does not answer holds up no loads from others.
+    """
+
+    def __init__(self, context: ConnectorContext, address: str | None, shard: Shard) -> None:
+        self._context = context
+        self._address = address
+        self._shard = shard
+        self.name = f"peer {address or ''}".strip()
+        self._lock = threading.Lock()
+        self._store: Store | None = None
+        self._series: Series | None = None
+        self._closed = False
+        self.is_refused = False
+        """Our worker and the peer's can never agree. Until a connection succeeds."""
+        self.link: PeerLink | None = None
+        self._waiting: queue.SimpleQueue[tuple[Use, GiveUp, Deadline] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def use(self, use: Use, give_up: GiveUp, deadline: Deadline) -> None:
+        """Call ``use`` with the store: at once where it is connected, else in another thread."""
+        with self._lock:
+            if self._closed:
+                closed = True
+            else:
+                closed = False
+                store, series = self._store, self._series
+                if store is None or series is None or store.is_lost:
+                    store = None
+                    self._waiting.put((use, give_up, deadline))
+                    if self._thread is None:
+                        self._thread = threading.Thread(
+                            target=self._run, name="kvplug-lookup-peer", daemon=True
+                        )
+                        self._thread.start()
+        if closed:
+            give_up(ClosedError("the connector was shut down"))
+        elif store is not None and series is not None:
+            use(store, series)
+
+    def connected(self, deadline: Deadline, *, retry: bool) -> tuple[Store, Series]:
+        """The store, connected to if need be.
+
+        ``retry``: wait for a peer that is not up; one whose pages were promised must be.
+
+        Raises what a handshake raises.
+        """
+        with self._lock:
+            if self._closed:
+                raise ClosedError("the connector was shut down")
+            store, series = self._store, self._series
+        if store is not None and series is not None and not store.is_lost:
+            return store, series
+        if store is not None:
+            store.abort()
+        return self._connect(deadline, retry=retry)
+
+    def _connect(self, deadline: Deadline, *, retry: bool) -> tuple[Store, Series]:
+        context, rank = self._context, self._context.parallelism.worker_rank
+        store: Store | None = None
+        try:
+            link = context.peers.connect(
+                rank, "store", timeout=deadline.remaining(), retry=retry, peer=self._address
+            )
+        except HandshakeError:
+            self.is_refused = True
+            raise
+        try:
+            with self._lock:
+                self.link = link  # so that a shutdown meanwhile can end what follows
+                if self._closed:
+                    raise ClosedError("the connector was shut down")
+            hello = StoreHello.from_plain(link.channel.recv(timeout=_HELLO_S))
+            differences = [*self._shard.differences(hello.shard), *hello.differences(context.model)]
+            if differences:
+                self.is_refused = True
+                raise HandshakeError(*differences, peer=str(link.channel.peer))
+            store = context.store_client(hello.store, link)
+            if store.seal.id != hello.seal:
+                self.is_refused = True
+                raise HandshakeError(
+                    "integrity: the two ends protect pages in different ways; set it to the same at both",
+                    peer=str(link.channel.peer),
+                )
+            with self._lock:
+                if self._closed:
+                    raise ClosedError("the connector was shut down")
+                self._store, self._series = store, hello.series()
+                self.is_refused = False
+                return store, self._series
+        except BaseException:
+            if store is not None:
+                store.abort()
+            link.close()
+            raise
+
+    def _run(self) -> None:
+        while (wanted := self._waiting.get()) is not None:
+            use, give_up, deadline = wanted
+            try:
+                if deadline.expired:
+                    raise PeerGoneError("the peer engine's worker was not connected to in time")
+                use(*self.connected(deadline, retry=False))
+            except Exception as e:
+                give_up(e)
+
+    def close(self) -> None:
+        """End the connection, and what waits for one. Idempotent."""
+        with self._lock:
+            self._closed = True
+            store, self._store = self._store, None
+            link, thread = self.link, self._thread
+        if link is not None:
+            link.close()
+        if store is not None:
+            store.abort()
+        self._waiting.put(None)
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(timeout=5)
+        while True:
+            try:
+                left = self._waiting.get_nowait()
+            except queue.Empty:
+                break
+            if left is not None:
+                left[1](ClosedError("the connector was shut down"))

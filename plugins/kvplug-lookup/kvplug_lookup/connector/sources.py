@@ -1,0 +1,227 @@
+"""Where the scheduler side looks for pages: replicas of stores with events, and stores that must be asked.
+
+A *source* is what all workers of this engine can load from: a store that every process reaches, or the stores
+of one engine's workers, each for the worker of its rank."""
+
+from __future__ import annotations
+
+import abc
+import math
+import time
+from collections.abc import Iterable, Sequence
+
+from kvplug import KvplugError
+from kvplug.transport import Job, Presence, Series, Store
+from kvplug_lookup.connector.replica import Fence, Replica
+
+
+_ASK_AGAIN_S = 0.02
+"""After a page that is coming was asked for."""
+
+
+class Inquiry(abc.ABC):
+    """One request's questions to one source."""
+
+    @abc.abstractmethod
+    def presences(self, chains: list[bytes], first: int, rank: int) -> list[Presence] | None:
+        """What the source has for worker ``rank`` of the pages from number ``first`` on, in order, up to the
+        first that is absent. ``None``: not known yet."""
+
+
+class Source(abc.ABC):
+    """One source of pages for all workers of this engine."""
+
+    name: str
+    """In load plans: the store's name, or ``peer`` and an address."""
+
+    @abc.abstractmethod
+    def inquire(self) -> Inquiry:
+        """A new request has come in: what was saved before is seen by this inquiry."""
+
+    def expect(self, chains: Sequence[bytes], for_s: float) -> None:
+        """The workers put these pages into it in the next step."""
+        return None
+
+    def settle(self, chains: Iterable[bytes], rank: int) -> None:
+        """Worker ``rank`` has put these pages, or has given them up."""
+        return None
+
+    def doubt(self) -> None:
+        """A load from it stalled."""
+        return None
+
+    def drop(self) -> None:
+        """It was cleared."""
+        return None
+
+    def refuse(self) -> None:
+        """Its workers' pages are not ours."""
+        return None
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Idempotent."""
+
+
+class FollowedSource(Source):
+    """The stores of one engine's workers, whose events are followed."""
+
+    def __init__(self, name: str, replicas: Sequence[Replica]) -> None:
+        self.name = name
+        self.replicas = tuple(replicas)
+
+    def inquire(self) -> Inquiry:
+        return _Followed(self.replicas, [replica.fence() for replica in self.replicas])
+
+    def expect(self, chains: Sequence[bytes], for_s: float) -> None:
+        for replica in self.replicas:
+            replica.expect(chains, for_s)
+
+    def doubt(self) -> None:
+        for replica in self.replicas:
+            replica.doubt()
+
+    def drop(self) -> None:
+        for replica in self.replicas:
+            replica.drop()
+
+    def refuse(self) -> None:
+        for replica in self.replicas:
+            replica.refuse()
+
+    def close(self) -> None:
+        for replica in self.replicas:
+            replica.close()
+
+
+class _Followed(Inquiry):
+    def __init__(self, replicas: tuple[Replica, ...], fences: list[Fence]) -> None:
+        self._replicas = replicas
+        self._fences = fences
+
+    def presences(self, chains: list[bytes], first: int, rank: int) -> list[Presence] | None:
+        replica = self._replicas[rank]
+        if not replica.has_passed(self._fences[rank]):
+            return None
+        return replica.presences(chains, first)
+
+
+class AskedSource(Source):
+    """A store that every process reaches, and that has no events: it is asked about each request."""
+
+    def __init__(self, name: str, store: Store, num_workers: int, wait_timeout_s: float) -> None:
+        self.name = name
+        self.store = store
+        self._wait_timeout_s = wait_timeout_s
+        self.series: list[Series | None] = [None] * num_workers
+        """Of each worker's pages, once it has said which they are."""
+        self._coming: dict[bytes, list[float]] = {}
+        """Chains of pages that the workers are putting, and for each worker until when they are waited
+        for."""
+        self._doubted_until = 0.0
+
+    def inquire(self) -> Inquiry:
+        return _Asked(self)
+
+    def expect(self, chains: Sequence[bytes], for_s: float) -> None:
+        until = time.monotonic() + for_s
+        for chain in chains:
+            self._coming[chain] = [until] * len(self.series)
+
+    def settle(self, chains: Iterable[bytes], rank: int) -> None:
+        for chain in chains:
+            waiting = self._coming.get(chain)
+            if waiting is not None:
+                waiting[rank] = 0.0
+                if not any(waiting):
+                    del self._coming[chain]
+
+    def is_coming(self, chain: bytes, rank: int) -> bool:
+        """Whether the worker is putting that page."""
+        waiting = self._coming.get(chain)
+        if waiting is None or waiting[rank] > time.monotonic():
+            return waiting is not None
+        self.settle([chain], rank)
+        return False
+
+    def doubt(self) -> None:
+        self._doubted_until = time.monotonic() + self._wait_timeout_s
+
+    def ask(self, keys: Sequence[bytes]) -> Job[Presence] | None:
+        """``None``: it cannot be asked now."""
+        if time.monotonic() < self._doubted_until:
+            return None
+        try:
+            return self.store.submit_lookup(keys, timeout=self._wait_timeout_s)
+        except KvplugError:
+            return None
+
+    def close(self) -> None:
+        self.store.abort()
+
+
+class _Asked(Inquiry):
+    """Asks about each page once, and now and then about one that was coming when it was last asked."""
+
+    def __init__(self, source: AskedSource) -> None:
+        self._source = source
+        self._of_ranks = [_Answers() for _ in source.series]
+
+    def presences(self, chains: list[bytes], first: int, rank: int) -> list[Presence] | None:
+        source, series, answers = self._source, self._source.series[rank], self._of_ranks[rank]
+        if series is None:
+            return []
+        if not answers.take():
+            return None
+        found = []
+        for number, chain in enumerate(chains[first:], first):
+            if chain in answers.held:
+                found.append(Presence.HELD)
+            elif answers.must_ask(chain) and answers.ask(source, series, chains[number:], rank):
+                return self.presences(chains, first, rank)
+            elif source.is_coming(chain, rank):
+                found.append(Presence.COMING)
+            else:
+                break
+        return found
+
+
+class _Answers:
+    """What a store has said of one worker's pages."""
+
+    def __init__(self) -> None:
+        self.held: set[bytes] = set()
+        self._ask_again_at: dict[bytes, float] = {}
+        """Of pages that were absent: when they are asked for again; never, if they were not coming."""
+        self._asked: list[tuple[bytes, bool]] = []
+        """Chains, and whether their pages were coming then."""
+        self._job: Job[Presence] | None = None
+
+    def must_ask(self, chain: bytes) -> bool:
+        """Whether the page's absence is not known, or not any more."""
+        return time.monotonic() >= self._ask_again_at.get(chain, 0.0)
+
+    def ask(self, source: AskedSource, series: Series, chains: list[bytes], rank: int) -> bool:
+        """Ask about those that it must. Returns whether the store could be asked."""
+        asked = [chain for chain in chains if chain not in self.held and self.must_ask(chain)]
+        coming = [source.is_coming(chain, rank) for chain in asked]
+        job = source.ask(series.keys_of(asked))
+        if job is not None:
+            self._asked, self._job = list(zip(asked, coming, strict=True)), job
+        return job is not None
+
+    def take(self) -> bool:
+        """Note what the store has answered. Returns whether nothing is unanswered."""
+        if self._job is None:
+            return True
+        results = self._job.results()
+        if results is None:
+            return False
+        again = time.monotonic() + _ASK_AGAIN_S
+        for (chain, was_coming), presence in zip(self._asked, results, strict=True):
+            if presence is Presence.HELD:
+                self.held.add(chain)
+            else:
+                self._ask_again_at[chain] = again if was_coming else math.inf
+        self._job = None
+        return True
