@@ -36,7 +36,8 @@ from kvplug.transport.store.store import PageRequest, Store
 _log = logging.getLogger(__name__)
 
 _BACKOFF_S: Final = (0.1, 5.0)
-"""After the first failure, and at most; doubled each time."""
+"""After the second failure in a row, and at most; doubled each time. After the first one, the next request is
+tried at once: a connection may have been lost, and the store be there."""
 _CLOSE_S: Final = 5.0
 """How long ``close`` waits for calls under way, after its jobs have ended."""
 
@@ -133,9 +134,9 @@ class ExecutedStore(Store):
         self._numbers = itertools.count()
         self._clock: threading.Thread | None = None
         self._closing = self._closed = False
-        self._backoff_s = 0.0
-        self._retry_at = 0.0
-        self._probing = False
+        self._num_failed = 0
+        """Failures in a row."""
+        self._failed_at = self._retry_at = 0.0
         close_after_fork(self)
 
     def __repr__(self) -> str:
@@ -245,8 +246,7 @@ class ExecutedStore(Store):
             except Exception as e:
                 reason, error = MissReason.STORE_GONE, e
             with self._lock:
-                del self._busy[me]
-                self._note(reason, error)
+                self._note(reason, error, began=self._busy.pop(me))
                 task.num_done += 1
                 finished = task.num_done == task.num_calls
             if reason is not None or finished:
@@ -280,15 +280,20 @@ class ExecutedStore(Store):
                 return task, call
         return None
 
-    def _note(self, reason: MissReason | None, error: BaseException | None) -> None:
+    def _note(self, reason: MissReason | None, error: BaseException | None, began: float) -> None:
         """With the lock: whether the store is there, by what a call of it came to."""
         if reason is MissReason.STORE_GONE:
-            if not self._backoff_s:
+            if began < self._failed_at:
+                return  # it was under way when another one failed
+            if not self._num_failed:
                 _log.warning("the store %r failed, and is tried again: %s", self._name, _in_words(error))
-            self._backoff_s = min(max(2 * self._backoff_s, _BACKOFF_S[0]), _BACKOFF_S[1])
-            self._retry_at = time.monotonic() + self._backoff_s
-        elif reason is None and self._backoff_s:
-            self._backoff_s = self._retry_at = 0.0
+            self._failed_at = time.monotonic()
+            if self._num_failed:
+                pause = min(_BACKOFF_S[0] * 2 ** (self._num_failed - 1), _BACKOFF_S[1])
+                self._retry_at = self._failed_at + pause
+            self._num_failed = min(self._num_failed + 1, 16)
+        elif reason is None and self._num_failed:
+            self._num_failed, self._retry_at = 0, 0.0
             _log.info("the store %r answers again", self._name)
 
     def _end(self, task: _Task, reason: MissReason | None) -> None:

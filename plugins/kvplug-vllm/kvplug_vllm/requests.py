@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvplug.engine import Request, RequestEnd
@@ -21,8 +22,10 @@ class Requests:
 
     def __init__(self) -> None:
         self._known: dict[str, Request] = {}
+        self._live: dict[str, VllmRequest] = {}
 
     def __getitem__(self, request: VllmRequest) -> Request:
+        self._live[request.request_id] = request
         known = self._known.get(request.request_id)
         if (
             known is None
@@ -45,8 +48,13 @@ class Requests:
             self._known[request.request_id] = known
         return known
 
+    def token_ids(self, request_id: str) -> Sequence[int]:
+        """The tokens of a request that vLLM knows by now: no drafts, and no placeholders of a step ahead."""
+        return self._live[request_id].all_token_ids
+
     def forget(self, request_id: str) -> None:
         self._known.pop(request_id, None)
+        self._live.pop(request_id, None)
 
 
 def extra_of(request: VllmRequest) -> bytes:

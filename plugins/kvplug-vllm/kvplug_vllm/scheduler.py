@@ -133,6 +133,7 @@ class SchedulerSide:
                 step=self._step,
                 scheduled=tuple(_scheduled(output)),
                 block_ids=_block_ids_of(output),
+                token_ids=self._requests.token_ids,
                 preempted_request_ids=preempted,
                 finished_request_ids=frozenset(output.finished_req_ids),
             )

@@ -221,14 +221,25 @@ def test_a_store_that_fails_is_a_miss_and_is_tried_again_after_a_while(
     inner.gate = fail
     wanted = request("a")
     assert store.submit_get(wanted).wait(5) == [MissReason.STORE_GONE]
+    assert store.submit_get(wanted).wait(5) == [MissReason.STORE_GONE]
     assert store.submit_put(wanted).wait(5) == [PutReason.STORE_GONE]
     assert store.submit_lookup(wanted.keys).wait(5) == [Presence.ABSENT]
-    assert len(inner.calls) == 1, "it is left alone until the back-off is over"
+    assert len(inner.calls) == 2, "it is left alone until the back-off is over"
     inner.gate = lambda call, key: None
     until(lambda: store.submit_get(wanted).wait(5) == [MissReason.ABSENT])
     assert store.submit_put(wanted).wait(5) == [None]
     warnings = [record for record in caplog.records if record.levelname == "WARNING"]
     assert len(warnings) == 1 and "no route to it" in warnings[0].getMessage()
+
+
+def test_after_one_failure_the_next_request_is_tried_at_once(store: ExecutedStore, inner: InDict) -> None:
+    def fail(call: str, key: bytes) -> None:
+        raise ConnectionError("reset")
+
+    inner.gate = fail
+    assert store.submit_get(request(*"abcd")).wait(5) == [MissReason.STORE_GONE] * 4
+    inner.gate = lambda call, key: None
+    assert store.submit_get(request("a")).wait(5) == [MissReason.ABSENT]
 
 
 def test_room_and_permission_are_results_not_failures(store: ExecutedStore, inner: InDict) -> None:

@@ -102,7 +102,10 @@ class LookupScheduler(SchedulerConnector):
         self._own: list[Source] = []
         """The sources that this engine's workers put pages into."""
         self._shards: dict[int, Shard] = {}
-        """Of the workers that have said which they are."""
+        """Of the workers, as far as they are known; a worker says which it is."""
+        workers = context.parallelism.num_workers
+        if context.parallelism.tensor_size == workers:
+            self._shards = {rank: attrs.evolve(self._shard, tensor_rank=rank) for rank in range(workers)}
         try:
             self._open_sources()
         except BaseException:
@@ -116,10 +119,11 @@ class LookupScheduler(SchedulerConnector):
             if source is not None:
                 self._sources.append(source)
         self._own = list(self._sources) if self._saves else []
+        self._name_series()
         if not self._loads:
             return
         peers: tuple[str | None, ...] = context.config.peers
-        if not peers and not self._saves:
+        if not peers and not self._saves and not self._sources:
             peers = (None,)
         for peer in peers:
             self._sources.append(self._followed(f"peer {peer or ''}".strip(), peer))
@@ -396,8 +400,10 @@ class LookupScheduler(SchedulerConnector):
         return True
 
     def has_pending_push_work(self) -> bool:
-        """The workers are told of a reset by a step, and an engine without requests makes none otherwise."""
-        return bool(self._reset)
+        """The workers are told of a reset by a step, and tell what is saved by one; an engine without
+        requests makes none otherwise.
+        """
+        return bool(self._reset) or any(source.is_expecting for source in self._own[:1])
 
     def _note_reset(self) -> None:
         self._num_reset += 1
@@ -442,13 +448,18 @@ class LookupScheduler(SchedulerConnector):
             if tracked.is_old and scheduled.num_computed_tokens:
                 continue
             tracked.is_old = False
+            # What an engine computes again, having gone back, is saved again.
+            first = min(tracked.num_saved, scheduled.num_computed_tokens // self._page_tokens)
+            end = scheduled.num_computed_tokens + scheduled.num_scheduled_tokens
+            if end // self._page_tokens <= first:
+                continue
             request = tracked.request
             token_ids = request.token_ids[: request.num_prompt_tokens]
             if output.token_ids is not None:
                 token_ids = tuple(output.token_ids(request.request_id))
             # Tokens that this step computes and that are known; never those of a draft.
-            end = min(scheduled.num_computed_tokens + scheduled.num_scheduled_tokens, len(token_ids))
-            last, first = end // self._page_tokens, tracked.num_saved
+            end = min(end, len(token_ids))
+            last = end // self._page_tokens
             if last <= first:
                 continue
             tracked.num_saved = last

@@ -14,7 +14,6 @@ from kvplug import KvplugError
 from kvplug.transport import Job, Presence, Series, Store
 from kvplug_lookup.connector.replica import Fence, Replica
 
-
 _ASK_AGAIN_S = 0.02
 """After a page that is coming was asked for."""
 
@@ -45,6 +44,11 @@ class Source(abc.ABC):
     def settle(self, chains: Iterable[bytes], rank: int) -> None:
         """Worker ``rank`` has put these pages, or has given them up."""
         return None
+
+    @property
+    def is_expecting(self) -> bool:
+        """Whether workers have still to tell what became of pages."""
+        return False
 
     def doubt(self) -> None:
         """A load from it stalled."""
@@ -135,6 +139,13 @@ class AskedSource(Source):
                 waiting[rank] = 0.0
                 if not any(waiting):
                     del self._coming[chain]
+
+    @property
+    def is_expecting(self) -> bool:
+        now = time.monotonic()
+        for chain in [chain for chain, waiting in self._coming.items() if max(waiting) < now]:
+            del self._coming[chain]
+        return bool(self._coming)
 
     def is_coming(self, chain: bytes, rank: int) -> bool:
         """Whether the worker is putting that page."""

@@ -82,7 +82,7 @@ class LookupWorker(WorkerConnector):
             self._open_stores()
             if loads:
                 addresses: tuple[str | None, ...] = config.peers
-                if not addresses and not self._saves:
+                if not addresses and not self._saves and not self._tiers:
                     addresses = (None,)
                 for address in addresses:
                     peer = PeerStore(context, address, self._shard)

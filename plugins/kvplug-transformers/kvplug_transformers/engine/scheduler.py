@@ -163,6 +163,7 @@ class Scheduler:
                 for sequence, count in planned
             ),
             block_ids=lambda request_id: self._sequences[request_id].as_block_ids(),
+            token_ids=lambda request_id: self._sequences[request_id].all_tokens,
             preempted_request_ids=frozenset(self._preempted_in_this_step),
             finished_request_ids=frozenset(self._ended_since_last_step),
         )

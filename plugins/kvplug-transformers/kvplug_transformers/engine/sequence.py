@@ -74,6 +74,11 @@ class Sequence:
         """Prompt and output."""
         return len(self.prompt) + len(self.output)
 
+    @property
+    def all_tokens(self) -> list[int]:
+        """Token ids of the prompt, then of the output."""
+        return [*self.prompt, *self.output]
+
     def tokens(self, start: int, end: int) -> list[int]:
         """Token ids of positions ``start`` to ``end``."""
         split = len(self.prompt)
