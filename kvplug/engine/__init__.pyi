@@ -8,6 +8,7 @@ from kvplug.engine.connector.scheduler import (
 )
 from kvplug.engine.connector.values import (
     BlockIds as BlockIds,
+    BlocksCleared as BlocksCleared,
     BlocksRemoved as BlocksRemoved,
     BlocksStored as BlocksStored,
     CacheEvent as CacheEvent,

@@ -43,6 +43,7 @@ from kvplug.net.streams import (
     release_stream as release_stream,
 )
 from kvplug.net.trust.addresses import (
+    is_loopback as is_loopback,
     local_domain as local_domain,
 )
 from kvplug.net.trust.channel import (

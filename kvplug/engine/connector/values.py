@@ -84,6 +84,11 @@ class Request:
     """Grows each time the request is preempted or recomputed from scratch."""
     params: Mapping[str, Any] = attrs.field(factory=dict)
     """``kv_transfer_params`` of the client's request."""
+    block_hashes: Sequence[bytes] = attrs.field(default=(), eq=False, repr=False)
+    """The engine's own hashes of the request's whole blocks, in order, as its events name them; empty where
+    it has none. May grow while the request runs."""
+    adapter: str = ""
+    """Name of the adapter (LoRA) in ``extra``, for events."""
 
 
 class RequestEnd(enum.StrEnum):
@@ -144,20 +149,38 @@ class BlocksStored:
     """An event for a router that sends requests where their KV is cached."""
 
     block_hashes: tuple[bytes, ...]
+    """The engine's own, where it has some; else the connector's."""
     token_ids: tuple[int, ...]
+    """Of all blocks, one after the other."""
     block_size: int
+    """Tokens in a block."""
+    parent_hash: bytes | None = None
+    """The hash of the block before the first one; ``None``: it begins the sequence."""
     medium: str = ""
+    """Where it is cached, in the engine's words: "CPU", "STORAGE"."""
+    owner: str = ""
+    """Name of the store."""
+    adapter: str = ""
+    """Name of the adapter (LoRA) that it was computed with."""
+    chains: tuple[bytes, ...] = ()
+    """kvplug's own hashes of the pages that the blocks consist of."""
 
 
 @attrs.frozen(kw_only=True)
 class BlocksRemoved:
-    """The other event: these blocks are cached no more."""
+    """These blocks are cached no more."""
 
     block_hashes: tuple[bytes, ...]
     medium: str = ""
+    owner: str = ""
 
 
-CacheEvent = BlocksStored | BlocksRemoved
+@attrs.frozen(kw_only=True)
+class BlocksCleared:
+    """No block is cached any more, whatever its medium."""
+
+
+CacheEvent = BlocksStored | BlocksRemoved | BlocksCleared
 
 CopyBlocks = Callable[[Mapping[str, "Tensor"], Mapping[str, "Tensor"], Sequence[int], Sequence[int]], None]
 """``copy(sources, destinations, source_block_ids, destination_block_ids)`` between host and device caches."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvplug.engine import ConnectorSpec
+from kvplug.engine import CommandSpec, ConnectorSpec
 from kvplug.transport import Capabilities, Cost, Kind, TransportSpec, hookimpl
 
 KVPLUG_API = (1, 0)
@@ -34,6 +34,17 @@ def kvplug_connectors() -> list[ConnectorSpec]:
             factory="kvplug_lookup.connector.scheduler:LookupScheduler",
             worker_factory="kvplug_lookup.connector.worker:LookupWorker",
             options="kvplug_lookup.connector.options:LookupConnectorOptions",
-            summary="Prefill saves whole prompts into a lookup buffer; decode loads the longest prefix held",
+            summary="Saves KV page by page into stores; loads the longest prefix that a store or a peer has",
+        )
+    ]
+
+
+@hookimpl
+def kvplug_commands() -> list[CommandSpec]:
+    return [
+        CommandSpec(
+            name="events",
+            target="kvplug_lookup.events_command:events",
+            summary="Print events about cached blocks that an engine publishes",
         )
     ]

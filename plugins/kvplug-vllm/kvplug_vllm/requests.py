@@ -44,13 +44,16 @@ class Requests:
                 extra=extra,
                 generation=request.num_preemptions,
                 params=request.kv_transfer_params or {},
+                block_hashes=request.block_hashes,
+                adapter=request.lora_request.lora_name if request.lora_request is not None else "",
             )
             self._known[request.request_id] = known
         return known
 
     def token_ids(self, request_id: str) -> Sequence[int]:
         """The tokens of a request that vLLM knows by now: no drafts, and no placeholders of a step ahead."""
-        return self._live[request_id].all_token_ids
+        token_ids: Sequence[int] = self._live[request_id].all_token_ids
+        return token_ids
 
     def forget(self, request_id: str) -> None:
         self._known.pop(request_id, None)

@@ -235,17 +235,24 @@ def _scheduled(output: VllmSchedulerOutput) -> Iterator[ScheduledRequest]:
 
 
 def _event(event: CacheEvent) -> KVCacheEvent:
-    from vllm.distributed.kv_events import BlockRemoved, BlockStored
+    from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
+    from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash as external
 
     if isinstance(event, BlocksStored):
         return BlockStored(
-            block_hashes=list(event.block_hashes),
-            parent_block_hash=None,
+            block_hashes=[external(each) for each in event.block_hashes],
+            parent_block_hash=None if event.parent_hash is None else external(event.parent_hash),
             token_ids=list(event.token_ids),
             block_size=event.block_size,
             lora_id=None,
-            lora_name=None,
+            lora_name=event.adapter or None,
             medium=event.medium or None,
+            ownership=event.owner or None,
         )
-    assert isinstance(event, BlocksRemoved)
-    return BlockRemoved(block_hashes=list(event.block_hashes), medium=event.medium or None)
+    if isinstance(event, BlocksRemoved):
+        return BlockRemoved(
+            block_hashes=[external(each) for each in event.block_hashes],
+            medium=event.medium or None,
+            ownership=event.owner or None,
+        )
+    return AllBlocksCleared()

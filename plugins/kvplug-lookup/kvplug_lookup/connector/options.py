@@ -57,6 +57,16 @@ class LookupConnectorOptions:
         help="KV that may wait to be kept by a store; pages beyond it are given up (and counted). None: as"
         " much as `buffer_size`.",
     )
+    events: str | None = option(
+        default=None,
+        help='Who is told which blocks the first store holds. An address such as "tcp://127.0.0.1:5557":'
+        " events are published there for routers, in the form of vLLM's. They show prompts, so other hosts are"
+        ' refused unless allow_unauthenticated_data_plane is set. "engine": the engine, which may publish'
+        " them itself.",
+    )
+    events_replay: str | None = option(
+        default=None, help="Address at which subscribers ask for events that they missed."
+    )
     promote: bool = option(
         default=True,
         help="Copy pages that were loaded from a later store of `stores` into the first one.",

@@ -23,7 +23,7 @@ import attrs
 
 from kvplug import ClosedError, HandshakeError, KvplugError, PeerGoneError, TimeoutError
 from kvplug.engine import ModelInfo, PeerLink
-from kvplug.transport import Deadline, PageFollower, Presence, Series, page_event_from_plain
+from kvplug.transport import Deadline, PageEvent, PageFollower, Presence, Series, page_event_from_plain
 from kvplug_lookup.connector.keys import StoreHello
 from kvplug_lookup.connector.page_index import PageIndex
 
@@ -55,12 +55,18 @@ class Replica:
         name: str,
         model: ModelInfo,
         wait_timeout_s: float,
+        listener: Callable[[PageEvent, Series], None] | None = None,
     ) -> None:
-        """``name``: of the worker that is followed, for messages."""
+        """
+        Args:
+            name: of the worker that is followed, for messages.
+            listener: receives each event that is applied, in the replica's thread; must not block.
+        """
         self._connect = connect
         self._name = name
         self._model = model
         self._wait_timeout_s = wait_timeout_s
+        self._listener = listener
         self._lock = threading.Condition()
         self._index = PageIndex()
         self._series: Series | None = None
@@ -260,6 +266,8 @@ class Replica:
                 self._is_current = follower.ready
                 self._has_gap = self._has_gap and not follower.ready
                 self._lock.notify_all()
+            if self._listener is not None:
+                self._listener(event, series)
 
     def _series_of(self, link: PeerLink) -> Series:
         """The store's series, after its first words.

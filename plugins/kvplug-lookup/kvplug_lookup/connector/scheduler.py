@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import time
@@ -13,6 +14,7 @@ import attrs
 from kvplug import ConfigError, KvplugError
 from kvplug.engine import (
     BlockIds,
+    CacheEvent,
     ConnectorContext,
     PeerLink,
     Plain,
@@ -23,9 +25,24 @@ from kvplug.engine import (
     SchedulerOutput,
     WorkerOutput,
 )
-from kvplug.transport import DEFAULT_TIMEOUT, Deadline, Presence, Store, Timeout, pack_tokens
+from kvplug.transport import (
+    DEFAULT_TIMEOUT,
+    Deadline,
+    PageEvent,
+    PagesCleared,
+    PagesRemoved,
+    PagesSnapshot,
+    PagesStored,
+    Presence,
+    Series,
+    Store,
+    Timeout,
+    pack_tokens,
+)
+from kvplug_lookup.connector.block_events import BlockEvents
 from kvplug_lookup.connector.keys import PromptChains, Shard, namespace_of, shard_of
 from kvplug_lookup.connector.plan import LoadPlan, SavePlan, StepPlan
+from kvplug_lookup.connector.publisher import EventPublisher
 from kvplug_lookup.connector.replica import Replica
 from kvplug_lookup.connector.sources import AskedSource, FollowedSource, Inquiry, Source
 from kvplug_lookup.connector.worth import Worth
@@ -98,6 +115,8 @@ class LookupScheduler(SchedulerConnector):
         self._salt = b""
         """Of keys in stores that other engines use, too, since the last reset."""
         self._worth = Worth()
+        self._events: BlockEvents | None = None
+        self._publisher: EventPublisher | None = None
         self._sources: list[Source] = []
         self._own: list[Source] = []
         """The sources that this engine's workers put pages into."""
@@ -107,6 +126,7 @@ class LookupScheduler(SchedulerConnector):
         if context.parallelism.tensor_size == workers:
             self._shards = {rank: attrs.evolve(self._shard, tensor_rank=rank) for rank in range(workers)}
         try:
+            self._open_events()
             self._open_sources()
         except BaseException:
             self.shutdown()
@@ -114,7 +134,12 @@ class LookupScheduler(SchedulerConnector):
 
     def _open_sources(self) -> None:
         context = self._context
-        for name in context.config.stores if self._loads or self._saves else ():
+        if context.config.lookup_buffer != "auto":
+            raise ConfigError(
+                f"lookup_buffer: {context.config.lookup_buffer!r} was given; connector 'lookup' keeps KV in"
+                " the stores that `stores` names, and uses no lookup buffer"
+            )
+        for name in context.config.stores:
             source = self._source_of(name)
             if source is not None:
                 self._sources.append(source)
@@ -136,10 +161,55 @@ class LookupScheduler(SchedulerConnector):
             workers = context.parallelism.num_workers
             return AskedSource(name, store, workers, context.options.wait_timeout_s)
         store.abort()
-        # It lives in each worker, which lets this side follow it.
-        return self._followed(name, None) if self._saves and self._loads else None
+        is_first = name == context.config.stores[0]
+        if not self._saves or not (self._loads or (is_first and self._events is not None)):
+            return None  # it lives in workers that put nothing into it, or that nothing is loaded from
+        return self._followed(name, None, self._told if is_first else None)
 
-    def _followed(self, name: str, peer: str | None) -> FollowedSource:
+    def _open_events(self) -> None:
+        """For the engine, and for routers; only an engine that saves has any."""
+        context, options = self._context, self._context.options
+        if not self._saves or options.events is None:
+            return
+        self._events = BlockEvents(
+            num_workers=context.parallelism.num_workers,
+            page_tokens=self._page_tokens,
+            block_size=self._block_size,
+            medium="CPU",
+            owner=next(iter(context.config.stores), ""),
+        )
+        if options.events != "engine":
+            self._publisher = EventPublisher(
+                options.events,
+                options.events_replay,
+                allow_remote=context.config.allow_unauthenticated_data_plane,
+            )
+            self._events.listen(self._publisher.publish)
+
+    def take_events(self) -> list[CacheEvent]:
+        return [] if self._events is None else self._events.take()
+
+    def _told(self, rank: int, event: PageEvent, series: Series) -> None:
+        """A worker's first store tells of its pages."""
+        events = self._events
+        if events is None:
+            return
+        match event:
+            case PagesSnapshot() | PagesCleared():
+                events.cleared(rank)
+            case PagesStored():
+                if event.series == series.id:
+                    events.stored(rank, series.keys_of(event.keys))
+            case PagesRemoved():
+                if event.series == series.id:
+                    events.removed(rank, series.keys_of(event.keys))
+
+    def _followed(
+        self,
+        name: str,
+        peer: str | None,
+        told: Callable[[int, PageEvent, Series], None] | None = None,
+    ) -> FollowedSource:
         context = self._context
         whose = "this engine's" if self._saves else "the peer engine's"
         if peer is not None:
@@ -156,6 +226,7 @@ class LookupScheduler(SchedulerConnector):
                     name=f"{whose} worker {rank}",
                     model=context.model,
                     wait_timeout_s=context.options.wait_timeout_s,
+                    listener=None if told is None else functools.partial(told, rank),
                 )
                 for rank in range(context.parallelism.num_workers)
             ],
@@ -204,6 +275,8 @@ class LookupScheduler(SchedulerConnector):
         self._context.peers.close()  # wakes those that are connecting
         for source in self._sources:
             source.close()
+        if self._publisher is not None:
+            self._publisher.close()
         self._context.close()
 
     def get_stats(self) -> Mapping[str, Any] | None:
@@ -463,9 +536,11 @@ class LookupScheduler(SchedulerConnector):
             if last <= first:
                 continue
             tracked.num_saved = last
-            chains = tracked.chains.upto(token_ids, end)[first:last]
+            chains = tracked.chains.upto(token_ids, end)
             for source in self._own[:1]:
-                source.expect(chains, self._context.options.wait_timeout_s)
+                source.expect(chains[first:last], self._context.options.wait_timeout_s)
+            if self._events is not None:
+                self._events.plan(request, token_ids, chains[:last], first)
             tokens = token_ids[first * self._page_tokens : last * self._page_tokens]
             blocks = output.block_ids(request.request_id)[0]
             yield SavePlan(

@@ -1,0 +1,193 @@
+"""Publishes events about blocks over ZeroMQ, in the form that vLLM's event publisher has.
+
+A message has three parts: topic, sequence number (8 bytes, big-endian), and a batch in MessagePack. A batch
+is an array of time, events and data-parallel rank; an event is a map with its ``type``. Subscribers that
+missed batches ask for them at the replay address: by an empty part and the first number, they get all batches
+from there on that are kept, then the number -1."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import zmq
+
+from kvplug import ConfigError
+from kvplug.engine import BlocksCleared, BlocksRemoved, BlocksStored, CacheEvent
+from kvplug.transport import close_after_fork, is_loopback
+
+_log = logging.getLogger(__name__)
+
+END_SEQ = (-1).to_bytes(8, "big", signed=True)
+_KEPT = 10_000
+"""Batches that are kept for subscribers that missed them."""
+_HIGH_WATER = 100_000
+_POLL_MS = 200
+_CLOSE_S = 2.0
+
+
+class EventPublisher:
+    """Publishes from a thread of its own. In a forked child it is closed."""
+
+    def __init__(self, address: str, replay: str | None = None, *, allow_remote: bool = False) -> None:
+        """Binds at once.
+
+        Args:
+            address: ``tcp://host:port`` or ``ipc://path``; port 0: any, see :attr:`address`.
+            replay: where missed batches are asked for; ``None``: nowhere.
+            allow_remote: other hosts may connect, though the events show prompts, and nothing proves who
+                reads them.
+
+        Raises:
+            ConfigError: other hosts could connect, and that is not allowed; or the address cannot be bound.
+        """
+        for each in (address, replay):
+            if each is not None and not allow_remote:
+                _check_local(each)
+        self._context = zmq.Context()
+        self._queue: deque[list[CacheEvent]] = deque()
+        self._kept: deque[tuple[bytes, bytes]] = deque(maxlen=_KEPT)
+        self._seq = 0
+        self._closed = False
+        try:
+            self._pub, self.address = self._bound(zmq.PUB, address)
+            self._replay: Any = None
+            self.replay_address: str | None = None
+            if replay is not None:
+                self._replay, self.replay_address = self._bound(zmq.ROUTER, replay)
+            self._wake_in, _ = self._bound(zmq.PULL, "inproc://wake")
+            self._wake_out = self._context.socket(zmq.PUSH)
+            self._wake_out.connect("inproc://wake")
+        except BaseException:
+            self._context.destroy(linger=0)
+            raise
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._run, name="kvplug-lookup-publish", daemon=True)
+        close_after_fork(self)
+        self._thread.start()
+        _log.info("publishing events about blocks at %s", self.address)
+
+    def _bound(self, kind: int, address: str) -> tuple[Any, str]:
+        socket = self._context.socket(kind)
+        socket.set_hwm(_HIGH_WATER)
+        socket.linger = 0
+        try:
+            socket.bind(address)
+        except zmq.ZMQError as e:
+            raise ConfigError(f"options.lookup.events: {address} cannot be bound: {e}") from e
+        return socket, socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
+
+    def publish(self, events: Sequence[CacheEvent]) -> None:
+        """Publish these events as one batch. Any thread; never waits."""
+        if self._closed:
+            return
+        self._queue.append(list(events))
+        self._wake()
+
+    def _wake(self) -> None:
+        with self._lock:
+            if not self._closed:
+                self._wake_out.send(b"", zmq.NOBLOCK)
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._wake_in, zmq.POLLIN)
+        if self._replay is not None:
+            poller.register(self._replay, zmq.POLLIN)
+        while not self._closed:
+            ready = dict(poller.poll(_POLL_MS))
+            if self._wake_in in ready:
+                self._wake_in.recv(zmq.NOBLOCK)
+            while self._queue:
+                self._send(self._queue.popleft())
+            if self._replay is not None and self._replay in ready:
+                self._answer(self._replay)
+
+    def _send(self, events: list[CacheEvent]) -> None:
+        payload = encode_batch(events)
+        seq = self._seq.to_bytes(8, "big")
+        self._seq += 1
+        self._kept.append((seq, payload))
+        self._pub.send_multipart((b"", seq, payload))
+
+    def _answer(self, replay: Any) -> None:
+        parts = replay.recv_multipart(zmq.NOBLOCK)
+        if len(parts) != 3 or len(parts[2]) != 8:
+            _log.warning("a subscriber asked for missed events in a form that is not understood")
+            return
+        client, _, first = parts
+        for seq, payload in self._kept:
+            if seq >= first:
+                replay.send_multipart((client, b"", b"", seq, payload))
+        replay.send_multipart((client, b"", b"", END_SEQ, b""))
+
+    def close(self) -> None:
+        """Send what is queued, and end. Idempotent."""
+        if self._closed:
+            return
+        deadline = time.monotonic() + _CLOSE_S
+        while self._queue and time.monotonic() < deadline and self._thread.is_alive():
+            time.sleep(0.005)
+        with self._lock:
+            self._closed = True
+        self._thread.join(_CLOSE_S)
+        self._context.destroy(linger=0)
+
+    def _after_fork_in_child(self) -> None:
+        self._closed = True
+
+
+def _check_local(address: str) -> None:
+    if address.startswith(("ipc://", "inproc://")):
+        return
+    host = address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+    if not host or not is_loopback(host):
+        raise ConfigError(
+            f"options.lookup.events: other hosts can connect to {address}, the events show prompts, and"
+            " nothing proves who reads them; use 127.0.0.1, or set allow_unauthenticated_data_plane"
+        )
+
+
+# -- the form of events ------------------------------------------------------------------------
+
+
+def encode_batch(events: Sequence[CacheEvent], *, now: float | None = None) -> bytes:
+    """A batch as bytes. ``now``: seconds since the epoch."""
+    return msgspec.msgpack.encode(
+        [time.time() if now is None else now, [_plain(event) for event in events], 0]
+    )
+
+
+def _plain(event: CacheEvent) -> dict[str, Any]:
+    match event:
+        case BlocksStored():
+            return {
+                "type": "BlockStored",
+                "block_hashes": list(event.block_hashes),
+                "parent_block_hash": event.parent_hash,
+                "token_ids": list(event.token_ids),
+                "block_size": event.block_size,
+                "lora_id": None,
+                "medium": event.medium or None,
+                "lora_name": event.adapter or None,
+                "group_idx": 0,
+                "locality": "LOCAL",
+                "ownership": event.owner or None,
+                "kvplug_chains": list(event.chains),
+            }
+        case BlocksRemoved():
+            return {
+                "type": "BlockRemoved",
+                "block_hashes": list(event.block_hashes),
+                "medium": event.medium or None,
+                "group_idx": 0,
+                "locality": "LOCAL",
+                "ownership": event.owner or None,
+            }
+        case BlocksCleared():
+            return {"type": "AllBlocksCleared"}
