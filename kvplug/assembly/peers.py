@@ -99,6 +99,16 @@ class LinkSettings:
                 raise HandshakeError(*e.reasons, *self.missing, peer=e.peer) from e
             raise
         self.stats.record("handshake", seconds=time.perf_counter() - begun)
+        pipes = ", ".join(
+            f"{device} tensors by {found.chosen}" for device, found in agreement.transports.items()
+        )
+        _log.info(
+            "agreed with %s (engine %s) for %s: %s",
+            channel.peer,
+            agreement.remote.engine_id,
+            agreement.purpose or "a pipe",
+            pipes or "no tensors",
+        )
         return agreement
 
     def wrapped(self, pipe: Pipe) -> Pipe:
@@ -393,7 +403,9 @@ class ControlPeers(Peers):
 
     def _bound(self) -> Listener:
         address = self._listen or self._settings.config.control_address(self._rank)
-        return Listener.open(address, self._settings.credentials, CONTROL)
+        listener = Listener.open(address, self._settings.credentials, CONTROL)
+        _log.info("listening for peers at %s", listener.address)
+        return listener
 
     def _listening(self, listener: AnyServer) -> AnyServer:
         with self._lock:

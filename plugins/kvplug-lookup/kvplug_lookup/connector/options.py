@@ -60,8 +60,8 @@ class LookupConnectorOptions:
     events: str | None = option(
         default=None,
         help='Who is told which blocks the first store holds. An address such as "tcp://127.0.0.1:5557":'
-        " events are published there for routers, in the form of vLLM's. They show prompts, so other hosts are"
-        ' refused unless allow_unauthenticated_data_plane is set. "engine": the engine, which may publish'
+        " events are published there for routers, in the form of vLLM's. They show prompts, so other hosts"
+        ' are refused unless allow_unauthenticated_data_plane is set. "engine": the engine, which may publish'
         " them itself.",
     )
     events_replay: str | None = option(
