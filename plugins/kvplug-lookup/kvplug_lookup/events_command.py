@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import time
@@ -48,12 +49,13 @@ def events(
 
 def _batches(address: str, replay: str | None, timeout_s: float | None) -> Iterator[dict[str, Any]]:
     context = zmq.Context()
+    sockets = contextlib.ExitStack()
     try:
-        subscribed = context.socket(zmq.SUB)
+        subscribed = sockets.enter_context(context.socket(zmq.SUB))
         subscribed.subscribe(b"")
         subscribed.connect(address)
         last = -1
-        for seq, payload in _replayed(context, replay, timeout_s) if replay is not None else ():
+        for seq, payload in _replayed(context, sockets, replay, timeout_s) if replay is not None else ():
             last = seq
             yield _decoded(seq, payload)
         while True:
@@ -70,11 +72,14 @@ def _batches(address: str, replay: str | None, timeout_s: float | None) -> Itera
     except zmq.ZMQError as e:
         raise KvplugError(f"{address}: {e}") from e
     finally:
+        sockets.close()
         context.destroy(linger=0)
 
 
-def _replayed(context: Any, address: str, timeout_s: float | None) -> Iterator[tuple[int, bytes]]:
-    asking = context.socket(zmq.DEALER)
+def _replayed(
+    context: Any, sockets: contextlib.ExitStack, address: str, timeout_s: float | None
+) -> Iterator[tuple[int, bytes]]:
+    asking = sockets.enter_context(context.socket(zmq.DEALER))
     asking.connect(address)
     asking.send_multipart((b"", (0).to_bytes(8, "big")))
     while True:

@@ -50,6 +50,7 @@ class EventPublisher:
             if each is not None and not allow_remote:
                 _check_local(each)
         self._context = zmq.Context()
+        self._sockets: list[Any] = []
         self._queue: deque[list[CacheEvent]] = deque()
         self._kept: deque[tuple[bytes, bytes]] = deque(maxlen=_KEPT)
         self._seq = 0
@@ -61,10 +62,10 @@ class EventPublisher:
             if replay is not None:
                 self._replay, self.replay_address = self._bound(zmq.ROUTER, replay)
             self._wake_in, _ = self._bound(zmq.PULL, "inproc://wake")
-            self._wake_out = self._context.socket(zmq.PUSH)
+            self._wake_out = self._made(zmq.PUSH)
             self._wake_out.connect("inproc://wake")
         except BaseException:
-            self._context.destroy(linger=0)
+            self._end_sockets()
             raise
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="kvplug-lookup-publish", daemon=True)
@@ -72,10 +73,20 @@ class EventPublisher:
         self._thread.start()
         _log.info("publishing events about blocks at %s", self.address)
 
-    def _bound(self, kind: int, address: str) -> tuple[Any, str]:
+    def _made(self, kind: int) -> Any:
         socket = self._context.socket(kind)
         socket.set_hwm(_HIGH_WATER)
         socket.linger = 0
+        self._sockets.append(socket)
+        return socket
+
+    def _end_sockets(self) -> None:
+        for socket in self._sockets:
+            socket.close()
+        self._context.term()
+
+    def _bound(self, kind: int, address: str) -> tuple[Any, str]:
+        socket = self._made(kind)
         try:
             socket.bind(address)
         except zmq.ZMQError as e:
@@ -136,7 +147,7 @@ class EventPublisher:
         with self._lock:
             self._closed = True
         self._thread.join(_CLOSE_S)
-        self._context.destroy(linger=0)
+        self._end_sockets()
 
     def _after_fork_in_child(self) -> None:
         self._closed = True
