@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvplug_testing import peers
+from kvplug_testing.comparison import brief
 
 __all__ = ["Call", "patience_s", "raises", "until"]
 
@@ -71,7 +72,7 @@ class Call:
         """The error that it raised, which must be a ``kind``."""
         self.end(within)
         if self.error is None:
-            raise AssertionError(f"{kind.__name__} was expected, and the call returned {self.value!r:.300}")
+            raise AssertionError(f"{kind.__name__} was expected, and the call returned {brief(self.value)}")
         if not isinstance(self.error, kind):
             raise AssertionError(f"{kind.__name__} was expected, not {self.error!r}") from self.error
         return self.error
