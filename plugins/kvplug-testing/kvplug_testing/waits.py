@@ -10,12 +10,16 @@ from typing import Any
 from kvplug_testing import peers
 from kvplug_testing.comparison import brief
 
-__all__ = ["Call", "patience_s", "raises", "until"]
+__all__ = ["Call", "DeadlineError", "patience_s", "raises", "until"]
 
 patience_s = 20.0
 """How long a test waits for an expected event. It is long because test machines are busy; deadlines of laws
 are separate. Tests of transports that are known to hang, such as the kit's own, lower it.
 """
+
+
+class DeadlineError(AssertionError):
+    """An expected event has not come in time."""
 
 
 class Call:
@@ -53,7 +57,7 @@ class Call:
         within = patience_s if within is None else within
         self._thread.join(within)
         if self._thread.is_alive():
-            raise AssertionError(f"a call is still blocked after {within} s\n{peers.stacks()}")
+            raise DeadlineError(f"a call is still blocked after {within} s\n{peers.stacks()}")
         return self
 
     def result(self, within: float | None = None) -> Any:
@@ -94,7 +98,7 @@ def until(condition: Callable[[], Any], within: float | None = None, what: str =
     limit = time.monotonic() + within
     while not condition():
         if time.monotonic() > limit:
-            raise AssertionError(
+            raise DeadlineError(
                 f"{what or 'what was waited for'} did not come in {within} s\n{peers.stacks()}"
             )
         time.sleep(0.002)

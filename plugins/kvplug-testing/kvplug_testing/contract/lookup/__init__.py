@@ -14,9 +14,8 @@ from kvplug_testing.contract.lookup.reading import Reading
 from kvplug_testing.contract.lookup.taking import Taking
 
 
-# pytest collects the last base first.
 class LookupBufferContract(
-    Processes, Endings, Cost, Events, Clearing, Capacity, Taking, Reading, Matching, Contents, Keys
+    Contents, Keys, Matching, Reading, Taking, Capacity, Clearing, Events, Cost, Endings, Processes
 ):
     """Checks a transport of kind "lookup buffer" against the laws ALL and LOOKUP.
 
