@@ -33,15 +33,15 @@ class ForkServer:
     ``peers.start`` does.
     """
 
-    def __init__(self, prepare: str, *args: Any, flags: Sequence[str] = ()) -> None:
+    def __init__(self, prepare: str, *args: Any) -> None:
         """``prepare`` names a function, ``"module:function"``, that imports what the children will need;
-        ``args`` are plain values for it. ``flags`` go to the server's interpreter.
+        ``args`` are plain values for it.
         """
         self._lock = threading.Lock()
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._server = peers.start(
-                _serve, theirs.fileno(), prepare, list(args), flags=flags, pass_fds=[theirs.fileno()]
+                _serve, theirs.fileno(), prepare, list(args), pass_fds=[theirs.fileno()]
             )
         try:
             self._server.recv()
@@ -69,10 +69,6 @@ class ForkServer:
         with theirs:
             number, pidfds = self._ask(f"fork {timeout_s}", [theirs.fileno(), stderr.fileno()])
         return _Forked(target, args, _Process(number, pidfds[0], self._status), ours, stderr)
-
-    @property
-    def pid(self) -> int:
-        return self._server.pid
 
     def close(self) -> None:
         """End the server. Close its children first: only the server can read their exit status."""
@@ -163,7 +159,7 @@ def _import_all(*modules: str) -> None:
 
 
 def _serve(parent: peers.Parent, fd: int, prepare: str, args: list[Any]) -> None:
-    """Run the server until the process that started it is gone."""
+    """Import what children need, and serve."""
     import faulthandler
     import gc
     import importlib
@@ -178,6 +174,11 @@ def _serve(parent: peers.Parent, fd: int, prepare: str, args: list[Any]) -> None
     gc.collect()
     gc.freeze()
     parent.send("ready")
+    serve(control, parent.disown)
+
+
+def serve(control: socket.socket, disown: Callable[[], None]) -> None:
+    """Run the server until its client is gone. A child calls ``disown`` to close what is the server's."""
     while True:
         data, fds, _, _ = socket.recv_fds(control, 64, 2)
         if not data:
@@ -189,7 +190,8 @@ def _serve(parent: peers.Parent, fd: int, prepare: str, args: list[Any]) -> None
         else:
             answer = _fork()
             if answer == 0:
-                _be_a_child(parent, control, fds, float(number))
+                disown()
+                _be_a_child(control, fds, float(number))
             pidfds = [os.pidfd_open(answer)]
         socket.send_fds(control, [_NUMBER.pack(answer)], pidfds)
         for each in (*fds, *pidfds):
@@ -204,14 +206,13 @@ def _fork() -> int:
         return os.fork()
 
 
-def _be_a_child(parent: peers.Parent, control: socket.socket, fds: Sequence[int], timeout_s: float) -> None:
+def _be_a_child(control: socket.socket, fds: Sequence[int], timeout_s: float) -> None:
     code = 1
     try:
         wire, stderr = fds
         os.dup2(stderr, 2)
         os.close(stderr)
         control.close()
-        parent.disown()
         peers._live(wire, timeout_s)
         code = 0
     finally:

@@ -11,9 +11,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import attrs
 import pytest
 
-from kvplug_testing import peers
+from kvplug_testing import PipeContract, peers
+from kvplug_testing.forkserver import ForkServer
 from kvplug_testing.hosts.pair import ADDRESSES, HostPair, NoHostsError
 from kvplug_testing.peers import Parent
 
@@ -21,9 +23,16 @@ LIFE_S = 60.0
 
 
 @pytest.fixture(scope="module")
-def hosts() -> Iterator[HostPair]:
+def server() -> Iterator[ForkServer]:
+    made = ForkServer.of("socket")
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def hosts(server: ForkServer) -> Iterator[HostPair]:
     try:
-        pair = HostPair("kvplug_testing.forkserver:_import_all", "socket")
+        pair = HostPair(server)
     except NoHostsError as e:
         pytest.skip(str(e))
     with pair:
@@ -119,12 +128,8 @@ def test_a_process_on_a_host_is_stopped_and_killed_as_any_other(hosts: HostPair)
         child.recv()
 
 
-def test_nothing_is_left_of_hosts(hosts: HostPair) -> None:
-    with (
-        peers.nothing_left(),
-        HostPair("kvplug_testing.forkserver:_import_all", "socket") as pair,
-        run(pair, 1, listen, ADDRESSES[1]) as child,
-    ):
+def test_nothing_is_left_of_hosts(server: ForkServer, hosts: HostPair) -> None:
+    with peers.nothing_left(), HostPair(server) as pair, run(pair, 1, listen, ADDRESSES[1]) as child:
         assert child.recv()
 
 
@@ -132,14 +137,78 @@ def test_nothing_is_left_of_hosts(hosts: HostPair) -> None:
 def test_a_user_without_rights_has_hosts_or_the_reason_why_not(hosts: HostPair) -> None:
     code = f"""
 import sys; sys.path[:] = {sys.path!r}
+from kvplug_testing.forkserver import ForkServer
 from kvplug_testing.hosts.pair import HostPair, NoHostsError
+server = ForkServer.of("socket")
 try:
-    with HostPair("kvplug_testing.forkserver:_import_all", "socket") as pair, pair.apart():
+    with HostPair(server) as pair, pair.apart():
         print("hosts")
 except NoHostsError as e:
     print(e)
+server.close()
 """
     command = ["setpriv", *(("--bounding-set=-all", "--inh-caps=-all") if os.geteuid() == 0 else ())]
     command += [sys.executable, "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.stdout == "hosts\n" or "not permitted" in done.stdout, done.stdout + done.stderr
+
+
+# -- what the scorecard says -------------------------------------------------------------------------
+
+
+class Claimed(PipeContract):
+    """The pipe "memory", with other claims."""
+
+    transport = "memory"
+    cross_host = True
+
+    @property
+    def spec(self) -> Any:
+        spec: Any = super().spec
+        able = attrs.evolve(spec.capabilities, cross_host=self.cross_host)
+        return attrs.evolve(spec, capabilities=able)
+
+
+@pytest.mark.parametrize(
+    ("said", "reason"),
+    [
+        ({}, ""),
+        ({"cross_host": False}, "memory does not claim cross_host"),
+        ({"one_host": "socket is unix"}, "cross_host is not judged: socket is unix"),
+        ({"across_processes": False}, "cross_host is not judged: the ends of memory are in one process"),
+        ({"forks": False}, "cross_host is not judged: a process with memory must not fork"),
+        ({"transport": "", "spec": None}, "cross_host is not judged: Judged does not say whose claim it is"),
+    ],
+    ids=str,
+)
+def test_a_claim_that_is_not_judged_is_told_with_the_reason(said: dict[str, Any], reason: str) -> None:
+    suite = type("Judged", (Claimed,), said)()
+    assert suite.another_host.startswith(reason)
+    assert bool(suite.another_host) == bool(reason)
+
+
+REFUSED = """
+from kvplug_testing import PipeContract
+from kvplug_testing.hosts import pair
+
+def refuse(*_):
+    raise pair.NoHostsError("unshare of namespaces: Operation not permitted")
+
+pair._Host.__init__ = refuse
+
+class TestCpu(PipeContract):
+    transport = "cpu"
+"""
+
+
+@pytest.mark.full
+def test_a_system_that_permits_no_hosts_is_told_in_the_scorecard(package: Any) -> None:
+    pytest.importorskip("kvplug_cpu")
+    (package.folder / "tests" / "test_mine.py").write_text(REFUSED)
+    found = package.outcomes("-k", "other_host_vanishes")
+    (result,) = found.values()
+    assert result.outcome == "skipped"
+    assert result.reason == (
+        "cross_host is not judged: no second host can be made of namespaces here:"
+        " unshare of namespaces: Operation not permitted"
+    )

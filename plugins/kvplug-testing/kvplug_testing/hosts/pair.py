@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import socket
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, Self
 
-from kvplug.errors import KvplugError, PeerGoneError
+from kvplug.errors import KvplugError
 from kvplug_testing import peers
 from kvplug_testing.forkserver import ForkServer
-from kvplug_testing.hosts import launcher, link
+from kvplug_testing.hosts import host, link
 
-ADDRESSES = launcher.ADDRESSES
+ADDRESSES = host.ADDRESSES
 """The addresses of the hosts 0 and 1."""
 
 
@@ -20,37 +22,26 @@ class NoHostsError(KvplugError):
 
 
 class HostPair:
-    """Two hosts, joined by a link. On each a fork server has imported what its processes need."""
+    """Two hosts, joined by a link. Their processes are forked, and have imported what a fork server has."""
 
-    def __init__(self, prepare: str, *args: Any) -> None:
-        """``prepare`` and ``args`` are those of :class:`.ForkServer`.
-
-        Raises:
-            NoHostsError: there can be no such hosts here; the message says why.
+    def __init__(self, server: ForkServer) -> None:
+        """Raises:
+        NoHostsError: there can be no hosts here; the message says why.
         """
-        if not ForkServer.works():
-            raise NoHostsError("this system has no namespaces")
         self._stack = ExitStack()
-        self._servers: list[ForkServer] = []
+        self._hosts: list[_Host] = []
         try:
             for number in range(2):
-                first = self._servers[0].pid if self._servers else 0
-                flags = ("-m", launcher.__name__, str(number), str(first))
-                server = ForkServer(prepare, *args, flags=flags)
-                self._stack.callback(server.close)
-                self._servers.append(server)
-        except PeerGoneError as e:
-            self.close()
-            if launcher.REFUSED in str(e):
-                raise NoHostsError(str(e).rpartition(launcher.REFUSED)[2].strip()) from e
-            raise
+                made = _Host(server, number, self._hosts[0].first_pid if self._hosts else 0)
+                self._stack.callback(made.close)
+                self._hosts.append(made)
         except BaseException:
             self.close()
             raise
 
-    def start(self, host: int, target: str, *args: Any, timeout_s: float) -> peers.Peer:
+    def start(self, number: int, target: str, *args: Any, timeout_s: float) -> peers.Peer:
         """Run ``target(parent, *args)`` in a process on host 0 or 1."""
-        return self._servers[host].start(target, *args, timeout_s=timeout_s)
+        return self._hosts[number].start(target, *args, timeout_s=timeout_s)
 
     @contextmanager
     def apart(self) -> Iterator[None]:
@@ -66,7 +57,7 @@ class HostPair:
             child.result()
 
     def close(self) -> None:
-        """End both hosts, with all their processes."""
+        """End both hosts, with all their processes. Close their peers first."""
         self._stack.close()
 
     def __enter__(self) -> Self:
@@ -74,6 +65,29 @@ class HostPair:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+class _Host(ForkServer):
+    """A fork server that is the first process of a host."""
+
+    def __init__(self, server: ForkServer, number: int, first: int) -> None:
+        self._lock = threading.Lock()
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+            listener.bind("")  # the kernel chooses an abstract name
+            listener.listen()
+            listener.settimeout(peers.DEFAULT_TIMEOUT_S)
+            name = listener.getsockname()
+            self._server = server.start(f"{host.__name__}:become", name, number, first)
+            try:
+                self._control, _ = listener.accept()
+            except BaseException:
+                self._server.close()
+                raise
+        self._control.settimeout(None)
+        self.first_pid, refusal = self._server.recv()
+        if refusal:
+            self.close()
+            raise NoHostsError(refusal)
 
 
 def turn(parent: peers.Parent, on: bool) -> None:

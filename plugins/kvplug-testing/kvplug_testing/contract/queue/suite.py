@@ -58,14 +58,13 @@ class QueueSuite(Contract):
     def endpoint(self, **context: Any) -> QueueEndpoint:
         """``context``: fields of the :class:`QueueContext` that differ from this suite's defaults."""
         usual = {
+            "credentials": Credentials(),
             "max_chunk_bytes": CHUNK,
             "max_chunks": CHUNKS,
             "timeout_s": self.timeout_s,
             "local_reader_ranks": () if self.over_network else None,
         }
-        return self.make_endpoint(
-            QueueContext(options=self.made_options(), credentials=Credentials(), **{**usual, **context})
-        )
+        return self.make_endpoint(QueueContext(options=self.made_options(), **{**usual, **context}))
 
     def writer(self, n_reader: int = 1, **context: Any) -> MessageQueue:
         """The writer's end of a new queue."""
