@@ -24,6 +24,8 @@ from kvplug_testing.contract.lookup.pausable_pipe import PausablePipe
 from kvplug_testing.contract.suite_ref import suite_from_ref
 from kvplug_testing.waits import Call
 
+LIFE_S = 300.0
+"""The time limit of a process with an end on another host. It ends with its test."""
 SOON_S = 0.3
 """The timeout of a call that must not succeed."""
 
@@ -194,12 +196,12 @@ class LookupSuite(Contract):
         torch.ones(1 << 20).add_(1)
 
 
-def pipe_endpoint(name: str, timeout_s: float, options: Mapping[str, Any]) -> PipeEndpoint:
+def pipe_endpoint(name: str, timeout_s: float, options: Mapping[str, Any], **context: Any) -> PipeEndpoint:
     spec: Any = base._registry().get(Kind.PIPE, name)
     cls = spec.load_options()
     made = None if cls is None else check_options(cls, dict(options), where=f"options.{name}")
-    context = PipeContext(options=made, credentials=Credentials(), timeout_s=timeout_s)
-    return spec.load_factory()(context)  # type: ignore[no-any-return]
+    given = {"credentials": Credentials(), **context}
+    return spec.load_factory()(PipeContext(options=made, timeout_s=timeout_s, **given))  # type: ignore[no-any-return]
 
 
 def run_remote_reach(

@@ -11,6 +11,7 @@ from kvplug_testing.contract.pipe.endpoints import Endpoints
 from kvplug_testing.contract.pipe.forks import Forks
 from kvplug_testing.contract.pipe.leaks import Leaks
 from kvplug_testing.contract.pipe.order import Order
+from kvplug_testing.contract.pipe.other_host import OtherHost
 from kvplug_testing.contract.pipe.peer_death import PeerDeath
 from kvplug_testing.contract.pipe.processes import Processes
 from kvplug_testing.contract.pipe.recv_into import RecvInto
@@ -35,6 +36,7 @@ class PipeContract(
     PeerDeath,
     SigStop,
     Connecting,
+    OtherHost,
     Forks,
     Leaks,
 ):
