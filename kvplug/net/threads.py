@@ -19,9 +19,10 @@ import atexit
 import contextlib
 import logging
 import os
+import signal
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final, Protocol
 
 from kvplug.net.deadline import Deadline
@@ -90,47 +91,73 @@ def end_at_exit(thing: CalledByProgram) -> None:
 
 _running: Final[dict[BackgroundThread, Stop]] = {}
 _called: Final = LiveObjects[CalledByProgram]()
-_has_left = False
+_is_leaving = _has_left = False
+
+
+def is_leaving() -> bool:
+    """Whether the program is leaving. From then on Python 3.12 starts no more threads."""
+    return _is_leaving
 
 
 @atexit.register
 def _leave() -> None:
-    global _has_left
+    global _is_leaving, _has_left
+    _is_leaving = True
     deadline = Deadline.after(EXIT_S)
-    ending: threading.Thread | None = None
+    ended: dict[int, object] = {}
     while (_is_busy() or _called.all()) and not deadline.expired:
-        # A second Ctrl-C, or another signal whose handler raises, does not end the wait: it is short.
-        with contextlib.suppress(BaseException):
-            # In a thread of its own: an end may have to wait for a lock whose owner never comes back.
-            if ending is None or ending.ident is None:
-                ending = threading.Thread(target=_end_all, args=(deadline,), name="kvplug exit", daemon=True)
-                try:
-                    ending.start()
-                except RuntimeError:  # there can be no more threads now
-                    _end_all(deadline)
-                    break
-            ending.join(deadline.remaining())
-            if not ending.is_alive():
-                break
+        # A second Ctrl-C, or another signal whose handler raises, does not end the wait: it is short. It all
+        # happens in this thread, since Python 3.12 starts no more threads by now.
+        with contextlib.suppress(BaseException), _interrupted_at(deadline):
+            _end_all(deadline, ended)
+            break
+    if _is_busy():
+        logger.debug("still inside kvplug at exit: %s", [thread.name for thread in list(_running)])
     _has_left = True
 
 
-def _end_all(deadline: Deadline) -> None:
-    ended: dict[int, object] = {}  # by identity, which is another's once an object is gone
+def _end_all(deadline: Deadline, ended: dict[int, object]) -> None:
+    """``ended``: what need not be ended again, by identity, and kept, or the identity might become another's.
+
+    After an interruption it goes on with what it was ending.
+    """
     while not deadline.expired:
         ends: list[tuple[object, Stop]] = list(_running.items())
         ends += [(thing, thing._end_at_exit) for thing in _called.all()]
         for thing, end in ends:
             if id(thing) not in ended:  # others may have been made meanwhile
-                ended[id(thing)] = thing
                 try:
                     end()
-                except BaseException:  # a callback may raise SystemExit
+                except Exception:
                     logger.exception("a thread of kvplug could not be ended at exit")
+                ended[id(thing)] = thing
         if not _is_busy():
             return
         time.sleep(_LOOK_S)
-    logger.debug("still inside kvplug at exit: %s", [thread.name for thread in list(_running)])
+
+
+class _LateError(BaseException):
+    """The time is over."""
+
+
+@contextlib.contextmanager
+def _interrupted_at(deadline: Deadline) -> Iterator[None]:
+    """Raise :class:`_LateError` at the deadline: an end may wait for a lock whose owner never comes back."""
+
+    def interrupt(*_: object) -> None:
+        raise _LateError
+
+    try:
+        before = signal.signal(signal.SIGALRM, interrupt)
+    except (AttributeError, ValueError):  # no such signal here, or this is not the main thread
+        yield
+        return
+    timer = signal.setitimer(signal.ITIMER_REAL, max(_LOOK_S, deadline.remaining() or 0.0))
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, *timer)
+        signal.signal(signal.SIGALRM, before or signal.SIG_DFL)
 
 
 def _is_busy() -> bool:

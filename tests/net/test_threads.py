@@ -97,20 +97,28 @@ def test_a_signals_handler_may_leave_the_program() -> None:
     assert left(WORKS + CALLED + program + "time.sleep(60)") in ((7, "ended", "left"), (7, "left", "ended"))
 
 
-def test_another_signal_during_the_wait_neither_ends_it_nor_changes_the_exit_code() -> None:
+def test_other_signals_during_the_wait_neither_end_it_nor_change_the_exit_code() -> None:
     program = """
+signals = iter(["first", "second"])
 def leave(*_):
-    out("again")
+    out(next(signals))
     sys.exit(8)
 
 def stop():
-    os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(0.1)
-    wanted.set()
+    if not wanted.is_set():
+        wanted.set()
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGTERM)  # in the middle of an end
 
+def sleep(seconds, sleep=time.sleep):
+    if threading.current_thread() is not threading.main_thread():
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGTERM)  # while it is waited for
+    sleep(seconds)
+
+time.sleep = sleep
 signal.signal(signal.SIGTERM, leave)
 """
-    assert left(program + WORKS.replace("wanted.set", "stop") + "sys.exit(7)") == (7, "again", "ended")
+    works = WORKS.replace("stop=wanted.set", "stop=stop")
+    assert left(program + works + "sys.exit(7)") == (7, "first", "second", "ended")
 
 
 BLOCKS = """
@@ -214,7 +222,7 @@ def test_a_thread_that_cannot_be_started_is_not_waited_for(monkeypatch: pytest.M
     def refuse(*_: object) -> None:
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr("threading._start_new_thread", refuse)
+    monkeypatch.setattr("threading.Thread.start", refuse)
     thread = BackgroundThread(print, name="kvplug none", stop=print)
     with pytest.raises(RuntimeError, match="can't start new thread"):
         thread.start()
