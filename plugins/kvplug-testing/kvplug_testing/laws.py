@@ -85,6 +85,11 @@ ALL-7, nothing left behind
   shared memory that it did not hold before, and its memory does not grow when this is repeated. No resource
   of a killed process remains.
 
+ALL-8, leaving the program
+: A program that leaves, by `sys.exit` or at its last line, ends within seconds with its own exit code, and
+  writes nothing to stderr: right after `abort()`, right after `close()`, and if nothing was closed, also
+  while threads of the transport, or of the program in calls of it, are at work. So does a forked child.
+
 ## Endpoints
 
 END-1, two verbs

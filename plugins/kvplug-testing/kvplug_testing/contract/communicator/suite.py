@@ -22,6 +22,7 @@ from kvplug.transport.context import CommunicatorContext
 from kvplug.transport.group.group import StatelessGroup
 from kvplug.transport.spec import Kind
 from kvplug_testing import peers, waits
+from kvplug_testing.contract import leaving
 from kvplug_testing.contract.base import Contract, at_host
 from kvplug_testing.contract.communicator.calls import CallOutcome, carried, perform
 from kvplug_testing.contract.suite_ref import suite_from_ref
@@ -120,6 +121,11 @@ class RemoteRank(Rank):
 
     def leave(self) -> None:
         self.child.kill()
+
+    def leave_program(self, way: str) -> None:
+        """Leave the process's program as law ALL-8 says, in one of the ways of :mod:`leaving`."""
+        self.child.send(("leave", way))
+        leaving.check_left(self.child)
 
     @property
     def pid(self) -> int:
@@ -282,6 +288,11 @@ class CommunicatorSuite(Contract):
         return self._compares[suite_ref]
 
     @property
+    def remote_and_forked_processes(self) -> str:
+        """The reason to skip a test, for ``needs``."""
+        return self.remote_processes or self.forked_processes
+
+    @property
     def remote_processes(self) -> str:
         """The reason to skip a test, for ``needs``."""
         return (
@@ -323,4 +334,8 @@ def _run_rank(
         parent.send((at, attrs.asdict(perform(made, number, method, args, given), recurse=False)))
 
     while True:
-        threading.Thread(target=call, args=parent.recv(timeout=None), daemon=True).start()
+        match parent.recv(timeout=None):
+            case ("leave", str(way)):
+                leaving.leave(parent, way, abort=made.destroy, close=made.destroy)
+            case asked:
+                threading.Thread(target=call, args=asked, daemon=True).start()

@@ -10,6 +10,7 @@ from kvplug_testing.contract.pipe.endings import Endings
 from kvplug_testing.contract.pipe.endpoints import Endpoints
 from kvplug_testing.contract.pipe.forks import Forks
 from kvplug_testing.contract.pipe.leaks import Leaks
+from kvplug_testing.contract.pipe.leaving import Leaving
 from kvplug_testing.contract.pipe.order import Order
 from kvplug_testing.contract.pipe.other_host import OtherHost
 from kvplug_testing.contract.pipe.peer_death import PeerDeath
@@ -38,6 +39,7 @@ class PipeContract(
     Connecting,
     OtherHost,
     Forks,
+    Leaving,
     Leaks,
 ):
     """Checks a transport of kind "pipe" against the laws ALL, END and PIPE.
