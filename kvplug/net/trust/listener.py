@@ -21,7 +21,7 @@ import threading
 import time
 from typing import Any, Self
 
-from kvplug.errors import ClosedError, TimeoutError
+from kvplug.errors import ClosedError, TimeoutError, TransportError
 from kvplug.net.deadline import Deadline, Timeout
 from kvplug.net.fork import close_after_fork
 from kvplug.net.threads import BackgroundThread
@@ -392,8 +392,8 @@ class Listener:
         sock = stranger.sock
         if isinstance(sock, ssl.SSLSocket):
             try:
-                sock = plain_end(sock)
-            except (OSError, RuntimeError) as e:
+                sock = plain_end(sock, str(peer))
+            except (OSError, TransportError) as e:
                 logger.warning("a connection to %s was dropped: %s", self._contact, e)
                 return
         sock.setblocking(True)
