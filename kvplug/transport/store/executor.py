@@ -341,7 +341,7 @@ class ExecutedStore(Store):
         self.abort()
 
     def _give_up(self) -> bool:
-        """End every job and, after the calls under way, the threads. Returns whether it was not done before."""
+        """End every job and, after calls under way, the threads. Returns whether it was the first call."""
         with self._lock:
             first = not self._closed
             self._closing = self._closed = True
