@@ -99,7 +99,17 @@ def ours(given: argparse.Namespace) -> list[Candidate]:
             max_chunks=given.chunks,
         )
         found += [attrs.evolve(each, name=f"{each.name}, {name}" if name else each.name) for each in chosen]
+    if given.over_network:
+        found += [_over_network(each) for each in found if each.kind == QUEUE]
     return found
+
+
+def _over_network(queue: Candidate) -> Candidate:
+    """The same queue, whose readers do not share its memory."""
+    arguments = {**queue.arguments, "over_network": True}
+    return attrs.evolve(
+        queue, name=f"{queue.name}, over the network", arguments=arguments, ops=(KEPT, LATENCY, WAKE)
+    )
 
 
 def table(compared: Sequence[Comparison]) -> Iterable[str]:
@@ -190,6 +200,9 @@ def arguments() -> argparse.Namespace:
         default=[],
         metavar="NAME:KEY=VALUE",
         help="the same transports again, with this option and under this name",
+    )
+    parser.add_argument(
+        "--over-network", action="store_true", help="queues again, over loopback TCP as if on two hosts"
     )
     parser.add_argument(
         "--vllm-python", default=sys.executable, metavar="FILE", help="an interpreter that has vLLM"

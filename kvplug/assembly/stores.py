@@ -15,6 +15,7 @@ from kvplug.errors import ClosedError, KvplugError, PluginError, TimeoutError
 from kvplug.metrics.record import RecordedStore
 from kvplug.metrics.stats import TransferStats
 from kvplug.net.deadline import Deadline
+from kvplug.net.threads import BackgroundThread
 from kvplug.transport.context import StoreContext
 from kvplug.transport.spec import Kind, StoreSpec
 from kvplug.transport.store.blocking import BlockingStore
@@ -136,7 +137,7 @@ class StoreServer:
         self._server: LinkServer[ControlLink] = self._peers.serve(self._check, ControlLink.close)
         self.contact: str = self._server.contact
         """Where other programs reach the store. May carry a token; do not log it."""
-        self._thread = threading.Thread(target=self._run, name="kvplug-store-serve", daemon=True)
+        self._thread = BackgroundThread(self._run, name="kvplug-store-serve", stop=self._peers.close)
         self._thread.start()
 
     @property
@@ -160,9 +161,7 @@ class StoreServer:
                 return
             except TimeoutError:
                 continue
-            thread = threading.Thread(
-                target=self._serve, args=(link,), name="kvplug-store-client", daemon=True
-            )
+            thread = BackgroundThread(self._serve, args=(link,), name="kvplug-store-client", stop=link.close)
             with self._lock:
                 self._served[link] = thread
                 try:

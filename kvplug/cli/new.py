@@ -165,7 +165,7 @@ def _next(package: Package, target: Path) -> str:
             "",
             f"    cd {target}",
             '    pip install -e ".[test]"   # then `kvplug list` shows it',
-            "    pytest                     # kvplug's conformance kit: a failure names the law and its page",
+            "    pytest                     # kvplug's conformance kit: a failure quotes the law",
             "    tox run                    # the same from the wheel, on each Python; tox.ini says how",
             "",
             f"Make {what} in {package.module} yours, and run pytest after each step.",

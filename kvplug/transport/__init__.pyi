@@ -42,6 +42,11 @@ from kvplug.net.streams import (
     acquire_stream as acquire_stream,
     release_stream as release_stream,
 )
+from kvplug.net.threads import (
+    BackgroundThread as BackgroundThread,
+    end_at_exit as end_at_exit,
+    is_leaving as is_leaving,
+)
 from kvplug.net.trust.addresses import (
     is_loopback as is_loopback,
     local_domain as local_domain,
@@ -64,6 +69,9 @@ from kvplug.net.trust.identity import (
 )
 from kvplug.net.trust.listener import (
     Listener as Listener,
+)
+from kvplug.net.trust.relay import (
+    Relay as Relay,
 )
 from kvplug.transport.acceptor import (
     Acceptor as Acceptor,

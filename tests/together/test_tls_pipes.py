@@ -1,4 +1,4 @@
-"""The pipe "cpu" and a lookup buffer over TLS, between two processes with certificates of one authority."""
+"""Pipe "cpu", lookup buffer and queue "shm" over TLS, between processes with one certificate authority."""
 
 from __future__ import annotations
 
@@ -10,7 +10,16 @@ import pytest
 import torch
 import trustme
 
-from kvplug import AuthenticationError, Config, PeerGoneError, build_lookup, connect_pipe, listen_pipe
+from kvplug import (
+    AuthenticationError,
+    Config,
+    PeerGoneError,
+    build_lookup,
+    build_queue,
+    connect_pipe,
+    listen_pipe,
+)
+from kvplug.transport import QueueEndpoint, QueueHandle
 from kvplug_testing import peers
 from kvplug_testing.waits import Call
 
@@ -36,7 +45,7 @@ def config(tls: dict[str, Any]) -> Config:
 
 
 def relays() -> int:
-    return sum(thread.name == "kvplug-tls" for thread in threading.enumerate())
+    return sum(thread.name == "kvplug-relay" for thread in threading.enumerate())
 
 
 def echoes(parent: peers.Parent, tls: dict[str, Any]) -> None:
@@ -91,3 +100,31 @@ def test_a_config_without_tls_is_refused_by_name(tls: dict[str, Any]) -> None:
         pytest.raises(AuthenticationError, match="set tls_cert, tls_key and tls_ca"),
     ):
         connect_pipe(config({}), server.contact)
+
+
+def queue(tls: dict[str, Any]) -> QueueEndpoint:
+    """Of readers that the writer's memory does not reach."""
+    return build_queue(Config.from_dict({"queue": "shm", "timeout_s": 20, **tls}), local_reader_ranks=())
+
+
+def reads(parent: peers.Parent, tls: dict[str, Any], handle: dict[str, Any]) -> bool:
+    with queue(tls).create_from_handle(QueueHandle.from_plain(handle), 0) as reader:
+        got = reader.dequeue()
+        return relays() == 2 and torch.equal(got["kv"], torch.arange(1 << 20))
+
+
+def test_a_queue_reaches_readers_over_tls_and_refuses_those_without_it(
+    tls: dict[str, Any], fork_server: Any
+) -> None:
+    with queue(tls).create() as writer:
+        handle = writer.export_handle()
+        with pytest.raises(AuthenticationError, match="it uses TLS and this end does not"):
+            queue({}).create_from_handle(handle, 0)
+        with fork_server.start(f"{__file__}:reads", tls, handle.as_plain(), timeout_s=50) as reader:
+            writer.enqueue({"kv": torch.arange(1 << 20)})
+            assert reader.result(50)
+    with (
+        queue({}).create() as writer,
+        pytest.raises(AuthenticationError, match="set tls_cert, tls_key and tls_ca on both ends"),
+    ):
+        queue(tls).create_from_handle(writer.export_handle(), 0)

@@ -79,9 +79,12 @@ def _bind_tcp(
     except OSError as e:
         sock.close()
         raise cannot_bind(address, e) from e
-    host, port = sock.getsockname()[:2]
+    host, port, *more = sock.getsockname()
     if ipaddress.ip_address(host.partition("%")[0]).is_unspecified:
         host = _own_address(end.family)
+    elif len(more) == 2 and more[1] and "%" not in host:
+        # By the interface's name, which other hosts' interfaces to that link have more often than its number.
+        host = f"{host}%{socket.if_indextoname(more[1])}"
     token = secrets.token_urlsafe(24) if with_token else ""
     return sock, ListenerContact(TcpAddress(host, port), token)
 

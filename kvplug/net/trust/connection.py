@@ -21,7 +21,6 @@ from kvplug.errors import (
     KvplugError,
     PeerGoneError,
     TimeoutError,
-    TransportError,
     WireError,
 )
 from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
@@ -120,7 +119,7 @@ def dial(
             peer, mode = _prove(sock, target, credentials, purpose, deadline, label)
             sock.settimeout(None)
             if isinstance(sock, ssl.SSLSocket):
-                sock = _plain(sock, str(target))
+                sock = plain_end(sock, str(target))
     except BaseException:
         sock.close()
         raise
@@ -167,13 +166,6 @@ def dial_until(
                 ) from e
         stop.wait(pause)
         pause = min(pause * 2, _RETRY_MAX_S)
-
-
-def _plain(sock: ssl.SSLSocket, where: str) -> socket.socket:
-    try:
-        return plain_end(sock)
-    except RuntimeError as e:
-        raise TransportError(f"no thread can be started for the TLS connection to {where}: {e}") from e
 
 
 def tune(sock: socket.socket) -> None:

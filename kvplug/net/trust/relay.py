@@ -1,7 +1,7 @@
-"""A plain socket for each TLS connection, so that everything above reads, writes and polls it as any other.
+"""Carries bytes between two sockets, for what can only use a socket of its own kind.
 
-One thread carries the bytes between the TLS connection and one end of a socket pair; the other end is the
-plain socket. The end of either becomes the end of the other, after everything that was sent before.
+A TLS connection becomes a plain socket, so that everything above reads, writes and polls it as any other. A
+library that makes its own connections reaches its peer over a proven one.
 """
 
 from __future__ import annotations
@@ -16,37 +16,153 @@ import sys
 import threading
 import time
 
+from kvplug.errors import TransportError
 from kvplug.net.fork import close_after_fork
+from kvplug.net.threads import BackgroundThread
 
 _BUFFER_BYTES = 256 * 1024
 _LINGER_S = 10.0
-"""After the plain socket was closed: how long the peer may take nothing of what was sent before."""
+"""After the near connection was closed: how long the peer may take nothing of what was sent before."""
 _LINGER_POLL_S = 0.01
 _SIOCOUTQ = 0x5411
 _TCP_CLOSE = 7  # of <linux/tcp_states.h>
 _BLOCKED = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 
 
-def plain_end(tls: ssl.SSLSocket) -> socket.socket:
+def plain_end(tls: ssl.SSLSocket, where: str) -> socket.socket:
     """The plain socket of a TLS connection, which it owns from here on, also if it raises.
+
+    ``where`` names the connection's other end in messages.
 
     Raises:
         OSError: no descriptor is left.
-        RuntimeError: no thread can be started.
+        TransportError: no thread can be started.
     """
     try:
         given, near = socket.socketpair()
     except BaseException:
         tls.close()
         raise
-    relay = _Relay(tls, near)
     try:
-        threading.Thread(target=relay.run, name="kvplug-tls", daemon=True).start()
+        Relay(tls, near, f"the TLS connection to {where}")
     except BaseException:
-        relay.close()
         given.close()
         raise
     return given
+
+
+class Relay:
+    """Carries bytes between two connected sockets, in a thread of its own, until both have ended.
+
+    The end of either becomes the end of the other one, after everything that was sent before. ``far`` leads
+    to the peer; ``near`` is one end of a connection within this process. What was sent before its other end
+    was closed still goes to the peer; if the peer takes nothing of it for 10 s, it is dropped.
+
+    Any thread may call any method, and so may a signal handler. In a forked child both sockets are closed.
+    """
+
+    def __init__(self, far: socket.socket, near: socket.socket, what: str) -> None:
+        """Owns both sockets from here on, also if it raises. ``what`` names the connection in messages.
+
+        Raises:
+            TransportError: no thread can be started.
+        """
+        self._far = far
+        self._near = near
+        self._aborted = False
+        self._closing = threading.RLock()
+        """Held while a socket is closed or shut down: afterwards its number may be another file's."""
+        self._thread = BackgroundThread(self._run, name="kvplug-relay", stop=self.finish)
+        try:
+            for sock in (far, near):
+                sock.setblocking(False)
+            close_after_fork(self)
+            self._thread.start()
+        except RuntimeError as e:
+            self._close()
+            raise TransportError(f"no thread can be started for {what}: {e}") from e
+        except BaseException:
+            self._close()
+            raise
+
+    @property
+    def ended(self) -> bool:
+        """Whether both sockets are closed."""
+        return not self._thread.is_alive()
+
+    def finish(self) -> None:
+        """As if the other end of ``near`` were closed: a forked child may still hold it. Never waits."""
+        self._shut_down(self._near)
+
+    def abort(self) -> None:
+        """End at once: what was not carried yet is dropped. Never waits."""
+        self._aborted = True
+        self._shut_down(self._near)
+        self._shut_down(self._far)
+
+    def join(self, timeout: float | None = None) -> bool:
+        """Wait until both have ended, for ``timeout`` seconds at most. Returns whether they have."""
+        self._thread.join(timeout)
+        return self.ended
+
+    def _shut_down(self, sock: socket.socket) -> None:
+        with self._closing, contextlib.suppress(OSError):
+            socket.socket.shutdown(sock, socket.SHUT_RDWR)
+
+    def _close(self) -> None:
+        with self._closing:
+            self._near.close()
+            self._far.close()
+
+    def _after_fork_in_child(self) -> None:
+        self._closing = threading.RLock()
+        self._close()
+
+    # -- the thread ----------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        out, into = _Direction(self._near, self._far), _Direction(self._far, self._near)
+        closed_at: float | None = None  # of the near connection; later: of the last progress after that
+        try:
+            while not self._aborted:
+                if (out.move() | into.move()) and closed_at is not None:
+                    closed_at = time.monotonic()
+                if out.over and into.over:
+                    break
+                pause = None
+                if closed_at is not None:
+                    pause = max(0.0, closed_at + _LINGER_S - time.monotonic()) * 1000
+                    if not pause:
+                        return
+                if self._wait(out, into, pause, closed=closed_at is not None):
+                    closed_at = time.monotonic()
+                    into.stop()
+            self._linger()
+        finally:
+            self._close()
+
+    def _wait(self, out: _Direction, into: _Direction, pause: float | None, *, closed: bool) -> bool:
+        """Until one of the two can go on. Returns whether the near connection was closed meanwhile."""
+        masks = {self._far.fileno(): 0, self._near.fileno(): 0}
+        for each in (out, into):
+            if not each.over:
+                sock, event = each.waits_for
+                masks[sock.fileno()] |= event
+        poller = select.poll()
+        for fd, mask in masks.items():
+            # The near socket is also polled for its end, which it has in any case.
+            if mask or (fd == self._near.fileno() and not closed):
+                poller.register(fd, mask)
+        ready = dict(poller.poll(pause))
+        return not closed and bool(ready.get(self._near.fileno(), 0) & select.POLLHUP)
+
+    def _linger(self) -> None:
+        """Until the peer's kernel has everything: closing a TCP socket that holds unread bytes resets the
+        connection, and what was not delivered by then is lost.
+        """
+        limit = time.monotonic() + _LINGER_S
+        while not self._aborted and time.monotonic() < limit and _undelivered(self._far):
+            time.sleep(_LINGER_POLL_S)
 
 
 class _Direction:
@@ -115,66 +231,6 @@ class _Direction:
         elif isinstance(error, ssl.SSLWantWriteError):
             event = select.POLLOUT
         self.waits_for = sock, event
-
-
-class _Relay:
-    def __init__(self, tls: ssl.SSLSocket, near: socket.socket) -> None:
-        self._tls = tls
-        self._near = near
-        for sock in (tls, near):
-            sock.setblocking(False)
-        close_after_fork(self)
-
-    def close(self) -> None:
-        self._near.close()
-        self._tls.close()
-
-    def _after_fork_in_child(self) -> None:
-        self.close()
-
-    def run(self) -> None:
-        out, into = _Direction(self._near, self._tls), _Direction(self._tls, self._near)
-        closed_at: float | None = None  # of the plain socket; later: of the last progress after that
-        try:
-            while True:
-                if (out.move() | into.move()) and closed_at is not None:
-                    closed_at = time.monotonic()
-                if out.over and into.over:
-                    break
-                pause = None
-                if closed_at is not None:
-                    pause = max(0.0, closed_at + _LINGER_S - time.monotonic()) * 1000
-                    if not pause:
-                        return
-                if self._wait(out, into, pause, closed=closed_at is not None):
-                    closed_at = time.monotonic()
-                    into.stop()
-            self._linger()
-        finally:
-            self.close()
-
-    def _wait(self, out: _Direction, into: _Direction, pause: float | None, *, closed: bool) -> bool:
-        """Until one of the two can go on. Returns whether the plain socket was closed meanwhile."""
-        masks = {self._tls.fileno(): 0, self._near.fileno(): 0}
-        for each in (out, into):
-            if not each.over:
-                sock, event = each.waits_for
-                masks[sock.fileno()] |= event
-        poller = select.poll()
-        for fd, mask in masks.items():
-            # The plain socket is also polled for its end, which it has in any case.
-            if mask or (fd == self._near.fileno() and not closed):
-                poller.register(fd, mask)
-        ready = dict(poller.poll(pause))
-        return not closed and bool(ready.get(self._near.fileno(), 0) & select.POLLHUP)
-
-    def _linger(self) -> None:
-        """Until the peer's kernel has everything: closing a TCP socket that holds unread bytes resets the
-        connection, and what was not delivered by then is lost.
-        """
-        limit = time.monotonic() + _LINGER_S
-        while time.monotonic() < limit and _undelivered(self._tls):
-            time.sleep(_LINGER_POLL_S)
 
 
 def _undelivered(sock: socket.socket) -> int:

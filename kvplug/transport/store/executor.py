@@ -25,6 +25,7 @@ from typing import Any, Final, TypeAlias
 from kvplug.errors import CapacityError, ClosedError, UnsupportedError
 from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
 from kvplug.net.fork import close_after_fork
+from kvplug.net.threads import BackgroundThread
 from kvplug.transport.store.blocking import BlockingStore
 from kvplug.transport.store.header import PageSeal
 from kvplug.transport.store.job import GetJob, Job
@@ -225,7 +226,7 @@ class ExecutedStore(Store):
         return bool(self._threads) and self._clock is not None
 
     def _started(self, target: Callable[[], None], suffix: str = "") -> threading.Thread | None:
-        thread = threading.Thread(target=target, name=f"kvplug-{self._name}{suffix}", daemon=True)
+        thread = BackgroundThread(target, name=f"kvplug-{self._name}{suffix}", stop=self._give_up)
         try:
             thread.start()
         except RuntimeError as e:
@@ -344,7 +345,8 @@ class ExecutedStore(Store):
                     break
         self.abort()
 
-    def abort(self) -> None:
+    def _give_up(self) -> bool:
+        """End every job and, after calls under way, the threads. Returns whether it was the first call."""
         with self._lock:
             first = not self._closed
             self._closing = self._closed = True
@@ -352,7 +354,10 @@ class ExecutedStore(Store):
             self._lock.notify_all()
         for task in live:
             self._end(task, MissReason.CLOSED)
-        if not first:
+        return first
+
+    def abort(self) -> None:
+        if not self._give_up():
             return
         deadline = Deadline.after(_CLOSE_S)
         with self._lock:

@@ -15,6 +15,7 @@ from kvplug_testing import PipeContract
 class TestCpuPipe(PipeContract):
     transport = "cpu"
     options: ClassVar[dict[str, Any]] = {"socket": "unix"}
+    one_host = "it is judged with the option socket=unix"
 
     def silent_contact(self) -> str:
         listening = socket.socket(socket.AF_UNIX)

@@ -33,6 +33,7 @@ from kvplug_cuda_ipc.pipe.contact import CudaIpcContact
 from kvplug_cuda_ipc.pipe.content import Runs
 from kvplug_cuda_ipc.pipe.frames import MAX_PIECES, FrameKind, Piece, decode, encode
 from kvplug_cuda_ipc.pipe.pieces import AnnouncedPieces
+from kvplug_testing.comparison import assert_filled
 from kvplug_testing.gpu.cuda_ipc import HostDevice
 from kvplug_testing.waits import Call, until
 
@@ -148,7 +149,7 @@ def test_a_tensor_is_the_callers_again_once_it_lies_in_staging_memory(local_pair
         one.send_tensor(message).wait(PATIENCE_S)
         message.fill_(99)
     for n in range(3):
-        assert bool((other.recv_tensor(timeout=PATIENCE_S) == n).all())
+        assert_filled(n, other.recv_tensor(timeout=PATIENCE_S))
 
 
 def test_what_has_no_room_in_staging_memory_is_the_pipes_until_it_has(local_pair: Any) -> None:
@@ -156,7 +157,7 @@ def test_what_has_no_room_in_staging_memory_is_the_pipes_until_it_has(local_pair
     transfer = one.send_tensor(torch.ones(LARGE, dtype=torch.uint8))
     with pytest.raises(TimeoutError):
         transfer.wait(0.3)
-    assert bool((other.recv_tensor(timeout=PATIENCE_S) == 1).all())
+    assert_filled(1, other.recv_tensor(timeout=PATIENCE_S))
     transfer.wait(PATIENCE_S)
 
 
@@ -169,7 +170,7 @@ def test_messages_of_a_peer_that_has_aborted_are_received_and_its_memory_is_give
     one.abort()
     until(lambda: other._lifecycle.ended)
     for n in range(3):
-        assert bool((other.recv_tensor(timeout=PATIENCE_S) == n).all())
+        assert_filled(n, other.recv_tensor(timeout=PATIENCE_S))
     with pytest.raises(PeerGoneError):
         other.recv_tensor(timeout=PATIENCE_S)
     until(lambda: controls.get("allocations") == 0)

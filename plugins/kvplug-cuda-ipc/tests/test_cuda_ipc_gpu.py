@@ -25,7 +25,8 @@ from kvplug.transport import (
 )
 from kvplug_cuda_ipc.options import CudaIpcPipeOptions
 from kvplug_testing import PipeContract, peers
-from kvplug_testing.contract.pipe.content import difference, dtypes, tensor_of
+from kvplug_testing.comparison import assert_filled, assert_same
+from kvplug_testing.contract.pipe.content import dtypes, tensor_of
 from kvplug_testing.pairs import PipePairs, echo, wait
 
 torch = pytest.importorskip("torch")
@@ -89,7 +90,7 @@ def test_every_dtype_comes_back_with_its_bits(remote_pair: Any) -> None:
         for shape in ((), (0,), (7,), (300, 50)):
             message = tensor_of(dtype, shape)
             pipe.send_tensor(message.to("cuda:0"))
-            assert not (wrong := difference(message, pipe.recv_tensor().cpu())), wrong
+            assert_same(message, pipe.recv_tensor().cpu())
     pipe.send_tensor(None)
     assert pipe.recv_tensor() is None
 
@@ -113,7 +114,7 @@ def test_what_the_caller_has_enqueued_is_done_before_it_is_sent(remote_pair: Any
         torch.cuda._sleep(200_000_000)
         source.fill_(3)
         transfer = pipe.send_tensor(source)
-    assert bool((pipe.recv_tensor() == 3).all())
+    assert_filled(3, pipe.recv_tensor())
     transfer.wait(PATIENCE_S)
 
 
@@ -124,8 +125,8 @@ def test_memory_is_received_into_only_when_the_caller_has_done_with_it(remote_pa
     torch.cuda._sleep(200_000_000)
     kept.copy_(out)
     assert pipe.recv_tensor(out) is out
-    assert bool((out == 1).all())
-    assert bool((kept == 0).all())
+    assert_filled(1, out)
+    assert_filled(0, kept)
 
 
 def test_a_busy_device_delays_neither_messages_nor_the_end(remote_pair: Any) -> None:

@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Final
 
 from kvplug import ClosedError, ConfigError, TimeoutError
-from kvplug.transport import Deadline
+from kvplug.transport import BackgroundThread, Deadline, is_leaving
 from kvplug_pynccl.nccl.abi import Result, UniqueId
 from kvplug_pynccl.nccl.errors import NcclError
 from kvplug_pynccl.nccl.library import Library
@@ -151,13 +151,19 @@ class MonitoredCommunicator:
         with self._abort_lock:
             if self._aborted is None:
                 self._aborted = released = threading.Event()
-                thread = threading.Thread(
-                    target=self._abort, args=(released, kept), name="kvplug-pynccl-abort", daemon=True
+                thread = BackgroundThread(
+                    self._abort,
+                    args=(released, kept),
+                    name="kvplug-pynccl-abort",
+                    stop=lambda: None,  # nothing ends a call of NCCL
                 )
                 try:
                     thread.start()
                 except RuntimeError as e:  # no more threads just now
-                    self._abandon(kept, f"no thread could be started for its abort ({e})")
+                    if is_leaving():
+                        released.set()  # with the process
+                    else:
+                        self._abandon(kept, f"no thread could be started for its abort ({e})")
             return self._aborted
 
     def _abort(self, released: threading.Event, kept: object) -> None:

@@ -17,6 +17,7 @@ from kvplug_pynccl.options import PyncclPipeOptions
 from kvplug_pynccl.pipe.endpoint import PyncclEndpoint
 from kvplug_pynccl.pipe.pipe import PyncclPipe
 from kvplug_testing import peers
+from kvplug_testing.comparison import assert_filled
 from kvplug_testing.forkserver import ForkServer
 from kvplug_testing.gpu.pynccl import HostDevice
 from kvplug_testing.pairs import (
@@ -129,7 +130,7 @@ def in_ring(parent: peers.Parent, path: str, address: str, rank: int, world_size
             message = pipes[before].recv_tensor()  # type: ignore[assignment]
             transfer.wait(PATIENCE_S)
             seen.append(int(message[0]))
-            assert bool((message == seen[-1]).all())
+            assert_filled(seen[-1], message)
         group.barrier()
         for pipe in pipes.values():
             pipe.close()

@@ -18,6 +18,7 @@ from kvplug_pynccl.communicator.bootstrap import RankHello, agree
 from kvplug_pynccl.communicator.communicator import PyncclCommunicator
 from kvplug_pynccl.communicator.memory import Part, are_contiguous
 from kvplug_pynccl.communicator.side_channel import SideChannelEndpoint
+from kvplug_testing.comparison import assert_filled
 from kvplug_testing.gpu import fake
 from kvplug_testing.gpu.pynccl import HostDevice
 
@@ -94,7 +95,8 @@ def test_calls_return_before_the_device_is_done_and_everything_keeps_its_order(
     for caller in callers:
         assert caller.synchronize(PATIENCE_S)
     for number, total in enumerate((3.0, 6.0, 12.0)):
-        assert all(bool((each[number] == total).all()) for each in seen)
+        for each in seen:
+            assert_filled(total, each[number])
 
 
 def test_no_more_are_left_in_flight_than_the_option_says(ahead: Any, controls: Any) -> None:

@@ -14,6 +14,7 @@ import pynccl_group as ends
 from kvplug import ConfigError, PeerGoneError, TimeoutError, TransportError
 from kvplug_pynccl.nccl.abi import Result
 from kvplug_pynccl.nccl.errors import NcclInvalidArgumentError, NcclInvalidUsageError
+from kvplug_testing.comparison import assert_filled
 from kvplug_testing.gpu.fake import GPU_VARIABLE
 from kvplug_testing.gpu.pynccl import HostDevice
 from kvplug_testing.waits import until
@@ -226,7 +227,7 @@ def test_memory_of_a_call_that_ran_out_of_time_is_the_callers_again(local_ranks:
     given.fill_(9)
     controls.set(hold=0)
     until(lambda: controls.get("communicators") == 0)
-    assert bool((given == 9).all())
+    assert_filled(9, given)
 
 
 # -- the start ---------------------------------------------------------------------------------------

@@ -72,6 +72,19 @@ def test_memory_in_use_by_what_cannot_be_aborted_is_kept_for_good(
     nccl.comm_abort(address)
 
 
+def test_when_the_program_leaves_an_abort_that_gets_no_thread_is_left_to_the_end_of_the_process(
+    make: Any, nccl: Library, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    comm = settled(make())
+    address = comm._comm
+    with monkeypatch.context() as patch:
+        patch.setattr(monitored.threading.Thread, "start", no_more_threads)
+        patch.setattr(monitored, "is_leaving", lambda: True)
+        assert comm.abort().is_set()
+    assert not caplog.text
+    nccl.comm_abort(address)
+
+
 def test_memory_in_use_is_given_back_when_the_abort_is_over(make: Any) -> None:
     comm, held = settled(make()), Held()
     seen = weakref.ref(held)

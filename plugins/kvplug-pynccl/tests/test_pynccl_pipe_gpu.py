@@ -10,7 +10,8 @@ import pytest
 from kvplug import PeerGoneError, TimeoutError, TransportError, UnsupportedError
 from kvplug.transport import Credentials, Pipe, PipeContext
 from kvplug_testing import peers
-from kvplug_testing.contract.pipe.content import difference, dtypes, tensor_of
+from kvplug_testing.comparison import assert_filled, assert_same, difference
+from kvplug_testing.contract.pipe.content import dtypes, tensor_of
 from kvplug_testing.pairs import PipePairs, echo
 
 torch = pytest.importorskip("torch")
@@ -65,7 +66,7 @@ def test_every_dtype_comes_back_with_its_bits(remote_pair: Any) -> None:
         for shape in ((), (0,), (7,), (300, 50)):
             message = tensor_of(dtype, shape)
             pipe.send_tensor(message.to("cuda:0"))
-            assert not (wrong := difference(message, pipe.recv_tensor().cpu())), wrong
+            assert_same(message, pipe.recv_tensor().cpu())
     pipe.send_tensor(None)
     assert pipe.recv_tensor() is None
 
@@ -80,7 +81,7 @@ def test_what_the_caller_has_enqueued_is_done_before_it_is_sent(remote_pair: Any
         torch.cuda._sleep(200_000_000)
         source.fill_(3)
         transfer = pipe.send_tensor(source)
-    assert bool((pipe.recv_tensor() == 3).all())
+    assert_filled(3, pipe.recv_tensor())
     transfer.wait(PATIENCE_S)
 
 

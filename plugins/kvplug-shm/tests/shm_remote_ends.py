@@ -184,19 +184,23 @@ def forking_reader(parent: Any, data: dict[str, Any]) -> None:
     parent.recv(None)
 
 
+FEW_DESCRIPTORS = 256
+"""The limit of a writer that has 4 readers: strangers have at most 64 places."""
+
+
 def writer_with_few_descriptors(parent: Any) -> None:
-    """Sends one message when it is told to."""
-    resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100))
-    writing = Writing(context())
+    """Sends a message to its readers when it is told to go. Answers everything with how many it has."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (FEW_DESCRIPTORS, FEW_DESCRIPTORS))
+    writing = Writing(context(), range(4), places=8)
     parent.send(dict(writing.network.data))
-    parent.recv(None)
-    writing.send(b"still there")
-    parent.send("sent")
-    parent.recv(None)
+    while (said := parent.recv(None)) is not None:
+        if said == "go":
+            writing.send(b"still there")
+        parent.send(len(os.listdir("/proc/self/fd")))
 
 
-def writer_that_does_not_look(parent: Any) -> str:
-    """Looks at none of its connections until it is told to end. Returns that it did."""
+def writer_that_does_not_look(parent: Any, count: int) -> str:
+    """Looks at none of ``count`` connections to its ROUTER until it ends. Returns that it did."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     writing = Writing(context())
@@ -209,8 +213,10 @@ def writer_that_does_not_look(parent: Any) -> str:
     writing.network._turn = look_at_nothing  # type: ignore[method-assign]
     writing.network.post()
     entered.wait()
-    parent.send(dict(writing.network.data))
-    parent.recv(None)
+    for _ in range(count):  # two events each and more, where 2000 have room
+        with socket.socket(socket.AF_UNIX) as stranger:
+            stranger.connect("\0" + writing.network._door.endpoint)
+            stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
     writing.network.end(0)
     held.set()
     writing.network.join(None)
@@ -233,13 +239,21 @@ def joining(**given: Any) -> dict[str, Any]:
     return {"version": 1, "who": WHO, "patience_s": 10.0, **given}
 
 
-class Relay:
+def address_of(data: Mapping[str, Any]) -> tuple[str, int]:
+    """Where the writer listens."""
+    host, _, port = str(data["address"]).rpartition(":")
+    return host.strip("[]"), int(port)
+
+
+class Wire:
     """Carries bytes between a reader and the writer, until it is cut."""
 
-    def __init__(self, data: dict[str, Any]) -> None:
+    def __init__(self, data: Mapping[str, Any]) -> None:
         self._listening = socket.create_server(("127.0.0.1", 0))
-        self.data = {**data, "port": self._listening.getsockname()[1]}
-        self._there = (data["host"], data["port"])
+        here = f"127.0.0.1:{self._listening.getsockname()[1]}"
+        there = str(data["address"])
+        self.data = {**data, "address": here, "contact": data["contact"].replace(there, here)}
+        self._there = address_of(data)
         self._ends: list[socket.socket] = []
         self.heard = bytearray()
         threading.Thread(target=self._accept, daemon=True).start()

@@ -20,6 +20,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
+import ring_library
 import shm_pipe_ends as ends_of_pipes
 from kvplug import TimeoutError
 from kvplug.transport import Blocks, WireError
@@ -363,6 +364,48 @@ def test_words_that_cannot_be_true_move_nothing(word: int) -> None:
 
 
 MIB = 1024 * 1024
+
+
+def shown_and_withdrawn(what: str) -> ring_library.Change:
+    """In the C function that spins for this: the other end shows it now, and has withdrawn it afterwards."""
+    head = f"int kvplug_spin_for_{what}(const struct end *"
+    stand_in = f"{head}e, int64_t c, int64_t s) {{ (void)e, (void)c, (void)s; return 1; }}"
+    return f"{head}end", f"{stand_in}\nint really_spin_for_{what}(const struct end *end"
+
+
+@pytest.mark.skipif(ring_library.compiler() is None, reason="there is no compiler")
+@pytest.mark.parametrize("patient", [True, False])
+@pytest.mark.parametrize("what", ["room", "units"])
+def test_an_end_that_shows_and_withdraws_holds_no_call(
+    what: str, patient: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built = ring_library.build(tmp_path, shown_and_withdrawn(what))
+    monkeypatch.setattr(native, "_FILE", built)
+    monkeypatch.setattr(native, "_SOURCE", built.with_name("ring.c"))
+    steps = native.library.__wrapped__()
+    assert steps is not None
+    memory = segment()
+    out = NativeOutgoing(steps, memory, 0, RING, 1.0)
+    into = NativeIncoming(steps, memory, 0, RING, 1.0)
+    data = torch.zeros(MIB, dtype=torch.uint8)  # large, so that the call lets other threads run
+    span, moved = Span.flat(data.data_ptr()), []
+    if what == "room":
+        out.end.publish(RING)
+
+    def move() -> None:
+        if what == "room":
+            moved.append(out.push(b"", span, 0, MIB, PIECES, patient=patient))
+        else:
+            moved.append(into.pull(span, 0, MIB, 0, LINE, patient=patient))
+
+    thread = threading.Thread(target=move, daemon=True)
+    thread.start()
+    thread.join(10)
+    try:
+        assert moved == [0]
+    finally:  # the thread must not run on
+        out.end.publish(RING) if what == "units" else into.end.release(RING)
+        thread.join(10)
 
 
 @compiled

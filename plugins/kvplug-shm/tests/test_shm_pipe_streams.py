@@ -19,6 +19,7 @@ from kvplug import TimeoutError
 from kvplug.net.wire.messages import tensor_prefix
 from kvplug_shm.pipe.geometry import LINE, SMALLEST_BYTES, lines
 from kvplug_testing import peers
+from kvplug_testing.comparison import assert_filled, assert_same
 from kvplug_testing.waits import Call, until
 
 local_pair = ends.local_pair
@@ -119,7 +120,7 @@ def test_a_receive_that_times_out_in_the_middle_goes_on_in_the_next_call(
     else:
         assert torch.equal(other.recv_tensor(), sent)
     sending.outcome()
-    assert bool((out == 99).all()), "memory was written to after its call had ended"
+    assert_filled(99, out, "memory was written to after its call had ended")
 
 
 # -- memory ----------------------------------------------------------------------------------------
@@ -191,9 +192,9 @@ def test_a_message_that_passes_the_caches_fills_its_target_and_nothing_beside(
     sending = Call(lambda: one.send_tensor(source))
     other.recv_tensor(target)
     sending.outcome().wait(ends.PATIENCE_S)
-    assert bool((target == source).all())
-    assert bool((around[:start] == 0xA5).all())
-    assert bool((around[start + source.nbytes :] == 0xA5).all())
+    assert_same(source, target)
+    assert_filled(0xA5, around[:start])
+    assert_filled(0xA5, around[start + source.nbytes :])
 
 
 @pytest.mark.parametrize("row_bytes", [2048, 2049, 6000])
@@ -207,9 +208,9 @@ def test_blocks_that_pass_the_caches_fill_their_rows_and_nothing_beside(
     sending = Call(lambda: one.send_blocks([source], range(count)))
     other.recv_blocks([target[:, :row_bytes]], range(count, 0, -1))
     sending.outcome().wait(ends.PATIENCE_S)
-    assert bool((target[1:, :row_bytes].flip(0) == source).all())
-    assert bool((target[0] == 0xA5).all())
-    assert bool((target[:, row_bytes:] == 0xA5).all())
+    assert_same(source, target[1:, :row_bytes].flip(0))
+    assert_filled(0xA5, target[0])
+    assert_filled(0xA5, target[:, row_bytes:])
 
 
 def test_a_pipe_says_how_much_memory_it_holds(local_pair: Any) -> None:

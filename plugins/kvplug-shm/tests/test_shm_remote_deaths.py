@@ -168,7 +168,7 @@ def test_of_a_writer_that_is_killed_everything_it_had_sent_is_received_first(for
         child.kill()
         assert [taken(reader)[2] for _ in range(50)] == [b"%d" % at for at in range(50)]
         for _ in range(2):
-            with pytest.raises(PeerGoneError, match=rf"pid {child.pid} at 127.0.0.1:{data['port']}"):
+            with pytest.raises(PeerGoneError, match=rf"pid {child.pid} at {data['address']}"):
                 taken(reader)
         reader.leave(died=False)
         with pytest.raises(PeerGoneError, match="no process listens"):
@@ -212,7 +212,7 @@ def test_a_writer_on_this_host_that_is_stopped_is_alive_and_elsewhere_it_is_not(
 
 
 def test_a_connection_that_breaks_is_not_made_again_in_silence(writer: Any) -> None:
-    relay = ends.Relay(writer.network.data)
+    relay = ends.Wire(writer.network.data)
     reader = joined(context(), relay.data)
     writer.send(b"before")
     relay.cut()
@@ -345,10 +345,11 @@ def test_an_end_that_cannot_be_made_is_a_transport_error_and_leaves_nothing(
 ) -> None:
     writer = ends.Writing(context())
     data = dict(writer.network.data)
-    writer.network.abort()
-    writer.network.join(None)
+    start = threading.Thread.start
 
     def no_thread(self: threading.Thread) -> None:
+        if self.name.startswith("kvplug listener"):  # the core's
+            return start(self)
         raise RuntimeError("can't start new thread")
 
     def no_socket(self: Any, *_: Any) -> None:
@@ -358,9 +359,9 @@ def test_an_end_that_cannot_be_made_is_a_transport_error_and_leaves_nothing(
     for where, name, fail in ((threading.Thread, "start", no_thread), (zmq.Context, "socket", no_socket)):
         with monkeypatch.context() as patched:
             patched.setattr(where, name, fail)
-            with pytest.raises(TransportError, match="cannot be made"):
+            with pytest.raises(TransportError, match=r"cannot be made|needs a thread"):
                 ends.Writing(context())
-            with pytest.raises(TransportError, match="cannot be made"):
+            with pytest.raises(TransportError, match=r"cannot be made|no thread can be started"):
                 joined(context(), data)
     deadline = Deadline.after(ends.PATIENCE_S)
     while left := peers.Resources.of().beyond(before):

@@ -92,7 +92,8 @@ def test_values_of_a_frame_are_plain_and_small() -> None:
 
 def test_a_port_where_something_else_listens_is_told() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
-        data = {"version": 1, "host": "127.0.0.1", "port": other.getsockname()[1], "salt": "00" * 16}
+        address = f"127.0.0.1:{other.getsockname()[1]}"
+        data = {"version": 2, "contact": address, "address": address, "salt": "00" * 16}
         with pytest.raises((AuthenticationError, PeerGoneError)):
             other.settimeout(10)
             import threading

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import random
+import resource
 import socket
 import struct
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,11 +20,13 @@ import zmq
 
 import shm_remote_ends as ends
 from kvplug import AuthenticationError
-from kvplug.transport import InsecureAddressError, QueueHandle
+from kvplug.transport import Deadline, InsecureAddressError, QueueHandle
 from kvplug_shm.queue import remote_frames as frames
 from kvplug_shm.queue.remote_contact import RemoteContact
+from kvplug_shm.queue.remote_dialling import connect, dial_writer, use_keys
 from kvplug_shm.queue.remote_frames import QueueFrameKind
 from kvplug_shm.queue.remote_keys import Keys
+from kvplug_testing import waits
 
 REMOTE = str(Path(__file__).with_name("shm_remote_ends.py"))
 context, joined, taken, joining = ends.context, ends.joined, ends.taken, ends.joining
@@ -37,6 +42,13 @@ def writer() -> Iterator[Any]:
     made.network.join(None)
 
 
+def token_of(writing: Any) -> str:
+    """That of the front door, on loopback."""
+    _, _, token = writing.network.data["contact"].partition("?token=")
+    assert len(token) > 20
+    return str(token)
+
+
 def goes_on(writer: Any) -> None:
     """The writer still serves who is allowed to come."""
     reader = joined(context(secret=SECRET), writer.network.data, 1)
@@ -47,22 +59,41 @@ def goes_on(writer: Any) -> None:
     reader.leave(died=False)
 
 
-def dealer(contact: RemoteContact, keys: Keys | None, ours: Any, where: Any) -> Any:
-    """A bare socket of ZeroMQ at the writer's port."""
-    made = where.socket(zmq.DEALER)
-    made.linger = 0
-    if keys is not None:
-        made.curve_serverkey = keys.writer.public
-        made.curve_publickey, made.curve_secretkey = ours
-    made.connect(contact.endpoint)
-    return made
+@contextlib.contextmanager
+def dealer(writer: Any, *, curve: bool = True, ours: Any = None) -> Iterator[Any]:
+    """A bare socket of ZeroMQ behind the front door, which the secret opens."""
+    credentials = context(secret=SECRET).credentials
+    contact = RemoteContact.from_plain(writer.network.data)
+    keys = contact.keys(credentials)
+    with zmq.Context() as where, where.socket(zmq.DEALER) as made:
+        made.linger = 0
+        if curve:
+            use_keys(made, keys, 0)
+        if ours is not None:
+            made.curve_publickey, made.curve_secretkey = ours
+        relay = connect(made, dial_writer(contact, credentials, Deadline.after(ends.PATIENCE_S)))
+        yield made
+        relay.abort()
+
+
+def events_of(writer: Any) -> list[int]:
+    """What the writer's ROUTER tells of connections from here on."""
+    events, seen = writer.network._connection_events, []
+
+    def see() -> Iterator[Any]:
+        for event, fd in events():
+            seen.append(event)
+            yield event, fd
+
+    writer.network._connection_events = see
+    return seen
 
 
 # -- secrets -------------------------------------------------------------------------------------------
 
 
 def test_the_same_secret_gets_in_and_another_does_not(writer: Any) -> None:
-    with pytest.raises(AuthenticationError, match="did not prove themselves"):
+    with pytest.raises(AuthenticationError, match="the secrets differ"):
         joined(context(secret="not the secret of these tests"), writer.network.data)
     assert not writer.feed.came
     goes_on(writer)
@@ -81,16 +112,20 @@ def test_a_secret_at_one_end_only_is_refused_before_anything_is_dialled(writer: 
 def test_an_address_that_other_hosts_reach_needs_a_secret(host: str) -> None:
     with pytest.raises(InsecureAddressError):
         ends.Writing(context(host=host))
-    contact = {"version": 1, "host": "192.0.2.1", "port": 9, "salt": "00" * 16, "token": "00" * 32}
+    address = "192.0.2.1:9"
+    contact = {"version": 2, "contact": address, "address": address, "salt": "00" * 16, "token": "00" * 32}
     with pytest.raises(InsecureAddressError):
         joined(context(), contact)
 
 
 def test_the_token_of_one_queue_does_not_open_another() -> None:
     one, other = ends.Writing(context()), ends.Writing(context())
-    stolen = {**other.network.data, "token": one.network.data["token"]}
-    with pytest.raises(AuthenticationError):
-        joined(context(), stolen)
+    for stolen in (
+        {"token": one.network.data["token"]},
+        {"contact": other.network.data["contact"].replace(*map(token_of, (other, one)))},
+    ):
+        with pytest.raises(AuthenticationError):
+            joined(context(), {**other.network.data, **stolen})
     assert not other.feed.came
     one.network.abort()
     other.network.abort()
@@ -118,7 +153,7 @@ def test_neither_token_nor_keys_are_shown(caplog: pytest.LogCaptureFixture) -> N
         writing.feed.until(lambda: writing.feed.gone)
         writing.network.abort()
     told = " ".join(map(repr, shown)) + caplog.text
-    hidden = [contact.token, keys.writer.secret.decode(), keys.reader(0).secret.decode()]
+    hidden = [contact.token, token_of(writing), keys.writer.secret.decode(), keys.reader(0).secret.decode()]
     assert len(contact.token) == 64
     assert not [secret for secret in hidden if secret in told]
 
@@ -135,31 +170,53 @@ def test_every_role_has_a_key_of_its_own() -> None:
 
 
 def test_a_client_with_a_key_of_its_own_is_not_heard(writer: Any) -> None:
-    contact = RemoteContact.from_plain(writer.network.data)
-    keys = contact.keys(context(secret=SECRET).credentials)
-    with zmq.Context() as where:
-        forged = dealer(contact, keys, zmq.curve_keypair(), where)
+    with dealer(writer, ours=zmq.curve_keypair()) as forged:
         forged.send(frames.plain(QueueFrameKind.JOIN, joining()))
         writer.feed.until(lambda: writer.network._admission.refused)
         assert not forged.poll(200)
-        forged.close()
     assert not writer.feed.came
     goes_on(writer)
 
 
 def test_a_client_without_keys_is_not_heard(writer: Any) -> None:
-    contact = RemoteContact.from_plain(writer.network.data)
-    with zmq.Context() as where:
-        bare = dealer(contact, None, None, where)
+    with dealer(writer, curve=False) as bare:
         bare.send(frames.plain(QueueFrameKind.JOIN, joining()))
         assert not bare.poll(500)
-        bare.close()
     assert not writer.feed.came
     goes_on(writer)
 
 
+def test_a_client_of_zeromq_does_not_reach_zeromq_past_the_front_door(writer: Any) -> None:
+    seen = events_of(writer)
+    contact = RemoteContact.from_plain(writer.network.data)
+    with zmq.Context() as where, where.socket(zmq.DEALER) as made:
+        made.linger = 0
+        use_keys(made, contact.keys(context(secret=SECRET).credentials), 0)
+        made.connect(f"tcp://{contact.address}")
+        made.send(frames.plain(QueueFrameKind.JOIN, joining()))
+        assert not made.poll(500)
+    writer.feed.until(lambda: writer.network._door.refusals)
+    assert zmq.EVENT_ACCEPTED not in seen and not writer.feed.came
+    goes_on(writer)
+
+
+def test_another_process_does_not_reach_zeromq_past_the_front_door(fork_server: Any) -> None:
+    with fork_server.start(f"{REMOTE}:remote_writer", 1) as child:
+        child.recv()
+        with open("/proc/self/net/unix", encoding="ascii", errors="replace") as file:
+            names = [line.split()[7] for line in file if f"@kvplug-{child.pid}-" in line]
+        assert names  # any user of this host sees them
+        for name in names:
+            with socket.socket(socket.AF_UNIX) as intruder:
+                intruder.settimeout(10)
+                intruder.connect(name.replace("@", "\0"))
+                with contextlib.suppress(ConnectionError):
+                    intruder.sendall(greeting())
+                    assert not intruder.recv(1)  # else it greets
+
+
 def test_a_conversation_that_is_replayed_opens_nothing(writer: Any) -> None:
-    relay = ends.Relay(writer.network.data)
+    relay = ends.Wire(writer.network.data)
     reader = joined(context(secret=SECRET), relay.data)
     writer.send(b"once")
     assert taken(reader)[2] == b"once"
@@ -168,7 +225,7 @@ def test_a_conversation_that_is_replayed_opens_nothing(writer: Any) -> None:
     came = dict(writer.feed.came)
     writer.feed.came.clear()
     for pause_s in (0.0, 0.05):
-        with socket.create_connection((writer.network.data["host"], writer.network.data["port"])) as again:
+        with socket.create_connection(ends.address_of(writer.network.data)) as again:
             for at in range(0, len(relay.heard), 200):
                 try:
                     again.sendall(relay.heard[at : at + 200])
@@ -204,7 +261,7 @@ def test_what_strangers_send_is_harmless(writer: Any) -> None:
         before = int(statm.read().split()[1])
     strangers = []
     for each in said * 3:
-        stranger = socket.create_connection((writer.network.data["host"], writer.network.data["port"]))
+        stranger = socket.create_connection(ends.address_of(writer.network.data))
         strangers.append(stranger)
         stranger.settimeout(5.0)
         try:
@@ -220,20 +277,59 @@ def test_what_strangers_send_is_harmless(writer: Any) -> None:
         stranger.close()
 
 
-def test_strangers_that_take_every_descriptor_hold_it_up_until_their_time_is_over(fork_server: Any) -> None:
-    with fork_server.start(f"{REMOTE}:writer_with_few_descriptors", timeout_s=100) as child:
-        data = child.recv()
-        strangers = [socket.socket() for _ in range(200)]
-        for stranger in strangers:
-            stranger.setblocking(False)
-            stranger.connect_ex((data["host"], data["port"]))
-        reader = joined(context(), data)
-        child.send("go")
-        assert taken(reader)[2] == b"still there"
-        assert child.recv() == "sent"
-        reader.leave(died=True)
-        for stranger in strangers:
-            stranger.close()
+class Flood:
+    """Connections that say nothing, made all the time from another thread, each held until the end."""
+
+    def __init__(self, where: tuple[str, int], count: int, pause_s: float) -> None:
+        self.made = 0
+        self._where, self._count, self._pause_s = where, count, pause_s
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+
+    def __enter__(self) -> Flood:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join(30)
+
+    def _run(self) -> None:
+        with contextlib.ExitStack() as held:
+            while self.made < self._count and not self._stop.is_set():
+                stranger = held.enter_context(socket.socket())
+                stranger.setblocking(False)
+                stranger.connect_ex(self._where)
+                self.made += 1
+                time.sleep(self._pause_s)
+            self._stop.wait(100)
+
+
+def test_a_flood_of_strangers_takes_few_descriptors_while_readers_join_and_receive(fork_server: Any) -> None:
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(most, 4096), most))
+    count = min(most, 4096) * 3 // 4
+    try:
+        with fork_server.start(f"{REMOTE}:writer_with_few_descriptors", timeout_s=100) as child:
+            data = child.recv()
+            readers = []
+            with Flood(ends.address_of(data), count, 0.0005) as flood:
+                for rank in range(4):
+                    began = time.monotonic()
+                    readers.append(joined(context(), data, rank))
+                    assert time.monotonic() - began < 2.0
+                    child.send("go")
+                    for reader in readers:
+                        assert taken(reader)[2] == b"still there"
+                    assert child.recv() < ends.FEW_DESCRIPTORS
+                    waits.until(lambda rank=rank: flood.made >= count * (rank + 1) // 4)
+                for reader in readers:
+                    reader.leave(died=True)
+            child.send("how many")
+            assert child.recv() < ends.FEW_DESCRIPTORS
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 def test_strangers_that_come_and_go_make_the_writer_say_nothing_to_its_readers(
@@ -241,35 +337,22 @@ def test_strangers_that_come_and_go_make_the_writer_say_nothing_to_its_readers(
 ) -> None:
     writing = ends.Writing(context(heartbeat_timeout_s=1000.0))
     reader = joined(context(heartbeat_timeout_s=1000.0), writing.network.data)
-    events, put = writing.network._connection_events, writing.network._put
-    seen: list[int] = []
+    put, seen = writing.network._put, events_of(writing)
     said: list[int] = []
-
-    def see() -> Iterator[Any]:
-        for event, fd in events():
-            seen.append(event)
-            yield event, fd
-
-    monkeypatch.setattr(writing.network, "_connection_events", see)
     monkeypatch.setattr(writing.network, "_put", lambda to, parts: (said.append(parts[0][0]), put(to, parts)))
     for _ in range(50):
-        socket.create_connection((writing.network.data["host"], writing.network.data["port"])).close()
-    writing.feed.until(lambda: seen.count(zmq.EVENT_DISCONNECTED) == 50)
+        socket.create_connection(ends.address_of(writing.network.data)).close()
+    writing.feed.until(lambda: writing.network._door.refusals == {"left": 50})
     writing.send(b"still there")
     assert taken(reader)[2] == b"still there"
-    assert said == [QueueFrameKind.MESSAGE]
+    assert said == [QueueFrameKind.MESSAGE] and zmq.EVENT_ACCEPTED not in seen
     reader.leave(died=False)
     writing.network.abort()
 
 
-def test_strangers_that_nobody_looks_at_do_not_keep_it_from_ending(fork_server: Any) -> None:
+def test_connections_that_nobody_looks_at_do_not_keep_it_from_ending(fork_server: Any) -> None:
     """ZeroMQ's thread must not wait for room for what it tells of them: it holds what closing needs."""
-    with fork_server.start(f"{REMOTE}:writer_that_does_not_look", timeout_s=100) as child:
-        data = child.recv()
-        for _ in range(1500):  # two events each and more, where 2000 have room
-            with socket.create_connection((data["host"], data["port"]), 10.0) as stranger:
-                stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
-        child.send("end")
+    with fork_server.start(f"{REMOTE}:writer_that_does_not_look", 1500, timeout_s=100) as child:
         assert child.result() == "ended"
 
 
@@ -277,7 +360,7 @@ def test_strangers_that_nobody_looks_at_do_not_keep_it_from_ending(fork_server: 
 def test_it_listens_where_it_was_told_to_and_nowhere_else(host: str) -> None:
     """The root cause of CVE-2025-30202: a socket of the queue that listens on every interface."""
     writing = ends.Writing(context(host=host))
-    port = f":{writing.network.data['port']:04X}"
+    port = f":{ends.address_of(writing.network.data)[1]:04X}"
     found = []
     for table in ("tcp", "tcp6"):
         with open(f"/proc/self/net/{table}", encoding="ascii") as file:
@@ -313,13 +396,8 @@ def test_an_address_of_one_link_keeps_its_interface() -> None:
 @pytest.fixture
 def insider(writer: Any) -> Iterator[Any]:
     """A socket of ZeroMQ that has proved itself for rank 0 and says what the test wants."""
-    contact = RemoteContact.from_plain(writer.network.data)
-    keys = contact.keys(context(secret=SECRET).credentials)
-    ours = keys.reader(0)
-    with zmq.Context() as where:
-        made = dealer(contact, keys, (ours.public, ours.secret), where)
+    with dealer(writer) as made:
         yield made
-        made.close()
 
 
 @pytest.mark.parametrize(

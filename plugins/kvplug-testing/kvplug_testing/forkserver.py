@@ -19,6 +19,7 @@ import tempfile
 import threading
 import warnings
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import IO, Any, Self
 
 from kvplug_testing import peers
@@ -66,24 +67,24 @@ class ForkServer:
         ours, theirs = socket.socketpair()
         stderr = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the peer
         with theirs:
-            pid = self._ask(f"fork {timeout_s}", [theirs.fileno(), stderr.fileno()])
-        return _Forked(target, args, _Process(pid, self._status), ours, stderr)
+            number, pidfds = self._ask(f"fork {timeout_s}", [theirs.fileno(), stderr.fileno()])
+        return _Forked(target, args, _Process(number, pidfds[0], self._status), ours, stderr)
 
     def close(self) -> None:
         """End the server. Close its children first: only the server can read their exit status."""
         self._control.close()
         self._server.close()
 
-    def _status(self, pid: int) -> int:
-        return os.waitstatus_to_exitcode(self._ask(f"wait {pid}"))
+    def _status(self, number: int) -> int:
+        return os.waitstatus_to_exitcode(self._ask(f"wait {number}")[0])
 
-    def _ask(self, question: str, fds: Sequence[int] = ()) -> int:
+    def _ask(self, question: str, fds: Sequence[int] = ()) -> tuple[int, list[int]]:
         with self._lock:
             socket.send_fds(self._control, [question.encode()], fds)
-            answer = self._control.recv(_NUMBER.size)
+            answer, received, _, _ = socket.recv_fds(self._control, _NUMBER.size, 1)
         if not answer:
             raise ChildProcessError(f"the fork server is gone; it wrote:\n{self._server.stderr}")
-        return int(_NUMBER.unpack(answer)[0])
+        return int(_NUMBER.unpack(answer)[0]), received
 
 
 class _Forked(peers.Peer):
@@ -100,13 +101,15 @@ class _Forked(peers.Peer):
 
 
 class _Process:
-    """A grandchild of this process, held by its pidfd."""
+    """A grandchild of this process, held by its pidfd. The server may be in another pid namespace."""
 
-    def __init__(self, pid: int, status: Callable[[int], int]) -> None:
+    def __init__(self, number: int, pidfd: int, status: Callable[[int], int]) -> None:
+        """``number`` is its pid in the server's namespace."""
         # The server reaps it when it is asked for the status. Until then the pid cannot be reused.
-        self.pid = pid
-        self._pidfd = os.pidfd_open(pid)
+        self._number = number
+        self._pidfd = pidfd
         self._status = status
+        self.pid = _pid_here(pidfd)
         self._asking = threading.Lock()
         self._code: int | None = None
 
@@ -127,7 +130,7 @@ class _Process:
         # Ask the server only once: afterwards the pid can be reused.
         with self._asking:
             if self._code is None:
-                self._code = self._status(self.pid)
+                self._code = self._status(self._number)
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
@@ -142,6 +145,12 @@ class _Process:
             self._pidfd = -1
 
 
+def _pid_here(pidfd: int) -> int:
+    """The pid, in this namespace, of a process that has not been reaped."""
+    lines = Path(f"/proc/self/fdinfo/{pidfd}").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("Pid:"))
+
+
 def _import_all(*modules: str) -> None:
     import importlib
 
@@ -150,7 +159,7 @@ def _import_all(*modules: str) -> None:
 
 
 def _serve(parent: peers.Parent, fd: int, prepare: str, args: list[Any]) -> None:
-    """Run the server until the process that started it is gone."""
+    """Import what children need, and serve."""
     import faulthandler
     import gc
     import importlib
@@ -165,20 +174,28 @@ def _serve(parent: peers.Parent, fd: int, prepare: str, args: list[Any]) -> None
     gc.collect()
     gc.freeze()
     parent.send("ready")
+    serve(control, parent.disown)
+
+
+def serve(control: socket.socket, disown: Callable[[], None]) -> None:
+    """Run the server until its client is gone. A child calls ``disown`` to close what is the server's."""
     while True:
         data, fds, _, _ = socket.recv_fds(control, 64, 2)
         if not data:
             return
         word, _, number = data.decode().partition(" ")
+        pidfds = []
         if word == "wait":
             answer = os.waitpid(int(number), 0)[1]
         else:
             answer = _fork()
             if answer == 0:
-                _be_a_child(parent, control, fds, float(number))
-        for each in fds:
+                disown()
+                _be_a_child(control, fds, float(number))
+            pidfds = [os.pidfd_open(answer)]
+        socket.send_fds(control, [_NUMBER.pack(answer)], pidfds)
+        for each in (*fds, *pidfds):
             os.close(each)
-        control.send(_NUMBER.pack(answer))
 
 
 def _fork() -> int:
@@ -189,14 +206,13 @@ def _fork() -> int:
         return os.fork()
 
 
-def _be_a_child(parent: peers.Parent, control: socket.socket, fds: Sequence[int], timeout_s: float) -> None:
+def _be_a_child(control: socket.socket, fds: Sequence[int], timeout_s: float) -> None:
     code = 1
     try:
         wire, stderr = fds
         os.dup2(stderr, 2)
         os.close(stderr)
         control.close()
-        parent.disown()
         peers._live(wire, timeout_s)
         code = 0
     finally:

@@ -1,12 +1,14 @@
 """The laws by id. Tests name the ids, and failures quote the laws. docs/reference/laws.md is generated from
 them.
 
-``python -m kvplug_testing.laws PIPE-5 PIPE-6`` prints these laws; without an id, all of them.
+``python -m kvplug_testing.laws PIPE-5 COMM`` prints this law and those of this kind; without an id, all of
+them. A message that names a law refers to this program: a page of the repository is not in the wheel.
 ``python -m kvplug_testing.laws --page docs/reference/laws.md`` updates the page.
 """
 
 from __future__ import annotations
 
+import difflib
 import sys
 import textwrap
 from collections.abc import Iterable, Sequence
@@ -15,6 +17,8 @@ from pathlib import Path
 from typing import Final
 
 import attrs
+
+from kvplug.config.messages import listed
 
 _WIDTH = 100
 """Columns of a law on the terminal."""
@@ -29,7 +33,7 @@ class Law:
     """One law."""
 
     id: str
-    """Also the anchor, in docs/reference/laws.md."""
+    """``"PIPE-5"``: a kind and a number."""
     title: str
     text: str
     """The law itself, in Markdown, on one line."""
@@ -37,15 +41,10 @@ class Law:
     """The heading of its section."""
 
     @property
-    def page(self) -> str:
-        """Its link in the documentation."""
-        return f"docs/reference/laws.md#{self.id.lower()}"
-
-    @property
     def quoted(self) -> str:
-        """Id, title and page, and the text below them."""
+        """Id and title, and the text below them."""
         lines = textwrap.wrap(self.text, _WIDTH, break_on_hyphens=False)
-        return f"law {self}: see {self.page}\n" + "\n".join(f"    {line}" for line in lines)
+        return f"law {self}:\n" + "\n".join(f"    {line}" for line in lines)
 
     def __str__(self) -> str:
         return f"{self.id} ({self.title})"
@@ -85,6 +84,11 @@ ALL-7, nothing left behind
 : After all objects of a transport are closed, a process holds no descriptor, thread, child, socket name or
   shared memory that it did not hold before, and its memory does not grow when this is repeated. No resource
   of a killed process remains.
+
+ALL-8, leaving the program
+: A program that leaves, by `sys.exit` or at its last line, ends within seconds with its own exit code, and
+  writes nothing to stderr: right after `abort()`, right after `close()`, and if nothing was closed, also
+  while threads of the transport, or of the program in calls of it, are at work. So does a forked child.
 
 ## Endpoints
 
@@ -299,6 +303,34 @@ LAWS: Final = _read(_WRITTEN)
 """The laws by id, in the order of the page."""
 
 
+PROGRAM: Final = "python -m kvplug_testing.laws"
+"""What prints laws; see :func:`main`."""
+
+
+def selected(names: Iterable[str]) -> tuple[str, ...]:
+    """The ids of the named laws, in the order of the page. A name is an id, or the kind of several laws
+    (``"PIPE"``), in upper or lower case.
+
+    Raises:
+        LookupError: a name is neither; the message lists those that are like it.
+    """
+    found: set[str] = set()
+    for name in names:
+        wanted = name.strip().upper()
+        ids = {id_ for id_ in LAWS if wanted in (id_, _kind(id_))}
+        if not ids:
+            kinds = list(dict.fromkeys(map(_kind, LAWS)))
+            near = difflib.get_close_matches(wanted, [*kinds, *LAWS], n=4)
+            hint = f"; did you mean {listed(near)}?" if near else "."
+            raise LookupError(f"there is no law {name!r}{hint} Kinds of laws are {', '.join(kinds)}")
+        found |= ids
+    return tuple(id_ for id_ in LAWS if id_ in found)
+
+
+def _kind(id_: str) -> str:
+    return id_.rpartition("-")[0]
+
+
 def with_laws(page: str) -> str:
     """The page with the laws updated; the text before and after them is kept.
 
@@ -329,16 +361,18 @@ def main(arguments: Sequence[str]) -> None:
     """The program.
 
     Raises:
-        SystemExit: an id is unknown; the message lists the known ids.
+        SystemExit: a name is unknown; the message says which are near.
     """
     match arguments:
         case ["--page", path]:
             page = Path(path)
             page.write_text(with_laws(page.read_text()))
         case ids:
-            if unknown := [id_ for id_ in ids if id_ not in LAWS]:
-                sys.exit(f"no law: {', '.join(unknown)}; these are: {', '.join(LAWS)}")
-            sys.stdout.writelines(f"{LAWS[id_].quoted}\n" for id_ in ids or LAWS)
+            try:
+                wanted = selected(ids)
+            except LookupError as e:
+                sys.exit(str(e))
+            sys.stdout.writelines(f"{LAWS[id_].quoted}\n" for id_ in wanted or LAWS)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import ctypes
 import faulthandler
 import inspect
 import os
@@ -36,7 +37,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, Protocol, Self
+from typing import IO, Any, NoReturn, Protocol, Self
 
 from kvplug.errors import KvplugError, PeerGoneError, TimeoutError
 from kvplug.net.wire.values import Limits, decode, encode
@@ -309,6 +310,12 @@ class Parent:
             return self._values.get(timeout=timeout)
         except queue.Empty as e:
             raise TimeoutError(f"no value from the parent in {timeout} s") from e
+
+    def leave(self, code: int) -> NoReturn:
+        """Leave the program as ``sys.exit(code)`` does, but out of functions and ``with`` blocks."""
+        faulthandler.cancel_dump_traceback_later()
+        ctypes.pythonapi["Py_Exit"](code)
+        raise AssertionError("Py_Exit has returned")
 
     def disown(self) -> None:
         """Close this connection in a forked child of the child, which must not use it."""

@@ -44,6 +44,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="quick: less than two minutes per transport (default); full: minutes; soak: gigabytes, an hour",
     )
     group.addoption(
+        "--kvplug-law",
+        metavar="ID",
+        action="append",
+        default=[],
+        help="run only the tests of the law ID, such as PIPE-4, or of all laws of a kind, such as PIPE",
+    )
+    group.addoption(
         "--kvplug-report",
         metavar="FILE",
         action="append",
@@ -55,7 +62,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", _MARKER)
     option = config.option
-    if option.kvplug_transport or option.kvplug_connector or option.kvplug_option or option.kvplug_report:
+    named = option.kvplug_transport or option.kvplug_connector or option.kvplug_option
+    if named or option.kvplug_report or option.kvplug_law:
         from kvplug_testing import reporting
 
         reporter = reporting.reporter_of(config)
@@ -64,15 +72,16 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Generator[None]:
-    """Check waivers against all tests; levels then select from the tests that other plugins
-    leave.
+    """Check waivers against all tests, and put simple laws first. Levels and laws then select from the tests
+    that other plugins leave, in the order that those give them.
     """
-    if not any(item.get_closest_marker("kvplug_law") for item in items):
+    judged = any(item.get_closest_marker("kvplug_law") for item in items)
+    if not judged and not config.option.kvplug_law:
         return (yield)
     from kvplug_testing import reporting
 
     reporter = reporting.reporter_of(config)
-    reporter.waive(items)
+    reporter.prepare(items)
     result = yield
     reporter.select(items)
     return result

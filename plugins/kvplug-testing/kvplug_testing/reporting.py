@@ -1,4 +1,4 @@
-"""The part of the pytest plugin that runs if a suite is collected: levels, waivers, laws, scorecard."""
+"""The part of the pytest plugin that runs if a suite is collected: waivers, laws, scorecard."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ from kvplug.errors import ConfigError, KvplugError
 from kvplug_testing.collected import Collected
 from kvplug_testing.contract import suites
 from kvplug_testing.contract.base import LEVELS, Contract
-from kvplug_testing.laws import LAWS
-from kvplug_testing.scorecard import Outcome, Result, Scorecard, result_from_plain
+from kvplug_testing.hangs import Hangs
+from kvplug_testing.laws import LAWS, PROGRAM, selected
+from kvplug_testing.scorecard import NOT_RUN, Outcome, Result, Scorecard, result_from_plain
+from kvplug_testing.selection import Selection, put_in_order, suite_of
 from kvplug_testing.waivers import Waivers, waivers_for
 
 _NAME = "kvplug_judge"
@@ -26,6 +28,7 @@ _PROPERTY = "kvplug"
 _WAIVED = "waived: "
 _KEPT = pytest.StashKey[str]()
 """The waiver of a waived test whose call has passed. A leak that it leaves may still break the law."""
+_PLACE = "place"
 _ABOVE = "kvplug_above"
 _NOTHING_JUDGED = (pytest.ExitCode.USAGE_ERROR, pytest.ExitCode.INTERNAL_ERROR)
 """Exit codes of a run that does not overwrite an earlier report."""
@@ -47,9 +50,15 @@ class Reporter:
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
         self._level: str = config.option.kvplug_level
-        self._results: list[Result] = []
-        self._above: dict[str, Counter[str]] = {}
-        """By subject and level: how many tests are deselected because their level is higher."""
+        try:
+            self._laws = selected(config.option.kvplug_law)
+        except LookupError as e:
+            raise pytest.UsageError(f"--kvplug-law: {e}") from e
+        self._selection = Selection(self._level, self._laws)
+        self._hangs = Hangs()
+        self._places: dict[str, int] = {}
+        """The place of each test among those that run, which is the same in every worker of pytest-xdist."""
+        self._results: list[tuple[int, Result]] = []
         self._distributions: dict[type[Contract], str] = {}
         """The distribution of each suite's subject."""
         self._date = datetime.now(UTC).isoformat(timespec="seconds")
@@ -81,8 +90,8 @@ class Reporter:
 
     # -- before ----------------------------------------------------------------------------------
 
-    def waive(self, items: list[pytest.Item]) -> None:
-        """Mark the waived tests.
+    def prepare(self, items: list[pytest.Item]) -> None:
+        """Put the tests in order, and mark the waived ones.
 
         Raises:
             pytest.UsageError: a test with a law is in no suite, waivers cannot be read, or a waiver names no
@@ -91,11 +100,12 @@ class Reporter:
         known: dict[Path, Waivers] = {}
         judged = [item for item in items if item.get_closest_marker("kvplug_law") is not None]
         for item in judged:
-            suite = _suite_of(item)
+            suite = suite_of(item)
             reason = self._waivers(item, known).reason(suite.__name__, item.name)
             if reason:
                 # Not strict: pytest would decide before the check for leaks has run.
                 item.add_marker(pytest.mark.xfail(reason=f"{_WAIVED}{reason}", strict=False))
+        put_in_order(items)
         collected = Collected(self._config, judged)
         for waivers in {each.path: each for each in known.values() if each.reasons}.values():
             try:
@@ -108,17 +118,14 @@ class Reporter:
                 )
 
     def select(self, items: list[pytest.Item]) -> None:
-        """Deselect tests above the level, and count them."""
-        kept, left_out = [], []
-        for item in items:
-            marker = item.get_closest_marker("kvplug_law")
-            level = LEVELS[0] if marker is None else marker.kwargs["level"]
-            if LEVELS.index(level) <= LEVELS.index(self._level):
-                kept.append(item)
-                continue
-            left_out.append(item)
-            self._above.setdefault(_suite_of(item).subject(), Counter())[level] += 1
-        for suite in {_suite_of(item) for item in kept if item.get_closest_marker("kvplug_law") is not None}:
+        """Deselect tests above the level and of other laws.
+
+        Raises:
+            pytest.UsageError: no test judges the laws that are asked for.
+        """
+        kept, left_out = self._selection.select(items)
+        self._places = {item.nodeid: place for place, item in enumerate(kept)}
+        for suite in {suite_of(item) for item in kept if item.get_closest_marker("kvplug_law") is not None}:
             # Before any test, so that modules and resources that this loads are not counted as a test's leak.
             with contextlib.suppress(KvplugError):  # the tests report the error
                 self._distributions[suite] = suite.distribution()
@@ -137,6 +144,13 @@ class Reporter:
 
     # -- during ----------------------------------------------------------------------------------
 
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_setup(self, item: pytest.Item) -> None:
+        if item.get_closest_marker("kvplug_law") is None:
+            return
+        if reason := self._hangs.reason(suite_of(item)):
+            pytest.fail(reason, pytrace=False)  # its law is not judged: that is no success
+
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(
         self, item: pytest.Item, call: pytest.CallInfo[None]
@@ -145,7 +159,7 @@ class Reporter:
         marker = item.get_closest_marker("kvplug_law")
         if marker is None:
             return report
-        suite = _suite_of(item)
+        suite = suite_of(item)
         waived = getattr(report, "wasxfail", "")
         if report.when == "call" and report.passed and waived.startswith(_WAIVED):
             item.stash[_KEPT] = waived.removeprefix(_WAIVED)
@@ -155,8 +169,11 @@ class Reporter:
         result = _result(report, suite, item.name, marker.args)
         if result is not None:
             result["distribution"] = self._distributions.get(suite, "")
+            result[_PLACE] = self._places.get(item.nodeid, 0)
             report.user_properties.append((_PROPERTY, result))
-        if report.failed:
+        if report.failed and call.excinfo is not None:
+            self._hangs.note(suite, item.name, call.excinfo.value, call.duration)
+        if report.failed and not _observed(report).startswith(NOT_RUN):
             _quote(report, marker.args)
         return report
 
@@ -164,18 +181,20 @@ class Reporter:
         if self._is_worker:
             return
         told: list[tuple[str, Any]] = report.user_properties
-        self._results += [result_from_plain(plain) for name, plain in told if name == _PROPERTY]
+        self._results += [
+            (plain.pop(_PLACE), result_from_plain(plain)) for name, plain in told if name == _PROPERTY
+        ]
         report.user_properties = [each for each in report.user_properties if each[0] != _PROPERTY]
 
     # -- after -----------------------------------------------------------------------------------
 
     @property
     def scorecard(self) -> Scorecard:
-        """The results so far. A test that failed twice (in its call and in the check for leaks) is one
-        result.
+        """The results so far, in the order in which one process runs the tests. A test that failed twice (in
+        its call and in the check for leaks) is one result.
         """
         final: dict[tuple[str, str, str], Result] = {}
-        for result in self._results:
+        for _, result in sorted(self._results, key=lambda each: each[0]):
             key = (result.subject, result.suite, result.test)
             before = final.setdefault(key, result)
             if before is not result and result.outcome is Outcome.FAILED:
@@ -189,14 +208,15 @@ class Reporter:
             date=self._date,
             above={
                 subject: {level: counter[level] for level in LEVELS if counter[level]}
-                for subject, counter in self._above.items()
+                for subject, counter in self._selection.above.items()
             },
+            only=self._laws,
         )
 
     def pytest_sessionfinish(self, exitstatus: int) -> None:
         if self._is_worker:
             output: dict[str, Any] = self._config.workeroutput  # type: ignore[attr-defined]
-            output[_ABOVE] = {subject: dict(counter) for subject, counter in self._above.items()}
+            output[_ABOVE] = {subject: dict(counter) for subject, counter in self._selection.above.items()}
             return
         for path in self._reports if exitstatus not in _NOTHING_JUDGED else ():
             self.scorecard.write(path)
@@ -205,26 +225,18 @@ class Reporter:
     def pytest_testnodedown(self, node: Any) -> None:
         """A hook of pytest-xdist. Every worker collects all tests, so the counts of one worker are enough."""
         told = getattr(node, "workeroutput", None) or {}
-        self._above.update((subject, Counter(counts)) for subject, counts in told.get(_ABOVE, {}).items())
+        above = told.get(_ABOVE, {})
+        self._selection.above.update((subject, Counter(counts)) for subject, counts in above.items())
 
     def pytest_terminal_summary(self, terminalreporter: Any, exitstatus: int) -> None:
         card = self.scorecard
         if card.results:
             terminalreporter.section("kvplug conformance")
             card.print(terminalreporter._tw._file)
+            if any(result.outcome is Outcome.FAILED for result in card.results):
+                terminalreporter.write_line(f"`{PROGRAM} ID` prints the law with this id")
         for path in self._reports if exitstatus not in _NOTHING_JUDGED else ():
             terminalreporter.write_line(f"scorecard written to {path}")
-
-
-def _suite_of(item: pytest.Item) -> type[Contract]:
-    """The suite of a test with a law."""
-    suite = getattr(item, "cls", None)
-    if not (isinstance(suite, type) and issubclass(suite, Contract)):
-        raise pytest.UsageError(
-            f"{item.nodeid} names a law and stands in no suite: put it into a class made from one, such as"
-            " kvplug_testing.PipeContract, or from kvplug_testing.contract.base.Contract"
-        )
-    return suite
 
 
 def _result(
@@ -263,7 +275,7 @@ def _observed(report: pytest.TestReport) -> str:
     """The first line of the failure."""
     crash = getattr(report.longrepr, "reprcrash", None)
     text = crash.message if crash is not None else str(report.longrepr)
-    return next((line for line in text.splitlines() if line.strip()), "")
+    return next((line for line in text.splitlines() if line.strip()), "").removeprefix("Failed: ")
 
 
 def _quote(report: pytest.TestReport, laws: tuple[str, ...]) -> None:

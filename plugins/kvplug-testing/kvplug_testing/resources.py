@@ -13,6 +13,9 @@ import attrs
 _SHARED_MEMORY = "/dev/shm"  # noqa: S108 - where Linux has it
 _OF_PROCESSES = ("__KMP_REGISTERED_LIB_",)
 """Prefixes of names that a library (OpenMP) creates once in each process."""
+_SEMAPHORE = "sem.mp-"
+"""Prefix of the semaphores of Python's multiprocessing. A process maps each of its semaphores, and its
+resource tracker unlinks them when it dies."""
 _MOST_READINGS = 100
 """Limit for a list that never becomes stable."""
 
@@ -49,14 +52,16 @@ class Resources:
     def beyond(self, before: Resources) -> str:
         """A description of the resources that ``before`` lacks; empty if there are none.
 
-        Shared memory that is held only by processes outside this process's family does not count. Shared
-        memory that no process holds does count, although another process of this user may have left it.
+        Shared memory counts if this process or a descendant of it holds it, and also if no process at all
+        does: a process that was killed may have left it. The latter is not so for a semaphore of Python's
+        multiprocessing, which is then of a process that cannot be seen here. Names that are gone by now do
+        not count.
         """
         words = []
         for field in attrs.fields(Resources):
             extra = getattr(self, field.name) - getattr(before, field.name)
             if extra and field.name == "shared_memory":
-                extra -= _of_strangers(extra)
+                extra = _left_here(extra)
             if extra:
                 words.append(f"{field.name.replace('_', ' ')}: {', '.join(map(str, sorted(extra)))}")
         return "; ".join(words)
@@ -96,8 +101,8 @@ def _shared_memory() -> Iterator[str]:
                     yield name
 
 
-def _of_strangers(names: Set[str]) -> set[str]:
-    """Those of the names that are held, but neither by this process nor by a descendant of it."""
+def _left_here(names: Set[str]) -> frozenset[str]:
+    """Those of the names that this process or a descendant of it holds or has left."""
     family = _family(os.getpid())
     ours: set[str] = set()
     theirs: set[str] = set()
@@ -105,7 +110,9 @@ def _of_strangers(names: Set[str]) -> set[str]:
         if pid.isdecimal():
             held = ours if int(pid) in family else theirs
             held |= names & _shared_memory_held(int(pid))
-    return theirs - ours
+    left = {name for name in names - theirs if not name.startswith(_SEMAPHORE)}
+    # Looked at last: a name that a process had and unlinked meanwhile is found at no process, and is gone.
+    return frozenset(name for name in ours | left if os.path.lexists(f"{_SHARED_MEMORY}/{name}"))
 
 
 def _family(pid: int) -> set[int]:

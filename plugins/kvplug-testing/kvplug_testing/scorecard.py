@@ -15,6 +15,8 @@ from kvplug_testing.laws import LAWS
 
 FORMAT = 1
 """Version of the JSON format: changes when readers of it must change."""
+NOT_RUN = "not run: "
+"""How the reason begins of a test that failed because its suite was given up."""
 
 
 class Outcome(enum.StrEnum):
@@ -45,6 +47,10 @@ class Result:
     """The subject's distribution and version: ``"kvplug-cpu 0.1.0"``; empty if there is none."""
 
 
+def _ids(given: Iterable[str]) -> tuple[str, ...]:
+    return tuple(given)
+
+
 @attrs.frozen(kw_only=True)
 class Scorecard:
     """All results of one run."""
@@ -57,6 +63,8 @@ class Scorecard:
     """When the run began, with its time zone (ISO 8601)."""
     above: Mapping[str, Mapping[str, int]] = attrs.field(factory=dict)
     """By subject and higher level, in their order: how many tests are deselected."""
+    only: tuple[str, ...] = attrs.field(default=(), converter=_ids)
+    """The laws that the run was asked to judge; empty if it was all of them."""
 
     @property
     def subjects(self) -> tuple[str, ...]:
@@ -100,6 +108,7 @@ class Scorecard:
             "platform": self.platform,
             "date": self.date,
             "above": {subject: dict(counts) for subject, counts in self.above.items()},
+            "only": list(self.only),
             "seconds": {subject: self.seconds(subject) for subject in self.subjects},
             "results": [attrs.asdict(result) for result in self.results],
         }
@@ -108,7 +117,7 @@ class Scorecard:
     def as_markdown(self) -> str:
         versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
         said = "; ".join(each for each in (versions, self.platform, self.date) if each)
-        lines = [f"# Conformance, level {self.level}", "", said, ""]
+        lines = [f"# Conformance, {self._scope}", "", said, ""]
         for subject in self.subjects:
             for suite, title in self._titles(subject):
                 lines += [f"## {title}", ""]
@@ -119,7 +128,7 @@ class Scorecard:
                     numbers = " | ".join(str(counter[outcome] or "") for outcome in Outcome)
                     lines.append(f"| {LAWS[id_]} | {numbers} |")
                 lines.append("")
-                lines += [f"- {_sentence(result)}" for result in self._told(subject, suite)]
+                lines += [f"- {each}" for each in self._told(subject, suite)]
                 lines.append("")
             if above := self._above(subject):
                 lines += [above, ""]
@@ -139,7 +148,7 @@ class Scorecard:
         for subject in self.subjects:
             for suite, title in self._titles(subject):
                 took = _taken(self.seconds(subject, suite))
-                table = Table(title=f"{title}, level {self.level}, {took}", title_justify="left")
+                table = Table(title=f"{title}, {self._scope}, {took}", title_justify="left")
                 table.add_column("law", overflow="fold")
                 for outcome in Outcome:
                     table.add_column(outcome.value, justify="right", no_wrap=True, min_width=len(outcome))
@@ -147,10 +156,15 @@ class Scorecard:
                     style = "red" if counter[Outcome.FAILED] else None
                     table.add_row(str(LAWS[id_]), *(str(counter[o] or "") for o in Outcome), style=style)
                 console.print(table)
-                for result in self._told(subject, suite):
-                    console.print(f"  {_sentence(result)}", markup=False, highlight=False)
+                for each in self._told(subject, suite):
+                    console.print(f"  {each}", markup=False, highlight=False)
             if above := self._above(subject):
                 console.print(f"  {above}", markup=False, highlight=False)
+
+    @property
+    def _scope(self) -> str:
+        """What the run judged."""
+        return f"level {self.level}" + (f", only {', '.join(self.only)}" if self.only else "")
 
     def _titles(self, subject: str) -> Iterable[tuple[str, str]]:
         """The subject's suites and the title of each table, which includes the class's name if there are
@@ -164,22 +178,24 @@ class Scorecard:
         counts = self.above.get(subject, {})
         return ", ".join(f"{count} more with --kvplug-level {level}" for level, count in counts.items())
 
-    def _told(self, subject: str, suite: str) -> Iterable[Result]:
-        """The results to explain below the table: each reason once."""
+    def _told(self, subject: str, suite: str) -> Iterable[str]:
+        """What is said below the table: each reason once."""
         seen = set()
+        not_run: Counter[str] = Counter()
         for result in self.of(subject, Outcome.FAILED, Outcome.WAIVED, Outcome.SKIPPED, suite=suite):
+            if result.reason.startswith(NOT_RUN):
+                not_run[result.reason] += 1
+                continue
             key = (result.outcome, result.reason, result.test.partition("[")[0])
             if key not in seen:
                 seen.add(key)
-                yield result
+                yield f"{result.outcome}: {', '.join(result.laws)} {result.test}: {result.reason}"
+        for reason, count in not_run.items():
+            yield f"{Outcome.FAILED}: {count} more tests were {reason}"
 
 
 def _taken(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s"
-
-
-def _sentence(result: Result) -> str:
-    return f"{result.outcome}: {', '.join(result.laws)} {result.test}: {result.reason}"
 
 
 def from_json(text: str) -> Scorecard:

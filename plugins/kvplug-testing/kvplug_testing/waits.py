@@ -8,13 +8,18 @@ from collections.abc import Callable
 from typing import Any
 
 from kvplug_testing import peers
+from kvplug_testing.comparison import brief
 
-__all__ = ["Call", "patience_s", "raises", "until"]
+__all__ = ["Call", "DeadlineError", "patience_s", "raises", "until"]
 
 patience_s = 20.0
 """How long a test waits for an expected event. It is long because test machines are busy; deadlines of laws
 are separate. Tests of transports that are known to hang, such as the kit's own, lower it.
 """
+
+
+class DeadlineError(AssertionError):
+    """An expected event has not come in time."""
 
 
 class Call:
@@ -52,7 +57,7 @@ class Call:
         within = patience_s if within is None else within
         self._thread.join(within)
         if self._thread.is_alive():
-            raise AssertionError(f"a call is still blocked after {within} s\n{peers.stacks()}")
+            raise DeadlineError(f"a call is still blocked after {within} s\n{peers.stacks()}")
         return self
 
     def result(self, within: float | None = None) -> Any:
@@ -71,7 +76,7 @@ class Call:
         """The error that it raised, which must be a ``kind``."""
         self.end(within)
         if self.error is None:
-            raise AssertionError(f"{kind.__name__} was expected, and the call returned {self.value!r:.300}")
+            raise AssertionError(f"{kind.__name__} was expected, and the call returned {brief(self.value)}")
         if not isinstance(self.error, kind):
             raise AssertionError(f"{kind.__name__} was expected, not {self.error!r}") from self.error
         return self.error
@@ -93,7 +98,7 @@ def until(condition: Callable[[], Any], within: float | None = None, what: str =
     limit = time.monotonic() + within
     while not condition():
         if time.monotonic() > limit:
-            raise AssertionError(
+            raise DeadlineError(
                 f"{what or 'what was waited for'} did not come in {within} s\n{peers.stacks()}"
             )
         time.sleep(0.002)

@@ -53,4 +53,4 @@ def test_an_id_that_is_no_laws_is_told_with_those_that_are() -> None:
         check=False,
     )
     assert done.returncode == 1
-    assert done.stderr.startswith("no law: PIPE-55; these are: ALL-1, ")
+    assert done.stderr.startswith("there is no law 'PIPE-55'; did you mean PIPE-5, ")

@@ -101,6 +101,9 @@ def check_caught(path: Path, name: str, id_: str, card: Scorecard, said: str) ->
     mine = [result for result in card.results if result.suite == name]
     assert mine, said
     caught = {result.test for result in mine if result.outcome is Outcome.FAILED and id_ in result.laws}
+    without_hosts = [each.reason for each in mine if each.reason.startswith("cross_host is not judged")]
+    if not caught and without_hosts:
+        pytest.skip(without_hosts[0])
     assert caught, f"{mutant.__doc__} No test noticed it:\n{said}"
     like_it = [other for other, cls in controls(path).items() if issubclass(mutant, cls.__base__)]
     assert like_it, f"{path}: no control has a base of {name}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
 import signal
 import socket
@@ -286,3 +287,44 @@ def test_shared_memory_of_a_process_that_is_no_child_is_its_own(shared: Path) ->
     before = peers.Resources.of()
     os.kill(stranger, signal.SIGKILL)
     assert shared.name in before.shared_memory
+
+
+@pytest.fixture
+def semaphore() -> Iterator[Path]:
+    """The name of a semaphore, as Python's multiprocessing chooses it."""
+    path = SHARED / f"sem.mp-{os.getpid()}"
+    yield path
+    path.unlink(missing_ok=True)
+
+
+def hold(parent: peers.Parent, path: str) -> None:
+    """Map a semaphore."""
+    Path(path).write_bytes(bytes(32))
+    with open(path, "r+b") as file, mmap.mmap(file.fileno(), 32):
+        parent.send("held")
+        parent.recv(None)
+
+
+@has_names
+def test_a_semaphore_that_no_process_of_the_test_holds_is_of_another_one(semaphore: Path) -> None:
+    with peers.nothing_left(0.1):
+        semaphore.write_bytes(bytes(32))  # as of a process in another container, or one that has just died
+
+
+@has_names
+def test_a_semaphore_that_a_child_still_holds_is_left_behind(semaphore: Path) -> None:
+    before = peers.Resources.of()
+    with peers.start(hold, str(semaphore)) as child:
+        child.recv()
+        assert f"shared memory: {semaphore.name}" in peers.Resources.of().beyond(before)
+        child.send("go")
+
+
+@has_names
+def test_shared_memory_that_is_gone_when_it_is_looked_at_is_not_left_behind(shared: Path) -> None:
+    before = peers.Resources.of()
+    shared.touch()
+    after = peers.Resources.of()
+    assert f"shared memory: {shared.name}" in after.beyond(before)
+    shared.unlink()  # as another process does with a semaphore that it had for a moment
+    assert not after.beyond(before)

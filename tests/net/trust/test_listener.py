@@ -204,6 +204,19 @@ def test_an_address_in_use_is_named_and_so_is_who_uses_it(address: str) -> None:
             assert f"pid {os.getpid()}" in str(caught.value)
 
 
+@needs_linux
+def test_the_contact_of_an_address_of_one_link_names_the_interface() -> None:
+    with open("/proc/self/net/if_inet6", encoding="ascii") as file:
+        rows = [line.split() for line in file]
+    links = [(bytes.fromhex(row[0]), row[5]) for row in rows if row[3] == "20"]
+    if not links:
+        pytest.skip("no interface has an address of its link")
+    host = f"{socket.inet_ntop(socket.AF_INET6, links[0][0])}%{links[0][1]}"
+    with Listener.open(f"[{host}]:0", SECRET, "test") as listener:
+        assert listener.address.startswith(f"[{host}]:")
+        meet(listener, SECRET).close()
+
+
 def test_a_port_can_be_listened_on_again_at_once() -> None:
     with Listener.open("127.0.0.1:0", OPEN, "test") as listener:
         address = listener.address

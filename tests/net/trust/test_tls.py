@@ -213,7 +213,7 @@ def test_tls_on_one_end_only_is_refused_and_both_say_what_to_set(both: Credentia
 
 def test_unix_sockets_use_no_tls(both: Credentials) -> None:
     ours, theirs = pair(both, "unix:")
-    assert not [thread for thread in threading.enumerate() if thread.name == "kvplug-tls"]
+    assert not [thread for thread in threading.enumerate() if thread.name == "kvplug-relay"]
     ours.close()
     theirs.close()
 
@@ -390,7 +390,7 @@ def test_without_a_thread_for_it_a_dial_fails_in_words(
     start = threading.Thread.start
 
     def refuse(thread: threading.Thread) -> None:
-        if thread.name == "kvplug-tls":
+        if thread.name == "kvplug-relay":
             raise RuntimeError("can't start new thread")
         start(thread)
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from kvplug import ClosedError, HandshakeError, PeerGoneError
 from kvplug.engine import ConnectorContext, PeerLink
-from kvplug.transport import Deadline, Series, Store
+from kvplug.transport import BackgroundThread, Deadline, Series, Store
 from kvplug_lookup.connector.keys import Shard, StoreHello
 
 _log = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ class PeerStore:
         """Our worker and the peer's can never agree. Until a connection succeeds."""
         self.link: PeerLink | None = None
         self._waiting: queue.SimpleQueue[tuple[Use, GiveUp, Deadline] | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._thread: BackgroundThread | None = None
 
     def use(self, use: Use, give_up: GiveUp, deadline: Deadline) -> None:
         """Call ``use`` with the store: at once where it is connected, else in another thread."""
@@ -55,9 +55,7 @@ class PeerStore:
                     store = None
                     self._waiting.put((use, give_up, deadline))
                     if self._thread is None:
-                        self._thread = threading.Thread(
-                            target=self._run, name="kvplug-lookup-peer", daemon=True
-                        )
+                        self._thread = BackgroundThread(self._run, name="kvplug-lookup-peer", stop=self._stop)
                         self._thread.start()
         if closed:
             give_up(ClosedError("the connector was shut down"))
@@ -130,17 +128,22 @@ class PeerStore:
             except Exception as e:
                 give_up(e)
 
-    def close(self) -> None:
-        """End the connection, and what waits for one. Idempotent."""
+    def _stop(self) -> None:
         with self._lock:
             self._closed = True
-            store, self._store = self._store, None
-            link, thread = self.link, self._thread
+            link = self.link
         if link is not None:
             link.close()
+        self._waiting.put(None)
+
+    def close(self) -> None:
+        """End the connection, and what waits for one. Idempotent."""
+        self._stop()
+        with self._lock:
+            store, self._store = self._store, None
+            thread = self._thread
         if store is not None:
             store.abort()
-        self._waiting.put(None)
         if thread is not None and thread is not threading.current_thread():
             thread.join(timeout=5)
         while True:

@@ -19,7 +19,7 @@ import zmq
 
 from kvplug import ConfigError
 from kvplug.engine import BlocksCleared, BlocksRemoved, BlocksStored, CacheEvent
-from kvplug.transport import close_after_fork, is_loopback
+from kvplug.transport import BackgroundThread, close_after_fork, is_loopback
 
 _log = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ class EventPublisher:
             self._end_sockets()
             raise
         self._lock = threading.Lock()
-        self._thread = threading.Thread(target=self._run, name="kvplug-lookup-publish", daemon=True)
+        self._thread = BackgroundThread(self._run, name="kvplug-lookup-publish", stop=self._stop)
         close_after_fork(self)
         self._thread.start()
         _log.info("publishing events about blocks at %s", self.address)
@@ -137,6 +137,10 @@ class EventPublisher:
                 replay.send_multipart((client, b"", b"", seq, payload))
         replay.send_multipart((client, b"", b"", END_SEQ, b""))
 
+    def _stop(self) -> None:
+        with self._lock:
+            self._closed = True
+
     def close(self) -> None:
         """Send what is queued, and end. Idempotent."""
         if self._closed:
@@ -144,8 +148,7 @@ class EventPublisher:
         deadline = time.monotonic() + _CLOSE_S
         while self._queue and time.monotonic() < deadline and self._thread.is_alive():
             time.sleep(0.005)
-        with self._lock:
-            self._closed = True
+        self._stop()
         self._thread.join(_CLOSE_S)
         self._end_sockets()
 

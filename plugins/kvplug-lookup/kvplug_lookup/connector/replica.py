@@ -23,7 +23,15 @@ import attrs
 
 from kvplug import ClosedError, HandshakeError, KvplugError, PeerGoneError, TimeoutError
 from kvplug.engine import ModelInfo, PeerLink
-from kvplug.transport import Deadline, PageEvent, PageFollower, Presence, Series, page_event_from_plain
+from kvplug.transport import (
+    BackgroundThread,
+    Deadline,
+    PageEvent,
+    PageFollower,
+    Presence,
+    Series,
+    page_event_from_plain,
+)
 from kvplug_lookup.connector.keys import StoreHello
 from kvplug_lookup.connector.page_index import PageIndex
 
@@ -89,7 +97,7 @@ class Replica:
         """It was connected once, or refused."""
         self._was_connected = False
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="kvplug-lookup-replica", daemon=True)
+        self._thread = BackgroundThread(self._run, name="kvplug-lookup-replica", stop=self._stop)
         self._thread.start()
 
     # -- asked by the scheduler ----------------------------------------------------------------
@@ -191,13 +199,16 @@ class Replica:
                     raise TimeoutError(f"{self._name} did not come in time")
 
     def close(self) -> None:
+        self._stop()
+        self._thread.join(timeout=_JOIN_S)
+
+    def _stop(self) -> None:
         self._closed.set()
         with self._lock:
             link = self._link
             self._lock.notify_all()
         if link is not None:
             link.close()
-        self._thread.join(timeout=_JOIN_S)
 
     # -- the thread ----------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ import attrs
 from kvplug import KvplugError
 from kvplug.engine import TransferStats
 from kvplug.transport import (
+    BackgroundThread,
     Job,
     PageBlocks,
     PageBuffers,
@@ -93,7 +94,7 @@ class Saver:
         self._behind = queue.SimpleQueue()
         self._num_behind = 0
         self._closed = False
-        self._thread: threading.Thread | None = None
+        self._thread: BackgroundThread | None = None
 
     @property
     def first(self) -> Tier:
@@ -286,9 +287,7 @@ class Saver:
                 self._num_behind += 1
                 self._behind.put((self._num_resets, source, chains, identities))
                 if self._thread is None:
-                    self._thread = threading.Thread(
-                        target=self._run, name="kvplug-lookup-behind", daemon=True
-                    )
+                    self._thread = BackgroundThread(self._run, name="kvplug-lookup-behind", stop=self.close)
                     self._thread.start()
         if full:
             self._stats.fail("copy", "no_room")

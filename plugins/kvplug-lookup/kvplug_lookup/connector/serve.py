@@ -11,7 +11,15 @@ from typing import Any
 
 from kvplug import ClosedError, KvplugError, TimeoutError
 from kvplug.engine import PeerLink, PeerListener
-from kvplug.transport import Deadline, PageEvent, PagesStored, Store, WireError, page_event_to_plain
+from kvplug.transport import (
+    BackgroundThread,
+    Deadline,
+    PageEvent,
+    PagesStored,
+    Store,
+    WireError,
+    page_event_to_plain,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -35,7 +43,7 @@ class _Publisher:
         self._lag_bytes = 0
         self._max_lag_bytes = math.inf
         self._ended = threading.Event()
-        self._sender = threading.Thread(target=self._send_all, name="kvplug-lookup-events", daemon=True)
+        self._sender = BackgroundThread(self._send_all, name="kvplug-lookup-events", stop=self._stop)
         self._unsubscribe = store.subscribe(self._put_event)  # calls it with the snapshot, however large
         with self._lock:
             self._max_lag_bytes = self._lag_bytes + _MAX_LAG_BYTES
@@ -56,6 +64,9 @@ class _Publisher:
 
     def end(self) -> None:
         self._unsubscribe()
+        self._stop()
+
+    def _stop(self) -> None:
         self._ended.set()
         self._queue.put(None)
         self._link.close()
@@ -99,10 +110,10 @@ class Service:
         self._store = store
         self._hello = dict(hello)
         self._lock = threading.Lock()
-        self._served: dict[PeerLink, threading.Thread] = {}
+        self._served: dict[PeerLink, BackgroundThread] = {}
         """Links in use, and the threads that serve them."""
         self._closed = False
-        self._thread = threading.Thread(target=self._run, name="kvplug-lookup-serve", daemon=True)
+        self._thread = BackgroundThread(self._run, name="kvplug-lookup-serve", stop=listener.close)
         self._thread.start()
         _log.info("serving pages at %s", listener.contact.split()[0])
 
@@ -126,9 +137,7 @@ class Service:
                 return
             except TimeoutError:
                 continue
-            thread = threading.Thread(
-                target=self._serve, args=(link,), name="kvplug-lookup-peer", daemon=True
-            )
+            thread = BackgroundThread(self._serve, args=(link,), name="kvplug-lookup-peer", stop=link.close)
             with self._lock:
                 closed = self._closed
                 self._served[link] = thread

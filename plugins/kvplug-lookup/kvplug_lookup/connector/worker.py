@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -18,7 +17,7 @@ from kvplug.engine import (
     WorkerConnector,
     page_views,
 )
-from kvplug.transport import DEFAULT_TIMEOUT, Deadline, Timeout
+from kvplug.transport import DEFAULT_TIMEOUT, BackgroundThread, Deadline, Timeout
 from kvplug_lookup.connector.device import Mark
 from kvplug_lookup.connector.keys import hello_of, shard_of
 from kvplug_lookup.connector.load import Load, Part
@@ -223,8 +222,11 @@ class LookupWorker(WorkerConnector):
         if free.is_passed:
             self._begin(loads)
         else:  # this thread must not wait for the device
-            threading.Thread(
-                target=self._begin_when_free, args=(loads, free), name="kvplug-lookup-load", daemon=True
+            BackgroundThread(
+                self._begin_when_free,
+                args=(loads, free),
+                name="kvplug-lookup-load",
+                stop=lambda: None,  # it waits for the device, and for no peer
             ).start()
 
     def _begin_when_free(self, loads: list[Load], free: Mark) -> None:

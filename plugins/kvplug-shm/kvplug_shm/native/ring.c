@@ -393,7 +393,8 @@ int64_t kvplug_push(struct end *end, const char *prefix, int64_t prefix_bytes, c
             note_processor(end);
         int64_t least = prefix_bytes ? prefix_bytes : LINE, room = room_of(end) & -(int64_t)LINE;
         if (room < least) {
-            if (room < 0 || !kvplug_spin_for_room(end, least, spin_ns))
+            /* A reader that shows room and withdraws it must not hold this call. */
+            if (room < 0 || spin_ns <= 0 || !kvplug_spin_for_room(end, least, spin_ns) || now_ns() >= stop_ns)
                 break;
             continue;
         }
@@ -459,7 +460,8 @@ int64_t kvplug_pull(struct end *end, const struct span *span, int64_t done, int6
         if (step < left)
             step &= -(int64_t)LINE;
         if (step <= 0) {
-            if (!kvplug_spin_for_units(end, unreleased + LINE, spin_ns))
+            /* Nor a writer that shows units and withdraws them. */
+            if (spin_ns <= 0 || !kvplug_spin_for_units(end, unreleased + LINE, spin_ns) || now_ns() >= stop_ns)
                 break;
             continue;
         }

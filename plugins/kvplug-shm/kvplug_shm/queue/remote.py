@@ -29,7 +29,7 @@ def attach(context: QueueContext, data: Mapping[str, Any], rank: int, deadline: 
     Messages larger than this end's own option ``max_message_bytes`` allows are not accepted.
     """
     most = max(context.options.max_message_bytes, context.max_chunk_bytes)
-    reader = RemoteReader(context, RemoteContact.from_plain(data), rank, most)
+    reader = RemoteReader(context, RemoteContact.from_plain(data), rank, most, deadline)
     try:
         reader.join_queue(deadline)
     except BaseException:

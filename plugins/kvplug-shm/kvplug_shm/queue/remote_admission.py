@@ -1,16 +1,16 @@
-"""Admission of remote readers: ZeroMQ asks here whether to accept a connection's public key (ZAP, RFC 27)."""
+"""The writer's ROUTER, and its admission of remote readers: ZeroMQ asks here whether to accept a connection's
+public key (ZAP, RFC 27)."""
 
 from __future__ import annotations
 
-import errno
 import hmac
+import os
+import secrets
 from collections.abc import Mapping
 from typing import Final
 
 import zmq
 
-from kvplug import ConfigError
-from kvplug_shm.queue.remote_contact import RemoteContact
 from kvplug_shm.queue.remote_frames import MAX_TO_WRITER
 from kvplug_shm.queue.remote_keys import KeyPair
 from kvplug_shm.queue.remote_thread import in_words
@@ -69,27 +69,23 @@ def descriptor_of(frame: zmq.Frame) -> int:
     return int(frame.get(zmq.SRCFD))
 
 
-def listen(socket: zmq.Socket[bytes], contact: RemoteContact, ours: KeyPair) -> int:
-    """Bind the writer's ROUTER to the contact's host, for connections that :class:`RemoteAdmission` accepts.
+def listen(socket: zmq.Socket[bytes], ours: KeyPair) -> str:
+    """Bind the writer's ROUTER to an abstract Unix socket, for connections that this process makes and that
+    :class:`RemoteAdmission` accepts.
 
-    Returns the port.
+    Returns its name.
 
     Raises:
-        ConfigError: this host has no such address.
-        TransportError: listening failed for another reason.
+        TransportError: listening failed.
     """
-    with in_words(f"cannot listen at {contact.host}"):
+    name = f"kvplug-{os.getpid()}-{secrets.token_hex(12)}"
+    with in_words("readers on other hosts cannot be served"):
         socket.curve_server = 1
         socket.curve_publickey, socket.curve_secretkey = ours.public, ours.secret
         socket.zap_domain = _DOMAIN
         socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without a handler every peer is refused, not admitted
+        socket.setsockopt(zmq.IPC_FILTER_PID, os.getpid())
         socket.maxmsgsize = MAX_TO_WRITER
         socket.router_mandatory = 1
-        socket.ipv6 = ":" in contact.host
-        try:
-            socket.bind(contact.endpoint)
-        except zmq.ZMQError as e:
-            if e.errno in (errno.EADDRNOTAVAIL, errno.ENODEV):
-                raise ConfigError(f"cannot listen at {contact.host}: this host has no such address") from e
-            raise
-        return int(socket.last_endpoint.rstrip(b"\0").rpartition(b":")[2])
+        socket.bind(f"ipc://@{name}")
+    return name

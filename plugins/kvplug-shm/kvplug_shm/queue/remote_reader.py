@@ -1,9 +1,9 @@
 """The source of a remote reader: messages from the writer's network half.
 
-A DEALER with a connection of its own. Its thread receives and assembles frames and reports their arrival to
-the writer, independently of the reader; it also reports how many messages were read, which frees the writer's
-room. A broken connection is never restored: messages in flight are lost, and the reader gets an error that
-says so.
+A DEALER, whose bytes are carried over a proven connection to the writer's front door. Its thread receives
+and assembles frames and reports their arrival to the writer, independently of the reader; it also reports how
+many messages were read, which frees the writer's room. A broken connection is never restored: messages in
+flight are lost, and the reader gets an error that says so.
 """
 
 from __future__ import annotations
@@ -15,13 +15,22 @@ import attrs
 import zmq
 
 from kvplug import ConfigError, PeerGoneError, TransportError
-from kvplug.transport import Deadline, PeerIdentity, QueueContext, Wait, Watch, WireError, this_process
+from kvplug.transport import (
+    Deadline,
+    PeerIdentity,
+    QueueContext,
+    Relay,
+    Wait,
+    Watch,
+    WireError,
+    this_process,
+)
 from kvplug_shm.queue import remote_frames as frames
 from kvplug_shm.queue.network import QueueMessage
 from kvplug_shm.queue.reader_link import identity_of, observed
 from kvplug_shm.queue.remote_assembly import Assembly
 from kvplug_shm.queue.remote_contact import RemoteContact
-from kvplug_shm.queue.remote_dialling import PROOF, dial, failure
+from kvplug_shm.queue.remote_dialling import PROOF, connect, dial_writer, failure, use_keys
 from kvplug_shm.queue.remote_frames import First, Over, Piece, Plain, QueueFrameKind
 from kvplug_shm.queue.remote_inbox import Inbox
 from kvplug_shm.queue.remote_thread import BEATS_IN_PATIENCE, SETTLE_S, SocketThread
@@ -31,10 +40,17 @@ class RemoteReader(SocketThread):
     """The messages of one reader."""
 
     def __init__(
-        self, context: QueueContext, contact: RemoteContact, rank: int, max_message_bytes: int
+        self,
+        context: QueueContext,
+        contact: RemoteContact,
+        rank: int,
+        max_message_bytes: int,
+        deadline: Deadline,
     ) -> None:
         keys = contact.keys(context.credentials)
+        connection = dial_writer(contact, context.credentials, deadline)
         self._contact = contact
+        self._relay: Relay | None = None
         self._rank = rank
         self._inbox = Inbox()
         self._assembly = Assembly(max_message_bytes)
@@ -42,15 +58,18 @@ class RemoteReader(SocketThread):
         self._watch: Watch | None = None
         self._told: tuple[int, int, int] = (0, 0, 0)
         self._published = 0
-        self._wants_ready = self._leaving = self._proven = False
+        self._wants_ready = self._leaving = self._proven = self._died = False
         self._heard = self._said = time.monotonic()
         self._suspected = self._dying = self._left = 0.0
-        super().__init__(
-            zmq.DEALER, f"reader rank {rank} of the queue at {contact}", context.heartbeat_timeout_s, PROOF
-        )
+        name = f"reader rank {rank} of the queue at {contact}"
         try:
-            self._port = contact.port
-            dial(self._socket, contact, keys, rank)
+            super().__init__(zmq.DEALER, name, context.heartbeat_timeout_s, PROOF)
+        except BaseException:
+            connection.close()
+            raise
+        try:
+            use_keys(self._socket, keys, rank)
+            self._relay = connect(self._socket, connection)
             joining = {
                 "version": frames.VERSION,
                 "who": attrs.asdict(this_process()),
@@ -59,6 +78,7 @@ class RemoteReader(SocketThread):
             self._say(frames.plain(QueueFrameKind.JOIN, joining))
         except BaseException:
             self._let_go(0)
+            connection.close()
             raise
         self.start()
 
@@ -102,6 +122,7 @@ class RemoteReader(SocketThread):
 
     def leave(self, *, died: bool) -> None:
         if died:
+            self._died = True
             self.end(0)
         else:
             self._leaving = True
@@ -118,6 +139,8 @@ class RemoteReader(SocketThread):
         if self._watch is not None:
             self._watch.close()
         super()._let_go(linger_ms)
+        if self._relay is not None:
+            self._relay.abort() if self._died else self._relay.finish()
         self._inbox.fail(PeerGoneError, "this end has let go of its connection")
 
     def _failed(self, error: Exception) -> None:

@@ -11,18 +11,17 @@ import abc
 import contextlib
 import logging
 import os
-import socket
-import stat
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, Final
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from kvplug import TransportError
-from kvplug.transport import close_after_fork
+from kvplug.transport import BackgroundThread, close_after_fork
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +41,6 @@ CONNECTIONS: Final = (
     zmq.EVENT_LISTENING | zmq.EVENT_ACCEPTED | zmq.EVENT_CONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_DISCONNECTED
 )
 """Events of the monitor: descriptors that were opened and closed."""
-_KEEPALIVE = ((zmq.TCP_KEEPALIVE, 1), (zmq.TCP_KEEPALIVE_IDLE, 5), (zmq.TCP_KEEPALIVE_INTVL, 2))
 
 
 @contextlib.contextmanager
@@ -63,7 +61,6 @@ class SocketThread(abc.ABC):
         self._patience_s = heartbeat_timeout_s
         self._ended = False
         self._linger_s = 0.0
-        self._port = 0  # at which its connections are, for a forked child to close
         # So that no thread writes to a number that is another file's by now. A signal's handler may run here.
         self._waking = threading.RLock()
         with in_words(f"{name} cannot be made"):
@@ -79,15 +76,13 @@ class SocketThread(abc.ABC):
                 self._socket.linger = 0
                 self._socket.sndhwm = self._socket.rcvhwm = HIGH_WATER_MARK
                 self._socket.handshake_ivl = int(HANDSHAKE_S * 1000)
-                for option, value in _KEEPALIVE:
-                    self._socket.setsockopt(option, value)
                 self._monitor: zmq.Socket[bytes] = self._context.socket(zmq.PAIR)
                 self._monitor.linger = 0
                 self._watch_connections(events)
             except BaseException:
                 self._let_go(0)
                 raise
-        self._thread = threading.Thread(target=self._run, name=f"kvplug {name}", daemon=True)
+        self._thread = BackgroundThread(self._run, name=f"kvplug {name}", stop=partial(self.end, 0))
 
     def start(self) -> None:
         """Start the thread, which owns the socket from now on.
@@ -121,17 +116,13 @@ class SocketThread(abc.ABC):
             self._thread.join(seconds)
 
     def _after_fork_in_child(self) -> None:
-        """In a forked child: ZeroMQ's threads are the parent's, and its objects are not used again; only its
-        descriptors are closed, so that connections end with the parent."""
+        """In a forked child: ZeroMQ's threads are the parent's, and its objects are not used again. The
+        connections to other processes are not ZeroMQ's, and close themselves."""
         self._ended = True
         self._waking = threading.RLock()
         fd, self._wake = self._wake, -1
         with contextlib.suppress(OSError):
             os.close(fd)
-        # All open ones: the monitor may not have reported each of them.
-        for each in map(int, os.listdir("/proc/self/fd")) if self._port else ():
-            if _is_at(each, self._port):
-                os.close(each)
 
     def _watch_connections(self, events: int) -> None:
         """Without a high-water mark: if an event found no room, ZeroMQ's thread would wait with a lock that
@@ -206,23 +197,6 @@ class SocketThread(abc.ABC):
 
 
 _MONITOR = "inproc://connections"  # a context has one
-
-
-def _is_at(fd: int, port: int) -> bool:
-    """Whether it is a socket that listens at that port, or an end of a connection to it."""
-    try:
-        if not stat.S_ISSOCK(os.fstat(fd).st_mode):
-            return False
-        sock = socket.socket(fileno=fd)
-    except OSError:
-        return False
-    try:
-        found = [sock.getsockname()]
-        with contextlib.suppress(OSError):
-            found.append(sock.getpeername())
-    finally:
-        sock.detach()
-    return any(isinstance(address, tuple) and address[1] == port for address in found)
 
 
 def _need_descriptors(sample: int) -> None:

@@ -1,7 +1,8 @@
 """The writer's network half: sends the ring's messages to remote readers, and releases what they have read.
 
-A ROUTER that listens only on the context's host. A reader proves itself (CURVE, its key checked by
-:mod:`kvplug_shm.queue.remote_admission`) before a frame of it is parsed. A reader may have as many unread
+A reader proves itself twice: at the front door (:mod:`kvplug_shm.queue.remote_door`), the only socket on the
+network, and then to the ROUTER behind it, which knows the key of each rank (CURVE, see
+:mod:`kvplug_shm.queue.remote_admission`) and parses no frame before that. A reader may have as many unread
 messages as the ring has places, since its tail moves only on its reports; the bytes in flight to it are
 bounded too. So nothing reaches the high-water mark, where ZeroMQ would drop it.
 """
@@ -25,7 +26,8 @@ from kvplug_shm.queue import remote_frames as frames
 from kvplug_shm.queue.network import Feed
 from kvplug_shm.queue.reader_link import BEATS, ReaderLink, identity_of
 from kvplug_shm.queue.remote_admission import RemoteAdmission, descriptor_of, listen, rank_of
-from kvplug_shm.queue.remote_contact import new_contact, to_dial
+from kvplug_shm.queue.remote_contact import new_contact
+from kvplug_shm.queue.remote_door import FrontDoor
 from kvplug_shm.queue.remote_frames import Part, Plain, QueueFrameKind, Taken
 from kvplug_shm.queue.remote_thread import SETTLE_S, SocketThread
 
@@ -40,19 +42,20 @@ class RemoteWriter(SocketThread):
     """Serves the remote readers of one queue."""
 
     def __init__(self, context: QueueContext, feed: Feed) -> None:
-        contact = new_contact(context.host, context.credentials)
         self._feed = feed
         self._links: dict[bytes, ReaderLink] = {}  # by routing id; changed by the thread, with _moved held
         self._moved = threading.Condition()
         self._closing: Deadline | None = None
         self._admission: RemoteAdmission | None = None
-        super().__init__(zmq.ROUTER, f"the queue's end at {contact.host}", context.heartbeat_timeout_s)
+        self._door: FrontDoor | None = None
+        super().__init__(zmq.ROUTER, f"the queue's end at {context.host}", context.heartbeat_timeout_s)
         try:
-            keys = contact.keys(context.credentials)
+            self._door = door = FrontDoor(context.host, context.credentials)
+            self._contact = new_contact(door.contact, door.address, context.credentials)
+            keys = self._contact.keys(context.credentials)
             known = {rank: keys.reader(rank).raw_public for rank in feed.reader_ranks}
             self._admission = RemoteAdmission(self._context, known)  # before a reader can connect
-            self._port = listen(self._socket, contact, keys.writer)
-            self._contact = attrs.evolve(contact, host=to_dial(contact.host), port=self._port)
+            door.open(listen(self._socket, keys.writer))
         except BaseException:
             self._let_go(0)
             raise
@@ -122,7 +125,10 @@ class RemoteWriter(SocketThread):
         for link in list(self._links.values()):
             link.close()
             link.frames = None  # do not keep the ring's memory alive
+        until = time.monotonic() + linger_ms / 1000
         super()._let_go(linger_ms)
+        if self._door is not None:
+            self._door.close(max(0.0, until - time.monotonic()))
         with self._moved:
             self._moved.notify_all()
 

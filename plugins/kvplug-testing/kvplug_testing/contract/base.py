@@ -23,10 +23,12 @@ import pytest
 
 from kvplug.assembly.registry import Registry
 from kvplug.config import check_options
+from kvplug.net.trust.credentials import Credentials, Secret
 from kvplug.transport.spec import Kind
 from kvplug_testing import peers
 from kvplug_testing.contract.suite_ref import suite_from_ref
 from kvplug_testing.forkserver import ForkServer
+from kvplug_testing.hosts.pair import ADDRESSES, HostPair, NoHostsError
 from kvplug_testing.laws import LAWS
 
 LEVELS = ("quick", "full", "soak")
@@ -46,7 +48,7 @@ def law(
         level: the lowest level (:data:`LEVELS`) that runs it.
         needs: the name of a property of the suite that returns ``""``, or the reason to skip the test: what
             the subject does not claim. A name that ends in ``_processes`` prepares
-            :meth:`Contract.start_forked`.
+            :meth:`Contract.start_forked`, and one in ``another_host`` :meth:`Contract.start_at`.
         timeout_s: the test's time limit, in seconds.
     """
     for each in (id_, *more):
@@ -84,6 +86,9 @@ class Contract:
     """How long resources may remain after they are closed."""
     forks: ClassVar[bool] = True
     """Whether a process that has loaded its library may fork."""
+    one_host: ClassVar[str] = ""
+    """Why its ends cannot be on two hosts here although the transport claims `cross_host`: an option, say.
+    That claim is not judged then, and the scorecard has this reason."""
 
     _stack: ExitStack
 
@@ -105,8 +110,10 @@ class Contract:
         needs = marker.kwargs["needs"] if marker is not None else ""
         if needs and (reason := getattr(self, needs)):
             pytest.skip(reason)
-        if needs.endswith("_processes") or self.ends_are_processes:
+        if needs.endswith(("_processes", "another_host")) or self.ends_are_processes:
             self._have_a_server(request.node)
+        if needs.endswith("another_host"):
+            self._have_hosts(request.node)
         self.warm_up()
         with peers.nothing_left(self.settle_s), ExitStack() as self._stack:
             yield
@@ -165,6 +172,27 @@ class Contract:
         server = _servers.get(self._server_key)
         start = peers.start if server is None else server.start
         return self._stack.enter_context(start(target, *args, **given))
+
+    def start_at(self, host: int, target: str, *args: Any, **given: Any) -> peers.Peer:
+        """Like :meth:`start_forked`, on one of two hosts, 0 and 1. For tests whose ``needs`` ends in
+        ``another_host``.
+        """
+        return self._stack.enter_context(self.hosts().start(host, target, *args, **given))
+
+    def hosts(self) -> HostPair:
+        """Two hosts, for tests whose ``needs`` ends in ``another_host``."""
+        return _hosts[self._server_key]
+
+    def _have_hosts(self, node: pytest.Item) -> None:
+        """Make two hosts of the fork server, or skip the test. They end with the test file."""
+        key = self._server_key
+        if key in _hosts:
+            return
+        try:
+            _hosts[key] = HostPair(_servers[key])
+        except NoHostsError as e:
+            pytest.skip(f"cross_host is not judged: no second host can be made of namespaces here: {e}")
+        (node.getparent(pytest.Module) or node).addfinalizer(lambda: _hosts.pop(key).close())
 
     # -- the subject ---------------------------------------------------------------------------
 
@@ -243,9 +271,26 @@ class Contract:
         return self.other_processes or self.forked_processes
 
     @property
+    def another_host(self) -> str:
+        """The reason to skip a test, for ``needs``."""
+        if self.spec is None:
+            return f"cross_host is not judged: {self.called} does not say whose claim it is (transport)"
+        if not self.spec.capabilities.cross_host:
+            return f"{self.called} does not claim cross_host"
+        reason = self.one_host or self.other_and_forked_processes
+        if not reason and not ForkServer.works():
+            reason = "this system has no namespaces"
+        return f"cross_host is not judged: {reason}" if reason else ""
+
+    @property
     def called(self) -> str:
         """The subject's name, for messages."""
         return self.transport or type(self).__name__
+
+
+def at_host(host: int) -> dict[str, Any]:
+    """The fields of a context with which an end on host 0 or 1 can be reached from the other one."""
+    return {"host": ADDRESSES[host], "credentials": Credentials(Secret(b"the hosts share a secret"))}
 
 
 def _prepare(suite_ref: Mapping[str, Any]) -> None:
@@ -254,6 +299,7 @@ def _prepare(suite_ref: Mapping[str, Any]) -> None:
 
 
 _servers: dict[tuple[str, str, Any], ForkServer] = {}
+_hosts: dict[tuple[str, str, Any], HostPair] = {}
 _loaded: list[Registry] = []
 
 

@@ -37,7 +37,7 @@ class Breach:
     observed: str
 
     def __str__(self) -> str:
-        return f"law {LAWS[self.law]}: {self.observed}; see {LAWS[self.law].page}"
+        return f"law {LAWS[self.law]}: {self.observed}"
 
 
 def _may_be_a_type(device: str) -> bool:
@@ -59,7 +59,7 @@ def check_plugin(name: str) -> tuple[str, ...]:
 
     Raises:
         AssertionError: the plugin breaks a law. The message lists all breaches, each with its law, the
-            observation and a link to the law, followed by the text of these laws.
+            observation, followed by the text of these laws.
     """
     found = inspect_plugin(name, waits.patience_s)
     breaches = tuple(breaches_of(found))

@@ -238,6 +238,20 @@ class TestCutsLargeMessages(Mutant):
             return message
 
 
+class TestChangesTheEndOfLargeMessages(Mutant):
+    """The last byte of a message of more than 32 MiB is another one."""
+
+    breaks = ("PIPE-1", "PIPE-5")
+    caught_by = "test_a_large_message_is_received_into_out_without_another_tensor"
+
+    class pipe(MemoryPipe):  # noqa: N801
+        def recv_tensor(self, *args: Any, **given: Any) -> Any:
+            message = super().recv_tensor(*args, **given)
+            if message is not None and message.nbytes > 32 * MIB:
+                message[-1] ^= 1
+            return message
+
+
 class TestQueuesWhatItRefuses(Mutant):
     """A tensor that cannot be sent is refused, and ``None`` sent for it."""
 

@@ -6,6 +6,7 @@ import os
 import socket
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -404,6 +405,47 @@ class TestKeepsEveryPipe(Mutant):
         def __init__(self, *args: Any) -> None:
             super().__init__(*args)
             kept.append(self)
+
+
+# -- the end of the program ------------------------------------------------------------------------
+
+
+class TestIsAtWorkWhenTheProgramLeaves(Mutant):
+    """A thread of the pipe is in calls of torch for a while after the end, also when the program leaves."""
+
+    breaks = ("ALL-8",)
+    caught_by = "test_a_program_that_leaves_while_its_pipe_is_at_work_ends_with_its_own_code"
+
+    class pipe(SamplePipe):  # noqa: N801
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            threading.Thread(target=self.work, name="mutant", daemon=True).start()
+
+        def work(self) -> None:
+            import torch
+
+            zeros = torch.zeros(1 << 16)
+            ended = 0.0
+            while not ended or time.monotonic() < ended + 0.5:
+                zeros.neg_()
+                if self.closed and not ended:
+                    ended = time.monotonic()
+
+
+class TestKeepsTheProgramFromLeaving(Mutant):
+    """When the program leaves, a thread of the pipe is waited for until the peer has closed."""
+
+    breaks = ("ALL-8",)
+    caught_by = "test_a_program_that_leaves_while_its_pipe_is_at_work_ends_with_its_own_code"
+
+    class pipe(SamplePipe):  # noqa: N801
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            threading.Thread(target=self.wait, name="mutant").start()
+
+        def wait(self) -> None:
+            while not self._lifecycle.ended:
+                time.sleep(0.01)
 
 
 # -- the control -----------------------------------------------------------------------------------

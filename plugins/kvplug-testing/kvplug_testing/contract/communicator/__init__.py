@@ -7,12 +7,13 @@ from kvplug_testing.contract.communicator.endings import Endings
 from kvplug_testing.contract.communicator.identity import Identity
 from kvplug_testing.contract.communicator.missing import Missing
 from kvplug_testing.contract.communicator.moe import ExpertLayers
+from kvplug_testing.contract.communicator.other_host import OtherHost
 from kvplug_testing.contract.communicator.point_to_point import PointToPoint
 from kvplug_testing.contract.communicator.refusals import Refusals
 
 
 class DeviceCommunicatorContract(
-    Collectives, PointToPoint, ExpertLayers, Refusals, Missing, Endings, Identity
+    Collectives, PointToPoint, ExpertLayers, Refusals, Missing, Endings, Identity, OtherHost
 ):
     """Checks a transport of kind "communicator" against the laws ALL and COMM.
 

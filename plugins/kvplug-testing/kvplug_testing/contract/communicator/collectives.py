@@ -11,6 +11,7 @@ import pytest
 
 from kvplug.transport.communicator.rank_info import MOVED, SUMMED
 from kvplug_testing import waits
+from kvplug_testing.comparison import difference
 from kvplug_testing.contract.base import law
 from kvplug_testing.contract.communicator.calls import Strided
 from kvplug_testing.contract.communicator.suite import WORLD, CommunicatorSuite
@@ -31,17 +32,9 @@ def tensor_of(dtype: str, shape: Sequence[int], rank: int) -> Any:
 
 def differs(got: Any, wanted: Any) -> str:
     """A description of the difference; empty if there is none."""
-    import torch
-
-    if got is None or wanted is None:
-        return "" if got is wanted else f"{wanted} was expected, and {got} came"
-    if (got.dtype, tuple(got.shape)) != (wanted.dtype, tuple(wanted.shape)):
-        return f"{wanted.dtype} {list(wanted.shape)} was expected, and {got.dtype} {list(got.shape)} came"
-    ours, theirs = _comparable(wanted).reshape(-1), _comparable(got).reshape(-1)
-    if torch.equal(ours, theirs):
-        return ""
-    at = int((ours != theirs).nonzero()[0])
-    return f"element {at} of {len(ours)} was to be {ours[at].item()}, and is {theirs[at].item()}"
+    if got is None or wanted is None or (got.dtype, got.shape) != (wanted.dtype, wanted.shape):
+        return difference(wanted, got)
+    return difference(_comparable(wanted) + 0.0, _comparable(got) + 0.0)  # makes -0.0 a 0.0
 
 
 def _comparable(tensor: Any) -> Any:

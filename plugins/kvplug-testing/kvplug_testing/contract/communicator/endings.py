@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from kvplug.errors import BusyError, ClosedError, TransportError
 from kvplug_testing import peers, waits
+from kvplug_testing.contract import leaving
 from kvplug_testing.contract.base import law
 from kvplug_testing.contract.communicator.collectives import check, tensor_of, total
 from kvplug_testing.contract.communicator.missing import METHODS
-from kvplug_testing.contract.communicator.suite import CommunicatorSuite, check_raised
+from kvplug_testing.contract.communicator.suite import CommunicatorSuite, RemoteRank, check_raised
 from kvplug_testing.contract.suite_ref import suite_from_ref
 from kvplug_testing.waits import Call, until
 
@@ -98,6 +101,21 @@ class Endings(CommunicatorSuite):
     def test_in_a_forked_child_it_is_destroyed(self) -> None:
         child = self.start_forked(f"{__name__}:_forks", self.suite_ref(), timeout_s=90)
         assert child.result(timeout=90) == ["ClosedError"]
+
+    @law("ALL-8", needs="remote_and_forked_processes", timeout_s=120)
+    @pytest.mark.parametrize("way", leaving.WAYS)
+    def test_a_program_that_leaves_during_a_collective_ends_with_its_own_code(self, way: str) -> None:
+        ranks = self.ranks(2)
+        ranks.values("all_reduce", lambda rank: [tensor_of("float32", (1000,), rank)])
+        pending = ranks[0].begin("all_reduce", tensor_of("float32", (1000,), 0), timeout=waits.patience_s)
+        pending.check_blocked()
+        leaves = ranks[0]
+        assert isinstance(leaves, RemoteRank)
+        leaves.leave_program(way)
+
+    @law("ALL-8", level="full", needs="remote_and_forked_processes", timeout_s=120)
+    def test_so_does_a_forked_child(self) -> None:
+        self.test_a_program_that_leaves_during_a_collective_ends_with_its_own_code("forked child")
 
     @law("ALL-7")
     def test_groups_that_have_ended_leave_nothing(self) -> None:

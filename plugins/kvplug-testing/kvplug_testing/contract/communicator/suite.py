@@ -22,7 +22,8 @@ from kvplug.transport.context import CommunicatorContext
 from kvplug.transport.group.group import StatelessGroup
 from kvplug.transport.spec import Kind
 from kvplug_testing import peers, waits
-from kvplug_testing.contract.base import Contract
+from kvplug_testing.contract import leaving
+from kvplug_testing.contract.base import Contract, at_host
 from kvplug_testing.contract.communicator.calls import CallOutcome, carried, perform
 from kvplug_testing.contract.suite_ref import suite_from_ref
 from kvplug_testing.waits import Call
@@ -121,6 +122,11 @@ class RemoteRank(Rank):
     def leave(self) -> None:
         self.child.kill()
 
+    def leave_program(self, way: str) -> None:
+        """Leave the process's program as law ALL-8 says, in one of the ways of :mod:`leaving`."""
+        self.child.send(("leave", way))
+        leaving.check_left(self.child)
+
     @property
     def pid(self) -> int:
         return self.child.pid
@@ -193,12 +199,10 @@ class CommunicatorSuite(Contract):
 
     def made(self, group: StatelessGroup, **context: Any) -> DeviceCommunicator:
         """One rank's communicator. ``context``: fields that differ from this suite's defaults."""
-        usual = {"device": self.device, "timeout_s": self.timeout_s}
+        usual = {"device": self.device, "timeout_s": self.timeout_s, "credentials": Credentials()}
         options = self.made_options(**context.pop("options", {}))
         return self.make_communicator(
-            CommunicatorContext(
-                options=options, credentials=Credentials(), group=group, **{**usual, **context}
-            )
+            CommunicatorContext(options=options, group=group, **{**usual, **context})
         )
 
     def ranks(self, world_size: int = WORLD, **context: Any) -> Ranks:
@@ -235,6 +239,18 @@ class CommunicatorSuite(Contract):
             self.start_forked(target, self.suite_ref(), number, world_size, context, timeout_s=LIFE_S)
             for number in range(world_size)
         ]
+        return self._met(children)
+
+    def ranks_at(self, hosts: Sequence[int]) -> Ranks:
+        """A group whose rank n is a process on the host ``hosts[n]``, 0 or 1."""
+        target = f"{__name__}:_run_rank"
+        children = [
+            self.start_at(host, target, self.suite_ref(), number, len(hosts), {}, host, timeout_s=LIFE_S)
+            for number, host in enumerate(hosts)
+        ]
+        return self._met(children)
+
+    def _met(self, children: Sequence[peers.Peer]) -> Ranks:
         contact = children[0].recv()
         for child in children[1:]:
             child.send(contact)
@@ -272,6 +288,11 @@ class CommunicatorSuite(Contract):
         return self._compares[suite_ref]
 
     @property
+    def remote_and_forked_processes(self) -> str:
+        """The reason to skip a test, for ``needs``."""
+        return self.remote_processes or self.forked_processes
+
+    @property
     def remote_processes(self) -> str:
         """The reason to skip a test, for ``needs``."""
         return (
@@ -282,23 +303,39 @@ class CommunicatorSuite(Contract):
 
 
 def _run_rank(
-    parent: peers.Parent, suite_ref: dict[str, Any], number: int, world_size: int, context: dict[str, Any]
+    parent: peers.Parent,
+    suite_ref: dict[str, Any],
+    number: int,
+    world_size: int,
+    context: dict[str, Any],
+    host: int | None = None,
 ) -> Any:
     """A rank's process: makes its communicator, and runs each call in a separate thread."""
     suite = suite_from_ref(suite_ref)
+    there = {} if host is None else at_host(host)
+    credentials = there.get("credentials")
     if number == 0:
-        address: Any = StatelessGroup.listen("unix:")
+        address: Any = StatelessGroup.listen(f"{there['host']}:0" if there else "unix:", credentials)
         parent.send(address.contact)
     else:
         address = parent.recv()
     group = StatelessGroup.create(
-        address, rank=number, world_size=world_size, timeout=20.0, timeout_s=suite.timeout_s
+        address,
+        rank=number,
+        world_size=world_size,
+        credentials=credentials,
+        timeout=20.0,
+        timeout_s=suite.timeout_s,
     )
-    made = suite.made(group, **context)
+    made = suite.made(group, **there, **context)
     parent.send("ready")
 
     def call(at: int, method: str, args: list[Any], given: dict[str, Any]) -> None:
         parent.send((at, attrs.asdict(perform(made, number, method, args, given), recurse=False)))
 
     while True:
-        threading.Thread(target=call, args=parent.recv(timeout=None), daemon=True).start()
+        match parent.recv(timeout=None):
+            case ("leave", str(way)):
+                leaving.leave(parent, way, abort=made.destroy, close=made.destroy)
+            case asked:
+                threading.Thread(target=call, args=asked, daemon=True).start()

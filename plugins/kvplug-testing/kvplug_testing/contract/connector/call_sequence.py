@@ -8,6 +8,7 @@ import pytest
 
 from kvplug.engine.connector.values import Request
 from kvplug_testing import call_traces, waits
+from kvplug_testing.comparison import assert_same
 from kvplug_testing.contract.base import law
 from kvplug_testing.contract.connector.suite import ConnectorSuite
 from kvplug_testing.engine import CallOrder, Departed, FakeEngine, replay, request_of
@@ -149,7 +150,7 @@ class CallSequence(ConnectorSuite):
         worker.clear_connector_metadata()
         assert not worker.has_connector_metadata(), "the step is over, and its metadata is still bound"
         for name, cache in engine.kv_caches.items():
-            assert cache.equal(before[name]), "a hook outside of a step wrote into the cache"
+            assert_same(before[name], cache, "a hook outside of a step wrote into the cache")
 
     @law("CONN-1")
     def test_a_load_into_a_cache_that_was_not_registered_is_refused_by_name(self) -> None:

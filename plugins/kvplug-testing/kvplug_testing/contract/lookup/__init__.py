@@ -9,14 +9,14 @@ from kvplug_testing.contract.lookup.cost import Cost
 from kvplug_testing.contract.lookup.endings import Endings
 from kvplug_testing.contract.lookup.keys import Keys
 from kvplug_testing.contract.lookup.matching import Matching
+from kvplug_testing.contract.lookup.other_host import OtherHost
 from kvplug_testing.contract.lookup.processes import Processes
 from kvplug_testing.contract.lookup.reading import Reading
 from kvplug_testing.contract.lookup.taking import Taking
 
 
-# pytest collects the last base first.
 class LookupBufferContract(
-    Processes, Endings, Cost, Events, Clearing, Capacity, Taking, Reading, Matching, Contents, Keys
+    Contents, Keys, Matching, Reading, Taking, Capacity, Clearing, Events, Cost, Endings, Processes, OtherHost
 ):
     """Checks a transport of kind "lookup buffer" against the laws ALL and LOOKUP.
 

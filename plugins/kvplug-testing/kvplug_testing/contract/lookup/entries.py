@@ -9,8 +9,9 @@ from typing import Any
 
 import attrs
 
-from kvplug.net.wire.tensors import TensorMeta, copy_into, empty_like_meta, memory_of, meta_of
+from kvplug.net.wire.tensors import TensorMeta, copy_into, empty_like_meta, memory_of
 from kvplug.transport.lookup import Entry, EntryHeader
+from kvplug_testing.comparison import difference
 
 KIB = 1 << 10
 SIZED = 32 * KIB
@@ -112,23 +113,14 @@ def unlike(put: Put, got: Entry, *, without: Sequence[str] = ()) -> str:
     ]
     for name in ("key", "value", "hidden"):
         wanted = None if name in without else getattr(put, name)
-        wrong.append(difference(name, wanted, getattr(got, name)))
+        wrong.append(_part(name, wanted, getattr(got, name)))
     return "; ".join(word for word in wrong if word)
 
 
-def difference(name: str, put: Any, got: Any) -> str:
+def _part(name: str, put: Any, got: Any) -> str:
     """A description of how one part differs; empty if it is equal."""
-    if put is None or got is None:
-        return "" if put is got else f"{name} is {_brief(got)} and was {_brief(put)}"
-    if meta_of(put) != meta_of(got):
-        return f"{name} is {meta_of(got)} and was {meta_of(put)}"
-    return (
-        "" if bytes(memory_of(put)) == bytes(memory_of(got)) else f"{name} has not the bits that were put in"
-    )
-
-
-def _brief(part: Any) -> str:
-    return "None" if part is None else str(meta_of(part))
+    wrong = difference(put, got)
+    return f"{name}: {wrong}" if wrong else ""
 
 
 def _said(name: str, put: Any, got: Any) -> str:
@@ -167,9 +159,9 @@ class Sink:
             return f"the layers {[index for index, *_ in self.layers]} came, of {count}"
         wrong = []
         for index, key, value in self.layers:
-            wrong.append(difference(f"key of layer {index}", put.key[index], key))
+            wrong.append(_part(f"key of layer {index}", put.key[index], key))
             wrong.append(
-                difference(f"value of layer {index}", None if put.value is None else put.value[index], value)
+                _part(f"value of layer {index}", None if put.value is None else put.value[index], value)
             )
         return "; ".join(word for word in wrong if word)
 

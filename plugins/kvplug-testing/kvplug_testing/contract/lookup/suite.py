@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import Any, ClassVar
 
@@ -17,13 +18,15 @@ from kvplug.transport.lookup import Entry, LookupBuffer, LookupEndpoint, LookupS
 from kvplug.transport.pipe import Pipe, PipeEndpoint
 from kvplug.transport.spec import Kind
 from kvplug_testing import peers, waits
-from kvplug_testing.contract import base
+from kvplug_testing.contract import base, leaving
 from kvplug_testing.contract.base import Contract
 from kvplug_testing.contract.lookup.entries import Put, sized
 from kvplug_testing.contract.lookup.pausable_pipe import PausablePipe
 from kvplug_testing.contract.suite_ref import suite_from_ref
 from kvplug_testing.waits import Call
 
+LIFE_S = 300.0
+"""The time limit of a process with an end on another host. It ends with its test."""
 SOON_S = 0.3
 """The timeout of a call that must not succeed."""
 
@@ -194,12 +197,12 @@ class LookupSuite(Contract):
         torch.ones(1 << 20).add_(1)
 
 
-def pipe_endpoint(name: str, timeout_s: float, options: Mapping[str, Any]) -> PipeEndpoint:
+def pipe_endpoint(name: str, timeout_s: float, options: Mapping[str, Any], **context: Any) -> PipeEndpoint:
     spec: Any = base._registry().get(Kind.PIPE, name)
     cls = spec.load_options()
     made = None if cls is None else check_options(cls, dict(options), where=f"options.{name}")
-    context = PipeContext(options=made, credentials=Credentials(), timeout_s=timeout_s)
-    return spec.load_factory()(context)  # type: ignore[no-any-return]
+    given = {"credentials": Credentials(), **context}
+    return spec.load_factory()(PipeContext(options=made, timeout_s=timeout_s, **given))  # type: ignore[no-any-return]
 
 
 def run_remote_reach(
@@ -218,7 +221,7 @@ def run_remote_reach(
 
 
 def run_remote_store(parent: peers.Parent, suite_ref: dict[str, Any], contact: str) -> None:
-    """In another process: hold a store with one entry until the parent tells it to end."""
+    """In another process: hold a store with one entry until the parent tells it to end, or to leave."""
     suite = suite_from_ref(suite_ref)
     pipes = pipe_endpoint(suite.remote_pipes, suite.timeout_s, suite.data_pipe_options)
     signal, data = pipes.connect(contact), pipes.connect(contact)
@@ -227,7 +230,9 @@ def run_remote_store(parent: peers.Parent, suite_ref: dict[str, Any], contact: s
     store.insert(put.tokens, put.roi, put.key, put.value, put.hidden)
     store.attach(signal, data)
     parent.send("it holds")
-    parent.recv(None)
+    match parent.recv(None):
+        case {"leave": way}:
+            leaving.leave(parent, way, abort=store.abort, close=partial(store.close, 5))
     store.close(5)
 
 

@@ -10,7 +10,9 @@ from kvplug_testing.contract.pipe.endings import Endings
 from kvplug_testing.contract.pipe.endpoints import Endpoints
 from kvplug_testing.contract.pipe.forks import Forks
 from kvplug_testing.contract.pipe.leaks import Leaks
+from kvplug_testing.contract.pipe.leaving import Leaving
 from kvplug_testing.contract.pipe.order import Order
+from kvplug_testing.contract.pipe.other_host import OtherHost
 from kvplug_testing.contract.pipe.peer_death import PeerDeath
 from kvplug_testing.contract.pipe.processes import Processes
 from kvplug_testing.contract.pipe.recv_into import RecvInto
@@ -35,7 +37,9 @@ class PipeContract(
     PeerDeath,
     SigStop,
     Connecting,
+    OtherHost,
     Forks,
+    Leaving,
     Leaks,
 ):
     """Checks a transport of kind "pipe" against the laws ALL, END and PIPE.

@@ -12,8 +12,9 @@ import pytest
 from kvplug.errors import LayoutError, PeerGoneError, TensorMismatchError
 from kvplug.transport.pipe import Blocks, Pipe
 from kvplug_testing import waits
+from kvplug_testing.comparison import assert_same
 from kvplug_testing.contract.base import law
-from kvplug_testing.contract.pipe.content import difference, dtypes, tensor_of
+from kvplug_testing.contract.pipe.content import dtypes, tensor_of
 from kvplug_testing.contract.pipe.suite import MIB, PipeSuite, received, sent
 from kvplug_testing.peers import Parent
 from kvplug_testing.waits import Call, raises
@@ -94,7 +95,7 @@ class BlockMessages(PipeSuite):
         cache = cache_of(dtype, 9)
         for block_ids in ([4, 0, 8], [7], list(range(9)), [3, 3], []):
             send_blocks(one, cache, block_ids)
-            assert not difference(expected(cache, block_ids), received(other))
+            assert_same(expected(cache, block_ids), received(other))
 
     @law("PIPE-5")
     @pytest.mark.parametrize("dtype", _DTYPES)
@@ -107,10 +108,10 @@ class BlockMessages(PipeSuite):
             cache, before = cache_of(dtype, 9, seed=2), cache_of(dtype, 9, seed=2)
             sent(one, message)
             receive_blocks(other, cache, block_ids)
-            assert not difference(message, expected(cache, block_ids))
+            assert_same(message, expected(cache, block_ids))
             others = [block_id for block_id in range(9) if block_id not in block_ids]
-            assert not difference(expected(before, others), expected(cache, others)), (
-                "blocks that were not named were written"
+            assert_same(
+                expected(before, others), expected(cache, others), "blocks that were not named were written"
             )
 
     @law("PIPE-1", "PIPE-5")
@@ -122,7 +123,7 @@ class BlockMessages(PipeSuite):
             there, here = ids.sample(range(12), 5), ids.sample(range(30), 5)
             send_blocks(one, source, there)
             receive_blocks(other, target, here)
-            assert not difference(expected(source, there), expected(target, here))
+            assert_same(expected(source, there), expected(target, here))
 
     @law("PIPE-1", "PIPE-5")
     def test_what_was_sent_may_be_overwritten_once_the_transfer_is_done(self) -> None:
@@ -134,7 +135,7 @@ class BlockMessages(PipeSuite):
         transfer.wait(waits.patience_s)
         source.fill_(0)
         call.result(waits.patience_s + 1)
-        assert not difference(wanted, expected(target, [2, 3]))
+        assert_same(wanted, expected(target, [2, 3]))
 
     @law("PIPE-1", "PIPE-5")
     def test_blocks_of_many_sizes_arrive_between_tensors(self) -> None:
@@ -146,11 +147,11 @@ class BlockMessages(PipeSuite):
             source = tensor_of("uint8", (5, nbytes))
             target = torch.zeros(7, nbytes, dtype=torch.uint8)
             call = Call(functools.partial(_between_tensors, one, source, small))
-            assert not difference(small, received(other))
+            assert_same(small, received(other))
             receive_rows(other, target, [6, 0, 2])
             assert received(other) is None
             call.result()
-            assert torch.equal(target[[6, 0, 2]], source[[3, 1, 4]]), f"rows of {nbytes} bytes came changed"
+            assert_same(source[[3, 1, 4]], target[[6, 0, 2]], f"rows of {nbytes} bytes came changed")
             assert int(target[[1, 3, 4, 5]].sum()) == 0, "blocks that were not named were written"
 
     @law("PIPE-5")
@@ -166,8 +167,8 @@ class BlockMessages(PipeSuite):
                     lambda cache=cache, block_ids=block_ids: other.recv_blocks(views_of(cache), block_ids),  # type: ignore[misc]
                 )
                 assert str(error)
-                assert not difference(before, cache), "a cache was written although the message was refused"
-            assert not difference(message, received(other)), "the refused message did not stay as it was"
+                assert_same(before, cache, "a cache was written although the message was refused")
+            assert_same(message, received(other), "the refused message did not stay as it was")
 
     @law("PIPE-1", "PIPE-5")
     def test_blocks_that_cannot_be_are_refused_and_nothing_is_sent_nor_lost(self) -> None:
@@ -185,7 +186,7 @@ class BlockMessages(PipeSuite):
             raises(LayoutError, lambda views=views, block_ids=block_ids: other.recv_blocks(views, block_ids))  # type: ignore[misc]
         raises(LayoutError, lambda: other.recv_blocks(views_of(cache), [2, 2]))
         send_blocks(one, cache, [2])
-        assert not difference(expected(cache, [2]), received(other)), "something of a refused call was sent"
+        assert_same(expected(cache, [2]), received(other), "something of a refused call was sent")
 
     @law("PIPE-1", "PIPE-5", needs="other_processes")
     def test_blocks_from_another_process_fill_a_cache(self) -> None:
@@ -196,7 +197,7 @@ class BlockMessages(PipeSuite):
         cache = torch.zeros(num_blocks + 5, 1500, dtype=torch.int32)
         here = [num_blocks + 4 - block_id for block_id in range(num_blocks)]
         receive_rows(pipe, cache, here)
-        assert not difference(_large(num_blocks)[_shuffled(num_blocks)], cache[here])
+        assert_same(_large(num_blocks)[_shuffled(num_blocks)], cache[here])
         assert int(cache[:5].sum()) == 0, "blocks that were not named were written"
         child.send("enough")
         child.result()

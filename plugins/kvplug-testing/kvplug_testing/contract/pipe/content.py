@@ -1,10 +1,10 @@
-"""The content of messages: tensors of random bits, and differences between two messages."""
+"""The content of messages: tensors of random bits, and of one byte."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from kvplug.net.wire.tensors import DTYPES, TensorMeta, copy_into, empty_like_meta, memory_of, meta_of
+from kvplug.net.wire.tensors import DTYPES, TensorMeta, copy_into, empty_like_meta, memory_of
 
 
 def tensor_of(dtype: str, shape: tuple[int, ...], seed: int = 1) -> Any:
@@ -25,23 +25,11 @@ def tensor_of(dtype: str, shape: tuple[int, ...], seed: int = 1) -> Any:
     return tensor
 
 
-def difference(sent: Any, received: Any) -> str:
-    """A description of how the received message differs; empty if it is equal."""
-    if sent is None or received is None:
-        return "" if sent is received else f"{said(sent)} was sent, and {said(received)} received"
-    if meta_of(sent) != meta_of(received):
-        return f"{meta_of(sent)} was sent, and {meta_of(received)} received"
-    ours, theirs = memory_of(sent), memory_of(received)
-    if bytes(ours) == bytes(theirs):
-        return ""
-    at = next(index for index, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b)
-    changed = f"{theirs[at]:#04x} for {ours[at]:#04x}"
-    return f"{meta_of(sent)} arrived with another byte {at} of {len(ours)}: {changed}"
+def filled(value: int, nbytes: int) -> Any:
+    """A message of ``nbytes`` bytes ``value``, in the memory of one."""
+    import torch
 
-
-def said(message: Any) -> str:
-    """A short description of a message."""
-    return "None" if message is None else str(meta_of(message))
+    return torch.full((1,), value, dtype=torch.uint8).expand(nbytes)
 
 
 def dtypes() -> list[str]:

@@ -10,8 +10,9 @@ import pytest
 from kvplug.errors import ClosedError, PeerGoneError, TimeoutError
 from kvplug.transport.pipe import Pipe
 from kvplug_testing import waits
+from kvplug_testing.comparison import assert_same, difference
 from kvplug_testing.contract.base import law
-from kvplug_testing.contract.pipe.content import difference, tensor_of
+from kvplug_testing.contract.pipe.content import tensor_of
 from kvplug_testing.contract.pipe.suite import LIMIT, MIB, PipeSuite, fill, received, sent
 from kvplug_testing.waits import Call, raises, until
 
@@ -137,7 +138,7 @@ class Endings(PipeSuite):
         until(lambda: one.closed or closing.ended, what="closed, of a pipe that closes,")
         raises(ClosedError, lambda: one.send_tensor(None, timeout=_LONG_S))
         raises(ClosedError, lambda: one.recv_tensor(timeout=_LONG_S))
-        assert not difference(message, received(other))
+        assert_same(message, received(other))
         closing.result()
 
     @law("ALL-1", needs="a_limit")
@@ -161,7 +162,7 @@ class Endings(PipeSuite):
                 pipe.send_tensor(message)
 
         using = Call(use)
-        assert not difference(message, received(other))
+        assert_same(message, received(other))
         using.result()
         assert one.closed
         raises(PeerGoneError, lambda: other.recv_tensor(timeout=waits.patience_s))
@@ -193,7 +194,7 @@ class Endings(PipeSuite):
         for number, message in enumerate(messages):
             call = Call(lambda: other.recv_tensor(timeout=waits.patience_s)).end(waits.patience_s + 1)
             assert call.error is None, f"message {number} of 50 was sent before the close: {call.error!r}"
-            assert not difference(message, call.value)
+            assert_same(message, call.value)
         closing.result()
         for _ in range(3):
             raises(PeerGoneError, lambda: other.recv_tensor(timeout=_LONG_S))
@@ -211,7 +212,7 @@ class Endings(PipeSuite):
                 while len(got) <= len(messages):
                     got.append(received(other))
             for message, each in zip(messages, got, strict=False):
-                assert not difference(message, each)
+                assert_same(message, each)
 
     @law("ALL-2")
     @pytest.mark.parametrize("how", ENDS)
@@ -260,7 +261,7 @@ class Endings(PipeSuite):
                 got = 0
                 with pytest.raises(PeerGoneError):
                     while got <= 20:
-                        assert not difference(tensor_of("int16", (got,)), received(other))
+                        assert_same(tensor_of("int16", (got,)), received(other))
                         got += 1
             _end(other, how)
 

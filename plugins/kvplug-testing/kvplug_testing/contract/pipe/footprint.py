@@ -77,6 +77,18 @@ class Footprint:
         return "; ".join(word for word in words if word)
 
 
+def private_bytes() -> int:
+    """Bytes of this process's own memory, without files, shared memory and what the kernel holds for it. 0 on
+    systems other than Linux.
+    """
+    gc.collect()
+    _trim()(0)
+    if not sys.platform.startswith("linux"):
+        return 0
+    with open("/proc/self/status", encoding="ascii") as f:
+        return next((int(line.split()[1]) << 10 for line in f if line.startswith("RssAnon:")), 0)
+
+
 def _resident() -> int:
     if not sys.platform.startswith("linux"):
         return 0

@@ -6,8 +6,8 @@ from typing import Any
 
 from kvplug.transport.pipe import Pipe
 from kvplug_testing import waits
+from kvplug_testing.comparison import assert_same
 from kvplug_testing.contract.base import law
-from kvplug_testing.contract.pipe.content import said
 from kvplug_testing.contract.pipe.suite import MIB, PipeSuite
 from kvplug_testing.waits import Call
 
@@ -83,10 +83,4 @@ def _receive(pipe: Pipe, count: int, sizes: tuple[int, ...]) -> None:
         except Exception as e:
             raise AssertionError(f"message {number:,} of {count:,} never came: {e!r}") from e
         wanted = numbered(number, sizes)
-        if wanted is None or got is None:
-            same = wanted is got
-        else:
-            same = wanted.shape == got.shape and wanted.dtype == got.dtype and bool((wanted == got).all())
-        if not same:
-            first = "" if got is None or not got.numel() else f" that begins with {int(got.view(-1)[0]):,}"
-            raise AssertionError(f"message {number:,} of {count:,} ({said(wanted)}) is {said(got)}{first}")
+        assert_same(wanted, got, f"message {number:,} of {count:,}")

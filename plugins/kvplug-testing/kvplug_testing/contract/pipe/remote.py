@@ -13,6 +13,7 @@ from typing import Any
 
 from kvplug.transport.pipe import Pipe, PipeListener, Transfer
 from kvplug_testing import peers
+from kvplug_testing.comparison import difference
 from kvplug_testing.contract.pipe.footprint import Footprint
 from kvplug_testing.pairs import echo as echo, wait as wait
 from kvplug_testing.peers import Parent
@@ -38,13 +39,8 @@ def content(number: int, nbytes: int) -> Any:
 
 def unlike(message: Any, number: int, nbytes: int) -> str:
     """A description of how a message differs from message ``number``; empty if it is equal."""
-    if message is None or message.numel() != nbytes:
-        size = "None" if message is None else f"{message.numel()} bytes"
-        return f"{size} came where message {number} of {nbytes} bytes was next"
-    wrong = (message != content(number, nbytes)).nonzero()
-    if len(wrong):
-        return f"message {number} of {nbytes} bytes has {len(wrong)} wrong ones, the first at {int(wrong[0])}"
-    return ""
+    wrong = difference(content(number, nbytes), message)
+    return f"message {number} of {nbytes} bytes: {wrong}" if wrong else ""
 
 
 # -- peers -----------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import pytest
 from kvplug.errors import KvplugError, TimeoutError
 from kvplug.transport.pipe import Pipe
 from kvplug_testing import waits
+from kvplug_testing.comparison import assert_filled
 from kvplug_testing.contract.base import law
 from kvplug_testing.contract.pipe import remote
 from kvplug_testing.contract.pipe.suite import LIMIT, MIB, MOST_ACCEPTED, PipeSuite, received
@@ -105,7 +106,7 @@ class SigStop(PipeSuite):
         child.cont()
         self._rest(pipe, sizes, number, second_out)
         if out is not None and number == 1:
-            assert bool((out == 99).all()), "memory was written to after the call that lent it had ended"
+            assert_filled(99, out, "memory was written to after its call had ended")
 
     @law("PIPE-6", needs="other_processes")
     def test_a_receive_that_runs_out_of_time_again_and_again_is_not_skipped(self) -> None:

@@ -180,7 +180,12 @@ class PipeSuite(Contract):
     def remote_listener(self, what: Callable[..., Any], *args: Any, **options: Any) -> tuple[str, peers.Peer]:
         """The contact of a listener in another process, which runs ``what(parent, listener, *args)``."""
         child = self.start_forked(
-            f"{__name__}:listening_end", self.suite_ref(), options, _name(what), list(args), timeout_s=CHILD_S
+            f"{__name__}:listening_end",
+            self.suite_ref(),
+            options,
+            name_of(what),
+            list(args),
+            timeout_s=CHILD_S,
         )
         return child.recv(), child
 
@@ -191,7 +196,7 @@ class PipeSuite(Contract):
             self.suite_ref(),
             options,
             contact,
-            _name(what),
+            name_of(what),
             list(args),
             timeout_s=CHILD_S,
         )
@@ -213,7 +218,7 @@ class PipeSuite(Contract):
                 self.suite_ref(),
                 options,
                 listener.contact,
-                _name(what),
+                name_of(what),
                 list(args),
                 timeout_s=CHILD_S,
             )
@@ -247,7 +252,7 @@ def connecting_end(
 ) -> Any:
     """In another process: connect, run the function, and close the pipe."""
     with suite_from_ref(suite_ref).endpoint(**options).connect(contact) as pipe:
-        return _named(what)(parent, pipe, *args)
+        return named(what)(parent, pipe, *args)
 
 
 def listening_end(
@@ -257,16 +262,18 @@ def listening_end(
     listener = suite_from_ref(suite_ref).endpoint(**options).listen()
     try:
         parent.send(listener.contact)
-        return _named(what)(parent, listener, *args)
+        return named(what)(parent, listener, *args)
     finally:
         listener.close()
 
 
-def _name(what: Callable[..., Any]) -> str:
+def name_of(what: Callable[..., Any]) -> str:
+    """A function of a module's top level as text, for :func:`named` in another process."""
     return f"{what.__module__}:{what.__qualname__}"
 
 
-def _named(name: str) -> Callable[..., Any]:
+def named(name: str) -> Callable[..., Any]:
+    """The function that :func:`name_of` names."""
     import importlib
 
     module, _, function = name.rpartition(":")

@@ -13,8 +13,9 @@ import pytest
 from kvplug.errors import UnsupportedError
 from kvplug.net.wire.tensors import DTYPES, MAX_DIMS
 from kvplug_testing import waits
+from kvplug_testing.comparison import assert_same, difference
 from kvplug_testing.contract.base import law
-from kvplug_testing.contract.pipe.content import difference, dtypes, tensor_of
+from kvplug_testing.contract.pipe.content import dtypes, tensor_of
 from kvplug_testing.contract.pipe.suite import MIB, PipeSuite, received, sent
 from kvplug_testing.waits import Call, raises
 
@@ -69,7 +70,7 @@ class Tensors(PipeSuite):
         for shape in SHAPES:
             message = tensor_of(dtype, shape)
             transfer = sent(one, message)
-            assert not difference(message, received(other))
+            assert_same(message, received(other))
             transfer.wait(waits.patience_s)
 
     @law("PIPE-1", "PIPE-5")
@@ -94,7 +95,7 @@ class Tensors(PipeSuite):
             transfer = sent(one, message)
             got = received(other, out)
             assert out is None or got is out, "something else than out was returned"
-            assert not difference(message.cpu(), got.cpu())
+            assert_same(message.cpu(), got.cpu())
             transfer.wait(waits.patience_s)
 
     @law("PIPE-1")
@@ -105,7 +106,7 @@ class Tensors(PipeSuite):
         one, other = self.pair()
         message = STRIDED[kind](torch)
         transfer = sent(one, message)
-        assert not difference(message.detach(), received(other))
+        assert_same(message.detach(), received(other))
         transfer.wait(waits.patience_s)
 
     @law("PIPE-1")
@@ -115,7 +116,7 @@ class Tensors(PipeSuite):
         for message in messages:
             sent(one, message)
         for message in messages:
-            assert not difference(message, received(other))
+            assert_same(message, received(other))
 
     @law("PIPE-1")
     def test_messages_of_any_size_arrive_whole_both_ways(self) -> None:
@@ -124,7 +125,7 @@ class Tensors(PipeSuite):
             for size in SIZES:
                 message = tensor_of("uint8", (size,), seed=size)
                 sending = Call(lambda sender=sender, message=message: sender.send_tensor(message))  # type: ignore[misc]
-                assert not difference(message, received(receiver))
+                assert_same(message, received(receiver))
                 sending.result().wait(waits.patience_s)
 
     @law("PIPE-1")
@@ -132,7 +133,7 @@ class Tensors(PipeSuite):
         one, other = self.pair()
         message = tensor_of("uint8", (32 * MIB + 3,))
         sending = Call(lambda: one.send_tensor(message))
-        assert not difference(message, received(other))
+        assert_same(message, received(other))
         sending.result().wait(waits.patience_s)
 
     @law("PIPE-1")
@@ -147,8 +148,8 @@ class Tensors(PipeSuite):
             changed = difference(message, got)
             assert not changed, f"message {number}, looked at after 8 were received: {changed}"
         kept[0].zero_()
-        assert not difference(messages[1], kept[1]), "two received tensors share memory"
-        assert not difference(tensor_of("int64", (100,), seed=0), messages[0]), "it is the sender's memory"
+        assert_same(messages[1], kept[1], "two received tensors share memory")
+        assert_same(tensor_of("int64", (100,), seed=0), messages[0], "it is the sender's memory")
 
     @law("PIPE-1")
     def test_tensors_of_as_many_dimensions_as_are_claimed_arrive(self) -> None:
@@ -157,7 +158,7 @@ class Tensors(PipeSuite):
             if ndim <= self.max_dims:
                 message = tensor_of("int16", (*[1] * (ndim - 2), 3, 2))
                 sent(one, message)
-                assert not difference(message, received(other))
+                assert_same(message, received(other))
 
     @law("PIPE-1", "PIPE-2")
     def test_a_tensor_of_too_many_dimensions_is_refused_and_nothing_is_queued(self) -> None:
@@ -208,7 +209,7 @@ class Tensors(PipeSuite):
         sending.result(60).wait(60)
         for start in range(0, SPARSE_BYTES, 64 * MIB):
             part = slice(start, start + 64 * MIB)
-            assert torch.equal(source[part], target[part]), f"other bytes in the 64 MiB from {start} on"
+            assert_same(source[part], target[part], f"in the 64 MiB from {start} on")
         assert [int(target[at]) for at in marks] == [*range(1, len(marks) + 1)]
 
 

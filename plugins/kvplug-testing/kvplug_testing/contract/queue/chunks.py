@@ -9,6 +9,7 @@ import pytest
 from kvplug.errors import CapacityError, TimeoutError, UnsupportedError
 from kvplug.transport.queue import MessageQueue
 from kvplug_testing import waits
+from kvplug_testing.comparison import assert_same
 from kvplug_testing.contract.base import law
 from kvplug_testing.contract.queue.suite import CHUNK, CHUNKS, QueueSuite, fill, received, sent, wrong
 from kvplug_testing.waits import Call, raises
@@ -51,7 +52,7 @@ class Chunks(QueueSuite):
         for data in (b"", b"x", bytes(range(256)) * 16, b"y" * CHUNK):
             write(writer, data)
             for reader in readers:
-                assert read(reader) == data, f"a chunk of {len(data)} bytes came with others"
+                assert_same(data, read(reader), f"a chunk of {len(data)} bytes")
 
     @law("QUEUE-5")
     def test_a_chunk_is_as_large_as_the_context_says(self) -> None:
@@ -63,7 +64,7 @@ class Chunks(QueueSuite):
                 return len(view)
 
         assert Call(whole).result() == CHUNK
-        assert read(reader) == b"w" * CHUNK
+        assert_same(b"w" * CHUNK, read(reader))
 
         def too_large() -> None:
             with writer.acquire_write(CHUNK + 1):

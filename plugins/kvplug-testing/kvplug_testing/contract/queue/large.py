@@ -10,6 +10,7 @@ import pytest
 from kvplug.net.wire.tensors import memory_of
 from kvplug.transport.queue import MessageQueue
 from kvplug_testing import waits
+from kvplug_testing.comparison import assert_same
 from kvplug_testing.contract.base import law
 from kvplug_testing.contract.queue.suite import CHUNK, CHUNKS, MIB, QueueSuite, all_received, sent, wrong
 from kvplug_testing.peers import Parent
@@ -62,9 +63,9 @@ class Large(QueueSuite):
         first = self.reader(writer, 0)
         for value in values[:CHUNKS]:
             sent(writer, value)
-        assert all_received(first, len(values)).result() == values
+        assert_same(values, all_received(first, len(values)).result())
         late = self.reader(writer, 1)
-        assert all_received(late, len(values)).result() == values, "to the late reader other bytes came"
+        assert_same(values, all_received(late, len(values)).result(), "at the late reader")
         sent(writer, values[2])
         for reader in (first, late):
             assert not wrong(all_received(reader, 1).result(), values[2:3])
@@ -79,7 +80,7 @@ class Large(QueueSuite):
             sent(writer, value)
         readers += [self.reader(writer, rank) for rank in range(come, READERS)]
         for reader in readers:
-            assert all_received(reader, CHUNKS).result() == values, f"at reader rank {reader.rank}"
+            assert_same(values, all_received(reader, CHUNKS).result(), f"at reader rank {reader.rank}")
 
     @law("QUEUE-1")
     def test_tensors_and_arrays_in_a_value_of_a_mebibyte_reach_every_reader(self) -> None:

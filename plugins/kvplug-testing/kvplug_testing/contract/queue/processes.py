@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import itertools
 import os
+import threading
 import time
 from typing import Any
 
-from kvplug.errors import ConfigError, PeerGoneError, TimeoutError
+import pytest
+
+from kvplug.errors import ConfigError, KvplugError, PeerGoneError, TimeoutError
 from kvplug.transport.queue import MessageQueue, QueueHandle
 from kvplug_testing import waits
+from kvplug_testing.contract import leaving
 from kvplug_testing.contract.base import law
 from kvplug_testing.contract.queue.chunks import read
 from kvplug_testing.contract.queue.suite import CHUNKS, QueueSuite, fill, received, sent, wrong
@@ -75,6 +81,26 @@ def give_chunks(parent: Parent, writer: MessageQueue) -> Any:
         view[:500] = b"h" * 500
         parent.send("half written")
         time.sleep(1000)
+
+
+def leave_at_work(parent: Parent, queue: MessageQueue, way: str) -> None:
+    """Use the queue in a thread of the program, and leave the program meanwhile."""
+    use = _enqueue_all if queue.rank is None else _dequeue_all
+    threading.Thread(target=use, args=(queue,), daemon=True).start()
+    parent.recv(timeout=waits.patience_s)
+    leaving.leave(parent, way, abort=queue.abort, close=queue.close)
+
+
+def _enqueue_all(writer: MessageQueue) -> None:
+    with contextlib.suppress(KvplugError):
+        for value in itertools.cycle(["small"] * 30 + [b"x" * 500_000]):
+            writer.enqueue(value, timeout=None)
+
+
+def _dequeue_all(reader: MessageQueue) -> None:
+    with contextlib.suppress(KvplugError):
+        while True:
+            reader.dequeue(timeout=None)
 
 
 def _has_lost_a_reader(writer: MessageQueue) -> bool:
@@ -286,6 +312,31 @@ class Processes(QueueSuite):
                 functools.partial(_has_lost_a_reader, writer), what="the eviction of a reader that was killed"
             )
             writer.close()
+
+    @law("ALL-8", needs="other_and_forked_processes")
+    @pytest.mark.parametrize("way", leaving.WAYS)
+    @pytest.mark.parametrize("end", ["writer", "reader"])
+    def test_a_program_that_leaves_while_its_queue_is_at_work_ends_with_its_own_code(
+        self, end: str, way: str
+    ) -> None:
+        if end == "writer":
+            handle, child = self.remote_writer(1, leave_at_work, way)
+            queue = self.attach(handle)
+            self.later(queue.abort)
+        else:
+            queue = self.writer(1)
+            child = self.remote_reader(queue, 0, leave_at_work, way)
+        use = Call(functools.partial(_dequeue_all if end == "writer" else _enqueue_all, queue))
+        assert use.is_blocked(0.1)
+        child.send("leave")
+        leaving.check_left(child)
+        use.result()
+
+    @law("ALL-8", level="full", needs="other_and_forked_processes")
+    @pytest.mark.parametrize("way", leaving.OTHER_WAYS)
+    @pytest.mark.parametrize("end", ["writer", "reader"])
+    def test_so_does_one_that_closed_its_queue_and_a_forked_child(self, end: str, way: str) -> None:
+        self.test_a_program_that_leaves_while_its_queue_is_at_work_ends_with_its_own_code(end, way)
 
     @law("QUEUE-1", needs="other_processes")
     def test_a_handle_whose_writer_was_killed_is_refused_in_time(self) -> None:

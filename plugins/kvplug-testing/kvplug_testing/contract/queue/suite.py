@@ -12,6 +12,7 @@ from kvplug.transport.context import QueueContext
 from kvplug.transport.queue import MessageQueue, QueueEndpoint, QueueHandle
 from kvplug.transport.spec import Kind
 from kvplug_testing import peers, waits
+from kvplug_testing.comparison import difference
 from kvplug_testing.contract.base import Contract
 from kvplug_testing.contract.suite_ref import suite_from_ref
 from kvplug_testing.waits import Call
@@ -57,14 +58,13 @@ class QueueSuite(Contract):
     def endpoint(self, **context: Any) -> QueueEndpoint:
         """``context``: fields of the :class:`QueueContext` that differ from this suite's defaults."""
         usual = {
+            "credentials": Credentials(),
             "max_chunk_bytes": CHUNK,
             "max_chunks": CHUNKS,
             "timeout_s": self.timeout_s,
             "local_reader_ranks": () if self.over_network else None,
         }
-        return self.make_endpoint(
-            QueueContext(options=self.made_options(), credentials=Credentials(), **{**usual, **context})
-        )
+        return self.make_endpoint(QueueContext(options=self.made_options(), **{**usual, **context}))
 
     def writer(self, n_reader: int = 1, **context: Any) -> MessageQueue:
         """The writer's end of a new queue."""
@@ -197,8 +197,8 @@ def wrong(got: Iterable[Any], wanted: Iterable[Any]) -> str:
     """A description of how the received values differ; empty if they are equal."""
     got, wanted = list(got), list(wanted)
     for at, (ours, theirs) in enumerate(zip(wanted, got, strict=False)):
-        if ours != theirs or type(ours) is not type(theirs):
-            return f"message {at + 1:,} of {len(wanted):,} was {ours!r}, and {theirs!r} was received"
+        if other := difference(ours, theirs):
+            return f"message {at + 1:,} of {len(wanted):,}: {other}"
     if len(got) != len(wanted):
         return f"{len(wanted):,} messages were sent, and {len(got):,} received"
     return ""

@@ -1,0 +1,244 @@
+/* Two threads, the writer and the reader of one ring, for gcc's sanitizers.
+ *
+ * Usage: ring_driver SECONDS SEED. Built with -DRING_C="path of ring.c". In every round a new ring, of a random size
+ * and with one of two ways to wait, carries messages of random sizes; both threads draw the same numbers, so that the
+ * reader knows what has to come. Exit code 1 and a line at the first wrong byte; stuck for 60 s: SIGALRM. */
+
+#include RING_C
+
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+
+#define MESSAGES 64
+#define LARGE_MESSAGES 4
+#define ROW 192
+#define ROWS_ALLOCATED 3 /* for each row of a message: rows lie scattered */
+
+struct round {
+    uint64_t seed;
+    uint64_t places;
+    unsigned char *words, *bytes;
+    int sleeps;      /* whether the ends sleep while they wait, or spin */
+    int messages;
+    int64_t largest; /* of a message */
+};
+
+struct draw {
+    uint64_t state;
+};
+
+static uint64_t draw(struct draw *from) {
+    from->state ^= from->state << 13;
+    from->state ^= from->state >> 7;
+    from->state ^= from->state << 17;
+    return from->state;
+}
+
+struct shape {
+    int64_t nbytes;
+    int rows;    /* whether the memory is rows, not flat */
+    int at_once; /* whether it is put at once, if it fits */
+    unsigned char pattern;
+};
+
+static struct shape next_shape(struct draw *from, int64_t largest) {
+    struct shape shape;
+    uint64_t kind = draw(from) % 8;
+    shape.nbytes = (int64_t)(draw(from) % (kind < 4 ? 300 : (uint64_t)largest)) + 1;
+    shape.rows = kind == 7;
+    if (shape.rows)
+        shape.nbytes = (int64_t)lines((uint64_t)shape.nbytes) / ROW * ROW + ROW;
+    shape.at_once = kind < 6;
+    shape.pattern = (unsigned char)draw(from);
+    return shape;
+}
+
+static void *memory_of(int64_t nbytes) {
+    void *found = malloc((size_t)nbytes); /* exactly: a byte more is an error that a sanitizer sees */
+    if (!found)
+        abort();
+    return found;
+}
+
+/* The memory of one message, and its description. */
+struct target {
+    struct span span;
+    unsigned char *memory, *bases[1];
+    int64_t strides[1], *ids;
+};
+
+static void make_target(struct target *target, const struct shape *shape) {
+    memset(target, 0, sizeof *target);
+    if (!shape->rows) {
+        target->memory = target->span.flat = memory_of(shape->nbytes);
+        return;
+    }
+    int64_t rows = shape->nbytes / ROW;
+    target->memory = memory_of(rows * ROWS_ALLOCATED * ROW);
+    target->ids = memory_of(rows * (int64_t)sizeof(int64_t));
+    for (int64_t row = 0; row < rows; row++)
+        target->ids[row] = (rows - 1 - row) * ROWS_ALLOCATED;
+    target->bases[0] = target->memory;
+    target->strides[0] = ROW;
+    target->span = (struct span){NULL, target->bases, target->strides, target->ids, rows, ROW};
+}
+
+static void free_target(struct target *target) {
+    free(target->memory);
+    free(target->ids);
+}
+
+/* The bytes of a message: those of a table with a period of 256, from `pattern` on. */
+static unsigned char table[512];
+
+static const unsigned char *bytes_from(const struct shape *shape, int64_t at) {
+    return table + (uint64_t)(at + shape->pattern) % 256;
+}
+
+static void fill(struct target *target, const struct shape *shape) {
+    for (int64_t at = 0; at < shape->nbytes;) {
+        int64_t part = shape->nbytes - at < 256 ? shape->nbytes - at : 256;
+        unsigned char *memory = part_of(&target->span, at, &part);
+        memcpy(memory, bytes_from(shape, at), (size_t)part);
+        at += part;
+    }
+}
+
+static void check(struct target *target, const struct shape *shape, int number) {
+    for (int64_t at = 0; at < shape->nbytes;) {
+        int64_t part = shape->nbytes - at < 256 ? shape->nbytes - at : 256;
+        unsigned char *memory = part_of(&target->span, at, &part);
+        if (memcmp(memory, bytes_from(shape, at), (size_t)part)) {
+            fprintf(stderr, "a wrong byte from %lld of %lld on in message %d\n", (long long)at,
+                    (long long)shape->nbytes, number);
+            exit(1);
+        }
+        at += part;
+    }
+}
+
+/* Until the reader has moved: `park` of protocol.py, or a spin. */
+static void wait_for_room(struct end *end, int sleeps) {
+    if (!sleeps) {
+        kvplug_spin_for_room(end, LINE, 100000);
+        return;
+    }
+    uint64_t seen = load(end, tail(0));
+    if (room_of(end) >= LINE)
+        return;
+    struct timespec nap = {1, 0};
+    word_t *own = word_at(end, WRITER_ASLEEP);
+    atomic_store(own, 1);
+    syscall(SYS_futex, end->words + tail(0) * LINE, FUTEX_WAIT, (uint32_t)seen, &nap, NULL, 0);
+    atomic_store(own, 0);
+}
+
+static void *write_all(void *given) {
+    const struct round *round = given;
+    struct end end = {round->words, round->bytes, round->places, 0, 1};
+    struct draw from = {round->seed};
+    char prefix[LINE];
+    for (int number = 0; number < round->messages; number++) {
+        struct shape shape = next_shape(&from, round->largest);
+        struct target source;
+        make_target(&source, &shape);
+        fill(&source, &shape);
+        memset(prefix, shape.pattern, LINE);
+        struct message message = {prefix, LINE, shape.nbytes, LINE + shape.nbytes};
+        int64_t any = INT64_MAX / 4;
+        int done = shape.at_once && !shape.rows &&
+                   (number % 2 ? kvplug_put(&end, &message, source.span.flat, any)
+                               : kvplug_put_long(&end, &message, source.span.flat, any, 2 * LINE, 1 << 16)) == 1;
+        int64_t sent = done ? shape.nbytes : 0, before = LINE;
+        while (sent < shape.nbytes) {
+            uint64_t published = end.count;
+            sent += kvplug_push(&end, prefix, before, &source.span, sent, shape.nbytes, 2 * LINE, 1 << 16,
+                                round->sleeps ? 0 : 50000, 5000000);
+            if (end.count != published)
+                before = 0;
+            if (sent < shape.nbytes)
+                wait_for_room(&end, round->sleeps);
+        }
+        free_target(&source);
+    }
+    return NULL;
+}
+
+static void wait_for_units(struct end *end, int64_t count, int sleeps) {
+    if (sleeps)
+        kvplug_poll(end, count, 1000, 1000000000);
+    else
+        kvplug_spin_for_units(end, count, 100000);
+}
+
+static void *read_all(void *given) {
+    const struct round *round = given;
+    struct end end = {round->words, round->bytes, round->places, 0, 0};
+    struct draw from = {round->seed};
+    unsigned char line[LINE];
+    for (int number = 0; number < round->messages; number++) {
+        struct shape shape = next_shape(&from, round->largest);
+        struct target target;
+        make_target(&target, &shape);
+        int64_t here;
+        while ((here = kvplug_peek(&end, line, round->sleeps ? 0 : 1000)) < LINE)
+            wait_for_units(&end, LINE, round->sleeps);
+        for (int each = 0; each < LINE; each++)
+            if (line[each] != shape.pattern) {
+                fprintf(stderr, "byte %d before message %d is wrong\n", each, number);
+                exit(1);
+            }
+        if (target.span.flat && here >= LINE + (int64_t)lines((uint64_t)shape.nbytes)) {
+            kvplug_take(&end, target.span.flat, shape.nbytes);
+        } else {
+            int64_t got = 0, unreleased = LINE;
+            while (got < shape.nbytes) {
+                int64_t more = kvplug_pull(&end, &target.span, got, shape.nbytes, unreleased, 1 << 16,
+                                           round->sleeps ? 0 : 50000, 5000000);
+                if (more)
+                    unreleased = 0;
+                got += more;
+                if (got < shape.nbytes)
+                    wait_for_units(&end, unreleased + LINE, round->sleeps);
+            }
+        }
+        check(&target, &shape, number);
+        free_target(&target);
+    }
+    return NULL;
+}
+
+int main(int argc, char **argv) {
+    if (argc != 3)
+        return 2;
+    int64_t until = now_ns() + atoll(argv[1]) * 1000000000;
+    struct draw from = {(uint64_t)atoll(argv[2]) * 2654435761u + 1};
+    long rounds = 0;
+    for (int at = 0; at < 512; at++)
+        table[at] = (unsigned char)(at * 7);
+    do {
+        alarm(60);
+        struct round round = {.seed = draw(&from), .sleeps = rounds % 2 == 0};
+        /* Now and then: messages large enough to be stored past the caches, and for a reader to change processors. */
+        int large = rounds % 511 == 15;
+        round.places = large ? 1 << 21 : (draw(&from) % 64 + 4) * LINE;
+        round.largest = large ? STREAM_FROM_MOST + 1000 : (int64_t)round.places * 3;
+        round.messages = large ? LARGE_MESSAGES : MESSAGES;
+        round.words = aligned_alloc(LINE, 5 * LINE);
+        round.bytes = aligned_alloc(LINE, round.places);
+        if (!round.words || !round.bytes)
+            abort();
+        memset(round.words, 0, 5 * LINE);
+        pthread_t writer, reader;
+        if (pthread_create(&writer, NULL, write_all, &round) || pthread_create(&reader, NULL, read_all, &round))
+            abort();
+        pthread_join(writer, NULL);
+        pthread_join(reader, NULL);
+        free(round.words);
+        free(round.bytes);
+        rounds++;
+    } while (now_ns() < until);
+    printf("%ld rounds\n", rounds);
+    return 0;
+}

@@ -1,0 +1,42 @@
+"""Libraries that are built from ring.c in another way: from changed source, or with other flags."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TypeAlias
+
+from kvplug_shm.native import library
+
+SOURCE = Path(library.__file__).with_name("ring.c")
+FLAGS = ("-std=c11", "-O2", "-fPIC", "-shared", "-fno-strict-aliasing")
+"""As in hatch_build.py."""
+
+Change: TypeAlias = tuple[str, str]
+"""A text of ring.c that occurs once, and what takes its place."""
+
+
+def compiler() -> str | None:
+    """The C compiler; ``None``: there is none."""
+    return shutil.which("gcc") or shutil.which("cc")
+
+
+def changed(*changes: Change) -> str:
+    """The text of ring.c with these changes."""
+    text = SOURCE.read_text(encoding="utf-8")
+    for old, new in changes:
+        assert text.count(old) == 1, f"ring.c has {text.count(old)} times {old!r}"
+        text = text.replace(old, new)
+    return text
+
+
+def build(folder: Path, *changes: Change, flags: Sequence[str] = ()) -> Path:
+    """Write ring.c with these changes to ``folder`` and compile it. Returns the library, ``_ring.so``."""
+    source, made = folder / "ring.c", folder / "_ring.so"
+    source.write_text(changed(*changes), encoding="utf-8")
+    command = [compiler() or "cc", *FLAGS, *flags, f"-DSOURCE_CRC32={zlib.crc32(source.read_bytes())}u"]
+    subprocess.run([*command, "-o", str(made), str(source)], check=True, timeout=120)
+    return made

@@ -1,0 +1,124 @@
+"""Makes a forked process one of two hosts: its first process, which forks all others there on request."""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import os
+import signal
+import socket
+import tempfile
+import uuid
+from pathlib import Path
+from typing import Any, Final
+
+from kvplug_testing import forkserver
+from kvplug_testing.hosts import link
+from kvplug_testing.peers import Parent
+
+ADDRESSES: Final = ("198.18.0.1", "198.18.0.2")
+"""Of the two hosts, from the network for benchmarks (RFC 2544)."""
+
+_NEW_MOUNTS, _NEW_UTS, _NEW_IPC = 0x20000, 0x04000000, 0x08000000
+_NEW_USER, _NEW_PIDS, _NEW_NET = 0x10000000, 0x20000000, 0x40000000
+_BIND, _RECURSIVE, _PRIVATE = 0x1000, 0x4000, 0x40000
+_DIE_WITH_PARENT = 1
+_BOOT_ID = "/proc/sys/kernel/random/boot_id"
+_SHARED_MEMORY = "/dev/shm"  # noqa: S108 - where Linux has it
+
+
+def become(parent: Parent, control_name: bytes, number: int, first: int) -> None:
+    """In a process of a fork server: fork a host, which serves the client at the socket ``control_name``.
+
+    ``first`` is the pid of the first host, for the second one. Reports the pid, and why there can be no host.
+    All processes of the host are killed when this one dies.
+    """
+    control = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    control.connect(control_name)
+    told, tell = os.pipe()
+    faulthandler.cancel_dump_traceback_later()  # its thread is not there in a child, which waits for it
+    pid = os.fork()  # threads cannot enter a namespace of processes: the child has none
+    if pid == 0:
+        os.close(told)
+        _be_a_host(parent, control, tell, number, first)
+    os.close(tell)
+    control.close()
+    with open(told, encoding="utf-8") as refusal:
+        parent.send([pid, refusal.read()])
+    parent.recv(None)
+
+
+def _be_a_host(parent: Parent, control: socket.socket, tell: int, number: int, first: int) -> None:
+    """Does not return. Closing ``tell`` without a word means that the host is ready."""
+    code = 1
+    try:
+        parent.disown()
+        _die_with_parent()
+        _enter(number, first)
+        pid = os.fork()
+        if pid == 0:
+            _die_with_parent()
+            _furnish(number)
+            os.close(tell)
+            forkserver.serve(control, lambda: None)
+            code = 0
+        else:
+            os.close(tell)
+            control.close()
+            os.waitpid(pid, 0)
+    except OSError as e:
+        os.write(tell, f"{f'{e.filename}: ' if e.filename else ''}{e.strerror}".encode())
+    finally:
+        os._exit(code)
+
+
+def _enter(number: int, first: int) -> None:
+    """Enter namespaces of its own, and join the network of the first host."""
+    uid, gid = os.geteuid(), os.getegid()
+    if first and os.readlink("/proc/self/ns/user") != os.readlink(f"/proc/{first}/ns/user"):
+        _call("setns", os.open(f"/proc/{first}/ns/user", os.O_RDONLY), _NEW_USER, of="the user namespace")
+    namespaces = _NEW_MOUNTS | _NEW_UTS | _NEW_IPC | _NEW_PIDS | _NEW_NET
+    try:
+        _call("unshare", namespaces, of="namespaces")
+    except PermissionError:
+        _call("unshare", namespaces | _NEW_USER, of="namespaces with one of users")
+        Path("/proc/self/setgroups").write_text("deny")
+        Path("/proc/self/uid_map").write_text(f"{uid} {uid} 1")
+        Path("/proc/self/gid_map").write_text(f"{gid} {gid} 1")
+    link.turn(True, "lo")
+    if first:
+        here, there = (os.open(f"/proc/{pid}/ns/net", os.O_RDONLY) for pid in ("self", first))
+        link.join(there)
+        for net, address in ((there, ADDRESSES[1 - number]), (here, ADDRESSES[number])):
+            _call("setns", net, _NEW_NET, of="a network namespace")
+            link.give_address(address)
+            link.turn(True)
+            os.close(net)
+
+
+def _furnish(number: int) -> None:
+    """In the first process of the host: processes, shared memory, a name and a boot id of its own."""
+    _call("mount", None, b"/", None, _RECURSIVE | _PRIVATE, None, of="private mounts")
+    _call("mount", b"proc", b"/proc", b"proc", 0, None, of="/proc")
+    _call("mount", b"tmpfs", _SHARED_MEMORY.encode(), b"tmpfs", 0, None, of=_SHARED_MEMORY)
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(f"{uuid.uuid4()}\n".encode())
+        file.flush()
+        _call("mount", file.name.encode(), _BOOT_ID.encode(), None, _BIND, None, of="a boot id")
+    socket.sethostname(f"kvplug-host{number}")
+
+
+def _die_with_parent() -> None:
+    _call("prctl", _DIE_WITH_PARENT, signal.SIGKILL, of="the end with the parent")
+
+
+def _call(function: str, *args: Any, of: str) -> None:
+    """Call a function of the C library.
+
+    Raises:
+        OSError: it fails; the error names ``of``.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if getattr(libc, function)(*args):
+        number = ctypes.get_errno()
+        raise OSError(number, f"{function} of {of}: {os.strerror(number)}")

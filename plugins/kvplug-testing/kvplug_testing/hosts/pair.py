@@ -1,0 +1,95 @@
+"""A pair of hosts, and processes on them."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, Self
+
+from kvplug.errors import KvplugError
+from kvplug_testing import peers
+from kvplug_testing.forkserver import ForkServer
+from kvplug_testing.hosts import host, link
+
+ADDRESSES = host.ADDRESSES
+"""The addresses of the hosts 0 and 1."""
+
+
+class NoHostsError(KvplugError):
+    """This system does not permit to make hosts; the message says what it refuses."""
+
+
+class HostPair:
+    """Two hosts, joined by a link. Their processes are forked, and have imported what a fork server has."""
+
+    def __init__(self, server: ForkServer) -> None:
+        """Raises:
+        NoHostsError: there can be no hosts here; the message says why.
+        """
+        self._stack = ExitStack()
+        self._hosts: list[_Host] = []
+        try:
+            for number in range(2):
+                made = _Host(server, number, self._hosts[0].first_pid if self._hosts else 0)
+                self._stack.callback(made.close)
+                self._hosts.append(made)
+        except BaseException:
+            self.close()
+            raise
+
+    def start(self, number: int, target: str, *args: Any, timeout_s: float) -> peers.Peer:
+        """Run ``target(parent, *args)`` in a process on host 0 or 1."""
+        return self._hosts[number].start(target, *args, timeout_s=timeout_s)
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """While the block runs nothing passes between the hosts, as if one of them had lost its power."""
+        self._turn(False)
+        try:
+            yield
+        finally:
+            self._turn(True)
+
+    def _turn(self, on: bool) -> None:
+        with self.start(1, f"{__name__}:turn", on, timeout_s=peers.DEFAULT_TIMEOUT_S) as child:
+            child.result()
+
+    def close(self) -> None:
+        """End both hosts, with all their processes. Close their peers first."""
+        self._stack.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class _Host(ForkServer):
+    """A fork server that is the first process of a host."""
+
+    def __init__(self, server: ForkServer, number: int, first: int) -> None:
+        self._lock = threading.Lock()
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+            listener.bind("")  # the kernel chooses an abstract name
+            listener.listen()
+            listener.settimeout(peers.DEFAULT_TIMEOUT_S)
+            name = listener.getsockname()
+            self._server = server.start(f"{host.__name__}:become", name, number, first)
+            try:
+                self._control, _ = listener.accept()
+            except BaseException:
+                self._server.close()
+                raise
+        self._control.settimeout(None)
+        self.first_pid, refusal = self._server.recv()
+        if refusal:
+            self.close()
+            raise NoHostsError(refusal)
+
+
+def turn(parent: peers.Parent, on: bool) -> None:
+    """On a host: turn its end of the link on or off."""
+    link.turn(on)

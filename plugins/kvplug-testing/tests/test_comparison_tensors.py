@@ -1,0 +1,153 @@
+"""What differs is told by its first wrong byte, in one line, whatever the size of what is compared."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kvplug_testing.comparison import assert_filled, assert_same, brief, difference, filled_like
+from kvplug_testing.peers import Parent
+
+MIB = 1 << 20
+MUTANTS = Path(__file__).with_name("mutants") / "pipes.py"
+ROOT = Path(__file__).parents[3]
+
+
+def changed(tensor: Any, *at: int) -> Any:
+    """A copy with one other element."""
+    other = tensor.clone()
+    other[at] += 1
+    return other
+
+
+def test_the_first_wrong_byte_is_told_with_dtype_shape_element_and_values() -> None:
+    sent = torch.arange(12, dtype=torch.int16).reshape(3, 4)
+    assert difference(sent, changed(sent, 1, 2)) == (
+        "int16 [3, 4]: byte 12 of 24 is 0x07, not 0x06, in the element [1, 2]: 7, not 6"
+    )
+    flat = torch.arange(4, dtype=torch.uint8)
+    assert difference(flat, changed(flat, 2)) == "uint8 [4]: byte 2 of 4 is 0x03, not 0x02: 3, not 2"
+
+
+@pytest.mark.parametrize(
+    "view",
+    [lambda t: t, lambda t: t.t(), lambda t: t[::2], lambda t: t[:, 5:], lambda t: t[:0]],
+    ids=["contiguous", "transposed", "every other row", "columns", "empty"],
+)
+@pytest.mark.parametrize("shape", [(3, 700_001), (700_001, 3), (1, 2_000_003)], ids=str)
+def test_what_has_several_parts_is_compared_to_its_last_byte(view: Any, shape: tuple[int, int]) -> None:
+    sent = view(torch.arange(shape[0] * shape[1], dtype=torch.int32).reshape(shape))
+    assert not difference(sent, sent.clone())
+    if sent.numel():
+        last = tuple(size - 1 for size in sent.shape)
+        where = f"byte {sent.nbytes - 4:,} of {sent.nbytes:,} is"
+        assert where in difference(sent, changed(sent, *last))
+
+
+def test_bits_count_and_not_values() -> None:
+    nan, other = (torch.tensor([bits], dtype=torch.int32).view(torch.float32) for bits in (-1, 0x7FC00000))
+    assert not difference(nan, nan.clone())
+    assert "is 0x00, not 0xff" in difference(nan, other)
+    assert difference(torch.zeros(1), -torch.zeros(1))
+    lazy = torch.ones(3, dtype=torch.complex64).conj()
+    assert not difference(lazy, lazy.resolve_conj())
+
+
+def test_another_dtype_shape_or_type_is_told() -> None:
+    assert difference(torch.ones(2, 3), torch.ones(3, 2)) == (
+        "float32 [2, 3] was expected, and float32 [3, 2] came"
+    )
+    assert difference(torch.ones(2), None) == "float32 [2] was expected, and None came"
+    assert difference(torch.ones(2, dtype=torch.int32), [1, 1]) == ("int32 [2] was expected, and [1, 1] came")
+    assert difference(True, 1) == "True was expected, and 1 came"
+    assert not difference(None, None)
+
+
+def test_in_a_value_the_place_is_told() -> None:
+    numpy = pytest.importorskip("numpy")
+    one: Any = {"layers": [(torch.ones(3), b"x" * 70_000)], "ids": numpy.arange(5), 7: "seven"}
+    assert not difference(one, {7: "seven", **one})
+    other: Any = {**one, "layers": [(torch.ones(3), b"x" * 69_999 + b"y")]}
+    assert difference(one, other) == "at ['layers'][0][1], byte 69,999 of 70,000 is 0x79, not 0x78"
+    other = {**one, "ids": numpy.arange(1, 6)}
+    assert difference(one, other).startswith("at ['ids'], array of int64 [5]: byte 0 of 40 is 0x01, not 0x00")
+    assert difference([1, 2], [1]) == "2 items were expected, and 1 came"
+    assert difference(one, {**one, 8: "eight"}).endswith("came")
+    assert difference(b"ab", b"abc") == "2 bytes were expected, and 3 came"
+
+
+def test_what_comes_first_in_the_error_is_what_the_caller_says() -> None:
+    assert_same([1], [1])
+    assert_filled(3, torch.full((2, 2), 3.0))
+    with pytest.raises(AssertionError, match=r"^at rank 2: 1 was expected, and 2 came$"):
+        assert_same(1, 2, "at rank 2")
+    with pytest.raises(AssertionError, match=r"^it was written to: uint8 \[3\]: byte 1 of 3 is 0x08"):
+        assert_filled(7, torch.tensor([7, 8, 7], dtype=torch.uint8), "it was written to")
+    assert filled_like(torch.empty(1 << 40, device="meta"), 1).untyped_storage().nbytes() == 4
+
+
+def test_what_is_said_of_large_values_is_short() -> None:
+    values = [torch.ones(MIB), bytes(MIB), bytearray(MIB), "x" * MIB, [0] * MIB, {n: n for n in range(MIB)}]
+    for value in [*values, values]:
+        assert len(brief(value)) < 600
+        assert len(difference(value, None)) < 700
+
+
+# -- memory ----------------------------------------------------------------------------------------
+
+
+def look(parent: Parent, nbytes: int) -> list[Any]:
+    """The difference of two tensors that are not contiguous, and how much memory it took."""
+
+    def kilobytes(name: str) -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith(name))
+
+    sent = torch.ones(nbytes // 1024, 1024, dtype=torch.uint8).t()
+    got = sent.clone()
+    got[-1, -1] = 2
+    difference(sent[:, :100], got[:, :100])  # what the first call of anything takes
+    Path("/proc/self/clear_refs").write_text("5")
+    before = kilobytes("VmRSS")
+    found = difference(sent, got)
+    return [found, kilobytes("VmHWM") - before]
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/clear_refs"), reason="reads /proc")
+def test_comparing_takes_no_more_memory_for_a_larger_tensor(fork_server: Any) -> None:
+    with fork_server.start(f"{__file__}:look", 128 * MIB) as child:
+        found, kilobytes = child.result()
+    assert found.startswith(f"uint8 [1024, {128 * 1024}]: byte {128 * MIB - 1:,} of {128 * MIB:,} is 0x02")
+    assert kilobytes < 16 << 10
+
+
+_JUDGE = """
+import resource, sys
+import pytest
+
+resource.setrlimit(resource.RLIMIT_AS, (8 << 30, resource.RLIM_INFINITY))
+code = pytest.main(sys.argv[1:])
+print("peak", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+"""
+
+
+@pytest.mark.full
+def test_a_large_message_that_is_corrupted_is_told_in_little_memory_and_text(tmp_path: Path) -> None:
+    tests = (
+        "test_a_large_message_is_received_into_out_without_another_tensor",
+        "test_a_message_larger_than_any_internal_buffer_arrives_whole",
+    )
+    command = [sys.executable, "-c", _JUDGE, "-c", str(ROOT / "pyproject.toml"), "--rootdir", str(ROOT)]
+    command += ["-vv", "-p", "no:cacheprovider", str(MUTANTS)]
+    command += ["-k", f"TestChangesTheEnd and ({' or '.join(tests)})"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False)
+    assert "2 failed" in done.stdout, done.stdout + done.stderr
+    assert done.stdout.count("E       AssertionError: uint8 [") == 2
+    assert int(done.stdout.split()[-1]) < 1 << 20, "kB of memory were used at most"
+    assert len(done.stdout) < 40_000

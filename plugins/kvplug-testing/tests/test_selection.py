@@ -1,0 +1,306 @@
+"""Which tests run, and in which order: simple laws first, one law alone, and no more after three hangs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvplug_testing import peers, waits
+from kvplug_testing.contract.base import Contract
+from kvplug_testing.contract.suites import suite_of
+from kvplug_testing.hangs import MOST, Hangs
+from kvplug_testing.laws import LAWS, selected
+from kvplug_testing.scorecard import from_json
+from kvplug_testing.waits import DeadlineError
+
+# -- names of laws -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("names", "ids"),
+    [
+        (["PIPE-4"], ["PIPE-4"]),
+        (["pipe-4", "END-1", "PIPE-4"], ["END-1", "PIPE-4"]),
+        (["end"], ["END-1", "END-2"]),
+        ([], []),
+    ],
+)
+def test_a_law_is_named_by_its_id_and_several_by_their_kind(names: list[str], ids: list[str]) -> None:
+    assert selected(names) == tuple(ids)
+
+
+def test_a_kind_has_all_of_its_laws() -> None:
+    assert set(selected(["COMM", "PIPE"])) == {id_ for id_ in LAWS if id_.startswith(("COMM-", "PIPE-"))}
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("PIPE-44", r"no law 'PIPE-44'; did you mean PIPE-4\b"),
+        ("lokup-3", r"no law 'lokup-3'; did you mean LOOKUP-3\b"),
+        ("PIP", r"did you mean PIPE\b"),
+        ("xyz", r"no law 'xyz'\. Kinds of laws are ALL, END, PIPE,"),
+    ],
+)
+def test_a_name_that_is_no_laws_is_told_with_those_that_are_near(name: str, said: str) -> None:
+    with pytest.raises(LookupError, match=said):
+        selected(["PIPE-4", name])
+
+
+# -- hangs -------------------------------------------------------------------------------------------
+
+
+class Suite(Contract): ...
+
+
+class Other(Contract): ...
+
+
+LONG_S = waits.patience_s
+TIMED_OUT = pytest.fail.Exception("Timeout (>60.0s) from pytest-timeout.")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [DeadlineError("blocked"), TimeoutError("no message"), TIMED_OUT, peers.ChildError("TimeoutError", "")],
+    ids=lambda error: type(error).__name__,
+)
+def test_a_suite_is_given_up_after_three_tests_that_ran_into_deadlines(error: Any) -> None:
+    hangs = Hangs()
+    for number in range(MOST):
+        assert not hangs.reason(Suite)
+        hangs.note(Suite, f"test_{number}", error, LONG_S)
+    assert hangs.reason(Suite) == "not run: 3 tests of Suite ran into a deadline: test_0, test_1, test_2"
+    assert not hangs.reason(Other)
+
+
+@pytest.mark.parametrize(
+    ("error", "took_s"),
+    [
+        (TimeoutError("as it should"), LONG_S / 2),
+        (AssertionError("wrong bytes"), 2 * LONG_S),
+        (pytest.fail.Exception("wrong bytes"), 2 * LONG_S),
+        (peers.ChildError("AssertionError", ""), 2 * LONG_S),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
+)
+def test_other_failures_give_no_suite_up(error: Any, took_s: float) -> None:
+    hangs = Hangs()
+    for number in range(2 * MOST):
+        hangs.note(Suite, f"test_{number}", error, took_s)
+    assert not hangs.reason(Suite)
+
+
+# -- in a run ----------------------------------------------------------------------------------------
+
+KINDS = """
+from kvplug_testing import *
+
+class TestPipe(PipeContract):
+    transport = "memory"
+
+    def test_of_the_authors_own(self):
+        pass
+
+    @law("PIPE-1")
+    def test_of_the_authors_own_by_a_law(self):
+        pass
+
+class TestLookup(LookupBufferContract):
+    transport = "memory"
+
+class TestQueue(MessageQueueContract):
+    transport = "memory"
+
+class TestCommunicator(DeviceCommunicatorContract):
+    transport = "memory"
+
+class TestConnector(ConnectorContract):
+    connector = "memory"
+"""
+IN_ORDER = {
+    "Pipe": ("tensors", "order", "threads", "endings", "peer_death", "leaks"),
+    "Lookup": ("contents", "matching", "capacity", "endings", "processes"),
+    "Queue": ("messages", "large", "chunks", "endings", "crash_points"),
+    "Communicator": ("collectives", "refusals", "missing", "endings"),
+    "Connector": ("promises", "failures", "blocks_in_use", "call_sequence", "endings"),
+}
+"""Parts of each suite, the simple ones first."""
+
+
+def parts_of(package: Any, *arguments: str) -> dict[str, list[str]]:
+    """The module that defined each collected test, in order, by class."""
+    done = package.judge("--collect-only", "-q", "--kvplug-level", "soak", *arguments)
+    found: dict[str, list[str]] = {}
+    for line in done.stdout.splitlines():
+        if line.count("::") == 2:
+            _, cls, test = line.split("::")
+            kind = cls.removeprefix("Test").removeprefix("Memory").removesuffix("Contract")
+            found.setdefault(kind, []).append(test.partition("[")[0])
+    return found
+
+
+@pytest.mark.full
+def test_simple_laws_come_first_in_the_suite_of_each_kind(package: Any) -> None:
+    (package.folder / "tests" / "test_mine.py").write_text(KINDS)
+    found = parts_of(package)
+    assert found["Pipe"][-1] == "test_of_the_authors_own_by_a_law"
+    for kind, parts in IN_ORDER.items():
+        modules = [module_of(kind, test) for test in found[kind] if "authors_own" not in test]
+        first = [modules.index(part) for part in parts]
+        assert first == sorted(first), f"{kind}: {list(dict.fromkeys(modules))}"
+        whole = [module for module, after in zip(modules, [*modules[1:], ""], strict=True) if module != after]
+        assert len(whole) == len({*whole}), f"{kind}: parts come in pieces: {whole}"
+
+
+def module_of(kind: str, test: str) -> str:
+    kinds = {"Lookup": "lookup_buffer"}
+    suite: Any = suite_of(kinds.get(kind, kind.lower()))  # type: ignore[arg-type]
+    defining = [base for base in suite.__mro__ if test in vars(base)][-1]
+    return str(defining.__module__).rpartition(".")[2]
+
+
+@pytest.mark.full
+def test_the_order_is_the_same_without_a_test_file(package: Any) -> None:
+    tests = parts_of(package, "--kvplug-transport", "pipe:memory")["Pipe"]
+    assert module_of("Pipe", tests[0]) == "tensors"
+    assert module_of("Pipe", tests[-1]) == "leaks"
+
+
+CORRUPT = """
+import os
+from kvplug.transport import Kind
+from kvplug_testing import law
+from kvplug_testing.contract import base
+
+class Leaks(base.Contract):
+    @law("ALL-7")
+    def test_that_nothing_is_left(self):
+        self.left = os.dup(0)
+        assert 1 + 1 == 3
+
+class Tensors(base.Contract):
+    @law("PIPE-1")
+    def test_that_bits_arrive(self):
+        assert 1 + 1 == 3
+
+Leaks.__module__ = Tensors.__module__ = "kvplug_testing.contract.made_up"
+
+class TestMine(Tensors, Leaks):
+    kind = Kind.PIPE
+    settle_s = 0.2
+"""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("arguments", [[], ["-n", "2"]], ids=["", "xdist"])
+def test_corruption_is_reported_before_what_it_leaves_behind(package: Any, arguments: list[str]) -> None:
+    if arguments:
+        pytest.importorskip("xdist")
+    (package.folder / "tests" / "test_mine.py").write_text(CORRUPT)
+    done = package.judge(*arguments, "--kvplug-report", "card.json")
+    assert done.returncode == 1
+    results = from_json((package.folder / "card.json").read_text()).results
+    assert [result.test for result in results] == ["test_that_bits_arrive", "test_that_nothing_is_left"]
+    assert done.stdout.index("failed: PIPE-1") < done.stdout.index("failed: ALL-7")
+
+
+@pytest.mark.full
+def test_one_law_is_judged_alone(package: Any) -> None:
+    more = "def test_of_no_suite():\n    raise AssertionError('it ran')\n"
+    (package.folder / "tests" / "test_more.py").write_text(more)
+    done = package.judge("--kvplug-law", "pipe-5", "--kvplug-law", "END", "--kvplug-report", "card.json")
+    assert "1 failed, " in done.stdout
+    card = from_json((package.folder / "card.json").read_text())
+    assert [result.test for result in card.results] == ["test_that_is_broken"]
+    assert card.only == ("END-1", "END-2", "PIPE-5")
+    assert not card.above, "tests of other laws are none that a higher level would add"
+    assert "level quick, only END-1, END-2, PIPE-5, " in done.stdout
+    assert "`python -m kvplug_testing.laws ID` prints the law with this id" in done.stdout
+
+
+@pytest.mark.full
+def test_a_kind_selects_its_laws_and_a_level_those_of_it(package: Any) -> None:
+    assert package.outcomes("--kvplug-law", "PIPE").keys() == {
+        *("test_that_is_kept", "test_that_is_broken", "test_of_what_is_not_claimed")
+    }
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--kvplug-law", "ALL-4"], "ALL-4: level quick has no test of it, --kvplug-level soak has"),
+        (["--kvplug-law", "PIPE-44"], "--kvplug-law: there is no law 'PIPE-44'; did you mean PIPE-4"),
+        (
+            ["--kvplug-law", "QUEUE"],
+            "QUEUE-5: no test here judges it; judged are ALL-1, ALL-4, ALL-7, PIPE-1",
+        ),
+        (["--kvplug-law", "PIPE", "-k", "nothing"], "no test here judges it; judged are none"),
+    ],
+)
+def test_a_law_that_cannot_be_judged_is_told(package: Any, arguments: list[str], said: str) -> None:
+    done = package.judge(*arguments)
+    assert done.returncode == 4
+    assert said in done.stderr
+
+
+HANGING = """
+import pytest
+from kvplug.transport import Kind
+from kvplug_testing import law, waits
+from kvplug_testing.contract.base import Contract
+
+waits.patience_s = 0.1
+
+class TestMine(Contract):
+    kind = Kind.PIPE
+
+    @law("PIPE-1")
+    def test_that_passes(self): pass
+
+    @law("PIPE-1")
+    @pytest.mark.parametrize("n", range(20))
+    def test_that_hangs(self, n):
+        waits.until(lambda: False, what="a message")
+
+    @law("PIPE-2")
+    def test_after_that(self): pass
+
+class TestOther(Contract):
+    kind = Kind.PIPE
+
+    @law("PIPE-1")
+    def test_of_another(self): pass
+
+    @law("PIPE-1", timeout_s=0.5)
+    @pytest.mark.parametrize("n", range(5))
+    def test_that_never_ends(self, n):
+        import time
+        time.sleep(30)
+"""
+
+
+@pytest.mark.full
+def test_after_three_hangs_no_more_of_a_suite_is_run_and_the_report_says_so(package: Any) -> None:
+    (package.folder / "tests" / "test_mine.py").write_text(HANGING)
+    done = package.judge("--kvplug-report", "card.json", "-rfE")
+    results = json.loads((package.folder / "card.json").read_text())["results"]
+    outcomes = {result["test"]: (result["outcome"], result["reason"]) for result in results}
+    assert outcomes["test_that_passes"][0] == outcomes["test_of_another"][0] == "passed"
+    for n in range(MOST):
+        assert "a message did not come in 0.1 s" in outcomes[f"test_that_hangs[{n}]"][1]
+        assert "Timeout" in outcomes[f"test_that_never_ends[{n}]"][1]
+    given_up = (
+        "not run: 3 tests of TestMine ran into a deadline: test_that_hangs[0], test_that_hangs[1],"
+        " test_that_hangs[2]"
+    )
+    not_run = [test for test, outcome in outcomes.items() if outcome == ("failed", given_up)]
+    assert not_run == [*(f"test_that_hangs[{n}]" for n in range(MOST, 20)), "test_after_that"]
+    assert outcomes["test_that_never_ends[3]"][1].startswith("not run: 3 tests of TestOther")
+    assert f"  failed: 18 more tests were {given_up}\n" in done.stdout
+    assert done.stdout.count("law PIPE-1 (what arrives):\n") == 2 * MOST, "the law is quoted for what ran"
+    assert Path(package.folder, "card.json").exists()

@@ -1,0 +1,147 @@
+"""Bytes carried between a peer's socket and one of this process: all of them, in order, and then the end."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from kvplug.errors import TransportError
+from kvplug.net.trust import relay as relay_module
+from kvplug.net.trust.relay import Relay
+
+pytestmark = pytest.mark.timeout(60)
+LARGE = os.urandom(1 << 20) * 8
+
+
+class Ends:
+    """A relay, the peer at its far end, and the local user of its near end."""
+
+    def __init__(self) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as listening:
+            self.peer = socket.create_connection(listening.getsockname())
+            self.far, _ = listening.accept()
+        self.user, self.near = socket.socketpair()
+        for each in (self.peer, self.user):
+            each.settimeout(30)
+        self.relay = Relay(self.far, self.near, "the connection of this test")
+
+
+@pytest.fixture
+def ends() -> Iterator[Ends]:
+    made = Ends()
+    yield made
+    made.relay.abort()
+    assert made.relay.join(30)
+    assert made.far.fileno() == made.near.fileno() == -1
+    made.peer.close()
+    made.user.close()
+
+
+def received(sock: socket.socket) -> bytes:
+    """Everything until the end."""
+    found = bytearray()
+    while data := sock.recv(1 << 16):
+        found += data
+    return bytes(found)
+
+
+def test_everything_arrives_both_ways_and_each_end_ends_on_its_own(ends: Ends) -> None:
+    got: dict[str, bytes] = {}
+
+    def talk(name: str, sock: socket.socket, said: bytes) -> None:
+        sending = threading.Thread(target=lambda: (sock.sendall(said), sock.shutdown(socket.SHUT_WR)))
+        sending.start()
+        got[name] = received(sock)
+        sending.join(30)
+
+    user = threading.Thread(target=talk, args=("user", ends.user, LARGE))
+    user.start()
+    talk("peer", ends.peer, LARGE[::-1])
+    user.join(30)
+    assert got == {"user": LARGE[::-1], "peer": LARGE}
+    assert ends.relay.join(30)
+
+
+def test_an_end_of_one_side_leaves_the_other_direction_open(ends: Ends) -> None:
+    ends.peer.sendall(b"last words")
+    ends.peer.shutdown(socket.SHUT_WR)
+    assert received(ends.user) == b"last words"
+    ends.user.sendall(b"answer")
+    assert ends.peer.recv(100) == b"answer"
+    assert not ends.relay.ended
+    ends.user.close()
+    assert received(ends.peer) == b""
+    assert ends.relay.join(30)
+
+
+def test_what_was_sent_before_the_near_end_closed_still_arrives(ends: Ends) -> None:
+    sending = threading.Thread(target=lambda: (ends.user.sendall(LARGE), ends.user.close()))
+    sending.start()
+    ends.peer.sendall(b"never read")
+    assert received(ends.peer) == LARGE
+    sending.join(30)
+    assert ends.relay.join(30)
+
+
+def test_finishing_ends_it_although_another_process_holds_the_near_connection(ends: Ends) -> None:
+    held = ends.user.dup()
+    ends.user.sendall(b"before")
+    ends.user.close()
+    assert not ends.relay.join(0.2)
+    ends.relay.finish()
+    assert received(ends.peer) == b"before"
+    assert ends.relay.join(30)
+    held.close()
+
+
+def test_a_peer_that_takes_nothing_is_dropped_after_a_while(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(relay_module, "_LINGER_S", 0.3)
+    ends.user.setblocking(False)
+    with pytest.raises(BlockingIOError):
+        while True:
+            ends.user.send(LARGE)
+            time.sleep(0.01)  # the relay goes on taking until the peer's kernel is full
+    ends.user.close()
+    assert ends.relay.join(30)
+
+
+def test_aborting_waits_for_no_peer(ends: Ends) -> None:
+    ends.user.setblocking(False)
+    with pytest.raises(BlockingIOError):
+        while True:
+            ends.user.send(LARGE)
+    ends.relay.abort()
+    assert ends.relay.join(5)
+    with pytest.raises(ConnectionResetError):  # what it had sent was not read
+        ends.user.recv(1)
+    ends.relay.abort()
+    ends.relay.finish()
+
+
+def test_a_forked_child_holds_neither_socket(ends: Ends) -> None:
+    pid = os.fork()
+    if not pid:
+        os._exit(0 if ends.far.fileno() == ends.near.fileno() == -1 else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    ends.user.sendall(b"the parent's goes on")
+    assert ends.peer.recv(100) == b"the parent's goes on"
+
+
+def test_without_a_thread_it_is_an_error_that_names_the_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    pair, other = socket.socketpair(), socket.socketpair()
+    with pytest.raises(TransportError, match=r"for the connection of this test: can't start new thread"):
+        Relay(pair[0], other[0], "the connection of this test")
+    assert pair[0].fileno() == other[0].fileno() == -1
+    pair[1].close()
+    other[1].close()
