@@ -62,6 +62,7 @@ from kvplug.net.streams import (
 )
 from kvplug.net.trust.addresses import (
     local_domain as local_domain,
+    unix_address as unix_address,
 )
 from kvplug.net.trust.channel import (
     Channel as Channel,

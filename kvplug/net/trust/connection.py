@@ -106,7 +106,7 @@ def dial(
     target = parse_contact(contact)
     resolved: tuple[Resolved, ...] = ()
     if isinstance(target.address, UnixAddress):
-        if not HAS_ABSTRACT_SOCKETS:
+        if not target.address.is_path and not HAS_ABSTRACT_SOCKETS:
             raise WireError(f"{target} is an abstract Unix socket, which this platform does not have")
     else:
         resolved = resolve(target.address)
