@@ -112,12 +112,15 @@ class _Task(abc.ABC):
         except Exception as e:
             raise _CopyError(e) from e
         finally:
-            with self.lock:
-                self._num_copies -= 1
-                settles = self.is_over and not self._num_copies
-            if settles:
+            if self._copied():
                 self.job.settle()
         return True
+
+    def _copied(self) -> bool:
+        """A copy has ended. Returns whether the job settles with it."""
+        with self.lock:
+            self._num_copies -= 1
+            return self.is_over and not self._num_copies
 
     def end(self, reason: MissReason | None) -> bool:
         """The job is done. Returns whether it was not before. It settles when no copy is under way."""
