@@ -68,6 +68,18 @@ class Connection:
         """The peer and the address, for messages."""
         return f"{self.peer} ({self.purpose} at {self.address})"
 
+    @property
+    def is_same_user(self) -> bool:
+        """Whether the kernel says that the other end runs as the user of this process: over Unix sockets
+        only."""
+        if self.sock.family != getattr(socket, "AF_UNIX", None):
+            return False
+        try:
+            uid = unix_peer_uid(self.sock)
+        except OSError:
+            return False
+        return uid is not None and same_user(uid)
+
     def fileno(self) -> int:
         return self.sock.fileno()
 
