@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Final
 
+from kvplug import PeerGoneError
 from kvplug.transport import GetJob, MissReason, PageRequest, PageRows, PageSeal, WireError
 from kvplug_host.jobs.get import Landing
 from kvplug_host.jobs.steps import UNKNOWN, OverError
@@ -71,8 +72,11 @@ class PipedGet(Landing):
 
         Raises:
             WireError: it is none of this request.
+            PeerGoneError: the link has ended.
         """
-        if not self._answered.wait(_ANSWER_S) or piece >= len(self.pieces):
+        if not self._answered.wait(_ANSWER_S) or not self._sent:
+            raise PeerGoneError("the store sends pages and does not say which")
+        if piece >= len(self.pieces):
             raise WireError(f"piece {piece} came of a request with {len(self.pieces)}")
         (begin, end), numbers = self.pieces.piece(piece)
         sent = [at for at in numbers if self._sent[at]]
@@ -107,7 +111,8 @@ class PipedGet(Landing):
 
     def end(self, reason: MissReason | None) -> None:
         super().end(reason)
-        self._answered.set()
+        if reason in (MissReason.STORE_GONE, MissReason.CLOSED):
+            self._answered.set()
 
     def _settled(self) -> None:
         self._on_settled()
