@@ -29,11 +29,12 @@ class PlaceEnd(BlockingStore):
     """The pages of one place, for one end."""
 
     is_shared = False  # other processes do not see them
+    place_type: type[PagePlace] = PagePlace
 
     def __init__(self, path: str, budget_bytes: int) -> None:
         self._path = path
         with _entering:
-            self.place = _places.get(path) or PagePlace(budget_bytes)
+            self.place = _places.get(path) or self.place_type(budget_bytes)
             if path:
                 _places[path] = self.place
             self.number = self.place.enter()
@@ -74,9 +75,11 @@ class PlaceEnd(BlockingStore):
 class MemoryStore(ExecutedStore):
     """One end. Pages move in threads of the executor; everything else is answered at once."""
 
+    end_type: type[PlaceEnd] = PlaceEnd
+
     def __init__(self, context: StoreContext) -> None:
         path = context.options.path if context.options is not None else ""
-        self._inner = PlaceEnd(path, context.buffer_size)
+        self._inner = self.end_type(path, context.buffer_size)
         self._links: set[StoreLink] = set()
         super().__init__(self._inner, name="memory", seal=context.seal, timeout_s=context.timeout_s)
 

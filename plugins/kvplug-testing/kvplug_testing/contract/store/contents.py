@@ -180,6 +180,20 @@ class Contents(StoreSuite):
         got(store, pages)
 
     @law("STORE-1")
+    @at_both_ends
+    def test_pages_move_from_and_into_memory_that_is_registered(self, end: str) -> None:
+        first, store = self.ends(end)
+        pages = self.batch(first, 4)
+        source, target = pages.filled(), pages.empty()
+        for request in (source, target):
+            store.register_memory(request.memory)
+        assert ended(store.submit_put(source)) == [None] * 4
+        for _ in range(2):
+            assert ended(store.submit_get(target)) == [None] * 4
+            assert not (wrong := pages.unlike(target, [None] * 4)), wrong
+            blank(target.memory)
+
+    @law("STORE-1")
     def test_a_part_of_allocated_memory_can_be_put(self) -> None:
         store = self.hold()
         pages = self.batch(store, 4)

@@ -168,6 +168,27 @@ class Deadlines(StoreSuite):
         got(store, pages)
 
     @law("STORE-3")
+    @pytest.mark.parametrize("how", ["timeout", "cancel"])
+    def test_pages_that_come_after_the_end_of_a_get_are_not_copied(self, how: str) -> None:
+        store = self.hold()
+        pages = self.batch(store, 3)
+        kept(store, pages)
+        request = pages.empty()
+        rows = request.memory.rows()
+        assert rows is not None
+        with self.holding_up(store):
+            job = store.submit_get(request, timeout=SOON_S if how == "timeout" else 60.0)
+            if how == "cancel":
+                time.sleep(0.05)
+                job.cancel()
+            assert None not in ended(job)
+            assert job.wait_settled(waits.patience_s)
+            left = bytes(rows.buffer)
+        until(lambda: _works(store, pages), what="that the store works again")
+        time.sleep(0.1)
+        assert bytes(rows.buffer) == left, "memory was written after the job had settled"
+
+    @law("STORE-3")
     @at_both_ends
     @pytest.mark.parametrize("how", ["timeout", "cancel"])
     def test_a_put_that_ends_during_its_copy_keeps_no_mixture(self, end: str, how: str) -> None:

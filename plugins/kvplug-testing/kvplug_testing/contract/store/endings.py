@@ -31,6 +31,7 @@ from kvplug_testing.contract.store.suite import (
     kept,
     put,
 )
+from kvplug_testing.contract.store.writers import put_without_end
 from kvplug_testing.waits import Call, until
 
 at_once_and_politely = pytest.mark.parametrize("verb", ["close", "abort"])
@@ -306,10 +307,59 @@ class Endings(StoreSuite):
         before = Footprint.taken()
         for number in range(rounds):
             one(number)
+        self._has_not_grown(before, rounds, 4 * form.nbytes)
+
+    def _has_not_grown(self, before: Footprint, rounds: int, nbytes: int) -> None:
+        """Resources get some time to be released."""
         limit = time.monotonic() + waits.patience_s / 4
-        while more := Footprint.taken().growth(before, rounds, 4 * form.nbytes):
+        while more := Footprint.taken().growth(before, rounds, nbytes):
             assert time.monotonic() < limit, f"this process holds {more}"
             time.sleep(0.1)
+
+    @law("ALL-7")
+    def test_other_ends_that_come_and_go_leave_nothing_at_the_first(self) -> None:
+        place = self.place(64 << 20)
+        first = self.open(place)
+        pages = self.batch(first, 4, sized_format(50_000))
+        kept(first, pages)
+        self.make_reachable(place)
+
+        def one(number: int) -> None:
+            with self.scope():
+                store = self.other(place)
+                got(store, pages)
+                if number % 2:
+                    store.close()
+                else:
+                    store.abort()
+
+        for number in range(10):
+            one(number)
+        before = Footprint.taken()
+        for number in range(20):
+            one(number)
+        self._has_not_grown(before, 20, 4 * pages.form.nbytes)
+        got(first, pages)
+
+    @law("ALL-7", "ALL-2", needs="other_and_forked_processes", timeout_s=120)
+    def test_ends_whose_processes_are_killed_leave_nothing_at_the_first(self) -> None:
+        place = self.place(64 << 20)
+        first = self.open(place)
+        kept(first, self.batch(first, 4))
+        self.make_reachable(place)
+
+        def one() -> None:
+            with self.scope():
+                child = self.remote(place, put_without_end, b"killed")
+                assert child.recv(waits.patience_s) == "ready"
+                child.kill()
+
+        for _ in range(5):
+            one()
+        before = Footprint.taken()
+        for _ in range(5):
+            one()
+        self._has_not_grown(before, 5, 1 << 20)
 
     @law("STORE-2", "STORE-3", "ALL-5")
     @at_both_ends
