@@ -7,6 +7,11 @@ from kvplug.transport import Store, StoreContext, StoreLink
 
 def make_store(context: StoreContext) -> Store:
     """The store that a config names: in this process, or the one at the option ``contact``."""
+    options = context.options
+    if options is not None and options.contact:
+        from kvplug_host.client.contact import ContactStore
+
+        return ContactStore(context, options.contact)
     from kvplug_host.store import HostStore
 
     return HostStore(context)

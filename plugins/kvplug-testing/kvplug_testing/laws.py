@@ -249,9 +249,9 @@ STORE-5, leases and generations
 
 STORE-6, the budget
 : `used_bytes` never exceeds `budget_bytes`, with headers and the waste between pages counted. Room is made by
-  evicting the pages whose last use is longest ago. A page without room is a result (`no_room`), and so is a
-  page that is larger than the budget (`too_large`). Neither `used_bytes` nor the memory of the process grow
-  with the number of pages that came and went.
+  evicting pages by their use: those that were used longest ago, or least often. A page without room is a
+  result (`no_room`), and so is a page that is larger than the budget (`too_large`). Neither `used_bytes` nor
+  the memory of the process grow with the number of pages that came and went.
 
 STORE-7, a store that is gone
 : A store that cannot be reached is a miss with the reason `store_gone`, and neither an exception nor a hang.

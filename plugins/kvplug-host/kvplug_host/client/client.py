@@ -73,8 +73,19 @@ Answer = Callable[[Any], None]
 class HostClient(Store):
     """One end over one link. When the other process is gone, everything is a miss: it is lost."""
 
-    def __init__(self, context: StoreContext, link: StoreLink) -> None:
+    def __init__(
+        self,
+        context: StoreContext,
+        link: StoreLink,
+        *,
+        deadline: Deadline | None = None,
+        on_lost: Callable[[], None] = lambda: None,
+    ) -> None:
         """Owns the link from here on.
+
+        Args:
+            deadline: for the first messages; default: the context's ``timeout_s``.
+            on_lost: called when the other process is gone.
 
         Raises:
             HandshakeError: the store protects its pages in another way.
@@ -85,6 +96,7 @@ class HostClient(Store):
         self.seal = PageSeal(checksums=context.seal.checksums)
         self._timeout_s = context.timeout_s
         self._link = link
+        self._on_lost = on_lost
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._numbers = itertools.count(1)
@@ -105,7 +117,7 @@ class HostClient(Store):
         self._workers = Workers(NAME, options.threads)
         self._clock = Clock(NAME)
         try:
-            self._begin(context, options)
+            self._begin(context, options, deadline or Deadline.after(context.timeout_s))
         except BaseException:
             self._release()
             raise
@@ -122,8 +134,7 @@ class HostClient(Store):
         state = ", closed" if self._closed else ", gone" if self._is_gone else ""
         return f"<store 'host' of {self._link.channel.peer}{state}>"
 
-    def _begin(self, context: StoreContext, options: HostOptions) -> None:
-        deadline = Deadline.after(context.timeout_s)
+    def _begin(self, context: StoreContext, options: HostOptions, deadline: Deadline) -> None:
         hello = self._link.channel.recv(timeout=deadline.remaining())
         if not isinstance(hello, dict) or hello.get("store") != protocol.STORE:
             raise WireError(f"{self._link.channel.peer} serves no store {NAME!r}")
@@ -623,7 +634,7 @@ class HostClient(Store):
             gone = self._is_gone
             self._answers[number] = answer
         if gone or not self._outbox.send({"op": Op.SUBSCRIBE, "id": number}):
-            listener(_nothing_there())
+            listener(nothing_there())
 
         def end() -> None:
             if self._listeners.pop(number, None) is not None:
@@ -675,7 +686,8 @@ class HostClient(Store):
             self._end_for(job, reason)
         if not self._closed:
             for listener in listeners:
-                listener(_nothing_there())
+                listener(nothing_there())
+        self._on_lost()
 
     # -- the end -------------------------------------------------------------------------------
 
@@ -747,6 +759,6 @@ def _parts(keys: Sequence[bytes]) -> list[tuple[int, int]]:
     return [(at, min(protocol.MAX_KEYS, len(keys) - at)) for at in range(0, len(keys), protocol.MAX_KEYS)]
 
 
-def _nothing_there() -> PagesSnapshot:
+def nothing_there() -> PagesSnapshot:
     """The event of a store that is gone."""
     return PagesSnapshot(epoch=uuid.uuid4().hex, seq=0, count=0)

@@ -14,7 +14,7 @@ from kvplug.transport import Deadline
 
 _log = logging.getLogger(__name__)
 
-_MANY: Final = 64
+_MANY: Final = 8
 """Calls that were cancelled, from which on they are cleared away."""
 
 

@@ -53,6 +53,9 @@ class Arrival:
             for at, identity in enumerate(pages.identities)
         }
         self._slots: dict[int, Slot] = {}
+        """Of the pages that are still to come."""
+        self._left = 0
+        """Pages that have no result yet."""
 
     def begin(self) -> list[int]:
         """For each page: send it, or its result.
@@ -73,13 +76,17 @@ class Arrival:
             over = self.put.is_over
             if not over:
                 self._slots = slots
+                self._left = len(slots)
         if over:
             store.give_back(slots.values())
         return codes
 
-    def end_if_complete(self) -> None:
-        """The put is done if no page is still to come."""
-        if not self._slots:
+    def resolved(self, count: int) -> None:
+        """So many pages more have their result. The put ends with the last of them."""
+        with self._lock:
+            self._left -= count
+            finished = not self._left
+        if finished:
             self.put.end(None)
 
     def receive(self, pipe: Pipe, memory: Any, first: int, rows: int, row_bytes: int) -> bool:
@@ -111,7 +118,7 @@ class Arrival:
             raise
         store.give_back([slots.pop(at) for at in wrong])
         store.publish(self.put, slots, self._header_bytes, [(at, PutReason.OTHER) for at in wrong])
-        self.end_if_complete()
+        self.resolved(rows)
         return True
 
     def _is_right(self, at: int, slot: Slot) -> bool:

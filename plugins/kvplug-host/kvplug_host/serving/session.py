@@ -350,7 +350,7 @@ class Session:
         except OverError:
             return  # its results have been sent
         self._answer(message, wanted=bytes(codes))
-        arrival.end_if_complete()
+        arrival.resolved(0)
 
     def _listen_to_pipe(self) -> None:
         if self._receiver is None:

@@ -72,9 +72,13 @@ class Leases(StoreSuite):
         return self.budget_bytes // 24
 
     def _flood(self, store: Store, count: int = 48) -> Iterator[list[PutReason | None]]:
-        """Put so many other pages, one after the other."""
+        """Put so many other pages, one after the other, and use each: a store may keep a page that was used
+        before those that are seen once."""
         for _ in range(count):
-            yield put(store, self.batch(store, 1, sized_format(self._nbytes)))
+            pages = self.batch(store, 1, sized_format(self._nbytes))
+            results = put(store, pages)
+            got_or_missed(store, pages)
+            yield results
 
     def _leased(self, count: int = 4, **given: Any) -> tuple[Place, Store, Batch]:
         """A store with a small budget, and pages in it."""
