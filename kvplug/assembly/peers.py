@@ -12,7 +12,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Generic, TypeVar
 
 import attrs
@@ -34,7 +34,6 @@ from kvplug.metrics.stats import TransferStats
 from kvplug.negotiation.handshake.agreement import Agreement
 from kvplug.negotiation.handshake.exchange import exchange
 from kvplug.negotiation.handshake.hello import Hello
-from kvplug.net import liveness
 from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
 from kvplug.net.threads import BackgroundThread, end_at_exit
 from kvplug.net.trust.channel import Channel
@@ -52,8 +51,6 @@ CONTROL = "control"
 _MAX_PENDING_HANDSHAKES = 32
 _MAX_READY = 128
 """Links or pipes that the program has not accepted yet."""
-_LEAVE_S = 2.0
-"""How long a pipe may take to become ready after its peer has hung up the control channel."""
 _CLOSE_S = 2.0
 """How long ``close`` waits for handshakes that it has just ended."""
 
@@ -161,41 +158,20 @@ class ControlLink(PeerLink):
             self._opening, closed = listener, self._closed
         if closed:
             listener.close()
-        left = threading.Event()
         try:
             self.channel.send({"pipe": label, "contact": listener.contact}, timeout=deadline.remaining())
-            with self._when_it_leaves(left, listener):
-                return listener.accept(timeout=deadline.remaining())
-        except ClosedError as e:
-            if left.is_set():
-                raise PeerGoneError(f"{self.channel.peer} hung up before it opened the pipe") from e
-            raise
+            outcome = _Outcome(self.channel, label, listener, deadline)
+            try:
+                pipe = listener.accept(timeout=deadline.remaining())
+            except ClosedError as e:
+                raise outcome.wait() or e from e
+            if (error := outcome.wait()) is not None:
+                pipe.abort()
+                raise error
+            return pipe
         finally:
             self._opening = None
             listener.close()
-
-    @contextlib.contextmanager
-    def _when_it_leaves(self, left: threading.Event, listener: PipeListener) -> Iterator[None]:
-        """End the wait for a peer that has died. One that has opened its pipe leaves too, so it gets a moment
-        first, in which the listener finishes with it.
-        """
-        over = threading.Event()  # the wait has ended, or the program leaves
-
-        def give_up() -> None:
-            if not over.wait(_LEAVE_S):
-                left.set()
-                listener.close()
-
-        def hung_up(_: str) -> None:
-            BackgroundThread(give_up, name="kvplug-give-up", stop=over.set).start()
-
-        with self.channel.socket().dup() as ours:  # another part of the connector may watch the channel's own
-            watching = liveness.watch(sock=ours, on_gone=hung_up)
-            try:
-                yield
-            finally:
-                watching.close()
-                over.set()
 
     def _join(self, label: str, transport: str, device: str, deadline: Deadline) -> Pipe:
         offer = self.channel.recv(timeout=deadline.remaining())
@@ -205,8 +181,19 @@ class ControlLink(PeerLink):
             raise HandshakeError(
                 f"it cannot listen on {transport!r}: {offer.get('error')}", peer=str(self.channel.peer)
             )
-        endpoint = self._settings.pipe_endpoint(transport, device)
-        return endpoint.connect(str(offer["contact"]), timeout=deadline.remaining())
+        try:
+            endpoint = self._settings.pipe_endpoint(transport, device)
+            pipe = endpoint.connect(str(offer["contact"]), timeout=deadline.remaining())
+        except Exception as e:
+            with contextlib.suppress(KvplugError):  # the other end waits for a pipe that does not come
+                self.channel.send({"pipe": label, "error": str(e)}, timeout=deadline.remaining())
+            raise
+        try:
+            self.channel.send({"pipe": label, "joined": True}, timeout=deadline.remaining())
+        except BaseException:
+            pipe.abort()
+            raise
+        return pipe
 
     def close(self) -> None:
         with self._lock:
@@ -214,6 +201,46 @@ class ControlLink(PeerLink):
         self.channel.close()
         if listener is not None:
             listener.close()
+
+
+class _Outcome:
+    """What became of a pipe at the end that connects: it tells over the channel, also why there is none.
+
+    A thread waits for that. Where there is no pipe it closes the listener, so that nothing waits for it.
+    """
+
+    def __init__(self, channel: Channel, label: str, listener: PipeListener, deadline: Deadline) -> None:
+        self._channel = channel
+        self._label = label
+        self._listener = listener
+        self._deadline = deadline
+        self._error: KvplugError | None = None
+        self._thread = threading.Thread(target=self._run, name="kvplug-pipe-outcome", daemon=True)
+        self._thread.start()
+
+    def wait(self) -> KvplugError | None:
+        """Why there is no pipe; ``None`` if there is one."""
+        left = self._deadline.remaining()
+        self._thread.join(None if left is None else left + 1.0)
+        if self._thread.is_alive():
+            return TimeoutError(f"{self._channel.peer} did not say in time that it joined the pipe")
+        return self._error
+
+    def _run(self) -> None:
+        peer = self._channel.peer
+        try:
+            outcome = self._channel.recv(timeout=self._deadline.remaining())
+            if not isinstance(outcome, dict) or outcome.get("pipe") != self._label:
+                raise WireError(f"{peer} was to join the pipe {self._label!r} and sent something else")
+            if "joined" not in outcome:
+                raise HandshakeError(f"it cannot join the pipe: {outcome.get('error')}", peer=str(peer))
+        except PeerGoneError as e:
+            self._error = PeerGoneError(f"{peer} hung up before it opened the pipe")
+            self._error.__cause__ = e
+        except KvplugError as e:
+            self._error = e
+        if self._error is not None:
+            self._listener.close()
 
 
 class LinkServer(Generic[T]):

@@ -7,6 +7,8 @@ import logging
 import threading
 from typing import Any
 
+import attrs
+
 from kvplug.assembly.peers import ControlLink, ControlPeers, LinkServer, LinkSettings
 from kvplug.assembly.registry import Registry
 from kvplug.assembly.resolve import ResolvedConfig, credentials_of, make_hello
@@ -16,6 +18,7 @@ from kvplug.metrics.record import RecordedStore
 from kvplug.metrics.stats import TransferStats
 from kvplug.net.deadline import Deadline
 from kvplug.net.threads import BackgroundThread
+from kvplug.net.trust.addresses import TcpAddress, parse_address
 from kvplug.transport.context import StoreContext
 from kvplug.transport.spec import Kind, StoreSpec
 from kvplug.transport.store.blocking import BlockingStore
@@ -82,6 +85,7 @@ class StoreOpener:
             seal=PageSeal(
                 checksums=config.integrity != "off", secret=None if secret is None else secret.reveal()
             ),
+            host=config.host,
             buffer_size=config.buffer_size,
             timeout_s=config.timeout_s,
             heartbeat_timeout_s=config.heartbeat_timeout_s,
@@ -206,6 +210,12 @@ class StoreServer:
         self.close()
 
 
+def _host_of(address: str) -> str:
+    """The ``host`` of a config whose programs listen at this address."""
+    parsed = parse_address(address)
+    return parsed.host if isinstance(parsed, TcpAddress) else str(parsed) if parsed.name else "127.0.0.1"
+
+
 def serve_store(
     config: Config,
     name: str | None = None,
@@ -219,6 +229,8 @@ def serve_store(
         UnknownTransportError, AmbiguousNameError, ConfigError, PluginError: as :func:`build_store`.
         InsecureAddressError, AddressInUseError: it cannot listen there.
     """
+    if address is not None:
+        config = attrs.evolve(config, host=_host_of(address))  # pipes listen where the link does
     resolved = ResolvedConfig(config, Registry.from_env() if registry is None else registry)
     resolved.check(keys=("stores", "transport", "integrity"))
     settings = store_links(resolved, TransferStats())

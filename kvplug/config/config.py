@@ -126,8 +126,8 @@ class Config:
     )
     host: str = option(
         "127.0.0.1",
-        help="Address to listen at or to dial: a host, or unix:@name for an abstract Unix socket."
-        " An address that other hosts can reach needs a secret.",
+        help="Address to listen at or to dial: a host, unix:@name for an abstract Unix socket, or"
+        " unix:/path for one in the file system. An address that other hosts can reach needs a secret.",
         validator=host_form,
     )
     port: int = option(
@@ -306,7 +306,7 @@ class Config:
         return self.role
 
     def control_address(self, rank: int = 0) -> str:
-        """Where worker ``rank`` listens: ``host:port`` or ``unix:@name-number``."""
+        """Where worker ``rank`` listens: ``host:port``, ``unix:@name-number`` or ``unix:/path-number``."""
         number = self.port_offset + rank
         if self.host.startswith("unix:"):
             return f"{self.host}-{number}"

@@ -11,7 +11,9 @@ LAST_PORT: Final = 65535
 NAME = re.compile(r"(?:[A-Za-z0-9][\w.-]*:)?[a-z][a-z0-9-]{0,39}")
 DEVICE = re.compile(r"[a-z]+(?::[0-9]{1,4})?")
 _HOST = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,252})|[0-9A-Fa-f:.]{2,45}(?:%\w+)?")
-_UNIX = re.compile(r"unix:@[A-Za-z0-9][A-Za-z0-9._/-]{0,89}")
+_UNIX = re.compile(
+    r"unix:(?:@[A-Za-z0-9][A-Za-z0-9._/-]{0,89}|/[A-Za-z0-9._@%+=,~-][A-Za-z0-9._@%+=,~/-]{0,87})"
+)
 HASH = re.compile(r"[a-z][a-z0-9_]{0,31}")
 
 
@@ -38,11 +40,14 @@ def host_form(_: Any, __: Any, value: Any) -> None:
         raise ValueError("allowed is text")
     if value.startswith("unix:"):
         if not _UNIX.fullmatch(value):
-            raise ValueError("an abstract Unix socket is written unix:@name (letters, digits and . _ - /)")
+            raise ValueError(
+                "a Unix socket is written unix:@name (letters, digits and . _ - /), or unix:/path for one in"
+                " the file system"
+            )
     elif "://" in value or re.fullmatch(r"[^:]+:[0-9]+|\[.*\].*", value):
         raise ValueError("allowed is a host alone, without scheme, brackets or port; the port is set by port")
     elif not _HOST.fullmatch(value):
-        raise ValueError("allowed is a host name, an IP address, or unix:@name")
+        raise ValueError("allowed is a host name, an IP address, unix:@name or unix:/path")
 
 
 def each_one(check_one: Any) -> Any:
@@ -59,7 +64,9 @@ def each_one(check_one: Any) -> Any:
 
 def address_form(_: Any, __: Any, value: Any) -> None:
     if not isinstance(value, str) or not value or len(value) > 1000 or not value.isprintable():
-        raise ValueError('allowed is an address such as "10.0.0.5:29555" or "unix:@name", or a contact')
+        raise ValueError(
+            'allowed is an address such as "10.0.0.5:29555", "unix:@name" or "unix:/path", or a contact'
+        )
 
 
 def count(what: str) -> Any:

@@ -38,6 +38,24 @@ from kvplug.net.liveness import (
     Watch as Watch,
     watch as watch,
 )
+from kvplug.net.memory.fd_passing import (
+    recv_fds as recv_fds,
+    send_fds as send_fds,
+)
+from kvplug.net.memory.limits import (
+    explain_os_error as explain_os_error,
+)
+from kvplug.net.memory.mapping import (
+    map_memfd as map_memfd,
+)
+from kvplug.net.memory.memfd import (
+    check_memfd as check_memfd,
+    create_memfd as create_memfd,
+    seal_memfd as seal_memfd,
+)
+from kvplug.net.memory.segment import (
+    Segment as Segment,
+)
 from kvplug.net.streams import (
     acquire_stream as acquire_stream,
     release_stream as release_stream,
@@ -50,6 +68,7 @@ from kvplug.net.threads import (
 from kvplug.net.trust.addresses import (
     is_loopback as is_loopback,
     local_domain as local_domain,
+    unix_address as unix_address,
 )
 from kvplug.net.trust.channel import (
     Channel as Channel,

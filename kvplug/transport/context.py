@@ -87,6 +87,8 @@ class StoreContext:
     seal: PageSeal = attrs.field(factory=PageSeal)
     """How its pages are protected, where other programs can write to it: with a proof if the config has a
     secret."""
+    host: str = "127.0.0.1"
+    """The interface it may listen on. Loopback means that no other host will connect."""
     buffer_size: int = 2**30
     """Bytes of memory that it may use for pages, where its options say nothing else."""
     timeout_s: float = 30.0

@@ -145,7 +145,16 @@ def test_a_missing_role_is_told_when_it_is_needed() -> None:
 
 
 @pytest.mark.parametrize(
-    "host", ["127.0.0.1", "node-3.example.org", "::1", "fe80::1%eth0", "unix:@kvplug/a-1", "0.0.0.0"]
+    "host",
+    [
+        "127.0.0.1",
+        "node-3.example.org",
+        "::1",
+        "fe80::1%eth0",
+        "unix:@kvplug/a-1",
+        "unix:/run/kvplug/a",
+        "0.0.0.0",
+    ],
 )
 def test_hosts(host: str) -> None:
     assert Config.from_dict({"host": host}).host == host
@@ -159,7 +168,9 @@ def test_hosts(host: str) -> None:
         "tcp://127.0.0.1",
         "127.0.0.1:80",
         "[::1]",
-        "unix:/tmp/x",
+        "unix:/",
+        "unix:/a b",
+        "unix:/" + "a" * 89,
         "unix:@",
         "unix:@" + "a" * 91,
         "a\n",
@@ -178,6 +189,7 @@ def test_what_is_no_host_is_refused(host: str) -> None:
         ("::1", 0, 1, "[::1]:29556"),
         ("unix:@a", 0, 2, "unix:@a-2"),
         ("unix:@a", 10, 2, "unix:@a-12"),
+        ("unix:/run/a", 10, 2, "unix:/run/a-12"),
     ],
 )
 def test_each_rank_has_its_own_address(host: str, offset: int, rank: int, address: str) -> None:

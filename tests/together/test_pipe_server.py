@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 import threading
+from contextlib import ExitStack
 
+import attrs
 import pytest
 import torch
 
-from kvplug import ClosedError, Config, PipeServer, TimeoutError, connect_pipe, listen_pipe
+from kvplug import (
+    ClosedError,
+    Config,
+    HandshakeError,
+    PipeServer,
+    TimeoutError,
+    TransportError,
+    connect_pipe,
+    listen_pipe,
+)
 from kvplug.assembly.peers import ControlPeers
 from kvplug.assembly.pipes import _link_settings, _resolve
 from kvplug.transport import Pipe
@@ -98,3 +109,29 @@ def test_closing_ends_the_pipes_that_were_not_accepted_and_those_under_way(fork_
         ours.close()
         raises(ClosedError, server.accept)
         assert not [t.name for t in threading.enumerate() if t.name in ("kvplug-accept", "kvplug-handshake")]
+
+
+def test_an_end_that_cannot_join_a_pipe_says_so_and_the_other_one_does_not_wait() -> None:
+    """As with a pipe whose address the other end cannot reach: here its listener is gone by then."""
+    both = _link_settings(_resolve(CONFIG, None), None)
+
+    class Unreachable:
+        def connect(self, contact: str, timeout: float) -> Pipe:
+            raise TransportError("no way leads there")
+
+    with ExitStack() as stack:
+        server = ControlPeers(both, listen="unix:")
+        stack.callback(server.close)
+        listener = server.listen()
+        joining = attrs.evolve(both, endpoint=lambda *_: Unreachable())
+        there = Call(lambda: listener.accept(20))
+        ours = ControlPeers(joining, connect=listener.contact).connect(0, "x")
+        stack.callback(ours.close)
+        theirs = there.result()
+        stack.callback(theirs.close)
+        waiting = Call(lambda: theirs.open_pipe("pages"))
+        raises(TransportError, lambda: ours.open_pipe("pages"))
+        error = waiting.raised(HandshakeError, 5)
+        assert "no way leads there" in str(error)
+        ours.channel.send("and the channel goes on")
+        assert theirs.channel.recv(5) == "and the channel goes on"

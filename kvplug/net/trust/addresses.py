@@ -1,9 +1,9 @@
 """Addresses and contacts as text: where a listener listens, and how another process connects to it.
 
 An *address* is what an operator writes: ``host:port``, ``[::1]:port``, ``unix:@name`` (an abstract Unix
-socket: nothing in the file system, gone with its process) or ``unix:`` (the same, name generated). A
-*contact* is what a listener hands out: an address, and on loopback TCP the token that authenticates its
-holder.
+socket: nothing in the file system, gone with its process), ``unix:`` (the same, name generated) or
+``unix:/path`` (a socket in the file system, for containers that share a folder). A *contact* is what a
+listener hands out: an address, and on loopback TCP the token that authenticates its holder.
 """
 
 from __future__ import annotations
@@ -22,10 +22,12 @@ from kvplug.errors import ConfigError, PeerGoneError, WireError
 
 HAS_ABSTRACT_SOCKETS = sys.platform.startswith("linux") and hasattr(socket, "AF_UNIX")
 _UNIX_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,99}")
+_UNIX_PATH = re.compile(r"/[A-Za-z0-9._:@%+=,~/-]{1,106}")
 _TOKEN = re.compile(r"[A-Za-z0-9_-]{16,128}")
 _MAX_CONTACT = 512
 _NOT_A_CONTACT = (
-    "not a contact: expected host:port, tcp://host:port?token=… or unix:@name, whole, as its listener gave it"
+    "not a contact: expected host:port, tcp://host:port?token=…, unix:@name or unix:/path, whole, as its"
+    " listener gave it"
 )
 
 
@@ -54,16 +56,24 @@ class TcpAddress:
 
 @attrs.frozen
 class UnixAddress:
-    """An abstract Unix socket; ``name`` is without the leading NUL. Empty: one is to be generated."""
+    """An abstract Unix socket; ``name`` is without the leading NUL. Empty: one is to be generated.
+
+    A name that begins with a slash is the path of a socket in the file system.
+    """
 
     name: str
 
     def __str__(self) -> str:
-        return f"unix:@{self.name}"
+        return f"unix:{self.name}" if self.is_path else f"unix:@{self.name}"
+
+    @property
+    def is_path(self) -> bool:
+        """Whether it is a socket in the file system."""
+        return self.name.startswith("/")
 
     @property
     def sockaddr(self) -> str:
-        return "\0" + self.name
+        return self.name if self.is_path else "\0" + self.name
 
 
 Address = TcpAddress | UnixAddress
@@ -92,6 +102,14 @@ def parse_address(text: str) -> Address:
     Raises:
         ConfigError: it is not an address; the message says what one looks like.
     """
+    if text.startswith("unix:/"):
+        path = text.removeprefix("unix:")
+        if not _UNIX_PATH.fullmatch(path) or path.endswith("/"):
+            raise ConfigError(
+                f"{text!r} is not an address: the path of a Unix socket has up to 107 letters, digits and"
+                " ._:@%+=,~/-, as in unix:/run/kvplug/store.sock"
+            )
+        return UnixAddress(path)
     if text.startswith("unix:"):
         name = text.removeprefix("unix:").removeprefix("@")
         if name and not _UNIX_NAME.fullmatch(name):
@@ -106,7 +124,9 @@ def parse_address(text: str) -> Address:
     elif ":" in host:
         raise ConfigError(f"{text!r} is not an address: write IPv6 in brackets, as in [::1]:29555")
     if not colon or not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
-        raise ConfigError(f"{text!r} is not an address: expected host:port, [ipv6]:port or unix:@name")
+        raise ConfigError(
+            f"{text!r} is not an address: expected host:port, [ipv6]:port, unix:@name or unix:/path"
+        )
     if not re.fullmatch(r"[A-Za-z0-9._:%-]{1,253}", host):
         raise ConfigError(f"{text!r} is not an address: {host!r} cannot be a host")
     return TcpAddress(host, int(port))
@@ -135,6 +155,17 @@ def parse_contact(text: str) -> ListenerContact:
     if address == UnixAddress("") or (isinstance(address, TcpAddress) and address.port == 0):
         raise WireError(f"{rest} is not a contact: it names no host to connect to")
     return ListenerContact(address, token)
+
+
+def unix_address(host: str) -> str:
+    """Where a server with this configured ``host`` listens for more connections of its peers on this host.
+
+    Beside the socket, for a path; ``unix:`` (an abstract socket with a generated name) for every other host.
+
+    >>> unix_address("unix:/run/kvplug/store.sock")[:28]
+    'unix:/run/kvplug/store.sock-'
+    """
+    return f"{host}-{secrets.token_hex(6)}" if host.startswith("unix:/") else "unix:"
 
 
 def generated_name() -> str:

@@ -22,6 +22,7 @@ from kvplug.net.trust.addresses import (
 )
 from kvplug.net.trust.credentials import Credentials
 from kvplug.net.trust.peercred import owner_of
+from kvplug.net.trust.socket_path import bind_path
 
 
 def bound(address: str | Address, credentials: Credentials) -> tuple[socket.socket, ListenerContact]:
@@ -31,6 +32,8 @@ def bound(address: str | Address, credentials: Credentials) -> tuple[socket.sock
     """
     if isinstance(address, str):
         address = parse_address(address)
+    if isinstance(address, UnixAddress) and address.is_path:
+        return _bind_path(address)
     if isinstance(address, UnixAddress) and not HAS_ABSTRACT_SOCKETS:
         if address.name:
             raise ConfigError(
@@ -55,6 +58,8 @@ def cannot_bind(address: Address, e: OSError) -> ConfigError | AddressInUseError
         return AddressInUseError(f"{address} is in use{by}; stop it or choose another address")
     if e.errno == errno.EADDRNOTAVAIL:
         return ConfigError(f"cannot listen at {address}: this host has no such address")
+    if e.errno in (errno.ENOENT, errno.ENOTDIR) and isinstance(address, UnixAddress):
+        return ConfigError(f"cannot listen at {address}: there is no such folder")
     return TransportError(f"cannot listen at {address}: {e.strerror or e}")
 
 
@@ -62,6 +67,16 @@ def _bind_unix(address: UnixAddress) -> tuple[socket.socket, ListenerContact]:
     sock = _new_socket(socket.AF_UNIX, address)
     try:
         sock.bind(address.sockaddr)
+    except OSError as e:
+        sock.close()
+        raise cannot_bind(address, e) from e
+    return sock, ListenerContact(address)
+
+
+def _bind_path(address: UnixAddress) -> tuple[socket.socket, ListenerContact]:
+    sock = _new_socket(socket.AF_UNIX, address)
+    try:
+        bind_path(sock, address.name)
     except OSError as e:
         sock.close()
         raise cannot_bind(address, e) from e

@@ -67,6 +67,18 @@ class Connection:
         """The peer and the address, for messages."""
         return f"{self.peer} ({self.purpose} at {self.address})"
 
+    @property
+    def is_same_user(self) -> bool:
+        """Whether the kernel says that the other end runs as the user of this process: over Unix sockets
+        only."""
+        if self.sock.family != getattr(socket, "AF_UNIX", None):
+            return False
+        try:
+            uid = unix_peer_uid(self.sock)
+        except OSError:
+            return False
+        return uid is not None and same_user(uid)
+
     def fileno(self) -> int:
         return self.sock.fileno()
 
@@ -105,7 +117,7 @@ def dial(
     target = parse_contact(contact)
     resolved: tuple[Resolved, ...] = ()
     if isinstance(target.address, UnixAddress):
-        if not HAS_ABSTRACT_SOCKETS:
+        if not target.address.is_path and not HAS_ABSTRACT_SOCKETS:
             raise WireError(f"{target} is an abstract Unix socket, which this platform does not have")
     else:
         resolved = resolve(target.address)

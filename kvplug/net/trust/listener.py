@@ -40,6 +40,7 @@ from kvplug.net.trust.peercred import (
     unix_peer_uid,
 )
 from kvplug.net.trust.relay import plain_end
+from kvplug.net.trust.socket_path import SocketFile
 from kvplug.net.trust.stranger import AskTablesError, Stranger
 from kvplug.net.trust.tls import ListenerTls
 
@@ -79,6 +80,7 @@ class Listener:
     ) -> None:
         self._sock = sock
         self._contact = contact
+        self._file = _file_of(contact)
         self._purpose = purpose
         self._label = label
         self._proof_timeout_s = proof_timeout_s
@@ -118,7 +120,9 @@ class Listener:
         proof_timeout_s: float = PROOF_TIMEOUT_S,
         max_unproven: int = MAX_UNPROVEN,
     ) -> Listener:
-        """Start to listen at ``host:port`` (port 0: any free one), ``unix:@name`` or ``unix:`` (any name).
+        """Start to listen at ``host:port`` (port 0: any free one), ``unix:@name``, ``unix:`` (any name) or
+        ``unix:/path``. The file of a path is removed with the listener; one that a dead process left is taken
+        over.
 
         Without a secret only this user's processes on this host can connect. The dialling end must name the
         same ``purpose``; ``label`` names this process to it. Where there are no abstract Unix sockets,
@@ -136,10 +140,10 @@ class Listener:
             sock.listen(backlog)
             return cls(sock, contact, credentials, purpose, label, proof_timeout_s, max_unproven)
         except OSError as e:
-            sock.close()
+            _unbind(sock, contact)
             raise cannot_bind(contact.address, e) from e
         except BaseException:
-            sock.close()
+            _unbind(sock, contact)
             raise
 
     def __repr__(self) -> str:
@@ -235,6 +239,8 @@ class Listener:
         except Exception:
             logger.exception("the listener at %s stops: a fault of kvplug", self._contact)
         finally:
+            if self._file is not None:
+                self._file.remove()
             with self._changed:
                 self._closed = True
                 with contextlib.suppress(OSError):
@@ -426,6 +432,19 @@ class Listener:
             return ""
         counts = ", ".join(f"{reason}: {count}" for reason, count in sorted(self._refusals.items()))
         return f"; turned away: {counts}"
+
+
+def _file_of(contact: ListenerContact) -> SocketFile | None:
+    """The file of a bound socket; ``None`` if it has none."""
+    address = contact.address
+    return SocketFile.at(address.name) if isinstance(address, UnixAddress) and address.is_path else None
+
+
+def _unbind(sock: socket.socket, contact: ListenerContact) -> None:
+    with contextlib.suppress(OSError):
+        if (file := _file_of(contact)) is not None:
+            file.remove()
+    sock.close()
 
 
 def _accepted(contact: ListenerContact, credentials: Credentials) -> dict[Mode, bytes]:

@@ -110,9 +110,7 @@ def same_user(uid: int) -> bool:
 
 def owner_of(address: Address) -> str:
     """ "pid 12 (name)" of the process that listens at ``address``, or ``""`` where /proc does not say."""
-    inodes = set(
-        _unix_inodes(address.name) if isinstance(address, UnixAddress) else _tcp_inodes(address.port)
-    )
+    inodes = set(_unix_inodes(address) if isinstance(address, UnixAddress) else _tcp_inodes(address.port))
     if not inodes:
         return ""
     wanted = {f"socket:[{inode}]" for inode in inodes}
@@ -174,12 +172,13 @@ def _tcp_inodes(port: int) -> Iterator[int]:
             yield row.inode
 
 
-def _unix_inodes(name: str) -> Iterator[int]:
+def _unix_inodes(address: UnixAddress) -> Iterator[int]:
+    shown = address.name if address.is_path else "@" + address.name
     try:
         with open("/proc/self/net/unix", encoding="utf-8", errors="replace") as f:
             for line in f:
                 fields = line.split(maxsplit=7)
-                if len(fields) == 8 and fields[7].rstrip("\n") == "@" + name:
+                if len(fields) == 8 and fields[7].rstrip("\n") == shown:
                     yield int(fields[6])
     except FileNotFoundError:
         return

@@ -2,7 +2,8 @@
 
     <name><version> <domain> <address> [<address> ...]
 
-An abstract Unix socket is reachable in one network namespace of one host, which ``domain`` names.
+An abstract Unix socket is reachable in one network namespace of one host, which ``domain`` names. A Unix
+socket with a path is reachable where the folder is, which only the attempt shows.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class Contact:
     """The transport's name, for errors."""
     MAX_ADDRESSES: ClassVar[int] = 1
     ONLY_UNIX: ClassVar[bool] = False
-    """Every address is a Unix socket: both ends must be in one domain."""
+    """Every address is a Unix socket: both ends must be on one host, for an abstract socket in one domain."""
     UNREACHABLE: ClassVar[str]
     """The error if no address of a listener can be reached from here: the cause, and what to change."""
 
@@ -75,7 +76,7 @@ class Contact:
         here = self.local_domain()
         if here != "-" and here == self.domain:
             return self.addresses
-        found = tuple(each for each in self.addresses if not each.startswith("unix:"))
+        found = tuple(each for each in self.addresses if not each.startswith("unix:") or each[5:6] == "/")
         if not found:
             raise TransportError(self.UNREACHABLE)
         return found

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from kvplug.errors import PeerGoneError, TimeoutError
 from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
+from kvplug.net.trust.addresses import unix_address
 from kvplug.net.trust.connection import Connection, dial
 from kvplug.net.trust.listener import Listener
 from kvplug.transport.acceptor import PipeAcceptor
@@ -60,7 +61,7 @@ class ContactEndpoint(PipeEndpoint, abc.ABC):
         """The addresses to listen at, for :meth:`kvplug.transport.Listener.open`; peers try the first one
         first.
         """
-        return ("unix:",)
+        return (unix_address(self._context.host),)
 
     @abc.abstractmethod
     def _listener(self, listeners: list[Listener], contact: str) -> PipeListener:

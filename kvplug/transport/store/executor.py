@@ -2,7 +2,8 @@
 
 Calls of the blocking store run in a few threads. Jobs take turns page by page, so that a long one does not
 hold up the others; lookups go first. Pages are read into memory of the thread, verified there, and only then
-copied to the caller. So a call that returns after its job's deadline touches nothing of the caller's.
+copied to the caller. So a call that returns after its job's deadline touches nothing of the caller's. A job
+whose deadline comes during such a copy is done, and settled when the copy has ended.
 
 A call that does not return holds its thread. The jobs go on in another one, up to a bound; then they end by
 their deadlines. A call that raises counts as a loss of the store: requests end at once, as misses, until the
@@ -59,6 +60,10 @@ class _Scratch:
         return memoryview(self._memory)[:nbytes]
 
 
+class _CopyError(Exception):
+    """The memory that the caller handed in cannot be used. The store is not to blame."""
+
+
 class _Task(abc.ABC):
     """The calls of one job."""
 
@@ -68,13 +73,19 @@ class _Task(abc.ABC):
         self.next_call = 0
         self.num_done = 0
         self.lock = threading.Lock()
-        """Held while the job ends, and while its results or its caller's memory change."""
+        """Held while the job ends and while its results change."""
         self.is_over = False
         self.results: list[Any] = [blank] * job.count
+        self._num_copies = 0
+        """Copies from or into the caller's memory that are under way."""
 
     @abc.abstractmethod
     def run(self, call: int, scratch: _Scratch) -> None:
         """One call of the blocking store and what belongs to it. May raise whatever that raises."""
+
+    def is_finished(self) -> bool:
+        """With the executor's lock: whether all calls have returned."""
+        return self.num_done == self.num_calls
 
     @abc.abstractmethod
     def failed(self, reason: MissReason) -> list[Any]:
@@ -86,14 +97,42 @@ class _Task(abc.ABC):
             if not self.is_over:
                 self.results[call] = result
 
+    def copy(self, move: Callable[[], None]) -> bool:
+        """Copy from or into the caller's memory. Returns whether the job was not over before.
+
+        Raises:
+            _CopyError: the caller's memory cannot be used.
+        """
+        with self.lock:
+            if self.is_over:
+                return False
+            self._num_copies += 1
+        try:
+            move()
+        except MemoryError:
+            raise
+        except Exception as e:
+            raise _CopyError(e) from e
+        finally:
+            if self._copied():
+                self.job.settle()
+        return True
+
+    def _copied(self) -> bool:
+        """A copy has ended. Returns whether the job settles with it."""
+        with self.lock:
+            self._num_copies -= 1
+            return self.is_over and not self._num_copies
+
     def end(self, reason: MissReason | None) -> bool:
-        """The job is done. Returns whether it was not before. A copy under way is finished first."""
+        """The job is done. Returns whether it was not before. It settles when no copy is under way."""
         with self.lock:
             if self.is_over:
                 return False
             self.is_over = True
             results = self.results if reason is None else self.failed(reason)
-        self.job.set(results)
+            settled = not self._num_copies
+        self.job.set(results, settled=settled)
         return True
 
 
@@ -127,8 +166,8 @@ class ExecutedStore(Store):
         self._tasks: deque[_Task] = deque()
         self._live: set[_Task] = set()
         self._puts = 0
-        self._busy: dict[threading.Thread, float] = {}
-        """Threads inside a call, and since when."""
+        self._busy: dict[threading.Thread, tuple[float, _Task]] = {}
+        """Threads inside a call, since when, and the task; which may be over."""
         self._idle = 0
         self._threads: set[threading.Thread] = set()
         self._due: list[tuple[float, int, _Task]] = []
@@ -167,11 +206,25 @@ class ExecutedStore(Store):
         return job
 
     def submit_remove(self, keys: Sequence[bytes] | None, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Job[bool]:
+        self._check_open()
         if keys is None and type(self._store).clear is BlockingStore.clear:
             self._store.clear()  # raises UnsupportedError
         job: Job[bool] = Job(1 if keys is None else len(keys), self._deadline(timeout))
-        self._submit(_Remove(self._store, job, None if keys is None else tuple(keys)), urgent=True)
+        task = _Remove(self._store, job, None if keys is None else tuple(keys), self._undone)
+        with self._lock:
+            for put in {*self._live, *(task for _, task in self._busy.values())}:
+                if isinstance(put, _Put):
+                    put.forget(task)
+        self._submit(task, urgent=True)
         return job
+
+    def _undone(self, task: _Remove, reason: MissReason | None) -> None:
+        """A write that was under way when its page was removed has ended, and was undone."""
+        with self._lock:
+            task.num_under_way -= 1
+            finished = task.is_finished()
+        if reason is not None or finished:
+            self._end(task, reason)
 
     def touch(self, keys: Sequence[bytes]) -> None:
         job: Job[bool] = Job(0, self._deadline(DEFAULT_TIMEOUT))
@@ -182,6 +235,7 @@ class ExecutedStore(Store):
         return self._store.keys(series.id)
 
     def usage(self) -> Usage:
+        self._check_open()
         return self._store.usage()
 
     # -- scheduling ----------------------------------------------------------------------------
@@ -219,7 +273,7 @@ class ExecutedStore(Store):
         if self._clock is None:
             self._clock = self._started(self._keep_deadlines, "-clock")
         late = time.monotonic() - self._timeout_s
-        stuck = sum(since < late for since in self._busy.values())
+        stuck = sum(since < late for since, _ in self._busy.values())
         room = self._num_threads + min(stuck, self._num_threads) - len(self._threads)
         if not self._idle and room > 0 and (thread := self._started(self._work)) is not None:
             self._threads.add(thread)
@@ -244,12 +298,15 @@ class ExecutedStore(Store):
                 task.run(call, scratch)
             except MemoryError as e:
                 reason, error = MissReason.NO_MEMORY, e
+            except _CopyError as e:
+                reason = MissReason.OTHER
+                _log.error("the memory of %r cannot be used: %s", task.job, _in_words(e.__cause__))
             except Exception as e:
                 reason, error = MissReason.STORE_GONE, e
             with self._lock:
-                self._note(reason, error, began=self._busy.pop(me))
+                self._note(reason, error, began=self._busy.pop(me)[0])
                 task.num_done += 1
-                finished = task.num_done == task.num_calls
+                finished = task.is_finished()
             if reason is not None or finished:
                 self._end(task, reason)
 
@@ -262,7 +319,7 @@ class ExecutedStore(Store):
                 self._idle += 1
                 self._lock.wait()
                 self._idle -= 1
-            self._busy[me] = time.monotonic()
+            self._busy[me] = time.monotonic(), taken[0]
             if self._urgent or self._tasks:
                 self._is_staffed()
             return taken
@@ -424,17 +481,19 @@ class _Get(_Task):
             reason = seal.check_header(series, identity, header) or MissReason.CORRUPT
         else:
             reason = seal.check(series, identity, header, payload)
-        if reason in (MissReason.CORRUPT, MissReason.FORGED):
+        if reason is None:
+            self.copy(lambda: pages.memory.scatter(call, PageRows.dense(payload, 1, len(payload))))
+        elif reason is not MissReason.ABSENT:
             self._discard(key, reason)
-        with self.lock:
-            if not self.is_over:
-                if reason is None:
-                    pages.memory.scatter(call, PageRows.dense(payload, 1, len(payload)))
-                self.results[call] = reason
+        self.note(call, reason)
         self.job.advance()
 
     def _discard(self, key: bytes, reason: MissReason | None) -> None:
-        """Make room under the key: as long as a wrong page is there, a right one would not be kept."""
+        """Make room under the key: as long as a wrong page is there, a right one would not be kept.
+
+        A key is a hash over the format and all tokens, so another format or identity under it is an accident
+        as well, for example a changed bit in the header.
+        """
         _log.warning("a store returned a wrong page (%s), which is removed", reason)
         with contextlib.suppress(UnsupportedError):
             self._store.remove([key])
@@ -449,22 +508,61 @@ class _Put(_Task):
         self._store = store
         self._seal = seal
         self._pages = pages
+        self._forgotten: set[int] = set()
+        """Calls whose pages were removed before they were written."""
+        self._writing: dict[int, list[_Remove]] = {}
+        """Calls that are writing, with the removals of their page since then."""
 
     def run(self, call: int, scratch: _Scratch) -> None:
         pages, series = self._pages, self._pages.series
         payload = scratch.take(series.format.nbytes)
-        with self.lock:
-            if self.is_over:
-                return
-            pages.memory.gather(call, PageRows.dense(payload, 1, len(payload)))
+        if not self.copy(lambda: pages.memory.gather(call, PageRows.dense(payload, 1, len(payload)))):
+            return
         header = self._seal.header(series, pages.identities[call], payload)
+        with self.lock:
+            forgotten = call in self._forgotten
+            if not forgotten:
+                self._writing[call] = []
+        if forgotten:
+            self.note(call, PutReason.CANCELLED)
+            return
+        result: PutReason | None = PutReason.OTHER
         try:
             kept = self._store.write(pages.keys[call], (memoryview(header), payload))
-            self.note(call, None if kept else PutReason.NO_ROOM)
+            result = None if kept else PutReason.NO_ROOM
         except CapacityError:
-            self.note(call, PutReason.TOO_LARGE)
+            result = PutReason.TOO_LARGE
         except PermissionError:
-            self.note(call, PutReason.READ_ONLY)
+            result = PutReason.READ_ONLY
+        finally:
+            with self.lock:
+                removals = self._writing.pop(call)
+            self.note(call, PutReason.CANCELLED if removals else result)
+            self._undo(pages.keys[call], removals)
+
+    def _undo(self, key: bytes, removals: Sequence[_Remove]) -> None:
+        """The page was removed while it was written: remove it now."""
+        if not removals:
+            return
+        reason: MissReason | None = MissReason.STORE_GONE
+        try:
+            self._store.remove([key])
+            reason = None
+        finally:
+            for removal in removals:
+                removal.undone(removal, reason)
+
+    def forget(self, removal: _Remove) -> None:
+        """With the executor's lock: do not write pages that are being removed, and undo what is written."""
+        with self.lock:
+            for call, key in enumerate(self._pages.keys):
+                if not removal.concerns(key):
+                    continue
+                if call in self._writing:
+                    self._writing[call].append(removal)
+                    removal.num_under_way += 1
+                elif self.results[call] is _UNKNOWN:
+                    self._forgotten.add(call)
 
     def failed(self, reason: MissReason) -> list[PutReason | None]:
         known = _PUT_REASONS.get(reason, PutReason.OTHER)
@@ -472,21 +570,40 @@ class _Put(_Task):
 
 
 class _Remove(_Task):
-    def __init__(self, store: BlockingStore, job: _AnyJob, keys: tuple[bytes, ...] | None) -> None:
+    def __init__(
+        self,
+        store: BlockingStore,
+        job: _AnyJob,
+        keys: tuple[bytes, ...] | None,
+        undone: Callable[[_Remove, MissReason | None], None],
+    ) -> None:
         super().__init__(job, 1 if job.count else 0, False)
         self._store = store
         self._keys = keys
+        self._known = frozenset(keys or ())
+        self.undone = undone
+        self.num_under_way = 0
+        """Writes of these pages that had begun before, and must be undone."""
+
+    def concerns(self, key: bytes) -> bool:
+        return self._keys is None or key in self._known
+
+    def is_finished(self) -> bool:
+        return super().is_finished() and not self.num_under_way
 
     def run(self, call: int, scratch: _Scratch) -> None:
-        if self._keys is None:
-            self._store.clear()
-        else:
-            self._store.remove(self._keys)
+        try:
+            if self._keys is None:
+                self._store.clear()
+            else:
+                self._store.remove(self._keys)
+        except UnsupportedError:  # the results stay as they are
+            return
         with self.lock:
             self.results = [True] * self.job.count
 
     def failed(self, reason: MissReason) -> list[bool]:
-        return self.results
+        return [False] * self.job.count
 
 
 class _Touch(_Task):

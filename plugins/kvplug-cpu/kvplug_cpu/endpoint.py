@@ -12,6 +12,7 @@ from kvplug.transport import (
     Pipe,
     PipeContext,
     PipeListener,
+    unix_address,
 )
 from kvplug_cpu import join
 from kvplug_cpu.contact import CpuContact
@@ -45,7 +46,7 @@ class CpuEndpoint(ContactEndpoint):
         if host.startswith("unix:"):
             if kind == "tcp":
                 raise ConfigError(f"the host {host!r} is a Unix socket, and the option socket is 'tcp'")
-            return ["unix:"]
+            return [unix_address(host)]
         tcp = f"[{host}]:0" if ":" in host else f"{host}:0"
         if kind == "auto":
             return ["unix:", tcp] if _other_hosts_reach(tcp) else ["unix:"]

@@ -6,8 +6,7 @@ import os
 import platform
 import sys
 
-from kvplug.transport import Probe, local_domain
-from kvplug_shm.memory import memfd
+from kvplug.transport import Probe, create_memfd, local_domain
 
 
 def describe() -> Probe:
@@ -25,7 +24,7 @@ def _missing() -> str:
     if not hasattr(os, "memfd_create"):
         return "it needs memfd_create, which this Python was built without"
     try:
-        os.close(memfd.new("kvplug-probe"))
+        os.close(create_memfd("kvplug-probe"))
     except OSError as e:
         return f"the system makes no anonymous memory: {e}"
     return ""

@@ -11,8 +11,8 @@ import threading
 import pytest
 
 from kvplug.net.wire.copying import address_of
+from kvplug.transport import Segment
 from kvplug_shm.memory.copying import RELEASE_GIL_BYTES, into, out_of
-from kvplug_shm.memory.segment import Segment
 
 SIZE = 4 * RELEASE_GIL_BYTES
 SIZES = [

@@ -9,8 +9,8 @@ import time
 
 import pytest
 
+from kvplug.transport import Segment
 from kvplug_shm.memory import waiting
-from kvplug_shm.memory.segment import Segment
 from kvplug_shm.memory.waiting import NAP_S, SPIN_S
 from kvplug_shm.memory.words import Words
 from kvplug_shm.ring.ends import RingEnd

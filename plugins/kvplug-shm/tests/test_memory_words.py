@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from kvplug.transport import Segment
 from kvplug_shm.memory import futex
-from kvplug_shm.memory.segment import Segment
 from kvplug_shm.memory.words import Words
 from kvplug_testing import peers
 

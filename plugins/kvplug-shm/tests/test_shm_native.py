@@ -23,8 +23,7 @@ from hypothesis import given, settings, strategies as st
 import ring_library
 import shm_pipe_ends as ends_of_pipes
 from kvplug import TimeoutError
-from kvplug.transport import Blocks, WireError
-from kvplug_shm.memory.segment import Segment
+from kvplug.transport import Blocks, Segment, WireError
 from kvplug_shm.memory.words import Words
 from kvplug_shm.native import library as native
 from kvplug_shm.native.ends import NativeReadingEnd, NativeWritingEnd, reading_end, writing_end

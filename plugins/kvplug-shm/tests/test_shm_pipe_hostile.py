@@ -17,8 +17,7 @@ import shm_pipe_ends as ends
 from kvplug import CapacityError, KvplugError, PeerGoneError, TimeoutError, TransportError
 from kvplug.net.wire.frames import FrameKind, encode_header
 from kvplug.net.wire.messages import GOODBYE, tensor_prefix
-from kvplug.transport import Deadline, HeartbeatTerms, WireError, dial
-from kvplug_shm.memory.fd_passing import recv_fds, send_fd
+from kvplug.transport import Deadline, HeartbeatTerms, WireError, dial, recv_fds, send_fds
 from kvplug_shm.pipe import join
 from kvplug_shm.pipe.contact import ShmContact
 from kvplug_shm.pipe.geometry import LINE, segment_size
@@ -222,7 +221,7 @@ def test_a_proven_peer_that_says_nothing_or_garbage_delays_nobody_and_leaves_not
             if number % 3 == 1:
                 guest.sock.sendall(secrets.token_bytes(1000))
             if number % 3 == 2:
-                send_fd(guest, secrets.token_bytes(20), (0, 1, 2), Deadline.after(5))
+                send_fds(guest, secrets.token_bytes(20), (0, 1, 2), Deadline.after(5))
         meets(end, listener)
         for guest in guests:
             guest.close()
@@ -233,7 +232,7 @@ def test_a_peer_that_vanishes_with_the_memory_in_hand_leaves_nothing() -> None:
     with peers.nothing_left(), end.listen() as listener:
         where = ShmContact.parse(listener.contact).addresses[0]
         guest = dial(where, end._context.credentials, join.PURPOSE, 5)
-        send_fd(guest, Join(step=0).pack(), (), Deadline.after(5))
+        send_fds(guest, Join(step=0).pack(), (), Deadline.after(5))
         _, fds = recv_fds(guest, len(Join(step=0).pack()), 1, Deadline.after(5))
         assert len(fds) == 1
         os.close(fds[0])
@@ -251,7 +250,7 @@ def host(answer: Any, fds: Any) -> Any:
         guest = listener.accept(5)
         try:
             recv_fds(guest, len(Join(step=0).pack()), 0, Deadline.after(5))
-            send_fd(guest, answer, fds, Deadline.after(5))
+            send_fds(guest, answer, fds, Deadline.after(5))
             return connecting.outcome()
         finally:
             guest.close()

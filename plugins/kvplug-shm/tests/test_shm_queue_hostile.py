@@ -16,8 +16,7 @@ import torch
 import shm_queue_ends as ends
 from kvplug import ClosedError, ConfigError, KvplugError, PeerGoneError, TransportError
 from kvplug.net.wire import encode
-from kvplug.transport import Credentials, QueueHandle, WireError, dial
-from kvplug_shm.memory.fd_passing import recv_fds, send_fd
+from kvplug.transport import Credentials, QueueHandle, WireError, dial, recv_fds, send_fds
 from kvplug_shm.queue.join import PURPOSE
 from kvplug_shm.ring import protocol
 from kvplug_testing.waits import Call, until
@@ -271,7 +270,7 @@ def test_bytes_of_strangers_reach_no_decoder(writer: Any, monkeypatch: pytest.Mo
 )
 def test_who_joins_with_nonsense_has_not_come(writer: Any, said: bytes) -> None:
     with insider(writer) as connection:
-        send_fd(connection, said, [], ends_in(5))
+        send_fds(connection, said, [], ends_in(5))
         with pytest.raises(PeerGoneError):
             recv_fds(connection, 1024, 1, ends_in(10))
     assert "not come" in writer.readers[0].process
@@ -291,7 +290,7 @@ def test_who_says_nothing_delays_nobody(writer: Any) -> None:
 
 def test_who_vanishes_with_the_memory_in_hand_has_not_come_and_may_come_again(writer: Any) -> None:
     with insider(writer) as connection:
-        send_fd(connection, frame({"rank": 0, "sees_death": True, "patience_s": 5.0}), [], ends_in(5))
+        send_fds(connection, frame({"rank": 0, "sees_death": True, "patience_s": 5.0}), [], ends_in(5))
         _, fds = recv_fds(connection, 1024, 1, ends_in(10))
         os.close(fds[0])
         with pytest.raises(ConfigError, match="attached to this queue already"):
@@ -328,7 +327,7 @@ def test_an_answer_that_is_none_is_refused(writer: Any) -> None:
             joining = Call(lambda: ends.endpoint().create_from_handle(false, 0, 10))
             with listener.accept(10) as connection:
                 recv_fds(connection, 1024, 0, ends_in(10))
-                send_fd(connection, each, [], ends_in(10))
+                send_fds(connection, each, [], ends_in(10))
                 assert isinstance(joining.outcome(), WireError)
 
 

@@ -21,3 +21,6 @@ from kvplug_testing.contract.plugin import (
 from kvplug_testing.contract.queue import (
     MessageQueueContract as MessageQueueContract,
 )
+from kvplug_testing.contract.store import (
+    StoreContract as StoreContract,
+)

@@ -19,7 +19,7 @@ import attrs
 
 from kvplug_testing import plugin_inspector
 
-USED: Final = ("factory", "worker_factory", "command")
+USED: Final = ("factory", "worker_factory", "client", "command")
 """Steps that happen when a name is used; ``kvplug list`` causes the others."""
 
 
@@ -28,7 +28,8 @@ class InspectionStep:
     """One step of the inspection."""
 
     what: str
-    """``entry point``, ``options``, ``probe``, ``factory``, ``worker_factory`` or ``command``."""
+    """``entry point``, ``options``, ``probe``, ``factory``, ``worker_factory``, ``client`` or
+    ``command``."""
     of: str = ""
     """Kind and name of the spec: ``"pipe cpu"``. Empty for the entry point."""
     target: str = ""

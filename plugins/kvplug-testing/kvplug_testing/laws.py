@@ -62,6 +62,7 @@ ALL-2, a dead peer
 : When the process at the other end dies, every call raises `PeerGoneError`, also a call that is already
   blocked. Messages that have arrived completely may still be received (a queue's reader always gets them);
   a part of a message is never received. The death of one reader is no error for the writer of a queue.
+  Requests to a store do not raise: they are misses.
 
 ALL-3, a silent peer
 : A process on this host that is stopped or busy is alive: calls end with `TimeoutError`. If a process
@@ -221,6 +222,57 @@ LOOKUP-8, `clear`
 LOOKUP-9, events
 : A listener gets a snapshot of the available entries, and then every change, in the order of their numbers
   and without a gap. When a call that changed something returns, every listener has been notified.
+
+## Store
+
+STORE-1, what is got
+: A page that is got is the page that was put, bit for bit, whatever its parts, dtypes, layers and size, and
+  whatever memory it comes from and goes to. It is verified against its header and its checksums before the
+  caller may use it; a layer is released only when it is verified for all pages of the request. Everything
+  else is a miss with its reason: there is no page, it is the page of other tokens, it has another format, or
+  its bytes are wrong. A page with wrong bytes makes room for a right one.
+
+STORE-2, whole or not at all
+: A page is visible whole or not at all, also after its writer was killed at any point. The first whole put of
+  a key wins: a later one counts as kept and changes nothing. Of two writers with different bits one wins, and
+  there is never a mixture.
+
+STORE-3, time
+: `submit_*` never waits, and every job ends by its deadline, also while the store's process is stopped or its
+  disk does not answer: what is not known by then is a miss with the reason `timeout`. A cancelled job ends at
+  once. After a job has settled, the store does not touch the caller's memory.
+
+STORE-4, tenants and forgery
+: A page is found only with the extra, namespace, format, shard and secret that it was put with; with others
+  it is a miss. With a secret, a page that was made or changed without it is a miss with the reason `forged`.
+
+STORE-5, leases and generations
+: A leased page is not evicted until the lease is released or has expired. Leases of an end that was closed,
+  or whose process was killed, end soon. A lease only postpones eviction: a reader that was held up while its
+  page was evicted and the memory used again gets the right bytes or a miss.
+
+STORE-6, the budget
+: `used_bytes` never exceeds `budget_bytes`, with headers and the waste between pages counted. Room is made by
+  evicting pages by their use: those that were used longest ago, or least often. A page without room is a
+  result (`no_room`), and so is a page that is larger than the budget (`too_large`). Neither `used_bytes` nor
+  the memory of the process grow with the number of pages that came and went.
+
+STORE-7, a store that is gone
+: A store that cannot be reached is a miss with the reason `store_gone`, and neither an exception nor a hang.
+  Unless `is_lost` says that it is gone for good, it is tried again after a while, and then works as before.
+
+STORE-8, pages that are declared
+: A declared page is `COMING` until it is put, withdrawn, or its time is over; from then on it is `HELD` or
+  `ABSENT`. A page that is held is `HELD`, whatever is declared.
+
+STORE-9, forgetting
+: When the job of `submit_remove` has ended with `True`, the pages are absent. A put that this end had begun
+  and not ended when it was called does not bring them back, and declared pages are no longer `COMING`.
+
+STORE-10, what is there
+: `keys` has the held keys of its series and no others, and `usage` the number of pages and their bytes. A
+  listener of a store with events gets a snapshot and then every change, in the order of their numbers and
+  without a gap: an index made of them has the keys that `keys` has, and the pages that are expected.
 
 ## Connector
 

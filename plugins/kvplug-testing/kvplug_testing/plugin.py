@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvplug.engine import ConnectorSpec
-from kvplug.transport import Capabilities, Cost, Kind, TransportSpec, hookimpl
+from kvplug.transport import Capabilities, Cost, Kind, StoreSpec, TransportSpec, hookimpl
 
 KVPLUG_API = (1, 0)
 
@@ -64,6 +64,20 @@ def kvplug_transports() -> list[TransportSpec]:
             probe="kvplug_testing.memory.options:describe",
             summary="For tests: entries in this process, reached within it, nothing but Python",
             capabilities=Capabilities(cost=Cost(latency_us=100.0, gb_per_s=2.0)),
+            for_tests=True,
+        ),
+    ]
+
+
+@hookimpl
+def kvplug_stores() -> list[StoreSpec]:
+    return [
+        StoreSpec(
+            name="memory",
+            factory="kvplug_testing.memory.store:MemoryStore",
+            client="kvplug_testing.memory.store:RemoteMemoryStore",
+            options="kvplug_testing.memory.options:MemoryStoreOptions",
+            summary="For tests: pages in this process, nothing but Python",
             for_tests=True,
         ),
     ]

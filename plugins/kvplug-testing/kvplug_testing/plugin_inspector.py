@@ -152,7 +152,10 @@ def _use(inspector: PluginInspector, name: str) -> None:
         for what in ("factory", "worker_factory"):
             if hasattr(spec, what):
                 with inspector.step(what, of, getattr(spec, what)):
-                    _takes_one(getattr(spec, f"load_{what}")())
+                    _takes(getattr(spec, f"load_{what}")(), 1)
+        if getattr(spec, "client", None) is not None:
+            with inspector.step("client", of, spec.client):
+                _takes(spec.load_client(), 2)
         if hasattr(spec, "target"):
             with inspector.step("command", of, spec.target):
                 import click
@@ -214,8 +217,8 @@ def _look_at(inspector: PluginInspector, spec: Any) -> None:
             answer |= attrs.asdict(probe)
 
 
-def _takes_one(factory: Callable[..., Any]) -> None:
-    """Check that the factory takes one argument and, if it is a class, is not abstract."""
+def _takes(factory: Callable[..., Any], count: int) -> None:
+    """Check that the factory takes so many arguments and, if it is a class, is not abstract."""
     import inspect
 
     if left := sorted(getattr(factory, "__abstractmethods__", ())):
@@ -224,7 +227,7 @@ def _takes_one(factory: Callable[..., Any]) -> None:
         signature = inspect.signature(factory)
     except ValueError:  # a callable that is not written in Python
         return
-    signature.bind(object())
+    signature.bind(*[object()] * count)
 
 
 def _readme(distribution: str) -> str:

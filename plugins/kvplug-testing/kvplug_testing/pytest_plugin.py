@@ -31,6 +31,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="judge the installed connector NAME, without any test file",
     )
     group.addoption(
+        "--kvplug-store",
+        metavar="NAME",
+        action="append",
+        default=[],
+        help="judge the installed store NAME, without any test file",
+    )
+    group.addoption(
         "--kvplug-option",
         metavar="NAME.KEY=VALUE",
         action="append",
@@ -62,12 +69,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", _MARKER)
     option = config.option
-    named = option.kvplug_transport or option.kvplug_connector or option.kvplug_option
-    if named or option.kvplug_report or option.kvplug_law:
+    named = option.kvplug_transport or option.kvplug_connector or option.kvplug_store
+    if named or option.kvplug_option or option.kvplug_report or option.kvplug_law:
         from kvplug_testing import reporting
 
         reporter = reporting.reporter_of(config)
-        reporter.choose(option.kvplug_transport, option.kvplug_connector, option.kvplug_option)
+        reporter.choose(
+            option.kvplug_transport,
+            option.kvplug_connector,
+            option.kvplug_option,
+            stores=option.kvplug_store,
+        )
 
 
 @pytest.hookimpl(wrapper=True)

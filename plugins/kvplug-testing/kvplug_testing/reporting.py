@@ -72,7 +72,12 @@ class Reporter:
                 raise pytest.UsageError(f"--kvplug-report {path}: there is no folder {path.parent}")
 
     def choose(
-        self, transports: Iterable[str], connectors: Iterable[str], options: Iterable[str] = ()
+        self,
+        transports: Iterable[str],
+        connectors: Iterable[str],
+        options: Iterable[str] = (),
+        *,
+        stores: Iterable[str] = (),
     ) -> None:
         """Add suites for these names to the test files of the command line.
 
@@ -80,7 +85,7 @@ class Reporter:
             pytest.UsageError: a name is not installed, or the options are wrong.
         """
         try:
-            chosen = suites.installed(transports, connectors, options)
+            chosen = suites.installed(transports, connectors, options, stores=stores)
         except KvplugError as e:
             raise pytest.UsageError(str(e)) from e
         if chosen:

@@ -16,7 +16,7 @@ from kvplug_testing.laws import LAWS
 
 PLUGIN = """\
 from kvplug.engine import CommandSpec, ConnectorSpec, SinkSpec
-from kvplug.transport import Capabilities, Cost, TransportSpec, hookimpl
+from kvplug.transport import Capabilities, Cost, StoreSpec, TransportSpec, hookimpl
 
 KVPLUG_API = (1, 0)
 
@@ -44,6 +44,18 @@ def kvplug_connectors():
             factory="kvplug_subject.heavy:Scheduler",
             worker_factory="kvplug_subject.heavy:Worker",
             summary="Hands them on",
+        )
+    ]
+
+
+@hookimpl
+def kvplug_stores():
+    return [
+        StoreSpec(
+            name="soot",
+            factory="kvplug_subject.heavy:Soot",
+            client="kvplug_subject.heavy:Chimney",
+            summary="Keeps what has settled",
         )
     ]
 
@@ -82,6 +94,12 @@ class Scheduler:
 class Worker:
     def __init__(self, context): ...
 
+class Soot:
+    def __init__(self, context): ...
+
+class Chimney:
+    def __init__(self, context, link): ...
+
 class Ash:
     def __init__(self, options): ...
 
@@ -89,7 +107,10 @@ class Ash:
 def kindle(): ...
 """
 
-README = "It offers the pipe `smoke`, the connector `relay`, the sink `ash` and the command `kvplug kindle`."
+README = (
+    "It offers the pipe `smoke`, the connector `relay`, the store `soot`, the sink `ash` and the command"
+    " `kvplug kindle`."
+)
 
 
 @attrs.frozen
@@ -231,6 +252,12 @@ FAULTS = {
     ),
     "its other side is not there": Fault(
         "PLUGIN-3", "the worker factory of the connector relay", "class Worker", "class Walker"
+    ),
+    "the client of its store takes one argument": Fault(
+        "PLUGIN-3",
+        "the client of the store soot",
+        "def __init__(self, context, link)",
+        "def __init__(self, link)",
     ),
     "its command is not one": Fault("PLUGIN-3", "is not a click command", "@click.command()", ""),
     "its factory ends the process": Fault(

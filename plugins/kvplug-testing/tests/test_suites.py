@@ -83,3 +83,9 @@ def test_growth_is_what_a_process_that_keeps_messages_or_objects_would_show() ->
     assert "objects" in attrs.evolve(before, objects=5021).growth(before, 10, 100_000)
     held = attrs.evolve(NOTHING, threads=frozenset({"7 kvplug"}))
     assert "7 kvplug" in attrs.evolve(before, resources=held).growth(before, 1000, 100_000)
+
+
+def test_a_store_is_judged_by_its_name() -> None:
+    suite = suites.installed([], [], ["memory.path=/a"], stores=["memory"])[0]
+    assert (suite.__name__, suite.subject()) == ("TestMemoryStoreContract", "store memory")
+    assert suite().made_options().path == "/a"

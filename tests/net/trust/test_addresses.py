@@ -30,6 +30,7 @@ TOKEN = "A" * 32
         ("unix:@kvplug-a", UnixAddress("kvplug-a")),
         ("unix:kvplug-a", UnixAddress("kvplug-a")),
         ("unix:", UnixAddress("")),
+        ("unix:/run/kvplug/store.sock", UnixAddress("/run/kvplug/store.sock")),
     ],
 )
 def test_an_address_is_read_and_written(text: str, address: TcpAddress | UnixAddress) -> None:
@@ -40,7 +41,8 @@ def test_an_address_is_read_and_written(text: str, address: TcpAddress | UnixAdd
 @pytest.mark.parametrize(
     "text",
     ["", "host", ":80", "host:", "host:x", "host:65536", "host:-1", "::1:80", "a b:80", "host:80:90",
-     "unix:@-x", "unix:@a\0b", "unix:@" + "a" * 101, "host:\u0661"],
+     "unix:@-x", "unix:@a\0b", "unix:@" + "a" * 101, "host:\u0661",
+     "unix:/", "unix:/a/", "unix:/a b", "unix:/a\0", "unix:/a?token=x", "unix:/" + "a" * 107],
 )  # fmt: skip
 def test_what_is_no_address_is_refused_with_an_example(text: str) -> None:
     with pytest.raises(ConfigError, match="not an address"):

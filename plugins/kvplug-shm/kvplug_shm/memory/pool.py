@@ -20,8 +20,7 @@ import torch
 from kvplug import CapacityError
 from kvplug.net.wire.copying import address_of
 from kvplug.net.wire.tensors import TensorMeta, dtype_of, empty_like_meta
-from kvplug.transport import close_after_fork
-from kvplug_shm.memory.limits import in_words
+from kvplug.transport import close_after_fork, explain_os_error
 
 POOLED_FROM: Final = 1024 * 1024
 """Bytes of a tensor from which its memory is recycled; below, the C library recycles it itself."""
@@ -143,7 +142,7 @@ class Pool:
         try:
             return _Block(nbytes)
         except (OSError, OverflowError) as e:
-            raise CapacityError(f"no memory for a tensor of {nbytes} bytes: {in_words(e)}") from e
+            raise CapacityError(f"no memory for a tensor of {nbytes} bytes: {explain_os_error(e)}") from e
 
     def _drop_idle(self) -> None:
         with self._lock:

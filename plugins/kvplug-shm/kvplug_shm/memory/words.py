@@ -9,8 +9,8 @@ from __future__ import annotations
 import threading
 from typing import Final
 
+from kvplug.transport import Segment
 from kvplug_shm.memory import futex
-from kvplug_shm.memory.segment import Segment
 
 _LINE: Final = 64
 _WORD: Final = 8

@@ -14,8 +14,8 @@ from kvplug.transport import (
     Pipe,
     PipeContext,
     Timeout,
+    explain_os_error,
 )
-from kvplug_shm.memory.limits import in_words
 from kvplug_shm.memory.pool import Pool
 from kvplug_shm.native.library import library
 from kvplug_shm.options import ShmPipeOptions
@@ -61,7 +61,7 @@ class ShmEndpoint(DuplexEndpoint):
         except OSError as e:
             if e.errno not in _USED_UP:
                 raise
-            raise CapacityError(f"no pipe can be opened: {in_words(e)}") from e
+            raise CapacityError(f"no pipe can be opened: {explain_os_error(e)}") from e
 
     def _join(self, connection: Connection, deadline: Deadline, *, accepted: bool) -> Pipe:
         return (join.accept if accepted else join.connect)(connection, self._settings, deadline)

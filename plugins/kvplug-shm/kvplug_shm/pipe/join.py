@@ -13,9 +13,7 @@ from typing import Final, Self
 import attrs
 
 from kvplug import CapacityError
-from kvplug.transport import Connection, Deadline, HeartbeatTerms, WireError
-from kvplug_shm.memory.fd_passing import recv_fds, send_fd
-from kvplug_shm.memory.segment import Segment
+from kvplug.transport import Connection, Deadline, HeartbeatTerms, Segment, WireError, recv_fds, send_fds
 from kvplug_shm.pipe.geometry import LARGEST_BYTES, LINE, SMALLEST_BYTES, Pieces, segment_size
 from kvplug_shm.pipe.pipe import Shared, ShmPipe, ShmPipeSettings
 
@@ -72,7 +70,7 @@ def connect(control: Connection, settings: ShmPipeSettings, deadline: Deadline) 
     try:
         pidfd = control.peer.open_pidfd()
         ours = HeartbeatTerms.of(settings.heartbeat_timeout_s, sees_death=pidfd is not None)
-        send_fd(control, Join(step=_HELLO, terms=ours).pack(), (), deadline)
+        send_fds(control, Join(step=_HELLO, terms=ours).pack(), (), deadline)
         data, fds = recv_fds(control, _STRUCT.size, 1, deadline)
         answer = Join.unpack(data, control, _MEMORY, _REFUSED)
         if answer.step == _REFUSED:
@@ -84,7 +82,7 @@ def connect(control: Connection, settings: ShmPipeSettings, deadline: Deadline) 
                 f" {answer.slot_bytes} bytes"
             )
         segment = Segment.attach(fds[0], segment_size(ring_bytes))
-        send_fd(control, Join(step=_READY).pack(), (), deadline)
+        send_fds(control, Join(step=_READY).pack(), (), deadline)
         owned, pidfd = pidfd, None
         return ShmPipe(
             control,
@@ -112,7 +110,7 @@ def accept(control: Connection, settings: ShmPipeSettings, deadline: Deadline) -
         try:
             segment, fd = Segment.create("pipe", segment_size(settings.slots * settings.slot_bytes))
         except CapacityError:
-            send_fd(control, Join(step=_REFUSED).pack(), (), deadline)
+            send_fds(control, Join(step=_REFUSED).pack(), (), deadline)
             raise
         answer = Join(
             step=_MEMORY,
@@ -121,7 +119,7 @@ def accept(control: Connection, settings: ShmPipeSettings, deadline: Deadline) -
             slot_bytes=settings.slot_bytes,
         )
         # Zeroed memory is two empty rings: there is nothing to initialise.
-        send_fd(control, answer.pack(), (fd,), deadline)
+        send_fds(control, answer.pack(), (fd,), deadline)
         data, _ = recv_fds(control, _STRUCT.size, 0, deadline)
         Join.unpack(data, control, _READY)
         owned, pidfd = pidfd, None

@@ -5,8 +5,8 @@ from __future__ import annotations
 import ctypes
 from typing import Final
 
+from kvplug.transport import Segment
 from kvplug_shm.memory.copying import RELEASE_GIL_BYTES
-from kvplug_shm.memory.segment import Segment
 from kvplug_shm.native.ends import LONGEST_NS, NativeReadingEnd, NativeWritingEnd, in_ns
 from kvplug_shm.native.library import Library
 from kvplug_shm.native.spans import Span

@@ -16,13 +16,13 @@ from kvplug.transport import (
     Deadline,
     DuplexPipe,
     PipeSettings,
+    Segment,
     Timeout,
     Transfer,
     close_after_fork,
     watch_peer,
 )
 from kvplug_shm.memory.pool import Pool
-from kvplug_shm.memory.segment import Segment
 from kvplug_shm.native.library import Library
 from kvplug_shm.pipe.blocks import BlockContent, BlockTarget
 from kvplug_shm.pipe.content import Content, is_plain

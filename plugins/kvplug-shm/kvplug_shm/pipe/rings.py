@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 import torch
 
+from kvplug.transport import Segment
 from kvplug_shm.memory.copying import RELEASE_GIL_BYTES
-from kvplug_shm.memory.segment import Segment
 from kvplug_shm.memory.words import Words
 from kvplug_shm.pipe.geometry import (
     LINE,

@@ -22,9 +22,17 @@ import attrs
 
 from kvplug import CapacityError, ConfigError, TransportError
 from kvplug.net.wire import Limits, decode, encode
-from kvplug.transport import Connection, Deadline, Heartbeat, Watch, WireError, watch
-from kvplug_shm.memory.fd_passing import recv_fds, send_fd
-from kvplug_shm.memory.limits import in_words
+from kvplug.transport import (
+    Connection,
+    Deadline,
+    Heartbeat,
+    Watch,
+    WireError,
+    explain_os_error,
+    recv_fds,
+    send_fds,
+    watch,
+)
 from kvplug_shm.queue.ring_buffer import ShmRingBuffer, Sizes
 
 PURPOSE: Final = "queue-shm"
@@ -175,7 +183,7 @@ def watched(
         beat = Heartbeat(connection.sock, interval_s=interval_s, timeout_s=timeout_s)
         return watch(pidfd=pidfd, heartbeat=beat, on_gone=on_gone)
     except OSError as e:
-        raise CapacityError(f"{connection.describe} cannot be watched: {in_words(e)}") from e
+        raise CapacityError(f"{connection.describe} cannot be watched: {explain_os_error(e)}") from e
     finally:
         if pidfd is not None:
             os.close(pidfd)
@@ -189,7 +197,7 @@ def _pace(patience_s: float) -> tuple[float, float]:
 def _say(connection: Connection, value: object, deadline: Deadline, fds: Sequence[int] = ()) -> None:
     data = encode(value, limits=_LIMITS)
     frame = len(data).to_bytes(_LENGTH_NBYTES, "little") + data
-    send_fd(connection, frame.ljust(_FRAME_NBYTES, b"\0"), fds, deadline)
+    send_fds(connection, frame.ljust(_FRAME_NBYTES, b"\0"), fds, deadline)
 
 
 def _hear(connection: Connection, max_fds: int, deadline: Deadline) -> tuple[Any, list[int]]:

@@ -18,8 +18,7 @@ import attrs
 
 from kvplug import ConfigError
 from kvplug.net.wire import aligned
-from kvplug.transport import WireError
-from kvplug_shm.memory.segment import Segment
+from kvplug.transport import Segment, WireError
 from kvplug_shm.memory.words import Words
 from kvplug_shm.queue.extents import small_nbytes
 from kvplug_shm.queue.network import QueueMessage

@@ -22,6 +22,7 @@ _SUITES = {
     Kind.QUEUE: "kvplug_testing.contract.queue:MessageQueueContract",
     Kind.LOOKUP_BUFFER: "kvplug_testing.contract.lookup:LookupBufferContract",
     Kind.COMMUNICATOR: "kvplug_testing.contract.communicator:DeviceCommunicatorContract",
+    Kind.STORE: "kvplug_testing.contract.store:StoreContract",
     Kind.CONNECTOR: "kvplug_testing.contract.connector:ConnectorContract",
 }
 _AROUND = {
@@ -49,7 +50,11 @@ def every() -> tuple[type[Contract], ...]:
 
 
 def installed(
-    transports: Iterable[str], connectors: Iterable[str], options: Iterable[str] = ()
+    transports: Iterable[str],
+    connectors: Iterable[str],
+    options: Iterable[str] = (),
+    *,
+    stores: Iterable[str] = (),
 ) -> list[type[Contract]]:
     """A suite for each name, as an author would have written it, and one for each plugin that offers them.
 
@@ -62,9 +67,10 @@ def installed(
     registry = Registry.from_env()
     given = _by_name(options)
     named = [(kind, name) for each in transports for kind, name in _kinds(registry, each)]
-    for name in connectors:
-        registry.get(Kind.CONNECTOR, name)
-        named.append((Kind.CONNECTOR, name))
+    for kind, names in ((Kind.STORE, stores), (Kind.CONNECTOR, connectors)):
+        for name in names:
+            registry.get(kind, name)
+            named.append((kind, name))
     if strange := {*given} - {each for kind, name in named for each in (name, f"{kind.value}:{name}")}:
         raise ConfigError(f"options of {', '.join(sorted(strange))} were given, and no such thing is judged")
     plugins = [plugin.name for kind, name in named for plugin in registry.owners(kind, name)]

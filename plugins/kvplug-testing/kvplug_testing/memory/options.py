@@ -46,6 +46,16 @@ class MemoryConnectorOptions:
     )
 
 
+@attrs.frozen(kw_only=True)
+class MemoryStoreOptions:
+    """Options of the store "memory"."""
+
+    path: str = option(
+        default="",
+        help="Ends in this process with the same path share their pages. Empty: pages of its own.",
+    )
+
+
 def describe() -> Probe:
     """The probe. It reaches only this process; a forked child is another process."""
     return Probe(domain=f"{_THIS_PROCESS} {os.getpid()}")

@@ -10,15 +10,16 @@ import socket
 from collections.abc import Sequence
 from typing import Final
 
-from kvplug import CapacityError, PeerGoneError, TimeoutError
-from kvplug.transport import Connection, Deadline, WireError
-from kvplug_shm.memory.limits import in_words
+from kvplug.errors import CapacityError, PeerGoneError, TimeoutError, WireError
+from kvplug.net.deadline import Deadline
+from kvplug.net.memory.limits import explain_os_error
+from kvplug.net.trust.connection import Connection
 
 _SIZE_OF_ONE: Final = array.array("i").itemsize
 _NO_ROOM: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.ETOOMANYREFS})
 
 
-def send_fd(connection: Connection, data: bytes, fds: Sequence[int], deadline: Deadline) -> None:
+def send_fds(connection: Connection, data: bytes, fds: Sequence[int], deadline: Deadline) -> None:
     """Send ``data``, at least a byte, and with it the descriptors, which the caller still owns.
 
     Raises:
@@ -61,7 +62,7 @@ def recv_fds(connection: Connection, size: int, max_fds: int, deadline: Deadline
             if flags & socket.MSG_CTRUNC:
                 refused = OSError(errno.EMFILE, os.strerror(errno.EMFILE))
                 raise CapacityError(
-                    f"what {connection.describe} hands over cannot be taken: {in_words(refused)}"
+                    f"what {connection.describe} hands over cannot be taken: {explain_os_error(refused)}"
                 )
             if not chunk:
                 raise PeerGoneError(f"{connection.describe} hung up while memory was handed over")
@@ -88,7 +89,7 @@ def _in_words(error: OSError, connection: Connection, late: str) -> Exception:
     if isinstance(error, builtins.TimeoutError):
         return TimeoutError(f"{connection.describe} {late}")
     if error.errno in _NO_ROOM:
-        return CapacityError(f"no descriptor can be handed over: {in_words(error)}")
+        return CapacityError(f"no descriptor can be handed over: {explain_os_error(error)}")
     return PeerGoneError(f"{connection.describe} hung up while memory was handed over")
 
 

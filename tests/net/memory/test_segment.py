@@ -15,9 +15,8 @@ from typing import Any
 import pytest
 
 from kvplug import CapacityError
-from kvplug.transport import WireError
-from kvplug_shm.memory import segment as room
-from kvplug_shm.memory.segment import Segment
+from kvplug.net.memory import memfd
+from kvplug.transport import Segment, WireError
 from kvplug_testing import peers
 
 SIZE = 1 << 20
@@ -251,7 +250,7 @@ TIGHT: dict[str, Callable[[], int]] = {
 def refused(parent: peers.Parent, limit: str, what: str) -> Any:
     """With a limit set: what was raised, and what was left behind."""
     fd = sealed(LARGE, ALL_SEALS)
-    room._device_of_memory()
+    memfd.device_of_memory()
     number = getattr(resource, limit)
     soft, hard = resource.getrlimit(number)
     before = [descriptors(), mappings()]
@@ -303,7 +302,7 @@ def test_untouched_memory_is_not_taken(made: tuple[Segment, int]) -> None:
 
 
 def test_where_pages_can_be_refused_they_are_taken_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room, "_is_accounted_strictly", lambda: True)
+    monkeypatch.setattr(memfd, "is_accounted_strictly", lambda: True)
     _, fd = Segment.create("test", SIZE)
     assert taken(fd) == SIZE
     os.close(fd)
@@ -329,7 +328,7 @@ def test_pages_are_given_back_whole_and_only_where_they_can_be_had_again(
     segment.give_back(4095, 4097 + 4096)
     assert taken(fd) == SIZE - 8192
     assert bytes(segment.view[4095:12289]) == b"x" + bytes(8192) + b"x"
-    monkeypatch.setattr(room, "_is_accounted_strictly", lambda: True)
+    monkeypatch.setattr(memfd, "is_accounted_strictly", lambda: True)
     segment.give_back(0, SIZE)
     assert segment.view[0] == ord("x")
     assert taken(fd) == SIZE  # reading had brought the two back
@@ -337,7 +336,7 @@ def test_pages_are_given_back_whole_and_only_where_they_can_be_had_again(
 
 def test_strictness_is_the_kernels() -> None:
     with open("/proc/sys/vm/overcommit_memory", encoding="ascii") as f:
-        assert room._is_accounted_strictly() == (f.read().strip() == "2")
+        assert memfd.is_accounted_strictly() == (f.read().strip() == "2")
 
 
 def test_an_older_kernel_is_asked_for_less(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -353,4 +352,59 @@ def test_an_older_kernel_is_asked_for_less(monkeypatch: pytest.MonkeyPatch) -> N
     segment, fd = Segment.create("test", SIZE)
     assert asked == [NOEXEC_SEAL, 0]
     assert Segment.attach(fd, SIZE).nbytes == segment.nbytes
+    os.close(fd)
+
+
+# -- memory that one process writes and others read ----------------------------------------------------
+
+
+def written_by_one() -> tuple[Segment, int]:
+    """A mapping that can be written, and a descriptor that was sealed after it was made."""
+    fd = memfd.create_memfd("kvplug-test", SIZE)
+    memory = mmap.mmap(fd, SIZE)
+    memfd.seal_memfd(fd, read_only=True)
+    return Segment(memory), fd
+
+
+def attempt_to_write(parent: peers.Parent, fd: int) -> list[str]:
+    """All ways to a mapping that can be written, in a process that the memory was handed to."""
+    refused = []
+    for attempt in (
+        lambda: mmap.mmap(fd, SIZE),
+        lambda: os.pwrite(fd, b"child", 0),
+        lambda: (
+            os.open(f"/proc/self/fd/{fd}", os.O_RDWR)
+            and os.pwrite(os.open(f"/proc/self/fd/{fd}", 2), b"x", 0)
+        ),
+        lambda: os.ftruncate(fd, 0),
+        lambda: fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE),
+    ):
+        try:
+            attempt()
+        except PermissionError as e:
+            refused.append(type(e).__name__)
+    memfd.check_memfd(fd, SIZE, writable=False)
+    view = mmap.mmap(fd, SIZE, prot=mmap.PROT_READ)
+    parent.send(bytes(view[:5]))
+    parent.recv()
+    return [*refused, bytes(view[:5]).decode()]
+
+
+def test_readers_see_what_the_owner_writes_and_cannot_write_themselves() -> None:
+    segment, fd = written_by_one()
+    with peers.start(attempt_to_write, fd, pass_fds=[fd]) as child:
+        assert child.recv() == bytes(5)
+        segment.view[:5] = b"owner"
+        child.send("go on")
+        assert child.result() == ["PermissionError"] * 5 + ["owner"]
+    os.close(fd)
+
+
+def test_memory_for_readers_must_have_no_more_writers(made: tuple[Segment, int]) -> None:
+    with pytest.raises(WireError, match="more processes could write"):
+        memfd.check_memfd(made[1], SIZE, writable=False)
+    segment, fd = written_by_one()
+    memfd.check_memfd(fd, SIZE, writable=False)
+    with pytest.raises(WireError, match="promised"):
+        memfd.check_memfd(fd, segment.nbytes + 4096, writable=False)
     os.close(fd)

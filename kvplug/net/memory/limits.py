@@ -14,7 +14,7 @@ _LIMITS: Final = {
 }
 
 
-def in_words(error: BaseException) -> str:
+def explain_os_error(error: BaseException) -> str:
     """The error, and the limit of this process that explains it, if one is set."""
     number = getattr(error, "errno", None)
     if number not in _LIMITS:

@@ -15,9 +15,17 @@ from typing import Any
 import pytest
 
 from kvplug import CapacityError, PeerGoneError, TimeoutError
-from kvplug.transport import Connection, Credentials, Deadline, Listener, WireError, dial
-from kvplug_shm.memory.fd_passing import recv_fds, send_fd
-from kvplug_shm.memory.segment import Segment
+from kvplug.transport import (
+    Connection,
+    Credentials,
+    Deadline,
+    Listener,
+    Segment,
+    WireError,
+    dial,
+    recv_fds,
+    send_fds,
+)
 from kvplug_testing import peers
 
 SIZE = 64 << 10
@@ -80,7 +88,7 @@ def close_all(fds: Sequence[int]) -> None:
 def test_what_goes_along_arrives(pair: Any, files: list[int], count: int) -> None:
     ours, theirs = pair
     sending = files[:count]
-    send_fd(ours, b"hello", sending, soon())
+    send_fds(ours, b"hello", sending, soon())
     data, fds = recv_fds(theirs, 5, 4, soon())
     try:
         assert data == b"hello"
@@ -95,9 +103,9 @@ def test_what_goes_along_arrives(pair: Any, files: list[int], count: int) -> Non
 
 def test_what_follows_stays_in_the_stream(pair: Any, files: list[int]) -> None:
     ours, theirs = pair
-    send_fd(ours, b"one", files[:1], soon())
+    send_fds(ours, b"one", files[:1], soon())
     ours.sock.sendall(b"between")
-    send_fd(ours, b"two", files[1:2], soon())
+    send_fds(ours, b"two", files[1:2], soon())
     data, fds = recv_fds(theirs, 3, 1, soon())
     close_all(fds)
     assert (data, len(fds)) == (b"one", 1)
@@ -114,9 +122,9 @@ def test_data_that_comes_in_pieces_is_put_together(pair: Any, files: list[int]) 
     reader.start()
     ours.sock.sendall(b"a")
     time.sleep(0.01)
-    send_fd(ours, b"bc", files[:1], soon())
+    send_fds(ours, b"bc", files[:1], soon())
     time.sleep(0.01)
-    send_fd(ours, b"d", files[1:2], soon())
+    send_fds(ours, b"d", files[1:2], soon())
     ours.sock.sendall(b"ef")
     reader.join(20)
     [(data, fds)] = came
@@ -127,7 +135,7 @@ def test_data_that_comes_in_pieces_is_put_together(pair: Any, files: list[int]) 
 def test_more_data_than_a_socket_holds_is_sent_with_its_descriptors_once(pair: Any, files: list[int]) -> None:
     ours, theirs = pair
     much = os.urandom(4 << 20)
-    sender = threading.Thread(target=send_fd, args=(ours, much, files[:1], soon()))
+    sender = threading.Thread(target=send_fds, args=(ours, much, files[:1], soon()))
     sender.start()
     data, fds = recv_fds(theirs, len(much), 4, soon())
     sender.join(20)
@@ -140,7 +148,7 @@ def test_more_data_than_a_socket_holds_is_sent_with_its_descriptors_once(pair: A
 def test_too_many_are_refused_and_all_closed(own_pair: Any, files: list[int], sent: int, wanted: int) -> None:
     ours, theirs = own_pair
     before = descriptors()
-    send_fd(ours, b"x", files[:sent], soon())
+    send_fds(ours, b"x", files[:sent], soon())
     with pytest.raises(WireError, match=f"more than {wanted} descriptors"):
         recv_fds(theirs, 1, wanted, soon())
     assert descriptors() == before
@@ -150,7 +158,7 @@ def test_too_many_in_several_pieces_are_refused_and_all_closed(own_pair: Any, fi
     ours, theirs = own_pair
     before = descriptors()
     for fd in files[:3]:
-        send_fd(ours, b"x", [fd], soon())
+        send_fds(ours, b"x", [fd], soon())
     with pytest.raises(WireError, match="more than 2 descriptors"):
         recv_fds(theirs, 3, 2, soon())
     assert descriptors() == before
@@ -158,7 +166,7 @@ def test_too_many_in_several_pieces_are_refused_and_all_closed(own_pair: Any, fi
 
 def test_a_peer_that_hangs_up_half_way_leaves_nothing(own_pair: Any, files: list[int]) -> None:
     ours, theirs = own_pair
-    send_fd(ours, b"ha", files[:2], soon())
+    send_fds(ours, b"ha", files[:2], soon())
     ours.close()
     before = descriptors()
     with pytest.raises(PeerGoneError):
@@ -167,13 +175,13 @@ def test_a_peer_that_hangs_up_half_way_leaves_nothing(own_pair: Any, files: list
     with pytest.raises(PeerGoneError):
         recv_fds(theirs, 4, 2, soon())
     with pytest.raises(PeerGoneError):
-        send_fd(theirs, b"anybody?", files[:1], soon())
+        send_fds(theirs, b"anybody?", files[:1], soon())
 
 
 def test_a_peer_that_says_too_little_costs_no_more_than_the_deadline(own_pair: Any, files: list[int]) -> None:
     ours, theirs = own_pair
     before = descriptors()
-    send_fd(ours, b"ha", files[:2], soon())
+    send_fds(ours, b"ha", files[:2], soon())
     with pytest.raises(TimeoutError):
         recv_fds(theirs, 4, 2, Deadline.after(0.05))
     assert descriptors() == before
@@ -182,12 +190,12 @@ def test_a_peer_that_says_too_little_costs_no_more_than_the_deadline(own_pair: A
 def test_a_peer_that_reads_nothing_costs_no_more_than_the_deadline(own_pair: Any, files: list[int]) -> None:
     ours, _ = own_pair
     with pytest.raises(TimeoutError):
-        send_fd(ours, bytes(16 << 20), files[:1], Deadline.after(0.05))
+        send_fds(ours, bytes(16 << 20), files[:1], Deadline.after(0.05))
 
 
 def test_descriptors_need_bytes_to_go_with(pair: Any, files: list[int]) -> None:
     with pytest.raises(ValueError, match="none"):
-        send_fd(pair[0], b"", files[:1], soon())
+        send_fds(pair[0], b"", files[:1], soon())
 
 
 def taking(parent: peers.Parent, contact: str, spare: int) -> Any:
@@ -215,7 +223,7 @@ def test_who_can_hold_no_more_says_so_and_keeps_none(files: list[int], spare: in
         peers.start(taking, listener.contact, spare) as child,
         listener.accept(20) as connection,
     ):
-        send_fd(connection, b"four", files[:2], soon())
+        send_fds(connection, b"four", files[:2], soon())
         text, clean = child.result()
     assert clean
     assert ("2 came" if spare == 2 else "RLIMIT_NOFILE is ") in text
@@ -238,7 +246,7 @@ def test_memory_is_handed_to_another_process() -> None:
         peers.start(writing, listener.contact) as child,
         listener.accept(20) as connection,
     ):
-        send_fd(connection, SIZE.to_bytes(8, "little"), [fd], soon())
+        send_fds(connection, SIZE.to_bytes(8, "little"), [fd], soon())
         os.close(fd)
         child.result()
     assert segment.view[-5:] == b"there"

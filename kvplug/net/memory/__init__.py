@@ -1,0 +1,1 @@
+"""Memory that processes of one host share: anonymous, sealed, and passed on by descriptor."""

@@ -1,0 +1,61 @@
+"""Addresses that are reserved once, and over which shared memory is mapped piece by piece."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+from typing import Final
+
+from kvplug import CapacityError
+from kvplug.net.wire.copying import address_of
+from kvplug.transport import close_after_fork, explain_os_error, map_memfd
+
+_MAP_NORESERVE: Final = 0x4000
+
+
+class _Reserved(mmap.mmap):
+    """Addresses of this process. A forked child does not have them, and must not unmap what lies there."""
+
+    def _after_fork_in_child(self) -> None:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))  # never freed in the child
+
+
+class AddressSpace:
+    """``nbytes`` consecutive addresses, of which parts are mapped later.
+
+    They are unmapped with the last reference to the views, since another thread may still be copying. They
+    are not there in forked children.
+
+    Raises:
+        CapacityError: this process has not that many addresses left.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        try:
+            memory = _Reserved(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
+            memory.madvise(mmap.MADV_DONTFORK)
+        except (OSError, OverflowError) as e:
+            raise CapacityError(f"no addresses for {nbytes} bytes: {explain_os_error(e)}") from e
+        close_after_fork(memory)
+        self._memory = memory
+        self.view = memoryview(memory)
+        """Flat bytes. Parts that are not mapped yet must not be used."""
+        self._address = address_of(self.view)
+
+    def place(self, fd: int, at: int, nbytes: int, *, writable: bool) -> None:
+        """Map shared memory at ``at``. Whole pages. Needs the descriptor no more.
+
+        Not writable: writing there ends the process, although the view could be written.
+
+        Raises:
+            CapacityError: the system does not map it.
+        """
+        protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+        try:
+            map_memfd(fd, self._address + at, nbytes, protection)
+            self._memory.madvise(mmap.MADV_DONTFORK, at, nbytes)  # not inherited from what was there
+        except OSError as e:
+            raise CapacityError(f"{nbytes} bytes cannot be mapped: {explain_os_error(e)}") from e
+        with contextlib.suppress(OSError):  # only a hint
+            self._memory.madvise(mmap.MADV_HUGEPAGE, at, nbytes)

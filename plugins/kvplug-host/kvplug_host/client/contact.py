@@ -1,0 +1,310 @@
+"""The store "host" that another program serves, at a fixed address: connected again whenever it is lost."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+from kvplug import ClosedError, ConfigError, KvplugError, PeerGoneError, TimeoutError, UnsupportedError
+from kvplug.transport import (
+    DEFAULT_TIMEOUT,
+    Deadline,
+    GetJob,
+    Job,
+    MissReason,
+    PageEvent,
+    PageRequest,
+    PageSeal,
+    Presence,
+    PutReason,
+    Series,
+    Store,
+    StoreContext,
+    StoreLink,
+    Timeout,
+    Usage,
+    close_after_fork,
+)
+from kvplug_host.client.client import HostClient, nothing_there
+
+_log = logging.getLogger(__name__)
+
+_FIRST_S: Final = 5.0
+"""How long the program is waited for when the store is opened."""
+_BACKOFF_S: Final = (0.1, 5.0)
+"""After the first failure, and at most; doubled each time."""
+_CLOSE_S: Final = 5.0
+
+Listener = Callable[[PageEvent], None]
+
+
+class ContactStore(Store):
+    """Requests go to the program while it is there; while it is gone they are misses, at once."""
+
+    def __init__(self, context: StoreContext, address: str) -> None:
+        """Waits a moment for the program. If it is not there, it is tried again later.
+
+        Raises:
+            ConfigError: there is no way to connect from here.
+            HandshakeError, AuthenticationError, WireError: it cannot work together with this process.
+        """
+        if context.connect is None:
+            raise ConfigError("options.host.contact: this program has no way to connect to a store")
+        self.seal = PageSeal(checksums=context.seal.checksums)
+        self._context = context
+        self._connect = context.connect
+        self._address = address
+        self._lock = threading.RLock()
+        self._wake = threading.Event()
+        self._client: HostClient | None = None
+        self._link: StoreLink | None = None
+        """A link on which the store is being opened."""
+        self._listeners: dict[object, Listener] = {}
+        self._ends: dict[object, Callable[[], None]] = {}
+        """What ends each listener's subscription at the current client."""
+        self._usage = Usage(num_pages=0, used_bytes=0, budget_bytes=None)
+        self._closed = False
+        self._said_gone = False
+        close_after_fork(self)
+        try:
+            self._open(min(_FIRST_S, context.timeout_s))
+        except (PeerGoneError, TimeoutError) as e:
+            self._gone(e)
+        self._thread = threading.Thread(target=self._keep_open, name="kvplug-host-contact", daemon=True)
+        self._thread.start()
+
+    def __repr__(self) -> str:
+        state = ", closed" if self._closed else "" if self._client is not None else ", gone"
+        return f"<store 'host' at {self._shown}{state}>"
+
+    @property
+    def _shown(self) -> str:
+        """The address, without a token."""
+        return self._address.partition("?")[0].removeprefix("tcp://")
+
+    @property
+    def is_shared(self) -> bool:
+        return True
+
+    # -- the connection ------------------------------------------------------------------------
+
+    def _open(self, timeout: float) -> None:
+        """Connect. Raises what a handshake raises."""
+        deadline = Deadline.after(timeout)
+        link = self._connect(self._address, timeout)
+        with self._lock:
+            self._link, closed = link, self._closed
+        try:
+            if closed:
+                raise ClosedError("the store is closed")
+            client = HostClient(self._context, link, deadline=deadline, on_lost=self._wake.set)
+        except BaseException:
+            link.close()
+            raise
+        finally:
+            self._link = None
+        with self._lock:
+            closed = self._closed
+            if not closed:
+                self._client = client
+                self._said_gone = False
+                for key, listener in self._listeners.items():
+                    self._ends[key] = client.subscribe(listener)
+        if closed:
+            client.abort()
+        else:
+            _log.info("the store 'host' at %s is connected", self._shown)
+
+    def _gone(self, error: KvplugError | None) -> None:
+        with self._lock:
+            client, self._client = self._client, None
+            said, self._said_gone = self._said_gone, True
+            self._ends.clear()
+        if client is not None:
+            client.abort()
+        if not said and not self._closed:
+            why = f": {error}" if error is not None else ""
+            _log.warning("the store 'host' at %s is gone, and is tried again%s", self._shown, why)
+
+    def _keep_open(self) -> None:
+        pause = _BACKOFF_S[0]
+        while not self._closed:
+            client = self._client
+            if client is not None and not client.is_lost:
+                self._wake.wait()
+                self._wake.clear()
+                continue
+            if client is not None:
+                self._gone(None)
+            try:
+                self._open(self._context.timeout_s)
+                pause = _BACKOFF_S[0]
+                continue
+            except KvplugError as e:
+                self._gone(e)
+            except Exception as e:  # a broken plugin, say: the next attempt may do
+                _log.exception("connecting to the store 'host' at %s failed", self._shown)
+                self._gone(PeerGoneError(str(e)))
+            self._wake.wait(pause)
+            self._wake.clear()
+            pause = min(2 * pause, _BACKOFF_S[1])
+
+    def _current(self) -> HostClient | None:
+        """The client; ``None``: the program is gone.
+
+        Raises:
+            ClosedError: this end is closed.
+        """
+        if self._closed:
+            raise ClosedError("the store 'host' is closed")
+        return self._client
+
+    # -- requests ------------------------------------------------------------------------------
+
+    def _deadline(self, timeout: Timeout) -> Deadline:
+        return Deadline.after(timeout, self._context.timeout_s)
+
+    def submit_lookup(
+        self, keys: Sequence[bytes], *, lease_s: float = 0.0, timeout: Timeout = DEFAULT_TIMEOUT
+    ) -> Job[Presence]:
+        deadline = self._deadline(timeout)
+        client = self._current()
+        if client is not None:
+            try:
+                return client.submit_lookup(keys, lease_s=lease_s, timeout=deadline.remaining())
+            except ClosedError:
+                self._current()
+        return _ended(Job(len(keys), deadline), Presence.ABSENT)
+
+    def submit_put(self, pages: PageRequest, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Job[PutReason | None]:
+        deadline = self._deadline(timeout)
+        client = self._current()
+        if client is not None:
+            try:
+                return client.submit_put(pages, timeout=deadline.remaining())
+            except ClosedError:
+                self._current()
+        return _ended(Job(len(pages.keys), deadline), PutReason.STORE_GONE)
+
+    def submit_get(self, pages: PageRequest, *, timeout: Timeout = DEFAULT_TIMEOUT) -> GetJob:
+        deadline = self._deadline(timeout)
+        client = self._current()
+        if client is not None:
+            try:
+                return client.submit_get(pages, timeout=deadline.remaining())
+            except ClosedError:
+                self._current()
+        job = GetJob(len(pages.keys), pages.series.format.num_layers, deadline)
+        job.set([MissReason.STORE_GONE] * job.count)
+        return job
+
+    def submit_remove(self, keys: Sequence[bytes] | None, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Job[bool]:
+        deadline = self._deadline(timeout)
+        client = self._current()
+        if keys is None:
+            raise UnsupportedError("other programs keep pages in this store, too")
+        if client is not None:
+            try:
+                return client.submit_remove(keys, timeout=deadline.remaining())
+            except ClosedError:
+                self._current()
+        return _ended(Job(len(keys), deadline), False)
+
+    def declare(self, series: Series, keys: Sequence[bytes], *, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
+        deadline = self._deadline(timeout)
+        self._told(lambda client: client.declare(series, keys, timeout=deadline.remaining()))
+
+    def withdraw(self, keys: Sequence[bytes]) -> None:
+        self._told(lambda client: client.withdraw(keys))
+
+    def release(self, keys: Sequence[bytes]) -> None:
+        self._told(lambda client: client.release(keys))
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        self._told(lambda client: client.touch(keys))
+
+    def _told(self, tell: Callable[[HostClient], None]) -> None:
+        client = self._current()
+        if client is not None:
+            try:
+                tell(client)
+            except ClosedError:
+                self._current()
+
+    def keys(self, series: Series) -> Sequence[bytes]:
+        client = self._current()
+        if client is None:
+            raise PeerGoneError(f"the store 'host' at {self._shown} is gone")
+        return client.keys(series)
+
+    def usage(self) -> Usage:
+        client = self._current()
+        if client is not None:
+            try:
+                self._usage = client.usage()
+            except ClosedError:
+                self._current()
+        return self._usage
+
+    @property
+    def has_events(self) -> bool:
+        return True
+
+    def subscribe(self, listener: Listener) -> Callable[[], None]:
+        key = object()
+        with self._lock:
+            client = self._current()
+            self._listeners[key] = listener
+            if client is not None and not client.is_lost:
+                self._ends[key] = client.subscribe(listener)
+            else:
+                client = None
+        if client is None:
+            listener(nothing_there())
+
+        def end() -> None:
+            with self._lock:
+                self._listeners.pop(key, None)
+                unsubscribe = self._ends.pop(key, None)
+            if unsubscribe is not None:
+                unsubscribe()
+
+        return end
+
+    # -- the end -------------------------------------------------------------------------------
+
+    @property
+    def is_lost(self) -> bool:
+        return self._closed
+
+    def close(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
+        client = self._client
+        if client is not None and not self._closed:
+            client.close(timeout)
+        self.abort()
+
+    def abort(self) -> None:
+        with self._lock:
+            first = not self._closed
+            self._closed = True
+            client, link = self._client, self._link
+        self._wake.set()
+        if client is not None:
+            client.abort()
+        if link is not None:
+            link.close()
+        if first and threading.current_thread() is not self._thread:
+            self._thread.join(_CLOSE_S)
+
+    def _after_fork_in_child(self) -> None:
+        self._closed = True
+        self._lock = threading.RLock()
+        self._wake = threading.Event()
+        self._thread = threading.current_thread()
+
+
+def _ended(job: Job[Any], result: Any) -> Job[Any]:
+    job.set([result] * job.count)
+    return job

@@ -1,0 +1,116 @@
+"""The memory of a store in another process, mapped here for reading."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Sequence
+from typing import Final
+
+from kvplug import CapacityError
+from kvplug.transport import (
+    Connection,
+    Credentials,
+    Deadline,
+    WireError,
+    check_memfd,
+    close_after_fork,
+    dial,
+    recv_fds,
+    send_fds,
+)
+from kvplug_host.arena.addresses import AddressSpace
+from kvplug_host.arena.segments import WORD
+from kvplug_host.protocol import ANSWER, MEMORY_PURPOSE, WELCOME
+
+_HAND_OVER_S: Final = 5.0
+
+
+class Mapping:
+    """Segments of the other process, each mapped when a page in it is read first.
+
+    Raises:
+        KvplugError: the memory is not handed to this process.
+    """
+
+    def __init__(
+        self,
+        contact: str,
+        credentials: Credentials,
+        ticket: bytes,
+        *,
+        segment_bytes: int,
+        num_segments: int,
+        deadline: Deadline,
+    ) -> None:
+        self.segment_bytes = segment_bytes
+        self.num_segments = num_segments
+        self.lock = threading.Lock()
+        """Held while a segment is asked for and received."""
+        self._mapped: set[int] = set()
+        self._connection: Connection | None = dial(contact, credentials, MEMORY_PURPOSE, deadline.remaining())
+        try:
+            if not self._connection.is_same_user:
+                raise WireError("the store's memory belongs to another user")
+            send_fds(self._connection, ticket, (), deadline)
+            recv_fds(self._connection, len(WELCOME), 0, deadline)
+            self._space = AddressSpace(segment_bytes * num_segments)
+        except BaseException:
+            self._connection.close()
+            raise
+        self.view = self._space.view
+        """All segments, one after the other. To be read only, and only where they are mapped."""
+        self._words = self.view.cast("Q")
+        close_after_fork(self)
+
+    def lacks(self, number: int) -> bool:
+        """Whether the segment is not mapped yet."""
+        return number not in self._mapped
+
+    def receive(self, number: int, deadline: Deadline) -> None:
+        """Map a segment, which the other process was asked for just now.
+
+        Raises:
+            WireError: it hands over something else.
+            CapacityError: it cannot, or this process cannot map it.
+            TimeoutError, PeerGoneError: it does not.
+        """
+        connection = self._connection
+        if connection is None:
+            raise WireError("the connection for memory is closed")
+        answer, fds = recv_fds(connection, ANSWER.size, 1, deadline)
+        try:
+            found, nbytes = ANSWER.unpack(answer)
+            if not nbytes or not fds:
+                raise CapacityError("the store cannot hand out its memory: it has no descriptor left")
+            if found != number or nbytes != self.segment_bytes:
+                raise WireError("the store handed out another segment than it was asked for")
+            try:
+                check_memfd(fds[0], nbytes, writable=False)
+            except OSError as e:
+                raise CapacityError(f"shared memory cannot be checked: {e}") from e
+            self._space.place(fds[0], number * nbytes, nbytes, writable=False)
+            self._mapped.add(number)
+        finally:
+            for fd in fds:
+                os.close(fd)
+
+    def generation(self, word: int) -> int:
+        """The word at that place."""
+        return self._words[word // WORD]
+
+    def are(self, words: Sequence[int], generations: Sequence[int]) -> list[bool]:
+        """Whether each slot still holds the page that it held."""
+        found = self._words
+        return [
+            found[word // WORD] == generation for word, generation in zip(words, generations, strict=True)
+        ]
+
+    def close(self) -> None:
+        """Hand back the connection. The memory is unmapped with the last copy out of it."""
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.close()
+
+    def _after_fork_in_child(self) -> None:
+        self.close()

@@ -1,0 +1,169 @@
+"""A put into a store in another process: the store says which pages it lacks, and these go over the pipe."""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Final
+
+from kvplug.transport import Job, MissReason, PageRequest, PageRows, PageSeal, PutReason
+from kvplug_host import copying, protocol
+from kvplug_host.jobs.steps import Steps, page_ranges, put_results, runs_of
+
+_AHEAD: Final = 3
+"""Ranges of pages for which the store holds slots at the same time."""
+
+Send = Callable[[int, int, int, int, Callable[[memoryview], None]], None]
+
+
+class RemotePut(Steps):
+    """Ranges of pages: each is asked for, gathered and sent, and answered, a few at the same time."""
+
+    def __init__(
+        self,
+        job: Job[PutReason | None],
+        pages: PageRequest,
+        seal: PageSeal,
+        *,
+        ask: Callable[[RemotePut, range, Sequence[int]], int],
+        send: Send,
+        cancel: Callable[[int], None],
+        again: Callable[[RemotePut], object],
+    ) -> None:
+        """
+        Args:
+            ask: send the request for these pages of a range, and return its id.
+            send: ``send(request, first, rows, row_bytes, fill)``: rows over the pipe, filled by ``fill``;
+                ``first`` counts in the pages of the request.
+            cancel: the pages of that request do not come.
+            again: puts this task to the workers.
+        """
+        super().__init__(job, None)
+        self.pages = pages
+        self._seal = seal
+        self._ask, self._send, self._cancel, self._again = ask, send, cancel, again
+        self._ranges = deque(page_ranges(job.count, pages.series.format.nbytes))
+        self._asked: dict[int, Sequence[int]] = {}
+        """The numbers of the pages of each request under way."""
+        self._ready: deque[tuple[int, list[int]]] = deque()
+        """Requests, and those of their pages that are to be sent."""
+        self._steps: dict[int, tuple[int, list[int]]] = {}
+        self._numbers = itertools.count()
+        self._forgotten: set[bytes] = set()
+
+    # -- the three phases ----------------------------------------------------------------------
+
+    def ask(self) -> None:
+        """Ask for more ranges, or end if there are none."""
+        while True:
+            with self.lock:
+                if self.is_over:
+                    return
+                if len(self._asked) >= _AHEAD or not self._ranges:
+                    finished = not self._asked and not self._ranges
+                    break
+                numbers = self._ranges.popleft()
+                wanted = []
+                for at in numbers:
+                    if self.pages.keys[at] in self._forgotten:
+                        self.results[at] = PutReason.CANCELLED
+                    else:
+                        wanted.append(at)
+                # With the lock: a removal comes before all of this, or after the request.
+                if wanted:
+                    self._asked[self._ask(self, numbers, wanted)] = wanted
+        if finished:
+            self.end(None)
+
+    def answered(self, request: int, codes: Sequence[int]) -> None:
+        """The store says for each page of a request: send it, or its result."""
+        with self.lock:
+            numbers = self._asked.get(request)
+            if numbers is None or self.is_over:
+                return
+            send = []
+            for at, code in zip(numbers, codes, strict=True):
+                if code == protocol.SEND:
+                    send.append(at)
+                else:
+                    self.results[at] = protocol.result_of(code)
+            self._ready.append((request, send))
+        if send:
+            self._again(self)
+
+    def kept(self, request: int, codes: Sequence[int]) -> None:
+        """The store has the pages of a request, or says why not."""
+        with self.lock:
+            numbers = self._asked.pop(request, None)
+            if numbers is None or self.is_over:
+                return
+            for at, code in zip(numbers, codes, strict=True):
+                self.results[at] = protocol.result_of(code)
+        self.ask()
+
+    def num_asked(self, request: int) -> int:
+        """How many pages a request is for."""
+        return len(self._asked.get(request, ()))
+
+    def forget(self, keys: Iterable[bytes]) -> None:
+        """Pages are removed before they were put: those that the store was not asked about are not put."""
+        with self.lock:
+            self._forgotten.update(keys)
+
+    # -- a step: gather and send ---------------------------------------------------------------
+
+    def next_step(self) -> int | None:
+        while self._ready:
+            request, numbers = self._ready.popleft()
+            if numbers and not self.is_over:
+                step = next(self._numbers)
+                self._steps[step] = (request, numbers)
+                return step
+        return None
+
+    def has_steps(self) -> bool:
+        return bool(self._ready) and not self.is_over
+
+    def do(self, step: int) -> None:
+        request, numbers = self._steps.pop(step)
+        position = {at: index for index, at in enumerate(self._asked.get(request, ()))}
+        pages, form = self.pages, self.pages.series.format
+        for row_bytes, run in self._rows(numbers):
+
+            def fill(rows: memoryview, run: Sequence[int] = run, row_bytes: int = row_bytes) -> None:
+                offsets = range(0, len(run) * row_bytes, row_bytes)
+                done = 0
+                with self.copying():
+                    for part in runs_of(run):
+                        own = PageRows(rows, offsets[done : done + len(part)], form.nbytes)
+                        copying.save(pages.memory, part.start, own)
+                        done += len(part)
+                for at, offset in zip(run, offsets, strict=True):
+                    end = offset + form.nbytes
+                    header = self._seal.header(pages.series, pages.identities[at], rows[offset:end])
+                    rows[end : offset + row_bytes] = header
+
+            self._send(request, position.get(run[0], 0), len(run), row_bytes, fill)
+
+    def _rows(self, numbers: Sequence[int]) -> Iterable[tuple[int, list[int]]]:
+        """Pages whose rows have one length, and that length."""
+        form = self.pages.series.format
+
+        def row_bytes(at: int) -> int:
+            return form.nbytes + self._seal.header_length(form, self.pages.identities[at])
+
+        for nbytes, run in itertools.groupby(numbers, key=row_bytes):
+            yield nbytes, list(run)
+
+    # -- the end -------------------------------------------------------------------------------
+
+    def final(self, reason: MissReason | None) -> list[Any]:
+        return put_results(self.results, reason)
+
+    def end(self, reason: MissReason | None) -> None:
+        with self.lock:
+            asked = [] if self.is_over else list(self._asked)
+        super().end(reason)
+        for request in asked:
+            self._cancel(request)

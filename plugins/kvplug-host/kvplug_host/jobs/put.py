@@ -1,0 +1,57 @@
+"""A put: pages are gathered into slots, their headers are made there, and they become visible."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from kvplug.transport import Job, MissReason, PageRequest, PutReason
+from kvplug_host.jobs.steps import Steps, page_ranges, put_results
+
+
+class Put(Steps):
+    """Pages of one request, some in each step.
+
+    ``step`` does the work: it gets the put and the numbers of some of its pages."""
+
+    def __init__(
+        self,
+        job: Job[PutReason | None],
+        pages: PageRequest,
+        step: Callable[[Put, range], None],
+        settled: Callable[[Put], None],
+    ) -> None:
+        self.ranges = page_ranges(job.count, pages.series.format.nbytes)
+        super().__init__(job, len(self.ranges))
+        self.pages = pages
+        self._step = step
+        self._on_settled = settled
+        self._forgotten: set[bytes] = set()
+        self._all_forgotten = False
+
+    def do(self, step: int) -> None:
+        self._step(self, self.ranges[step])
+
+    def forget(self, keys: Iterable[bytes] | None) -> None:
+        """Pages are removed before they were put: they are not kept. ``None``: all."""
+        if keys is None:
+            self._all_forgotten = True
+        else:
+            self._forgotten.update(keys)
+
+    def is_forgotten(self, key: bytes) -> bool:
+        """Whether the page was removed meanwhile."""
+        return self._all_forgotten or key in self._forgotten
+
+    def note(self, results: Sequence[tuple[int, PutReason | None]]) -> None:
+        """The results of some pages."""
+        with self.lock:
+            if not self.is_over:
+                for index, result in results:
+                    self.results[index] = result
+
+    def final(self, reason: MissReason | None) -> list[Any]:
+        return put_results(self.results, reason)
+
+    def _settled(self) -> None:
+        self._on_settled(self)

@@ -1,0 +1,110 @@
+"""Sending over a channel without waiting: at once where that is possible, else from a thread."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from typing import Any, Final
+
+from kvplug import ClosedError, KvplugError, PeerGoneError, TimeoutError
+from kvplug.transport import Channel, WireError
+
+MAX_WAITING_BYTES: Final = 256 << 20
+"""Of the messages that wait for a peer that does not read."""
+_SMALL: Final = 256
+"""What a message costs besides its bytes."""
+_FLUSH: Final = object()
+
+
+class Outbox:
+    """The messages to one peer, in order."""
+
+    def __init__(self, channel: Channel, name: str) -> None:
+        self._channel = channel
+        self._name = name
+        self._changed = threading.Condition(threading.RLock())
+        self._waiting: deque[Any] = deque()
+        self._thread: threading.Thread | None = None
+        self._is_sending = False
+        self._over = False
+        self._waiting_bytes = 0
+
+    def send(self, message: Any) -> bool:
+        """Send it now or later. Returns whether the peer may get it: it is there, and reads.
+
+        Raises:
+            UnsupportedError, CapacityError: the message cannot be sent.
+        """
+        with self._changed:
+            if self._over:
+                return False
+            if not self._waiting and not self._is_sending:
+                try:
+                    self._channel.send(message, timeout=0)
+                    return True
+                except TimeoutError:
+                    message = _FLUSH if self._channel.unsent else message
+                except (PeerGoneError, ClosedError, WireError):
+                    self._over = True
+                    return False
+            cost = _cost(message)
+            if self._waiting_bytes + cost > MAX_WAITING_BYTES:
+                return False
+            self._waiting_bytes += cost
+            self._waiting.append(message)
+            return self._wake()
+
+    def _wake(self) -> bool:
+        if self._thread is None:
+            thread = threading.Thread(target=self._run, name=f"{self._name}-send", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:
+                self._over = True
+                return False
+            self._thread = thread
+        self._changed.notify()
+        return True
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while not self._waiting:
+                    if self._over:
+                        return
+                    self._changed.wait()
+                message = self._waiting.popleft()
+                self._waiting_bytes -= _cost(message)
+                self._is_sending = True
+            try:
+                if message is _FLUSH:
+                    self._channel.flush(timeout=None)
+                else:
+                    self._channel.send(message, timeout=None)
+            except KvplugError:
+                self.end()
+                return
+            finally:
+                with self._changed:
+                    self._is_sending = False
+
+    def end(self) -> None:
+        """Nothing is sent any more. The channel is closed by its owner, which wakes the thread."""
+        with self._changed:
+            self._over = True
+            self._waiting.clear()
+            self._changed.notify_all()
+
+    def after_fork(self) -> None:
+        """In a forked child, which has no thread of the parent."""
+        self._changed = threading.Condition(threading.RLock())
+        self._over = True
+        self._waiting.clear()
+
+
+def _cost(message: Any) -> int:
+    if isinstance(message, dict):
+        return _SMALL + sum(map(_cost, message.values()))
+    if isinstance(message, list):
+        return sum(map(_cost, message))
+    return len(message) if isinstance(message, bytes) else 0

@@ -1,0 +1,26 @@
+"""Whether the store "host" can work here. Light: imported by ``kvplug list``."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from kvplug.transport import Probe, create_memfd, local_domain
+
+
+def describe() -> Probe:
+    """Works on Linux. Ends of equal domains can reach its abstract sockets."""
+    reason = _missing()
+    return Probe(viable=not reason, reason=reason, domain=local_domain())
+
+
+def _missing() -> str:
+    if not sys.platform.startswith("linux"):
+        return f"it needs Linux, and this is {sys.platform}"
+    if not hasattr(os, "memfd_create"):
+        return "it needs memfd_create, which this Python was built without"
+    try:
+        os.close(create_memfd("kvplug-probe"))
+    except OSError as e:
+        return f"the system makes no anonymous memory: {e}"
+    return ""

@@ -1,0 +1,147 @@
+"""Pages on their way from a process that puts them: whole pages over the pipe, straight into slots."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any, Final
+
+from kvplug.transport import Deadline, Job, PageMemory, PageRequest, PageRows, Pipe, PutReason, WireError
+from kvplug_host import protocol
+from kvplug_host.arena.slots import Slot
+from kvplug_host.jobs.put import Put
+from kvplug_host.store import HostStore
+
+_MAX_DROPPED: Final = 1 << 30
+"""Bytes of one piece of a put that has ended: they are received, and dropped."""
+
+
+class Elsewhere(PageMemory):
+    """The memory of a put whose pages come over the pipe."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def gather(self, first: int, rows: PageRows, layers: range | None = None) -> None:
+        raise NotImplementedError
+
+    def scatter(self, first: int, rows: PageRows, layers: range | None = None) -> None:
+        raise NotImplementedError
+
+
+class Arrival:
+    """One put of a peer: slots for the pages that are to be sent."""
+
+    def __init__(
+        self,
+        store: HostStore,
+        pages: PageRequest,
+        deadline: Deadline,
+        done: Callable[[list[PutReason | None]], None],
+    ) -> None:
+        """``done``: called once, with the results."""
+        self._store = store
+        job: Job[PutReason | None] = Job(len(pages.keys), deadline)
+        job.add_done_callback(lambda ended: done(ended.results() or []))
+        self.put = Put(job, pages, _nothing, lambda put: self._settled())
+        self._lock = threading.Lock()
+        self._header_bytes = {
+            at: store.seal.header_length(pages.series.format, identity)
+            for at, identity in enumerate(pages.identities)
+        }
+        self._slots: dict[int, Slot] = {}
+        """Of the pages that are still to come."""
+        self._left = 0
+        """Pages that have no result yet."""
+
+    def begin(self) -> list[int]:
+        """For each page: send it, or its result.
+
+        Raises:
+            OverError: the store is closed.
+        """
+        store, form = self._store, self.put.pages.series.format
+        store.begin_arrival(self.put)
+        slots, results = store.reserve(
+            self.put, {at: form.nbytes + nbytes for at, nbytes in self._header_bytes.items()}
+        )
+        self.put.note(results)
+        codes = [protocol.SEND] * len(self.put.pages.keys)
+        for at, result in results:
+            codes[at] = protocol.results_to_bytes([result])[0]
+        with self._lock:
+            over = self.put.is_over
+            if not over:
+                self._slots = slots
+                self._left = len(slots)
+        if over:
+            store.give_back(slots.values())
+        return codes
+
+    def resolved(self, count: int) -> None:
+        """So many pages more have their result. The put ends with the last of them."""
+        with self._lock:
+            self._left -= count
+            finished = not self._left
+        if finished:
+            self.put.end(None)
+
+    def receive(self, pipe: Pipe, memory: Any, first: int, rows: int, row_bytes: int) -> bool:
+        """Receive the pages from page ``first`` on that are to be sent, and publish them.
+
+        Returns whether they were received: if the put has ended, they are still to come.
+
+        Raises:
+            WireError: what comes was not agreed on.
+            KvplugError: the pipe cannot be used any more.
+        """
+        pages, store = self.put.pages, self._store
+        nbytes = pages.series.format.nbytes
+        with self._lock:
+            if self.put.is_over:
+                return False
+            numbers = [at for at in self._slots if at >= first][:rows]
+            if len(numbers) != rows or any(nbytes + self._header_bytes[at] != row_bytes for at in numbers):
+                raise WireError(f"it sends {rows} pages of {row_bytes} bytes, which were not agreed on")
+            slots = {at: self._slots.pop(at) for at in numbers}
+        try:
+            views = [
+                memory.as_strided((1, row_bytes), (row_bytes, 1), slot.offset) for slot in slots.values()
+            ]
+            pipe.recv_blocks(views, (0,), timeout=self.put.job.deadline.remaining())
+            wrong = {at for at, slot in slots.items() if not self._is_right(at, slot)}
+        except BaseException:
+            store.give_back(slots.values())
+            raise
+        store.give_back([slots.pop(at) for at in wrong])
+        store.publish(self.put, slots, self._header_bytes, [(at, PutReason.OTHER) for at in wrong])
+        self.resolved(rows)
+        return True
+
+    def _is_right(self, at: int, slot: Slot) -> bool:
+        pages, view = self.put.pages, self._store.segments.view
+        end = slot.offset + pages.series.format.nbytes
+        header = bytes(view[end : end + self._header_bytes[at]])
+        payload = view[slot.offset : end]
+        return self._store.seal.check(pages.series, pages.identities[at], header, payload) is None
+
+    def _settled(self) -> None:
+        with self._lock:
+            slots, self._slots = self._slots, {}
+        self._store.give_back(slots.values())
+
+
+def _nothing(put: Put, numbers: range) -> None:
+    """Its pages come over the pipe."""
+
+
+def drop(pipe: Pipe, rows: int, row_bytes: int, timeout: float) -> None:
+    """Receive pages of a put that has ended. Raises as :meth:`Pipe.recv_tensor`, and WireError."""
+    import torch
+
+    if rows * row_bytes > _MAX_DROPPED:
+        raise WireError(f"it sends a piece of {rows * row_bytes} bytes")
+    pipe.recv_tensor(torch.empty((rows, 1, row_bytes), dtype=torch.uint8), timeout=timeout)

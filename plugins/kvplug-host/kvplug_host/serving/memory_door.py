@@ -1,0 +1,123 @@
+"""Hands the memory of a store out to processes of the same user on the same host.
+
+A reader connects to a Unix socket, which carries descriptors, and shows the ticket that it got over its link.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import threading
+from typing import Final
+
+from kvplug import ConfigError, KvplugError
+from kvplug.transport import (
+    Acceptor,
+    AddressInUseError,
+    Connection,
+    Credentials,
+    Deadline,
+    Listener,
+    WireError,
+    recv_fds,
+    send_fds,
+)
+from kvplug_host.arena.segments import Segments
+from kvplug_host.protocol import ANSWER, MEMORY_PURPOSE, TICKET_BYTES, WELCOME
+
+_HAND_OVER_S: Final = 5.0
+
+
+class MemoryDoor:
+    """Listens for readers. Each ticket admits one connection."""
+
+    def __init__(self, segments: Segments, address: str, credentials: Credentials) -> None:
+        """Raises what :meth:`Listener.open` raises, and TransportError without a thread."""
+        self._segments = segments
+        self._lock = threading.Lock()
+        self._admitted: dict[bytes, Connection | None] = {}
+        """By ticket: the connection, once it has come."""
+        listener = Listener.open(address, credentials, MEMORY_PURPOSE)
+        self.contact = listener.contact
+        self._acceptor: Acceptor[bytes] = Acceptor(
+            [listener],
+            self._admit,
+            lambda ticket: None,
+            what="a connection for shared memory",
+            name="kvplug-host-memory",
+        )
+
+    def ticket(self) -> bytes:
+        """A new ticket, valid until :meth:`forget`."""
+        made = secrets.token_bytes(TICKET_BYTES)
+        with self._lock:
+            self._admitted[made] = None
+        return made
+
+    def _admit(self, connection: Connection) -> bytes:
+        if not connection.is_same_user:
+            raise WireError("it belongs to another user, and memory is handed to the same user only")
+        ticket, _ = recv_fds(connection, TICKET_BYTES, 0, Deadline.after(_HAND_OVER_S))
+        with self._lock:
+            if self._admitted.get(ticket, connection) is not None:
+                raise WireError("its ticket is not valid")
+            self._admitted[ticket] = connection
+        send_fds(connection, WELCOME, (), Deadline.after(_HAND_OVER_S))
+        return ticket
+
+    def hand_over(self, ticket: bytes, number: int) -> None:
+        """Send a segment's descriptor to the reader with this ticket, or say that it cannot be had.
+
+        Raises:
+            WireError: no reader came with this ticket.
+            KvplugError: the reader is gone, or does not take it.
+        """
+        with self._lock:
+            connection = self._admitted.get(ticket)
+        if connection is None:
+            raise WireError("memory is asked for over the link, and no connection was made for it")
+        deadline = Deadline.after(_HAND_OVER_S)
+        try:
+            fd = self._segments.descriptor(number)
+        except (OSError, IndexError):
+            send_fds(connection, ANSWER.pack(number, 0), (), deadline)
+            return
+        try:
+            send_fds(connection, ANSWER.pack(number, self._segments.nbytes), (fd,), deadline)
+        finally:
+            os.close(fd)
+
+    def forget(self, ticket: bytes) -> None:
+        """The reader is gone."""
+        with self._lock:
+            connection = self._admitted.pop(ticket, None)
+        if connection is not None:
+            connection.close()
+
+    def close(self) -> None:
+        """Stop listening, and close every connection."""
+        self._acceptor.close()
+        with self._lock:
+            connections = [each for each in self._admitted.values() if each is not None]
+            self._admitted.clear()
+        for connection in connections:
+            connection.close()
+
+    def after_fork(self) -> None:
+        """In a forked child; the listener and the acceptor close themselves."""
+        self._lock = threading.Lock()
+        for connection in self._admitted.values():
+            if connection is not None:
+                with contextlib.suppress(OSError):
+                    connection.close()
+
+
+def open_door(segments: Segments, address: str, credentials: Credentials) -> MemoryDoor | KvplugError:
+    """The door, or why there is none: then readers get copies over pipes."""
+    try:
+        return MemoryDoor(segments, address, credentials)
+    except (ConfigError, AddressInUseError):
+        raise  # the operator named the address
+    except KvplugError as e:
+        return e

@@ -1,0 +1,44 @@
+"""Memory of the store that its user fills: a put of it copies nothing."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+
+from kvplug.transport import PageBuffers, PageFormat, PageRows
+from kvplug_host.arena.slots import Slot
+
+
+class SlotBuffers(PageBuffers):
+    """Pages in slots that belong to the caller of ``allocate`` until they are put or freed."""
+
+    def __init__(
+        self,
+        form: PageFormat,
+        buffer: memoryview,
+        slots: Sequence[Slot],
+        abandon: Callable[[list[Slot | None]], None],
+    ) -> None:
+        """``abandon``: called with the slots that are left when the caller drops this object, in any thread
+        and at any moment."""
+        super().__init__(form, PageRows(buffer, [slot.offset for slot in slots], form.nbytes))
+        self._slots: list[Slot | None] = [*slots]
+        self.is_put = False
+        weakref.finalize(self, abandon, self._slots).atexit = False
+
+    def take(self, index: int, nbytes: int) -> Slot | None:
+        """With the store's lock: the slot of a page, which is the store's from now on.
+
+        ``None``: it was taken, or has not ``nbytes`` for the page and its header.
+        """
+        slot = self._slots[index]
+        if slot is None or slot.nbytes < nbytes:
+            return None
+        self._slots[index] = None
+        return slot
+
+    def take_all(self) -> list[Slot]:
+        """With the store's lock: all slots that are left."""
+        slots = [slot for slot in self._slots if slot is not None]
+        self._slots[:] = [None] * len(self._slots)
+        return slots

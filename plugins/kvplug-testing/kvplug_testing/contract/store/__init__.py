@@ -1,0 +1,46 @@
+"""The suite of stores: :class:`StoreContract`."""
+
+from __future__ import annotations
+
+from kvplug_testing.contract.store.budget import Budget
+from kvplug_testing.contract.store.contents import Contents
+from kvplug_testing.contract.store.deadlines import Deadlines
+from kvplug_testing.contract.store.declared import Declared
+from kvplug_testing.contract.store.endings import Endings
+from kvplug_testing.contract.store.gone import Gone
+from kvplug_testing.contract.store.index import WhatIsThere
+from kvplug_testing.contract.store.leases import Leases
+from kvplug_testing.contract.store.misses import Misses, Tenants
+from kvplug_testing.contract.store.model import Model
+from kvplug_testing.contract.store.removal import Removal
+from kvplug_testing.contract.store.writers import Writers
+
+
+# pytest collects the last base first.
+class StoreContract(
+    Endings,
+    Gone,
+    Model,
+    WhatIsThere,
+    Removal,
+    Declared,
+    Leases,
+    Budget,
+    Deadlines,
+    Writers,
+    Tenants,
+    Misses,
+    Contents,
+):
+    """Checks a store against the laws ALL and STORE.
+
+    A test file for an installed store is this::
+
+        from kvplug_testing import StoreContract
+
+        class TestMine(StoreContract):
+            store = "mine"
+
+    All attributes and methods that it may set or override are in
+    :class:`~kvplug_testing.contract.store.suite.StoreSuite`.
+    """

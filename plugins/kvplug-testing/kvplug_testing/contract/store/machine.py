@@ -1,0 +1,169 @@
+"""Random calls of a store, each compared with a dict. Hypothesis generates and shrinks them."""
+
+# A type checker may run without hypothesis; then its decorators have no type.
+# mypy: disallow-untyped-decorators=False
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from hypothesis import HealthCheck, Phase, settings, strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
+
+from kvplug.errors import UnsupportedError
+from kvplug.transport.store.results import MissReason, Presence
+from kvplug.transport.store.store import Store
+from kvplug_testing.contract.store.index import Index
+from kvplug_testing.contract.store.pages import Batch, kv_format, sized_format
+from kvplug_testing.contract.store.suite import StoreSuite, ended
+from kvplug_testing.waits import until
+
+_PAGES = 6
+_numbers = itertools.count()
+# Few keys, so that most calls meet pages that are there, or were.
+_some = st.lists(st.integers(0, _PAGES - 1), min_size=1, max_size=4)
+_series = st.integers(0, 2)
+_bits = st.sampled_from(["one writer", "another"])
+_other = st.booleans()
+
+
+class StoreMachine(RuleBasedStateMachine):  # type: ignore[misc, unused-ignore]
+    """The state machine. Its class attribute makes two ends of an empty place."""
+
+    make: Callable[[], tuple[StoreSuite, Store, Store]]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.suite, self.store, self.other = type(self).make()
+        namespace = b"machine %d" % next(_numbers) + self.suite.batch(self.store, 1).keys[0]
+        self.batches: list[Batch] = [
+            self.suite.batch(self.store, _PAGES, form, namespace=namespace, shard=shard)
+            for form, shard in ((kv_format(), b""), (kv_format(), b"1"), (sized_format(3000), b""))
+        ]
+        self.held: dict[bytes, bytes] = {}
+        self.coming: set[bytes] = set()
+        self.can_list = True
+        self.index = Index() if self.store.has_events else None
+        if self.index is not None:
+            self.store.subscribe(self.index)
+
+    def _end(self, other: bool) -> Store:
+        return self.other if other else self.store
+
+    @rule(series=_series, some=_some, bits=_bits, other=_other)
+    def put(self, series: int, some: list[int], bits: str, other: bool) -> None:
+        pages = self.batches[series][some].with_bits_of(bits)
+        results = ended(self._end(other).submit_put(pages.filled()))
+        assert results == [None] * len(pages), f"pages were not kept: {results}"
+        for key, content in zip(pages.keys, pages.contents, strict=True):
+            self.held.setdefault(key, content)
+        self.coming.difference_update(pages.keys)
+
+    @rule(series=_series, some=_some, other=_other)
+    def get(self, series: int, some: list[int], other: bool) -> None:
+        pages = self.batches[series][some]
+        request = pages.empty()
+        results = ended(self._end(other).submit_get(request))
+        rows = request.memory.rows()
+        assert rows is not None
+        for index, key in enumerate(pages.keys):
+            if key not in self.held:
+                assert results[index] is MissReason.ABSENT, f"an absent page gave {results[index]}"
+                continue
+            assert results[index] is None, f"a page that is held was missed: {results[index]}"
+            assert bytes(rows.row(index)) == self.held[key], "the bytes of another put came"
+
+    @rule(series=_series, other=_other)
+    def look_up(self, series: int, other: bool) -> None:
+        pages = self.batches[series]
+        found = ended(self._end(other).submit_lookup(pages.keys))
+        for key, presence in zip(pages.keys, found, strict=True):
+            if key in self.held:
+                assert presence is Presence.HELD
+            elif key in self.coming and not other:
+                assert presence is Presence.COMING
+            elif key not in self.coming:
+                assert presence is Presence.ABSENT
+
+    @rule(series=_series, some=_some, other=_other)
+    def remove(self, series: int, some: list[int], other: bool) -> None:
+        pages = self.batches[series][sorted(set(some))]
+        results = ended(self._end(other).submit_remove(pages.keys))
+        if results == [True] * len(pages):
+            for key in pages.keys:
+                self.held.pop(key, None)
+            self.coming.difference_update(pages.keys)
+        else:
+            assert not any(results), f"some pages were removed: {results}"
+
+    @rule(series=_series, some=_some)
+    def declare(self, series: int, some: list[int]) -> None:
+        if self.suite.can(self.store, "declare"):
+            pages = self.batches[series][some]
+            self.store.declare(pages.series, pages.keys, timeout=600)
+            self.coming.update(set(pages.keys) - set(self.held))
+
+    @rule(series=_series, some=_some)
+    def withdraw(self, series: int, some: list[int]) -> None:
+        if self.suite.can(self.store, "declare"):
+            pages = self.batches[series][some]
+            self.store.withdraw(pages.keys)
+            self.coming.difference_update(pages.keys)
+
+    @rule(series=_series, some=_some, other=_other)
+    def use(self, series: int, some: list[int], other: bool) -> None:
+        keys, store = self.batches[series][some].keys, self._end(other)
+        store.touch(keys)
+        ended(store.submit_lookup(keys, lease_s=5.0))
+        store.release(keys)
+
+    @invariant()
+    def keys_and_events_are_those_of_the_model(self) -> None:
+        for pages in self.batches:
+            held = {key for key in pages.keys if key in self.held}
+            if self.can_list:
+                try:
+                    assert {*self.store.keys(pages.series)} & {*pages.keys} == held
+                except UnsupportedError:
+                    self.can_list = False
+            if self.index is not None:
+                coming = {key for key in pages.keys if key in self.coming}
+                known = self.index
+                series = pages.series.id
+                until(partial(_knows, known.held, series, held), within=5, what="the events of a change")
+                until(partial(_knows, known.coming, series, coming), within=5, what="the events of a change")
+        if self.index is not None:
+            self.index.check()
+
+    def teardown(self) -> None:
+        if self.other is not self.store:
+            self.other.abort()
+        self.store.abort()
+
+
+def _knows(known: dict[bytes, set[bytes]], series: bytes, keys: set[bytes]) -> bool:
+    return known.get(series, set()) == keys
+
+
+def run(make: Callable[[], tuple[StoreSuite, Store, Store]], examples: int, steps: int, shrink: bool) -> None:
+    """Compare the results of two ends of an empty place, which ``make()`` returns with their suite.
+
+    Args:
+        shrink: minimize failing calls. If a failure is a timeout, that can take minutes.
+    """
+    machine: Any = type("StoreMachine", (StoreMachine,), {"make": staticmethod(make)})
+    run_state_machine_as_test(
+        machine,
+        settings=settings(
+            max_examples=examples,
+            stateful_step_count=steps,
+            deadline=None,
+            phases=[Phase.explicit, Phase.generate, *([Phase.shrink] if shrink else [])],
+            database=None,
+            print_blob=False,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )

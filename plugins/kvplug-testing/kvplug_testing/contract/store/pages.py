@@ -1,0 +1,198 @@
+"""Pages with known bytes, requests for them, and the comparison of what came."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import uuid
+from collections.abc import Sequence
+
+import attrs
+
+from kvplug.net.wire.tensors import DTYPES
+from kvplug.transport.store.format import PageFormat, Part, opaque_format
+from kvplug.transport.store.header import PageSeal
+from kvplug.transport.store.keys import (
+    Series,
+    chain_root,
+    chains_of,
+    foreign_key,
+    token_identities,
+)
+from kvplug.transport.store.memory import PageBuffers, PageMemory, PageRows
+from kvplug.transport.store.results import MissReason
+from kvplug.transport.store.store import PageRequest
+
+KIB, MIB = 1 << 10, 1 << 20
+FILL = 0xA5
+"""What memory is filled with before pages are got into it."""
+
+
+def kv_format(
+    num_layers: int = 2,
+    *,
+    page_tokens: int = 4,
+    num_heads: int = 2,
+    head_size: int = 8,
+    dtype: str = "float16",
+) -> PageFormat:
+    """The format of keys and values. The default has pages of 512 bytes."""
+    key = Part(name="key", dtype=dtype, shape=(page_tokens, num_heads, head_size), head_axis=1)
+    return PageFormat(
+        page_tokens=page_tokens, num_layers=num_layers, parts=(key, attrs.evolve(key, name="value"))
+    )
+
+
+def sized_format(nbytes: int) -> PageFormat:
+    """The format of opaque pages that are so many bytes long."""
+    return opaque_format(nbytes)
+
+
+def every_dtype() -> list[str]:
+    """The names of all dtypes that a part may have."""
+    return list(DTYPES)
+
+
+def randbytes(seed: object, nbytes: int) -> bytes:
+    """Bytes that are the same in every process."""
+    digest = hashlib.blake2s(repr(seed).encode()).digest()
+    return random.Random(digest).randbytes(nbytes)
+
+
+@attrs.frozen(kw_only=True)
+class Batch:
+    """Pages of one series: keys, identities and bytes."""
+
+    series: Series
+    keys: tuple[bytes, ...]
+    identities: tuple[bytes, ...]
+    contents: tuple[bytes, ...] = attrs.field(repr=False)
+
+    @property
+    def form(self) -> PageFormat:
+        return self.series.format
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def __getitem__(self, part: slice | Sequence[int]) -> Batch:
+        """Some of the pages: a slice, or their numbers."""
+        numbers = range(len(self))[part] if isinstance(part, slice) else part
+        return attrs.evolve(
+            self,
+            keys=tuple(self.keys[at] for at in numbers),
+            identities=tuple(self.identities[at] for at in numbers),
+            contents=tuple(self.contents[at] for at in numbers),
+        )
+
+    def with_bits_of(self, seed: object) -> Batch:
+        """The same pages with other bytes: what another writer computes for the same tokens."""
+        contents = tuple(randbytes((seed, key), self.form.nbytes) for key in self.keys)
+        return attrs.evolve(self, contents=contents)
+
+    # -- requests ------------------------------------------------------------------------------
+
+    def filled(self, memory: PageBuffers | None = None) -> PageRequest:
+        """A request to put these pages, from ``memory`` or from new memory."""
+        memory = memory or PageBuffers.empty(self.form, len(self))
+        for index, content in enumerate(self.contents):
+            memory.rows().row(index)[:] = content
+        return self.request(memory)
+
+    def empty(self) -> PageRequest:
+        """A request to get these pages into new memory, which is filled with :data:`FILL`."""
+        memory = PageBuffers.empty(self.form, len(self))
+        blank(memory)
+        return self.request(memory)
+
+    def request(self, memory: PageMemory) -> PageRequest:
+        return PageRequest(series=self.series, keys=self.keys, identities=self.identities, memory=memory)
+
+    # -- what came -----------------------------------------------------------------------------
+
+    def unlike(self, pages: PageRequest, results: Sequence[MissReason | None]) -> str:
+        """How the pages that were got differ from these; empty if they do not. Misses do not count."""
+        rows = pages.memory.rows()
+        assert rows is not None
+        for index, (content, reason) in enumerate(zip(self.contents, results, strict=True)):
+            if reason is None and (said := different(bytes(rows.row(index)), content)):
+                return f"page {index} of {len(self)}: {said}"
+        return ""
+
+    def page(self, index: int, seal: PageSeal) -> bytes:
+        """Header and bytes of a page, as a store keeps them."""
+        content = self.contents[index]
+        return seal.header(self.series, self.identities[index], memoryview(content)) + content
+
+
+def batch(
+    count: int,
+    form: PageFormat | None = None,
+    *,
+    seal: PageSeal,
+    namespace: bytes | None = None,
+    extra: bytes = b"",
+    shard: bytes = b"",
+    seed: object = 0,
+    token_ids: Sequence[int] | None = None,
+) -> Batch:
+    """The pages of one prompt.
+
+    Args:
+        seal: of the store.
+        namespace: default: a new one, so that no other test has these keys.
+        seed: of the bytes.
+        token_ids: of the prompt; default: 0, 1, 2, ...
+    """
+    form = form or kv_format()
+    series = Series(form, shard, seal.id)
+    namespace = uuid.uuid4().bytes if namespace is None else namespace
+    if form.page_tokens:
+        root, length = chain_root(namespace, extra), form.page_tokens
+        token_ids = range(count * length) if token_ids is None else token_ids[: count * length]
+        chains = chains_of(root, token_ids, length)
+        keys = series.keys_of(chains)
+        identities = token_identities(root, chains, token_ids, length)
+    else:
+        identities = [f"page {index}".encode() for index in range(count)]
+        keys = [foreign_key(namespace + series.id + extra, identity) for identity in identities]
+    contents = tuple(randbytes((seed, key), form.nbytes) for key in keys)
+    return Batch(series=series, keys=tuple(keys), identities=tuple(identities), contents=contents)
+
+
+def blank(memory: PageMemory) -> None:
+    """Fill the memory of pages, which lie in rows, with :data:`FILL`."""
+    rows = memory.rows()
+    assert rows is not None
+    for index in range(len(rows)):
+        rows.row(index)[:] = bytes([FILL]) * rows.nbytes
+
+
+def strided(form: PageFormat, count: int, gap: int) -> PageBuffers:
+    """Memory whose rows lie backwards, with ``gap`` bytes before each, all :data:`FILL`."""
+    step = form.nbytes + gap
+    buffer = memoryview(bytearray([FILL]) * (count * step))
+    offsets = [gap + index * step for index in reversed(range(count))]
+    return PageBuffers(form, PageRows(buffer, offsets, form.nbytes))
+
+
+def outside(memory: PageBuffers) -> bytes:
+    """The bytes of the memory that belong to no page."""
+    rows = memory.rows()
+    left = bytearray(rows.buffer)
+    for offset in sorted(rows.offsets, reverse=True):
+        del left[offset : offset + rows.nbytes]
+    return bytes(left)
+
+
+def different(found: bytes, wanted: bytes) -> str:
+    """Where two byte strings differ, in words; empty if they do not."""
+    if found == wanted:
+        return ""
+    if len(found) != len(wanted):
+        return f"{len(found)} bytes came, and there were {len(wanted)}"
+    wrong = [at for at in range(len(wanted)) if found[at] != wanted[at]]
+    return (
+        f"{len(wrong)} of {len(wanted)} bytes differ, the first at {wrong[0]}"
+        f" ({found[wrong[0]]:#04x} came, {wanted[wrong[0]]:#04x} was put)"
+    )

@@ -1,0 +1,442 @@
+"""The base of the store suite: places, ends of stores in this process and in others, and hooks for faults."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import itertools
+import os
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import Any, ClassVar
+
+import attrs
+import pytest
+
+from kvplug.assembly.peers import ControlPeers
+from kvplug.assembly.resolve import ResolvedConfig
+from kvplug.assembly.stores import PURPOSE, StoreServer, store_links
+from kvplug.config import Config
+from kvplug.config.options import option_fields
+from kvplug.errors import UnsupportedError
+from kvplug.metrics.stats import TransferStats
+from kvplug.net.trust.credentials import Credentials
+from kvplug.transport.context import StoreContext
+from kvplug.transport.spec import Kind
+from kvplug.transport.store.blocking import BlockingStore
+from kvplug.transport.store.executor import ExecutedStore
+from kvplug.transport.store.header import PageSeal
+from kvplug.transport.store.job import Job
+from kvplug.transport.store.results import MissReason, Presence, PutReason
+from kvplug.transport.store.store import Store, StoreLink
+from kvplug_testing import peers, waits
+from kvplug_testing.contract import base
+from kvplug_testing.contract.base import Contract
+from kvplug_testing.contract.store.pages import MIB, Batch, batch
+from kvplug_testing.contract.suite_ref import suite_from_ref
+
+SOON_S = 0.3
+"""The timeout of a call that must not succeed."""
+
+_numbers = itertools.count(1)
+
+at_both_ends = pytest.mark.parametrize("end", ["first", "other"])
+"""Run a test at the end that was opened first, and at another one that reaches the same pages."""
+
+
+@attrs.define(kw_only=True)
+class Place:
+    """One set of pages, and how ends of it are opened."""
+
+    options: dict[str, Any]
+    buffer_size: int
+    secret: bytes | None = None
+    checksums: bool = True
+    address: str = ""
+    """Where the first end serves; empty if it does not."""
+    first: Store | None = None
+    """The first end, in the process that opened it."""
+
+    @property
+    def seal(self) -> PageSeal:
+        return PageSeal(checksums=self.checksums, secret=self.secret)
+
+    @property
+    def plain(self) -> dict[str, Any]:
+        """Plain values for another process."""
+        return {
+            field.name: getattr(self, field.name) for field in attrs.fields(Place) if field.name != "first"
+        }
+
+
+class StoreSuite(Contract):
+    """The subject, and how its ends are made. Authors set the class attributes."""
+
+    kind: ClassVar[Kind] = Kind.STORE
+    _named_by: ClassVar[str] = "store"
+    store: ClassVar[str] = ""
+    """Name of an installed store."""
+    place_option: ClassVar[str] = "path"
+    """The option that names the place of the pages: each test sets it to a new folder. Not used if
+    :attr:`options` has it, or the store has no such option."""
+    budget_option: ClassVar[str] = "size"
+    """The option that bounds the bytes of all pages. If the store has no such option, the context's
+    ``buffer_size`` bounds them."""
+    budget_bytes: ClassVar[int] = MIB
+    """The budget of the tests that fill it. A store whose waste is large says more."""
+    reached_by: ClassVar[str] = ""
+    """How another end reaches the same pages: by ``"options"``, since it is opened with the same ones, or by
+    a ``"link"`` to the first end, which serves it. Empty: by a link if the store has a client, else by
+    options if it is shared, else not at all."""
+    pipes: ClassVar[str] = "auto"
+    """The pipe transport of links."""
+    evicts_by_use: ClassVar[bool] = True
+    """Whether pages that were used recently are evicted last."""
+    use_granularity_s: ClassVar[float] = 0.0
+    """How far apart, in seconds, two uses must be for the later one to count as later."""
+    timeout_s: ClassVar[float] = 20.0
+    """The context's ``timeout_s``: what counts where a call says nothing."""
+
+    def __init_subclass__(cls, **given: Any) -> None:
+        super().__init_subclass__(**given)
+        if cls.__dict__.get("store"):
+            cls.transport = cls.store
+        elif cls.__dict__.get("transport"):
+            cls.store = cls.transport
+
+    def make_store(self, context: StoreContext) -> Store | BlockingStore:
+        """The store's factory, called. Override it for a store that is not installed."""
+        return self.installed("make_store").load_factory()(context)  # type: ignore[no-any-return]
+
+    def make_client(self, context: StoreContext, link: StoreLink) -> Store:
+        """The maker of the store's clients, called. Override it for a store that is not installed."""
+        return self.installed("make_client").load_client()(context, link)  # type: ignore[no-any-return]
+
+    # -- places and ends -----------------------------------------------------------------------
+
+    def place(
+        self, budget_bytes: int = 256 * MIB, *, secret: bytes | None = None, checksums: bool = True
+    ) -> Place:
+        """A new place without pages."""
+        known = option_fields(self._takes) if self._takes is not None else {}
+        options: dict[str, Any] = {}
+        if self.place_option in known and self.place_option not in self.options:
+            folder = tempfile.TemporaryDirectory(prefix="kvplug-", ignore_cleanup_errors=True)
+            self.later(folder.cleanup)
+            options[self.place_option] = folder.name
+        if self.budget_option in known:
+            options[self.budget_option] = budget_bytes
+        return Place(options=options, buffer_size=budget_bytes, secret=secret, checksums=checksums)
+
+    def context(self, place: Place) -> StoreContext:
+        """The argument of the factory."""
+        return StoreContext(
+            options=self.made_options(**place.options),
+            credentials=Credentials(),
+            seal=place.seal,
+            buffer_size=place.buffer_size,
+            timeout_s=self.timeout_s,
+            connect=self._connect,
+        )
+
+    def open(self, place: Place) -> Store:
+        """An end that is opened by options, aborted at the end of the test."""
+        context = self.context(place)
+        made = self.make_store(context)
+        if isinstance(made, BlockingStore):
+            made = ExecutedStore(made, name=self.called, seal=context.seal, timeout_s=context.timeout_s)
+        assert isinstance(made, Store), f"the factory made {made!r}, which is no Store"
+        self.later(made.abort)
+        place.first = place.first or made
+        return made
+
+    def other(self, place: Place) -> Store:
+        """Another end of the place. Skips the test if there can be none."""
+        self.make_reachable(place)
+        if self.way(place) == "options":
+            return self.open(place)
+        link = self._connect(place.address, waits.patience_s)
+        self.later(link.close)
+        made = self.make_client(self.context(place), link)
+        assert isinstance(made, Store), f"the maker of clients made {made!r}, which is no Store"
+        self.later(made.abort)
+        return made
+
+    def hold(self, *args: Any, **given: Any) -> Store:
+        """The first end of a new place; arguments as of :meth:`place`."""
+        return self.open(self.place(*args, **given))
+
+    def ends(self, end: str, *args: Any, **given: Any) -> tuple[Store, Store]:
+        """The first end of a new place, and the tested one: the first itself, or another."""
+        place = self.place(*args, **given)
+        first = self.open(place)
+        return first, first if end == "first" else self.other(place)
+
+    def way(self, place: Place) -> str:
+        """How other ends reach the place. Skips the test if they do not."""
+        if self._by_link:
+            if reason := self._missing_pipe:
+                pytest.skip(f"ends of {self.called} are reached by a link, and {reason}")
+            return "link"
+        if self.reached_by:
+            return self.reached_by
+        if place.first is None or place.first.is_shared:
+            return "options"
+        pytest.skip(f"there is one end of {self.called}: it serves no peers, and is not shared")
+
+    @property
+    def other_processes(self) -> str:
+        reason = super().other_processes
+        if not reason and self._by_link:
+            reason = self._missing_pipe
+        return reason
+
+    @property
+    def _missing_pipe(self) -> str:
+        """Why no link can be opened here; empty if it can."""
+        config = Config(transport=self.pipes)
+        return ResolvedConfig(config, base._registry()).explain_missing_pipe() or ""
+
+    @property
+    def _by_link(self) -> bool:
+        return self.reached_by == "link" or (not self.reached_by and self._has_client)
+
+    @property
+    def _has_client(self) -> bool:
+        overridden = type(self).make_client is not StoreSuite.make_client
+        return overridden or bool(self.spec is not None and self.spec.client)
+
+    def make_reachable(self, place: Place) -> None:
+        """Serve the first end, if other ends reach the place by a link. It ends with the scope.
+
+        Skips the test if there can be no other end.
+        """
+        if self.way(place) != "link" or place.address:
+            return
+        assert place.first is not None, "the first end of the place is opened first"
+        address = f"unix:@kvplug-judged-{os.getpid()}-{next(_numbers)}"
+        server = StoreServer(place.first, self._links, address)
+        self.later(server.close)
+        place.address = server.contact
+
+    @property
+    def _links(self) -> Any:
+        config = Config(transport=self.pipes, timeout_s=self.timeout_s)
+        return store_links(ResolvedConfig(config, base._registry()), TransferStats())
+
+    def _connect(self, address: str, timeout: float | None) -> StoreLink:
+        made = ControlPeers(self._links, connect=address)
+        return made.connect(0, PURPOSE, timeout=timeout, retry=False)
+
+    # -- ends in other processes ---------------------------------------------------------------
+
+    def remote(self, place: Place, what: Callable[..., Any], *args: Any, **given: Any) -> peers.Peer:
+        """Another process with an end of the place, which runs ``what(parent, suite, store, *args)``.
+
+        ``what`` is a function at the top level of an importable module.
+        """
+        self.make_reachable(place)
+        where = f"{what.__module__}:{what.__qualname__}"
+        target = f"{__name__}:run_remote"
+        return self.start_forked(target, self.suite_ref(), place.plain, where, list(args), **given)
+
+    def remote_first(self, place: Place) -> peers.Peer:
+        """Another process that opens the first end of the place and serves it until it is told to end."""
+        peer = self.start_forked(f"{__name__}:run_first", self.suite_ref(), place.plain)
+        place.address = peer.recv(waits.patience_s)
+        return peer
+
+    # -- behind the store's back ---------------------------------------------------------------
+
+    def read_raw(self, store: Store, key: bytes) -> bytes | None:
+        """The bytes that the store keeps under a key, header included; ``None`` if there are none.
+
+        The default calls ``read`` of a blocking store. Override it for others; otherwise the tests with
+        wrong pages are skipped.
+        """
+        inner = self.inner(store)
+        length = inner.read(key, ())
+        if length is None:
+            return None
+        page = bytearray(length)
+        inner.read(key, (memoryview(page),))
+        return bytes(page)
+
+    def write_raw(self, store: Store, key: bytes, page: bytes | None) -> None:
+        """Make the store keep these bytes under a key, in the place of what it keeps; ``None``: nothing.
+
+        The default calls ``remove`` and ``write`` of a blocking store. Override it for others.
+        """
+        inner = self.inner(store)
+        try:
+            inner.remove([key])
+        except UnsupportedError:
+            pytest.skip(f"{self.called} cannot remove pages, and does not override write_raw()")
+        if page is not None:
+            assert inner.write(key, (memoryview(page),)), "a few bytes found no room"
+
+    @contextlib.contextmanager
+    def holding_up(self, store: Store) -> Iterator[None]:
+        """While the block runs, the store does not answer: its process is stopped, or its disk hangs.
+
+        The default holds up the calls of a blocking store. Override it for others; otherwise the tests of
+        that are skipped.
+        """
+        go_on = threading.Event()
+        with self._each_call(store, lambda: go_on.wait(60)):
+            try:
+                yield
+            finally:
+                go_on.set()
+
+    @contextlib.contextmanager
+    def going_away(self, store: Store) -> Iterator[None]:
+        """While the block runs, the store is gone: its process is killed, its host not reachable.
+
+        The default makes the calls of a blocking store fail. Override it for others; otherwise the tests of
+        that are skipped.
+        """
+
+        def fail() -> None:
+            raise ConnectionError("the suite makes every call of the store fail")
+
+        with self._each_call(store, fail):
+            yield
+
+    @contextlib.contextmanager
+    def _each_call(self, store: Store, before: Callable[[], object]) -> Iterator[None]:
+        inner = self.inner(store)
+
+        def after(call: Callable[..., Any], *args: Any) -> Any:
+            before()
+            return call(*args)
+
+        names = ("has", "read", "write", "remove")
+        for name in names:
+            setattr(inner, name, partial(after, getattr(inner, name)))
+        try:
+            yield
+        finally:
+            for name in names:
+                delattr(inner, name)
+
+    def inner(self, store: Store) -> BlockingStore:
+        """The blocking store inside. Skips the test if there is none."""
+        if isinstance(store, ExecutedStore):
+            return store._store
+        pytest.skip(f"{self.called} is no blocking store, and does not override the suite's method")
+
+    # -- what a store can do -------------------------------------------------------------------
+
+    def can(self, store: Store, name: str) -> bool:
+        """Whether the store overrides a method that stores may leave as it is."""
+        if isinstance(store, ExecutedStore) and hasattr(BlockingStore, name):
+            return getattr(type(store._store), name) is not getattr(BlockingStore, name)
+        return getattr(type(store), name) is not getattr(Store, name)
+
+    def must(self, store: Store, name: str) -> None:
+        """Skip the test if the store does not override that method."""
+        if not self.can(store, name):
+            pytest.skip(f"{self.called} does not override `{name}`")
+
+    def batch(self, store: Store, count: int, form: Any = None, **given: Any) -> Batch:
+        """Pages that fit the store, under keys of their own."""
+        return batch(count, form, seal=store.seal, **given)
+
+    def warm_up(self) -> None:
+        """Run one large operation of torch, if it is installed: it starts threads then and keeps them."""
+        with contextlib.suppress(ImportError):
+            import torch
+
+            torch.ones(1 << 20).add_(1)
+
+    @property
+    def torch_missing(self) -> str:
+        """The reason to skip a test, for ``needs``."""
+        return "" if importlib.util.find_spec("torch") else "torch is not installed here"
+
+
+def run_remote(
+    parent: peers.Parent, suite_ref: Mapping[str, Any], plain: dict[str, Any], where: str, args: list[Any]
+) -> Any:
+    """In another process: open an end of the place, and run the function."""
+    module, _, name = where.rpartition(":")
+    what = getattr(importlib.import_module(module), name)
+    suite = suite_from_ref(suite_ref)
+    place = Place(**plain)
+    with ExitStack() as suite._stack:
+        return what(parent, suite, suite.other(place), *args)
+
+
+def run_first(parent: peers.Parent, suite_ref: Mapping[str, Any], plain: dict[str, Any]) -> None:
+    """In another process: open the first end of the place, and serve it until the parent says so."""
+    suite = suite_from_ref(suite_ref)
+    place = Place(**plain)
+    with ExitStack() as suite._stack:
+        suite.open(place)
+        suite.make_reachable(place)
+        parent.send(place.address)
+        parent.recv(None)
+
+
+# -- requests that must end in time ----------------------------------------------------------------
+
+
+def ended(job: Job[Any]) -> Any:
+    """The results of a job, which must end in time."""
+    return job.wait(waits.patience_s)
+
+
+def put(store: Store, pages: Batch) -> list[PutReason | None]:
+    """The results of a put."""
+    return ended(store.submit_put(pages.filled()))  # type: ignore[no-any-return]
+
+
+def kept(store: Store, pages: Batch) -> None:
+    """Put pages, which must be kept."""
+    results = put(store, pages)
+    assert results == [None] * len(pages), f"pages were not kept: {results}"
+
+
+def got(store: Store, pages: Batch) -> None:
+    """Get pages, which must be there with their bytes."""
+    request = pages.empty()
+    results = ended(store.submit_get(request))
+    assert results == [None] * len(pages), f"pages that are there were missed: {results}"
+    assert not (wrong := pages.unlike(request, results)), wrong
+
+
+def got_or_missed(store: Store, pages: Batch) -> list[MissReason | None]:
+    """Get pages, which must have their bytes if they are there. Returns the results."""
+    request = pages.empty()
+    results: list[MissReason | None] = ended(store.submit_get(request))
+    assert not (wrong := pages.unlike(request, results)), wrong
+    return results
+
+
+def missed(store: Store, pages: Batch, *reasons: MissReason) -> list[MissReason]:
+    """Get pages, which must be missed for one of the reasons (default: the store does not have them)."""
+    results = ended(store.submit_get(pages.empty()))
+    allowed = reasons or (MissReason.ABSENT,)
+    wrong = [reason for reason in results if reason not in allowed]
+    assert not wrong, f"{results} came, and each must be one of {', '.join(allowed)}"
+    return results  # type: ignore[no-any-return]
+
+
+def looked_up(store: Store, keys: Sequence[bytes], **given: Any) -> list[Presence]:
+    """What the store says of the keys."""
+    return ended(store.submit_lookup(keys, **given))  # type: ignore[no-any-return]
+
+
+def held(store: Store, pages: Batch) -> list[bool]:
+    """Whether the store says that it holds each page."""
+    return [presence is Presence.HELD for presence in looked_up(store, pages.keys)]
+
+
+def forgotten(store: Store, keys: Sequence[bytes]) -> None:
+    """Remove pages, which must succeed."""
+    results = ended(store.submit_remove(keys))
+    assert results == [True] * len(keys), f"pages were not removed: {results}"
