@@ -307,6 +307,8 @@ class ExecutedStore(Store):
                 self._note(reason, error, began=self._busy.pop(me)[0])
                 task.num_done += 1
                 finished = task.is_finished()
+                if reason is not None:
+                    task.next_call = task.num_calls  # no further call of it is begun
             if reason is not None or finished:
                 self._end(task, reason)
 

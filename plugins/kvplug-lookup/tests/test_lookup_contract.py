@@ -1,37 +1,103 @@
-"""The connector "lookup" keeps the laws, over the pipe "cpu" and the lookup buffer "simple"."""
+"""The connector "lookup" keeps the laws, whichever way the pages of the store "host" are read."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any
 
 import pytest
 
-from kvplug import IntegrityError
-from kvplug_lookup.connector.load import Load
+from kvplug.metrics.record import RecordedStore
+from kvplug.transport import GetJob, MissReason
 from kvplug_testing import ConnectorContract
 
+SMALL = MappingProxyType({"segment_bytes": 1 << 20})
+"""Segments of the store, so that a thousand engines cost little memory."""
 
-class TestLookup(ConnectorContract):
+
+COMMON = MappingProxyType({"transport": "cpu", "connect_timeout_s": 20})
+
+
+class TestOverPipes(ConnectorContract):
+    """Pages come over the pipe "cpu", where the suite injects faults; an engine's own come from its arena."""
+
     connector = "lookup"
-    config = MappingProxyType({"transport": "cpu", "lookup_buffer": "simple", "connect_timeout_s": 20})
-    spoils_own = True
+    config = MappingProxyType(
+        {"transport": "cpu", "connect_timeout_s": 20, "options": {"host": {**SMALL, "map": False}}}
+    )
+    injects_into_own = True
 
-    _refuses = False
+    _how = ""
 
     @pytest.fixture(autouse=True)
     def _own_loads(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """In the role "both" an entry crosses no pipe: it is spoilt where it is handed to the load."""
-        begin: Callable[..., Any] = Load.begin
+        """In the role "both" no pipe is crossed: the store itself answers with a miss."""
+        get = RecordedStore.submit_get
 
-        def refuse(load: Load, header: Any) -> None:
-            if self._refuses:
-                raise IntegrityError("the test wants it so")
-            begin(load, header)
+        def submit_get(store: RecordedStore, pages: Any, **given: Any) -> GetJob:
+            if self._how != "fail" or type(store.store).__name__ != "HostStore":
+                return get(store, pages, **given)
+            return missed(len(pages.keys), pages.series.format.num_layers)
 
-        monkeypatch.setattr(Load, "begin", refuse)
+        monkeypatch.setattr(RecordedStore, "submit_get", submit_get)
 
-    def spoil(self, how: str) -> None:
-        super().spoil(how)
-        self._refuses = how == "fail"
+    def inject_fault(self, how: str) -> None:
+        super().inject_fault(how)
+        self._how = how
+
+
+@pytest.mark.variant
+class TestMapped(ConnectorContract):
+    """Pages are read from the peer's memory, over no pipe: faults are put into the reader's store."""
+
+    connector = "lookup"
+    config = MappingProxyType({**COMMON, "options": {"host": {**SMALL}}})
+    injects_into_own = True
+
+    _how = ""
+
+    @pytest.fixture(autouse=True)
+    def _loads(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._held = threading.Event()
+        get = RecordedStore.submit_get
+
+        def submit_get(store: RecordedStore, pages: Any, **given: Any) -> GetJob:
+            num_layers = pages.series.format.num_layers
+            if self._how == "hold":
+                job = GetJob(len(pages.keys), num_layers, deadline_in(given.get("timeout")))
+                job.on_cancel(lambda: job.set([MissReason.CANCELLED] * job.count))
+                self._held.set()
+                return job
+            if self._how:
+                reason = MissReason.CORRUPT if self._how == "corrupt" else MissReason.STORE_GONE
+                return missed(len(pages.keys), num_layers, reason)
+            return get(store, pages, **given)
+
+        monkeypatch.setattr(RecordedStore, "submit_get", submit_get)
+
+    def inject_fault(self, how: str) -> None:
+        self._how = how
+
+    @contextmanager
+    def holding_up(self) -> Iterator[threading.Event]:
+        self._how = "hold"
+        try:
+            yield self._held
+        finally:
+            self._how = ""
+
+
+def missed(count: int, num_layers: int, reason: MissReason = MissReason.STORE_GONE) -> GetJob:
+    """A job that has ended with nothing."""
+    job = GetJob(count, num_layers, deadline_in(None))
+    job.set([reason] * count)
+    return job
+
+
+def deadline_in(timeout: Any) -> Any:
+    from kvplug.transport import Deadline
+
+    return Deadline.after(timeout if isinstance(timeout, float) else None)
