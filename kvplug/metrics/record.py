@@ -129,6 +129,10 @@ class RecordedStore(Store):
     def is_shared(self) -> bool:
         return self.store.is_shared
 
+    @property
+    def route(self) -> str:
+        return self.store.route
+
     def submit_lookup(
         self, keys: Sequence[bytes], *, lease_s: float = 0.0, timeout: Timeout = DEFAULT_TIMEOUT
     ) -> Job[Presence]:

@@ -85,6 +85,11 @@ class Store(abc.ABC):
         """Whether every process that opens it with the same options reaches the same pages."""
         return False
 
+    @property
+    def route(self) -> str:
+        """How pages come from it to this process, for people: "its memory is mapped", "over the pipe cpu"."""
+        return ""
+
     # -- jobs ----------------------------------------------------------------------------------
 
     @abc.abstractmethod

@@ -133,6 +133,10 @@ class HostStore(Store):
 
     # -- jobs ----------------------------------------------------------------------------------
 
+    @property
+    def route(self) -> str:
+        return "in this process"
+
     def submit_lookup(
         self, keys: Sequence[bytes], *, lease_s: float = 0.0, timeout: Timeout = DEFAULT_TIMEOUT
     ) -> Job[Presence]:

@@ -157,8 +157,13 @@ class HostClient(Store):
         contact = protocol.field(hello, "memory", str)
         if contact and options.map and platform.machine() == "x86_64":
             self._mapping = self._mapped(context, hello, contact, deadline)
-        way = "its memory is mapped" if self._mapping else "over a pipe" if self._pipe else "not at all"
-        _log.info("the store of %s is read: %s", self._link.channel.peer, way)
+        _log.info("the store of %s is read: %s", self._link.channel.peer, self.route)
+
+    @property
+    def route(self) -> str:
+        if self._mapping is not None:
+            return "its memory is mapped"
+        return f"over a pipe to {self._pipe.peer}" if self._pipe is not None else "not at all"
 
     def _mapped(self, context: StoreContext, hello: Any, contact: str, deadline: Deadline) -> Mapping | None:
         segment_bytes = protocol.number(hello, "segment_bytes", most=2**46)

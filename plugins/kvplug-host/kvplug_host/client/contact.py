@@ -88,6 +88,11 @@ class ContactStore(Store):
     def is_shared(self) -> bool:
         return True
 
+    @property
+    def route(self) -> str:
+        client = self._client
+        return "not at all" if client is None else client.route
+
     # -- the connection ------------------------------------------------------------------------
 
     def _open(self, timeout: float) -> None:

@@ -33,6 +33,8 @@ class Part:
     first: int
     """Number of the first page among those of the load."""
     count: int
+    route: str = ""
+    """How its pages come, for people."""
     job: GetJob | None = None
     error: Exception | None = None
     """Why it could not be asked for."""
@@ -107,6 +109,7 @@ class Load:
                 ),
             )
             job = store.submit_get(request, timeout=self.deadline.remaining())
+            part.route = store.route
         except KvplugError as e:
             self.give_up(part, e)
             return

@@ -75,6 +75,8 @@ class LookupWorker(WorkerConnector):
         self._saver: Saver | None = None
         self._service: Service | None = None
         self._peers: dict[str, PeerStore] = {}
+        self.last_route = ""
+        """The source of the last load, and how its pages came, for people."""
         self.contact = ""
         """Where peers find this worker; empty where it serves none. May carry a token: do not log it."""
         try:
@@ -307,6 +309,7 @@ class LookupWorker(WorkerConnector):
             self._note_failure(load)
             return
         num_tokens = load.plan.end - load.plan.start
+        self.last_route = "; ".join(f"{part.source}: {part.route}" for part in load.parts)
         for part in load.parts:
             self._rates.note(part.source, num_tokens, load.seconds)
             if self._saver is not None and self._context.options.promote:

@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 import attrs
 import click
 
-from kvplug import KvplugError
+from kvplug import Config, KvplugError
 from kvplug_transformers.demo.settings import DemoSettings, Report
 
 _LONGEST_PROMPT = 4 << 20
@@ -59,6 +59,14 @@ def _shared(function: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--transport", metavar="NAME", help='"auto", or a pipe that `kvplug list` shows.'),
         click.option("--connector", metavar="NAME", help="A connector that `kvplug list` shows."),
         click.option(
+            "--store",
+            "stores",
+            metavar="NAME",
+            multiple=True,
+            help="Keep the KV in this store: host (memory) or fs (disk); again for a second one, behind it."
+            " The prefill worker then loads what an earlier run has left there.",
+        ),
+        click.option(
             "--model",
             type=click.Path(exists=True, file_okay=False, path_type=Path),
             help="A Hugging Face folder instead of the packaged SmolLM2-135M-Instruct.",
@@ -99,6 +107,8 @@ def _settings(
     integrity: str | None,
     policy: str | None,
     device: str | None,
+    stores: tuple[str, ...],
+    corrupt: bool = False,
     **rest: Any,
 ) -> DemoSettings:
     from kvplug_transformers.demo.prompt import PROMPT
@@ -118,8 +128,27 @@ def _settings(
         "failure_policy": policy,
         "device": device,
     }
-    overrides = {key: value for key, value in given.items() if value is not None}
-    return DemoSettings(prompt=PROMPT if prompt is None else prompt, overrides=overrides, **rest)
+    overrides: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
+    if stores:
+        overrides["stores"] = list(stores)
+        if "fs" in stores and "path" not in _options_in(rest["config"], "fs"):
+            from kvplug_transformers.model.cache import cache_folder
+
+            overrides["options.fs.path"] = str(cache_folder() / "pages")
+    if corrupt:
+        overrides["options.host.map"] = False  # else the KV crosses no pipe, in which bits could be flipped
+    return DemoSettings(
+        prompt=PROMPT if prompt is None else prompt,
+        overrides=overrides,
+        keeps=bool(stores),
+        corrupt=corrupt,
+        **rest,
+    )
+
+
+def _options_in(config: Path | None, name: str) -> Mapping[str, Any]:
+    """The options of that name in the config's file and in the environment."""
+    return Config.load(config).options.get(name, {})
 
 
 def _read(file: Path) -> str:

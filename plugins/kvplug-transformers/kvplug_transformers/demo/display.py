@@ -62,7 +62,8 @@ class Display:
             self._line(f"{name}: model loaded{took}")
         elif kind == "prefilled":
             self._finish(name, "prefill")
-            self._line(f"{name}: prompt computed in {event['seconds']:.2f} s")
+            kept = f" ({event['found']} tokens came from a store)" if event.get("found") else ""
+            self._line(f"{name}: prompt computed in {event['seconds']:.2f} s{kept}")
         elif kind == "recomputed":
             self._finish(name, "recompute")
         elif kind == "ready" and event["transport"]:
@@ -149,12 +150,14 @@ def rows(report: Report) -> list[tuple[str, str]]:
     speed = "" if report.gb_per_s is None else f", {report.gb_per_s:.2f} GB/s"
     found = [
         ("prompt tokens", f"{report.prompt_tokens:,}"),
+        *([("tokens found by prefill", f"{report.tokens_found:,}")] if report.tokens_found else []),
         ("tokens loaded", f"{report.tokens_loaded:,}"),
         ("KV bytes", f"{report.kv_bytes:,}"),
         ("transfer", seconds(report.transfer_s) + speed),
         ("time to first token, with the transfer", seconds(report.ttft_s)),
         ("time to first token, recomputed", f"{seconds(report.ttft_recompute_s)} (in the decode process)"),
         ("connector, transport", f"{report.connector}, {report.transport or '-'}"),
+        *([("store", report.store)] if report.store else []),
         ("device", report.device),
     ]
     found += [("" if number else "why", reason) for number, reason in enumerate(report.reasons)]

@@ -30,7 +30,7 @@ def check(config: Config, display: Display) -> None:
     """
     registry = Registry.from_env()
     # Each worker has its own role.
-    check_config(attrs.evolve(config, role=Role.PRODUCER), registry)
+    check_config(attrs.evolve(config, role=Role.BOTH), registry)
     if (lack := explain_missing_pipe(config, registry)) is not None:
         display.note(lack + (_FOR_GPUS if config.device.partition(":")[0] == "cuda" else ""))
 
@@ -76,7 +76,7 @@ def listen_address(config: Config) -> str | None:
 
 def start_worker(session: Session, name: str, folder: Path, settings: DemoSettings) -> None:
     session.start(name)
-    role = "producer" if name == PREFILL else "consumer"
+    role = ("both" if settings.keeps else "producer") if name == PREFILL else "consumer"
     session.send(
         name, "start", role=role, model=str(folder), threads=num_cpus(), settings=settings.to_plain()
     )

@@ -82,15 +82,19 @@ def run(
         (ready,) = session.wait_for((DECODE, "ready"), while_alive=[PREFILL])
         # Do not measure while a process still loads.
         session.wait_for((REFERENCE, "loaded"))
+        found = 0
         try:
             session.send(PREFILL, "prefill", ids=ids)
-            session.wait_for((PREFILL, "prefilled"))
+            (prefilled,) = session.wait_for((PREFILL, "prefilled"))
+            found = prefilled["found"]
         except WorkerLostError as e:
             if config.failure_policy == "fail":
                 raise DemoError(f"{e}, and the policy is to fail") from e
             notes.append(f"{e}: KV that has not arrived is recomputed")
             display.note(notes[-1])
-        report = decode_and_compare(session, display, settings, ids, stop, notes=notes, ready=ready)
+        report = decode_and_compare(
+            session, display, settings, ids, stop, notes=notes, ready=ready, found=found
+        )
     return report
 
 
@@ -104,6 +108,7 @@ def decode_and_compare(
     notes: list[str],
     ready: Mapping[str, Any],
     patience_s: float = 0.0,
+    found: int = 0,
 ) -> Report:
     """Decode, then compute the same prompt without a transfer, then let the reference process generate."""
     session.send(
@@ -139,6 +144,7 @@ def decode_and_compare(
     config = Config.load(settings.config, overrides=settings.overrides)
     return Report(
         prompt_tokens=len(ids),
+        tokens_found=found,
         tokens_loaded=loaded,
         kv_bytes=nbytes,
         transfer_s=seconds,
@@ -149,6 +155,7 @@ def decode_and_compare(
         text=decoded["text"],
         connector=config.connector,
         transport=ready["transport"],
+        store=decoded["store"],
         device=config.device,
         reasons=(*ready["reasons"], *notes),
     )

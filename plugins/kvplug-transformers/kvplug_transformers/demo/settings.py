@@ -24,6 +24,8 @@ class DemoSettings:
     layout: str | None = None
     """``None``: the connector's required layout, else ``KBTHD``."""
     corrupt: bool = False
+    keeps: bool = False
+    """The prefill worker also loads what its stores have, from an earlier run for example."""
     patience_s: float = 300.0
     """How long a worker may report nothing while the demo waits for it, beyond the worker's own deadlines."""
 
@@ -41,6 +43,8 @@ class Report:
     """The results, exactly as ``--json`` prints them."""
 
     prompt_tokens: int
+    tokens_found: int
+    """Tokens that the prefill worker did not compute: its stores had their KV, from an earlier run."""
     tokens_loaded: int
     kv_bytes: int
     """Bytes of the loaded tokens' keys and values, in all layers."""
@@ -56,6 +60,8 @@ class Report:
     text: str
     connector: str
     transport: str
+    store: str
+    """The store that the KV came from, and how; empty where the connector has none."""
     device: str
     """The config's device, on which all three processes computed."""
     reasons: tuple[str, ...]

@@ -190,7 +190,8 @@ class DemoWorker:
         for _ in self._steps(engine, sequence, "progress"):
             self._parent.send("first_token", seconds=time.perf_counter() - began)
         engine.settle(timeout=self._config.timeout_s)
-        self._parent.send("prefilled", seconds=time.perf_counter() - began)
+        found = sequence.num_loaded_tokens
+        self._parent.send("prefilled", seconds=time.perf_counter() - began, found=found)
 
     def _do_decode(self, ids: list[int], max_new_tokens: int, stop: list[int], patience_s: float) -> None:
         """Load what can be loaded, compute the rest, and generate."""
@@ -221,6 +222,7 @@ class DemoWorker:
             finish_reason=sequence.finish_reason,
             error=sequence.error or sequence.load_error,
             stats=engine.stats.snapshot(),
+            store=getattr(self._connectors[Side.WORKER], "last_route", ""),
         )
 
     def _do_recompute(self, ids: list[int]) -> None:
