@@ -10,6 +10,7 @@ import secrets
 from collections.abc import Iterator, Sequence
 from typing import Final
 
+KEY_BYTES: Final = 32
 LAYOUT: Final = "v1"
 """Name of the folder inside; another one where a later version arranges the files in another way."""
 _PAGES: Final = "pages"
@@ -41,7 +42,7 @@ class Folder:
         self.root = os.path.join(path, LAYOUT)
         self._pages = os.path.join(self.root, _PAGES)
         self._aside = os.path.join(self.root, _ASIDE)
-        self._sync = sync
+        self.sync = sync
         self._links = True
         """Whether the file system has hard links, as far as is known."""
 
@@ -82,43 +83,30 @@ class Folder:
 
     # -- writing -------------------------------------------------------------------------------
 
-    def write(self, key: bytes, page: Sequence[memoryview]) -> bool:
-        """Whether the page is there now because of this call; false: another one was there first.
+    def new_file(self, nbytes: int) -> PageFile:
+        """A file aside for a page of ``nbytes``.
 
         Raises:
-            OSError: the page could not be written. Nothing of it is left.
+            OSError: it cannot be made.
         """
-        aside = f"{self._aside}/{secrets.token_hex(16)}-{sum(map(len, page))}"
-        fd = self._open_aside(aside)
+        path = f"{self._aside}/{secrets.token_hex(16)}-{nbytes}"
         try:
-            try:
-                with contextlib.suppress(OSError):  # a file system without locks: the file's age tells
-                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                _write_all(fd, page)
-                if self._sync:
-                    os.fsync(fd)
-                return self._publish(aside, self.path_of(key))
-            finally:
-                with contextlib.suppress(OSError):
-                    os.unlink(aside)
-        finally:
-            os.close(fd)
-
-    def _open_aside(self, path: str) -> int:
-        try:
-            return os.open(path, _WRITE, 0o600)
+            fd = os.open(path, _WRITE, 0o600)
         except FileNotFoundError:  # the folder is new, or was removed
             self.create()
-            return os.open(path, _WRITE, 0o600)
+            fd = os.open(path, _WRITE, 0o600)
+        return PageFile(self, path, fd)
 
-    def _publish(self, aside: str, path: str) -> bool:
+    def publish(self, file: PageFile, key: bytes) -> bool:
+        """Whether the file is the page of the key now; false: another one was there first."""
+        path = self.path_of(key)
         try:
-            made = self._give_name(aside, path)
+            made = self._give_name(file.path, path)
         except FileNotFoundError:
             with contextlib.suppress(FileExistsError):
                 os.mkdir(os.path.dirname(path), 0o700)
-            made = self._give_name(aside, path)
-        if made and self._sync:
+            made = self._give_name(file.path, path)
+        if made and self.sync:
             _sync_folder(os.path.dirname(path))
         return made
 
@@ -137,28 +125,54 @@ class Folder:
 
     # -- all of them ---------------------------------------------------------------------------
 
-    def pages(self) -> Iterator[os.DirEntry[str]]:
-        """All pages, in no particular order. Those that come or go meanwhile may be missing.
+    def pages(self) -> Iterator[tuple[bytes, os.DirEntry[str]]]:
+        """All pages with their keys, in no particular order. Those that come or go meanwhile may be missing.
 
         Raises:
             OSError: a folder cannot be read.
         """
         for folder in _entries(self._pages):
-            yield from _entries(folder.path)
-
-    def key_of(self, entry: os.DirEntry[str]) -> bytes | None:
-        """The key of a page; ``None``: the file is no page."""
-        try:
-            key = bytes.fromhex(os.path.basename(os.path.dirname(entry.path)) + entry.name)
-        except ValueError:
-            return None
-        return key if len(key) == 32 else None
+            for entry in _entries(folder.path):
+                key = _key_named(folder.name + entry.name)
+                if key is not None:
+                    yield key, entry
 
     def written_aside(self) -> Iterator[tuple[os.DirEntry[str], int]]:
         """Files that are being written, or were when their writers died, each with the size of its page."""
         for entry in _entries(self._aside):
             size = entry.name.rpartition("-")[2]
             yield entry, int(size) if size.isdecimal() else 0
+
+
+class PageFile:
+    """A file aside. It is removed at the end of the block, whatever name it has by then."""
+
+    def __init__(self, folder: Folder, path: str, fd: int) -> None:
+        self._folder = folder
+        self._fd = fd
+        self.path = path
+        with contextlib.suppress(OSError):  # a file system without locks: the file's age tells
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    def write(self, page: Sequence[memoryview]) -> None:
+        """Raises OSError: the page could not be written."""
+        _write_all(self._fd, page)
+        if self._folder.sync:
+            os.fsync(self._fd)
+
+    def remove(self) -> None:
+        """Remove the file aside. Idempotent."""
+        if self._fd >= 0:
+            with contextlib.suppress(OSError):
+                os.unlink(self.path)
+            os.close(self._fd)
+            self._fd = -1
+
+    def __enter__(self) -> PageFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
 
 
 def is_abandoned(path: str) -> bool:
@@ -174,6 +188,16 @@ def is_abandoned(path: str) -> bool:
     finally:
         os.close(fd)
     return True
+
+
+def _key_named(name: str) -> bytes | None:
+    """The key whose page has that name; ``None``: the file is no page."""
+    if len(name) != 2 * KEY_BYTES:
+        return None
+    try:
+        return bytes.fromhex(name)
+    except ValueError:
+        return None
 
 
 def _entries(path: str) -> Iterator[os.DirEntry[str]]:

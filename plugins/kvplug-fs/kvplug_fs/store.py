@@ -78,34 +78,32 @@ class FolderStore(BlockingStore):
         with _read_only_is_no_permission():
             if self._folder.has(key):
                 return True
-            if not self._reserve(cost):
-                return False
-            if self._write(key, page, cost):
-                return True
+            self._sweeper.wait_until_counted()
+            if (kept := self._write(key, page, cost)) is not None:
+                return kept
             # the disk was full before the budget was used
-            room = self._sweeper.make_room_on_disk(2 * cost) and self._reserve(cost)
-            return room and self._write(key, page, cost)
+            return self._sweeper.make_room_on_disk(2 * cost) and bool(self._write(key, page, cost))
 
-    def _write(self, key: bytes, page: Sequence[memoryview], cost: int) -> bool:
-        """Whether the page is there now; false: the disk is full. What was counted for it is given back."""
-        made = False
+    def _write(self, key: bytes, page: Sequence[memoryview], cost: int) -> bool | None:
+        """Whether the page is there now; false: the budget has no room for it; ``None``: the disk is full."""
         try:
-            made = self._folder.write(key, page)
-            return True  # another one was first, or this one was
+            with self._folder.new_file(sum(map(len, page))) as file:
+                # counted only now: a search that began before has seen the file, or the page
+                if not self._sweeper.reserve(file.path, cost):
+                    return False
+                made = False
+                try:
+                    file.write(page)
+                    made = self._folder.publish(file, key)
+                finally:
+                    if not made:  # it failed, or another one was first
+                        file.remove()
+                        self._ledger.release(cost)
+                return True
         except OSError as e:
             if e.errno not in _FULL:
                 raise
-            return False
-        finally:
-            if not made:
-                self._ledger.release(cost)
-
-    def _reserve(self, cost: int) -> bool:
-        try:
-            return self._sweeper.reserve(cost)
-        except FileNotFoundError:  # the folder is new, or was removed
-            self._folder.create()
-            return self._sweeper.reserve(cost)
+            return None
 
     def remove(self, keys: Sequence[bytes]) -> None:
         with _read_only_is_no_permission():
@@ -119,12 +117,7 @@ class FolderStore(BlockingStore):
     # -- what is there -------------------------------------------------------------------------
 
     def keys(self, series: bytes) -> list[bytes]:
-        found = []
-        for entry in self._folder.pages():
-            key = self._folder.key_of(entry)
-            if key is not None and _series_of(entry.path) == series:
-                found.append(key)
-        return found
+        return [key for key, entry in self._folder.pages() if _series_of(entry.path) == series]
 
     def usage(self) -> Usage:
         totals = self._ledger.last

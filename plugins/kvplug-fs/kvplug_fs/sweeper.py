@@ -20,6 +20,7 @@ _log = logging.getLogger(__name__)
 
 _MAX_CANDIDATES: Final = 4096
 """How many pages one scan proposes for eviction."""
+_CLOSE_S: Final = 5.0
 _ASIDE_S: Final = 10.0
 """Age of a file aside before its lock is looked at: a writer takes it just after it has made the file."""
 _ASIDE_WITHOUT_LOCKS_S: Final = 3600.0
@@ -55,17 +56,20 @@ class Sweeper:
         """End the scan. Idempotent."""
         self._closed.set()
         self._counted.set()
-        self._thread.join()
+        self._thread.join(_CLOSE_S)  # a disk that does not answer holds it
 
     # -- room ----------------------------------------------------------------------------------
 
-    def reserve(self, nbytes: int) -> bool:
-        """Whether ``nbytes`` are now counted for a page that is going to be written.
+    def wait_until_counted(self) -> None:
+        """Return when the ledger counts the pages that are there: at once, unless there was no ledger."""
+        self._counted.wait()
+
+    def reserve(self, path: str, nbytes: int) -> bool:
+        """Whether ``nbytes`` are now counted for the page that is going to be written to the file aside.
 
         Raises:
             OSError: the folder cannot be written to.
         """
-        self._counted.wait()
         if self._ledger.reserve(nbytes, self._budget):
             return True
         with self._lock:
@@ -75,7 +79,7 @@ class Sweeper:
                     continue
                 if scanned:
                     return False
-                self.scan()
+                self.scan(without=path)
                 scanned = True
             return True
 
@@ -135,8 +139,14 @@ class Sweeper:
         with self._ledger.change() as totals:
             return not 0 <= time.time() - totals.scanned_at < 0.5 * self._rescan_s
 
-    def scan(self) -> None:
+    def scan(self, without: str = "") -> None:
         """With the lock: count all pages, remember those that were not used for longest, clear up.
+
+        Files aside come first, since a page that is no longer aside later is a page by then. So what the
+        ledger counts is found, unless it has come meanwhile.
+
+        Args:
+            without: a file aside that the ledger does not count yet.
 
         Raises:
             OSError: the folder cannot be read.
@@ -144,26 +154,28 @@ class Sweeper:
         with self._ledger.change() as totals:
             before = attrs.evolve(totals)
         found = _Found()
-        for entry in self._folder.pages():
+        self._look_aside(found, without)
+        for _, entry in self._folder.pages():
             if self._closed.is_set():
                 return
             with contextlib.suppress(FileNotFoundError):
                 status = entry.stat(follow_symlinks=False)
                 found.add(_Candidate(status.st_mtime_ns, status.st_size, entry.path))
-        self._clear_up(found)
         self._ledger.correct(before, found.used_bytes, found.num_pages)
         self._candidates = deque(found.oldest())
 
-    def _clear_up(self, found: _Found) -> None:
+    def _look_aside(self, found: _Found, without: str) -> None:
         """Remove files of dead writers, and count those of living ones."""
         now = time.time()
         for entry, size in self._folder.written_aside():
+            if entry.path == without:
+                continue
             with contextlib.suppress(FileNotFoundError):
                 status = entry.stat(follow_symlinks=False)
                 age = now - status.st_mtime
                 if age > _ASIDE_WITHOUT_LOCKS_S or (age > _ASIDE_S and is_abandoned(entry.path)):
                     os.unlink(entry.path)
-                elif status.st_nlink == 1:  # with two, it has its name already, and was counted
+                elif status.st_nlink == 1:  # with two, it has its name already, and is counted there
                     found.used_bytes += cost_of(size)
                     found.num_pages += 1
 
