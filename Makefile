@@ -14,7 +14,7 @@ ARGS ?=
 
 # The development environment is .venv: the core and its plugins are imported from this checkout.
 PLUGINS = testing bench cpu shm fs lookup pynccl cuda-ipc transformers
-EDITABLE = $(PLUGINS:%=plugins/kvplug-%) docs/examples/kvplug-sample
+EDITABLE = $(PLUGINS:%=plugins/kvplug-%) docs/examples/kvplug-sample docs/examples/kvplug-sqlite
 SHM = plugins/kvplug-shm
 INSTALLED = .venv/installed-for-tests
 INSTALLED_FROM = Makefile constraints.txt pyproject.toml $(EDITABLE:%=%/pyproject.toml) \

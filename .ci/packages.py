@@ -1,4 +1,4 @@
-"""Build an sdist and a wheel of the core, of every plugin and of the sample, and check their content.
+"""Build an sdist and a wheel of the core, of every plugin and of the examples, and check their content.
 
 Usage: packages.py FOLDER (emptied first). Exit code 1 and one line for each fault.
 """
@@ -17,7 +17,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PROJECTS = [ROOT, *sorted(path.parent for path in ROOT.glob("plugins/*/pyproject.toml"))]
-SAMPLE = ROOT / "docs/examples/kvplug-sample"
+EXAMPLES = sorted(path.parent for path in ROOT.glob("docs/examples/*/pyproject.toml"))
 
 
 def faults_of(project: Path, dist: Path) -> Iterator[str]:
@@ -69,7 +69,7 @@ def main(folder: str) -> int:
     dist = Path(folder)
     shutil.rmtree(dist, ignore_errors=True)
     faults = []
-    for project in [*PROJECTS, SAMPLE]:
+    for project in [*PROJECTS, *EXAMPLES]:
         command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(dist), str(project)]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         faults += faults_of(project, dist)
