@@ -32,6 +32,19 @@ class Totals:
     scanned_at: float = 0.0
     """When the folder was last searched, in seconds since 1970; 0: never."""
 
+    def encoded(self) -> bytes:
+        """The content of the file."""
+        return _RECORD.pack(_MAGIC, self.used_bytes, self.num_pages, self.added_bytes, self.scanned_at)
+
+    @classmethod
+    def decoded(cls, record: bytes) -> Totals:
+        """The inverse. A file that is damaged, or new, says nothing."""
+        if len(record) == _RECORD.size:
+            magic, *values = _RECORD.unpack(record)
+            if magic == _MAGIC:
+                return cls(*values)
+        return cls()
+
 
 class Ledger:
     """A file of a few bytes, which processes change in turns.
@@ -57,9 +70,9 @@ class Ledger:
         try:
             locked = _lock(fd)
             try:
-                totals = _decoded(os.pread(fd, _RECORD.size, 0))
+                totals = Totals.decoded(os.pread(fd, _RECORD.size, 0))
                 yield totals
-                os.pwrite(fd, _RECORD.pack(_MAGIC, *attrs.astuple(totals)), 0)
+                os.pwrite(fd, totals.encoded(), 0)
                 self.last = totals
             finally:
                 if locked:  # said aloud, since a child that was forked meanwhile holds the descriptor, too
@@ -112,11 +125,3 @@ def _lock(fd: int) -> bool:
             raise
         time.sleep(pause)
         pause = min(2 * pause, 0.01)
-
-
-def _decoded(record: bytes) -> Totals:
-    if len(record) == _RECORD.size:
-        magic, *values = _RECORD.unpack(record)
-        if magic == _MAGIC:
-            return Totals(*values)
-    return Totals()
