@@ -28,7 +28,7 @@ class FolderOptions:
         " incomplete ones are found and removed.",
     )
     touch_s: float = option(
-        default=60.0,
+        default=1.0,
         unit="seconds",
         at_least=0,
         help="A read is recorded as a use of its page if the last recorded one is older than this.",

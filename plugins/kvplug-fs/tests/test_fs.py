@@ -13,14 +13,12 @@ from kvplug_testing import StoreContract, check_plugin
 
 class TestFs(StoreContract):
     store = "fs"
-    options = MappingProxyType({"touch_s": 0})
-    use_granularity_s = 0.02
 
 
 @pytest.mark.variant
 class TestFsWaitsForTheDisk(StoreContract):
     store = "fs"
-    options = MappingProxyType({"touch_s": 0, "sync": True, "threads": 2})
+    options = MappingProxyType({"touch_s": 0, "sync": True, "threads": 1})
     use_granularity_s = 0.02
 
 

@@ -9,3 +9,4 @@ class TestMemory(StoreContract):
     store = "memory"
     reached_by = "options"
     across_processes = False
+    use_granularity_s = 0.0

@@ -7,3 +7,4 @@ from kvplug_testing import StoreContract
 
 class TestMemoryByALink(StoreContract):
     store = "memory"
+    use_granularity_s = 0.0

@@ -28,6 +28,7 @@ class Mutant(StoreContract):
     store = "memory"
     reached_by = "options"
     across_processes = False
+    use_granularity_s = 0.0
     breaks: tuple[str, ...] = ()
     made: type[MemoryStore] = MemoryStore
     end: type[PlaceEnd] = PlaceEnd
