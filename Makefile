@@ -34,7 +34,8 @@ install: $(INSTALLED)
 test: export PYTHONDONTWRITEBYTECODE =
 test: $(INSTALLED)
 	.venv/bin/pytest -q -n $(JOBS) --maxprocesses 8 --dist loadgroup --no-loadscope-reorder \
-		--hypothesis-profile dev -m "$(QUICK)" --ignore plugins/kvplug-vllm $(ARGS)
+		--hypothesis-profile dev -m "$(QUICK)" --ignore plugins/kvplug-vllm \
+		--ignore docs/examples/kvplug-sqlite $(ARGS)
 
 test-all: $(TOX)
 	rm -rf .tox/coverage-data .tox/failed-tests

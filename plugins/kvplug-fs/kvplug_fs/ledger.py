@@ -81,9 +81,12 @@ class Ledger:
             os.close(fd)
 
     def reserve(self, nbytes: int, budget: int) -> bool:
-        """Count one more page of ``nbytes``, if there is room for it in the budget."""
+        """Count one more page of ``nbytes``, if there is room for it in the budget.
+
+        Never in a ledger that is new: the folder must be searched first.
+        """
         with self.change() as totals:
-            if totals.used_bytes + nbytes > budget:
+            if not totals.scanned_at or totals.used_bytes + nbytes > budget:
                 return False
             totals.used_bytes += nbytes
             totals.added_bytes += nbytes

@@ -73,7 +73,9 @@ class Sweeper:
         if self._ledger.reserve(nbytes, self._budget):
             return True
         with self._lock:
-            scanned = False
+            scanned = not self._ledger.last.scanned_at
+            if scanned:  # the ledger was removed, and counts nothing
+                self.scan(without=path)
             while not self._ledger.reserve(nbytes, self._budget):
                 if self._evict_one():
                     continue

@@ -15,8 +15,9 @@ import pytest
 from folders import aside_in, key_of, open_store, page_of, read, used_in, write
 from kvplug_fs import sweeper as sweeper_module
 from kvplug_fs.folder import cost_of
-from kvplug_fs.ledger import Ledger
+from kvplug_fs.ledger import Ledger, Totals
 from kvplug_testing import peers
+from kvplug_testing.forkserver import ForkServer
 from kvplug_testing.waits import Call, until
 
 PAGE = cost_of(10_000)
@@ -36,8 +37,15 @@ def test_a_file_costs_whole_blocks() -> None:
     assert [cost_of(n) for n in (0, 1, 4096, 4097)] == [4096, 4096, 4096, 8192]
 
 
+def counted(path: Path) -> Ledger:
+    """A ledger of a folder that was found to be empty."""
+    ledger = Ledger(str(path))
+    ledger.correct(Totals(), used_bytes=0, num_pages=0)
+    return ledger
+
+
 def test_several_ledgers_of_one_file_count_together(tmp_path: Path) -> None:
-    one, other = (Ledger(str(tmp_path / "usage")) for _ in range(2))
+    one, other = counted(tmp_path / "usage"), Ledger(str(tmp_path / "usage"))
     assert one.reserve(60, 100)
     assert not other.reserve(60, 100)
     assert other.reserve(40, 100)
@@ -60,10 +68,21 @@ def test_a_damaged_ledger_counts_from_zero_and_the_folder_is_searched(tmp_path: 
         again.close()
 
 
+def test_a_ledger_that_is_removed_is_made_anew_from_what_is_there(tmp_path: Path) -> None:
+    store = open_store(tmp_path, size=3 * PAGE)
+    try:
+        for number in range(3):
+            assert write(store, number)
+        os.unlink(tmp_path / "v1" / "usage")
+        assert write(store, "new")
+        assert used_in(tmp_path) == store.usage().used_bytes == 3 * PAGE
+    finally:
+        store.close()
+
+
 def test_what_comes_during_a_scan_is_counted_whether_it_was_found_or_not(tmp_path: Path) -> None:
-    ledger = Ledger(str(tmp_path / "usage"))
-    with ledger.change() as totals:
-        before = type(totals)(*(getattr(totals, name) for name in totals.__slots__ if name[0] != "_"))
+    ledger = counted(tmp_path / "usage")
+    before = ledger.last
     assert ledger.reserve(10, 100)
     ledger.correct(before, used_bytes=50, num_pages=5)
     assert ledger.last.used_bytes == 60
@@ -77,11 +96,13 @@ def hold_the_lock(parent: peers.Parent, path: str) -> None:
         parent.recv(None)
 
 
-def test_a_process_that_is_stopped_inside_the_lock_holds_up_others_for_a_moment(tmp_path: Path) -> None:
+def test_a_process_that_is_stopped_inside_the_lock_holds_up_others_for_a_moment(
+    tmp_path: Path, fork_server: ForkServer
+) -> None:
     store = open_store(tmp_path)
     try:
         assert write(store, "a")
-        with peers.start(hold_the_lock, str(tmp_path / "v1" / "usage")) as child:
+        with fork_server.start(f"{__file__}:hold_the_lock", str(tmp_path / "v1" / "usage")) as child:
             assert child.recv() == "held"
             child.stop()
             begun = time.monotonic()
@@ -101,10 +122,10 @@ def add_without_end(parent: peers.Parent, path: str) -> None:
         ledger.release(7)
 
 
-def test_processes_that_count_at_the_same_time_lose_nothing(tmp_path: Path) -> None:
+def test_processes_that_count_at_the_same_time_lose_nothing(tmp_path: Path, fork_server: ForkServer) -> None:
     path = str(tmp_path / "usage")
-    ledger = Ledger(path)
-    with peers.start(add_without_end, path) as child:
+    ledger = counted(tmp_path / "usage")
+    with fork_server.start(f"{__file__}:add_without_end", path) as child:
         child.recv()
         for _ in range(500):
             assert ledger.reserve(1000, 1 << 40)
@@ -222,11 +243,13 @@ def flood(parent: peers.Parent, path: str, size: int, who: int) -> int:
     return kept
 
 
-def test_processes_that_evict_at_the_same_time_stay_within_the_budget_together(tmp_path: Path) -> None:
+def test_processes_that_evict_at_the_same_time_stay_within_the_budget_together(
+    tmp_path: Path, fork_server: ForkServer
+) -> None:
     size = 40 * PAGE
     with (
-        peers.start(flood, str(tmp_path), size, 1) as one,
-        peers.start(flood, str(tmp_path), size, 2) as other,
+        fork_server.start(f"{__file__}:flood", str(tmp_path), size, 1) as one,
+        fork_server.start(f"{__file__}:flood", str(tmp_path), size, 2) as other,
     ):
         for child in (one, other):
             assert child.recv() == "ready"
@@ -290,11 +313,11 @@ def stop_at(parent: peers.Parent, path: str, step: str, when: str) -> None:
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("step", STEPS)
 def test_a_writer_that_is_killed_at_a_step_leaves_a_whole_page_or_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str, when: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fork_server: ForkServer, step: str, when: str
 ) -> None:
     store = open_store(tmp_path)
     try:
-        with peers.start(stop_at, str(tmp_path), step, when) as child:
+        with fork_server.start(f"{__file__}:stop_at", str(tmp_path), step, when) as child:
             assert child.recv() == "there"
             if step not in ("open", "unlink") or (step, when) == ("unlink", "before"):
                 monkeypatch.setattr(sweeper_module, "_ASIDE_S", -1.0)

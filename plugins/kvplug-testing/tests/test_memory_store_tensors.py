@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from kvplug_testing import StoreContract
 
 
+@pytest.mark.variant
 class TestMemoryByALink(StoreContract):
     store = "memory"
     use_granularity_s = 0.0
