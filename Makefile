@@ -13,8 +13,8 @@ JOBS ?= $(shell expr 3 '*' "$$(getconf _NPROCESSORS_ONLN)")
 ARGS ?=
 
 # The development environment is .venv: the core and its plugins are imported from this checkout.
-PLUGINS = testing bench cpu shm lookup pynccl cuda-ipc transformers
-EDITABLE = $(PLUGINS:%=plugins/kvplug-%) docs/examples/kvplug-sample
+PLUGINS = testing bench cpu shm fs lookup pynccl cuda-ipc transformers
+EDITABLE = $(PLUGINS:%=plugins/kvplug-%) docs/examples/kvplug-sample docs/examples/kvplug-sqlite
 SHM = plugins/kvplug-shm
 INSTALLED = .venv/installed-for-tests
 INSTALLED_FROM = Makefile constraints.txt pyproject.toml $(EDITABLE:%=%/pyproject.toml) \
@@ -34,7 +34,8 @@ install: $(INSTALLED)
 test: export PYTHONDONTWRITEBYTECODE =
 test: $(INSTALLED)
 	.venv/bin/pytest -q -n $(JOBS) --maxprocesses 8 --dist loadgroup --no-loadscope-reorder \
-		--hypothesis-profile dev -m "$(QUICK)" --ignore plugins/kvplug-vllm $(ARGS)
+		--hypothesis-profile dev -m "$(QUICK)" --ignore plugins/kvplug-vllm \
+		--ignore docs/examples/kvplug-sqlite $(ARGS)
 
 test-all: $(TOX)
 	rm -rf .tox/coverage-data .tox/failed-tests

@@ -1,4 +1,4 @@
-"""Build an sdist and a wheel of the core, of every plugin and of the sample, and check their content.
+"""Build an sdist and a wheel of the core, of every plugin and of the examples, and check their content.
 
 Usage: packages.py FOLDER (emptied first). Exit code 1 and one line for each fault.
 
@@ -23,7 +23,6 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 PROJECTS = [ROOT, *sorted(path.parent for path in ROOT.glob("plugins/*/pyproject.toml"))]
-SAMPLE = ROOT / "docs/examples/kvplug-sample"
 LICENSE = (ROOT / "LICENSE").read_bytes()
 """Each project has a copy, since a package's files lie in its folder."""
 PORTABLE = re.compile(r"(many|musl)linux(_\d+_\d+|1|2010|2014)_\w+")
@@ -62,6 +61,7 @@ def stem_of(project: Path) -> str:
     """What the names of its files begin with."""
     metadata = metadata_of(project)
     return f"{metadata['name'].replace('-', '_')}-{metadata['version']}"
+EXAMPLES = sorted(path.parent for path in ROOT.glob("docs/examples/*/pyproject.toml"))
 
 
 def faults_of(project: Path, dist: Path) -> Iterator[str]:
@@ -122,7 +122,7 @@ def main(folder: str) -> int:
     dist = Path(folder)
     shutil.rmtree(dist, ignore_errors=True)
     faults = []
-    for project in [*PROJECTS, SAMPLE]:
+    for project in [*PROJECTS, *EXAMPLES]:
         command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(dist), str(project)]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         fault = repair(dist, stem_of(project), compiles=(project / "hatch_build.py").exists())

@@ -29,7 +29,7 @@ def new() -> None:
 
 
 def _common(command: Callable[..., None]) -> Callable[..., None]:
-    """Add the options that both commands have."""
+    """Add the options that all commands have."""
     for option in (
         click.option(
             "--force",
@@ -70,6 +70,16 @@ def connector(name: str, folder: str | None, force: bool) -> None:
     NAME is what a config will say: up to 40 lower-case letters, digits and hyphens, a letter first.
     """
     _generate(Package.called(name, Kind.CONNECTOR), folder, force)
+
+
+@new.command()
+@_common
+def store(name: str, folder: str | None, force: bool) -> None:
+    """Generate kvplug-NAME, which offers a store: a small one that works and keeps every law.
+
+    NAME is what a config will say: up to 40 lower-case letters, digits and hyphens, a letter first.
+    """
+    _generate(Package.called(name, Kind.STORE), folder, force)
 
 
 @attrs.frozen
@@ -158,7 +168,11 @@ def _check_free(package: Package, target: Path) -> None:
 
 
 def _next(package: Package, target: Path) -> str:
-    what = {Kind.PIPE: "pipe.py", Kind.CONNECTOR: "scheduler.py and worker.py"}[package.kind]
+    what = {
+        Kind.PIPE: "pipe.py",
+        Kind.CONNECTOR: "scheduler.py and worker.py",
+        Kind.STORE: "store.py",
+    }[package.kind]
     return "\n".join(
         [
             f"{target} offers the {package.words} {package.name!r}. Next:",

@@ -13,7 +13,7 @@ from kvplug.transport.hookspecs import PLUGIN_API
 
 pytestmark = pytest.mark.full
 
-SAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "kvplug-sample"
+EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
 
 
 @pytest.fixture
@@ -126,13 +126,35 @@ def test_a_connector_has_its_two_sides_and_no_transport(site: Any) -> None:
 
 
 @pytest.mark.usefixtures("copier")
-@pytest.mark.parametrize("module", ["pipe.py", "light.py"])
-def test_the_pipe_that_is_generated_is_the_sample_of_the_docs(site: Any, module: str) -> None:
-    assert new(site, "transport", "sample", "--force").returncode == 0
-    generated = site.folder / "kvplug-sample" / "kvplug_sample" / module
-    assert generated.read_text() == (SAMPLE / "kvplug_sample" / module).read_text(), (
-        "run .ci/pipe_template.py"
-    )
+def test_a_store_is_one_module_that_needs_no_torch(site: Any) -> None:
+    done = new(site, "store", "shelf")
+    assert done.returncode == 0, done.stderr
+    assert "kvplug-shelf offers the store 'shelf'. Next:" in done.stdout
+    assert "Make store.py in kvplug_shelf yours" in done.stdout
+    folder = site.folder / "kvplug-shelf" / "kvplug_shelf"
+    assert {path.name for path in folder.iterdir()} == {
+        *("__init__.py", "options.py", "plugin.py", "py.typed", "store.py")
+    }
+    every = [path.read_text() for path in (site.folder / "kvplug-shelf").rglob("*") if path.is_file()]
+    assert not [text for text in every if "{{" in text or "{%" in text]
+    found = tomllib.loads((site.folder / "kvplug-shelf" / "pyproject.toml").read_text())["project"]
+    assert [each.partition(">")[0] for each in found["dependencies"]] == ["attrs", "kvplug"]
+    assert found["optional-dependencies"] == {"test": ["kvplug-testing"]}
+
+
+@pytest.mark.usefixtures("copier")
+@pytest.mark.parametrize(
+    ("what", "name", "modules"),
+    [("transport", "sample", ["pipe.py", "light.py"]), ("store", "sqlite", ["store.py", "options.py"])],
+)
+def test_what_is_generated_is_the_example_of_the_docs(
+    site: Any, what: str, name: str, modules: list[str]
+) -> None:
+    assert new(site, what, name, "--force").returncode == 0
+    for module in modules:
+        path = Path(f"kvplug-{name}", f"kvplug_{name}", module)
+        generated = (site.folder / path).read_text()
+        assert generated == (EXAMPLES / path).read_text(), "run .ci/templates.py"
 
 
 def test_every_file_of_a_template_is_filled_in() -> None:

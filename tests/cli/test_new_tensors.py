@@ -43,6 +43,7 @@ def generate(what: str, folder: Path) -> Path:
     "what",
     [
         pytest.param("connector", marks=pytest.mark.full),
+        pytest.param("store", marks=pytest.mark.full),
         # The environment `generated` runs every test of a transport, in the tox that comes with it.
         pytest.param("transport", marks=pytest.mark.slow),
     ],
@@ -84,7 +85,7 @@ def test_what_is_generated_passes_its_own_tests(what: str, tmp_path: Path) -> No
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("what", ["transport", "connector"])
+@pytest.mark.parametrize("what", ["transport", "connector", "store"])
 def test_what_is_generated_passes_its_own_tox(what: str, tmp_path: Path) -> None:
     """With the wheel of this tree; everything else comes from where pip is told to look."""
     pytest.importorskip("tox", reason="tox is not installed in this environment")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 import kvplug.errors
@@ -27,14 +28,30 @@ def test_every_part_of_the_tutorials_transport_is_described() -> None:
     assert not {name for name in found if f".{name}\n" not in text and f"| `{name}` |" not in text}
 
 
-def test_every_part_that_pipes_share_is_described() -> None:
+def shown_from(package: str) -> set[str]:
+    """What the door of transports shows from the modules of a package."""
     stub = (ROOT / "kvplug" / "transport" / "__init__.pyi").read_text(encoding="utf-8")
-    shared = {
+    return {
         each.name
         for node in ast.parse(stub).body
-        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("kvplug.transport.duplex.")
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith(f"{package}.")
         for each in node.names
     }
-    text = PAGE.read_text(encoding="utf-8")
+
+
+def test_every_part_that_pipes_share_is_described() -> None:
+    shared, text = shown_from("kvplug.transport.duplex"), PAGE.read_text(encoding="utf-8")
     assert "DuplexPipe" in shared
     assert not {name for name in shared if f"| `{name}` |" not in text}
+
+
+def test_every_name_of_stores_is_described() -> None:
+    named = {
+        name
+        for line in PAGE.read_text(encoding="utf-8").splitlines()
+        if line.startswith("| `")
+        for name in re.findall(r"`(\w+)`", line.split("|")[1])
+    }
+    names = shown_from("kvplug.transport.store")
+    assert {"BlockingStore", "PagesStored", "chains_of"} <= names
+    assert not names - named

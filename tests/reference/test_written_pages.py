@@ -10,19 +10,24 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-SAMPLE = DOCS / "examples" / "kvplug-sample"
+EXAMPLES = DOCS / "examples"
+TUTORIALS = {
+    "write-a-transport.md": EXAMPLES / "kvplug-sample",
+    "write-a-store.md": EXAMPLES / "kvplug-sqlite",
+}
+"""Each with the package that it builds."""
 PAGES = [
-    *(page for page in sorted(DOCS.rglob("*.md")) if SAMPLE not in page.parents),
+    *(page for page in sorted(DOCS.rglob("*.md")) if EXAMPLES not in page.parents),
     ROOT / "README.md",
 ]
 
-INCLUDED = re.compile(r"^```\{literalinclude\} \.\./examples/kvplug-sample/(\S+)\n((?::.*\n)*)```$", re.M)
+INCLUDED = re.compile(r"^```\{literalinclude\} \.\./examples/[a-z-]+/(\S+)\n((?::.*\n)*)```$", re.M)
 TEST = re.compile(r"\btest_[a-z0-9_]+\b(?!\.py)")
 DEFINED = re.compile(r"^\s*def (test_[a-z0-9_]+)\(", re.M)
 
 
-def tutorial() -> str:
-    return (DOCS / "tutorials" / "write-a-transport.md").read_text(encoding="utf-8")
+def tutorial(name: str) -> str:
+    return (DOCS / "tutorials" / name).read_text(encoding="utf-8")
 
 
 def part(file: Path, options: str) -> str:
@@ -41,17 +46,22 @@ def first(lines: list[str], text: str) -> int:
     return next(number for number, line in enumerate(lines) if text in line)
 
 
-def test_what_the_tutorial_shows_in_its_order_is_the_sample() -> None:
+@pytest.mark.parametrize("name", TUTORIALS)
+def test_what_a_tutorial_shows_in_its_order_is_its_example(name: str) -> None:
     written: defaultdict[str, str] = defaultdict(str)
-    for name, options in INCLUDED.findall(tutorial()):
-        written[name] += part(SAMPLE / name, options)
-    assert len(written) == 7
-    for name, text in written.items():
-        assert text == (SAMPLE / name).read_text(encoding="utf-8"), name
+    example = TUTORIALS[name]
+    for file, options in INCLUDED.findall(tutorial(name)):
+        written[file] += part(example / file, options)
+    assert len(written) >= 6
+    for file, text in written.items():
+        assert text == (example / file).read_text(encoding="utf-8"), file
 
 
-def test_the_tutorial_shows_or_makes_every_file_of_its_layout_and_the_sample_has_no_other() -> None:
-    page = tutorial()
+@pytest.mark.parametrize("tutorial_name", TUTORIALS)
+def test_a_tutorial_shows_or_makes_every_file_of_its_layout_and_its_example_has_no_other(
+    tutorial_name: str,
+) -> None:
+    page, example = tutorial(tutorial_name), TUTORIALS[tutorial_name]
     tree = page.partition("```text\n")[2].partition("```")[0]
     folders, files = [""], []
     for line in tree.splitlines()[1:]:
@@ -64,12 +74,13 @@ def test_the_tutorial_shows_or_makes_every_file_of_its_layout_and_the_sample_has
     made = {name for name, _ in INCLUDED.findall(page)}
     for command in re.findall(r"^\$ touch (.*)$", page, re.M):
         made.update(command.split())
-        assert not any((SAMPLE / name).read_text() for name in command.split())
-    made.update(re.findall(r"^\$ cp \.\./kvplug/docs/examples/kvplug-sample/(\S+) \.$", page, re.M))
+        assert not any((example / name).read_text() for name in command.split())
+    made.update(re.findall(r"^\$ cp \.\./kvplug/docs/examples/[a-z-]+/(\S+) \.$", page, re.M))
+    found = [path.relative_to(example) for path in example.rglob("*") if path.is_file()]
     there = {
-        str(path.relative_to(SAMPLE))
-        for path in SAMPLE.rglob("*")
-        if path.is_file() and path.suffix in (".py", ".md", ".toml", ".typed")
+        str(path)
+        for path in found
+        if path.suffix in (".py", ".md", ".toml", ".typed") and not path.parts[0].startswith(".")
     }
     assert set(files) == made == there
 
@@ -77,7 +88,7 @@ def test_the_tutorial_shows_or_makes_every_file_of_its_layout_and_the_sample_has
 def kit_and_sample() -> set[str]:
     sources = [
         *(ROOT / "plugins/kvplug-testing/kvplug_testing/contract").rglob("*.py"),
-        *SAMPLE.rglob("test_*.py"),
+        *EXAMPLES.rglob("test_*.py"),
     ]
     return {name for source in sources for name in DEFINED.findall(source.read_text(encoding="utf-8"))}
 

@@ -12,8 +12,6 @@ back-off is over and one of them is tried again.
 
 from __future__ import annotations
 
-import abc
-import contextlib
 import heapq
 import itertools
 import logging
@@ -21,9 +19,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, Final, TypeAlias
+from typing import Final
 
-from kvplug.errors import CapacityError, ClosedError, UnsupportedError
+from kvplug.errors import ClosedError
 from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
 from kvplug.net.fork import close_after_fork
 from kvplug.net.threads import BackgroundThread
@@ -31,9 +29,19 @@ from kvplug.transport.store.blocking import BlockingStore
 from kvplug.transport.store.header import PageSeal
 from kvplug.transport.store.job import GetJob, Job
 from kvplug.transport.store.keys import Series
-from kvplug.transport.store.memory import PageRows
 from kvplug.transport.store.results import MissReason, Presence, PutReason, Usage
 from kvplug.transport.store.store import PageRequest, Store
+from kvplug.transport.store.tasks import (
+    CopyError,
+    GetTask,
+    LookupTask,
+    PutTask,
+    RemoveTask,
+    Scratch,
+    Task,
+    TouchTask,
+    in_words,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -42,98 +50,6 @@ _BACKOFF_S: Final = (0.1, 5.0)
 tried at once: a connection may have been lost, and the store be there."""
 _CLOSE_S: Final = 5.0
 """How long ``close`` waits for calls under way, after its jobs have ended."""
-
-_AnyJob: TypeAlias = Job[Any]
-
-
-class _Scratch:
-    """Memory of one thread for one page, which is used again for the next: fresh memory costs ten times as
-    much."""
-
-    def __init__(self) -> None:
-        self._memory = bytearray()
-
-    def take(self, nbytes: int) -> memoryview:
-        """So many bytes, of any content. What was taken before is void."""
-        if len(self._memory) < nbytes:
-            self._memory = bytearray(nbytes)
-        return memoryview(self._memory)[:nbytes]
-
-
-class _CopyError(Exception):
-    """The memory that the caller handed in cannot be used. The store is not to blame."""
-
-
-class _Task(abc.ABC):
-    """The calls of one job."""
-
-    def __init__(self, job: _AnyJob, num_calls: int, blank: Any) -> None:
-        self.job = job
-        self.num_calls = num_calls
-        self.next_call = 0
-        self.num_done = 0
-        self.lock = threading.Lock()
-        """Held while the job ends and while its results change."""
-        self.is_over = False
-        self.results: list[Any] = [blank] * job.count
-        self._num_copies = 0
-        """Copies from or into the caller's memory that are under way."""
-
-    @abc.abstractmethod
-    def run(self, call: int, scratch: _Scratch) -> None:
-        """One call of the blocking store and what belongs to it. May raise whatever that raises."""
-
-    def is_finished(self) -> bool:
-        """With the executor's lock: whether all calls have returned."""
-        return self.num_done == self.num_calls
-
-    @abc.abstractmethod
-    def failed(self, reason: MissReason) -> list[Any]:
-        """The results of the job when it ends for this reason: what is known, and a reason for the rest."""
-
-    def note(self, call: int, result: Any) -> None:
-        """The result of one call."""
-        with self.lock:
-            if not self.is_over:
-                self.results[call] = result
-
-    def copy(self, move: Callable[[], None]) -> bool:
-        """Copy from or into the caller's memory. Returns whether the job was not over before.
-
-        Raises:
-            _CopyError: the caller's memory cannot be used.
-        """
-        with self.lock:
-            if self.is_over:
-                return False
-            self._num_copies += 1
-        try:
-            move()
-        except MemoryError:
-            raise
-        except Exception as e:
-            raise _CopyError(e) from e
-        finally:
-            if self._copied():
-                self.job.settle()
-        return True
-
-    def _copied(self) -> bool:
-        """A copy has ended. Returns whether the job settles with it."""
-        with self.lock:
-            self._num_copies -= 1
-            return self.is_over and not self._num_copies
-
-    def end(self, reason: MissReason | None) -> bool:
-        """The job is done. Returns whether it was not before. It settles when no copy is under way."""
-        with self.lock:
-            if self.is_over:
-                return False
-            self.is_over = True
-            results = self.results if reason is None else self.failed(reason)
-            settled = not self._num_copies
-        self.job.set(results, settled=settled)
-        return True
 
 
 class ExecutedStore(Store):
@@ -162,15 +78,15 @@ class ExecutedStore(Store):
         self._timeout_s = timeout_s
         self._num_threads = max(1, store.num_threads if num_threads is None else num_threads)
         self._lock = threading.Condition()
-        self._urgent: deque[_Task] = deque()
-        self._tasks: deque[_Task] = deque()
-        self._live: set[_Task] = set()
+        self._urgent: deque[Task] = deque()
+        self._tasks: deque[Task] = deque()
+        self._live: set[Task] = set()
         self._puts = 0
-        self._busy: dict[threading.Thread, tuple[float, _Task]] = {}
+        self._busy: dict[threading.Thread, tuple[float, Task]] = {}
         """Threads inside a call, since when, and the task; which may be over."""
         self._idle = 0
         self._threads: set[threading.Thread] = set()
-        self._due: list[tuple[float, int, _Task]] = []
+        self._due: list[tuple[float, int, Task]] = []
         self._numbers = itertools.count()
         self._clock: threading.Thread | None = None
         self._closing = self._closed = False
@@ -192,17 +108,17 @@ class ExecutedStore(Store):
         self, keys: Sequence[bytes], *, lease_s: float = 0.0, timeout: Timeout = DEFAULT_TIMEOUT
     ) -> Job[Presence]:
         job: Job[Presence] = Job(len(keys), self._deadline(timeout))
-        self._submit(_Lookup(self._store, job, tuple(keys)), urgent=True)
+        self._submit(LookupTask(self._store, job, tuple(keys)), urgent=True)
         return job
 
     def submit_put(self, pages: PageRequest, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Job[PutReason | None]:
         job: Job[PutReason | None] = Job(len(pages.keys), self._deadline(timeout))
-        self._submit(_Put(self._store, self.seal, job, pages))
+        self._submit(PutTask(self._store, self.seal, job, pages))
         return job
 
     def submit_get(self, pages: PageRequest, *, timeout: Timeout = DEFAULT_TIMEOUT) -> GetJob:
         job = GetJob(len(pages.keys), pages.series.format.num_layers, self._deadline(timeout))
-        self._submit(_Get(self._store, self.seal, job, pages))
+        self._submit(GetTask(self._store, self.seal, job, pages))
         return job
 
     def submit_remove(self, keys: Sequence[bytes] | None, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Job[bool]:
@@ -210,15 +126,15 @@ class ExecutedStore(Store):
         if keys is None and type(self._store).clear is BlockingStore.clear:
             self._store.clear()  # raises UnsupportedError
         job: Job[bool] = Job(1 if keys is None else len(keys), self._deadline(timeout))
-        task = _Remove(self._store, job, None if keys is None else tuple(keys), self._undone)
+        task = RemoveTask(self._store, job, None if keys is None else tuple(keys), self._undone)
         with self._lock:
             for put in {*self._live, *(task for _, task in self._busy.values())}:
-                if isinstance(put, _Put):
+                if isinstance(put, PutTask):
                     put.forget(task)
         self._submit(task, urgent=True)
         return job
 
-    def _undone(self, task: _Remove, reason: MissReason | None) -> None:
+    def _undone(self, task: RemoveTask, reason: MissReason | None) -> None:
         """A write that was under way when its page was removed has ended, and was undone."""
         with self._lock:
             task.num_under_way -= 1
@@ -228,7 +144,7 @@ class ExecutedStore(Store):
 
     def touch(self, keys: Sequence[bytes]) -> None:
         job: Job[bool] = Job(0, self._deadline(DEFAULT_TIMEOUT))
-        self._submit(_Touch(self._store, job, tuple(keys)))
+        self._submit(TouchTask(self._store, job, tuple(keys)))
 
     def keys(self, series: Series) -> Sequence[bytes]:
         self._check_open()
@@ -247,7 +163,7 @@ class ExecutedStore(Store):
         if self._closing or self._closed:
             raise ClosedError(f"the store {self._name!r} is closed")
 
-    def _submit(self, task: _Task, *, urgent: bool = False) -> None:
+    def _submit(self, task: Task, *, urgent: bool = False) -> None:
         self._check_open()
         if task.num_calls == 0:
             task.end(None)
@@ -261,7 +177,7 @@ class ExecutedStore(Store):
                 refused = MissReason.STORE_GONE
             else:
                 self._live.add(task)
-                self._puts += isinstance(task, _Put)
+                self._puts += isinstance(task, PutTask)
                 (self._urgent if urgent else self._tasks).append(task)
                 heapq.heappush(self._due, (task.job.deadline.at, next(self._numbers), task))
                 self._lock.notify_all()
@@ -289,7 +205,7 @@ class ExecutedStore(Store):
         return thread
 
     def _work(self) -> None:
-        me, scratch = threading.current_thread(), _Scratch()
+        me, scratch = threading.current_thread(), Scratch()
         while (taken := self._next_call(me)) is not None:
             task, call = taken
             reason: MissReason | None = None
@@ -298,9 +214,9 @@ class ExecutedStore(Store):
                 task.run(call, scratch)
             except MemoryError as e:
                 reason, error = MissReason.NO_MEMORY, e
-            except _CopyError as e:
+            except CopyError as e:
                 reason = MissReason.OTHER
-                _log.error("the memory of %r cannot be used: %s", task.job, _in_words(e.__cause__))
+                _log.error("the memory of %r cannot be used: %s", task.job, in_words(e.__cause__))
             except Exception as e:
                 reason, error = MissReason.STORE_GONE, e
             with self._lock:
@@ -312,7 +228,7 @@ class ExecutedStore(Store):
             if reason is not None or finished:
                 self._end(task, reason)
 
-    def _next_call(self, me: threading.Thread) -> tuple[_Task, int] | None:
+    def _next_call(self, me: threading.Thread) -> tuple[Task, int] | None:
         with self._lock:
             while (taken := self._take()) is None:
                 if self._closed:
@@ -326,7 +242,7 @@ class ExecutedStore(Store):
                 self._is_staffed()
             return taken
 
-    def _take(self) -> tuple[_Task, int] | None:
+    def _take(self) -> tuple[Task, int] | None:
         """With the lock: the next call. Jobs take turns; a job that has ended has none left."""
         for tasks in (self._urgent, self._tasks):
             while tasks:
@@ -346,7 +262,7 @@ class ExecutedStore(Store):
             if began < self._failed_at:
                 return  # it was under way when another one failed
             if not self._num_failed:
-                _log.warning("the store %r failed, and is tried again: %s", self._name, _in_words(error))
+                _log.warning("the store %r failed, and is tried again: %s", self._name, in_words(error))
             self._failed_at = time.monotonic()
             if self._num_failed:
                 pause = min(_BACKOFF_S[0] * 2 ** (self._num_failed - 1), _BACKOFF_S[1])
@@ -356,13 +272,13 @@ class ExecutedStore(Store):
             self._num_failed, self._retry_at = 0, 0.0
             _log.info("the store %r answers again", self._name)
 
-    def _end(self, task: _Task, reason: MissReason | None) -> None:
+    def _end(self, task: Task, reason: MissReason | None) -> None:
         if not task.end(reason):
             return
         with self._lock:
             if task in self._live:
                 self._live.discard(task)
-                self._puts -= isinstance(task, _Put)
+                self._puts -= isinstance(task, PutTask)
                 self._lock.notify_all()
 
     def _keep_deadlines(self) -> None:
@@ -395,7 +311,7 @@ class ExecutedStore(Store):
         deadline = self._deadline(timeout)
         with self._lock:
             self._closing = True
-            others = [task for task in self._live if not isinstance(task, _Put)]
+            others = [task for task in self._live if not isinstance(task, PutTask)]
         for task in others:
             self._end(task, MissReason.CLOSED)
         with self._lock:
@@ -427,7 +343,7 @@ class ExecutedStore(Store):
         try:
             self._store.close()
         except Exception as e:
-            _log.warning("closing the store %r failed: %s", self._name, _in_words(e))
+            _log.warning("closing the store %r failed: %s", self._name, in_words(e))
 
     def _after_fork_in_child(self) -> None:
         self._closing = self._closed = True
@@ -436,196 +352,3 @@ class ExecutedStore(Store):
         for task in live:
             task.is_over = True
             task.job.after_fork(task.failed(MissReason.CLOSED))
-
-
-def _in_words(error: BaseException | None) -> str:
-    return f"{type(error).__name__}: {error}" if error is not None else "unknown"
-
-
-# -- the kinds of tasks ------------------------------------------------------------------------
-
-
-class _Lookup(_Task):
-    def __init__(self, store: BlockingStore, job: _AnyJob, keys: tuple[bytes, ...]) -> None:
-        super().__init__(job, 1 if keys else 0, Presence.ABSENT)
-        self._store = store
-        self._keys = keys
-
-    def run(self, call: int, scratch: _Scratch) -> None:
-        found = self._store.has(self._keys)
-        for index, held in enumerate(found[: len(self._keys)]):
-            self.note(index, Presence.HELD if held else Presence.ABSENT)
-
-    def failed(self, reason: MissReason) -> list[Presence]:
-        return self.results
-
-
-class _Get(_Task):
-    job: GetJob
-
-    def __init__(self, store: BlockingStore, seal: PageSeal, job: GetJob, pages: PageRequest) -> None:
-        super().__init__(job, job.count, _UNKNOWN)
-        self._store = store
-        self._seal = seal
-        self._pages = pages
-
-    def run(self, call: int, scratch: _Scratch) -> None:
-        pages, seal = self._pages, self._seal
-        series, key, identity = pages.series, pages.keys[call], pages.identities[call]
-        header_length = seal.header_length(series.format, identity)
-        whole = scratch.take(header_length + series.format.nbytes)
-        header, payload = whole[:header_length], whole[header_length:]
-        length = self._store.read(key, (header, payload))
-        if length is None:
-            reason: MissReason | None = MissReason.ABSENT
-        elif length != len(whole):
-            header = header[: min(length, header_length)]
-            reason = seal.check_header(series, identity, header) or MissReason.CORRUPT
-        else:
-            reason = seal.check(series, identity, header, payload)
-        if reason is None:
-            self.copy(lambda: pages.memory.scatter(call, PageRows.dense(payload, 1, len(payload))))
-        elif reason is not MissReason.ABSENT:
-            self._discard(key, reason)
-        self.note(call, reason)
-        self.job.advance()
-
-    def _discard(self, key: bytes, reason: MissReason | None) -> None:
-        """Make room under the key: as long as a wrong page is there, a right one would not be kept.
-
-        A key is a hash over the format and all tokens, so another format or identity under it is an accident
-        as well, for example a changed bit in the header.
-        """
-        _log.warning("a store returned a wrong page (%s), which is removed", reason)
-        with contextlib.suppress(UnsupportedError):
-            self._store.remove([key])
-
-    def failed(self, reason: MissReason) -> list[MissReason | None]:
-        return [reason if each is _UNKNOWN else each for each in self.results]
-
-
-class _Put(_Task):
-    def __init__(self, store: BlockingStore, seal: PageSeal, job: _AnyJob, pages: PageRequest) -> None:
-        super().__init__(job, job.count, _UNKNOWN)
-        self._store = store
-        self._seal = seal
-        self._pages = pages
-        self._forgotten: set[int] = set()
-        """Calls whose pages were removed before they were written."""
-        self._writing: dict[int, list[_Remove]] = {}
-        """Calls that are writing, with the removals of their page since then."""
-
-    def run(self, call: int, scratch: _Scratch) -> None:
-        pages, series = self._pages, self._pages.series
-        payload = scratch.take(series.format.nbytes)
-        if not self.copy(lambda: pages.memory.gather(call, PageRows.dense(payload, 1, len(payload)))):
-            return
-        header = self._seal.header(series, pages.identities[call], payload)
-        with self.lock:
-            forgotten = call in self._forgotten
-            if not forgotten:
-                self._writing[call] = []
-        if forgotten:
-            self.note(call, PutReason.CANCELLED)
-            return
-        result: PutReason | None = PutReason.OTHER
-        try:
-            kept = self._store.write(pages.keys[call], (memoryview(header), payload))
-            result = None if kept else PutReason.NO_ROOM
-        except CapacityError:
-            result = PutReason.TOO_LARGE
-        except PermissionError:
-            result = PutReason.READ_ONLY
-        finally:
-            with self.lock:
-                removals = self._writing.pop(call)
-            self.note(call, PutReason.CANCELLED if removals else result)
-            self._undo(pages.keys[call], removals)
-
-    def _undo(self, key: bytes, removals: Sequence[_Remove]) -> None:
-        """The page was removed while it was written: remove it now."""
-        if not removals:
-            return
-        reason: MissReason | None = MissReason.STORE_GONE
-        try:
-            self._store.remove([key])
-            reason = None
-        finally:
-            for removal in removals:
-                removal.undone(removal, reason)
-
-    def forget(self, removal: _Remove) -> None:
-        """With the executor's lock: do not write pages that are being removed, and undo what is written."""
-        with self.lock:
-            for call, key in enumerate(self._pages.keys):
-                if not removal.concerns(key):
-                    continue
-                if call in self._writing:
-                    self._writing[call].append(removal)
-                    removal.num_under_way += 1
-                elif self.results[call] is _UNKNOWN:
-                    self._forgotten.add(call)
-
-    def failed(self, reason: MissReason) -> list[PutReason | None]:
-        known = _PUT_REASONS.get(reason, PutReason.OTHER)
-        return [known if each is _UNKNOWN else each for each in self.results]
-
-
-class _Remove(_Task):
-    def __init__(
-        self,
-        store: BlockingStore,
-        job: _AnyJob,
-        keys: tuple[bytes, ...] | None,
-        undone: Callable[[_Remove, MissReason | None], None],
-    ) -> None:
-        super().__init__(job, 1 if job.count else 0, False)
-        self._store = store
-        self._keys = keys
-        self._known = frozenset(keys or ())
-        self.undone = undone
-        self.num_under_way = 0
-        """Writes of these pages that had begun before, and must be undone."""
-
-    def concerns(self, key: bytes) -> bool:
-        return self._keys is None or key in self._known
-
-    def is_finished(self) -> bool:
-        return super().is_finished() and not self.num_under_way
-
-    def run(self, call: int, scratch: _Scratch) -> None:
-        try:
-            if self._keys is None:
-                self._store.clear()
-            else:
-                self._store.remove(self._keys)
-        except UnsupportedError:  # the results stay as they are
-            return
-        with self.lock:
-            self.results = [True] * self.job.count
-
-    def failed(self, reason: MissReason) -> list[bool]:
-        return [False] * self.job.count
-
-
-class _Touch(_Task):
-    def __init__(self, store: BlockingStore, job: _AnyJob, keys: tuple[bytes, ...]) -> None:
-        super().__init__(job, 1 if keys else 0, None)
-        self._store = store
-        self._keys = keys
-
-    def run(self, call: int, scratch: _Scratch) -> None:
-        self._store.touch(self._keys)
-
-    def failed(self, reason: MissReason) -> list[Any]:
-        return []
-
-
-_UNKNOWN: Final = object()
-_PUT_REASONS: Final = {
-    MissReason.TIMEOUT: PutReason.TIMEOUT,
-    MissReason.CANCELLED: PutReason.CANCELLED,
-    MissReason.STORE_GONE: PutReason.STORE_GONE,
-    MissReason.CLOSED: PutReason.CLOSED,
-    MissReason.NO_MEMORY: PutReason.NO_ROOM,
-}

@@ -176,8 +176,8 @@ class PageBuffers(PageMemory):
 class PageBlocks(PageMemory):
     """Pages of one sequence in the blocks of a paged cache.
 
-    The cache is seen through *views*: for each layer one tensor for each part of the format, [blocks, tokens
-    in a block, *rest of the part's shape], with any strides."""
+    The cache is seen through *views*: for each layer one tensor for each part of the format, with any
+    strides. Its shape is (blocks, tokens in a block), and then the rest of the part's shape."""
 
     def __init__(
         self,

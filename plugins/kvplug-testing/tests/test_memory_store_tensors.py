@@ -1,15 +1,13 @@
-"""The store "memory" keeps the laws, with ends in this process and with ends that reach it by a link."""
+"""The store "memory" keeps the laws, with ends that reach it by a link."""
 
 from __future__ import annotations
+
+import pytest
 
 from kvplug_testing import StoreContract
 
 
-class TestMemory(StoreContract):
-    store = "memory"
-    reached_by = "options"
-    across_processes = False
-
-
+@pytest.mark.variant
 class TestMemoryByALink(StoreContract):
     store = "memory"
+    use_granularity_s = 0.0

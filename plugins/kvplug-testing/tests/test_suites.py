@@ -89,3 +89,9 @@ def test_a_store_is_judged_by_its_name() -> None:
     suite = suites.installed([], [], ["memory.path=/a"], stores=["memory"])[0]
     assert (suite.__name__, suite.subject()) == ("TestMemoryStoreContract", "store memory")
     assert suite().made_options().path == "/a"
+
+
+def test_an_option_that_the_suite_sets_by_itself_need_not_be_given() -> None:
+    pytest.importorskip("kvplug_fs")
+    suite = suites.installed([], [], ["fs.threads=2"], stores=["fs"])[0]
+    assert suite.options == {"threads": "2"}

@@ -373,16 +373,19 @@ def test_a_write_that_cannot_be_undone_fails_the_removal(store: ExecutedStore, i
     assert removal.wait(5) == [False]
 
 
-def test_a_store_that_cannot_remove_says_so_and_is_not_taken_for_gone() -> None:
-    class Fixed(InDict):
-        remove = BlockingStore.remove
+@pytest.mark.parametrize("error", [UnsupportedError("never"), PermissionError("read-only")])
+def test_a_store_that_cannot_remove_says_so_and_is_not_taken_for_gone(
+    store: ExecutedStore, inner: InDict, error: Exception
+) -> None:
+    def refuse(keys: Sequence[bytes]) -> None:
+        raise error
 
-    store = ExecutedStore(Fixed(), name="dict", seal=SEAL)
-    try:
-        assert store.submit_remove(request("a").keys).wait(5) == [False]
-        assert store.submit_put(request("a")).wait(5) == [None]
-    finally:
-        store.abort()
+    inner.remove = refuse  # type: ignore[method-assign]
+    assert store.submit_remove(request("a").keys).wait(5) == [False]
+    assert store.submit_put(request("a")).wait(5) == [None]
+    inner.pages[request("a").keys[0]] = b"wrong"
+    assert store.submit_get(request("a")).wait(5) == [MissReason.FORMAT], "and the page stays"
+    assert store.submit_lookup(request("a").keys).wait(5) == [Presence.HELD]
 
 
 def test_closing_finishes_puts_and_ends_the_rest(store: ExecutedStore, inner: InDict) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 from kvplug.assembly.registry import Registry
 from kvplug.config import check_options
+from kvplug.config.options import option_fields
 from kvplug.errors import ConfigError, UnknownTransportError
 from kvplug.transport.spec import TRANSPORTS, Kind
 from kvplug_testing import peers
@@ -137,19 +138,22 @@ def _made(registry: Registry, kind: Kind, name: str, options: Mapping[str, str])
     """
     spec: Any = registry.get(kind, name)
     goes_around = kind in TRANSPORTS and spec.wraps
-    if options or goes_around:
-        _check(spec, options)
     source = (_AROUND if goes_around else _SUITES)[kind]
     suite = _loaded(source)
+    if options or goes_around:
+        _check(spec, options, getattr(suite, "place_option", ""))
     said: dict[str, Any] = {"transport": name, "options": options, "made_from": source}
     if suite.across_processes:
         said["across_processes"] = _reaches_other_processes(spec, name)
     return type(_called(name, suite_of(kind)), (suite,), said)
 
 
-def _check(spec: Any, options: Mapping[str, str]) -> None:
+def _check(spec: Any, options: Mapping[str, str], place: str) -> None:
+    """``place``: an option that the suite sets by itself; empty if there is none."""
     cls = spec.load_options()
     if cls is not None:
+        if place in option_fields(cls):
+            options = {place: "", **options}
         check_options(cls, options, where=f"options.{spec.name}")
     elif options:
         raise ConfigError(f"{spec.name} takes no options; {', '.join(options)} was given")

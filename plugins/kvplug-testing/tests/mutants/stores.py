@@ -12,13 +12,14 @@ from typing import Any
 from kvplug.errors import CapacityError
 from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline
 from kvplug.transport.store.events import PageEventLog, PageRemoval
+from kvplug.transport.store.executor import ExecutedStore
 from kvplug.transport.store.header import PageSeal
 from kvplug.transport.store.job import GetJob, Job
 from kvplug.transport.store.memory import PageRows
 from kvplug.transport.store.results import MissReason, Presence, Usage
 from kvplug_testing import StoreContract
 from kvplug_testing.memory.page_place import PagePlace
-from kvplug_testing.memory.store import MemoryStore, PlaceEnd
+from kvplug_testing.memory.store import MemoryStore, PlaceEnd, RemoteMemoryStore
 
 
 class Mutant(StoreContract):
@@ -27,6 +28,7 @@ class Mutant(StoreContract):
     store = "memory"
     reached_by = "options"
     across_processes = False
+    use_granularity_s = 0.0
     breaks: tuple[str, ...] = ()
     made: type[MemoryStore] = MemoryStore
     end: type[PlaceEnd] = PlaceEnd
@@ -952,10 +954,70 @@ class TestLeavesAThread(Mutant):
             threading.Thread(target=threading.Event().wait, daemon=True).start()
 
 
-# -- the control -----------------------------------------------------------------------------------
+# -- ends that reach the store by a link -----------------------------------------------------------
+
+
+class LinkMutant(StoreContract):
+    """One fault of ``made``, which serves, or of ``client``."""
+
+    store = "memory"
+    breaks: tuple[str, ...] = ()
+    made: type[MemoryStore] = MemoryStore
+    client: type[RemoteMemoryStore] = RemoteMemoryStore
+
+    def make_store(self, context: Any) -> Any:
+        return self.made(context)
+
+    def make_client(self, context: Any, link: Any) -> Any:
+        return self.client(context, link)
+
+
+class TestDoesNotKnowThatItsStoreIsGone(LinkMutant):
+    """An end whose store is gone for good is tried for ever."""
+
+    breaks = ("STORE-7", "ALL-2")
+    caught_by = "test_requests_to_a_store_whose_process_is_killed_are_misses"
+
+    class client(RemoteMemoryStore):  # noqa: N801
+        @property
+        def is_lost(self) -> bool:
+            return ExecutedStore.is_lost.fget(self)  # type: ignore[attr-defined, no-any-return]
+
+
+class TestLeavesAThreadForEachPeer(LinkMutant):
+    """Serving a peer that has gone leaves a thread."""
+
+    breaks = ("ALL-7",)
+    caught_by = "test_other_ends_that_come_and_go_leave_nothing_at_the_first"
+
+    class made(MemoryStore):  # noqa: N801
+        def serve(self, link: Any) -> None:
+            threading.Thread(target=threading.Event().wait, daemon=True).start()
+            super().serve(link)
+
+
+class TestTakesAStoppedStoreForDead(LinkMutant):
+    """A store that does not answer for a moment counts as gone for good."""
+
+    breaks = ("STORE-7",)
+    caught_by = "test_jobs_end_by_their_deadlines_while_the_stores_process_is_stopped"
+
+    class client(RemoteMemoryStore):  # noqa: N801
+        def _end(self, task: Any, reason: Any) -> None:
+            super()._end(task, reason)
+            self._remote.is_gone |= reason is MissReason.TIMEOUT
+
+
+# -- the controls ----------------------------------------------------------------------------------
 
 
 class TestHasNoFault(Mutant):
     """The store "memory" as it is."""
+
+    is_control = True
+
+
+class TestHasNoFaultByALink(LinkMutant):
+    """The store "memory", and ends that reach it by a link."""
 
     is_control = True

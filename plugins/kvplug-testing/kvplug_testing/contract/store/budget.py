@@ -30,6 +30,10 @@ from kvplug_testing.contract.store.suite import (
 class Budget(StoreSuite):
     """Places whose budget is :attr:`budget_bytes`."""
 
+    def _must_have_a_budget(self, store: Store) -> None:
+        if store.usage().budget_bytes is None:
+            pytest.skip(f"{self.called} has no limit of its own")
+
     def _within(self, store: Store) -> None:
         usage = store.usage()
         budget = usage.budget_bytes
@@ -43,6 +47,7 @@ class Budget(StoreSuite):
     @at_both_ends
     def test_pages_that_come_do_not_exceed_the_budget(self, end: str) -> None:
         first, store = self.ends(end, self.budget_bytes)
+        self._must_have_a_budget(first)
         nbytes = self.budget_bytes // 24
         batches = [self.batch(first, 2, sized_format(nbytes)) for _ in range(36)]
         for pages in batches:
@@ -60,6 +65,7 @@ class Budget(StoreSuite):
     def test_headers_are_counted(self) -> None:
         """Pages of a few bytes, whose headers are larger than they are."""
         store = self.hold(self.budget_bytes)
+        self._must_have_a_budget(store)
         form = kv_format(2, num_heads=1, head_size=2)
         before = store.usage()
         pages = self.batch(store, 40, form)
@@ -76,6 +82,7 @@ class Budget(StoreSuite):
     @at_both_ends
     def test_a_page_that_is_larger_than_the_budget_is_too_large_and_evicts_nothing(self, end: str) -> None:
         first, store = self.ends(end, self.budget_bytes)
+        self._must_have_a_budget(first)
         pages = self.batch(first, 4, sized_format(self.budget_bytes // 24))
         kept(first, pages)
         large = self.batch(first, 1, sized_format(self.budget_bytes + 1))
@@ -106,6 +113,7 @@ class Budget(StoreSuite):
 
     def _use_and_flood(self, store: Store, use: Callable[[Batch], None]) -> None:
         """Half of the pages are used, and a quarter of the capacity comes after that."""
+        self._must_have_a_budget(store)
         nbytes = self.budget_bytes // 48
         capacity = self._capacity(nbytes)
         pages = self.batch(store, capacity - 2, sized_format(nbytes))
@@ -138,6 +146,7 @@ class Budget(StoreSuite):
     @law("STORE-6", "STORE-9")
     def test_removed_pages_make_room(self) -> None:
         store = self.hold(self.budget_bytes)
+        self._must_have_a_budget(store)
         nbytes = self.budget_bytes // 24
         before = store.usage()
         pages = self.batch(store, 8, sized_format(nbytes))
@@ -163,6 +172,7 @@ class Budget(StoreSuite):
 
     def _churn(self, count: int) -> None:
         store = self.hold(self.budget_bytes)
+        self._must_have_a_budget(store)
         form = sized_format(self.budget_bytes // 200)
         each = 50
 

@@ -229,6 +229,31 @@ class Endings(StoreSuite):
         put(store, self.batch(store, 1))
         Call(store.close).result()
 
+    @law("ALL-1", "ALL-2")
+    @pytest.mark.parametrize("ends", ["the store", "the peer"])
+    def test_serving_ends_with_the_store_and_with_its_peer(self, ends: str) -> None:
+        place = self.place()
+        first = self.open(place)
+        if not self.can(first, "serve"):
+            Call(lambda: first.serve(None)).raised(UnsupportedError)  # type: ignore[arg-type]
+            return
+        serve, begun, over = first.serve, threading.Event(), threading.Event()
+
+        def watched(link: Any) -> None:
+            begun.set()
+            try:
+                serve(link)
+            finally:
+                over.set()
+
+        first.serve = watched  # type: ignore[method-assign]
+        store = self.other(place)
+        assert begun.wait(waits.patience_s)
+        kept(store, self.batch(store, 1))
+        assert not over.is_set()
+        Call((first if ends == "the store" else store).close).result()
+        assert over.wait(waits.patience_s), f"{ends} has ended, and it is still served"
+
     # -- forks -----------------------------------------------------------------------------------
 
     @law("ALL-6", needs="forked_processes")

@@ -114,6 +114,7 @@ class WhatIsThere(StoreSuite):
     @law("STORE-10")
     def test_usage_counts_pages_and_their_bytes(self) -> None:
         store = self.hold()
+        self.must(store, "usage")
         before = store.usage()
         pages = self.batch(store, 10, sized_format(10_000))
         kept(store, pages)

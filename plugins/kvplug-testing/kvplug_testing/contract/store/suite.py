@@ -95,7 +95,7 @@ class StoreSuite(Contract):
     """The pipe transport of links."""
     evicts_by_use: ClassVar[bool] = True
     """Whether pages that were used recently are evicted last."""
-    use_granularity_s: ClassVar[float] = 0.0
+    use_granularity_s: ClassVar[float] = 1.2
     """How far apart, in seconds, two uses must be for the later one to count as later."""
     timeout_s: ClassVar[float] = 20.0
     """The context's ``timeout_s``: what counts where a call says nothing."""

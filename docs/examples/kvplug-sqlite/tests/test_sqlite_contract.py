@@ -1,0 +1,9 @@
+"""The store "sqlite" is judged by kvplug's conformance kit."""
+
+from __future__ import annotations
+
+from kvplug_testing import StoreContract
+
+
+class TestSqlite(StoreContract):
+    store = "sqlite"

@@ -1,0 +1,303 @@
+"""The calls of a blocking store that belong to one job."""
+
+from __future__ import annotations
+
+import abc
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, Final, TypeAlias
+
+from kvplug.errors import CapacityError, UnsupportedError
+from kvplug.transport.store.blocking import BlockingStore
+from kvplug.transport.store.header import PageSeal
+from kvplug.transport.store.job import GetJob, Job
+from kvplug.transport.store.memory import PageRows
+from kvplug.transport.store.results import MissReason, Presence, PutReason
+from kvplug.transport.store.store import PageRequest
+
+_log = logging.getLogger(__name__)
+
+AnyJob: TypeAlias = Job[Any]
+
+_UNKNOWN: Final = object()
+_PUT_REASONS: Final = {
+    MissReason.TIMEOUT: PutReason.TIMEOUT,
+    MissReason.CANCELLED: PutReason.CANCELLED,
+    MissReason.STORE_GONE: PutReason.STORE_GONE,
+    MissReason.CLOSED: PutReason.CLOSED,
+    MissReason.NO_MEMORY: PutReason.NO_ROOM,
+}
+
+
+class Scratch:
+    """Memory of one thread for one page, which is used again for the next: fresh memory costs ten times as
+    much."""
+
+    def __init__(self) -> None:
+        self._memory = bytearray()
+
+    def take(self, nbytes: int) -> memoryview:
+        """So many bytes, of any content. What was taken before is void."""
+        if len(self._memory) < nbytes:
+            self._memory = bytearray(nbytes)
+        return memoryview(self._memory)[:nbytes]
+
+
+class CopyError(Exception):
+    """The memory that the caller handed in cannot be used. The store is not to blame."""
+
+
+class Task(abc.ABC):
+    """The calls of one job."""
+
+    def __init__(self, job: AnyJob, num_calls: int, blank: Any) -> None:
+        self.job = job
+        self.num_calls = num_calls
+        self.next_call = 0
+        self.num_done = 0
+        self.lock = threading.Lock()
+        """Held while the job ends and while its results change."""
+        self.is_over = False
+        self.results: list[Any] = [blank] * job.count
+        self._num_copies = 0
+        """Copies from or into the caller's memory that are under way."""
+
+    @abc.abstractmethod
+    def run(self, call: int, scratch: Scratch) -> None:
+        """One call of the blocking store and what belongs to it. May raise whatever that raises."""
+
+    def is_finished(self) -> bool:
+        """With the executor's lock: whether all calls have returned."""
+        return self.num_done == self.num_calls
+
+    @abc.abstractmethod
+    def failed(self, reason: MissReason) -> list[Any]:
+        """The results of the job when it ends for this reason: what is known, and a reason for the rest."""
+
+    def note(self, call: int, result: Any) -> None:
+        """The result of one call."""
+        with self.lock:
+            if not self.is_over:
+                self.results[call] = result
+
+    def copy(self, move: Callable[[], None]) -> bool:
+        """Copy from or into the caller's memory. Returns whether the job was not over before.
+
+        Raises:
+            CopyError: the caller's memory cannot be used.
+        """
+        with self.lock:
+            if self.is_over:
+                return False
+            self._num_copies += 1
+        try:
+            move()
+        except MemoryError:
+            raise
+        except Exception as e:
+            raise CopyError(e) from e
+        finally:
+            if self._copied():
+                self.job.settle()
+        return True
+
+    def _copied(self) -> bool:
+        """A copy has ended. Returns whether the job settles with it."""
+        with self.lock:
+            self._num_copies -= 1
+            return self.is_over and not self._num_copies
+
+    def end(self, reason: MissReason | None) -> bool:
+        """The job is done. Returns whether it was not before. It settles when no copy is under way."""
+        with self.lock:
+            if self.is_over:
+                return False
+            self.is_over = True
+            results = self.results if reason is None else self.failed(reason)
+            settled = not self._num_copies
+        self.job.set(results, settled=settled)
+        return True
+
+
+class LookupTask(Task):
+    def __init__(self, store: BlockingStore, job: AnyJob, keys: tuple[bytes, ...]) -> None:
+        super().__init__(job, 1 if keys else 0, Presence.ABSENT)
+        self._store = store
+        self._keys = keys
+
+    def run(self, call: int, scratch: Scratch) -> None:
+        found = self._store.has(self._keys)
+        for index, held in enumerate(found[: len(self._keys)]):
+            self.note(index, Presence.HELD if held else Presence.ABSENT)
+
+    def failed(self, reason: MissReason) -> list[Presence]:
+        return self.results
+
+
+class GetTask(Task):
+    job: GetJob
+
+    def __init__(self, store: BlockingStore, seal: PageSeal, job: GetJob, pages: PageRequest) -> None:
+        super().__init__(job, job.count, _UNKNOWN)
+        self._store = store
+        self._seal = seal
+        self._pages = pages
+
+    def run(self, call: int, scratch: Scratch) -> None:
+        pages, seal = self._pages, self._seal
+        series, key, identity = pages.series, pages.keys[call], pages.identities[call]
+        header_length = seal.header_length(series.format, identity)
+        whole = scratch.take(header_length + series.format.nbytes)
+        header, payload = whole[:header_length], whole[header_length:]
+        length = self._store.read(key, (header, payload))
+        if length is None:
+            reason: MissReason | None = MissReason.ABSENT
+        elif length != len(whole):
+            header = header[: min(length, header_length)]
+            reason = seal.check_header(series, identity, header) or MissReason.CORRUPT
+        else:
+            reason = seal.check(series, identity, header, payload)
+        if reason is None:
+            self.copy(lambda: pages.memory.scatter(call, PageRows.dense(payload, 1, len(payload))))
+        elif reason is not MissReason.ABSENT:
+            self._discard(key, reason)
+        self.note(call, reason)
+        self.job.advance()
+
+    def _discard(self, key: bytes, reason: MissReason | None) -> None:
+        """Make room under the key: as long as a wrong page is there, a right one would not be kept.
+
+        A key is a hash over the format and all tokens, so another format or identity under it is an accident
+        as well, for example a changed bit in the header.
+        """
+        _log.warning("a store returned a wrong page (%s), which is removed", reason)
+        try:
+            self._store.remove([key])
+        except (UnsupportedError, OSError) as e:
+            _log.warning("the wrong page stays: %s", in_words(e))
+
+    def failed(self, reason: MissReason) -> list[MissReason | None]:
+        return [reason if each is _UNKNOWN else each for each in self.results]
+
+
+class PutTask(Task):
+    def __init__(self, store: BlockingStore, seal: PageSeal, job: AnyJob, pages: PageRequest) -> None:
+        super().__init__(job, job.count, _UNKNOWN)
+        self._store = store
+        self._seal = seal
+        self._pages = pages
+        self._forgotten: set[int] = set()
+        """Calls whose pages were removed before they were written."""
+        self._writing: dict[int, list[RemoveTask]] = {}
+        """Calls that are writing, with the removals of their page since then."""
+
+    def run(self, call: int, scratch: Scratch) -> None:
+        pages, series = self._pages, self._pages.series
+        payload = scratch.take(series.format.nbytes)
+        if not self.copy(lambda: pages.memory.gather(call, PageRows.dense(payload, 1, len(payload)))):
+            return
+        header = self._seal.header(series, pages.identities[call], payload)
+        with self.lock:
+            forgotten = call in self._forgotten
+            if not forgotten:
+                self._writing[call] = []
+        if forgotten:
+            self.note(call, PutReason.CANCELLED)
+            return
+        result: PutReason | None = PutReason.OTHER
+        try:
+            kept = self._store.write(pages.keys[call], (memoryview(header), payload))
+            result = None if kept else PutReason.NO_ROOM
+        except CapacityError:
+            result = PutReason.TOO_LARGE
+        except PermissionError:
+            result = PutReason.READ_ONLY
+        finally:
+            with self.lock:
+                removals = self._writing.pop(call)
+            self.note(call, PutReason.CANCELLED if removals else result)
+            self._undo(pages.keys[call], removals)
+
+    def _undo(self, key: bytes, removals: Sequence[RemoveTask]) -> None:
+        """The page was removed while it was written: remove it now."""
+        if not removals:
+            return
+        reason: MissReason | None = MissReason.STORE_GONE
+        try:
+            self._store.remove([key])
+            reason = None
+        finally:
+            for removal in removals:
+                removal.undone(removal, reason)
+
+    def forget(self, removal: RemoveTask) -> None:
+        """With the executor's lock: do not write pages that are being removed, and undo what is written."""
+        with self.lock:
+            for call, key in enumerate(self._pages.keys):
+                if not removal.concerns(key):
+                    continue
+                if call in self._writing:
+                    self._writing[call].append(removal)
+                    removal.num_under_way += 1
+                elif self.results[call] is _UNKNOWN:
+                    self._forgotten.add(call)
+
+    def failed(self, reason: MissReason) -> list[PutReason | None]:
+        known = _PUT_REASONS.get(reason, PutReason.OTHER)
+        return [known if each is _UNKNOWN else each for each in self.results]
+
+
+class RemoveTask(Task):
+    def __init__(
+        self,
+        store: BlockingStore,
+        job: AnyJob,
+        keys: tuple[bytes, ...] | None,
+        undone: Callable[[RemoveTask, MissReason | None], None],
+    ) -> None:
+        super().__init__(job, 1 if job.count else 0, False)
+        self._store = store
+        self._keys = keys
+        self._known = frozenset(keys or ())
+        self.undone = undone
+        self.num_under_way = 0
+        """Writes of these pages that had begun before, and must be undone."""
+
+    def concerns(self, key: bytes) -> bool:
+        return self._keys is None or key in self._known
+
+    def is_finished(self) -> bool:
+        return super().is_finished() and not self.num_under_way
+
+    def run(self, call: int, scratch: Scratch) -> None:
+        try:
+            if self._keys is None:
+                self._store.clear()
+            else:
+                self._store.remove(self._keys)
+        except (UnsupportedError, PermissionError) as e:
+            _log.debug("pages are not removed: %s", in_words(e))
+            return
+        with self.lock:
+            self.results = [True] * self.job.count
+
+    def failed(self, reason: MissReason) -> list[bool]:
+        return [False] * self.job.count
+
+
+class TouchTask(Task):
+    def __init__(self, store: BlockingStore, job: AnyJob, keys: tuple[bytes, ...]) -> None:
+        super().__init__(job, 1 if keys else 0, None)
+        self._store = store
+        self._keys = keys
+
+    def run(self, call: int, scratch: Scratch) -> None:
+        self._store.touch(self._keys)
+
+    def failed(self, reason: MissReason) -> list[Any]:
+        return []
+
+
+def in_words(error: BaseException | None) -> str:
+    return f"{type(error).__name__}: {error}" if error is not None else "unknown"

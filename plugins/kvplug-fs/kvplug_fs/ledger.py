@@ -1,0 +1,130 @@
+"""The bytes and pages in a folder, counted by all processes that use it."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import struct
+import time
+from collections.abc import Iterator
+from typing import Final
+
+import attrs
+
+_RECORD = struct.Struct("<8sqqqd")
+_MAGIC: Final = b"kvplugfs"
+_PATIENCE_S: Final = 0.5
+"""How long a process waits for another one that is stopped inside the lock. Then it counts without it."""
+_NO_LOCKS: Final = frozenset({errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL})
+
+
+@attrs.define
+class Totals:
+    """The content of the ledger."""
+
+    used_bytes: int = 0
+    """Of all pages, and of those that are being written."""
+    num_pages: int = 0
+    added_bytes: int = 0
+    """Of all pages that ever came: only grows."""
+    scanned_at: float = 0.0
+    """When the folder was last searched, in seconds since 1970; 0: never."""
+
+    def encoded(self) -> bytes:
+        """The content of the file."""
+        return _RECORD.pack(_MAGIC, self.used_bytes, self.num_pages, self.added_bytes, self.scanned_at)
+
+    @classmethod
+    def decoded(cls, record: bytes) -> Totals:
+        """The inverse. A file that is damaged, or new, says nothing."""
+        if len(record) == _RECORD.size:
+            magic, *values = _RECORD.unpack(record)
+            if magic == _MAGIC:
+                return cls(*values)
+        return cls()
+
+
+class Ledger:
+    """A file of a few bytes, which processes change in turns.
+
+    A process that is killed between a change of the folder and the one of the ledger leaves a difference. A
+    scan of the folder corrects it.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self.last = Totals()
+        """As this process has seen it last."""
+
+    @contextlib.contextmanager
+    def change(self) -> Iterator[Totals]:
+        """The totals, which may be changed in the block. One process at a time.
+
+        Raises:
+            OSError: the file cannot be read or written. Nothing has changed.
+        """
+        # Opened each time, so that a file that was replaced is noticed and a forked child inherits nothing.
+        fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            locked = _lock(fd)
+            try:
+                totals = Totals.decoded(os.pread(fd, _RECORD.size, 0))
+                yield totals
+                os.pwrite(fd, totals.encoded(), 0)
+                self.last = totals
+            finally:
+                if locked:  # said aloud, since a child that was forked meanwhile holds the descriptor, too
+                    fcntl.flock(fd, fcntl.LOCK_UN)
+        finally:
+            os.close(fd)
+
+    def reserve(self, nbytes: int, budget: int) -> bool:
+        """Count one more page of ``nbytes``, if there is room for it in the budget.
+
+        Never in a ledger that is new: the folder must be searched first.
+        """
+        with self.change() as totals:
+            if not totals.scanned_at or totals.used_bytes + nbytes > budget:
+                return False
+            totals.used_bytes += nbytes
+            totals.added_bytes += nbytes
+            totals.num_pages += 1
+            return True
+
+    def release(self, nbytes: int) -> None:
+        """Count one page less. An error is left to the next scan."""
+        with contextlib.suppress(OSError), self.change() as totals:
+            totals.used_bytes = max(0, totals.used_bytes - nbytes)
+            totals.num_pages = max(0, totals.num_pages - 1)
+
+    def correct(self, before: Totals, used_bytes: int, num_pages: int) -> None:
+        """Take over what a scan has found that began at ``before``.
+
+        A page that came during the scan may have been found, or not. It is counted again, so that the true
+        number of bytes is never more than the counted one.
+        """
+        with self.change() as totals:
+            came = totals.added_bytes - before.added_bytes
+            totals.used_bytes = used_bytes + max(0, came)
+            totals.num_pages = num_pages
+            totals.scanned_at = time.time()
+
+
+def _lock(fd: int) -> bool:
+    limit = time.monotonic() + _PATIENCE_S
+    pause = 0.0001
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if time.monotonic() > limit:
+                return False
+        except OSError as e:
+            if e.errno in _NO_LOCKS:
+                return False
+            raise
+        time.sleep(pause)
+        pause = min(2 * pause, 0.01)

@@ -1,0 +1,174 @@
+"""The store "fs": pages as files in a folder."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import time
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+from kvplug import CapacityError, ConfigError
+from kvplug.transport import BlockingStore, StoreContext, Usage, split_header
+from kvplug_fs.folder import Folder, cost_of
+from kvplug_fs.ledger import Ledger
+from kvplug_fs.options import FolderOptions
+from kvplug_fs.sweeper import Sweeper
+
+_FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+_HEADER_BYTES: Final = (4096, 2 << 20)
+"""How much of a page is read to find its series: enough for most headers, and for every one."""
+
+
+class FolderStore(BlockingStore):
+    """Pages under keys, one file each, shared by every process that names the folder."""
+
+    is_shared = True
+
+    def __init__(self, context: StoreContext) -> None:
+        """Raises ConfigError: ``path`` names something that is no folder."""
+        options: FolderOptions = context.options
+        path = os.path.abspath(os.path.expanduser(options.path))
+        if os.path.lexists(path) and not os.path.isdir(path):
+            raise ConfigError(f"options.fs.path: {path} is no folder")
+        self.num_threads = options.threads
+        self._budget = options.size
+        self._touch_s = options.touch_s
+        self._folder = Folder(path, sync=options.sync)
+        with contextlib.suppress(OSError):  # it may be read-only, or come later
+            self._folder.create()
+        self._ledger = Ledger(os.path.join(self._folder.root, "usage"))
+        self._sweeper = Sweeper(self._folder, self._ledger, self._budget, options.rescan_s)
+
+    def has(self, keys: Sequence[bytes]) -> list[bool]:
+        return [self._folder.has(key) for key in keys]
+
+    # -- reading -------------------------------------------------------------------------------
+
+    def read(self, key: bytes, into: Sequence[memoryview]) -> int | None:
+        fd = self._folder.open(key)
+        if fd is None:
+            return None
+        try:
+            status = os.fstat(fd)
+            length = _read_all(fd, into)
+            if time.time() - status.st_mtime >= self._touch_s:
+                self._note_use(key)
+        finally:
+            os.close(fd)
+        wanted = sum(map(len, into))
+        # a file that is shorter than it was a moment ago is no whole page
+        return status.st_size if length == min(wanted, status.st_size) else length
+
+    def _note_use(self, key: bytes) -> None:
+        with contextlib.suppress(OSError):  # a page that was evicted meanwhile, or a read-only folder
+            os.utime(self._folder.path_of(key))
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        for key in keys:
+            self._note_use(key)
+
+    # -- writing -------------------------------------------------------------------------------
+
+    def write(self, key: bytes, page: Sequence[memoryview]) -> bool:
+        cost = cost_of(sum(map(len, page)))
+        if cost > self._budget:
+            raise CapacityError(f"a page of {cost} bytes on the disk, and the budget is {self._budget}")
+        with _read_only_is_no_permission():
+            if self._folder.has(key):
+                return True
+            self._sweeper.wait_until_counted()
+            if (kept := self._write(key, page, cost)) is not None:
+                return kept
+            # the disk was full before the budget was used
+            return self._sweeper.make_room_on_disk(2 * cost) and bool(self._write(key, page, cost))
+
+    def _write(self, key: bytes, page: Sequence[memoryview], cost: int) -> bool | None:
+        """Whether the page is there now; false: the budget has no room for it; ``None``: the disk is full."""
+        try:
+            with self._folder.new_file(sum(map(len, page))) as file:
+                # counted only now: a search that began before has seen the file, or the page
+                if not self._sweeper.reserve(file.path, cost):
+                    return False
+                made = False
+                try:
+                    file.write(page)
+                    made = self._folder.publish(file, key)
+                finally:
+                    if not made:  # it failed, or another one was first
+                        file.remove()
+                        self._ledger.release(cost)
+                return True
+        except OSError as e:
+            if e.errno not in _FULL:
+                raise
+            return None
+
+    def remove(self, keys: Sequence[bytes]) -> None:
+        with _read_only_is_no_permission():
+            for key in keys:
+                path = self._folder.path_of(key)
+                with contextlib.suppress(FileNotFoundError):
+                    size = os.stat(path).st_size
+                    os.unlink(path)
+                    self._ledger.release(cost_of(size))
+
+    # -- what is there -------------------------------------------------------------------------
+
+    def keys(self, series: bytes) -> list[bytes]:
+        return [key for key, entry in self._folder.pages() if _series_of(entry.path) == series]
+
+    def usage(self) -> Usage:
+        totals = self._ledger.last
+        return Usage(num_pages=totals.num_pages, used_bytes=totals.used_bytes, budget_bytes=self._budget)
+
+    def close(self) -> None:
+        self._sweeper.close()
+
+
+def _read_all(fd: int, into: Sequence[memoryview]) -> int:
+    """Fill the buffers from the file's beginning. Returns how many bytes there were."""
+    left = [buffer.cast("B") for buffer in into if buffer.nbytes]
+    at = 0
+    while left:
+        count = os.preadv(fd, left, at)
+        if not count:
+            break
+        at += count
+        while left and count >= len(left[0]):
+            count -= len(left.pop(0))
+        if count:
+            left[0] = left[0][count:]
+    return at
+
+
+def _series_of(path: str) -> bytes | None:
+    """The series in the header of a page; ``None``: it has none, or is gone."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return None
+    try:
+        for nbytes in _HEADER_BYTES:
+            header = os.pread(fd, nbytes, 0)
+            stated = split_header(header)
+            if stated is not None:
+                return stated[1]
+            if len(header) < nbytes:
+                break
+        return None
+    except OSError:
+        return None
+    finally:
+        os.close(fd)
+
+
+@contextlib.contextmanager
+def _read_only_is_no_permission() -> Iterator[None]:
+    try:
+        yield
+    except OSError as e:
+        if e.errno == errno.EROFS:
+            raise PermissionError(e.errno, e.strerror, e.filename) from e
+        raise

@@ -1,0 +1,204 @@
+"""Keeps a folder within its budget: searches it, evicts what was not used for longest, and clears up."""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+import logging
+import os
+import threading
+import time
+from collections import deque
+from typing import Final
+
+import attrs
+
+from kvplug_fs.folder import Folder, cost_of, is_abandoned
+from kvplug_fs.ledger import Ledger
+
+_log = logging.getLogger(__name__)
+
+_MAX_CANDIDATES: Final = 4096
+"""How many pages one scan proposes for eviction."""
+_CLOSE_S: Final = 5.0
+_ASIDE_S: Final = 10.0
+"""Age of a file aside before its lock is looked at: a writer takes it just after it has made the file."""
+_ASIDE_WITHOUT_LOCKS_S: Final = 3600.0
+"""Age at which a file aside is of a dead writer, whatever its lock says."""
+
+
+@attrs.frozen(order=True)
+class _Candidate:
+    used_ns: int
+    """When the page was last used, as far as is recorded."""
+    size: int = attrs.field(order=False)
+    path: str = attrs.field(order=False)
+
+
+class Sweeper:
+    """Room for pages, in one process of several that use the folder."""
+
+    def __init__(self, folder: Folder, ledger: Ledger, budget: int, rescan_s: float) -> None:
+        self._folder = folder
+        self._ledger = ledger
+        self._budget = budget
+        self._rescan_s = rescan_s
+        self._lock = threading.Lock()
+        """Held while pages are evicted."""
+        self._candidates: deque[_Candidate] = deque()
+        self._counted = threading.Event()
+        """Set once the ledger is known to count the pages that are there."""
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._work, name="kvplug-fs-scan", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the scan. Idempotent."""
+        self._closed.set()
+        self._counted.set()
+        self._thread.join(_CLOSE_S)  # a disk that does not answer holds it
+
+    # -- room ----------------------------------------------------------------------------------
+
+    def wait_until_counted(self) -> None:
+        """Return when the ledger counts the pages that are there: at once, unless there was no ledger."""
+        self._counted.wait()
+
+    def reserve(self, path: str, nbytes: int) -> bool:
+        """Whether ``nbytes`` are now counted for the page that is going to be written to the file aside.
+
+        Raises:
+            OSError: the folder cannot be written to.
+        """
+        if self._ledger.reserve(nbytes, self._budget):
+            return True
+        with self._lock:
+            scanned = not self._ledger.last.scanned_at
+            if scanned:  # the ledger was removed, and counts nothing
+                self.scan(without=path)
+            while not self._ledger.reserve(nbytes, self._budget):
+                if self._evict_one():
+                    continue
+                if scanned:
+                    return False
+                self.scan(without=path)
+                scanned = True
+            return True
+
+    def make_room_on_disk(self, nbytes: int) -> bool:
+        """The disk is full before the budget is used: evict as many bytes. Whether any page was evicted."""
+        evicted = 0
+        with self._lock:
+            for scan_first in (False, True):
+                if scan_first:
+                    self.scan()
+                while evicted < nbytes and (size := self._evict_one()):
+                    evicted += size
+        return evicted > 0
+
+    def _evict_one(self) -> int:
+        """With the lock: bytes of a page that was evicted; 0: no candidate is left."""
+        while self._candidates and not self._closed.is_set():
+            oldest = self._candidates.popleft()
+            try:
+                if os.stat(oldest.path).st_mtime_ns != oldest.used_ns:
+                    continue  # it was used since
+                os.unlink(oldest.path)
+            except FileNotFoundError:
+                continue  # another process was first, and has counted it
+            cost = cost_of(oldest.size)
+            self._ledger.release(cost)
+            return cost
+        return 0
+
+    # -- scans ---------------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        wait_s = 0.0
+        try:
+            with self._ledger.change() as totals:
+                last = totals.scanned_at
+            if last:
+                self._counted.set()
+                wait_s = min(max(0.0, last + self._rescan_s - time.time()), self._rescan_s)
+        except OSError:
+            self._counted.set()  # a folder that cannot be written to needs no room
+        while not self._closed.wait(wait_s):
+            wait_s = self._rescan_s
+            try:
+                if self._is_due():
+                    with self._lock:
+                        self.scan()
+                        while self._ledger.last.used_bytes > self._budget and self._evict_one():
+                            pass
+            except OSError as e:
+                _log.debug("the folder %s cannot be searched: %s", self._folder.root, e)
+            finally:
+                self._counted.set()
+
+    def _is_due(self) -> bool:
+        """Whether no other process has searched the folder lately."""
+        with self._ledger.change() as totals:
+            return not 0 <= time.time() - totals.scanned_at < 0.5 * self._rescan_s
+
+    def scan(self, without: str = "") -> None:
+        """With the lock: count all pages, remember those that were not used for longest, clear up.
+
+        Files aside come first, since a page that is no longer aside later is a page by then. So what the
+        ledger counts is found, unless it has come meanwhile.
+
+        Args:
+            without: a file aside that the ledger does not count yet.
+
+        Raises:
+            OSError: the folder cannot be read.
+        """
+        with self._ledger.change() as totals:
+            before = attrs.evolve(totals)
+        found = _Found()
+        self._look_aside(found, without)
+        for _, entry in self._folder.pages():
+            if self._closed.is_set():
+                return
+            with contextlib.suppress(FileNotFoundError):
+                status = entry.stat(follow_symlinks=False)
+                found.add(_Candidate(status.st_mtime_ns, status.st_size, entry.path))
+        self._ledger.correct(before, found.used_bytes, found.num_pages)
+        self._candidates = deque(found.oldest())
+
+    def _look_aside(self, found: _Found, without: str) -> None:
+        """Remove files of dead writers, and count those of living ones."""
+        now = time.time()
+        for entry, size in self._folder.written_aside():
+            if entry.path == without:
+                continue
+            with contextlib.suppress(FileNotFoundError):
+                status = entry.stat(follow_symlinks=False)
+                age = now - status.st_mtime
+                if age > _ASIDE_WITHOUT_LOCKS_S or (age > _ASIDE_S and is_abandoned(entry.path)):
+                    os.unlink(entry.path)
+                elif status.st_nlink == 1:  # with two, it has its name already, and is counted there
+                    found.used_bytes += cost_of(size)
+                    found.num_pages += 1
+
+
+class _Found:
+    """What a scan has found."""
+
+    def __init__(self) -> None:
+        self.used_bytes = 0
+        self.num_pages = 0
+        self._youngest_first: list[tuple[int, int, _Candidate]] = []
+        """A heap of the oldest pages, the youngest of them on top."""
+
+    def add(self, candidate: _Candidate) -> None:
+        self.used_bytes += cost_of(candidate.size)
+        self.num_pages += 1
+        item = (-candidate.used_ns, self.num_pages, candidate)
+        if len(self._youngest_first) < _MAX_CANDIDATES:
+            heapq.heappush(self._youngest_first, item)
+        else:
+            heapq.heappushpop(self._youngest_first, item)
+
+    def oldest(self) -> list[_Candidate]:
+        return [item[2] for item in sorted(self._youngest_first, reverse=True)]

@@ -1,0 +1,64 @@
+"""Stores over folders, and pages for them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from kvplug.transport import Credentials, StoreContext
+from kvplug_fs.folder import Folder, cost_of
+from kvplug_fs.options import FolderOptions
+from kvplug_fs.store import FolderStore
+
+
+def key_of(name: object) -> bytes:
+    """A key of 32 bytes."""
+    return repr(name).encode().rjust(32, b"\0")[-32:]
+
+
+def page_of(name: object, nbytes: int = 10_000) -> list[memoryview]:
+    """A page in two buffers, with the name at its beginning and its end."""
+    said = repr(name).encode()
+    whole = said + bytes(nbytes - 2 * len(said)) + said
+    return [memoryview(whole[:100]), memoryview(whole[100:])]
+
+
+def open_store(path: Path | str, **options: Any) -> FolderStore:
+    """A blocking store over the folder."""
+    given = FolderOptions(path=str(path), **options)
+    return FolderStore(StoreContext(options=given, credentials=Credentials()))
+
+
+def read(store: FolderStore, name: object) -> bytes | None:
+    """The page of that name."""
+    length = store.read(key_of(name), ())
+    if length is None:
+        return None
+    page = bytearray(length)
+    store.read(key_of(name), (memoryview(page),))
+    return bytes(page)
+
+
+def write(store: FolderStore, name: object, nbytes: int = 10_000) -> bool:
+    return store.write(key_of(name), page_of(name, nbytes))
+
+
+def used_in(path: Path | str) -> int:
+    """Bytes that all pages use, and those that are being written."""
+    folder = Folder(str(path))
+    found = [entry for _, entry in folder.pages()] + [entry for entry, _ in folder.written_aside()]
+    used = 0
+    for entry in found:
+        try:
+            status = os.stat(entry.path)
+        except FileNotFoundError:
+            continue
+        if status.st_size and (status.st_nlink == 1 or "/pages/" in entry.path):
+            used += cost_of(status.st_size)
+    return used
+
+
+def aside_in(path: Path | str) -> list[str]:
+    """Names of the files that are being written, or were when their writers died."""
+    return [entry.name for entry, _ in Folder(str(path)).written_aside()]

@@ -1,0 +1,271 @@
+"""The files of the store "fs": how a page comes to have its name, and what becomes of damaged ones."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from folders import aside_in, key_of, open_store, page_of, read, used_in, write
+from kvplug import ConfigError
+from kvplug.transport import ExecutedStore, MissReason, PageSeal
+from kvplug_fs import folder as folder_module
+from kvplug_fs.folder import Folder
+from kvplug_testing.contract.store.pages import batch, kv_format, sized_format
+from kvplug_testing.contract.store.suite import ended, got, kept
+from kvplug_testing.waits import Call, until
+
+SEAL = PageSeal()
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Any:
+    made = open_store(tmp_path / "kv")
+    yield made
+    made.close()
+
+
+def test_only_this_user_can_read_the_files(store: Any, tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        assert write(store, "a")
+    finally:
+        os.umask(before)
+    found = list((tmp_path / "kv" / "v1").rglob("*"))
+    assert len(found) == 5  # the folders pages, pages/xx and writing, the page, the file usage
+    for path in found:
+        assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600), path
+
+
+def test_a_name_is_the_key_and_nothing_aside_is_left(store: Any, tmp_path: Path) -> None:
+    assert write(store, "a")
+    name = key_of("a").hex()
+    assert (tmp_path / "kv" / "v1" / "pages" / name[:2] / name[2:]).read_bytes() == b"".join(page_of("a"))
+    assert aside_in(tmp_path / "kv") == []
+
+
+def put_in(folder: Folder, name: object, page: list[memoryview]) -> bool:
+    with folder.new_file(sum(map(len, page))) as file:
+        file.write(page)
+        return folder.publish(file, key_of(name))
+
+
+def test_of_two_writers_the_first_wins_with_links_and_without(tmp_path: Path) -> None:
+    for links in (True, False):
+        folder = Folder(str(tmp_path / str(links)))
+        folder._links = links
+        assert put_in(folder, "a", page_of("one"))
+        assert not put_in(folder, "a", page_of("other"))
+        assert Path(folder.path_of(key_of("a"))).read_bytes().startswith(b"'one'")
+        assert aside_in(tmp_path / str(links)) == []
+
+
+@pytest.mark.parametrize("error", sorted(folder_module._NO_LINKS))
+def test_where_there_are_no_links_pages_are_renamed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int
+) -> None:
+    def link(*_: Any) -> None:
+        raise OSError(error, os.strerror(error))
+
+    monkeypatch.setattr(os, "link", link)
+    store = open_store(tmp_path / "kv")
+    try:
+        assert write(store, "a")
+        assert write(store, "b")
+        assert read(store, "a") == b"".join(page_of("a"))
+    finally:
+        store.close()
+    assert aside_in(tmp_path / "kv") == []
+
+
+def test_without_links_many_writers_of_one_key_leave_one_page(tmp_path: Path) -> None:
+    folder = Folder(str(tmp_path))
+    folder._links = False
+    folder.create()
+    for number in range(20):
+        start = threading.Barrier(4)
+
+        def put(writer: int, number: int = number, start: threading.Barrier = start) -> bool:
+            start.wait(20)
+            return put_in(folder, number, page_of((writer, number)))
+
+        calls = [Call(lambda writer=writer: put(writer)) for writer in range(4)]
+        won = [call.result() for call in calls]
+        assert won.count(True) == 1
+        page = Path(folder.path_of(key_of(number))).read_bytes()
+        assert page == b"".join(page_of((won.index(True), number)))
+
+
+def test_a_page_is_written_whole_when_the_system_takes_it_in_pieces(
+    store: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writev, preadv = os.writev, os.preadv
+    monkeypatch.setattr(os, "writev", lambda fd, parts: writev(fd, [parts[0][:777]]))
+    monkeypatch.setattr(os, "preadv", lambda fd, parts, at: preadv(fd, [parts[0][:333]], at))
+    assert write(store, "a")
+    assert read(store, "a") == b"".join(page_of("a"))
+    parts = [bytearray(60), bytearray(0), bytearray(10_000 - 60)]
+    assert store.read(key_of("a"), [memoryview(part) for part in parts]) == 10_000
+    assert b"".join(parts) == b"".join(page_of("a"))
+
+
+def test_a_file_that_is_shorter_than_it_was_is_told_by_its_length(
+    store: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert write(store, "a")
+    fstat = os.fstat
+
+    def before_it_was_cut(fd: int) -> os.stat_result:
+        status = fstat(fd)
+        if status.st_size == 10_000:
+            os.truncate(store._folder.path_of(key_of("a")), 5_000)
+        return status
+
+    monkeypatch.setattr(os, "fstat", before_it_was_cut)
+    assert store.read(key_of("a"), [memoryview(bytearray(10_000))]) == 5_000
+
+
+@pytest.fixture
+def whole(tmp_path: Path) -> Any:
+    made = ExecutedStore(open_store(tmp_path / "kv"), name="fs", seal=SEAL)
+    yield made
+    made.abort()
+
+
+@pytest.mark.parametrize("length", [0, 40, 4096, 8192])
+@pytest.mark.parametrize("how", ["cut off", "zeros"])
+def test_a_page_that_lost_its_last_writes_is_a_miss_and_goes(
+    whole: Any, tmp_path: Path, length: int, how: str
+) -> None:
+    """Without `sync` a crash of the host may leave a file whose last blocks were never written."""
+    pages = batch(2, sized_format(12_000), seal=SEAL)
+    kept(whole, pages)
+    path = whole._store._folder.path_of(pages.keys[0])
+    size = os.path.getsize(path)
+    os.truncate(path, length)
+    if how == "zeros":
+        os.truncate(path, size)
+    results = ended(whole.submit_get(pages.empty()))
+    assert results[0] in (MissReason.CORRUPT, MissReason.FORMAT)
+    assert results[1] is None
+    assert not os.path.exists(path)
+    kept(whole, pages)
+    got(whole, pages)
+
+
+def test_files_swapped_with_those_of_another_are_misses(whole: Any) -> None:
+    pages = batch(2, seal=SEAL)
+    kept(whole, pages)
+    one, other = (whole._store._folder.path_of(key) for key in pages.keys)
+    os.rename(one, one + "-")
+    os.rename(other, one)
+    os.rename(one + "-", other)
+    assert ended(whole.submit_get(pages.empty())) == [MissReason.IDENTITY] * 2
+    kept(whole, pages)
+    got(whole, pages)
+
+
+def test_keys_are_those_of_pages_whatever_else_lies_there(whole: Any, tmp_path: Path) -> None:
+    pages, other = batch(3, seal=SEAL), batch(2, kv_format(3), seal=SEAL)
+    long = batch(1, sized_format(10), seal=SEAL)
+    long = type(long)(
+        series=long.series, keys=long.keys, identities=(b"x" * 100_000,), contents=long.contents
+    )
+    for each in (pages, other, long):
+        kept(whole, each)
+    folder = Path(whole._store._folder.path_of(pages.keys[0])).parent
+    (folder / "notes.txt").write_text("not a page")
+    (folder / ("z" * 62)).write_text("nor this")
+    (folder / ("0" * 62)).write_text("a page without a header")
+    (folder.parent / "file").write_text("no folder")
+    assert set(whole.keys(pages.series)) == set(pages.keys)
+    assert set(whole.keys(other.series)) == set(other.keys)
+    assert whole.keys(long.series) == list(long.keys), "its header is longer than what is read first"
+    got(whole, long)
+
+
+def test_a_path_of_something_else_is_refused_and_of_a_later_folder_is_not(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"options\.fs\.path: .*/file is no folder"):
+        open_store(tmp_path / "file")
+    store = open_store(tmp_path / "in" / "a" / "new" / "place")
+    try:
+        assert write(store, "a")
+    finally:
+        store.close()
+
+
+def test_a_folder_that_vanishes_is_empty_and_is_made_again(store: Any, tmp_path: Path) -> None:
+    assert write(store, "a")
+    os.rename(tmp_path / "kv", tmp_path / "gone")
+    assert store.has([key_of("a")]) == [False]
+    assert read(store, "a") is None
+    store.touch([key_of("a")])
+    store.remove([key_of("a")])
+    assert write(store, "b")
+    assert read(store, "b") == b"".join(page_of("b"))
+    assert store.usage().num_pages == 1
+    assert used_in(tmp_path / "kv") == store.usage().used_bytes
+
+
+def test_sync_waits_for_the_page_and_for_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[str] = []
+    monkeypatch.setattr(os, "fsync", lambda fd: synced.append(os.readlink(f"/proc/self/fd/{fd}")))
+    for sync in (False, True):
+        store = open_store(tmp_path / str(sync), sync=sync)
+        try:
+            assert write(store, "a")
+        finally:
+            store.close()
+    assert len(synced) == 2
+    assert "/writing/" in synced[0]
+    assert synced[1].endswith("/pages/" + key_of("a").hex()[:2])
+
+
+def test_a_read_is_recorded_as_a_use_now_and_then(tmp_path: Path) -> None:
+    store = open_store(tmp_path, touch_s=1000)
+    try:
+        assert write(store, "a")
+        path = store._folder.path_of(key_of("a"))
+        for age, recorded in ((500, False), (1500, True)):
+            then = os.stat(path).st_mtime - age
+            os.utime(path, (then, then))
+            read(store, "a")
+            assert (os.stat(path).st_mtime != then) is recorded
+        os.utime(path, (0, 0))
+        store.touch([key_of("a"), key_of("absent")])
+        assert os.stat(path).st_mtime > 1
+    finally:
+        store.close()
+
+
+def test_a_page_of_a_dead_writer_is_abandoned_and_one_of_a_living_one_is_not(tmp_path: Path) -> None:
+    import fcntl
+
+    path = tmp_path / "aside"
+    with open(path, "wb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert not folder_module.is_abandoned(str(path))
+    assert folder_module.is_abandoned(str(path))
+    assert not folder_module.is_abandoned(str(tmp_path / "absent"))
+
+
+def test_a_full_disk_leaves_nothing_aside(
+    store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writev = os.writev
+
+    def full(fd: int, parts: list[memoryview]) -> int:
+        writev(fd, [parts[0][:50]])
+        raise OSError(errno.ENOSPC, "no space left")
+
+    monkeypatch.setattr(os, "writev", full)
+    assert not write(store, "a")
+    assert aside_in(tmp_path / "kv") == []
+    assert store.usage().used_bytes == 0
+    until(lambda: read(store, "a") is None)

@@ -1,0 +1,136 @@
+"""A blocking store over files with one fault each, which shows when writers race or are killed."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from kvplug.config import option
+from kvplug.transport.store.blocking import BlockingStore
+from kvplug.transport.store.results import Usage
+from kvplug_testing import StoreContract
+
+
+@attrs.frozen(kw_only=True)
+class FileOptions:
+    """Options of the store below."""
+
+    path: str = option(help="Folder of the pages.")
+
+
+class FileStore(BlockingStore):
+    """A file for each page, written aside in pieces and linked to its name."""
+
+    def __init__(self, context: Any) -> None:
+        self._folder = Path(context.options.path)
+
+    def _path(self, key: bytes) -> Path:
+        return self._folder / key.hex()
+
+    def has(self, keys: Sequence[bytes]) -> list[bool]:
+        return [self._path(key).exists() for key in keys]
+
+    def read(self, key: bytes, into: Sequence[memoryview]) -> int | None:
+        try:
+            page = self._path(key).read_bytes()
+        except FileNotFoundError:
+            return None
+        at = 0
+        for buffer in into:
+            part = page[at : at + len(buffer)]
+            buffer[: len(part)] = part
+            at += len(buffer)
+        return len(page)
+
+    def write(self, key: bytes, page: Sequence[memoryview]) -> bool:
+        aside = self._aside(key)
+        self._write_pieces(aside, b"".join(page))
+        try:
+            self._publish(aside, self._path(key))
+        finally:
+            aside.unlink(missing_ok=True)
+        return True
+
+    def _aside(self, key: bytes) -> Path:
+        return self._folder / f"aside-{secrets.token_hex(8)}"
+
+    def _write_pieces(self, path: Path, page: bytes) -> None:
+        """Slowly, so that others come in between."""
+        step = max(1, len(page) // 5)
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
+        try:
+            for at in range(0, len(page), step):
+                os.pwrite(fd, page[at : at + step], at)
+                time.sleep(0.001)
+        finally:
+            os.close(fd)
+
+    def _publish(self, aside: Path, path: Path) -> None:
+        try:
+            os.link(aside, path)
+        except FileExistsError:
+            return
+
+    def remove(self, keys: Sequence[bytes]) -> None:
+        for key in keys:
+            self._path(key).unlink(missing_ok=True)
+
+    def usage(self) -> Usage:
+        return Usage(num_pages=0, used_bytes=0, budget_bytes=None)
+
+
+class Mutant(StoreContract):
+    """One fault of ``made``. ``breaks`` are the laws that it breaks."""
+
+    options_class = FileOptions
+    made: type[FileStore] = FileStore
+    breaks: tuple[str, ...] = ()
+
+    def make_store(self, context: Any) -> Any:
+        return self.made(context)
+
+
+class TestWritesUnderThePagesName(Mutant):
+    """A page has its name before it is whole."""
+
+    breaks = ("STORE-2",)
+    caught_by = "test_writers_that_are_killed_at_any_point_leave_whole_pages"
+
+    class made(FileStore):  # noqa: N801
+        def write(self, key: bytes, page: Sequence[memoryview]) -> bool:
+            if not self._path(key).exists():
+                self._write_pieces(self._path(key), b"".join(page))
+            return True
+
+
+class TestWritersShareAFile(Mutant):
+    """Two writers of a page write into one file aside."""
+
+    breaks = ("STORE-2",)
+    caught_by = "test_of_writers_in_two_processes_one_wins_wholly"
+
+    class made(FileStore):  # noqa: N801
+        def _aside(self, key: bytes) -> Path:
+            return self._folder / f"aside-{key.hex()}"
+
+
+class TestRenames(Mutant):
+    """The last whole page of a key takes the place of the first."""
+
+    breaks = ("STORE-2",)
+
+    class made(FileStore):  # noqa: N801
+        def _publish(self, aside: Path, path: Path) -> None:
+            os.replace(aside, path)
+
+
+class TestHasNoFault(Mutant):
+    """The store over files as it is."""
+
+    is_control = True
