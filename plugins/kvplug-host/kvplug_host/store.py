@@ -158,7 +158,7 @@ class HostStore(Store):
         )
         get.found(
             self._segments.view,
-            [entry.slot.offset if entry else 0 for entry in entries],
+            [entry.offset if entry else 0 for entry in entries],
             [entry.header_bytes if entry else 0 for entry in entries],
             [entry.payload_bytes if entry else 0 for entry in entries],
         )

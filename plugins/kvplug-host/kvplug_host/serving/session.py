@@ -14,6 +14,7 @@ from kvplug.transport import (
     MissReason,
     PageEvent,
     PageRequest,
+    PageSeal,
     Pipe,
     Series,
     StoreLink,
@@ -36,7 +37,7 @@ _log = logging.getLogger(__name__)
 _MOST_S: Final = 60.0
 """The longest time that pages stay in their slots for a peer that does not take them."""
 _FOUND: Final = {"absent": 0, "sent": 1, "other size": 2}
-_MAX_SUBSCRIPTIONS: Final = 64
+_MAX_SUBSCRIPTIONS: Final = 1024
 
 
 class Session:
@@ -104,7 +105,6 @@ class Session:
                 "store": protocol.STORE,
                 "version": protocol.VERSION,
                 "epoch": self._store.epoch,
-                "checksums": self._store.seal.checksums,
                 "segment_bytes": segments.nbytes,
                 "num_segments": segments.count,
                 "memory": self._door.contact if self._door is not None else "",
@@ -118,9 +118,10 @@ class Session:
         except (HandshakeError, TransportError) as e:  # both ends know
             _log.info("%s has no pipe to the store: %s", self._peer, e)
 
-    def fail(self, reason: str) -> None:
-        """The peer breaks the rules, or does not take what it asked for: hang up."""
-        _log.warning("the store is not served to %s any more: %s", self._peer, reason)
+    def fail(self, reason: str | None) -> None:
+        """The peer breaks the rules, or does not take what it asked for: hang up. ``None``: it is gone."""
+        if reason is not None and not self._over:
+            _log.warning("the store is not served to %s any more: %s", self._peer, reason)
         self._link.close()
 
     def _end(self) -> None:
@@ -146,8 +147,14 @@ class Session:
                 index.forget_holder(self)
 
     def _answer(self, message: Any, **answer: Any) -> None:
-        if not self._outbox.send({"id": protocol.number(message, "id"), **answer}):
-            self.fail("it does not read its answers")
+        self._send({"id": protocol.number(message, "id"), **answer})
+
+    def _send(self, message: dict[str, Any]) -> None:
+        if not self._outbox.send(message):
+            if self._outbox.is_full:
+                self.fail("it does not read its answers and events")
+            else:
+                self._link.close()  # it is gone
 
     # -- questions, and what is told -----------------------------------------------------------
 
@@ -171,7 +178,7 @@ class Session:
 
     def _remove(self, message: Any) -> None:
         self._store.remove(protocol.keys_of(message))
-        self._answer(message)
+        self._answer(message, usage=protocol.usage_to_plain(self._store.usage()))
 
     def _declare(self, message: Any) -> None:
         for_s = protocol.field(message, "for_s", float)
@@ -201,8 +208,7 @@ class Session:
             raise WireError("a message of a store: too many subscriptions")
 
         def listener(event: PageEvent) -> None:
-            if not self._outbox.send({"id": number, "event": page_event_to_plain(event)}):
-                self.fail("it does not read the store's events")
+            self._send({"id": number, "event": page_event_to_plain(event)})
 
         self._subscriptions[number] = self._store.subscribe(listener)
 
@@ -269,7 +275,7 @@ class Session:
 
     def _fetch(self, message: Any) -> None:
         request, keys = protocol.number(message, "id"), protocol.keys_of(message)
-        payload_bytes = protocol.number(message, "payload_bytes", most=self._store.segments.nbytes)
+        payload_bytes = protocol.number(message, "payload_bytes", most=protocol.MAX_PAGE)
         pieces = Pieces.of(message, len(keys), payload_bytes)
         if self._pipe is None or request in self._fetches:
             raise WireError("a message of a store: a fetch that is not possible")
@@ -282,7 +288,7 @@ class Session:
                 found.append(_FOUND["absent"])
                 sent.append(None)
                 continue
-            begin = entry.slot.offset + entry.payload_bytes
+            begin = entry.offset + entry.payload_bytes
             headers.append(bytes(view[begin : begin + entry.header_bytes]))
             fits = entry.payload_bytes == payload_bytes
             found.append(_FOUND["sent" if fits else "other size"])
@@ -325,9 +331,10 @@ class Session:
             raise WireError("a message of a store: a shard of that length")
         if self._pipe is None or request in self._arrivals or not keys:
             raise WireError("a message of a store: a put that is not possible")
+        seal = PageSeal(checksums=protocol.field(message, "checksums", bool))
         try:
             pages = PageRequest(
-                series=Series(form, shard, self._store.seal.id),
+                series=Series(form, shard, seal.id),
                 keys=keys,
                 identities=identities,
                 memory=Elsewhere(len(keys)),
@@ -339,11 +346,10 @@ class Session:
         def done(results: list[Any]) -> None:
             self._arrivals.pop(request, None)
             usage = protocol.usage_to_plain(self._store.usage()) if not self._store.is_lost else None
-            answer = {"id": request, "results": protocol.results_to_bytes(results), "usage": usage}
-            self._outbox.send(answer)
+            self._send({"id": request, "results": protocol.results_to_bytes(results), "usage": usage})
 
         self._listen_to_pipe()
-        arrival = Arrival(self._store, pages, deadline, done)
+        arrival = Arrival(self._store, seal, pages, deadline, done)
         self._arrivals[request] = arrival
         try:
             codes = arrival.begin()
@@ -387,9 +393,9 @@ class Session:
 
 def _place(entry: Entry) -> Place:
     return Place(
-        offset=entry.slot.offset,
+        offset=entry.offset,
         generation=entry.generation,
-        slot_bytes=entry.slot.chunk.size.slot_bytes,
+        slot_bytes=entry.chunk.size.slot_bytes,
         payload_bytes=entry.payload_bytes,
         header_bytes=entry.header_bytes,
     )
