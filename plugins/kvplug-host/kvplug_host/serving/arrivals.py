@@ -20,7 +20,7 @@ from kvplug.transport import (
 from kvplug_host import protocol
 from kvplug_host.arena.slots import Slot
 from kvplug_host.jobs.put import Put
-from kvplug_host.store import HostStore
+from kvplug_host.pages.pages import Pages
 
 _MAX_DROPPED: Final = 1 << 30
 """Bytes of one piece of a put that has ended: they are received, and dropped."""
@@ -47,7 +47,7 @@ class Arrival:
 
     def __init__(
         self,
-        store: HostStore,
+        store: Pages,
         seal: PageSeal,
         pages: PageRequest,
         deadline: Deadline,
@@ -80,7 +80,7 @@ class Arrival:
             OverError: the store is closed.
         """
         store, form = self._store, self.put.pages.series.format
-        store.begin_arrival(self.put)
+        store.begin_put(self.put)
         slots, results = store.reserve(
             self.put, {at: form.nbytes + nbytes for at, nbytes in self._header_bytes.items()}
         )

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Final
 from kvplug import ClosedError, KvplugError, PeerGoneError
 from kvplug.transport import Deadline, Pipe, Transfer
 from kvplug_host import protocol
-from kvplug_host.index import Entry
 from kvplug_host.jobs.workers import Task
+from kvplug_host.pages.index import Entry
 from kvplug_host.protocol import Pieces
 
 if TYPE_CHECKING:

@@ -22,15 +22,15 @@ from kvplug.transport import (
     page_event_to_plain,
 )
 from kvplug_host import protocol
-from kvplug_host.index import Entry
 from kvplug_host.jobs.steps import OverError
 from kvplug_host.jobs.workers import Workers
 from kvplug_host.outbox import Outbox
+from kvplug_host.pages.index import Entry
+from kvplug_host.pages.pages import Pages
 from kvplug_host.protocol import Op, Pieces, Place
 from kvplug_host.serving.arrivals import Arrival, Elsewhere, drop
 from kvplug_host.serving.fetch import Fetch
 from kvplug_host.serving.memory_door import MemoryDoor
-from kvplug_host.store import HostStore
 
 _log = logging.getLogger(__name__)
 
@@ -43,8 +43,10 @@ _MAX_SUBSCRIPTIONS: Final = 1024
 class Session:
     """Answers the requests of one peer until it is gone, in the thread that calls :meth:`run`."""
 
-    def __init__(self, store: HostStore, link: StoreLink, door: MemoryDoor | None) -> None:
-        self._store = store
+    def __init__(self, pages: Pages, link: StoreLink, door: MemoryDoor | None, timeout_s: float) -> None:
+        """``timeout_s``: how long the peer may take for the first messages."""
+        self._pages = pages
+        self._timeout_s = timeout_s
         self._link = link
         self._door = door
         self._peer = str(link.channel.peer)
@@ -99,22 +101,22 @@ class Session:
             self._end()
 
     def _begin(self) -> None:
-        segments, channel = self._store.segments, self._link.channel
+        segments, channel = self._pages.segments, self._link.channel
         channel.send(
             {
                 "store": protocol.STORE,
                 "version": protocol.VERSION,
-                "epoch": self._store.epoch,
+                "epoch": self._pages.index.epoch,
                 "segment_bytes": segments.nbytes,
                 "num_segments": segments.count,
                 "memory": self._door.contact if self._door is not None else "",
                 "ticket": self._ticket,
-                "usage": protocol.usage_to_plain(self._store.usage()),
+                "usage": protocol.usage_to_plain(self._pages.usage()),
             },
-            timeout=self._store.context.timeout_s,
+            timeout=self._timeout_s,
         )
         try:
-            self._pipe = self._link.open_pipe(protocol.PIPE, timeout=self._store.context.timeout_s)
+            self._pipe = self._link.open_pipe(protocol.PIPE, timeout=self._timeout_s)
         except (HandshakeError, TransportError) as e:  # both ends know
             _log.info("%s has no pipe to the store: %s", self._peer, e)
 
@@ -140,11 +142,8 @@ class Session:
             arrival.put.end(MissReason.CANCELLED)
         if self._door is not None:
             self._door.forget(self._ticket)
-        if not self._store.is_lost:
-            with self._store.changing() as index:
-                for request in self._reads:
-                    index.forget_holder((self, request))
-                index.forget_holder(self)
+        if not self._pages.is_closed:
+            self._pages.forget_holders([self, *((self, request) for request in self._reads)])
 
     def _answer(self, message: Any, **answer: Any) -> None:
         self._send({"id": protocol.number(message, "id"), **answer})
@@ -160,25 +159,25 @@ class Session:
 
     def _lookup(self, message: Any) -> None:
         keys, lease_s = protocol.keys_of(message), protocol.seconds(message, "lease_s")
-        with self._store.changing() as index:
+        with self._pages.changing() as index:
             found = index.lookup(keys, self, lease_s)
-        usage = protocol.usage_to_plain(self._store.usage())
+        usage = protocol.usage_to_plain(self._pages.usage())
         self._answer(message, results=protocol.presences_to_bytes(found), usage=usage)
 
     def _usage(self, message: Any) -> None:
-        self._answer(message, usage=protocol.usage_to_plain(self._store.usage()))
+        self._answer(message, usage=protocol.usage_to_plain(self._pages.usage()))
 
     def _keys(self, message: Any) -> None:
         series = protocol.field(message, "series", bytes)
-        with self._store.changing() as index:
+        with self._pages.changing() as index:
             keys = index.keys(series)
         for at in range(0, max(1, len(keys)), protocol.MAX_LISTED):
             part = keys[at : at + protocol.MAX_LISTED]
             self._answer(message, keys=b"".join(part), more=at + protocol.MAX_LISTED < len(keys))
 
     def _remove(self, message: Any) -> None:
-        self._store.remove(protocol.keys_of(message))
-        self._answer(message, usage=protocol.usage_to_plain(self._store.usage()))
+        self._pages.remove(protocol.keys_of(message))
+        self._answer(message, usage=protocol.usage_to_plain(self._pages.usage()))
 
     def _declare(self, message: Any) -> None:
         for_s = protocol.field(message, "for_s", float)
@@ -188,18 +187,18 @@ class Session:
         if len(series) != 16:
             raise WireError("a message of a store: a series has 16 bytes")
         keys = protocol.keys_of(message)
-        self._store.declare_for(self, series, keys, None if for_s == math.inf else for_s)
+        self._pages.declare(self, series, keys, None if for_s == math.inf else for_s)
 
     def _withdraw(self, message: Any) -> None:
-        with self._store.changing() as index:
+        with self._pages.changing() as index:
             index.withdraw(protocol.keys_of(message), self)
 
     def _release(self, message: Any) -> None:
-        with self._store.changing() as index:
+        with self._pages.changing() as index:
             index.release(protocol.keys_of(message), self)
 
     def _touch(self, message: Any) -> None:
-        with self._store.changing() as index:
+        with self._pages.changing() as index:
             index.use(protocol.keys_of(message))
 
     def _subscribe(self, message: Any) -> None:
@@ -210,7 +209,7 @@ class Session:
         def listener(event: PageEvent) -> None:
             self._send({"id": number, "event": page_event_to_plain(event)})
 
-        self._subscriptions[number] = self._store.subscribe(listener)
+        self._subscriptions[number] = self._pages.subscribe(listener)
 
     def _unsubscribe(self, message: Any) -> None:
         unsubscribe = self._subscriptions.pop(protocol.number(message, "id"), None)
@@ -224,7 +223,7 @@ class Session:
         lease_s = min(protocol.seconds(message, "lease_s"), _MOST_S)
         if request in self._reads or self._door is None:
             raise WireError("a message of a store: a read that is not possible")
-        with self._store.changing() as index:
+        with self._pages.changing() as index:
             entries = [index.pages.get(key) for key in keys]
             there = [entry for entry in entries if entry is not None]
             index.lease(there, (self, request), lease_s)
@@ -239,14 +238,14 @@ class Session:
         request = protocol.number(message, "id")
         entries = self._reads.pop(request, None)
         if entries is not None:
-            with self._store.changing() as index:
+            with self._pages.changing() as index:
                 index.forget_holder((self, request))
                 index.use([entry.key for entry in entries])
 
     def _segment(self, message: Any) -> None:
         if self._door is None:
             raise WireError("a message of a store: the memory is not handed out")
-        number = protocol.number(message, "number", most=self._store.segments.count)
+        number = protocol.number(message, "number", most=self._pages.segments.count)
         try:
             self._door.hand_over(self._ticket, number)
         except WireError:
@@ -257,11 +256,11 @@ class Session:
     def _wrong(self, message: Any) -> None:
         """The peer has found wrong bytes. It might as well have removed the page."""
         generation = protocol.number(message, "generation")
-        with self._store.changing() as index:
+        with self._pages.changing() as index:
             entries = [index.pages.get(key) for key in protocol.keys_of(message)]
         for entry in entries:
             if entry is not None and generation in (0, entry.generation):
-                self._store.discard(entry, MissReason.CORRUPT)
+                self._pages.discard(entry, MissReason.CORRUPT)
 
     # -- pages over the pipe -------------------------------------------------------------------
 
@@ -270,7 +269,7 @@ class Session:
         if self._memory is None:
             import torch
 
-            self._memory = torch.frombuffer(self._store.segments.view, dtype=torch.uint8)
+            self._memory = torch.frombuffer(self._pages.segments.view, dtype=torch.uint8)
         return self._memory
 
     def _fetch(self, message: Any) -> None:
@@ -280,8 +279,8 @@ class Session:
         if self._pipe is None or request in self._fetches:
             raise WireError("a message of a store: a fetch that is not possible")
         deadline = Deadline.after(min(protocol.seconds(message, "timeout"), _MOST_S))
-        entries = self._store.pin(keys)
-        found, headers, view = bytearray(), [], self._store.segments.view
+        entries = self._pages.pin(keys)
+        found, headers, view = bytearray(), [], self._pages.segments.view
         sent: list[Entry | None] = []
         for entry in entries:
             if entry is None:
@@ -296,7 +295,7 @@ class Session:
 
         def settled(fetch: Fetch) -> None:
             self._fetches.pop(request, None)
-            self._store.unpin(entries)
+            self._pages.unpin(entries)
 
         fetch = Fetch(
             request,
@@ -345,11 +344,11 @@ class Session:
 
         def done(results: list[Any]) -> None:
             self._arrivals.pop(request, None)
-            usage = protocol.usage_to_plain(self._store.usage()) if not self._store.is_lost else None
+            usage = protocol.usage_to_plain(self._pages.usage()) if not self._pages.is_closed else None
             self._send({"id": request, "results": protocol.results_to_bytes(results), "usage": usage})
 
         self._listen_to_pipe()
-        arrival = Arrival(self._store, seal, pages, deadline, done)
+        arrival = Arrival(self._pages, seal, pages, deadline, done)
         self._arrivals[request] = arrival
         try:
             codes = arrival.begin()
