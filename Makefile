@@ -13,7 +13,7 @@ JOBS ?= $(shell expr 3 '*' "$$(getconf _NPROCESSORS_ONLN)")
 ARGS ?=
 
 # The development environment is .venv: the core and its plugins are imported from this checkout.
-PLUGINS = testing bench cpu shm fs lookup pynccl cuda-ipc transformers
+PLUGINS = testing bench cpu shm host fs lookup pynccl cuda-ipc transformers
 EDITABLE = $(PLUGINS:%=plugins/kvplug-%) docs/examples/kvplug-sample docs/examples/kvplug-sqlite
 SHM = plugins/kvplug-shm
 INSTALLED = .venv/installed-for-tests

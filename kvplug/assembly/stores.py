@@ -13,7 +13,7 @@ from kvplug.assembly.peers import ControlLink, ControlPeers, LinkServer, LinkSet
 from kvplug.assembly.registry import Registry
 from kvplug.assembly.resolve import ResolvedConfig, credentials_of, make_hello
 from kvplug.config import Config
-from kvplug.errors import ClosedError, KvplugError, PluginError, TimeoutError
+from kvplug.errors import ClosedError, KvplugError, PluginError, TimeoutError, WireError
 from kvplug.metrics.record import RecordedStore
 from kvplug.metrics.stats import TransferStats
 from kvplug.net.deadline import Deadline
@@ -30,6 +30,8 @@ logger = logging.getLogger(__name__)
 
 PURPOSE = "store"
 """The purpose of a link to a program that serves a store."""
+STATS_PURPOSE = "store stats"
+"""The purpose of a link that asks such a program what its store holds, and ends."""
 
 
 class StoreOpener:
@@ -129,11 +131,28 @@ def build_store(config: Config, name: str | None = None, *, registry: Registry |
     return StoreOpener(resolved, store_links(resolved, TransferStats())).open(name or config.stores[0])
 
 
+@attrs.frozen(kw_only=True)
+class StoreStats:
+    """What a program says of the store that it serves."""
+
+    name: str
+    num_pages: int
+    used_bytes: int
+    """Pages, headers, and what is lost between them."""
+    budget_bytes: int | None
+    """``None``: the store has no limit of its own."""
+    num_clients: int
+    """Programs that use it now."""
+
+
 class StoreServer:
     """Serves one store to other programs until it is closed; made by :func:`serve_store`."""
 
-    def __init__(self, store: Store, settings: LinkSettings, address: str | None) -> None:
+    def __init__(
+        self, store: Store, settings: LinkSettings, address: str | None, *, name: str = "store"
+    ) -> None:
         self.store = store
+        self.name = name
         self._peers = ControlPeers(settings, listen=address)
         self._lock = threading.Lock()
         self._served: dict[ControlLink, threading.Thread] = {}
@@ -148,11 +167,14 @@ class StoreServer:
     def num_clients(self) -> int:
         """Programs that are connected."""
         with self._lock:
-            return len(self._served)
+            return self._num_clients()
+
+    def _num_clients(self) -> int:
+        return sum(link.agreement.purpose == PURPOSE for link in self._served)
 
     @staticmethod
     def _check(link: ControlLink, deadline: Deadline) -> ControlLink:
-        if link.agreement.purpose != PURPOSE:
+        if link.agreement.purpose not in (PURPOSE, STATS_PURPOSE):
             link.close()
             raise ClosedError(f"it connects for {link.agreement.purpose!r}, and here is a store")
         return link
@@ -178,8 +200,12 @@ class StoreServer:
             link.close()
 
     def _serve(self, link: ControlLink) -> None:
-        logger.info("%s uses the store", link.channel.peer)
+        asks = link.agreement.purpose == STATS_PURPOSE
         try:
+            if asks:
+                link.channel.send(attrs.asdict(self.stats()))
+                return
+            logger.info("%s uses the store %r", link.channel.peer, self.name)
             self.store.serve(link)
         except KvplugError as e:
             logger.warning("serving the store to %s ended: %s", link.channel.peer, e)
@@ -189,6 +215,20 @@ class StoreServer:
             link.close()
             with self._lock:
                 self._served.pop(link, None)
+                left = self._num_clients()
+            if not asks:
+                logger.info("%s left the store %r; it has %d users", link.channel.peer, self.name, left)
+
+    def stats(self) -> StoreStats:
+        """What the store holds now, and who uses it."""
+        usage = self.store.usage()
+        return StoreStats(
+            name=self.name,
+            num_pages=usage.num_pages,
+            used_bytes=usage.used_bytes,
+            budget_bytes=usage.budget_bytes,
+            num_clients=self.num_clients,
+        )
 
     def close(self) -> None:
         """Stop listening, hang up on every program, and close the store. Idempotent."""
@@ -239,7 +279,28 @@ def serve_store(
         raise PluginError(f"the store {spec.name!r} serves no other processes")
     store = StoreOpener(resolved, settings).open(name or config.stores[0])
     try:
-        return StoreServer(store, settings, address)
+        return StoreServer(store, settings, address, name=spec.name)
     except BaseException:
         store.abort()
         raise
+
+
+def store_stats(config: Config, contact: str, *, registry: Registry | None = None) -> StoreStats:
+    """What the program that serves a store at ``contact`` says of it.
+
+    Raises:
+        PeerGoneError, TimeoutError: no program answers there.
+        HandshakeError, AuthenticationError: the two ends cannot work together, and why.
+        WireError: it serves no store.
+    """
+    resolved = ResolvedConfig(config, Registry.from_env() if registry is None else registry)
+    peers = ControlPeers(store_links(resolved, TransferStats()), connect=contact)
+    link = peers.connect(0, STATS_PURPOSE, timeout=config.connect_timeout_s, retry=False)
+    try:
+        found = link.channel.recv(timeout=config.timeout_s)
+    finally:
+        link.close()
+    try:
+        return StoreStats(**{field.name: found[field.name] for field in attrs.fields(StoreStats)})
+    except (KeyError, TypeError) as e:
+        raise WireError(f"{link.channel.peer} serves no store, or an older version of kvplug") from e

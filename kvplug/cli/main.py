@@ -33,6 +33,11 @@ OWN = {
         target="kvplug.cli.new:new",
         summary="Generate the package of a plugin.",
     ),
+    "store": CommandSpec(
+        name="store",
+        target="kvplug.cli.store:store",
+        summary="Serve a store of KV pages to other programs, or ask one what it holds.",
+    ),
 }
 """The commands of the core. No plugin can take their names."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
@@ -137,17 +138,17 @@ class RecordedStore(Store):
         self, keys: Sequence[bytes], *, lease_s: float = 0.0, timeout: Timeout = DEFAULT_TIMEOUT
     ) -> Job[Presence]:
         job = self.store.submit_lookup(keys, lease_s=lease_s, timeout=timeout)
-        self._count("lookup", 0, job, lambda found: None if found is Presence.HELD else "absent")
+        self._count("lookup", 0, job, _reason_of_presence)
         return job
 
     def submit_put(self, pages: PageRequest, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Job[PutReason | None]:
         job = self.store.submit_put(pages, timeout=timeout)
-        self._count("put", pages.series.format.nbytes, job, lambda reason: reason)
+        self._count("put", pages.series.format.nbytes, job, _reason_itself)
         return job
 
     def submit_get(self, pages: PageRequest, *, timeout: Timeout = DEFAULT_TIMEOUT) -> GetJob:
         job = self.store.submit_get(pages, timeout=timeout)
-        self._count("get", pages.series.format.nbytes, job, lambda reason: reason)
+        self._count("get", pages.series.format.nbytes, job, _reason_itself)
         return job
 
     def _count(self, op: str, nbytes: int, job: Job[_T], reason_in: Callable[[_T], str | None]) -> None:
@@ -155,12 +156,13 @@ class RecordedStore(Store):
 
         def count(ended: Job[_T]) -> None:
             seconds = time.perf_counter() - started
-            for result in ended.results() or ():
+            # most pages of a request have the same result
+            for result, number in Counter(ended.results() or ()).items():
                 reason = reason_in(result)
                 if reason is None:
-                    self._stats.record(op, nbytes, seconds)
+                    self._stats.record(op, nbytes, seconds, count=number)
                 else:
-                    self._stats.fail(op, reason)
+                    self._stats.fail(op, reason, count=number)
 
         job.add_done_callback(count)
 
@@ -213,6 +215,14 @@ class RecordedStore(Store):
 
     def abort(self) -> None:
         self.store.abort()
+
+
+def _reason_of_presence(found: Presence) -> str | None:
+    return None if found is Presence.HELD else "absent"
+
+
+def _reason_itself(reason: str | None) -> str | None:
+    return reason
 
 
 def _nbytes(tensor: Tensor | None) -> int:

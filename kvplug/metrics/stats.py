@@ -83,24 +83,28 @@ class TransferStats:
 
     # -- counting ------------------------------------------------------------------------------
 
-    def record(self, op: str, nbytes: int = 0, seconds: float = 0.0, *, tokens: int = 0) -> None:
-        """One more ``op`` (see :class:`~kvplug.metrics.reasons.Op`) has succeeded.
+    def record(
+        self, op: str, nbytes: int = 0, seconds: float = 0.0, *, tokens: int = 0, count: int = 1
+    ) -> None:
+        """One more ``op`` (see :class:`~kvplug.metrics.reasons.Op`) has succeeded, or ``count`` of them, with
+        these figures each.
 
         What this core does not know is counted as "other": a plugin never adds a series.
         """
         with self._lock:
             figures = self._ops.get(op) or self._new(op)
-            figures.count += 1
-            figures.nbytes += nbytes
-            figures.tokens += tokens
-            figures.seconds += seconds
-            figures.buckets[bisect_left(BOUNDS_S, seconds)] += 1
+            figures.count += count
+            figures.nbytes += count * nbytes
+            figures.tokens += count * tokens
+            figures.seconds += count * seconds
+            figures.buckets[bisect_left(BOUNDS_S, seconds)] += count
 
-    def fail(self, op: str, reason: str) -> None:
-        """One more ``op`` has failed, for a reason of :class:`~kvplug.metrics.reasons.Reason`."""
+    def fail(self, op: str, reason: str, *, count: int = 1) -> None:
+        """One more ``op`` has failed, or ``count`` of them, for a reason of
+        :class:`~kvplug.metrics.reasons.Reason`."""
         key = (_known_op(op), _known_reason(reason))
         with self._lock:
-            self._failures[key] = self._failures.get(key, 0) + 1
+            self._failures[key] = self._failures.get(key, 0) + count
 
     def _new(self, op: str) -> _Figures:
         return self._ops.setdefault(_known_op(op), _Figures())

@@ -251,3 +251,13 @@ def test_nothing_is_lost_when_many_threads_count_and_one_looks() -> None:
 )
 def test_every_error_has_its_reason(error: BaseException, reason: str) -> None:
     assert reason_of(error) == reason
+
+
+def test_several_at_once_count_as_one_after_the_other() -> None:
+    one, together = TransferStats(), TransferStats()
+    for _ in range(5):
+        one.record("get", 100, 0.5, tokens=16)
+        one.fail("get", "absent")
+    together.record("get", 100, 0.5, tokens=16, count=5)
+    together.fail("get", "absent", count=5)
+    assert together.snapshot() == one.snapshot()

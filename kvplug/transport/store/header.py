@@ -28,6 +28,7 @@ import functools
 import hashlib
 import hmac
 import struct
+from collections.abc import Callable
 from typing import Final
 
 import attrs
@@ -44,6 +45,8 @@ VERSION: Final = 1
 MAX_IDENTITY_BYTES: Final = 1 << 20
 CHECKSUM: Final = "xxh3_64"
 _CHECKSUM_BYTES: Final = 8
+_LOCK_FREE_BYTES: Final = 256 << 10
+"""Parts of this size or larger are hashed without the interpreter's lock."""
 _PROOF_BYTES: Final = 32
 _FIXED = struct.Struct("<4sBBBBIIQ16s16s")
 
@@ -123,11 +126,8 @@ class PageSeal:
         proof = _PROOF_BYTES if self.secret is not None else 0
         start = len(header) - proof - _num_checksums(form) * _CHECKSUM_BYTES
         at = start + first_layer * len(form.parts) * _CHECKSUM_BYTES
-        for found in checksums_of(form, layers):
-            if bytes(header[at : at + _CHECKSUM_BYTES]) != found:
-                return MissReason.CORRUPT
-            at += _CHECKSUM_BYTES
-        return None
+        found = b"".join(checksums_of(form, layers))
+        return None if bytes(header[at : at + len(found)]) == found else MissReason.CORRUPT
 
     def check_proof(self, header: Buffer, payload: memoryview) -> MissReason | None:
         """Why the page is not proven to be of a holder of the secret; ``None`` if it is, or if none is
@@ -151,11 +151,28 @@ class PageSeal:
 def checksums_of(form: PageFormat, layers: memoryview) -> list[bytes]:
     """The checksum of each part of whole layers, layer after layer."""
     spans, step = form.spans, form.layer_nbytes
+    if max(count for _, count in spans) < _LOCK_FREE_BYTES:
+        hash_of = _hash_of()
+        return [
+            hash_of(layers[at + begin : at + begin + count])
+            for at in range(0, len(layers), step)
+            for begin, count in spans
+        ]
     return [
         digest(CHECKSUM, layers[at + begin : at + begin + count])
         for at in range(0, len(layers), step)
         for begin, count in spans
     ]
+
+
+@functools.cache
+def _hash_of() -> Callable[[Buffer], bytes]:
+    """The hash in one call, which holds the interpreter's lock: four times as fast for small parts."""
+    digest(CHECKSUM, b"")  # raises UnsupportedError
+    import xxhash
+
+    found: Callable[[Buffer], bytes] = xxhash.xxh3_64_digest
+    return found
 
 
 def split_header(page: Buffer) -> tuple[bytes, bytes, bytes, int] | None:

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import abc
+import math
 from array import array
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import attrs
 
 from kvplug.errors import LayoutError
-from kvplug.transport.store.copies import copy_tokens, ids_on
+from kvplug.net.wire.copying import address_of
+from kvplug.transport.store.copies import copy_pieces, copy_tokens, ids_on
 from kvplug.transport.store.format import PageFormat
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+_MOST_PIECES: Final = 8
+"""Of a page. More are copied by torch, in whole blocks."""
 
 
 @attrs.frozen(eq=False)
@@ -208,6 +213,8 @@ class PageBlocks(PageMemory):
                 " parts each"
             )
         sample = views[0][0]
+        self._in_memory: list[list[tuple[int, int]]] | None = None
+        """Where the blocks lie, once that was looked up."""
         self.format = form
         self._views = views
         self._count = count
@@ -249,14 +256,18 @@ class PageBlocks(PageMemory):
     def _move(self, first: int, rows: PageRows, layers: range, *, into_cache: bool) -> None:
         if not len(rows) or not layers:
             return
-        form, dense = self.format, rows.as_tensor()
-        first_token = self._first_token + first * form.page_tokens
+        form = self.format
         num_tokens = len(rows) * form.page_tokens
+        first_token = self._first_token + first * form.page_tokens
         start, end = first_token, first_token + num_tokens
         if into_cache:
             start, end = max(start, self._writable.start), min(end, self._writable.stop)
         if start >= end:
             return
+        is_whole = end - start == num_tokens
+        if is_whole and self._move_pieces(start, rows, layers, into_cache=into_cache):
+            return
+        dense = rows.as_tensor()
         begin = start // self._block_size - self._first_block
         block_ids = self._block_ids[begin : -(-end // self._block_size) - self._first_block]
         ids = ids_on(block_ids, self._views[0][0].device)
@@ -272,6 +283,55 @@ class PageBlocks(PageMemory):
                 else:
                     copy_tokens(view, block_ids, ids, start, part, into_cache=False)
                     _copy_rows(rows, dense, columns, tokens, into_rows=True)
+
+    def _move_pieces(self, start: int, rows: PageRows, layers: range, *, into_cache: bool) -> bool:
+        """Copy straight between rows and blocks that are one piece of memory each, in as many pieces as pages
+        have blocks. Returns whether they are."""
+        form, block_size = self.format, self._block_size
+        tokens = math.gcd(start, form.page_tokens, block_size)
+        per_page = form.page_tokens // tokens
+        if per_page > _MOST_PIECES or (not into_cache and rows.buffer.readonly):
+            return False
+        if self._in_memory is None:
+            self._in_memory = _rows_in_memory(self._views)
+        if not self._in_memory:
+            return False
+        where = [
+            (self._block_ids[token // block_size - self._first_block], token % block_size)
+            for token in range(start, start + len(rows) * form.page_tokens, tokens)
+        ]
+        memory = address_of(rows.buffer)
+        offsets: dict[tuple[int, int], tuple[list[int], list[int]]] = {}
+        for layer in layers:
+            base = (layer - layers.start) * form.layer_nbytes
+            for (address, stride), (at, nbytes) in zip(self._in_memory[layer], form.spans, strict=True):
+                token_bytes = nbytes // form.page_tokens
+                piece = tokens * token_bytes
+                if (stride, token_bytes) not in offsets:
+                    in_cache = [block * stride + token * token_bytes for block, token in where]
+                    steps = range(0, per_page * piece, piece)
+                    in_rows = [offset + step for offset in rows.offsets for step in steps]
+                    offsets[stride, token_bytes] = in_cache, in_rows
+                in_cache, in_rows = offsets[stride, token_bytes]
+                if into_cache:
+                    copy_pieces(address, in_cache, memory + base + at, in_rows, piece)
+                else:
+                    copy_pieces(memory + base + at, in_rows, address, in_cache, piece)
+        return True
+
+
+def _rows_in_memory(views: Sequence[Sequence[Tensor]]) -> list[list[tuple[int, int]]]:
+    """For each layer and part the address of block 0, and how many bytes further each next one is.
+
+    Empty: not in this processor's memory, or a block is no single piece of it.
+    """
+    found = []
+    for layer in views:
+        for view in layer:
+            if view.device.type != "cpu" or not view[:1].is_contiguous():
+                return []
+        found.append([(view.data_ptr(), view.stride(0) * view.element_size()) for view in layer])
+    return found
 
 
 def _copy_rows(

@@ -28,6 +28,8 @@ class Outbox:
         self._is_sending = False
         self._over = False
         self._waiting_bytes = 0
+        self.is_full = False
+        """Whether a message was refused since the peer does not read."""
 
     def send(self, message: Any) -> bool:
         """Send it now or later. Returns whether the peer may get it: it is there, and reads.
@@ -49,6 +51,7 @@ class Outbox:
                     return False
             cost = _cost(message)
             if self._waiting_bytes + cost > MAX_WAITING_BYTES:
+                self.is_full = True
                 return False
             self._waiting_bytes += cost
             self._waiting.append(message)

@@ -48,6 +48,8 @@ MAX_CHECKSUMS: Final = 1 << 16
 """Parts in all layers of a page."""
 MAX_PIECES: Final = 1 << 16
 """Of one request."""
+MAX_PAGE: Final = 1 << 46
+"""Bytes of a page. A page that no store can hold may be asked for."""
 MAX_SHARD: Final = 4096
 MAX_FOR_S: Final = 1e8
 

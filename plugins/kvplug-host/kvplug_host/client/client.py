@@ -88,7 +88,6 @@ class HostClient(Store):
             on_lost: called when the other process is gone.
 
         Raises:
-            HandshakeError: the store protects its pages in another way.
             WireError: the other end serves no store "host", or another version of it.
             TimeoutError, PeerGoneError, ClosedError: the other end does not answer.
         """
@@ -142,11 +141,6 @@ class HostClient(Store):
             raise WireError(
                 f"{self._link.channel.peer} speaks version {hello.get('version')!r} of the store {NAME!r};"
                 f" here is version {protocol.VERSION}: install one version of kvplug-host at both ends"
-            )
-        if protocol.field(hello, "checksums", bool) != self.seal.checksums:
-            raise HandshakeError(
-                "the store's pages have checksums at one end only: set integrity alike, or to 'off' at both",
-                peer=str(self._link.channel.peer),
             )
         self.epoch = protocol.field(hello, "epoch", str)
         self._usage = protocol.usage_from(hello)
@@ -230,7 +224,11 @@ class HostClient(Store):
         question = Question(job, False, len(batches))
 
         def answered(at: int, count: int) -> Answer:
-            return lambda message: question.answer(at, [True] * count)
+            def answer(message: Any) -> None:
+                self._usage = protocol.usage_from(message)
+                question.answer(at, [True] * count)
+
+            return answer
 
         self._ask(
             question,
@@ -462,6 +460,8 @@ class HostClient(Store):
                 request, piece, rows, row_bytes = protocol.read_tag(pipe.recv_tensor(timeout=None))
                 get = self._piped.get(request)
                 if get is None:
+                    if self._is_gone or self._closed:
+                        return
                     raise WireError(f"a piece came of the request {request}, which is not under way")
                 if not rows:
                     self._piped.pop(request, None)
@@ -528,6 +528,7 @@ class HostClient(Store):
             "identities": [pages.identities[at] for at in wanted],
             "format": pages.series.format.to_plain(),
             "shard": pages.series.shard,
+            "checksums": self.seal.checksums,
             "timeout": protocol.MAX_FOR_S if remaining is None else remaining,
         }
         self._request(number, put, message, answer)

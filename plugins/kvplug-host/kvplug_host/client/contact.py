@@ -69,7 +69,7 @@ class ContactStore(Store):
         self._said_gone = False
         close_after_fork(self)
         try:
-            self._open(min(_FIRST_S, context.timeout_s))
+            self._open(_FIRST_S)
         except (PeerGoneError, TimeoutError) as e:
             self._gone(e)
         self._thread = threading.Thread(target=self._keep_open, name="kvplug-host-contact", daemon=True)
@@ -144,7 +144,7 @@ class ContactStore(Store):
             if client is not None:
                 self._gone(None)
             try:
-                self._open(self._context.timeout_s)
+                self._open(max(_FIRST_S, self._context.timeout_s))
                 pause = _BACKOFF_S[0]
                 continue
             except KvplugError as e:

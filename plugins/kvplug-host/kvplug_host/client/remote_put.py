@@ -159,7 +159,8 @@ class RemotePut(Steps):
     # -- the end -------------------------------------------------------------------------------
 
     def final(self, reason: MissReason | None) -> list[Any]:
-        return put_results(self.results, reason)
+        forgotten = [key in self._forgotten for key in self.pages.keys]
+        return put_results(self.results, reason, forgotten)
 
     def end(self, reason: MissReason | None) -> None:
         with self.lock:

@@ -51,7 +51,7 @@ class Put(Steps):
                     self.results[index] = result
 
     def final(self, reason: MissReason | None) -> list[Any]:
-        return put_results(self.results, reason)
+        return put_results(self.results, reason, list(map(self.is_forgotten, self.pages.keys)))
 
     def _settled(self) -> None:
         self._on_settled(self)

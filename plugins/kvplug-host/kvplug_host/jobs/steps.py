@@ -157,10 +157,17 @@ _PUT_REASONS: Final = {
 }
 
 
-def put_results(results: Sequence[Any], reason: MissReason | None) -> list[PutReason | None]:
-    """The results of a put that ends for that reason."""
+def put_results(
+    results: Sequence[Any], reason: MissReason | None, forgotten: Sequence[bool]
+) -> list[PutReason | None]:
+    """The results of a put that ends for that reason. ``forgotten``: pages that were removed meanwhile, also
+    if they were there before."""
     left = None if reason is None else _PUT_REASONS.get(reason, PutReason.OTHER)
-    return [left if each is UNKNOWN else each for each in results]
+    ended = [left if each is UNKNOWN else each for each in results]
+    return [
+        PutReason.CANCELLED if gone and each is None else each
+        for each, gone in zip(ended, forgotten, strict=True)
+    ]
 
 
 def page_ranges(count: int, page_bytes: int) -> list[range]:

@@ -6,11 +6,21 @@ import threading
 from collections.abc import Callable
 from typing import Any, Final
 
-from kvplug.transport import Deadline, Job, PageMemory, PageRequest, PageRows, Pipe, PutReason, WireError
+from kvplug.transport import (
+    Deadline,
+    Job,
+    PageMemory,
+    PageRequest,
+    PageRows,
+    PageSeal,
+    Pipe,
+    PutReason,
+    WireError,
+)
 from kvplug_host import protocol
 from kvplug_host.arena.slots import Slot
 from kvplug_host.jobs.put import Put
-from kvplug_host.store import HostStore
+from kvplug_host.pages.pages import Pages
 
 _MAX_DROPPED: Final = 1 << 30
 """Bytes of one piece of a put that has ended: they are received, and dropped."""
@@ -37,19 +47,25 @@ class Arrival:
 
     def __init__(
         self,
-        store: HostStore,
+        store: Pages,
+        seal: PageSeal,
         pages: PageRequest,
         deadline: Deadline,
         done: Callable[[list[PutReason | None]], None],
     ) -> None:
-        """``done``: called once, with the results."""
+        """
+        Args:
+            seal: how the peer protects its pages.
+            done: called once, with the results.
+        """
         self._store = store
+        self._seal = seal
         job: Job[PutReason | None] = Job(len(pages.keys), deadline)
         job.add_done_callback(lambda ended: done(ended.results() or []))
         self.put = Put(job, pages, _nothing, lambda put: self._settled())
         self._lock = threading.Lock()
         self._header_bytes = {
-            at: store.seal.header_length(pages.series.format, identity)
+            at: seal.header_length(pages.series.format, identity)
             for at, identity in enumerate(pages.identities)
         }
         self._slots: dict[int, Slot] = {}
@@ -64,7 +80,7 @@ class Arrival:
             OverError: the store is closed.
         """
         store, form = self._store, self.put.pages.series.format
-        store.begin_arrival(self.put)
+        store.begin_put(self.put)
         slots, results = store.reserve(
             self.put, {at: form.nbytes + nbytes for at, nbytes in self._header_bytes.items()}
         )
@@ -126,7 +142,7 @@ class Arrival:
         end = slot.offset + pages.series.format.nbytes
         header = bytes(view[end : end + self._header_bytes[at]])
         payload = view[slot.offset : end]
-        return self._store.seal.check(pages.series, pages.identities[at], header, payload) is None
+        return self._seal.check(pages.series, pages.identities[at], header, payload) is None
 
     def _settled(self) -> None:
         with self._lock:

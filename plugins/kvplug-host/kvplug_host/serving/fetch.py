@@ -7,11 +7,11 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from kvplug import KvplugError
+from kvplug import ClosedError, KvplugError, PeerGoneError
 from kvplug.transport import Deadline, Pipe, Transfer
 from kvplug_host import protocol
-from kvplug_host.index import Entry
 from kvplug_host.jobs.workers import Task
+from kvplug_host.pages.index import Entry
 from kvplug_host.protocol import Pieces
 
 if TYPE_CHECKING:
@@ -36,14 +36,14 @@ class Fetch(Task):
         memory: Tensor,
         deadline: Deadline,
         settled: Callable[[Fetch], None],
-        failed: Callable[[str], None],
+        failed: Callable[[str | None], None],
     ) -> None:
         """
         Args:
             entries: pinned; ``None``: a page that is not sent.
             memory: all slots, as bytes.
             settled: called once, when no slot is read any more.
-            failed: the link has to end, and why.
+            failed: the link has to end, and why; ``None``: the peer is gone.
         """
         self.request = request
         self.entries = entries
@@ -83,7 +83,8 @@ class Fetch(Task):
                 self._send(step)
         except KvplugError as e:
             self._next = len(self._pieces) + 1
-            self._failed(f"it did not take its pages: {e}")
+            gone = isinstance(e, PeerGoneError | ClosedError)
+            self._failed(None if gone else f"it did not take its pages: {e}")
             is_last = True
         except Exception as e:
             _log.exception("sending pages failed")
@@ -100,7 +101,7 @@ class Fetch(Task):
             return
         nbytes = end - begin
         views: list[Any] = [
-            self._memory.as_strided((1, nbytes), (nbytes, 1), entry.slot.offset + begin) for entry in there
+            self._memory.as_strided((1, nbytes), (nbytes, 1), entry.offset + begin) for entry in there
         ]
         tag = protocol.tag(self.request, number, len(there), nbytes)
         self._transfers.append(self._pipe.send_tensor(tag, timeout=self._deadline.remaining()))

@@ -3,46 +3,63 @@
 from __future__ import annotations
 
 import logging
+import threading
 
-from kvplug import ClosedError
-from kvplug.transport import StoreLink, close_after_fork, unix_address
+from kvplug.transport import StoreContext, StoreLink, unix_address
+from kvplug_host.options import HostOptions
+from kvplug_host.pages.pages import Pages
 from kvplug_host.serving.memory_door import MemoryDoor, open_door
 from kvplug_host.serving.session import Session
-from kvplug_host.store import HostStore
 
 _log = logging.getLogger(__name__)
 
 
 class Server:
-    """What all peers of one store share: the door for its memory, opened with the first of them."""
+    """What all peers of one store share: the door for its memory, which opens for the first of them."""
 
-    def __init__(self, store: HostStore) -> None:
-        """Raises ConfigError, AddressInUseError: it cannot listen at the configured path."""
-        self._store = store
+    def __init__(self, pages: Pages, context: StoreContext, options: HostOptions) -> None:
+        self._pages = pages
+        self._context = context
+        self._options = options
+        self._lock = threading.Lock()
         self._door: MemoryDoor | None = None
-        options, context = store.options, store.context
-        if options.map and store.segments.can_be_mapped:
-            address = f"unix:{options.socket}" if options.socket else unix_address(context.host)
-            door = open_door(store.segments, address, context.credentials)
-            if isinstance(door, MemoryDoor):
-                self._door = door
-            else:
-                _log.warning("readers get copies of the pages: their memory cannot be handed out: %s", door)
-        close_after_fork(self)
+        self._is_opened = self._closed = False
 
     def serve(self, link: StoreLink) -> None:
-        """Serve one peer, until it is gone or the store is closed."""
-        session = Session(self._store, link, self._door)
-        try:
-            session.run()
-        except ClosedError:
-            return
+        """Serve one peer, until it is gone or the link is closed.
+
+        Raises:
+            ConfigError, AddressInUseError: the memory cannot be handed out at the configured path.
+        """
+        Session(self._pages, link, self._opened(), self._context.timeout_s).run()
+
+    def _opened(self) -> MemoryDoor | None:
+        """The door; ``None``: the memory is not handed out."""
+        options, context, segments = self._options, self._context, self._pages.segments
+        with self._lock:
+            if not self._is_opened and not self._closed and options.map:
+                address = f"unix:{options.socket}" if options.socket else unix_address(context.host)
+                door = open_door(segments, address, context.credentials)
+                if isinstance(door, MemoryDoor):
+                    self._door = door
+                else:
+                    _log.warning(
+                        "readers get copies of the pages: their memory cannot be handed out: %s", door
+                    )
+                self._is_opened = True
+            return self._door
 
     def close(self) -> None:
         """Hand out no more memory."""
-        if self._door is not None:
-            self._door.close()
+        with self._lock:
+            self._closed = True
+            door, self._door = self._door, None
+        if door is not None:
+            door.close()
 
-    def _after_fork_in_child(self) -> None:
+    def after_fork(self) -> None:
+        """In a forked child."""
+        self._lock = threading.Lock()
+        self._closed = True
         if self._door is not None:
             self._door.after_fork()

@@ -14,6 +14,7 @@ from kvplug.transport import (
     MissReason,
     PageEvent,
     PageRequest,
+    PageSeal,
     Pipe,
     Series,
     StoreLink,
@@ -21,29 +22,31 @@ from kvplug.transport import (
     page_event_to_plain,
 )
 from kvplug_host import protocol
-from kvplug_host.index import Entry
 from kvplug_host.jobs.steps import OverError
 from kvplug_host.jobs.workers import Workers
 from kvplug_host.outbox import Outbox
+from kvplug_host.pages.index import Entry
+from kvplug_host.pages.pages import Pages
 from kvplug_host.protocol import Op, Pieces, Place
 from kvplug_host.serving.arrivals import Arrival, Elsewhere, drop
 from kvplug_host.serving.fetch import Fetch
 from kvplug_host.serving.memory_door import MemoryDoor
-from kvplug_host.store import HostStore
 
 _log = logging.getLogger(__name__)
 
 _MOST_S: Final = 60.0
 """The longest time that pages stay in their slots for a peer that does not take them."""
 _FOUND: Final = {"absent": 0, "sent": 1, "other size": 2}
-_MAX_SUBSCRIPTIONS: Final = 64
+_MAX_SUBSCRIPTIONS: Final = 1024
 
 
 class Session:
     """Answers the requests of one peer until it is gone, in the thread that calls :meth:`run`."""
 
-    def __init__(self, store: HostStore, link: StoreLink, door: MemoryDoor | None) -> None:
-        self._store = store
+    def __init__(self, pages: Pages, link: StoreLink, door: MemoryDoor | None, timeout_s: float) -> None:
+        """``timeout_s``: how long the peer may take for the first messages."""
+        self._pages = pages
+        self._timeout_s = timeout_s
         self._link = link
         self._door = door
         self._peer = str(link.channel.peer)
@@ -98,29 +101,29 @@ class Session:
             self._end()
 
     def _begin(self) -> None:
-        segments, channel = self._store.segments, self._link.channel
+        segments, channel = self._pages.segments, self._link.channel
         channel.send(
             {
                 "store": protocol.STORE,
                 "version": protocol.VERSION,
-                "epoch": self._store.epoch,
-                "checksums": self._store.seal.checksums,
+                "epoch": self._pages.index.epoch,
                 "segment_bytes": segments.nbytes,
                 "num_segments": segments.count,
                 "memory": self._door.contact if self._door is not None else "",
                 "ticket": self._ticket,
-                "usage": protocol.usage_to_plain(self._store.usage()),
+                "usage": protocol.usage_to_plain(self._pages.usage()),
             },
-            timeout=self._store.context.timeout_s,
+            timeout=self._timeout_s,
         )
         try:
-            self._pipe = self._link.open_pipe(protocol.PIPE, timeout=self._store.context.timeout_s)
+            self._pipe = self._link.open_pipe(protocol.PIPE, timeout=self._timeout_s)
         except (HandshakeError, TransportError) as e:  # both ends know
             _log.info("%s has no pipe to the store: %s", self._peer, e)
 
-    def fail(self, reason: str) -> None:
-        """The peer breaks the rules, or does not take what it asked for: hang up."""
-        _log.warning("the store is not served to %s any more: %s", self._peer, reason)
+    def fail(self, reason: str | None) -> None:
+        """The peer breaks the rules, or does not take what it asked for: hang up. ``None``: it is gone."""
+        if reason is not None and not self._over:
+            _log.warning("the store is not served to %s any more: %s", self._peer, reason)
         self._link.close()
 
     def _end(self) -> None:
@@ -139,39 +142,42 @@ class Session:
             arrival.put.end(MissReason.CANCELLED)
         if self._door is not None:
             self._door.forget(self._ticket)
-        if not self._store.is_lost:
-            with self._store.changing() as index:
-                for request in self._reads:
-                    index.forget_holder((self, request))
-                index.forget_holder(self)
+        if not self._pages.is_closed:
+            self._pages.forget_holders([self, *((self, request) for request in self._reads)])
 
     def _answer(self, message: Any, **answer: Any) -> None:
-        if not self._outbox.send({"id": protocol.number(message, "id"), **answer}):
-            self.fail("it does not read its answers")
+        self._send({"id": protocol.number(message, "id"), **answer})
+
+    def _send(self, message: dict[str, Any]) -> None:
+        if not self._outbox.send(message):
+            if self._outbox.is_full:
+                self.fail("it does not read its answers and events")
+            else:
+                self._link.close()  # it is gone
 
     # -- questions, and what is told -----------------------------------------------------------
 
     def _lookup(self, message: Any) -> None:
         keys, lease_s = protocol.keys_of(message), protocol.seconds(message, "lease_s")
-        with self._store.changing() as index:
+        with self._pages.changing() as index:
             found = index.lookup(keys, self, lease_s)
-        usage = protocol.usage_to_plain(self._store.usage())
+        usage = protocol.usage_to_plain(self._pages.usage())
         self._answer(message, results=protocol.presences_to_bytes(found), usage=usage)
 
     def _usage(self, message: Any) -> None:
-        self._answer(message, usage=protocol.usage_to_plain(self._store.usage()))
+        self._answer(message, usage=protocol.usage_to_plain(self._pages.usage()))
 
     def _keys(self, message: Any) -> None:
         series = protocol.field(message, "series", bytes)
-        with self._store.changing() as index:
+        with self._pages.changing() as index:
             keys = index.keys(series)
         for at in range(0, max(1, len(keys)), protocol.MAX_LISTED):
             part = keys[at : at + protocol.MAX_LISTED]
             self._answer(message, keys=b"".join(part), more=at + protocol.MAX_LISTED < len(keys))
 
     def _remove(self, message: Any) -> None:
-        self._store.remove(protocol.keys_of(message))
-        self._answer(message)
+        self._pages.remove(protocol.keys_of(message))
+        self._answer(message, usage=protocol.usage_to_plain(self._pages.usage()))
 
     def _declare(self, message: Any) -> None:
         for_s = protocol.field(message, "for_s", float)
@@ -181,18 +187,18 @@ class Session:
         if len(series) != 16:
             raise WireError("a message of a store: a series has 16 bytes")
         keys = protocol.keys_of(message)
-        self._store.declare_for(self, series, keys, None if for_s == math.inf else for_s)
+        self._pages.declare(self, series, keys, None if for_s == math.inf else for_s)
 
     def _withdraw(self, message: Any) -> None:
-        with self._store.changing() as index:
+        with self._pages.changing() as index:
             index.withdraw(protocol.keys_of(message), self)
 
     def _release(self, message: Any) -> None:
-        with self._store.changing() as index:
+        with self._pages.changing() as index:
             index.release(protocol.keys_of(message), self)
 
     def _touch(self, message: Any) -> None:
-        with self._store.changing() as index:
+        with self._pages.changing() as index:
             index.use(protocol.keys_of(message))
 
     def _subscribe(self, message: Any) -> None:
@@ -201,10 +207,9 @@ class Session:
             raise WireError("a message of a store: too many subscriptions")
 
         def listener(event: PageEvent) -> None:
-            if not self._outbox.send({"id": number, "event": page_event_to_plain(event)}):
-                self.fail("it does not read the store's events")
+            self._send({"id": number, "event": page_event_to_plain(event)})
 
-        self._subscriptions[number] = self._store.subscribe(listener)
+        self._subscriptions[number] = self._pages.subscribe(listener)
 
     def _unsubscribe(self, message: Any) -> None:
         unsubscribe = self._subscriptions.pop(protocol.number(message, "id"), None)
@@ -218,7 +223,7 @@ class Session:
         lease_s = min(protocol.seconds(message, "lease_s"), _MOST_S)
         if request in self._reads or self._door is None:
             raise WireError("a message of a store: a read that is not possible")
-        with self._store.changing() as index:
+        with self._pages.changing() as index:
             entries = [index.pages.get(key) for key in keys]
             there = [entry for entry in entries if entry is not None]
             index.lease(there, (self, request), lease_s)
@@ -233,14 +238,14 @@ class Session:
         request = protocol.number(message, "id")
         entries = self._reads.pop(request, None)
         if entries is not None:
-            with self._store.changing() as index:
+            with self._pages.changing() as index:
                 index.forget_holder((self, request))
                 index.use([entry.key for entry in entries])
 
     def _segment(self, message: Any) -> None:
         if self._door is None:
             raise WireError("a message of a store: the memory is not handed out")
-        number = protocol.number(message, "number", most=self._store.segments.count)
+        number = protocol.number(message, "number", most=self._pages.segments.count)
         try:
             self._door.hand_over(self._ticket, number)
         except WireError:
@@ -251,11 +256,11 @@ class Session:
     def _wrong(self, message: Any) -> None:
         """The peer has found wrong bytes. It might as well have removed the page."""
         generation = protocol.number(message, "generation")
-        with self._store.changing() as index:
+        with self._pages.changing() as index:
             entries = [index.pages.get(key) for key in protocol.keys_of(message)]
         for entry in entries:
             if entry is not None and generation in (0, entry.generation):
-                self._store.discard(entry, MissReason.CORRUPT)
+                self._pages.discard(entry, MissReason.CORRUPT)
 
     # -- pages over the pipe -------------------------------------------------------------------
 
@@ -264,25 +269,25 @@ class Session:
         if self._memory is None:
             import torch
 
-            self._memory = torch.frombuffer(self._store.segments.view, dtype=torch.uint8)
+            self._memory = torch.frombuffer(self._pages.segments.view, dtype=torch.uint8)
         return self._memory
 
     def _fetch(self, message: Any) -> None:
         request, keys = protocol.number(message, "id"), protocol.keys_of(message)
-        payload_bytes = protocol.number(message, "payload_bytes", most=self._store.segments.nbytes)
+        payload_bytes = protocol.number(message, "payload_bytes", most=protocol.MAX_PAGE)
         pieces = Pieces.of(message, len(keys), payload_bytes)
         if self._pipe is None or request in self._fetches:
             raise WireError("a message of a store: a fetch that is not possible")
         deadline = Deadline.after(min(protocol.seconds(message, "timeout"), _MOST_S))
-        entries = self._store.pin(keys)
-        found, headers, view = bytearray(), [], self._store.segments.view
+        entries = self._pages.pin(keys)
+        found, headers, view = bytearray(), [], self._pages.segments.view
         sent: list[Entry | None] = []
         for entry in entries:
             if entry is None:
                 found.append(_FOUND["absent"])
                 sent.append(None)
                 continue
-            begin = entry.slot.offset + entry.payload_bytes
+            begin = entry.offset + entry.payload_bytes
             headers.append(bytes(view[begin : begin + entry.header_bytes]))
             fits = entry.payload_bytes == payload_bytes
             found.append(_FOUND["sent" if fits else "other size"])
@@ -290,7 +295,7 @@ class Session:
 
         def settled(fetch: Fetch) -> None:
             self._fetches.pop(request, None)
-            self._store.unpin(entries)
+            self._pages.unpin(entries)
 
         fetch = Fetch(
             request,
@@ -325,9 +330,10 @@ class Session:
             raise WireError("a message of a store: a shard of that length")
         if self._pipe is None or request in self._arrivals or not keys:
             raise WireError("a message of a store: a put that is not possible")
+        seal = PageSeal(checksums=protocol.field(message, "checksums", bool))
         try:
             pages = PageRequest(
-                series=Series(form, shard, self._store.seal.id),
+                series=Series(form, shard, seal.id),
                 keys=keys,
                 identities=identities,
                 memory=Elsewhere(len(keys)),
@@ -338,12 +344,11 @@ class Session:
 
         def done(results: list[Any]) -> None:
             self._arrivals.pop(request, None)
-            usage = protocol.usage_to_plain(self._store.usage()) if not self._store.is_lost else None
-            answer = {"id": request, "results": protocol.results_to_bytes(results), "usage": usage}
-            self._outbox.send(answer)
+            usage = protocol.usage_to_plain(self._pages.usage()) if not self._pages.is_closed else None
+            self._send({"id": request, "results": protocol.results_to_bytes(results), "usage": usage})
 
         self._listen_to_pipe()
-        arrival = Arrival(self._store, pages, deadline, done)
+        arrival = Arrival(self._pages, seal, pages, deadline, done)
         self._arrivals[request] = arrival
         try:
             codes = arrival.begin()
@@ -387,9 +392,9 @@ class Session:
 
 def _place(entry: Entry) -> Place:
     return Place(
-        offset=entry.slot.offset,
+        offset=entry.offset,
         generation=entry.generation,
-        slot_bytes=entry.slot.chunk.size.slot_bytes,
+        slot_bytes=entry.chunk.size.slot_bytes,
         payload_bytes=entry.payload_bytes,
         header_bytes=entry.header_bytes,
     )

@@ -31,8 +31,8 @@ Holder = Hashable
 """An end of the store: it has leases, and has declared pages."""
 
 
-class Entry:
-    """One page."""
+class Entry(Slot):
+    """A slot that holds a page."""
 
     __slots__ = (
         "generation",
@@ -43,15 +43,14 @@ class Entry:
         "payload_bytes",
         "readers",
         "series",
-        "slot",
     )
 
     def __init__(
         self, key: bytes, series: bytes, slot: Slot, payload_bytes: int, header_bytes: int, generation: int
     ) -> None:
+        super().__init__(slot.chunk, slot.offset)
         self.key = key
         self.series = series
-        self.slot = slot
         self.payload_bytes = payload_bytes
         """They begin where the slot begins; the header follows them."""
         self.header_bytes = header_bytes
@@ -162,7 +161,7 @@ class Index:
         for key in reversed([*keys]):
             entry = self.pages.get(key)
             if entry is not None:
-                chunk = entry.slot.chunk
+                chunk = entry.chunk
                 chunk.last_use = now
                 chunk.size.eviction.use(key)
 
@@ -171,7 +170,7 @@ class Index:
         for key in reversed([*keys]):
             entry = self.pages.get(key)
             if entry is not None:
-                entry.slot.chunk.size.eviction.refresh(key)
+                entry.chunk.size.eviction.refresh(key)
 
     def pin(self, entry: Entry) -> None:
         """The slot is being read."""
@@ -183,9 +182,9 @@ class Index:
         if entry.readers:
             return
         if entry.is_gone:
-            self.slots.free(entry.slot)
+            self.slots.free(entry)
         elif not entry.is_leased(self._clock()):
-            entry.slot.chunk.size.eviction.restore(entry.key)
+            entry.chunk.size.eviction.restore(entry.key)
 
     def lease(self, entries: Iterable[Entry], holder: Holder, lease_s: float) -> None:
         """Pages are not evicted for that long. A lease never ends earlier than one that was there before."""
@@ -216,7 +215,7 @@ class Index:
         if not entry.leases:
             entry.leases = None
         if not entry.readers and not entry.is_leased(self._clock()):
-            entry.slot.chunk.size.eviction.restore(entry.key)
+            entry.chunk.size.eviction.restore(entry.key)
 
     def forget_holder(self, holder: Holder) -> None:
         """An end is gone: what it leased and declared ends."""
@@ -288,7 +287,7 @@ class Index:
                 item = (max(entry.leases.values()), next(self._numbers), entry)
                 heapq.heappush(self._aside, item)
             else:
-                entry.slot.chunk.size.eviction.restore(entry.key)
+                entry.chunk.size.eviction.restore(entry.key)
 
     def _take_chunk(self, size: SizeClass, now: float, *, only_colder: bool) -> bool:
         """Evict the pages of other sizes that make a chunk for this one. ``only_colder``: if their latest use
@@ -343,11 +342,10 @@ class Index:
     def _drop(self, entry: Entry, reason: PageRemoval, *, forget: bool = True) -> None:
         """A page is gone. ``forget``: also from the order of eviction."""
         del self.pages[entry.key]
-        slot = entry.slot
-        del slot.chunk.pages[slot.offset]
-        self._clear_generation(slot.word)
+        del entry.chunk.pages[entry.offset]
+        self._clear_generation(entry.word)
         if forget:
-            slot.chunk.size.eviction.discard(entry.key)
+            entry.chunk.size.eviction.discard(entry.key)
         for holder in entry.leases or ():
             leased = self._leased[holder]
             leased.pop(entry, None)
@@ -357,7 +355,7 @@ class Index:
         if entry.readers:
             entry.is_gone = True
         else:
-            self.slots.free(slot)
+            self.slots.free(entry)
         if reason is PageRemoval.EVICTED:
             self.num_evicted += 1
             self._evicted[entry.series].append(entry.key)

@@ -1,0 +1,287 @@
+"""The pages of a store: memory and index under one lock, for the threads of this process and for its peers."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+from kvplug import CapacityError
+from kvplug.transport import MissReason, PageEvent, PageFormat, PageRemoval, PutReason, Usage
+from kvplug_host.arena.segments import Segments
+from kvplug_host.arena.slots import Slot, SlotTable
+from kvplug_host.jobs.clock import Alarm, Clock
+from kvplug_host.jobs.put import Put
+from kvplug_host.jobs.steps import OverError, Steps
+from kvplug_host.pages.index import Entry, Holder, Index
+from kvplug_host.pages.slot_buffers import SlotBuffers
+from kvplug_host.pages.subscribers import Subscribers
+
+_log = logging.getLogger(__name__)
+
+
+class Pages:
+    """Thread-safe. Listeners of events are called without the lock."""
+
+    def __init__(self, num_segments: int, segment_bytes: int, clock: Clock) -> None:
+        """``clock``: calls at the deadlines of declared pages and of puts.
+
+        Raises:
+            CapacityError: there are not enough addresses for the memory.
+        """
+        self.segments = Segments(num_segments, segment_bytes)
+        self.clock = clock
+        self._slots = SlotTable(num_segments, segment_bytes, self.segments.grow)
+        self.index = Index(self._slots, self.segments.clear_generation, time.monotonic)
+        self.lock = threading.RLock()
+        """For all of this."""
+        self.is_closed = False
+        self._subscribers = Subscribers()
+        self._puts: set[Put] = set()
+        self._abandoned: deque[list[Slot | None]] = deque()
+        self._expiry: Alarm | None = None
+        self._said_no_memory = False
+
+    @contextlib.contextmanager
+    def changing(self) -> Iterator[Index]:
+        """The index, with the lock; then the listeners get the events."""
+        try:
+            with self.lock:
+                self._reclaim()
+                try:
+                    yield self.index
+                finally:
+                    self._subscribers.queue(self.index.take_events())
+        finally:
+            self._subscribers.hand_out()
+
+    def _reclaim(self) -> None:
+        """With the lock: the slots of memory that was dropped are free."""
+        while self._abandoned:
+            for slot in self._abandoned.popleft():
+                if slot is not None:
+                    self._slots.free(slot)
+
+    def usage(self) -> Usage:
+        """Pages, and what they take of the budget."""
+        with self.lock:
+            self._reclaim()
+            return self.index.usage()
+
+    def subscribe(self, listener: Callable[[PageEvent], None]) -> Callable[[], None]:
+        """A snapshot, then every event. Returns what ends it."""
+        with self.changing() as index:
+            self._subscribers.queue(index.take_events())  # they come before the snapshot
+            return self._subscribers.add(listener, index.snapshot())
+
+    # -- reading -------------------------------------------------------------------------------
+
+    def pin(self, keys: Sequence[bytes]) -> list[Entry | None]:
+        """The pages, whose slots are not used again until :meth:`unpin`."""
+        with self.lock:
+            entries = [self.index.pages.get(key) for key in keys]
+            for entry in entries:
+                if entry is not None:
+                    self.index.pin(entry)
+            return entries
+
+    def unpin(self, entries: Sequence[Entry | None]) -> None:
+        """The pages are not read any more. They were used."""
+        with self.lock:
+            there = [entry for entry in entries if entry is not None]
+            for entry in there:
+                self.index.unpin(entry)
+            self.index.use([entry.key for entry in there if not entry.is_gone])
+
+    def discard(self, entry: Entry | None, reason: MissReason) -> None:
+        """A page was found to be wrong: it makes room for a right one."""
+        if entry is None:
+            return
+        _log.warning("a page in the store is wrong (%s), and is removed", reason)
+        with self.changing() as index:
+            index.remove_entry(entry, PageRemoval.CORRUPT)
+
+    # -- writing -------------------------------------------------------------------------------
+
+    def begin_put(self, put: Put, ended: Callable[[Steps], None] = lambda put: None) -> None:
+        """A put begins: it ends by its deadline, and pages that are removed meanwhile are not kept.
+
+        Raises:
+            RuntimeError: this process can have no more threads.
+        """
+
+        def forget(steps: Steps) -> None:
+            with self.lock:
+                self._puts.discard(put)
+            ended(steps)
+
+        with self.lock:
+            self._puts.add(put)
+            closed = self.is_closed
+        put.begin(self.clock, forget)
+        if closed:
+            put.end(MissReason.CLOSED)
+
+    def reserve(
+        self, put: Put, sizes: Mapping[int, int]
+    ) -> tuple[dict[int, Slot], list[tuple[int, PutReason | None]]]:
+        """Slots for pages of a put, by number, given the bytes of each with its header; and the results of
+        those that need none.
+
+        Raises:
+            OverError: the put has ended.
+        """
+        pages, memory = put.pages, put.pages.memory
+        slots: dict[int, Slot] = {}
+        results: list[tuple[int, PutReason | None]] = []
+        with self.changing() as index:
+            if put.is_over or self.is_closed:
+                raise OverError
+            held = []
+            for at, nbytes in sizes.items():
+                key = pages.keys[at]
+                if put.is_forgotten(key):
+                    results.append((at, PutReason.CANCELLED))
+                elif key in index.pages:
+                    held.append(key)
+                    results.append((at, None))
+                else:
+                    own = memory.take(at, nbytes) if isinstance(memory, SlotBuffers) else None
+                    found = own or self._new_slot(index, nbytes)
+                    if isinstance(found, PutReason):
+                        results.append((at, found))
+                    else:
+                        slots[at] = found
+            index.use(held)
+        return slots, results
+
+    def _new_slot(self, index: Index, nbytes: int) -> Slot | PutReason:
+        try:
+            return index.reserve(nbytes)
+        except CapacityError as e:
+            if not self._said_no_memory:
+                _log.warning("the store keeps less than its budget: %s", e)
+                self._said_no_memory = True
+            return PutReason.NO_ROOM
+
+    def give_back(self, slots: Iterable[Slot]) -> None:
+        """Slots are free that hold no page."""
+        with self.lock:
+            for slot in slots:
+                self._slots.free(slot)
+
+    def publish(
+        self,
+        put: Put,
+        slots: Mapping[int, Slot],
+        header_bytes: Mapping[int, int],
+        results: Iterable[tuple[int, PutReason | None]],
+    ) -> None:
+        """The pages are in their slots, whole, and their headers behind them: they are held from now on.
+
+        ``results``: of other pages of the put, which are noted with them.
+        """
+        pages, noted, stored = put.pages, [*results], []
+        with self.changing() as index:
+            for at, slot in slots.items():
+                key = pages.keys[at]
+                if put.is_forgotten(key) or self.is_closed:
+                    self._slots.free(slot)
+                    noted.append((at, PutReason.CANCELLED))
+                    continue
+                generation = self.segments.next_generation()
+                entry = index.publish(
+                    key,
+                    pages.series.id,
+                    slot,
+                    payload_bytes=pages.series.format.nbytes,
+                    header_bytes=header_bytes[at],
+                    generation=generation,
+                )
+                if entry is not None:
+                    self.segments.set_generation(slot.word, generation)
+                    stored.append(key)
+                noted.append((at, None))
+            index.tell_stored(pages.series.id, stored)
+            put.note(noted)
+
+    def settled(self, put: Put) -> None:
+        """Nothing of a put is copied any more: slots of its memory that it did not need are free."""
+        with self.lock:
+            memory = put.pages.memory
+            if isinstance(memory, SlotBuffers):
+                self.give_back(memory.take_all())
+            self.index.refresh(put.pages.keys)
+
+    def allocate(self, form: PageFormat, count: int, header_bytes: int) -> SlotBuffers | None:
+        """Slots for pages that the caller fills; ``None``: there is no room."""
+        slots: list[Slot] = []
+        with self.changing() as index:
+            while len(slots) < count:
+                found = self._new_slot(index, form.nbytes + header_bytes)
+                if isinstance(found, PutReason):
+                    self.give_back(slots)
+                    return None
+                slots.append(found)
+        return SlotBuffers(form, self.segments.view, slots, self._abandoned.append)
+
+    # -- what is expected, and what goes -------------------------------------------------------
+
+    def declare(self, holder: Holder, series: bytes, keys: Sequence[bytes], for_s: float | None) -> None:
+        """An end is going to put these pages within ``for_s`` seconds."""
+        with self.changing() as index:
+            index.declare(series, keys, holder, for_s)
+        self._expire()
+
+    def _expire(self) -> None:
+        """End declared pages whose time is over, and have this called again when the next one's is."""
+        with self.changing() as index:
+            if self.is_closed:
+                return
+            again = index.expire()
+            if self._expiry is not None:
+                self._expiry.cancel()
+            try:
+                self._expiry = None if again is None else self.clock.at(again, self._expire)
+            except RuntimeError as e:  # a lookup knows the time without it
+                _log.warning("the store needs another thread: %s", e)
+
+    def remove(self, keys: Sequence[bytes] | None) -> None:
+        """Forget pages, also those that are declared or being put; ``None``: all."""
+        with self.changing() as index:
+            for put in self._puts:
+                put.forget(keys)
+            if keys is None:
+                index.clear()
+            else:
+                index.remove(keys)
+
+    def forget_holders(self, holders: Iterable[Holder]) -> None:
+        """Ends are gone: what they leased and declared ends."""
+        with self.changing() as index:
+            for holder in holders:
+                index.forget_holder(holder)
+
+    # -- the end -------------------------------------------------------------------------------
+
+    def puts(self) -> list[Put]:
+        """Those under way."""
+        with self.lock:
+            return list(self._puts)
+
+    def close(self) -> None:
+        """No page is held any more. The memory lives on with the last copy out of it."""
+        with self.lock:
+            self.is_closed = True
+        self._subscribers.end()
+        self.segments.close()
+
+    def after_fork(self) -> None:
+        """In a forked child: the pages are the parent's."""
+        self.lock = threading.RLock()  # a thread of the parent may have held it
+        self.is_closed = True
+        self._puts = set()
+        self._subscribers.after_fork()
