@@ -49,7 +49,6 @@ class RemoteReader(SocketThread):
             zmq.DEALER, f"reader rank {rank} of the queue at {contact}", context.heartbeat_timeout_s, PROOF
         )
         try:
-            self._port = contact.port
             dial(self._socket, contact, keys, rank)
             joining = {
                 "version": frames.VERSION,

@@ -51,8 +51,9 @@ class RemoteWriter(SocketThread):
             keys = contact.keys(context.credentials)
             known = {rank: keys.reader(rank).raw_public for rank in feed.reader_ranks}
             self._admission = RemoteAdmission(self._context, known)  # before a reader can connect
-            self._port = listen(self._socket, contact, keys.writer)
-            self._contact = attrs.evolve(contact, host=to_dial(contact.host), port=self._port)
+            self._descriptors.add(self._admission.socket.getsockopt(zmq.FD))
+            port = listen(self._socket, contact, keys.writer)
+            self._contact = attrs.evolve(contact, host=to_dial(contact.host), port=port)
         except BaseException:
             self._let_go(0)
             raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import socket
 import sys
@@ -297,6 +298,22 @@ class TestLeavesAForkedChildItsDescriptor(Mutant):
         def _after_fork_in_child(self) -> None:
             os.dup(self._sock.fileno())
             super()._after_fork_in_child()
+
+
+class TestLeavesAForkedChildItsMemory(Mutant):
+    """In a forked child the pipe's shared memory stays mapped."""
+
+    breaks = ("ALL-6",)
+    caught_by = "test_a_forked_child_holds_none_of_the_descriptors"
+
+    class pipe(SamplePipe):  # noqa: N801
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            self.memory = mmap.mmap(-1, mmap.PAGESIZE)
+
+        def _release(self) -> None:
+            super()._release()
+            self.memory.close()
 
 
 class TestForgetsTransfersInAForkedChild(Mutant):

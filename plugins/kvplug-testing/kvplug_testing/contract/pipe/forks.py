@@ -3,49 +3,19 @@
 from __future__ import annotations
 
 import os
-import select
 import signal
-import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from kvplug.errors import ClosedError, PeerGoneError
 from kvplug.transport.pipe import Pipe, PipeListener
-from kvplug_testing import peers, waits
+from kvplug_testing import waits
 from kvplug_testing.contract.base import law
+from kvplug_testing.contract.forked_child import held, in_forked_child, more_than
 from kvplug_testing.contract.pipe import remote
 from kvplug_testing.contract.pipe.suite import MIB, PipeSuite, fill, received
 from kvplug_testing.waits import Call, raises
-
-
-def in_forked_child(call: Callable[[], str]) -> str:
-    """What ``call()`` returns in a forked child of this process, or a description of the error there."""
-    readable, writable = os.pipe()
-    with warnings.catch_warnings():
-        # Python 3.12 warns of forks in processes with threads; this test needs them.
-        warnings.simplefilter("ignore", DeprecationWarning)
-        pid = os.fork()
-    if pid == 0:
-        try:
-            os.close(readable)
-            try:
-                said = call()
-            except BaseException as e:
-                said = f"it raised {e!r}"
-            os.write(writable, said.encode()[:60_000] or b"-")
-        finally:
-            os._exit(0)
-    os.close(writable)
-    try:
-        if not select.select([readable], [], [], waits.patience_s)[0]:
-            os.kill(pid, signal.SIGKILL)
-            return f"it has not ended after {waits.patience_s} s"
-        said = os.read(readable, 60_000).decode()
-        return "" if said == "-" else said or "it died"
-    finally:
-        os.close(readable)
-        os.waitpid(pid, 0)
 
 
 def not_closed(pipes: list[Pipe], listeners: list[PipeListener]) -> str:
@@ -74,11 +44,6 @@ def not_closed(pipes: list[Pipe], listeners: list[PipeListener]) -> str:
     return "; ".join(wrong)
 
 
-def held() -> str:
-    """The descriptors of this process."""
-    return "\n".join(sorted(peers.Resources.of().descriptors))
-
-
 class Forks(PipeSuite):
     """``os.fork()`` in a process that holds pipes and listeners."""
 
@@ -94,15 +59,13 @@ class Forks(PipeSuite):
 
     @law("ALL-6", needs="forked_processes")
     def test_a_forked_child_holds_none_of_the_descriptors(self) -> None:
-        before = set(in_forked_child(held).splitlines())
+        before = in_forked_child(held)
         one, other = self.pair()
         one.send_tensor(remote.content(1, 8 * MIB))  # opens all resources of the transport
         self._receive(other, 1, 8 * MIB)
         listener = self.endpoint().listen()
         self.later(listener.close)
-        # The pipe that reports the result has new descriptors each time.
-        after = {line for line in in_forked_child(held).splitlines() if " -> pipe:" not in line}
-        assert not (more := after - before), f"a forked child holds {', '.join(sorted(more))}"
+        assert not (more := more_than(before)), f"a forked child holds {more}"
         self._go_on(one, other)
 
     @law("ALL-6", needs="forked_processes")
