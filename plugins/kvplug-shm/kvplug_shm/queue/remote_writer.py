@@ -43,7 +43,8 @@ class RemoteWriter(SocketThread):
         contact = new_contact(context.host, context.credentials)
         self._feed = feed
         self._links: dict[bytes, ReaderLink] = {}  # by routing id; changed by the thread, with _moved held
-        self._moved = threading.Condition()
+        self._lock = threading.RLock()
+        self._moved = threading.Condition(self._lock)
         self._closing: Deadline | None = None
         self._admission: RemoteAdmission | None = None
         super().__init__(zmq.ROUTER, f"the queue's end at {contact.host}", context.heartbeat_timeout_s)
@@ -81,7 +82,7 @@ class RemoteWriter(SocketThread):
         number = self._feed.published()
         self.post()
         moved, until = -1, 0.0
-        with self._moved:
+        with self._lock:
             while late := [link for link in self._links.values() if link.answers and link.arrived < number]:
                 now = time.monotonic()
                 progress = sum(link.progress for link in late)
@@ -108,7 +109,8 @@ class RemoteWriter(SocketThread):
 
     def _after_fork_in_child(self) -> None:
         super()._after_fork_in_child()
-        self._moved = threading.Condition()
+        self._lock = threading.RLock()
+        self._moved = threading.Condition(self._lock)
 
     # -- the thread ----------------------------------------------------------------------------
 
@@ -124,7 +126,7 @@ class RemoteWriter(SocketThread):
             link.close()
             link.frames = None  # do not keep the ring's memory alive
         super()._let_go(linger_ms)
-        with self._moved:
+        with self._lock:
             self._moved.notify_all()
 
     def _turn(self, now: float) -> float | None:
@@ -186,7 +188,7 @@ class RemoteWriter(SocketThread):
             case _:
                 raise WireError("it speaks another version; install the same kvplug-shm on both ends")
         why = self._feed.admit(link.rank, str(link.who))
-        with self._moved:
+        with self._lock:
             self._links[routing_id] = link
         if why:
             self._say(link, [frames.plain(QueueFrameKind.REFUSED, why)], now)
@@ -214,7 +216,7 @@ class RemoteWriter(SocketThread):
         match frame:
             case Taken():
                 before = link.read
-                with self._moved:
+                with self._lock:
                     link.take(frame)
                     self._moved.notify_all()
                 if link.read > before:
@@ -309,7 +311,7 @@ class RemoteWriter(SocketThread):
             self._put(link.routing_id, [last])
 
     def _forget(self, link: ReaderLink) -> None:
-        with self._moved:
+        with self._lock:
             del self._links[link.routing_id]
             self._moved.notify_all()
         link.close()

@@ -15,7 +15,15 @@ from typing import Any
 sys.path.append(str(Path(__file__).parents[4] / "docs" / "examples" / "kvplug-sample"))
 
 from kvplug.errors import PeerGoneError, TimeoutError
-from kvplug.transport import DEFAULT_TIMEOUT, Deadline, PartialMessage, Pipe, PipeListener, Timeout
+from kvplug.transport import (
+    DEFAULT_TIMEOUT,
+    Deadline,
+    PartialMessage,
+    Pipe,
+    PipeListener,
+    Timeout,
+    Transfer,
+)
 from kvplug_sample import pipe as sample
 from kvplug_sample.light import SampleOptions
 from kvplug_sample.pipe import SamplePipe
@@ -316,6 +324,15 @@ class TestLeavesAForkedChildItsMemory(Mutant):
             self.memory.close()
 
 
+class NeverEndsInAForkedChild(Transfer):
+    """No fault by itself."""
+
+    __slots__ = ()
+
+    def after_fork(self, error: BaseException) -> None:
+        pass
+
+
 class TestForgetsTransfersInAForkedChild(Mutant):
     """In a forked child the parent's transfers stay under way for ever."""
 
@@ -323,9 +340,10 @@ class TestForgetsTransfersInAForkedChild(Mutant):
     caught_by = "test_transfers_under_way_have_failed_in_a_forked_child_and_go_on_in_the_parent"
 
     class pipe(SamplePipe):  # noqa: N801
-        def _after_fork_in_child(self) -> None:
-            self._queue.clear()
-            super()._after_fork_in_child()
+        def _send(self, tensor: Any, deadline: Deadline) -> Transfer:
+            transfer = super()._send(tensor, deadline)
+            transfer.__class__ = NeverEndsInAForkedChild
+            return transfer
 
 
 class TestIsBusyInAForkedChild(Mutant):

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from kvplug.errors import ClosedError, PeerGoneError
-from kvplug.transport.pipe import Pipe, PipeListener
+from kvplug.transport.pipe import Pipe, PipeListener, Transfer
 from kvplug_testing import waits
 from kvplug_testing.contract.base import law
 from kvplug_testing.contract.forked_child import held, in_forked_child, more_than
@@ -123,6 +125,39 @@ class Forks(PipeSuite):
             self._receive(other, number, nbytes)
         for call in waiting:
             call.result()
+
+    @law("ALL-6", "ALL-5", needs="forked_processes")
+    def test_no_transfer_is_under_way_in_a_forked_child_also_if_a_thread_was_ending_it(self) -> None:
+        one, other = self.pair()
+        transfers: list[Transfer] = []
+
+        def send_all() -> None:
+            with contextlib.suppress(ClosedError, PeerGoneError):
+                while True:
+                    message = remote.content(len(transfers), 50_000)
+                    transfers.append(one.send_tensor(message, timeout=None))
+
+        def receive_all() -> None:
+            with contextlib.suppress(ClosedError, PeerGoneError):
+                while True:
+                    other.recv_tensor(timeout=None)
+
+        def look() -> str:
+            wrong = [number for number, transfer in enumerate(transfers) if not transfer.done()]
+            return f"{len(wrong)} transfers are under way, the first is number {wrong[0]}" if wrong else ""
+
+        interval = sys.getswitchinterval()
+        sys.setswitchinterval(1e-6)  # so that threads are anywhere when this one forks
+        try:
+            sending, receiving = Call(send_all), Call(receive_all)
+            for _ in range(10):
+                assert not (wrong := in_forked_child(look)), f"in a forked child {wrong}"
+                assert not sending.ended, sending.outcome()
+        finally:
+            sys.setswitchinterval(interval)
+            one.abort()
+        sending.result()
+        receiving.result()
 
     @law("ALL-6", needs="both_ways_and_forked_processes")
     def test_forks_under_load_disturb_neither_side(self) -> None:
