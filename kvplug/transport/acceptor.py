@@ -166,7 +166,8 @@ class PipeAcceptor(PipeListener, abc.ABC):
         self._transport = transport
         self._contact = contact
         self._timeout_s = timeout_s
-        self._changed = threading.Condition()
+        self._ready_lock = threading.RLock()
+        self._changed = threading.Condition(self._ready_lock)
         self._closed = False
         self._ready: deque[Pipe] = deque()
         close_after_fork(self)
@@ -193,7 +194,7 @@ class PipeAcceptor(PipeListener, abc.ABC):
         deadline = Deadline.after(timeout, self._timeout_s)
         if self._closed:  # also in a forked child, where another thread of the parent may hold the lock
             raise self._is_closed()
-        with self._changed:
+        with self._ready_lock:
             while not self._ready:
                 if self._closed:
                     raise self._is_closed()
@@ -203,7 +204,7 @@ class PipeAcceptor(PipeListener, abc.ABC):
             return self._ready.popleft()
 
     def close(self) -> None:
-        with self._changed:
+        with self._ready_lock:
             self._closed = True
             unclaimed = list(self._ready)
             self._ready.clear()
@@ -221,7 +222,8 @@ class PipeAcceptor(PipeListener, abc.ABC):
     def _after_fork_in_child(self) -> None:
         # The acceptor and the pipes close themselves.
         self._closed = True
-        self._changed = threading.Condition()  # a thread of the parent may have been inside
+        self._ready_lock = threading.RLock()  # a thread of the parent may have been inside
+        self._changed = threading.Condition(self._ready_lock)
 
     def _is_closed(self) -> ClosedError:
         return ClosedError(f"the listener of the pipe {self._transport!r} is closed")
@@ -229,7 +231,7 @@ class PipeAcceptor(PipeListener, abc.ABC):
     def _take(self, pipe: Pipe | None) -> None:
         if pipe is None:
             return
-        with self._changed:
+        with self._ready_lock:
             closed = self._closed
             if not closed:
                 self._ready.append(pipe)

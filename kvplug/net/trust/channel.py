@@ -8,7 +8,6 @@ import os
 import select
 import socket
 import threading
-from collections.abc import Iterator
 from typing import Any, Self
 
 from kvplug.errors import CapacityError, ClosedError, PeerGoneError, TimeoutError, WireError
@@ -34,7 +33,8 @@ class Channel:
     received first. Bytes that are no frame raise ``WireError``, and the channel is broken: from then on both
     directions raise it. ``close`` wakes calls blocked in other threads with ``ClosedError``.
 
-    Callers. Any threads. Senders take turns; a second receiver gets ``BusyError``.
+    Callers. Any threads. Senders take turns; a second receiver gets ``BusyError``, and so does a signal's
+    handler that sends while its thread does.
 
     Not promised. That the peer has read what was sent. A peer on another host that vanishes is noticed by
     TCP's own probes when the line is idle (about 11 s), else by the deadline of the call.
@@ -49,14 +49,11 @@ class Channel:
         self.purpose = connection.purpose
         self._closed = False
         self._broken: WireError | None = None
-        self._sending = threading.Lock()
-        self._receiving = ExclusiveUse("receiving from this channel")
+        self._make_locks()
         self._unsent = memoryview(b"")
         self._frame = bytearray(HEADER_SIZE)
         self._filled = 0
         self._in_body = False
-        self._users = 0
-        self._users_lock = threading.Lock()
         self._sock.setblocking(False)
         self._dead = False
         self._ended = False
@@ -97,44 +94,54 @@ class Channel:
                 otherwise it was begun, and ``flush`` or the next ``send`` finishes it first: do not send
                 it again.
             UnsupportedError, CapacityError: it is not carried, or too large; nothing was sent.
+            BusyError: this is a signal's handler, and its thread is in the middle of sending.
             PeerGoneError, ClosedError, WireError: as the law says.
         """
         data = values.encode(value)
         if len(data) > MAX_FRAME_BYTES:
             raise CapacityError(f"a value of {len(data)} bytes; a channel carries {MAX_FRAME_BYTES} at most")
-        deadline = Deadline.after(timeout, self._timeout_s)
-        with self._turn_to_send(deadline):
-            if self._ended or self._is_dead():
-                raise self._gone(None)
-            self._flush(deadline)
-            frame = memoryview(encode_header(FrameKind.VALUE, len(data)) + data)
-            self._unsent = frame
-            try:
-                self._flush(deadline)
-            except TimeoutError:
-                if len(self._unsent) == len(frame):
-                    self._unsent = memoryview(b"")
-                raise
+        frame = memoryview(encode_header(FrameKind.VALUE, len(data)) + data)
+        self._send_in_turn(frame, Deadline.after(timeout, self._timeout_s))
 
     def flush(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
         """Finish a value that a ``send`` has begun. Raises as ``send`` does."""
-        deadline = Deadline.after(timeout, self._timeout_s)
-        with self._turn_to_send(deadline):
-            self._flush(deadline)
+        self._send_in_turn(None, Deadline.after(timeout, self._timeout_s))
 
-    @contextlib.contextmanager
-    def _turn_to_send(self, deadline: Deadline) -> Iterator[None]:
+    def _send_in_turn(self, frame: memoryview | None, deadline: Deadline) -> None:
         remaining = deadline.remaining()
-        if not self._sending.acquire(
-            timeout=-1 if remaining is None else min(remaining, threading.TIMEOUT_MAX)
-        ):
+        seconds = -1 if remaining is None else min(remaining, threading.TIMEOUT_MAX)
+        turn = self._turn
+        try:
+            is_ours = turn.acquire(timeout=seconds)
+        except BaseException:  # Ctrl-C, perhaps when it was just acquired
+            with contextlib.suppress(RuntimeError):
+                turn.release()
+            raise
+        if not is_ours:
             self._check()
             raise TimeoutError(f"another thread was still sending to {self._who} when the deadline passed")
+        # No signal is handled between the end of the acquisition above and this one, which ends in any case.
+        with turn:
+            turn.release()
+            try:
+                with self._sending.taken():  # not for a signal's handler, whose thread is sending already
+                    self._check()
+                    if frame is not None and (self._ended or self._is_dead()):
+                        raise self._gone(None)
+                    self._flush(deadline)
+                    if frame is not None:
+                        self._send(frame, deadline)
+            finally:
+                self._close_if_unused()
+
+    def _send(self, frame: memoryview, deadline: Deadline) -> None:
+        self._unsent = frame
         try:
-            with self._in_use():
-                yield
-        finally:
-            self._sending.release()
+            self._flush(deadline)
+        except TimeoutError:
+            if len(self._unsent) == len(frame):
+                self._unsent = memoryview(b"")
+            raise
 
     def _flush(self, deadline: Deadline) -> None:
         while self._unsent:
@@ -162,27 +169,34 @@ class Channel:
             PeerGoneError, ClosedError: as the law says.
         """
         deadline = Deadline.after(timeout, self._timeout_s)
-        with self._receiving.taken(), self._in_use():
-            if not self._in_body:
-                self._fill(deadline)
-                try:
-                    header = decode_header(self._frame, max_length=MAX_FRAME_BYTES)
-                    if header.kind is not FrameKind.VALUE:
-                        raise WireError(f"a {header.kind.name} frame where only values are expected")
-                except WireError as e:
-                    raise self._break(e) from e
-                self._frame = bytearray(header.length)
-                self._filled = 0
-                self._in_body = True
+        try:
+            with self._receiving.taken():
+                self._check()
+                return self._receive(deadline)
+        finally:
+            self._close_if_unused()
+
+    def _receive(self, deadline: Deadline) -> Any:
+        if not self._in_body:
             self._fill(deadline)
-            data = self._frame
-            self._frame = bytearray(HEADER_SIZE)
-            self._filled = 0
-            self._in_body = False
             try:
-                return values.decode(data)
+                header = decode_header(self._frame, max_length=MAX_FRAME_BYTES)
+                if header.kind is not FrameKind.VALUE:
+                    raise WireError(f"a {header.kind.name} frame where only values are expected")
             except WireError as e:
                 raise self._break(e) from e
+            self._frame = bytearray(header.length)
+            self._filled = 0
+            self._in_body = True
+        self._fill(deadline)
+        data = self._frame
+        self._frame = bytearray(HEADER_SIZE)
+        self._filled = 0
+        self._in_body = False
+        try:
+            return values.decode(data)
+        except WireError as e:
+            raise self._break(e) from e
 
     def _fill(self, deadline: Deadline) -> None:
         view = memoryview(self._frame)
@@ -254,30 +268,31 @@ class Channel:
         self._broken = WireError(f"{self._who} sent what is not a value, and the channel is broken: {error}")
         return self._broken
 
-    @contextlib.contextmanager
-    def _in_use(self) -> Iterator[None]:
-        """Descriptors are closed by the last who uses them: a number must not be reused under a poll."""
-        with self._users_lock:
-            self._check()
-            self._users += 1
-        try:
-            yield
-        finally:
-            with self._users_lock:
-                self._users -= 1
-                if self._closed and not self._users:
+    def close(self) -> None:
+        """End the channel; what was sent before still arrives. Idempotent, from any thread or handler."""
+        with self._closing:
+            if not self._closed:
+                self._closed = True
+                with contextlib.suppress(OSError):
+                    self._sock.shutdown(socket.SHUT_RDWR)  # wakes threads that poll it
+        self._close_if_unused()
+
+    def _close_if_unused(self) -> None:
+        """Descriptors are closed by the last who uses them: a number must not be reused under a poll.
+
+        A thread is inside before it looks whether the channel is closed.
+        """
+        if self._closed:
+            with self._closing:
+                if not (self._sending.busy or self._receiving.busy):
                     self._close_descriptors()
 
-    def close(self) -> None:
-        """End the channel; what was sent before still arrives. Idempotent, from any thread."""
-        with self._users_lock:
-            if self._closed:
-                return
-            self._closed = True
-            with contextlib.suppress(OSError):
-                self._sock.shutdown(socket.SHUT_RDWR)  # wakes threads that poll it
-            if not self._users:
-                self._close_descriptors()
+    def _make_locks(self) -> None:
+        self._turn = threading.RLock()
+        """Held by the thread that sends. Re-entrant, so that only its owner can release it."""
+        self._sending = ExclusiveUse("sending to this channel")
+        self._receiving = ExclusiveUse("receiving from this channel")
+        self._closing = threading.RLock()
 
     def _close_descriptors(self) -> None:
         self._sock.close()
@@ -287,9 +302,7 @@ class Channel:
 
     def _after_fork_in_child(self) -> None:
         self._closed = True
-        self._sending = threading.Lock()
-        self._users_lock = threading.Lock()
-        self._receiving = ExclusiveUse("receiving from this channel")
+        self._make_locks()
         self._close_descriptors()
 
     def __enter__(self) -> Self:

@@ -92,7 +92,10 @@ class Listener:
         self._answered: collections.deque[Stranger] = collections.deque()
         self._asker: BackgroundThread | None = None
         self._proven: collections.deque[Connection] = collections.deque()
-        self._changed = threading.Condition()
+        # Code takes the lock, not the condition: Ctrl-C inside of the condition's ``__enter__`` leaves it
+        # taken.
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._closed = False
         self._refusals: collections.Counter[str] = collections.Counter()
         self._last_refusal: RefusedError | None = None
@@ -172,7 +175,7 @@ class Listener:
             ClosedError: the listener is closed, also when that happens during the wait.
         """
         deadline = Deadline.after(timeout, None)
-        with self._changed:
+        with self._lock:
             while not self._proven:
                 if self._closed:
                     raise ClosedError(f"the listener at {self._contact} is closed")
@@ -203,7 +206,7 @@ class Listener:
 
     def _stop(self) -> None:
         """Have the thread end, and wake every thread that accepts."""
-        with self._changed:
+        with self._lock:
             self._closed = True
             self._changed.notify_all()
         with contextlib.suppress(OSError):
@@ -211,7 +214,8 @@ class Listener:
 
     def _after_fork_in_child(self) -> None:
         self._closed = True
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._close_descriptors()
 
     # -- the thread ----------------------------------------------------------------------------
@@ -235,7 +239,7 @@ class Listener:
         except Exception:
             logger.exception("the listener at %s stops: a fault of kvplug", self._contact)
         finally:
-            with self._changed:
+            with self._lock:
                 self._closed = True
                 with contextlib.suppress(OSError):
                     # A child that was forked a moment ago may still hold the socket open: nothing may connect
@@ -397,9 +401,9 @@ class Listener:
                 logger.warning("a connection to %s was dropped: %s", self._contact, e)
                 return
         sock.setblocking(True)
-        with self._changed:
+        with self._lock:
             self._proven.append(Connection(sock, peer, self._purpose, mode, str(self._contact)))
-            self._changed.notify()
+            self._changed.notify_all()
 
     def _refuse(self, stranger: Stranger, refused: RefusedError) -> None:
         reason = refused.refusal.reason

@@ -48,7 +48,8 @@ class Store:
 
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._closed = False
         self._members: dict[int, _JoinedRank] = {}
         self._keys: dict[str, bytes] = {}
@@ -64,7 +65,7 @@ class Store:
 
     def join(self, rank: int, world_size: int, identity: PeerIdentity) -> None:
         """Raises WireError: that rank cannot join, and why."""
-        with self._changed:
+        with self._lock:
             if world_size != self._world_size:
                 raise WireError(
                     f"world_size: rank {rank} ({identity}) says {world_size}, rank 0 says"
@@ -95,7 +96,7 @@ class Store:
 
     def part(self, rank: int, absent: str) -> None:
         """A rank "has left" or "is gone": ranks that wait for it get ``PeerGoneError``."""
-        with self._changed:
+        with self._lock:
             member = self._members.get(rank)
             if member is not None and not member.absent:
                 member.absent = absent
@@ -143,23 +144,23 @@ class Store:
 
     def _set(self, key: str, data: bytes) -> None:
         _check_key(key)
-        with self._changed:
+        with self._lock:
             self._keys[key] = data
             self._changed.notify_all()
 
     def _get(self, rank: int, key: str, deadline: Deadline) -> bytes:
         _check_key(key)
-        with self._changed:
+        with self._lock:
             self._wait(rank, lambda: key in self._keys, deadline, lambda: f"no rank has set {key!r} in time")
             return self._keys[key]
 
     def _delete(self, key: str) -> bool:
-        with self._changed:
+        with self._lock:
             return self._keys.pop(key, None) is not None
 
     def _add(self, key: str, amount: int) -> int:
         _check_key(key)
-        with self._changed:
+        with self._lock:
             held = values.decode(self._keys[key]) if key in self._keys else 0
             if type(held) is not int:
                 raise WireError(f"{key!r} holds no number to add to")
@@ -168,7 +169,7 @@ class Store:
             return held + amount
 
     def _post(self, kind: str, sender: int, number: int, receivers: Iterable[int], data: bytes) -> None:
-        with self._changed:
+        with self._lock:
             for receiver in receivers:
                 member = self._members.get(receiver)
                 if member is not None and not member.absent:
@@ -177,7 +178,7 @@ class Store:
 
     def _take(self, kind: str, sender: int, receiver: int, number: int, deadline: Deadline) -> bytes:
         key = (kind, sender, receiver, number)
-        with self._changed:
+        with self._lock:
 
             def arrived() -> bool:
                 if key in self._mailbox:
@@ -189,12 +190,12 @@ class Store:
             return self._mailbox[key]
 
     def _taken(self, key: tuple[str, int, int, int]) -> None:
-        with self._changed:
+        with self._lock:
             self._mailbox.pop(key, None)
             self._changed.notify_all()
 
     def _collect(self, name: str, rank: int, data: bytes, deadline: Deadline) -> list[bytes]:
-        with self._changed:
+        with self._lock:
             this = self._rounds.setdefault(name, _Round())
             this.contributions.setdefault(rank, data)
             self._changed.notify_all()
@@ -216,7 +217,7 @@ class Store:
             return [this.contributions[r] for r in range(self._world_size)]
 
     def _collected(self, name: str, rank: int) -> None:
-        with self._changed:
+        with self._lock:
             this = self._rounds.get(name)
             if this is not None:
                 this.collected.add(rank)
@@ -262,7 +263,7 @@ class Store:
     def drain(self, deadline: Deadline) -> bool:
         """Rank 0 leaves. Wait until the remaining ranks have fetched everything that is ready for them."""
         self.part(0, "has left")
-        with self._changed:
+        with self._lock:
             while self._mailbox or any(map(self._complete, self._rounds.values())):
                 if self._closed or deadline.expired or not self._here():
                     return False
@@ -271,13 +272,14 @@ class Store:
 
     def close(self) -> None:
         """Requests that wait, and all later ones, raise ``PeerGoneError`` that says what was missing."""
-        with self._changed:
+        with self._lock:
             self._closed = True
             self._changed.notify_all()
 
     def after_fork_in_child(self) -> None:
         self._closed = True
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
 
 
 def _all_int(ranks: Iterable[object]) -> bool:

@@ -78,7 +78,7 @@ ALL-5, every transfer ends
 
 ALL-6, forks
 : In a forked child, every open object is closed: its calls raise `ClosedError`, and the child holds none of
-  its descriptors. In the parent the objects go on working.
+  its descriptors and of its shared memory. In the parent the objects go on working.
 
 ALL-7, nothing left behind
 : After all objects of a transport are closed, a process holds no descriptor, thread, child, socket name or

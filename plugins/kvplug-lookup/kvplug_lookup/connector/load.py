@@ -51,7 +51,8 @@ class Load:
         self._layout = layout
         self._caches = caches
         self._checksum = checksum
-        self._lock = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._num_layers_done = 0
         self._error: BaseException | None = None
         self._hashes: list[bytes] | None = None
@@ -117,7 +118,7 @@ class Load:
             if self._is_done():
                 seconds = time.perf_counter() - self._started
                 self._stats.record("load", self._nbytes, seconds, tokens=plan.end - plan.start)
-            self._lock.notify_all()
+            self._changed.notify_all()
 
     # -- the waiters ---------------------------------------------------------------------------
 
@@ -125,7 +126,7 @@ class Load:
         """Return when the layer is in the cache or the load has failed; at the deadline it has failed."""
         with self._lock:
             while self._num_layers_done <= index and self._error is None:
-                if not self._lock.wait(deadline.remaining()) and deadline.expired:
+                if not self._changed.wait(deadline.remaining()) and deadline.expired:
                     self._fail(
                         TimeoutError(f"layer {index} of request {self.plan.request_id} did not come in time")
                     )
@@ -138,7 +139,7 @@ class Load:
         if self._error is None and not self._is_done():
             self._error = error
             self._stats.fail("load", reason_of(error))
-            self._lock.notify_all()
+            self._changed.notify_all()
 
     def _is_done(self) -> bool:
         return self._num_layers_done == len(self._caches)

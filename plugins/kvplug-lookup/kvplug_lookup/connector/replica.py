@@ -61,7 +61,8 @@ class Replica:
         self._connect = connect
         self._rank = rank
         self._fence_timeout_s = fence_timeout_s
-        self._lock = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._index = TokenIndex()
         self._link: PeerLink | None = None
         self._is_current = False
@@ -161,7 +162,7 @@ class Replica:
                     raise self._refusal
                 if self._closed.is_set():
                     raise ClosedError("this connector was shut down")
-                if not self._lock.wait(deadline.remaining()) and deadline.expired:
+                if not self._changed.wait(deadline.remaining()) and deadline.expired:
                     raise TimeoutError(f"the peer engine's worker {self._rank} did not come in time")
 
     def close(self) -> None:
@@ -172,7 +173,7 @@ class Replica:
         self._closed.set()
         with self._lock:
             link = self._link
-            self._lock.notify_all()
+            self._changed.notify_all()
         if link is not None:
             link.close()
 
@@ -197,7 +198,7 @@ class Replica:
                     self._has_gap = False
                     if isinstance(e, HandshakeError | PermissionError):
                         self._refusal, self._has_tried = e, True
-                    self._lock.notify_all()
+                    self._changed.notify_all()
                 self._closed.wait(_RETRY_S)
                 continue
             try:
@@ -249,7 +250,7 @@ class Replica:
                         self._index.remove(event.entry_id)
                 self._is_current = follower.ready
                 self._has_gap = self._has_gap and not follower.ready
-                self._lock.notify_all()
+                self._changed.notify_all()
 
     def _ping(self) -> None:
         """Ask the store, unless it has still to answer or every fence has been answered."""
@@ -272,5 +273,5 @@ class Replica:
             self._link = None
             self._is_current = False
             self._asked = 0
-            self._lock.notify_all()
+            self._changed.notify_all()
         self._closed.wait(0.05)

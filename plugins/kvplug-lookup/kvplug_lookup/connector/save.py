@@ -73,7 +73,8 @@ class Saver:
         self._max_bytes = store_bytes if max_bytes is None else max_bytes
         self._stats = stats
         self._gathering: dict[str, _Gathered] = {}
-        self._lock = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._pending: deque[_Gathered] = deque()
         self._num_taken = self._num_stored = 0
         self._num_resets = 0
@@ -162,7 +163,7 @@ class Saver:
         with self._lock:
             self._pending += ready
             self._num_taken += len(ready)
-            self._lock.notify_all()
+            self._changed.notify_all()
 
     def forget(self, request_id: str) -> bool:
         """It ended, was preempted, or its KV is not to be trusted. Returns whether it was being gathered."""
@@ -180,7 +181,7 @@ class Saver:
             self._bytes -= sum(gathered.nbytes for gathered in self._pending)
             self._num_stored += len(self._pending)
             self._pending.clear()
-            self._lock.notify_all()
+            self._changed.notify_all()
         self._store.clear()
 
     # -- from other threads --------------------------------------------------------------------
@@ -189,14 +190,14 @@ class Saver:
         """Return when everything handed over by now is stored or given up."""
         with self._lock:
             goal = self._num_taken
-            self._lock.wait_for(lambda: self._closed or self._num_stored >= goal)
+            self._changed.wait_for(lambda: self._closed or self._num_stored >= goal)
 
     def stop(self) -> None:
         """Nothing more is stored; who waits for it is woken. The store must be closed before ``join``."""
         with self._lock:
             self._closed = True
             self._pending.clear()
-            self._lock.notify_all()
+            self._changed.notify_all()
 
     def _leave(self) -> None:
         """The program leaves."""
@@ -211,7 +212,7 @@ class Saver:
     def _store_all(self) -> None:
         while True:
             with self._lock:
-                self._lock.wait_for(lambda: self._closed or self._pending)
+                self._changed.wait_for(lambda: self._closed or self._pending)
                 if self._closed:
                     return
                 gathered = self._pending.popleft()
@@ -232,7 +233,7 @@ class Saver:
                 with self._lock:
                     self._num_stored += 1
                     self._bytes -= gathered.nbytes
-                    self._lock.notify_all()
+                    self._changed.notify_all()
 
     def _store_one(self, gathered: _Gathered) -> None:
         if self._store.match(gathered.token_ids, extra=gathered.extra) >= len(gathered.token_ids):

@@ -18,7 +18,7 @@ from typing import Final
 
 from kvplug import CapacityError
 from kvplug.net.wire.copying import address_of
-from kvplug.transport import WireError
+from kvplug.transport import WireError, close_after_fork
 from kvplug_shm.memory import memfd
 from kvplug_shm.memory.limits import in_words
 
@@ -28,6 +28,7 @@ _UNWRITABLE: Final = fcntl.F_SEAL_WRITE | _FUTURE_WRITE_SEAL
 _STRICT: Final = b"2"
 _MAP_FIXED: Final = 0x10
 _MAP_NORESERVE: Final = 0x4000
+_PRIVATE: Final = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
 
 
 class Segment:
@@ -105,17 +106,38 @@ class Segment:
                 self.memory.madvise(mmap.MADV_REMOVE, begin, end - begin)
 
 
-def _mapped(fd: int, nbytes: int) -> mmap.mmap:
-    """Python's own mapping of a file keeps a descriptor (before 3.13), and descriptors are scarce.
+class _Mapping(mmap.mmap):
+    """Python's own mapping of a file keeps a descriptor (before 3.13), and descriptors are scarce. So this is
+    an anonymous mapping, which :meth:`show` replaces.
 
-    So this makes an anonymous mapping, and replaces it by one of the file. Raises OSError.
+    In a forked child it is replaced by private memory, so that the child does not hold the parent's. Views of
+    it that the child has inherited show zeros: unmapped, they would crash, or show other memory.
     """
-    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
-    address = address_of(memoryview(memory))
-    protection = mmap.PROT_READ | mmap.PROT_WRITE
-    if _map(address, nbytes, protection, mmap.MAP_SHARED | _MAP_FIXED, fd, 0) != address:
-        number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number))
+
+    def __new__(cls, nbytes: int) -> _Mapping:
+        return super().__new__(cls, -1, nbytes, flags=_PRIVATE)
+
+    def show(self, fd: int) -> None:
+        """Show the memory of this descriptor from now on. Raises OSError."""
+        self._map(mmap.MAP_SHARED, fd)
+        close_after_fork(self)
+
+    def _map(self, flags: int, fd: int) -> None:
+        with memoryview(self) as view:
+            address = address_of(view)
+        protection = mmap.PROT_READ | mmap.PROT_WRITE
+        if _map(address, len(self), protection, flags | _MAP_FIXED, fd, 0) != address:
+            number = ctypes.get_errno()
+            raise OSError(number, os.strerror(number))
+
+    def _after_fork_in_child(self) -> None:
+        if not self.closed:  # else the addresses may be another mapping's
+            self._map(_PRIVATE, -1)
+
+
+def _mapped(fd: int, nbytes: int) -> mmap.mmap:
+    memory = _Mapping(nbytes)
+    memory.show(fd)
     return memory
 
 

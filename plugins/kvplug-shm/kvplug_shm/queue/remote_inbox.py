@@ -17,7 +17,8 @@ class Inbox:
     """Whole messages, and the reason of the end. One thread fills it, another empties it."""
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._messages: deque[tuple[QueueMessage, mmap.mmap | None]] = deque()
         self._error: tuple[type[KvplugError], str] | None = None
         self._joined = self._ready = False
@@ -37,25 +38,25 @@ class Inbox:
 
     def put(self, message: QueueMessage, memory: mmap.mmap | None) -> None:
         """Add a message; :meth:`take` returns its ``memory``."""
-        with self._changed:
+        with self._lock:
             self._messages.append((message, memory))
             self._changed.notify_all()
 
     def join(self) -> None:
         """The writer has admitted this reader."""
-        with self._changed:
+        with self._lock:
             self._joined = True
             self._changed.notify_all()
 
     def make_ready(self) -> None:
         """The writer says that all are ready."""
-        with self._changed:
+        with self._lock:
             self._ready = True
             self._changed.notify_all()
 
     def fail(self, kind: type[KvplugError], text: str) -> None:
         """Nothing more arrives. The first reason is kept."""
-        with self._changed:
+        with self._lock:
             self._error = self._error or (kind, text)
             self._changed.notify_all()
 
@@ -80,7 +81,7 @@ class Inbox:
 
     def wait_until_joined(self, deadline: Deadline, late: str) -> None:
         """Raises the reason of the end, or a TimeoutError with the text ``late``."""
-        with self._changed:
+        with self._lock:
             while not self._joined:
                 if self._error is not None:
                     raise self._told()
@@ -95,16 +96,17 @@ class Inbox:
         return memory
 
     def wake(self) -> None:
-        with self._changed:
+        with self._lock:
             self._changed.notify_all()
 
     def after_fork(self) -> None:
         """This is a forked child: a thread of the parent may have held the lock."""
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
 
     def _until(self, there: Callable[[], Any], wait: Wait, check: Callable[[], None]) -> None:
         check()  # before the lock: a closed end must not wait for it
-        with self._changed:
+        with self._lock:
             while not there():
                 if self._error is not None:
                     raise self._told()

@@ -22,6 +22,7 @@ from zmq.utils.monitor import parse_monitor_message
 
 from kvplug import TransportError
 from kvplug.transport import BackgroundThread, close_after_fork
+from kvplug_shm.queue.remote_descriptors import ContextDescriptors
 
 logger = logging.getLogger(__name__)
 
@@ -61,28 +62,32 @@ class SocketThread(abc.ABC):
         self._patience_s = heartbeat_timeout_s
         self._ended = False
         self._linger_s = 0.0
+        self._descriptors = ContextDescriptors()
         # So that no thread writes to a number that is another file's by now. A signal's handler may run here.
         self._waking = threading.RLock()
         with in_words(f"{name} cannot be made"):
             self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-            try:
-                _need_descriptors(self._wake)
-                self._context = zmq.Context()
-            except BaseException:
-                os.close(self._wake)
-                raise
-            try:
-                self._socket: zmq.Socket[bytes] = self._context.socket(kind)
-                self._socket.linger = 0
-                self._socket.sndhwm = self._socket.rcvhwm = HIGH_WATER_MARK
-                self._socket.handshake_ivl = int(HANDSHAKE_S * 1000)
-                self._monitor: zmq.Socket[bytes] = self._context.socket(zmq.PAIR)
-                self._monitor.linger = 0
-                self._watch_connections(events)
-            except BaseException:
-                self._let_go(0)
-                raise
+            with self._descriptors.opening() as opened:
+                try:
+                    _need_descriptors(self._wake)
+                    self._context = zmq.Context()
+                except BaseException:
+                    os.close(self._wake)
+                    raise
+                try:
+                    self._socket: zmq.Socket[bytes] = self._context.socket(kind)
+                    self._socket.linger = 0
+                    self._socket.sndhwm = self._socket.rcvhwm = HIGH_WATER_MARK
+                    self._socket.handshake_ivl = int(HANDSHAKE_S * 1000)
+                    self._monitor: zmq.Socket[bytes] = self._context.socket(zmq.PAIR)
+                    self._monitor.linger = 0
+                    self._watch_connections(events)
+                    opened += [each.getsockopt(zmq.FD) for each in (self._socket, self._monitor)]
+                except BaseException:
+                    self._let_go(0)
+                    raise
         self._thread = BackgroundThread(self._run, name=f"kvplug {name}", stop=partial(self.end, 0))
+        close_after_fork(self)
 
     def start(self) -> None:
         """Start the thread, which owns the socket from now on.
@@ -90,7 +95,6 @@ class SocketThread(abc.ABC):
         Raises:
             TransportError: the thread cannot be started. Everything was released.
         """
-        close_after_fork(self)
         try:
             self._thread.start()
         except RuntimeError as e:
@@ -123,6 +127,7 @@ class SocketThread(abc.ABC):
         fd, self._wake = self._wake, -1
         with contextlib.suppress(OSError):
             os.close(fd)
+        self._descriptors.close_in_child()
 
     def _watch_connections(self, events: int) -> None:
         """Without a high-water mark: if an event found no room, ZeroMQ's thread would wait with a lock that
@@ -160,6 +165,7 @@ class SocketThread(abc.ABC):
             for each in self._sockets():
                 each.close(linger_ms if each is self._socket else 0)
         self._context.term()
+        self._descriptors.clear()
         with self._waking:
             fd, self._wake = self._wake, -1
         os.close(fd)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -715,6 +716,24 @@ class TestWorksInAForkedChild(Mutant):
     class store(MemoryStore):  # noqa: N801
         def _after_fork_in_child(self) -> None:
             self._changed = threading.Condition()
+
+
+class TestLeavesAForkedChildItsDescriptor(Mutant):
+    """In a forked child its calls raise, and a descriptor stays open."""
+
+    breaks = ("ALL-6",)
+    caught_by = "test_a_forked_child_holds_none_of_the_descriptors"
+
+    class reaching(MemoryRemoteStore):  # noqa: N801
+        def __init__(self, *args: Any, **given: Any) -> None:
+            super().__init__(*args, **given)
+            self._opened: int | None = os.open("/dev/null", os.O_RDONLY)
+
+        def _end(self, error: KvplugError) -> None:
+            super()._end(error)
+            opened, self._opened = self._opened, None
+            if opened is not None:
+                os.close(opened)
 
 
 class TestLeavesAThread(Mutant):
