@@ -20,7 +20,6 @@ import attrs
 from kvplug.config import Config
 from kvplug.engine.context import PeerLink, PeerListener, Peers
 from kvplug.errors import (
-    BusyError,
     ClosedError,
     HandshakeError,
     KvplugError,
@@ -49,9 +48,8 @@ _log = logging.getLogger(__name__)
 CONTROL = "control"
 """The purpose bound into the proof of every control channel."""
 
-_MAX_PENDING_HANDSHAKES = 32
-_MAX_READY = 128
-"""Links or pipes that the program has not accepted yet."""
+_MAX_PEERS = 128
+"""Peers that are being served, and those that the program has not accepted yet. Others wait."""
 _LEAVE_S = 2.0
 """How long a pipe may take to become ready after its peer has hung up the control channel."""
 _CLOSE_S = 2.0
@@ -210,8 +208,8 @@ class LinkServer(Generic[T]):
     """Accepts channels, shakes hands with each peer, and makes of each link what is wanted, concurrently.
 
     Each peer has a short-lived thread and a deadline of its own, so one that is stopped or dies half-way
-    delays no other; what fails is logged and counted. ``complete`` makes the result of a link, by a deadline;
-    ``drop`` ends a result that was not accepted.
+    delays no other; what fails is logged and counted. Peers beyond the first 128 wait. ``complete`` makes the
+    result of a link, by a deadline; ``drop`` ends a result that was not accepted.
     """
 
     def __init__(
@@ -230,7 +228,8 @@ class LinkServer(Generic[T]):
         self._closed = threading.Event()
         self._lock = threading.Lock()
         self._under_way: dict[threading.Thread, Channel | ControlLink] = {}
-        self._thread = BackgroundThread(self._accept_all, name="kvplug-accept", stop=listener.close)
+        self._places = threading.Semaphore(_MAX_PEERS)
+        self._thread = BackgroundThread(self._accept_all, name="kvplug-accept", stop=self._stop_accepting)
         self._thread.start()
 
     def accept(self, timeout: Timeout = DEFAULT_TIMEOUT) -> T:
@@ -249,6 +248,7 @@ class LinkServer(Generic[T]):
         if result is None:
             self._ready.put(None)  # wakes the next thread that waits
             raise ClosedError("this listener is closed")
+        self._places.release()
         return result
 
     def close(self) -> None:
@@ -256,7 +256,7 @@ class LinkServer(Generic[T]):
         if self._closed.is_set():
             return
         self._closed.set()
-        self._listener.close()
+        self._stop_accepting()
         self._ready.put(None)
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout=5)
@@ -270,6 +270,10 @@ class LinkServer(Generic[T]):
         self._drop_ready()
         self._ready.put(None)
 
+    def _stop_accepting(self) -> None:
+        self._places.release()  # the thread may be waiting for one
+        self._listener.close()
+
     def _drop_ready(self) -> None:
         while True:
             try:
@@ -280,13 +284,15 @@ class LinkServer(Generic[T]):
                 self._drop(result)
 
     def _accept_all(self) -> None:
-        while not self._closed.is_set():
+        while True:
+            self._places.acquire()
             try:
                 connection = self._listener.accept(timeout=None)
             except ClosedError:
                 return
             except KvplugError as e:
                 _log.warning("accepting a control channel failed: %s", e)
+                self._places.release()
                 continue
             try:
                 self._begin(connection)
@@ -294,12 +300,13 @@ class LinkServer(Generic[T]):
                 _log.warning("a control channel from %s is turned away: %s", connection.describe, e)
                 self._settings.stats.fail("handshake", reason_of(e))
                 connection.close()
+                self._places.release()
 
     def _begin(self, connection: Connection) -> None:
         """Serve one peer in a thread of its own.
 
         Raises:
-            BusyError: too many peers are served, or were not accepted yet.
+            ClosedError: this end is closed.
             OSError, RuntimeError: this process has too many descriptors or threads.
         """
         channel = Channel(connection)
@@ -310,14 +317,12 @@ class LinkServer(Generic[T]):
             stop=lambda: self._under_way.get(thread, channel).close(),
         )
         with self._lock:
-            refused = self._closed.is_set() or len(self._under_way) >= _MAX_PENDING_HANDSHAKES
-            if not refused:
+            closed = self._closed.is_set()
+            if not closed:
                 self._under_way[thread] = channel
         try:
-            if refused:
-                raise BusyError("too many handshakes are under way")
-            if self._ready.qsize() >= _MAX_READY:
-                raise BusyError(f"this program has not accepted the {_MAX_READY} peers before it")
+            if closed:
+                raise ClosedError("this listener is closed")
             thread.start()
         except BaseException:
             with self._lock:
@@ -347,6 +352,7 @@ class LinkServer(Generic[T]):
                 self._under_way.pop(thread, None)
             if result is None:
                 link.close()
+                self._places.release()
             else:
                 self._ready.put(result)
                 if self._closed.is_set():

@@ -11,7 +11,9 @@ import difflib
 import importlib.machinery
 import importlib.util
 import logging
+import os
 import re
+import threading
 from collections.abc import Iterator
 from importlib import metadata
 from typing import Any
@@ -24,6 +26,9 @@ from kvplug.transport.hookspecs import PLUGIN_API, PROJECT
 _log = logging.getLogger(__name__)
 
 API_NAME = "KVPLUG_API"
+
+_parsing = threading.Lock()
+"""In Python 3.11 a thread that parses raises SystemError if another one does so in the middle."""
 
 _CLOSE = 0.75
 """How similar a group's name must be to count as misspelt: "kv_plugs" is, "plugins" is not."""
@@ -150,6 +155,15 @@ def check_api(module: str) -> tuple[int, int]:
     return stated
 
 
+def _after_fork_in_child() -> None:
+    global _parsing
+    _parsing = threading.Lock()  # a thread of the parent may have held it
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)
+
+
 def _dotted(api: tuple[int, int]) -> str:
     return f"{api[0]}.{api[1]}"
 
@@ -162,7 +176,9 @@ def stated_api(module: str) -> tuple[int, int]:
     """
     example = f"{API_NAME} = ({PLUGIN_API[0]}, {PLUGIN_API[1]})"
     try:
-        tree = ast.parse(_source(module))
+        source = _source(module)
+        with _parsing:
+            tree = ast.parse(source)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as e:
         raise PluginLoadError(f"cannot read {module}: {type(e).__name__}: {e}") from e
     stated = [value for node in tree.body if (value := _assigned(node)) is not None]
