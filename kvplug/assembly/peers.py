@@ -25,6 +25,7 @@ from kvplug.errors import (
     HandshakeError,
     KvplugError,
     PeerGoneError,
+    ResourceExhaustedError,
     TimeoutError,
     WireError,
 )
@@ -32,10 +33,11 @@ from kvplug.metrics.reasons import reason_of
 from kvplug.metrics.record import RecordedPipe
 from kvplug.metrics.stats import TransferStats
 from kvplug.negotiation.handshake.agreement import Agreement
-from kvplug.negotiation.handshake.exchange import exchange
+from kvplug.negotiation.handshake.exchange import decline, exchange
 from kvplug.negotiation.handshake.hello import Hello
 from kvplug.net import liveness
 from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
+from kvplug.net.exhaustion import NamedExhaustion, exhaustion_of, raise_if_exhausted
 from kvplug.net.trust.channel import Channel
 from kvplug.net.trust.connection import Connection
 from kvplug.net.trust.credentials import Credentials
@@ -53,6 +55,8 @@ _MAX_READY = 128
 """Links or pipes that the program has not accepted yet."""
 _LEAVE_S = 2.0
 """How long a pipe may take to become ready after its peer has hung up the control channel."""
+_DECLINE_S = 1.0
+"""How long the peer may take to read that there is no handshake. It is a few bytes."""
 _CLOSE_S = 2.0
 """How long ``close`` waits for handshakes that it has just ended."""
 
@@ -92,7 +96,13 @@ class LinkSettings:
         """Shake hands over the channel, and count it."""
         begun = time.perf_counter()
         try:
-            agreement = exchange(channel, self.hello(purpose), timeout=timeout)
+            try:
+                hello = self.hello(purpose)
+            except ResourceExhaustedError as e:
+                with contextlib.suppress(KvplugError):
+                    decline(channel, str(e), _DECLINE_S)
+                raise
+            agreement = exchange(channel, hello, timeout=timeout)
         except KvplugError as e:
             self.stats.fail("handshake", reason_of(e))
             if isinstance(e, HandshakeError) and self.missing and _is_of_transports(e):
@@ -128,6 +138,7 @@ class ControlLink(PeerLink):
     def __repr__(self) -> str:
         return f"<ControlLink with {self.channel.peer}>"
 
+    @NamedExhaustion("opening a pipe")
     def open_pipe(self, label: str, *, device: str = "cpu", timeout: Timeout = DEFAULT_TIMEOUT) -> Pipe:
         deadline = Deadline.after(timeout, self._settings.config.timeout_s)
         # Ends on different kinds of device agreed on a pipe for CPU tensors only, which refuses all others.
@@ -174,7 +185,10 @@ class ControlLink(PeerLink):
             listener.close()
 
         def hung_up(_: str) -> None:
-            timer.start()
+            try:
+                timer.start()
+            except RuntimeError:  # no more threads
+                give_up()
 
         timer = threading.Timer(_LEAVE_S, give_up)
         timer.daemon = True
@@ -229,14 +243,22 @@ class LinkServer(Generic[T]):
         self._closed = threading.Event()
         self._lock = threading.Lock()
         self._under_way: dict[threading.Thread, Channel | ControlLink] = {}
+        self._shortage: ResourceExhaustedError | None = None
+        """Why the latest peer could not be served; ``None``: it could."""
         self._thread = threading.Thread(target=self._accept_all, name="kvplug-accept", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except BaseException as e:
+            listener.close()
+            raise_if_exhausted(e, "a listener needs a thread that takes connections")
+            raise
 
     def accept(self, timeout: Timeout = DEFAULT_TIMEOUT) -> T:
         """The next result.
 
         Raises:
             TimeoutError: no peer came in time. Those that are on their way are not disturbed.
+            ResourceExhaustedError: nor could the latest one be served, for lack of a resource.
             ClosedError: this end is closed, also when that happens during the wait.
         """
         deadline = Deadline.after(timeout, self._settings.config.timeout_s)
@@ -244,6 +266,10 @@ class LinkServer(Generic[T]):
         try:
             result = None if self._closed.is_set() else self._ready.get(timeout=seconds)
         except queue.Empty:
+            shortage, self._shortage = self._shortage, None
+            if shortage is not None:
+                raise shortage from None
+            self._listener.check_shortage()
             raise TimeoutError(f"no peer came to {self._listener!r} within {seconds:.3g} s") from None
         if result is None:
             self._ready.put(None)  # wakes the next thread that waits
@@ -289,9 +315,11 @@ class LinkServer(Generic[T]):
                 continue
             try:
                 self._begin(connection)
-            except Exception as e:  # out of descriptors or threads, say: the listener outlives it
-                _log.warning("a control channel from %s is turned away: %s", connection.describe, e)
-                self._settings.stats.fail("handshake", reason_of(e))
+            except Exception as e:  # the listener outlives it
+                self._shortage = exhaustion_of(e, f"serving {connection.describe}")
+                error = self._shortage or e
+                _log.warning("a control channel from %s is turned away: %s", connection.describe, error)
+                self._settings.stats.fail("handshake", reason_of(error))
                 connection.close()
 
     def _begin(self, connection: Connection) -> None:
@@ -299,7 +327,7 @@ class LinkServer(Generic[T]):
 
         Raises:
             BusyError: too many peers are served, or were not accepted yet.
-            OSError, RuntimeError: this process has too many descriptors or threads.
+            ResourceExhaustedError, RuntimeError: this process has too many descriptors or threads.
         """
         channel = Channel(connection)
         thread = threading.Thread(target=self._serve, args=(channel,), name="kvplug-handshake", daemon=True)
@@ -331,11 +359,17 @@ class LinkServer(Generic[T]):
                 if self._closed.is_set():
                     raise ClosedError("this listener is closed")
             result = self._complete(link, deadline)
+            self._shortage = None
         except KvplugError as e:
+            self._shortage = exhaustion_of(e)
             if not self._closed.is_set():
                 _log.warning("%s with %s: %s", _step(link), channel.peer, e)
-        except Exception:
-            _log.exception("%s with %s: a fault of kvplug or a plugin", _step(link), channel.peer)
+        except Exception as e:
+            self._shortage = exhaustion_of(e, f"serving {channel.peer}")
+            if self._shortage is None:
+                _log.exception("%s with %s: a fault of kvplug or a plugin", _step(link), channel.peer)
+            else:
+                _log.warning("%s with %s: %s", _step(link), channel.peer, self._shortage)
         finally:
             with self._lock:
                 self._under_way.pop(thread, None)

@@ -30,6 +30,11 @@ from kvplug.net.deadline import (
 from kvplug.net.exclusive_use import (
     ExclusiveUse as ExclusiveUse,
 )
+from kvplug.net.exhaustion import (
+    NamedExhaustion as NamedExhaustion,
+    exhaustion_of as exhaustion_of,
+    raise_if_exhausted as raise_if_exhausted,
+)
 from kvplug.net.fork import (
     close_after_fork as close_after_fork,
 )

@@ -16,8 +16,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Generic, Self, TypeVar
 
-from kvplug.errors import ClosedError, KvplugError, TimeoutError, TransportError
+from kvplug.errors import ClosedError, KvplugError, ResourceExhaustedError, TimeoutError
 from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
+from kvplug.net.exhaustion import exhaustion_of, raise_if_exhausted
 from kvplug.net.fork import close_after_fork
 from kvplug.net.trust.listener import Connection, Listener
 from kvplug.transport.pipe import Pipe, PipeListener
@@ -41,6 +42,7 @@ class Acceptor(Generic[T]):
         *,
         what: str,
         name: str,
+        lost: Callable[[ResourceExhaustedError], None] | None = None,
     ) -> None:
         """Owns the listeners from here on, also if it raises.
 
@@ -50,15 +52,17 @@ class Acceptor(Generic[T]):
             take: Receives that object, in the same thread.
             what: What is made, for the warning if that fails: "a pipe".
             name: What the threads' names begin with.
+            lost: Called, in a thread of this object, if a connection was lost because a resource ran out.
 
         Raises:
-            TransportError: this process can have no more threads.
+            ResourceExhaustedError: this process can have no more threads.
         """
         self._listeners = listeners
         self._make = make
         self._take = take
         self._what = what
         self._name = name
+        self._lost = lost
         self._lock = threading.RLock()
         self._closed = False
         self._serving: set[Connection] = set()
@@ -72,7 +76,8 @@ class Acceptor(Generic[T]):
                 thread.start()
         except RuntimeError as e:
             self.close()
-            raise TransportError(f"a listener needs a thread that takes connections: {e}") from e
+            raise_if_exhausted(e, "a listener needs a thread that takes connections")
+            raise
 
     def close(self) -> None:
         """Stop accepting and close every open connection. Idempotent."""
@@ -114,23 +119,32 @@ class Acceptor(Generic[T]):
             try:
                 thread.start()
             except RuntimeError as e:  # no more threads now; later connections may get one
-                logger.warning("a connection from %s was dropped: %s", connection.describe, e)
-                connection.close()
-                self._release(connection)
+                self._drop(connection, e)
 
     def _serve(self, connection: Connection) -> None:
         try:
             made = self._make(connection)
         except Exception as e:
-            foreign = not isinstance(e, KvplugError | OSError)  # out of threads, or a fault of ours
-            logger.warning(
-                "%s from %s was not completed: %s", self._what, connection.describe, e, exc_info=foreign
-            )
-            connection.close()
-            self._release(connection)
+            self._drop(connection, e)
             return
         self._release(connection)  # not after it was taken: its new owner may outlive this acceptor
         self._take(made)
+
+    def _drop(self, connection: Connection, error: Exception) -> None:
+        """Nothing could be made of it."""
+        shortage = exhaustion_of(error, f"{self._what} from {connection.describe}")
+        foreign = shortage is None and not isinstance(error, KvplugError | OSError)  # a fault of ours
+        logger.warning(
+            "%s from %s was not completed: %s",
+            self._what,
+            connection.describe,
+            shortage or error,
+            exc_info=error if foreign else None,
+        )
+        connection.close()
+        self._release(connection)
+        if shortage is not None and self._lost is not None:
+            self._lost(shortage)
 
     def _release(self, connection: Connection) -> None:
         with self._lock:
@@ -151,7 +165,7 @@ class PipeAcceptor(PipeListener, abc.ABC):
         ``timeout_s`` is the default timeout of :meth:`accept`.
 
         Raises:
-            TransportError: this process can have no more threads.
+            ResourceExhaustedError: this process can have no more threads.
         """
         self._listeners = listeners
         self._transport = transport
@@ -160,9 +174,16 @@ class PipeAcceptor(PipeListener, abc.ABC):
         self._changed = threading.Condition()
         self._closed = False
         self._ready: deque[Pipe] = deque()
+        self._shortage: ResourceExhaustedError | None = None
+        """Why the latest connection did not become a pipe; ``None``: it did."""
         close_after_fork(self)
         self._acceptor = Acceptor(
-            listeners, self._join, self._take, what="a pipe", name=f"kvplug-{transport}"
+            listeners,
+            self._join,
+            self._take,
+            what="a pipe",
+            name=f"kvplug-{transport}",
+            lost=self._note_shortage,
         )
 
     @abc.abstractmethod
@@ -185,13 +206,25 @@ class PipeAcceptor(PipeListener, abc.ABC):
         if self._closed:  # also in a forked child, where another thread of the parent may hold the lock
             raise self._is_closed()
         with self._changed:
+            before = self._shortage
             while not self._ready:
                 if self._closed:
                     raise self._is_closed()
+                if self._shortage is not before:
+                    self._check_shortage()
                 if not self._changed.wait(deadline.remaining()) and deadline.expired:
+                    self._check_shortage()
+                    for listener in self._listeners:
+                        listener.check_shortage()
                     where = ", ".join(listener.address for listener in self._listeners)
                     raise TimeoutError(f"no peer connected a pipe to {where} in time")
             return self._ready.popleft()
+
+    def _check_shortage(self) -> None:
+        """Return, unless the latest connection was lost for lack of a resource. One caller hears of it."""
+        shortage, self._shortage = self._shortage, None
+        if shortage is not None:
+            raise shortage
 
     def close(self) -> None:
         with self._changed:
@@ -224,6 +257,12 @@ class PipeAcceptor(PipeListener, abc.ABC):
             closed = self._closed
             if not closed:
                 self._ready.append(pipe)
+                self._shortage = None
                 self._changed.notify_all()
         if closed:
             pipe.abort()
+
+    def _note_shortage(self, shortage: ResourceExhaustedError) -> None:
+        with self._changed:
+            self._shortage = shortage
+            self._changed.notify_all()

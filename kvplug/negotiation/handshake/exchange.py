@@ -66,7 +66,8 @@ def exchange(
         HandshakeError: what :func:`~kvplug.negotiation.handshake.agreement.agree` found, or what is wrong
             with the peer's Hello, or what the peer found; the peer's ``exchange`` raises for the same
             reasons.
-        TimeoutError, PeerGoneError, WireError: from the channel.
+        PeerGoneError: also if the peer declines, since it has no resources for a handshake now.
+        TimeoutError, WireError: from the channel.
     """
     deadline = Deadline.after(timeout, default_timeout_s)
     peer = str(channel.peer)
@@ -77,7 +78,7 @@ def exchange(
     channel.send({"hello": hello}, timeout=deadline.remaining())
     received = channel.recv(timeout=deadline.remaining())
     try:
-        agreement = agree(local, _hello_in(received))
+        agreement = agree(local, _hello_in(received, peer))
     except HandshakeError as e:
         _log.debug("handshake with %s refused: %s", peer, e)
         _swap_verdicts(channel, _refusal(e.reasons), deadline, refusing=True)
@@ -89,6 +90,16 @@ def exchange(
     return agreement
 
 
+def decline(channel: ValueChannel, reason: str, timeout: Timeout) -> None:
+    """Instead of :func:`exchange`, at an end that has no resources for it now: the peer's raises
+    ``PeerGoneError`` with the reason, which is no refusal.
+
+    Raises:
+        TimeoutError, PeerGoneError, WireError: from the channel.
+    """
+    channel.send({"declined": reason[:MAX_TEXT]}, timeout=timeout)
+
+
 def _too_large(plain: object) -> str:
     try:
         values.encode(plain, limits=_LIMITS)
@@ -97,7 +108,9 @@ def _too_large(plain: object) -> str:
     return ""
 
 
-def _hello_in(received: object) -> Hello:
+def _hello_in(received: object, peer: str) -> Hello:
+    if type(received) is dict and type(received.get("declined")) is str:
+        raise PeerGoneError(f"{peer} cannot shake hands now: {_printable(received['declined'])}")
     if type(received) is not dict or "hello" not in received:
         raise HandshakeError("hello: the peer sent something else first; is it another kvplug version?")
     fault = _too_large(received["hello"])

@@ -27,7 +27,7 @@ import os
 import struct
 from collections.abc import Callable, Mapping
 
-from kvplug.errors import AuthenticationError, WireError
+from kvplug.errors import AuthenticationError, PeerGoneError, WireError
 from kvplug.net.trust.identity import IDENTITY_SIZE, PeerIdentity, decode_identity
 
 VERSION = 2
@@ -71,6 +71,7 @@ class Refusal(enum.IntEnum):
     CROWDED = 11
     TLS_NEEDED = 12
     NO_TLS_HERE = 13
+    EXHAUSTED = 14
     # Never sent, only counted:
     SILENT = 64
     LEFT = 65
@@ -99,6 +100,7 @@ _ADVICE = {  # for the dialling end; "it" is the listener
     Refusal.CROWDED: "it has as many connections as it takes, and does not accept them fast enough",
     Refusal.TLS_NEEDED: f"it uses TLS and this end does not; {_SET_TLS}",
     Refusal.NO_TLS_HERE: f"this end uses TLS and the listener does not; {_SET_TLS}",
+    Refusal.EXHAUSTED: "its process has no free descriptor, thread or memory for another connection",
 }
 
 _SEEN_HERE = {  # for the listener; "it" is the dialling end
@@ -268,6 +270,7 @@ class ClientChallenge:
 
         Raises:
             AuthenticationError: we were refused, or the listener did not prove itself.
+            PeerGoneError: the listener's process has no resources for a connection now.
         """
         if self._verdict_seen:
             try:
@@ -279,6 +282,8 @@ class ClientChallenge:
         magic, version, refusal, reserved, body = _REPLY.unpack(message)
         if magic != MAGIC:
             raise AuthenticationError(f"what answers at {self._where} is not a kvplug listener")
+        if refusal == Refusal.EXHAUSTED:
+            raise PeerGoneError(f"{self._where} refused us: {advice(refusal, self._purpose)}")
         if refusal:
             raise AuthenticationError(f"{self._where} refused us: {advice(refusal, self._purpose)}")
         if version != VERSION:

@@ -11,9 +11,17 @@ import threading
 from collections.abc import Iterator
 from typing import Any, Self
 
-from kvplug.errors import CapacityError, ClosedError, PeerGoneError, TimeoutError, WireError
+from kvplug.errors import (
+    CapacityError,
+    ClosedError,
+    PeerGoneError,
+    ResourceExhaustedError,
+    TimeoutError,
+    WireError,
+)
 from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
 from kvplug.net.exclusive_use import ExclusiveUse
+from kvplug.net.exhaustion import NamedExhaustion, raise_if_exhausted
 from kvplug.net.fork import close_after_fork
 from kvplug.net.trust.connection import Connection
 from kvplug.net.trust.identity import PeerIdentity
@@ -41,7 +49,11 @@ class Channel:
     """
 
     def __init__(self, connection: Connection, *, timeout_s: float | None = 30.0) -> None:
-        """Takes over ``connection``. ``timeout_s`` is the default timeout of its calls."""
+        """Takes over ``connection``, also if it raises. ``timeout_s`` is the default timeout of its calls.
+
+        Raises:
+            ResourceExhaustedError: the process has no free descriptor to watch the peer.
+        """
         self._sock = connection.sock
         self._who = connection.describe
         self._timeout_s = timeout_s
@@ -65,6 +77,9 @@ class Channel:
             self._pidfd = connection.peer.open_pidfd()
         except PeerGoneError:
             self._dead = True
+        except BaseException:
+            self._sock.close()
+            raise
         close_after_fork(self)
 
     def __repr__(self) -> str:
@@ -93,7 +108,8 @@ class Channel:
         """Send one value of the kinds that :mod:`kvplug.net.wire.values` carries.
 
         Raises:
-            TimeoutError: the peer does not read. With ``unsent == 0`` nothing of the value went out;
+            TimeoutError, ResourceExhaustedError: the peer does not read, or the kernel has no memory for
+                it. With ``unsent == 0`` nothing of the value went out;
                 otherwise it was begun, and ``flush`` or the next ``send`` finishes it first: do not send
                 it again.
             UnsupportedError, CapacityError: it is not carried, or too large; nothing was sent.
@@ -111,7 +127,7 @@ class Channel:
             self._unsent = frame
             try:
                 self._flush(deadline)
-            except TimeoutError:
+            except (TimeoutError, ResourceExhaustedError):
                 if len(self._unsent) == len(frame):
                     self._unsent = memoryview(b"")
                 raise
@@ -145,6 +161,7 @@ class Channel:
             except BlockingIOError:
                 pass
             except OSError as e:
+                raise_if_exhausted(e, f"sending to {self._who}")
                 raise self._gone(e) from e
             if not self._wait(select.POLLOUT, deadline):
                 begun = f"; {len(self._unsent)} bytes of a value are left"
@@ -158,6 +175,7 @@ class Channel:
         Raises:
             TimeoutError: it has not (or not wholly) arrived; the next call goes on with it.
             WireError: what came is not a frame or not a value; the channel is broken.
+            ResourceExhaustedError: there is no memory for it; the next call goes on with it.
             BusyError: another thread is receiving.
             PeerGoneError, ClosedError: as the law says.
         """
@@ -171,18 +189,18 @@ class Channel:
                         raise WireError(f"a {header.kind.name} frame where only values are expected")
                 except WireError as e:
                     raise self._break(e) from e
-                self._frame = bytearray(header.length)
+                self._frame = _memory(header.length)
                 self._filled = 0
                 self._in_body = True
             self._fill(deadline)
-            data = self._frame
+            try:
+                value = values.decode(self._frame)
+            except WireError as e:
+                raise self._break(e) from e
             self._frame = bytearray(HEADER_SIZE)
             self._filled = 0
             self._in_body = False
-            try:
-                return values.decode(data)
-            except WireError as e:
-                raise self._break(e) from e
+            return value
 
     def _fill(self, deadline: Deadline) -> None:
         view = memoryview(self._frame)
@@ -196,6 +214,7 @@ class Channel:
                     raise TimeoutError(f"{self._who} sent nothing in time{part}") from None
                 continue
             except OSError as e:
+                raise_if_exhausted(e, f"receiving from {self._who}")
                 raise self._gone(e) from e
             if not got:
                 # It may be seen before the pidfd, and TCP would still take what is sent after it.
@@ -297,3 +316,8 @@ class Channel:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+@NamedExhaustion("receiving a value")
+def _memory(nbytes: int) -> bytearray:
+    return bytearray(nbytes)

@@ -25,6 +25,7 @@ from kvplug.errors import (
     WireError,
 )
 from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
+from kvplug.net.exhaustion import NamedExhaustion
 from kvplug.net.trust.addresses import (
     HAS_ABSTRACT_SOCKETS,
     ListenerContact,
@@ -101,9 +102,16 @@ def dial(
         TimeoutError: no answer in time (10 s by default).
         ConfigError: a TLS file cannot be used.
         WireError: ``contact`` is not one.
+        ResourceExhaustedError: the process has no free descriptor, or can start no more threads.
     """
-    deadline = Deadline.after(timeout, DIAL_TIMEOUT_S)
     target = parse_contact(contact)
+    with NamedExhaustion(f"connecting to {target}"):
+        return _dial(target, credentials, purpose, Deadline.after(timeout, DIAL_TIMEOUT_S), label)
+
+
+def _dial(
+    target: ListenerContact, credentials: Credentials, purpose: str, deadline: Deadline, label: str
+) -> Connection:
     resolved: tuple[Resolved, ...] = ()
     if isinstance(target.address, UnixAddress):
         if not HAS_ABSTRACT_SOCKETS:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 import msgspec
 
 from kvplug.errors import CapacityError, UnsupportedError, WireError
+from kvplug.net.exhaustion import raise_if_exhausted
 from kvplug.net.wire import arrays, tensors
 from kvplug.net.wire.validate import DEFAULT_LIMITS, MARKS, Leaf, Limits, Mark, validate
 
@@ -47,12 +48,16 @@ def encode(value: object, *, limits: Limits = DEFAULT_LIMITS) -> bytes:
         UnsupportedError: something in it is not carried; the message names the path, the type and what is.
         CapacityError: it is deeper, has more elements or more bytes than ``limits`` allow, so that the
             peer would refuse it.
+        ResourceExhaustedError: there is no memory for them.
     """
     try:
         plain = type(value) in AS_THEY_ARE
         data = pack(value if plain else lower(value, limits.max_depth, [limits.max_items]))
     except (UnsupportedError, UnicodeEncodeError) as e:
         explain(value, limits.max_depth, e)
+    except (MemoryError, RuntimeError) as e:
+        raise_if_exhausted(e, "encoding a value")
+        raise
     if len(data) > limits.max_bytes:
         raise CapacityError(f"the value takes {len(data)} bytes, and at most {limits.max_bytes} are sent")
     return data
@@ -194,19 +199,23 @@ def decode(buf: Buffer, *, limits: Limits = DEFAULT_LIMITS) -> Any:
 
     Raises:
         WireError: the bytes are not such an encoding, go beyond ``limits``, or hold a tensor, dtype or
-            array while torch or numpy is not installed. Nothing else is raised, whatever the bytes, and no
-            more memory is taken than ``limits.memory_bound(len(buf))`` (besides importing torch).
+            array while torch or numpy is not installed. No more memory is taken than
+            ``limits.memory_bound(len(buf))`` (besides importing torch).
+        ResourceExhaustedError: there is not that much. Nothing else is raised, whatever the bytes.
     """
     nbytes = buf.nbytes if isinstance(buf, memoryview) else len(buf)
     if nbytes > limits.max_bytes:
         raise WireError(f"a value of {nbytes} bytes; at most {limits.max_bytes} are accepted")
-    data = bytes(buf)  # a private copy: shared memory could change between the check and the use
     try:
+        data = bytes(buf)  # a private copy: shared memory could change between the check and the use
         marked = validate(data, limits)
         value = unpack(data)
         return resolve(value) if marked else value
     except (msgspec.MsgspecError, UnicodeError, RecursionError, OverflowError) as e:
         raise WireError(f"not the bytes of a value: {e}") from e
+    except MemoryError as e:
+        raise_if_exhausted(e, f"decoding a value of {nbytes} bytes")
+        raise
 
 
 def extension(code: int, payload: memoryview) -> Any:
@@ -239,6 +248,7 @@ def build(
         tensor = make(meta)
         tensors.copy_into(tensor, flat)
     except (UnsupportedError, RuntimeError) as e:
+        raise_if_exhausted(e, f"decoding a tensor of {meta.nbytes} bytes")
         raise WireError(f"a tensor or dtype cannot be made here: {e}") from e
     return tensor
 

@@ -6,6 +6,7 @@ import builtins
 
 from kvplug.errors import PeerGoneError, TimeoutError
 from kvplug.net.deadline import Deadline
+from kvplug.net.exhaustion import raise_if_exhausted
 from kvplug.net.trust.connection import Connection
 
 
@@ -29,6 +30,7 @@ class JoinStream:
             sock.sendall(data)
             sock.settimeout(None)
         except OSError as e:
+            raise_if_exhausted(e, f"joining {self._connection.describe}")
             raise self._error(e) from e
 
     def receive(self, nbytes: int, deadline: Deadline) -> bytes:
@@ -46,6 +48,7 @@ class JoinStream:
             sock.settimeout(_seconds(deadline))
             chunk = sock.recv(nbytes)
         except OSError as e:
+            raise_if_exhausted(e, f"joining {self._connection.describe}")
             raise self._error(e) from e
         if not chunk:
             raise PeerGoneError(f"{self._connection.describe} {self._gone}")
