@@ -75,11 +75,14 @@ def exhaustion_of(error: BaseException, doing: str = "") -> ResourceExhaustedErr
         if found is None:
             continue
         what, number = found
+        named = isinstance(each, ResourceExhaustedError)
+        explained = str(each) if named else _explained(what, number)
+        if not named and number is None:
+            explained += f" ({type(each).__name__}: {each})"
         if isinstance(error, KvplugError):
-            text = f"{error}; {_explained(what, number)}"
+            text = str(error) if explained in str(error) else f"{error}; {explained}"
         else:
-            text = f"{doing}: {_explained(what, number)}" if doing else _explained(what, number)
-            text = f"{text} ({type(each).__name__}: {each})" if number is None else text
+            text = f"{doing}: {explained}" if doing else explained
         return ResourceExhaustedError(text, resource=what, errno=number)
     return None
 

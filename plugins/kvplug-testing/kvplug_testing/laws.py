@@ -86,6 +86,11 @@ ALL-7, nothing left behind
   shared memory that it did not hold before, and its memory does not grow when this is repeated. No resource
   of a killed process remains.
 
+ALL-8, exhaustion
+: If a process has no free descriptor, thread, memory or space, a call that needs one raises
+  `ResourceExhaustedError`, which names what ran out. It leaves nothing behind, and nothing is remembered: the
+  next try succeeds as soon as there is enough. An object that was in use may be broken, and then says so.
+
 ## Endpoints
 
 END-1, two verbs

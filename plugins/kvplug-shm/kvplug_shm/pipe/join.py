@@ -12,7 +12,7 @@ from typing import Final, Self
 
 import attrs
 
-from kvplug import CapacityError
+from kvplug import PeerGoneError, TransportError
 from kvplug.transport import Connection, Deadline, HeartbeatTerms, WireError
 from kvplug_shm.memory.fd_passing import recv_fds, send_fd
 from kvplug_shm.memory.segment import Segment
@@ -65,7 +65,8 @@ def connect(control: Connection, settings: ShmPipeSettings, deadline: Deadline) 
     """The connecting end's pipe over a connection, which it owns from here on.
 
     Raises:
-        TimeoutError, PeerGoneError, WireError, CapacityError: there is no pipe, and the connection is closed.
+        TimeoutError, PeerGoneError, WireError, ResourceExhaustedError: there is no pipe, and the connection
+            is closed.
     """
     pidfd: int | None = None
     fds: list[int] = []
@@ -76,7 +77,7 @@ def connect(control: Connection, settings: ShmPipeSettings, deadline: Deadline) 
         data, fds = recv_fds(control, _STRUCT.size, 1, deadline)
         answer = Join.unpack(data, control, _MEMORY, _REFUSED)
         if answer.step == _REFUSED:
-            raise CapacityError(f"{control.describe} could not make the memory of a pipe: its log says why")
+            raise PeerGoneError(f"{control.describe} has no memory for a pipe: its log says why")
         ring_bytes = answer.slots * answer.slot_bytes
         if len(fds) != 1 or ring_bytes % LINE or not SMALLEST_BYTES <= ring_bytes <= LARGEST_BYTES:
             raise WireError(
@@ -111,7 +112,7 @@ def accept(control: Connection, settings: ShmPipeSettings, deadline: Deadline) -
         ours = HeartbeatTerms.of(settings.heartbeat_timeout_s, sees_death=pidfd is not None)
         try:
             segment, fd = Segment.create("pipe", segment_size(settings.slots * settings.slot_bytes))
-        except CapacityError:
+        except TransportError:
             send_fd(control, Join(step=_REFUSED).pack(), (), deadline)
             raise
         answer = Join(

@@ -20,11 +20,10 @@ from typing import Any, Final
 
 import attrs
 
-from kvplug import CapacityError, ConfigError, TransportError
+from kvplug import ConfigError, TransportError
 from kvplug.net.wire import Limits, decode, encode
 from kvplug.transport import Connection, Deadline, Heartbeat, Watch, WireError, watch
 from kvplug_shm.memory.fd_passing import recv_fds, send_fd
-from kvplug_shm.memory.limits import in_words
 from kvplug_shm.queue.ring_buffer import ShmRingBuffer, Sizes
 
 PURPOSE: Final = "queue-shm"
@@ -51,7 +50,7 @@ def join(connection: Connection, rank: int, heartbeat_timeout_s: float, deadline
 
     Raises:
         ConfigError: the writer refuses this reader; says why.
-        TimeoutError, PeerGoneError, CapacityError, WireError, TransportError: it failed.
+        TimeoutError, PeerGoneError, ResourceExhaustedError, WireError, TransportError: it failed.
     """
     with contextlib.ExitStack() as undo:
         undo.callback(connection.close)
@@ -137,7 +136,7 @@ def hand_over(
     """Second step, if it is accepted; returns when the reader has the memory.
 
     Raises:
-        TimeoutError, PeerGoneError, CapacityError, WireError.
+        TimeoutError, PeerGoneError, ResourceExhaustedError, WireError.
     """
     answer = {
         "index": index,
@@ -166,7 +165,7 @@ def watched(
 
     Raises:
         ClosedError: the connection was closed meanwhile.
-        CapacityError: this process can have no more descriptors.
+        ResourceExhaustedError: this process can have no more descriptors, or threads.
     """
     try:
         if heartbeat_s is None:
@@ -174,8 +173,6 @@ def watched(
         interval_s, timeout_s = heartbeat_s
         beat = Heartbeat(connection.sock, interval_s=interval_s, timeout_s=timeout_s)
         return watch(pidfd=pidfd, heartbeat=beat, on_gone=on_gone)
-    except OSError as e:
-        raise CapacityError(f"{connection.describe} cannot be watched: {in_words(e)}") from e
     finally:
         if pidfd is not None:
             os.close(pidfd)

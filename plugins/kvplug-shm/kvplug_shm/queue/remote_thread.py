@@ -10,7 +10,9 @@ from __future__ import annotations
 import abc
 import contextlib
 import logging
+import mmap
 import os
+import resource
 import socket
 import stat
 import threading
@@ -21,8 +23,8 @@ from typing import Any, Final
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from kvplug import TransportError
-from kvplug.transport import close_after_fork
+from kvplug import KvplugError, TransportError
+from kvplug.transport import close_after_fork, raise_if_exhausted
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +36,11 @@ SETTLE_S: Final = 1.0
 """How long to wait for frames in flight from a dead process, or to one that receives the end."""
 _DESCRIPTORS = 14
 """Descriptors of a context and its sockets, and a reserve. ZeroMQ aborts the process if it gets none."""
+_THREADS = 2
+"""Threads of a context."""
+_STACK_BYTES = 8 << 20
+"""Of a thread in C, where RLIMIT_STACK does not say."""
+_MAP_NORESERVE = 0x4000
 BEATS_IN_PATIENCE: Final = 5
 """Each end sends this many frames, at least, within the silence that counts as death."""
 _EVENTS_A_TURN = 100
@@ -50,7 +57,10 @@ def in_words(what: str) -> Iterator[None]:
     """ZeroMQ's errors, mapped to ours."""
     try:
         yield
+    except KvplugError:
+        raise
     except (zmq.ZMQError, OSError) as e:
+        raise_if_exhausted(e, what)
         raise TransportError(f"{what}: {e.strerror or e}") from e
 
 
@@ -70,6 +80,7 @@ class SocketThread(abc.ABC):
             self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
             try:
                 _need_descriptors(self._wake)
+                _need_threads()
                 self._context = zmq.Context()
             except BaseException:
                 os.close(self._wake)
@@ -93,14 +104,15 @@ class SocketThread(abc.ABC):
         """Start the thread, which owns the socket from now on.
 
         Raises:
-            TransportError: the thread cannot be started. Everything was released.
+            ResourceExhaustedError: the thread cannot be started. Everything was released.
         """
         close_after_fork(self)
         try:
             self._thread.start()
         except RuntimeError as e:
             self._let_go(0)
-            raise TransportError(f"{self._name} cannot be made: {e}") from e
+            raise_if_exhausted(e, f"{self._name} cannot be made")
+            raise
 
     def post(self) -> None:
         """Wake the thread. From any thread; never waits."""
@@ -223,6 +235,28 @@ def _is_at(fd: int, port: int) -> bool:
     finally:
         sock.detach()
     return any(isinstance(address, tuple) and address[1] == port for address in found)
+
+
+def _need_threads() -> None:
+    """Raise now if ZeroMQ could not start its threads. It aborts the process then.
+
+    Raises:
+        RuntimeError, OSError: the system's error.
+    """
+    stack, _ = resource.getrlimit(resource.RLIMIT_STACK)
+    nbytes = _THREADS * (_STACK_BYTES if stack == resource.RLIM_INFINITY else stack)
+    mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE).close()
+    over = threading.Event()
+    started: list[threading.Thread] = []
+    try:
+        for _ in range(_THREADS):
+            thread = threading.Thread(target=over.wait, name="kvplug need", daemon=True)
+            thread.start()
+            started.append(thread)
+    finally:
+        over.set()
+        for thread in started:
+            thread.join()
 
 
 def _need_descriptors(sample: int) -> None:
