@@ -118,7 +118,7 @@ class TransportError(KvplugError, OSError):
 
 
 class ResourceExhaustedError(TransportError):
-    """This process or its host has no free descriptor, thread, memory or space; names which, and its limit.
+    """A process, this one or a peer's, has no free descriptor, thread, memory or space; names which.
 
     It is the system's state now, and nothing remembers it: the next call may succeed. ``resource`` is one of
     ``descriptors``, ``threads``, ``memory`` and ``space`` (of a file system); ``errno`` is the system's

@@ -100,7 +100,7 @@ class LinkSettings:
                 hello = self.hello(purpose)
             except ResourceExhaustedError as e:
                 with contextlib.suppress(KvplugError):
-                    decline(channel, str(e), _DECLINE_S)
+                    decline(channel, e, _DECLINE_S)
                 raise
             agreement = exchange(channel, hello, timeout=timeout)
         except KvplugError as e:

@@ -42,7 +42,7 @@ class Acceptor(Generic[T]):
         *,
         what: str,
         name: str,
-        lost: Callable[[ResourceExhaustedError], None] | None = None,
+        lost: Callable[[Connection, ResourceExhaustedError], None] | None = None,
     ) -> None:
         """Owns the listeners from here on, also if it raises.
 
@@ -52,7 +52,8 @@ class Acceptor(Generic[T]):
             take: Receives that object, in the same thread.
             what: What is made, for the warning if that fails: "a pipe".
             name: What the threads' names begin with.
-            lost: Called, in a thread of this object, if a connection was lost because a resource ran out.
+            lost: Called, in a thread of this object, before a connection is closed because a resource ran
+                out. It must not block.
 
         Raises:
             ResourceExhaustedError: this process can have no more threads.
@@ -141,10 +142,10 @@ class Acceptor(Generic[T]):
             shortage or error,
             exc_info=error if foreign else None,
         )
+        if shortage is not None and self._lost is not None:
+            self._lost(connection, shortage)
         connection.close()
         self._release(connection)
-        if shortage is not None and self._lost is not None:
-            self._lost(shortage)
 
     def _release(self, connection: Connection) -> None:
         with self._lock:
@@ -262,7 +263,7 @@ class PipeAcceptor(PipeListener, abc.ABC):
         if closed:
             pipe.abort()
 
-    def _note_shortage(self, shortage: ResourceExhaustedError) -> None:
+    def _note_shortage(self, _: Connection, shortage: ResourceExhaustedError) -> None:
         with self._changed:
             self._shortage = shortage
             self._changed.notify_all()

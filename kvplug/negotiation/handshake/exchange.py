@@ -19,6 +19,7 @@ from kvplug.errors import (
     CapacityError,
     HandshakeError,
     PeerGoneError,
+    ResourceExhaustedError,
     TimeoutError,
     UnsupportedError,
     WireError,
@@ -66,8 +67,8 @@ def exchange(
         HandshakeError: what :func:`~kvplug.negotiation.handshake.agreement.agree` found, or what is wrong
             with the peer's Hello, or what the peer found; the peer's ``exchange`` raises for the same
             reasons.
-        PeerGoneError: also if the peer declines, since it has no resources for a handshake now.
-        TimeoutError, WireError: from the channel.
+        ResourceExhaustedError: the peer's process has no resources for a handshake now.
+        TimeoutError, PeerGoneError, WireError: from the channel.
     """
     deadline = Deadline.after(timeout, default_timeout_s)
     peer = str(channel.peer)
@@ -90,14 +91,14 @@ def exchange(
     return agreement
 
 
-def decline(channel: ValueChannel, reason: str, timeout: Timeout) -> None:
+def decline(channel: ValueChannel, shortage: ResourceExhaustedError, timeout: Timeout) -> None:
     """Instead of :func:`exchange`, at an end that has no resources for it now: the peer's raises
-    ``PeerGoneError`` with the reason, which is no refusal.
+    ``ResourceExhaustedError`` with the reason, which is no refusal.
 
     Raises:
         TimeoutError, PeerGoneError, WireError: from the channel.
     """
-    channel.send({"declined": reason[:MAX_TEXT]}, timeout=timeout)
+    channel.send({"declined": str(shortage)[:MAX_TEXT], "lacks": shortage.resource}, timeout=timeout)
 
 
 def _too_large(plain: object) -> str:
@@ -110,7 +111,11 @@ def _too_large(plain: object) -> str:
 
 def _hello_in(received: object, peer: str) -> Hello:
     if type(received) is dict and type(received.get("declined")) is str:
-        raise PeerGoneError(f"{peer} cannot shake hands now: {_printable(received['declined'])}")
+        lacks = received.get("lacks")
+        raise ResourceExhaustedError(
+            f"{peer} cannot shake hands now: {_printable(received['declined'])}",
+            resource=_printable(lacks) if type(lacks) is str else "",
+        )
     if type(received) is not dict or "hello" not in received:
         raise HandshakeError("hello: the peer sent something else first; is it another kvplug version?")
     fault = _too_large(received["hello"])

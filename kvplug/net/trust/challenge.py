@@ -26,8 +26,9 @@ import hmac
 import os
 import struct
 from collections.abc import Callable, Mapping
+from typing import Self
 
-from kvplug.errors import AuthenticationError, PeerGoneError, WireError
+from kvplug.errors import AuthenticationError, ResourceExhaustedError, WireError
 from kvplug.net.trust.identity import IDENTITY_SIZE, PeerIdentity, decode_identity
 
 VERSION = 2
@@ -121,13 +122,20 @@ _SEEN_HERE = {  # for the listener; "it" is the dialling end
 class RefusedError(AuthenticationError):
     """A listener refuses a client; ``reply`` is the message to send to it."""
 
-    def __init__(self, refusal: Refusal, text: str = "") -> None:
+    def __init__(self, refusal: Refusal, text: str = "", *, lacks: str = "") -> None:
+        """``lacks``: the resource that ran out here, for ``EXHAUSTED``."""
         super().__init__(text or _SEEN_HERE.get(refusal, refusal.reason))
         self.refusal = refusal
+        self._lacks = lacks
 
     @property
     def reply(self) -> bytes:
-        return _REPLY.pack(MAGIC, VERSION, self.refusal, 0, bytes(NONCE_SIZE))
+        return _REPLY.pack(MAGIC, VERSION, self.refusal, 0, self._lacks.encode()[:NONCE_SIZE])
+
+    @classmethod
+    def for_lack(cls, shortage: ResourceExhaustedError) -> Self:
+        """The refusal of a client for whom this process has no resource."""
+        return cls(Refusal.EXHAUSTED, str(shortage), lacks=shortage.resource)
 
 
 def advice(refusal: int, purpose: str) -> str:
@@ -270,7 +278,7 @@ class ClientChallenge:
 
         Raises:
             AuthenticationError: we were refused, or the listener did not prove itself.
-            PeerGoneError: the listener's process has no resources for a connection now.
+            ResourceExhaustedError: the listener's process has no resources for a connection now.
         """
         if self._verdict_seen:
             try:
@@ -283,7 +291,11 @@ class ClientChallenge:
         if magic != MAGIC:
             raise AuthenticationError(f"what answers at {self._where} is not a kvplug listener")
         if refusal == Refusal.EXHAUSTED:
-            raise PeerGoneError(f"{self._where} refused us: {advice(refusal, self._purpose)}")
+            lacks = body.rstrip(b"\0").decode("ascii", "replace")
+            lacks = lacks if lacks.isalpha() else "resources"
+            raise ResourceExhaustedError(
+                f"{self._where} refused us: {advice(refusal, self._purpose)} ({lacks})", resource=lacks
+            )
         if refusal:
             raise AuthenticationError(f"{self._where} refused us: {advice(refusal, self._purpose)}")
         if version != VERSION:

@@ -20,6 +20,7 @@ from kvplug.errors import (
     ClosedError,
     KvplugError,
     PeerGoneError,
+    ResourceExhaustedError,
     TimeoutError,
     TransportError,
     WireError,
@@ -102,7 +103,8 @@ def dial(
         TimeoutError: no answer in time (10 s by default).
         ConfigError: a TLS file cannot be used.
         WireError: ``contact`` is not one.
-        ResourceExhaustedError: the process has no free descriptor, or can start no more threads.
+        ResourceExhaustedError: the process has no free descriptor, or can start no more threads; or the
+            listener's says so.
     """
     target = parse_contact(contact)
     with NamedExhaustion(f"connecting to {target}"):
@@ -166,7 +168,9 @@ def dial_until(
                 DIAL_TIMEOUT_S if remaining is None else max(0.05, min(remaining, DIAL_TIMEOUT_S)),
                 label=label,
             )
-        except (PeerGoneError, TimeoutError) as e:
+        except (PeerGoneError, TimeoutError, ResourceExhaustedError) as e:
+            if isinstance(e, ResourceExhaustedError) and e.__cause__ is not None:
+                raise  # of this process; the listener's may have what it lacks in a moment
             remaining = deadline.remaining()
             if remaining is not None and remaining <= pause:
                 waited = time.monotonic() - began

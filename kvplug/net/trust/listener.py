@@ -298,7 +298,7 @@ class Listener:
                 self._selector.unregister(self._sock)
                 self._paused_until = time.monotonic() + _PAUSE_S
                 if self._admission.oldest is not None:
-                    self._refuse(self._admission.oldest, RefusedError(Refusal.EXHAUSTED, str(self._shortage)))
+                    self._refuse(self._admission.oldest, RefusedError.for_lack(self._shortage))
                 return
             logger.warning("accept failed at %s: %s", self._contact, e)
             return
@@ -382,8 +382,9 @@ class Listener:
                 return
             except RuntimeError as e:
                 self._asking.clear()
-                why = str(exhaustion_of(e, "looking up its user") or e)
-        self._refuse(stranger, RefusedError(Refusal.EXHAUSTED, why))
+                shortage = exhaustion_of(e, "looking up its user")
+        refused = RefusedError(Refusal.CROWDED) if shortage is None else RefusedError.for_lack(shortage)
+        self._refuse(stranger, refused)
 
     def _read_tables(self) -> None:
         """In a thread of its own: answer all questions with one look at the tables."""

@@ -90,7 +90,7 @@ class Stranger:
         except (BlockingIOError, ssl.SSLWantReadError):
             return False
         except ResourceExhaustedError as e:
-            raise RefusedError(Refusal.EXHAUSTED, str(e)) from e
+            raise RefusedError.for_lack(e) from e
         except ssl.SSLError as e:
             raise RefusedError(Refusal.TLS_FAILED, reason_of(e)) from e
         except OSError as e:
@@ -101,13 +101,13 @@ class Stranger:
         if self.ask_uid:
             raise AskTablesError
         if self.shortage is not None:
-            raise RefusedError(Refusal.EXHAUSTED, str(self.shortage)) from self.shortage
+            raise RefusedError.for_lack(self.shortage) from self.shortage
         if self.uid is None:
             raise RefusedError(Refusal.UNKNOWN_USER, "the kernel does not say which user it belongs to")
         try:
             is_same = same_user(self.uid)
         except ResourceExhaustedError as e:
-            raise RefusedError(Refusal.EXHAUSTED, str(e)) from e
+            raise RefusedError.for_lack(e) from e
         if not is_same:
             raise RefusedError(
                 Refusal.OTHER_USER, f"it belongs to another user of this host (uid {self.uid})"

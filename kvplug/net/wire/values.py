@@ -38,7 +38,42 @@ CARRIED: Final = (
 
 # -- encoding --------------------------------------------------------------------------------------
 
-pack: Final = msgspec.msgpack.Encoder().encode
+_encoder: Final = msgspec.msgpack.Encoder()
+_LARGE_BYTES: Final = 64 << 10
+_MOST_LOOKED_AT: Final = 16
+
+
+def pack(value: Any) -> bytes:
+    """What msgspec writes for a value of :func:`lower`.
+
+    ``Encoder.encode`` enlarges its memory as it goes, and crashes the process where there is no more
+    (msgspec 0.22). So a value that is seen to be large is written into memory that was taken before.
+
+    Raises:
+        MemoryError: there is not that much.
+    """
+    nbytes = _large_nbytes(value)
+    if not nbytes:
+        return _encoder.encode(value)
+    memory = bytearray(nbytes + _LARGE_BYTES)
+    _encoder.encode_into(value, memory)
+    return bytes(memory)
+
+
+def _large_nbytes(value: Any) -> int:
+    """Bytes of the large byte strings and texts in a value, and in its elements if they are few."""
+    kind = type(value)
+    if kind is bytes:
+        return len(value) if len(value) > _LARGE_BYTES else 0
+    if kind is str:
+        return 4 * len(value) if len(value) > _LARGE_BYTES else 0
+    if kind is list and len(value) <= _MOST_LOOKED_AT:
+        return sum(map(_large_nbytes, value))
+    if kind is dict and len(value) <= _MOST_LOOKED_AT:
+        return sum(map(_large_nbytes, value.values()))
+    if kind is msgspec.msgpack.Ext:
+        return len(value.data) if len(value.data) > _LARGE_BYTES else 0
+    return 0
 
 
 def encode(value: object, *, limits: Limits = DEFAULT_LIMITS) -> bytes:

@@ -101,14 +101,15 @@ def _refusing_threads(is_refused: Callable[[], bool]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def memory(number: int) -> Iterator[None]:
-    """The process gets ``number`` times :data:`MEMORY_STEP`, and a little more (``RLIMIT_AS``).
+    """The process gets so many times :data:`MEMORY_STEP`: 0, 1, 2, 4, 8, ..., and a little more
+    (``RLIMIT_AS``).
 
     Python and the C library have some free memory for small objects left, see :func:`reserve_memory`. Large
     tensors and the stacks of threads do not fit into that.
     """
     with open("/proc/self/statm", encoding="ascii") as f:
         size = int(f.read().split()[0]) * resource.getpagesize()
-    limited = _limited(resource.RLIMIT_AS, size + _MARGIN_BYTES + number * MEMORY_STEP)
+    limited = _limited(resource.RLIMIT_AS, size + _MARGIN_BYTES + pages(number) * MEMORY_STEP)
     with limited, _refusing_threads(_has_no_room_for_a_thread):
         yield
 

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import attrs
 import pytest
@@ -56,6 +56,8 @@ class Attempt(abc.ABC):
 
     timeout_s: float = LONG_S
     """The timeout of every call that a step makes; changed from outside."""
+    unlimited: ClassVar[int] = 0
+    """So many steps at the beginning make what is not judged."""
 
     @property
     @abc.abstractmethod
@@ -154,9 +156,10 @@ class _Trial:
                 return [f"without a limit: {failure.what}"]
         found: list[str] = []
         num_steps = len(self._suite.attempt().steps)
-        for first in range(num_steps):
-            # Later steps need little. They need it all, unless an earlier one has left something.
-            for number in self._until_enough(self._numbers if not first else self._numbers[:2]):
+        unlimited = self._suite.attempt().unlimited
+        for first in range(unlimited, num_steps):
+            # All that is needed runs out from the first step on. Later ones begin with nothing left.
+            for number in self._until_enough(self._numbers if first == unlimited else self._numbers[:2]):
                 found += self._one(first, number)
                 if len(found) >= _SHOWN or any(BLOCKED in each for each in found):
                     return found
