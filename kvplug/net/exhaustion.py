@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import mmap
 import os
 import ssl
+import threading
 from collections.abc import Iterator
 from types import TracebackType
 from typing import Final
@@ -51,6 +53,9 @@ _SENTENCES: Final = (
     ("bad_alloc", MEMORY, errno.ENOMEM),
 )
 """What libraries write that have no number: torch, gloo, the loader of shared libraries."""
+_STACK_BYTES: Final = 8 << 20
+"""Of a thread that a library starts, where ``RLIMIT_STACK`` sets no other size."""
+_MAP_NORESERVE: Final = 0x4000
 _KEPT: Final = (ClosedError, CancelledError, BusyError)
 """Errors that stay what they are, whatever their cause."""
 _LONGEST_CHAIN: Final = 16
@@ -125,6 +130,44 @@ class NamedExhaustion(contextlib.ContextDecorator):
     ) -> None:
         if error is not None and not isinstance(error, ResourceExhaustedError):
             raise_if_exhausted(error, self._doing)
+
+
+def ensure_available(doing: str, *, descriptors: int = 0, threads: int = 0) -> None:
+    """Raise now if so many could not be had. For libraries that end the process when they are refused: gloo,
+    ZeroMQ.
+
+    Raises:
+        ResourceExhaustedError: they could not.
+    """
+    over = threading.Event()
+    started: list[threading.Thread] = []
+    opened: list[int] = []
+    try:
+        with NamedExhaustion(doing):
+            opened.extend(os.open(os.devnull, os.O_RDONLY) for _ in range(descriptors))
+            _ensure_addresses(threads * _stack_bytes())
+            for _ in range(threads):
+                thread = threading.Thread(target=over.wait, name="kvplug ensures threads", daemon=True)
+                thread.start()
+                started.append(thread)
+    finally:
+        over.set()
+        for thread in started:
+            thread.join()
+        for fd in opened:
+            os.close(fd)
+
+
+def _ensure_addresses(nbytes: int) -> None:
+    if nbytes:
+        mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE).close()
+
+
+def _stack_bytes() -> int:
+    if resource is None:  # pragma: no cover (not a Unix system)
+        return _STACK_BYTES
+    stack, _ = resource.getrlimit(resource.RLIMIT_STACK)
+    return _STACK_BYTES if stack == resource.RLIM_INFINITY else stack
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:

@@ -32,6 +32,7 @@ from kvplug.net.exclusive_use import (
 )
 from kvplug.net.exhaustion import (
     NamedExhaustion as NamedExhaustion,
+    ensure_available as ensure_available,
     exhaustion_of as exhaustion_of,
     raise_if_exhausted as raise_if_exhausted,
 )

@@ -17,7 +17,7 @@ import torch.distributed
 from torch.distributed import AllreduceOptions, AllToAllOptions, BroadcastOptions
 
 from kvplug import ClosedError, ConfigError, KvplugError, PluginError, TimeoutError, TransportError
-from kvplug.transport import Deadline
+from kvplug.transport import Deadline, NamedExhaustion, ensure_available, raise_if_exhausted
 
 _STEP_S = 0.05
 """How often a thread that waits for gloo checks whether the other ranks are alive."""
@@ -26,6 +26,10 @@ _BEYOND_S = 5.0
 _FOR_EVER = timedelta(days=365)
 _NOBODYS_TAG = 0x6B76
 _ENDING_S = 2.0
+_THREADS = 3
+"""Threads of a group."""
+_DESCRIPTORS = 8
+"""Descriptors of a group, and a reserve, besides one for each rank."""
 
 _connecting: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 _running: set[int] = set()
@@ -112,8 +116,12 @@ class Gloo:
 
         # gloo's timeout applies to each of its steps: only another thread can keep the deadline.
         thread = threading.Thread(target=connect, name="kvplug-cpu-gloo", daemon=True)
+        what = f"gloo at {address}"
+        # Another rank may be a thread of this process, and need as many now.
+        ensure_available(what, descriptors=2 * (_DESCRIPTORS + world_size), threads=2 * _THREADS)
+        with NamedExhaustion(what):
+            thread.start()
         _connecting.add(thread)
-        thread.start()
         while not found:
             left = deadline.remaining()
             thread.join(_STEP_S if left is None else min(_STEP_S, left))
@@ -133,7 +141,9 @@ class Gloo:
         self.group = None
         if self._stuck:
             # The thread that drops the last reference to the group waits for operations under way.
-            threading.Thread(target=last.clear, name="kvplug-cpu-gloo", daemon=True).start()
+            dropping = threading.Thread(target=last.clear, name="kvplug-cpu-gloo", daemon=True)
+            with contextlib.suppress(RuntimeError):  # no thread: this one waits
+                dropping.start()
 
     def after_fork_in_child(self) -> None:
         """In a forked child gloo's threads do not exist, and destroying the group would wait for them: keep
@@ -233,6 +243,7 @@ def _mapped(what: str) -> Iterator[None]:
     except RuntimeError as e:
         if isinstance(e, KvplugError):
             raise
+        raise_if_exhausted(e, what)
         reason = str(e).partition("] ")[2] or str(e)
         raise TransportError(f"{what}: {reason.partition('. This is')[0].strip()}") from e
 

@@ -10,9 +10,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import logging
-import mmap
 import os
-import resource
 import socket
 import stat
 import threading
@@ -24,7 +22,7 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from kvplug import KvplugError, TransportError
-from kvplug.transport import close_after_fork, raise_if_exhausted
+from kvplug.transport import close_after_fork, ensure_available, raise_if_exhausted
 
 logger = logging.getLogger(__name__)
 
@@ -38,9 +36,6 @@ _DESCRIPTORS = 14
 """Descriptors of a context and its sockets, and a reserve. ZeroMQ aborts the process if it gets none."""
 _THREADS = 2
 """Threads of a context."""
-_STACK_BYTES = 8 << 20
-"""Of a thread in C, where RLIMIT_STACK does not say."""
-_MAP_NORESERVE = 0x4000
 BEATS_IN_PATIENCE: Final = 5
 """Each end sends this many frames, at least, within the silence that counts as death."""
 _EVENTS_A_TURN = 100
@@ -79,8 +74,7 @@ class SocketThread(abc.ABC):
         with in_words(f"{name} cannot be made"):
             self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
             try:
-                _need_descriptors(self._wake)
-                _need_threads()
+                ensure_available(name, descriptors=_DESCRIPTORS, threads=_THREADS)
                 self._context = zmq.Context()
             except BaseException:
                 os.close(self._wake)
@@ -235,35 +229,3 @@ def _is_at(fd: int, port: int) -> bool:
     finally:
         sock.detach()
     return any(isinstance(address, tuple) and address[1] == port for address in found)
-
-
-def _need_threads() -> None:
-    """Raise now if ZeroMQ could not start its threads. It aborts the process then.
-
-    Raises:
-        RuntimeError, OSError: the system's error.
-    """
-    stack, _ = resource.getrlimit(resource.RLIMIT_STACK)
-    nbytes = _THREADS * (_STACK_BYTES if stack == resource.RLIM_INFINITY else stack)
-    mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE).close()
-    over = threading.Event()
-    started: list[threading.Thread] = []
-    try:
-        for _ in range(_THREADS):
-            thread = threading.Thread(target=over.wait, name="kvplug need", daemon=True)
-            thread.start()
-            started.append(thread)
-    finally:
-        over.set()
-        for thread in started:
-            thread.join()
-
-
-def _need_descriptors(sample: int) -> None:
-    """Raise the system's error now if too few descriptors are left."""
-    found: list[int] = []
-    try:
-        found.extend(os.dup(sample) for _ in range(_DESCRIPTORS))
-    finally:
-        for fd in found:
-            os.close(fd)

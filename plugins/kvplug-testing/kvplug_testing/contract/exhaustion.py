@@ -21,6 +21,7 @@ from typing import Any, ClassVar, Final
 
 import attrs
 import pytest
+import torch
 
 from kvplug.errors import KvplugError, ResourceExhaustedError
 from kvplug_testing import peers
@@ -138,6 +139,7 @@ def run_out(parent: peers.Parent, suite_ref: dict[str, Any], limit: str, numbers
         suite = suite_from_ref(suite_ref)
         suite._stack = stack
         suite.warm_up()
+        torch.set_num_threads(1)  # those of torch are not judged, and it cannot do without them
         return {"skip": "", "faults": _Trial(suite, chosen, numbers).faults()}
 
 
@@ -260,6 +262,7 @@ def _left(before: peers.Resources, mapped: collections.Counter[str], within: flo
     limit = time.monotonic() + within
     while left := _beyond(before, mapped):
         if time.monotonic() > limit:
+            faulthandler.dump_traceback(all_threads=True)
             return left
         time.sleep(0.005)
         gc.collect()

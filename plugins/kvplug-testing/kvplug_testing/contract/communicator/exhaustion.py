@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final
 
+from kvplug.net.exhaustion import NamedExhaustion
 from kvplug.transport.communicator import DeviceCommunicator
 from kvplug.transport.group.group import StatelessGroup
 from kvplug_testing.contract import exhaustion
@@ -70,7 +71,8 @@ class CommunicatorAttempt(Attempt):
         self._are_used = True
 
         def make(rank: int) -> None:
-            self._ranks[rank] = self._suite.made(self._groups[rank], timeout_s=self.timeout_s)
+            with NamedExhaustion("building a device communicator"):  # as kvplug's own builder does
+                self._ranks[rank] = self._suite.made(self._groups[rank], timeout_s=self.timeout_s)
 
         try:
             together(*(partial(make, rank) for rank in range(_WORLD)), within=4 * self.timeout_s)
