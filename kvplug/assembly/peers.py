@@ -33,7 +33,7 @@ from kvplug.metrics.reasons import reason_of
 from kvplug.metrics.record import RecordedPipe
 from kvplug.metrics.stats import TransferStats
 from kvplug.negotiation.handshake.agreement import Agreement
-from kvplug.negotiation.handshake.exchange import decline, exchange
+from kvplug.negotiation.handshake.exchange import exchange
 from kvplug.negotiation.handshake.hello import Hello
 from kvplug.net import liveness
 from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
@@ -55,8 +55,6 @@ _MAX_READY = 128
 """Links or pipes that the program has not accepted yet."""
 _LEAVE_S = 2.0
 """How long a pipe may take to become ready after its peer has hung up the control channel."""
-_DECLINE_S = 1.0
-"""How long the peer may take to read that there is no handshake. It is a few bytes."""
 _CLOSE_S = 2.0
 """How long ``close`` waits for handshakes that it has just ended."""
 
@@ -99,8 +97,7 @@ class LinkSettings:
             try:
                 hello = self.hello(purpose)
             except ResourceExhaustedError as e:
-                with contextlib.suppress(KvplugError):
-                    decline(channel, e, _DECLINE_S)
+                channel.decline(e)
                 raise
             agreement = exchange(channel, hello, timeout=timeout)
         except KvplugError as e:
@@ -155,7 +152,9 @@ class ControlLink(PeerLink):
         try:
             listener = self._settings.pipe_endpoint(transport, device).listen()
         except KvplugError as e:
-            self.channel.send({"pipe": label, "error": str(e)}, timeout=deadline.remaining())
+            lacks = e.resource if isinstance(e, ResourceExhaustedError) else ""
+            refusal = {"pipe": label, "error": str(e), "lacks": lacks}
+            self.channel.send(refusal, timeout=deadline.remaining())
             raise
         with self._lock:
             self._opening, closed = listener, self._closed
@@ -205,9 +204,10 @@ class ControlLink(PeerLink):
         if not isinstance(offer, dict) or offer.get("pipe") != label:
             raise WireError(f"{self.channel.peer} was to open the pipe {label!r} and sent something else")
         if "contact" not in offer:
-            raise HandshakeError(
-                f"it cannot listen on {transport!r}: {offer.get('error')}", peer=str(self.channel.peer)
-            )
+            reason = f"it cannot listen on {transport!r}: {offer.get('error')}"
+            if lacks := offer.get("lacks"):
+                raise ResourceExhaustedError(f"{self.channel.peer}: {reason}", resource=str(lacks))
+            raise HandshakeError(reason, peer=str(self.channel.peer))
         endpoint = self._settings.pipe_endpoint(transport, device)
         return endpoint.connect(str(offer["contact"]), timeout=deadline.remaining())
 
@@ -341,9 +341,11 @@ class LinkServer(Generic[T]):
             if self._ready.qsize() >= _MAX_READY:
                 raise BusyError(f"this program has not accepted the {_MAX_READY} peers before it")
             thread.start()
-        except BaseException:
+        except BaseException as e:
             with self._lock:
                 self._under_way.pop(thread, None)
+            if shortage := exhaustion_of(e, "serving this channel"):
+                channel.decline(shortage)
             channel.close()
             raise
 

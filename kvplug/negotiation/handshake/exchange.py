@@ -19,7 +19,6 @@ from kvplug.errors import (
     CapacityError,
     HandshakeError,
     PeerGoneError,
-    ResourceExhaustedError,
     TimeoutError,
     UnsupportedError,
     WireError,
@@ -67,7 +66,6 @@ def exchange(
         HandshakeError: what :func:`~kvplug.negotiation.handshake.agreement.agree` found, or what is wrong
             with the peer's Hello, or what the peer found; the peer's ``exchange`` raises for the same
             reasons.
-        ResourceExhaustedError: the peer's process has no resources for a handshake now.
         TimeoutError, PeerGoneError, WireError: from the channel.
     """
     deadline = Deadline.after(timeout, default_timeout_s)
@@ -79,7 +77,7 @@ def exchange(
     channel.send({"hello": hello}, timeout=deadline.remaining())
     received = channel.recv(timeout=deadline.remaining())
     try:
-        agreement = agree(local, _hello_in(received, peer))
+        agreement = agree(local, _hello_in(received))
     except HandshakeError as e:
         _log.debug("handshake with %s refused: %s", peer, e)
         _swap_verdicts(channel, _refusal(e.reasons), deadline, refusing=True)
@@ -91,16 +89,6 @@ def exchange(
     return agreement
 
 
-def decline(channel: ValueChannel, shortage: ResourceExhaustedError, timeout: Timeout) -> None:
-    """Instead of :func:`exchange`, at an end that has no resources for it now: the peer's raises
-    ``ResourceExhaustedError`` with the reason, which is no refusal.
-
-    Raises:
-        TimeoutError, PeerGoneError, WireError: from the channel.
-    """
-    channel.send({"declined": str(shortage)[:MAX_TEXT], "lacks": shortage.resource}, timeout=timeout)
-
-
 def _too_large(plain: object) -> str:
     try:
         values.encode(plain, limits=_LIMITS)
@@ -109,13 +97,7 @@ def _too_large(plain: object) -> str:
     return ""
 
 
-def _hello_in(received: object, peer: str) -> Hello:
-    if type(received) is dict and type(received.get("declined")) is str:
-        lacks = received.get("lacks")
-        raise ResourceExhaustedError(
-            f"{peer} cannot shake hands now: {_printable(received['declined'])}",
-            resource=_printable(lacks) if type(lacks) is str else "",
-        )
+def _hello_in(received: object) -> Hello:
     if type(received) is not dict or "hello" not in received:
         raise HandshakeError("hello: the peer sent something else first; is it another kvplug version?")
     fault = _too_large(received["hello"])

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import Any, Self
 
 from kvplug.errors import (
+    BusyError,
     CapacityError,
     ClosedError,
     PeerGoneError,
@@ -32,6 +33,7 @@ MAX_FRAME_BYTES = 16 << 20
 """Of one value, encoded."""
 _LAST_WORDS_S = 0.2  # what a dead peer wrote has reached our buffer within this
 _MAX_POLL_MS = 2**31 - 1
+_MAX_REASON = 1000  # characters
 
 
 class Channel:
@@ -67,6 +69,8 @@ class Channel:
         self._frame = bytearray(HEADER_SIZE)
         self._filled = 0
         self._in_body = False
+        self._is_lack = False
+        self._has_received = False
         self._users = 0
         self._users_lock = threading.Lock()
         self._sock.setblocking(False)
@@ -77,7 +81,9 @@ class Channel:
             self._pidfd = connection.peer.open_pidfd()
         except PeerGoneError:
             self._dead = True
-        except BaseException:
+        except BaseException as e:
+            if isinstance(e, ResourceExhaustedError):
+                self.decline(e)
             self._sock.close()
             raise
         close_after_fork(self)
@@ -113,6 +119,7 @@ class Channel:
                 otherwise it was begun, and ``flush`` or the next ``send`` finishes it first: do not send
                 it again.
             UnsupportedError, CapacityError: it is not carried, or too large; nothing was sent.
+            ResourceExhaustedError: or the peer has declined the channel.
             PeerGoneError, ClosedError, WireError: as the law says.
         """
         data = values.encode(value)
@@ -121,6 +128,7 @@ class Channel:
         deadline = Deadline.after(timeout, self._timeout_s)
         with self._turn_to_send(deadline):
             if self._ended or self._is_dead():
+                self._check_last_word()
                 raise self._gone(None)
             self._flush(deadline)
             frame = memoryview(encode_header(FrameKind.VALUE, len(data)) + data)
@@ -137,6 +145,15 @@ class Channel:
         deadline = Deadline.after(timeout, self._timeout_s)
         with self._turn_to_send(deadline):
             self._flush(deadline)
+
+    def decline(self, shortage: ResourceExhaustedError) -> None:
+        """Tell the peer that this process has no resources to serve it: its calls raise
+        ``ResourceExhaustedError``, and it may try again with a new channel. Never waits, raises nothing. To be
+        called before anything was sent; then close the channel.
+        """
+        said = values.encode([shortage.resource, str(shortage)[:_MAX_REASON]])
+        with contextlib.suppress(OSError):  # the peer sees the end of the channel, then
+            self._sock.send(encode_header(FrameKind.LACK, len(said)) + said)
 
     @contextlib.contextmanager
     def _turn_to_send(self, deadline: Deadline) -> Iterator[None]:
@@ -162,6 +179,7 @@ class Channel:
                 pass
             except OSError as e:
                 raise_if_exhausted(e, f"sending to {self._who}")
+                self._check_last_word()
                 raise self._gone(e) from e
             if not self._wait(select.POLLOUT, deadline):
                 begun = f"; {len(self._unsent)} bytes of a value are left"
@@ -175,32 +193,57 @@ class Channel:
         Raises:
             TimeoutError: it has not (or not wholly) arrived; the next call goes on with it.
             WireError: what came is not a frame or not a value; the channel is broken.
-            ResourceExhaustedError: there is no memory for it; the next call goes on with it.
+            ResourceExhaustedError: there is no memory for it; the next call goes on with it. Or the peer has
+                declined the channel.
             BusyError: another thread is receiving.
             PeerGoneError, ClosedError: as the law says.
         """
         deadline = Deadline.after(timeout, self._timeout_s)
         with self._receiving.taken(), self._in_use():
-            if not self._in_body:
-                self._fill(deadline)
-                try:
-                    header = decode_header(self._frame, max_length=MAX_FRAME_BYTES)
-                    if header.kind is not FrameKind.VALUE:
-                        raise WireError(f"a {header.kind.name} frame where only values are expected")
-                except WireError as e:
-                    raise self._break(e) from e
-                self._frame = _memory(header.length)
-                self._filled = 0
-                self._in_body = True
-            self._fill(deadline)
-            try:
-                value = values.decode(self._frame)
-            except WireError as e:
-                raise self._break(e) from e
+            value = self._next(deadline)
+            self._has_received = True
             self._frame = bytearray(HEADER_SIZE)
             self._filled = 0
             self._in_body = False
             return value
+
+    def _next(self, deadline: Deadline) -> Any:
+        """The next value, which stays the next one."""
+        if not self._in_body:
+            self._fill(deadline)
+            try:
+                header = decode_header(self._frame, max_length=MAX_FRAME_BYTES)
+                if header.kind not in (FrameKind.VALUE, FrameKind.LACK):
+                    raise WireError(f"a {header.kind.name} frame where only values are expected")
+            except WireError as e:
+                raise self._break(e) from e
+            self._is_lack = header.kind is FrameKind.LACK
+            self._frame = _memory(header.length)
+            self._filled = 0
+            self._in_body = True
+        self._fill(deadline)
+        try:
+            value = values.decode(self._frame)
+            if not self._is_lack:
+                return value
+            match value:
+                case [str(resource), str(reason)]:
+                    text = f"{self._who} cannot serve this channel now: {reason}"
+                    raise ResourceExhaustedError(text, resource=resource)
+            raise WireError("its LACK frame names nothing")
+        except WireError as e:
+            raise self._break(e) from e
+
+    def _check_last_word(self) -> None:
+        """The peer is gone: raise what it said of a resource that it lacked, if it did."""
+        if self._has_received:
+            return
+        with (
+            contextlib.suppress(TimeoutError, PeerGoneError, BusyError),
+            self._receiving.taken(),
+            self._in_use(),
+        ):
+            self._next(Deadline.after(0))
 
     def _fill(self, deadline: Deadline) -> None:
         view = memoryview(self._frame)

@@ -14,7 +14,7 @@ import gc
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, ClassVar, Final
@@ -29,12 +29,14 @@ from kvplug_testing.contract.base import Contract, law
 from kvplug_testing.contract.suite_ref import suite_from_ref
 from kvplug_testing.limits import LIMITS, Limit
 
-SAMPLE: Final = (0, 1, 2, 4, 7, 12, 20, 33)
+SAMPLE: Final = (0, 1, 3, 8)
 """The numbers that are tried at level quick."""
 MOST: Final = 400
 """An object that needs more than this is not judged beyond it."""
 _ENOUGH: Final = 3
 """So many numbers in a row without an error show that nothing runs out any more."""
+_LATER: Final = 2
+"""The numbers below this are tried at steps after the first."""
 SHORT_S: Final = 1.0
 """The timeout of calls while a resource is limited: a peer in the same process may be the one that fails."""
 LONG_S: Final = 15.0
@@ -110,69 +112,87 @@ class Exhaustion(Contract):
         raise NotImplementedError
 
     @law("ALL-8", needs="running_out_processes", timeout_s=CHILD_S)
-    @pytest.mark.parametrize("limit", LIMITS)
-    def test_what_runs_out_is_named_nothing_is_left_and_the_next_try_succeeds(self, limit: str) -> None:
-        self._run_out(limit, SAMPLE)
+    def test_what_runs_out_is_named_nothing_is_left_and_the_next_try_succeeds(self) -> None:
+        self._run_out(LIMITS, SAMPLE, is_sample=True)
 
     @law("ALL-8", level="full", needs="running_out_processes", timeout_s=CHILD_S)
     @pytest.mark.parametrize("limit", LIMITS)
     def test_each_thing_that_is_needed_runs_out_in_turn(self, limit: str) -> None:
-        self._run_out(limit, range(MOST))
+        self._run_out([limit], range(MOST), is_sample=False)
 
-    def _run_out(self, limit: str, numbers: Sequence[int]) -> None:
+    def _run_out(self, limits: Iterable[str], numbers: Sequence[int], *, is_sample: bool) -> None:
         child = self.start_forked(
-            f"{__name__}:run_out", self.suite_ref(), limit, list(numbers), timeout_s=CHILD_S
+            f"{__name__}:run_out", self.suite_ref(), list(limits), list(numbers), is_sample, timeout_s=CHILD_S
         )
         verdict = child.result(CHILD_S)
-        if reason := verdict["skip"]:
-            pytest.skip(reason)
+        if not verdict["judged"]:
+            pytest.skip("; ".join(verdict["skipped"]))
         faults = verdict["faults"]
         assert not faults, "\n".join([*faults, child.stderr[-_LAST_WORDS:]])
 
 
-def run_out(parent: peers.Parent, suite_ref: dict[str, Any], limit: str, numbers: list[int]) -> Any:
-    """In a child: judge the suite's subject. Returns the faults, and the reason if it cannot be judged."""
+def run_out(
+    parent: peers.Parent, suite_ref: dict[str, Any], limits: list[str], numbers: list[int], is_sample: bool
+) -> Any:
+    """In a child: judge the suite's subject. Returns the faults, the limits under which it was judged, and the
+    reasons why not under the others.
+    """
+    judged: list[str] = []
+    skipped: list[str] = []
     with ExitStack() as stack:
-        chosen = LIMITS[limit]
-        if reason := chosen.prepare():
-            return {"skip": reason, "faults": []}
         suite = suite_from_ref(suite_ref)
         suite._stack = stack
         suite.warm_up()
         torch.set_num_threads(1)  # those of torch are not judged, and it cannot do without them
-        return {"skip": "", "faults": _Trial(suite, chosen, numbers).faults()}
+        faults = without_limit(suite)
+        for limit in () if faults else limits:
+            if reason := LIMITS[limit].prepare():
+                skipped.append(reason)
+                continue
+            judged.append(limit)
+            faults += Trial(suite, LIMITS[limit], numbers, is_sample=is_sample).faults()
+    return {"judged": judged, "skipped": skipped, "faults": faults}
 
 
-class _Trial:
-    """All attempts with one subject under one limit."""
+def without_limit(suite: Any) -> list[str]:
+    """Attempts that must not fail. They make what a process makes once, and keeps. Returns the faults."""
+    for _ in range(2):
+        if failure := _whole(suite):
+            return [f"without a limit: {failure.what}"]
+    return []
 
-    def __init__(self, suite: Any, limit: Limit, numbers: list[int]) -> None:
+
+class Trial:
+    """All attempts with one subject under one limit.
+
+    All that is needed runs out from the first step on. Later ones begin with nothing left, or one. In a
+    sample a step ends the trial that is refused nothing, as then the later ones need nothing either.
+    """
+
+    def __init__(self, suite: Any, limit: Limit, numbers: list[int], *, is_sample: bool) -> None:
         self._suite = suite
         self._limit = limit
         self._numbers = numbers
+        self._is_sample = is_sample
+        self._unrefused = 0
+        """The attempts in a row that were refused nothing."""
 
     def faults(self) -> list[str]:
         """What is wrong, at most some of it."""
-        for _ in range(2):  # what a process makes once, and keeps
-            if failure := self._whole():
-                return [f"without a limit: {failure.what}"]
         found: list[str] = []
-        num_steps = len(self._suite.attempt().steps)
-        unlimited = self._suite.attempt().unlimited
+        num_steps, unlimited = len(self._suite.attempt().steps), self._suite.attempt().unlimited
         for first in range(unlimited, num_steps):
-            # All that is needed runs out from the first step on. Later ones begin with nothing left.
-            for number in self._until_enough(self._numbers if first == unlimited else self._numbers[:2]):
+            self._unrefused = 0
+            later = self._numbers[: 1 if self._is_sample else _LATER]
+            for number in self._numbers if first == unlimited else later:
                 found += self._one(first, number)
                 if len(found) >= _SHOWN or any(BLOCKED in each for each in found):
                     return found
+                if self._is_sample and number == 0 and self._unrefused:
+                    return found
+                if self._unrefused >= _ENOUGH:
+                    break
         return found
-
-    def _until_enough(self, numbers: Sequence[int]) -> Iterator[int]:
-        self._in_a_row = 0
-        for number in numbers:
-            if self._in_a_row >= _ENOUGH:
-                return
-            yield number
 
     def _one(self, first: int, number: int) -> list[str]:
         """Begin the limit at step ``first``, where ``number`` more can be had."""
@@ -180,7 +200,7 @@ class _Trial:
         found = self._try(first, number, SHORT_S)
         if found is not None and found[0].is_late and not found[0].names:
             found = self._try(first, number, LONG_S)  # a busy machine, perhaps
-        self._in_a_row = 0 if found else self._in_a_row + 1
+        self._unrefused = 0 if found else self._unrefused + 1
         faults = []
         if found is not None:
             failure, again = found
@@ -212,23 +232,26 @@ class _Trial:
                 attempt.check()
             if failure is None:
                 return None
-            if again is not None and not (attempt.may_break(failure.step) and again.says_broken):
+            if again is None:
+                return failure, ""
+            if not (attempt.may_break(failure.step) and again.says_broken):
                 return failure, again.what
         finally:
             attempt.end()
-        again = self._whole()
+        again = _whole(self._suite)
         return failure, "" if again is None else again.what
 
-    def _whole(self) -> _Failure | None:
-        """An attempt without a limit."""
-        attempt = self._suite.attempt()
-        try:
-            failure = _run(attempt, range(len(attempt.steps)))
-            if failure is None:
-                attempt.check()
-            return failure
-        finally:
-            attempt.end()
+
+def _whole(suite: Any) -> _Failure | None:
+    """An attempt without a limit."""
+    attempt = suite.attempt()
+    try:
+        failure = _run(attempt, range(len(attempt.steps)))
+        if failure is None:
+            attempt.check()
+        return failure
+    finally:
+        attempt.end()
 
 
 def _run(attempt: Attempt, steps: range) -> _Failure | None:
