@@ -55,6 +55,8 @@ _MAX_READY = 128
 """Links or pipes that the program has not accepted yet."""
 _LEAVE_S = 2.0
 """How long a pipe may take to become ready after its peer has hung up the control channel."""
+_LAST_WORD_S = 0.5
+"""How long a peer that has hung up in the middle may take to say that it lacked a resource."""
 _CLOSE_S = 2.0
 """How long ``close`` waits for handshakes that it has just ended."""
 
@@ -142,19 +144,26 @@ class ControlLink(PeerLink):
         agreed = self.agreement.transports
         device = device if device.partition(":")[0] in agreed else "cpu"
         chosen = agreed[device.partition(":")[0]].chosen
-        if self._accepted:
-            pipe = self._serve(label, chosen, device, deadline)
-        else:
-            pipe = self._join(label, chosen, device, deadline)
+        try:
+            if self._accepted:
+                pipe = self._serve(label, chosen, device, deadline)
+            else:
+                pipe = self._join(label, chosen, device, deadline)
+        except PeerGoneError:
+            self.channel.check_not_declined(_LAST_WORD_S)
+            raise
+        except Exception as e:
+            if self._accepted and (shortage := exhaustion_of(e, f"opening the pipe {label!r}")):
+                self.channel.decline(shortage)
+            raise
         return self._settings.wrapped(pipe)
 
     def _serve(self, label: str, transport: str, device: str, deadline: Deadline) -> Pipe:
         try:
             listener = self._settings.pipe_endpoint(transport, device).listen()
         except KvplugError as e:
-            lacks = e.resource if isinstance(e, ResourceExhaustedError) else ""
-            refusal = {"pipe": label, "error": str(e), "lacks": lacks}
-            self.channel.send(refusal, timeout=deadline.remaining())
+            if exhaustion_of(e) is None:
+                self.channel.send({"pipe": label, "error": str(e)}, timeout=deadline.remaining())
             raise
         with self._lock:
             self._opening, closed = listener, self._closed
@@ -204,10 +213,9 @@ class ControlLink(PeerLink):
         if not isinstance(offer, dict) or offer.get("pipe") != label:
             raise WireError(f"{self.channel.peer} was to open the pipe {label!r} and sent something else")
         if "contact" not in offer:
-            reason = f"it cannot listen on {transport!r}: {offer.get('error')}"
-            if lacks := offer.get("lacks"):
-                raise ResourceExhaustedError(f"{self.channel.peer}: {reason}", resource=str(lacks))
-            raise HandshakeError(reason, peer=str(self.channel.peer))
+            raise HandshakeError(
+                f"it cannot listen on {transport!r}: {offer.get('error')}", peer=str(self.channel.peer)
+            )
         endpoint = self._settings.pipe_endpoint(transport, device)
         return endpoint.connect(str(offer["contact"]), timeout=deadline.remaining())
 

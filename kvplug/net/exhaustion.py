@@ -164,10 +164,10 @@ def _ensure_addresses(nbytes: int) -> None:
 
 
 def _stack_bytes() -> int:
-    if resource is None:  # pragma: no cover (not a Unix system)
-        return _STACK_BYTES
-    stack, _ = resource.getrlimit(resource.RLIMIT_STACK)
-    return _STACK_BYTES if stack == resource.RLIM_INFINITY else stack
+    stack = -1
+    if resource is not None:
+        stack, _ = resource.getrlimit(resource.RLIMIT_STACK)
+    return stack if stack > 0 else _STACK_BYTES  # -1: unlimited
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:

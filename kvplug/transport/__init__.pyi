@@ -63,6 +63,9 @@ from kvplug.net.trust.credentials import (
     Credentials as Credentials,
     Secret as Secret,
 )
+from kvplug.net.trust.decline import (
+    raise_if_declined as raise_if_declined,
+)
 from kvplug.net.trust.identity import (
     PeerIdentity as PeerIdentity,
     this_process as this_process,

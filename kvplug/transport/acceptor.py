@@ -20,6 +20,7 @@ from kvplug.errors import ClosedError, KvplugError, ResourceExhaustedError, Time
 from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
 from kvplug.net.exhaustion import exhaustion_of, raise_if_exhausted
 from kvplug.net.fork import close_after_fork
+from kvplug.net.trust.decline import decline
 from kvplug.net.trust.listener import Connection, Listener
 from kvplug.transport.pipe import Pipe, PipeListener
 
@@ -263,7 +264,9 @@ class PipeAcceptor(PipeListener, abc.ABC):
         if closed:
             pipe.abort()
 
-    def _note_shortage(self, _: Connection, shortage: ResourceExhaustedError) -> None:
+    def _note_shortage(self, connection: Connection, shortage: ResourceExhaustedError) -> None:
+        """A resource ran out, and this connection becomes no pipe. May be extended."""
+        decline(connection.sock, shortage)
         with self._changed:
             self._shortage = shortage
             self._changed.notify_all()

@@ -25,6 +25,7 @@ from kvplug.net.exclusive_use import ExclusiveUse
 from kvplug.net.exhaustion import NamedExhaustion, raise_if_exhausted
 from kvplug.net.fork import close_after_fork
 from kvplug.net.trust.connection import Connection
+from kvplug.net.trust.decline import decline, shortage_in
 from kvplug.net.trust.identity import PeerIdentity
 from kvplug.net.wire import values
 from kvplug.net.wire.frames import HEADER_SIZE, FrameKind, decode_header, encode_header
@@ -33,7 +34,6 @@ MAX_FRAME_BYTES = 16 << 20
 """Of one value, encoded."""
 _LAST_WORDS_S = 0.2  # what a dead peer wrote has reached our buffer within this
 _MAX_POLL_MS = 2**31 - 1
-_MAX_REASON = 1000  # characters
 
 
 class Channel:
@@ -148,12 +148,15 @@ class Channel:
 
     def decline(self, shortage: ResourceExhaustedError) -> None:
         """Tell the peer that this process has no resources to serve it: its calls raise
-        ``ResourceExhaustedError``, and it may try again with a new channel. Never waits, raises nothing. To be
-        called before anything was sent; then close the channel.
+        ``ResourceExhaustedError`` once it has received what was sent before, and it may try again with a new
+        channel. Close this one then. Never waits, raises nothing.
         """
-        said = values.encode([shortage.resource, str(shortage)[:_MAX_REASON]])
-        with contextlib.suppress(OSError):  # the peer sees the end of the channel, then
-            self._sock.send(encode_header(FrameKind.LACK, len(said)) + said)
+        if self._sending.acquire(blocking=False):
+            try:
+                if not self._unsent:
+                    decline(self._sock, shortage)
+            finally:
+                self._sending.release()
 
     @contextlib.contextmanager
     def _turn_to_send(self, deadline: Deadline) -> Iterator[None]:
@@ -223,27 +226,27 @@ class Channel:
             self._in_body = True
         self._fill(deadline)
         try:
-            value = values.decode(self._frame)
             if not self._is_lack:
-                return value
-            match value:
-                case [str(resource), str(reason)]:
-                    text = f"{self._who} cannot serve this channel now: {reason}"
-                    raise ResourceExhaustedError(text, resource=resource)
-            raise WireError("its LACK frame names nothing")
+                return values.decode(self._frame)
+            raise shortage_in(self._frame, self._who)
         except WireError as e:
             raise self._break(e) from e
 
+    def check_not_declined(self, timeout: float = 0) -> None:
+        """Return, unless the peer has declined this channel, or does so by then. What else comes stays there.
+
+        Raises:
+            ResourceExhaustedError: the peer lacks a resource.
+            WireError: what came is not a frame or not a value.
+        """
+        gone = (TimeoutError, PeerGoneError, ClosedError, BusyError)
+        with contextlib.suppress(*gone), self._receiving.taken(), self._in_use():
+            self._next(Deadline.after(timeout))
+
     def _check_last_word(self) -> None:
-        """The peer is gone: raise what it said of a resource that it lacked, if it did."""
-        if self._has_received:
-            return
-        with (
-            contextlib.suppress(TimeoutError, PeerGoneError, BusyError),
-            self._receiving.taken(),
-            self._in_use(),
-        ):
-            self._next(Deadline.after(0))
+        """The peer is gone, and this end has not received anything: it may have been declined."""
+        if not self._has_received:
+            self.check_not_declined()
 
     def _fill(self, deadline: Deadline) -> None:
         view = memoryview(self._frame)

@@ -30,7 +30,6 @@ from kvplug.transport import (
 )
 from kvplug_lookup.messages import Coming, PartMeta
 
-
 _log = logging.getLogger(__name__)
 
 _LACKING_S = 0.1

@@ -41,6 +41,7 @@ _FILLER: Final = ".kvplug-filler"
 _MS_REC, _MS_PRIVATE = 16384, 1 << 18
 _CLONE_NEWNS: Final = 0x00020000
 _SHARED_MEMORY: Final = "/dev/shm"  # noqa: S108 - where Linux has it
+_SMALL_TEMP: Final = f"{_SHARED_MEMORY}/{_FILLER}-tmp"
 
 
 @attrs.frozen
@@ -171,10 +172,12 @@ def reserve_memory() -> str:
 
 
 def mount_small_disk() -> str:
-    """Give this thread, and those that it starts, a small file system for /dev/shm and temporary files.
+    """Give this thread, and those that it starts, a small file system for /dev/shm and temporary files, once.
 
     Returns why that is not possible here; empty if it is done.
     """
+    if tempfile.tempdir == _SMALL_TEMP:
+        return ""
     libc = ctypes.CDLL(None, use_errno=True)
 
     def call(function: Any, *args: Any) -> None:
@@ -189,8 +192,8 @@ def mount_small_disk() -> str:
         call(libc.mount, b"none", _SHARED_MEMORY.encode(), b"tmpfs", ctypes.c_ulong(0), size)
     except OSError as e:
         return f"this process cannot mount a small file system: {e.strerror}"
-    tempfile.tempdir = f"{_SHARED_MEMORY}/{_FILLER}-tmp"
-    os.mkdir(tempfile.tempdir)
+    os.mkdir(_SMALL_TEMP)
+    tempfile.tempdir = _SMALL_TEMP
     return ""
 
 

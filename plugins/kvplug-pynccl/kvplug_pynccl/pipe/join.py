@@ -19,7 +19,14 @@ from typing import Final
 import attrs
 
 from kvplug import KvplugError, PeerGoneError, TransportError
-from kvplug.transport import Connection, Deadline, HeartbeatTerms, JoinStream, WireError
+from kvplug.transport import (
+    Connection,
+    Deadline,
+    HeartbeatTerms,
+    JoinStream,
+    WireError,
+    raise_if_declined,
+)
 from kvplug_pynccl.device import Stream
 from kvplug_pynccl.interface import check_reach
 from kvplug_pynccl.monitored import MonitoredCommunicator
@@ -213,6 +220,7 @@ class _PipeBuilder:
         if len(self._early) == 2 * size or not self._is_readable():
             return
         self._early += self._stream.receive_some(2 * size - len(self._early), self._deadline)
+        raise_if_declined(self._connection, self._early, self._deadline)
         if len(self._early) >= size:  # it has started before this end, or has failed
             Join.unpack(self._early[:size], self._connection, Step.ID, Step.READY)
         if len(self._early) == 2 * size:  # it has started before this end, and has failed since

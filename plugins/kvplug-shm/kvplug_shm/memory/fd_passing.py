@@ -11,7 +11,14 @@ from collections.abc import Sequence
 from typing import Final
 
 from kvplug import KvplugError, PeerGoneError, TimeoutError
-from kvplug.transport import Connection, Deadline, NamedExhaustion, WireError, raise_if_exhausted
+from kvplug.transport import (
+    Connection,
+    Deadline,
+    NamedExhaustion,
+    WireError,
+    raise_if_declined,
+    raise_if_exhausted,
+)
 
 _SIZE_OF_ONE: Final = array.array("i").itemsize
 
@@ -43,7 +50,7 @@ def recv_fds(connection: Connection, size: int, max_fds: int, deadline: Deadline
     Raises:
         TimeoutError, PeerGoneError: they did not arrive; the connection is unusable.
         WireError: more than ``max_fds`` arrived.
-        ResourceExhaustedError: this process can open no more descriptors.
+        ResourceExhaustedError: this process can open no more descriptors; or the peer lacks something.
     """
     data, fds = bytearray(), list[int]()
     sock = connection.sock
@@ -62,6 +69,7 @@ def recv_fds(connection: Connection, size: int, max_fds: int, deadline: Deadline
             if not chunk:
                 raise PeerGoneError(f"{connection.describe} hung up while memory was handed over")
             data += chunk
+            raise_if_declined(connection, bytes(data), deadline)
         sock.settimeout(None)
         return bytes(data), fds
     except BaseException as e:

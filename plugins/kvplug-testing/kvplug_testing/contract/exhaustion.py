@@ -27,7 +27,7 @@ from kvplug.errors import KvplugError, ResourceExhaustedError
 from kvplug_testing import peers
 from kvplug_testing.contract.base import Contract, law
 from kvplug_testing.contract.suite_ref import suite_from_ref
-from kvplug_testing.limits import LIMITS, Limit
+from kvplug_testing.limits import LIMITS, Limit, mount_small_disk
 
 SAMPLE: Final = (0, 1, 3, 8)
 """The numbers that are tried at level quick."""
@@ -134,24 +134,21 @@ class Exhaustion(Contract):
 def run_out(
     parent: peers.Parent, suite_ref: dict[str, Any], limits: list[str], numbers: list[int], is_sample: bool
 ) -> Any:
-    """In a child: judge the suite's subject. Returns the faults, the limits under which it was judged, and the
-    reasons why not under the others.
+    """In a child: judge the suite's subject. Returns the faults, the limits under which it was judged, and
+    why it was not under the others.
     """
-    judged: list[str] = []
-    skipped: list[str] = []
+    mount_small_disk()  # else other processes' shared memory is seen, and taken for what was left
+    unfit = {limit: reason for limit in limits if (reason := LIMITS[limit].prepare())}
+    judged = [limit for limit in limits if limit not in unfit]
     with ExitStack() as stack:
         suite = suite_from_ref(suite_ref)
         suite._stack = stack
         suite.warm_up()
         torch.set_num_threads(1)  # those of torch are not judged, and it cannot do without them
         faults = without_limit(suite)
-        for limit in () if faults else limits:
-            if reason := LIMITS[limit].prepare():
-                skipped.append(reason)
-                continue
-            judged.append(limit)
+        for limit in () if faults else judged:
             faults += Trial(suite, LIMITS[limit], numbers, is_sample=is_sample).faults()
-    return {"judged": judged, "skipped": skipped, "faults": faults}
+    return {"judged": judged, "skipped": list(unfit.values()), "faults": faults}
 
 
 def without_limit(suite: Any) -> list[str]:

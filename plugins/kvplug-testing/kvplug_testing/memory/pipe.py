@@ -17,8 +17,8 @@ import attrs
 
 from kvplug.errors import ClosedError, PeerGoneError, TensorMismatchError, TimeoutError, WireError
 from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
-from kvplug.net.exhaustion import NamedExhaustion
 from kvplug.net.exclusive_use import ExclusiveUse
+from kvplug.net.exhaustion import NamedExhaustion
 from kvplug.net.fork import close_after_fork
 from kvplug.net.wire.tensors import TensorMeta, copy_into, empty_like_meta, memory_of, meta_of
 from kvplug.transport.context import PipeContext

@@ -16,8 +16,8 @@ import attrs
 
 from kvplug.errors import CapacityError, ClosedError, ConfigError, PeerGoneError, UnsupportedError
 from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
-from kvplug.net.exhaustion import NamedExhaustion
 from kvplug.net.exclusive_use import ExclusiveUse
+from kvplug.net.exhaustion import NamedExhaustion
 from kvplug.net.fork import close_after_fork
 from kvplug.net.wire.values import Limits, decode, encode
 from kvplug.transport.context import QueueContext

@@ -65,7 +65,8 @@ class ConnectorAttempt(Attempt):
         _, params = prefill.hand_off(request_of(f"given {number}", tokens))
         prompt = request_of(f"taken {number}", tokens, params=params)
         blocks, found, report = decode.load(prompt)
-        wrong = decode.cache.wrong_blocks(prompt.token_ids, blocks, 0, _TOKENS)
+        end = found if report.invalid_block_ids else _TOKENS  # what is computed from wrong KV is wrong too
+        wrong = decode.cache.wrong_blocks(prompt.token_ids, blocks, 0, end)
         unsaid = wrong - report.invalid_block_ids
         assert not unsaid, f"{len(unsaid)} blocks have wrong KV, which the step's report does not say"
         decode.finish(prompt, blocks)
