@@ -64,6 +64,7 @@ from kvplug.net.trust.credentials import (
     Secret as Secret,
 )
 from kvplug.net.trust.decline import (
+    decline as decline,
     raise_if_declined as raise_if_declined,
 )
 from kvplug.net.trust.identity import (

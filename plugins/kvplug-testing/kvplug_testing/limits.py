@@ -204,8 +204,9 @@ LIMITS: Final = {
         Limit("threads", frozenset({"threads"}), threads),
         # A thread needs addresses for its stack.
         Limit("memory", frozenset({"memory", "threads"}), memory, reserve_memory),
-        Limit("file size", frozenset({"space"}), file_size),
-        Limit("disk", frozenset({"space"}), disk, mount_small_disk),
+        # A file that no name leads to is memory to the one who asked for memory.
+        Limit("file size", frozenset({"space", "memory"}), file_size),
+        Limit("disk", frozenset({"space", "memory"}), disk, mount_small_disk),
     )
 }
 """All limits by name."""
