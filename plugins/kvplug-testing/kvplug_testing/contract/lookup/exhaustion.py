@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Final
 
+from kvplug.net.exhaustion import NamedExhaustion
 from kvplug.transport.lookup import Entry, LookupBuffer, LookupEndpoint, LookupStore
 from kvplug.transport.pipe import Pipe
 from kvplug_testing.contract import exhaustion
@@ -47,7 +48,8 @@ class LookupAttempt(Attempt):
         return self.steps[step] in (self._select_here, self._take)
 
     def _make_endpoint(self) -> None:
-        self._endpoint = self._suite.endpoint()
+        with NamedExhaustion("building a lookup buffer"):  # as kvplug's own builder does
+            self._endpoint = self._suite.endpoint()
 
     def _hold(self) -> None:
         assert self._endpoint is not None

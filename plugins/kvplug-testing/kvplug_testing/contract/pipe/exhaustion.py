@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any, Final
 
 from kvplug.errors import PeerGoneError, TimeoutError
+from kvplug.net.exhaustion import NamedExhaustion
 from kvplug.transport.pipe import Pipe, PipeEndpoint, PipeListener
 from kvplug_testing.contract import exhaustion
 from kvplug_testing.contract.exhaustion import Attempt, let_go, together
@@ -47,7 +48,8 @@ class PipeAttempt(Attempt):
         return self.steps[step] == self._exchange
 
     def _make_endpoint(self) -> None:
-        self._endpoint = self._suite.endpoint()
+        with NamedExhaustion("building the endpoint of a pipe"):  # as kvplug's own builder does
+            self._endpoint = self._suite.endpoint()
 
     def _listen(self) -> None:
         assert self._endpoint is not None
@@ -55,7 +57,7 @@ class PipeAttempt(Attempt):
 
     def _connect(self) -> None:
         made: list[Pipe] = []
-        failed = threading.Event()
+        failed: list[BaseException] = []
         try:
             together(
                 lambda: self._dial(made, failed),
@@ -67,26 +69,30 @@ class PipeAttempt(Attempt):
             raise
         self._pipes = made
 
-    def _dial(self, made: list[Pipe], failed: threading.Event) -> None:
+    def _dial(self, made: list[Pipe], failed: list[BaseException]) -> None:
         assert self._endpoint is not None and self._listener is not None
         try:
             pipe = self._endpoint.connect(self._listener.contact, timeout=self.timeout_s)
             made.append(pipe)
             pipe.send_tensor(None, timeout=self.timeout_s)
-        except BaseException:
-            failed.set()
+        except BaseException as e:
+            failed.append(e)
             raise
 
-    def _accept(self, made: list[Pipe], failed: threading.Event) -> None:
+    def _accept(self, made: list[Pipe], failed: list[BaseException]) -> None:
         """The accepted pipe may be one whose other end has failed, in this try or in an earlier one."""
         assert self._listener is not None
         limit = time.monotonic() + self.timeout_s
         while True:
-            is_last = failed.is_set() or time.monotonic() > limit
+            has_failed = bool(failed)
+            is_last = time.monotonic() > limit
+            timeout = _STEP_S
+            if has_failed:  # the other end says why, or this one does
+                is_last, timeout = True, _STEP_S if isinstance(failed[0], ResourceExhaustedError) else SHORT_S
             try:
-                pipe = self._listener.accept(timeout=_STEP_S)
+                pipe = self._listener.accept(timeout=timeout)
             except TimeoutError:
-                if failed.is_set() and is_last:  # the other end says why
+                if has_failed:
                     return
                 if is_last:
                     raise

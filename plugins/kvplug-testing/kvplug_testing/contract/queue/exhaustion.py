@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from kvplug.net.exhaustion import NamedExhaustion
 from kvplug.transport.queue import MessageQueue, QueueEndpoint
 from kvplug_testing.contract import exhaustion
 from kvplug_testing.contract.exhaustion import Attempt, let_go, together
@@ -37,7 +38,8 @@ class QueueAttempt(Attempt):
         return self.steps[step] in (self._be_ready, self._pass)
 
     def _make_endpoint(self) -> None:
-        self._endpoint = self._suite.endpoint(n_reader=1)
+        with NamedExhaustion("building a message queue"):  # as kvplug's own builder does
+            self._endpoint = self._suite.endpoint(n_reader=1)
 
     def _create(self) -> None:
         assert self._endpoint is not None
