@@ -117,6 +117,20 @@ class TransportError(KvplugError, OSError):
     """A transport failed in a way that no other error describes; the cause is chained."""
 
 
+class ResourceExhaustedError(TransportError):
+    """A process, this one or a peer's, has no free descriptor, thread, memory or space; names which.
+
+    It is the system's state now, and nothing remembers it: the next call may succeed. ``resource`` is one of
+    ``descriptors``, ``threads``, ``memory`` and ``space`` (of a file system); ``errno`` is the system's
+    number, where it has given one.
+    """
+
+    def __init__(self, text: str, *, resource: str = "", errno: int | None = None) -> None:
+        self.resource = resource
+        super().__init__(text)
+        self.errno = errno
+
+
 # -- agreement and trust -----------------------------------------------------------------------
 
 

@@ -18,6 +18,7 @@ from kvplug.metrics.sinks import Reporter, Sink
 from kvplug.metrics.stats import TransferStats
 from kvplug.negotiation.handshake.hello import EngineFacts
 from kvplug.negotiation.model import ModelInfo
+from kvplug.net.exhaustion import NamedExhaustion
 from kvplug.transport.pipe import Pipe
 from kvplug.transport.spec import Kind
 
@@ -43,6 +44,7 @@ def engine_facts(
     )
 
 
+@NamedExhaustion("building a connector")
 def build_connector(
     config: Config,
     side: str,
@@ -72,6 +74,7 @@ def build_connector(
         UnknownConnectorError, UnknownTransportError, AmbiguousNameError: no plugin offers a name, or two do.
         PluginLoadError: the plugin's code does not import.
         InsecureAddressError, AddressInUseError: it cannot listen there.
+        ResourceExhaustedError: the process has no free descriptor, thread or memory for it.
     """
     which = Side(side)
     config.require_role()

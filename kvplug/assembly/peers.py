@@ -24,6 +24,7 @@ from kvplug.errors import (
     HandshakeError,
     KvplugError,
     PeerGoneError,
+    ResourceExhaustedError,
     TimeoutError,
     WireError,
 )
@@ -35,6 +36,7 @@ from kvplug.negotiation.handshake.exchange import exchange
 from kvplug.negotiation.handshake.hello import Hello
 from kvplug.net import liveness
 from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
+from kvplug.net.exhaustion import NamedExhaustion, exhaustion_of, raise_if_exhausted
 from kvplug.net.threads import BackgroundThread, end_at_exit
 from kvplug.net.trust.channel import Channel
 from kvplug.net.trust.connection import Connection
@@ -52,6 +54,8 @@ _MAX_PEERS = 128
 """Peers that are being served, and those that the program has not accepted yet. Others wait."""
 _LEAVE_S = 2.0
 """How long a pipe may take to become ready after its peer has hung up the control channel."""
+_LAST_WORD_S = 0.5
+"""How long a peer that has hung up in the middle may take to say that it lacked a resource."""
 _CLOSE_S = 2.0
 """How long ``close`` waits for handshakes that it has just ended."""
 
@@ -91,7 +95,12 @@ class LinkSettings:
         """Shake hands over the channel, and count it."""
         begun = time.perf_counter()
         try:
-            agreement = exchange(channel, self.hello(purpose), timeout=timeout)
+            try:
+                hello = self.hello(purpose)
+            except ResourceExhaustedError as e:
+                channel.decline(e)
+                raise
+            agreement = exchange(channel, hello, timeout=timeout)
         except KvplugError as e:
             self.stats.fail("handshake", reason_of(e))
             if isinstance(e, HandshakeError) and self.missing and _is_of_transports(e):
@@ -127,23 +136,33 @@ class ControlLink(PeerLink):
     def __repr__(self) -> str:
         return f"<ControlLink with {self.channel.peer}>"
 
+    @NamedExhaustion("opening a pipe")
     def open_pipe(self, label: str, *, device: str = "cpu", timeout: Timeout = DEFAULT_TIMEOUT) -> Pipe:
         deadline = Deadline.after(timeout, self._settings.config.timeout_s)
         # Ends on different kinds of device agreed on a pipe for CPU tensors only, which refuses all others.
         agreed = self.agreement.transports
         device = device if device.partition(":")[0] in agreed else "cpu"
         chosen = agreed[device.partition(":")[0]].chosen
-        if self._accepted:
-            pipe = self._serve(label, chosen, device, deadline)
-        else:
-            pipe = self._join(label, chosen, device, deadline)
+        try:
+            if self._accepted:
+                pipe = self._serve(label, chosen, device, deadline)
+            else:
+                pipe = self._join(label, chosen, device, deadline)
+        except PeerGoneError:
+            self.channel.check_not_declined(_LAST_WORD_S)
+            raise
+        except Exception as e:
+            if self._accepted and (shortage := exhaustion_of(e, f"opening the pipe {label!r}")):
+                self.channel.decline(shortage)
+            raise
         return self._settings.wrapped(pipe)
 
     def _serve(self, label: str, transport: str, device: str, deadline: Deadline) -> Pipe:
         try:
             listener = self._settings.pipe_endpoint(transport, device).listen()
         except KvplugError as e:
-            self.channel.send({"pipe": label, "error": str(e)}, timeout=deadline.remaining())
+            if exhaustion_of(e) is None:
+                self.channel.send({"pipe": label, "error": str(e)}, timeout=deadline.remaining())
             raise
         with self._lock:
             self._opening, closed = listener, self._closed
@@ -175,7 +194,10 @@ class ControlLink(PeerLink):
                 listener.close()
 
         def hung_up(_: str) -> None:
-            BackgroundThread(give_up, name="kvplug-give-up", stop=over.set).start()
+            try:
+                BackgroundThread(give_up, name="kvplug-give-up", stop=over.set).start()
+            except RuntimeError:  # no more threads, or the program leaves
+                give_up()
 
         with self.channel.socket().dup() as ours:  # another part of the connector may watch the channel's own
             watching = liveness.watch(sock=ours, on_gone=hung_up)
@@ -229,14 +251,22 @@ class LinkServer(Generic[T]):
         self._lock = threading.Lock()
         self._under_way: dict[threading.Thread, Channel | ControlLink] = {}
         self._places = threading.Semaphore(_MAX_PEERS)
+        self._shortage: ResourceExhaustedError | None = None
+        """Why the latest peer could not be served; ``None``: it could."""
         self._thread = BackgroundThread(self._accept_all, name="kvplug-accept", stop=self._stop_accepting)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except BaseException as e:
+            listener.close()
+            raise_if_exhausted(e, "a listener needs a thread that takes connections")
+            raise
 
     def accept(self, timeout: Timeout = DEFAULT_TIMEOUT) -> T:
         """The next result.
 
         Raises:
             TimeoutError: no peer came in time. Those that are on their way are not disturbed.
+            ResourceExhaustedError: nor could the latest one be served, for lack of a resource.
             ClosedError: this end is closed, also when that happens during the wait.
         """
         deadline = Deadline.after(timeout, self._settings.config.timeout_s)
@@ -244,6 +274,10 @@ class LinkServer(Generic[T]):
         try:
             result = None if self._closed.is_set() else self._ready.get(timeout=seconds)
         except queue.Empty:
+            shortage, self._shortage = self._shortage, None
+            if shortage is not None:
+                raise shortage from None
+            self._listener.check_shortage()
             raise TimeoutError(f"no peer came to {self._listener!r} within {seconds:.3g} s") from None
         if result is None:
             self._ready.put(None)  # wakes the next thread that waits
@@ -296,9 +330,11 @@ class LinkServer(Generic[T]):
                 continue
             try:
                 self._begin(connection)
-            except Exception as e:  # out of descriptors or threads, say: the listener outlives it
-                _log.warning("a control channel from %s is turned away: %s", connection.describe, e)
-                self._settings.stats.fail("handshake", reason_of(e))
+            except Exception as e:  # the listener outlives it
+                self._shortage = exhaustion_of(e, f"serving {connection.describe}")
+                error = self._shortage or e
+                _log.warning("a control channel from %s is turned away: %s", connection.describe, error)
+                self._settings.stats.fail("handshake", reason_of(error))
                 connection.close()
                 self._places.release()
 
@@ -307,7 +343,7 @@ class LinkServer(Generic[T]):
 
         Raises:
             ClosedError: this end is closed.
-            OSError, RuntimeError: this process has too many descriptors or threads.
+            ResourceExhaustedError, RuntimeError: this process has too many descriptors or threads.
         """
         channel = Channel(connection)
         thread = BackgroundThread(
@@ -324,9 +360,11 @@ class LinkServer(Generic[T]):
             if closed:
                 raise ClosedError("this listener is closed")
             thread.start()
-        except BaseException:
+        except BaseException as e:
             with self._lock:
                 self._under_way.pop(thread, None)
+            if shortage := exhaustion_of(e, "serving this channel"):
+                channel.decline(shortage)
             channel.close()
             raise
 
@@ -342,11 +380,17 @@ class LinkServer(Generic[T]):
                 if self._closed.is_set():
                     raise ClosedError("this listener is closed")
             result = self._complete(link, deadline)
+            self._shortage = None
         except KvplugError as e:
+            self._shortage = exhaustion_of(e)
             if not self._closed.is_set():
                 _log.warning("%s with %s: %s", _step(link), channel.peer, e)
-        except Exception:
-            _log.exception("%s with %s: a fault of kvplug or a plugin", _step(link), channel.peer)
+        except Exception as e:
+            self._shortage = exhaustion_of(e, f"serving {channel.peer}")
+            if self._shortage is None:
+                _log.exception("%s with %s: a fault of kvplug or a plugin", _step(link), channel.peer)
+            else:
+                _log.warning("%s with %s: %s", _step(link), channel.peer, self._shortage)
         finally:
             with self._lock:
                 self._under_way.pop(thread, None)

@@ -17,6 +17,7 @@ from kvplug.errors import (
     LayoutError,
     LentError,
     PeerGoneError,
+    ResourceExhaustedError,
     TensorMismatchError,
     UnsupportedError,
     WireError,
@@ -65,6 +66,8 @@ class Reason(enum.StrEnum):
     """The other process died or closed, or counts as dead after a silence."""
     NO_ROOM = "no_room"
     """There was no room for it in time."""
+    EXHAUSTED = "exhausted"
+    """The process or its host had no free descriptor, thread, memory or space for it."""
     GONE = "gone"
     """The entry was there when it was promised, and was not when it was fetched."""
     TOO_LARGE = "too_large"
@@ -98,6 +101,7 @@ _BY_ERROR: tuple[tuple[type[BaseException] | tuple[type[BaseException], ...], Re
     (EntryGoneError, Reason.GONE),
     (CapacityError, Reason.TOO_LARGE),
     (ClosedError, Reason.CLOSED),
+    (ResourceExhaustedError, Reason.EXHAUSTED),
     (PeerGoneError, Reason.PEER_GONE),
     (builtins.TimeoutError, Reason.TIMEOUT),
     (

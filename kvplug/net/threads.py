@@ -54,7 +54,7 @@ class BackgroundThread(threading.Thread):
     def start(self) -> None:
         """Raises RuntimeError: there can be no more threads now, or the program has left."""
         if _has_left:
-            raise RuntimeError("can't start new thread: the program is leaving")
+            raise RuntimeError("can't create new thread at interpreter shutdown")
         if self._ended_by is not None:
             _running[self] = self._ended_by
         try:

@@ -30,6 +30,12 @@ from kvplug.net.deadline import (
 from kvplug.net.exclusive_use import (
     ExclusiveUse as ExclusiveUse,
 )
+from kvplug.net.exhaustion import (
+    NamedExhaustion as NamedExhaustion,
+    ensure_available as ensure_available,
+    exhaustion_of as exhaustion_of,
+    raise_if_exhausted as raise_if_exhausted,
+)
 from kvplug.net.fork import (
     close_after_fork as close_after_fork,
 )
@@ -61,6 +67,10 @@ from kvplug.net.trust.connection import (
 from kvplug.net.trust.credentials import (
     Credentials as Credentials,
     Secret as Secret,
+)
+from kvplug.net.trust.decline import (
+    decline as decline,
+    raise_if_declined as raise_if_declined,
 )
 from kvplug.net.trust.identity import (
     PeerIdentity as PeerIdentity,

@@ -10,11 +10,21 @@ import socket
 import threading
 from typing import Any, Self
 
-from kvplug.errors import CapacityError, ClosedError, PeerGoneError, TimeoutError, WireError
+from kvplug.errors import (
+    BusyError,
+    CapacityError,
+    ClosedError,
+    PeerGoneError,
+    ResourceExhaustedError,
+    TimeoutError,
+    WireError,
+)
 from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
 from kvplug.net.exclusive_use import ExclusiveUse
+from kvplug.net.exhaustion import NamedExhaustion, raise_if_exhausted
 from kvplug.net.fork import close_after_fork
 from kvplug.net.trust.connection import Connection
+from kvplug.net.trust.decline import decline, shortage_in
 from kvplug.net.trust.identity import PeerIdentity
 from kvplug.net.wire import values
 from kvplug.net.wire.frames import HEADER_SIZE, FrameKind, decode_header, encode_header
@@ -41,7 +51,11 @@ class Channel:
     """
 
     def __init__(self, connection: Connection, *, timeout_s: float | None = 30.0) -> None:
-        """Takes over ``connection``. ``timeout_s`` is the default timeout of its calls."""
+        """Takes over ``connection``, also if it raises. ``timeout_s`` is the default timeout of its calls.
+
+        Raises:
+            ResourceExhaustedError: the process has no free descriptor to watch the peer.
+        """
         self._sock = connection.sock
         self._who = connection.describe
         self._timeout_s = timeout_s
@@ -54,6 +68,8 @@ class Channel:
         self._frame = bytearray(HEADER_SIZE)
         self._filled = 0
         self._in_body = False
+        self._is_lack = False
+        self._has_received = False
         self._sock.setblocking(False)
         self._dead = False
         self._ended = False
@@ -62,6 +78,11 @@ class Channel:
             self._pidfd = connection.peer.open_pidfd()
         except PeerGoneError:
             self._dead = True
+        except BaseException as e:
+            if isinstance(e, ResourceExhaustedError):
+                self.decline(e)
+            self._sock.close()
+            raise
         close_after_fork(self)
 
     def __repr__(self) -> str:
@@ -90,11 +111,13 @@ class Channel:
         """Send one value of the kinds that :mod:`kvplug.net.wire.values` carries.
 
         Raises:
-            TimeoutError: the peer does not read. With ``unsent == 0`` nothing of the value went out;
+            TimeoutError, ResourceExhaustedError: the peer does not read, or the kernel has no memory for
+                it. With ``unsent == 0`` nothing of the value went out;
                 otherwise it was begun, and ``flush`` or the next ``send`` finishes it first: do not send
                 it again.
             UnsupportedError, CapacityError: it is not carried, or too large; nothing was sent.
             BusyError: this is a signal's handler, and its thread is in the middle of sending.
+            ResourceExhaustedError: or the peer has declined the channel.
             PeerGoneError, ClosedError, WireError: as the law says.
         """
         data = values.encode(value)
@@ -106,6 +129,19 @@ class Channel:
     def flush(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
         """Finish a value that a ``send`` has begun. Raises as ``send`` does."""
         self._send_in_turn(None, Deadline.after(timeout, self._timeout_s))
+
+    def decline(self, shortage: ResourceExhaustedError) -> None:
+        """Tell the peer that this process has no resources to serve it: its calls raise
+        ``ResourceExhaustedError`` once it has received what was sent before, and it may try again with a new
+        channel. Close this one then. Never waits, raises nothing.
+        """
+        turn = self._turn
+        if turn.acquire(blocking=False):
+            try:
+                if not self._unsent and not self._closed:
+                    decline(self._sock, shortage)
+            finally:
+                turn.release()
 
     def _send_in_turn(self, frame: memoryview | None, deadline: Deadline) -> None:
         remaining = deadline.remaining()
@@ -127,6 +163,7 @@ class Channel:
                 with self._sending.taken():  # not for a signal's handler, whose thread is sending already
                     self._check()
                     if frame is not None and (self._ended or self._is_dead()):
+                        self._check_last_word()
                         raise self._gone(None)
                     self._flush(deadline)
                     if frame is not None:
@@ -138,7 +175,7 @@ class Channel:
         self._unsent = frame
         try:
             self._flush(deadline)
-        except TimeoutError:
+        except (TimeoutError, ResourceExhaustedError):
             if len(self._unsent) == len(frame):
                 self._unsent = memoryview(b"")
             raise
@@ -152,6 +189,8 @@ class Channel:
             except BlockingIOError:
                 pass
             except OSError as e:
+                raise_if_exhausted(e, f"sending to {self._who}")
+                self._check_last_word()
                 raise self._gone(e) from e
             if not self._wait(select.POLLOUT, deadline):
                 begun = f"; {len(self._unsent)} bytes of a value are left"
@@ -165,6 +204,8 @@ class Channel:
         Raises:
             TimeoutError: it has not (or not wholly) arrived; the next call goes on with it.
             WireError: what came is not a frame or not a value; the channel is broken.
+            ResourceExhaustedError: there is no memory for it; the next call goes on with it. Or the peer has
+                declined the channel.
             BusyError: another thread is receiving.
             PeerGoneError, ClosedError: as the law says.
         """
@@ -172,31 +213,56 @@ class Channel:
         try:
             with self._receiving.taken():
                 self._check()
-                return self._receive(deadline)
+                value = self._next(deadline)
+                self._has_received = True
+                self._frame = bytearray(HEADER_SIZE)
+                self._filled = 0
+                self._in_body = False
+                return value
         finally:
             self._close_if_unused()
 
-    def _receive(self, deadline: Deadline) -> Any:
+    def _next(self, deadline: Deadline) -> Any:
+        """The next value, which stays the next one."""
         if not self._in_body:
             self._fill(deadline)
             try:
                 header = decode_header(self._frame, max_length=MAX_FRAME_BYTES)
-                if header.kind is not FrameKind.VALUE:
+                if header.kind not in (FrameKind.VALUE, FrameKind.LACK):
                     raise WireError(f"a {header.kind.name} frame where only values are expected")
             except WireError as e:
                 raise self._break(e) from e
-            self._frame = bytearray(header.length)
+            self._is_lack = header.kind is FrameKind.LACK
+            self._frame = _memory(header.length)
             self._filled = 0
             self._in_body = True
         self._fill(deadline)
-        data = self._frame
-        self._frame = bytearray(HEADER_SIZE)
-        self._filled = 0
-        self._in_body = False
         try:
-            return values.decode(data)
+            if not self._is_lack:
+                return values.decode(self._frame)
+            raise shortage_in(self._frame, self._who)
         except WireError as e:
             raise self._break(e) from e
+
+    def check_not_declined(self, timeout: float = 0) -> None:
+        """Return, unless the peer has declined this channel, or does so by then. What else comes stays there.
+
+        Raises:
+            ResourceExhaustedError: the peer lacks a resource.
+            WireError: what came is not a frame or not a value.
+        """
+        try:
+            gone = (TimeoutError, PeerGoneError, ClosedError, BusyError)
+            with contextlib.suppress(*gone), self._receiving.taken():
+                self._check()
+                self._next(Deadline.after(timeout))
+        finally:
+            self._close_if_unused()
+
+    def _check_last_word(self) -> None:
+        """The peer is gone, and this end has not received anything: it may have been declined."""
+        if not self._has_received:
+            self.check_not_declined()
 
     def _fill(self, deadline: Deadline) -> None:
         view = memoryview(self._frame)
@@ -210,6 +276,7 @@ class Channel:
                     raise TimeoutError(f"{self._who} sent nothing in time{part}") from None
                 continue
             except OSError as e:
+                raise_if_exhausted(e, f"receiving from {self._who}")
                 raise self._gone(e) from e
             if not got:
                 # It may be seen before the pidfd, and TCP would still take what is sent after it.
@@ -310,3 +377,8 @@ class Channel:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+@NamedExhaustion("receiving a value")
+def _memory(nbytes: int) -> bytearray:
+    return bytearray(nbytes)

@@ -16,6 +16,7 @@ from kvplug.errors import (
     UnsupportedError,
 )
 from kvplug.net.deadline import Deadline, Timeout
+from kvplug.net.exhaustion import exhaustion_of, raise_if_exhausted
 from kvplug.transport.communicator.calls import (
     PAIRED,
     check_dim,
@@ -119,7 +120,8 @@ class CheckedCalls(Primitives):
         except BaseException as e:
             if self._destroyed:
                 raise ClosedError(f"{self!r} was destroyed during the call") from e
-            self._break(e)
+            self._break(exhaustion_of(e, repr(self)) or e)
+            raise_if_exhausted(e, repr(self))
             raise
         finally:
             self._busy.release()

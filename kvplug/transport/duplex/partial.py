@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Final
 
 from kvplug.errors import KvplugError, TensorMismatchError, TimeoutError
+from kvplug.net.exhaustion import exhaustion_of, raise_if_exhausted
 from kvplug.net.wire.messages import check_fits, is_dense
 from kvplug.net.wire.tensors import TensorMeta, copy_into, memory_of, memory_of_writable
 
@@ -75,6 +76,7 @@ class PartialMessage:
         Raises:
             TimeoutError: not all has arrived; the next call goes on with it.
             TensorMismatchError: ``out`` cannot be written; the message stays.
+            ResourceExhaustedError: there is no memory to copy it into ``out``; the message stays.
             KvplugError: what ``allocate`` and ``fill`` raise.
         """
         assert self.meta is not None
@@ -91,8 +93,8 @@ class PartialMessage:
                 raise self.late(peer)
         except KvplugError:
             raise
-        except BaseException:
-            fail(INTERRUPTED)
+        except BaseException as e:
+            fail(str(exhaustion_of(e, "receiving a message") or INTERRUPTED))
             raise
         if out is None or tensor is out:
             return tensor
@@ -100,6 +102,7 @@ class PartialMessage:
         try:
             copy_into(out, memory_of(tensor))
         except RuntimeError as e:
+            raise_if_exhausted(e, "copying a message into out=; it stays")
             raise TensorMismatchError(f"out= cannot be written, and the message stays: {e}") from e
         return out
 

@@ -11,7 +11,7 @@ from kvplug.net.deadline import Deadline
 from kvplug.net.trust.channel import Channel
 from kvplug.net.trust.connection import dial, dial_until
 from kvplug.net.trust.credentials import Credentials
-from kvplug.transport.group.store import OK
+from kvplug.transport.group.store import ERRORS, OK
 
 PURPOSE = "group"
 """What a group's listener serves."""
@@ -66,7 +66,8 @@ class RemoteStore:
         channel.send(greeting, deadline.remaining())
         status, text = _pair(channel.recv(deadline.remaining()))
         if status != OK:
-            raise WireError(f"the group at {self._membership.peer} refused rank {self._rank}: {text}")
+            error = ERRORS.get(status, WireError)
+            raise error(f"the group at {self._membership.peer} refused rank {self._rank}: {text}")
 
     def ask(self, request: tuple[Any, ...]) -> tuple[str, Any]:
         wait = request[-1] if request[0] in ("get", "take", "collect") else self._timeout_s

@@ -17,6 +17,7 @@ from kvplug.errors import (
     WireError,
 )
 from kvplug.net.deadline import Deadline
+from kvplug.net.exhaustion import NamedExhaustion, exhaustion_of
 from kvplug.net.threads import BackgroundThread
 from kvplug.net.trust.channel import Channel
 from kvplug.net.trust.identity import this_process
@@ -39,8 +40,12 @@ class StoreServer:
     """
 
     def __init__(self, listener: Listener | None, world_size: int, label: str) -> None:
+        """Takes over the listener, also if it raises.
+
+        Raises:
+            ResourceExhaustedError: the process can start no more threads, or has no free descriptor.
+        """
         self.store = Store(world_size)
-        self.store.add_self(this_process(label))
         self._listener = listener
         self._lock = threading.Lock()
         self._answered = threading.Condition(self._lock)
@@ -48,8 +53,15 @@ class StoreServer:
         self._channels: set[Channel] = set()
         self._threads: set[threading.Thread] = set()
         self._closed = False
-        if listener is not None:
-            self._start(self._accept, (), "kvplug group", listener.close)
+        try:
+            with NamedExhaustion("serving a group"):
+                self.store.add_self(this_process(label))
+                if listener is not None:
+                    self._start(self._accept, (), "kvplug group", listener.close)
+        except BaseException:
+            if listener is not None:
+                listener.close()
+            raise
 
     def _start(self, target: Any, args: tuple[Any, ...], name: str, stop: Callable[[], None]) -> None:
         def run() -> None:
@@ -61,7 +73,11 @@ class StoreServer:
 
         thread = BackgroundThread(run, name=name, stop=stop)
         self._threads.add(thread)
-        thread.start()
+        try:
+            thread.start()
+        except BaseException:
+            self._threads.discard(thread)
+            raise
 
     def _accept(self) -> None:
         assert self._listener is not None
@@ -70,14 +86,31 @@ class StoreServer:
                 connection = self._listener.accept(None)
             except ClosedError:
                 return
-            channel = Channel(connection, timeout_s=_ANSWER_TIMEOUT_S)
-            with self._lock:
-                if self._closed:
-                    channel.close()
-                    return
-                self._channels.add(channel)
-                stop = partial(self._hang_up, channel)
-                self._start(self._serve, (channel,), f"kvplug group, {channel.peer}", stop)
+            try:
+                channel = Channel(connection, timeout_s=_ANSWER_TIMEOUT_S)
+            except KvplugError as e:  # no descriptor is free to watch its peer
+                logger.warning("%s is not served by the group: %s", connection.describe, e)
+                continue
+            try:
+                with self._lock:
+                    if self._closed:
+                        channel.close()
+                        return
+                    self._channels.add(channel)
+                    stop = partial(self._hang_up, channel)
+                    self._start(self._serve, (channel,), f"kvplug group, {channel.peer}", stop)
+            except RuntimeError as e:
+                self._turn_away(channel, e)
+
+    def _turn_away(self, channel: Channel, error: RuntimeError) -> None:
+        """No thread could be started to serve it."""
+        why = str(exhaustion_of(error, f"serving {channel.peer}") or error)
+        logger.warning("%s is not served by the group: %s", channel.peer, why)
+        with contextlib.suppress(KvplugError):
+            channel.send(("exhausted", why), 0)
+        with self._lock:
+            self._channels.discard(channel)
+        channel.close()
 
     def _serve(self, channel: Channel) -> None:
         try:

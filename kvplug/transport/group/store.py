@@ -12,7 +12,14 @@ from typing import Any
 
 import attrs
 
-from kvplug.errors import CapacityError, KvplugError, PeerGoneError, TimeoutError, WireError
+from kvplug.errors import (
+    CapacityError,
+    KvplugError,
+    PeerGoneError,
+    ResourceExhaustedError,
+    TimeoutError,
+    WireError,
+)
 from kvplug.net.deadline import Deadline
 from kvplug.net.trust.identity import PeerIdentity
 from kvplug.net.wire import values
@@ -26,6 +33,7 @@ ERRORS: dict[str, type[KvplugError]] = {
     "timeout": TimeoutError,
     "gone": PeerGoneError,
     "large": CapacityError,
+    "exhausted": ResourceExhaustedError,
     "refused": WireError,
 }
 

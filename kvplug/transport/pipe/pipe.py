@@ -54,6 +54,8 @@ class Pipe(abc.ABC):
             TimeoutError: there was no room in time; nothing was queued.
             PeerGoneError, ClosedError, BusyError: as the law says.
             UnsupportedError: the tensor's device or dtype is not carried; nothing was queued.
+            ResourceExhaustedError: there is no free thread or memory for it. Nothing was queued, or the pipe
+                is broken and says so.
         """
 
     @abc.abstractmethod
@@ -67,6 +69,7 @@ class Pipe(abc.ABC):
                 the message stays and can be received by another call.
             TimeoutError: nothing (or not all) arrived in time. Nothing is lost: the next call gets the
                 message, or goes on with it; or the pipe is broken and says so. It is never skipped.
+            ResourceExhaustedError: there is no free thread or memory for it; the same holds.
             PeerGoneError, ClosedError, BusyError: as the law says.
         """
 
@@ -136,6 +139,8 @@ class PipeListener(abc.ABC):
 
         Raises:
             TimeoutError: no peer connected.
+            ResourceExhaustedError: a peer connected, and the process has no free descriptor, thread or memory
+                for its pipe. The listener goes on.
             ClosedError: the listener is closed (also when that happens during the wait).
         """
 
@@ -153,6 +158,7 @@ class PipeEndpoint(abc.ABC):
 
         Raises:
             AddressInUseError, InsecureAddressError, TransportError: it cannot, and why.
+            ResourceExhaustedError: the process has no free descriptor, thread or memory for it.
         """
 
     @abc.abstractmethod
@@ -164,4 +170,5 @@ class PipeEndpoint(abc.ABC):
             PeerGoneError: no process listens there any more.
             AuthenticationError: one end did not prove itself to the other.
             WireError: the contact is not one of this transport's.
+            ResourceExhaustedError: the process has no free descriptor, thread or memory for it.
         """

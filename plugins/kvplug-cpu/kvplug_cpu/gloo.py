@@ -14,7 +14,14 @@ import torch.distributed
 from torch.distributed import AllreduceOptions, AllToAllOptions, BroadcastOptions
 
 from kvplug import ClosedError, ConfigError, KvplugError, PluginError, TimeoutError, TransportError
-from kvplug.transport import BackgroundThread, Deadline, end_at_exit
+from kvplug.transport import (
+    BackgroundThread,
+    Deadline,
+    NamedExhaustion,
+    end_at_exit,
+    ensure_available,
+    raise_if_exhausted,
+)
 from kvplug_cpu.store import GroupStore
 
 _STEP_S = 0.05
@@ -24,6 +31,10 @@ _BEYOND_S = 5.0
 _FOR_EVER = timedelta(days=365)
 _NOBODYS_TAG = 0x6B76
 _ENDING_S = 2.0
+_THREADS = 3
+"""Threads of a group."""
+_DESCRIPTORS = 8
+"""Descriptors of a group, and a reserve, besides one for each rank."""
 
 
 class Gloo:
@@ -97,8 +108,12 @@ class Gloo:
                 found.append(e)
 
         # gloo's timeout applies to each of its steps: only another thread can keep the deadline.
+        what = f"gloo at {address}"
+        # Another rank may be a thread of this process, and need as many now.
+        ensure_available(what, descriptors=2 * (_DESCRIPTORS + world_size), threads=2 * _THREADS)
         thread = BackgroundThread(connect, name="kvplug-cpu-gloo", stop=partial(_abandon, store))
-        thread.start()
+        with NamedExhaustion(what):
+            thread.start()
         while not found:
             left = deadline.remaining()
             thread.join(_STEP_S if left is None else min(_STEP_S, left))
@@ -118,7 +133,9 @@ class Gloo:
         self.group = None
         if self._stuck:
             # The thread that drops the last reference to the group waits for operations under way.
-            BackgroundThread(last.clear, name="kvplug-cpu-gloo", stop=lambda: None).start()
+            dropping = BackgroundThread(last.clear, name="kvplug-cpu-gloo", stop=lambda: None)
+            with contextlib.suppress(RuntimeError):  # no thread: this one waits
+                dropping.start()
 
     def after_fork_in_child(self) -> None:
         """In a forked child gloo's threads do not exist, and destroying the group would wait for them: keep
@@ -228,6 +245,7 @@ def _mapped(what: str) -> Iterator[None]:
     except RuntimeError as e:
         if isinstance(e, KvplugError):
             raise
+        raise_if_exhausted(e, what)
         reason = str(e).partition("] ")[2] or str(e)
         raise TransportError(f"{what}: {reason.partition('. This is')[0].strip()}") from e
 

@@ -8,7 +8,7 @@ import threading
 
 import attrs
 
-from kvplug import ClosedError, PeerGoneError, TimeoutError
+from kvplug import ClosedError, PeerGoneError, ResourceExhaustedError, TimeoutError
 from kvplug.transport import Connection, Deadline, HeartbeatTerms, Listener, Pipe, PipeAcceptor
 from kvplug_cpu.join import CONTROL, Join, say_ready
 from kvplug_cpu.pipe import CpuPipe, CpuPipeSettings
@@ -24,6 +24,8 @@ class _Session:
     connections: dict[int, Connection] = attrs.field(factory=dict)
     """The data connections, which this object owns until they are a pipe."""
     complete: bool = False
+    shortage: ResourceExhaustedError | None = None
+    """What this process lacked for a connection that may be one of them."""
 
 
 class CpuListener(PipeAcceptor):
@@ -59,6 +61,13 @@ class CpuListener(PipeAcceptor):
             return self._gather(connection, join, deadline)
         self._hand_over(connection, join)
         return None
+
+    def _note_shortage(self, connection: Connection, shortage: ResourceExhaustedError) -> None:
+        super()._note_shortage(connection, shortage)
+        with self._arrived:  # it may be a data connection: its pipe would wait for it in vain
+            for session in self._sessions.values():
+                session.shortage = shortage
+            self._arrived.notify_all()
 
     def _hand_over(self, connection: Connection, join: Join) -> None:
         with self._joining:
@@ -104,6 +113,8 @@ class CpuListener(PipeAcceptor):
             while len(session.connections) < count:
                 if self.closed:
                     raise ClosedError("the listener was closed")
+                if session.shortage is not None:
+                    raise session.shortage
                 if not self._arrived.wait(deadline.remaining()) and deadline.expired:
                     came = len(session.connections)
                     raise TimeoutError(f"{came} of {count} data connections came in time")

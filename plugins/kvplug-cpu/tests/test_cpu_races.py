@@ -52,7 +52,7 @@ def test_a_message_interrupted_while_the_peer_closes_goes_on_with_its_first_byte
 def test_no_memory_to_keep_a_part_in_breaks_the_pipe_and_says_so(
     local_pair: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from kvplug import CapacityError
+    from kvplug import ResourceExhaustedError
     from kvplug_cpu import inbox
 
     one, other = local_pair(split_bytes=64 * MIB)
@@ -60,7 +60,7 @@ def test_no_memory_to_keep_a_part_in_breaks_the_pipe_and_says_so(
     assert one._data[0].send_now([memoryview(content.prefix), content.memory[:50_000]])
 
     def none_left(meta: Any) -> Any:
-        raise CapacityError("no memory")
+        raise ResourceExhaustedError("no memory", resource="memory")
 
     monkeypatch.setattr(inbox, "fresh", none_left)
     with pytest.raises(KvplugError):

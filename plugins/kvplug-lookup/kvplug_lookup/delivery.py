@@ -8,6 +8,7 @@ entry.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -16,17 +17,24 @@ import attrs
 import torch
 from torch import Tensor
 
-from kvplug import ClosedError, KvplugError, TimeoutError
+from kvplug import ClosedError, KvplugError, ResourceExhaustedError, TimeoutError, TransportError
 from kvplug.transport import (
     BackgroundThread,
     Deadline,
     Entry,
     EntrySink,
+    NamedExhaustion,
     Pipe,
     TensorMismatchError,
     WireError,
+    exhaustion_of,
 )
 from kvplug_lookup.messages import Coming, PartMeta
+
+_log = logging.getLogger(__name__)
+
+_LACKING_S = 0.1
+"""The pause before another try to receive what there was no memory for."""
 
 
 @attrs.define(eq=False)
@@ -134,7 +142,8 @@ class Deliveries:
         dtype, shape = meta.torch_dtype, meta.shape[1:]
         memory = self._scratch.get(name)
         if memory is None or memory.dtype is not dtype or memory.shape != shape:
-            memory = self._scratch[name] = torch.empty(shape, dtype=dtype, device=self._device)
+            with NamedExhaustion("receiving an entry"):
+                memory = self._scratch[name] = torch.empty(shape, dtype=dtype, device=self._device)
         return memory
 
     def _next_tensor(self, delivery: Delivery, out: Tensor, deadline: Deadline) -> Tensor:
@@ -156,7 +165,7 @@ class Deliveries:
                 )
                 self._lose(error)
                 raise error from None
-        except TimeoutError:
+        except (TimeoutError, ResourceExhaustedError):
             raise
         except KvplugError as e:
             self._lose(e)
@@ -174,7 +183,11 @@ class Deliveries:
         """Its caller goes. What of it has not come yet is drained by another thread."""
         if delivery.num_left or self._queue[0] is not delivery:
             name = f"kvplug-lookup-drain-{delivery.coming.call}"
-            BackgroundThread(self._drain, args=(delivery,), name=name, stop=self._abandon).start()
+            drainer = BackgroundThread(self._drain, args=(delivery,), name=name, stop=self._abandon)
+            try:
+                drainer.start()
+            except RuntimeError as e:  # or the next entry would wait for ever
+                self._lose(exhaustion_of(e, "an entry that was given up") or TransportError(str(e)))
         else:
             self._end_turn(delivery)
 
@@ -194,7 +207,13 @@ class Deliveries:
                 try:
                     received = self._data.recv_tensor(out, timeout=None)
                 except TensorMismatchError:
-                    received = self._data.recv_tensor(timeout=None)
+                    continue  # it is still there, and is received into other memory
+                except ResourceExhaustedError as e:
+                    _log.warning("an entry that was given up is received later: %s", e)
+                    with self._lock:
+                        self._turn.wait(_LACKING_S)
+                        self._check()
+                    continue
                 delivery.num_left = 0 if received is None else delivery.num_left - 1
         except KvplugError as e:
             self._lose(e)

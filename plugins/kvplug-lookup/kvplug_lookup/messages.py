@@ -27,7 +27,7 @@ from torch import Tensor
 
 from kvplug import KvplugError, TimeoutError
 from kvplug.net.wire import decode, encode, memory_of
-from kvplug.transport import Deadline, EntryHeader, WireError
+from kvplug.transport import Deadline, EntryHeader, NamedExhaustion, WireError
 from kvplug_lookup.index import TokenArray
 
 _number = and_(instance_of(int), ge(0))
@@ -93,6 +93,8 @@ class Failed:
     error: str = attrs.field(validator=instance_of(str))
     """Name of its class."""
     text: str = attrs.field(validator=instance_of(str))
+    resource: str = attrs.field(default="", validator=instance_of(str))
+    """What the store's process has no more of."""
 
 
 @attrs.frozen
@@ -108,11 +110,13 @@ class PartMeta:
     def of(cls, part: Tensor | None) -> PartMeta | None:
         return None if part is None else cls(str(part.dtype).removeprefix("torch."), tuple(part.shape))
 
+    @NamedExhaustion("receiving an entry")
     def empty(self, device: str | torch.device) -> Tensor:
         """Memory for it.
 
         Raises:
             WireError: this torch has no such dtype.
+            ResourceExhaustedError: not enough memory.
         """
         return torch.empty(self.shape, dtype=self.torch_dtype, device=device)
 
@@ -181,22 +185,26 @@ _BY_NAME: dict[str, type[Any]] = {
 }
 
 
+@NamedExhaustion("encoding a message")
 def pack(message: Message) -> Tensor:
     """The tensor that carries it.
 
     Raises:
         UnsupportedError, CapacityError: it cannot be encoded (an entry's metadata, or too large).
+        ResourceExhaustedError: not enough memory.
     """
     fields = [getattr(message, field.name) for field in attrs.fields(type(message))]
     plain = [[f.dtype, list(f.shape)] if isinstance(f, PartMeta) else f for f in fields]
     return torch.frombuffer(bytearray(encode([type(message).__name__, *plain])), dtype=torch.uint8)
 
 
+@NamedExhaustion("decoding a message")
 def unpack(tensor: Tensor | None) -> Message:
     """What the tensor carries.
 
     Raises:
         WireError: it is no message of these.
+        ResourceExhaustedError: not enough memory.
     """
     if tensor is None or tensor.dtype is not torch.uint8 or tensor.dim() != 1:
         raise WireError("a message on the signal pipe must be a row of bytes")

@@ -9,6 +9,7 @@ back at once, and leaves the rest of its tensors to :class:`~kvplug_lookup.deliv
 
 from __future__ import annotations
 
+import copy
 import itertools
 import logging
 import threading
@@ -23,6 +24,7 @@ from kvplug import (
     ClosedError,
     KvplugError,
     PeerGoneError,
+    ResourceExhaustedError,
     TimeoutError,
     TransportError,
     UnsupportedError,
@@ -35,6 +37,7 @@ from kvplug.transport import (
     Entry,
     EntrySink,
     LookupBuffer,
+    NamedExhaustion,
     Pipe,
     Timeout,
     WireError,
@@ -107,7 +110,8 @@ class ReachingEnd(LookupBuffer):
         close_after_fork(self)
         end_at_exit(self)
         self._router = BackgroundThread(self._route, name="kvplug-lookup-reach", stop=self.abort)
-        self._router.start()
+        with NamedExhaustion("reaching a lookup store"):
+            self._router.start()
 
     @property
     def is_lost(self) -> bool:
@@ -235,7 +239,7 @@ class ReachingEnd(LookupBuffer):
     def _say(self, message: Message, deadline: Deadline) -> None:
         try:
             self._send(message, deadline)
-        except (TimeoutError, UnsupportedError, CapacityError):
+        except (TimeoutError, UnsupportedError, CapacityError, ResourceExhaustedError):
             raise  # nothing of it was sent
         except KvplugError as e:
             self._lose(e)
@@ -261,7 +265,11 @@ class ReachingEnd(LookupBuffer):
                 call.woken.wait(deadline.remaining())
             answer = call.answers.popleft()
         if isinstance(answer, Failed):
-            raise _ERRORS.get(answer.error, TransportError)(f"{what}: {answer.text}")
+            text = f"{what}: {answer.text}"
+            if answer.resource:
+                at = f"the lookup store at {self._signal.peer}"
+                raise ResourceExhaustedError(f"{at}: {text}", resource=answer.resource)
+            raise _ERRORS.get(answer.error, TransportError)(text)
         return answer
 
     # -- entries -------------------------------------------------------------------------------
@@ -317,7 +325,7 @@ class ReachingEnd(LookupBuffer):
     def _check(self) -> None:
         if self._ended is not None:
             # A new one for each caller: one that is raised again and again gathers all their stacks.
-            raise type(self._ended)(str(self._ended)) from self._ended
+            raise copy.copy(self._ended) from self._ended
 
     def _break(self, why: str) -> NoReturn:
         """The other end does not keep to what was agreed."""

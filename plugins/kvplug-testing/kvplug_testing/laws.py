@@ -90,6 +90,11 @@ ALL-8, leaving the program
   writes nothing to stderr: right after `abort()`, right after `close()`, and if nothing was closed, also
   while threads of the transport, or of the program in calls of it, are at work. So does a forked child.
 
+ALL-9, exhaustion
+: If a process has no free descriptor, thread, memory or space, a call that needs one raises
+  `ResourceExhaustedError`, which names what ran out. It leaves nothing behind, and nothing is remembered: the
+  next try succeeds as soon as there is enough. An object that was in use may be broken, and then says so.
+
 ## Endpoints
 
 END-1, two verbs

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from kvplug import ClosedError, IntegrityError, TimeoutError
 from kvplug.engine import KVLayout, TransferStats, reason_of, scatter
-from kvplug.transport import BackgroundThread, Deadline, EntryHeader, LookupBuffer
+from kvplug.transport import BackgroundThread, Deadline, EntryHeader, LookupBuffer, exhaustion_of
 from kvplug_lookup.connector.device import Mark, wait_for_device
 from kvplug_lookup.connector.plan import LoadPlan
 from kvplug_lookup.connector.save import hash_of
@@ -214,7 +214,7 @@ class Loader:
             )
             self._last_success = time.monotonic()
         except Exception as e:
-            load.fail(e)
+            load.fail(exhaustion_of(e, "loading") or e)
             if not self._closed and load.error is not None:
                 _log.warning(
                     "%d tokens of request %s could not be loaded: %s",

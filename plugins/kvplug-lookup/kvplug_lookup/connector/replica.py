@@ -23,7 +23,14 @@ from typing import Any
 
 import attrs
 
-from kvplug import ClosedError, HandshakeError, KvplugError, PeerGoneError, TimeoutError
+from kvplug import (
+    ClosedError,
+    HandshakeError,
+    KvplugError,
+    PeerGoneError,
+    ResourceExhaustedError,
+    TimeoutError,
+)
 from kvplug.engine import PeerLink
 from kvplug.transport import (
     BackgroundThread,
@@ -33,6 +40,7 @@ from kvplug.transport import (
     Snapshot,
     Stored,
     event_from_plain,
+    exhaustion_of,
 )
 from kvplug_lookup.index import TokenIndex
 
@@ -78,6 +86,8 @@ class Replica:
         self._refused_link: PeerLink | None = None
         """To a store whose worker and ours do not agree."""
         self._refusal: Exception | None = None
+        self._shortage: ResourceExhaustedError | None = None
+        """Why the latest try to connect failed, if a resource ran out."""
         self._has_tried = False
         """It was connected once, or refused."""
         self._was_connected = False
@@ -163,6 +173,8 @@ class Replica:
                 if self._closed.is_set():
                     raise ClosedError("this connector was shut down")
                 if not self._changed.wait(deadline.remaining()) and deadline.expired:
+                    if self._shortage is not None:
+                        raise self._shortage
                     raise TimeoutError(f"the peer engine's worker {self._rank} did not come in time")
 
     def close(self) -> None:
@@ -196,6 +208,7 @@ class Replica:
                     _log.warning("no index of the peer engine's worker %d: %s", self._rank, e)
                 with self._lock:
                     self._has_gap = False
+                    self._shortage = exhaustion_of(e, f"connecting to the peer engine's worker {self._rank}")
                     if isinstance(e, HandshakeError | PermissionError):
                         self._refusal, self._has_tried = e, True
                     self._changed.notify_all()
@@ -223,6 +236,7 @@ class Replica:
         follower = Follower()
         with self._lock:
             self._link, self._refusal, self._has_tried, self._was_connected = link, None, True, True
+            self._shortage = None
             self._asked = 0
         if self._closed.is_set():
             return

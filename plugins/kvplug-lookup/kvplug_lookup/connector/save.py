@@ -15,7 +15,7 @@ import torch
 from kvplug import CapacityError, ClosedError, TimeoutError
 from kvplug.engine import EntryGoneError, KVLayout, TransferStats, gather
 from kvplug.net.wire import memory_of
-from kvplug.transport import BackgroundThread, LookupStore, digest
+from kvplug.transport import BackgroundThread, LookupStore, digest, exhaustion_of
 from kvplug_lookup.connector.device import Mark, wait_for_device
 from kvplug_lookup.connector.plan import SavePlan
 
@@ -114,7 +114,7 @@ class Saver:
             value = torch.empty(shape, dtype=dtype, device=device) if layout.has_values else None
         except (MemoryError, RuntimeError) as e:
             self._return_bytes(nbytes)
-            self._give_up(e, "no_room")
+            self._give_up_on(e)
             return None
         return _Gathered(
             plan.token_ids, plan.extra, key, value, nbytes, self._num_resets, time.perf_counter()
@@ -137,15 +137,21 @@ class Saver:
             if gathered is None:
                 continue
             value = gathered.value
-            gather(
-                cache,
-                self._layout,
-                plan.block_ids,
-                plan.start,
-                plan.end,
-                out_key=gathered.key[index, plan.start : plan.end],
-                out_value=None if value is None else value[index, plan.start : plan.end],
-            )
+            try:
+                gather(
+                    cache,
+                    self._layout,
+                    plan.block_ids,
+                    plan.start,
+                    plan.end,
+                    out_key=gathered.key[index, plan.start : plan.end],
+                    out_value=None if value is None else value[index, plan.start : plan.end],
+                )
+            except (MemoryError, RuntimeError) as e:
+                if exhaustion_of(e) is None:
+                    raise
+                self.forget(plan.request_id)
+                self._give_up_on(e)
 
     def end(self, plans: tuple[SavePlan, ...]) -> None:
         """The step is over: prompts that are complete go into the store.
@@ -228,7 +234,7 @@ class Saver:
             except CapacityError as e:
                 self._give_up(e, "too_large")
             except Exception as e:
-                self._give_up(e, "other")
+                self._give_up_on(e)
             finally:
                 with self._lock:
                     self._num_stored += 1
@@ -266,6 +272,10 @@ class Saver:
             self._store.clear()  # it came after the reset did; what this thread stores next is newer
             return
         self._stats.record("save", gathered.nbytes, time.perf_counter() - gathered.started)
+
+    def _give_up_on(self, error: Exception) -> None:
+        shortage = exhaustion_of(error, "saving")
+        self._give_up(shortage or error, "other" if shortage is None else "exhausted")
 
     def _give_up(self, error: Exception | str, reason: str) -> None:
         _log.warning("a prompt is not stored: %s", error)

@@ -79,15 +79,14 @@ class LookupScheduler(SchedulerConnector):
         self._num_reset = 0
         """How many have."""
         self._replicas: tuple[Replica, ...] = ()
-        if self._loads:
-            self._replicas = tuple(
-                Replica(
-                    self._connector_to(rank),
-                    rank=rank,
-                    fence_timeout_s=context.options.fence_timeout_s,
-                )
-                for rank in range(context.parallelism.num_workers)
-            )
+        try:
+            for rank in range(context.parallelism.num_workers) if self._loads else ():
+                fence_s = context.options.fence_timeout_s
+                replica = Replica(self._connector_to(rank), rank=rank, fence_timeout_s=fence_s)
+                self._replicas += (replica,)
+        except BaseException:
+            self.shutdown()
+            raise
 
     def _connector_to(self, rank: int) -> Any:
         def connect(timeout: float) -> PeerLink:

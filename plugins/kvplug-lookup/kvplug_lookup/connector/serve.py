@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable
 from functools import partial
 
-from kvplug import ClosedError, KvplugError, TimeoutError
+from kvplug import ClosedError, KvplugError, ResourceExhaustedError, TimeoutError
 from kvplug.engine import PeerLink, PeerListener
 from kvplug.transport import (
     BackgroundThread,
@@ -20,6 +20,7 @@ from kvplug.transport import (
     StoreEvent,
     WireError,
     event_to_plain,
+    exhaustion_of,
 )
 
 _log = logging.getLogger(__name__)
@@ -47,7 +48,11 @@ class _Publisher:
         self._unsubscribe = store.subscribe(self._put_event)  # calls it with the snapshot, however large
         with self._lock:
             self._max_lag_bytes = self._lag_bytes + _MAX_LAG_BYTES
-        self._sender.start()
+        try:
+            self._sender.start()
+        except BaseException:
+            self._unsubscribe()
+            raise
 
     def run(self) -> None:
         """Answer pings until the follower goes."""
@@ -142,7 +147,7 @@ class Service:
                 link = self._listener.accept(timeout=None)
             except ClosedError:
                 return
-            except TimeoutError:
+            except (TimeoutError, ResourceExhaustedError):
                 continue
             thread = BackgroundThread(
                 self._serve, args=(link,), name="kvplug-lookup-peer", stop=partial(self._drop, link)
@@ -154,7 +159,7 @@ class Service:
                     if not closed:
                         thread.start()
                 except RuntimeError as e:  # no more threads
-                    _log.warning("%s is not served: %s", link, e)
+                    self._say_failed(link, e)
                     closed = True
                 if closed:
                     del self._served[link]
@@ -175,15 +180,27 @@ class Service:
                 self._attach(link)
             else:
                 _log.warning("a peer came for %r, which connector 'lookup' does not know", remote.purpose)
-        except KvplugError as e:
-            if not self._closed:
-                _log.warning("serving %s for %r failed: %s", remote.engine_id, remote.purpose, e)
-        except Exception:
-            _log.exception("serving %s for %r failed", remote.engine_id, remote.purpose)
+        except Exception as e:
+            self._say_failed(link, e)
         finally:
             link.close()
             with self._lock:
                 self._served.pop(link, None)
+
+    def _say_failed(self, link: PeerLink, error: Exception) -> None:
+        """In the log; and the peer is told of a resource that ran out here."""
+        shortage = exhaustion_of(error, "serving this peer")
+        if shortage is not None:
+            link.channel.decline(shortage)
+        is_foreign = shortage is None and not isinstance(error, KvplugError)
+        if not self._closed or is_foreign:
+            _log.warning(
+                "serving %s for %r failed: %s",
+                link.agreement.remote.engine_id,
+                link.agreement.remote.purpose,
+                shortage or error,
+                exc_info=error if is_foreign else None,
+            )
 
     def _attach(self, link: PeerLink) -> None:
         pipes = list[Pipe]()

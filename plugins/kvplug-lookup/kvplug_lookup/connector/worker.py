@@ -30,7 +30,6 @@ class LookupWorker(WorkerConnector):
     def __init__(self, context: ConnectorContext) -> None:
         super().__init__()
         self._context = context
-        config, options = context.config, context.options
         self._layer_names = context.cache.groups[0].layer_names
         self._index_of = {name: index for index, name in enumerate(self._layer_names)}
         self._layout: KVLayout = context.cache.groups[0].layout
@@ -52,7 +51,6 @@ class LookupWorker(WorkerConnector):
         """This worker and the peer's can never agree, which the two engines' other sides do not know."""
         self._deadline = Deadline.after(None)
 
-        self._endpoint = context.lookup_buffer()
         self._store: LookupStore | None = None
         self._saver: Saver | None = None
         self._service: Service | None = None
@@ -66,24 +64,35 @@ class LookupWorker(WorkerConnector):
         self.link: PeerLink | None = None
         """What was agreed on with the producer, once connected."""
         self._loader: Loader | None = None
-        if config.role in (Role.PRODUCER, Role.BOTH):
-            listener = context.peers.listen()
-            self.contact = listener.contact
-            self._store = self._endpoint.hold(as_cache=True)
-            self._saver = Saver(
-                self._store,
-                self._layout,
-                len(self._layer_names),
-                checksum=context.checksums[0] if context.checksums else None,
-                timeout_s=options.save_timeout_s,
-                max_bytes=options.max_unsaved,
-                store_bytes=config.buffer_size,
-                stats=context.stats,
-            )
-            self._doubts_loads = context.parallelism.num_workers > 1
-            self._service = Service(listener, self._store, device=config.device, settle=self._saver.settle)
-        if config.role in (Role.CONSUMER, Role.BOTH):
-            self._loader = Loader(self._buffer, timeout_s=config.timeout_s)
+        self._endpoint = context.lookup_buffer()
+        try:
+            if context.config.role in (Role.PRODUCER, Role.BOTH):
+                self._begin_to_serve()
+            if context.config.role in (Role.CONSUMER, Role.BOTH):
+                self._loader = Loader(self._buffer, timeout_s=context.config.timeout_s)
+        except BaseException:
+            self.shutdown()
+            raise
+
+    def _begin_to_serve(self) -> None:
+        context, options = self._context, self._context.options
+        listener = context.peers.listen()
+        self.contact = listener.contact
+        self._store = self._endpoint.hold(as_cache=True)
+        self._saver = Saver(
+            self._store,
+            self._layout,
+            len(self._layer_names),
+            checksum=context.checksums[0] if context.checksums else None,
+            timeout_s=options.save_timeout_s,
+            max_bytes=options.max_unsaved,
+            store_bytes=context.config.buffer_size,
+            stats=context.stats,
+        )
+        self._doubts_loads = context.parallelism.num_workers > 1
+        self._service = Service(
+            listener, self._store, device=context.config.device, settle=self._saver.settle
+        )
 
     # -- at start and at the end ---------------------------------------------------------------
 

@@ -16,11 +16,10 @@ import os
 from collections.abc import Callable
 from typing import Final
 
-from kvplug import CapacityError
+from kvplug import KvplugError, TransportError
 from kvplug.net.wire.copying import address_of
-from kvplug.transport import WireError, close_after_fork
+from kvplug.transport import NamedExhaustion, WireError, close_after_fork, raise_if_exhausted
 from kvplug_shm.memory import memfd
-from kvplug_shm.memory.limits import in_words
 
 _SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _FUTURE_WRITE_SEAL: Final = 0x10
@@ -50,21 +49,23 @@ class Segment:
         """New memory, zeroed, and its descriptor, which the caller passes on and closes.
 
         Raises:
-            CapacityError: not enough memory, or no descriptor left.
+            ResourceExhaustedError: not enough memory, or no descriptor left.
+            TransportError: the system makes none for another reason.
         """
         fd = -1
         try:
-            fd = memfd.new(f"kvplug-{name}")
-            os.ftruncate(fd, nbytes)
-            if _is_accounted_strictly():
-                os.posix_fallocate(fd, 0, nbytes)
-            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
-            return cls(_mapped(fd, nbytes)), fd
+            with NamedExhaustion(f"shared memory of {nbytes} bytes"):
+                fd = memfd.new(f"kvplug-{name}")
+                os.ftruncate(fd, nbytes)
+                if _is_accounted_strictly():
+                    os.posix_fallocate(fd, 0, nbytes)
+                fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+                return cls(_mapped(fd, nbytes)), fd
         except BaseException as e:
             if fd >= 0:
                 os.close(fd)
-            if isinstance(e, OSError | OverflowError):
-                raise CapacityError(f"no shared memory of {nbytes} bytes can be made: {in_words(e)}") from e
+            if isinstance(e, OSError | OverflowError) and not isinstance(e, KvplugError):
+                raise TransportError(f"no shared memory of {nbytes} bytes can be made: {e}") from e
             raise
 
     @classmethod
@@ -73,7 +74,8 @@ class Segment:
 
         Raises:
             WireError: it is not sealed memory of this size that can be written.
-            CapacityError: it cannot be mapped.
+            ResourceExhaustedError: there are not enough addresses, or no descriptor is left.
+            TransportError: it cannot be mapped for another reason.
         """
         try:
             seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
@@ -92,7 +94,8 @@ class Segment:
                 raise WireError("what was handed over is memory of another kind, which can run out under us")
             return cls(_mapped(fd, nbytes))
         except OSError as e:
-            raise CapacityError(f"shared memory of {nbytes} bytes cannot be mapped: {in_words(e)}") from e
+            raise_if_exhausted(e, f"mapping shared memory of {nbytes} bytes")
+            raise TransportError(f"shared memory of {nbytes} bytes cannot be mapped: {e}") from e
 
     def give_back(self, at: int, nbytes: int) -> None:
         """Return the whole pages of this part to the system: zeroes that cost nothing until written to.
@@ -101,8 +104,8 @@ class Segment:
         """
         begin = -(-at // mmap.PAGESIZE) * mmap.PAGESIZE
         end = (at + nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
-        if end > begin and not _is_accounted_strictly():
-            with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):
+            if end > begin and not _is_accounted_strictly():
                 self.memory.madvise(mmap.MADV_REMOVE, begin, end - begin)
 
 
@@ -158,7 +161,7 @@ def _system_call() -> Callable[..., int | None]:
 _map = _system_call()
 
 
-@functools.cache
+@functools.cache  # of what it returns; what it raises is not kept
 def _device_of_memory() -> int:
     """All memfds of 4 KiB pages lie on one device of the kernel's; those of huge pages do not."""
     fd = memfd.new("kvplug-probe")
@@ -173,5 +176,6 @@ def _is_accounted_strictly() -> bool:
     try:
         with open("/proc/sys/vm/overcommit_memory", "rb") as f:
             return f.read(1) == _STRICT
-    except OSError:
+    except OSError as e:
+        raise_if_exhausted(e, "reading how the kernel accounts for memory")
         return False

@@ -146,7 +146,7 @@ class ShmPipe(DuplexPipe):
 
     def send_tensor(self, tensor: Tensor | None, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Transfer:
         self._check_sending()
-        with self._sending.taken():
+        with self._sending.taken(), self._naming:
             deadline = None if timeout is DEFAULT_TIMEOUT else Deadline.after(timeout)
             transfer = None
             if tensor is None:
@@ -160,7 +160,7 @@ class ShmPipe(DuplexPipe):
 
     def recv_tensor(self, out: Tensor | None = None, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Tensor | None:
         self._check_receiving()
-        with self._receiving.taken():
+        with self._receiving.taken(), self._naming:
             deadline = None if timeout is DEFAULT_TIMEOUT else Deadline.after(timeout)
             patient = deadline is None or not deadline.expired
             tensor = self._inbox.receive_at_once(out, patient)

@@ -15,16 +15,16 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import attrs
 
-from kvplug import CapacityError, ConfigError, TransportError
+from kvplug import ConfigError, PeerGoneError, ResourceExhaustedError, TransportError
 from kvplug.net.wire import Limits, decode, encode
 from kvplug.transport import Connection, Deadline, Heartbeat, Watch, WireError, watch
 from kvplug_shm.memory.fd_passing import recv_fds, send_fd
-from kvplug_shm.memory.limits import in_words
 from kvplug_shm.queue.ring_buffer import ShmRingBuffer, Sizes
 
 PURPOSE: Final = "queue-shm"
@@ -35,6 +35,31 @@ _MOST_WORDS: Final = 600
 _BEATS_PER_TIMEOUT: Final = 5
 
 
+class LateCall:
+    """A function that is known later; a call that came before is made then."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._function: Callable[[str], None] | None = None
+        self._before: list[str] = []
+
+    def __call__(self, reason: str) -> None:
+        with self._lock:
+            function = self._function
+            if function is None:
+                self._before.append(reason)
+        if function is not None:
+            function(reason)
+
+    def be(self, function: Callable[[str], None]) -> None:
+        """Call that function, also for calls that have come."""
+        with self._lock:
+            self._function = function
+            before, self._before = self._before, []
+        for reason in before:
+            function(reason)
+
+
 @attrs.frozen(kw_only=True)
 class Joined:
     """A reader's part of the ring, and the connection that shows whether the writer lives."""
@@ -42,7 +67,11 @@ class Joined:
     ring: ShmRingBuffer
     index: int
     connection: Connection
+    watch: Watch | None
+    """On the writer, if there are no heartbeats; it calls ``on_gone``."""
+    on_gone: LateCall
     pidfd: int | None
+    """For :func:`watched`, with heartbeats."""
     heartbeat_s: tuple[float, float] | None
 
 
@@ -51,20 +80,26 @@ def join(connection: Connection, rank: int, heartbeat_timeout_s: float, deadline
 
     Raises:
         ConfigError: the writer refuses this reader; says why.
-        TimeoutError, PeerGoneError, CapacityError, WireError, TransportError: it failed.
+        TimeoutError, PeerGoneError, ResourceExhaustedError, WireError, TransportError: it failed.
     """
     with contextlib.ExitStack() as undo:
         undo.callback(connection.close)
         pidfd = connection.peer.open_pidfd()
+        undo_pidfd = undo.enter_context(contextlib.ExitStack())
         if pidfd is not None:
-            undo.callback(os.close, pidfd)
+            undo_pidfd.callback(os.close, pidfd)
         said = {"rank": rank, "sees_death": pidfd is not None, "patience_s": float(heartbeat_timeout_s)}
-        _say(connection, said, deadline)
+        with contextlib.suppress(PeerGoneError):  # declined already? Then the reason is waiting to be read.
+            _say(connection, said, deadline)
         answer, fds = _hear(connection, 1, deadline)
         try:
             match answer:
                 case {"refused": str(why)}:
                     raise ConfigError(why)
+                case {"exhausted": str(resource), "why": str(why)}:
+                    raise ResourceExhaustedError(
+                        f"{connection.describe} cannot admit this reader now: {why}", resource=resource
+                    )
                 case {
                     "index": int(index),
                     "sizes": [int(n_reader), int(max_chunks), int(max_chunk), int(max_message)],
@@ -83,15 +118,24 @@ def join(connection: Connection, rank: int, heartbeat_timeout_s: float, deadline
         finally:
             for fd in fds:
                 os.close(fd)
+        watch: Watch | None = None
+        on_gone = LateCall()
+        if quiet:  # before the writer counts on this reader; heartbeats begin after the last message
+            undo_pidfd.pop_all()
+            watch = watched(connection, pidfd, None, on_gone)
+            undo.callback(watch.close)
         _say(connection, "mapped", deadline)
         welcome, _ = _hear(connection, 0, deadline)
         if welcome != "welcome":
             raise TransportError(f"{connection.describe} did not confirm that this reader has joined")
+        undo_pidfd.pop_all()
         undo.pop_all()
     return Joined(
         ring=ring,
         index=index,
         connection=connection,
+        watch=watch,
+        on_gone=on_gone,
         pidfd=pidfd,
         heartbeat_s=None if quiet else _pace(patience_s),
     )
@@ -131,13 +175,19 @@ def refuse(connection: Connection, why: str, deadline: Deadline) -> None:
     _say(connection, {"refused": why[:_MOST_WORDS]}, deadline)
 
 
+def decline(connection: Connection, shortage: ResourceExhaustedError, deadline: Deadline) -> None:
+    """Second step, if the writer's process has no resources for the reader now. It may try again."""
+    said = {"exhausted": shortage.resource, "why": str(shortage)[:_MOST_WORDS]}
+    _say(connection, said, deadline)
+
+
 def hand_over(
     connection: Connection, by: Asked, index: int, sizes: Sizes, fd: int, deadline: Deadline
 ) -> None:
     """Second step, if it is accepted; returns when the reader has the memory.
 
     Raises:
-        TimeoutError, PeerGoneError, CapacityError, WireError.
+        TimeoutError, PeerGoneError, ResourceExhaustedError, WireError.
     """
     answer = {
         "index": index,
@@ -166,7 +216,7 @@ def watched(
 
     Raises:
         ClosedError: the connection was closed meanwhile.
-        CapacityError: this process can have no more descriptors.
+        ResourceExhaustedError: this process can have no more descriptors, or threads.
     """
     try:
         if heartbeat_s is None:
@@ -174,8 +224,6 @@ def watched(
         interval_s, timeout_s = heartbeat_s
         beat = Heartbeat(connection.sock, interval_s=interval_s, timeout_s=timeout_s)
         return watch(pidfd=pidfd, heartbeat=beat, on_gone=on_gone)
-    except OSError as e:
-        raise CapacityError(f"{connection.describe} cannot be watched: {in_words(e)}") from e
     finally:
         if pidfd is not None:
             os.close(pidfd)

@@ -9,7 +9,7 @@ from typing import Final
 import attrs
 
 from kvplug import TransportError
-from kvplug.transport import WireError
+from kvplug.transport import WireError, raise_if_exhausted
 from kvplug_shm.memory.copying import into
 from kvplug_shm.queue.network import QueueMessage
 from kvplug_shm.queue.remote_frames import First, Piece
@@ -49,6 +49,7 @@ class Assembly:
 
         Raises:
             TransportError: messages are missing before it; says how many.
+            ResourceExhaustedError: there is no memory for the message.
             WireError: the frame does not continue the message, or announces more bytes than allowed.
         """
         self.frames += 1
@@ -107,4 +108,5 @@ class Assembly:
         try:
             return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except (OSError, ValueError, OverflowError) as e:
+            raise_if_exhausted(e, f"receiving a message of {nbytes} bytes")
             raise WireError(f"there is no memory for a message of {nbytes} bytes: {e}") from e

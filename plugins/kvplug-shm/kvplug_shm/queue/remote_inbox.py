@@ -20,7 +20,7 @@ class Inbox:
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._messages: deque[tuple[QueueMessage, mmap.mmap | None]] = deque()
-        self._error: tuple[type[KvplugError], str] | None = None
+        self._error: tuple[Callable[[str], KvplugError], str] | None = None
         self._joined = self._ready = False
         self.read = 0
         """Messages that were read."""
@@ -54,8 +54,8 @@ class Inbox:
             self._ready = True
             self._changed.notify_all()
 
-    def fail(self, kind: type[KvplugError], text: str) -> None:
-        """Nothing more arrives. The first reason is kept."""
+    def fail(self, kind: Callable[[str], KvplugError], text: str) -> None:
+        """Nothing more arrives. The first reason is kept; ``kind`` makes an error of its text."""
         with self._lock:
             self._error = self._error or (kind, text)
             self._changed.notify_all()

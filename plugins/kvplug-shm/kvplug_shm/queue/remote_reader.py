@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 
 import attrs
 import zmq
 
-from kvplug import ConfigError, PeerGoneError, TransportError
+from kvplug import ConfigError, KvplugError, PeerGoneError, ResourceExhaustedError, TransportError
 from kvplug.transport import (
     Deadline,
     PeerIdentity,
@@ -187,7 +188,11 @@ class RemoteReader(SocketThread):
             try:
                 self._take(frames.read([part.buffer for part in parts]))
             except (WireError, TransportError) as e:
-                kind = TransportError if isinstance(e, TransportError) else WireError
+                kind: Callable[[str], KvplugError] = (
+                    TransportError if isinstance(e, TransportError) else WireError
+                )
+                if isinstance(e, ResourceExhaustedError):
+                    kind = partial(ResourceExhaustedError, resource=e.resource)
                 self._inbox.fail(kind, f"reader rank {self._rank}, from {self.writer}: {e}")
 
     def _take(self, frame: frames.Frame) -> None:

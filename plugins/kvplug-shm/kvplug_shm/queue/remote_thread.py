@@ -20,8 +20,8 @@ from typing import Any, Final
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from kvplug import TransportError
-from kvplug.transport import BackgroundThread, close_after_fork
+from kvplug import KvplugError, TransportError
+from kvplug.transport import BackgroundThread, close_after_fork, ensure_available, raise_if_exhausted
 from kvplug_shm.queue.remote_descriptors import ContextDescriptors
 
 logger = logging.getLogger(__name__)
@@ -34,6 +34,8 @@ SETTLE_S: Final = 1.0
 """How long to wait for frames in flight from a dead process, or to one that receives the end."""
 _DESCRIPTORS = 14
 """Descriptors of a context and its sockets, and a reserve. ZeroMQ aborts the process if it gets none."""
+_THREADS = 2
+"""Threads of a context."""
 BEATS_IN_PATIENCE: Final = 5
 """Each end sends this many frames, at least, within the silence that counts as death."""
 _EVENTS_A_TURN = 100
@@ -49,7 +51,10 @@ def in_words(what: str) -> Iterator[None]:
     """ZeroMQ's errors, mapped to ours."""
     try:
         yield
+    except KvplugError:
+        raise
     except (zmq.ZMQError, OSError) as e:
+        raise_if_exhausted(e, what)
         raise TransportError(f"{what}: {e.strerror or e}") from e
 
 
@@ -67,14 +72,12 @@ class SocketThread(abc.ABC):
         self._waking = threading.RLock()
         with in_words(f"{name} cannot be made"):
             self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-            with self._descriptors.opening() as opened:
-                try:
-                    _need_descriptors(self._wake)
+            has_context = False
+            try:
+                ensure_available(name, descriptors=_DESCRIPTORS, threads=_THREADS)
+                with self._descriptors.opening() as opened:
                     self._context = zmq.Context()
-                except BaseException:
-                    os.close(self._wake)
-                    raise
-                try:
+                    has_context = True
                     self._socket: zmq.Socket[bytes] = self._context.socket(kind)
                     self._socket.linger = 0
                     self._socket.sndhwm = self._socket.rcvhwm = HIGH_WATER_MARK
@@ -83,9 +86,9 @@ class SocketThread(abc.ABC):
                     self._monitor.linger = 0
                     self._watch_connections(events)
                     opened += [each.getsockopt(zmq.FD) for each in (self._socket, self._monitor)]
-                except BaseException:
-                    self._let_go(0)
-                    raise
+            except BaseException:
+                self._let_go(0) if has_context else os.close(self._wake)
+                raise
         self._thread = BackgroundThread(self._run, name=f"kvplug {name}", stop=partial(self.end, 0))
         close_after_fork(self)
 
@@ -93,13 +96,14 @@ class SocketThread(abc.ABC):
         """Start the thread, which owns the socket from now on.
 
         Raises:
-            TransportError: the thread cannot be started. Everything was released.
+            ResourceExhaustedError: the thread cannot be started. Everything was released.
         """
         try:
             self._thread.start()
         except RuntimeError as e:
             self._let_go(0)
-            raise TransportError(f"{self._name} cannot be made: {e}") from e
+            raise_if_exhausted(e, f"{self._name} cannot be made")
+            raise
 
     def post(self) -> None:
         """Wake the thread. From any thread; never waits."""
@@ -203,13 +207,3 @@ class SocketThread(abc.ABC):
 
 
 _MONITOR = "inproc://connections"  # a context has one
-
-
-def _need_descriptors(sample: int) -> None:
-    """Raise the system's error now if too few descriptors are left."""
-    found: list[int] = []
-    try:
-        found.extend(os.dup(sample) for _ in range(_DESCRIPTORS))
-    finally:
-        for fd in found:
-            os.close(fd)

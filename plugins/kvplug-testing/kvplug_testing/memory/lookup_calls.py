@@ -9,6 +9,7 @@ effect as with any lookup buffer. A thread waits for the end of the signal pipe.
 from __future__ import annotations
 
 import abc
+import copy
 import secrets
 import threading
 from collections.abc import Callable, Iterator
@@ -17,8 +18,16 @@ from typing import TYPE_CHECKING, Any, Final
 
 import attrs
 
-from kvplug.errors import ClosedError, KvplugError, PeerGoneError, TimeoutError, UnsupportedError
+from kvplug.errors import (
+    ClosedError,
+    KvplugError,
+    PeerGoneError,
+    ResourceExhaustedError,
+    TimeoutError,
+    UnsupportedError,
+)
 from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
+from kvplug.net.exhaustion import NamedExhaustion
 from kvplug.net.fork import close_after_fork
 from kvplug.net.threads import BackgroundThread
 from kvplug.transport.lookup import Entry, EntrySink, LookupBuffer
@@ -45,12 +54,20 @@ class AttachedClient:
         import torch
 
         _clients[self.number] = self
-        self.signal.send_tensor(torch.tensor(self.number))
+        try:
+            self.signal.send_tensor(torch.tensor(self.number))
+        except BaseException:
+            self.withdraw()
+            raise
+
+    def withdraw(self) -> None:
+        """The remote end cannot be served. Idempotent."""
+        _clients.pop(self.number, None)
+        self.forget(self)
 
     def end(self) -> None:
         """End at once. Idempotent."""
-        _clients.pop(self.number, None)
-        self.forget(self)
+        self.withdraw()
         self.signal.abort()
         self.data.abort()
 
@@ -136,7 +153,8 @@ class MemoryRemoteStore(MemoryLookupBuffer):
         """Messages on the data pipe that a call did not receive in time. Guarded by the lock of transfers."""
         close_after_fork(self)
         self._thread = BackgroundThread(self._watch, name="kvplug-memory-lookup", stop=self.abort)
-        self._thread.start()
+        with NamedExhaustion("reaching a lookup store"):
+            self._thread.start()
 
     @property
     def is_lost(self) -> bool:
@@ -171,7 +189,7 @@ class MemoryRemoteStore(MemoryLookupBuffer):
         try:
             key, value, hidden = self._transfer(entry, deadline)
             self._check()  # the signal pipe may have broken in the meantime
-        except TimeoutError:
+        except (TimeoutError, ResourceExhaustedError):
             raise
         except KvplugError as e:
             self._end(PeerGoneError(f"no entry comes from the store at {self._signal.peer}: {e}"))
@@ -199,7 +217,7 @@ class MemoryRemoteStore(MemoryLookupBuffer):
 
     def _check(self) -> None:
         if self._ended is not None:
-            raise type(self._ended)(str(self._ended)) from self._ended
+            raise copy.copy(self._ended) from self._ended
         if self._signal.closed:  # the watching thread will notice this soon
             raise PeerGoneError("the signal pipe is closed")
 

@@ -18,6 +18,7 @@ import attrs
 from kvplug.errors import ClosedError, PeerGoneError, TensorMismatchError, TimeoutError, WireError
 from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
 from kvplug.net.exclusive_use import ExclusiveUse
+from kvplug.net.exhaustion import NamedExhaustion
 from kvplug.net.fork import close_after_fork
 from kvplug.net.threads import end_at_exit
 from kvplug.net.wire.tensors import TensorMeta, copy_into, empty_like_meta, memory_of, meta_of
@@ -119,6 +120,7 @@ class PipeMessage:
     transfer: Transfer
 
     @classmethod
+    @NamedExhaustion("sending a tensor")
     def of(cls, tensor: Tensor | None, *, eager: bool) -> PipeMessage:
         """A message with this tensor. Raises for unsupported tensors."""
         if tensor is None:

@@ -7,6 +7,7 @@ from kvplug_testing.contract.lookup.clearing import Clearing, Events
 from kvplug_testing.contract.lookup.contents import Contents
 from kvplug_testing.contract.lookup.cost import Cost
 from kvplug_testing.contract.lookup.endings import Endings
+from kvplug_testing.contract.lookup.exhaustion import Exhaustion
 from kvplug_testing.contract.lookup.keys import Keys
 from kvplug_testing.contract.lookup.matching import Matching
 from kvplug_testing.contract.lookup.other_host import OtherHost
@@ -16,7 +17,19 @@ from kvplug_testing.contract.lookup.taking import Taking
 
 
 class LookupBufferContract(
-    Contents, Keys, Matching, Reading, Taking, Capacity, Clearing, Events, Cost, Endings, Processes, OtherHost
+    Contents,
+    Keys,
+    Matching,
+    Reading,
+    Taking,
+    Capacity,
+    Clearing,
+    Events,
+    Cost,
+    Endings,
+    Processes,
+    OtherHost,
+    Exhaustion,
 ):
     """Checks a transport of kind "lookup buffer" against the laws ALL and LOOKUP.
 

@@ -8,6 +8,7 @@ from kvplug_testing.contract.pipe.connecting import Connecting
 from kvplug_testing.contract.pipe.deadlines import Deadlines
 from kvplug_testing.contract.pipe.endings import Endings
 from kvplug_testing.contract.pipe.endpoints import Endpoints
+from kvplug_testing.contract.pipe.exhaustion import Exhaustion
 from kvplug_testing.contract.pipe.forks import Forks
 from kvplug_testing.contract.pipe.leaks import Leaks
 from kvplug_testing.contract.pipe.leaving import Leaving
@@ -41,6 +42,7 @@ class PipeContract(
     Forks,
     Leaving,
     Leaks,
+    Exhaustion,
 ):
     """Checks a transport of kind "pipe" against the laws ALL, END and PIPE.
 
