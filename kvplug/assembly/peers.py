@@ -36,6 +36,7 @@ from kvplug.negotiation.handshake.exchange import exchange
 from kvplug.negotiation.handshake.hello import Hello
 from kvplug.net import liveness
 from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
+from kvplug.net.peer_text import peer_text
 from kvplug.net.trust.channel import Channel
 from kvplug.net.trust.connection import Connection
 from kvplug.net.trust.credentials import Credentials
@@ -85,6 +86,7 @@ class LinkSettings:
             device=device,
             timeout_s=self.config.timeout_s,
             heartbeat_timeout_s=self.config.heartbeat_timeout_s,
+            max_message_bytes=self.config.max_message_bytes,
         )
         return self.endpoint(name, context)
 
@@ -191,9 +193,8 @@ class ControlLink(PeerLink):
         if not isinstance(offer, dict) or offer.get("pipe") != label:
             raise WireError(f"{self.channel.peer} was to open the pipe {label!r} and sent something else")
         if "contact" not in offer:
-            raise HandshakeError(
-                f"it cannot listen on {transport!r}: {offer.get('error')}", peer=str(self.channel.peer)
-            )
+            why = peer_text(offer.get("error"))
+            raise HandshakeError(f"it cannot listen on {transport!r}: {why}", peer=str(self.channel.peer))
         endpoint = self._settings.pipe_endpoint(transport, device)
         return endpoint.connect(str(offer["contact"]), timeout=deadline.remaining())
 

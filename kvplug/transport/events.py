@@ -28,6 +28,7 @@ import attrs
 from kvplug.errors import WireError
 
 _EMPTY: Mapping[str, Any] = {}
+_MAX_ENTRY_ID = (1 << 63) - 1
 
 
 class RemovalReason(enum.StrEnum):
@@ -342,6 +343,8 @@ def event_from_plain(plain: Any) -> StoreEvent:
     if kind == "snapshot":
         return Snapshot(epoch=epoch, seq=seq, count=_count(plain, "count"))
     entry_id = _count(plain, "entry_id")
+    if entry_id >= _MAX_ENTRY_ID:
+        raise WireError("no store event: 'entry_id' is no number of 63 bits")
     if kind == "stored":
         packed = _field(plain, "tokens", bytes)
         unpack_tokens(packed)

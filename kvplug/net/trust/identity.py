@@ -11,6 +11,7 @@ import attrs
 import msgspec
 
 from kvplug.errors import PeerGoneError, WireError
+from kvplug.net.peer_text import peer_text
 
 IDENTITY_SIZE = 512
 """Bytes of an identity on the wire: fixed, so that a peer cannot claim more memory."""
@@ -18,7 +19,8 @@ _MAX_TEXT = 96
 
 
 def _short(text: str) -> str:
-    return text.encode("utf-8", "replace")[:_MAX_TEXT].decode("utf-8", "ignore")
+    """A peer states these, and they go into messages."""
+    return peer_text(text).encode("utf-8", "replace")[:_MAX_TEXT].decode("utf-8", "ignore")
 
 
 @attrs.frozen(kw_only=True)

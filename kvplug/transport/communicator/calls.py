@@ -6,7 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from kvplug.errors import TensorMismatchError, UnsupportedError
+from kvplug.errors import TensorMismatchError, UnsupportedError, WireError
+from kvplug.net.peer_text import peer_text
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -107,10 +108,32 @@ def check_same(name: str, calls: Sequence[Mapping[str, Any]], ranks: Sequence[in
 
 
 def _in_words(call: Mapping[str, Any]) -> str:
+    name = call["call"]
     if "refused" in call:
-        return f"{call['call']}, refused there: {call['refused']}"
+        return peer_text(f"{name}, refused there: {call['refused']}")
     rest = ", ".join(f"{key} {value}" for key, value in call.items() if key != "call")
-    return f"{call['call']} with {rest}"
+    return peer_text(f"{name} with {rest}")
+
+
+def check_received(rank: int, call: object) -> Mapping[str, Any]:
+    """The call that another rank sent, which may be anything. Pure.
+
+    Raises:
+        WireError: it is no call: not a mapping of plain values with a name.
+    """
+    if isinstance(call, dict) and type(call.get("call")) is str and _is_plain(call):
+        return call
+    raise WireError(f"rank {rank} sent something else than its next call; same kvplug?")
+
+
+def _is_plain(value: object) -> bool:
+    """Whether it can be compared and printed: a tensor, for example, has no single truth value."""
+    kind = type(value)
+    if value is None or kind in (bool, int, float, str):
+        return True
+    if isinstance(value, dict):
+        return all(type(key) is str and _is_plain(each) for key, each in value.items())
+    return kind in (list, tuple) and all(map(_is_plain, value))  # type: ignore[call-overload]
 
 
 PAIRED: Final = "send and recv"

@@ -8,6 +8,7 @@ from kvplug.errors import CapacityError, ClosedError, ConfigError, WireError
 from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
 from kvplug.net.exclusive_use import ExclusiveUse
 from kvplug.net.fork import close_after_fork
+from kvplug.net.peer_text import peer_text
 from kvplug.net.trust.credentials import Credentials
 from kvplug.net.trust.listener import Listener
 from kvplug.net.wire import values
@@ -247,7 +248,7 @@ class StatelessGroup:
             return answer
         if self._closed:
             raise ClosedError("the group was closed during the call")
-        raise ERRORS.get(status, WireError)(str(answer))
+        raise ERRORS.get(status, WireError)(peer_text(answer))
 
     def _deadline(self, timeout: Timeout) -> Deadline:
         return Deadline.after(timeout, self._timeout_s)

@@ -27,6 +27,7 @@ from kvplug.errors import (
     WireError,
 )
 from kvplug.net.deadline import Deadline
+from kvplug.net.peer_text import peer_text
 from kvplug.net.wire import decode, encode
 from kvplug.transport.pipe import Pipe
 
@@ -339,7 +340,7 @@ class Mesh:
         end.stopped = True
         match news:
             case ["ended", str(kind), str(why)]:
-                end.bad = _KINDS.get(kind, TransportError), f"rank {rank} has given up: {why}"
+                end.bad = _KINDS.get(kind, TransportError), f"rank {rank} has given up: {peer_text(why)}"
 
     @contextlib.contextmanager
     def _sending(self, rank: int) -> Iterator[None]:

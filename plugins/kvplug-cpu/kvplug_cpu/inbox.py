@@ -15,7 +15,14 @@ from kvplug import KvplugError, TimeoutError
 from kvplug.net.wire.frames import HEADER_SIZE
 from kvplug.net.wire.messages import SHORTEST_TENSOR_PREFIX, prefix_size, read_prefix
 from kvplug.net.wire.tensors import TensorMeta, memory_of_writable
-from kvplug.transport import Deadline, DescriptorGuard, Lifecycle, PartialMessage, WireError
+from kvplug.transport import (
+    Deadline,
+    DescriptorGuard,
+    Lifecycle,
+    MessageLimit,
+    PartialMessage,
+    WireError,
+)
 from kvplug_cpu.data_connection import DataConnection
 from kvplug_cpu.memory import fresh
 from kvplug_cpu.message import SPLIT, parts
@@ -158,12 +165,14 @@ class Inbox:
         connections: list[DataConnection],
         *,
         peer: str,
+        message_limit: MessageLimit,
         lifecycle: Lifecycle,
         descriptors: DescriptorGuard,
         lost: Callable[[str], None],
         fail: Callable[[str], None],
     ) -> None:
         self._peer = peer
+        self._limit = message_limit
         self._lifecycle = lifecycle
         self._lost = lost
         self._fail = fail
@@ -190,6 +199,7 @@ class Inbox:
                 fill=lambda memory: self._fill(message, memory_of_writable(memory), deadline),
                 fail=self._fail,
                 peer=self._peer,
+                limit=self._limit,
             )
         self._incoming = None
         return tensor

@@ -15,7 +15,7 @@ from typing import Any, Final
 import attrs
 
 from kvplug import KvplugError, PeerGoneError, TransportError
-from kvplug.transport import Channel, Connection, Deadline, HeartbeatTerms, WireError
+from kvplug.transport import Channel, Connection, Deadline, HeartbeatTerms, WireError, peer_text
 from kvplug_cuda_ipc.cudart.abi import IPC_HANDLE_BYTES
 from kvplug_cuda_ipc.cudart.errors import CudaError
 from kvplug_cuda_ipc.memory import TOKEN_BYTES, Mapping, Staging
@@ -28,6 +28,10 @@ logger = logging.getLogger(__name__)
 PURPOSE: Final = "pipe-cuda-ipc"
 _READY: Final = {"ready": True}
 _UNMAPPED: Final = encode(FrameKind.UNMAPPED)
+_MAX_GPU: Final = 64
+"""Characters of a GPU's UUID, and more."""
+_SHORTEST_SILENCE_S: Final = 0.05
+"""The least silence that counts as death, whatever the peer asks for: each heartbeat wakes both ends."""
 _FAILURE_S: Final = 0.5
 """Seconds that the peer may take to read why there is no pipe, or to hang up after its memory is gone."""
 
@@ -72,6 +76,7 @@ class Hello:
                 and min(nbytes, heartbeat_ms) > 0
             ):
                 terms = HeartbeatTerms(sees_death, heartbeat_ms)
+                gpu = peer_text(gpu, _MAX_GPU)
                 return cls(gpu=gpu, token=token, handle=handle, nbytes=nbytes, terms=terms)
         raise WireError("it does not join as this version does")
 
@@ -141,7 +146,7 @@ class _Join:
             self._settings,
             peer_process=self._peer_process,
             peer=self._peer,
-            silence_s=ours.terms.agreed(theirs.terms).silence_s(),
+            silence_s=ours.terms.agreed(theirs.terms).silence_s(at_least_s=_SHORTEST_SILENCE_S),
         )
 
     def _hello(self) -> Hello:
@@ -177,8 +182,9 @@ class _Join:
 
     def _receive(self) -> Any:
         value = self._channel.recv(self._deadline.remaining())
-        if isinstance(value, dict) and isinstance(value.get("failed"), str):
-            raise TransportError(f"{self._peer} cannot be the other end of a pipe: {value['failed']}")
+        if isinstance(value, dict) and "failed" in value:
+            why = peer_text(value["failed"])
+            raise TransportError(f"{self._peer} cannot be the other end of a pipe: {why}")
         return value
 
     # -- when there is no pipe ---------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from typing import Final
 import attrs
 
 from kvplug import KvplugError, PeerGoneError, TransportError
-from kvplug.transport import Connection, Deadline, HeartbeatTerms, JoinStream, WireError
+from kvplug.transport import Connection, Deadline, HeartbeatTerms, JoinStream, WireError, peer_text
 from kvplug_pynccl.device import Stream
 from kvplug_pynccl.interface import check_reach
 from kvplug_pynccl.monitored import MonitoredCommunicator
@@ -73,7 +73,7 @@ class Join:
         magic, step, flags, heartbeat_ms, version, id_, reason = _STRUCT.unpack(data)
         if magic != _MAGIC or step not in (*steps, Step.FAILED):
             raise WireError(f"{connection.describe} does not join as this version does")
-        text = reason.rstrip(b"\0").decode("utf-8", "replace")
+        text = peer_text(reason.rstrip(b"\0").decode("utf-8", "replace"))
         if step == Step.FAILED:
             raise TransportError(f"{connection.describe} cannot be the other end of a pipe: {text}")
         return cls(

@@ -14,8 +14,18 @@ from collections.abc import Callable
 import attrs
 import zmq
 
-from kvplug import ConfigError, PeerGoneError, TransportError
-from kvplug.transport import Deadline, PeerIdentity, QueueContext, Wait, Watch, WireError, this_process
+from kvplug import CapacityError, ConfigError, PeerGoneError, TransportError
+from kvplug.transport import (
+    Deadline,
+    PeerIdentity,
+    QueueContext,
+    Wait,
+    Watch,
+    WireError,
+    check_room,
+    peer_text,
+    this_process,
+)
 from kvplug_shm.queue import remote_frames as frames
 from kvplug_shm.queue.network import QueueMessage
 from kvplug_shm.queue.reader_link import identity_of, observed
@@ -24,7 +34,12 @@ from kvplug_shm.queue.remote_contact import RemoteContact
 from kvplug_shm.queue.remote_dialling import PROOF, dial, failure
 from kvplug_shm.queue.remote_frames import First, Over, Piece, Plain, QueueFrameKind
 from kvplug_shm.queue.remote_inbox import Inbox
-from kvplug_shm.queue.remote_thread import BEATS_IN_PATIENCE, SETTLE_S, SocketThread
+from kvplug_shm.queue.remote_thread import (
+    BEATS_IN_PATIENCE,
+    SETTLE_S,
+    SHORTEST_PATIENCE_S,
+    SocketThread,
+)
 
 
 class RemoteReader(SocketThread):
@@ -163,13 +178,15 @@ class RemoteReader(SocketThread):
             self._heard, self._suspected = now, 0.0
             try:
                 self._take(frames.read([part.buffer for part in parts]))
-            except (WireError, TransportError) as e:
-                kind = TransportError if isinstance(e, TransportError) else WireError
+            except (WireError, TransportError, CapacityError) as e:
+                kind = type(e) if isinstance(e, TransportError | CapacityError) else WireError
                 self._inbox.fail(kind, f"reader rank {self._rank}, from {self.writer}: {e}")
 
     def _take(self, frame: frames.Frame) -> None:
         match frame:
             case First() | Piece():
+                if isinstance(frame, First):
+                    self._check_room(frame)
                 done = self._assembly.add(frame)
                 if done is not None:
                     self._inbox.put(*done)
@@ -184,9 +201,9 @@ class RemoteReader(SocketThread):
                     "patience_s": float(patience_s),
                     "published": int(published),
                 },
-            ) if patience_s > 0:
+            ) if patience_s > 0 and self._writer is None:
                 self._writer = identity_of(who)
-                self._patience_s = min(self._patience_s, patience_s)
+                self._patience_s = min(self._patience_s, max(patience_s, SHORTEST_PATIENCE_S))
                 try:
                     self._watch = observed(self._writer, self._has_ended)
                 except PeerGoneError:
@@ -194,13 +211,18 @@ class RemoteReader(SocketThread):
                 self._published = published
                 self._join_if_due()
             case Plain(QueueFrameKind.REFUSED, str(why)):
-                self._inbox.fail(ConfigError, why)
+                self._inbox.fail(ConfigError, peer_text(why))
             case Over():
                 self._over(frame)
             case Plain(QueueFrameKind.BEAT):
                 pass
             case _:
                 raise WireError("it speaks another version; install the same kvplug-shm on both ends")
+
+    def _check_room(self, first: First) -> None:
+        """Raises CapacityError: with the unread messages it is more than this process can have."""
+        nbytes = self._inbox.nbytes + first.head_bytes + first.body_bytes
+        check_room(nbytes, "what has arrived and was not read, with the next message,")
 
     def _join_if_due(self) -> None:
         """Joined: it has all messages of before its join, so that none is lost if the writer dies."""
