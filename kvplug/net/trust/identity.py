@@ -130,10 +130,10 @@ def decode_identity(message: bytes) -> PeerIdentity:
     try:
         identity = msgspec.msgpack.decode(message[2 : 2 + size], type=PeerIdentity)
     except (msgspec.MsgspecError, ValueError, TypeError, RecursionError) as e:
-        raise WireError(f"an identity that cannot be read: {e}") from e
+        raise WireError(f"an identity that cannot be read: {peer_text(str(e))}") from e
     if not 0 < identity.pid < 2**31 or identity.start_time < 0:
         raise WireError(f"an identity with pid {identity.pid}, start time {identity.start_time}")
-    return identity
+    return attrs.evolve(identity)  # msgspec does not call the converters, which make the texts fit messages
 
 
 @functools.cache

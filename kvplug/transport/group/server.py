@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 
 _ANSWER_TIMEOUT_S = 30.0
 _LAST_ANSWERS_S = 1.0
+_CONNECTIONS_PER_RANK = 256
+"""Served at once, each in a thread: a rank has one, and one for each of its threads that waits."""
 _ONE_WAY = frozenset({"taken", "collected"})
 """Requests without an answer."""
 
@@ -43,6 +45,7 @@ class StoreServer:
         self._lock = threading.Lock()
         self._answered = threading.Condition(self._lock)
         self._answers = 0
+        self._most = _CONNECTIONS_PER_RANK * world_size
         self._channels: set[Channel] = set()
         self._threads: set[threading.Thread] = set()
         self._closed = False
@@ -73,6 +76,10 @@ class StoreServer:
                 if self._closed:
                     channel.close()
                     return
+                if len(self._channels) >= self._most:
+                    logger.warning("%s is turned away: there are %d connections", channel.peer, self._most)
+                    channel.close()
+                    continue
                 self._channels.add(channel)
                 self._start(self._serve, (channel,), f"kvplug group, {channel.peer}")
 

@@ -22,7 +22,6 @@ from kvplug.transport import (
     Wait,
     Watch,
     WireError,
-    check_room,
     peer_text,
     this_process,
 )
@@ -185,9 +184,7 @@ class RemoteReader(SocketThread):
     def _take(self, frame: frames.Frame) -> None:
         match frame:
             case First() | Piece():
-                if isinstance(frame, First):
-                    self._check_room(frame)
-                done = self._assembly.add(frame)
+                done = self._assembly.add(frame, self._inbox.nbytes)
                 if done is not None:
                     self._inbox.put(*done)
                     self._join_if_due()
@@ -218,11 +215,6 @@ class RemoteReader(SocketThread):
                 pass
             case _:
                 raise WireError("it speaks another version; install the same kvplug-shm on both ends")
-
-    def _check_room(self, first: First) -> None:
-        """Raises CapacityError: with the unread messages it is more than this process can have."""
-        nbytes = self._inbox.nbytes + first.head_bytes + first.body_bytes
-        check_room(nbytes, "what has arrived and was not read, with the next message,")
 
     def _join_if_due(self) -> None:
         """Joined: it has all messages of before its join, so that none is lost if the writer dies."""
