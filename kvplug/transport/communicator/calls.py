@@ -140,7 +140,8 @@ def tokens_of(rank: int, call: Mapping[str, Any]) -> int:
 
 def row_bytes(tensor: Tensor) -> int:
     """Bytes of one row along the first dimension."""
-    return math.prod(tensor.shape[1:]) * int(tensor.element_size())
+    elements: int = math.prod(tensor.shape[1:])
+    return elements * int(tensor.element_size())
 
 
 def _is_plain(value: object) -> bool:
