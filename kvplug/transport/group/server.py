@@ -124,7 +124,7 @@ class StoreServer:
             request = channel.recv(None)
             with self._answering():
                 answer = self.store.answer(rank, request)
-                if isinstance(request, tuple) and request and request[0] in _ONE_WAY:
+                if _is_one_way(request):
                     continue
                 try:
                     channel.send(answer)
@@ -162,6 +162,13 @@ class StoreServer:
     def after_fork_in_child(self) -> None:
         self._lock = threading.Lock()
         self.store.after_fork_in_child()
+
+
+def _is_one_way(request: Any) -> bool:
+    match request:
+        case (str(kind), *_):
+            return kind in _ONE_WAY
+    return False
 
 
 class LocalStore:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from kvplug_testing.contract.communicator.collectives import Collectives
 from kvplug_testing.contract.communicator.endings import Endings
 from kvplug_testing.contract.communicator.identity import Identity
+from kvplug_testing.contract.communicator.lying_peers import LyingPeers
 from kvplug_testing.contract.communicator.missing import Missing
 from kvplug_testing.contract.communicator.moe import ExpertLayers
 from kvplug_testing.contract.communicator.point_to_point import PointToPoint
@@ -12,7 +13,7 @@ from kvplug_testing.contract.communicator.refusals import Refusals
 
 
 class DeviceCommunicatorContract(
-    Collectives, PointToPoint, ExpertLayers, Refusals, Missing, Endings, Identity
+    Collectives, PointToPoint, ExpertLayers, Refusals, Missing, Endings, Identity, LyingPeers
 ):
     """Checks a transport of kind "communicator" against the laws ALL and COMM.
 

@@ -6,6 +6,7 @@ from kvplug_testing.contract.connector.blocks_in_use import BlocksInUse
 from kvplug_testing.contract.connector.call_sequence import CallSequence
 from kvplug_testing.contract.connector.endings import Endings
 from kvplug_testing.contract.connector.failures import Failures
+from kvplug_testing.contract.connector.lying_peers import LyingPeers
 from kvplug_testing.contract.connector.preemption import Preemption
 from kvplug_testing.contract.connector.promises import Promises
 from kvplug_testing.contract.connector.references import References
@@ -14,7 +15,16 @@ from kvplug_testing.contract.connector.stats import Stats
 
 
 class ConnectorContract(
-    Promises, Failures, BlocksInUse, Preemption, Schedules, Stats, CallSequence, References, Endings
+    Promises,
+    Failures,
+    BlocksInUse,
+    Preemption,
+    Schedules,
+    Stats,
+    CallSequence,
+    References,
+    Endings,
+    LyingPeers,
 ):
     """Checks a connector against the laws ALL, CONN and REF.
 

@@ -8,6 +8,7 @@ from kvplug_testing.contract.lookup.contents import Contents
 from kvplug_testing.contract.lookup.cost import Cost
 from kvplug_testing.contract.lookup.endings import Endings
 from kvplug_testing.contract.lookup.keys import Keys
+from kvplug_testing.contract.lookup.lying_peers import LyingPeers
 from kvplug_testing.contract.lookup.matching import Matching
 from kvplug_testing.contract.lookup.processes import Processes
 from kvplug_testing.contract.lookup.reading import Reading
@@ -16,7 +17,18 @@ from kvplug_testing.contract.lookup.taking import Taking
 
 # pytest collects the last base first.
 class LookupBufferContract(
-    Processes, Endings, Cost, Events, Clearing, Capacity, Taking, Reading, Matching, Contents, Keys
+    LyingPeers,
+    Processes,
+    Endings,
+    Cost,
+    Events,
+    Clearing,
+    Capacity,
+    Taking,
+    Reading,
+    Matching,
+    Contents,
+    Keys,
 ):
     """Checks a transport of kind "lookup buffer" against the laws ALL and LOOKUP.
 

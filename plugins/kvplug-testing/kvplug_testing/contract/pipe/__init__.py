@@ -10,6 +10,7 @@ from kvplug_testing.contract.pipe.endings import Endings
 from kvplug_testing.contract.pipe.endpoints import Endpoints
 from kvplug_testing.contract.pipe.forks import Forks
 from kvplug_testing.contract.pipe.leaks import Leaks
+from kvplug_testing.contract.pipe.lying_peers import LyingPeers
 from kvplug_testing.contract.pipe.order import Order
 from kvplug_testing.contract.pipe.peer_death import PeerDeath
 from kvplug_testing.contract.pipe.processes import Processes
@@ -36,6 +37,7 @@ class PipeContract(
     SigStop,
     Connecting,
     Forks,
+    LyingPeers,
     Leaks,
 ):
     """Checks a transport of kind "pipe" against the laws ALL, END and PIPE.

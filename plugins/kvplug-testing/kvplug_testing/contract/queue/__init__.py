@@ -8,13 +8,14 @@ from kvplug_testing.contract.queue.endings import Endings
 from kvplug_testing.contract.queue.groups import Groups
 from kvplug_testing.contract.queue.handles import Handles
 from kvplug_testing.contract.queue.large import Large
+from kvplug_testing.contract.queue.lying_peers import LyingPeers
 from kvplug_testing.contract.queue.messages import Messages
 from kvplug_testing.contract.queue.processes import Processes
 from kvplug_testing.contract.queue.waiting import Waiting
 
 
 class MessageQueueContract(
-    Messages, Large, Handles, Chunks, Waiting, Groups, Endings, Processes, CrashPoints
+    Messages, Large, Handles, Chunks, Waiting, Groups, Endings, Processes, CrashPoints, LyingPeers
 ):
     """Checks a transport of kind "queue" against the laws ALL and QUEUE.
 
