@@ -37,6 +37,7 @@ from kvplug.negotiation.handshake.hello import Hello
 from kvplug.net import liveness
 from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
 from kvplug.net.exhaustion import NamedExhaustion, exhaustion_of, raise_if_exhausted
+from kvplug.net.peer_text import peer_text
 from kvplug.net.threads import BackgroundThread, end_at_exit
 from kvplug.net.trust.channel import Channel
 from kvplug.net.trust.connection import Connection
@@ -88,6 +89,7 @@ class LinkSettings:
             device=device,
             timeout_s=self.config.timeout_s,
             heartbeat_timeout_s=self.config.heartbeat_timeout_s,
+            max_message_bytes=self.config.max_message_bytes,
         )
         return self.endpoint(name, context)
 
@@ -212,9 +214,8 @@ class ControlLink(PeerLink):
         if not isinstance(offer, dict) or offer.get("pipe") != label:
             raise WireError(f"{self.channel.peer} was to open the pipe {label!r} and sent something else")
         if "contact" not in offer:
-            raise HandshakeError(
-                f"it cannot listen on {transport!r}: {offer.get('error')}", peer=str(self.channel.peer)
-            )
+            why = peer_text(offer.get("error"))
+            raise HandshakeError(f"it cannot listen on {transport!r}: {why}", peer=str(self.channel.peer))
         endpoint = self._settings.pipe_endpoint(transport, device)
         return endpoint.connect(str(offer["contact"]), timeout=deadline.remaining())
 

@@ -172,6 +172,7 @@ class ResolvedConfig:
             buffer_size=config.buffer_size,
             device=config.device,
             timeout_s=config.timeout_s,
+            max_message_bytes=config.max_message_bytes,
         )
         endpoint = spec.load_factory()(context)
         if not isinstance(endpoint, LookupEndpoint):

@@ -178,6 +178,13 @@ class Config:
         at_least=1,
         validator=count("a size"),
     )
+    max_message_bytes: int | None = option(
+        None,
+        help="Largest message, or entry of a lookup buffer, for which kvplug takes memory. If a peer"
+        " announces a larger one, receiving it fails at once. None: what the process can have.",
+        unit="bytes",
+        at_least=1,
+    )
     engine_id: str = option(
         attrs.Factory(lambda: os.urandom(16).hex()),
         help="Name of this engine for its peers. Must differ from theirs. Default: random.",

@@ -44,6 +44,12 @@ from kvplug.net.liveness import (
     Watch as Watch,
     watch as watch,
 )
+from kvplug.net.memory import (
+    check_room as check_room,
+)
+from kvplug.net.peer_text import (
+    peer_text as peer_text,
+)
 from kvplug.net.streams import (
     acquire_stream as acquire_stream,
     release_stream as release_stream,
@@ -125,6 +131,9 @@ from kvplug.transport.duplex.join import (
 )
 from kvplug.transport.duplex.lifecycle import (
     Lifecycle as Lifecycle,
+)
+from kvplug.transport.duplex.limit import (
+    MessageLimit as MessageLimit,
 )
 from kvplug.transport.duplex.partial import (
     INTERRUPTED as INTERRUPTED,

@@ -30,6 +30,11 @@ T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
+MAX_SERVED = 256
+"""Connections that are served at once, each in a thread. A peer that is above it is hung up on."""
+MAX_READY = 128
+"""Pipes that the program has not accepted yet."""
+
 
 class Acceptor(Generic[T]):
     """Accepts the proven connections of its listeners, and serves each in a thread of its own.
@@ -110,12 +115,16 @@ class Acceptor(Generic[T]):
             except ClosedError:
                 return
             with self._lock:
-                closed = self._closed
-                if not closed:
+                closed, crowded = self._closed, len(self._serving) >= MAX_SERVED
+                if not (closed or crowded):
                     self._serving.add(connection)
             if closed:
                 connection.close()
                 return
+            if crowded:
+                logger.warning("a connection from %s was dropped: %d join", connection.describe, MAX_SERVED)
+                connection.close()
+                continue
             thread = BackgroundThread(
                 self._serve,
                 args=(connection,),
@@ -267,17 +276,19 @@ class PipeAcceptor(PipeListener, abc.ABC):
         if pipe is None:
             return
         with self._ready_lock:
-            closed = self._closed
-            if not closed:
+            closed, crowded = self._closed, len(self._ready) >= MAX_READY
+            if not (closed or crowded):
                 self._ready.append(pipe)
                 self._shortage = None
                 self._changed.notify_all()
-        if closed:
+        if crowded and not closed:
+            logger.warning("a pipe to %s was dropped: %d were not accepted yet", pipe.peer, MAX_READY)
+        if closed or crowded:
             pipe.abort()
 
     def _note_shortage(self, connection: Connection, shortage: ResourceExhaustedError) -> None:
         """A resource ran out, and this connection becomes no pipe. May be extended."""
         decline(connection.sock, shortage)
-        with self._changed:
+        with self._ready_lock:
             self._shortage = shortage
             self._changed.notify_all()

@@ -11,6 +11,7 @@ import msgspec
 
 from kvplug.errors import PeerGoneError, ResourceExhaustedError, WireError
 from kvplug.net.exhaustion import raise_if_exhausted
+from kvplug.net.peer_text import peer_text
 from kvplug.net.trust.host import boot_id, namespace
 
 IDENTITY_SIZE = 512
@@ -19,7 +20,8 @@ _MAX_TEXT = 96
 
 
 def _short(text: str) -> str:
-    return text.encode("utf-8", "replace")[:_MAX_TEXT].decode("utf-8", "ignore")
+    """A peer states these, and they go into messages."""
+    return peer_text(text).encode("utf-8", "replace")[:_MAX_TEXT].decode("utf-8", "ignore")
 
 
 @attrs.frozen(kw_only=True)
@@ -151,10 +153,10 @@ def decode_identity(message: bytes) -> PeerIdentity:
     try:
         identity = msgspec.msgpack.decode(message[2 : 2 + size], type=PeerIdentity)
     except (msgspec.MsgspecError, ValueError, TypeError, RecursionError) as e:
-        raise WireError(f"an identity that cannot be read: {e}") from e
+        raise WireError(f"an identity that cannot be read: {peer_text(str(e))}") from e
     if not 0 < identity.pid < 2**31 or identity.start_time < 0:
         raise WireError(f"an identity with pid {identity.pid}, start time {identity.start_time}")
-    return identity
+    return attrs.evolve(identity)  # msgspec does not call the converters, which make the texts fit messages
 
 
 def _start_time(pid: int) -> int:

@@ -22,6 +22,7 @@ from kvplug.transport.communicator.calls import (
     check_dim,
     check_fillable,
     check_paired,
+    check_received,
     check_same,
     describe,
     empty,
@@ -88,7 +89,10 @@ class CheckedCalls(Primitives):
             fault, calls = e, {peer: {"call": PAIRED, "refused": str(e)} for peer in peers}
         if self.compares and peers:
             try:
-                theirs = self._compare_pairs(calls, deadline)
+                theirs = {
+                    peer: check_received(peer, call)
+                    for peer, call in self._compare_pairs(calls, deadline).items()
+                }
             except KvplugError as e:
                 if fault is None:
                     raise
@@ -156,7 +160,7 @@ class CheckedCalls(Primitives):
         calls: Sequence[Call] = [call]
         if not alone:
             try:
-                calls = exchange(call)
+                calls = [check_received(rank, each) for rank, each in enumerate(exchange(call))]
             except KvplugError as e:
                 if fault is None:
                     raise

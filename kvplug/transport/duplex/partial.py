@@ -9,6 +9,7 @@ from kvplug.errors import KvplugError, TensorMismatchError, TimeoutError
 from kvplug.net.exhaustion import exhaustion_of, raise_if_exhausted
 from kvplug.net.wire.messages import check_fits, is_dense
 from kvplug.net.wire.tensors import TensorMeta, copy_into, memory_of, memory_of_writable
+from kvplug.transport.duplex.limit import MessageLimit
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -62,6 +63,7 @@ class PartialMessage:
         fill: Callable[[Tensor], bool],
         fail: Callable[[str], object],
         peer: str,
+        limit: MessageLimit | None = None,
     ) -> Tensor:
         """Receive a tensor in CPU memory: what is left of it, into ``out`` or memory of the pipe's.
 
@@ -72,8 +74,10 @@ class PartialMessage:
                 and count ``got``; False at the deadline.
             fail: The stream's position is lost: break the pipe.
             peer: For the error.
+            limit: The pipe's, of messages that it takes memory for; ``None``: what this process can have.
 
         Raises:
+            CapacityError: the message is too large for memory of the pipe's, and stays.
             TimeoutError: not all has arrived; the next call goes on with it.
             TensorMismatchError: ``out`` cannot be written; the message stays.
             ResourceExhaustedError: there is no memory to copy it into ``out``; the message stays.
@@ -82,6 +86,7 @@ class PartialMessage:
         assert self.meta is not None
         tensor = out if self.own is None and out is not None and is_dense(out) else self.own
         if tensor is None:
+            (limit or MessageLimit()).check(self.nbytes, peer)
             tensor = allocate(self.meta)
         try:
             if not fill(tensor):

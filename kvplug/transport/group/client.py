@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from kvplug.errors import ClosedError, KvplugError, PeerGoneError, TimeoutError, WireError
 from kvplug.net.deadline import Deadline
+from kvplug.net.peer_text import peer_text
 from kvplug.net.trust.channel import Channel
 from kvplug.net.trust.connection import dial, dial_until
 from kvplug.net.trust.credentials import Credentials
@@ -67,7 +68,8 @@ class RemoteStore:
         status, text = _pair(channel.recv(deadline.remaining()))
         if status != OK:
             error = ERRORS.get(status, WireError)
-            raise error(f"the group at {self._membership.peer} refused rank {self._rank}: {text}")
+            said = peer_text(text)
+            raise error(f"the group at {self._membership.peer} refused rank {self._rank}: {said}")
 
     def ask(self, request: tuple[Any, ...]) -> tuple[str, Any]:
         wait = request[-1] if request[0] in ("get", "take", "collect") else self._timeout_s

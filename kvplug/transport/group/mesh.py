@@ -30,6 +30,7 @@ from kvplug.errors import (
 )
 from kvplug.net.deadline import Deadline
 from kvplug.net.exhaustion import exhaustion_of
+from kvplug.net.peer_text import peer_text
 from kvplug.net.wire import decode, encode
 from kvplug.transport.pipe import Pipe
 
@@ -345,10 +346,10 @@ class Mesh:
         end.stopped = True
         match news:
             case ["ended", str(kind), str(why), str(resource)]:
-                why = f"rank {rank} has given up: {why}"
+                why = f"rank {rank} has given up: {peer_text(why)}"
                 end.bad = functools.partial(_KINDS.get(kind, TransportError), why)
                 if resource:
-                    end.bad = functools.partial(ResourceExhaustedError, why, resource=resource)
+                    end.bad = functools.partial(ResourceExhaustedError, why, resource=peer_text(resource))
 
     @contextlib.contextmanager
     def _sending(self, rank: int) -> Iterator[None]:

@@ -28,6 +28,8 @@ logger = logging.getLogger(__name__)
 
 _ANSWER_TIMEOUT_S = 30.0
 _LAST_ANSWERS_S = 1.0
+_CONNECTIONS_PER_RANK = 256
+"""Served at once, each in a thread: a rank has one, and one for each of its threads that waits."""
 _ONE_WAY = frozenset({"taken", "collected"})
 """Requests without an answer."""
 
@@ -50,6 +52,7 @@ class StoreServer:
         self._lock = threading.Lock()
         self._answered = threading.Condition(self._lock)
         self._answers = 0
+        self._most = _CONNECTIONS_PER_RANK * world_size
         self._channels: set[Channel] = set()
         self._threads: set[threading.Thread] = set()
         self._closed = False
@@ -96,11 +99,17 @@ class StoreServer:
                     if self._closed:
                         channel.close()
                         return
-                    self._channels.add(channel)
-                    stop = partial(self._hang_up, channel)
-                    self._start(self._serve, (channel,), f"kvplug group, {channel.peer}", stop)
+                    crowded = len(self._channels) >= self._most
+                    if not crowded:
+                        self._channels.add(channel)
+                        stop = partial(self._hang_up, channel)
+                        self._start(self._serve, (channel,), f"kvplug group, {channel.peer}", stop)
             except RuntimeError as e:
                 self._turn_away(channel, e)
+                continue
+            if crowded:
+                logger.warning("%s is turned away: there are %d connections", channel.peer, self._most)
+                channel.close()
 
     def _turn_away(self, channel: Channel, error: RuntimeError) -> None:
         """No thread could be started to serve it."""
@@ -158,7 +167,7 @@ class StoreServer:
             request = channel.recv(None)
             with self._answering():
                 answer = self.store.answer(rank, request)
-                if isinstance(request, tuple) and request and request[0] in _ONE_WAY:
+                if _is_one_way(request):
                     continue
                 try:
                     channel.send(answer)
@@ -196,6 +205,13 @@ class StoreServer:
     def after_fork_in_child(self) -> None:
         self._lock = threading.Lock()
         self.store.after_fork_in_child()
+
+
+def _is_one_way(request: Any) -> bool:
+    match request:
+        case (str(kind), *_):
+            return kind in _ONE_WAY
+    return False
 
 
 class LocalStore:

@@ -25,7 +25,10 @@ from kvplug.net.trust.identity import PeerIdentity
 from kvplug.net.wire import values
 
 MAX_KEY = 512
-"""Characters."""
+"""Characters of a key, or of the name of a round."""
+MAX_BYTES = 1 << 30
+"""Of all that the store holds, each value with ``_VALUE_BYTES`` more. Ranks exchange a few kilobytes."""
+_VALUE_BYTES = 1024
 
 # How an answer crosses to another rank, and what it becomes there.
 OK = "ok"
@@ -63,6 +66,12 @@ class Store:
         self._keys: dict[str, bytes] = {}
         self._mailbox: dict[tuple[str, int, int, int], bytes] = {}  # kind, sender, receiver, number
         self._rounds: dict[str, _Round] = {}
+        self._nbytes = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that count against the bound."""
+        return self._nbytes
 
     @property
     def num_entries(self) -> int:
@@ -153,8 +162,26 @@ class Store:
     def _set(self, key: str, data: bytes) -> None:
         _check_key(key)
         with self._lock:
-            self._keys[key] = data
-            self._changed.notify_all()
+            self._put(key, data)
+
+    def _put(self, key: str, data: bytes) -> None:
+        """With the lock."""
+        self._count(len(data) - len(self._keys[key]) if key in self._keys else _cost(data))
+        self._keys[key] = data
+        self._changed.notify_all()
+
+    def _count(self, nbytes: int) -> None:
+        """With the lock: count what is to be held from now on, or no longer.
+
+        Raises:
+            CapacityError: it would be too much; it is not counted.
+        """
+        if nbytes > 0 and self._nbytes + nbytes > MAX_BYTES:
+            raise CapacityError(
+                f"the group's store holds {self._nbytes} bytes and has no room for {nbytes} more; delete keys"
+                " that are not needed, and use transports for large data"
+            )
+        self._nbytes += nbytes
 
     def _get(self, rank: int, key: str, deadline: Deadline) -> bytes:
         _check_key(key)
@@ -164,7 +191,11 @@ class Store:
 
     def _delete(self, key: str) -> bool:
         with self._lock:
-            return self._keys.pop(key, None) is not None
+            data = self._keys.pop(key, None)
+            if data is None:
+                return False
+            self._count(-_cost(data))
+            return True
 
     def _add(self, key: str, amount: int) -> int:
         _check_key(key)
@@ -172,16 +203,17 @@ class Store:
             held = values.decode(self._keys[key]) if key in self._keys else 0
             if type(held) is not int:
                 raise WireError(f"{key!r} holds no number to add to")
-            self._keys[key] = values.encode(held + amount)
-            self._changed.notify_all()
+            self._put(key, values.encode(held + amount))
             return held + amount
 
     def _post(self, kind: str, sender: int, number: int, receivers: Iterable[int], data: bytes) -> None:
+        _check_key(kind)
         with self._lock:
-            for receiver in receivers:
-                member = self._members.get(receiver)
-                if member is not None and not member.absent:
-                    self._mailbox.setdefault((kind, sender, receiver, number), data)
+            here = self._here()
+            slots = {(kind, sender, receiver, number) for receiver in receivers if receiver in here}
+            for slot in slots - self._mailbox.keys():
+                self._count(_cost(data))
+                self._mailbox[slot] = data
             self._changed.notify_all()
 
     def _take(self, kind: str, sender: int, receiver: int, number: int, deadline: Deadline) -> bytes:
@@ -199,13 +231,17 @@ class Store:
 
     def _taken(self, key: tuple[str, int, int, int]) -> None:
         with self._lock:
-            self._mailbox.pop(key, None)
+            self._drop_message(key)
             self._changed.notify_all()
 
     def _collect(self, name: str, rank: int, data: bytes, deadline: Deadline) -> list[bytes]:
+        _check_key(name)
         with self._lock:
-            this = self._rounds.setdefault(name, _Round())
-            this.contributions.setdefault(rank, data)
+            this = self._rounds.get(name, _Round())
+            if rank not in this.contributions:
+                self._count(_cost(data))
+                this.contributions[rank] = data
+                self._rounds[name] = this
             self._changed.notify_all()
 
             def missing() -> list[int]:
@@ -257,10 +293,16 @@ class Store:
         """Drop values that no remaining rank will fetch."""
         here = self._here()
         for key in [key for key in self._mailbox if key[2] not in here]:
-            del self._mailbox[key]
+            self._drop_message(key)
         for name, this in list(self._rounds.items()):
             if self._complete(this) and not here - this.collected:
                 del self._rounds[name]
+                self._count(-sum(map(_cost, this.contributions.values())))
+
+    def _drop_message(self, key: tuple[str, int, int, int]) -> None:
+        data = self._mailbox.pop(key, None)
+        if data is not None:
+            self._count(-_cost(data))
 
     def _here(self) -> set[int]:
         return {rank for rank, member in self._members.items() if not member.absent}
@@ -294,12 +336,16 @@ def _all_int(ranks: Iterable[object]) -> bool:
     return all(type(rank) is int for rank in ranks)
 
 
+def _cost(data: bytes) -> int:
+    return len(data) + _VALUE_BYTES
+
+
 def _check_key(key: str) -> None:
     if not 0 < len(key) <= MAX_KEY:
-        raise WireError(f"a key has 1 to {MAX_KEY} characters, this one {len(key)}")
+        raise WireError(f"a key, or the name of a round, has 1 to {MAX_KEY} characters, this one {len(key)}")
 
 
 def _deadline(wait: object) -> Deadline:
     if wait is None or (isinstance(wait, int | float) and wait >= 0):
         return Deadline.after(wait)
-    raise WireError(f"{wait!r} is no time to wait")
+    raise WireError("a rank asked to wait for what is no time")

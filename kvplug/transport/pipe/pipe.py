@@ -67,6 +67,8 @@ class Pipe(abc.ABC):
         Raises:
             TensorMismatchError: ``out`` does not fit, or the message is ``None`` and ``out`` was given;
                 the message stays and can be received by another call.
+            CapacityError: without ``out``: the message is larger than the context's ``max_message_bytes``,
+                than :meth:`limit_messages` allows, or than the memory there is; it stays.
             TimeoutError: nothing (or not all) arrived in time. Nothing is lost: the next call gets the
                 message, or goes on with it; or the pipe is broken and says so. It is never skipped.
             ResourceExhaustedError: there is no free thread or memory for it; the same holds.
@@ -106,6 +108,14 @@ class Pipe(abc.ABC):
         tensor = blocks.empty()
         self.recv_tensor(tensor, timeout=timeout)
         blocks.scatter(0, tensor.view(blocks.num_rows, *blocks.row_shape))
+
+    def limit_messages(self, nbytes: int) -> None:  # noqa: B027 - a transport need not be able to
+        """Take no memory for messages of more than ``nbytes`` bytes from now on.
+
+        ``recv_tensor`` without ``out`` raises ``CapacityError`` for them, and they stay. For users whose
+        messages are small, since a peer may announce any size. A transport that does not override it has only
+        the limit of its context.
+        """
 
     @abc.abstractmethod
     def close(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:

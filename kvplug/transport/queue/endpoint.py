@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from kvplug.errors import CapacityError, ConfigError, KvplugError, TransportError, UnsupportedError
 from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
 from kvplug.net.exhaustion import NamedExhaustion
+from kvplug.net.peer_text import peer_text
 from kvplug.transport.queue.handle import QueueHandle, listed
 from kvplug.transport.queue.queue import MessageQueue
 from kvplug.transport.queue.rendezvous import Rendezvous, rendezvous_of
@@ -146,7 +147,9 @@ def _agreed(
             raise
         told = [why if rank == rendezvous.rank else "" for rank in range(rendezvous.world_size)]
     failed = [
-        f"rank {rank} cannot make its end of the queue: {each}" for rank, each in enumerate(told) if each
+        f"rank {rank} cannot make its end of the queue: {peer_text(each, 2 * _MOST_WORDS)}"
+        for rank, each in enumerate(told)
+        if each != ""
     ]
     if failed or queue is None:
         raise TransportError("; ".join(failed)) from error

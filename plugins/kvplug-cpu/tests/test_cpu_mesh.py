@@ -104,6 +104,25 @@ def test_why_a_rank_gave_up_is_raised_at_the_others_in_its_kind(meshes: list[Mes
             call()
 
 
+def test_why_a_rank_gave_up_is_one_printable_line(meshes: list[Mesh]) -> None:
+    meshes[1]._announce(["ended", "TimeoutError", "no room\n\x1b[2J" + "x" * 100_000])
+    with pytest.raises(TimeoutError, match="rank 1 has given up: no room") as caught:
+        meshes[0].check()
+    assert str(caught.value).isprintable() and len(str(caught.value)) < 1500
+
+
+@pytest.mark.parametrize(
+    "news", [None, 7, [], ["ended"], ["ended", 7, 8], ["left", -1], ["left", "x"], {"a": torch.ones(2)}]
+)
+def test_news_that_cannot_be_are_no_crash(meshes: list[Mesh], news: Any) -> None:
+    meshes[1]._announce(news)
+    with pytest.raises((TransportError, WireError, PeerGoneError)):
+        for _ in range(3):
+            meshes[0].check()
+        meshes[1].abort()
+        meshes[0].recv([1], within(SOON))
+
+
 def test_an_error_of_another_kind_is_a_transports(meshes: list[Mesh]) -> None:
     meshes[1].give_up(MemoryError("no memory"))
     with pytest.raises(TransportError, match="rank 1 has given up: no memory"):

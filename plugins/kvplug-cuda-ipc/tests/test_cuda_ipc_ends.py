@@ -22,6 +22,7 @@ from kvplug.transport import (
     Channel,
     Credentials,
     Deadline,
+    HeartbeatTerms,
     Lifecycle,
     TensorMismatchError,
     WireError,
@@ -389,12 +390,19 @@ def test_any_value_is_a_hello_or_a_wire_error(value: Any) -> None:
 
 
 def test_a_connection_that_does_not_join_properly_disturbs_no_other(
-    fake_path: str, local_pair: Any, controls: Any
+    fake_path: str, local_pair: Any, controls: Any, caplog: Any
 ) -> None:
     end = ends.endpoint(fake_path)
     with end.listen() as listener, ExitStack() as stack:
         where = CudaIpcContact.parse(listener.contact).reachable()[0]
-        for value in (None, {}, {"failed": "no"}, {"ready": True}, {"failed": 3}, ["piece"]):
+        for value in (
+            None,
+            {},
+            {"failed": "no room\n\x1b[2J" * 999},
+            {"ready": True},
+            {"failed": 3},
+            ["piece"],
+        ):
             channel = Channel(dial(where, Credentials(), join.PURPOSE))
             stack.callback(channel.close)
             channel.send(value)
@@ -404,6 +412,23 @@ def test_a_connection_that_does_not_join_properly_disturbs_no_other(
         with listener.accept() as one, connecting.outcome() as other:
             one.send_tensor(torch.arange(2))
             assert other.recv_tensor().tolist() == [0, 1]
+    told = [record.getMessage() for record in caplog.records if "no room" in record.getMessage()]
+    assert told and all(line.isprintable() and len(line) < 1500 for line in told)
+
+
+@pytest.mark.parametrize("heartbeat_ms", [1, 10, 2**40])
+def test_an_impatient_peer_does_not_make_this_end_beat_all_the_time(heartbeat_ms: int) -> None:
+    ours = HeartbeatTerms.of(5.0, sees_death=False)
+    agreed = ours.agreed(HeartbeatTerms(False, heartbeat_ms))
+    assert 0.05 <= agreed.silence_s(at_least_s=join._SHORTEST_SILENCE_S) <= 5.0
+
+
+def test_a_gpus_name_is_short_and_printable() -> None:
+    hello = join.Hello(
+        gpu="x", token=bytes(16), handle=bytes(64), nbytes=1, terms=HeartbeatTerms(True, 1)
+    ).encode()
+    found = join.Hello.decode({**hello, "gpu": "GPU\n\x1b[2J" + "x" * 10_000})
+    assert found.gpu.isprintable() and len(found.gpu) <= 64
 
 
 def test_after_the_goodbye_only_whole_messages_are_left() -> None:

@@ -21,6 +21,7 @@ from kvplug.engine import EntryGoneError
 from kvplug.transport import BackgroundThread, Deadline, NamedExhaustion, Pipe, Transfer, WireError
 from kvplug_lookup.lending import Lending, Waiter
 from kvplug_lookup.messages import (
+    MAX_SIGNAL_BYTES,
     Cancel,
     Coming,
     Done,
@@ -30,13 +31,13 @@ from kvplug_lookup.messages import (
     Match,
     Matched,
     Message,
-    PartMeta,
     Read,
     Take,
     deadline_lock,
     key_from_bytes,
     key_to_bytes,
     pack,
+    part_of,
     stream_of,
     unpack,
 )
@@ -46,6 +47,9 @@ _log = logging.getLogger(__name__)
 
 _GRACE_S = 2.0
 """How much longer than its caller a loan lives: the caller's clock started a little earlier."""
+
+_MAX_CALLS = 1024
+"""Requests of one reaching end that have not ended."""
 
 _numbers = itertools.count(1)
 
@@ -76,6 +80,8 @@ class Session:
         self._signal = signal
         self._data = data
         self._on_end = on_end
+        signal.limit_messages(MAX_SIGNAL_BYTES)
+        data.limit_messages(0)  # nothing is received there
         self._number = next(_numbers)
         self.holder = f"{self._number}: {signal.peer}"
         """Who holds its loans."""
@@ -192,6 +198,8 @@ class Session:
     def _begin(self, number: int, timeout: float | None) -> _Call:
         if number in self._calls:
             raise WireError(f"call {number} is under way already")
+        if len(self._calls) >= _MAX_CALLS:
+            raise WireError(f"more than {_MAX_CALLS} calls are under way")
         deadline = Deadline.after(None if timeout is None else timeout + _GRACE_S)
         call = self._calls[number] = _Call(number, deadline)
         return call
@@ -291,10 +299,11 @@ def _announce(number: int, held: Held) -> Coming:
     return Coming(
         number,
         held.entry_id,
+        held.extra,
         key_to_bytes(header.tokens.numpy()),
         header.roi.numpy().tobytes(),
         header.metadata,
-        PartMeta.of(held.key),
-        PartMeta.of(held.value),
-        PartMeta.of(held.hidden),
+        part_of(held.key),
+        part_of(held.value),
+        part_of(held.hidden),
     )

@@ -95,6 +95,14 @@ ALL-9, exhaustion
   `ResourceExhaustedError`, which names what ran out. It leaves nothing behind, and nothing is remembered: the
   next try succeeds as soon as there is enough. An object that was in use may be broken, and then says so.
 
+ALL-10, a peer that lies
+: What a peer says after it has proved its identity is checked before it is used, and before memory is taken
+  for it. Whatever a peer says, in a message or in memory that it has handed over, every call ends within its
+  timeout, in a result or in an error of kvplug's; the process lives on, and holds no more memory, threads or
+  descriptors than for honest peers. Memory is taken for at most `max_message_bytes`, or for what the process
+  can have. A result is what was asked for as far as its structure shows it: shape and dtype, tokens, order.
+  That its bytes are what the peer's own program stored is not promised without a hash.
+
 ## Endpoints
 
 END-1, two verbs

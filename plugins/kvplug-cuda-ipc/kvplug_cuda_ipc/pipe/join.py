@@ -25,6 +25,7 @@ from kvplug.transport import (
     WireError,
     decline,
     exhaustion_of,
+    peer_text,
 )
 from kvplug_cuda_ipc.cudart.abi import IPC_HANDLE_BYTES
 from kvplug_cuda_ipc.cudart.errors import CudaError
@@ -38,6 +39,10 @@ logger = logging.getLogger(__name__)
 PURPOSE: Final = "pipe-cuda-ipc"
 _READY: Final = {"ready": True}
 _UNMAPPED: Final = encode(FrameKind.UNMAPPED)
+_MAX_GPU: Final = 64
+"""Characters of a GPU's UUID, and more."""
+_SHORTEST_SILENCE_S: Final = 0.05
+"""The least silence that counts as death, whatever the peer asks for: each heartbeat wakes both ends."""
 _FAILURE_S: Final = 0.5
 """Seconds that the peer may take to read why there is no pipe, or to hang up after its memory is gone."""
 
@@ -82,6 +87,7 @@ class Hello:
                 and min(nbytes, heartbeat_ms) > 0
             ):
                 terms = HeartbeatTerms(sees_death, heartbeat_ms)
+                gpu = peer_text(gpu, _MAX_GPU)
                 return cls(gpu=gpu, token=token, handle=handle, nbytes=nbytes, terms=terms)
         raise WireError("it does not join as this version does")
 
@@ -168,7 +174,7 @@ class _Join:
             self._settings,
             peer_process=self._peer_process,
             peer=self._peer,
-            silence_s=ours.terms.agreed(theirs.terms).silence_s(),
+            silence_s=ours.terms.agreed(theirs.terms).silence_s(at_least_s=_SHORTEST_SILENCE_S),
         )
 
     def _hello(self) -> Hello:
@@ -204,10 +210,10 @@ class _Join:
 
     def _receive(self) -> Any:
         value = self._channel.recv(self._deadline.remaining())
-        if isinstance(value, dict) and isinstance(value.get("failed"), str):
-            why = f"{self._peer} cannot be the other end of a pipe: {value['failed']}"
+        if isinstance(value, dict) and "failed" in value:
+            why = f"{self._peer} cannot be the other end of a pipe: {peer_text(value['failed'])}"
             if lacks := value.get("lacks"):
-                raise ResourceExhaustedError(why, resource=str(lacks))
+                raise ResourceExhaustedError(why, resource=peer_text(lacks))
             raise TransportError(why)
         return value
 

@@ -28,6 +28,7 @@ from kvplug.transport import (
     Channel,
     Deadline,
     DuplexPipe,
+    MessageLimit,
     NamedExhaustion,
     PipeSettings,
     Transfer,
@@ -89,7 +90,8 @@ class CudaIpcPipe(DuplexPipe):
         Raises:
             TransportError, ResourceExhaustedError: there are no more streams, or threads.
         """
-        super().__init__(peer, settings.timeout_s)
+        limit = MessageLimit(settings.max_message_bytes, device=settings.device.name)
+        super().__init__(peer, settings.timeout_s, limit)
         self._channel = channel
         self._peer_process = peer_process
         self._staging = staging
@@ -120,6 +122,7 @@ class CudaIpcPipe(DuplexPipe):
                 device,
                 self._streams[1],
                 peer=peer,
+                message_limit=limit,
                 lifecycle=self._lifecycle,
                 taken=self._taken,
                 fail_pipe=self._fail,

@@ -10,6 +10,10 @@ So a question about a prompt is answered locally, in microseconds. What keeps th
 - *unreachable*: while the store cannot be reached nothing can be loaded from it, and the answer is 0;
   so it is after a load that timed out, and after the store was cleared, until the store has answered a
   ping sent since;
+- *behind for too long*: a store that does not complete its snapshot, or whose events have gaps again and
+  again, is waited for only for a while; then the answer is 0 until the copy is complete;
+- *too large*: a copy of more than a gigabyte of tokens is given up, and so is one whose events contradict
+  each other: the store is connected to anew;
 - *refused*: workers know more than the scheduler sides, which kernel orders their blocks, say. Where two
   of them can never agree, nothing can be loaded either, until the store is connected to anew.
 """
@@ -18,6 +22,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -39,6 +44,8 @@ from kvplug.transport import (
     Removed,
     Snapshot,
     Stored,
+    StoreEvent,
+    WireError,
     event_from_plain,
     exhaustion_of,
 )
@@ -52,6 +59,11 @@ _RETRY_S = 1.0
 _PING_S = 0.2
 """A ping is a few bytes, and at most one is unanswered: there is room for it."""
 _JOIN_S = 3.0
+_CATCH_UP_S = 30.0
+"""How long a copy that is behind is waited for. A snapshot of a million entries takes less."""
+_MAX_BYTES = 1 << 30
+"""Of the tokens of all entries, each with ``_ENTRY_BYTES`` more: far beyond what a store's memory holds."""
+_ENTRY_BYTES = 1024
 
 
 @attrs.frozen
@@ -73,9 +85,14 @@ class Replica:
         self._changed = threading.Condition(self._lock)
         self._index = TokenIndex()
         self._link: PeerLink | None = None
+        self._sizes: dict[int, int] = {}
+        """Bytes that each entry counts."""
+        self._nbytes = 0
         self._is_current = False
         self._has_gap = False
         """Events are missing, and the store that has them is being asked for a snapshot."""
+        self._is_late = Deadline.after(None)
+        """When an answer that depends on a copy which is behind is not waited for any more."""
         self._pinged = self._ponged = 0
         """Numbers of the latest fence, and of the latest that was answered."""
         self._asked = 0
@@ -147,12 +164,12 @@ class Replica:
     def match(self, token_ids: tuple[int, ...], extra: bytes) -> int | None:
         """Length of the longest prefix the store holds; ``None`` while the copy is behind."""
         with self._lock:
-            if self._has_gap:
+            if self._has_gap and not self._is_late.expired:
                 return None
             if self._link is None or self._link is self._refused_link or self._doubted > self._ponged:
                 return 0
             if not self._is_current:
-                return None
+                return 0 if self._is_late.expired else None
             return self._index.match(token_ids, extra)
 
     @property
@@ -192,7 +209,7 @@ class Replica:
     # -- the thread ----------------------------------------------------------------------------
 
     def _run(self) -> None:
-        said = ""
+        said, gaps = "", 0
         while not self._closed.is_set():
             try:
                 link = self._connect(_CONNECT_S)
@@ -214,6 +231,7 @@ class Replica:
                     self._changed.notify_all()
                 self._closed.wait(_RETRY_S)
                 continue
+            began = time.monotonic()
             try:
                 self._follow(link)
             except (ClosedError, PeerGoneError) as e:
@@ -231,6 +249,8 @@ class Replica:
                 self._closed.wait(_RETRY_S)
             else:
                 self._lose(link)
+                gaps = gaps + 1 if time.monotonic() - began < _CATCH_UP_S else 0
+                self._closed.wait(min(_RETRY_S, 0.01 * 2**gaps))
 
     def _follow(self, link: PeerLink) -> None:
         follower = Follower()
@@ -238,33 +258,61 @@ class Replica:
             self._link, self._refusal, self._has_tried, self._was_connected = link, None, True, True
             self._shortage = None
             self._asked = 0
+            if not self._has_gap:  # else it has been behind since then
+                self._is_late = Deadline.after(_CATCH_UP_S)
         if self._closed.is_set():
             return
         self._ping()
         while not self._closed.is_set():
             message: Any = link.channel.recv(timeout=None)
             if isinstance(message, Mapping) and "pong" in message:
-                with self._lock:
-                    self._ponged = max(self._ponged, int(message["pong"]))
-                    self._asked = 0
+                self._note_pong(message["pong"])
                 self._ping()
                 continue
             event = event_from_plain(message)
             with self._lock:
                 if not follower.accept(event):
                     _log.warning("events of worker %d have a gap: starting over", self._rank)
+                    if not self._has_gap and self._is_current:
+                        self._is_late = Deadline.after(_CATCH_UP_S)
                     self._has_gap = True
                     return
-                match event:
-                    case Snapshot():
-                        self._index = TokenIndex()
-                    case Stored():
-                        self._index.insert(event.entry_id, event.token_ids, event.extra)
-                    case Removed():
-                        self._index.remove(event.entry_id)
+                self._apply(event)
                 self._is_current = follower.ready
                 self._has_gap = self._has_gap and not follower.ready
                 self._changed.notify_all()
+
+    def _note_pong(self, number: object) -> None:
+        """Raises WireError: it answers no ping."""
+        with self._lock:
+            if type(number) is not int or not 0 <= number <= self._pinged:
+                raise WireError("an answer came to a ping that was not sent")
+            self._ponged = max(self._ponged, number)
+            self._asked = 0
+
+    def _apply(self, event: StoreEvent) -> None:
+        """Under the lock: change the copy.
+
+        Raises:
+            WireError: the event contradicts those before it, or the copy would be too large.
+        """
+        match event:
+            case Snapshot():
+                self._index, self._sizes, self._nbytes = TokenIndex(), {}, 0
+            case Stored(entry_id=entry_id):
+                size = len(event.packed_tokens) + len(event.extra) + _ENTRY_BYTES
+                if self._nbytes + size > _MAX_BYTES:
+                    raise WireError(f"the index has {len(self._sizes)} entries, and would be too large")
+                try:
+                    self._index.insert(entry_id, event.token_ids, event.extra)
+                except ValueError as e:  # it is there already, or has no tokens
+                    raise WireError(f"an event that cannot be: {e}") from e
+                self._sizes[entry_id] = size
+                self._nbytes += size
+            case Removed(entry_id=entry_id):
+                if not self._index.remove(entry_id):
+                    raise WireError(f"entry {entry_id} was removed, and is not in the index")
+                self._nbytes -= self._sizes.pop(entry_id)
 
     def _ping(self) -> None:
         """Ask the store, unless it has still to answer or every fence has been answered."""

@@ -31,6 +31,8 @@ connects again it gets a snapshot."""
 _EVENT_BYTES = 256
 """Of an event, besides its tokens and extra."""
 _CLOSE_S = 2.0
+_MAX_SERVED = 1024
+"""Peers that are served at once, each in a thread: those that follow, and those that open their pipes."""
 
 
 class _Publisher:
@@ -154,6 +156,9 @@ class Service:
             )
             with self._lock:
                 closed = self._closed
+                if len(self._served) >= _MAX_SERVED:
+                    _log.warning("%s is not served: %d peers are", link, _MAX_SERVED)
+                    closed = True
                 self._served[link] = thread
                 try:
                     if not closed:

@@ -26,6 +26,7 @@ from kvplug.transport import (
     JoinStream,
     WireError,
     exhaustion_of,
+    peer_text,
     raise_if_declined,
 )
 from kvplug_pynccl.device import Stream
@@ -89,7 +90,7 @@ class Join:
         magic, step, flags, heartbeat_ms, version, id_, reason = _STRUCT.unpack(data)
         if magic != _MAGIC or step not in (*steps, Step.FAILED):
             raise WireError(f"{connection.describe} does not join as this version does")
-        text = reason.rstrip(b"\0").decode("utf-8", "replace")
+        text = peer_text(reason.rstrip(b"\0").decode("utf-8", "replace"))
         if step == Step.FAILED:
             why = f"{connection.describe} cannot be the other end of a pipe: {text}"
             if 0 < version < len(_LACKS):

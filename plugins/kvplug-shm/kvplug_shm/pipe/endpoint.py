@@ -37,6 +37,7 @@ class ShmEndpoint(DuplexEndpoint):
             spin_s=options.spin_us / 1e6,
             timeout_s=context.timeout_s,
             heartbeat_timeout_s=context.heartbeat_timeout_s,
+            max_message_bytes=context.max_message_bytes,
             pool=Pool(options.pool_bytes),
             library=library() if options.native else None,
         )

@@ -15,6 +15,7 @@ from kvplug.transport import (
     Connection,
     Deadline,
     DuplexPipe,
+    MessageLimit,
     PipeSettings,
     Timeout,
     Transfer,
@@ -95,7 +96,7 @@ class ShmPipe(DuplexPipe):
         ``heartbeat_interval_s``: set if at least one of the two ends has no pidfd of the other; then both
         send heartbeats this often.
         """
-        super().__init__(control.describe, settings.timeout_s)
+        super().__init__(control.describe, settings.timeout_s, MessageLimit(settings.max_message_bytes))
         self._control = control
         self._pool = settings.pool
         self._native = settings.library is not None
@@ -117,6 +118,7 @@ class ShmPipe(DuplexPipe):
             incoming(shared.segment, incoming_ring, shared.ring_bytes, *steps),
             pool=settings.pool,
             peer=self._peer,
+            message_limit=self._limit,
             pieces=shared.pieces,
             spin_s=settings.spin_s,
             lifecycle=self._lifecycle,

@@ -23,7 +23,7 @@ import attrs
 
 from kvplug import ConfigError, PeerGoneError, ResourceExhaustedError, TransportError
 from kvplug.net.wire import Limits, decode, encode
-from kvplug.transport import Connection, Deadline, Heartbeat, Watch, WireError, watch
+from kvplug.transport import Connection, Deadline, Heartbeat, Watch, WireError, peer_text, watch
 from kvplug_shm.memory.fd_passing import recv_fds, send_fd
 from kvplug_shm.queue.ring_buffer import ShmRingBuffer, Sizes
 
@@ -33,6 +33,8 @@ _LENGTH_NBYTES: Final = 2
 _LIMITS: Final = Limits(max_bytes=_FRAME_NBYTES, max_depth=2, max_items=64)
 _MOST_WORDS: Final = 600
 _BEATS_PER_TIMEOUT: Final = 5
+_SHORTEST_PATIENCE_S: Final = 0.05
+"""The least silence that counts as death, whatever the other end asks for: each heartbeat wakes both ends."""
 
 
 class LateCall:
@@ -95,23 +97,19 @@ def join(connection: Connection, rank: int, heartbeat_timeout_s: float, deadline
         try:
             match answer:
                 case {"refused": str(why)}:
-                    raise ConfigError(why)
+                    raise ConfigError(peer_text(why))
                 case {"exhausted": str(resource), "why": str(why)}:
                     raise ResourceExhaustedError(
-                        f"{connection.describe} cannot admit this reader now: {why}", resource=resource
+                        f"{connection.describe} cannot admit this reader now: {peer_text(why)}",
+                        resource=peer_text(resource),
                     )
                 case {
                     "index": int(index),
                     "sizes": [int(n_reader), int(max_chunks), int(max_chunk), int(max_message)],
                     "quiet": bool(quiet),
                     "patience_s": float(patience_s),
-                } if 0 <= index < n_reader and max_chunks > 0 < max_chunk and len(fds) == 1:
-                    sizes = Sizes(
-                        n_reader=n_reader,
-                        max_chunks=max_chunks,
-                        max_chunk_bytes=max_chunk,
-                        max_message_bytes=max_message,
-                    )
+                } if 0 <= index < n_reader and min(max_chunks, max_chunk, max_message) > 0 and len(fds) == 1:
+                    sizes = _sizes(connection, n_reader, max_chunks, max_chunk, max_message)
                     ring = ShmRingBuffer.attach(sizes, fds[0])
                 case _:
                     raise WireError(f"{connection.describe} does not answer as the writer of a queue")
@@ -137,8 +135,21 @@ def join(connection: Connection, rank: int, heartbeat_timeout_s: float, deadline
         watch=watch,
         on_gone=on_gone,
         pidfd=pidfd,
-        heartbeat_s=None if quiet else _pace(patience_s),
+        heartbeat_s=None if quiet else _pace(min(patience_s, heartbeat_timeout_s)),
     )
+
+
+def _sizes(connection: Connection, n_reader: int, max_chunks: int, max_chunk: int, max_message: int) -> Sizes:
+    """Raises WireError: no queue can have these."""
+    try:
+        return Sizes(
+            n_reader=n_reader,
+            max_chunks=max_chunks,
+            max_chunk_bytes=max_chunk,
+            max_message_bytes=max_message,
+        )
+    except ConfigError as e:
+        raise WireError(f"{connection.describe} states sizes that no queue has: {e}") from e
 
 
 @attrs.frozen(kw_only=True)
@@ -231,6 +242,7 @@ def watched(
 
 def _pace(patience_s: float) -> tuple[float, float]:
     """The heartbeat of both ends: interval, and the silence that counts as death."""
+    patience_s = max(patience_s, _SHORTEST_PATIENCE_S) if patience_s > 0 else _SHORTEST_PATIENCE_S
     return patience_s / _BEATS_PER_TIMEOUT, patience_s
 
 

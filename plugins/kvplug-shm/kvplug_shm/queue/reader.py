@@ -17,6 +17,7 @@ from kvplug.transport import (
     QueueHandle,
     Reader,
     Timeout,
+    check_room,
 )
 from kvplug_shm.memory.pool import Pool
 from kvplug_shm.options import ShmQueueOptions
@@ -24,6 +25,8 @@ from kvplug_shm.queue.ends import ShmEnd
 from kvplug_shm.queue.network import QueueMessage, Source
 
 _DEQUEUEING: Final = NamedExhaustion("dequeueing a value")
+_LARGE: Final = 16 << 20
+"""Bytes of a message that may be more than this process can have."""
 
 
 class ShmReader(ShmEnd):
@@ -78,6 +81,10 @@ class ShmReader(ShmEnd):
         with self._use_guard, _DEQUEUEING:
             _, head, body = self._next(False, timeout, cancel, indefinite)
             try:
+                nbytes = len(head) + body.nbytes
+                if nbytes > _LARGE:
+                    # Memory that its writer has not used takes no room, and may be larger than all there is.
+                    check_room(nbytes, f"the next message of {self._source.writer}, which stays,")
                 if body.nbytes:
                     value = decode_out_of_band(head, body, limits=self._limits, make=self._pool.tensor)
                 else:

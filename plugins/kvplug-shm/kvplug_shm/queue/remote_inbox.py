@@ -24,6 +24,7 @@ class Inbox:
         self._joined = self._ready = False
         self.read = 0
         """Messages that were read."""
+        self._put_bytes = self._taken_bytes = 0  # each changed by one of the two threads
 
     # -- for the connection's thread -----------------------------------------------------------
 
@@ -36,10 +37,16 @@ class Inbox:
     def joined(self) -> bool:
         return self._joined
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all unread messages."""
+        return self._put_bytes - self._taken_bytes
+
     def put(self, message: QueueMessage, memory: mmap.mmap | None) -> None:
         """Add a message; :meth:`take` returns its ``memory``."""
         with self._lock:
             self._messages.append((message, memory))
+            self._put_bytes += _nbytes(message)
             self._changed.notify_all()
 
     def join(self) -> None:
@@ -91,8 +98,9 @@ class Inbox:
 
     def take(self) -> mmap.mmap | None:
         """Remove the first message. Returns its memory."""
-        _, memory = self._messages.popleft()
+        message, memory = self._messages.popleft()
         self.read += 1
+        self._taken_bytes += _nbytes(message)
         return memory
 
     def wake(self) -> None:
@@ -117,3 +125,7 @@ class Inbox:
         assert self._error is not None
         kind, text = self._error
         return kind(text)
+
+
+def _nbytes(message: QueueMessage) -> int:
+    return len(message.head) + message.body.nbytes

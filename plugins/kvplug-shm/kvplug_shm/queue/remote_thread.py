@@ -36,6 +36,8 @@ _DESCRIPTORS = 14
 """Descriptors of a context and its sockets, and a reserve. ZeroMQ aborts the process if it gets none."""
 _THREADS = 2
 """Threads of a context."""
+SHORTEST_PATIENCE_S: Final = 0.05
+"""The least silence that counts as death, whatever the other end asks for: each heartbeat wakes both ends."""
 BEATS_IN_PATIENCE: Final = 5
 """Each end sends this many frames, at least, within the silence that counts as death."""
 _EVENTS_A_TURN = 100

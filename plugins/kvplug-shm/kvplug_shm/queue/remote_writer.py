@@ -29,7 +29,7 @@ from kvplug_shm.queue.remote_admission import RemoteAdmission, descriptor_of, li
 from kvplug_shm.queue.remote_contact import new_contact
 from kvplug_shm.queue.remote_door import FrontDoor
 from kvplug_shm.queue.remote_frames import Part, Plain, QueueFrameKind, Taken
-from kvplug_shm.queue.remote_thread import SETTLE_S, SocketThread
+from kvplug_shm.queue.remote_thread import SETTLE_S, SHORTEST_PATIENCE_S, SocketThread
 
 logger = logging.getLogger(__name__)
 
@@ -188,7 +188,7 @@ class RemoteWriter(SocketThread):
     def _join(self, routing_id: bytes, frame: zmq.Frame, value: Any, now: float) -> None:
         match value:
             case {"version": frames.VERSION, "who": who, "patience_s": float(theirs)} if theirs > 0:
-                patience_s = min(theirs, self._patience_s)
+                patience_s = min(max(theirs, SHORTEST_PATIENCE_S), self._patience_s)
                 link = ReaderLink(rank_of(frame), routing_id, identity_of(who), patience_s, now, now)
                 link.descriptor = descriptor_of(frame)
             case _:

@@ -16,7 +16,7 @@ from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline
 from kvplug.transport.events import RemovalReason, Removed
 from kvplug_testing import LookupBufferContract
 from kvplug_testing.memory.lookup import MemoryLookupEndpoint, MemoryStore
-from kvplug_testing.memory.lookup_calls import MemoryRemoteStore
+from kvplug_testing.memory.lookup_calls import MemoryRemoteStore, Wanted
 from kvplug_testing.memory.store_core import LeasedEntry, StoreCore, StoredEntry
 
 
@@ -704,8 +704,8 @@ class TestWaitsForAnAnswerForEver(Mutant):
     breaks = ("ALL-4",)
 
     class reaching(MemoryRemoteStore):  # noqa: N801
-        def _copied(self, entry: Any, deadline: Deadline) -> Any:
-            return super()._copied(entry, Deadline.after(None))
+        def _copied(self, entry: Any, wanted: Any, deadline: Deadline) -> Any:
+            return super()._copied(entry, wanted, Deadline.after(None))
 
 
 class TestWorksInAForkedChild(Mutant):
@@ -760,6 +760,17 @@ class TestKeepsWhatWasTaken(Mutant):
         def _remove(self, stored: StoredEntry, reason: RemovalReason) -> None:
             _kept.append(stored.entry.hidden)
             super()._remove(stored, reason)
+
+
+class TestHandsOutAnotherEntry(Mutant):
+    """What comes is not compared with what was asked for."""
+
+    breaks = ("ALL-10",)
+    caught_by = "test_whatever_the_other_end_says_each_call_ends_in_time_in_what_was_asked_for"
+
+    class reaching(MemoryRemoteStore):  # noqa: N801
+        def _copied(self, entry: Any, wanted: Any, deadline: Deadline) -> Any:
+            return super()._copied(entry, Wanted(None), deadline)
 
 
 # -- the control -----------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from kvplug_testing.contract.connector.call_sequence import CallSequence
 from kvplug_testing.contract.connector.endings import Endings
 from kvplug_testing.contract.connector.exhaustion import Exhaustion
 from kvplug_testing.contract.connector.failures import Failures
+from kvplug_testing.contract.connector.lying_peers import LyingPeers
 from kvplug_testing.contract.connector.preemption import Preemption
 from kvplug_testing.contract.connector.promises import Promises
 from kvplug_testing.contract.connector.references import References
@@ -24,6 +25,7 @@ class ConnectorContract(
     CallSequence,
     References,
     Endings,
+    LyingPeers,
     Exhaustion,
 ):
     """Checks a connector against the laws ALL, CONN and REF.

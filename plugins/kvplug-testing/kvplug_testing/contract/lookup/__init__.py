@@ -9,6 +9,7 @@ from kvplug_testing.contract.lookup.cost import Cost
 from kvplug_testing.contract.lookup.endings import Endings
 from kvplug_testing.contract.lookup.exhaustion import Exhaustion
 from kvplug_testing.contract.lookup.keys import Keys
+from kvplug_testing.contract.lookup.lying_peers import LyingPeers
 from kvplug_testing.contract.lookup.matching import Matching
 from kvplug_testing.contract.lookup.other_host import OtherHost
 from kvplug_testing.contract.lookup.processes import Processes
@@ -29,6 +30,7 @@ class LookupBufferContract(
     Endings,
     Processes,
     OtherHost,
+    LyingPeers,
     Exhaustion,
 ):
     """Checks a transport of kind "lookup buffer" against the laws ALL and LOOKUP.

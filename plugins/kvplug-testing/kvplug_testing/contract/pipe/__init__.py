@@ -12,6 +12,7 @@ from kvplug_testing.contract.pipe.exhaustion import Exhaustion
 from kvplug_testing.contract.pipe.forks import Forks
 from kvplug_testing.contract.pipe.leaks import Leaks
 from kvplug_testing.contract.pipe.leaving import Leaving
+from kvplug_testing.contract.pipe.lying_peers import LyingPeers
 from kvplug_testing.contract.pipe.order import Order
 from kvplug_testing.contract.pipe.other_host import OtherHost
 from kvplug_testing.contract.pipe.peer_death import PeerDeath
@@ -41,6 +42,7 @@ class PipeContract(
     OtherHost,
     Forks,
     Leaving,
+    LyingPeers,
     Leaks,
     Exhaustion,
 ):
