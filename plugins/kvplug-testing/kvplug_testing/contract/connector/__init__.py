@@ -10,11 +10,12 @@ from kvplug_testing.contract.connector.preemption import Preemption
 from kvplug_testing.contract.connector.promises import Promises
 from kvplug_testing.contract.connector.references import References
 from kvplug_testing.contract.connector.schedules import Schedules
+from kvplug_testing.contract.connector.stalls import Stalls
 from kvplug_testing.contract.connector.stats import Stats
 
 
 class ConnectorContract(
-    Promises, Failures, BlocksInUse, Preemption, Schedules, Stats, CallSequence, References, Endings
+    Promises, Failures, BlocksInUse, Preemption, Schedules, Stats, CallSequence, References, Endings, Stalls
 ):
     """Checks a connector against the laws ALL, CONN and REF.
 
