@@ -49,7 +49,7 @@ class Asked:
     def __init__(self, engine: Any, kind: str, *, async_load: bool = False, **settings: Any) -> None:
         self.engine = engine
         self.kind = kind
-        self.loads_in_background = async_load
+        self.loads_in_background = async_load or settings.get("async_scheduling", False)
         self.has_prefix_cache = settings.get("enable_prefix_caching", True)
 
     def count(self, what: str, *labels: str) -> float:
