@@ -36,6 +36,7 @@ from kvplug.negotiation.handshake.exchange import exchange
 from kvplug.negotiation.handshake.hello import Hello
 from kvplug.net import liveness
 from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
+from kvplug.net.threads import BackgroundThread, end_at_exit
 from kvplug.net.trust.channel import Channel
 from kvplug.net.trust.connection import Connection
 from kvplug.net.trust.credentials import Credentials
@@ -168,23 +169,23 @@ class ControlLink(PeerLink):
         """End the wait for a peer that has died. One that has opened its pipe leaves too, so it gets a moment
         first, in which the listener finishes with it.
         """
+        over = threading.Event()  # the wait has ended, or the program leaves
 
         def give_up() -> None:
-            left.set()
-            listener.close()
+            if not over.wait(_LEAVE_S):
+                left.set()
+                listener.close()
 
         def hung_up(_: str) -> None:
-            timer.start()
+            BackgroundThread(give_up, name="kvplug-give-up", stop=over.set).start()
 
-        timer = threading.Timer(_LEAVE_S, give_up)
-        timer.daemon = True
         with self.channel.socket().dup() as ours:  # another part of the connector may watch the channel's own
             watching = liveness.watch(sock=ours, on_gone=hung_up)
             try:
                 yield
             finally:
                 watching.close()
-                timer.cancel()
+                over.set()
 
     def _join(self, label: str, transport: str, device: str, deadline: Deadline) -> Pipe:
         offer = self.channel.recv(timeout=deadline.remaining())
@@ -229,7 +230,7 @@ class LinkServer(Generic[T]):
         self._closed = threading.Event()
         self._lock = threading.Lock()
         self._under_way: dict[threading.Thread, Channel | ControlLink] = {}
-        self._thread = threading.Thread(target=self._accept_all, name="kvplug-accept", daemon=True)
+        self._thread = BackgroundThread(self._accept_all, name="kvplug-accept", stop=listener.close)
         self._thread.start()
 
     def accept(self, timeout: Timeout = DEFAULT_TIMEOUT) -> T:
@@ -302,7 +303,12 @@ class LinkServer(Generic[T]):
             OSError, RuntimeError: this process has too many descriptors or threads.
         """
         channel = Channel(connection)
-        thread = threading.Thread(target=self._serve, args=(channel,), name="kvplug-handshake", daemon=True)
+        thread = BackgroundThread(
+            self._serve,
+            args=(channel,),
+            name="kvplug-handshake",
+            stop=lambda: self._under_way.get(thread, channel).close(),
+        )
         with self._lock:
             refused = self._closed.is_set() or len(self._under_way) >= _MAX_PENDING_HANDSHAKES
             if not refused:
@@ -381,6 +387,7 @@ class ControlPeers(Peers):
         self._listeners: list[LinkServer[Any]] = []
         self._shaking: set[Channel] = set()
         self._closed = threading.Event()
+        end_at_exit(self)
 
     def listen(self) -> LinkListener:
         return self._listening(LinkListener(self._settings, self._bound()))
@@ -448,3 +455,9 @@ class ControlPeers(Peers):
             channel.close()
         for listener in listeners:
             listener.close()
+
+    def _end_at_exit(self) -> None:
+        self.close()
+
+    def _is_in_use(self) -> bool:
+        return False  # what it waits in are sockets

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 
 from kvplug.metrics.stats import StatsReader, StatsSnapshot, TransferStats
+from kvplug.net.threads import BackgroundThread
 
 _log = logging.getLogger(__name__)
 
@@ -92,9 +93,9 @@ class Reporter:
         self._broken: set[int] = set()
         self._emitting = threading.Lock()
         self._closed = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._thread: BackgroundThread | None = None
         if self._sinks:
-            self._thread = threading.Thread(target=self._run, name="kvplug-metrics", daemon=True)
+            self._thread = BackgroundThread(self._run, name="kvplug-metrics", stop=self._closed.set)
             self._thread.start()
 
     def emit(self) -> None:

@@ -24,6 +24,11 @@ class ExclusiveUse:
         self._what = what
         self._lock = threading.Lock()
 
+    @property
+    def busy(self) -> bool:
+        """Whether a thread is inside."""
+        return self._lock.locked()
+
     def taken(self) -> AbstractContextManager[object]:
         """For a ``with`` statement around the whole call.
 

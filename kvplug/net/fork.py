@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import logging
 import os
-import weakref
-from typing import Protocol
+from typing import Final, Protocol
+
+from kvplug.net.live_objects import LiveObjects
 
 logger = logging.getLogger(__name__)
 
@@ -26,30 +27,22 @@ class Inherited(Protocol):
         """
 
 
-# A plain dict, since single dict operations cannot be half done when another thread forks.
-_registered: dict[int, weakref.ref[Inherited]] = {}
+_registered: Final = LiveObjects[Inherited]()
 
 
 def close_after_fork(thing: Inherited) -> None:
     """Call ``thing._after_fork_in_child()`` in every forked child, as long as ``thing`` lives."""
-    key = id(thing)
-
-    def forget(ref: weakref.ref[Inherited]) -> None:
-        if _registered.get(key) is ref:
-            del _registered[key]
-
-    _registered[key] = weakref.ref(thing, forget)
+    _registered.add(thing)
 
 
 def _in_child() -> None:
-    inherited = [ref() for ref in list(_registered.values())]
+    inherited = _registered.all()
     _registered.clear()
     for thing in inherited:
-        if thing is not None:
-            try:
-                thing._after_fork_in_child()
-            except Exception:
-                logger.exception("closing %r in a forked child failed", type(thing).__name__)
+        try:
+            thing._after_fork_in_child()
+        except Exception:
+            logger.exception("closing %r in a forked child failed", type(thing).__name__)
 
 
 if hasattr(os, "register_at_fork"):

@@ -29,6 +29,7 @@ import attrs
 
 from kvplug.errors import ClosedError
 from kvplug.net.fork import close_after_fork
+from kvplug.net.threads import BackgroundThread
 
 __all__ = ["Heartbeat", "Watch", "close_after_fork", "watch"]
 
@@ -196,7 +197,8 @@ class _Loop:
         self.poller.register(self.wake_out.fileno(), _READABLE)
         self.watches: set[Watch] = set()
         self.by_fd: dict[int, Watch] = {}
-        self.thread = threading.Thread(target=self.run, name="kvplug liveness", daemon=True)
+        self.stopped = False
+        self.thread = BackgroundThread(self.run, name="kvplug liveness", stop=self.stop)
 
     def add(self, new: Watch) -> None:
         for fd in new._fds:
@@ -228,6 +230,11 @@ class _Loop:
         with contextlib.suppress(OSError):  # full: it is awake anyway
             self.wake_in.send(b"x")
 
+    def stop(self) -> None:
+        """The program leaves: watch nothing any more. Takes no lock."""
+        self.stopped = True
+        self.wake()
+
     def close(self) -> None:
         if _HAS_EPOLL:
             self.poller.close()
@@ -242,7 +249,7 @@ class _Loop:
                 self.poll(pause)
                 gone: list[tuple[Watch, str]] = []
                 with _lock:
-                    if not self.watches:
+                    if not self.watches or self.stopped:
                         return
                     # Polled again under the lock, when no watch is added or removed: a descriptor that was
                     # ready may have been closed since, and its number reused.

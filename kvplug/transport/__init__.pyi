@@ -42,6 +42,10 @@ from kvplug.net.streams import (
     acquire_stream as acquire_stream,
     release_stream as release_stream,
 )
+from kvplug.net.threads import (
+    BackgroundThread as BackgroundThread,
+    end_at_exit as end_at_exit,
+)
 from kvplug.net.trust.addresses import (
     local_domain as local_domain,
 )

@@ -14,11 +14,13 @@ import socket
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Generic, Self, TypeVar
 
 from kvplug.errors import ClosedError, KvplugError, TimeoutError, TransportError
 from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
 from kvplug.net.fork import close_after_fork
+from kvplug.net.threads import BackgroundThread
 from kvplug.net.trust.listener import Connection, Listener
 from kvplug.transport.pipe import Pipe, PipeListener
 
@@ -63,7 +65,7 @@ class Acceptor(Generic[T]):
         self._closed = False
         self._serving: set[Connection] = set()
         self._threads = [
-            threading.Thread(target=self._accept, args=(each,), name=f"{name}-listen", daemon=True)
+            BackgroundThread(self._accept, args=(each,), name=f"{name}-listen", stop=each.close)
             for each in listeners
         ]
         close_after_fork(self)
@@ -82,8 +84,7 @@ class Acceptor(Generic[T]):
         for listener in self._listeners:
             listener.close()
         for connection in serving:
-            with contextlib.suppress(OSError):  # the peer hung up, or the thread that serves it closed it
-                connection.sock.shutdown(socket.SHUT_RDWR)
+            _hang_up(connection)
         for thread in self._threads:
             if thread.is_alive() and thread is not threading.current_thread():
                 thread.join(1.0)
@@ -108,8 +109,11 @@ class Acceptor(Generic[T]):
             if closed:
                 connection.close()
                 return
-            thread = threading.Thread(
-                target=self._serve, args=(connection,), name=f"{self._name}-join", daemon=True
+            thread = BackgroundThread(
+                self._serve,
+                args=(connection,),
+                name=f"{self._name}-join",
+                stop=partial(_hang_up, connection),
             )
             try:
                 thread.start()
@@ -135,6 +139,11 @@ class Acceptor(Generic[T]):
     def _release(self, connection: Connection) -> None:
         with self._lock:
             self._serving.discard(connection)
+
+
+def _hang_up(connection: Connection) -> None:
+    with contextlib.suppress(OSError):  # the peer hung up, or the thread that serves it closed it
+        connection.sock.shutdown(socket.SHUT_RDWR)
 
 
 class PipeAcceptor(PipeListener, abc.ABC):

@@ -24,6 +24,7 @@ from typing import Any, Self
 from kvplug.errors import ClosedError, TimeoutError
 from kvplug.net.deadline import Deadline, Timeout
 from kvplug.net.fork import close_after_fork
+from kvplug.net.threads import BackgroundThread
 from kvplug.net.trust.addresses import Address, ListenerContact, TcpAddress, UnixAddress, is_loopback
 from kvplug.net.trust.admission import Admission
 from kvplug.net.trust.binding import bound, cannot_bind
@@ -89,7 +90,7 @@ class Listener:
         self._asking: list[Stranger] = []
         """Strangers whose users are looked up in the kernel's tables, by another thread."""
         self._answered: collections.deque[Stranger] = collections.deque()
-        self._asker: threading.Thread | None = None
+        self._asker: BackgroundThread | None = None
         self._proven: collections.deque[Connection] = collections.deque()
         self._changed = threading.Condition()
         self._closed = False
@@ -102,7 +103,7 @@ class Listener:
             s.setblocking(False)
             self._selector.register(s, selectors.EVENT_READ)
         close_after_fork(self)
-        self._thread = threading.Thread(target=self._run, name=f"kvplug listener {contact}", daemon=True)
+        self._thread = BackgroundThread(self._run, name=f"kvplug listener {contact}", stop=self._stop)
         self._thread.start()
 
     @classmethod
@@ -190,11 +191,7 @@ class Listener:
 
         When it returns the thread has ended and the descriptors are closed; accepted connections live on.
         """
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
-        with contextlib.suppress(OSError):
-            self._wake_in.send(b"x")
+        self._stop()
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
@@ -203,6 +200,14 @@ class Listener:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _stop(self) -> None:
+        """Have the thread end, and wake every thread that accepts."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        with contextlib.suppress(OSError):
+            self._wake_in.send(b"x")
 
     def _after_fork_in_child(self) -> None:
         self._closed = True
@@ -342,9 +347,7 @@ class Listener:
             self._asking.append(stranger)
             if self._asker is not None:
                 return
-            asker = threading.Thread(
-                target=self._read_tables, name=f"kvplug uids {self._contact}", daemon=True
-            )
+            asker = BackgroundThread(self._read_tables, name=f"kvplug uids {self._contact}", stop=self._stop)
             try:
                 asker.start()
                 self._asker = asker

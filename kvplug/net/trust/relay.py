@@ -13,10 +13,10 @@ import socket
 import ssl
 import struct
 import sys
-import threading
 import time
 
 from kvplug.net.fork import close_after_fork
+from kvplug.net.threads import BackgroundThread
 
 _BUFFER_BYTES = 256 * 1024
 _LINGER_S = 10.0
@@ -41,7 +41,7 @@ def plain_end(tls: ssl.SSLSocket) -> socket.socket:
         raise
     relay = _Relay(tls, near)
     try:
-        threading.Thread(target=relay.run, name="kvplug-tls", daemon=True).start()
+        BackgroundThread(relay.run, name="kvplug-tls", stop=relay.finish).start()
     except BaseException:
         relay.close()
         given.close()
@@ -128,6 +128,11 @@ class _Relay:
     def close(self) -> None:
         self._near.close()
         self._tls.close()
+
+    def finish(self) -> None:
+        """The program leaves: deliver what it has sent, as if it had closed the plain socket."""
+        with contextlib.suppress(OSError):
+            self._near.shutdown(socket.SHUT_RDWR)
 
     def _after_fork_in_child(self) -> None:
         self.close()

@@ -10,12 +10,16 @@ this package does not import torch at module level.
 
 from __future__ import annotations
 
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from kvplug.net.deadline import DEFAULT_TIMEOUT, Timeout
+from kvplug.net.threads import end_at_exit
 from kvplug.transport.communicator.collectives import Collectives
 from kvplug.transport.communicator.moe import MoE
 from kvplug.transport.communicator.point_to_point import PointToPoint
+
+if TYPE_CHECKING:
+    from kvplug.transport.context import CommunicatorContext
 
 
 class DeviceCommunicator(Collectives, PointToPoint, MoE):
@@ -39,6 +43,10 @@ class DeviceCommunicator(Collectives, PointToPoint, MoE):
     A transport may have an option by which calls return before the device is done. Then a call raises the
     errors of earlier calls, and results are valid once ``synchronize`` has returned.
     """
+
+    def __init__(self, context: CommunicatorContext) -> None:
+        super().__init__(context)
+        end_at_exit(self)
 
     def synchronize(self, *, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
         """Return when everything that this rank's calls have begun has succeeded. Returns at once if calls
@@ -84,6 +92,12 @@ class DeviceCommunicator(Collectives, PointToPoint, MoE):
         if not self._destroyed:
             self._destroyed = True
             self._destroy()
+
+    def _end_at_exit(self) -> None:
+        self.destroy()
+
+    def _is_in_use(self) -> bool:
+        return self._busy.locked()
 
     def __enter__(self) -> Self:
         return self

@@ -11,6 +11,7 @@ import attrs
 
 from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
 from kvplug.net.exclusive_use import ExclusiveUse
+from kvplug.net.threads import end_at_exit
 from kvplug.transport.duplex.lifecycle import Lifecycle
 from kvplug.transport.pipe import Blocks, Pipe, Transfer
 
@@ -47,6 +48,7 @@ class DuplexPipe(Pipe, abc.ABC):
         self._sending, self._receiving = ExclusiveUse("sending"), ExclusiveUse("receiving")
         self._let_go = False
         """Everything was released."""
+        end_at_exit(self)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} to {self._peer}, {self._lifecycle.state}>"
@@ -101,6 +103,12 @@ class DuplexPipe(Pipe, abc.ABC):
         # Also ends a close() that is still draining in another thread.
         if self._lifecycle.close("was aborted") or not self._let_go:
             self._end()
+
+    def _end_at_exit(self) -> None:
+        self.abort()
+
+    def _is_in_use(self) -> bool:
+        return self._sending.busy or self._receiving.busy
 
     def _check_sending(self) -> None:
         if self._lifecycle.ended:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 from kvplug.errors import (
@@ -16,6 +17,7 @@ from kvplug.errors import (
     WireError,
 )
 from kvplug.net.deadline import Deadline
+from kvplug.net.threads import BackgroundThread
 from kvplug.net.trust.channel import Channel
 from kvplug.net.trust.identity import this_process
 from kvplug.net.trust.listener import Listener
@@ -47,9 +49,9 @@ class StoreServer:
         self._threads: set[threading.Thread] = set()
         self._closed = False
         if listener is not None:
-            self._start(self._accept, (), "kvplug group")
+            self._start(self._accept, (), "kvplug group", listener.close)
 
-    def _start(self, target: Any, args: tuple[Any, ...], name: str) -> None:
+    def _start(self, target: Any, args: tuple[Any, ...], name: str, stop: Callable[[], None]) -> None:
         def run() -> None:
             try:
                 target(*args)
@@ -57,7 +59,7 @@ class StoreServer:
                 with self._lock:
                     self._threads.discard(threading.current_thread())
 
-        thread = threading.Thread(target=run, name=name, daemon=True)
+        thread = BackgroundThread(run, name=name, stop=stop)
         self._threads.add(thread)
         thread.start()
 
@@ -74,7 +76,8 @@ class StoreServer:
                     channel.close()
                     return
                 self._channels.add(channel)
-                self._start(self._serve, (channel,), f"kvplug group, {channel.peer}")
+                stop = partial(self._hang_up, channel)
+                self._start(self._serve, (channel,), f"kvplug group, {channel.peer}", stop)
 
     def _serve(self, channel: Channel) -> None:
         try:
@@ -93,6 +96,11 @@ class StoreServer:
             with self._lock:
                 self._channels.discard(channel)
             channel.close()
+
+    def _hang_up(self, channel: Channel) -> None:
+        """The program leaves: end the thread of a connection, also one that waits for another rank."""
+        self.store.close()
+        channel.close()
 
     def _membership(self, channel: Channel, rank: int, world_size: int) -> None:
         try:

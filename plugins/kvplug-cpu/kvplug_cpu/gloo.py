@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import ctypes
-import threading
-import time
-import weakref
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +14,8 @@ import torch.distributed
 from torch.distributed import AllreduceOptions, AllToAllOptions, BroadcastOptions
 
 from kvplug import ClosedError, ConfigError, KvplugError, PluginError, TimeoutError, TransportError
-from kvplug.transport import Deadline
+from kvplug.transport import BackgroundThread, Deadline, end_at_exit
+from kvplug_cpu.store import GroupStore
 
 _STEP_S = 0.05
 """How often a thread that waits for gloo checks whether the other ranks are alive."""
@@ -26,22 +24,6 @@ _BEYOND_S = 5.0
 _FOR_EVER = timedelta(days=365)
 _NOBODYS_TAG = 0x6B76
 _ENDING_S = 2.0
-
-_connecting: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
-_running: set[int] = set()
-"""The threads that are in an operation."""
-_exiting = threading.Event()
-
-
-@atexit.register
-def _bring_threads_back() -> None:
-    """Wait for threads inside gloo: one that returns to Python during its finalisation aborts the process."""
-    deadline = Deadline.after(_ENDING_S)
-    for thread in list(_connecting):
-        thread.join(deadline.remaining())
-    _exiting.set()
-    while _running - {threading.get_ident()} and not deadline.expired:
-        time.sleep(0.001)
 
 
 class Gloo:
@@ -55,6 +37,10 @@ class Gloo:
         self._check = check
         self._owned = owned
         self._stuck = False
+        self._inside = False
+        """A thread is in an operation."""
+        self._leaving = False
+        end_at_exit(self)
 
     @classmethod
     def of(cls, group: Any, rank: int, world_size: int, check: Callable[[], None]) -> Gloo:
@@ -111,8 +97,7 @@ class Gloo:
                 found.append(e)
 
         # gloo's timeout applies to each of its steps: only another thread can keep the deadline.
-        thread = threading.Thread(target=connect, name="kvplug-cpu-gloo", daemon=True)
-        _connecting.add(thread)
+        thread = BackgroundThread(connect, name="kvplug-cpu-gloo", stop=partial(_abandon, store))
         thread.start()
         while not found:
             left = deadline.remaining()
@@ -133,15 +118,21 @@ class Gloo:
         self.group = None
         if self._stuck:
             # The thread that drops the last reference to the group waits for operations under way.
-            threading.Thread(target=last.clear, name="kvplug-cpu-gloo", daemon=True).start()
+            BackgroundThread(last.clear, name="kvplug-cpu-gloo", stop=lambda: None).start()
 
     def after_fork_in_child(self) -> None:
         """In a forked child gloo's threads do not exist, and destroying the group would wait for them: keep
         it.
         """
-        _running.clear()
+        self._inside = False
         if self._owned and self.group is not None:
             _keep_for_ever(self.group)
+
+    def _end_at_exit(self) -> None:
+        self._leaving = True  # the thread in an operation looks often
+
+    def _is_in_use(self) -> bool:
+        return self._inside
 
     # -- operations ------------------------------------------------------------------------------
     #
@@ -177,26 +168,25 @@ class Gloo:
         options.timeout = _span(deadline, _BEYOND_S)
         group = self.group
         work = None
-        here = threading.get_ident()
-        _running.add(here)
+        self._inside = True
         try:
             with _mapped("gloo"):
                 work = start(group, options)
                 while not self._ended(work, Deadline.after(min(_STEP_S, _left(deadline)))):
-                    if _exiting.is_set() and threading.current_thread() is not threading.main_thread():
-                        raise ClosedError("the process ends")
+                    if self._leaving:
+                        raise ClosedError("the program leaves")
                     self._check()
                     if deadline.expired:
                         raise TimeoutError("a collective did not complete in time")
         except BaseException:
             if work is not None and not work.is_completed():
-                if _exiting.is_set():
+                if self._leaving:
                     _keep_for_ever(group)
                 else:
                     self._stop(group, work)
             raise
         finally:
-            _running.discard(here)
+            self._inside = False
             del group, work  # an error's traceback keeps locals alive, and the group has threads and sockets
 
     def _ended(self, work: Any, deadline: Deadline) -> bool:
@@ -219,6 +209,11 @@ class Gloo:
             group.recv(nothing, other, _NOBODYS_TAG).wait(timedelta(milliseconds=1))
         with contextlib.suppress(RuntimeError):
             self._stuck = not self._ended(work, Deadline.after(_ENDING_S))
+
+
+def _abandon(store: torch.distributed.Store) -> None:
+    if isinstance(store, GroupStore):  # others do not wait for long
+        store.abandon()
 
 
 def _keep_for_ever(thing: object) -> None:

@@ -15,7 +15,14 @@ from kvplug import KvplugError, TimeoutError
 from kvplug.net.wire.frames import HEADER_SIZE
 from kvplug.net.wire.messages import SHORTEST_TENSOR_PREFIX, prefix_size, read_prefix
 from kvplug.net.wire.tensors import TensorMeta, memory_of_writable
-from kvplug.transport import Deadline, DescriptorGuard, Lifecycle, PartialMessage, WireError
+from kvplug.transport import (
+    BackgroundThread,
+    Deadline,
+    DescriptorGuard,
+    Lifecycle,
+    PartialMessage,
+    WireError,
+)
 from kvplug_cpu.data_connection import DataConnection
 from kvplug_cpu.memory import fresh
 from kvplug_cpu.message import SPLIT, parts
@@ -100,23 +107,25 @@ class _SideReader:
         descriptors: DescriptorGuard,
         lost: Callable[[], object],
         fail: Callable[[str], None],
+        stop: Callable[[], None],
     ) -> None:
         self.connection = connection
         self._index = index
         self._descriptors = descriptors
         self._lost = lost
         self._fail = fail
+        self._stop_pipe = stop
         self._jobs: SimpleQueue[tuple[memoryview, Deadline] | None] = SimpleQueue()
         self._results: SimpleQueue[int] = SimpleQueue()
-        self.thread: threading.Thread | None = None
+        self.thread: BackgroundThread | None = None
 
     def start(self, view: memoryview, deadline: Deadline) -> None:
         if self.thread is None:
             if not self._descriptors.enter():
                 self._results.put(0)
                 return
-            thread = threading.Thread(
-                target=self._read, name=f"kvplug-cpu-receive-{self._index}", daemon=True
+            thread = BackgroundThread(
+                self._read, name=f"kvplug-cpu-receive-{self._index}", stop=self._stop_pipe
             )
             try:
                 thread.start()
@@ -150,7 +159,7 @@ class _SideReader:
 class Inbox:
     """``lost(reason)``: the peer is gone. ``fail(reason)``: the stream's position is lost.
 
-    Both wake every thread that reads.
+    Both wake every thread that reads. ``stop()`` ends the pipe at once, when the program leaves.
     """
 
     def __init__(
@@ -162,6 +171,7 @@ class Inbox:
         descriptors: DescriptorGuard,
         lost: Callable[[str], None],
         fail: Callable[[str], None],
+        stop: Callable[[], None],
     ) -> None:
         self._peer = peer
         self._lifecycle = lifecycle
@@ -171,7 +181,7 @@ class Inbox:
         self._num_connections = len(connections)
         self._stage = _Stage(connections[0])
         self._side = [
-            _SideReader(each, k, descriptors=descriptors, lost=self._end_of_stream, fail=fail)
+            _SideReader(each, k, descriptors=descriptors, lost=self._end_of_stream, fail=fail, stop=stop)
             for k, each in enumerate(connections[1:], 1)
         ]
         self._incoming: _Incoming | None = None

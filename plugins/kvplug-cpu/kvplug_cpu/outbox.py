@@ -11,7 +11,15 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
-from kvplug.transport import INTERRUPTED, Deadline, DescriptorGuard, Lifecycle, SendWindow, Transfer
+from kvplug.transport import (
+    INTERRUPTED,
+    BackgroundThread,
+    Deadline,
+    DescriptorGuard,
+    Lifecycle,
+    SendWindow,
+    Transfer,
+)
 from kvplug_cpu.data_connection import DataConnection
 from kvplug_cpu.message import Content, parts
 
@@ -63,7 +71,7 @@ class _Queue:
 class Outbox:
     """``lost(reason)``: a connection accepts nothing more. ``fail(reason)``: the stream's position is lost.
 
-    Both are called without locks.
+    Both are called without locks. ``stop()`` ends the pipe at once, when the program leaves.
     """
 
     def __init__(
@@ -76,11 +84,13 @@ class Outbox:
         descriptors: DescriptorGuard,
         lost: Callable[[str], None],
         fail: Callable[[str], None],
+        stop: Callable[[], None],
     ) -> None:
         self._lifecycle = lifecycle
         self._descriptors = descriptors
         self._lost = lost
         self._fail = fail
+        self._stop = stop
         self._window = SendWindow(limit=limit, peer=peer, lifecycle=lifecycle)
         self._lock = self._window.lock
         self._queues = [_Queue(each, self._lock) for each in connections]
@@ -172,8 +182,8 @@ class Outbox:
             if not self._descriptors.enter():
                 return
             index = self._queues.index(queue)
-            thread = threading.Thread(
-                target=self._write, args=(queue,), name=f"kvplug-cpu-send-{index}", daemon=True
+            thread = BackgroundThread(
+                self._write, args=(queue,), name=f"kvplug-cpu-send-{index}", stop=self._stop
             )
             try:
                 thread.start()

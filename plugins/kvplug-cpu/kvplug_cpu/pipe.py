@@ -70,6 +70,7 @@ class CpuPipe(DuplexPipe):
             descriptors=self._descriptors,
             lost=self._sending_lost,
             fail=self._fail,
+            stop=self.abort,
         )
         self._inbox = Inbox(
             self._data,
@@ -78,6 +79,7 @@ class CpuPipe(DuplexPipe):
             descriptors=self._descriptors,
             lost=self._peer_gone,
             fail=self._fail,
+            stop=self.abort,
         )
         close_after_fork(self)
         self._watch = watch_peer(

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from datetime import timedelta
 
 import torch.distributed
 
 from kvplug import ClosedError, KvplugError, StatelessGroup, TimeoutError, UnsupportedError
-from kvplug.transport import Deadline
+from kvplug.transport import BackgroundThread, Deadline
 
 _STEP_S = 0.2
 
@@ -23,7 +22,7 @@ class GroupStore(torch.distributed.Store):
         self._group = group
         self._prefix = prefix
         self._deadline = deadline
-        self._abandoned = False
+        self._abandoned = self._leaving = False
         self._mine: set[str] = set()
 
     def clone(self) -> GroupStore:
@@ -89,11 +88,14 @@ class GroupStore(torch.distributed.Store):
         Raises nothing.
         """
         left = self._deadline.remaining()
-        thread = threading.Thread(target=self._delete_all, name="kvplug-cpu-store", daemon=True)
+        thread = BackgroundThread(self._delete_all, name="kvplug-cpu-store", stop=self._leave)
         thread.start()
         thread.join(None if left is None else max(left, _STEP_S))
 
+    def _leave(self) -> None:
+        self._leaving = True
+
     def _delete_all(self) -> None:
         with contextlib.suppress(KvplugError):
-            while self._mine:
+            while self._mine and not self._leaving:
                 self.delete_key(next(iter(self._mine)))

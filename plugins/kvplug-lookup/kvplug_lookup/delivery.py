@@ -16,8 +16,16 @@ import attrs
 import torch
 from torch import Tensor
 
-from kvplug import KvplugError, TimeoutError
-from kvplug.transport import Deadline, Entry, EntrySink, Pipe, TensorMismatchError, WireError
+from kvplug import ClosedError, KvplugError, TimeoutError
+from kvplug.transport import (
+    BackgroundThread,
+    Deadline,
+    Entry,
+    EntrySink,
+    Pipe,
+    TensorMismatchError,
+    WireError,
+)
 from kvplug_lookup.messages import Coming, PartMeta
 
 
@@ -166,9 +174,12 @@ class Deliveries:
         """Its caller goes. What of it has not come yet is drained by another thread."""
         if delivery.num_left or self._queue[0] is not delivery:
             name = f"kvplug-lookup-drain-{delivery.coming.call}"
-            threading.Thread(target=self._drain, args=(delivery,), name=name, daemon=True).start()
+            BackgroundThread(self._drain, args=(delivery,), name=name, stop=self._abandon).start()
         else:
             self._end_turn(delivery)
+
+    def _abandon(self) -> None:
+        self._lose(ClosedError("the program leaves"))
 
     def _drain(self, delivery: Delivery) -> None:
         """Receive and drop what an abandoned entry's sender has sent, in its turn."""

@@ -30,6 +30,7 @@ from kvplug import (
 from kvplug.engine import EntryGoneError
 from kvplug.transport import (
     DEFAULT_TIMEOUT,
+    BackgroundThread,
     Deadline,
     Entry,
     EntrySink,
@@ -38,6 +39,7 @@ from kvplug.transport import (
     Timeout,
     WireError,
     close_after_fork,
+    end_at_exit,
 )
 from kvplug_lookup.delivery import CutShortError, Deliveries, Delivery
 from kvplug_lookup.messages import (
@@ -103,7 +105,8 @@ class ReachingEnd(LookupBuffer):
         """What every call raises from now on."""
         self._closed = False
         close_after_fork(self)
-        self._router = threading.Thread(target=self._route, name="kvplug-lookup-reach", daemon=True)
+        end_at_exit(self)
+        self._router = BackgroundThread(self._route, name="kvplug-lookup-reach", stop=self.abort)
         self._router.start()
 
     @property
@@ -340,6 +343,12 @@ class ReachingEnd(LookupBuffer):
                 call.woken.notify_all()
             self._deliveries.end()
             return first
+
+    def _end_at_exit(self) -> None:
+        self.abort()
+
+    def _is_in_use(self) -> bool:
+        return bool(self._calls)
 
     def _after_fork_in_child(self) -> None:
         self._lock = threading.Lock()

@@ -18,7 +18,7 @@ import attrs
 
 from kvplug import ClosedError, KvplugError, TimeoutError, UnsupportedError
 from kvplug.engine import EntryGoneError
-from kvplug.transport import Deadline, Pipe, Transfer, WireError
+from kvplug.transport import BackgroundThread, Deadline, Pipe, Transfer, WireError
 from kvplug_lookup.lending import Lending, Waiter
 from kvplug_lookup.messages import (
     Cancel,
@@ -83,7 +83,7 @@ class Session:
         self._calls: dict[int, _Call] = {}  # touched by the requests thread only
         self._outbox: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self._threads = [
-            threading.Thread(target=run, name=f"kvplug-lookup-{what}-{self._number}", daemon=True)
+            BackgroundThread(run, name=f"kvplug-lookup-{what}-{self._number}", stop=self.abort)
             for run, what in ((self._take_requests, "requests"), (self._deliver, "deliver"))
         ]
 

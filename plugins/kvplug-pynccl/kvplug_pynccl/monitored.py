@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Final
 
 from kvplug import ClosedError, ConfigError, TimeoutError
-from kvplug.transport import Deadline
+from kvplug.transport import BackgroundThread, Deadline
 from kvplug_pynccl.nccl.abi import Result, UniqueId
 from kvplug_pynccl.nccl.errors import NcclError
 from kvplug_pynccl.nccl.library import Library
@@ -151,8 +151,11 @@ class MonitoredCommunicator:
         with self._abort_lock:
             if self._aborted is None:
                 self._aborted = released = threading.Event()
-                thread = threading.Thread(
-                    target=self._abort, args=(released, kept), name="kvplug-pynccl-abort", daemon=True
+                thread = BackgroundThread(
+                    self._abort,
+                    args=(released, kept),
+                    name="kvplug-pynccl-abort",
+                    stop=lambda: None,  # nothing ends a call of NCCL
                 )
                 try:
                     thread.start()

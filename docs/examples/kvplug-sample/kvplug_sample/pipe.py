@@ -17,6 +17,7 @@ from kvplug.net.wire.frames import HEADER_SIZE
 from kvplug.net.wire.messages import NONE, prefix_size, read_prefix, tensor_prefix
 from kvplug.net.wire.tensors import empty_like_meta, memory_of, memory_of_writable
 from kvplug.transport import (
+    BackgroundThread,
     Connection,
     Contact,
     Deadline,
@@ -74,7 +75,7 @@ class SamplePipe(DuplexPipe):
         self._queue: deque[tuple[Transfer, list[memoryview]]] = deque()
         self._written: Transfer | None = None  # the one that the thread is writing
         self._queued = threading.Condition(self._window.lock)
-        self._writer: threading.Thread | None = None
+        self._writer: BackgroundThread | None = None
         self._prefix = bytearray()  # what has come of the next message's
         self._message: PartialMessage | None = None  # whose prefix has come
         pidfd = connection.peer.open_pidfd()
@@ -95,7 +96,7 @@ class SamplePipe(DuplexPipe):
         with self._window.lock:
             self._window.wait_for_room(transfer.nbytes, deadline)
             if self._writer is None:
-                writer = threading.Thread(target=self._write, name="kvplug-sample", daemon=True)
+                writer = BackgroundThread(self._write, name="kvplug-sample", stop=self.abort)
                 writer.start()
                 self._writer = writer
             self._window.add(self._window.cost(transfer.nbytes))

@@ -9,13 +9,19 @@ from __future__ import annotations
 import contextlib
 import logging
 import select
-import threading
 from typing import Any, Final
 
 import attrs
 
 from kvplug import KvplugError, PeerGoneError, TransportError
-from kvplug.transport import Channel, Connection, Deadline, HeartbeatTerms, WireError
+from kvplug.transport import (
+    BackgroundThread,
+    Channel,
+    Connection,
+    Deadline,
+    HeartbeatTerms,
+    WireError,
+)
 from kvplug_cuda_ipc.cudart.abi import IPC_HANDLE_BYTES
 from kvplug_cuda_ipc.cudart.errors import CudaError
 from kvplug_cuda_ipc.memory import TOKEN_BYTES, Mapping, Staging
@@ -196,7 +202,7 @@ class _Join:
             logger.warning("memory of %s was not unmapped: %s", self._peer, e)
         with contextlib.suppress(KvplugError):
             self._channel.send(_UNMAPPED, timeout=_FAILURE_S)
-        threading.Thread(target=self._take_back, name="kvplug-cuda-ipc-end", daemon=True).start()
+        BackgroundThread(self._take_back, name="kvplug-cuda-ipc-end", stop=self._channel.close).start()
 
     def _take_back(self) -> None:
         try:

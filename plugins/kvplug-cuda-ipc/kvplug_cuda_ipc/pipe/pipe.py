@@ -22,6 +22,7 @@ import attrs
 from kvplug import ClosedError, KvplugError, PeerGoneError, TimeoutError, TransportError, UnsupportedError
 from kvplug.transport import (
     BEATS_PER_TIMEOUT,
+    BackgroundThread,
     Blocks,
     Channel,
     Deadline,
@@ -122,8 +123,9 @@ class CudaIpcPipe(DuplexPipe):
                 fail_pipe=self._fail,
             )
             close_after_fork(self)
-            self._reader = threading.Thread(target=self._read, name="kvplug-cuda-ipc-read", daemon=True)
-            self._worker = threading.Thread(target=self._work, name="kvplug-cuda-ipc-work", daemon=True)
+            # At exit the worker has the reader end: when the peer has unmapped this end's memory.
+            self._reader = BackgroundThread(self._read, name="kvplug-cuda-ipc-read", stop=self.abort)
+            self._worker = BackgroundThread(self._work, name="kvplug-cuda-ipc-work", stop=self.abort)
             try:
                 self._worker.start()
             except RuntimeError as e:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from kvplug import ClosedError, IntegrityError, TimeoutError
 from kvplug.engine import KVLayout, StalledError, TransferStats, reason_of, scatter
-from kvplug.transport import Deadline, EntryHeader, LookupBuffer
+from kvplug.transport import BackgroundThread, Deadline, EntryHeader, LookupBuffer
 from kvplug_lookup.connector.device import Mark, wait_for_device
 from kvplug_lookup.connector.plan import LoadPlan
 from kvplug_lookup.connector.save import hash_of
@@ -218,7 +218,7 @@ class Loader:
         self._last_success = -math.inf
         self._queue: queue.SimpleQueue[Load | None] = queue.SimpleQueue()
         self._closed = False
-        self._thread = threading.Thread(target=self._run, name="kvplug-lookup-load", daemon=True)
+        self._thread = BackgroundThread(self._run, name="kvplug-lookup-load", stop=self._stop)
         self._thread.start()
 
     def submit(self, load: Load) -> None:
@@ -227,9 +227,12 @@ class Loader:
         self._queue.put(load)
 
     def close(self) -> None:
+        self._stop()
+        self._thread.join(timeout=5)
+
+    def _stop(self) -> None:
         self._closed = True
         self._queue.put(None)
-        self._thread.join(timeout=5)
 
     def _run(self) -> None:
         while (load := self._queue.get()) is not None:

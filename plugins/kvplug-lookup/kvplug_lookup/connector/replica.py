@@ -25,7 +25,15 @@ import attrs
 
 from kvplug import ClosedError, HandshakeError, KvplugError, PeerGoneError, TimeoutError
 from kvplug.engine import PeerLink
-from kvplug.transport import Deadline, Follower, Removed, Snapshot, Stored, event_from_plain
+from kvplug.transport import (
+    BackgroundThread,
+    Deadline,
+    Follower,
+    Removed,
+    Snapshot,
+    Stored,
+    event_from_plain,
+)
 from kvplug_lookup.index import TokenIndex
 
 _log = logging.getLogger(__name__)
@@ -73,7 +81,7 @@ class Replica:
         """It was connected once, or refused."""
         self._was_connected = False
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._run, name=f"kvplug-lookup-replica-{rank}", daemon=True)
+        self._thread = BackgroundThread(self._run, name=f"kvplug-lookup-replica-{rank}", stop=self._stop)
         self._thread.start()
 
     # -- asked by the scheduler ----------------------------------------------------------------
@@ -157,13 +165,16 @@ class Replica:
                     raise TimeoutError(f"the peer engine's worker {self._rank} did not come in time")
 
     def close(self) -> None:
+        self._stop()
+        self._thread.join(timeout=_JOIN_S)
+
+    def _stop(self) -> None:
         self._closed.set()
         with self._lock:
             link = self._link
             self._lock.notify_all()
         if link is not None:
             link.close()
-        self._thread.join(timeout=_JOIN_S)
 
     # -- the thread ----------------------------------------------------------------------------
 

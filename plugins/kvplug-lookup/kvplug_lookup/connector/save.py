@@ -15,7 +15,7 @@ import torch
 from kvplug import CapacityError, ClosedError, TimeoutError
 from kvplug.engine import EntryGoneError, KVLayout, TransferStats, gather
 from kvplug.net.wire import memory_of
-from kvplug.transport import LookupStore, digest
+from kvplug.transport import BackgroundThread, LookupStore, digest
 from kvplug_lookup.connector.device import Mark, wait_for_device
 from kvplug_lookup.connector.plan import SavePlan
 
@@ -79,7 +79,7 @@ class Saver:
         self._num_resets = 0
         self._bytes = 0
         self._closed = False
-        self._thread = threading.Thread(target=self._store_all, name="kvplug-lookup-save", daemon=True)
+        self._thread = BackgroundThread(self._store_all, name="kvplug-lookup-save", stop=self._leave)
         self._thread.start()
 
     # -- on the model's thread -----------------------------------------------------------------
@@ -197,6 +197,11 @@ class Saver:
             self._closed = True
             self._pending.clear()
             self._lock.notify_all()
+
+    def _leave(self) -> None:
+        """The program leaves."""
+        self.stop()
+        self._store.abort()
 
     def join(self) -> None:
         self._thread.join(timeout=5)

@@ -7,10 +7,20 @@ import math
 import queue
 import threading
 from collections.abc import Callable
+from functools import partial
 
 from kvplug import ClosedError, KvplugError, TimeoutError
 from kvplug.engine import PeerLink, PeerListener
-from kvplug.transport import Deadline, LookupStore, Pipe, Stored, StoreEvent, WireError, event_to_plain
+from kvplug.transport import (
+    BackgroundThread,
+    Deadline,
+    LookupStore,
+    Pipe,
+    Stored,
+    StoreEvent,
+    WireError,
+    event_to_plain,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -33,7 +43,7 @@ class _Publisher:
         self._lag_bytes = 0
         self._max_lag_bytes = math.inf
         self._ended = threading.Event()
-        self._sender = threading.Thread(target=self._send_all, name="kvplug-lookup-events", daemon=True)
+        self._sender = BackgroundThread(self._send_all, name="kvplug-lookup-events", stop=self._stop)
         self._unsubscribe = store.subscribe(self._put_event)  # calls it with the snapshot, however large
         with self._lock:
             self._max_lag_bytes = self._lag_bytes + _MAX_LAG_BYTES
@@ -55,6 +65,9 @@ class _Publisher:
 
     def end(self) -> None:
         self._unsubscribe()
+        self._stop()
+
+    def _stop(self) -> None:
         self._ended.set()
         self._queue.put(None)
         self._link.close()
@@ -105,10 +118,10 @@ class Service:
         self._device = device
         self._settle = settle
         self._lock = threading.Lock()
-        self._served: dict[PeerLink, threading.Thread] = {}
+        self._served: dict[PeerLink, BackgroundThread] = {}
         """Links in use, and who serves them."""
         self._closed = False
-        self._thread = threading.Thread(target=self._run, name="kvplug-lookup-serve", daemon=True)
+        self._thread = BackgroundThread(self._run, name="kvplug-lookup-serve", stop=listener.close)
         self._thread.start()
 
     def close(self) -> None:
@@ -131,8 +144,8 @@ class Service:
                 return
             except TimeoutError:
                 continue
-            thread = threading.Thread(
-                target=self._serve, args=(link,), name="kvplug-lookup-peer", daemon=True
+            thread = BackgroundThread(
+                self._serve, args=(link,), name="kvplug-lookup-peer", stop=partial(self._drop, link)
             )
             with self._lock:
                 closed = self._closed
@@ -147,6 +160,11 @@ class Service:
                     del self._served[link]
             if closed:
                 link.close()
+
+    def _drop(self, link: PeerLink) -> None:
+        """The program leaves."""
+        self._closed = True
+        link.close()
 
     def _serve(self, link: PeerLink) -> None:
         remote = link.agreement.remote

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Final
 import attrs
 
 from kvplug import ClosedError, KvplugError, PeerGoneError, TimeoutError, TransportError
-from kvplug.transport import Deadline, Mesh
+from kvplug.transport import BackgroundThread, Deadline, Mesh
 from kvplug_pynccl.device import Device
 from kvplug_pynccl.monitored import MonitoredCommunicator
 from kvplug_pynccl.nccl.errors import (
@@ -101,7 +101,7 @@ class Inflight:
         """Of mesh and operations: the thread polls while no call does."""
         self._has_pending = threading.Event()
         """A call has left an operation in flight."""
-        self._thread: threading.Thread | None = None
+        self._thread: BackgroundThread | None = None
 
     @contextlib.contextmanager
     def exclusive_mesh(self) -> Iterator[Mesh]:
@@ -253,7 +253,7 @@ class Inflight:
     def _monitor(self) -> None:
         self._has_pending.set()
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="kvplug-pynccl-watch", daemon=True)
+            self._thread = BackgroundThread(self._run, name="kvplug-pynccl-watch", stop=self.end)
             self._thread.start()
 
     def _run(self) -> None:

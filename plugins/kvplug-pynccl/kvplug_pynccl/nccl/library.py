@@ -9,11 +9,11 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import logging
-import threading
 from collections.abc import Callable
 from typing import Any, Final
 
 from kvplug import UnsupportedError
+from kvplug.transport import BackgroundThread
 from kvplug_pynccl.nccl.abi import (
     HEADER,
     Config,
@@ -149,7 +149,12 @@ class Library:
             )
         except NcclError:
             if comm.value:  # it exists, and failed: only this call has its address
-                threading.Thread(target=self._abort_unseen, args=(comm, config), daemon=True).start()
+                BackgroundThread(
+                    self._abort_unseen,
+                    args=(comm, config),
+                    name="kvplug-pynccl-abort",
+                    stop=lambda: None,  # nothing ends a call of NCCL
+                ).start()
             raise
         return self._keep_alive(comm.value or 0, comm, config), result
 

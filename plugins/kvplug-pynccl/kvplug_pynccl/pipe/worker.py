@@ -19,7 +19,14 @@ from contextlib import ExitStack
 from typing import Final
 
 from kvplug import TransportError, UnsupportedError
-from kvplug.transport import BEATS_PER_TIMEOUT, Deadline, Lifecycle, WireError, watch_peer
+from kvplug.transport import (
+    BEATS_PER_TIMEOUT,
+    BackgroundThread,
+    Deadline,
+    Lifecycle,
+    WireError,
+    watch_peer,
+)
 from kvplug_pynccl.device import Device
 from kvplug_pynccl.nccl.abi import Result
 from kvplug_pynccl.nccl.errors import NcclError
@@ -78,7 +85,7 @@ class PipeWorker:
         self._stopping = False
         self._stuck: object = None
         """What the device was reading when a call of NCCL did not return."""
-        self._thread = threading.Thread(target=self._run, name="kvplug-pynccl-pipe", daemon=True)
+        self._thread = BackgroundThread(self._run, name="kvplug-pynccl-pipe", stop=self.stop)
         self._begun = threading.Event()
         """The thread was started, or cannot be."""
 
@@ -114,7 +121,7 @@ class PipeWorker:
             self._wake_all()
         elif first:
             try:
-                threading.Thread(target=self._supervise, name="kvplug-pynccl-end", daemon=True).start()
+                BackgroundThread(self._supervise, name="kvplug-pynccl-end", stop=self.stop).start()
             except RuntimeError:  # no more threads just now
                 self._wake_all()
 

@@ -12,7 +12,15 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
-from kvplug.transport import INTERRUPTED, Deadline, Lifecycle, SendWindow, Transfer, WireError
+from kvplug.transport import (
+    INTERRUPTED,
+    BackgroundThread,
+    Deadline,
+    Lifecycle,
+    SendWindow,
+    Transfer,
+    WireError,
+)
 from kvplug_shm.memory import waiting
 from kvplug_shm.pipe.content import Content
 from kvplug_shm.pipe.geometry import LINE, SMALLEST_COST, Pieces, lines
@@ -71,7 +79,7 @@ class _Window(SendWindow):
 class Outbox:
     """``lost(reason)``: the peer receives nothing more. ``fail_pipe(reason)``: its words are invalid.
 
-    Both are called without locks, and call :meth:`fail`.
+    Both are called without locks, and call :meth:`fail`; so does ``stop()``, when the program leaves.
     """
 
     def __init__(
@@ -85,6 +93,7 @@ class Outbox:
         lifecycle: Lifecycle,
         lost: Callable[[str], None],
         fail_pipe: Callable[[str], None],
+        stop: Callable[[], None],
     ) -> None:
         self._ring: Outgoing | None = ring
         self._pieces = pieces
@@ -92,13 +101,14 @@ class Outbox:
         self._lifecycle = lifecycle
         self._lost = lost
         self._fail_pipe = fail_pipe
+        self._stop = stop
         self._window = _Window(ring, self._wake_writer, limit=limit, peer=peer, lifecycle=lifecycle)
         self._lock = self._window.lock
         self._work = threading.Condition(self._lock)
         self._queue: deque[Message] = deque()
         self._unresolved: list[Message] = []
         """Messages that were queued at the end, whose transfers are not failed yet."""
-        self._thread: threading.Thread | None = None
+        self._thread: BackgroundThread | None = None
         self._writing = threading.Lock()
         """Held by the thread that writes into the ring."""
 
@@ -282,8 +292,8 @@ class Outbox:
 
     def _wake_writer(self) -> None:
         if self._thread is None:
-            thread = threading.Thread(
-                target=self._write, args=(self._ring,), name="kvplug-shm-send", daemon=True
+            thread = BackgroundThread(
+                self._write, args=(self._ring,), name="kvplug-shm-send", stop=self._stop
             )
             thread.start()
             self._thread = thread

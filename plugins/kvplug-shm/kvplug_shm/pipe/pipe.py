@@ -111,6 +111,7 @@ class ShmPipe(DuplexPipe):
             lifecycle=self._lifecycle,
             lost=self._sending_lost,
             fail_pipe=self._fail,
+            stop=self.abort,
         )
         self._inbox = Inbox(
             incoming(shared.segment, incoming_ring, shared.ring_bytes, *steps),

@@ -16,6 +16,7 @@ from kvplug.transport import (
     Timeout,
     Wait,
     close_after_fork,
+    end_at_exit,
 )
 from kvplug_shm.queue.use_guard import UseGuard
 
@@ -36,6 +37,7 @@ class ShmEnd(MessageQueue):
         self._rank = rank
         self._use_guard = UseGuard(drop)
         close_after_fork(self)
+        end_at_exit(self)
 
     def __repr__(self) -> str:
         who = "writer" if self._rank is None else f"reader rank {self._rank}"
@@ -52,6 +54,12 @@ class ShmEnd(MessageQueue):
     def export_handle(self) -> QueueHandle:
         self._use_guard.check()
         return self._handle
+
+    def _end_at_exit(self) -> None:
+        self.abort()
+
+    def _is_in_use(self) -> bool:
+        return self._use_guard.busy
 
     def _deadline(self, timeout: Timeout) -> Deadline:
         return Deadline.after(timeout, self._context.timeout_s)

@@ -16,13 +16,14 @@ import stat
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, Final
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from kvplug import TransportError
-from kvplug.transport import close_after_fork
+from kvplug.transport import BackgroundThread, close_after_fork
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +88,7 @@ class SocketThread(abc.ABC):
             except BaseException:
                 self._let_go(0)
                 raise
-        self._thread = threading.Thread(target=self._run, name=f"kvplug {name}", daemon=True)
+        self._thread = BackgroundThread(self._run, name=f"kvplug {name}", stop=partial(self.end, 0))
 
     def start(self) -> None:
         """Start the thread, which owns the socket from now on.

@@ -32,6 +32,11 @@ class UseGuard:
         self._inside = 0
         self._shutting = threading.Lock()
 
+    @property
+    def busy(self) -> bool:
+        """Whether a thread other than the main one is inside."""
+        return self._inside not in (0, threading.main_thread().ident)
+
     def __enter__(self) -> None:
         if self.closed:
             self.check()

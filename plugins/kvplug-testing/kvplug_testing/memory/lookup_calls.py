@@ -20,6 +20,7 @@ import attrs
 from kvplug.errors import ClosedError, KvplugError, PeerGoneError, TimeoutError, UnsupportedError
 from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
 from kvplug.net.fork import close_after_fork
+from kvplug.net.threads import BackgroundThread
 from kvplug.transport.lookup import Entry, EntrySink, LookupBuffer
 from kvplug.transport.pipe import Pipe
 from kvplug_testing.memory.entries import copy_of, extra_bytes, give_layers, key_under
@@ -134,7 +135,7 @@ class MemoryRemoteStore(MemoryLookupBuffer):
         self._num_unread = 0
         """Messages on the data pipe that a call did not receive in time. Guarded by the lock of transfers."""
         close_after_fork(self)
-        self._thread = threading.Thread(target=self._watch, name="kvplug-memory-lookup", daemon=True)
+        self._thread = BackgroundThread(self._watch, name="kvplug-memory-lookup", stop=self.abort)
         self._thread.start()
 
     @property

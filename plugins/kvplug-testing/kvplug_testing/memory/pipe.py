@@ -19,6 +19,7 @@ from kvplug.errors import ClosedError, PeerGoneError, TensorMismatchError, Timeo
 from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
 from kvplug.net.exclusive_use import ExclusiveUse
 from kvplug.net.fork import close_after_fork
+from kvplug.net.threads import end_at_exit
 from kvplug.net.wire.tensors import TensorMeta, copy_into, empty_like_meta, memory_of, meta_of
 from kvplug.transport.context import PipeContext
 from kvplug.transport.pipe import Pipe, PipeEndpoint, PipeListener, Transfer
@@ -166,6 +167,7 @@ class MemoryPipe(Pipe):
         self._sending, self._receiving = ExclusiveUse("sending"), ExclusiveUse("receiving")
         self._other: MemoryPipe
         close_after_fork(self)
+        end_at_exit(self)
 
     def meet(self, other: MemoryPipe) -> None:
         """For the listener: set the other end."""
@@ -257,6 +259,13 @@ class MemoryPipe(Pipe):
             self._changed.notify_all()
         for message in unsent:
             message.transfer.fail(ClosedError(f"the pipe to {self.peer} is closed"))
+
+    def _end_at_exit(self) -> None:
+        if hasattr(self, "_other"):
+            self.abort()
+
+    def _is_in_use(self) -> bool:
+        return self._sending.busy or self._receiving.busy
 
     def _check_open(self) -> None:
         if self._closed:

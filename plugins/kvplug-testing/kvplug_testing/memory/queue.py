@@ -18,6 +18,7 @@ from kvplug.errors import CapacityError, ClosedError, ConfigError, PeerGoneError
 from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
 from kvplug.net.exclusive_use import ExclusiveUse
 from kvplug.net.fork import close_after_fork
+from kvplug.net.threads import end_at_exit
 from kvplug.net.wire.values import Limits, decode, encode
 from kvplug.transport.context import QueueContext
 from kvplug.transport.queue import MessageQueue, QueueEndpoint, QueueHandle, Reader, Wait
@@ -146,6 +147,7 @@ class MemoryQueueEnd(MessageQueue):
         self._closed = False
         self._turn = ExclusiveUse("at this end of the queue")
         close_after_fork(self)
+        end_at_exit(self)
 
     @property
     def rank(self) -> int | None:
@@ -216,6 +218,12 @@ class MemoryQueueEnd(MessageQueue):
     @abc.abstractmethod
     def _leave(self, why: str, died: bool) -> None:
         """Update the ring after this end has ended. Called with the ring's condition held."""
+
+    def _end_at_exit(self) -> None:
+        self.abort()
+
+    def _is_in_use(self) -> bool:
+        return self._turn.busy
 
     def _after_fork_in_child(self) -> None:
         self._closed = True

@@ -1,0 +1,146 @@
+"""Threads that are inside kvplug when the program leaves: they leave first.
+
+At its end Python stops daemon threads: each one ends where it next asks for the interpreter's lock. A thread
+that does so on its way back from a library in C++ (every method of a tensor is such a call) ends within
+frames that do not allow it, and the whole process ends by SIGABRT ("terminate called without an active
+exception") instead of with its exit code. Threads that are not daemons are no remedy: Python waits for them
+without a limit, also for one that waits for a peer.
+
+So kvplug's threads are :class:`BackgroundThread`, each with a function that ends it, and objects whose calls
+are made in threads of the program register with :func:`end_at_exit`. When the program leaves, after Python
+has waited for the program's own threads, all of them are ended, and waited for, for :data:`EXIT_S` in total.
+A thread that is still there then usually waits for a peer, and Python may stop it: only frames of C are on
+its stack. In a forked child nothing is waited for but what the child itself has started.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import Any, Final, Protocol
+
+from kvplug.net.deadline import Deadline
+from kvplug.net.live_objects import LiveObjects
+
+logger = logging.getLogger(__name__)
+
+EXIT_S: Final = 2.0
+"""How long a program that leaves waits for threads inside kvplug, at most."""
+_LOOK_S: Final = 0.001
+
+Stop = Callable[[], object]
+
+
+class BackgroundThread(threading.Thread):
+    """A thread of kvplug's, which ends when the program leaves."""
+
+    def __init__(
+        self, target: Callable[..., object], *, name: str, stop: Stop, args: Iterable[Any] = ()
+    ) -> None:
+        """``stop`` makes ``target`` return soon, whatever it waits for. It does not wait itself.
+
+        It is called when the program leaves: in another thread, perhaps more than once, and perhaps after the
+        owner of the thread was closed.
+        """
+        super().__init__(target=target, name=name, args=args, daemon=True)
+        self._ended_by: Stop | None = stop
+
+    def start(self) -> None:
+        """Raises RuntimeError: there can be no more threads now, or the program has left."""
+        if _has_left:
+            raise RuntimeError("can't start new thread: the program is leaving")
+        if self._ended_by is not None:
+            _running[self] = self._ended_by
+        try:
+            super().start()
+        except Exception:  # not after Ctrl-C: it may have started
+            self._forget()
+            raise
+
+    def run(self) -> None:
+        try:
+            super().run()
+        finally:
+            self._forget()
+
+    def _forget(self) -> None:
+        _running.pop(self, None)
+        self._ended_by = None  # it refers to the owner, which refers to the thread
+
+
+class CalledByProgram(Protocol):
+    """An object whose calls may be inside a library in C++, in a thread of the program."""
+
+    def _end_at_exit(self) -> object:
+        """Make calls under way, and later ones, raise ``ClosedError`` soon. It does not wait; idempotent."""
+
+    def _is_in_use(self) -> bool:
+        """Whether a thread is inside a call."""
+
+
+def end_at_exit(thing: CalledByProgram) -> None:
+    """When the program leaves, end ``thing`` if it still lives, and wait until no thread is inside a call."""
+    _called.add(thing)
+
+
+_running: Final[dict[BackgroundThread, Stop]] = {}
+_called: Final = LiveObjects[CalledByProgram]()
+_has_left = False
+
+
+@atexit.register
+def _leave() -> None:
+    global _has_left
+    deadline = Deadline.after(EXIT_S)
+    ending: threading.Thread | None = None
+    while (_is_busy() or _called.all()) and not deadline.expired:
+        # A second Ctrl-C, or another signal whose handler raises, does not end the wait: it is short.
+        with contextlib.suppress(BaseException):
+            # In a thread of its own: an end may have to wait for a lock whose owner never comes back.
+            if ending is None or ending.ident is None:
+                ending = threading.Thread(target=_end_all, args=(deadline,), name="kvplug exit", daemon=True)
+                try:
+                    ending.start()
+                except RuntimeError:  # there can be no more threads now
+                    _end_all(deadline)
+                    break
+            ending.join(deadline.remaining())
+            if not ending.is_alive():
+                break
+    _has_left = True
+
+
+def _end_all(deadline: Deadline) -> None:
+    ended: dict[int, object] = {}  # by identity, which is another's once an object is gone
+    while not deadline.expired:
+        ends: list[tuple[object, Stop]] = list(_running.items())
+        ends += [(thing, thing._end_at_exit) for thing in _called.all()]
+        for thing, end in ends:
+            if id(thing) not in ended:  # others may have been made meanwhile
+                ended[id(thing)] = thing
+                try:
+                    end()
+                except BaseException:  # a callback may raise SystemExit
+                    logger.exception("a thread of kvplug could not be ended at exit")
+        if not _is_busy():
+            return
+        time.sleep(_LOOK_S)
+    logger.debug("still inside kvplug at exit: %s", [thread.name for thread in list(_running)])
+
+
+def _is_busy() -> bool:
+    return bool(_running) or any(thing._is_in_use() for thing in _called.all())
+
+
+def _in_child() -> None:
+    _running.clear()
+    _called.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_in_child)

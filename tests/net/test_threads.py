@@ -1,0 +1,221 @@
+"""Threads that are inside kvplug when the program leaves, in programs that really leave."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+import weakref
+from typing import Any
+
+import pytest
+
+from kvplug.net import threads
+from kvplug.net.threads import EXIT_S, BackgroundThread
+
+BEGINNING = """
+import atexit, os, signal, sys, threading, time
+from kvplug.transport import BackgroundThread, end_at_exit
+
+def out(text):
+    os.write(1, text.encode() + b" ")
+"""
+WORKS = """
+wanted = threading.Event()
+begun = threading.Event()
+
+def work():
+    begun.set()
+    wanted.wait()
+    time.sleep(0.2)  # at work without the interpreter's lock
+    out("ended")
+
+BackgroundThread(work, name="kvplug work", stop=wanted.set).start()
+begun.wait()
+"""
+WAITS = """
+begun = threading.Event()
+
+def wait():
+    begun.set()
+    threading.Event().wait()
+
+BackgroundThread(wait, name="kvplug wait", stop=lambda: None).start()
+begun.wait()
+"""
+CALLED = """
+class Called:
+    def __init__(self):
+        self.inside = False
+        self.ended = threading.Event()
+        self.begun = threading.Event()
+        end_at_exit(self)
+
+    def _end_at_exit(self):
+        self.ended.set()
+
+    def _is_in_use(self):
+        return self.inside
+
+    def call(self):
+        self.inside = True
+        self.begun.set()
+        self.ended.wait()
+        time.sleep(0.2)
+        self.inside = False
+        out("left")
+
+called = Called()
+threading.Thread(target=called.call, daemon=True).start()
+called.begun.wait()
+"""
+
+
+def left(program: str, *, flags: tuple[str, ...] = ()) -> tuple[Any, ...]:
+    """A program's exit code and words; its stderr has to be empty."""
+    done = subprocess.run(
+        [sys.executable, *flags, "-c", BEGINNING + program],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert not done.stderr, done.stderr
+    return done.returncode, *done.stdout.split()
+
+
+def test_a_thread_at_work_is_ended_and_waited_for() -> None:
+    assert left(WORKS + "sys.exit(7)") == (7, "ended")
+
+
+def test_a_call_of_the_programs_own_thread_is_ended_and_waited_for() -> None:
+    assert left(CALLED + "sys.exit(7)") == (7, "left")
+
+
+def test_a_signals_handler_may_leave_the_program() -> None:
+    program = "signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))\nos.kill(os.getpid(), signal.SIGTERM)\n"
+    assert left(WORKS + CALLED + program + "time.sleep(60)") in ((7, "ended", "left"), (7, "left", "ended"))
+
+
+def test_another_signal_during_the_wait_neither_ends_it_nor_changes_the_exit_code() -> None:
+    program = """
+def leave(*_):
+    out("again")
+    sys.exit(8)
+
+def stop():
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(0.1)
+    wanted.set()
+
+signal.signal(signal.SIGTERM, leave)
+"""
+    assert left(program + WORKS.replace("wanted.set", "stop") + "sys.exit(7)") == (7, "again", "ended")
+
+
+BLOCKS = """
+lock = threading.Lock()
+lock.acquire()
+BackgroundThread(threading.Event().wait, name="kvplug blocked", stop=lock.acquire).start()
+"""
+
+
+@pytest.mark.timing
+@pytest.mark.parametrize("program", [WAITS, BLOCKS, BLOCKS + WAITS], ids=["wait", "stop", "both"])
+def test_what_nothing_ends_delays_the_exit_by_the_limit_in_total(program: str) -> None:
+    code, began = left(program + "out(str(time.monotonic()))\nsys.exit(7)")
+    assert code == 7
+    assert EXIT_S <= time.monotonic() - float(began) < EXIT_S + 1.5
+
+
+def test_a_forked_child_waits_for_nothing_of_its_parents() -> None:
+    program = """
+pid = os.fork()
+if not pid:
+    out(str(time.monotonic()))
+    sys.exit(7)
+code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+out(str(time.monotonic()))
+os._exit(code)
+"""
+    code, began, ended = left(WAITS + CALLED + program, flags=("-W", "ignore"))
+    assert code == 7
+    assert float(ended) - float(began) < EXIT_S / 2
+
+
+def test_a_forked_childs_own_threads_are_ended_and_waited_for() -> None:
+    program = """
+pid = os.fork()
+if not pid:
+    exec(WORKS)
+    sys.exit(7)
+os._exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+"""
+    assert left(f"WORKS = {WORKS!r}\n{WAITS}{program}", flags=("-W", "ignore")) == (7, "ended")
+
+
+def test_after_the_wait_no_thread_is_started() -> None:
+    program = """
+import atexit
+
+def late():
+    try:
+        BackgroundThread(print, name="kvplug late", stop=print).start()
+    except RuntimeError as e:
+        import os
+        os.write(1, b"refused" if "the program is leaving" in str(e) else str(e).encode())
+
+atexit.register(late)  # what is registered before kvplug is imported runs last
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program + BEGINNING + WORKS],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "ended refused", "")
+
+
+def test_an_end_that_fails_is_logged_and_the_others_are_ended() -> None:
+    program = 'BackgroundThread(begun.wait, name="kvplug fails", stop=lambda: 1 / 0).start()\n'
+    program = (
+        BEGINNING
+        + WORKS.replace("begun.wait()", program.replace("begun.wait", "wanted.wait"))
+        + "sys.exit(7)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout) == (7, "ended ")
+    assert "a thread of kvplug could not be ended at exit" in done.stderr
+    assert "ZeroDivisionError" in done.stderr
+
+
+# -- in this process -------------------------------------------------------------------------------
+
+
+def test_a_thread_that_has_ended_is_forgotten_and_so_is_its_owner() -> None:
+    class Owner:
+        def work(self) -> None:
+            pass
+
+    owner = Owner()
+    thread = BackgroundThread(owner.work, name="kvplug short", stop=owner.work)
+    thread.start()
+    thread.join()
+    gone = weakref.ref(owner)
+    del owner
+    assert gone() is None
+    assert thread not in threads._running
+
+
+def test_a_thread_that_cannot_be_started_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr("threading._start_new_thread", refuse)
+    thread = BackgroundThread(print, name="kvplug none", stop=print)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        thread.start()
+    assert thread not in threads._running
