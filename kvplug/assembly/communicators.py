@@ -42,7 +42,7 @@ def build_communicator(
         TimeoutError, PeerGoneError: a rank did not join, or is gone; names it.
     """
     device = config.device if device is None else device
-    resolved = ResolvedConfig(config, Registry.from_env() if registry is None else registry)
+    resolved = ResolvedConfig.to_build(config, registry)
     resolved.check(keys=("communicator",))
     required = Requirements(device=device.partition(":")[0], authenticated=must_authenticate(config))
     spec = choose_transport(resolved, Kind.COMMUNICATOR, config.communicator, required)

@@ -78,8 +78,8 @@ def build_connector(
     """
     which = Side(side)
     config.require_role()
-    registry = Registry.from_env() if registry is None else registry
-    resolved = ResolvedConfig(config, registry)
+    resolved = ResolvedConfig.to_build(config, registry)
+    registry = resolved.registry
     resolved.check()
     spec = registry.get(Kind.CONNECTOR, config.connector)
     parallelism = parallelism or Parallelism()

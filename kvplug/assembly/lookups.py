@@ -19,6 +19,6 @@ def build_lookup(config: Config, *, registry: Registry | None = None) -> LookupE
         UnknownTransportError, AmbiguousNameError: no plugin offers the name, or two do.
         PluginError: none is installed for "auto", or the factory returned something else.
     """
-    resolved = ResolvedConfig(config, Registry.from_env() if registry is None else registry)
+    resolved = ResolvedConfig.to_build(config, registry)
     resolved.check(keys=("lookup_buffer",))
     return resolved.lookup_endpoint()

@@ -39,7 +39,7 @@ def build_queue(
         PluginError: the named one, or its inner one, cannot work here, or none is installed for "auto".
         InsecureAddressError: other hosts can reach the config's host, and there is no secret.
     """
-    resolved = ResolvedConfig(config, Registry.from_env() if registry is None else registry)
+    resolved = ResolvedConfig.to_build(config, registry)
     resolved.check(keys=("queue",))
     required = Requirements(authenticated=must_authenticate(config))
     wrapper = resolved.wrapper(Kind.QUEUE, config.queue)

@@ -14,6 +14,7 @@ from kvplug.config import sources
 from kvplug.config.messages import bad_value, did_you_mean, unknown_key
 from kvplug.config.options import OptionRow, convert_values, describe_options, option, option_fields
 from kvplug.config.schema import (
+    CPUS,
     DEVICE,
     HASH,
     LAST_PORT,
@@ -156,6 +157,12 @@ class Config:
         "cpu",
         help="Device of the KV that moves: cpu, cuda, cuda:1.",
         validator=matches(DEVICE, 'a device such as "cpu", "cuda" or "cuda:1"'),
+    )
+    thread_cpus: str = option(
+        "all",
+        help='CPUs of kvplug\'s threads, in the whole process: "all" that the program may use, "inherit"'
+        ' those of the thread that starts them, or a list such as "0-3,8".',
+        validator=matches(CPUS, '"all", "inherit", or a list of CPUs such as "0-3,8"'),
     )
     buffer_size: int = option(
         2**30,

@@ -12,6 +12,7 @@ NAME = re.compile(r"(?:[A-Za-z0-9][\w.-]*:)?[a-z][a-z0-9-]{0,39}")
 DEVICE = re.compile(r"[a-z]+(?::[0-9]{1,4})?")
 _HOST = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,252})|[0-9A-Fa-f:.]{2,45}(?:%\w+)?")
 _UNIX = re.compile(r"unix:@[A-Za-z0-9][A-Za-z0-9._/-]{0,89}")
+CPUS = re.compile(r"all|inherit|[0-9]{1,5}(-[0-9]{1,5})?(,[0-9]{1,5}(-[0-9]{1,5})?)*")
 HASH = re.compile(r"[a-z][a-z0-9_]{0,31}")
 
 

@@ -23,7 +23,7 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from kvplug import TransportError
-from kvplug.transport import BackgroundThread, close_after_fork
+from kvplug.transport import BackgroundThread, close_after_fork, thread_cpus
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +76,8 @@ class SocketThread(abc.ABC):
                 os.close(self._wake)
                 raise
             try:
-                self._socket: zmq.Socket[bytes] = self._context.socket(kind)
+                with thread_cpus():  # ZeroMQ starts its threads with the first socket
+                    self._socket: zmq.Socket[bytes] = self._context.socket(kind)
                 self._socket.linger = 0
                 self._socket.sndhwm = self._socket.rcvhwm = HIGH_WATER_MARK
                 self._socket.handshake_ivl = int(HANDSHAKE_S * 1000)
