@@ -63,8 +63,9 @@ def all_cpus() -> Cpus:
     # A process that multiprocessing has started has imported this.
     module: Any = sys.modules.get("multiprocessing.process")
     starter = module and module.parent_process()
-    if starter is not None and starter.is_alive():
-        found |= cpus_of(starter.pid)
+    with contextlib.suppress(OSError, ValueError):  # the program has closed descriptors of others
+        if starter is not None and starter.is_alive():
+            found |= cpus_of(starter.pid)
     return found
 
 
