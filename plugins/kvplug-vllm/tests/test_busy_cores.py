@@ -40,7 +40,7 @@ class Engines:
 
 @pytest.fixture(scope="module")
 def engines(
-    start: Any, config_for: Any, random_llama: str, multiprocess: Any, free_port: Any, install_plugin: Any
+    start: Any, config_for: Any, multiprocess: Any, free_port: Any, install_plugin: Any
 ) -> Iterator[Engines]:
     if len(CPUS) < 2:
         pytest.skip("there is one CPU")
@@ -54,7 +54,6 @@ def engines(
         return stack.enter_context(
             start(
                 config,
-                model=random_llama,
                 block_size=32,
                 max_num_seqs=WAVE,
                 distributed_executor_backend="mp",  # which binds its workers
