@@ -14,13 +14,13 @@ from kvplug.config import sources
 from kvplug.config.messages import bad_value, did_you_mean, unknown_key
 from kvplug.config.options import OptionRow, convert_values, describe_options, option, option_fields
 from kvplug.config.schema import (
-    CPUS,
     DEVICE,
     HASH,
     LAST_PORT,
     NAME,
     chosen,
     count,
+    cpus_form,
     cross_faults,
     host_form,
     matches,
@@ -162,7 +162,7 @@ class Config:
         "all",
         help='CPUs of kvplug\'s threads, in the whole process: "all" that the program may use, "inherit"'
         ' those of the thread that starts them, or a list such as "0-3,8".',
-        validator=matches(CPUS, '"all", "inherit", or a list of CPUs such as "0-3,8"'),
+        validator=cpus_form,
     )
     buffer_size: int = option(
         2**30,

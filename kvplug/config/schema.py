@@ -12,7 +12,8 @@ NAME = re.compile(r"(?:[A-Za-z0-9][\w.-]*:)?[a-z][a-z0-9-]{0,39}")
 DEVICE = re.compile(r"[a-z]+(?::[0-9]{1,4})?")
 _HOST = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,252})|[0-9A-Fa-f:.]{2,45}(?:%\w+)?")
 _UNIX = re.compile(r"unix:@[A-Za-z0-9][A-Za-z0-9._/-]{0,89}")
-CPUS = re.compile(r"all|inherit|[0-9]{1,5}(-[0-9]{1,5})?(,[0-9]{1,5}(-[0-9]{1,5})?)*")
+_CPU = "[0-9]{1,5}(?:-[0-9]{1,5})?"
+_CPUS = re.compile(rf"all|inherit|{_CPU}(?:,{_CPU})*")
 HASH = re.compile(r"[a-z][a-z0-9_]{0,31}")
 
 
@@ -44,6 +45,14 @@ def host_form(_: Any, __: Any, value: Any) -> None:
         raise ValueError("allowed is a host alone, without scheme, brackets or port; the port is set by port")
     elif not _HOST.fullmatch(value):
         raise ValueError("allowed is a host name, an IP address, or unix:@name")
+
+
+def cpus_form(_: Any, __: Any, value: Any) -> None:
+    if not isinstance(value, str) or not _CPUS.fullmatch(value):
+        raise ValueError('allowed is "all", "inherit", or a list of CPUs such as "0-3,8"')
+    for first, last in re.findall(r"(\d+)-(\d+)", value):
+        if int(first) > int(last):
+            raise ValueError(f"the range {first}-{last} has no CPU; its lower end is first")
 
 
 def count(what: str) -> Any:

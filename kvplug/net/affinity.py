@@ -123,15 +123,23 @@ def choose_cpus(wanted: str) -> None:
 
 def set_own_cpus() -> None:
     """The calling thread, which is one of kvplug's and starts, uses the CPUs that were chosen."""
-    if not _IS_KNOWN:
-        return
-    cpus = all_cpus() if _chosen is None else _chosen
-    if cpus:
+    if cpus := _wanted():
         openmp.share_no_loops()
-        try:
-            os.sched_setaffinity(0, cpus)
-        except OSError as e:  # a container's CPUs have changed
-            _log.debug("a thread keeps the CPUs of the thread that started it: %s", e)
+        _bind(cpus)
+
+
+def _wanted() -> Cpus:
+    """Empty: those that a thread has inherited."""
+    if not _IS_KNOWN:
+        return frozenset()
+    return all_cpus() if _chosen is None else _chosen
+
+
+def _bind(cpus: Cpus) -> None:
+    try:
+        os.sched_setaffinity(0, cpus)
+    except OSError as e:  # a container's CPUs have changed
+        _log.debug("a thread keeps the CPUs of the thread that started it: %s", e)
 
 
 @contextlib.contextmanager
@@ -141,7 +149,8 @@ def thread_cpus() -> Iterator[None]:
     They inherit them from the calling thread, which has its own ones again afterwards.
     """
     with _own_cpus_again():
-        set_own_cpus()
+        if cpus := _wanted():
+            _bind(cpus)
         yield
 
 
@@ -152,4 +161,4 @@ def _own_cpus_again() -> Iterator[None]:
         yield
     finally:
         if before:
-            os.sched_setaffinity(0, before)
+            _bind(before)
